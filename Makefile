@@ -1,0 +1,52 @@
+# `make demo` and `make test` are all a fresh machine needs: each makes the environment it runs in.
+PYTHON ?= python3
+VENV ?= .venv
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+# Tests of the package itself, without notebooks and without the TPU compiler: what is repeated on another Python.
+CORE_SUITE := -m "not slow and not gpu and not network and not tpu_aot" --ignore=tests/notebooks
+MARKED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-core test-slow lint notebooks clean
+
+help: ## list what can be made
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo 'variables: PYTHON=$(PYTHON) VENV=$(VENV) DEMO_ARGS= PYTEST_ARGS='
+
+demo: $(MARKED)-demo ## train a VGG on 8 virtual devices on this machine
+	$(BIN)/splitjax demo $(DEMO_ARGS)
+
+test: $(MARKED)-test ## run all tests that need no accelerator
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-core: $(MARKED)-test-core ## run the tests of the package alone
+	$(BIN)/python -m pytest $(CORE_SUITE) $(PYTEST_ARGS)
+
+test-slow: $(MARKED)-test ## run the tests marked slow
+	$(BIN)/python -m pytest -m "slow and not gpu and not network" $(PYTEST_ARGS)
+
+lint: $(MARKED)-test ## check the style
+	$(BIN)/python -m ruff check .
+
+notebooks: $(MARKED)-test ## write the notebooks anew from their paired scripts
+	$(BIN)/python -m jupytext --to ipynb --update notebooks/*.py
+
+clean: ## remove the environments and what the tools cached
+	rm -rf .venv .venv-newer build dist .pytest_cache .hypothesis .ruff_cache
+
+# One mark per set of extras, younger than pyproject.toml once installed: a second `make` goes straight to work.
+$(MARKED)-%: pyproject.toml $(MARKED)-nothing
+	@echo 'installing splitjax[$*] into $(VENV) ...'
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[$*]'
+	@touch $@
+
+$(MARKED)-nothing:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "splitjax needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1); name another: make $(MAKECMDGOALS) PYTHON=python3.12"; \
+		exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV) || { \
+		echo "$(PYTHON) cannot make a virtual environment; Debian and Ubuntu need the package python3-venv"; exit 1; }
+	@touch $@

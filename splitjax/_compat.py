@@ -1,0 +1,202 @@
+"""The only place that branches on JAX's version or imports `jax.extend` (supported: jax>=0.10.2,<0.13).
+
+From 0.11 `ClosedJaxpr` and `Jaxpr` are one class and `scan` names its operands differently; everything else in splitjax
+sees jaxprs only through the functions here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+from jax._src import source_info_util
+from jax.interpreters import ad, batching, mlir
+
+Literal = jex.Literal
+Var = jex.Var
+DropVar = jex.DropVar
+Primitive = jex.Primitive
+ClosedJaxpr = jex.ClosedJaxpr
+Jaxpr = jex.Jaxpr
+
+# Frames of these packages are machinery between a user's line and the operation it caused.
+_INSTALLED = tuple(f"-packages/{name}/" for name in ("jax", "jaxlib", "flax", "haiku", "equinox", "optax", "chex", "jaxtyping"))
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+# Of splitjax itself only the models are what a user may want to see the lines of.
+_OWN_MODELS = _HERE + "models" + os.sep
+
+
+def is_machinery(file_name: str) -> bool:
+    """Whether a source file stands between a user's line and the operation it caused."""
+    if file_name.startswith("<") and not file_name.startswith("<ipython"):
+        return True
+    own = file_name.startswith(_HERE) and not file_name.startswith(_OWN_MODELS)
+    return own or any(part in file_name for part in _INSTALLED)
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether a parameter of an equation is a jaxpr, open or closed."""
+    return isinstance(value, (Jaxpr, ClosedJaxpr))
+
+
+def open_jaxpr(value: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A jaxpr (with `constvars`, `invars`, `eqns`, `outvars`) and the values of its constvars."""
+    if hasattr(value, "consts"):
+        inner = value.jaxpr if hasattr(value, "jaxpr") else value
+        return inner, tuple(value.consts)
+    return value, ()
+
+
+def close_jaxpr(jaxpr: Any, consts: Sequence[Any] = ()) -> Any:
+    """The closed form of an open jaxpr; the identity where JAX has only one class."""
+    if ClosedJaxpr is Jaxpr:
+        return jaxpr
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, list(consts))
+
+
+def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
+    """Evaluates a jaxpr on arrays or tracers, keeping the derivative rules of custom_jvp and custom_vjp equations."""
+    inner, own = open_jaxpr(jaxpr)
+    return jax.core.eval_jaxpr(inner, list(consts) or list(own), *args)
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many of a scan's operands are constants and how many are carried (the rest are scanned over)."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Binds an equation's primitive to new operands, as JAX's own interpreter does; always a list of results."""
+    bound = eqn.primitive.get_bind_params(eqn.params)
+    if isinstance(bound, tuple):
+        subfuns, params = bound
+        results = eqn.primitive.bind(*subfuns, *operands, **params)
+    else:
+        results = eqn.primitive.bind(*operands, **bound)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def equation_context(eqn: Any) -> Any:
+    """A context manager under which a re-bound equation keeps its own source line, name stack and settings."""
+    stack = contextlib.ExitStack()
+    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    stack.enter_context(source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack))
+    stack.enter_context(eqn.ctx.manager)
+    return stack
+
+
+def source_line(eqn: Any) -> str:
+    """`file:line (function)` of the user's line that caused an equation; empty where JAX kept none."""
+    traceback = getattr(eqn.source_info, "traceback", None)
+    frames = traceback.frames if traceback is not None else ()
+    fallback = ""
+    for frame in frames:
+        text = f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+        if not fallback:
+            fallback = text
+        if not is_machinery(frame.file_name):
+            return text
+    return fallback
+
+
+def name_stack(eqn: Any) -> str:
+    """The `jax.named_scope` path of an equation, such as `VGG/Conv_0`; empty where a library gives none (Flax NNX)."""
+    return str(getattr(eqn.source_info, "name_stack", ""))
+
+
+def argument_names(jaxpr: Any) -> tuple[str, ...]:
+    """The paths of a traced function's flat arguments as JAX's debug information has them."""
+    inner, _ = open_jaxpr(jaxpr)
+    return tuple(inner.debug_info.arg_names or ())
+
+
+def trace(fun: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """Traces `fun` abstractly: the closed jaxpr, and the pytree of `ShapeDtypeStruct`s of its result."""
+    return jax.make_jaxpr(fun, return_shape=True)(*args)
+
+
+def detach_consts(closed: Any) -> tuple[Any, list[Any]]:
+    """A closed jaxpr without constants, and the constants as its first operands: `closed(*args)` = `result(*consts, *args)`."""
+    consts = list(closed.consts)
+    if not consts:
+        return closed, consts
+    if ClosedJaxpr is Jaxpr:
+        return closed.with_consts(()), consts
+    inner = closed.jaxpr
+    names = inner.debug_info.arg_names
+    debug = inner.debug_info._replace(arg_names=None if names is None else ("",) * len(consts) + tuple(names))
+    return ClosedJaxpr(inner.replace(constvars=(), invars=[*inner.constvars, *inner.invars], debug_info=debug), ()), consts
+
+
+def is_abstract(value: Any) -> bool:
+    """Whether a value is a tracer that stands for an unknown array (not a derivative tracer around a concrete one)."""
+    return isinstance(value, jax.core.Tracer) and value.to_concrete_value() is None
+
+
+def jaxpr_effects(closed: Any) -> Any:
+    """The side effects of a jaxpr, such as a debug print."""
+    return closed.effects
+
+
+def user_frame() -> str:
+    """`file:line` of the innermost Python frame that belongs to the user; empty when there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not is_machinery(name):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def define_primitive(
+    name: str, evaluate: Callable[..., list[Any]], result_types: Callable[..., tuple[list[Any], Any]]
+) -> Primitive:
+    """A primitive with several results that means `evaluate(*operands, **params)` to every transformation but tracing.
+
+    `result_types(*operand_types, **params)` gives the abstract results and the effects. Derivatives, batching and compilation
+    see through the primitive: they transform `evaluate`.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_effectful_abstract_eval(result_types)
+    primitive.def_impl(evaluate)
+
+    def derive(primals, tangents, **params):
+        active = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+        def of_active(*values):
+            operands = list(primals)
+            for i, value in zip(active, values):
+                operands[i] = value
+            return evaluate(*operands, **params)
+
+        results, changes = jax.jvp(of_active, [primals[i] for i in active], [tangents[i] for i in active])
+        return results, [
+            ad.Zero(jax.typeof(change)) if change.dtype == jax.dtypes.float0 else change for change in changes
+        ]
+
+    def batch(axis, operands, dims, **params):
+        if all(dim is None for dim in dims) and not result_types(*map(jax.typeof, operands), **params)[1]:
+            results = primitive.bind(*operands, **params)
+            return results, [None] * len(results)
+        mapped = jax.vmap(
+            lambda *values: evaluate(*values, **params), in_axes=tuple(dims), axis_size=axis.size,
+            axis_name=None if type(axis.name) is object else axis.name,  # JAX's mark for "unnamed" is a bare object
+            spmd_axis_name=axis.spmd_name,
+        )
+        results = mapped(*operands)
+        return results, [0] * len(results)
+
+    ad.primitive_jvps[primitive] = derive
+    batching.fancy_primitive_batchers[primitive] = batch
+    mlir.register_lowering(primitive, mlir.lower_fun(evaluate, multiple_results=True))
+    return primitive

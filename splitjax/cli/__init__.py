@@ -1,0 +1,65 @@
+"""The command line. One module per command: a frozen dataclass whose fields are its options and whose `run` does the work.
+
+Mistakes of the user are `SplitjaxError`s; they are printed as they are, value, place and remedy, and exit with 2, as
+a wrong option does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+from splitjax.cli.demo import Demo
+from splitjax.cli.doctor import Doctor
+from splitjax.cli.lint import Lint
+from splitjax.cli.plan import ShowPlan
+from splitjax.errors import SplitjaxError
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+Command = (
+    Annotated[Demo, tyro.conf.subcommand("demo")]
+    | Annotated[ShowPlan, tyro.conf.subcommand("plan")]
+    | Annotated[Lint, tyro.conf.subcommand("lint")]
+    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the process's exit status: 0, 1 (findings), 2 (the user's mistake) or 130 (Ctrl-C)."""
+    command = tyro.cli(
+        Command,  # type: ignore[arg-type]
+        prog="splitjax",
+        description="Train a JAX step on many devices with the same numbers.",
+        args=arguments,
+        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
+    )
+    try:
+        return command.run(Console())
+    except SplitjaxError as error:
+        if command.traceback:
+            raise
+        print_error(error, Console(stderr=True))
+        return USER_ERROR
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted", style="red")
+        return INTERRUPTED
+
+
+def print_error(error: SplitjaxError, console: Console) -> None:
+    """The message in red, then what the error knows about value, place and remedy."""
+    message, *details = str(error).split("\n")
+    console.print(Text.assemble(("error: ", "bold red"), (message, "red")), soft_wrap=True)
+    for line in details:
+        console.print(Text(line), soft_wrap=True)
+
+
+def script() -> None:
+    """The console script `splitjax`."""
+    sys.exit(main())

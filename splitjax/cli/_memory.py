@@ -1,0 +1,54 @@
+"""Bytes of a device: what a placed state takes, and what XLA compiled for a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryUse:
+    """Bytes per device of one way to train."""
+
+    name: str
+    state_bytes: int
+    step_bytes: int  # arguments + temporaries + outputs that are not written over arguments
+
+
+def state_bytes(shapes: Any) -> int:
+    """Bytes per device of a pytree of `ShapeDtypeStruct`s or arrays with shardings."""
+    return sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(shapes))
+
+
+def _shard_bytes(leaf: Any) -> int:
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    size = 1
+    for dim in shape:
+        size *= dim
+    return size * leaf.dtype.itemsize
+
+
+def step_bytes(compiled: Any) -> int:
+    """Bytes per device that a compiled step needs at once (`peak_memory_in_bytes` is only the arguments on a CPU)."""
+    stats = compiled.memory_analysis()
+    return stats.argument_size_in_bytes + stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+
+
+def comparison(base: MemoryUse, other: MemoryUse) -> Table:
+    """Both side by side, and what the second saves."""
+    table = Table(title="memory per device, MiB", title_justify="left")
+    for column in ("", base.name, other.name, "difference"):
+        table.add_column(column, justify="left" if not column else "right")
+    for label, before, after in (
+        ("state (parameters and optimizer)", base.state_bytes, other.state_bytes),
+        ("whole step as XLA compiled it", base.step_bytes, other.step_bytes),
+    ):
+        table.add_row(label, _mib(before), _mib(after), f"{after / before - 1:+.0%}")
+    return table
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f}"

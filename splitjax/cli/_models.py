@@ -1,0 +1,60 @@
+"""From a model's name on the command line to a decorated training step and the shapes that it is planned with."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import optax
+
+import splitjax
+from splitjax.cli._options import Library, ModelName, OptimizerName
+from splitjax.mesh import MeshShape
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A decorated step with abstract arguments: nothing of the model is allocated."""
+
+    step: Any
+    arguments: tuple[Any, ...]  # states first, then the batch, as ShapeDtypeStructs
+    num_params: int
+
+
+def optimizer_named(name: OptimizerName, learning_rate: Any = 1e-3) -> optax.GradientTransformation:
+    if name == "momentum":
+        return optax.sgd(learning_rate, momentum=0.9)
+    return optax.adafactor(learning_rate) if name == "adafactor" else optax.adam(learning_rate)
+
+
+def planned_step(
+    model: ModelName,
+    library: Library,
+    *,
+    mesh: MeshShape,
+    rules: str,
+    optimizer: OptimizerName,
+    batch_size: int,
+    num_classes: int | None,
+    width: float | None,
+) -> Planned:
+    """The decorated training step of a model, and the shapes of its arguments.
+
+    Raises `ModelError` for an option that the model lacks."""
+    from splitjax import models
+
+    options = {} if width is None else {"width": width}
+    spec = models.build(model, library=library, num_classes=num_classes, **options)
+    batch = spec.example(batch_size)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    chosen = optimizer_named(optimizer)
+    if library == "nnx":
+        from flax import nnx
+
+        init_fn, train_step, _ = models.make_nnx_step(spec, chosen, value_and_grad=splitjax.nnx.value_and_grad)
+        step = splitjax.nnx.parallelize(train_step, mesh=dict(mesh.axes), rules=rules)
+        return Planned(step, (*nnx.eval_shape(init_fn, key), batch), spec.num_params())
+    init_fn, train_step, _ = models.make_step(spec, chosen, value_and_grad=splitjax.value_and_grad)
+    step = splitjax.parallelize(train_step, mesh=dict(mesh.axes), rules=rules)
+    return Planned(step, (jax.eval_shape(init_fn, key), batch), spec.num_params())

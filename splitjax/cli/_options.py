@@ -1,0 +1,47 @@
+"""What several commands share: how a mesh is written, which models can be named, how one becomes a training step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Literal
+
+import tyro
+
+from splitjax.errors import MeshError
+from splitjax.mesh import MeshShape
+
+ModelName = Literal["vgg11", "vgg16", "resnet18", "mlp", "transformer"]
+Library = Literal["linen", "nnx"]
+OptimizerName = Literal["adam", "momentum", "adafactor"]
+MeshText = Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")]
+
+
+def parse_mesh(text: str) -> MeshShape:
+    """`"data=2,model=4"` -> the mesh's shape. Raises `MeshError` for anything else."""
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, equals, size = part.strip().partition("=")
+        if not equals or not axis or not size.strip().isdecimal():
+            raise MeshError(
+                "a mesh is written as its axes with their sizes",
+                value=text,
+                place="--mesh",
+                remedy="write it as data=2,model=4",
+            )
+        if axis.strip() in axes:
+            raise MeshError(
+                f"the mesh names its axis {axis.strip()!r} twice",
+                value=text,
+                place="--mesh",
+                remedy="name every axis once",
+            )
+        axes[axis.strip()] = int(size)
+    return MeshShape.of(axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traceback:
+    """The option that every command has."""
+
+    traceback: bool = False
+    """Show the Python traceback of an error too."""

@@ -1,0 +1,63 @@
+"""JAX as the command line wants it, set before JAX starts a backend: devices, compile cache, a quiet start."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import jax
+
+from splitjax.mesh import MeshShape
+
+DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+# XLA's CPU compiler favours speed over memory unless told otherwise, and its memory figures are then not
+# those of an accelerator's schedule.
+MEMORY_FLAG = "--xla_cpu_scheduler_type"
+# Compiling less than this is not worth a file in the cache.
+MIN_COMPILE_SECONDS = 0.5
+_GOOGLE_PCI_VENDOR = "0x1ae0"
+
+
+def start(num_devices: int, *, platform: str = "cpu") -> None:
+    """Prepares JAX, which must not have started a backend yet.
+
+    **Arguments:**
+
+    - `num_devices`: how many virtual devices a CPU shall show. What the user has set in `XLA_FLAGS` stands.
+    - `platform`: `"cpu"`, or `"auto"` for what JAX finds.
+    """
+    if platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    quiet_absent_tpu()
+    flags = os.environ.get("XLA_FLAGS", "")
+    if DEVICE_COUNT_FLAG not in flags:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    if MEMORY_FLAG not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {MEMORY_FLAG}=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED".strip()
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_SECONDS)
+
+
+def cache_dir() -> pathlib.Path:
+    """Where compiled programs are kept between runs: `JAX_COMPILATION_CACHE_DIR`, `SPLITJAX_CACHE`, or a folder in the
+    user's cache directory (XDG base directory specification)."""
+    for variable in ("JAX_COMPILATION_CACHE_DIR", "SPLITJAX_CACHE"):
+        if os.environ.get(variable):
+            return pathlib.Path(os.environ[variable])
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return pathlib.Path(base) / "splitjax" / "compiled"
+
+
+def quiet_absent_tpu() -> None:
+    """Keeps libtpu, where it is installed for its compiler alone, from searching for a TPU host's metadata."""
+    vendors = pathlib.Path("/sys/bus/pci/devices").glob("*/vendor")
+    if any(_GOOGLE_PCI_VENDOR in vendor.read_text() for vendor in vendors):
+        return
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+
+
+def num_devices_for(mesh: MeshShape | None) -> int:
+    """How many virtual devices the mesh needs; 8 without a mesh."""
+    return mesh.num_devices if mesh is not None else 8

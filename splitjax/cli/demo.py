@@ -1,0 +1,189 @@
+"""`splitjax demo`: train a VGG on real images on 8 virtual devices, then say what was laid out where and what it saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pathlib
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+
+from splitjax.cli import _session
+from splitjax.cli._options import MeshText, Traceback, parse_mesh
+from splitjax.errors import DataError
+from splitjax.mesh import MeshShape
+
+if TYPE_CHECKING:
+    from splitjax.data import Dataset
+
+
+@dataclasses.dataclass(frozen=True)
+class Demo(Traceback):
+    """Train a small VGG on real images, sharded over virtual devices of this machine; takes about two minutes."""
+
+    data: Literal["digits", "cifar10"] = "digits"
+    """Images: scikit-learn's handwritten digits, which it brings along, or CIFAR-10 from --data-dir."""
+    data_dir: pathlib.Path | None = None
+    """Folder with CIFAR-10's binary files (cifar-10-batches-bin)."""
+    model: Literal["vgg11", "vgg16"] = "vgg11"
+    """Which model."""
+    width: float = 0.25
+    """Multiplies the channels of every convolution."""
+    head_features: int = 2048
+    """Width of the two dense layers before the last."""
+    mesh: MeshText = "data=2,model=4"
+    """Mesh axes and their sizes: here 2 groups of 4 workers."""
+    rules: str = "splitbrain"
+    """A shipped rule set (splitbrain, megatron, fsdp, data_parallel) or the path of a TOML file."""
+    epochs: int = 8
+    """How often to go through the training images."""
+    steps: int | None = None
+    """Stop after this many steps, whatever --epochs says."""
+    batch_size: int = 64
+    """Examples in the global batch."""
+    learning_rate: float = 1e-3
+    """Highest learning rate of Adam; it warms up and decays to zero."""
+    seed: int = 0
+    """Decides the parameters, the order of the images and which are for testing."""
+    platform: Literal["cpu", "auto"] = "cpu"
+    """cpu: virtual devices on this machine's processor; auto: what JAX finds."""
+    output_dir: pathlib.Path = pathlib.Path("splitjax-demo")
+    """Folder for the plot and the plan."""
+
+    def run(self, console: Console) -> int:
+        begin = time.monotonic()
+        mesh = parse_mesh(self.mesh)
+        _session.start(mesh.num_devices, platform=self.platform)
+        dataset = self.load()
+        output_dir = make_folder(self.output_dir)
+        console.print(
+            f"{self.model} (width {self.width:g}, head {self.head_features}) on {dataset.name}: {len(dataset.train['label'])} images to "
+            f"train, {len(dataset.test['label'])} to test; mesh {mesh}, rules {self.rules}", highlight=False, soft_wrap=True,
+        )
+        trained = train(self, dataset, mesh, console)
+        console.print(
+            f"test accuracy {trained.test_accuracy:.2%} after {len(trained.losses)} steps; the step was compiled "
+            f"{trained.num_compiles} time{'s' * (trained.num_compiles != 1)}", style="bold", highlight=False,
+        )
+        console.print(str(trained.plan), soft_wrap=True, markup=False, highlight=False)
+
+        from splitjax.cli._memory import comparison
+        from splitjax.cli._plot import write_plot
+
+        uses = compare_memory(trained, mesh, self.rules)
+        console.print(comparison(*uses))
+        trained.plan.save(output_dir / "plan.json")
+        title = f"{self.model} on {dataset.name}, {mesh}: test accuracy {trained.test_accuracy:.2%}"
+        if write_plot(output_dir / "demo.png", trained.losses, trained.accuracies, uses, title):
+            console.print(f"plot: {output_dir / 'demo.png'}", highlight=False)
+        else:
+            console.print("no plot: matplotlib is not installed (pip install 'splitjax[demo]')")
+        console.print(f"plan: {output_dir / 'plan.json'}", highlight=False)
+        console.print(f"total {time.monotonic() - begin:.0f} s", highlight=False)
+        return 0
+
+    def load(self) -> Dataset:
+        """Raises `DataError` for images that cannot be found or read."""
+        from splitjax import data
+
+        if self.data == "digits":
+            return data.load_digits(seed=self.seed)
+        if self.data_dir is None:
+            raise DataError(
+                "CIFAR-10 is read from a folder", place="--data-dir",
+                remedy="download and unpack its binary version, and give the folder: --data-dir cifar-10-batches-bin",
+            )
+        return data.load_cifar10(self.data_dir)
+
+    def batches(self, dataset: Dataset) -> Iterator[dict[str, Any]]:
+        """The training batches, epoch after epoch, as many as `num_steps` says."""
+        epochs = (dataset.train_batches(self.batch_size, seed=self.seed, epoch=epoch) for epoch in itertools.count())
+        return itertools.islice(itertools.chain.from_iterable(epochs), self.num_steps(dataset))
+
+    def num_steps(self, dataset: Dataset) -> int:
+        steps = self.epochs * (len(dataset.train["label"]) // self.batch_size)
+        return steps if self.steps is None else min(steps, self.steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What training left behind."""
+
+    train_step: Any  # the undecorated step
+    parallel_step: Any
+    state_shapes: Any  # ShapeDtypeStructs with shardings
+    batch_shapes: Any
+    plan: Any
+    losses: tuple[float, ...]
+    accuracies: tuple[float, ...]
+    test_accuracy: float
+    num_compiles: int
+
+
+def train(options: Demo, dataset: Dataset, mesh: MeshShape, console: Console) -> Trained:
+    """Trains and tests; the loop that a user would write around a decorated step."""
+    import jax
+    import optax
+
+    import splitjax
+    from splitjax import models
+    from splitjax.cli._progress import TrainingProgress
+
+    num_steps = options.num_steps(dataset)
+    rate = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, max(1, num_steps // 10), max(2, num_steps))
+    spec = models.build(
+        options.model, num_classes=dataset.num_classes, width=options.width, head_features=options.head_features
+    )
+    init_fn, train_step, eval_step = models.make_step(spec, optax.adam(rate), value_and_grad=splitjax.value_and_grad)
+    parallel_step = splitjax.parallelize(train_step, mesh=dict(mesh.axes), rules=options.rules)
+    evaluate = parallel_step.like(eval_step)
+
+    key = jax.random.key(options.seed)
+    batch_shapes = spec.example(options.batch_size)
+    with console.status("making the state, sharded"):
+        state = parallel_step.init(init_fn, key, example=(batch_shapes,))
+    plan = parallel_step.plan(state, batch_shapes)
+    losses, accuracies = [], []
+    with TrainingProgress(console, num_steps, options.batch_size) as progress:
+        for batch in options.batches(dataset):
+            state, metrics = parallel_step(state, batch)
+            losses.append(float(metrics["loss"]))
+            accuracies.append(float(metrics["accuracy"]))
+            progress.update(losses[-1], accuracies[-1])
+    with console.status("testing"):
+        num_correct = sum(float(evaluate(state, batch)["correct"]) for batch in dataset.test_batches(options.batch_size))
+    return Trained(
+        train_step, parallel_step, parallel_step.abstract_state(init_fn, key, example=(batch_shapes,)), batch_shapes, plan,
+        tuple(losses), tuple(accuracies), num_correct / len(dataset.test["label"]), len(parallel_step.compiles),
+    )
+
+
+def compare_memory(trained: Trained, mesh: MeshShape, rules: str):
+    """(data parallelism, this run): bytes per device of the same step on as many devices."""
+    import jax
+
+    import splitjax
+    from splitjax.cli._memory import MemoryUse, state_bytes, step_bytes
+
+    def use(name, step, state):
+        return MemoryUse(name, state_bytes(state), step_bytes(step.lower(state, trained.batch_shapes).compile()))
+
+    baseline = splitjax.parallelize(trained.train_step, mesh={"data": mesh.num_devices}, rules="data_parallel")
+    plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), trained.state_shapes)
+    placed = baseline.abstract_place(plain, example=(trained.batch_shapes,))
+    return use("data parallel", baseline, placed), use(rules, trained.parallel_step, trained.state_shapes)
+
+
+def make_folder(path: pathlib.Path) -> pathlib.Path:
+    """The folder, made where it does not exist. Raises `DataError` where it cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"the output folder cannot be made: {error.strerror or error}", value=str(path), place="--output-dir",
+            remedy="give a folder that may be written to",
+        ) from error
+    return path

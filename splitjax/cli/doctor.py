@@ -1,0 +1,97 @@
+"""`splitjax doctor`: what this machine has, and what to do about what it lacks."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from splitjax.cli import _session
+from splitjax.cli._options import Traceback
+
+PACKAGES = ("splitjax", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "libtpu", "scikit-learn", "matplotlib", "treescope")
+_CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+
+
+@dataclasses.dataclass(frozen=True)
+class Doctor(Traceback):
+    """Show versions, devices and settings of this machine, with advice."""
+
+    def run(self, console: Console) -> int:
+        _session.quiet_absent_tpu()
+        import jax
+
+        devices = jax.devices()
+        table = Table(title="this machine", show_header=False, title_justify="left")
+        for name, value in facts(devices):
+            table.add_row(name, value)
+        console.print(table)
+        for line in advice(devices):
+            console.print(f"- {line}", soft_wrap=True, highlight=False)
+        return 0
+
+
+def facts(devices) -> list[tuple[str, str]]:
+    """(name, value) of everything that decides how splitjax runs here."""
+    kinds = sorted({f"{device.platform} ({device.device_kind})" for device in devices})
+    rows = [
+        ("system", platform.platform()),
+        ("cores", str(_num_cores())),
+        ("Python", f"{platform.python_version()} at {sys.executable}"),
+    ]
+    rows += [(package, _version(package) or "not installed") for package in PACKAGES]
+    rows += [
+        ("CUDA plugin", ", ".join(f"{name} {_version(name)}" for name in _CUDA_PLUGINS if _version(name)) or "not installed"),
+        ("devices", f"{len(devices)} x {', '.join(kinds)}"),
+        ("virtual CPU devices", str(len(devices)) if _is_virtual(devices) else "none"),
+        ("XLA_FLAGS", os.environ.get("XLA_FLAGS") or "not set"),
+        ("compile cache", f"{_session.cache_dir()} ({_size_of(_session.cache_dir())})"),
+    ]
+    return rows
+
+
+def advice(devices) -> list[str]:
+    """What to do about what is missing; empty for a machine that has everything."""
+    lines = []
+    if len(devices) == 1:
+        lines.append(
+            "one device: a mesh of 8 can be tried on virtual CPU devices. `splitjax demo` sets them up itself; in your own "
+            f"script set XLA_FLAGS={_session.DEVICE_COUNT_FLAG}=8 before JAX starts."
+        )
+    if _version("scikit-learn") is None or _version("matplotlib") is None:
+        lines.append("the demo needs scikit-learn for its images and matplotlib for its plots: pip install 'splitjax[demo]'")
+    if _version("libtpu") is None:
+        lines.append("libtpu is absent: with it plans for TPU pods can be compiled here, without a TPU: pip install 'splitjax[tpu]'")
+    if devices[0].platform == "cpu" and os.path.exists("/dev/nvidiactl"):
+        lines.append("there is an NVIDIA GPU, and JAX does not use it: pip install 'splitjax[gpu]', and unset JAX_PLATFORMS")
+    if not lines:
+        lines.append("nothing is missing")
+    return lines
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _is_virtual(devices) -> bool:
+    return devices[0].platform == "cpu" and len(devices) > 1
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _size_of(folder) -> str:
+    if not folder.is_dir():
+        return "empty"
+    files = [file for file in folder.iterdir() if file.is_file()]
+    return f"{len(files)} files, {sum(file.stat().st_size for file in files) / 2**20:.1f} MiB"

@@ -1,0 +1,224 @@
+"""The collectives of a planned step, predicted: for each, what one device sends per step, for which layer, and why.
+
+Three kinds, after Lai, Kadav, Kruus, "SplitBrain" (arXiv 2112.15317), whose column-split layers on top of replicated
+convolutions send, with N workers in G groups of K, B examples a worker, d features at the crossing, h_l dense widths and
+values of s bytes,
+
+    2(N-1)/N P_conv s + 2(G-1)/G (P_dense/K) s + 2(K-1) B d s + 2 sum_l (K-1) B h_l s
+
+bytes per worker and step (the tests hold the sum of the prediction against this formula):
+
+- gradients (`_gradients`): first two terms;
+- crossings between replicated layers, whose batch is split over all axes, and split layers: third term;
+- activations between split layers, by the column and row rules of Shoeybi et al., "Megatron-LM" (arXiv 1909.08053,
+  section 3): fourth term where column-split outputs are gathered.
+
+Not predicted, because small: scalars (losses, norms), batch-norm statistics, ids; and what rematerialisation repeats. XLA may do less
+(leaving the last split layer by an all-to-all, one K-th of the gather counted here) or more: the report compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from splitjax.cost.flow import Axes, Flow, flows, stays_split
+from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
+from splitjax.mesh import MeshShape
+from splitjax.plan import Collective, LayerPlan, LeafPlan, spec_axes
+from splitjax.trace.graph import Graph
+
+_BYTES = {
+    "all_reduce": all_reduce_bytes,
+    "all_gather": all_gather_bytes,
+    "reduce_scatter": reduce_scatter_bytes,
+    "all_to_all": all_to_all_bytes,
+}
+FORWARD, BACKWARD = False, True
+# (op, axes, bytes that the op's formula takes, why, whether it belongs to the backward pass)
+_Event = tuple[str, Axes, int, str, bool]
+
+
+def predict_collectives(
+    graph: Graph,
+    leaves: Sequence[LeafPlan],
+    layers: Sequence[LayerPlan],
+    mesh: MeshShape,
+    batch_axes: Sequence[str],
+    replicated_batch: str,
+    *,
+    backward: bool = True,
+) -> tuple[Collective, ...]:
+    """The collectives that a step of this layout needs: activations in program order, then gradients in leaf order.
+
+    **Arguments:**
+
+    - `graph`: the traced step: shapes of activations (`Graph.uses`, for the whole batch), dim classes.
+    - `leaves`, `layers`: the layout; `bytes_per_device` must be set.
+    - `batch_axes`: the axes over which batch arguments are split.
+    - `replicated_batch`: `"all"` where the batch of replicated layers is split over every axis, `"data"` where split and
+      replicated layers see the same batch.
+    - `backward`: False for a step that takes no gradient (evaluation).
+
+    **Returns:** `Collective`s with `bytes` sent per device and step, by ring algorithms (`cost.ring`); those of 0 bytes left out.
+    """
+    names = {leaf.path: leaf.layer for leaf in graph.leaves if leaf.layer}
+    names |= {path: layer.name for layer in layers for path in layer.params}
+    chain = flows(graph, leaves, mesh, batch_axes, replicated_batch)
+    states = _states(graph, leaves)
+    experts = {flow.use.param: flow.stacked for flow in chain}
+    events: list[tuple[str, _Event]] = []
+    for i, flow in enumerate(chain):
+        layer = names.get(flow.use.param, flow.use.layer)
+        events += [(layer, event) for event in _activations(i, chain, mesh)]
+    for leaf in leaves:
+        if leaf.role == "param":
+            found = _gradients(
+                leaf, states.get(leaf.path, ()), experts.get(leaf.path, ()), mesh, tuple(batch_axes), replicated_batch
+            )
+            events += [(names.get(leaf.path, leaf.path), event) for event in found]
+    return tuple(
+        Collective(op, "+".join(axes), sent, layer, why)
+        for layer, (op, axes, num_bytes, why, phase) in events
+        if (backward or phase == FORWARD) and (sent := _BYTES[op](mesh.size(axes), num_bytes)) > 0
+    )
+
+
+def _activations(i: int, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
+    """Activations and their cotangents around one use: entering it, then leaving it."""
+    flow = chain[i]
+    differentiated = i > 0  # below the first use stand no parameters: nobody asks for the cotangent of its input
+    if flow.data_group_bytes and flow.same_input is None:
+        entering = (*_enter_stacked(flow, chain, mesh), *_enter_column(flow, chain, mesh), *_enter_row(flow, chain, mesh))
+        yield from (event for event in entering if differentiated or event[-1] == FORWARD)
+    yield from _leave_stacked(flow, chain, mesh)
+    yield from _leave_row(flow, chain, mesh)
+    yield from _leave_column(i, flow, chain, mesh)
+
+
+def _enter_column(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
+    """A column-parallel use needs whole features; each device has a summand of their cotangent."""
+    axes, whole = flow.free, flow.data_group_bytes // mesh.size(flow.contracted)
+    if not axes:
+        return
+    source = _linked(flow.producer, axes, chain)
+    if source and set(source.free) & set(axes):
+        yield "all_gather", axes, whole, f"forward: whole features of the column-split output of {source.use.layer}", FORWARD
+        yield "reduce_scatter", axes, whole, f"backward: cotangent of the column-split output of {source.use.layer}", BACKWARD
+    elif source or not flow.crossing:
+        yield "all_reduce", axes, whole, "backward: input cotangent of a column-split layer, summed over its columns", BACKWARD
+    else:
+        yield "all_gather", axes, whole, "forward: the group's examples enter a split layer", FORWARD
+        yield "reduce_scatter", axes, whole, "backward: input cotangents return to their workers", BACKWARD
+
+
+def _enter_row(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
+    """A row-parallel use needs its slice of the features, which a column-parallel producer leaves in place."""
+    axes = flow.contracted
+    if not axes:
+        return
+    source = _linked(flow.producer, axes, chain)
+    if source and set(source.free) & set(axes):
+        return
+    if source or not flow.crossing:
+        yield "all_gather", axes, flow.data_group_bytes, "backward: input cotangent of a row-split layer, whole features", BACKWARD
+    else:
+        yield "all_to_all", axes, flow.data_share_bytes, "forward: the group's examples enter a row-split layer", FORWARD
+        yield "all_to_all", axes, flow.data_share_bytes, "backward: input cotangents return to their workers", BACKWARD
+
+
+def _leave_row(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
+    """Each device of a row-parallel use has a summand of the output."""
+    axes, whole = flow.contracted, flow.out_group_bytes // mesh.size(flow.free)
+    if not axes:
+        return
+    if not flow.crossing or _linked(flow.consumer, axes, chain):
+        yield "all_reduce", axes, whole, "forward: partial outputs of a row-split layer", FORWARD
+    else:
+        yield "reduce_scatter", axes, whole, "forward: partial outputs of a row-split layer, summed onto their workers", FORWARD
+        yield "all_gather", axes, whole, "backward: the group's output cotangents enter a row-split layer", BACKWARD
+
+
+def _leave_column(i: int, flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
+    """A column-parallel output stays split for a split consumer (which sees to it) and, being the last, for the loss."""
+    axes, whole = flow.free, flow.out_group_bytes
+    if not axes or _linked(flow.consumer, axes, chain):
+        return
+    if flow.crossing:
+        yield "all_gather", axes, whole, "forward: whole features of a column-split output leave the split layers", FORWARD
+        yield "reduce_scatter", axes, whole, "backward: output cotangents enter a column-split layer", BACKWARD
+    elif i + 1 < len(chain):
+        yield "all_gather", axes, whole, "forward: whole features of a column-split output", FORWARD
+
+
+def _enter_stacked(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
+    """Experts: tokens travel to the device of their expert, their cotangents back (Lepikhin et al., "GShard", 2006.16668)."""
+    axes = flow.stacked
+    source = _linked(flow.producer, axes, chain)
+    if not axes or (source and source.stacked == axes):
+        return
+    if flow.crossing:
+        yield "all_to_all", axes, flow.data_share_bytes, "forward: tokens travel to their experts", FORWARD
+        yield "all_to_all", axes, flow.data_share_bytes, "backward: token cotangents return", BACKWARD
+    else:
+        yield "all_gather", axes, flow.data_group_bytes, "backward: token cotangents of all experts", BACKWARD
+
+
+def _leave_stacked(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
+    axes = flow.stacked
+    target = _linked(flow.consumer, axes, chain)
+    if not axes or (target and target.stacked == axes):
+        return
+    if flow.crossing:
+        yield "all_to_all", axes, flow.out_share_bytes, "forward: experts' results return", FORWARD
+        yield "all_to_all", axes, flow.out_share_bytes, "backward: result cotangents travel to their experts", BACKWARD
+    else:
+        yield "all_gather", axes, flow.out_group_bytes, "forward: results of all experts", FORWARD
+
+
+def _linked(position: int | None, axes: Axes, chain: Sequence[Flow]) -> Flow | None:
+    """The neighbouring use, if it is split over some of these axes too; replicated neighbours are as good as none."""
+    flow = None if position is None else chain[position]
+    return flow if flow and set(flow.axes) & set(axes) else None
+
+
+def _states(graph: Graph, leaves: Sequence[LeafPlan]) -> dict[str, list[LeafPlan]]:
+    """Per parameter the optimizer state that mirrors it (moments; not factored statistics, which are small)."""
+    follows = {leaf.path: leaf.follows for leaf in graph.leaves if leaf.follows}
+    shapes = {leaf.path: leaf.shape for leaf in leaves}
+    states: dict[str, list[LeafPlan]] = {}
+    for leaf in leaves:
+        param = follows.get(leaf.path)
+        if param is not None and leaf.shape == shapes.get(param):
+            states.setdefault(param, []).append(leaf)
+    return states
+
+
+def _gradients(
+    leaf: LeafPlan, states: Sequence[LeafPlan], experts: Axes, mesh: MeshShape, batch_axes: Axes, replicated_batch: str
+) -> Iterator[_Event]:
+    """One parameter's weight gathers and gradient sums.
+
+    Over batch axes that split it for storage alone: gathered for the forward and again for the backward pass, the gradient
+    reduce-scattered (Rajbhandari et al., "ZeRO", arXiv 1910.02054, stage 3). Over batch axes that do not split it: an
+    all-reduce of the device's shard; where its optimizer state is split over them, a reduce-scatter of the gradient and
+    an all-gather of the new values instead (stage 1), as many bytes.
+    """
+    used = mesh.present(spec_axes(leaf.spec))
+    stored = tuple(
+        axis for axis in used if axis in batch_axes and axis not in experts and not stays_split(axis, batch_axes, replicated_batch)
+    )
+    shard = leaf.bytes_per_device
+    if stored:
+        whole = shard * mesh.size(stored)
+        yield "all_gather", stored, whole, f"forward: {leaf.path} is stored in pieces", FORWARD
+        yield "all_gather", stored, whole, f"backward: {leaf.path} is stored in pieces", BACKWARD
+        yield "reduce_scatter", stored, whole, f"gradient of {leaf.path}", BACKWARD
+    summed = tuple(axis for axis in mesh.present(batch_axes) if axis not in used)
+    split_state = {axis for state in states for axis in spec_axes(state.spec)}
+    zero = tuple(axis for axis in summed if axis in split_state)
+    rest = tuple(axis for axis in summed if axis not in split_state)
+    if zero:
+        yield "reduce_scatter", zero, shard, f"gradient of {leaf.path}, onto its split optimizer state", BACKWARD
+        yield "all_gather", zero, shard, f"new value of {leaf.path}, from its split optimizer state", BACKWARD
+    if rest:
+        yield "all_reduce", rest, shard // mesh.size(zero), f"gradient of {leaf.path}", BACKWARD

@@ -1,0 +1,71 @@
+"""Real handwritten digits without a download: scikit-learn's 8x8 images, enlarged for models of 32x32 images.
+
+Source: the test set of "Optical recognition of handwritten digits" (Alpaydin and Kaynak 1998, UCI), 1,797 images of
+8x8 pixels valued 0 to 16, which every scikit-learn installation holds.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from splitjax.data.batches import Dataset, shuffled_indices
+from splitjax.errors import DataError
+
+# Of all 1,797 images, in pixels scaled to [0, 1]. Constants, so that the numbers do not depend on the split.
+MEAN = 0.3053
+STD = 0.3759
+_ENLARGE = 4
+_CHANNELS = 3
+
+
+def load_digits(*, seed: int = 0, test_fraction: float = 0.2) -> Dataset:
+    """The digits as images of 32x32 pixels and 3 equal channels.
+
+    **Arguments:**
+
+    - `seed`: decides which images are for testing.
+    - `test_fraction`: their share, in (0, 1).
+
+    **Returns:** a `Dataset`: train uint8[1438, 32, 32, 3] and test uint8[359, 32, 32, 3] at the default share.
+
+    Raises `DataError` if scikit-learn is not installed, or for a share that leaves a split empty.
+    """
+    digits = _load_bundled()
+    pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)
+    images = pixels.repeat(_ENLARGE, axis=1).repeat(_ENLARGE, axis=2)
+    images = np.repeat(images[..., None], _CHANNELS, axis=-1)
+    labels = digits.target.astype(np.int32)
+
+    num = len(labels)
+    num_test = round(num * test_fraction) if isinstance(test_fraction, (int, float)) else 0
+    if not 0 < num_test < num:
+        raise DataError(
+            f"this share of {num} digits leaves a split empty",
+            value=test_fraction,
+            place="load_digits, argument 'test_fraction'",
+            remedy="pass a number between 0 and 1, such as 0.2",
+        )
+    order = shuffled_indices(num, seed=seed, epoch=0)
+    test, train = order[:num_test], order[num_test:]
+    return Dataset(
+        name="digits",
+        train={"image": images[train], "label": labels[train]},
+        test={"image": images[test], "label": labels[test]},
+        class_names=tuple("0123456789"),
+        mean=(MEAN,) * _CHANNELS,
+        std=(STD,) * _CHANNELS,
+    )
+
+
+def _load_bundled():
+    # Imported here: scikit-learn is an extra, and slow to import.
+    try:
+        from sklearn import datasets
+    except ImportError as error:
+        raise DataError(
+            "the digits come with scikit-learn, which is not installed",
+            value=str(error),
+            place="splitjax.data.load_digits",
+            remedy="pip install 'splitjax[demo]'",
+        ) from error
+    return datasets.load_digits()

@@ -1,0 +1,79 @@
+"""Typed errors. Every mistake a user can make names the value, the place and the remedy.
+
+All of them derive from :class:`SplitjaxError`, and also from the builtin exception that fits best, so that
+``except ValueError`` in existing code keeps working.
+"""
+
+from __future__ import annotations
+
+
+class SplitjaxError(Exception):
+    """The base of all errors that splitjax raises on purpose.
+
+    **Arguments:**
+
+    - `message`: one sentence saying what is wrong.
+    - `value`: the offending value, shown with `repr`.
+    - `place`: where it stands: a parameter path, a file and line, an argument name.
+    - `remedy`: what to do about it.
+    """
+
+    def __init__(self, message: str, *, value: object = None, place: str | None = None, remedy: str | None = None):
+        self.message, self.value, self.place, self.remedy = message, value, place, remedy
+        lines = [message]
+        if value is not None:
+            text = repr(value)
+            lines.append(f"  value:  {text if len(text) <= 400 else text[:397] + '...'}")
+        if place:
+            lines.append(f"  place:  {place}")
+        if remedy:
+            lines.append(f"  remedy: {remedy}")
+        super().__init__("\n".join(lines))
+
+
+class MeshError(SplitjaxError, ValueError):
+    """A mesh that does not fit the devices, or an axis that the mesh does not have."""
+
+
+class TraceError(SplitjaxError, ValueError):
+    """A training step that cannot be traced or analysed."""
+
+
+class UnknownPrimitiveError(TraceError):
+    """A primitive without dim rule lies on the path of a sharded dim."""
+
+
+class RuleError(SplitjaxError, ValueError):
+    """A rule or rule set that is malformed, or that does not do anything for this model."""
+
+
+class PlanError(SplitjaxError, ValueError):
+    """A plan that does not fit the step, or that cannot be read."""
+
+
+class StateError(SplitjaxError, ValueError):
+    """The step's state does not come back, or comes back ambiguously or changed."""
+
+
+class DonatedStateError(SplitjaxError, RuntimeError):
+    """A state was used again after an earlier call consumed (donated) it."""
+
+
+class BatchError(SplitjaxError, ValueError):
+    """A batch whose example dim is missing, inconsistent, or does not divide."""
+
+
+class GradientError(SplitjaxError, ValueError):
+    """`splitjax.value_and_grad` or `splitjax.grad` used in a way that cannot be honoured."""
+
+
+class MicrobatchError(GradientError):
+    """A loss that cannot be accumulated over microbatches without changing its numbers."""
+
+
+class DataError(SplitjaxError, ValueError):
+    """A data file that is missing, truncated or malformed."""
+
+
+class UnavailableError(SplitjaxError, NotImplementedError):
+    """A documented option whose implementation is not part of this version."""

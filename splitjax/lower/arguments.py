@@ -1,0 +1,216 @@
+"""A step's arguments: binding, paths, roles, and the signature that one compiled program serves."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from splitjax.errors import BatchError, StateError, TraceError
+from splitjax.trace.flow import Argument
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Which arguments of a step are state, batch and static; positions are normalised (none negative)."""
+
+    state_argnums: tuple[int, ...]
+    batch_argnums: tuple[int, ...]
+    static_argnums: tuple[int, ...]
+    state_outnums: tuple[int, ...] | None
+    names: tuple[str, ...]  # parameter names by position, as far as the signature has them
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """What a compiled program depends on: structure, shapes and dtypes of arrays, values of static arguments."""
+
+    tree: Any
+    avals: tuple[tuple[tuple[int, ...], str, bool], ...]  # shape, dtype, weak type
+    static: tuple[tuple[int, Any], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """One call's arguments, taken apart: arrays by flat position, static values aside."""
+
+    args: tuple[Any, ...]  # positional, static ones included
+    leaves: tuple[Any, ...]  # of the arguments that are not static, in order
+    spans: tuple[tuple[int, int], ...]  # flat range of every positional argument; empty for static ones
+    signature: Signature
+    arguments: tuple[Argument, ...]
+
+
+def make_options(fn: Callable, state_argnums, batch_argnums, static_argnums, static_argnames, state_outnums) -> Options:
+    """Normalises argument numbers against the step's signature. Raises `StateError` where they overlap."""
+    names = parameter_names(fn)
+    static = [*_numbers(static_argnums, names), *(_position(name, names) for name in _names(static_argnames))]
+    state, batch = _numbers(state_argnums, names), _numbers(batch_argnums, names)
+    for first, second, what in ((state, batch, "state and batch"), (state, static, "state and static"), (batch, static, "batch and static")):
+        if set(first) & set(second):
+            raise StateError(
+                f"an argument cannot be {what} at once", value=sorted(set(first) & set(second)), place=f"parallelize({_name(fn)})",
+                remedy="give state_argnums, batch_argnums and static_argnums distinct positions",
+            )
+    outnums = None if state_outnums is None else _numbers(state_outnums, ())
+    if outnums is not None and len(outnums) != len(state):
+        raise StateError(
+            f"state_outnums names {len(outnums)} results for {len(state)} state arguments", value=state_outnums,
+            place=f"parallelize({_name(fn)})", remedy="give one result position per state argument",
+        )
+    return Options(tuple(state), tuple(batch), tuple(sorted(set(static))), None if outnums is None else tuple(outnums), names)
+
+
+def parameter_names(fn: Callable) -> tuple[str, ...]:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+
+
+def _numbers(numbers: int | Sequence[int] | None, names: Sequence[str]) -> list[int]:
+    if numbers is None:
+        return []
+    if isinstance(numbers, (int, np.integer)):
+        numbers = (numbers,)
+    return [int(n) + len(names) if n < 0 else int(n) for n in numbers]
+
+
+def _names(names: str | Sequence[str] | None) -> Sequence[str]:
+    return () if names is None else (names,) if isinstance(names, str) else names
+
+
+def _position(name: str, names: Sequence[str]) -> int:
+    if name not in names:
+        raise StateError(
+            "static_argnames names a parameter that the step does not have", value=name, place="parallelize",
+            remedy=f"name one of {', '.join(names)}",
+        )
+    return names.index(name)
+
+
+def _name(fn: Callable) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def positional(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """Keyword arguments moved to their positions, defaults in the gaps. Raises `TypeError` as a plain call would, and
+    `TraceError` for keyword-only parameters, which have no position."""
+    if not kwargs:
+        return args
+    bound = inspect.signature(fn).bind(*args, **kwargs)
+    bound.apply_defaults()
+    if bound.kwargs:
+        raise TraceError(
+            "a parallel step cannot take keyword-only arguments", value=sorted(bound.kwargs), place=f"call of {_name(fn)}",
+            remedy="make them ordinary parameters, or close over them",
+        )
+    return bound.args
+
+
+def bind(fn: Callable, options: Options, args: tuple) -> Bound:
+    """Takes a call apart. Raises `StateError` where a state argument is missing or a static one cannot be hashed,
+    `TraceError` for a leaf that is not an array, `BatchError` where batch arrays disagree on the number of examples."""
+    for number in options.state_argnums:
+        if number >= len(args):
+            raise StateError(
+                f"state argument {number} is missing", value=f"{len(args)} arguments", place=f"call of {_name(fn)}",
+                remedy="pass the state by position, or correct state_argnums",
+            )
+    leaves: list[Any] = []
+    arguments: list[Argument] = []
+    spans, static = [], []
+    for number, arg in enumerate(args):
+        start = len(leaves)
+        if number in options.static_argnums:
+            static.append((number, _hashable(arg, number, fn)))
+            spans.append((start, start))
+            continue
+        is_state, is_batch = number in options.state_argnums, number in options.batch_argnums
+        for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
+            arguments.append(Argument(leaf_path(options, number, path), is_state, is_batch))
+            leaves.append(leaf)
+        spans.append((start, len(leaves)))
+    tree = jax.tree.structure([arg for number, arg in enumerate(args) if number not in options.static_argnums])
+    avals = tuple(describe(leaf, argument.path) for leaf, argument in zip(leaves, arguments, strict=True))
+    _check_examples(fn, avals, arguments)
+    signature = Signature(tree, avals, tuple(static))
+    return Bound(tuple(args), tuple(leaves), tuple(spans), signature, tuple(arguments))
+
+
+def leaf_path(options: Options, number: int, path: Any) -> str:
+    """The path of a leaf: without the argument's name for a lone state argument, with it for all others."""
+    name = options.names[number] if number < len(options.names) else f"arg{number}"
+    inner = jax.tree_util.keystr(path, simple=True, separator="/")
+    if number in options.state_argnums and len(options.state_argnums) == 1:
+        return inner or name
+    return f"{name}/{inner}" if inner else name
+
+
+def describe(leaf: Any, path: str) -> tuple[tuple[int, ...], str, bool]:
+    """Shape, dtype and weak type of one leaf."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return tuple(leaf.shape), str(leaf.dtype), bool(getattr(leaf, "weak_type", False))
+    try:
+        aval = jax.typeof(leaf)
+        return tuple(aval.shape), str(aval.dtype), bool(getattr(aval, "weak_type", False))
+    except (TypeError, AttributeError):
+        raise TraceError(
+            "an argument of a parallel step holds something that is not an array", value=leaf, place=path,
+            remedy="mark the argument with static_argnums; for Equinox modules use splitjax.equinox.parallelize, for NNX modules "
+            "splitjax.nnx.parallelize",
+        ) from None
+
+
+def abstract(leaves: Sequence[Any], avals: Sequence[tuple[tuple[int, ...], str, bool]]) -> list[jax.ShapeDtypeStruct]:
+    """The leaves as `ShapeDtypeStruct`s."""
+    return [
+        jax.ShapeDtypeStruct(shape, leaf.dtype if hasattr(leaf, "dtype") else dtype, weak_type=weak)
+        for leaf, (shape, dtype, weak) in zip(leaves, avals, strict=True)
+    ]
+
+
+def _hashable(value: Any, number: int, fn: Callable) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        raise StateError(
+            "a static argument must be hashable", value=value, place=f"argument {number} of {_name(fn)}",
+            remedy="pass a tuple, a frozen dataclass or a number, or drop it from static_argnums",
+        ) from None
+    return value
+
+
+def _check_examples(fn: Callable, avals, arguments: Sequence[Argument]) -> None:
+    sizes = {a.path: shape[0] for (shape, _, _), a in zip(avals, arguments, strict=True) if a.is_batch and shape}
+    if len(set(sizes.values())) > 1:
+        raise BatchError(
+            "batch arrays disagree on the number of examples (their leading dim)", value=sizes, place=f"call of {_name(fn)}",
+            remedy="give all batch arrays the same leading dim; pass what is not per example as an argument of its own, "
+            "outside batch_argnums",
+        )
+
+
+def difference(new: Bound, old: Bound) -> tuple[int, str]:
+    """How a call's signature differs from another's: the number of differences, and the first in words."""
+    found = []
+    before, after = dict(old.signature.static), dict(new.signature.static)
+    found += [f"static argument {n}: {before.get(n)!r} -> {v!r}" for n, v in after.items() if before.get(n) != v]
+    olds = {a.path: d for a, d in zip(old.arguments, old.signature.avals, strict=True)}
+    news = {a.path: d for a, d in zip(new.arguments, new.signature.avals, strict=True)}
+    found += [f"{path} is new" for path in news.keys() - olds.keys()]
+    found += [f"{path} is gone" for path in olds.keys() - news.keys()]
+    found += [f"{path}: {_text(olds[path])} -> {_text(d)}" for path, d in news.items() if path in olds and olds[path] != d]
+    if not found:
+        found.append("the structure of the arguments changed (a static field of a pytree node)")
+    return len(found), found[0] + (f" and {len(found) - 1} more" if len(found) > 1 else "")
+
+
+def _text(aval: tuple[tuple[int, ...], str, bool]) -> str:
+    shape, dtype, weak = aval
+    return f"{dtype}[{','.join(map(str, shape))}]" + (" (weak type)" if weak else "")

@@ -1,0 +1,97 @@
+"""Where XLA is told a sharding inside the step, beyond those of its arguments: graph + leaf specs -> `Constraint`s.
+
+Few on purpose: XLA carries the arguments' shardings through the program, and a constraint that says what it would infer
+anyway buys nothing. Needed are the places where two layouts meet:
+
+- *crossing* (SplitBrain, arXiv 2112.15317; "one weird trick", arXiv 1404.5997, scheme a): activations that enter a layer
+  sharded over `model` have their examples over the other batch axes only, and are whole (or split like the weight's
+  contracted dim) in their features;
+- *back*: activations that enter a replicated layer behind a sharded one have their examples over all batch axes again;
+- *gathered weights* (ZeRO-3, arXiv 1910.02054): where a weight is itself split over `data`, the activations keep their
+  examples split, so that XLA gathers the weight and not the activations.
+
+All go by dim class: a dim is an example dim if its leading atom is, wherever it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from splitjax.mesh import DATA, MeshShape
+from splitjax.plan import Constraint, LeafPlan, Spec, SpecEntry, spec_axes
+from splitjax.trace.graph import Dim, Graph, Use
+
+FREE = "?"
+
+
+def derive_constraints(
+    graph: Graph, leaves: Mapping[str, LeafPlan], mesh: MeshShape, batch_axes: tuple[str, ...]
+) -> tuple[Constraint, ...]:
+    """Constraints for every forward use of a weight that needs them, in program order."""
+    found: list[Constraint] = []
+    crossed = False
+    for use in graph.uses:
+        if use.backward or not use.editable or use.data is None:
+            continue
+        axes = mesh.present(spec_axes(leaves[use.param].spec))
+        if DATA in axes:
+            found += _gathered(graph, use, batch_axes)
+        elif set(axes) & set(batch_axes):
+            crossed = True
+            found += _crossing(graph, use, leaves[use.param].spec, axes, batch_axes)
+        elif crossed and len(batch_axes) > 1:
+            spec = example_spec(graph, use.data_dims, batch_axes)
+            if spec is not None:
+                found.append(Constraint(use.site, use.data, spec, use.layer, "replicated layer: every device is a worker"))
+    return tuple(found)
+
+
+def example_spec(graph: Graph, dims: tuple[Dim, ...], axes: tuple[str, ...], other: SpecEntry = FREE) -> Spec | None:
+    """The first example dim over `axes`, all other dims `other`; None where no dim leads with the example atom."""
+    for position, dim in enumerate(dims):
+        if graph.is_example(dim):
+            entry = axes[0] if len(axes) == 1 else tuple(axes) or None
+            return tuple(entry if p == position else other for p in range(len(dims)))
+    return None
+
+
+def _gathered(graph: Graph, use: Use, batch_axes: tuple[str, ...]) -> list[Constraint]:
+    why = "weight split over data: gather the weight, keep the examples split"
+    pairs = ((use.data, use.data_dims), (-1, use.out_dims))
+    specs = [(operand, example_spec(graph, dims, batch_axes)) for operand, dims in pairs]
+    return [Constraint(use.site, operand, spec, use.layer, why) for operand, spec in specs if spec is not None]
+
+
+def _crossing(graph: Graph, use: Use, weight_spec: Spec, axes: tuple[str, ...], batch_axes: tuple[str, ...]) -> list[Constraint]:
+    rest = tuple(axis for axis in batch_axes if axis not in axes)
+    spec = example_spec(graph, use.data_dims, rest)
+    if spec is None:
+        return []
+    if use.primitive == "gather":
+        # The indices of a lookup: whole in every dim but the examples.
+        return [Constraint(use.site, use.data, tuple(None if e == FREE else e for e in spec), use.layer, "crossing of a lookup")]
+    contracted = _contracted(graph, use, weight_spec)
+    full = tuple(
+        contracted.get(position, FREE) if entry == FREE else entry for position, entry in enumerate(spec)
+    )
+    return [Constraint(use.site, use.data, full, use.layer, f"crossing: examples over {_text(rest)}, layer over {_text(axes)}")]
+
+
+def _contracted(graph: Graph, use: Use, weight_spec: Spec) -> dict[int, SpecEntry]:
+    """Position of every contracted dim of the data -> the axes of the weight dim that it meets."""
+    leaf = graph.leaf(use.param)
+    by_atom = {
+        atom: weight_spec[d] if d < len(weight_spec) else None
+        for d, dim in enumerate(leaf.dims) if leaf.dim_names[d] == "in"
+        for atom in (graph.local[a] for a in dim[:1])
+    }
+    kept = {graph.local[a] for dim in use.out_dims for a in dim}
+    out: dict[int, SpecEntry] = {}
+    for position, dim in enumerate(use.data_dims):
+        if dim and not graph.is_example(dim) and graph.local[dim[0]] in by_atom and graph.local[dim[0]] not in kept:
+            out[position] = by_atom[graph.local[dim[0]]]
+    return out
+
+
+def _text(axes: tuple[str, ...]) -> str:
+    return " x ".join(axes) if axes else "no axis"

@@ -1,0 +1,184 @@
+"""One signature of a step, built: traced, planned and wrapped for `jax.jit`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from splitjax import _compat
+from splitjax.errors import PlanError, SplitjaxError, StateError, TraceError
+from splitjax.lower.arguments import Bound, Options, abstract, bind
+from splitjax.lower.layout import Layout, evaluate, named_sharding
+from splitjax.lower.microbatching import boundary_hook
+from splitjax.lower.options import reject_mutating_modules
+from splitjax.lower.planning import follow_plan, make_plan, pin_plan
+from splitjax.lower.states import match_states
+from splitjax.mesh import MeshShape
+from splitjax.plan import LeafPlan, Plan
+from splitjax.rules import RuleSet
+from splitjax.trace.graph import Graph
+from splitjax.trace.tracer import build_graph
+
+logger = logging.getLogger("splitjax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What the decorator was told, checked."""
+
+    fn: Callable
+    options: Options
+    rules: RuleSet
+    pinned: Plan | None
+    donate: bool
+    unknown: str
+    returns_state: bool
+
+    @property
+    def name(self) -> str:
+        return getattr(self.fn, "__name__", type(self.fn).__name__)
+
+    @property
+    def first_state(self) -> int:
+        return self.options.state_argnums[0] if self.options.state_argnums else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileRecord:
+    """One program of a step: `reason` says why the earlier ones did not serve."""
+
+    number: int
+    reason: str
+    plan_seconds: float  # trace and plan; XLA's own time is not in it
+
+    def log(self, name: str) -> None:
+        logger.info("splitjax: program %d of %s (%s), planned in %.2f s", self.number, name, self.reason, self.plan_seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A plan with its program. `jitted` takes the step's positional arguments."""
+
+    bound: Bound
+    graph: Graph
+    plan: Plan
+    jitted: Any
+
+
+class SignatureChanged(Exception):
+    """Raised while `jax.jit` traces a call whose signature is not the program's: the caller then looks for another one."""
+
+
+def build_entry(recipe: Recipe, mesh: Mesh, bound: Bound, layouts: Mapping[str, LeafPlan] | None) -> Entry:
+    """trace -> match states -> graph -> plan -> jit."""
+    reject_mutating_modules(bound.args, recipe.name)
+    jaxpr, result = _trace(recipe, bound)
+    matched = match_states(recipe.options, bound, result) if recipe.returns_state else {}
+    graph = build_graph(jaxpr, bound.arguments, matched)
+    plan = _plan(recipe, MeshShape.of(mesh), graph, layouts)
+    jitted = _compile(recipe, mesh, bound, jaxpr, result, matched, plan, graph)
+    return Entry(bound, graph, plan, jitted)
+
+
+def _trace(recipe: Recipe, bound: Bound, leaves: list[jax.ShapeDtypeStruct] | None = None) -> tuple[Any, Any]:
+    """The step's closed jaxpr over its flat arguments, and its result as `ShapeDtypeStruct`s."""
+    static = dict(bound.signature.static)
+
+    def flat(*values):
+        dynamic = iter(jax.tree.unflatten(bound.signature.tree, values))
+        args = [static[n] if n in static else next(dynamic) for n in range(len(bound.args))]
+        return recipe.fn(*args)
+
+    flat.__name__ = recipe.name
+    try:
+        return _compat.trace(flat, *(abstract(bound.leaves, bound.signature.avals) if leaves is None else leaves))
+    except SplitjaxError:
+        raise
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise TraceError(
+            f"the step uses a collective over an axis that only exists under pmap or shard_map ({error})", place=f"trace of {recipe.name}",
+            remedy="a parallel step is written for the global batch: take out pmean, psum and axis_name; the mean over the batch "
+            "is already the mean over all devices",
+        ) from error
+
+
+def _plan(recipe: Recipe, shape: MeshShape, graph: Graph, layouts: Mapping[str, LeafPlan] | None) -> Plan:
+    if layouts is not None:
+        if not layouts:
+            raise PlanError("the training step has no plan yet, so there is nothing to be like", place=f"{recipe.name}, made by like()",
+                            remedy="call init, place, plan or the training step itself first")
+        return follow_plan(graph, recipe.rules, shape, _follow(graph, layouts), recipe.unknown)
+    if recipe.pinned is not None:
+        return pin_plan(graph, recipe.pinned, shape, recipe.unknown)
+    return make_plan(graph, recipe.rules, shape, recipe.unknown)
+
+
+def _follow(graph: Graph, layouts: Mapping[str, LeafPlan]) -> dict[str, Any]:
+    """Specs for an evaluation's state leaves: by path, or by a path ending that fits exactly one planned leaf of that shape."""
+    specs = {}
+    for leaf in graph.leaves:
+        if not leaf.is_state:
+            continue
+        known = layouts.get(leaf.path)
+        if known is None or known.shape != leaf.shape:
+            ends = [p for p in layouts.values() if p.shape == leaf.shape and p.path.endswith("/" + leaf.path)]
+            params = [p for p in ends if p.role == "param"]
+            known = ends[0] if len(ends) == 1 else params[0] if len(params) == 1 else None
+        if known is not None:
+            specs[leaf.path] = known.spec
+    return specs
+
+
+def _compile(recipe: Recipe, mesh: Mesh, bound: Bound, jaxpr, result, matched, plan: Plan, graph: Graph):
+    layout = Layout.of(mesh, plan.constraints)
+    shardings = [named_sharding(mesh, leaf.spec) for leaf in plan.leaves]
+    tree = jax.tree.structure(result)
+    hook = boundary_hook(graph, mesh, plan, lambda leaves: _trace(recipe, bound, leaves)[0], jaxpr)
+
+    def run(*args):
+        # jax.jit calls this only when it traces. A trace for other arguments than the plan's must not pass silently.
+        if args_signature(recipe, args) != signature_key(bound):
+            raise SignatureChanged
+        leaves = jax.tree.leaves([arg for n, arg in enumerate(args) if n not in recipe.options.static_argnums])
+        return jax.tree.unflatten(tree, evaluate(layout, jaxpr, leaves, hook))
+
+    run.__name__ = run.__qualname__ = recipe.name
+    into = [
+        jax.tree.unflatten(jax.tree.structure(arg), shardings[slice(*bound.spans[number])])
+        for number, arg in enumerate(bound.args) if number not in recipe.options.static_argnums
+    ]
+    out: list[Any] = [None] * tree.num_leaves
+    for source, target in matched.items():
+        out[target] = shardings[source]
+    return jax.jit(
+        run, in_shardings=tuple(into), out_shardings=jax.tree.unflatten(tree, out) if matched else None,
+        donate_argnums=recipe.options.state_argnums if recipe.donate else (), static_argnums=recipe.options.static_argnums,
+    )
+
+
+def signature_key(bound: Bound) -> Any:
+    """A signature up to weak types, which change no program that is already traced."""
+    return bound.signature.tree, tuple(aval[:2] for aval in bound.signature.avals), bound.signature.static
+
+
+def args_signature(recipe: Recipe, args: tuple) -> Any:
+    return signature_key(bind(recipe.fn, recipe.options, args))
+
+
+def trace_error(error: Exception, recipe: Recipe, mesh: Mesh, args: tuple) -> Exception:
+    """The typed error for what `jax.jit` says when arguments live where the plan does not want them; else the error itself."""
+    text = str(error)
+    if isinstance(error, SplitjaxError) or not any(part in text for part in ("does not match the sharding", "incompatible devices")):
+        return error
+    return StateError(
+        "an argument already lives on devices or in a sharding other than the plan's: " + text.splitlines()[0][:300],
+        place=f"call of {recipe.name} on mesh {MeshShape.of(mesh)}",
+        remedy="create the state with step.init(...), or move it with step.place(state, example=...)",
+    )

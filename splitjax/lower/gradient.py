@@ -1,0 +1,377 @@
+"""The gradient boundary: `splitjax.value_and_grad` as one equation of the traced step.
+
+Inside a trace (`jax.jit`, `jax.make_jaxpr`, `parallelize`) the call binds the primitive `splitjax_value_and_grad`, whose
+parameters hold the *forward* jaxpr; the derivative is taken when the equation is evaluated. Lowering can therefore change
+how the forward runs (shardings, microbatches, synchronisation) and differentiate through the change. With no tracer among
+its arguments the call is plainly `jax.value_and_grad`.
+
+The equation:
+
+- operands: values that the function closes over, then the traced leaves of the arguments in flat order;
+- results: the value (a scalar), the array leaves of aux, one gradient per differentiated operand, each of exactly its
+  operand's shape and dtype;
+- parameters: `forward` (closed jaxpr without constants, operands -> value, *aux), `positions` (the differentiated
+  operands), `holomorphic`, `microbatches` (a number or None), `label` (function and user's line), `names` (per operand its
+  path among the arguments, or "captured").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from splitjax import _compat
+from splitjax.errors import GradientError
+
+PRIMITIVE = "splitjax_value_and_grad"
+_IN_SPLITJAX = "splitjax.value_and_grad"
+
+
+class GradientTypeError(GradientError, TypeError):
+    """What `jax.value_and_grad` reports as a `TypeError`: a wrong type, dtype or shape of an argument or result."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Boundary:
+    """A boundary equation as a value: see the module's docstring for the order of operands and results."""
+
+    forward: Any  # closed jaxpr without constants: operands -> value, *aux
+    positions: tuple[int, ...]  # the differentiated operands
+    holomorphic: bool
+    microbatches: int | None
+    label: str  # "loss_fn at train.py:12"
+    names: tuple[str, ...]  # per operand its path, such as "params['w']"
+
+    @property
+    def num_aux(self) -> int:
+        return len(_compat.open_jaxpr(self.forward)[0].outvars) - 1
+
+    @property
+    def gradients(self) -> tuple[tuple[int, int], ...]:
+        """Pairs (result position, operand position): the gradient and what it is the gradient of."""
+        return tuple((1 + self.num_aux + i, position) for i, position in enumerate(self.positions))
+
+
+def boundary_of(params: dict[str, Any]) -> Boundary:
+    """The boundary that an equation's parameters describe."""
+    return Boundary(**params)
+
+
+def is_boundary(eqn: Any) -> bool:
+    """Whether an equation is a gradient boundary."""
+    return eqn.primitive is value_and_grad_p
+
+
+def boundary_forward(eqn: Any) -> tuple[Any, tuple[int, ...]]:
+    """The closed forward jaxpr (operands -> value, *aux; no constants) and the differentiated operand positions."""
+    return eqn.params["forward"], eqn.params["positions"]
+
+
+def expand(
+    params: dict[str, Any], operands: Sequence[Any], eval_forward: Callable[[Any, Sequence[Any]], Sequence[Any]] | None = None
+) -> list[Any]:
+    """Evaluates a boundary: value, aux leaves, gradients.
+
+    `eval_forward(forward, operands) -> [value, *aux]` replaces the evaluation of the forward jaxpr; the derivative is taken
+    through it. None evaluates the forward as it is. `microbatches` is ignored here (see `microbatch.py`): it never changes
+    the numbers.
+    """
+    evaluate = eval_forward or (lambda forward, values: _compat.eval_jaxpr(forward, (), *values))
+    positions = params["positions"]
+
+    def value_and_aux(differentiated):
+        merged = list(operands)
+        for position, value in zip(positions, differentiated):
+            merged[position] = value
+        value, *aux = evaluate(params["forward"], merged)
+        return value, aux
+
+    differentiate = jax.value_and_grad(value_and_aux, has_aux=True, holomorphic=params["holomorphic"])
+    (value, aux), grads = differentiate([operands[i] for i in positions])
+    return [value, *aux, *grads]
+
+
+def _result_types(*operands: Any, **params: Any) -> tuple[list[Any], Any]:
+    forward = params["forward"]
+    return [*forward.out_avals, *(operands[i] for i in params["positions"])], _compat.jaxpr_effects(forward)
+
+
+value_and_grad_p = _compat.define_primitive(
+    PRIMITIVE, lambda *operands, **params: expand(params, operands), _result_types
+)
+
+
+def value_and_grad(
+    fun: Callable,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    reduce_axes: Sequence[Any] = (),
+    *,
+    microbatches: int | None = None,
+) -> Callable:
+    """`jax.value_and_grad`, as a boundary that a parallel step can see.
+
+    The same numbers as JAX's function, with all of its arguments, and in any transformation. Where no leaf of the call's
+    arguments is traced, it is JAX's function.
+
+    **Arguments:** as `jax.value_and_grad`, and
+
+    - `microbatches`: inside a parallel step, accumulate the gradient over this many slices of the batch, with one gradient
+      exchange at the end. Never changes the numbers, and has no effect elsewhere.
+
+    Arguments that are not traced and not differentiated (flags, strings, functions) reach `fun` as they are; auxiliary
+    leaves that are not traced come back as they are.
+
+    Raises `GradientTypeError` (a `TypeError`) where JAX raises `TypeError`; `GradientError` for a wrong `microbatches`.
+    """
+    plain = jax.value_and_grad(fun, argnums, has_aux, holomorphic, allow_int, reduce_axes)
+    _check_microbatches(microbatches)
+
+    @functools.wraps(plain)
+    def value_and_grad_f(*args, **kwargs):
+        if not any(_compat.is_abstract(leaf) for leaf in jax.tree.leaves((args, kwargs))):
+            return plain(*args, **kwargs)
+        call = _Call(fun, argnums, has_aux, holomorphic, allow_int, microbatches)
+        return _bind(call, args, kwargs)
+
+    return value_and_grad_f
+
+
+def grad(
+    fun: Callable,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    reduce_axes: Sequence[Any] = (),
+    *,
+    microbatches: int | None = None,
+) -> Callable:
+    """`jax.grad`, as a boundary that a parallel step can see. See `value_and_grad`.
+
+    Returns a function that gives the gradient, or (gradient, aux) with `has_aux`.
+    """
+    plain = jax.grad(fun, argnums, has_aux, holomorphic, allow_int, reduce_axes)
+    full = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int, reduce_axes, microbatches=microbatches)
+
+    @functools.wraps(plain)
+    def grad_f(*args, **kwargs):
+        value, gradient = full(*args, **kwargs)
+        return (gradient, value[1]) if has_aux else gradient
+
+    return grad_f
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    fun: Callable
+    argnums: int | Sequence[int]
+    has_aux: bool
+    holomorphic: bool
+    allow_int: bool
+    microbatches: int | None
+
+    @property
+    def name(self) -> str:
+        return getattr(self.fun, "__name__", None) or type(self.fun).__name__
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaves:
+    """The flat arguments of one call, split into operands and what stays in Python."""
+
+    values: tuple[Any, ...]
+    tree: Any
+    names: tuple[str, ...]
+    argument_leaves: tuple[tuple[int, ...], ...]  # per differentiated argument, in the order of argnums, its flat positions
+    argument_trees: tuple[Any, ...]
+    differentiated: tuple[int, ...]  # flat positions with a gradient, ascending
+    dynamic: tuple[int, ...]  # flat positions that become operands, ascending
+
+    def merge(self, operands: Sequence[Any]) -> tuple[tuple, dict]:
+        values = list(self.values)
+        for i, operand in zip(self.dynamic, operands):
+            values[i] = operand
+        return jax.tree.unflatten(self.tree, values)
+
+
+def _bind(call: _Call, args: tuple, kwargs: dict) -> Any:
+    place = _compat.user_frame()
+    leaves = _split(call, args, kwargs, place)
+    operands = [value if isinstance(value, jax.Array) else jnp.asarray(value) for value in (leaves.values[i] for i in leaves.dynamic)]
+    closed, aux_tree, aux_leaves = _trace_forward(call, leaves, operands, place)
+    forward, captured = _compat.detach_consts(closed)
+    results = value_and_grad_p.bind(
+        *captured, *operands,
+        forward=forward,
+        positions=tuple(len(captured) + leaves.dynamic.index(i) for i in leaves.differentiated),
+        holomorphic=call.holomorphic,
+        microbatches=None if call.microbatches is None else int(call.microbatches),
+        label=f"{call.name} at {place}" if place else call.name,
+        names=("captured",) * len(captured) + tuple(leaves.names[i] for i in leaves.dynamic),
+    )
+    num_aux = len(forward.out_avals) - 1
+    value, traced_aux, grads = results[0], iter(results[1 : 1 + num_aux]), results[1 + num_aux :]
+    gradient = _gradient_tree(call, leaves, dict(zip(leaves.differentiated, grads)))
+    if not call.has_aux:
+        return value, gradient
+    aux = jax.tree.unflatten(aux_tree, [next(traced_aux) if leaf is _TRACED else leaf for leaf in aux_leaves])
+    return (value, aux), gradient
+
+
+def _gradient_tree(call: _Call, leaves: _Leaves, grads: dict[int, Any]) -> Any:
+    """The gradient in the shape of the arguments; integers have JAX's empty derivative type."""
+    trees = []
+    for positions, tree in zip(leaves.argument_leaves, leaves.argument_trees):
+        flat = [grads[i] if i in grads else np.zeros(np.shape(leaves.values[i]), jax.dtypes.float0) for i in positions]
+        trees.append(jax.tree.unflatten(tree, flat))
+    return trees[0] if hasattr(call.argnums, "__index__") else tuple(trees)
+
+
+def _split(call: _Call, args: tuple, kwargs: dict, place: str) -> _Leaves:
+    chosen = _argument_positions(call.argnums, len(args))
+    paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    values = tuple(value for _, value in paths)
+    names = _leaf_names(call.fun, [path for path, _ in paths])
+    starts = np.cumsum([0, *(len(jax.tree.leaves(arg)) for arg in args)])
+    argument_leaves = tuple(tuple(range(int(starts[i]), int(starts[i + 1]))) for i in chosen)
+    wanted = sorted({i for positions in argument_leaves for i in positions})
+    differentiated = tuple(i for i in wanted if _check_input(values[i], call, names[i], place))
+    dynamic = tuple(i for i, value in enumerate(values) if isinstance(value, jax.core.Tracer) or i in differentiated)
+    trees = tuple(jax.tree.structure(args[i]) for i in chosen)
+    return _Leaves(values, tree, names, argument_leaves, trees, differentiated, dynamic)
+
+
+def _trace_forward(call: _Call, leaves: _Leaves, operands: list[Any], place: str) -> tuple[Any, Any, list[Any]]:
+    """The closed forward jaxpr, the tree of aux, and its leaves with `_TRACED` where a result of the jaxpr goes."""
+    seen = []
+
+    def forward(*values):
+        args, kwargs = leaves.merge(values)
+        result = call.fun(*args, **kwargs)
+        value, aux = _split_aux(result, call, place)
+        _check_output(value, call, place)
+        flat, tree = jax.tree.flatten(aux)
+        traced = [isinstance(leaf, jax.core.Tracer) for leaf in flat]
+        seen.append((tree, [_TRACED if here else leaf for here, leaf in zip(traced, flat)]))
+        return (value, *(leaf for here, leaf in zip(traced, flat) if here))
+
+    closed, _ = _compat.trace(forward, *operands)
+    tree, flat = seen[-1]
+    return closed, tree, flat
+
+
+class _Traced:
+    """Stands for an aux leaf that is a result of the equation."""
+
+
+_TRACED = _Traced()
+
+
+def _argument_positions(argnums: int | Sequence[int], num_args: int) -> tuple[int, ...]:
+    chosen = (argnums,) if hasattr(argnums, "__index__") else tuple(argnums)
+    for argnum in chosen:
+        if not -num_args <= argnum < num_args:
+            raise GradientTypeError(
+                f"differentiating with respect to argnums={argnums} needs more positional arguments than the {num_args} given",
+                value=argnums, place=f"{_IN_SPLITJAX}, argnums", remedy="pass the differentiated arguments by position",
+            )
+    return tuple(int(argnum) % num_args for argnum in chosen)
+
+
+def _leaf_names(fun: Callable, paths: Sequence[Any]) -> tuple[str, ...]:
+    """Per leaf `parameter` and its path within, such as `params['w']`; `args[i]` where the signature does not say."""
+    try:
+        declared = [p.name for p in inspect.signature(fun).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    except (TypeError, ValueError):
+        declared = []
+
+    def name(path):
+        is_keyword, which, rest = path[0].idx == 1, path[1], path[2:]
+        if is_keyword:
+            head = str(which.key)
+        else:
+            head = declared[which.idx] if which.idx < len(declared) else f"args[{which.idx}]"
+        return head + jax.tree_util.keystr(tuple(rest))
+
+    return tuple(name(path) for path in paths)
+
+
+def _check_microbatches(microbatches: Any) -> None:
+    if microbatches is None:
+        return
+    if isinstance(microbatches, bool) or not isinstance(microbatches, (int, np.integer)) or microbatches < 1:
+        raise GradientError(
+            "microbatches must be a positive whole number, or None", value=microbatches,
+            place=f"{_IN_SPLITJAX}, microbatches", remedy="give the number of slices to accumulate over",
+        )
+
+
+def _check_input(value: Any, call: _Call, name: str, place: str) -> bool:
+    """Whether a differentiated leaf has a gradient; raises `GradientTypeError` where JAX refuses it."""
+    where = f"{name} of {call.name}, {place}"
+    try:
+        aval = jax.typeof(value)
+    except TypeError as error:
+        raise GradientTypeError(
+            "a differentiated argument is not an array", value=value, place=where,
+            remedy="choose the arrays with argnums, and close over the rest",
+        ) from error
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None or not isinstance(aval, jax.core.ShapedArray):
+        raise GradientTypeError("a differentiated argument is not an array", value=aval, place=where, remedy="pass an array")
+    if call.holomorphic and not jnp.issubdtype(dtype, np.complexfloating):
+        raise GradientTypeError(
+            f"holomorphic=True requires complex inputs, but got {dtype}", value=dtype, place=where,
+            remedy="convert the argument to a complex dtype",
+        )
+    if jnp.issubdtype(dtype, np.inexact):
+        return True
+    if not call.allow_int:
+        raise GradientTypeError(
+            f"gradients require real- or complex-valued inputs, but got {dtype}", value=dtype, place=where,
+            remedy="choose the floating-point arguments with argnums, or set allow_int=True",
+        )
+    return False
+
+
+def _split_aux(result: Any, call: _Call, place: str) -> tuple[Any, Any]:
+    if not call.has_aux:
+        return result, ()
+    if not isinstance(result, (list, tuple)) or len(result) != 2:
+        raise GradientTypeError(
+            "with has_aux=True the function must return a pair (value, aux)", value=type(result).__name__,
+            place=f"{call.name}, {place}", remedy="return (loss, aux)",
+        )
+    return result[0], result[1]
+
+
+def _check_output(value: Any, call: _Call, place: str) -> None:
+    where = f"{call.name}, {place}"
+    try:
+        aval = jax.typeof(value)
+    except TypeError as error:
+        raise GradientTypeError(
+            "gradients are only defined for functions with a scalar result", value=type(value).__name__, place=where,
+            remedy="return one scalar, and the rest through has_aux=True",
+        ) from error
+    if getattr(aval, "shape", None) != ():
+        raise GradientTypeError(
+            f"gradients are only defined for functions with a scalar result, and this one has shape {getattr(aval, 'shape', None)}",
+            value=aval, place=where, remedy="reduce the result, as with .mean() or .sum()",
+        )
+    wanted, words = (np.complexfloating, "complex") if call.holomorphic else (np.floating, "real floating-point")
+    if not jnp.issubdtype(aval.dtype, wanted):
+        raise GradientTypeError(
+            f"the differentiated function must have a {words} result, but got {aval.dtype}", value=aval.dtype, place=where,
+            remedy="pass holomorphic=True for a complex result of complex inputs" if not call.holomorphic else "return a complex value",
+        )

@@ -1,0 +1,163 @@
+"""Plan -> function: the traced step evaluated equation by equation, with the plan's constraints at their sites.
+
+What comes out is an ordinary traceable function over the step's flat arguments, which `parallelize` compiles with `jax.jit`
+and the plan's shardings. Equations without constraints are bound as they are; a call is rebuilt (scan as scan, remat as
+remat) only where a constraint lies inside it, so that derivative rules, policies and source lines survive.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from splitjax import _compat
+from splitjax.lower import gradient
+from splitjax.plan import Constraint, Spec
+
+Site = tuple[int, ...]
+# Evaluates a gradient boundary that asks for microbatches: (equation, operands, evaluator of its forward) -> results.
+BoundaryHook = Callable[[Any, Sequence[Any], Site, Callable[[Any, Sequence[Any]], list[Any]]], list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Constraints by site, on a mesh. `inside` holds every site that has a constraint (or boundary) further in."""
+
+    mesh: Mesh
+    by_site: Mapping[Site, tuple[Constraint, ...]]
+    inside: frozenset[Site]
+
+    @classmethod
+    def of(cls, mesh: Mesh, constraints: Sequence[Constraint]) -> Layout:
+        by_site: dict[Site, list[Constraint]] = collections.defaultdict(list)
+        for one in constraints:
+            by_site[one.site].append(one)
+        inside = frozenset(site[:depth] for site in by_site for depth in range(1, len(site)))
+        return cls(mesh, {site: tuple(found) for site, found in by_site.items()}, inside)
+
+
+def named_sharding(mesh: Mesh, spec: Spec) -> NamedSharding:
+    """The `NamedSharding` of a plan's spec; `?` leaves a dim to XLA."""
+    return NamedSharding(mesh, PartitionSpec(*(PartitionSpec.UNCONSTRAINED if entry == "?" else entry for entry in spec)))
+
+
+def evaluate(layout: Layout, jaxpr: Any, operands: Sequence[Any], boundary: BoundaryHook | None = None) -> list[Any]:
+    """Evaluates a closed jaxpr on flat operands with the layout's constraints.
+
+    `boundary` evaluates gradient boundaries that ask for microbatches; without it they run whole, which gives the same
+    numbers."""
+    return _run(layout, jaxpr, operands, (), boundary)
+
+
+def _run(layout: Layout, jaxpr: Any, operands: Sequence[Any], prefix: Site, boundary: BoundaryHook | None) -> list[Any]:
+    inner, consts = _compat.open_jaxpr(jaxpr)
+    env: dict[Any, Any] = dict(zip(inner.constvars, consts, strict=True))
+    env.update(zip(inner.invars, operands, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, _compat.Literal) else env[atom]
+
+    for index, eqn in enumerate(inner.eqns):
+        site = (*prefix, index)
+        with _compat.equation_context(eqn):
+            values = _pin(layout, site, [read(a) for a in eqn.invars], results=False)
+            results = _equation(layout, eqn, values, site, boundary)
+            results = _pin(layout, site, results, results=True)
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [read(a) for a in inner.outvars]
+
+
+def _pin(layout: Layout, site: Site, values: list[Any], results: bool) -> list[Any]:
+    for one in layout.by_site.get(site, ()):
+        position = 0 if one.operand == -1 else one.operand
+        if (one.operand == -1) == results:
+            sharding = named_sharding(layout.mesh, one.spec)
+            values[position] = jax.lax.with_sharding_constraint(values[position], sharding)
+    return values
+
+
+def _equation(layout: Layout, eqn: Any, values: list[Any], site: Site, boundary: BoundaryHook | None) -> list[Any]:
+    if gradient.is_boundary(eqn):
+        def forward(jaxpr, operands):
+            return _run(layout, jaxpr, operands, (*site, 0), boundary)
+
+        if boundary is not None and eqn.params["microbatches"] not in (None, 1):
+            return boundary(eqn, values, site, forward)
+        return gradient.expand(eqn.params, values, forward)
+    rebuild = _REBUILD.get(eqn.primitive.name)
+    if rebuild is not None and (site in layout.inside or _holds_boundary(eqn)):
+        return rebuild(lambda jaxpr, body, operands: _run(layout, jaxpr, operands, (*site, body), boundary), eqn, values)
+    return _compat.bind_equation(eqn, values)
+
+
+def _holds_boundary(eqn: Any) -> bool:
+    """Whether a gradient boundary lies inside a call (a step that scans over updates, say)."""
+    for value in eqn.params.values():
+        for body in value if isinstance(value, (tuple, list)) else (value,):
+            if _compat.is_jaxpr(body):
+                inner, _ = _compat.open_jaxpr(body)
+                if any(gradient.is_boundary(e) or _holds_boundary(e) for e in inner.eqns):
+                    return True
+    return False
+
+
+# Each rebuilder gets `run(jaxpr, body number, operands)`, the equation and its operands.
+
+
+def _call(parameter: str):
+    def rebuild(run, eqn, values):
+        return run(eqn.params[parameter], 0, values)
+
+    return rebuild
+
+
+def _remat(run, eqn, values):
+    body = eqn.params["jaxpr"]
+    fun = jax.checkpoint(
+        lambda *operands: run(body, 0, operands), prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"]
+    )
+    return list(fun(*values))
+
+
+def _scan(run, eqn, values):
+    num_consts, num_carry = _compat.scan_counts(eqn.params)
+    consts, init, xs = values[:num_consts], values[num_consts : num_consts + num_carry], values[num_consts + num_carry :]
+
+    def body(carry, x):
+        results = run(eqn.params["jaxpr"], 0, [*consts, *carry, *x])
+        return results[:num_carry], results[num_carry:]
+
+    carry, ys = jax.lax.scan(
+        body, list(init), list(xs), length=eqn.params["length"], reverse=eqn.params["reverse"], unroll=eqn.params["unroll"]
+    )
+    return [*carry, *ys]
+
+
+def _while(run, eqn, values):
+    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    cond_consts, body_consts = values[:num_cond], values[num_cond : num_cond + num_body]
+    return list(
+        jax.lax.while_loop(
+            lambda carry: run(eqn.params["cond_jaxpr"], 0, [*cond_consts, *carry])[0],
+            lambda carry: run(eqn.params["body_jaxpr"], 1, [*body_consts, *carry]),
+            list(values[num_cond + num_body :]),
+        )
+    )
+
+
+def _cond(run, eqn, values):
+    def branch(k):
+        return lambda *operands: run(eqn.params["branches"][k], k, operands)
+
+    return list(jax.lax.switch(values[0], [branch(k) for k in range(len(eqn.params["branches"]))], *values[1:]))
+
+
+_REBUILD = {
+    "jit": _call("jaxpr"), "pjit": _call("jaxpr"), "closed_call": _call("call_jaxpr"), "core_call": _call("call_jaxpr"),
+    "remat": _remat, "remat2": _remat, "checkpoint": _remat, "scan": _scan, "while": _while, "cond": _cond,
+}

@@ -1,0 +1,74 @@
+"""Checks the decorator's options: what a value may be, and what this version does not have yet."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from splitjax.errors import SplitjaxError, TraceError, UnavailableError
+from splitjax.plan import Plan
+
+_SCHEMES = ("dense", "all_gather", "recursive_doubling", "blocks", "parameter_server", "hierarchical", "zen", "row_exchange", "auto")
+_GROUP_COMM = ("auto", "gather", "turns", "modulo")
+
+
+class OptionError(SplitjaxError, ValueError):
+    """An option of `parallelize` that is none of its documented values."""
+
+
+def check_options(fn: Callable, *, mesh: Any, rules: Any, group_comm: Any, sync: Any, backprop: Any, shard_state: Any, unknown: Any) -> None:
+    """Raises `OptionError` for values that are not documented, `UnavailableError` for documented ones that this version lacks."""
+    place = f"parallelize({getattr(fn, '__name__', fn)!s})"
+    if not callable(fn):
+        raise OptionError("parallelize decorates a function", value=fn, place="parallelize", remedy="pass the training step")
+    _one_of("unknown", unknown, ("error", "gather"), place)
+    _one_of("group_comm", group_comm, _GROUP_COMM, place)
+    if group_comm in ("turns", "modulo"):
+        raise UnavailableError("this group communication is not part of this version", value=group_comm,
+                               place=f"{place}, group_comm", remedy='use "auto" or "gather"')
+    if isinstance(sync, str):
+        _one_of("sync", sync, _SCHEMES, place)
+    if sync != "dense":
+        raise UnavailableError("this synchronisation is not part of this version", value=sync, place=f"{place}, sync", remedy='use "dense"')
+    if backprop is not None:
+        raise UnavailableError("partial backpropagation is not part of this version", value=backprop, place=f"{place}, backprop",
+                               remedy="leave it None")
+    if shard_state:
+        raise UnavailableError("sharded state of replicated layers is not part of this version", value=shard_state,
+                               place=f"{place}, shard_state", remedy='leave it False; rules="fsdp" shards parameters and their state')
+    if isinstance(mesh, str):
+        if mesh != "auto":
+            raise OptionError("a mesh is no string", value=mesh, place=f"{place}, mesh", remedy='give {"data": 2, "model": 4}')
+        raise UnavailableError('mesh="auto" belongs to the planner, which is not part of this version', value=mesh,
+                               place=f"{place}, mesh", remedy='give {"data": 2, "model": 4}, or None for all devices on data')
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...], place: str) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        raise OptionError(f"{name} has no such value", value=value, place=f"{place}, {name}", remedy=f"use one of {', '.join(allowed)}")
+
+
+def resolve_plan(plan: Plan | str | os.PathLike | None) -> Plan | None:
+    """A pinned plan as a value: itself, or read from its JSON file."""
+    return plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+
+
+def reject_mutating_modules(args: tuple, name: str) -> None:
+    """Raises `TraceError` when a plain step gets NNX modules or optimizers: its updates would be lost without a word."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return
+    import jax
+
+    for number, arg in enumerate(args):
+        found = jax.tree.leaves(arg, is_leaf=lambda x: isinstance(x, nnx.Module | nnx.Optimizer))
+        for one in found:
+            if isinstance(one, nnx.Module | nnx.Optimizer):
+                raise TraceError(
+                    f"argument {number} is an NNX {type(one).__name__}, which a step changes in place; a plain parallel step would "
+                    "throw those changes away",
+                    value=type(one).__name__, place=f"call of {name}",
+                    remedy="decorate with splitjax.nnx.parallelize, or pass nnx.split's state and merge inside the step",
+                )

@@ -1,0 +1,209 @@
+"""Models by name: `build("vgg16", num_classes=10)` gives a `ModelSpec`, whatever the library."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+
+from splitjax.models._common import ModelError
+from splitjax.models.mlp import LinenMLP, MLPConfig, NnxMLP
+from splitjax.models.resnet import LinenResNet, NnxResNet, ResNetConfig
+from splitjax.models.transformer import LinenTransformer, NnxTransformer, TransformerConfig
+from splitjax.models.vgg import LinenVGG, NnxVGG, VGGConfig
+
+Config = VGGConfig | ResNetConfig | MLPConfig | TransformerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class _Family:
+    config: type
+    linen: type[nn.Module]
+    nnx: type[nnx.Module]
+    fixed: tuple[tuple[str, Any], ...] = ()  # options that the name settles
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        fixed = {name for name, _ in self.fixed}
+        return tuple(f.name for f in dataclasses.fields(self.config) if f.name not in fixed)
+
+
+_FAMILIES = {
+    "vgg11": _Family(VGGConfig, LinenVGG, NnxVGG, (("letter", "A"),)),
+    "vgg16": _Family(VGGConfig, LinenVGG, NnxVGG, (("letter", "D"),)),
+    "resnet18": _Family(ResNetConfig, LinenResNet, NnxResNet, (("stage_sizes", (2, 2, 2, 2)),)),
+    "mlp": _Family(MLPConfig, LinenMLP, NnxMLP),
+    "transformer": _Family(TransformerConfig, LinenTransformer, NnxTransformer),
+}
+
+NAMES = tuple(_FAMILIES)
+LIBRARIES = ("linen", "nnx")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """A model with its options, in one of the two Flax libraries.
+
+    **Attributes:**
+
+    - `name`: as given to `build`.
+    - `library`: `"linen"` or `"nnx"`.
+    - `config`: the options; a frozen dataclass of the model's family.
+    - `module`: the Linen module; None for NNX.
+    """
+
+    name: str
+    library: str
+    config: Config
+    module: nn.Module | None = None
+
+    @property
+    def input_name(self) -> str:
+        """The batch entry that the model reads: `"tokens"` or `"image"`."""
+        return "tokens" if isinstance(self.config, TransformerConfig) else "image"
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one example, without the example dim."""
+        if isinstance(self.config, TransformerConfig):
+            return (self.config.max_len,)
+        if isinstance(self.config, MLPConfig):
+            return self.config.input_shape
+        return (self.config.image_size, self.config.image_size, self.config.channels)
+
+    @property
+    def input_dtype(self) -> Any:
+        return jnp.int32 if self.input_name == "tokens" else jnp.float32
+
+    @property
+    def num_classes(self) -> int:
+        return self.config.num_classes
+
+    @property
+    def has_batch_stats(self) -> bool:
+        """Whether training updates running statistics (batch norm)."""
+        return isinstance(self.config, ResNetConfig) or getattr(self.config, "batch_norm", False)
+
+    @property
+    def has_dropout(self) -> bool:
+        return self.config.dropout > 0
+
+    def example(self, batch_size: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes of a batch: enough to plan a step without data.
+
+        Images: `{"image": f32[B, *input_shape], "label": i32[B]}`; tokens: `{"tokens": i32[B, max_len]}`.
+        """
+        batch = {self.input_name: jax.ShapeDtypeStruct((batch_size, *self.input_shape), self.input_dtype)}
+        if self.input_name == "image":
+            batch["label"] = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
+        return batch
+
+    def init(self, key: jax.Array) -> dict[str, Any]:
+        """Fresh Linen variables: `{"params": ...}`, and `"batch_stats"` where there is batch norm.
+
+        Raises `ModelError` for an NNX model.
+        """
+        module = self._linen("init")
+        # Under jit the compiler drops the forward pass that Linen runs to learn the shapes.
+        return jax.jit(module.init)(key, jnp.zeros((1, *self.input_shape), self.input_dtype))
+
+    def apply(self, variables: dict[str, Any], inputs: jax.Array, *, train: bool = False, **options: Any) -> Any:
+        """Run the Linen model, as its `module.apply`: `options` are `rngs`, `mutable` and the like.
+
+        [B, *input_shape] -> [B, num_classes] logits ([B, T, vocab_size] for tokens). Raises `ModelError` for an
+        NNX model.
+        """
+        return self._linen("apply").apply(variables, inputs, train=train, **options)
+
+    def make(self, rngs: nnx.Rngs) -> nnx.Module:
+        """A fresh NNX module; call it as `module(inputs, train=False)`. Raises `ModelError` for a Linen model."""
+        if self.library != "nnx":
+            raise ModelError(
+                "this is a Linen model: its parameters are made by init(key)",
+                value=self.name,
+                place="ModelSpec.make",
+                remedy=f'call init(key), or build({self.name!r}, library="nnx")',
+            )
+        return _FAMILIES[self.name].nnx(self.config, rngs=rngs)
+
+    def num_params(self) -> int:
+        """Number of trainable values, counted without making them."""
+        if self.library == "linen":
+            params = jax.eval_shape(self.init, jax.random.key(0))["params"]
+        else:
+            params = nnx.state(nnx.eval_shape(lambda: self.make(nnx.Rngs(0))), nnx.Param)
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+    def _linen(self, method: str) -> nn.Module:
+        if self.module is None:
+            raise ModelError(
+                "this is an NNX model: it holds its own parameters",
+                value=self.name,
+                place=f"ModelSpec.{method}",
+                remedy=f'call make(rngs), or build({self.name!r}, library="linen")',
+            )
+        return self.module
+
+
+def build(name: str, *, library: str = "linen", num_classes: int | None = None, **options: Any) -> ModelSpec:
+    """A model by its name.
+
+    **Arguments:**
+
+    - `name`: `"vgg11"`, `"vgg16"`, `"resnet18"`, `"mlp"` or `"transformer"`.
+    - `library`: `"linen"` or `"nnx"`.
+    - `num_classes`: width of the last layer, default 10; for the transformer the same as its `vocab_size`.
+    - `options`: the fields of `VGGConfig`, `ResNetConfig`, `MLPConfig` or `TransformerConfig`. `dtype` and
+      `param_dtype` may be names, such as `"bfloat16"`.
+
+    Raises `ModelError` for an unknown name, library or option, and for options that contradict each other.
+    """
+    place = f"splitjax.models.build({name!r})"
+    family = _choose(name, _FAMILIES, "model", "splitjax.models.build")
+    _choose(library, dict.fromkeys(LIBRARIES), "library", place)
+    for option in options:
+        _choose(option, dict.fromkeys(family.options), "option", place)
+    for option in ("dtype", "param_dtype"):
+        if option in options:
+            options[option] = _as_dtype(options[option], option, place)
+    if num_classes is not None:
+        if family.config is TransformerConfig:
+            if options.setdefault("vocab_size", num_classes) != num_classes:
+                raise ModelError(
+                    "for a transformer num_classes and vocab_size are the same, and these differ",
+                    value=(num_classes, options["vocab_size"]),
+                    place=place,
+                    remedy="pass vocab_size alone",
+                )
+        else:
+            options["num_classes"] = num_classes
+    config = family.config(**dict(family.fixed), **options)
+    return ModelSpec(name, library, config, family.linen(config) if library == "linen" else None)
+
+
+def _choose(key: Any, table: dict[str, Any], what: str, place: str) -> Any:
+    if not isinstance(key, str) or key not in table:
+        raise ModelError(
+            f"no such {what}", value=key, place=place, remedy=f"choose one of {', '.join(map(repr, table))}"
+        )
+    return table[key]
+
+
+def _as_dtype(value: Any, option: str, place: str) -> Any:
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise ModelError(
+            f"{option} must be a floating-point type",
+            value=value,
+            place=f"{place}, option {option!r}",
+            remedy='pass "float32" or "bfloat16", or the type jnp.bfloat16',
+        )
+    return dtype

@@ -1,0 +1,205 @@
+"""The decorator: trace -> rules -> plan -> lower -> run, one line each in `ParallelStep._build`."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from splitjax.errors import DonatedStateError
+from splitjax.lower.arguments import Bound, bind, difference, make_options, positional
+from splitjax.lower.entry import CompileRecord, Entry, Recipe, SignatureChanged, build_entry, trace_error
+from splitjax.lower.options import check_options, resolve_plan
+from splitjax.lower.placement import abstract_state, init_state, place_state
+from splitjax.mesh import MeshShape, make_mesh
+from splitjax.plan import Plan
+from splitjax.rules import RuleSet, load_rules
+
+# How many calls a step remembers, to name the one that consumed a state.
+_REMEMBERED_CALLS = 4096
+
+
+def parallelize(
+    fn: Callable | None = None, *, mesh: Any = None, rules: str | RuleSet = "splitbrain", group_comm: str = "auto",
+    sync: Any = "dense", backprop: Any = None, shard_state: bool = False, donate: bool = True, plan: Plan | str | None = None,
+    state_argnums: int | Sequence[int] = (0,), batch_argnums: int | Sequence[int] = (1,),
+    state_outnums: int | Sequence[int] | None = None, static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (), unknown: str = "error",
+) -> Any:
+    """Turns a training step written for the global batch into one that trains on many devices, with the same numbers.
+
+    Bare (`@parallelize`), called (`@parallelize(mesh={"data": 2, "model": 4})`), or as a function (`parallelize(step)`).
+
+    **Arguments:**
+
+    - `fn`: the step. It takes states, batches and other arguments and returns its new states among its results.
+    - `mesh`: `{"axis": size}`, a `jax.sharding.Mesh`, or None for all devices on the axis `data`.
+    - `rules`: the name of a rule set, the path of a TOML file, or a `RuleSet`. It gives every parameter its sharding.
+    - `donate`: whether a call consumes its states (their memory is reused for the new ones).
+    - `plan`: a `Plan` or its JSON file, pinned: layouts come from it, and a step that it does not fit is an error.
+    - `state_argnums`: positions of the states, any pytrees. They are found again among the results by structure.
+    - `batch_argnums`: positions of the batches: pytrees of arrays whose leading dim is the example dim. Everything else
+      (keys, step numbers) is replicated.
+    - `state_outnums`: positions of the states among the results, where structure does not tell.
+    - `static_argnums`, `static_argnames`: as in `jax.jit`.
+    - `unknown`: `"error"`, or `"gather"` to replicate around primitives that have no dim rule.
+    - `group_comm` (`"auto"`, `"gather"`), `sync` (`"dense"`), `backprop` (None), `shard_state` (False): other documented
+      values raise `UnavailableError` in this version.
+
+    **Returns** a `ParallelStep`, called like the step itself.
+
+    Raises typed errors (`splitjax.errors`) that name value, place and remedy; see docs/troubleshooting.md.
+    """
+    if fn is None:
+        return functools.partial(
+            parallelize, mesh=mesh, rules=rules, group_comm=group_comm, sync=sync, backprop=backprop, shard_state=shard_state,
+            donate=donate, plan=plan, state_argnums=state_argnums, batch_argnums=batch_argnums, state_outnums=state_outnums,
+            static_argnums=static_argnums, static_argnames=static_argnames, unknown=unknown,
+        )
+    check_options(fn, mesh=mesh, rules=rules, group_comm=group_comm, sync=sync, backprop=backprop, shard_state=shard_state, unknown=unknown)
+    options = make_options(fn, state_argnums, batch_argnums, static_argnums, static_argnames, state_outnums)
+    recipe = Recipe(fn, options, load_rules(rules), resolve_plan(plan), donate, unknown, returns_state=True)
+    return ParallelStep(recipe, mesh)
+
+
+class ParallelStep:
+    """A decorated step. Call it like the function it wraps; the methods show, place, compile and reuse its plan."""
+
+    def __init__(self, recipe: Recipe, mesh: Any, parent: ParallelStep | None = None) -> None:
+        functools.update_wrapper(self, recipe.fn)
+        if mesh is not None:
+            MeshShape.of(mesh)  # a malformed mesh fails here, not at the first call; devices are looked at later
+        self._recipe = recipe
+        self._mesh_request = mesh
+        self._parent = parent
+        self._entries: dict[Any, Entry] = {}
+        self._compiles: list[CompileRecord] = []
+        self._last: Entry | None = None
+        self._num_calls = 0
+        self._calls: collections.deque[tuple[int, int, Any, int]] = collections.deque(maxlen=_REMEMBERED_CALLS)
+
+    @functools.cached_property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The mesh, made when it is first needed."""
+        return self._parent.mesh if self._parent is not None else make_mesh(self._mesh_request)
+
+    @property
+    def compiles(self) -> tuple[CompileRecord, ...]:
+        """Every program this step was planned for, in order, each with the reason why the earlier ones did not serve."""
+        return tuple(self._compiles)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            args = positional(self._recipe.fn, args, kwargs)
+        frame = sys._getframe(1)
+        entry = self._last
+        if entry is None:
+            entry = self._entry(args)
+        try:
+            try:
+                result = entry.jitted(*args)
+            except SignatureChanged:
+                result = self._entry(args).jitted(*args)
+        except (RuntimeError, ValueError) as error:
+            raise self._explain(error, args) from error
+        self._num_calls += 1
+        if self._recipe.donate:
+            self._calls.append((id(args[self._recipe.first_state]), self._num_calls, frame.f_code, frame.f_lineno))
+        return result
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for these arguments (arrays or `ShapeDtypeStruct`s): prints as a table, renders in Jupyter."""
+        return self._entry(positional(self._recipe.fn, args, kwargs)).plan
+
+    def graph(self, *args: Any, **kwargs: Any) -> Any:
+        """The traced `splitjax.trace.graph.Graph` that the plan was made from."""
+        return self._entry(positional(self._recipe.fn, args, kwargs)).graph
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """As `jax.jit(fn).lower`: `.compile()`, `.as_text()`, `.compile().memory_analysis()`."""
+        args = positional(self._recipe.fn, args, kwargs)
+        return self._entry(args).jitted.lower(*args)
+
+    def init(self, init_fn: Callable, *init_args: Any, example: Sequence[Any]) -> Any:
+        """Creates the states already sharded: `init_fn(*init_args)` is compiled with the plan's shardings as its results', so
+        that no device ever holds the whole.
+
+        **Arguments:**
+
+        - `init_fn`: `init_fn(key)` returns the state, or the states in `state_argnums` order.
+        - `example`: all non-state arguments of the step, in order: arrays or `ShapeDtypeStruct`s.
+        """
+        return init_state(self._entry, self._recipe, self.mesh, init_fn, init_args, example)
+
+    def place(self, *states: Any, example: Sequence[Any]) -> Any:
+        """Puts existing states onto the plan (copies: the originals stay usable). Returns one state, or a tuple of them."""
+        return place_state(self._entry, self._recipe, self.mesh, states, example)
+
+    def abstract_state(self, init_fn: Callable, *init_args: Any, example: Sequence[Any]) -> Any:
+        """The states as `ShapeDtypeStruct`s with their shardings, for one's own orbax restore; nothing is computed."""
+        return abstract_state(self._entry, self._recipe, self.mesh, init_fn, init_args, example)
+
+    def like(self, fn: Callable, *, state_argnums: int | Sequence[int] | None = None,
+             batch_argnums: int | Sequence[int] | None = None, static_argnums: int | Sequence[int] = (),
+             static_argnames: str | Sequence[str] = ()) -> ParallelStep:
+        """A step on the same mesh and layouts that returns no state (evaluation, prediction). Nothing is donated. State and
+        batch positions are this step's unless given. The layouts are those of the plan that this step used last."""
+        mine = self._recipe.options
+        options = make_options(
+            fn, mine.state_argnums if state_argnums is None else state_argnums,
+            mine.batch_argnums if batch_argnums is None else batch_argnums, static_argnums, static_argnames, None,
+        )
+        recipe = Recipe(fn, options, self._recipe.rules, None, False, self._recipe.unknown, returns_state=False)
+        return ParallelStep(recipe, None, parent=self)
+
+    def _entry(self, args: tuple) -> Entry:
+        """The plan and program for a call's signature, made when it is new."""
+        bound = bind(self._recipe.fn, self._recipe.options, args)
+        entry = self._entries.get(bound.signature)
+        if entry is None:
+            entry = self._build(bound)
+            self._entries[bound.signature] = entry
+        self._last = entry
+        return entry
+
+    def _build(self, bound: Bound) -> Entry:
+        started = time.perf_counter()
+        layouts = self._parent._layouts() if self._parent is not None else None
+        entry = build_entry(self._recipe, self.mesh, bound, layouts)
+        reason = "first call"
+        if self._entries:
+            reason = min(difference(bound, old.bound) for old in self._entries.values())[1]
+        self._compiles.append(CompileRecord(len(self._compiles) + 1, reason, time.perf_counter() - started))
+        self._compiles[-1].log(self._recipe.name)
+        return entry
+
+    def _layouts(self) -> Mapping[str, Any]:
+        """Path -> spec of every state leaf of the plan used last, for steps made by `like`."""
+        return {} if self._last is None else {leaf.path: leaf for leaf in self._last.plan.leaves if leaf.is_state}
+
+    def _explain(self, error: Exception, args: tuple) -> Exception:
+        """The typed error behind one of JAX's, or the error itself."""
+        numbers = self._recipe.options.state_argnums
+        for number in numbers:
+            for path, leaf in jax.tree_util.tree_leaves_with_path(args[number]):
+                if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+                    return self._donated(args, number, jax.tree_util.keystr(path, simple=True, separator="/"))
+        return trace_error(error, self._recipe, self.mesh, args)
+
+    def _donated(self, args: tuple, number: int, path: str) -> DonatedStateError:
+        where = "an earlier call"
+        wanted = id(args[self._recipe.first_state])
+        for seen, count, code, line in reversed(self._calls):
+            if seen == wanted:
+                where = f"call {count} of the step, at {code.co_filename}:{line}"
+                break
+        name = self._recipe.options.names[number] if number < len(self._recipe.options.names) else f"argument {number}"
+        return DonatedStateError(
+            f"the state {name!r} was consumed by {where}; its arrays are gone", value=path, place=f"call of {self._recipe.name}",
+            remedy=f"use the state that the call returned ({name} = step({name}, ...)), or pass donate=False to keep the old one",
+        )

@@ -1,0 +1,332 @@
+"""The `Plan`: every decision about a step's layout as one immutable value that prints, serialises, diffs and can be pinned.
+
+A spec is a tuple with one entry per dim: None, an axis name, or a tuple of axis names, as in `jax.sharding.PartitionSpec`.
+
+The text of a plan (`to_json`) is made to live in a repository beside the training script: stable order, one leaf, layer
+or collective a line, so that a version control diff reads like `Plan.diff`. Its codec is `splitjax._plan_json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import hashlib
+import os
+import uuid
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from jax.sharding import Mesh, PartitionSpec
+
+from splitjax.errors import PlanError
+from splitjax.mesh import MeshShape
+
+SpecEntry = None | str | tuple[str, ...]
+Spec = tuple[SpecEntry, ...]
+FORMAT = 1
+
+
+def spec_axes(spec: Spec) -> tuple[str, ...]:
+    """The mesh axes that a spec uses, in dim order; `?` (left to XLA) is none."""
+    entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
+    return tuple(axis for entry in entries for axis in entry if axis != "?")
+
+
+def spec_text(spec: Spec) -> str:
+    """A spec for people: `P(None, 'model')`, or `replicated`."""
+    if not any(spec):
+        return "replicated"
+    return f"P({', '.join(map(repr, spec))})"
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """Where one array of the step's arguments lives."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: str  # as `trace.graph.Leaf.role`
+    is_state: bool
+    spec: Spec
+    rule: str  # the rule that fired, or "follows PATH", "batch", "input"
+    note: str = ""  # why it is not what one might expect, such as "out 10 does not divide by model=4"
+    bytes_per_device: int = 0
+
+    def num_shards(self, mesh: MeshShape) -> int:
+        """Into how many pieces the array is split."""
+        return mesh.size(spec_axes(self.spec))
+
+    def whole_bytes(self, mesh: MeshShape) -> int:
+        """Bytes of the whole array, on one device (planned dims always divide)."""
+        return self.bytes_per_device * self.num_shards(mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlan:
+    """One layer with the specs of its parameters and the rule that decided its weight."""
+
+    name: str
+    kind: str
+    params: tuple[str, ...]  # leaf paths, weight first
+    specs: tuple[Spec, ...]  # one per parameter
+    rule: str
+    note: str = ""
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """The `PartitionSpec` of the layer's weight (its first parameter)."""
+        return PartitionSpec(*self.specs[0]) if self.specs else PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Predicted bytes per device."""
+
+    state_bytes: int
+    activation_bytes: int
+    peak_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One predicted collective of the step: `bytes` is what each device sends per step."""
+
+    op: str  # all_reduce, all_gather, reduce_scatter, all_to_all
+    axis: str  # mesh axis, or several joined by "+"
+    bytes: int
+    layer: str
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraint:
+    """A sharding that lowering pins on one operand (or result) of one operation; dims marked `?` are left to XLA."""
+
+    site: tuple[int, ...]
+    operand: int  # operand position; -1 is the (first) result
+    spec: Spec  # entry "?" leaves the dim unconstrained
+    layer: str
+    why: str
+
+
+class LeafLike(Protocol):
+    """What `first_mismatch` reads of a step's leaf: `LeafPlan` and `trace.graph.Leaf` both fit."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+    @property
+    def role(self) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    mesh: MeshShape
+    rules: str  # name of the rule set
+    replicated_batch: str  # "all" | "data"
+    batch_axes: tuple[str, ...]  # axes over which batch arguments are split
+    leaves: tuple[LeafPlan, ...]
+    layers: tuple[LayerPlan, ...]
+    constraints: tuple[Constraint, ...] = ()
+    gathered: tuple[str, ...] = ()  # unknown operations that run replicated, as "primitive at file:line"
+    memory: Memory = Memory(0, 0, 0)
+    collectives: tuple[Collective, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def _by_path(self) -> Mapping[str, LeafPlan]:
+        return {leaf.path: leaf for leaf in self.leaves}
+
+    def leaf(self, path: str) -> LeafPlan:
+        """The planned leaf at a path such as `params/Dense_0/kernel`. Raises `PlanError` for a path the plan lacks."""
+        try:
+            return self._by_path[path]
+        except (KeyError, TypeError):
+            raise PlanError(
+                "the plan has no such leaf", value=path, place="Plan.spec",
+                remedy=_did_you_mean(str(path), self._by_path) or "see the paths in `plan.leaves`",
+            ) from None
+
+    def spec(self, path: str) -> PartitionSpec:
+        """The `PartitionSpec` of any leaf of the step's arguments, by path. Raises `PlanError` for a path the plan lacks."""
+        return PartitionSpec(*self.leaf(path).spec)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 (hex) of the canonical JSON: equal in all processes exactly when their plans are equal."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The plan as JSON text (ASCII, stable order, one entry a line), read back exactly by `Plan.from_json`."""
+        from splitjax import _plan_json
+
+        return _plan_json.dump(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Reads what `to_json` wrote, possibly edited by hand. Raises `PlanError` naming the key path of the first problem."""
+        from splitjax import _plan_json
+
+        return _plan_json.parse(text, origin="")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan to a file, whole or not at all: a reader never sees half a plan, a crash leaves the old one.
+
+        Raises `PlanError` when the file cannot be written."""
+        target = Path(path)
+        scratch = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+        try:
+            with open(scratch, "x", encoding="ascii") as file:
+                file.write(self.to_json())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(scratch, target)
+        except OSError as error:
+            raise PlanError(
+                f"the plan cannot be written: {error.strerror or error}", place=str(target),
+                remedy="give a file name in an existing, writable folder",
+            ) from error
+        finally:
+            scratch.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Reads a plan that `save` wrote. Raises `PlanError` naming the file and the key path of the first problem."""
+        from splitjax import _plan_json
+
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(
+                f"the plan cannot be read: {getattr(error, 'strerror', None) or error}", place=str(path),
+                remedy="give the file that `plan.save` wrote",
+            ) from error
+        return _plan_json.parse(text, origin=str(path))
+
+    def diff(self, other: Plan) -> tuple[str, ...]:
+        """What differs between this plan and another, as sentences `thing: here -> there`; empty exactly when they are equal.
+
+        Ordered mesh, rules, leaves, layers, constraints, memory, collectives: what comes first usually explains the rest."""
+        return tuple(_differences(self, other))
+
+    def check(self, leaves: Sequence[LeafLike], mesh: MeshShape | Mesh | Mapping[str, int]) -> None:
+        """Raises `PlanError` unless this (pinned) plan fits a step with these leaves on this mesh; see `first_mismatch`."""
+        problem = first_mismatch(self, leaves, mesh)
+        if problem:
+            raise PlanError(
+                f"the pinned plan does not fit the step: {problem}", place="plan",
+                remedy="make the plan anew from this step (`step.plan(...).save(path)`), or run the step it was made for",
+            )
+
+    def __str__(self) -> str:
+        from splitjax.report.text import render_text  # rendering stands on a higher floor: loaded when something is printed
+
+        return render_text(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan {self.rules!r} on {self.mesh}: {len(self.layers)} layers, {len(self.leaves)} leaves, "
+            f"{len(self.collectives)} collectives, digest {self.digest[:12]}>"
+        )
+
+    def _repr_html_(self) -> str:
+        from splitjax.report.html import render_html
+
+        return render_html(self)
+
+
+def first_mismatch(plan: Plan, leaves: Sequence[LeafLike], mesh: MeshShape | Mesh | Mapping[str, int]) -> str | None:
+    """The first difference between a pinned plan and the step it meets, as a sentence, or None when the plan fits.
+
+    Looks at the mesh, then at the step's leaves in order (path, role, dtype, shape), then at leaves that only the plan has.
+    A batch array may have another number of examples than the plan saw, as long as its shards divide: a plan describes
+    a layout, and the last batch of an epoch is often smaller.
+    """
+    shape = MeshShape.of(mesh)
+    if plan.mesh != shape:
+        return f"the plan is for the mesh {plan.mesh}, the step runs on {shape}"
+    for leaf in leaves:
+        planned = plan._by_path.get(leaf.path)
+        if planned is None:
+            hint = _did_you_mean(leaf.path, plan._by_path)
+            return f"the step has a leaf {leaf.path!r} that the plan lacks" + (f" ({hint})" if hint else "")
+        for name in ("role", "dtype"):
+            if str(getattr(planned, name)) != str(getattr(leaf, name)):
+                return f"{leaf.path!r} has {name} {getattr(planned, name)} in the plan and {getattr(leaf, name)} in the step"
+        if not _shapes_fit(planned, tuple(leaf.shape), shape):
+            return f"{leaf.path!r} has shape {planned.shape} in the plan and {tuple(leaf.shape)} in the step"
+    present = {leaf.path for leaf in leaves}
+    for planned in plan.leaves:
+        if planned.path not in present:
+            return f"the plan has a leaf {planned.path!r} that the step lacks"
+    return None
+
+
+def _shapes_fit(planned: LeafPlan, shape: tuple[int, ...], mesh: MeshShape) -> bool:
+    if planned.shape == shape:
+        return True
+    if planned.role != "batch" or not shape or len(planned.shape) != len(shape) or planned.shape[1:] != shape[1:]:
+        return False
+    return shape[0] % mesh.size(spec_axes(planned.spec[:1])) == 0
+
+
+def _did_you_mean(path: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(path, list(known), n=3, cutoff=0.6)
+    return f"did you mean {', '.join(map(repr, close))}?" if close else ""
+
+
+def _differences(a: Plan, b: Plan) -> Iterator[str]:
+    yield from _diff_value("mesh", a.mesh, b.mesh, str)
+    yield from _diff_value("rules", a.rules, b.rules)
+    yield from _diff_value("replicated_batch", a.replicated_batch, b.replicated_batch)
+    yield from _diff_value("batch_axes", a.batch_axes, b.batch_axes)
+    yield from _diff_entries("leaf", a.leaves, b.leaves, lambda leaf: leaf.path)
+    yield from _diff_entries("layer", a.layers, b.layers, lambda layer: layer.name)
+    yield from _diff_entries("constraint", a.constraints, b.constraints, lambda c: f"{c.site} operand {c.operand} ({c.layer})")
+    yield from _diff_entries("gathered operation", a.gathered, b.gathered, str)
+    for field in dataclasses.fields(Memory):
+        yield from _diff_value(f"memory.{field.name}", getattr(a.memory, field.name), getattr(b.memory, field.name))
+    yield from _diff_entries("collective", a.collectives, b.collectives, lambda c: f"{c.op} over {c.axis} for {c.layer} ({c.why})")
+    yield from _diff_entries("note", a.notes, b.notes, repr)
+
+
+def _diff_value(name: str, here: Any, there: Any, show: Callable[[Any], str] = repr) -> Iterator[str]:
+    if here != there:
+        if show(here) == show(there):  # such as the specs (None,) and (), which lay out alike
+            show = repr
+        yield f"{name}: {show(here)} -> {show(there)}"
+
+
+def _diff_entries(kind: str, here: Sequence[Any], there: Sequence[Any], key: Callable[[Any], Hashable]) -> Iterator[str]:
+    """Differences between two lists of entries, paired by key; several entries of one key are paired in order."""
+    if here == there:
+        return
+    mine, theirs = _grouped(here, key), _grouped(there, key)
+    silent = True
+    for name in (*mine, *(name for name in theirs if name not in mine)):
+        left, right = mine.get(name, []), theirs.get(name, [])
+        for x, y in zip(left, right, strict=False):
+            if x != y:
+                silent = False
+                for field in dataclasses.fields(x):
+                    show = spec_text if field.name == "spec" else repr
+                    yield from _diff_value(f"{kind} {name}: {field.name}", getattr(x, field.name), getattr(y, field.name), show)
+        if len(left) != len(right):
+            silent = False
+            times = f" ({len(left)} -> {len(right)} times)" if left and right else ""
+            yield f"{kind} {name}: only in the {'first' if len(left) > len(right) else 'second'} plan{times}"
+    if silent:
+        yield f"{kind} entries: the same, in another order"
+
+
+def _grouped(entries: Sequence[Any], key: Callable[[Any], Hashable]) -> dict[Hashable, list[Any]]:
+    groups: dict[Hashable, list[Any]] = {}
+    for entry in entries:
+        groups.setdefault(key(entry), []).append(entry)
+    return groups

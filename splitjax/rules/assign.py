@@ -1,0 +1,186 @@
+"""Graph x RuleSet x MeshShape -> the layout of every argument of the step: parameters by rule, the rest of the state by what
+it follows, batches over their axes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from splitjax.errors import BatchError, MeshError, RuleError
+from splitjax.mesh import DATA, MeshShape
+from splitjax.plan import LayerPlan, LeafPlan, Spec, SpecEntry
+from splitjax.rules.decide import Axes, Decisions, decide
+from splitjax.rules.match import axes_text, dim_text, divides
+from splitjax.rules.rule import Rule
+from splitjax.rules.ruleset import RuleSet
+from splitjax.trace.graph import Graph, Leaf
+
+# Replicated state of at least this size that follows no parameter is worth a note.
+LARGE_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """The layouts that a rule set gives a step on a mesh."""
+
+    rules: str  # name of the rule set
+    replicated_batch: str  # "all" | "data"
+    batch_axes: tuple[str, ...]  # axes of size above 1 that split the batch
+    leaves: tuple[LeafPlan, ...]  # every argument of the step, in flat order
+    layers: tuple[LayerPlan, ...]  # in program order
+    notes: tuple[str, ...]
+    dead: tuple[str, ...]  # names of rules that are the first to match of no parameter
+
+
+def assign(graph: Graph, rules: RuleSet, mesh: MeshShape | Mapping[str, int]) -> Assignment:
+    """Lays out every argument of a traced step by a rule set.
+
+    The result is legal: every split divides, an array uses a mesh axis at most once, and parameters that share storage
+    agree (see `decide`). Batches are split over all axes of the mesh or over `data`, as `rules.replicated_batch` says.
+
+    Raises `MeshError` for a rule that names an axis the mesh cannot have, `RuleError` where an axis other than `data` (or one
+    of `rules.axes`) shards no parameter and the set does not allow that, `BatchError` where the batch does not divide."""
+    mesh = MeshShape.of(mesh)
+    for rule, error in unknown_axes(rules, mesh):
+        place = f"rule set {rules.name!r}" + (f", rule {rule.name!r}" if rule else ", key 'axes'")
+        raise MeshError(
+            error.message, value=dict(mesh.axes), place=place,
+            remedy=f"add the axis to the mesh, or let the rule name one of {', '.join(mesh.names)}",
+        )
+    decisions = decide(graph, rules, mesh)
+    for axis in idle_axes(graph, rules, mesh, decisions):
+        raise _idle(graph, rules, mesh, decisions, axis)
+    batch_axes = mesh.present(mesh.names if rules.replicated_batch == "all" else (DATA,))
+    _check_batch(graph, mesh, batch_axes)
+    leaves = tuple(_leaf(graph, mesh, decisions, batch_axes, leaf) for leaf in graph.leaves)
+    specs = {leaf.path: leaf.spec for leaf in leaves}
+    layers = []
+    for layer in graph.layers:
+        weight = decisions.params.get(layer.params[0]) if layer.params else None
+        layers.append(LayerPlan(
+            layer.name, layer.kind, layer.params, tuple(specs[path] for path in layer.params),
+            weight.rule if weight else "default", weight.note if weight else "",
+        ))
+    notes = [f"{one.path}: {one.note}" for one in decisions.params.values() if one.problem]
+    notes += [f"{leaf.path}: {leaf.note}" for leaf in leaves if leaf.role not in ("param", "batch", "input") and leaf.note]
+    if not decisions.params:
+        notes.append("the step has no parameters, so no rule applies")
+    return Assignment(
+        rules.name, rules.replicated_batch, batch_axes, leaves, tuple(layers), tuple(notes), dead_rules(rules, decisions)
+    )
+
+
+def unknown_axes(rules: RuleSet, mesh: MeshShape) -> list[tuple[Rule | None, MeshError]]:
+    """The rules (None: the set's own `axes`) that name an axis the mesh lacks and that is none of the known ones."""
+    found: list[tuple[Rule | None, MeshError]] = []
+    for rule in (*rules.rules, None):
+        try:
+            mesh.size(rule.axes if rule else rules.axes)
+        except MeshError as error:
+            found.append((rule, error))
+    return found
+
+
+def idle_axes(graph: Graph, rules: RuleSet, mesh: MeshShape, decisions: Decisions) -> tuple[str, ...]:
+    """Axes over which the set has to shard something, and over which every parameter stays whole."""
+    if rules.allow_replicated or not graph.params:
+        return ()
+    used = {axis for one in decisions.params.values() for axes in one.axes for axis in axes}
+    wanted = [axis for axis in mesh.names if axis != DATA or DATA in rules.axes]
+    return tuple(axis for axis in mesh.present(wanted) if axis not in used)
+
+
+def dead_rules(rules: RuleSet, decisions: Decisions) -> tuple[str, ...]:
+    """Names of the rules that are the first to match of no parameter."""
+    fired = {one.matched for one in decisions.params.values()}
+    return tuple(rule.name for rule in rules.rules if rule.name not in fired)
+
+
+def spec_entry(axes: Axes) -> SpecEntry:
+    """Axes as an entry of a spec: None, a name, or several names."""
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def _idle(graph: Graph, rules: RuleSet, mesh: MeshShape, decisions: Decisions, axis: str) -> RuleError:
+    """The error for an axis that shards nothing: what the step has, and why no rule did anything with it."""
+    leaves = {leaf.path: leaf for leaf in graph.params}
+    shown = [f"{one.path} {leaves[one.path].shape} ({one.kind})" for one in decisions.params.values()]
+    lines = [f"rule set {rules.name!r} leaves every parameter whole on each of the {axes_text(mesh, (axis,))} devices"]
+    lines.append(f"  parameters: {', '.join(shown[:8])}{f', and {len(shown) - 8} more' if len(shown) > 8 else ''}")
+    for rule in rules.rules:
+        lines.append(f"  rule {rule.name!r} ({rule.matchers}): {_why_idle(rule, axis, decisions)}")
+    if not rules.rules:
+        lines.append("  the set has no rules")
+    remedy = f"add a rule that shards one of these over {axis!r}, take {axis!r} out of the mesh, or say allow_replicated = true"
+    return RuleError("\n".join(lines), value=dict(mesh.axes), place=f"rule set {rules.name!r}", remedy=remedy)
+
+
+def _why_idle(rule: Rule, axis: str, decisions: Decisions) -> str:
+    mine = [one for one in decisions.params.values() if one.matched == rule.name]
+    if not mine:
+        return "matches none of them first"
+    count = f"{len(mine)} parameter{'s' if len(mine) > 1 else ''}"
+    if rule.replicates:
+        return f"replicates {count} on purpose"
+    if axis not in rule.axes:
+        return f"matches {count}, and does not name {axis!r}"
+    noted = next((one for one in mine if one.note), mine[0])
+    return f"matches {count}, and none of them can be split" + (f"; {noted.path}: {noted.note}" if noted.note else "")
+
+
+def _check_batch(graph: Graph, mesh: MeshShape, batch_axes: tuple[str, ...]) -> None:
+    num = mesh.size(batch_axes)
+    sizes = {"the batch": graph.num_examples} if graph.num_examples is not None else {}
+    sizes |= {leaf.path: leaf.shape[0] for leaf in graph.leaves if leaf.role == "batch" and leaf.shape}
+    for place, size in sizes.items():
+        if size % num == 0:
+            continue
+        smaller, larger = size // num * num, -(-size // num) * num
+        nearest = f"{smaller} or {larger}" if smaller else f"{larger}"
+        raise BatchError(
+            f"{size} examples do not divide by {axes_text(mesh, batch_axes)}", value=size, place=place,
+            remedy=f"use {nearest} examples, or a mesh in which {' x '.join(batch_axes)} divides {size}",
+        )
+
+
+def _leaf(graph: Graph, mesh: MeshShape, decisions: Decisions, batch_axes: tuple[str, ...], leaf: Leaf) -> LeafPlan:
+    note = ""
+    if leaf.role == "param":
+        decision = decisions.params[leaf.path]
+        spec, rule, note = tuple(spec_entry(axes) for axes in decision.axes), decision.rule, decision.note
+    elif leaf.role == "batch":
+        rest = (None,) * (len(leaf.shape) - 1)
+        spec, rule = ((spec_entry(batch_axes), *rest) if leaf.shape else ()), "batch"
+    elif leaf.role == "input":
+        spec, rule = (None,) * len(leaf.shape), "input"
+    else:
+        spec, rule, note = _follow(graph, mesh, decisions, leaf)
+    return LeafPlan(
+        leaf.path, leaf.shape, leaf.dtype, leaf.role, leaf.is_state, spec, rule, note, bytes_per_device(leaf, spec, mesh)
+    )
+
+
+def _follow(graph: Graph, mesh: MeshShape, decisions: Decisions, leaf: Leaf) -> tuple[Spec, str, str]:
+    """Spec, rule and note of optimizer state or a statistic: every dim as the parameter dim with the same storage class."""
+    axes, notes, path = [], [], leaf.follows
+    for dim, atoms in enumerate(leaf.dims):
+        label = graph.hard[atoms[0]] if atoms else None
+        mine = decisions.classes.get(label, ()) if label is not None else ()
+        if label in decisions.owners:
+            path = path or decisions.owners[label]
+        if mine and not divides([graph.atom_sizes[atom] for atom in atoms], mesh.size(mine)):
+            notes.append(f"{dim_text(leaf, dim)} {leaf.shape[dim]} does not divide by {axes_text(mesh, mine)}")
+            mine = ()
+        if used := [axis for axis in mine if any(axis in other for other in axes)]:
+            notes.append(f"{dim_text(leaf, dim)} stays whole: {used[0]} already splits another dim")
+            mine = ()
+        axes.append(mine)
+    if path is None and mesh.num_devices > 1 and leaf.num_bytes >= LARGE_BYTES:
+        notes.append("follows no parameter, so every device holds all of it")
+    return tuple(map(spec_entry, axes)), f"follows {path}" if path else "default", "; ".join(notes)
+
+
+def bytes_per_device(leaf: Leaf, spec: Spec, mesh: MeshShape) -> int:
+    """Bytes of one device's part of an array (parts rounded up)."""
+    return leaf.itemsize * math.prod(-(-size // mesh.size(entry)) for size, entry in zip(leaf.shape, spec, strict=True))

@@ -1,0 +1,297 @@
+"""The axes of every parameter dim: rules, dim classes and divisibility together.
+
+What is decided is not one array's dim but a *hard class* of dims (by leading atom): arrays that share storage agree
+because they have one entry between them. `_Work.chosen` holds that entry; a class that is not in it is still open.
+
+Layers decide in program order, each its weight first:
+
+1. `_settle` takes the first alternative of the parameter's first matching rule that fits (`_fit`): every dim it names is
+   there, divides by its axes, and no array linked by storage would be split twice over one axis (`_illegal`).
+2. `_share` gives the other parameters of the layer the axes of the dims they have in common with it (same *local*
+   class): the bias of a dense layer split by columns. Dims that the weight keeps whole they keep whole too: the bias of
+   one split by rows.
+3. `_spread`, for rules with `ties="local"`, gives the axis to open parameters of other layers in the same local class, so
+   that the next dense layer is split by rows: column then row (Shoeybi et al., arXiv 1909.08053, section 3).
+
+A local class is a default, so a rule that replicates, or has `ties="hard"`, takes no axis from other layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from splitjax.mesh import MeshShape
+from splitjax.rules.match import axes_text, candidates, dim_text, divides, first_match, param_kinds
+from splitjax.rules.rule import LARGEST, Alternative, DimRef, Rule
+from splitjax.rules.ruleset import RuleSet
+from splitjax.trace.graph import Graph, Leaf
+
+Axes = tuple[str, ...]  # of size above 1, major first; () is whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What became of one parameter."""
+
+    path: str
+    kind: str
+    axes: tuple[Axes, ...]  # per dim
+    rule: str  # what the plan shows
+    note: str
+    matched: str | None  # name of the first rule that matches
+    problem: str = ""  # "misfit": the rule matched and no alternative fits; "conflict": a tie outvotes an explicit rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Decisions:
+    """All parameters in graph order, and the hard classes for what follows them."""
+
+    params: Mapping[str, Decision]
+    classes: Mapping[int, Axes]  # hard label -> axes
+    owners: Mapping[int, str]  # hard label -> path of the first parameter that has it
+
+
+class _Choice(NamedTuple):
+    axes: Axes
+    by: str  # path of the parameter whose rule decided
+    text: str  # how the plan names the decision on the other parameters of the class
+
+
+class _Refusal(NamedTuple):
+    text: str
+    near: str = ""  # the parameter of the same layer that is followed, where that is the reason
+
+
+@dataclasses.dataclass
+class _Work:
+    """The state of one call of `decide`."""
+
+    graph: Graph
+    mesh: MeshShape
+    params: dict[str, Leaf]
+    kinds: dict[str, str]
+    rules: dict[str, Rule | None]  # path -> its first matching rule
+    homes: dict[str, str]  # path -> name of the first layer that lists it
+    by_hard: dict[int, list[str]]
+    by_local: dict[int, list[str]]
+    chosen: dict[int, _Choice] = dataclasses.field(default_factory=dict)  # hard label -> choice
+    done: dict[str, Decision] = dataclasses.field(default_factory=dict)
+
+    def hard(self, leaf: Leaf) -> dict[int, int]:
+        """Dim -> hard label of its leading atom, for the dims that have one."""
+        return {dim: self.graph.hard[atoms[0]] for dim, atoms in enumerate(leaf.dims) if atoms}
+
+    def local(self, leaf: Leaf) -> dict[int, int]:
+        return {dim: self.graph.local[atoms[0]] for dim, atoms in enumerate(leaf.dims) if atoms}
+
+    def given(self, leaf: Leaf) -> dict[int, _Choice]:
+        """The dims of a parameter whose class is chosen."""
+        return {dim: self.chosen[label] for dim, label in self.hard(leaf).items() if label in self.chosen}
+
+
+def decide(graph: Graph, rules: RuleSet, mesh: MeshShape) -> Decisions:
+    """The axes of every parameter dim, with the rule that decided. Pure; raises nothing that depends on the outcome.
+
+    Legal by construction: a mesh axis is on at most one dim of a parameter, every split divides, and parameters in one
+    hard class agree. Axes that the mesh has with size 1 fit everywhere and leave the dim whole."""
+    work = _start(graph, rules, mesh)
+    for layer in graph.layers:
+        _decide_layer(work, [path for path in layer.params if path in work.params])
+    for path, leaf in work.params.items():
+        if path not in work.done:
+            _settle(work, leaf, ())
+    owners = {label: paths[0] for label, paths in work.by_hard.items()}
+    classes = {label: choice.axes for label, choice in work.chosen.items()}
+    return Decisions({path: work.done[path] for path in work.params}, classes, owners)
+
+
+def _start(graph: Graph, rules: RuleSet, mesh: MeshShape) -> _Work:
+    params = {leaf.path: leaf for leaf in graph.params}
+    kinds = param_kinds(graph)
+    homes: dict[str, str] = {}
+    for layer in graph.layers:
+        for path in layer.params:
+            homes.setdefault(path, layer.name)
+    by_hard, by_local = defaultdict(list), defaultdict(list)
+    work = _Work(
+        graph, mesh, params, kinds, {path: first_match(rules.rules, leaf, kinds[path]) for path, leaf in params.items()},
+        homes, by_hard, by_local,
+    )
+    for path, leaf in params.items():
+        for label in dict.fromkeys(work.hard(leaf).values()):
+            by_hard[label].append(path)
+        for label in dict.fromkeys(work.local(leaf).values()):
+            by_local[label].append(path)
+    return work
+
+
+def _decide_layer(work: _Work, paths: Sequence[str]) -> None:
+    if not paths:
+        return
+    # Matrices before vectors: a bias follows its own matrix, also where the layer holds several (query, ..., output).
+    order = [paths[0], *sorted(paths[1:], key=lambda path: -len(work.params[path].shape))]
+    weight = work.rules[order[0]]
+    for position, path in enumerate(order):
+        if path in work.done:  # another layer uses it too and came first
+            continue
+        leaf, own, before = work.params[path], work.rules[path], [work.params[other] for other in order[:position]]
+        if own is not None and (own.per_array or (own is not weight and (own.is_explicit or own.replicates))):
+            _settle(work, leaf, ())
+            continue
+        for other in before:
+            _share(work, other, leaf)
+        _settle(work, leaf, [other for other in before if work.rules[other.path] is own])
+
+
+def _share(work: _Work, source: Leaf, target: Leaf) -> None:
+    """Gives a parameter the axes of another one of its layer, on the dims that they have in common."""
+    rule = work.rules[source.path]
+    for dim, choice in work.given(source).items():
+        own = choice.by == source.path and rule is not None
+        text = f"{rule.name} (with {source.path})" if own and rule else choice.text
+        _tie(work, source, dim, target, choice._replace(text=text), by_name=True)
+
+
+def _spread(work: _Work, source: Leaf, dims: Iterable[int]) -> None:
+    """Gives the axes of a parameter's dims to open parameters of other layers in the same local class."""
+    given = work.given(source)
+    for dim in dims:
+        for path in work.by_local[work.local(source)[dim]]:
+            rule = work.rules[path]
+            takes = rule is None or (rule.ties == "local" and not rule.replicates)
+            if takes and path not in work.done and work.homes.get(path, path) != work.homes.get(source.path, source.path):
+                _tie(work, source, dim, work.params[path], given[dim], by_name=False)
+
+
+def _tie(work: _Work, source: Leaf, source_dim: int, target: Leaf, choice: _Choice, by_name: bool) -> None:
+    """Chooses the axes for the one dim of `target` in the local class of a dim of `source`, where that is legal."""
+    if not choice.axes:
+        return
+    label, hard = work.local(source)[source_dim], work.hard(target)
+    dims = [dim for dim, one in work.local(target).items() if one == label and hard[dim] not in work.chosen]
+    if by_name:  # a square recurrent kernel may have both dims in the class: its columns go with the columns
+        dims.sort(key=lambda dim: dim_text(target, dim) != dim_text(source, source_dim))
+    for dim in dims:
+        if _illegal(work, {hard[dim]: choice.axes}) is None:
+            work.chosen[hard[dim]] = choice
+            return
+
+
+def _settle(work: _Work, leaf: Leaf, near: Sequence[Leaf]) -> None:
+    """Decides a parameter for good: its open dims get the first alternative that fits, or stay whole."""
+    rule, given, hard = work.rules[leaf.path], work.given(leaf), work.hard(leaf)
+    refusals: list[_Refusal] = []
+    picked: dict[int, Axes] | None = None
+    for alternative in rule.shard if rule else ():
+        fit = _fit(work, leaf, alternative, near)
+        if not isinstance(fit, _Refusal):
+            picked = fit
+            break
+        refusals.append(fit)
+    new = {dim: axes for dim, axes in (picked or {}).items() if axes and dim not in given}
+    for dim, label in hard.items():
+        if label not in work.chosen:
+            work.chosen[label] = _Choice(new.get(dim, ()), leaf.path, f"ties with {leaf.path}")
+    axes = tuple(work.chosen[hard[dim]].axes if dim in hard else () for dim in range(len(leaf.shape)))
+    shown, note, problem = _explain(rule, given, new, picked, refusals)
+    name = rule.name if rule else None
+    work.done[leaf.path] = Decision(leaf.path, work.kinds[leaf.path], axes, shown, note, name, problem)
+    if rule is not None and rule.ties == "local":
+        _spread(work, leaf, new)
+
+
+def _explain(
+    rule: Rule | None, given: dict[int, _Choice], new: dict[int, Axes], picked: dict[int, Axes] | None, refusals: list[_Refusal]
+) -> tuple[str, str, str]:
+    """What the plan shows as the rule, the note, and the kind of problem, if any."""
+    tie = next((choice.text for choice in given.values() if choice.axes), None)
+    reasons = "; ".join(dict.fromkeys(refusal.text for refusal in refusals))
+    if rule is None:
+        return tie or "default", "", ""
+    if tie is not None:
+        if new:
+            return f"{rule.name} ({tie})", "", ""
+        # An explicit rule, or one that replicates, that a tie outvotes is worth a word; a kind's rule expects it.
+        outvoted = rule.replicates or (rule.is_explicit and picked is None)
+        return tie, f"rule {rule.name!r} gives way: {reasons or 'it replicates'}" if outvoted else "", "conflict" if outvoted else ""
+    if picked is not None or rule.replicates:
+        return rule.name, "", ""
+    for refusal in refusals:
+        if refusal.near:
+            return f"{rule.name} (with {refusal.near})", refusal.text, ""
+    return rule.name, reasons, "misfit"
+
+
+def _fit(work: _Work, leaf: Leaf, alternative: Alternative, near: Sequence[Leaf]) -> dict[int, Axes] | _Refusal:
+    """The axes per dim that an alternative means for a parameter, or why it does not fit."""
+    picked: dict[int, Axes] = {}
+    for ref, names in sorted(alternative, key=lambda pair: pair[0] == LARGEST):  # the largest of what the others leave
+        axes = work.mesh.present(names)
+        dims = [dim for dim in candidates(leaf, ref) if dim not in picked]
+        refusals = []
+        for dim in dims:
+            refusal = _refuse(work, leaf, ref, dim, axes, picked, near)
+            if refusal is None:
+                picked[dim] = axes
+                break
+            refusals.append(refusal)
+        else:
+            if not dims:
+                return _Refusal(f"no dim {ref}" if isinstance(ref, int) else f"no dim named {ref!r}")
+            if ref == LARGEST:
+                return _Refusal(f"no open dim of {leaf.shape} divides by {axes_text(work.mesh, axes)}")
+            return refusals[0]
+    return picked
+
+
+def _refuse(
+    work: _Work, leaf: Leaf, ref: DimRef, dim: int, axes: Axes, picked: dict[int, Axes], near: Sequence[Leaf]
+) -> _Refusal | None:
+    """Why a dim cannot be split over the axes, or None where it can."""
+    if not axes:
+        return None
+    name, given, hard = dim_text(leaf, dim), work.given(leaf), work.hard(leaf)
+    if not divides([work.graph.atom_sizes[atom] for atom in leaf.dims[dim]], work.mesh.size(axes)):
+        return _Refusal(f"{name} {_sizes_text(work.graph, leaf, dim)} does not divide by {axes_text(work.mesh, axes)}")
+    if dim in given and given[dim].axes != axes:
+        choice = given[dim]
+        there = f"is split over {axes_text(work.mesh, choice.axes)}" if choice.axes else "stays whole"
+        return _Refusal(f"{name} {there}, as in {choice.by}")
+    if dim in given:
+        return None
+    for other, choice in given.items():
+        if used := [axis for axis in axes if axis in choice.axes]:
+            return _Refusal(f"{used[0]} already splits {dim_text(leaf, other)} ({choice.text})")
+    for other, taken in picked.items():
+        if used := [axis for axis in axes if axis in taken]:
+            return _Refusal(f"{used[0]} would split both {dim_text(leaf, other)} and {name}")
+    if not isinstance(ref, int) and ref != LARGEST:
+        for follow in near:
+            if work.local(leaf)[dim] in work.local(follow).values():
+                return _Refusal(f"{name} stays whole, as in {follow.path}", follow.path)
+    reason = _illegal(work, {hard[one]: taken for one, taken in picked.items() if taken} | {hard[dim]: axes})
+    return _Refusal(reason) if reason else None
+
+
+def _illegal(work: _Work, extra: dict[int, Axes]) -> str | None:
+    """Why giving these axes to these hard classes would be illegal for some parameter that has a dim in one of them."""
+    for path in dict.fromkeys(path for label in extra for path in work.by_hard[label]):
+        leaf, used = work.params[path], {}
+        for dim, label in work.hard(leaf).items():
+            axes = extra.get(label) or (work.chosen[label].axes if label in work.chosen else ())
+            if label in extra and not divides([work.graph.atom_sizes[atom] for atom in leaf.dims[dim]], work.mesh.size(axes)):
+                sizes = _sizes_text(work.graph, leaf, dim)
+                return f"{dim_text(leaf, dim)} {sizes} of {path} does not divide by {axes_text(work.mesh, axes)}"
+            for axis in axes:
+                if axis in used:
+                    return f"{axis} would split both {dim_text(leaf, used[axis])} and {dim_text(leaf, dim)} of {path}"
+                used[axis] = dim
+    return None
+
+
+def _sizes_text(graph: Graph, leaf: Leaf, dim: int) -> str:
+    sizes = [graph.atom_sizes[atom] for atom in leaf.dims[dim]]
+    return str(leaf.shape[dim]) + (f" ({' x '.join(map(str, sizes))})" if len(sizes) > 1 else "")

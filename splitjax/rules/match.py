@@ -1,0 +1,111 @@
+"""Which rule speaks of a parameter, which dim a reference means, and whether a dim splits evenly."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+
+from splitjax.mesh import MeshShape
+from splitjax.rules.rule import LARGEST, DimRef, Rule, Shape
+from splitjax.trace.graph import Graph, Leaf
+
+
+@functools.cache
+def glob_pattern(glob: str) -> re.Pattern[str]:
+    """A path glob as a regular expression for the whole path: `*`, `?` and `[...]` do not match `/`; `**` does, and
+    `**/` also matches nothing, so that `**/kernel` finds `kernel` at the top level."""
+    out, at = [], 0
+    while at < len(glob):
+        char = glob[at]
+        if glob.startswith("**/", at) and (at == 0 or glob[at - 1] == "/"):
+            out.append("(?:.*/)?")
+            at += 3
+        elif glob.startswith("**", at):
+            out.append(".*")
+            at += 2
+        elif char == "*":
+            out.append("[^/]*")
+            at += 1
+        elif char == "?":
+            out.append("[^/]")
+            at += 1
+        elif char == "[" and (end := glob.find("]", at + 2)) > 0:
+            inside = glob[at + 1 : end].replace("\\", "\\\\").replace("[", "\\[")
+            inside = "^" + inside[1:] if inside.startswith("!") else inside.replace("^", "\\^")
+            out.append(f"(?!/)[{inside}]")
+            at = end + 1
+        else:
+            out.append(re.escape(char))
+            at += 1
+    return re.compile("".join(out), re.DOTALL)
+
+
+def matches(rule: Rule, leaf: Leaf, kind: str) -> bool:
+    """Whether all matchers of a rule hold for a parameter of a layer of that kind."""
+    return (
+        (rule.kind is None or kind in rule.kind)
+        and (rule.path is None or glob_pattern(rule.path).fullmatch(leaf.path) is not None)
+        and (rule.regex is None or re.search(rule.regex, leaf.path) is not None)
+        and (rule.shape is None or shape_matches(rule.shape, leaf.shape))
+        and (rule.min_size is None or leaf.size >= rule.min_size)
+        and (rule.max_size is None or leaf.size <= rule.max_size)
+    )
+
+
+def shape_matches(pattern: Shape, shape: tuple[int, ...]) -> bool:
+    """Whether a shape fits a pattern of sizes, None (any size) and at most one ellipsis (any number of dims)."""
+    if ... in pattern:
+        at = pattern.index(...)
+        head, tail = pattern[:at], pattern[at + 1 :]
+        if len(shape) < len(head) + len(tail):
+            return False
+        return shape_matches(head, shape[:at]) and shape_matches(tail, shape[len(shape) - len(tail) :])
+    return len(pattern) == len(shape) and all(want is None or want == size for want, size in zip(pattern, shape, strict=True))
+
+
+def first_match(rules: Sequence[Rule], leaf: Leaf, kind: str) -> Rule | None:
+    """The first rule that matches the parameter; None where none does."""
+    return next((rule for rule in rules if matches(rule, leaf, kind)), None)
+
+
+def param_kinds(graph: Graph) -> dict[str, str]:
+    """The kind of every parameter: that of the layer that uses it (the first one in program order), or "other"."""
+    by_name = {layer.name: layer.kind for layer in graph.layers}
+    first: dict[str, str] = {}
+    for layer in graph.layers:
+        for path in layer.params:
+            first.setdefault(path, layer.kind)
+    return {leaf.path: by_name.get(leaf.layer or "") or first.get(leaf.path, "other") for leaf in graph.params}
+
+
+def candidates(leaf: Leaf, ref: DimRef) -> list[int]:
+    """The positions that a dim reference may mean, in order of preference; empty where the parameter has no such dim."""
+    if isinstance(ref, int):
+        rank = len(leaf.shape)
+        return [ref % rank] if -rank <= ref < rank else []
+    if ref == LARGEST:
+        return sorted(range(len(leaf.shape)), key=lambda dim: -leaf.shape[dim])
+    return [dim for dim, name in enumerate(leaf.dim_names) if name == ref]
+
+
+def divides(sizes: Sequence[int], num: int) -> bool:
+    """Whether a dim of these atom sizes (major first) splits into `num` equal parts without cutting through an atom that
+    is not itself cut evenly: `num` divides the first atom, or takes all of it and divides the rest."""
+    if num == 1:
+        return True
+    if not sizes:
+        return False
+    first = sizes[0]
+    return first % num == 0 or (num % first == 0 and divides(sizes[1:], num // first))
+
+
+def dim_text(leaf: Leaf, dim: int) -> str:
+    """A dim for people: its name, or `dim 1`."""
+    name = leaf.dim_names[dim] if dim < len(leaf.dim_names) else None
+    return name or f"dim {dim}"
+
+
+def axes_text(mesh: MeshShape, axes: Sequence[str]) -> str:
+    """Axes with their size for people: `model=4`, or `data x model=8`."""
+    return f"{' x '.join(axes)}={mesh.size(tuple(axes))}"

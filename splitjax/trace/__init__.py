@@ -1,0 +1,1 @@
+"""Step + example arguments -> Graph."""

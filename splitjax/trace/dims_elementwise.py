@@ -1,0 +1,130 @@
+"""Dim rules of operations that keep dims in place: elementwise, identities, reductions, scans along a dim, random bits."""
+
+from __future__ import annotations
+
+from splitjax.trace.dims import DimMap, rule_for
+
+_ELEMENTWISE = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
+convert_element_type cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac
+imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul ne neg nextafter not or polygamma
+population_count pow random_gamma real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
+shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
+one_minus_square polynomial random_gamma_grad mulhi
+""".split()
+
+_IDENTITY = "copy copy_p device_put sharding_constraint name pvary pcast reduce_precision mesh_cast reshard layout_constraint".split()
+
+
+@rule_for(*_ELEMENTWISE, *_IDENTITY)
+def elementwise(inputs, outputs, params):
+    """Result dim i runs along dim i of every operand of the same rank. An operand dim of size 1 is an implicit broadcast
+    (missing it unlinks every factored Adafactor statistic); a scalar links nothing."""
+    rank = max(len(shape) for shape in outputs)
+
+    def labels(shape):
+        if len(shape) != rank:
+            return tuple(((f"?{id(shape)}_{i}",) for i in range(len(shape))))
+        return tuple((i,) if size != 1 else () for i, size in enumerate(shape))
+
+    return DimMap(tuple(labels(s) for s in inputs), tuple(labels(s) for s in outputs), joins=len(inputs) > 1)
+
+
+@rule_for("optimization_barrier", "psum", "pmax", "pmin", "psum_invariant", "psum2")
+def pairwise(inputs, outputs, params):
+    """Result k is operand k, dim for dim."""
+    ins = tuple(tuple(((k, i),) for i in range(len(shape))) for k, shape in enumerate(inputs))
+    outs = tuple(tuple(((k, i),) for i in range(len(shape))) for k, shape in enumerate(outputs))
+    return DimMap(ins, outs)
+
+
+@rule_for("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin")
+def reduction(inputs, outputs, params):
+    """The dims that are not reduced stay, in order."""
+    kept = [i for i in range(len(inputs[0])) if i not in params["axes"]]
+    return DimMap((tuple((i,) for i in range(len(inputs[0]))),), (tuple((i,) for i in kept),))
+
+
+@rule_for("reduce")
+def general_reduction(inputs, outputs, params):
+    """`lax.reduce`: operands, then one scalar initial value for each."""
+    rank = len(inputs[0])
+    kept = tuple((i,) for i in range(rank) if i not in params["dimensions"])
+    operands = tuple(tuple((i,) for i in range(rank)) if len(shape) == rank else () for shape in inputs)
+    return DimMap(operands, tuple(kept for _ in outputs))
+
+
+@rule_for("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev", "sort", "reduce_scatter")
+def along_a_dim(inputs, outputs, params):
+    """Values move along one dim, and the dims stay what they are."""
+    return DimMap(*(tuple(tuple((i,) for i in range(len(s))) for s in shapes) for shapes in (inputs, outputs)))
+
+
+@rule_for("top_k", "approx_top_k")
+def top_k(inputs, outputs, params):
+    """All dims but the one searched (the last, unless told) stay."""
+    rank = len(inputs[0])
+    searched = params.get("axis", params.get("reduction_dimension", rank - 1)) % rank
+    labels = tuple((i,) if i != searched else (f"k{i}",) for i in range(rank))
+    source = tuple((i,) for i in range(rank))
+    return DimMap((source,), tuple(labels for _ in outputs))
+
+
+@rule_for("iota", "empty", "empty2", "create_token", "rng_uniform", "random_seed", "axis_index", "debug_callback", "debug_print")
+def creation(inputs, outputs, params):
+    """New dims: they link only through what later meets them."""
+    return _unlinked(inputs, outputs)
+
+
+@rule_for("random_bits", "random_split", "random_fold_in", "random_wrap", "random_unwrap", "random_clone", "rng_bit_generator")
+def random(inputs, outputs, params):
+    """A batch of keys keeps its dims; the bits that each key gives are new dims behind them."""
+    lead = len(inputs[0]) if not _raw_keys(params, inputs, outputs) else 0
+    key = tuple((i,) for i in range(len(inputs[0])))
+    rest = tuple(tuple((f"in{k}.{i}",) for i in range(len(s))) for k, s in enumerate(inputs[1:], 1))
+    outs = tuple(
+        tuple((i,) if i < lead and i < len(inputs[0]) and shape[i] == inputs[0][i] else (f"out{k}.{i}",) for i in range(len(shape)))
+        for k, shape in enumerate(outputs)
+    )
+    return DimMap((key, *rest), outs)
+
+
+def _raw_keys(params, inputs, outputs) -> bool:
+    # rng_bit_generator's key is a plain uint32 vector whose dims have nothing to do with those of the bits.
+    return "algorithm" in params or ("shape" in params and "dtype" in params and "bit_width" not in params)
+
+
+def _unlinked(inputs, outputs) -> DimMap:
+    ins = tuple(tuple((f"in{k}.{i}",) for i in range(len(s))) for k, s in enumerate(inputs))
+    outs = tuple(tuple((f"out{k}.{i}",) for i in range(len(s))) for k, s in enumerate(outputs))
+    return DimMap(ins, outs)
+
+
+@rule_for("shard_map", "custom_linear_solve")
+def opaque(inputs, outputs, params):
+    """XLA or the user places these themselves; dims do not run through."""
+    return _unlinked(inputs, outputs)
+
+
+@rule_for("_scan_in")
+def scan_in(inputs, outputs, params):
+    """One slice of a scanned operand: its leading dim is gone."""
+    return DimMap((tuple((i,) for i in range(-1, len(inputs[0]) - 1)),), (tuple((i,) for i in range(len(outputs[0]))),))
+
+
+@rule_for("_scan_out")
+def scan_out(inputs, outputs, params):
+    """Results of all iterations, stacked in front."""
+    return DimMap((tuple((i,) for i in range(len(inputs[0]))),), (tuple((i,) for i in range(-1, len(outputs[0]) - 1)),))
+
+
+@rule_for("_carry_in", "_carry_back", "_branch")
+def handed_on(inputs, outputs, params):
+    """The same array under another name."""
+    return DimMap(*(tuple(tuple((i,) for i in range(len(s))) for s in shapes) for shapes in (inputs, outputs)))
+
+
+@rule_for("_gradient")
+def gradient(inputs, outputs, params):
+    """The gradient has the dims of what it is taken for; the loss (second operand) is a scalar."""
+    return DimMap((tuple((i,) for i in range(len(inputs[0]))), ()), (tuple((i,) for i in range(len(outputs[0]))),))

@@ -1,0 +1,223 @@
+"""Jaxpr -> flat list of operations over numbered values, seeing through every call.
+
+Nested jaxprs (jit, remat, custom_jvp, custom_vjp, cond, while, scan, and splitjax's own gradient boundary) are inlined:
+what is only handed through keeps its value number, so that a parameter is recognised however deep it is used. Loops are
+walked once; pseudo-operations (names starting with `_`) stand for what a loop does to its operands:
+
+- `_scan_in`: one slice of a scanned operand (the leading dim is gone);
+- `_scan_out`: results stacked over iterations (a new leading dim);
+- `_carry_in`: a carried value entering the loop; `_carry_back`: the body's result becoming the next iteration's operand;
+- `_branch`: one result of a conditional, from each branch;
+- `_gradient`: the gradient of a differentiated operand of the boundary: same shape, same dims.
+
+A `site` names an equation by indices from the outermost jaxpr inwards: `(12, 0, 3)` is the fourth equation of the first
+sub-jaxpr of the thirteenth equation. `lower.layout` finds operations again by it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from splitjax import _compat
+
+Site = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Op:
+    """One operation: value numbers in and out (-1 for an operand without dims that matter, such as a literal scalar)."""
+
+    primitive: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    params: dict[str, Any]
+    site: Site
+    trips: int
+    loops: tuple[int, ...]  # identities of the enclosing loops, outermost first
+    eqn: Any  # for source lines; None for a pseudo-operation
+    editable: bool  # lowering can reach it (not inside a custom derivative rule)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """The flat step. `shapes[v]`, `dtypes[v]` describe value v."""
+
+    ops: tuple[Op, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    num_boundaries: int
+    differentiated: frozenset[int]  # values that a boundary differentiates with respect to
+    carried: tuple[tuple[int, int], ...]  # (loop, value entering the body as carry)
+
+
+# Calls that hand operands and results straight through: primitive name -> the parameter that holds the body.
+_CALLS = {
+    "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "core_closed_call": "call_jaxpr",
+    "call": "call_jaxpr", "remat": "jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "call_jaxpr", "custom_lin": "call_jaxpr", "xla_call": "call_jaxpr",
+}
+_OPAQUE_DERIVATIVES = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+BOUNDARY = "splitjax_value_and_grad"
+
+
+class _Flattener:
+    """Collects operations while it walks. Lives for one call of `flatten`."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.shapes: list[tuple[int, ...]] = []
+        self.dtypes: list[str] = []
+        self.differentiated: set[int] = set()
+        self.carried: list[tuple[int, int]] = []
+        self.num_boundaries = 0
+        self.num_loops = 0
+
+    def value(self, aval: Any) -> int:
+        self.shapes.append(tuple(getattr(aval, "shape", ())))
+        self.dtypes.append(str(getattr(aval, "dtype", "token")))
+        return len(self.shapes) - 1
+
+    def walk(self, jaxpr: Any, operands: Sequence[int], where: _Where) -> list[int]:
+        """Walks one jaxpr; returns the value numbers of its results."""
+        inner, _ = _compat.open_jaxpr(jaxpr)
+        env: dict[Any, int] = {}
+        # Values that a body closes over are constants of the trace: no leaf reaches them.
+        for var in inner.constvars:
+            env[var] = self.value(var.aval)
+        env.update(zip(inner.invars, operands, strict=True))
+
+        def read(atom: Any) -> int:
+            if isinstance(atom, _compat.Literal):
+                return self.value(atom.aval)
+            return env[atom]
+
+        for index, eqn in enumerate(inner.eqns):
+            results = self.equation(eqn, [read(a) for a in eqn.invars], where.at(index))
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(a) for a in inner.outvars]
+
+    def equation(self, eqn: Any, operands: list[int], where: _Where) -> list[int]:
+        name = eqn.primitive.name
+        if name in _CALLS and _compat.is_jaxpr(eqn.params.get(_CALLS[name])):
+            editable = where.editable and name not in _OPAQUE_DERIVATIVES
+            return self.walk(eqn.params[_CALLS[name]], operands, dataclasses.replace(where, editable=editable).into(0))
+        handler = _CONTROL.get(name)
+        if handler is not None:
+            return handler(self, eqn, operands, where)
+        return self.emit(name, operands, [v.aval for v in eqn.outvars], where, eqn, eqn.params)
+
+    def emit(self, name, operands, avals, where, eqn=None, params=None) -> list[int]:
+        results = [self.value(aval) for aval in avals]
+        self.ops.append(
+            Op(name, tuple(operands), tuple(results), params or {}, where.site, where.trips, where.loops, eqn, where.editable)
+        )
+        return results
+
+    def loop(self) -> int:
+        self.num_loops += 1
+        return self.num_loops - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Where:
+    site: Site = ()
+    trips: int = 1
+    loops: tuple[int, ...] = ()
+    editable: bool = True
+
+    def at(self, index: int) -> _Where:
+        return dataclasses.replace(self, site=(*self.site, index))
+
+    def into(self, body: int, trips: int = 1, loop: int | None = None) -> _Where:
+        loops = self.loops if loop is None else (*self.loops, loop)
+        return dataclasses.replace(self, site=(*self.site, body), trips=self.trips * trips, loops=loops)
+
+
+def _scan(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> list[int]:
+    num_consts, num_carry = _compat.scan_counts(eqn.params)
+    body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
+    loop = flat.loop()
+    inside = where.into(0, eqn.params["length"], loop)
+    consts, init, scanned = operands[:num_consts], operands[num_consts : num_consts + num_carry], operands[num_consts + num_carry :]
+    carry = _enter(flat, init, [v.aval for v in body.invars[num_consts : num_consts + num_carry]], inside, loop)
+    slices = [
+        flat.emit("_scan_in", [outer], [var.aval], inside)[0]
+        for outer, var in zip(scanned, body.invars[num_consts + num_carry :], strict=True)
+    ]
+    results = flat.walk(eqn.params["jaxpr"], [*consts, *carry, *slices], inside)
+    _carry_back(flat, results[:num_carry], carry, inside)
+    stacked = [
+        flat.emit("_scan_out", [inner], [var.aval], where)[0]
+        for inner, var in zip(results[num_carry:], eqn.outvars[num_carry:], strict=True)
+    ]
+    return [*results[:num_carry], *stacked]
+
+
+def _while(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> list[int]:
+    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    loop = flat.loop()
+    body, _ = _compat.open_jaxpr(eqn.params["body_jaxpr"])
+    init = operands[num_cond + num_body :]
+    inside = where.into(1, 1, loop)
+    carry = _enter(flat, init, [v.aval for v in body.invars[num_body:]], inside, loop)
+    flat.walk(eqn.params["cond_jaxpr"], [*operands[:num_cond], *carry], where.into(0, 1, loop))
+    results = flat.walk(eqn.params["body_jaxpr"], [*operands[num_cond : num_cond + num_body], *carry], inside)
+    _carry_back(flat, results, carry, inside)
+    return results
+
+
+def _enter(flat: _Flattener, init: list[int], avals: list[Any], where: _Where, loop: int) -> list[int]:
+    carry = [flat.emit("_carry_in", [outer], [aval], where)[0] for outer, aval in zip(init, avals, strict=True)]
+    flat.carried.extend((loop, value) for value in carry)
+    return carry
+
+
+def _carry_back(flat: _Flattener, results: list[int], carry: list[int], where: _Where) -> None:
+    for result, value in zip(results, carry, strict=True):
+        if result != value:
+            flat.ops.append(Op("_carry_back", (result, value), (), {}, where.site, where.trips, where.loops, None, False))
+
+
+def _cond(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> list[int]:
+    branches = [flat.walk(b, operands[1:], where.into(k)) for k, b in enumerate(eqn.params["branches"])]
+    return [
+        flat.emit("_branch", list(results), [var.aval], where)[0]
+        for results, var in zip(zip(*branches, strict=True), eqn.outvars, strict=True)
+    ]
+
+
+def _boundary(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> list[int]:
+    flat.num_boundaries += 1
+    forward, differentiated = boundary_parts(eqn)
+    results = flat.walk(forward, operands, where.into(0))
+    gradients = []
+    for position in differentiated:
+        flat.differentiated.add(operands[position])
+        var = eqn.outvars[len(results) + len(gradients)]
+        gradients.append(flat.emit("_gradient", [operands[position], results[0]], [var.aval], where)[0])
+    return [*results, *gradients]
+
+
+def boundary_parts(eqn: Any) -> tuple[Any, tuple[int, ...]]:
+    """The forward jaxpr of a gradient boundary, and which of its operands it differentiates. The equation's results are the
+    value, the auxiliary values, then one gradient per differentiated operand."""
+    return eqn.params["forward"], tuple(eqn.params["positions"])
+
+
+_CONTROL = {"scan": _scan, "while": _while, "cond": _cond, BOUNDARY: _boundary}
+
+
+def flatten(jaxpr: Any) -> Flat:
+    """Flattens a closed jaxpr (see the module's docstring)."""
+    flat = _Flattener()
+    inner, _ = _compat.open_jaxpr(jaxpr)
+    inputs = [flat.value(var.aval) for var in inner.invars]
+    outputs = flat.walk(jaxpr, inputs, _Where())
+    return Flat(
+        tuple(flat.ops), tuple(flat.shapes), tuple(flat.dtypes), tuple(inputs), tuple(outputs),
+        flat.num_boundaries, frozenset(flat.differentiated), tuple(flat.carried),
+    )

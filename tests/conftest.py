@@ -1,0 +1,31 @@
+"""What every test relies on: eight virtual CPU devices, set before JAX is imported, and a quiet TPU compiler."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# libtpu looks for a TPU host's metadata unless told not to, and refuses to be loaded by two processes at once.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("libtpu") is None:
+        absent = pytest.mark.skip(reason="needs libtpu: pip install 'splitjax[tpu]'")
+        for item in items:
+            if item.get_closest_marker("tpu_aot"):
+                item.add_marker(absent)
+
+
+@pytest.fixture
+def strict_promotion():
+    """Mixed dtypes are an error inside the test, so that no operation widens a dtype by accident."""
+    with jax.numpy_dtype_promotion("strict"):
+        yield

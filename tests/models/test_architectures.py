@@ -1,0 +1,227 @@
+"""The models: their sizes against the published ones, Linen against NNX, what each option changes."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx, traverse_util
+
+from splitjax import models
+from splitjax.models.transformer import causal_attention
+
+NARROW = {
+    "vgg11": {"width": 1 / 16, "head_features": 16},
+    "vgg16": {"width": 1 / 16, "head_features": (24, 16), "batch_norm": True},
+    "resnet18": {"width": 1 / 16},
+    "mlp": {"features": 16},
+    "transformer": {"vocab_size": 17, "max_len": 8, "d_model": 16, "num_heads": 4, "num_layers": 1},
+}
+
+
+def flat(tree):
+    return {".".join(path): leaf for path, leaf in traverse_util.flatten_dict(tree).items()}
+
+
+def flat_nnx(model, kind):
+    return {".".join(path): variable for path, variable in nnx.to_flat_state(nnx.state(model, kind))}
+
+
+def abstract(spec):
+    """Paths and shapes of the parameters, without making them."""
+    if spec.library == "linen":
+        params = flat(jax.eval_shape(spec.init, jax.random.key(0))["params"])
+    else:
+        params = flat_nnx(nnx.eval_shape(lambda: spec.make(nnx.Rngs(0))), nnx.Param)
+    return {path: (leaf.shape, leaf.dtype) for path, leaf in params.items()}
+
+
+def twins(name, seed=0, **options):
+    """A Linen model with random variables, and the NNX model that holds the same values."""
+    linen = models.build(name, library="linen", **options)
+    model = models.build(name, library="nnx", **options).make(nnx.Rngs(1))
+    variables = linen.init(jax.random.key(seed))
+    for collection, kind in (("params", nnx.Param), ("batch_stats", nnx.BatchStat)):
+        values = flat(variables.get(collection, {}))
+        targets = flat_nnx(model, kind)
+        assert values.keys() == targets.keys()
+        for path, variable in targets.items():
+            assert variable.shape == values[path].shape, path
+        nnx.update(model, nnx.from_flat_state([(tuple(p.split(".")), v.replace(values[p])) for p, v in targets.items()]))
+    return linen, variables, model
+
+
+def inputs_for(spec, batch_size=2):
+    if spec.input_name == "tokens":
+        return jax.random.randint(jax.random.key(7), (batch_size, *spec.input_shape), 0, spec.num_classes)
+    return jax.random.normal(jax.random.key(7), (batch_size, *spec.input_shape))
+
+
+@pytest.mark.parametrize("library", models.LIBRARIES)
+@pytest.mark.parametrize(
+    ("name", "options", "count"),
+    [
+        # Published: VGG-16 and VGG-11 on ImageNet (Simonyan and Zisserman 2014, table 2: 138 and 133 million).
+        ("vgg16", {"num_classes": 1000, "image_size": 224}, 138_357_544),
+        ("vgg11", {"num_classes": 1000, "image_size": 224}, 132_863_336),
+        # The same convolutions under a CIFAR-10 head 512-4096-4096-10.
+        ("vgg16", {}, 14_714_688 + (512 * 4096 + 4096) + (4096 * 4096 + 4096) + (4096 * 10 + 10)),
+        ("resnet18", {"num_classes": 1000, "image_size": 224, "stem": "imagenet"}, 11_689_512),
+        ("resnet18", {}, 11_173_962),
+        ("mlp", {"features": (512,)}, 3072 * 512 + 512 + 512 * 10 + 10),
+    ],
+)
+def test_published_parameter_counts(name, options, count, library):
+    assert models.build(name, library=library, **options).num_params() == count
+
+
+@pytest.mark.parametrize("library", models.LIBRARIES)
+def test_vgg16_convolutions_have_the_published_size(library):
+    shapes = {p: s for p, (s, _) in abstract(models.build("vgg16", library=library)).items() if p.startswith("conv")}
+    assert len(shapes) == 13 * 2
+    assert sum(map(math.prod, shapes.values())) == 14_714_688
+    assert shapes["conv5_3.kernel"] == (3, 3, 512, 512)
+
+
+def test_transformer_parameter_count():
+    v, t, d, f, n = 31, 12, 16, 40, 3
+    block = 4 * (d * d + d) + (d * f + f) + (f * d + d) + 2 * 2 * d
+    options = {"vocab_size": v, "max_len": t, "d_model": d, "d_ff": f, "num_layers": n}
+    count = v * d + t * d + n * block + 2 * d + d * v
+    assert models.build("transformer", **options).num_params() == count
+    assert models.build("transformer", tied=True, **options).num_params() == count - d * v
+    kernel = abstract(models.build("transformer", **options))["block2.attention.query.kernel"]
+    assert kernel[0] == (d, 4, d // 4)
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_linen_and_nnx_have_the_same_parameters(name):
+    linen, nnx_ = (abstract(models.build(name, library=library)) for library in models.LIBRARIES)
+    assert linen == nnx_
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_logits_have_the_right_shape_at_full_size(name):
+    spec = models.build(name)
+    batch = spec.example(3)
+    variables = jax.eval_shape(spec.init, jax.random.key(0))
+    logits = jax.eval_shape(spec.apply, variables, batch[spec.input_name])
+    shape = (3, 128, 256) if name == "transformer" else (3, 10)
+    assert (logits.shape, logits.dtype) == (shape, jnp.float32)
+    assert ("batch_stats" in variables) == spec.has_batch_stats == (name == "resnet18")
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [(name, {}) for name in models.NAMES] + [("resnet18", {"stem": "imagenet"}), ("transformer", {"tied": True})],
+)
+def test_linen_and_nnx_compute_the_same(name, more):
+    linen, variables, model = twins(name, **NARROW[name], **more)
+    x = inputs_for(linen)
+    ours = jax.jit(lambda v, x: linen.apply(v, x))(variables, x)
+    theirs = nnx.jit(lambda m, x: m(x))(model, x)
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert np.std(ours) > 1e-3  # the logits depend on something
+
+
+def test_width_scales_convolutions_and_not_the_head():
+    shapes = {p: s for p, (s, _) in abstract(models.build("vgg11", width=0.25, head_features=(8, 6))).items()}
+    assert shapes["conv1_1.kernel"] == (3, 3, 3, 16)
+    assert shapes["dense1.kernel"] == (128, 8)
+    assert shapes["dense2.kernel"] == (8, 6)
+    assert shapes["logits.kernel"] == (6, 10)
+
+
+def test_batch_norm_replaces_the_biases_of_vgg():
+    plain, normed = (abstract(models.build("vgg11", batch_norm=on)) for on in (False, True))
+    assert "conv1_1.bias" in plain and "norm1_1.scale" not in plain
+    assert "conv1_1.bias" not in normed and "norm1_1.scale" in normed
+
+
+@pytest.mark.parametrize("library", models.LIBRARIES)
+@pytest.mark.parametrize("name", models.NAMES)
+def test_bfloat16_computes_in_it_and_keeps_float32_parameters(name, library):
+    spec = models.build(name, library=library, dtype="bfloat16", **NARROW[name])
+    x = spec.example(2)[spec.input_name]
+    assert {dtype for _, dtype in abstract(spec).values()} == {jnp.dtype("float32")}
+    if library == "linen":
+        logits = jax.eval_shape(spec.apply, jax.eval_shape(spec.init, jax.random.key(0)), x)
+    else:
+        logits = nnx.eval_shape(lambda x: spec.make(nnx.Rngs(0))(x), x)
+    assert logits.dtype == jnp.bfloat16
+    halves = models.build(name, library=library, param_dtype=jnp.bfloat16, **NARROW[name])
+    assert {dtype for _, dtype in abstract(halves).values()} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize("library", models.LIBRARIES)
+@pytest.mark.parametrize("name", models.NAMES)
+def test_dropout_acts_in_training_only(name, library):
+    spec = models.build(name, library=library, dropout=0.5, **NARROW[name])
+    x = inputs_for(spec)
+    if library == "linen":
+        variables = spec.init(jax.random.key(0))
+
+        @jax.jit
+        def drop(x, key):
+            return spec.apply(variables, x, train=True, rngs={"dropout": key}, mutable=["batch_stats"])[0]
+
+        first, again, other = (drop(x, jax.random.key(seed)) for seed in (1, 1, 2))
+        np.testing.assert_array_equal(first, again)
+        still = [spec.apply(variables, x) for _ in range(2)]
+    else:
+        model = spec.make(nnx.Rngs(0))
+        train = nnx.jit(lambda m, x: m(x, train=True))
+        first, other = train(model, x), train(model, x)
+        evaluate = nnx.jit(lambda m, x: m(x))
+        still = [evaluate(model, x) for _ in range(2)]
+    assert not np.allclose(first, other)
+    np.testing.assert_array_equal(*still)
+
+
+@pytest.mark.parametrize("library", models.LIBRARIES)
+def test_no_dropout_needs_no_random_state(library):
+    spec = models.build("mlp", library=library, features=4)
+    assert not spec.has_dropout
+    if library == "linen":
+        spec.apply(spec.init(jax.random.key(0)), inputs_for(spec), train=True)
+    else:
+        model = spec.make(nnx.Rngs(0))
+        assert not jax.tree.leaves(nnx.state(model, nnx.RngState))
+        model(inputs_for(spec), train=True)
+
+
+def test_the_transformer_does_not_see_the_future():
+    spec = models.build("transformer", **NARROW["transformer"])
+    variables = spec.init(jax.random.key(0))
+    tokens = inputs_for(spec)
+    changed = tokens.at[:, 5].set((tokens[:, 5] + 1) % spec.num_classes)
+    before, after = (np.asarray(spec.apply(variables, t)) for t in (tokens, changed))
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    assert not np.allclose(before[:, 5:], after[:, 5:])
+
+
+def test_causal_attention_against_a_loop():
+    query, key, value = (np.asarray(jax.random.normal(jax.random.key(i), (2, 5, 3, 4))) for i in range(3))
+    expected = np.zeros_like(query)
+    for b, t, h in np.ndindex(2, 5, 3):
+        scores = np.exp(key[b, : t + 1, h] @ query[b, t, h] / 2)
+        expected[b, t, h] = scores @ value[b, : t + 1, h] / scores.sum()
+    np.testing.assert_allclose(causal_attention(query, key, value), expected, atol=1e-5)
+
+
+def test_a_sequence_longer_than_max_len_is_an_error():
+    spec = models.build("transformer", **NARROW["transformer"])
+    variables = jax.eval_shape(spec.init, jax.random.key(0))
+    with pytest.raises(models.ModelError, match=r"at most max_len, 8[\s\S]*\(2, 9\)[\s\S]*larger max_len"):
+        jax.eval_shape(spec.apply, variables, jax.ShapeDtypeStruct((2, 9), jnp.int32))
+    short = jax.eval_shape(spec.apply, variables, jax.ShapeDtypeStruct((2, 5), jnp.int32))
+    assert short.shape == (2, 5, 17)
+
+
+def test_specs_are_values():
+    one, two = (models.build("vgg11", head_features=16) for _ in range(2))
+    assert one == two and hash(one) == hash(two)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.name = "vgg16"
