@@ -67,6 +67,9 @@ def main(argv: list[str] | None = None) -> int:
         for record in pool.map(lambda stranger: _in_subprocess(stranger, options), chosen):
             records.append(record)
             print(_line(record), flush=True)
+            if options.verbose:
+                for run in (record.get("baseline", {}), *record["runs"].values()):
+                    print(run.get("traceback", ""), end="", flush=True)
     result = {"environment": _environment(options), "missing_checkouts": missing, "strangers": records}
     result["counts"] = _counts(records)
     complete = not options.only and not options.baseline and not options.control
@@ -93,8 +96,9 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rules", nargs="*", default=["splitbrain", "megatron"])
     parser.add_argument("--baseline", action="store_true", help="load and run on one device, nothing else")
     parser.add_argument("--control", action="store_true", help="instead of the rule sets: jit with a sharded batch")
-    parser.add_argument("--timeout", type=int, default=600, help="seconds a stranger")
+    parser.add_argument("--timeout", type=int, default=1200, help="seconds a stranger")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--verbose", action="store_true", help="print the tracebacks of what fails")
     parser.add_argument("--list", action="store_true", help="name the strangers")
     parser.add_argument("--output", type=pathlib.Path, help="folder of the page, by default benchmarks/results")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 from jax._src import source_info_util
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 Literal = jex.Literal
 Var = jex.Var
@@ -200,3 +200,19 @@ def define_primitive(
     batching.fancy_primitive_batchers[primitive] = batch
     mlir.register_lowering(primitive, mlir.lower_fun(evaluate, multiple_results=True))
     return primitive
+
+
+def rebind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Binds an equation to new operands under its own source line, name stack and settings, as `eval_jaxpr` does."""
+    with equation_context(eqn):
+        return bind_equation(eqn, operands)
+
+
+def prune(eqn: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """The part of an equation that computes some of its results: a closed jaxpr over the operands that these results need, and
+    which operands those are. Literal operands count as operands."""
+    types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)) for v in eqn.invars]
+    whole = close_jaxpr(trace(lambda *operands: bind_equation(eqn, operands), *types)[0])
+    inner, consts = open_jaxpr(whole)
+    kept, used_inputs = partial_eval.dce_jaxpr(inner, list(used))
+    return close_jaxpr(kept, consts), list(used_inputs)

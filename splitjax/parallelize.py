@@ -22,6 +22,8 @@ from splitjax.rules import RuleSet, load_rules
 
 # How many calls a step remembers, to name the one that consumed a state.
 _REMEMBERED_CALLS = 4096
+# How many leaves of a state are looked at before a call, to see whether it was consumed.
+_SAMPLED_LEAVES = 24
 
 
 def parallelize(
@@ -100,6 +102,8 @@ class ParallelStep:
         entry = self._last
         if entry is None:
             entry = self._entry(args)
+        if self._recipe.donate:
+            self._refuse_consumed(args)
         try:
             try:
                 result = entry.jitted(*args)
@@ -182,16 +186,22 @@ class ParallelStep:
         """Path -> spec of every state leaf of the plan used last, for steps made by `like`."""
         return {} if self._last is None else {leaf.path: leaf for leaf in self._last.plan.leaves if leaf.is_state}
 
+    def _refuse_consumed(self, args: tuple) -> None:
+        """Raises `DonatedStateError` for a state that an earlier call consumed. Before the call, because jax 0.10 can crash the
+        process on a deleted buffer (seen on virtual CPU devices). A sample of the leaves keeps this far below dispatch time."""
+        for number in self._recipe.options.state_argnums:
+            leaves = jax.tree.leaves(args[number])
+            for leaf in leaves[:: len(leaves) // _SAMPLED_LEAVES + 1] + leaves[-1:]:
+                if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+                    raise self._donated(args, number)
+
     def _explain(self, error: Exception, args: tuple) -> Exception:
         """The typed error behind one of JAX's, or the error itself."""
-        numbers = self._recipe.options.state_argnums
-        for number in numbers:
-            for path, leaf in jax.tree_util.tree_leaves_with_path(args[number]):
-                if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
-                    return self._donated(args, number, jax.tree_util.keystr(path, simple=True, separator="/"))
+        if "deleted" in str(error) and self._recipe.donate:
+            return self._donated(args, self._recipe.first_state)
         return trace_error(error, self._recipe, self.mesh, args)
 
-    def _donated(self, args: tuple, number: int, path: str) -> DonatedStateError:
+    def _donated(self, args: tuple, number: int) -> DonatedStateError:
         where = "an earlier call"
         wanted = id(args[self._recipe.first_state])
         for seen, count, code, line in reversed(self._calls):
@@ -200,6 +210,6 @@ class ParallelStep:
                 break
         name = self._recipe.options.names[number] if number < len(self._recipe.options.names) else f"argument {number}"
         return DonatedStateError(
-            f"the state {name!r} was consumed by {where}; its arrays are gone", value=path, place=f"call of {self._recipe.name}",
+            f"the state {name!r} was consumed by {where}; its arrays are gone", value=name, place=f"call of {self._recipe.name}",
             remedy=f"use the state that the call returned ({name} = step({name}, ...)), or pass donate=False to keep the old one",
         )

@@ -35,10 +35,9 @@ def spec_axes(spec: Spec) -> tuple[str, ...]:
 
 
 def spec_text(spec: Spec) -> str:
-    """A spec for people: `P(None, 'model')`, or `replicated`."""
-    if not any(spec):
-        return "replicated"
-    return f"P({', '.join(map(repr, spec))})"
+    """A spec for people: `P(None, 'model')`, without trailing None, or `replicated`."""
+    used = [i for i, entry in enumerate(spec) if entry]
+    return f"P({', '.join(map(repr, spec[: used[-1] + 1]))})" if used else "replicated"
 
 
 @dataclasses.dataclass(frozen=True)

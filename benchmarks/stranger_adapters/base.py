@@ -13,6 +13,7 @@ Packages that only bring data, plots or logs are replaced by empty stand-ins (`S
 
 from __future__ import annotations
 
+import __future__
 import ast
 import contextlib
 import dataclasses
@@ -180,7 +181,7 @@ class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.names = names
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname.partition(".")[0] in self.names:
+        if any(fullname == name or fullname.startswith(name + ".") for name in self.names):
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return None
 
@@ -200,6 +201,8 @@ def stubs(*more: str) -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)
+        for name in [name for name, module in sys.modules.items() if isinstance(module, _StubModule)]:
+            del sys.modules[name]  # other packages look for torch or tensorflow there
 
 
 class StandIn:
@@ -239,12 +242,14 @@ def example_module(folder: pathlib.Path, name: str, *, keep: tuple[str, ...] = (
 
 
 def pick(path: pathlib.Path, *names: str, given: Mapping[str, Any] | None = None, keep: tuple[str, ...] = (),
-         stub: tuple[str, ...] = (), **replaced: Any) -> types.ModuleType:  # fmt: skip
+         stub: tuple[str, ...] = (), lazy_annotations: bool = False, **replaced: Any) -> types.ModuleType:  # fmt: skip
     """Execute the imports of a script, notebook or page and the first definition of each name, in their order.
 
     `"name*"` takes every definition of the name. `given` are globals that the code expects; a name in `replaced` has
-    that value in place of the one that the code assigns.
+    that value in place of the one that the code assigns. `lazy_annotations` leaves annotations unevaluated, for pages
+    whose annotations are no types. `keep` and `stub` change which packages are replaced by stand-ins.
     """
+    flags = __future__.annotations.compiler_flag if lazy_annotations else 0
     text = _code(path)
     linecache.cache[str(path)] = (len(text), None, text.splitlines(True), str(path))
     module = types.ModuleType("stranger_" + re.sub(r"\W", "_", path.stem))
@@ -261,7 +266,8 @@ def pick(path: pathlib.Path, *names: str, given: Mapping[str, Any] | None = None
                 continue
             wanted -= matched - every
             missing -= matched
-            exec(compile(ast.Module([statement], []), str(path), "exec", dont_inherit=True), module.__dict__)
+            code = compile(ast.Module([statement], []), str(path), "exec", flags, dont_inherit=True)
+            exec(code, module.__dict__)
     if missing:
         raise LookupError(f"{path} defines no {', '.join(sorted(missing))}")
     return module

@@ -197,7 +197,7 @@ def bert(path: pathlib.Path) -> Loaded:
     import jax
 
     notebook = pick(path, "EmbedderBlock", "FeedForwardBlock", "AttentionBlock", "TransformerLayer", "Encoder",
-                    "BertClassifier", "compute_loss", "make_step")  # fmt: skip
+                    "BertClassifier", "compute_loss", "make_step", lazy_annotations=True)  # fmt: skip
     without_pmap_collectives(notebook)
     config = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
               "intermediate_size": 64, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,

@@ -106,6 +106,8 @@ def wmt(path: pathlib.Path) -> Loaded:
 
 @stranger("flax-seq2seq-lstm", "examples/seq2seq/train.py", "lstm", "scan", "TrainState", "mask")
 def seq2seq(path: pathlib.Path) -> Loaded:
+    import random
+
     import jax
     import numpy as np
     from absl import flags
@@ -115,7 +117,7 @@ def seq2seq(path: pathlib.Path) -> Loaded:
     table = train.CTable("0123456789+= ", flags.FLAGS.max_len_query_digit)
 
     def batch(number: int) -> dict:
-        np.random.seed(number)
+        random.seed(number)
         return {name: np.asarray(value) for name, value in table.get_batch(BATCH).items()}
 
     return Loaded(

@@ -15,7 +15,7 @@ from benchmarks.stranger_adapters.base import Loaded
 
 LOSS_TOLERANCE = 1e-4  # relative, and absolute
 STATE_TOLERANCE = 1e-3  # absolute; Adam turns rounding noise in a zero gradient into a step of its learning rate
-NOISY_FRACTION = 0.01  # of the state's numbers that may differ by more, for that reason
+NOISY_FRACTION = 0.05  # of the state's numbers that may differ by more, for that reason (biases before batch norm)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="splitjax",
         description="Train a JAX step on many devices with the same numbers.",
         args=arguments,
-        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
+        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
     )
     try:
         return command.run(Console())

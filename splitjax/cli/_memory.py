@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -18,23 +19,19 @@ class MemoryUse:
     step_bytes: int  # arguments + temporaries + outputs that are not written over arguments
 
 
-def state_bytes(shapes: Any) -> int:
-    """Bytes per device of a pytree of `ShapeDtypeStruct`s or arrays with shardings."""
-    return sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(shapes))
+def measure(name: str, step: Any, init: tuple[Any, Any], batch: Any) -> MemoryUse:
+    """What a decorated step takes, compiled for shapes alone. `init`: its init_fn and the key for it."""
+    state = step.abstract_state(*init, example=(batch,))
+    stats = step.lower(state, batch).compile().memory_analysis()
+    # `peak_memory_in_bytes` is only the arguments on a CPU.
+    step_bytes = (
+        stats.argument_size_in_bytes + stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    )
+    return MemoryUse(name, sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(state)), step_bytes)
 
 
-def _shard_bytes(leaf: Any) -> int:
-    shape = leaf.sharding.shard_shape(leaf.shape)
-    size = 1
-    for dim in shape:
-        size *= dim
-    return size * leaf.dtype.itemsize
-
-
-def step_bytes(compiled: Any) -> int:
-    """Bytes per device that a compiled step needs at once (`peak_memory_in_bytes` is only the arguments on a CPU)."""
-    stats = compiled.memory_analysis()
-    return stats.argument_size_in_bytes + stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def comparison(base: MemoryUse, other: MemoryUse) -> Table:

@@ -7,13 +7,25 @@ from typing import Annotated, Literal
 
 import tyro
 
-from splitjax.errors import MeshError
+from splitjax.errors import MeshError, SplitjaxError
 from splitjax.mesh import MeshShape
 
 ModelName = Literal["vgg11", "vgg16", "resnet18", "mlp", "transformer"]
 Library = Literal["linen", "nnx"]
 OptimizerName = Literal["adam", "momentum", "adafactor"]
 MeshText = Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")]
+
+
+class OptionValueError(SplitjaxError, ValueError):
+    """An option of a command with a value that it cannot have."""
+
+
+def check_positive(**options: float | None) -> None:
+    """Raises `OptionValueError` for the first of the given numbers that is not above 0; None is no number and passes."""
+    for name, value in options.items():
+        if value is not None and not value > 0:
+            flag = f"--{name.replace('_', '-')}"
+            raise OptionValueError(f"{flag} must be above 0", value=value, place=flag, remedy="give a larger number")
 
 
 def parse_mesh(text: str) -> MeshShape:
@@ -43,5 +55,5 @@ def parse_mesh(text: str) -> MeshShape:
 class Traceback:
     """The option that every command has."""
 
-    traceback: bool = False
+    traceback: bool = dataclasses.field(default=False, kw_only=True)
     """Show the Python traceback of an error too."""

@@ -7,7 +7,6 @@ import pathlib
 
 import jax
 
-from splitjax.mesh import MeshShape
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 # XLA's CPU compiler favours speed over memory unless told otherwise, and its memory figures are then not
@@ -58,6 +57,3 @@ def quiet_absent_tpu() -> None:
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
-def num_devices_for(mesh: MeshShape | None) -> int:
-    """How many virtual devices the mesh needs; 8 without a mesh."""
-    return mesh.num_devices if mesh is not None else 8

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 
 from splitjax.cli import _session
-from splitjax.cli._options import MeshText, Traceback, parse_mesh
+from splitjax.cli._options import MeshText, Traceback, check_positive, parse_mesh
 from splitjax.errors import DataError
 from splitjax.mesh import MeshShape
 
 if TYPE_CHECKING:
+    from splitjax.cli._memory import MemoryUse
     from splitjax.data import Dataset
 
 
@@ -55,6 +56,7 @@ class Demo(Traceback):
 
     def run(self, console: Console) -> int:
         begin = time.monotonic()
+        check_positive(epochs=self.epochs, steps=self.steps, batch_size=self.batch_size, learning_rate=self.learning_rate)
         mesh = parse_mesh(self.mesh)
         _session.start(mesh.num_devices, platform=self.platform)
         dataset = self.load()
@@ -73,7 +75,7 @@ class Demo(Traceback):
         from splitjax.cli._memory import comparison
         from splitjax.cli._plot import write_plot
 
-        uses = compare_memory(trained, mesh, self.rules)
+        uses = compare_memory(trained, mesh)
         console.print(comparison(*uses))
         trained.plan.save(output_dir / "plan.json")
         title = f"{self.model} on {dataset.name}, {mesh}: test accuracy {trained.test_accuracy:.2%}"
@@ -104,7 +106,14 @@ class Demo(Traceback):
         return itertools.islice(itertools.chain.from_iterable(epochs), self.num_steps(dataset))
 
     def num_steps(self, dataset: Dataset) -> int:
-        steps = self.epochs * (len(dataset.train["label"]) // self.batch_size)
+        """Raises `DataError` where the images do not fill one batch."""
+        num_images = len(dataset.train["label"])
+        if num_images < self.batch_size:
+            raise DataError(
+                f"{num_images} training images do not fill one batch", value=self.batch_size, place="--batch-size",
+                remedy=f"give a batch size of at most {num_images}",
+            )
+        steps = self.epochs * (num_images // self.batch_size)
         return steps if self.steps is None else min(steps, self.steps)
 
 
@@ -112,9 +121,9 @@ class Demo(Traceback):
 class Trained:
     """What training left behind."""
 
+    init: tuple[Any, Any]  # init_fn and its key
     train_step: Any  # the undecorated step
     parallel_step: Any
-    state_shapes: Any  # ShapeDtypeStructs with shardings
     batch_shapes: Any
     plan: Any
     losses: tuple[float, ...]
@@ -156,25 +165,21 @@ def train(options: Demo, dataset: Dataset, mesh: MeshShape, console: Console) ->
     with console.status("testing"):
         num_correct = sum(float(evaluate(state, batch)["correct"]) for batch in dataset.test_batches(options.batch_size))
     return Trained(
-        train_step, parallel_step, parallel_step.abstract_state(init_fn, key, example=(batch_shapes,)), batch_shapes, plan,
-        tuple(losses), tuple(accuracies), num_correct / len(dataset.test["label"]), len(parallel_step.compiles),
+        (init_fn, key), train_step, parallel_step, batch_shapes, plan, tuple(losses), tuple(accuracies),
+        num_correct / len(dataset.test["label"]), len(parallel_step.compiles),
     )
 
 
-def compare_memory(trained: Trained, mesh: MeshShape, rules: str):
+def compare_memory(trained: Trained, mesh: MeshShape) -> tuple[MemoryUse, MemoryUse]:
     """(data parallelism, this run): bytes per device of the same step on as many devices."""
-    import jax
-
     import splitjax
-    from splitjax.cli._memory import MemoryUse, state_bytes, step_bytes
-
-    def use(name, step, state):
-        return MemoryUse(name, state_bytes(state), step_bytes(step.lower(state, trained.batch_shapes).compile()))
+    from splitjax.cli._memory import measure
 
     baseline = splitjax.parallelize(trained.train_step, mesh={"data": mesh.num_devices}, rules="data_parallel")
-    plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), trained.state_shapes)
-    placed = baseline.abstract_place(plain, example=(trained.batch_shapes,))
-    return use("data parallel", baseline, placed), use(rules, trained.parallel_step, trained.state_shapes)
+    return (
+        measure("data parallel", baseline, trained.init, trained.batch_shapes),
+        measure(trained.plan.rules, trained.parallel_step, trained.init, trained.batch_shapes),
+    )
 
 
 def make_folder(path: pathlib.Path) -> pathlib.Path:

@@ -12,10 +12,13 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
+import splitjax
 from splitjax.cli import _session
 from splitjax.cli._options import Traceback
 
-PACKAGES = ("splitjax", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "libtpu", "scikit-learn", "matplotlib", "treescope")
+PACKAGES = (
+    "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "libtpu", "scikit-learn", "matplotlib", "treescope",
+)
 _CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
@@ -33,7 +36,7 @@ class Doctor(Traceback):
             table.add_row(name, value)
         console.print(table)
         for line in advice(devices):
-            console.print(f"- {line}", soft_wrap=True, highlight=False)
+            console.print(f"- {line}", soft_wrap=True, highlight=False, markup=False)
         return 0
 
 
@@ -43,6 +46,7 @@ def facts(devices) -> list[tuple[str, str]]:
     rows = [
         ("system", platform.platform()),
         ("cores", str(_num_cores())),
+        ("splitjax", splitjax.__version__),
         ("Python", f"{platform.python_version()} at {sys.executable}"),
     ]
     rows += [(package, _version(package) or "not installed") for package in PACKAGES]

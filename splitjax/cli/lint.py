@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from splitjax.cli import _session
-from splitjax.cli._options import Library, MeshText, ModelName, OptimizerName, Traceback, parse_mesh
+from splitjax.cli._options import Library, MeshText, ModelName, OptimizerName, Traceback, check_positive, parse_mesh
 
 if TYPE_CHECKING:
     from splitjax.rules import Finding
@@ -42,6 +42,7 @@ class Lint(Traceback):
     """Multiplies the channels of convolutions, for models that have such an option."""
 
     def run(self, console: Console) -> int:
+        check_positive(batch_size=self.batch_size, num_classes=self.num_classes, width=self.width)
         mesh = parse_mesh(self.mesh)
         _session.start(mesh.num_devices)
         from splitjax.rules import lint, load_rules

@@ -8,7 +8,7 @@ import pathlib
 from rich.console import Console
 
 from splitjax.cli import _session
-from splitjax.cli._options import Library, MeshText, ModelName, OptimizerName, Traceback, parse_mesh
+from splitjax.cli._options import Library, MeshText, ModelName, OptimizerName, Traceback, check_positive, parse_mesh
 from splitjax.errors import PlanError
 
 
@@ -38,6 +38,7 @@ class ShowPlan(Traceback):
     """Write the plan as a page to this file too."""
 
     def run(self, console: Console) -> int:
+        check_positive(batch_size=self.batch_size, num_classes=self.num_classes, width=self.width)
         mesh = parse_mesh(self.mesh)
         _session.start(mesh.num_devices)
         from splitjax.cli._models import planned_step

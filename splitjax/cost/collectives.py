@@ -1,27 +1,29 @@
 """The collectives of a planned step, predicted: for each, what one device sends per step, for which layer, and why.
 
-Three kinds, after Lai, Kadav, Kruus, "SplitBrain" (arXiv 2112.15317), whose column-split layers on top of replicated
-convolutions send, with N workers in G groups of K, B examples a worker, d features at the crossing, h_l dense widths and
-values of s bytes,
+After Lai, Kadav, Kruus, "SplitBrain" (arXiv 2112.15317), whose column-split layers stand on replicated convolutions: N
+workers in G groups of K, B examples a worker, d features at the crossing, h_l the widths of the column-split outputs that
+are gathered for the next layer, s bytes a value, send per worker and step
 
     2(N-1)/N P_conv s + 2(G-1)/G (P_dense/K) s + 2(K-1) B d s + 2 sum_l (K-1) B h_l s
 
-bytes per worker and step (the tests hold the sum of the prediction against this formula):
+bytes (the tests hold the sum of the prediction against this formula):
 
-- gradients (`_gradients`): first two terms;
-- crossings between replicated layers, whose batch is split over all axes, and split layers: third term;
+- gradients (`_gradients`): the first two terms;
+- crossings between replicated layers, whose batch is split over all axes, and split layers: the third;
 - activations between split layers, by the column and row rules of Shoeybi et al., "Megatron-LM" (arXiv 1909.08053,
-  section 3): fourth term where column-split outputs are gathered.
+  section 3): the fourth.
 
-Not predicted, because small: scalars (losses, norms), batch-norm statistics, ids; and what rematerialisation repeats. XLA may do less
-(leaving the last split layer by an all-to-all, one K-th of the gather counted here) or more: the report compares.
+An output that no later layer reads stays as it is: the loss is computed where it lies. Not predicted, because small:
+scalars and per-example sums, norms and batch-norm statistics, ids; nor what rematerialisation repeats. Compilers differ:
+XLA's CPU backend writes an all-reduce for each reduce-scatter (twice the bytes), one per cotangent for several layers that
+read one input (q, k, v) where one of the sum would do, and keeps a gathered weight from the forward for the backward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from splitjax.cost.flow import Axes, Flow, flows, stays_split
+from splitjax.cost.flow import Axes, Flow, flows, used_axes
 from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
 from splitjax.mesh import MeshShape
 from splitjax.plan import Collective, LayerPlan, LeafPlan, spec_axes
@@ -92,7 +94,7 @@ def _activations(i: int, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Ev
         yield from (event for event in entering if differentiated or event[-1] == FORWARD)
     yield from _leave_stacked(flow, chain, mesh)
     yield from _leave_row(flow, chain, mesh)
-    yield from _leave_column(i, flow, chain, mesh)
+    yield from _leave_column(flow, chain, mesh)
 
 
 def _enter_column(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
@@ -131,23 +133,23 @@ def _leave_row(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_
     axes, whole = flow.contracted, flow.out_group_bytes // mesh.size(flow.free)
     if not axes:
         return
-    if not flow.crossing or _linked(flow.consumer, axes, chain):
+    if not flow.crossing or flow.consumer is None or _linked(flow.consumer, axes, chain):
         yield "all_reduce", axes, whole, "forward: partial outputs of a row-split layer", FORWARD
     else:
         yield "reduce_scatter", axes, whole, "forward: partial outputs of a row-split layer, summed onto their workers", FORWARD
         yield "all_gather", axes, whole, "backward: the group's output cotangents enter a row-split layer", BACKWARD
 
 
-def _leave_column(i: int, flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
-    """A column-parallel output stays split for a split consumer (which sees to it) and, being the last, for the loss."""
-    axes, whole = flow.free, flow.out_group_bytes
-    if not axes or _linked(flow.consumer, axes, chain):
+def _leave_column(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
+    """A column-parallel output stays split for a split consumer (which sees to it), and for the loss if it is the last."""
+    axes = flow.free
+    if not axes or flow.consumer is None or _linked(flow.consumer, axes, chain):
         return
     if flow.crossing:
-        yield "all_gather", axes, whole, "forward: whole features of a column-split output leave the split layers", FORWARD
-        yield "reduce_scatter", axes, whole, "backward: output cotangents enter a column-split layer", BACKWARD
-    elif i + 1 < len(chain):
-        yield "all_gather", axes, whole, "forward: whole features of a column-split output", FORWARD
+        yield "all_to_all", axes, flow.out_share_bytes, "forward: column-split outputs return to their workers", FORWARD
+        yield "all_to_all", axes, flow.out_share_bytes, "backward: output cotangents enter a column-split layer", BACKWARD
+    else:
+        yield "all_gather", axes, flow.out_group_bytes, "forward: whole features of a column-split output", FORWARD
 
 
 def _enter_stacked(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
@@ -203,17 +205,16 @@ def _gradients(
     all-reduce of the device's shard; where its optimizer state is split over them, a reduce-scatter of the gradient and
     an all-gather of the new values instead (stage 1), as many bytes.
     """
-    used = mesh.present(spec_axes(leaf.spec))
-    stored = tuple(
-        axis for axis in used if axis in batch_axes and axis not in experts and not stays_split(axis, batch_axes, replicated_batch)
-    )
+    split = mesh.present(spec_axes(leaf.spec))
+    used = used_axes(leaf.spec, mesh, batch_axes, replicated_batch)
+    stored = tuple(axis for axis in split if axis not in used and axis not in experts)
     shard = leaf.bytes_per_device
     if stored:
         whole = shard * mesh.size(stored)
         yield "all_gather", stored, whole, f"forward: {leaf.path} is stored in pieces", FORWARD
         yield "all_gather", stored, whole, f"backward: {leaf.path} is stored in pieces", BACKWARD
         yield "reduce_scatter", stored, whole, f"gradient of {leaf.path}", BACKWARD
-    summed = tuple(axis for axis in mesh.present(batch_axes) if axis not in used)
+    summed = tuple(axis for axis in mesh.present(batch_axes) if axis not in split)
     split_state = {axis for state in states for axis in spec_axes(state.spec)}
     zero = tuple(axis for axis in summed if axis in split_state)
     rest = tuple(axis for axis in summed if axis not in split_state)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 and the float8 family with numpy)
 import numpy as np
 
 from splitjax.mesh import DATA, MeshShape
-from splitjax.plan import LeafPlan
+from splitjax.plan import LeafPlan, Spec, spec_axes
 from splitjax.trace.graph import Graph, Leaf, Use
 
 Axes = tuple[str, ...]
@@ -47,22 +47,27 @@ class Flow:
         return (*self.contracted, *self.free, *self.stacked)
 
 
-def stays_split(axis: str, batch_axes: Sequence[str], replicated_batch: str) -> bool:
-    """Whether a weight that is split over an axis stays split while it is used (model parallelism), or is gathered first
-    (fully sharded data parallelism).
+def used_axes(spec: Spec, mesh: MeshShape, batch_axes: Sequence[str], replicated_batch: str) -> Axes:
+    """The axes over which a weight stays split while it is used (model parallelism); over the rest of its axes it is stored in
+    pieces and gathered first (fully sharded data parallelism).
 
-    Over an axis that does not split the batch it stays split. With `replicated_batch = "all"` every axis splits the batch
-    of replicated layers, and `data` counts the groups: only over `data` is a weight stored in pieces and gathered."""
-    return axis not in batch_axes or (replicated_batch == "all" and axis != DATA)
+    Over axes that do not split the batch it stays split. With `replicated_batch = "all"` every axis splits the batch of
+    replicated layers: a weight stays split within the group, unless it is split over `data`, between groups, as well:
+    then its layer is one whose examples stay where they are, and the whole weight comes to them."""
+    axes = mesh.present(spec_axes(spec))
+    if replicated_batch == "all" and DATA not in axes:
+        return axes
+    return tuple(axis for axis in axes if axis not in batch_axes)
 
 
 def flows(
     graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: Sequence[str], replicated_batch: str
 ) -> tuple[Flow, ...]:
-    """The flow of every use of a planned parameter, in program order."""
+    """The flow of every forward use of a planned parameter, in program order. What a backward pass sends follows from the forward
+    uses, so uses in one that plain JAX already traced are passed over."""
     planned = {leaf.path: leaf for leaf in leaves}
     traced = {leaf.path: leaf for leaf in graph.leaves}
-    uses = [use for use in graph.uses if use.param in planned and use.param in traced]
+    uses = [use for use in graph.uses if not use.backward and use.param in planned and use.param in traced]
     roles = [_dim_roles(graph, use, traced[use.param]) for use in uses]
     reads = [_classes(graph, use, traced[use.param], role, "contracted") for use, role in zip(uses, roles, strict=True)]
     writes = [_classes(graph, use, traced[use.param], role, "free") for use, role in zip(uses, roles, strict=True)]
@@ -149,9 +154,9 @@ def _split(
 ) -> tuple[Axes, Axes, Axes]:
     """The axes over which a weight's contracted, free and stacked dims stay split while it is used."""
     found: dict[str, list[str]] = {role: [] for role in _ROLES}
+    used = used_axes(leaf.spec, mesh, batch_axes, replicated_batch)
     for role, entry in zip(roles, leaf.spec, strict=False):
-        axes: Iterable[str] = mesh.present((entry,) if isinstance(entry, str) else entry or ())
-        if role != "stacked":  # experts stay where they are, whatever the axis
-            axes = (axis for axis in axes if stays_split(axis, batch_axes, replicated_batch))
-        found[role].extend(axes)
+        axes = mesh.present(spec_axes((entry,)))
+        # Experts stay where they are, whatever the axis.
+        found[role].extend(axis for axis in axes if role == "stacked" or axis in used)
     return tuple(found["contracted"]), tuple(found["free"]), tuple(found["stacked"])

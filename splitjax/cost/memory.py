@@ -24,7 +24,7 @@ def predict_memory(
     - `peak_bytes`: state, one gradient per parameter (laid out as the parameter), activations. XLA may reach less by
       consuming gradients as they come.
 
-    `replicated_batch` as for `predict_collectives`; it matters only for weights split over batch axes other than `data`.
+    `replicated_batch` as for `predict_collectives`: it says which weights stay split over axes that split the batch.
     """
     state = sum(leaf.bytes_per_device for leaf in leaves if leaf.is_state)
     gradients = sum(leaf.bytes_per_device for leaf in leaves if leaf.role == "param")

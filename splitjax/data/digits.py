@@ -37,7 +37,8 @@ def load_digits(*, seed: int = 0, test_fraction: float = 0.2) -> Dataset:
     labels = digits.target.astype(np.int32)
 
     num = len(labels)
-    num_test = round(num * test_fraction) if isinstance(test_fraction, (int, float)) else 0
+    is_share = isinstance(test_fraction, (int, float)) and 0 < test_fraction < 1
+    num_test = round(num * test_fraction) if is_share else 0
     if not 0 < num_test < num:
         raise DataError(
             f"this share of {num} digits leaves a split empty",

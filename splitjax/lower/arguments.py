@@ -200,7 +200,7 @@ def difference(new: Bound, old: Bound) -> tuple[int, str]:
     """How a call's signature differs from another's: the number of differences, and the first in words."""
     found = []
     before, after = dict(old.signature.static), dict(new.signature.static)
-    found += [f"static argument {n}: {before.get(n)!r} -> {v!r}" for n, v in after.items() if before.get(n) != v]
+    found += [_static_text(n, before.get(n), v) for n, v in after.items() if before.get(n) != v]
     olds = {a.path: d for a, d in zip(old.arguments, old.signature.avals, strict=True)}
     news = {a.path: d for a, d in zip(new.arguments, new.signature.avals, strict=True)}
     found += [f"{path} is new" for path in news.keys() - olds.keys()]
@@ -209,6 +209,12 @@ def difference(new: Bound, old: Bound) -> tuple[int, str]:
     if not found:
         found.append("the structure of the arguments changed (a static field of a pytree node)")
     return len(found), found[0] + (f" and {len(found) - 1} more" if len(found) > 1 else "")
+
+
+def _static_text(number: int, old: Any, new: Any) -> str:
+    """A changed static argument in words; the frontends' own say what in them changed."""
+    say = getattr(new, "splitjax_difference", None)
+    return say(old) if say is not None and type(old) is type(new) else f"static argument {number}: {old!r} -> {new!r}"
 
 
 def _text(aval: tuple[tuple[int, ...], str, bool]) -> str:

@@ -74,7 +74,23 @@ def _crossing(graph: Graph, use: Use, weight_spec: Spec, axes: tuple[str, ...], 
     full = tuple(
         contracted.get(position, FREE) if entry == FREE else entry for position, entry in enumerate(spec)
     )
-    return [Constraint(use.site, use.data, full, use.layer, f"crossing: examples over {_text(rest)}, layer over {_text(axes)}")]
+    why = f"crossing: examples over {_text(rest)}, layer over {_text(axes)}"
+    out = _result_spec(graph, use, weight_spec, rest)
+    return [Constraint(use.site, use.data, full, use.layer, why), Constraint(use.site, -1, out, use.layer, why)]
+
+
+def _result_spec(graph: Graph, use: Use, weight_spec: Spec, rest: tuple[str, ...]) -> Spec:
+    """The result's layout: examples over the axes that are left, features like the weight's free dims. It pins the backward
+    pass too: a cotangent with another layout would make XLA reshard through a full copy."""
+    leaf = graph.leaf(use.param)
+    free = {
+        graph.local[dim[0]]: weight_spec[d] if d < len(weight_spec) else None
+        for d, dim in enumerate(leaf.dims) if dim and leaf.dim_names[d] != "in"
+    }
+    entry = rest[0] if len(rest) == 1 else rest or None
+    return tuple(
+        entry if graph.is_example(dim) else free.get(graph.local[dim[0]], FREE) if dim else None for dim in use.out_dims
+    )
 
 
 def _contracted(graph: Graph, use: Use, weight_spec: Spec) -> dict[int, SpecEntry]:

@@ -42,8 +42,14 @@ def place_state(entry_for, recipe: Recipe, mesh: Mesh, states: tuple, example: S
             remedy="pass one state per state argument, in state_argnums order",
         )
     shardings = _shardings(entry_for(_arguments(recipe.options, states, example)), recipe, mesh)
-    moved = tuple(jax.device_put(state, where, may_alias=False) for state, where in zip(states, shardings, strict=True))
+    moved = tuple(jax.tree.map(_copy_to, state, where) for state, where in zip(states, shardings, strict=True))
     return moved[0] if len(moved) == 1 else moved
+
+
+def _copy_to(leaf: Any, where: Any) -> jax.Array:
+    moved = jax.device_put(leaf, where)
+    # device_put hands on the buffer of a device that holds the right part already, and the first step would donate it.
+    return jnp.copy(moved) if isinstance(leaf, jax.Array) else moved
 
 
 def _planned(entry_for, recipe: Recipe, mesh: Mesh, init_fn: Callable, init_args: tuple, example) -> tuple[Any, Any]:
@@ -67,9 +73,15 @@ def _arguments(options: Options, states: tuple, example: Sequence[Any]) -> tuple
             "example is the tuple of all non-state arguments", value=type(example).__name__, place="example=",
             remedy="write example=(batch,), with arrays or ShapeDtypeStructs",
         )
+    count = len(states) + len(example)
+    if max(options.state_argnums, default=0) >= count:
+        raise StateError(
+            f"the example has {len(example)} arguments, too few to reach state argument {max(options.state_argnums)}",
+            value=len(example), place="example=", remedy="give all non-state arguments of the step, in order",
+        )
     rest = iter(example)
     by_number = dict(zip(options.state_argnums, states, strict=True))
-    return tuple(by_number[n] if n in by_number else next(rest) for n in range(len(states) + len(example)))
+    return tuple(by_number[n] if n in by_number else next(rest) for n in range(count))
 
 
 def _shardings(entry: Entry, recipe: Recipe, mesh: Mesh) -> tuple[Any, ...]:

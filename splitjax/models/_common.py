@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from splitjax.errors import SplitjaxError
 
@@ -19,6 +20,12 @@ RELU_INIT = jax.nn.initializers.he_normal()
 # He et al. 2015 offer the backward form as the equal alternative; it is the customary one for residual networks.
 RESIDUAL_INIT = jax.nn.initializers.variance_scaling(2.0, "fan_out", "truncated_normal")
 LINEAR_INIT = jax.nn.initializers.lecun_normal()
+
+
+def at_least_float32(x: jax.Array) -> jax.Array:
+    """`x`, widened to float32 if it is narrower: sums over a row need more digits than bfloat16 has."""
+    # Not by promote_types, which strict dtype promotion forbids between bfloat16 and float32.
+    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
 
 def scaled(channels: int, width: float) -> int:

@@ -22,7 +22,7 @@ import optax
 from flax import nnx
 
 from splitjax.errors import DataError
-from splitjax.models._common import ModelError
+from splitjax.models._common import ModelError, at_least_float32
 from splitjax.models.registry import ModelSpec
 
 Batch = dict[str, jax.Array]
@@ -37,7 +37,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, *, label_smoothing: floa
     With `label_smoothing` s the target is 1 - s + s/classes on the label and s/classes elsewhere (Szegedy et al.
     2015, arXiv 1512.00567, section 7).
     """
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = at_least_float32(logits)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     if label_smoothing:
         uniform = jax.nn.logsumexp(logits, axis=-1) - jnp.mean(logits, axis=-1)

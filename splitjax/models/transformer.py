@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from splitjax.models._common import ModelError, check_rate, check_widths
+from splitjax.models._common import ModelError, at_least_float32, check_rate, check_widths
 
 # GPT-2's initial scale of position embeddings.
 _POSITION_INIT = jax.nn.initializers.normal(0.02)
@@ -86,8 +86,7 @@ def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.
     Source: Vaswani et al. 2017, section 3.2.1.
     """
     length, head_width = query.shape[1], query.shape[-1]
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query * head_width**-0.5, key)
-    scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+    scores = at_least_float32(jnp.einsum("bqhd,bkhd->bhqk", query * head_width**-0.5, key))
     visible = jnp.tril(jnp.ones((length, length), dtype=bool))
     weights = jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(scores.dtype).min), axis=-1)
     return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), value)

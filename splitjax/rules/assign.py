@@ -11,7 +11,7 @@ from splitjax.errors import BatchError, MeshError, RuleError
 from splitjax.mesh import DATA, MeshShape
 from splitjax.plan import LayerPlan, LeafPlan, Spec, SpecEntry
 from splitjax.rules.decide import Axes, Decisions, decide
-from splitjax.rules.match import axes_text, dim_text, divides
+from splitjax.rules.match import axes_text, dim_text, divides, sized_text
 from splitjax.rules.rule import Rule
 from splitjax.rules.ruleset import RuleSet
 from splitjax.trace.graph import Graph, Leaf
@@ -170,7 +170,7 @@ def _follow(graph: Graph, mesh: MeshShape, decisions: Decisions, leaf: Leaf) -> 
         if label in decisions.owners:
             path = path or decisions.owners[label]
         if mine and not divides([graph.atom_sizes[atom] for atom in atoms], mesh.size(mine)):
-            notes.append(f"{dim_text(leaf, dim)} {leaf.shape[dim]} does not divide by {axes_text(mesh, mine)}")
+            notes.append(f"{sized_text(graph, leaf, dim)} does not divide by {axes_text(mesh, mine)}")
             mine = ()
         if used := [axis for axis in mine if any(axis in other for other in axes)]:
             notes.append(f"{dim_text(leaf, dim)} stays whole: {used[0]} already splits another dim")

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from splitjax.mesh import MeshShape
-from splitjax.rules.match import axes_text, candidates, dim_text, divides, first_match, param_kinds
+from splitjax.rules.match import axes_text, candidates, dim_text, divides, first_match, named_params, param_kinds, sized_text
 from splitjax.rules.rule import LARGEST, Alternative, DimRef, Rule
 from splitjax.rules.ruleset import RuleSet
 from splitjax.trace.graph import Graph, Leaf
@@ -58,11 +58,6 @@ class _Choice(NamedTuple):
     axes: Axes
     by: str  # path of the parameter whose rule decided
     text: str  # how the plan names the decision on the other parameters of the class
-
-
-class _Refusal(NamedTuple):
-    text: str
-    near: str = ""  # the parameter of the same layer that is followed, where that is the reason
 
 
 @dataclasses.dataclass
@@ -109,7 +104,7 @@ def decide(graph: Graph, rules: RuleSet, mesh: MeshShape) -> Decisions:
 
 
 def _start(graph: Graph, rules: RuleSet, mesh: MeshShape) -> _Work:
-    params = {leaf.path: leaf for leaf in graph.params}
+    params = named_params(graph)
     kinds = param_kinds(graph)
     homes: dict[str, str] = {}
     for layer in graph.layers:
@@ -181,22 +176,25 @@ def _tie(work: _Work, source: Leaf, source_dim: int, target: Leaf, choice: _Choi
 
 
 def _settle(work: _Work, leaf: Leaf, near: Sequence[Leaf]) -> None:
-    """Decides a parameter for good: its open dims get the first alternative that fits, or stay whole."""
+    """Decides a parameter for good: its open dims get the first alternative that fits, or stay whole. `near` are the settled
+    parameters of its layer that the same rule decided."""
     rule, given, hard = work.rules[leaf.path], work.given(leaf), work.hard(leaf)
-    refusals: list[_Refusal] = []
+    refusals: list[str] = []
     picked: dict[int, Axes] | None = None
     for alternative in rule.shard if rule else ():
         fit = _fit(work, leaf, alternative, near)
-        if not isinstance(fit, _Refusal):
+        if not isinstance(fit, str):
             picked = fit
             break
         refusals.append(fit)
     new = {dim: axes for dim, axes in (picked or {}).items() if axes and dim not in given}
+    # A bias whose dim the weight keeps whole is no misfit.
+    follows = next((one.path for one in near for label in work.local(leaf).values() if _keeps_whole(work, one, label)), None)
+    shown, note, problem = _explain(rule, given, new, picked, refusals, follows)
     for dim, label in hard.items():
         if label not in work.chosen:
             work.chosen[label] = _Choice(new.get(dim, ()), leaf.path, f"ties with {leaf.path}")
     axes = tuple(work.chosen[hard[dim]].axes if dim in hard else () for dim in range(len(leaf.shape)))
-    shown, note, problem = _explain(rule, given, new, picked, refusals)
     name = rule.name if rule else None
     work.done[leaf.path] = Decision(leaf.path, work.kinds[leaf.path], axes, shown, note, name, problem)
     if rule is not None and rule.ties == "local":
@@ -204,11 +202,12 @@ def _settle(work: _Work, leaf: Leaf, near: Sequence[Leaf]) -> None:
 
 
 def _explain(
-    rule: Rule | None, given: dict[int, _Choice], new: dict[int, Axes], picked: dict[int, Axes] | None, refusals: list[_Refusal]
+    rule: Rule | None, given: dict[int, _Choice], new: dict[int, Axes], picked: dict[int, Axes] | None, refusals: list[str],
+    follows: str | None,
 ) -> tuple[str, str, str]:
     """What the plan shows as the rule, the note, and the kind of problem, if any."""
     tie = next((choice.text for choice in given.values() if choice.axes), None)
-    reasons = "; ".join(dict.fromkeys(refusal.text for refusal in refusals))
+    reasons = "; ".join(dict.fromkeys(refusals))
     if rule is None:
         return tie or "default", "", ""
     if tie is not None:
@@ -219,13 +218,12 @@ def _explain(
         return tie, f"rule {rule.name!r} gives way: {reasons or 'it replicates'}" if outvoted else "", "conflict" if outvoted else ""
     if picked is not None or rule.replicates:
         return rule.name, "", ""
-    for refusal in refusals:
-        if refusal.near:
-            return f"{rule.name} (with {refusal.near})", refusal.text, ""
+    if follows is not None:
+        return f"{rule.name} (with {follows})", "", ""
     return rule.name, reasons, "misfit"
 
 
-def _fit(work: _Work, leaf: Leaf, alternative: Alternative, near: Sequence[Leaf]) -> dict[int, Axes] | _Refusal:
+def _fit(work: _Work, leaf: Leaf, alternative: Alternative, near: Sequence[Leaf]) -> dict[int, Axes] | str:
     """The axes per dim that an alternative means for a parameter, or why it does not fit."""
     picked: dict[int, Axes] = {}
     for ref, names in sorted(alternative, key=lambda pair: pair[0] == LARGEST):  # the largest of what the others leave
@@ -240,40 +238,43 @@ def _fit(work: _Work, leaf: Leaf, alternative: Alternative, near: Sequence[Leaf]
             refusals.append(refusal)
         else:
             if not dims:
-                return _Refusal(f"no dim {ref}" if isinstance(ref, int) else f"no dim named {ref!r}")
+                return f"no dim {ref}" if isinstance(ref, int) else f"no dim named {ref!r}"
             if ref == LARGEST:
-                return _Refusal(f"no open dim of {leaf.shape} divides by {axes_text(work.mesh, axes)}")
+                return f"no open dim of {leaf.shape} divides by {axes_text(work.mesh, axes)}"
             return refusals[0]
     return picked
 
 
 def _refuse(
     work: _Work, leaf: Leaf, ref: DimRef, dim: int, axes: Axes, picked: dict[int, Axes], near: Sequence[Leaf]
-) -> _Refusal | None:
+) -> str | None:
     """Why a dim cannot be split over the axes, or None where it can."""
     if not axes:
         return None
     name, given, hard = dim_text(leaf, dim), work.given(leaf), work.hard(leaf)
+    if dim not in given and dim in hard and not isinstance(ref, int) and ref != LARGEST:
+        for follow in near:
+            if _keeps_whole(work, follow, work.local(leaf)[dim]):
+                return f"{name} stays whole, as in {follow.path}"
     if not divides([work.graph.atom_sizes[atom] for atom in leaf.dims[dim]], work.mesh.size(axes)):
-        return _Refusal(f"{name} {_sizes_text(work.graph, leaf, dim)} does not divide by {axes_text(work.mesh, axes)}")
+        return f"{sized_text(work.graph, leaf, dim)} does not divide by {axes_text(work.mesh, axes)}"
     if dim in given and given[dim].axes != axes:
         choice = given[dim]
         there = f"is split over {axes_text(work.mesh, choice.axes)}" if choice.axes else "stays whole"
-        return _Refusal(f"{name} {there}, as in {choice.by}")
+        return f"{name} {there}, as in {choice.by}"
     if dim in given:
         return None
     for other, choice in given.items():
         if used := [axis for axis in axes if axis in choice.axes]:
-            return _Refusal(f"{used[0]} already splits {dim_text(leaf, other)} ({choice.text})")
-    for other, taken in picked.items():
-        if used := [axis for axis in axes if axis in taken]:
-            return _Refusal(f"{used[0]} would split both {dim_text(leaf, other)} and {name}")
-    if not isinstance(ref, int) and ref != LARGEST:
-        for follow in near:
-            if work.local(leaf)[dim] in work.local(follow).values():
-                return _Refusal(f"{name} stays whole, as in {follow.path}", follow.path)
-    reason = _illegal(work, {hard[one]: taken for one, taken in picked.items() if taken} | {hard[dim]: axes})
-    return _Refusal(reason) if reason else None
+            return f"{used[0]} already splits {dim_text(leaf, other)} ({choice.text})"
+    return _illegal(work, {hard[one]: taken for one, taken in picked.items() if taken} | {hard[dim]: axes})
+
+
+def _keeps_whole(work: _Work, leaf: Leaf, label: int) -> bool:
+    """Whether a settled parameter has dims in a local class, and splits none of them."""
+    hard = work.hard(leaf)
+    dims = [dim for dim, one in work.local(leaf).items() if one == label]
+    return bool(dims) and not any(work.chosen[hard[dim]].axes for dim in dims)
 
 
 def _illegal(work: _Work, extra: dict[int, Axes]) -> str | None:
@@ -283,15 +284,9 @@ def _illegal(work: _Work, extra: dict[int, Axes]) -> str | None:
         for dim, label in work.hard(leaf).items():
             axes = extra.get(label) or (work.chosen[label].axes if label in work.chosen else ())
             if label in extra and not divides([work.graph.atom_sizes[atom] for atom in leaf.dims[dim]], work.mesh.size(axes)):
-                sizes = _sizes_text(work.graph, leaf, dim)
-                return f"{dim_text(leaf, dim)} {sizes} of {path} does not divide by {axes_text(work.mesh, axes)}"
+                return f"{sized_text(work.graph, leaf, dim)} of {path} does not divide by {axes_text(work.mesh, axes)}"
             for axis in axes:
                 if axis in used:
                     return f"{axis} would split both {dim_text(leaf, used[axis])} and {dim_text(leaf, dim)} of {path}"
                 used[axis] = dim
     return None
-
-
-def _sizes_text(graph: Graph, leaf: Leaf, dim: int) -> str:
-    sizes = [graph.atom_sizes[atom] for atom in leaf.dims[dim]]
-    return str(leaf.shape[dim]) + (f" ({' x '.join(map(str, sizes))})" if len(sizes) > 1 else "")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from splitjax.mesh import KNOWN_AXES, MODEL, MeshShape
 from splitjax.rules.assign import LARGE_BYTES, dead_rules, idle_axes, unknown_axes
 from splitjax.rules.decide import Decisions, decide
-from splitjax.rules.match import axes_text, first_match, glob_pattern, matches, param_kinds
+from splitjax.rules.match import axes_text, first_match, glob_pattern, matches, named_params, param_kinds
 from splitjax.rules.rule import LARGEST, Rule, closest
 from splitjax.rules.ruleset import RuleSet
 from splitjax.trace.graph import Graph
@@ -105,9 +105,10 @@ def _covers(earlier: Rule, later: Rule) -> bool:
 def _matching(rules: RuleSet, graph: Graph, covered: set[str]) -> Iterator[Finding]:
     """Rules that match nothing, or only what earlier ones take, and dim names that what they match does not have."""
     kinds = param_kinds(graph)
-    first = {leaf.path: first_match(rules.rules, leaf, kinds[leaf.path]) for leaf in graph.params}
+    params = named_params(graph).values()
+    first = {leaf.path: first_match(rules.rules, leaf, kinds[leaf.path]) for leaf in params}
     for rule in rules.rules:
-        leaves = [leaf for leaf in graph.params if matches(rule, leaf, kinds[leaf.path])]
+        leaves = [leaf for leaf in params if matches(rule, leaf, kinds[leaf.path])]
         if not leaves:
             # A set for many models has rules for kinds that this one lacks; a pattern was written for this one.
             severity = "warning" if rule.is_explicit or rule.shape is not None else "info"

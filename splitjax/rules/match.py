@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Sequence
@@ -79,6 +80,27 @@ def param_kinds(graph: Graph) -> dict[str, str]:
     return {leaf.path: by_name.get(leaf.layer or "") or first.get(leaf.path, "other") for leaf in graph.params}
 
 
+def named_params(graph: Graph) -> dict[str, Leaf]:
+    """The parameters by path, with a layer's dim names on all of its arrays: tracing names the dims of weights, and a dim
+    without name takes that of the weight's dim in the same local class (`out` where a square weight offers several)."""
+    found = {leaf.path: leaf for leaf in graph.params}
+    for layer in graph.layers:
+        names: dict[int, list[str]] = {}
+        members = [found[path] for path in layer.params if path in found]
+        for leaf in members:
+            for atoms, name in zip(leaf.dims, leaf.dim_names, strict=False):
+                if atoms and name:
+                    names.setdefault(graph.local[atoms[0]], []).append(name)
+        for leaf in members:
+            known = (*leaf.dim_names, *(None,) * (len(leaf.shape) - len(leaf.dim_names)))
+            offers = [names.get(graph.local[atoms[0]], []) if atoms else [] for atoms in leaf.dims]
+            filled = tuple(
+                name or ("out" if "out" in offer else next(iter(offer), None)) for name, offer in zip(known, offers, strict=True)
+            )
+            found[leaf.path] = dataclasses.replace(leaf, dim_names=filled)
+    return found
+
+
 def candidates(leaf: Leaf, ref: DimRef) -> list[int]:
     """The positions that a dim reference may mean, in order of preference; empty where the parameter has no such dim."""
     if isinstance(ref, int):
@@ -109,3 +131,11 @@ def dim_text(leaf: Leaf, dim: int) -> str:
 def axes_text(mesh: MeshShape, axes: Sequence[str]) -> str:
     """Axes with their size for people: `model=4`, or `data x model=8`."""
     return f"{' x '.join(axes)}={mesh.size(tuple(axes))}"
+
+
+def sized_text(graph: Graph, leaf: Leaf, dim: int) -> str:
+    """A dim with its size for people: `out 10`, `out 48 (3 x 16)` for one of two atoms, `dim 1 of size 10` without a name."""
+    sizes = [graph.atom_sizes[atom] for atom in leaf.dims[dim]]
+    named = dim < len(leaf.dim_names) and leaf.dim_names[dim]
+    product = f" ({' x '.join(map(str, sizes))})" if len(sizes) > 1 else ""
+    return f"{dim_text(leaf, dim)}{'' if named else ' of size'} {leaf.shape[dim]}{product}"

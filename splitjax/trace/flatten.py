@@ -54,14 +54,28 @@ class Flat:
     carried: tuple[tuple[int, int], ...]  # (loop, value entering the body as carry)
 
 
-# Calls that hand operands and results straight through: primitive name -> the parameter that holds the body.
+# Calls that hand operands and results straight through: primitive name -> the parameters that may hold the body.
 _CALLS = {
-    "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "core_closed_call": "call_jaxpr",
-    "call": "call_jaxpr", "remat": "jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "call_jaxpr", "custom_lin": "call_jaxpr", "xla_call": "call_jaxpr",
+    "jit": ("jaxpr",), "pjit": ("jaxpr",), "closed_call": ("call_jaxpr",), "core_call": ("call_jaxpr",), "core_closed_call": ("call_jaxpr",),
+    "call": ("call_jaxpr",), "xla_call": ("call_jaxpr",), "remat": ("jaxpr",), "remat2": ("jaxpr",), "checkpoint": ("jaxpr",),
+    "custom_jvp_call": ("call_jaxpr",), "custom_vjp_call": ("call_jaxpr",), "custom_vjp_call_jaxpr": ("fun_jaxpr", "call_jaxpr"),
+    "custom_lin": ("call_jaxpr",), "composite": ("jaxpr", "call_jaxpr"), "linear_call": ("callee",), "custom_vmap_call": ("call",),
+    "custom_partitioning": ("call",), "remat_opt": ("fwd_jaxpr",), "xla_metadata_call": ("jaxpr",), "eval_jaxpr": ("jaxpr",),
 }
-_OPAQUE_DERIVATIVES = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+# Calls that `lower.layout` can rebuild around an edited body; the others carry rules of their own beside it.
+_EDITABLE = frozenset({"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"})
 BOUNDARY = "splitjax_value_and_grad"
+
+
+def call_body(eqn: Any) -> Any | None:
+    """The jaxpr that a call runs on exactly its operands; None for an equation that is no call."""
+    for parameter in _CALLS.get(eqn.primitive.name, ()):
+        body = eqn.params.get(parameter)
+        if _compat.is_jaxpr(body):
+            inner, _ = _compat.open_jaxpr(body)
+            if len(inner.invars) == len(eqn.invars) and len(inner.outvars) == len(eqn.outvars):
+                return body
+    return None
 
 
 class _Flattener:
@@ -102,9 +116,10 @@ class _Flattener:
 
     def equation(self, eqn: Any, operands: list[int], where: _Where) -> list[int]:
         name = eqn.primitive.name
-        if name in _CALLS and _compat.is_jaxpr(eqn.params.get(_CALLS[name])):
-            editable = where.editable and name not in _OPAQUE_DERIVATIVES
-            return self.walk(eqn.params[_CALLS[name]], operands, dataclasses.replace(where, editable=editable).into(0))
+        body = call_body(eqn)
+        if body is not None:
+            editable = where.editable and name in _EDITABLE
+            return self.walk(body, operands, dataclasses.replace(where, editable=editable).into(0))
         handler = _CONTROL.get(name)
         if handler is not None:
             return handler(self, eqn, operands, where)

@@ -1,5 +1,7 @@
 """The ordinary training steps: they learn, they weigh, they keep their state, in both libraries."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,11 +15,19 @@ from splitjax.models.steps import cross_entropy
 
 NARROW = {
     "vgg11": {"width": 1 / 16, "head_features": 32},
-    "vgg16": {"width": 1 / 16, "head_features": 32, "batch_norm": True},
     "resnet18": {"width": 1 / 16},
     "mlp": {"features": 32, "input_shape": (8, 8, 1)},
     "transformer": {"vocab_size": 16, "max_len": 8, "d_model": 16, "num_heads": 2, "num_layers": 1},
 }
+
+
+def build_small(name, library="linen", **options):
+    """A model that compiles quickly. The ResNet is of one block, the only small one with batch norm."""
+    spec = models.build(name, library=library, **NARROW[name], **options)
+    if name != "resnet18":
+        return spec
+    config = dataclasses.replace(spec.config, stage_sizes=(1,), image_size=8)
+    return dataclasses.replace(spec, config=config, module=models.LinenResNet(config) if library == "linen" else None)
 
 
 def batch_for(spec, batch_size=8, seed=0):
@@ -34,10 +44,10 @@ def close(ours, theirs, **tolerance):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), ours, theirs)
 
 
-@pytest.mark.parametrize("name", models.NAMES)
+@pytest.mark.parametrize("name", ["vgg11", "resnet18", "mlp", "transformer"])
 def test_training_reduces_the_loss(name):
     spec = models.build(name, **NARROW[name])
-    init_fn, train_step, eval_step = models.make_step(spec, optax.adam(1e-2))
+    init_fn, train_step, eval_step = models.make_step(spec, optax.sgd(0.05, momentum=0.9))
     state, batch, step = init_fn(jax.random.key(0)), batch_for(spec), jax.jit(train_step)
     state, first = step(state, batch)
     for _ in range(12):
@@ -48,23 +58,22 @@ def test_training_reduces_the_loss(name):
     assert set(jax.eval_shape(eval_step, state, batch)) == {"loss", "accuracy", "correct"}
 
 
-@pytest.mark.parametrize("name", ["vgg11", "resnet18", "transformer"])
+@pytest.mark.parametrize("name", ["vgg11", "transformer"])
 def test_nnx_training_reduces_the_loss(name):
     spec = models.build(name, library="nnx", dropout=0.1, **NARROW[name])
-    init_fn, train_step, eval_step = models.make_nnx_step(spec, optax.adam(1e-2))
+    init_fn, train_step, eval_step = models.make_nnx_step(spec, optax.sgd(0.05, momentum=0.9))
     model, optimizer = init_fn(jax.random.key(0))
     batch, step = batch_for(spec), nnx.jit(train_step)
     first = step(model, optimizer, batch)
     for _ in range(12):
         last = step(model, optimizer, batch)
     assert last["loss"] < 0.9 * first["loss"]
-    assert set(eval_step(model, batch)) == {"loss", "accuracy", "correct"}
+    assert set(nnx.eval_shape(eval_step, model, batch)) == {"loss", "accuracy", "correct"}
 
 
-@pytest.mark.parametrize("name", ["mlp", "transformer", "vgg11"])
+@pytest.mark.parametrize("name", ["mlp", "transformer", "resnet18"])
 def test_a_linen_step_and_an_nnx_step_are_the_same(name):
-    options = {**NARROW[name], **({"batch_norm": True} if name == "vgg11" else {})}
-    linen, nnx_ = (models.build(name, library=library, **options) for library in models.LIBRARIES)
+    linen, nnx_ = (build_small(name, library) for library in models.LIBRARIES)
     tx = optax.sgd(0.1, momentum=0.9)
     init_fn, train_step, _ = models.make_step(linen, tx, label_smoothing=0.1)
     nnx_init, nnx_step, _ = models.make_nnx_step(nnx_, tx, label_smoothing=0.1)
@@ -80,7 +89,7 @@ def test_a_linen_step_and_an_nnx_step_are_the_same(name):
 
 def test_the_state_holds_what_the_model_needs():
     def keys(name, **options):
-        init_fn, train_step, _ = models.make_step(models.build(name, **options), optax.adam(1e-3))
+        init_fn, train_step, _ = models.make_step(models.build(name, **options), optax.sgd(0.1, momentum=0.9))
         state = jax.eval_shape(init_fn, jax.random.key(0))
         after, _ = jax.eval_shape(train_step, state, models.build(name, **options).example(2))
         assert jax.tree.structure(after) == jax.tree.structure(state)
@@ -94,11 +103,11 @@ def test_the_state_holds_what_the_model_needs():
 
 
 def test_batch_statistics_move_in_training_and_serve_in_evaluation():
-    spec = models.build("vgg11", batch_norm=True, **NARROW["vgg11"])
+    spec = build_small("resnet18")
     init_fn, train_step, eval_step = models.make_step(spec, optax.sgd(0.0))
     before, batch = init_fn(jax.random.key(0)), batch_for(spec)
     after, trained = jax.jit(train_step)(before, batch)
-    moved = after["batch_stats"]["norm1_1"]["mean"] - before["batch_stats"]["norm1_1"]["mean"]
+    moved = after["batch_stats"]["stem_norm"]["mean"] - before["batch_stats"]["stem_norm"]["mean"]
     assert np.abs(moved).max() > 0
     evaluate = jax.jit(eval_step)
     # Same parameters, other statistics; and evaluation does not use those of its own batch.
@@ -106,7 +115,7 @@ def test_batch_statistics_move_in_training_and_serve_in_evaluation():
 
 
 def test_dropout_differs_between_steps_and_repeats_between_runs():
-    spec = models.build("mlp", dropout=0.5, **NARROW["mlp"])
+    spec = build_small("mlp", dropout=0.5)
     init_fn, train_step, eval_step = models.make_step(spec, optax.sgd(0.0))
 
     def losses():
@@ -121,10 +130,10 @@ def test_dropout_differs_between_steps_and_repeats_between_runs():
 
 
 @pytest.mark.parametrize("library", models.LIBRARIES)
-@pytest.mark.parametrize("name", ["vgg16", "transformer"])
+@pytest.mark.parametrize("name", ["resnet18", "transformer"])
 def test_padding_does_not_count(name, library):
     """Evaluating 5 examples padded to 8 is evaluating the 5, whatever the padding holds."""
-    spec = models.build(name, library=library, **NARROW[name])
+    spec = build_small(name, library)
     batch = batch_for(spec)
     padded = {**batch, "mask": np.array([1, 1, 1, 1, 1, 0, 0, 0], np.float32)}
     short = {key: value[:5] for key, value in batch.items()}
@@ -143,27 +152,27 @@ def test_padding_does_not_count(name, library):
 
 
 def test_a_batch_of_padding_alone_counts_nothing():
-    spec = models.build("mlp", **NARROW["mlp"])
+    spec = build_small("mlp")
     init_fn, train_step, eval_step = models.make_step(spec, optax.sgd(0.1))
     state, batch = init_fn(jax.random.key(0)), {**batch_for(spec), "mask": np.zeros(8, np.float32)}
-    assert {k: float(v) for k, v in eval_step(state, batch).items()} == {"loss": 0, "accuracy": 0, "correct": 0}
-    after, _ = train_step(state, batch)
+    assert {k: float(v) for k, v in jax.jit(eval_step)(state, batch).items()} == {"loss": 0, "accuracy": 0, "correct": 0}
+    after, _ = jax.jit(train_step)(state, batch)
     close(after["params"], state["params"], atol=0)
 
 
 def test_a_mask_weighs_training_too():
-    spec = models.build("mlp", **NARROW["mlp"])
+    spec = build_small("mlp")
     init_fn, train_step, _ = models.make_step(spec, optax.sgd(0.1))
     state, batch = init_fn(jax.random.key(0)), batch_for(spec)
     masked = {**batch, "mask": np.array([1, 1, 1, 0, 0, 0, 0, 0], bool)}
-    ours, theirs = (train_step(state, b)[0] for b in (masked, {k: v[:3] for k, v in batch.items()}))
+    ours, theirs = (jax.jit(train_step)(state, b)[0] for b in (masked, {k: v[:3] for k, v in batch.items()}))
     close(ours["params"], theirs["params"], atol=1e-6)
 
 
 def test_tokens_predict_their_successors():
-    spec = models.build("transformer", **NARROW["transformer"])
+    spec = build_small("transformer")
     init_fn, _, eval_step = models.make_step(spec, optax.sgd(0.1))
-    state, tokens = init_fn(jax.random.key(0)), batch_for(spec)["tokens"]
+    state, tokens, eval_step = init_fn(jax.random.key(0)), batch_for(spec)["tokens"], jax.jit(eval_step)
     shifted = eval_step(state, {"tokens": tokens})
     explicit = eval_step(state, {"tokens": tokens[:, :-1], "label": tokens[:, 1:]})
     close(shifted, explicit, rtol=1e-6)
@@ -188,17 +197,18 @@ def test_cross_entropy_and_its_smoothing():
 
 
 def test_smoothing_is_for_training_only():
-    spec = models.build("mlp", **NARROW["mlp"])
+    spec = build_small("mlp")
     batch = batch_for(spec)
     plain, smooth = (models.make_step(spec, optax.sgd(0.0), label_smoothing=s) for s in (0.0, 0.2))
     state = plain[0](jax.random.key(0))
-    assert plain[1](state, batch)[1]["loss"] != smooth[1](state, batch)[1]["loss"]
-    close(plain[2](state, batch), smooth[2](state, batch), rtol=0)
+    ours, theirs = (jax.jit(step)(state, batch)[1]["loss"] for step in (plain[1], smooth[1]))
+    assert ours != theirs
+    close(*(jax.jit(step)(state, batch) for step in (plain[2], smooth[2])), rtol=0)
 
 
 @pytest.mark.parametrize("library", models.LIBRARIES)
 def test_the_boundary_and_the_loss_can_be_replaced(library):
-    spec, called = models.build("mlp", library=library, **NARROW["mlp"]), []
+    spec, called = build_small("mlp", library), []
 
     def value_and_grad(*args, **kwargs):
         called.append(kwargs)
@@ -212,16 +222,16 @@ def test_the_boundary_and_the_loss_can_be_replaced(library):
     states = init_fn(jax.random.key(0))
     if library == "linen":
         logits = spec.apply({"params": states["params"]}, batch_for(spec)["image"])
-        _, metrics = train_step(states, batch_for(spec))
+        _, metrics = jax.jit(train_step)(states, batch_for(spec))
     else:
         logits = states[0](batch_for(spec)["image"])
-        metrics = train_step(*states, batch_for(spec))
+        metrics = nnx.jit(train_step)(*states, batch_for(spec))
     np.testing.assert_allclose(metrics["loss"], squared(logits, batch_for(spec)["label"]).mean(), rtol=1e-5)
     assert called == [{"has_aux": True}]
 
 
 def test_mistakes_are_named():
-    linen, nnx_ = (models.build("mlp", library=library, **NARROW["mlp"]) for library in models.LIBRARIES)
+    linen, nnx_ = (build_small("mlp", library) for library in models.LIBRARIES)
     tx = optax.sgd(0.1)
     with pytest.raises(models.ModelError, match="make_nnx_step, or build"):
         models.make_step(nnx_, tx)
@@ -236,7 +246,7 @@ def test_mistakes_are_named():
     _, train_step, eval_step = models.make_step(linen, tx)
     with pytest.raises(DataError, match=r"no entry 'label'[\s\S]*\['image'\][\s\S]*'mlp'"):
         eval_step({"params": {}}, {"image": np.zeros((2, 8, 8, 1), np.float32)})
-    normed = models.build("vgg11", batch_norm=True, **NARROW["vgg11"])
+    normed = build_small("resnet18")
     _, train_step, _ = models.make_step(normed, tx)
     with pytest.raises(models.ModelError, match="statistics of batch norm"):
         train_step({}, {**batch_for(normed), "mask": np.ones(8, np.float32)})

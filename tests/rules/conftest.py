@@ -1,5 +1,6 @@
 """Small graphs written by hand. A parameter's dims are one string: `in:784 out:4096@h` is a dim named "in" of 784 elements
-and one named "out" of 4096 in the local class `h`; `out:4x8@h#t` has atoms of 4 and 8 and the hard class `t`."""
+and one named "out" of 4096 in the local class `h`; `out:4x8@h#t` has atoms of 4 and 8 and the hard class `t`, and `_:10` no
+name, as the dims of biases that tracing gives."""
 
 from __future__ import annotations
 
@@ -99,26 +100,27 @@ def make(layers: Layers, batch: int | None = 32) -> Graph:
 
 
 VGG: Layers = [
-    ("conv", "conv", {"kernel": "height:3 width:3 in:3 out:64@c", "bias": "out:64@c"}),
-    ("norm", "norm", {"scale": "features:64@c", "bias": "features:64@c"}),
-    ("fc1", "dense", {"kernel": "in:7x7x64 out:4096@h1", "bias": "out:4096@h1"}),
-    ("fc2", "dense", {"kernel": "in:4096@h1 out:4096@h2", "bias": "out:4096@h2"}),
-    ("fc3", "dense", {"kernel": "in:4096@h2 out:10@k", "bias": "out:10@k"}),
+    ("conv", "conv", {"kernel": "height:3 width:3 in:3 out:64@c", "bias": "_:64@c"}),
+    ("norm", "norm", {"scale": "_:64@c", "bias": "_:64@c"}),
+    ("fc1", "dense", {"kernel": "in:7x7x64 out:4096@h1", "bias": "_:4096@h1"}),
+    ("fc2", "dense", {"kernel": "in:4096@h1 out:4096@h2", "bias": "_:4096@h2"}),
+    ("fc3", "dense", {"kernel": "in:4096@h2 out:10@k", "bias": "_:10@k"}),
 ]
 BLOCK: Layers = [
     ("embed", "embedding", {"table": "vocab:1000@v features:64@d"}),
-    ("ln", "norm", {"scale": "features:64@d1"}),
-    ("q", "attention", {"kernel": "in:64@d1 out:8x8@heads", "bias": "out:8x8@heads"}),
-    ("k", "attention", {"kernel": "in:64@d1 out:8x8@heads", "bias": "out:8x8@heads"}),
-    ("v", "attention", {"kernel": "in:64@d1 out:8x8@heads", "bias": "out:8x8@heads"}),
-    ("o", "attention", {"kernel": "in:8x8@heads out:64@d2", "bias": "out:64@d2"}),
-    ("fc1", "dense", {"kernel": "in:64@d3 out:256@f", "bias": "out:256@f"}),
-    ("fc2", "dense", {"kernel": "in:256@f out:64@d4", "bias": "out:64@d4"}),
+    ("ln", "norm", {"scale": "_:64@d1"}),
+    ("q", "attention", {"kernel": "in:64@d1 out:8x8@heads", "bias": "_:8x8@heads"}),
+    ("k", "attention", {"kernel": "in:64@d1 out:8x8@heads", "bias": "_:8x8@heads"}),
+    ("v", "attention", {"kernel": "in:64@d1 out:8x8@heads", "bias": "_:8x8@heads"}),
+    ("o", "attention", {"kernel": "in:8x8@heads out:64@d2", "bias": "_:64@d2"}),
+    ("fc1", "dense", {"kernel": "in:64@d3 out:256@f", "bias": "_:256@f"}),
+    ("fc2", "dense", {"kernel": "in:256@f out:64@d4", "bias": "_:64@d4"}),
 ]
 MOE: Layers = [
     ("router", "dense", {"kernel": "in:64@d out:8@r"}),
     ("experts", "expert", {
-        "w1": "expert:8@e in:64@d out:256@f", "b1": "expert:8@e out:256@f", "w2": "expert:8@e in:256@f out:64@d2", "b2": "expert:8@e out:64@d2",
+        "w1": "expert:8@e in:64@d out:256@f", "b1": "_:8@e _:256@f",
+        "w2": "expert:8@e in:256@f out:64@d2", "b2": "_:8@e _:64@d2",
     }),
 ]
 FLAT: Layers = [("w1", "dense", {"w": "in:16 out:32@h"}), ("w2", "dense", {"w": "in:32@h out:4"})]

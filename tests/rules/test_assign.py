@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from splitjax.errors import BatchError, MeshError, RuleError
@@ -65,6 +67,8 @@ def test_state_that_is_not_like_its_parameter(builder):
     builder.leaf("opt/rows", "_:16#i", "optimizer", follows="params/fc/kernel")
     builder.leaf("opt/columns", "_:32#o", "optimizer", follows="params/fc/kernel")
     builder.leaf("opt/square", "_:32#o _:32#o", "optimizer", follows="params/fc/kernel")
+    builder.layer("heads", "dense", kernel="in:16 out:2x8#p")
+    builder.leaf("opt/odd", "_:2x3#p", "optimizer")
     builder.leaf("opt/count", "", "optimizer")
     builder.leaf("stats/other", "_:1024 _:1024", "statistic")
     builder.leaf("stats/mean", "_:32#o", "statistic")
@@ -72,6 +76,8 @@ def test_state_that_is_not_like_its_parameter(builder):
     plan = plans(assign(builder.graph(), one_rule({"out": "model"}), M4))
     assert plan["opt/rows"].spec == (None,) and plan["opt/columns"].spec == ("model",)
     assert plan["opt/square"].spec == ("model", None) and "already splits" in plan["opt/square"].note
+    assert plan["params/heads/kernel"].spec == (None, "model") and plan["opt/odd"].spec == (None,)
+    assert plan["opt/odd"].note == "dim 0 of size 6 (2 x 3) does not divide by model=4"
     assert plan["opt/count"].rule == "default" and plan["opt/count"].note == ""
     assert plan["stats/mean"].spec == ("model",) and plan["stats/mean"].rule == "follows params/fc/kernel"
     assert plan["stats/other"].rule == "default" and "follows no parameter" in plan["stats/other"].note
@@ -125,7 +131,7 @@ def test_experts_that_do_not_divide(build):
 def test_one_layer_with_several_matrices(build):
     """Query and output in one layer, biases listed first: each bias follows its own matrix."""
     graph = build([("att", "attention", {
-        "q": "in:64@d out:64@h", "obias": "out:64@d2", "qbias": "out:64@h", "okernel": "in:64@h out:64@d2",
+        "q": "in:64@d out:64@h", "obias": "_:64@d2", "qbias": "_:64@h", "okernel": "in:64@h out:64@d2",
     })])
     plan = plans(assign(graph, load_rules("megatron"), M4))
     assert plan["params/att/okernel"].spec == ("model", None) and plan["params/att/qbias"].spec == ("model",)
@@ -134,7 +140,7 @@ def test_one_layer_with_several_matrices(build):
 
 def test_square_recurrent_kernel_goes_by_columns(build):
     """Both dims of the kernel are in one local class: the axis lands on the columns, as in the input kernel."""
-    graph = build([("lstm", "recurrent", {"ih": "in:32@x out:64@h", "hh": "in:64@h out:64@h", "b": "out:64@h"})])
+    graph = build([("lstm", "recurrent", {"ih": "in:32@x out:64@h", "hh": "in:64@h out:64@h", "b": "_:64@h"})])
     for name in ("splitbrain", "megatron"):
         spec = specs(assign(graph, load_rules(name), M4))
         assert spec["params/lstm/ih"] == spec["params/lstm/hh"] == (None, "model") and spec["params/lstm/b"] == ("model",)
@@ -161,10 +167,13 @@ def test_fsdp(vgg):
 
 
 def test_fsdp_falls_back_to_fewer_devices(build):
-    graph = build([("fc", "dense", {"kernel": "in:33 out:34"}), ("fd", "dense", {"kernel": "in:33 out:36"})])
-    found = assign(graph, load_rules("fsdp"), M4)
-    assert specs(found)["params/fc/kernel"] == (None, "data") and specs(found)["params/fd/kernel"] == (None, "data")
-    assert specs(assign(graph, load_rules("fsdp"), {"data": 3, "model": 2}, ))["params/fc/kernel"] == ("data", None)
+    layers = [("a", "dense", {"kernel": "in:33 out:34"}), ("b", "dense", {"kernel": "in:35 out:36"})]
+    graph = build([*layers, ("c", "dense", {"kernel": "in:48 out:48"})], batch=48)
+    spec = specs(assign(graph, load_rules("fsdp"), {"data": 4, "model": 6}))
+    assert spec["params/c/kernel"] == (("data", "model"), None)
+    assert spec["params/b/kernel"] == (None, "data") and spec["params/a/kernel"] == (None, None)
+    spec = specs(assign(build(layers, batch=33 * 2), load_rules("fsdp"), {"data": 11, "model": 2}))
+    assert spec["params/a/kernel"] == ("data", None) and spec["params/b/kernel"] == (None, "model")
 
 
 def test_fsdp_of_a_small_model_on_data_alone_is_an_error(build):
@@ -200,11 +209,11 @@ def test_axes_of_size_one_leave_a_tuple(flat):
 
 
 def test_reasons_of_a_misfit(build):
-    graph = build([("fc", "dense", {"kernel": "in:6 out:10", "bias": "out:10"})])
-    rules = RuleSet("mine", (Rule("d", "dense", shard=[{"out": "model"}, {"vocab": "model"}, {5: "model"}]),), allow_replicated=True)
-    found = assign(graph, rules, {"model": 4})
-    kernel = plans(found)["params/fc/kernel"]
-    assert kernel.rule == "d" and kernel.note == "out 10 does not divide by model=4; no dim named 'vocab'; no dim 5"
+    graph = build([("fc", "dense", {"kernel": "in:6 out:10@h", "bias": "_:10@h"})])
+    found = assign(graph, one_rule({"out": "model"}, {"vocab": "model"}), {"model": 4})
+    kernel, bias = plans(found)["params/fc/kernel"], plans(found)["params/fc/bias"]
+    assert kernel.rule == "r" and kernel.note == "out 10 does not divide by model=4; no dim named 'vocab'"
+    assert bias.rule == "r (with params/fc/kernel)" and bias.note == ""
     assert found.notes == (f"params/fc/kernel: {kernel.note}",) and found.layers[0].note == kernel.note
 
 
@@ -217,7 +226,7 @@ def test_atoms_have_to_divide(build):
 
 
 def test_replicating_rule_overrides_ties(build):
-    layers = [("a", "dense", {"w": "in:8 out:16@h", "b": "out:16@h"}), ("b", "dense", {"w": "in:16@h out:8"})]
+    layers = [("a", "dense", {"w": "in:8 out:16@h", "b": "_:16@h"}), ("b", "dense", {"w": "in:16@h out:8"})]
     keep = Rule("keep", path="params/b/*")
     dense = Rule("dense", shard={"out": "model"})
     plan = plans(assign(build(layers), RuleSet("m", (keep, dense)), {"model": 4}))
@@ -247,7 +256,11 @@ def test_a_tie_and_a_second_axis(build):
 
 
 def test_parameters_without_a_rule_take_ties_and_are_whole_otherwise(build):
-    layers = [("a", "dense", {"w": "in:8 out:16@h", "b": "out:16@h"}), ("b", "other", {"w": "in:16@h out:8"}), ("c", "other", {"w": "in:5 out:8"})]
+    layers = [
+        ("a", "dense", {"w": "in:8 out:16@h", "b": "_:16@h"}),
+        ("b", "other", {"w": "in:16@h out:8"}),
+        ("c", "other", {"w": "in:5 out:8"}),
+    ]
     plan = plans(assign(build(layers), RuleSet("m", (Rule("d", path="**/a/w", shard={"out": "model"}),)), {"model": 4}))
     assert plan["params/a/b"].spec == ("model",) and plan["params/a/b"].rule == "d (with params/a/w)"
     assert plan["params/b/w"].spec == ("model", None) and plan["params/b/w"].rule == "ties with params/a/w"
@@ -274,11 +287,31 @@ def test_a_parameter_of_two_layers_is_decided_once(builder):
     builder.layer("embed", "embedding", table="vocab:100 features:64")
     builder.layer("fc", "dense", kernel="in:64 out:64")
     graph = builder.graph()
-    import dataclasses
-
     tied = dataclasses.replace(graph.layers[0], name="attend", kind="dense")
     found = assign(dataclasses.replace(graph, layers=(*graph.layers, tied)), load_rules("splitbrain"), M4)
     assert found.layers[-1].specs == ((None, "model"),) and found.layers[-1].rule == "embedding"
+
+
+def test_an_own_rule_outranks_the_weight(build):
+    """By path, or by replicating; a rule of another size alone does not."""
+    graph = build([("fc", "dense", {"w": "in:8 out:16@h", "b": "_:16@h"})])
+    dense = Rule("dense", "dense", shard={"out": "model"})
+    by_path = Rule("mine", path="**/b", shard={"out": "data"})
+    bias = plans(assign(graph, RuleSet("m", (by_path, dense)), M4))["params/fc/b"]
+    assert (bias.spec, bias.rule) == (("data",), "mine")
+    whole = Rule("mine", "dense", max_size=16)
+    bias = plans(assign(graph, RuleSet("m", (whole, dense)), M4))["params/fc/b"]
+    assert (bias.spec, bias.rule) == ((None,), "mine")
+    by_size = Rule("mine", "dense", max_size=16, shard={"out": "data"})
+    bias = plans(assign(graph, RuleSet("m", (by_size, dense)), M4))["params/fc/b"]
+    assert (bias.spec, bias.rule) == (("model",), "dense (with params/fc/w)")
+
+
+def test_rules_of_sizes_decide_every_array_by_itself(build):
+    graph = build([("att", "attention", {"q": "in:32 out:64@h", "o": "in:64@h out:128"})])
+    plan = plans(assign(graph, load_rules("fsdp"), M4))
+    assert plan["params/att/q"].spec == plan["params/att/o"].spec == (None, ("data", "model"))
+    assert plan["params/att/o"].rule == "shard"
 
 
 def test_positions_and_empty_last_alternative(build):
@@ -286,6 +319,12 @@ def test_positions_and_empty_last_alternative(build):
     plan = plans(assign(graph, one_rule({-1: "model"}, {}), {"model": 2}))
     assert plan["params/a/w"].spec == (None, "model")
     assert plan["params/b/w"].spec == (None, None) and plan["params/b/w"].rule == "r" and plan["params/b/w"].note == ""
+
+
+def test_reasons_of_positions_and_sizes(build):
+    graph = build([("fc", "dense", {"kernel": "in:6 out:10", "bias": "out:10"})])
+    plan = plans(assign(graph, one_rule({5: "model"}, {-1: "model"}, {"largest": "model"}), {"model": 4}))
+    assert plan["params/fc/kernel"].note == "no dim 5; out 10 does not divide by model=4; no open dim of (6, 10) divides by model=4"
 
 
 def test_a_rule_set_that_does_nothing_is_an_error(flat, vgg):

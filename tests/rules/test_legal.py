@@ -115,6 +115,7 @@ def test_a_dim_that_fits_is_sharded(graph, mesh):
     if mesh.size("model") == 1:
         return
     for leaf, plan in zip(unlinked.leaves, assign(unlinked, rules, mesh).leaves, strict=True):
-        fits = [size for size, atoms in zip(leaf.shape, leaf.dims, strict=True) if divides([graph.atom_sizes[a] for a in atoms], mesh.size("model"))]
+        sizes = [[graph.atom_sizes[atom] for atom in atoms] for atoms in leaf.dims]
+        fits = [math.prod(factors) for factors in sizes if divides(factors, mesh.size("model"))]
         split = [size for size, entry in zip(leaf.shape, plan.spec, strict=True) if entry]
         assert leaf.role != "param" or split == ([max(fits)] if fits else [])

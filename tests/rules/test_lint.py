@@ -22,7 +22,8 @@ def test_shipped_sets_are_clean(name, vgg, block, moe):
 
 
 def test_dead(vgg):
-    rules = RuleSet("m", (Rule("p", path="fc1/kernel", shard=OUT), Rule("k", "expert", shard=OUT), Rule("s", "dense", shape=(3,), shard=OUT)))
+    path, kind, shape = Rule("p", path="fc1/kernel", shard=OUT), Rule("k", "expert", shard=OUT), Rule("s", "dense", shape=(3,), shard=OUT)
+    rules = RuleSet("m", (path, kind, shape))
     dead = {rule: (severity, remedy) for severity, rule, _, remedy in found("dead", rules, vgg)}
     assert dead["p"] == ("warning", 'a glob is for the whole path: write path = "**/fc1/kernel"')
     assert dead["k"][0] == "info" and "conv, dense, norm" in dead["k"][1]
@@ -109,6 +110,7 @@ def test_unknown_axes(vgg):
 
 
 def test_errors_come_first(vgg):
-    rules = RuleSet("m", (Rule("k", "expert", shard=OUT), Rule("p", path="nothing", shard=OUT), Rule("twice", shard={"in": "model", "out": "model"})))
+    twice = Rule("twice", shard={"in": "model", "out": "model"})
+    rules = RuleSet("m", (Rule("k", "expert", shard=OUT), Rule("p", path="nothing", shard=OUT), twice))
     severities = [one.severity for one in lint(rules, vgg, M4)]
     assert severities == sorted(severities, key=("error", "warning", "info").index) and set(severities) == {"error", "warning", "info"}

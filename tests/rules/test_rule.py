@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from splitjax.errors import RuleError
 from splitjax.rules import Rule, RuleSet
-from splitjax.rules.match import candidates, divides, first_match, glob_pattern, matches, shape_matches
+from splitjax.rules.match import candidates, divides, first_match, glob_pattern, matches, named_params, shape_matches
 from splitjax.trace.graph import Leaf
 
 
@@ -162,3 +162,9 @@ def test_contradictory_sizes():
 def test_rule_set_mistakes(fields, words):
     with pytest.raises(RuleError, match=words):
         RuleSet(**{"name": "mine", **fields})
+
+
+def test_a_layer_names_all_of_its_dims(build):
+    graph = build([("lstm", "recurrent", {"hh": "in:8@h out:8@h", "ih": "in:4 out:8@h", "b": "_:8@h", "other": "_:3@x"})])
+    names = {path.rpartition("/")[2]: leaf.dim_names for path, leaf in named_params(graph).items()}
+    assert names == {"hh": ("in", "out"), "ih": ("in", "out"), "b": ("out",), "other": (None,)}

@@ -1,0 +1,85 @@
+"""What a figure was measured on and with: the header of every result page."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import os
+import pathlib
+import platform
+
+PACKAGES = ("splitjax", "jax", "jaxlib", "flax", "optax", "numpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """One machine with what is installed on it."""
+
+    date: str  # ISO 8601, UTC
+    system: str
+    processor: str
+    num_cores: int  # that this process may use
+    memory_bytes: int
+    devices: str  # such as "8 x cpu (virtual)"
+    python: str
+    versions: tuple[tuple[str, str], ...]  # (package, version)
+    xla_flags: str
+
+
+def this_machine(packages: tuple[str, ...] = PACKAGES) -> Machine:
+    """Looks at this machine; starts JAX's backend, so flags and device counts have to be set before."""
+    import jax
+
+    devices = jax.devices()
+    virtual = " (virtual)" if devices[0].platform == "cpu" and len(devices) > 1 else ""
+    return Machine(
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        system=f"{platform.system()} {platform.machine()}",
+        processor=_processor(),
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=_memory_bytes(),
+        devices=f"{len(devices)} x {devices[0].device_kind}{virtual}",
+        python=platform.python_version(),
+        versions=tuple((package, version(package)) for package in packages),
+        xla_flags=os.environ.get("XLA_FLAGS", ""),
+    )
+
+
+def version(package: str) -> str:
+    """The installed version, or "not installed"."""
+    if package == "splitjax":  # a checkout need not be installed
+        import splitjax
+
+        return splitjax.__version__
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def header(machine: Machine, command: str) -> str:
+    """Markdown lines that a result page starts with. `command`: what makes the page anew."""
+    lines = [
+        f"- {machine.date}, {machine.system}, {machine.processor}, {machine.num_cores} cores, {machine.memory_bytes / 2**30:.0f} GiB",
+        f"- devices: {machine.devices}; Python {machine.python}; " + ", ".join(f"{name} {number}" for name, number in machine.versions),
+        f"- command: `{command}`" + (f"; `XLA_FLAGS={machine.xla_flags}`" if machine.xla_flags else ""),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _processor() -> str:
+    """The processor's name, from /proc/cpuinfo where there is one."""
+    info = pathlib.Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not on every system
+        return 0

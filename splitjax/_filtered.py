@@ -1,0 +1,379 @@
+"""What the NNX and Equinox frontends share: a step over objects, run as a plain parallel step over their arrays.
+
+A frontend takes a call's arguments apart (`_pack`): arrays go to a plain `ParallelStep`, everything else becomes part of one
+static argument, `Static`, so that a program serves exactly the calls that agree in it. What the step returns is taken apart
+the same way inside the trace, and put together again after the call: its static part travels in the result's tree
+structure (`Extra`), the only thing about a traced result that is not an array.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from splitjax.errors import DonatedStateError, PlanError, StateError, TraceError
+from splitjax.lower.arguments import Options, make_options, parameter_names, positional
+from splitjax.lower.entry import CompileRecord
+from splitjax.lower.layout import named_sharding
+from splitjax.mesh import MeshShape, make_mesh
+from splitjax.parallelize import ParallelStep
+from splitjax.parallelize import parallelize as parallelize_arrays
+from splitjax.plan import Plan
+
+# How many calls a step remembers, to name the one that consumed a state.
+_REMEMBERED_CALLS = 4096
+
+
+def is_array(value: Any) -> bool:
+    """Whether a leaf is traced: a JAX or NumPy array, or a description of one. Python numbers are static, as in Equinox."""
+    return isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+class Fixed:
+    """A static value that can always be hashed: equal by value where the value has a hash, else only to itself."""
+
+    __slots__ = ("value", "_hash")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        try:
+            self._hash = hash(value)
+        except TypeError:
+            self._hash = None
+
+    def __hash__(self) -> int:
+        return id(self.value) if self._hash is None else self._hash
+
+    def __eq__(self, other: Any) -> bool:
+        if not isinstance(other, Fixed):
+            return NotImplemented
+        if self.value is other.value:
+            return True
+        if self._hash is None or self._hash != other._hash or type(self.value) is not type(other.value):
+            return False
+        return bool(self.value == other.value)
+
+    def __repr__(self) -> str:
+        return getattr(self.value, "__name__", None) or repr(self.value)
+
+
+class Array:
+    """Stands for an array among static leaves."""
+
+    def __repr__(self) -> str:
+        return "an array"
+
+
+ARRAY = Array()
+
+
+@dataclasses.dataclass(frozen=True)
+class Half:
+    """The static half of a pytree: its structure, and its leaves with `ARRAY` in place of arrays."""
+
+    tree: Any
+    leaves: tuple[Any, ...]
+
+    def combine(self, arrays: Any) -> Any:
+        """The pytree with these arrays, given in any structure, in order."""
+        found = iter(jax.tree.leaves(arrays))
+        return jax.tree.unflatten(self.tree, [next(found) if leaf is ARRAY else leaf.value for leaf in self.leaves])
+
+
+def partition(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[Any, Half]:
+    """Splits a pytree into itself with None for everything that is not an array, and the static half."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
+    arrays = [is_array(leaf) for leaf in leaves]
+    dynamic = jax.tree.unflatten(structure, [leaf if here else None for here, leaf in zip(arrays, leaves, strict=True)])
+    return dynamic, Half(structure, tuple(ARRAY if here else Fixed(leaf) for here, leaf in zip(arrays, leaves, strict=True)))
+
+
+class Static:
+    """The one static argument of the plain step. Two calls share a program exactly if `key` is equal."""
+
+    def __init__(self, key: Any, name: str, describe: Callable[[], dict[str, Any]]) -> None:
+        self.key = key
+        self._describe = describe
+        try:
+            self._hash = hash(key)
+        except TypeError as error:
+            raise TraceError(
+                f"a static field of an argument has no hash ({error})", place=f"call of {name}",
+                remedy="make the field an array, or a hashable value such as a tuple",
+            ) from error
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Static) and self._hash == other._hash and self.key == other.key
+
+    def splitjax_difference(self, old: Static) -> str:
+        """The first static value that differs from another call's, in words."""
+        before, after = old._describe(), self._describe()
+        for path in [*after, *(path for path in before if path not in after)]:
+            if before.get(path, None) != after.get(path, None):
+                return f"{path}: {before.get(path, 'absent')} -> {after.get(path, 'absent')}"
+        return "a static part of the arguments changed"
+
+
+@jax.tree_util.register_pytree_node_class
+class Extra:
+    """The static half of a step's result; a pytree node without leaves, so that it survives tracing."""
+
+    def __init__(self, half: Half, in_place: bool, more: Any = None) -> None:
+        self.half, self.in_place, self.more = half, in_place, more
+
+    def tree_flatten(self) -> tuple[tuple, Any]:
+        return (), self
+
+    @classmethod
+    def tree_unflatten(cls, aux: Extra, children: Any) -> Extra:
+        return aux
+
+
+def attach(result: Any, more: Any = None, is_leaf: Callable[[Any], bool] | None = None) -> tuple:
+    """A step's result as a tuple of pytrees of arrays, ending with its static half. A returned tuple keeps its positions."""
+    dynamic, half = partition(result, is_leaf)
+    in_place = type(result) in (tuple, list)
+    return (*dynamic, Extra(half, in_place, more)) if in_place else (dynamic, Extra(half, in_place, more))
+
+
+def detach(result: Sequence[Any]) -> Any:
+    """The inverse of `attach`, on arrays."""
+    return result[-1].half.combine(result[:-1])
+
+
+@dataclasses.dataclass
+class Call:
+    """A call taken apart: the plain step, its arguments, and what is needed to put things together again."""
+
+    step: ParallelStep
+    args: tuple
+    state_numbers: tuple[int, ...]  # positions in `args`
+    rebuild: Callable[[Sequence[Any]], tuple]  # state arrays -> the user's states, new ones
+    more: Any = None
+
+    @property
+    def state_leaves(self) -> list[Any]:
+        return jax.tree.leaves([self.args[n] for n in self.state_numbers])
+
+    @property
+    def example(self) -> tuple:
+        return tuple(arg for n, arg in enumerate(self.args) if n not in self.state_numbers)
+
+    def shardings(self) -> list[jax.sharding.NamedSharding]:
+        """The plan's sharding of every state array."""
+        entry = self.step._entry(self.args)
+        return [
+            named_sharding(self.step.mesh, leaf.spec)
+            for n in self.state_numbers for leaf in entry.plan.leaves[slice(*entry.bound.spans[n])]
+        ]
+
+
+class FilteredStep:
+    """A decorated step over modules. Call it like the function it wraps."""
+
+    def __init__(self, fn: Callable, options: Options, keywords: dict[str, Any], state_outnums: Any = None,
+                 parent: FilteredStep | None = None) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._name = getattr(fn, "__name__", type(fn).__name__)
+        self._options = options
+        self._keywords = keywords
+        self._state_outnums = state_outnums
+        self._parent = parent
+        self._steps: dict[Any, ParallelStep] = {}
+        self._latest: ParallelStep | None = None
+        self._num_calls = 0
+        self._calls: collections.deque[tuple[int, int, Any, int]] = collections.deque(maxlen=_REMEMBERED_CALLS)
+
+    @functools.cached_property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The mesh, made when it is first needed."""
+        return self._parent.mesh if self._parent is not None else make_mesh(self._keywords["mesh"])
+
+    @property
+    def compiles(self) -> tuple[CompileRecord, ...]:
+        """Every program this step was planned for, each with the reason why the earlier ones did not serve."""
+        records = [record for step in self._steps.values() for record in step.compiles]
+        return tuple(dataclasses.replace(record, number=n) for n, record in enumerate(records, 1))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args = positional(self._fn, args, kwargs)
+        frame = sys._getframe(1)
+        call = self._pack(args)
+        try:
+            result = call.step(*call.args)
+        except DonatedStateError as error:
+            raise self._donated(args, error) from error
+        self._num_calls += 1
+        for number in self._options.state_argnums[:1]:
+            self._calls.append((id(args[number]), self._num_calls, frame.f_code, frame.f_lineno))
+        return self._unpack(call, result)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for these arguments (abstract ones will do): prints as a table, renders in Jupyter."""
+        call = self._pack(positional(self._fn, args, kwargs))
+        return call.step.plan(*call.args)
+
+    def graph(self, *args: Any, **kwargs: Any) -> Any:
+        """The traced `splitjax.trace.graph.Graph` that the plan was made from."""
+        call = self._pack(positional(self._fn, args, kwargs))
+        return call.step.graph(*call.args)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """As `jax.jit(fn).lower`: `.compile()`, `.as_text()`, `.compile().memory_analysis()`."""
+        call = self._pack(positional(self._fn, args, kwargs))
+        return call.step.lower(*call.args)
+
+    def init(self, make_fn: Callable, *make_args: Any, example: Sequence[Any]) -> Any:
+        """Creates the states already sharded: `make_fn(*make_args)` is compiled with the plan's shardings as its results', so
+        that no device ever holds the whole.
+
+        **Arguments:**
+
+        - `make_fn`: `make_fn(key)` returns the state, or the states in order.
+        - `example`: all other arguments of the step, in order: arrays or `ShapeDtypeStruct`s.
+        """
+        call, single = self._planned(make_fn, make_args, example)
+
+        def create(*args: Any) -> list[jax.Array]:
+            return [_strong(leaf) for leaf in self._made(make_fn(*args), example)[0].state_leaves]
+
+        states = call.rebuild(jax.jit(create, out_shardings=call.shardings())(*make_args))
+        return states[0] if single else states
+
+    def abstract_state(self, make_fn: Callable, *make_args: Any, example: Sequence[Any]) -> Any:
+        """The states with `ShapeDtypeStruct`s with shardings for arrays, for one's own orbax restore; nothing is computed."""
+        call, single = self._planned(make_fn, make_args, example)
+        pairs = zip(call.state_leaves, call.shardings(), strict=True)
+        states = call.rebuild([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where) for leaf, where in pairs])
+        return states[0] if single else states
+
+    def _planned(self, make_fn: Callable, make_args: tuple, example: Sequence[Any]) -> tuple[Call, bool]:
+        """The call over abstract states, outside any trace, and whether `make_fn` returns a lone state."""
+        made = []
+
+        def describe(*args: Any) -> list[Any]:
+            made.append(self._made(make_fn(*args), example))
+            return made[-1][0].state_leaves
+
+        shapes = jax.eval_shape(describe, *make_args)
+        call, single = made[-1]
+        states = call.rebuild([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in shapes])
+        return self._pack(self._arguments(states, example)), single
+
+    def _made(self, states: Any, example: Sequence[Any]) -> tuple[Call, bool]:
+        single = self._is_single(states)
+        return self._pack(self._arguments((states,) if single else tuple(states), example)), single
+
+    def _is_single(self, states: Any) -> bool:
+        numbers = self._options.state_argnums
+        if len(numbers) == 1:
+            return True
+        if type(states) not in (tuple, list) or len(states) != len(numbers):
+            raise StateError(
+                f"make_fn must return the {len(numbers)} states in state_argnums order", value=type(states).__name__,
+                place=f"{self._name}.init", remedy="return a tuple with one state per state argument",
+            )
+        return False
+
+    def _arguments(self, states: Sequence[Any], example: Sequence[Any]) -> tuple:
+        """The step's whole argument list: states in their places, the example's arguments in the others."""
+        if isinstance(example, dict) or not isinstance(example, (tuple, list)):
+            raise StateError(
+                "example is the tuple of all non-state arguments", value=type(example).__name__, place="example=",
+                remedy="write example=(batch,), with arrays or ShapeDtypeStructs",
+            )
+        numbers = self._state_positions(len(states))
+        count = len(states) + len(example)
+        if len(numbers) != len(states):
+            raise StateError(
+                f"got {len(states)} states, the step has {len(numbers)}", value=numbers, place=f"{self._name}",
+                remedy="give one state per state argument, in order",
+            )
+        if max(numbers, default=0) >= count:
+            raise StateError(
+                f"the example has {len(example)} arguments, too few to reach state argument {max(numbers)}", value=len(example),
+                place="example=", remedy="give all other arguments of the step, in order",
+            )
+        rest, by_number = iter(example), dict(zip(numbers, states, strict=True))
+        return tuple(by_number[n] if n in by_number else next(rest) for n in range(count))
+
+    def _state_positions(self, count: int) -> tuple[int, ...]:
+        return self._options.state_argnums
+
+    def _step(self, key: Any, make: Callable[[], tuple[Callable, dict[str, Any]]]) -> ParallelStep:
+        """The plain step for one arrangement of arguments; `make` returns the function over arrays, and its numbers."""
+        step = self._steps.get(key)
+        if step is None:
+            fn, numbers = make()
+            fn.__name__ = fn.__qualname__ = self._name
+            if self._parent is None:
+                step = parallelize_arrays(fn, **{**self._keywords, "mesh": self.mesh}, **numbers)
+            elif self._parent._latest is None:
+                raise PlanError(
+                    "the training step has no plan yet, so there is nothing to be like", place=f"{self._name}, made by like()",
+                    remedy="call init, place, plan or the training step itself first",
+                )
+            else:
+                numbers.pop("state_outnums", None)
+                step = self._parent._latest.like(fn, **numbers)
+            self._steps[key] = step
+        self._latest = step
+        return step
+
+    def _donated(self, args: tuple, error: DonatedStateError) -> DonatedStateError:
+        """The plain step's error, said of the user's own arguments."""
+        where = "an earlier call"
+        for number in self._options.state_argnums[:1]:
+            for seen, count, code, line in reversed(self._calls):
+                if seen == id(args[number]):
+                    where = f"call {count} of the step, at {code.co_filename}:{line}"
+                    break
+        return DonatedStateError(
+            f"a state of {self._name} was consumed by {where}; its arrays are gone", value=error.value, place=f"call of {self._name}",
+            remedy="use the states that the call returned, or pass donate=False to keep the old ones",
+        )
+
+    # What a frontend adds.
+
+    def _pack(self, args: tuple) -> Call:
+        raise NotImplementedError
+
+    def _unpack(self, call: Call, result: Any) -> Any:
+        raise NotImplementedError
+
+
+def signature(names: Sequence[str], fn: Callable, num_args: int) -> inspect.Signature:
+    """A signature for a function over arrays: `names`, then the user's parameters, so that paths read as the user wrote them."""
+    own = list(parameter_names(fn))[:num_args]
+    own += [f"arg{n}" for n in range(len(own), num_args)]
+    taken = set(own)
+    first = [name + "_" * (name in taken) for name in names]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Signature([inspect.Parameter(name, kind) for name in (*first, *own)])
+
+
+def check(fn: Callable, keywords: dict[str, Any], state_argnums, batch_argnums, static_argnums, static_argnames) -> Options:
+    """Raises, when the decorator runs, what a wrong keyword deserves; returns the normalised argument numbers."""
+    parallelize_arrays(fn, **keywords, state_argnums=(), batch_argnums=())
+    if keywords["mesh"] is not None:
+        MeshShape.of(keywords["mesh"])
+    return make_options(fn, state_argnums, batch_argnums, static_argnums, static_argnames, None)
+
+
+def _strong(leaf: Any) -> jax.Array:
+    """An array without a weak type, which would make the second call another program."""
+    leaf = jnp.asarray(leaf)
+    return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else jax.lax.convert_element_type(leaf, leaf.dtype)

@@ -1,0 +1,188 @@
+"""Parallel training steps over Equinox modules, or any pytrees that hold functions, flags and strings beside their arrays.
+
+As in Equinox's filtered transformations, arrays (JAX's and NumPy's) are traced, and every other leaf (activation functions,
+Python numbers, strings) is part of the program: a call that differs in one is planned and compiled anew. Equinox itself is
+not imported: all of this holds for any pytree.
+
+```python
+@splitjax.equinox.parallelize(mesh={"data": 2, "model": 4})
+def train_step(model, opt_state, batch):
+    loss, grads = splitjax.equinox.value_and_grad(loss_fn)(model, batch)
+    updates, opt_state = optimizer.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
+    return eqx.apply_updates(model, updates), opt_state, loss
+
+model, opt_state = train_step.init(make_states, key, example=(batch,))
+model, opt_state, loss = train_step(model, opt_state, batch)
+```
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from splitjax import _filtered
+from splitjax._filtered import ARRAY, Call, FilteredStep, Half, Static, is_array
+from splitjax.lower import gradient
+from splitjax.lower.arguments import make_options
+from splitjax.plan import Plan
+from splitjax.rules import RuleSet
+
+__all__ = ["EquinoxStep", "grad", "parallelize", "value_and_grad"]
+
+
+def parallelize(
+    fn: Callable | None = None, *, mesh: Any = None, rules: str | RuleSet = "splitbrain", group_comm: str = "auto",
+    sync: Any = "dense", backprop: Any = None, shard_state: bool = False, donate: bool = True, plan: Plan | str | None = None,
+    state_argnums: int | Sequence[int] = (0, 1), batch_argnums: int | Sequence[int] = (2,),
+    state_outnums: int | Sequence[int] | None = None, static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (), unknown: str = "error",
+) -> Any:
+    """`splitjax.parallelize` for steps whose arguments hold more than arrays, such as Equinox modules.
+
+    **Arguments:** as `splitjax.parallelize`, but for the defaults of `state_argnums` and `batch_argnums`, which suit
+    `step(model, opt_state, batch) -> (model, opt_state, loss)`. For `step(model, opt_state, x, y)` give
+    `batch_argnums=(2, 3)`; with an `eqx.nn.State`, `step(model, state, opt_state, batch)`, give `state_argnums=(0, 1, 2)` and
+    `batch_argnums=3`. States are found again among the results by structure, whatever their order.
+
+    **Returns** an `EquinoxStep`, called like the step itself. Results that are not arrays come back as they were traced.
+    """
+    keywords = {"mesh": mesh, "rules": rules, "group_comm": group_comm, "sync": sync, "backprop": backprop,
+                "shard_state": shard_state, "donate": donate, "plan": plan, "unknown": unknown}  # fmt: skip
+    numbers = {"state_argnums": state_argnums, "batch_argnums": batch_argnums, "static_argnums": static_argnums,
+               "static_argnames": static_argnames}  # fmt: skip
+    if fn is None:
+        return functools.partial(parallelize, **keywords, **numbers, state_outnums=state_outnums)
+    options = _filtered.check(fn, keywords, **numbers)
+    return EquinoxStep(fn, options, keywords, state_outnums)
+
+
+class EquinoxStep(FilteredStep):
+    """A decorated step over modules. Call it like the function it wraps; the methods show, place, compile and reuse its plan."""
+
+    def place(self, *states: Any, example: Sequence[Any]) -> Any:
+        """Puts existing states onto the plan (copies: the originals stay usable). Returns one state, or a tuple of them."""
+        call = self._pack(self._arguments(states, example))
+        moved = call.step.place(*(call.args[n] for n in call.state_numbers), example=call.example)
+        placed = call.rebuild(jax.tree.leaves(moved))
+        return placed[0] if len(placed) == 1 else placed
+
+    def like(self, fn: Callable, *, state_argnums: int | Sequence[int] = (0,), batch_argnums: int | Sequence[int] = (1,),
+             static_argnums: int | Sequence[int] = (), static_argnames: str | Sequence[str] = ()) -> EquinoxStep:
+        """A step on the same mesh and layouts that returns no state (evaluation, prediction). Nothing is donated.
+
+        The defaults suit `evaluate(model, batch)`; with an `eqx.nn.State`, `evaluate(model, state, batch)`, give
+        `state_argnums=(0, 1)` and `batch_argnums=2`. The layouts are those of the plan that this step used last."""
+        options = make_options(fn, state_argnums, batch_argnums, static_argnums, static_argnames, None)
+        return EquinoxStep(fn, options, self._keywords, parent=self)
+
+    def _pack(self, args: tuple) -> Call:
+        dynamic, halves = [], []
+        for number, arg in enumerate(args):
+            if number in self._options.static_argnums:
+                arrays, half = None, _whole(arg)
+            else:
+                arrays, half = _filtered.partition(arg)
+            dynamic.append(arrays)
+            halves.append(half)
+        key = tuple((half.tree, half.leaves) for half in halves)
+        names = self._options.names
+        static = Static(key, self._name, lambda: _static_leaves(halves, names))
+        static.halves = halves
+        step = self._step(len(args), lambda: self._over_arrays(len(args)))
+        numbers = tuple(n + 1 for n in self._options.state_argnums if n < len(args))
+
+        def rebuild(leaves: Sequence[Any]) -> tuple:
+            found = iter(leaves)
+            mine = [halves[n - 1] for n in numbers]
+            return tuple(half.combine([next(found) for leaf in half.leaves if leaf is ARRAY]) for half in mine)
+
+        return Call(step, (static, *dynamic), numbers, rebuild)
+
+    def _unpack(self, call: Call, result: Any) -> Any:
+        return _filtered.detach(result)
+
+    def _over_arrays(self, num_args: int) -> tuple[Callable, dict[str, Any]]:
+        fn, options = self._fn, self._options
+
+        def over_arrays(static: Static, *dynamic: Any) -> tuple:
+            return _filtered.attach(fn(*(half.combine(arrays) for half, arrays in zip(static.halves, dynamic, strict=True))))
+
+        over_arrays.__signature__ = _filtered.signature(("static",), fn, num_args)
+        return over_arrays, {
+            "state_argnums": tuple(n + 1 for n in options.state_argnums), "batch_argnums": tuple(n + 1 for n in options.batch_argnums),
+            "static_argnums": (0,), "state_outnums": self._state_outnums,
+        }
+
+
+def _whole(value: Any) -> Half:
+    """An argument that is static as a whole."""
+    return Half(jax.tree.structure(0), (_filtered.Fixed(value),))
+
+
+def _static_leaves(halves: Sequence[Half], names: Sequence[str]) -> dict[str, Any]:
+    """Path -> text of every static leaf."""
+    found = {}
+    for number, half in enumerate(halves):
+        name = names[number] if number < len(names) else f"arg{number}"
+        tree = jax.tree.unflatten(half.tree, half.leaves)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            inner = jax.tree_util.keystr(path, simple=True, separator="/")
+            found[f"{name}/{inner}" if inner else name] = repr(leaf)
+    return found
+
+
+def value_and_grad(fun: Callable | None = None, has_aux: bool = False, *, microbatches: int | None = None) -> Callable:
+    """`eqx.filter_value_and_grad`, as a boundary that a parallel step can see (`splitjax.value_and_grad`).
+
+    Differentiates with respect to the floating-point arrays of the first argument. The gradient has that argument's
+    structure, with None in place of everything else. Auxiliary results may hold anything.
+    """
+    if fun is None:
+        return functools.partial(value_and_grad, has_aux=has_aux, microbatches=microbatches)
+
+    @functools.wraps(fun)
+    def value_and_grad_f(first: Any, /, *args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten(first)
+        chosen = [is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+        differentiated = jax.tree.unflatten(tree, [leaf if here else None for here, leaf in zip(chosen, leaves, strict=True)])
+        others = [leaf for here, leaf in zip(chosen, leaves, strict=True) if not here]
+        halves: list[Half] = []
+
+        @functools.wraps(fun)
+        def of_arrays(differentiated: Any, *args: Any, **kwargs: Any) -> Any:
+            mine, rest = iter(jax.tree.leaves(differentiated)), iter(others)
+            whole = jax.tree.unflatten(tree, [next(mine) if here else next(rest) for here in chosen])
+            result = fun(whole, *args, **kwargs)
+            if not has_aux or not isinstance(result, (tuple, list)) or len(result) != 2:
+                return result  # the boundary says what is wrong with it
+            aux, half = _filtered.partition(result[1])
+            halves.append(half)
+            return result[0], aux
+
+        boundary = gradient.value_and_grad(of_arrays, has_aux=has_aux, microbatches=microbatches)
+        value, gradients = boundary(differentiated, *args, **kwargs)
+        return ((value[0], halves[-1].combine(value[1])) if has_aux else value), gradients
+
+    return value_and_grad_f
+
+
+def grad(fun: Callable | None = None, has_aux: bool = False, *, microbatches: int | None = None) -> Callable:
+    """`eqx.filter_grad`, as a boundary that a parallel step can see. See `value_and_grad`.
+
+    Returns a function that gives the gradient, or (gradient, aux) with `has_aux`.
+    """
+    if fun is None:
+        return functools.partial(grad, has_aux=has_aux, microbatches=microbatches)
+    full = value_and_grad(fun, has_aux, microbatches=microbatches)
+
+    @functools.wraps(fun)
+    def grad_f(first: Any, /, *args: Any, **kwargs: Any) -> Any:
+        value, gradients = full(first, *args, **kwargs)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return grad_f

@@ -1,0 +1,208 @@
+"""One loss traced at two batch sizes, read as one program.
+
+The *whole* jaxpr has the global number of examples, the *part* jaxpr the number that one microbatch of one worker has. Both come
+from the same Python function, so their equations correspond one to one; a dim whose sizes differ holds examples, and a literal
+that differs was computed from the number of examples. `pair` checks the correspondence and numbers the values; calls of
+`jit` are inlined, other nested jaxprs become bodies of their node.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from splitjax import _compat
+from splitjax.errors import MicrobatchError
+
+Site = tuple[int, ...]
+
+# Calls without a meaning of their own, and the parameter with their body.
+_INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+# Equations that keep a body, and the parameter that holds it (or several).
+BODIES = {
+    "scan": "jaxpr", "remat2": "jaxpr", "remat": "jaxpr", "checkpoint": "jaxpr", "cond": "branches",
+    "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Const:
+    """A literal or a constant, as the two traces have it. The whole batch's value is the true one."""
+
+    whole: Any
+    part: Any
+    whole_aval: Any
+    part_aval: Any
+    is_literal: bool
+
+    @property
+    def differs(self) -> bool:
+        return not _same(self.whole, self.part)
+
+
+Ref = int | Const  # a value's number, or a constant
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """One operation: its two equations, the numbers of what it reads and writes, and the bodies it runs."""
+
+    whole: Any
+    part: Any
+    site: Site  # equation and body indices from the forward jaxpr inwards, as in `trace.flatten`
+    inputs: tuple[Ref, ...]
+    outputs: tuple[int, ...]
+    bodies: tuple[Body, ...]
+
+    @property
+    def name(self) -> str:
+        return self.whole.primitive.name
+
+    @property
+    def source(self) -> str:
+        return _compat.source_line(self.whole)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Body:
+    """A jaxpr of either trace: operations in program order. Value numbers are unique in the program."""
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[Ref, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """The paired forward jaxpr. `types[v]` are the abstract values of `v` in the whole and in the part trace."""
+
+    body: Body
+    types: tuple[tuple[Any, Any], ...]
+
+    def type_of(self, ref: Ref) -> tuple[Any, Any]:
+        return (ref.whole_aval, ref.part_aval) if isinstance(ref, Const) else self.types[ref]
+
+
+def pair(whole: Any, part: Any, label: str) -> Program:
+    """Pairs two closed jaxprs of one function. Raises `MicrobatchError` where they differ in structure."""
+    pairer = _Pairer([], label)
+    inner_whole, inner_part = _compat.open_jaxpr(whole)[0], _compat.open_jaxpr(part)[0]
+    pairer.require(len(inner_whole.invars) == len(inner_part.invars), None, "it closes over a different number of values")
+    inputs = tuple(pairer.number(a.aval, b.aval) for a, b in zip(inner_whole.invars, inner_part.invars))
+    body = pairer.body(whole, part, inputs, ())
+    return Program(body, tuple(pairer.types))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pairer:
+    """Numbers the values while it walks; lives for one call of `pair`."""
+
+    types: list[tuple[Any, Any]]
+    label: str
+
+    def number(self, whole: Any, part: Any) -> int:
+        self.types.append((whole, part))
+        return len(self.types) - 1
+
+    def require(self, holds: bool, eqn: Any, why: str) -> None:
+        if holds:
+            return
+        raise MicrobatchError(
+            f"the loss does different operations for the whole batch and for one microbatch: {why}",
+            value=None if eqn is None else eqn.primitive.name,
+            place=(_compat.source_line(eqn) if eqn is not None else "") or self.label,
+            remedy="let the loss do the same operations at every batch size (no Python branches on it), use fewer microbatches, "
+            "or microbatches=None",
+        )
+
+    def body(self, whole: Any, part: Any, inputs: tuple[int, ...], site: Site) -> Body:
+        nodes: list[Node] = []
+        outputs = self.walk(whole, part, inputs, site, nodes)
+        return Body(tuple(nodes), inputs, tuple(outputs))
+
+    def walk(self, whole: Any, part: Any, inputs: Sequence[Ref], site: Site, nodes: list[Node]) -> list[Ref]:
+        """Adds the operations of a pair of jaxprs to `nodes`; returns its results."""
+        (whole, whole_consts), (part, part_consts) = _compat.open_jaxpr(whole), _compat.open_jaxpr(part)
+        first = next(iter(whole.eqns), None)
+        self.require(len(whole.constvars) == len(part.constvars), first, "different constants")
+        self.require(
+            len(whole.eqns) == len(part.eqns) and len(whole.outvars) == len(part.outvars), _first_difference(whole, part) or first,
+            f"{len(whole.eqns)} operations against {len(part.eqns)}",
+        )
+        known: dict[Any, Ref] = dict(zip(whole.invars, inputs))
+        matching: dict[Any, Ref] = dict(zip(part.invars, inputs))
+        for a, b, x, y in zip(whole.constvars, part.constvars, whole_consts, part_consts):
+            known[a] = matching[b] = Const(x, y, a.aval, b.aval, False)
+
+        def read(a: Any, b: Any, eqn: Any) -> Ref:
+            literals = isinstance(a, _compat.Literal), isinstance(b, _compat.Literal)
+            if all(literals):
+                return Const(a.val, b.val, a.aval, b.aval, True)
+            self.require(not any(literals), eqn, "a constant against a value")
+            self.require(known[a] is matching[b] or known[a] == matching[b], eqn, "different operands")
+            return known[a]
+
+        for index, (a, b) in enumerate(zip(whole.eqns, part.eqns)):
+            self.require(a.primitive is b.primitive, a, f"{a.primitive.name} against {b.primitive.name}")
+            self.require(len(a.invars) == len(b.invars) and len(a.outvars) == len(b.outvars), a, "different numbers of operands or results")
+            operands = [read(x, y, a) for x, y in zip(a.invars, b.invars)]
+            results = self.equation(a, b, operands, (*site, index), nodes)
+            known.update(zip(a.outvars, results))
+            matching.update(zip(b.outvars, results))
+        return [read(x, y, first) for x, y in zip(whole.outvars, part.outvars)]
+
+    def equation(self, a: Any, b: Any, operands: Sequence[Ref], site: Site, nodes: list[Node]) -> list[Ref]:
+        name = a.primitive.name
+        if name in _INLINED and _compat.is_jaxpr(a.params.get(_INLINED[name])):
+            return self.walk(a.params[_INLINED[name]], b.params[_INLINED[name]], operands, (*site, 0), nodes)
+        results = [self.number(x.aval, y.aval) for x, y in zip(a.outvars, b.outvars)]
+        nodes.append(Node(a, b, site, tuple(operands), tuple(results), self.bodies(a, b, site)))
+        return results
+
+    def bodies(self, a: Any, b: Any, site: Site) -> tuple[Body, ...]:
+        param = BODIES.get(a.primitive.name)
+        if param is None or param not in a.params:
+            return ()
+        ours, theirs = ((eqn.params[param],) if _compat.is_jaxpr(eqn.params[param]) else tuple(eqn.params[param]) for eqn in (a, b))
+        self.require(len(ours) == len(theirs), a, "different numbers of branches")
+        bodies = []
+        for index, (x, y) in enumerate(zip(ours, theirs)):
+            first, second = _compat.open_jaxpr(x)[0].invars, _compat.open_jaxpr(y)[0].invars
+            self.require(len(first) == len(second), a, "different numbers of operands")
+            inputs = tuple(self.number(v.aval, w.aval) for v, w in zip(first, second))
+            bodies.append(self.body(x, y, inputs, (*site, index)))
+        return tuple(bodies)
+
+
+def _first_difference(whole: Any, part: Any) -> Any:
+    return next((a for a, b in zip(whole.eqns, part.eqns) if a.primitive is not b.primitive), None)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    try:
+        return np.shape(a) == np.shape(b) and bool(np.all(np.asarray(a) == np.asarray(b)))
+    except (TypeError, ValueError):
+        return False
+
+
+def differing_params(node: Node, allowed: frozenset[str]) -> list[str]:
+    """Parameters, other than jaxprs, functions and those `allowed`, whose values the two traces disagree on."""
+    found = []
+    for key, ours in node.whole.params.items():
+        theirs = node.part.params.get(key)
+        if key in allowed or ours is theirs or _compat.is_jaxpr(ours) or callable(ours):
+            continue
+        if isinstance(ours, tuple) and any(_compat.is_jaxpr(one) or callable(one) for one in ours):
+            continue
+        try:
+            same = bool(ours == theirs)
+        except (TypeError, ValueError):
+            same = _same(ours, theirs)
+        if not same:
+            found.append(key)
+    return found

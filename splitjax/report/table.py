@@ -1,0 +1,208 @@
+"""What a rendered plan shows, independent of how: rows of parameters, repeated blocks folded, and titled summary lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+
+from splitjax.plan import LayerPlan, LeafPlan, Plan, spec_text
+
+# Fewer repetitions than this are shown one by one: folding two layers hides more than it saves.
+MIN_FOLD = 3
+_NUMBER = re.compile(r"(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One parameter, or the same parameter of `repeat` equal layers; byte counts are of one of them."""
+
+    layer: str
+    param: str  # relative to the layer
+    kind: str
+    shape: tuple[int, ...]
+    spec: str
+    rule: str
+    device_bytes: int
+    whole_bytes: int
+    repeat: int = 1
+
+
+def bytes_text(count: int) -> str:
+    """`0 B`, `980 B`, `1.5 KiB`, `24.0 MiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def percent_saved(device_bytes: int, whole_bytes: int) -> str:
+    """How much less one device holds than all of it: `75.0 %`."""
+    return f"{100 * (1 - device_bytes / whole_bytes):.1f} %" if whole_bytes else "0.0 %"
+
+
+def clean(text: str) -> str:
+    """Control characters (line ends, escapes) made visible, so that a name cannot break the table it stands in."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def table(plan: Plan) -> tuple[tuple[Row, ...], ...]:
+    """Rows grouped by layer, in program order; runs of equal blocks folded into one (`blocks_[0-31]/mlp`); parameters that
+    no layer uses come last."""
+    leaves = {leaf.path: leaf for leaf in plan.leaves}
+    groups: list[tuple[Row, ...]] = []
+    seen: set[str] = set()
+    for layer in plan.layers:
+        params = [leaves[path] for path in layer.params if path in leaves and path not in seen]
+        seen.update(layer.params)
+        if params:
+            groups.append(tuple(_row(plan, layer, leaf) for leaf in params))
+    loose = [leaf for leaf in plan.leaves if leaf.role == "param" and leaf.path not in seen]
+    groups.extend((_row(plan, None, leaf),) for leaf in loose)
+    return tuple(_fold(groups))
+
+
+def _row(plan: Plan, layer: LayerPlan | None, leaf: LeafPlan) -> Row:
+    name = layer.name if layer else ""
+    param = leaf.path.removeprefix(name + "/") if name else leaf.path
+    return Row(
+        name, param, layer.kind if layer else "", leaf.shape, spec_text(leaf.spec), leaf.rule,
+        leaf.bytes_per_device, leaf.whole_bytes(plan.mesh),
+    )
+
+
+def _fold(groups: Sequence[tuple[Row, ...]]) -> Iterable[tuple[Row, ...]]:
+    """Folds runs of blocks of layers that are equal but for one number in their names, counting up by one.
+
+    At each position the block length that covers most layers wins, the shorter among equals: two equal convolutions within
+    each of 32 equal blocks fold as 32 blocks, not 32 times as two convolutions."""
+    names = [_NUMBER.split(group[0].layer or group[0].param) for group in groups]
+    bodies = [tuple(dataclasses.replace(row, layer="", param=row.param if row.layer else "") for row in group) for group in groups]
+    i = 0
+    while i < len(groups):
+        length, times, slot = 1, 1, 0
+        for period in range(1, (len(groups) - i) // MIN_FOLD + 1):
+            found, place = _repetitions(names, bodies, i, period)
+            if found >= MIN_FOLD and found * period > length * times:
+                length, times, slot = period, found, place
+        if times < MIN_FOLD:
+            yield groups[i]
+            i += 1
+            continue
+        last = int(names[i][slot]) + times - 1
+        for j in range(i, i + length):
+            parts = [*names[j][:slot], f"[{names[j][slot]}-{last}]", *names[j][slot + 1 :]]
+            folded = "".join(parts)
+            yield tuple(
+                dataclasses.replace(row, layer=folded if row.layer else "", param=row.param if row.layer else folded, repeat=times)
+                for row in groups[j]
+            )
+        i += length * times
+
+
+def _repetitions(names: Sequence[list[str]], bodies: Sequence[tuple[Row, ...]], start: int, period: int) -> tuple[int, int]:
+    """How often the block of `period` groups at `start` repeats, and which part of the names counts."""
+    if start + period >= len(names):
+        return 1, 0
+    here, there = names[start], names[start + period]
+    slots = [k for k in range(min(len(here), len(there))) if here[k] != there[k]]
+    if len(here) != len(there) or len(slots) != 1 or slots[0] % 2 == 0:
+        return 1, 0
+    slot, times = slots[0], 1
+    while all(
+        _counts_up(names, bodies, start + j, start + times * period + j, slot, times, names[start][slot]) for j in range(period)
+    ):
+        times += 1
+    return times, slot
+
+
+def _counts_up(
+    names: Sequence[list[str]], bodies: Sequence[tuple[Row, ...]], base: int, other: int, slot: int, step: int, first: str
+) -> bool:
+    """Whether the group at `other` is the one at `base` with its number increased by `step`. All of a block share the number."""
+    if other >= len(names) or len(names[base]) <= slot or names[base][slot] != first or bodies[base] != bodies[other]:
+        return False
+    return names[other] == [*names[base][:slot], str(int(first) + step), *names[base][slot + 1 :]]
+
+
+def summary(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Titled lines below the table, in reading order; titles with nothing to say are left out."""
+    batch = " x ".join(plan.batch_axes) or "no axis"
+    replicated = "every axis" if plan.replicated_batch == "all" else "the data axis"
+    sections = (
+        ("mesh", [f"{plan.mesh} ({plan.mesh.num_devices} devices)"]),
+        ("rules", [f"{plan.rules}; batch split over {batch}; replicated layers split theirs over {replicated}"]),
+        ("state", _state(plan)),
+        ("optimizer", _optimizer(plan)),
+        ("statistics", _held(plan, "statistic")),
+        ("predicted", _predicted(plan)),
+        ("collectives", _collectives(plan)),
+        ("constraints", [f"shardings pinned inside the step: {len(plan.constraints)}"] if plan.constraints else []),
+        ("batch", [f"{leaf.path} {leaf.shape} {spec_text(leaf.spec)}" for leaf in plan.leaves if leaf.role == "batch"]),
+        ("inputs", [f"{leaf.path} {leaf.shape} {spec_text(leaf.spec)}" for leaf in plan.leaves if leaf.role == "input"]),
+        ("gathered", [f"replicated around {operation}: no dim rule" for operation in plan.gathered]),
+        ("exceptions", _exceptions(plan)),
+        ("notes", list(plan.notes)),
+    )
+    return tuple((title, tuple(lines)) for title, lines in sections if lines)
+
+
+def _state(plan: Plan) -> list[str]:
+    state = [leaf for leaf in plan.leaves if leaf.is_state]
+    whole = sum(leaf.whole_bytes(plan.mesh) for leaf in state)
+    held = sum(leaf.bytes_per_device for leaf in state)
+    return [f"{bytes_text(held)} per device, {bytes_text(whole)} on one device: {percent_saved(held, whole)} saved"] if state else []
+
+
+def _held(plan: Plan, role: str) -> list[str]:
+    leaves = [leaf for leaf in plan.leaves if leaf.role == role]
+    if not leaves:
+        return []
+    held, whole = sum(leaf.bytes_per_device for leaf in leaves), sum(leaf.whole_bytes(plan.mesh) for leaf in leaves)
+    split = sum(leaf.num_shards(plan.mesh) > 1 for leaf in leaves)
+    return [f"{len(leaves)} arrays, {split} split: {bytes_text(held)} per device of {bytes_text(whole)}"]
+
+
+def _optimizer(plan: Plan) -> list[str]:
+    lines = _held(plan, "optimizer")
+    rules: dict[str, int] = {}
+    for leaf in plan.leaves:
+        if leaf.role == "optimizer":
+            rule = "follow their parameter" if leaf.rule.startswith("follows ") else leaf.rule
+            rules[rule] = rules.get(rule, 0) + 1
+    return [*lines, ", ".join(f"{count} {rule}" for rule, count in rules.items())] if lines else []
+
+
+def _predicted(plan: Plan) -> list[str]:
+    memory = plan.memory
+    if not (memory.state_bytes or memory.activation_bytes or memory.peak_bytes):
+        return []
+    return [f"activations {bytes_text(memory.activation_bytes)}, peak {bytes_text(memory.peak_bytes)} per device"]
+
+
+def _collectives(plan: Plan) -> list[str]:
+    sums: dict[tuple[str, str], tuple[int, int]] = {}
+    for collective in plan.collectives:
+        count, total = sums.get((collective.op, collective.axis), (0, 0))
+        sums[collective.op, collective.axis] = count + 1, total + collective.bytes
+    lines = [
+        f"{op} over {axis}: {count} a step, {bytes_text(total)} sent per device"
+        for (op, axis), (count, total) in sorted(sums.items(), key=lambda item: -item[1][1])
+    ]
+    if len(lines) > 1:
+        lines.append(f"all: {bytes_text(sum(collective.bytes for collective in plan.collectives))} sent per device and step")
+    return lines
+
+
+def _exceptions(plan: Plan) -> list[str]:
+    """Notes of leaves and layers, equal ones joined: `kernel, bias: 10 does not divide`. A layer repeats its weight's note."""
+    notes: dict[str, list[str]] = {}
+    for leaf in plan.leaves:
+        if leaf.note:
+            notes.setdefault(leaf.note, []).append(leaf.path)
+    for layer in plan.layers:
+        if layer.note and not any(layer.note == note and set(paths) & set(layer.params) for note, paths in notes.items()):
+            notes.setdefault(layer.note, []).append(layer.name)
+    return [f"{', '.join(paths[:4])}{f' and {len(paths) - 4} more' if len(paths) > 4 else ''}: {note}" for note, paths in notes.items()]

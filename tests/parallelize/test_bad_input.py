@@ -1,0 +1,176 @@
+"""Mistakes a user makes, each a typed error with value, place and remedy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+import splitjax
+from splitjax.errors import (
+    BatchError,
+    MeshError,
+    RuleError,
+    SplitjaxError,
+    StateError,
+    TraceError,
+    UnavailableError,
+    UnknownPrimitiveError,
+)
+
+MESH = {"data": 2, "model": 4}
+BATCH = np.ones((8, 8), np.float32)
+
+
+def step(state, batch):
+    loss, grad = splitjax.value_and_grad(lambda w: ((batch @ w) ** 2).mean())(state["w"])
+    return {"w": state["w"] - 0.1 * grad}, loss
+
+
+def fresh():
+    return {"w": np.ones((8, 8), np.float32)}
+
+
+def complains(error_type, pattern, call):
+    with pytest.raises(error_type, match=pattern) as caught:
+        call()
+    assert isinstance(caught.value, SplitjaxError)
+    assert caught.value.remedy and caught.value.place, "a typed error names place and remedy"
+    return caught.value
+
+
+def test_wrong_mesh_product():
+    error = complains(MeshError, "needs 12 devices, and JAX sees 8", lambda: splitjax.parallelize(step, mesh={"data": 3, "model": 4})(fresh(), BATCH))
+    assert error.value == {"data": 3, "model": 4}
+
+
+@pytest.mark.parametrize("mesh", [{"data": 0}, {"data": "two"}, {"": 8}, {3: 8}])
+def test_malformed_mesh(mesh):
+    complains(MeshError, "mesh axis|axis .* needs", lambda: splitjax.parallelize(step, mesh=mesh))
+
+
+def test_unknown_rule_set_and_axis():
+    complains(RuleError, "splitbrian", lambda: splitjax.parallelize(step, rules="splitbrian"))
+    rules = splitjax.RuleSet("mine", (splitjax.Rule("all", shard=({"out": "modle"},)),))
+    complains(MeshError, "modle", lambda: splitjax.parallelize(step, mesh=MESH, rules=rules)(fresh(), BATCH))
+
+
+def test_rules_that_replicate_everything():
+    rules = splitjax.RuleSet("mine", (splitjax.Rule("convs", kind="conv", shard=({"out": "model"},)),))
+    complains(RuleError, "replicated|model", lambda: splitjax.parallelize(step, mesh=MESH, rules=rules)(fresh(), BATCH))
+
+
+def test_state_that_does_not_come_back():
+    complains(StateError, "does not come back", lambda: splitjax.parallelize(lambda state, batch: batch.sum(), mesh=MESH)(fresh(), BATCH))
+
+    def widened(state, batch):
+        return {"w": state["w"].astype(jnp.float16)}, 0.0
+
+    error = complains(StateError, "comes back changed: w goes in as float32", lambda: splitjax.parallelize(widened, mesh=MESH)(fresh(), BATCH))
+    assert error.value == "w"
+
+
+def test_ambiguous_state():
+    def twice(state, batch):
+        new = {"w": state["w"] * 2}
+        return new, new
+
+    complains(StateError, "could be any of 2 results", lambda: splitjax.parallelize(twice, mesh=MESH)(fresh(), BATCH))
+    a, b = splitjax.parallelize(twice, mesh=MESH, state_outnums=1, rules="data_parallel")(fresh(), BATCH)
+    assert float(b["w"][0, 0]) == 2.0
+
+
+def test_non_dividing_batch_names_the_nearest():
+    error = complains(BatchError, "12", lambda: splitjax.parallelize(step, mesh=MESH)(fresh(), np.ones((12, 8), np.float32)))
+    assert "8" in str(error) and "16" in str(error)
+
+
+def test_batch_arrays_that_disagree():
+    def two(state, batch):
+        return state, batch["a"].sum() + batch["b"].sum()
+
+    batch = {"a": np.ones((8, 2)), "b": np.ones((4, 2))}
+    complains(BatchError, "disagree", lambda: splitjax.parallelize(two, mesh=MESH)(fresh(), batch))
+
+
+def test_missing_and_overlapping_arguments():
+    complains(StateError, "missing", lambda: splitjax.parallelize(step, mesh=MESH, state_argnums=(0, 3))(fresh(), BATCH))
+    complains(StateError, "state and batch at once", lambda: splitjax.parallelize(step, mesh=MESH, batch_argnums=0))
+    complains(StateError, "static_argnames", lambda: splitjax.parallelize(step, mesh=MESH, static_argnames="nothing"))
+    complains(StateError, "hashable", lambda: splitjax.parallelize(lambda s, b, c: (s, b.sum()), mesh=MESH, static_argnums=2)(fresh(), BATCH, [1]))
+
+
+def test_what_is_not_an_array():
+    complains(TraceError, "not an array", lambda: splitjax.parallelize(lambda s, b, f: (s, b.sum()), mesh=MESH)(fresh(), BATCH, "text"))
+
+
+def test_collectives_of_pmap():
+    def pmapped(state, batch):
+        return {"w": jax.lax.pmean(state["w"], "batch")}, batch.sum()
+
+    complains(TraceError, "global batch|pmap", lambda: splitjax.parallelize(pmapped, mesh=MESH)(fresh(), BATCH))
+
+
+@pytest.mark.parametrize(
+    "options", [{"group_comm": "turns"}, {"group_comm": "modulo"}, {"sync": "zen"}, {"sync": {"*": "dense"}}, {"backprop": object()},
+                {"shard_state": True}, {"mesh": "auto"}, {"rules": "auto"}], ids=str,
+)
+def test_documented_options_of_later_versions(options):
+    complains(UnavailableError, "not part of this version|planner", lambda: splitjax.parallelize(step, **options))
+
+
+@pytest.mark.parametrize("options", [{"group_comm": "all"}, {"sync": "denze"}, {"unknown": "ignore"}, {"mesh": "data=8"}], ids=str)
+def test_undocumented_options(options):
+    complains(ValueError, "no such value|no string", lambda: splitjax.parallelize(step, **options))
+
+
+def test_state_on_the_wrong_devices():
+    stray = jax.device_put(fresh(), jax.devices()[3])
+    error = complains(StateError, "already lives on", lambda: splitjax.parallelize(step, mesh=MESH)(stray, BATCH))
+    assert "place" in error.remedy
+
+
+def _primitive(name):
+    """A primitive that splitjax has never heard of: doubles its operand."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda x: 2 * x)
+    primitive.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(primitive, mlir.lower_fun(lambda x: 2 * x, multiple_results=False))
+    return primitive
+
+
+def test_unknown_primitive():
+    strange = _primitive("strange")
+
+    def uses(state, batch):
+        return {"w": state["w"] + 1}, strange.bind(batch @ state["w"]).sum()
+
+    error = complains(UnknownPrimitiveError, "'strange'", lambda: splitjax.parallelize(uses, mesh=MESH)(fresh(), BATCH))
+    assert "test_bad_input.py" in error.place and "register_dims" in error.remedy
+    gathered = splitjax.parallelize(uses, mesh=MESH, unknown="gather")
+    plan = gathered.plan(fresh(), BATCH)
+    assert len(plan.gathered) == 1 and "strange at" in plan.gathered[0] and "strange" in str(plan)
+    _, got = gathered(fresh(), BATCH)
+    assert float(got) == pytest.approx(float(2 * (BATCH @ fresh()["w"]).sum()))
+
+
+def test_a_registered_primitive_is_known():
+    known = _primitive("well_known")
+    splitjax.register_dims(known, "b f -> b f")
+
+    def uses(state, batch):
+        return {"w": state["w"] + 1}, known.bind(batch @ state["w"]).sum()
+
+    splitjax.parallelize(uses, mesh=MESH)(fresh(), BATCH)
+
+
+def test_an_unknown_primitive_off_every_sharded_path_is_no_error():
+    strange = _primitive("aside")
+
+    def uses(state, batch):
+        return {"w": state["w"] + 1, "n": strange.bind(state["n"])}, (batch @ state["w"]).sum()
+
+    splitjax.parallelize(uses, mesh=MESH)({**fresh(), "n": np.ones((3,), np.float32)}, BATCH)

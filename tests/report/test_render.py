@@ -1,0 +1,275 @@
+"""A rendered plan: what the table and the summary say, folding, and names that try to break out."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import math
+import pathlib
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+import splitjax.plan
+from splitjax.mesh import MeshShape
+from splitjax.plan import Collective, Constraint, LayerPlan, LeafPlan, Memory, Plan, spec_axes
+from splitjax.report import render_html, render_text
+from splitjax.report.table import bytes_text, percent_saved, summary, table
+
+MESH = MeshShape((("data", 2), ("model", 4)))
+
+
+def leaf(path, shape, spec, rule="dense out", role="param", note=""):
+    size = 4 * math.prod(shape) // MESH.size(spec_axes(spec))
+    return LeafPlan(path, shape, "float32", role, role not in ("batch", "input"), spec, rule, note, size)
+
+
+def plan_of(layers: dict[str, list[LeafPlan]], extra=(), **fields) -> Plan:
+    plans = tuple(
+        LayerPlan(name, "dense", tuple(x.path for x in leaves), tuple(x.spec for x in leaves), leaves[0].rule, leaves[0].note)
+        for name, leaves in layers.items()
+    )
+    leaves = tuple(x for group in layers.values() for x in group)
+    return Plan(MESH, "splitbrain", "all", ("data", "model"), (*leaves, *extra), plans, **fields)
+
+
+def dense(name, shape=(256, 1024), spec=(None, "model"), **kw):
+    return [leaf(f"{name}/kernel", shape, spec, **kw), leaf(f"{name}/bias", shape[-1:], spec[-1:])]
+
+
+SMALL = plan_of(
+    {
+        "params/Dense_0": dense("params/Dense_0"),
+        "params/Head": [leaf("params/Head/kernel", (1024, 10), (), "default", note="10 does not divide")],
+    },
+    extra=(
+        leaf("opt/mu/Dense_0/kernel", (256, 1024), (None, "model"), "follows params/Dense_0/kernel", "optimizer"),
+        leaf("opt/count", (), (), "default", "optimizer"),
+        leaf("stats/mean", (64,), (), "default", "statistic"),
+        leaf("batch/image", (64, 256), (("data", "model"), None), "batch", "batch"),
+        leaf("key", (2,), (), "input", "input"),
+    ),
+    constraints=(Constraint((0,), 0, ("data", "?"), "params/Dense_0", "why"),) * 3,
+    gathered=("mystery at train.py:7",),
+    memory=Memory(600_000, 3 * 2**20, 5 * 2**20),
+    collectives=(
+        Collective("all_reduce", "data", 1024, "params/Dense_0", "gradient"),
+        Collective("all_reduce", "data", 2048, "params/Head", "gradient"),
+        Collective("all_gather", "model", 512, "params/Dense_0", "crossing"),
+    ),
+    notes=("two updates in one step",),
+)  # fmt: skip
+
+
+def text_of_html(source: str) -> str:
+    """The text a browser shows, cells apart."""
+    parts: list[str] = []
+
+    class Reader(HTMLParser):
+        hidden = False
+
+        def handle_starttag(self, tag, attrs):
+            self.hidden = tag == "style"
+
+        def handle_endtag(self, tag):
+            self.hidden = False
+
+        def handle_data(self, data):
+            if not self.hidden:
+                parts.append(data)
+
+    Reader().feed(source)
+    return " | ".join(parts)
+
+
+# ---- content
+
+
+def cells(line: str) -> list[str]:
+    return re.split(r"\s{2,}", line.strip())
+
+
+def test_text_table_of_a_small_plan():
+    lines = str(SMALL).splitlines()
+    assert cells(lines[0]) == ["layer", "parameter", "kind", "shape", "spec", "rule", "per device"]
+    assert cells(lines[2]) == ["params/Dense_0", "kernel", "dense", "(256, 1024)", "P(None, 'model')", "dense out", "256.0 KiB"]
+    assert cells(lines[3]) == ["bias", "(1024,)", "P('model')", "dense out", "1.0 KiB"]
+    assert cells(lines[4]) == ["params/Head", "kernel", "dense", "(1024, 10)", "replicated", "default", "40.0 KiB"]
+    assert lines[5] == ""
+    footer = dict(cells(line)[:2] for line in lines[6:] if not line.startswith(" "))
+    held, whole = 2 * 256 * 1024 + 1024 + 40960 + 4 + 256, 2 * 1024 * 1024 + 4096 + 40960 + 4 + 256
+    assert footer == {
+        "mesh": "data=2 x model=4 (8 devices)",
+        "rules": "splitbrain; batch split over data x model; replicated layers split theirs over every axis",
+        "state": f"{bytes_text(held)} per device, {bytes_text(whole)} on one device: {percent_saved(held, whole)} saved",
+        "optimizer": "2 arrays, 1 split: 256.0 KiB per device of 1.0 MiB",
+        "statistics": "1 arrays, 0 split: 256 B per device of 256 B",
+        "predicted": "activations 3.0 MiB, peak 5.0 MiB per device",
+        "collectives": "all_reduce over data: 2 a step, 3.0 KiB sent per device",
+        "constraints": "shardings pinned inside the step: 3",
+        "batch": "batch/image (64, 256) P(('data', 'model'))",
+        "inputs": "key (2,) replicated",
+        "gathered": "replicated around mystery at train.py:7: no dim rule",
+        "exceptions": "params/Head/kernel: 10 does not divide",
+        "notes": "two updates in one step",
+    }
+    assert "all_gather over model: 1 a step, 512 B sent per device" in str(SMALL)
+    assert "all: 3.5 KiB sent per device and step" in str(SMALL)
+    assert "1 follow their parameter, 1 default" in str(SMALL)
+
+
+def test_html_says_what_the_text_says():
+    shown = text_of_html(SMALL._repr_html_())
+    for group in table(SMALL):
+        for row in group:
+            for cell in (row.layer, row.param, row.kind, str(row.shape), row.spec, row.rule, bytes_text(row.device_bytes)):
+                assert cell in shown
+    for title, lines in summary(SMALL):
+        assert title in shown and all(line in shown for line in lines)
+
+
+def test_html_bars_show_the_share_of_a_device():
+    source = render_html(SMALL)
+    bars = re.findall(r'class="bar" style="width: (\d+)px" title="([^"]*)"><span style="width: ([\d.]+)%"', source)
+    assert [bar[0] for bar in bars] == ["160", str(round(160 * 40960 / (1024 * 1024 + 4096)))]
+    assert [bar[2] for bar in bars] == ["25.0", "100.0"]
+    assert bars[0][1] == "257.0 KiB per device of 1.0 MiB: 75.0 % saved"
+
+
+def test_empty_plan_renders():
+    empty = Plan(MESH, "none", "data", (), (), ())
+    assert "8 devices" in str(empty) and "no axis" in str(empty)
+    assert "8 devices" in text_of_html(render_html(empty))
+
+
+def test_parameter_without_layer_is_shown():
+    plan = plan_of({}, extra=(leaf("params/lonely", (8,), ()),))
+    assert "params/lonely" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 * 2**19, "1.5 MiB"), (5 * 2**50, "5120.0 TiB")]
+)
+def test_bytes_text(count, text):
+    assert bytes_text(count) == text
+
+
+# ---- width and plainness
+
+
+def test_width(monkeypatch):
+    wide = plan_of({f"params/{'x' * 70}_{c}": dense(f"params/{'x' * 70}_{c}", rule="r" * 60) for c in "ab"})
+    assert max(map(len, str(wide).splitlines())) == 120  # captured output is no terminal
+
+    class Terminal:
+        def __init__(self, stream):
+            self._stream = stream
+
+        def isatty(self):
+            return True
+
+        def __getattr__(self, name):
+            return getattr(self._stream, name)
+
+    monkeypatch.setattr(sys, "stdout", Terminal(sys.stdout))
+    for columns, expected in (("140", 140), ("300", 160), ("20", 60)):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert max(map(len, str(wide).splitlines())) == expected
+    narrow = render_text(wide, width=80)
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert narrow.replace("\n", "").count("x") >= 2 * 70  # folded, never cut
+
+
+def test_no_colour_codes_whatever_the_environment(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert "\x1b" not in str(SMALL)
+
+
+def test_the_plan_loads_rendering_only_when_shown():
+    tree = ast.parse(pathlib.Path(splitjax.plan.__file__).read_text())
+    names = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert names and not any("report" in name or "rich" in name for name in names)
+
+
+# ---- names that try to break out
+
+
+HOSTILE = "<script>alert('x')</script>&\"[bold red]:smile:\x1b[31m\n"
+
+
+def test_hostile_names_are_inert():
+    plan = plan_of(
+        {HOSTILE: [leaf(f"{HOSTILE}/{HOSTILE}", (8,), (), HOSTILE, note=HOSTILE)]},
+        extra=(leaf(f"b{HOSTILE}", (8,), (), HOSTILE, "batch"), leaf(f"o{HOSTILE}", (8,), (), HOSTILE, "optimizer")),
+        gathered=(HOSTILE,), notes=(HOSTILE,), collectives=(Collective(HOSTILE, HOSTILE, 1, HOSTILE, HOSTILE),),
+    )  # fmt: skip
+    plan = dataclasses.replace(plan, rules=HOSTILE)
+    source = render_html(plan)
+    assert "<script" not in source and "alert('" not in source and "\x1b" not in source
+    visible = HOSTILE.replace("\x1b", "\\x1b").replace("\n", "\\n")
+    assert visible in text_of_html(source)
+    text = render_text(plan, width=600)
+    assert "\x1b" not in text and visible in text  # no markup, no emoji, no line break
+
+
+def test_html_is_self_contained():
+    assert not re.search(r"https?:|src=|@import|url\(", render_html(SMALL))
+
+
+# ---- folding
+
+
+def blocks(count, kinds=("attention/query", "mlp/up", "mlp/down")):
+    return {f"params/blocks_{i}/{kind}": dense(f"params/blocks_{i}/{kind}") for i in range(count) for kind in kinds}
+
+
+def test_equal_blocks_are_folded():
+    plan = plan_of({"params/embed": dense("params/embed"), **blocks(32), "params/head": dense("params/head")})
+    groups = table(plan)
+    assert [group[0].layer for group in groups] == [
+        "params/embed", "params/blocks_[0-31]/attention/query", "params/blocks_[0-31]/mlp/up", "params/blocks_[0-31]/mlp/down",
+        "params/head",
+    ]  # fmt: skip
+    assert [row.repeat for row in groups[1]] == [32, 32]
+    assert "32 x 256.0 KiB" in str(plan)
+    total = sum(row.device_bytes * row.repeat for group in groups for row in group)
+    assert total == sum(x.bytes_per_device for x in plan.leaves)
+
+
+def test_equal_layers_within_equal_blocks_fold_by_block():
+    plan = plan_of(blocks(8, kinds=("Conv_0", "Conv_1", "Conv_2", "Conv_3")))
+    assert [group[0].layer for group in table(plan)] == [f"params/blocks_[0-7]/Conv_{k}" for k in range(4)]
+
+
+def test_two_equal_layers_are_not_folded():
+    assert len(table(plan_of(blocks(2)))) == 6
+
+
+def test_indices_may_start_anywhere_and_cross_ten():
+    layers = {f"Conv_{i}": dense(f"Conv_{i}") for i in range(7, 13)}
+    assert [group[0].layer for group in table(plan_of(layers))] == ["Conv_[7-12]"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [dict(spec=("model", None)), dict(shape=(256, 512)), dict(rule="other")],
+)
+def test_a_block_that_differs_is_shown(change):
+    layers = {f"Dense_{i}": dense(f"Dense_{i}", **(change if i == 4 else {})) for i in range(9)}
+    assert [group[0].layer for group in table(plan_of(layers))] == ["Dense_[0-3]", "Dense_4", "Dense_[5-8]"]
+
+
+def test_gaps_and_padded_numbers_are_not_folded():
+    assert len(table(plan_of({f"Dense_{i}": dense(f"Dense_{i}") for i in (0, 2, 4, 6)}))) == 4
+    assert len(table(plan_of({f"Dense_{i:02d}": dense(f"Dense_{i:02d}") for i in range(3)}))) == 3
+    assert len(table(plan_of({f"a{i}_b{i}": dense(f"a{i}_b{i}") for i in range(3)}))) == 3
+
+
+def test_equal_notes_are_joined():
+    layers = {f"D{c}": [leaf(f"D{c}/w", (8, 10), (), note="10 does not divide")] for c in "abcdef"}
+    (line,) = dict(summary(plan_of(layers)))["exceptions"]
+    assert line == "Da/w, Db/w, Dc/w, Dd/w and 2 more: 10 does not divide"

@@ -1,0 +1,169 @@
+"""An oracle for dim rules that knows no primitive: dims with one label run along each other, so permuting all of them among
+the operands permutes them among the results, `f(perm(x)) == perm(f(x))`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from splitjax import _compat
+from splitjax.trace import tracer  # noqa: F401  (fills the registry)
+from splitjax.trace.dims import DIM_RULES, DimMap
+from splitjax.trace.flatten import call_body
+
+# Values move along a dim that stays what it is: splitting it is meaningful, permuting it is not.
+MOVES = {
+    "cumsum": lambda params: (params["axis"],), "cumprod": lambda params: (params["axis"],),
+    "cummax": lambda params: (params["axis"],), "cummin": lambda params: (params["axis"],),
+    "cumlogsumexp": lambda params: (params["axis"],), "rev": lambda params: params["dimensions"],
+    "sort": lambda params: (params["dimension"],),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Equation:
+    """One equation of a program with the operands it got."""
+
+    name: str
+    params: dict[str, Any]
+    operands: tuple[Any, ...]
+    results: tuple[Any, ...]
+    run: Callable[..., list[Any]]
+
+    @property
+    def dim_map(self) -> DimMap:
+        shapes = [tuple(np.shape(v)) for v in self.operands], [tuple(np.shape(v)) for v in self.results]
+        return DIM_RULES.get(self.name)(*shapes, self.params)
+
+
+def equations(fn: Callable, *args: Any) -> list[Equation]:
+    """Runs a program and returns its equations, those inside calls too."""
+    found: list[Equation] = []
+    closed = jax.make_jaxpr(fn)(*args)
+    _walk(closed, jax.tree.leaves(args), found)
+    return found
+
+
+def _walk(jaxpr: Any, operands: Sequence[Any], found: list[Equation]) -> list[Any]:
+    inner, consts = _compat.open_jaxpr(jaxpr)
+    env = dict(zip(inner.constvars, consts, strict=True)) | dict(zip(inner.invars, operands, strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, _compat.Literal) else env[atom]
+
+    for eqn in inner.eqns:
+        values = [read(a) for a in eqn.invars]
+        body = call_body(eqn)
+        if body is not None:
+            results = _walk(body, values, found)
+        else:
+            def run(*operands, eqn=eqn):
+                return _compat.bind_equation(eqn, operands)
+
+            results = run(*values)
+            found.append(Equation(eqn.primitive.name, eqn.params, tuple(values), tuple(results), run))
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [read(a) for a in inner.outvars]
+
+
+Place = tuple[int, int, int]  # tensor, dim, factor
+
+
+def places(dim_map: DimMap) -> tuple[dict[Any, list[Place]], dict[Any, list[Place]]]:
+    """Per label, where it stands among the operands and among the results."""
+    sides = []
+    for tensors in (dim_map.inputs, dim_map.outputs):
+        side: dict[Any, list[Place]] = {}
+        for t, labels in enumerate(tensors):
+            for d, dim in enumerate(labels):
+                for f, label in enumerate(dim):
+                    side.setdefault(label, []).append((t, d, f))
+        sides.append(side)
+    return sides[0], sides[1]
+
+
+def label_size(label: Any, where: Sequence[Place], labels: Sequence[Any], values: Sequence[Any], dim_map: DimMap) -> int:
+    t, d, _ = where[0]
+    return dim_map.sizes[label] if len(labels[t][d]) > 1 else np.shape(values[t])[d]
+
+
+def permuted(value: Any, dim: int, factor: int, labels: Sequence[Any], dim_map: DimMap, order: np.ndarray) -> Any:
+    """A tensor with one factor of one dim permuted."""
+    shape = np.shape(value)
+    if len(labels) < 2:
+        return value[(slice(None),) * dim + (order,)]
+    sizes = [dim_map.sizes[label] for label in labels]
+    assert int(np.prod(sizes)) == shape[dim], f"factors {sizes} of a dim of size {shape[dim]}"
+    spread = value.reshape(*shape[:dim], *sizes, *shape[dim + 1 :])
+    return permuted(spread, dim + factor, 0, (), dim_map, order).reshape(shape)
+
+
+def apply(values: Sequence[Any], where: Sequence[Place], labels: Sequence[Any], dim_map: DimMap, order: np.ndarray) -> list[Any]:
+    out = list(values)
+    for t, d, f in where:
+        out[t] = permuted(out[t], d, f, labels[t][d], dim_map, order)
+    return out
+
+
+def close(a: Any, b: Any) -> bool:
+    if jax.dtypes.issubdtype(getattr(a, "dtype", None), jax.dtypes.prng_key):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    a, b = np.asarray(a), np.asarray(b)
+    if a.dtype.kind in "fcV":
+        a, b = (x.astype(np.complex128 if x.dtype.kind == "c" else np.float64) for x in (a, b))
+        return bool(np.allclose(a, b, rtol=2e-4, atol=2e-5, equal_nan=True))
+    return bool((a == b).all())
+
+
+def violations(one: Equation) -> Iterator[str]:
+    """The labels of an equation's dim map that do not run along each other."""
+    dim_map = one.dim_map
+    sources, targets = places(dim_map)
+    for label, where in sources.items():
+        into = targets.get(label, [])
+        if not into and len(where) < 2:
+            continue
+        size = label_size(label, where, dim_map.inputs, one.operands, dim_map)
+        moved = MOVES.get(one.name, lambda params: ())(one.params)
+        if size < 2 or any(d in moved for _, d, _ in where):
+            continue
+        order = np.roll(np.arange(size), 1)
+        order[:2] = order[:2][::-1] if size > 2 else order[:2]
+        want = apply(one.results, into, dim_map.outputs, dim_map, order)
+        got = one.run(*apply(one.operands, where, dim_map.inputs, dim_map, order))
+        if not all(map(close, got, want)):
+            yield f"{one.name}: label {label!r} at operands {where} and results {into}"
+
+
+def missing(one: Equation) -> Iterator[str]:
+    """Dims without a link that do run along each other: permuting an operand's dim permutes a result's."""
+    dim_map = one.dim_map
+    sources, targets = places(dim_map)
+    linked = {(t, d) for label, where in targets.items() for t, d, _ in where if label in sources}
+    for t, labels in enumerate(dim_map.inputs):
+        for d, dim in enumerate(labels):
+            size = np.shape(one.operands[t])[d]
+            if size < 2 or any(label in targets or len(sources[label]) > 1 for label in dim):
+                continue
+            order = np.roll(np.arange(size), 1)
+            operands = list(one.operands)
+            operands[t] = permuted(operands[t], d, 0, (), dim_map, order)
+            if all(map(close, operands, one.operands)):
+                continue  # nothing to see: constant along the dim
+            got = one.run(*operands)
+            for u, result in enumerate(one.results):
+                for e in range(np.ndim(result)):
+                    if (u, e) in linked or np.shape(result)[e] != size:
+                        continue
+                    want = permuted(result, e, 0, (), dim_map, order)
+                    if close(got[u], want) and not close(want, result):
+                        yield f"{one.name}: dim {d} of operand {t} runs along dim {e} of result {u}"
+
+
+def all_violations(found: Sequence[Equation]) -> list[str]:
+    return list(itertools.chain.from_iterable(violations(one) for one in found if one.name in DIM_RULES))
