@@ -24,11 +24,10 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import importlib.metadata
+import dataclasses
 import json
 import os
 import pathlib
-import platform
 import subprocess
 import sys
 import tempfile
@@ -44,7 +43,7 @@ NUM_DEVICES = 8
 NEEDED = 20
 NEEDED_PER_FRAMEWORK = {"flax-linen": 4, "flax-nnx": 4, "haiku": 4, "equinox": 4, "optax": 4}
 NEEDED_FEATURES = ("batch_norm", "dropout", "scan", "TrainState")
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "dm-haiku", "equinox", "numpy")
+PACKAGES = ("splitjax", "jax", "jaxlib", "flax", "optax", "dm-haiku", "equinox", "numpy")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,22 +69,22 @@ def main(argv: list[str] | None = None) -> int:
             if options.verbose:
                 for run in (record.get("baseline", {}), *record["runs"].values()):
                     print(run.get("traceback", ""), end="", flush=True)
-    result = {"environment": _environment(options), "missing_checkouts": missing, "strangers": records}
-    result["counts"] = _counts(records)
+    counts = _counts(records)
     complete = not options.only and not options.baseline and not options.control
     if complete or options.output:
         from benchmarks.stranger_adapters import page
 
         folder = options.output or ROOT / "benchmarks" / "results"
-        page.write(result, folder)
+        environment = _environment(options)
+        page.write({"environment": environment, "counts": counts, "missing_checkouts": missing, "strangers": records}, folder)
         print(f"wrote {folder / 'strangers.md'}")
-    shortfalls = _shortfalls(result["counts"])
-    print(f"{result['counts']['passed']} of {len(records)} pass")
+    shortfalls = _shortfalls(counts)
+    print(f"{counts['passed']} of {len(records)} pass")
     if complete:
         for shortfall in shortfalls:
             print(shortfall)
         return 1 if shortfalls else 0
-    return 0 if result["counts"]["passed"] == len(records) else 1
+    return 0 if counts["passed"] == len(records) else 1
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
@@ -178,7 +177,7 @@ def _work(options: argparse.Namespace) -> int:
         record["runs"]["control"] = running.attempt(lambda: against(running.data_parallel(kept["loaded"], NUM_STEPS)))
         write()
         return 0
-    mesh = dict(zip(("data", "model"), map(int, options.mesh.split("x"))))
+    mesh = dict(zip(("data", "model"), map(int, options.mesh.split("x")), strict=True))
     for rules in options.rules:
         record["runs"][rules] = running.attempt(
             lambda rules=rules: against(running.parallelized(kept["loaded"], mesh, rules, NUM_STEPS))
@@ -221,26 +220,20 @@ def _shortfalls(counts: dict[str, Any]) -> list[str]:
 
 
 def _environment(options: argparse.Namespace) -> dict[str, Any]:
+    flag = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()  # as the strangers ran
+    from benchmarks import machine
     from benchmarks.stranger_adapters import ALL
 
-    checkouts = sorted({stranger.checkout for stranger in ALL})
+    here = machine.this_machine(PACKAGES)
     return {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {NUM_DEVICES} virtual CPU devices",
-        "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
-        "commits": {name: _commit(options.sources / name) for name in checkouts},
+        "machine": dataclasses.asdict(here),
+        "header": machine.header(here, "python -m benchmarks strangers --sources DIR"),
+        "commits": {name: _commit(options.sources / name) for name in sorted({stranger.checkout for stranger in ALL})},
         "mesh": options.mesh,
         "rules": options.rules,
         "num_steps": NUM_STEPS,
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _commit(checkout: pathlib.Path) -> str:

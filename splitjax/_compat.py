@@ -94,17 +94,13 @@ def equation_context(eqn: Any) -> Any:
 
 
 def source_line(eqn: Any) -> str:
-    """`file:line (function)` of the user's line that caused an equation; empty where JAX kept none."""
+    """`file:line (function)` of the user's line that caused an equation; empty where only machinery is on record (JAX traces
+    some of its own functions once and keeps the result)."""
     traceback = getattr(eqn.source_info, "traceback", None)
-    frames = traceback.frames if traceback is not None else ()
-    fallback = ""
-    for frame in frames:
-        text = f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
-        if not fallback:
-            fallback = text
+    for frame in traceback.frames if traceback is not None else ():
         if not is_machinery(frame.file_name):
-            return text
-    return fallback
+            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+    return ""
 
 
 def name_stack(eqn: Any) -> str:

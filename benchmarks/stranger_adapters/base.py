@@ -13,7 +13,6 @@ Packages that only bring data, plots or logs are replaced by empty stand-ins (`S
 
 from __future__ import annotations
 
-import __future__
 import ast
 import contextlib
 import dataclasses
@@ -249,7 +248,7 @@ def pick(path: pathlib.Path, *names: str, given: Mapping[str, Any] | None = None
     that value in place of the one that the code assigns. `lazy_annotations` leaves annotations unevaluated, for pages
     whose annotations are no types. `keep` and `stub` change which packages are replaced by stand-ins.
     """
-    flags = __future__.annotations.compiler_flag if lazy_annotations else 0
+    flags = annotations.compiler_flag if lazy_annotations else 0
     text = _code(path)
     linecache.cache[str(path)] = (len(text), None, text.splitlines(True), str(path))
     module = types.ModuleType("stranger_" + re.sub(r"\W", "_", path.stem))

@@ -7,7 +7,15 @@ import pathlib
 from typing import Any
 
 from benchmarks.stranger_adapters.base import (
-    Loaded, StandIn, Stranger, images, integers, normals, padded_tokens, pick, registrar, undecorated,
+    Loaded,
+    StandIn,
+    Stranger,
+    integers,
+    normals,
+    padded_tokens,
+    pick,
+    registrar,
+    undecorated,
     without_pmap_collectives,
 )  # fmt: skip
 

@@ -6,8 +6,19 @@ import functools
 import pathlib
 
 from benchmarks.stranger_adapters.base import (
-    Loaded, StandIn, Stranger, example_module, images, integers, padded_tokens, pick, registrar, returns_state_first,
-    returns_state_only, undecorated, without_pmap_collectives,
+    Loaded,
+    StandIn,
+    Stranger,
+    example_module,
+    images,
+    integers,
+    padded_tokens,
+    pick,
+    registrar,
+    returns_state_first,
+    returns_state_only,
+    undecorated,
+    without_pmap_collectives,
 )  # fmt: skip
 
 STRANGERS: list[Stranger] = []
@@ -94,7 +105,7 @@ def wmt(path: pathlib.Path) -> Loaded:
 
     def arguments(states: tuple, number: int) -> tuple[tuple, dict]:
         tokens = [padded_tokens(number, 64, BATCH, 32, salt=salt) for salt in (4, 5)]
-        return (states[0], dict(zip(("inputs", "targets"), tokens))), {"dropout_rng": jax.random.key(1)}
+        return (states[0], dict(zip(("inputs", "targets"), tokens, strict=True))), {"dropout_rng": jax.random.key(1)}
 
     return Loaded(
         step=step,

@@ -5,8 +5,18 @@ from __future__ import annotations
 import pathlib
 
 from benchmarks.stranger_adapters.base import (
-    Loaded, Stranger, example_module, images, integers, mutates_states, normals, padded_tokens, pick, registrar,
-    returns_state_only, undecorated,
+    Loaded,
+    Stranger,
+    example_module,
+    images,
+    integers,
+    mutates_states,
+    normals,
+    padded_tokens,
+    pick,
+    registrar,
+    returns_state_only,
+    undecorated,
 )  # fmt: skip
 
 STRANGERS: list[Stranger] = []

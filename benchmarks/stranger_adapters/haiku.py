@@ -6,8 +6,20 @@ import pathlib
 import types
 
 from benchmarks.stranger_adapters.base import (
-    Loaded, Stranger, example_module, generator, images, integers, normals, padded_tokens, pick, registrar,
-    returns_state_first, returns_state_only, undecorated, without_pmap_collectives,
+    Loaded,
+    Stranger,
+    example_module,
+    generator,
+    images,
+    integers,
+    normals,
+    padded_tokens,
+    pick,
+    registrar,
+    returns_state_first,
+    returns_state_only,
+    undecorated,
+    without_pmap_collectives,
 )  # fmt: skip
 
 STRANGERS: list[Stranger] = []

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pathlib
 
 from benchmarks.stranger_adapters.base import (
-    Loaded, Stranger, images, integers, mutates_states, pick, registrar, undecorated,
+    Loaded,
+    Stranger,
+    images,
+    integers,
+    mutates_states,
+    pick,
+    registrar,
+    undecorated,
 )  # fmt: skip
 
 STRANGERS: list[Stranger] = []
@@ -151,7 +158,7 @@ def gradient_accumulation(path: pathlib.Path) -> Loaded:
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     def batch(number: int) -> dict:
-        return dict(zip(("image", "label"), _digits(number)))
+        return dict(zip(("image", "label"), _digits(number), strict=True))
 
     return Loaded(
         step=undecorated(notebook.update),

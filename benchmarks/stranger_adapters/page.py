@@ -20,7 +20,6 @@ def write(result: dict[str, Any], folder: pathlib.Path) -> None:
 def text(result: dict[str, Any]) -> str:
     """Return the page."""
     environment, counts, records = result["environment"], result["counts"], result["strangers"]
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     commits = ", ".join(f"{name} `{commit[:12]}`" for name, commit in environment["commits"].items())
     frameworks = ", ".join(f"{name} {passed} of {total}" for name, (passed, total) in counts["per_framework"].items())
     lines = [
@@ -33,8 +32,7 @@ def text(result: dict[str, Any]) -> str:
         "(1e-4, relative above one and absolute below). The steps are read from public checkouts, unchanged but for their "
         "own jit; `benchmarks/strangers.py` says how.",
         "",
-        f"- {environment['date']}, {environment['machine']}, Python {environment['python']}",
-        f"- {versions}",
+        environment["header"].rstrip(),
         f"- checkouts: {commits}",
     ]
     lines += [f"- missing checkout: {name}" for name in result["missing_checkouts"]]

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pathlib
 
 from benchmarks.stranger_adapters.base import (
-    Loaded, StandIn, Stranger, images, integers, pick, registrar, returns_state_only, undecorated,
+    Loaded,
+    StandIn,
+    Stranger,
+    images,
+    integers,
+    pick,
+    registrar,
+    returns_state_only,
+    undecorated,
 )  # fmt: skip
 
 STRANGERS: list[Stranger] = []

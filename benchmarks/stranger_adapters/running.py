@@ -89,7 +89,7 @@ def compare(reference: Run, run: Run) -> dict[str, Any]:
     noisy = sum(int(each.sum()) for each in beyond) / max(1, sum(each.size for each in beyond))
     loss_difference = float(max(losses, default=0.0))
     state_difference = max((float(np.max(np.abs(_float(a) - _float(b)), initial=0.0))
-                            for a, b in zip(reference.leaves, run.leaves)), default=0.0)  # fmt: skip
+                            for a, b in zip(reference.leaves, run.leaves, strict=True)), default=0.0)  # fmt: skip
     reason = ""
     if not loss_difference <= LOSS_TOLERANCE:
         reason = f"losses differ by {loss_difference:.1e}"

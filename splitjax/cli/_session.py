@@ -7,7 +7,6 @@ import pathlib
 
 import jax
 
-
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 # XLA's CPU compiler favours speed over memory unless told otherwise, and its memory figures are then not
 # those of an accelerator's schedule.

@@ -145,15 +145,10 @@ def epoch_batches(
             remedy=f"pass a batch_size of at most {num}",
         )
     order = shuffled_indices(num, seed=seed, epoch=epoch) if shuffle else np.arange(num)
-    return (
-        _batch(arrays, order[start : start + batch_size], transform)
-        for start in range(0, num - batch_size + 1, batch_size)
-    )
+    return (_batch(arrays, order[start : start + batch_size], transform) for start in range(0, num - batch_size + 1, batch_size))
 
 
-def padded_batches(
-    arrays: Arrays, batch_size: int, *, transform: Callable[[Batch], Batch] | None = None
-) -> Iterator[Batch]:
+def padded_batches(arrays: Arrays, batch_size: int, *, transform: Callable[[Batch], Batch] | None = None) -> Iterator[Batch]:
     """All examples in order, in batches of one size.
 
     **Arguments:** as of `epoch_batches`, except that B may exceed N.

@@ -61,9 +61,7 @@ def read_records(file: str | os.PathLike) -> tuple[np.ndarray, np.ndarray]:
     try:
         values = np.fromfile(file, np.uint8)
     except OSError as error:
-        raise DataError(
-            f"the CIFAR-10 file cannot be read: {error.strerror or error}", place=str(file), remedy=_UNPACK
-        ) from error
+        raise DataError(f"the CIFAR-10 file cannot be read: {error.strerror or error}", place=str(file), remedy=_UNPACK) from error
     num_records, rest = divmod(values.size, RECORD_BYTES)
     if rest or not num_records:
         offset = num_records * RECORD_BYTES

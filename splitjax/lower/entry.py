@@ -140,7 +140,7 @@ def _compile(recipe: Recipe, mesh: Mesh, bound: Bound, jaxpr, result, matched, p
     layout = Layout.of(mesh, plan.constraints)
     shardings = [named_sharding(mesh, leaf.spec) for leaf in plan.leaves]
     tree = jax.tree.structure(result)
-    hook = boundary_hook(graph, mesh, plan, lambda leaves: _trace(recipe, bound, leaves)[0], jaxpr)
+    hook = boundary_hook(bound, graph, mesh, plan, layout, lambda leaves: _trace(recipe, bound, leaves)[0])
 
     def run(*args):
         # jax.jit calls this only when it traces. A trace for other arguments than the plan's must not pass silently.

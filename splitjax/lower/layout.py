@@ -31,6 +31,7 @@ class Layout:
     mesh: Mesh
     by_site: Mapping[Site, tuple[Constraint, ...]]
     inside: frozenset[Site]
+    manual: bool = False  # it is used inside a shard_map, where shardings refer to the mesh in context
 
     @classmethod
     def of(cls, mesh: Mesh, constraints: Sequence[Constraint]) -> Layout:
@@ -39,6 +40,29 @@ class Layout:
             by_site[one.site].append(one)
         inside = frozenset(site[:depth] for site in by_site for depth in range(1, len(site)))
         return cls(mesh, {site: tuple(found) for site, found in by_site.items()}, inside)
+
+    def without(self, manual: Sequence[str]) -> Layout:
+        """The same layout for the inside of a `shard_map` that is manual over some axes: they do not occur in its constraints."""
+        if not manual:
+            return self
+
+        def keep(entry: Any) -> Any:
+            if isinstance(entry, tuple):
+                left = tuple(axis for axis in entry if axis not in manual)
+                return left[0] if len(left) == 1 else left or None
+            return None if entry in manual else entry
+
+        stripped = {
+            site: tuple(dataclasses.replace(one, spec=tuple(keep(e) for e in one.spec)) for one in found)
+            for site, found in self.by_site.items()
+        }
+        return dataclasses.replace(self, by_site=stripped, manual=True)
+
+
+def evaluate_equation(layout: Layout, eqn: Any, operands: Sequence[Any], site: Site) -> list[Any]:
+    """Evaluates one equation with the constraints at (and inside) its site."""
+    values = _pin(layout, site, list(operands), results=False)
+    return _pin(layout, site, _equation(layout, eqn, values, site, None), results=True)
 
 
 def named_sharding(mesh: Mesh, spec: Spec) -> NamedSharding:
@@ -76,7 +100,8 @@ def _pin(layout: Layout, site: Site, values: list[Any], results: bool) -> list[A
     for one in layout.by_site.get(site, ()):
         position = 0 if one.operand == -1 else one.operand
         if (one.operand == -1) == results:
-            sharding = named_sharding(layout.mesh, one.spec)
+            mesh = jax.sharding.get_abstract_mesh() if layout.manual else layout.mesh
+            sharding = named_sharding(mesh, one.spec)
             values[position] = jax.lax.with_sharding_constraint(values[position], sharding)
     return values
 

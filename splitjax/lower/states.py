@@ -21,16 +21,18 @@ class _Place:
     start: int
     stop: int
     number: int | None  # position in a tuple result
+    depth: int
 
 
 def match_states(options: Options, bound: Bound, result: Any) -> dict[int, int]:
     """Flat argument position of every state leaf -> flat result position of its new value.
 
     `result` is the step's result as a pytree of `ShapeDtypeStruct`s. Raises `StateError` when a state does not come back
-    (naming the first path that differs), or comes back in more than one place.
+    (naming the first path that differs), or comes back in more than one place of the same depth (of several, the outermost is
+    the state).
     """
     leaves = jax.tree.leaves(result)
-    places = list(_places(result, "result", 0, None))
+    places = list(_places(result, "result", 0, None, 0))
     matched: dict[int, int] = {}
     for order, number in enumerate(options.state_argnums):
         start, stop = bound.spans[number]
@@ -46,6 +48,7 @@ def match_states(options: Options, bound: Bound, result: Any) -> dict[int, int]:
         else:
             same = [p for p in places if p.tree == tree]
             found = [p for p in same if _fits(p, start, bound, leaves)]
+            found = [p for p in found if p.depth == min(one.depth for one in found)]
             if len(found) > 1 and len({(p.start, p.stop) for p in found}) > 1:
                 raise StateError(
                     f"the state {name!r} could be any of {len(found)} results of the same structure",
@@ -60,15 +63,15 @@ def match_states(options: Options, bound: Bound, result: Any) -> dict[int, int]:
     return matched
 
 
-def _places(node: Any, path: str, start: int, number: int | None) -> Iterator[_Place]:
+def _places(node: Any, path: str, start: int, number: int | None, depth: int) -> Iterator[_Place]:
     tree = jax.tree.structure(node)
-    yield _Place(path, tree, start, start + tree.num_leaves, number)
+    yield _Place(path, tree, start, start + tree.num_leaves, number, depth)
     if jax.tree_util.treedef_is_leaf(tree):
         return
     children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     top = path == "result" and isinstance(node, (tuple, list))
     for position, (key, child) in enumerate(children):
-        yield from _places(child, path + jax.tree_util.keystr(key), start, position if top else None)
+        yield from _places(child, path + jax.tree_util.keystr(key), start, position if top else None, depth + 1)
         start += jax.tree.structure(child).num_leaves
 
 

@@ -38,9 +38,7 @@ class MLPConfig:
         place = "MLPConfig"
         object.__setattr__(self, "features", as_widths(self.features, 2))
         object.__setattr__(self, "input_shape", as_widths(self.input_shape, 1))
-        check_widths(
-            place, features=self.features, num_classes=(self.num_classes,), input_shape=self.input_shape
-        )
+        check_widths(place, features=self.features, num_classes=(self.num_classes,), input_shape=self.input_shape)
         check_rate(place, self.dropout)
 
     @property

@@ -188,9 +188,7 @@ def build(name: str, *, library: str = "linen", num_classes: int | None = None, 
 
 def _choose(key: Any, table: dict[str, Any], what: str, place: str) -> Any:
     if not isinstance(key, str) or key not in table:
-        raise ModelError(
-            f"no such {what}", value=key, place=place, remedy=f"choose one of {', '.join(map(repr, table))}"
-        )
+        raise ModelError(f"no such {what}", value=key, place=place, remedy=f"choose one of {', '.join(map(repr, table))}")
     return table[key]
 
 

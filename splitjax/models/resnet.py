@@ -184,9 +184,7 @@ class NnxResNet(nnx.Module):
     def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs):
         self.config = config
         inputs = scaled(64, config.width)
-        self.stem_conv = nnx.Conv(
-            config.channels, inputs, rngs=rngs, **config.stem_convolution, **config.conv_options
-        )
+        self.stem_conv = nnx.Conv(config.channels, inputs, rngs=rngs, **config.stem_convolution, **config.conv_options)
         self.stem_norm = nnx.BatchNorm(inputs, momentum=_MOMENTUM, rngs=rngs, **config.dtypes)
         for name, features, stride in config.blocks:
             setattr(self, name, NnxBlock(config, inputs, features, stride, rngs=rngs))

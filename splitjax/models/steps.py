@@ -14,7 +14,6 @@ f32[B] (or f32[B, T] for tokens), weighs the examples: means are weighted means,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,9 +102,7 @@ def make_step(
             options["rngs"] = {"dropout": jax.random.fold_in(state["key"], state["step"])}
 
         def loss_fn(params):
-            logits, updated = spec.apply(
-                variables_of(state, params), inputs, train=True, mutable=["batch_stats"], **options
-            )
+            logits, updated = spec.apply(variables_of(state, params), inputs, train=True, mutable=["batch_stats"], **options)
             value = _mean(loss_of(logits, labels), weights)
             return value, (_mean(_hits(logits, labels), weights), updated)
 

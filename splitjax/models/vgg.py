@@ -120,9 +120,7 @@ class LinenVGG(nn.Module):
                     **config.dtypes,
                 )(x)
                 if config.batch_norm:
-                    norm = nn.BatchNorm(
-                        use_running_average=not train, momentum=0.9, name=f"norm{suffix}", **config.dtypes
-                    )
+                    norm = nn.BatchNorm(use_running_average=not train, momentum=0.9, name=f"norm{suffix}", **config.dtypes)
                     x = norm(x)
                 x = nn.relu(x)
             x = nn.max_pool(x, (2, 2), (2, 2))

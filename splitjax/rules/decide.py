@@ -191,6 +191,8 @@ def _settle(work: _Work, leaf: Leaf, near: Sequence[Leaf]) -> None:
     # A bias whose dim the weight keeps whole is no misfit.
     follows = next((one.path for one in near for label in work.local(leaf).values() if _keeps_whole(work, one, label)), None)
     shown, note, problem = _explain(rule, given, new, picked, refusals, follows)
+    if problem == "misfit" and near and len(hard) <= 1 and not any(leaf.dim_names):
+        problem = ""  # a vector beside a weight, with no dim in common that tracing saw: its note is enough
     for dim, label in hard.items():
         if label not in work.chosen:
             work.chosen[label] = _Choice(new.get(dim, ()), leaf.path, f"ties with {leaf.path}")

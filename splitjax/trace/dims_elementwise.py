@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from splitjax.trace.dims import DimMap, rule_for
 
 _ELEMENTWISE = """
@@ -11,9 +13,13 @@ imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max 
 population_count pow random_gamma real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
 shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
 one_minus_square polynomial random_gamma_grad mulhi
+random_fold_in reciprocal tie
 """.split()
 
-_IDENTITY = "copy copy_p device_put sharding_constraint name pvary pcast reduce_precision mesh_cast reshard layout_constraint".split()
+_IDENTITY = """
+copy copy_p device_put sharding_constraint name pvary pcast reduce_precision mesh_cast reshard layout_constraint xla_metadata_value
+with_memory_space_constraint zeros_like dce_sink pin unpin relayout
+""".split()
 
 
 @rule_for(*_ELEMENTWISE, *_IDENTITY)
@@ -22,12 +28,12 @@ def elementwise(inputs, outputs, params):
     (missing it unlinks every factored Adafactor statistic); a scalar links nothing."""
     rank = max(len(shape) for shape in outputs)
 
-    def labels(shape):
+    def labels(k, shape):
         if len(shape) != rank:
-            return tuple(((f"?{id(shape)}_{i}",) for i in range(len(shape))))
+            return tuple((f"private{k}.{i}",) for i in range(len(shape)))
         return tuple((i,) if size != 1 else () for i, size in enumerate(shape))
 
-    return DimMap(tuple(labels(s) for s in inputs), tuple(labels(s) for s in outputs), joins=len(inputs) > 1)
+    return DimMap(tuple(labels(k, s) for k, s in enumerate(inputs)), tuple(labels(-1, s) for s in outputs), joins=len(inputs) > 1)
 
 
 @rule_for("optimization_barrier", "psum", "pmax", "pmin", "psum_invariant", "psum2")
@@ -70,28 +76,26 @@ def top_k(inputs, outputs, params):
     return DimMap((source,), tuple(labels for _ in outputs))
 
 
-@rule_for("iota", "empty", "empty2", "create_token", "rng_uniform", "random_seed", "axis_index", "debug_callback", "debug_print")
+@rule_for("iota", "platform_index", "empty", "empty2", "create_token", "rng_uniform", "axis_index", "debug_callback", "debug_print")
 def creation(inputs, outputs, params):
     """New dims: they link only through what later meets them."""
     return _unlinked(inputs, outputs)
 
 
-@rule_for("random_bits", "random_split", "random_fold_in", "random_wrap", "random_unwrap", "random_clone", "rng_bit_generator")
+@rule_for("random_bits", "random_split", "random_wrap", "random_unwrap", "random_clone", "random_seed")
 def random(inputs, outputs, params):
-    """A batch of keys keeps its dims; the bits that each key gives are new dims behind them."""
-    lead = len(inputs[0]) if not _raw_keys(params, inputs, outputs) else 0
-    key = tuple((i,) for i in range(len(inputs[0])))
-    rest = tuple(tuple((f"in{k}.{i}",) for i in range(len(s))) for k, s in enumerate(inputs[1:], 1))
-    outs = tuple(
-        tuple((i,) if i < lead and i < len(inputs[0]) and shape[i] == inputs[0][i] else (f"out{k}.{i}",) for i in range(len(shape)))
-        for k, shape in enumerate(outputs)
-    )
-    return DimMap((key, *rest), outs)
+    """A batch of keys (seeds, raw keys) keeps its dims; what each key gives stands behind them."""
+    lead = min(len(inputs[0]), len(outputs[0]))
+    labels = [tuple((i,) if i < lead else (f"{tag}{i}",) for i in range(len(shape)))
+              for tag, shape in (("in", inputs[0]), ("out", outputs[0]))]
+    return DimMap((labels[0],), (labels[1],))
 
 
-def _raw_keys(params, inputs, outputs) -> bool:
-    # rng_bit_generator's key is a plain uint32 vector whose dims have nothing to do with those of the bits.
-    return "algorithm" in params or ("shape" in params and "dtype" in params and "bit_width" not in params)
+@rule_for("rng_bit_generator")
+def bit_generator(inputs, outputs, params):
+    """The key goes in and comes out; its dims have nothing to do with those of the bits."""
+    key = tuple(("key", i) for i in range(len(inputs[0])))
+    return DimMap((tuple((one,) for one in key),), (tuple((one,) for one in key), *_unlinked((), outputs[1:]).outputs))
 
 
 def _unlinked(inputs, outputs) -> DimMap:
@@ -103,7 +107,7 @@ def _unlinked(inputs, outputs) -> DimMap:
 @rule_for("shard_map", "custom_linear_solve")
 def opaque(inputs, outputs, params):
     """XLA or the user places these themselves; dims do not run through."""
-    return _unlinked(inputs, outputs)
+    return dataclasses.replace(_unlinked(inputs, outputs), mixing=True)
 
 
 @rule_for("_scan_in")

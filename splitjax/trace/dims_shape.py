@@ -15,67 +15,89 @@ def _all(shape):
 def reshape(inputs, outputs, params):
     """Runs of dims with equal products face each other; within a run both sides are cut into common factors.
 
-    (B, 7, 7, 64) -> (B, 3136) gives b -> b and (h w c) for the last dim. Where two shapes have no common factors at the
-    same place, (6, 4) -> (4, 6) say, that run links nothing beyond what they share at the front."""
-    source, target = inputs[0], outputs[0]
-    if params.get("dimensions") is not None:
-        return _unlinked(inputs, outputs)
-    labels_in, labels_out, sizes = _refine(source, target)
+    (B, 7, 7, 64) -> (B, 3136) gives b -> b and (h w c) for the last dim. Where two runs do not nest, (6, 4) -> (4, 6) say, they
+    share what they have in common at the front and at the back: (2 3) (2 2) -> (2 2) (3 2)."""
+    order = params.get("dimensions") or range(len(inputs[0]))  # an order other than this transposes first
+    sizes: dict[int, int] = {}
+    labels, labels_out = common_factors([inputs[0][d] for d in order], outputs[0], sizes)
+    placed = dict(zip(order, labels, strict=True))
+    labels_in = tuple(placed[d] for d in range(len(inputs[0])))
     return DimMap((labels_in, *(_private(k, s) for k, s in enumerate(inputs[1:], 1))), (labels_out,), sizes=sizes)
 
 
-def _refine(source, target):
-    left: list[list] = [[] for _ in source]
-    right: list[list] = [[] for _ in target]
-    sizes: dict = {}
-    i = j = 0
-    rest_i = source[0] if source else 1
-    rest_j = target[0] if target else 1
-    count = 0
+def common_factors(source, target, sizes):
+    """Labels per dim for both sides of a reshape, major first; their sizes go into `sizes`. Dims of size 1 have none."""
+    left: list[tuple] = [()] * len(source)
+    right: list[tuple] = [()] * len(target)
+    for i, j in _runs(source, target):
+        shared = _share([source[k] for k in i], [target[k] for k in j], sizes)
+        for side, positions, labels in zip((left, right), (i, j), shared, strict=True):
+            for k, found in zip(positions, labels, strict=True):
+                side[k] = found
+    return tuple(left), tuple(right)
 
-    def fresh(size):
-        nonlocal count
-        count += 1
-        sizes[count] = size
-        return count
 
-    while i < len(source) and j < len(target):
-        if rest_i == 1:
-            i += 1
-            rest_i = source[i] if i < len(source) else 1
-            continue
-        if rest_j == 1:
-            j += 1
-            rest_j = target[j] if j < len(target) else 1
-            continue
-        # Factors are taken major first: the leading factor of what is left on both sides.
-        small, large = sorted((rest_i, rest_j))
-        if large % small:
-            # The leading parts do not nest; nothing behind this point of the run lines up.
-            common = math.gcd(rest_i, rest_j)
-            if common == 1 or rest_i == 0 or rest_j == 0:
+def _runs(source, target):
+    """Shortest runs of positions (sizes above 1) with equal products."""
+    if 0 in source or 0 in target:
+        return
+    left = [k for k, size in enumerate(source) if size != 1]
+    right = [k for k, size in enumerate(target) if size != 1]
+    a = b = 0
+    while a < len(left) and b < len(right):
+        first_a, first_b, have, want = a, b, source[left[a]], target[right[b]]
+        a, b = a + 1, b + 1
+        while have != want:
+            if have < want:
+                have, a = have * source[left[a]], a + 1
+            else:
+                want, b = want * target[right[b]], b + 1
+        yield left[first_a:a], right[first_b:b]
+
+
+def _share(left, right, sizes):
+    """Cuts the dims of one run into factors: from the front until the sides do not nest, then what is left from the back; the
+    rest of a dim, if any, stands between and is its own."""
+    rests = [list(left), list(right)]
+    heads = [[[] for _ in side] for side in rests]
+    tails = [[[] for _ in side] for side in rests]
+    for parts, step in ((heads, 1), (tails, -1)):
+        orders = [list(range(len(side)))[::step] for side in rests]
+        while orders[0] and orders[1]:
+            here = [order[0] for order in orders]
+            now = [rest[k] for rest, k in zip(rests, here, strict=True)]
+            if 1 in now:
+                orders[now.index(1)].pop(0)
+                continue
+            factor = math.gcd(*now)
+            if factor == 1:
                 break
-            small = common
-        label = fresh(small)
-        left[i].append(label)
-        right[j].append(label)
-        rest_i //= small
-        rest_j //= small
-        if rest_i != 1 and rest_j != 1:
-            break  # (6, 4) -> (4, 6): both sides keep an unshared rest
-    _pad(left, source, sizes, "l")
-    _pad(right, target, sizes, "r")
-    return tuple(map(tuple, left)), tuple(map(tuple, right)), sizes
+            label = len(sizes)
+            sizes[label] = factor
+            for rest, part, k in zip(rests, parts, here, strict=True):
+                rest[k] //= factor
+                part[k].append(label)
+            if factor not in now:
+                break
+    out = []
+    for rest, head, tail in zip(rests, heads, tails, strict=True):
+        labels = []
+        for k, size in enumerate(rest):
+            own = () if size == 1 else (len(sizes),)
+            sizes.update(dict.fromkeys(own, size))
+            labels.append((*head[k], *own, *reversed(tail[k])))
+        out.append(labels)
+    return out
 
 
-def _pad(sides, shape, sizes, tag):
-    """Gives what the refinement did not reach a private factor, so that every dim's factors multiply to its size."""
-    for k, size in enumerate(shape):
-        have = math.prod(sizes[label] for label in sides[k])
-        if size != have and have and size:
-            label = f"{tag}{k}"
-            sizes[label] = size // have
-            sides[k].append(label)
+@rule_for("tile")
+def tile(inputs, outputs, params):
+    """A repeated dim becomes (repetition, itself)."""
+    out, sizes = [], {}
+    for i, times in enumerate(params["reps"]):
+        out.append((i,) if times == 1 else (("repeat", i), i))
+        sizes |= {} if times == 1 else {("repeat", i): times, i: inputs[0][i]}
+    return DimMap((_all(inputs[0]),), (tuple(out),), sizes=sizes)
 
 
 @rule_for("broadcast_in_dim")

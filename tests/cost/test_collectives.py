@@ -229,13 +229,41 @@ def test_square_chain_is_no_shared_input(net):
     assert [c[3] for c in told(predict(n))] == ["d1", "d1", "d2", "d2"]
 
 
-def test_recurrent_square_kernel_goes_by_names(net):
+def test_square_chain_of_one_class_is_no_shared_input(net):
+    """Where the dims of two layers are all in one class (tied storage), the second still reads what the first writes."""
+    n = net(64, {"data": 2, "model": 4})
+    n.dense("first", ("x", 32), ("a", 32))
+    n.dense("d1", ("a", 32), ("a", 32), COLUMN)
+    n.dense("d2", ("a", 32), ("a", 32), COLUMN)
+    assert [c[3] for c in told(predict(n))] == ["d1", "d1", "d2", "d2"]
+
+
+def test_one_weight_used_twice_reads_two_values(net):
+    n = net(64, {"data": 2, "model": 4})
+    n.dense("first", ("x", 16), ("e", 32))
+    n.dense("tower", ("e", 32), ("h", 128), COLUMN)
+    once = predict(n)
+    n.use("tower", "tower/kernel", {"batch": 64, "e": 32}, {"batch": 64, "h": 128})
+    assert len(told(predict(n))) == 2 * len(told(once))
+
+
+@pytest.mark.parametrize(("spec", "phase"), [(COLUMN, "backward"), (ROW, "forward")])
+def test_recurrent_square_kernel_goes_by_names(net, spec, phase):
     """In h @ W both dims of W are in h's class: the names say which one is contracted. 10 trips."""
     n = net(64, {"data": 2, "model": 4})
     n.dense("first", ("x", 16), ("h", 32))
-    n.dense("cell", ("h", 32), ("h", 32), COLUMN, trips=10)
+    n.dense("cell", ("h", 32), ("h", 32), spec, trips=10)
     ops = told(predict(n, ("data",), "data"))
-    assert ops[-1] == ("all_reduce", "model", 10 * 2 * 3 * 32 * 32 * 4 // 4, "cell", "backward")
+    assert ("all_reduce", "model", 10 * 2 * 3 * 32 * 32 * 4 // 4, "cell", phase) in ops
+
+
+def test_transposed_use_goes_by_classes(net):
+    """A tied decoder, h @ W.T: what the encoder calls `out` is contracted here, so column-split there is row-split here."""
+    n = net(64, {"data": 2, "model": 4})
+    n.dense("first", ("x", 16), ("e", 32))
+    n.dense("tied", ("e", 32), ("h", 128), COLUMN)
+    n.use("tied", "tied/kernel", {"batch": 64, "h": 128}, {"batch": 64, "e": 32})
+    assert [(c[0], c[4]) for c in told(predict(n, ("data",), "data"))] == [("all_reduce", "backward"), ("all_reduce", "forward")]
 
 
 @pytest.mark.parametrize(("replicated_batch", "expected"), [("data", ["all_reduce"]), ("all", ["reduce_scatter", "all_gather"])])
@@ -273,6 +301,15 @@ def test_experts_exchange_tokens(net):
     n.use("moe", "moe/down", {"expert": 8, "batch": 64, "f": 64}, {"expert": 8, "batch": 64, "g": 32})
     share = 8 * 64 * 32 * 4 // 8
     assert told(predict(n)) == [("all_to_all", "model", 3 * share // 4, "moe", phase) for phase in ("forward", "backward")] * 2
+
+
+def test_ragged_experts(net):
+    """In a ragged dot neither tokens nor results have the expert dim: its name says what it is."""
+    n = net(64, {"data": 2, "model": 4})
+    n.dense("first", ("x", 16), ("e", 32))
+    n.leaf("moe/up", ("expert", "e", "f"), (8, 32, 64), ("model", None, None), dim_names=("expert", "in", "out"))
+    n.use("moe", "moe/up", {"batch": 64, "e": 32}, {"batch": 64, "f": 64}, primitive="ragged_dot")
+    assert [c[0] for c in told(predict(n))] == ["all_to_all"] * 4
 
 
 def test_experts_over_the_data_axis_are_not_gathered(net):

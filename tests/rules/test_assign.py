@@ -321,6 +321,13 @@ def test_positions_and_empty_last_alternative(build):
     assert plan["params/b/w"].spec == (None, None) and plan["params/b/w"].rule == "r" and plan["params/b/w"].note == ""
 
 
+def test_an_unlinked_vector_is_noted_on_itself_only(build):
+    graph = build([("lstm", "recurrent", {"hh": "in:8 out:8", "b": "_:8", "other": "_:8 _:8"})])
+    found = assign(graph, load_rules("splitbrain"), M4)
+    assert plans(found)["params/lstm/b"].note == "no dim named 'out'; no dim named 'in'"
+    assert found.notes == ("params/lstm/other: no dim named 'out'; no dim named 'in'",)
+
+
 def test_reasons_of_positions_and_sizes(build):
     graph = build([("fc", "dense", {"kernel": "in:6 out:10", "bias": "out:10"})])
     plan = plans(assign(graph, one_rule({5: "model"}, {-1: "model"}, {"largest": "model"}), {"model": 4}))

@@ -1,0 +1,149 @@
+"""`plan`, `lint`, `doctor`, and what every command does with mistakes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+
+import splitjax
+from splitjax.cli._options import parse_mesh
+from splitjax.cli.demo import Demo
+from splitjax.cli.doctor import Doctor
+from splitjax.cli.lint import Lint
+from splitjax.cli.plan import ShowPlan
+from splitjax.errors import MeshError
+
+BROKEN_RULES = """
+replicated_batch = "all"
+[[rule]]
+name = "dense"
+kind = "conv"
+shard = [{ out = "model" }]
+"""
+
+
+def test_help_lists_every_command_with_a_line(run):
+    status, out, _ = run("--help")
+    assert status == 0
+    for command in ("demo", "plan", "lint", "doctor"):
+        assert f"• {command}" in out
+    for absent in ("train", "launch", "simulate"):  # not part of this version: not shown either
+        assert f"• {absent}" not in out
+
+
+@pytest.mark.parametrize("command", [Demo, ShowPlan, Lint, Doctor])
+def test_help_of_a_command_shows_every_option(run, command):
+    status, out, _ = run(f"{'plan' if command is ShowPlan else command.__name__.lower()} --help")
+    assert status == 0
+    assert "None}" not in out  # an option that may be absent is shown by its type alone
+    for field in dataclasses.fields(command):
+        flag = f"--{field.name.replace('_', '-')} "
+        assert flag in out or (command is Lint and field.name == "rules")
+
+
+def test_plan_prints_layers_specs_and_rules(run):
+    status, out, _ = run("plan --model mlp --mesh data=2,model=4 --batch-size 32")
+    assert status == 0
+    assert "data=2 x model=4" in out and "32 examples" in out
+    assert "params/dense1" in out and "P(None, 'model')" in out
+
+
+def test_plan_writes_json_that_reads_back_and_a_page(run, tmp_path):
+    status, _, _ = run("plan --model mlp --rules fsdp --mesh data=8 --json plan.json --html plan.html")
+    assert status == 0
+    plan = splitjax.Plan.load(tmp_path / "plan.json")
+    assert plan.rules == "fsdp" and plan.mesh.num_devices == 8
+    page = (tmp_path / "plan.html").read_text()
+    assert page.startswith("<!doctype html>") and "params/dense1" in page
+
+
+def test_plan_of_a_page_that_cannot_be_written(run):
+    status, _, err = run("plan --model mlp --html missing/plan.html")
+    assert status == 2 and "--html" in err and "remedy" in err
+
+
+def test_plan_allocates_nothing_of_the_model(run, monkeypatch):
+    # VGG-16 with ImageNet's head is 0.5 GB of parameters and 1.6 GB of state: making it would show in time and in memory.
+    import jax
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a plan needs no device arrays")
+
+    monkeypatch.setattr(jax, "device_put", refuse)
+    status, out, _ = run("plan --model vgg16 --num-classes 1000")
+    assert status == 0 and "(4096, 1000)" in out
+
+
+def test_lint_of_shipped_rules_finds_no_error(run):
+    for rules in ("splitbrain", "megatron", "fsdp", "data_parallel"):
+        status, out, _ = run(f"lint {rules}")
+        assert status == 0 and "0 errors" in out
+
+
+def test_lint_against_a_model_exits_with_1_for_an_error(run, tmp_path):
+    (tmp_path / "broken.toml").write_text(BROKEN_RULES)
+    status, out, _ = run("lint broken.toml --model mlp --mesh data=2,model=4")
+    assert status == 1
+    assert "every parameter stays whole" in out and "1 error" in out
+
+
+def test_lint_of_a_misspelt_name_says_which_was_meant(run):
+    status, _, err = run("lint megaton")
+    assert status == 2 and "did you mean 'megatron'" in err
+
+
+def test_doctor_shows_versions_devices_and_cache(run, tmp_path):
+    status, out, _ = run("doctor")
+    assert status == 0
+    assert splitjax.__version__ in out and "8 x cpu" in out and str(tmp_path / "cache") in out.replace("\n", "")
+
+
+@pytest.mark.parametrize("text", ["data", "data=two", "data=2,data=4", "=2", "data=-1", "", "data=0"])
+def test_a_mesh_that_is_none(text):
+    with pytest.raises(MeshError) as caught:
+        parse_mesh(text)
+    assert caught.value.remedy
+
+
+def test_mesh_text():
+    assert parse_mesh("data=2, model=4").axes == (("data", 2), ("model", 4))
+
+
+@pytest.mark.parametrize(
+    "line", ["plan --mesh data:2", "plan --model mlp --width 2", "plan --rules none", "plan --batch-size 0", "demo --epochs 0",
+             "demo --data cifar10", "demo --data cifar10 --data-dir nowhere", "demo --batch-size 5000"]
+)
+def test_mistakes_are_short_and_exit_with_2(run, line):
+    status, _, err = run(line)
+    assert status == 2
+    assert err.startswith("error: ") and "remedy: " in err and "Traceback" not in err
+
+
+def test_traceback_on_request(run):
+    with pytest.raises(MeshError):
+        run("plan --mesh data:2 --traceback")
+
+
+def test_unknown_option_exits_with_2(run):
+    status, out, err = run("plan --colour red")
+    assert status == 2 and "--colour" in out + err
+
+
+def test_the_command_sets_up_its_own_virtual_devices(tmp_path):
+    """In a fresh process without XLA_FLAGS: 6 devices for a mesh of 6, and the cache where it was asked for."""
+    script = (
+        "from splitjax.cli import main; import jax, sys; "
+        "status = main(['plan', '--model', 'mlp', '--mesh', 'data=3,model=2', '--batch-size', '6']); "
+        "print('devices', len(jax.devices()), jax.config.jax_compilation_cache_dir); sys.exit(status)"
+    )
+    environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**environment, "XDG_CACHE_HOME": str(tmp_path), "SPLITJAX_CACHE": ""},
+        capture_output=True, text=True, timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"devices 6 {tmp_path / 'splitjax' / 'compiled'}" in done.stdout
