@@ -212,3 +212,8 @@ def prune(eqn: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
     inner, consts = open_jaxpr(whole)
     kept, used_inputs = partial_eval.dce_jaxpr(inner, list(used))
     return close_jaxpr(kept, consts), list(used_inputs)
+
+
+def with_params(eqn: Any, **changes: Any) -> Any:
+    """An equation with some parameters changed."""
+    return eqn.replace(params={**eqn.params, **changes})

@@ -160,23 +160,28 @@ class Call:
     step: ParallelStep
     args: tuple
     state_numbers: tuple[int, ...]  # positions in `args`
-    rebuild: Callable[[Sequence[Any]], tuple]  # state arrays -> the user's states, new ones
+    rebuild: Callable[[Sequence[Any]], tuple]  # made arrays -> the user's states, new ones
     more: Any = None
+    made_numbers: tuple[int, ...] | None = None  # positions in `args` of all that `init` makes; None: of the states
 
     @property
-    def state_leaves(self) -> list[Any]:
-        return jax.tree.leaves([self.args[n] for n in self.state_numbers])
+    def made(self) -> tuple[int, ...]:
+        return self.state_numbers if self.made_numbers is None else self.made_numbers
+
+    @property
+    def made_leaves(self) -> list[Any]:
+        return jax.tree.leaves([self.args[n] for n in self.made])
 
     @property
     def example(self) -> tuple:
         return tuple(arg for n, arg in enumerate(self.args) if n not in self.state_numbers)
 
-    def shardings(self) -> list[jax.sharding.NamedSharding]:
-        """The plan's sharding of every state array."""
+    def shardings(self, numbers: Sequence[int]) -> list[jax.sharding.NamedSharding]:
+        """The plan's sharding of every array in these arguments."""
         entry = self.step._entry(self.args)
         return [
             named_sharding(self.step.mesh, leaf.spec)
-            for n in self.state_numbers for leaf in entry.plan.leaves[slice(*entry.bound.spans[n])]
+            for n in numbers for leaf in entry.plan.leaves[slice(*entry.bound.spans[n])]
         ]
 
 
@@ -248,15 +253,15 @@ class FilteredStep:
         call, single = self._planned(make_fn, make_args, example)
 
         def create(*args: Any) -> list[jax.Array]:
-            return [_strong(leaf) for leaf in self._made(make_fn(*args), example)[0].state_leaves]
+            return [_strong(leaf) for leaf in self._made(make_fn(*args), example)[0].made_leaves]
 
-        states = call.rebuild(jax.jit(create, out_shardings=call.shardings())(*make_args))
+        states = call.rebuild(jax.jit(create, out_shardings=call.shardings(call.made))(*make_args))
         return states[0] if single else states
 
     def abstract_state(self, make_fn: Callable, *make_args: Any, example: Sequence[Any]) -> Any:
         """The states with `ShapeDtypeStruct`s with shardings for arrays, for one's own orbax restore; nothing is computed."""
         call, single = self._planned(make_fn, make_args, example)
-        pairs = zip(call.state_leaves, call.shardings(), strict=True)
+        pairs = zip(call.made_leaves, call.shardings(call.made), strict=True)
         states = call.rebuild([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where) for leaf, where in pairs])
         return states[0] if single else states
 
@@ -266,7 +271,7 @@ class FilteredStep:
 
         def describe(*args: Any) -> list[Any]:
             made.append(self._made(make_fn(*args), example))
-            return made[-1][0].state_leaves
+            return made[-1][0].made_leaves
 
         shapes = jax.eval_shape(describe, *make_args)
         call, single = made[-1]

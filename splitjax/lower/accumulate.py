@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from splitjax import _compat
-from splitjax.lower.classify import Analysis, Found
+from splitjax.lower.classify import DERIVATIVE_RULES, Analysis, Found
 from splitjax.lower.needs import PART, WHOLE, Marked, is_rebuilt, used_form
-from splitjax.lower.pairing import Const, Node, Program, Ref
+from splitjax.lower.pairing import Const, Node, Program, Ref, resized
 from splitjax.lower.relation import PARTIAL, Batch, Info
 from splitjax.lower.slices import Slot, Split
 
@@ -120,7 +120,21 @@ class Evaluator:
         if found.outcome.rows is not None:
             position, component = found.outcome.rows
             operands[position] = _own_numbers(operands[position], component, analysis.info(node.inputs[position], self.batch))
-        return self.bind(node.part, operands, node.site)
+        if self.batch.is_exact:
+            return self.bind(node.part, operands, node.site)
+        if node.name in DERIVATIVE_RULES:
+            return self.repeated(analysis, node, found, operands)
+        return self.bind(resized(node, self.batch.resize), operands, node.site)
+
+    def repeated(self, analysis: Analysis, node: Node, found: Found, operands: list[Any]) -> Sequence[Any]:
+        """A function with its own derivative rule exists at the sizes of the traces only: it is run on the microbatch's one
+        example repeated, and the first result is kept."""
+        layouts = [analysis.info(ref, self.batch).layout for ref in node.inputs]
+        repeated = [self.split.resize(value, layout, self.batch.run, self.batch.part) for value, layout in zip(operands, layouts)]
+        results = self.bind(node.part, repeated, node.site)
+        return [
+            self.split.resize(value, info.layout, self.batch.part, self.batch.run) for value, info in zip(results, found.outcome.infos)
+        ]
 
     def inputs(self, analysis: Analysis, marked: Marked, operands: Sequence[Ref], targets: Sequence[Info], env: Env, slot: Slot) -> list[Any]:
         """The values of a nested body's needed inputs, in the order of `marked.inputs`."""

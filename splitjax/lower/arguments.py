@@ -155,7 +155,7 @@ def leaf_path(options: Options, number: int, path: Any) -> str:
 def describe(leaf: Any, path: str) -> tuple[tuple[int, ...], str, bool]:
     """Shape, dtype and weak type of one leaf."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return tuple(leaf.shape), str(leaf.dtype), bool(getattr(leaf, "weak_type", False))
+        return tuple(leaf.shape), str(_canonical(leaf.dtype)), bool(getattr(leaf, "weak_type", False))
     try:
         aval = jax.typeof(leaf)
         return tuple(aval.shape), str(aval.dtype), bool(getattr(aval, "weak_type", False))
@@ -170,9 +170,14 @@ def describe(leaf: Any, path: str) -> tuple[tuple[int, ...], str, bool]:
 def abstract(leaves: Sequence[Any], avals: Sequence[tuple[tuple[int, ...], str, bool]]) -> list[jax.ShapeDtypeStruct]:
     """The leaves as `ShapeDtypeStruct`s."""
     return [
-        jax.ShapeDtypeStruct(shape, leaf.dtype if hasattr(leaf, "dtype") else dtype, weak_type=weak)
+        jax.ShapeDtypeStruct(shape, _canonical(leaf.dtype) if hasattr(leaf, "dtype") else dtype, weak_type=weak)
         for leaf, (shape, dtype, weak) in zip(leaves, avals, strict=True)
     ]
+
+
+def _canonical(dtype: Any) -> Any:
+    """The dtype that JAX gives an array of this dtype: float64 is float32 unless x64 is on; key types stay."""
+    return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
 
 
 def _hashable(value: Any, number: int, fn: Callable) -> Any:

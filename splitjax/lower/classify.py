@@ -109,7 +109,7 @@ class _Classifier:
         return Info(True, LATER, reason=reason)
 
     def answer(self, node: Node, infos: tuple[Info, ...], types: tuple[tuple[Any, Any], ...]) -> Found:
-        for info in infos:
+        for info in sorted(infos, key=lambda info: not info.live):
             if info.kind == LATER:
                 raise Mixed(info.reason if info.live else info.reason.why)
         if node.bodies:
@@ -154,6 +154,8 @@ class _Classifier:
             # Its derivative rule is fixed for the function as a whole: it must run as it is.
             if not analysis.plain or any(info.kind == PARTIAL for info in infos):
                 raise Mixed("its own derivative rule hides that it sums over examples or makes values for them")
+            if not self.batch.is_exact and any(info.kind == PARTIAL for info in analysis.outputs):
+                raise Mixed("its own derivative rule sums over examples, which needs two of them in a microbatch")
         return Found(Outcome(analysis.outputs), analysis.plain, (analysis,))
 
     def cond(self, node: Node, infos: tuple[Info, ...]) -> Found:

@@ -40,7 +40,8 @@ from splitjax.mesh import MeshShape
 def local_examples(
     num_examples: int, num_microbatches: int, batch_axes: Sequence[str], mesh: Any, manual_axes: Sequence[str] = ()
 ) -> int:
-    """How many examples the local forward must be traced with: those of one microbatch on one place of the manual axes.
+    """How many examples the local forward must be traced with: those of one microbatch on one place of the manual axes (but
+    never one: with a single example JAX may trace other operations).
 
     `batch_axes`: the mesh axes over which the example dim is split, major first; `manual_axes`: those of them that are passed to
     `expand_microbatches` as such. Raises `MicrobatchError` if the batch does not divide, naming the nearest sizes that do.
@@ -56,7 +57,12 @@ def local_examples(
             value=num_examples, place="microbatches",
             remedy=f"use a batch of {nearest} examples, or another number of microbatches",
         )
-    return num_examples // (num_microbatches * (1 if shape is None else shape.size(tuple(manual_axes))))
+    num_local = _run_examples(num_examples, num_microbatches, mesh, manual_axes)
+    return num_local if num_local > 1 else 2 if num_examples != 2 else 4
+
+
+def _run_examples(num_examples: int, num_microbatches: int, mesh: Any, manual_axes: Sequence[str]) -> int:
+    return num_examples // (num_microbatches * (1 if mesh is None else MeshShape.of(mesh).size(tuple(manual_axes))))
 
 
 def expand_microbatches(
@@ -92,10 +98,17 @@ def expand_microbatches(
         return expand(params, operands, eval_forward)
     boundary = boundary_of(params)
     program = pair(boundary.forward, local_forward, boundary.label)
-    batch = _batch(program, operand_example_dims, boundary)
-    if batch is None:
+    sizes = _sizes(program, operand_example_dims, boundary)
+    if sizes is None:
         return expand(params, operands, eval_forward)
-    split = _split(batch, num_microbatches, batch_axes, manual_axes, mesh, boundary.label)
+    expected = local_examples(sizes[0], num_microbatches, batch_axes, mesh, manual_axes)
+    if sizes[1] != expected:
+        raise MicrobatchError(
+            f"the local forward was traced with {sizes[1]} examples instead of {expected}", value=sizes[1], place=boundary.label,
+            remedy="trace it with as many examples as local_examples says",
+        )
+    batch = Batch(*sizes, _run_examples(sizes[0], num_microbatches, mesh, manual_axes))
+    split = _split(num_microbatches, batch_axes, manual_axes, mesh)
     analysis = classify(program, program.body, _operand_infos(program, boundary, batch), batch)
     _require_sum(analysis, boundary, num_microbatches, batch)
     if not analysis.outputs[0].live:
@@ -104,7 +117,7 @@ def expand_microbatches(
     return job.results(operands, boundary.positions)
 
 
-def _batch(program: Program, operand_example_dims: Sequence[int | None], boundary: Any) -> Batch | None:
+def _sizes(program: Program, operand_example_dims: Sequence[int | None], boundary: Any) -> tuple[int, int] | None:
     """The number of examples in both traces, from the operands that hold them; None if no operand does."""
     found = None
     for v, dim, name in zip(program.body.inputs, operand_example_dims, boundary.names, strict=True):
@@ -116,24 +129,15 @@ def _batch(program: Program, operand_example_dims: Sequence[int | None], boundar
                 f"the local forward was traced with all {whole} examples of {name}", value=whole, place=boundary.label,
                 remedy="trace it with as many examples as local_examples says",
             )
-        if found is None or whole < found.whole:
-            found = Batch(whole, part)
+        if found is None or whole < found[0]:
+            found = whole, part
     return found
 
 
-def _split(
-    batch: Batch, num_microbatches: int, batch_axes: Sequence[str], manual_axes: Sequence[str], mesh: Mesh | None, label: str
-) -> Split:
+def _split(num_microbatches: int, batch_axes: Sequence[str], manual_axes: Sequence[str], mesh: Mesh | None) -> Split:
     shape = None if mesh is None else MeshShape.of(mesh)
     axes = () if shape is None else tuple((name, shape.size(name)) for name in shape.present(tuple(batch_axes)))
-    split = Split(num_microbatches, axes, frozenset(manual_axes) & {name for name, _ in axes}, mesh)
-    expected = local_examples(batch.whole, num_microbatches, batch_axes, mesh, manual_axes)
-    if batch.part != expected:
-        raise MicrobatchError(
-            f"the local forward was traced with {batch.part} examples instead of {expected}", value=batch.part, place=label,
-            remedy="trace it with as many examples as local_examples says",
-        )
-    return split
+    return Split(num_microbatches, axes, frozenset(manual_axes) & {name for name, _ in axes}, mesh)
 
 
 def _operand_infos(program: Program, boundary: Any, batch: Batch) -> list[Info]:

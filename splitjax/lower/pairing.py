@@ -9,7 +9,7 @@ that differs was computed from the number of examples. `pair` checks the corresp
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,14 +56,11 @@ class Node:
     inputs: tuple[Ref, ...]
     outputs: tuple[int, ...]
     bodies: tuple[Body, ...]
+    source: str  # the user's line, of the call that leads here where a library function was traced before
 
     @property
     def name(self) -> str:
         return self.whole.primitive.name
-
-    @property
-    def source(self) -> str:
-        return _compat.source_line(self.whole)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,12 +115,12 @@ class _Pairer:
             "or microbatches=None",
         )
 
-    def body(self, whole: Any, part: Any, inputs: tuple[int, ...], site: Site) -> Body:
+    def body(self, whole: Any, part: Any, inputs: tuple[int, ...], site: Site, source: str = "") -> Body:
         nodes: list[Node] = []
-        outputs = self.walk(whole, part, inputs, site, nodes)
+        outputs = self.walk(whole, part, inputs, site, nodes, source)
         return Body(tuple(nodes), inputs, tuple(outputs))
 
-    def walk(self, whole: Any, part: Any, inputs: Sequence[Ref], site: Site, nodes: list[Node]) -> list[Ref]:
+    def walk(self, whole: Any, part: Any, inputs: Sequence[Ref], site: Site, nodes: list[Node], source: str) -> list[Ref]:
         """Adds the operations of a pair of jaxprs to `nodes`; returns its results."""
         (whole, whole_consts), (part, part_consts) = _compat.open_jaxpr(whole), _compat.open_jaxpr(part)
         first = next(iter(whole.eqns), None)
@@ -149,20 +146,20 @@ class _Pairer:
             self.require(a.primitive is b.primitive, a, f"{a.primitive.name} against {b.primitive.name}")
             self.require(len(a.invars) == len(b.invars) and len(a.outvars) == len(b.outvars), a, "different numbers of operands or results")
             operands = [read(x, y, a) for x, y in zip(a.invars, b.invars)]
-            results = self.equation(a, b, operands, (*site, index), nodes)
+            results = self.equation(a, b, operands, (*site, index), nodes, _source(a, source))
             known.update(zip(a.outvars, results))
             matching.update(zip(b.outvars, results))
         return [read(x, y, first) for x, y in zip(whole.outvars, part.outvars)]
 
-    def equation(self, a: Any, b: Any, operands: Sequence[Ref], site: Site, nodes: list[Node]) -> list[Ref]:
+    def equation(self, a: Any, b: Any, operands: Sequence[Ref], site: Site, nodes: list[Node], source: str) -> list[Ref]:
         name = a.primitive.name
         if name in _INLINED and _compat.is_jaxpr(a.params.get(_INLINED[name])):
-            return self.walk(a.params[_INLINED[name]], b.params[_INLINED[name]], operands, (*site, 0), nodes)
+            return self.walk(a.params[_INLINED[name]], b.params[_INLINED[name]], operands, (*site, 0), nodes, source)
         results = [self.number(x.aval, y.aval) for x, y in zip(a.outvars, b.outvars)]
-        nodes.append(Node(a, b, site, tuple(operands), tuple(results), self.bodies(a, b, site)))
+        nodes.append(Node(a, b, site, tuple(operands), tuple(results), self.bodies(a, b, site, source), source))
         return results
 
-    def bodies(self, a: Any, b: Any, site: Site) -> tuple[Body, ...]:
+    def bodies(self, a: Any, b: Any, site: Site, source: str) -> tuple[Body, ...]:
         param = BODIES.get(a.primitive.name)
         if param is None or param not in a.params:
             return ()
@@ -173,8 +170,14 @@ class _Pairer:
             first, second = _compat.open_jaxpr(x)[0].invars, _compat.open_jaxpr(y)[0].invars
             self.require(len(first) == len(second), a, "different numbers of operands")
             inputs = tuple(self.number(v.aval, w.aval) for v, w in zip(first, second))
-            bodies.append(self.body(x, y, inputs, (*site, index)))
+            bodies.append(self.body(x, y, inputs, (*site, index), source))
         return tuple(bodies)
+
+
+def _source(eqn: Any, outer: str) -> str:
+    """The user's line of an equation; that of the enclosing call where the equation itself only knows a library's."""
+    line = _compat.source_line(eqn)
+    return outer if outer and (not line or _compat.is_machinery(line.rsplit(":", 1)[0])) else line
 
 
 def _first_difference(whole: Any, part: Any) -> Any:
@@ -206,3 +209,15 @@ def differing_params(node: Node, allowed: frozenset[str]) -> list[str]:
         if not same:
             found.append(key)
     return found
+
+
+def resized(node: Node, resize: Callable[[int, int], int]) -> Any:
+    """The part trace's equation at another number of examples: `resize(whole, part)` interpolates sizes that differ."""
+    changes = {}
+    for key in differing_params(node, frozenset({"sharding", "out_sharding"})):
+        ours, theirs = node.whole.params[key], node.part.params[key]
+        if isinstance(ours, tuple):
+            changes[key] = tuple(a if a == b else resize(a, b) for a, b in zip(ours, theirs))
+        else:
+            changes[key] = resize(ours, theirs)
+    return _compat.with_params(node.part, **changes) if changes else node.part

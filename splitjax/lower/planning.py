@@ -49,7 +49,8 @@ def follow_plan(graph: Graph, rules: RuleSet, mesh: MeshShape, specs: Mapping[st
         LayerPlan(layer.name, layer.kind, layer.params, tuple(by_path[p].spec for p in layer.params), by_path[layer.params[0]].rule)
         for layer in decided.layers
     )
-    return _complete(graph, mesh, decided.rules, decided.replicated_batch, decided.batch_axes, leaves, layers, decided.notes, unknown)
+    return _complete(graph, mesh, decided.rules, decided.replicated_batch, decided.batch_axes, leaves, layers, decided.notes, unknown,
+                     backward=False)
 
 
 def _bytes_per_device(leaf: LeafPlan, spec: Spec, mesh: MeshShape) -> int:
@@ -57,7 +58,8 @@ def _bytes_per_device(leaf: LeafPlan, spec: Spec, mesh: MeshShape) -> int:
 
 
 def _complete(graph: Graph, mesh: MeshShape, rules: str, replicated_batch: str, batch_axes: tuple[str, ...],
-              leaves: tuple[LeafPlan, ...], layers: tuple[LayerPlan, ...], notes: tuple[str, ...], unknown: str) -> Plan:
+              leaves: tuple[LeafPlan, ...], layers: tuple[LayerPlan, ...], notes: tuple[str, ...], unknown: str,
+              backward: bool = True) -> Plan:
     by_path = {leaf.path: leaf for leaf in leaves}
     constraints = derive_constraints(graph, by_path, mesh, batch_axes)
     reached = [one for one in graph.unknown if _reaches_sharded(graph, one, leaves, batch_axes)]
@@ -68,8 +70,8 @@ def _complete(graph: Graph, mesh: MeshShape, rules: str, replicated_batch: str, 
         mesh=mesh, rules=rules, replicated_batch=replicated_batch, batch_axes=batch_axes, leaves=leaves, layers=layers,
         constraints=constraints + extra,
         gathered=tuple(f"{one.primitive} at {one.source}" for one in reached),
-        memory=predict_memory(graph, leaves, mesh, batch_axes),
-        collectives=predict_collectives(graph, leaves, layers, mesh, batch_axes, replicated_batch),
+        memory=predict_memory(graph, leaves, mesh, batch_axes, replicated_batch),
+        collectives=predict_collectives(graph, leaves, layers, mesh, batch_axes, replicated_batch, backward=backward),
         notes=notes,
     )
 

@@ -61,10 +61,23 @@ class Mixed(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The number of examples in the whole batch and in one part."""
+    """The number of examples in the whole batch, in the part trace, and in what is run. The last two differ for a single
+    example, with which JAX may trace other operations than with several: then sizes are interpolated between the traces."""
 
     whole: int
     part: int
+    run: int
+
+    @property
+    def is_exact(self) -> bool:
+        return self.part == self.run
+
+    def resize(self, whole: int, part: int) -> int:
+        """A size at the number of examples that is run, from what it is in the two traces."""
+        steps, rest = divmod((part - whole) * (self.run - self.part), self.part - self.whole)
+        if rest:
+            raise Mixed(f"a size is {whole} for the whole batch and {part} for {self.part} examples")
+        return part + steps
 
     def sliced_dims(self, types: tuple[Any, Any]) -> tuple[int, ...]:
         """The dims whose sizes differ between the two traces."""

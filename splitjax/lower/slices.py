@@ -113,3 +113,15 @@ class Split:
         width = len(self.axes) + 4
         shape = value.shape
         return jnp.reshape(value, (*shape[: layout.dim], whole_size, *shape[layout.dim + width :]))
+
+    def resize(self, value: Any, layout: Layout | None, now: int, then: int) -> Any:
+        """A part with `now` examples as one with `then`: its first examples, or its only one repeated."""
+        if layout is None:
+            return value
+        shape, dim = value.shape, layout.dim
+        value = jnp.reshape(value, (*shape[:dim], layout.major, now, layout.minor, *shape[dim + 1 :]))
+        if then < now:
+            value = lax.slice_in_dim(value, 0, then, axis=dim + 1)
+        else:
+            value = jnp.broadcast_to(value, (*shape[:dim], layout.major, then, layout.minor, *shape[dim + 1 :]))
+        return jnp.reshape(value, (*shape[:dim], layout.major * then * layout.minor, *shape[dim + 1 :]))

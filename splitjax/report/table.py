@@ -68,9 +68,25 @@ def _row(plan: Plan, layer: LayerPlan | None, leaf: LeafPlan) -> Row:
     name = layer.name if layer else ""
     param = leaf.path.removeprefix(name + "/") if name else leaf.path
     return Row(
-        name, param, layer.kind if layer else "", leaf.shape, spec_text(leaf.spec), leaf.rule,
+        name, param, layer.kind if layer else "", leaf.shape, spec_text(leaf.spec), _rule_text(leaf.rule, name),
         leaf.bytes_per_device, leaf.whole_bytes(plan.mesh),
     )
+
+
+def _rule_text(rule: str, layer: str) -> str:
+    """The rule without what the row says already: the path of a parameter of the same layer, the path that both layers share.
+    So the blocks of a network read alike, and fold."""
+    head, sep, path = rule.partition(" (with ")
+    if sep and path.startswith(f"{layer}/"):
+        return head
+    head, sep, path = rule.partition("ties with ")
+    if not sep:
+        return rule
+    mine, other = layer.split("/"), path.rstrip(")").split("/")
+    shared = 0
+    while shared < min(len(mine), len(other) - 1) and mine[shared] == other[shared]:
+        shared += 1
+    return f"{head}{sep}{'/'.join(other[shared:])}{')' if path.endswith(')') else ''}"
 
 
 def _fold(groups: Sequence[tuple[Row, ...]]) -> Iterable[tuple[Row, ...]]:

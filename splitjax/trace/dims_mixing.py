@@ -33,6 +33,9 @@ def ragged_dot(inputs, outputs, params):
     numbers = params["ragged_dot_dimension_numbers"]
     left, right, out = _dot_labels(inputs, numbers.dot_dimension_numbers)
     right = [("g",) if d in numbers.rhs_group_dimensions else label for d, label in enumerate(right)]
+    # Rows that are contracted within their group keep their order; they have a label of their own kind.
+    ragged = {left[d]: (("rows", d),) for d in numbers.lhs_ragged_dimensions if left[d][0][0] == "k"}
+    left, right = ([ragged.get(label, label) for label in side] for side in (left, right))
     out = [label for label in out if not (label[0][0] == "r" and label[0][1] in numbers.rhs_group_dimensions)]
     if len(out) < len(outputs[0]):
         out.insert(0, ("g",))

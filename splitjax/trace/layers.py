@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from splitjax import _compat
 from splitjax.trace.classes import Classes
 from splitjax.trace.flatten import Flat
-from splitjax.trace.flow import Argument, Flow
+from splitjax.trace.flow import Argument, Flow, first_effect
 from splitjax.trace.graph import Layer, Leaf
 from splitjax.trace.uses import RawUse
 
@@ -108,8 +108,10 @@ def _kind(uses: Sequence[RawUse], flat: Flat, group: Sequence[Leaf], norms: froz
 
 
 def find_norms(flat: Flat, flow: Flow, mixing: Sequence[bool], sources: Sequence[frozenset[int]]) -> frozenset[int]:
-    """Parameters that meet, before anything mixes, a value scaled by an inverse root (batch, layer, group and RMS norm)."""
+    """Parameters that meet, before anything mixes, a value scaled by an inverse root (batch, layer, group and RMS norm). Only
+    the way to the loss counts: an optimizer divides by roots too, and every parameter meets those."""
     tagged = [False] * len(flat.shapes)
+    reaches = first_effect(flat, flow.carrying)
     norms: set[int] = set()
     for index, op in enumerate(flat.ops):
         if op.primitive in ("rsqrt", "sqrt") and flow.data[op.inputs[0]]:
@@ -118,7 +120,8 @@ def find_norms(flat: Flat, flow: Flow, mixing: Sequence[bool], sources: Sequence
             tag = False
         else:
             tag = any(tagged[v] for v in op.inputs)
-            if tag and len(op.inputs) > 1:
+            forward = any(flow.carrying[v] or reaches[v] is not None for v in op.outputs)
+            if tag and forward and len(op.inputs) > 1:
                 for v in op.inputs:
                     norms.update(sources[v])
         for v in op.outputs:

@@ -18,8 +18,10 @@ def make_mesh(**axes):
     return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def _leading(tree, num):
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((num, *a.shape[1:]), a.dtype, weak_type=jax.typeof(a).weak_type), tree)
+def abstract(tree, num=None):
+    """The types of arrays without their shardings, which hold for the whole batch only; `num`: with so many examples."""
+    shape = lambda a: a.shape if num is None else (num, *a.shape[1:])
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(shape(a), a.dtype, weak_type=jax.typeof(a).weak_type), tree)
 
 
 def build(step, params, batch, num, *, mesh=None, batch_axes=("data",), manual=None, bind=None, rest=()):
@@ -27,8 +29,8 @@ def build(step, params, batch, num, *, mesh=None, batch_axes=("data",), manual=N
     manual = batch_axes if manual is None and mesh is not None else manual or ()
     total = jax.tree.leaves(batch)[0].shape[0]
     local = local_examples(total, num, batch_axes if mesh is not None else (), mesh, manual)
-    closed, shape = _compat.trace(step, params, batch, *rest)
-    small, _ = _compat.trace(step, params, _leading(batch, local), *rest)
+    closed, shape = _compat.trace(step, abstract(params), abstract(batch), *rest)
+    small, _ = _compat.trace(step, abstract(params), abstract(batch, local), *rest)
     inner, consts = _compat.open_jaxpr(closed)
     other, _ = _compat.open_jaxpr(small)
     assert len(inner.eqns) == len(other.eqns)

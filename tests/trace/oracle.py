@@ -29,7 +29,7 @@ LOCAL = {
     "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "dynamic_update_slice", "random_gamma", "ragged_dot_general",
 }
 # Labels that tie storage without being a permutation symmetry: rows are dealt to experts in the order of the group sizes.
-STORAGE = {("ragged_dot_general", "g")}
+STORAGE = {("ragged_dot_general", "g"), ("ragged_dot_general", ("rows", 0)), ("rng_bit_generator", ("key", 0))}
 
 
 @dataclasses.dataclass(frozen=True)

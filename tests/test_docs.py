@@ -1,0 +1,75 @@
+"""Documentation that runs: its scripts, its rule file, its links, and an entry for every typed error."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import splitjax
+from splitjax import errors
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def run_script(script: str, folder: pathlib.Path) -> str:
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    path = os.pathsep.join(part for part in (str(ROOT), environment.get("PYTHONPATH")) if part)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", script], env={**environment, "PYTHONPATH": path}, cwd=folder,
+                          capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_example_of_the_readme_trains(tmp_path):
+    example = next(block for block in blocks("README.md", "python") if "@splitjax.parallelize" in block)
+    out = run_script(example, tmp_path)
+    assert "P(None, 'model')" in out
+    assert float(out.split("loss")[-1]) < 0.1
+
+
+def test_the_quickstart_is_one_script(tmp_path):
+    out = run_script("".join(blocks("docs/quickstart.md", "python")), tmp_path)
+    assert "compiled 1 time(s): first call" in out
+    assert re.search(r"right (6[0-4]|5\d) of 64", out)
+    assert (tmp_path / "plan.json").is_file()
+
+
+def test_the_rule_file_of_the_docs_is_the_rule_set_beside_it(tmp_path):
+    (toml,) = blocks("docs/rules.md", "toml")
+    (tmp_path / "mine.toml").write_text(toml)
+    from splitjax.rules import load_rules
+
+    scope: dict = {}
+    exec(next(block for block in blocks("docs/rules.md", "python") if "RuleSet" in block), scope)
+    assert load_rules(tmp_path / "mine.toml").rules == scope["rules"].rules
+
+
+def test_every_typed_error_has_its_place_in_troubleshooting():
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    for name, kind in inspect.getmembers(errors, inspect.isclass):
+        if issubclass(kind, splitjax.SplitjaxError) and kind is not splitjax.SplitjaxError:
+            assert f"\n## {name}\n" in text and f"[`{name}`](#{name.lower()})" in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (page.parent / file) if file else page
+        assert there.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings]
