@@ -28,6 +28,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -129,19 +130,21 @@ def _in_subprocess(stranger: Any, options: argparse.Namespace) -> dict[str, Any]
             process = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder,
                                      timeout=options.timeout)  # fmt: skip
             last = (process.stderr.strip().splitlines() or ["no message"])[-1]
-            failure = f"exit code {process.returncode}: {last[:300]}"
+            code = process.returncode
+            failure = f"the process ended with {signal.Signals(-code).name if code < 0 else code}: {last[:300]}"
         except subprocess.TimeoutExpired:
             failure = f"no result after {options.timeout} s"
         record["seconds"] = round(time.perf_counter() - start, 1)
         if file.exists():
             record |= json.loads(file.read_text())
-    wanted = 0 if options.baseline else 1 if options.control else len(options.rules)
+    wanted = [] if options.baseline else ["control"] if options.control else options.rules
+    baseline = record.get("baseline", {"ok": False, "reason": failure})
     runs = record["runs"]
-    failed = [f"{name}: {run['reason']}" for name, run in runs.items() if not run["ok"]]
-    if not record.get("baseline", {}).get("ok"):
-        failed = [record.get("baseline", {}).get("reason") or failure]
-    elif len(runs) < wanted:
-        failed.append(failure)
+    if baseline["ok"]:
+        failed = [f"{name}: {runs[name]['reason'] if name in runs else failure}" for name in wanted
+                  if not runs.get(name, {}).get("ok")]  # fmt: skip
+    else:
+        failed = [f"one device: {baseline['reason']}"]
     return record | {"ok": not failed, "reason": "; ".join(failed)}
 
 
@@ -221,6 +224,7 @@ def _shortfalls(counts: dict[str, Any]) -> list[str]:
 
 def _environment(options: argparse.Namespace) -> dict[str, Any]:
     flag = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
+    os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()  # as the strangers ran
     from benchmarks import machine
     from benchmarks.stranger_adapters import ALL

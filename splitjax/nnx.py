@@ -398,16 +398,27 @@ def _refuse_changed(graph: _Graph, before: Sequence[Any], after: Sequence[Any], 
 # Structure.
 
 
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """What a node of a graph is: its type and, for a variable, its metadata."""
+
+    name: str
+    metadata: tuple = ()
+
+    def __repr__(self) -> str:
+        return self.name + (f"({', '.join(f'{k}={v!r}' for k, v in self.metadata)})" if self.metadata else "")
+
+
 def _anatomy(graphdef: Any) -> Iterator[tuple[tuple, Any]]:
-    """(path, value) of a graph's nodes (their type), variables (type and metadata) and static attributes (`Fixed`)."""
+    """(path, value) of a graph's nodes and variables (`_Kind`) and static attributes (`Fixed`)."""
     objects = nnx.unflatten(graphdef, [0] * graphdef.num_leaves)
     for path, value in nnx.iter_graph(objects):
         if any(str(part).startswith(("_pytree__", "_object__")) for part in path):
             continue
         if isinstance(value, nnx.Variable):
-            yield path, (type(value).__name__, tuple(sorted((k, Fixed(v)) for k, v in value.get_metadata().items())))
-        elif _is_object(value) or isinstance(value, (tuple, list, dict)):
-            yield path, type(value).__name__
+            yield path, _Kind(type(value).__name__, tuple((k, Fixed(v)) for k, v in sorted(value.get_metadata().items())))
+        elif nnx.graphlib.is_node(value):
+            yield path, _Kind(type(value).__name__)
         else:
             yield path, Fixed(value)
 
@@ -438,7 +449,7 @@ def _changes(graph: _Graph, after: Any, name: str) -> tuple[tuple[tuple, Any], .
     say = [repr(tree[path]) if path in tree else "absent" for tree in (old, new)]
     raise StateError(
         "the step changes the structure of its NNX objects: "
-        + (f"{_text(path, graph.names)}: {say[0]} -> {say[1]}" if different else "variables are shared otherwise than before"),
+        + (f"{_text(path, graph.names)} goes in {say[0]} and comes out {say[1]}" if different else "variables are shared otherwise than before"),
         value=[_text(p, graph.names) for p in different][:12], place=f"result of {name}",
         remedy="add variables and modules before the first step; take out what a step sows with nnx.pop inside the step",
     )

@@ -9,16 +9,15 @@ from splitjax.trace.dims import DimMap, rule_for
 _ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
 convert_element_type cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac
-imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul ne neg nextafter not or polygamma
-population_count pow random_gamma real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
-shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
-one_minus_square polynomial random_gamma_grad mulhi
-random_fold_in reciprocal tie
+imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi ne neg nextafter not
+one_minus_square or polygamma polynomial population_count pow random_fold_in random_gamma random_gamma_grad real reciprocal
+regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+square sub tan tanh threefry2x32 xor zeta
 """.split()
 
 _IDENTITY = """
-copy copy_p device_put sharding_constraint name pvary pcast reduce_precision mesh_cast reshard layout_constraint xla_metadata_value
-with_memory_space_constraint zeros_like dce_sink pin unpin relayout
+copy copy_p device_put layout_constraint name reduce_precision reshard sharding_constraint stop_gradient
+with_memory_space_constraint xla_metadata_value zeros_like
 """.split()
 
 
@@ -36,7 +35,7 @@ def elementwise(inputs, outputs, params):
     return DimMap(tuple(labels(k, s) for k, s in enumerate(inputs)), tuple(labels(-1, s) for s in outputs), joins=len(inputs) > 1)
 
 
-@rule_for("optimization_barrier", "psum", "pmax", "pmin", "psum_invariant", "psum2")
+@rule_for("optimization_barrier")
 def pairwise(inputs, outputs, params):
     """Result k is operand k, dim for dim."""
     ins = tuple(tuple(((k, i),) for i in range(len(shape))) for k, shape in enumerate(inputs))
@@ -60,7 +59,7 @@ def general_reduction(inputs, outputs, params):
     return DimMap(operands, tuple(kept for _ in outputs))
 
 
-@rule_for("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev", "sort", "reduce_scatter")
+@rule_for("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev", "sort")
 def along_a_dim(inputs, outputs, params):
     """Values move along one dim, and the dims stay what they are."""
     return DimMap(*(tuple(tuple((i,) for i in range(len(s))) for s in shapes) for shapes in (inputs, outputs)))
@@ -76,7 +75,7 @@ def top_k(inputs, outputs, params):
     return DimMap((source,), tuple(labels for _ in outputs))
 
 
-@rule_for("iota", "platform_index", "empty", "empty2", "create_token", "rng_uniform", "axis_index", "debug_callback", "debug_print")
+@rule_for("iota", "platform_index", "unvmap_any", "unvmap_all", "unvmap_max", "empty", "empty2", "create_token", "rng_uniform", "debug_callback", "debug_print")
 def creation(inputs, outputs, params):
     """New dims: they link only through what later meets them."""
     return _unlinked(inputs, outputs)

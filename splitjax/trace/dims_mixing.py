@@ -107,8 +107,7 @@ def gather(inputs, outputs, params):
     return DimMap((labels_operand, labels_indices), (tuple(out),), mixing=True)
 
 
-@rule_for("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter_add", "scatter_mul", "scatter_min",
-          "scatter_max", "scatter_sub", "scatter-sub")
+@rule_for("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 def scatter(inputs, outputs, params):
     """The result is the operand; update windows run along the operand dims they cover whole, update batch dims along the
     indices."""

@@ -121,14 +121,6 @@ def squeeze(inputs, outputs, params):
     return DimMap((_all(inputs[0]),), (tuple((i,) for i in range(len(inputs[0])) if i not in gone),))
 
 
-@rule_for("expand_dims")
-def expand_dims(inputs, outputs, params):
-    """Dims of size 1 appear."""
-    new = {d % len(outputs[0]) for d in params["dimensions"]}
-    kept = [i for i in range(len(outputs[0])) if i not in new]
-    return DimMap((tuple((i,) for i in kept),), (_all(outputs[0]),))
-
-
 @rule_for("slice", "dynamic_slice", "pad", "split", "reduce_window", "reduce_window_sum", "reduce_window_max",
           "reduce_window_min")
 def resize(inputs, outputs, params):
@@ -191,7 +183,7 @@ def bitcast(inputs, outputs, params):
     return DimMap((_all(inputs[0]),), (_all(outputs[0]),))
 
 
-@rule_for("select_and_scatter_add", "select_and_gather_add", "select_and_scatter")
+@rule_for("select_and_scatter_add", "select_and_gather_add")
 def select_window(inputs, outputs, params):
     """Pooling's derivative: dims with a window of 1 run through (operands are source and operand, or tangents and operand)."""
     window = params["window_dimensions"]

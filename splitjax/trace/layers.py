@@ -30,6 +30,10 @@ def group_params(arguments: Sequence[Argument], flow: Flow, uses: Sequence[RawUs
     names: dict[int, str] = {}
     for parent, members in parents.items():
         heavy = [i for i in members if i in weights]
+        if any(other.startswith(f"{parent}/") for other in parents) or not parent:
+            # Parameters that stand beside whole modules (a position embedding at the top) belong to none of them.
+            names.update((i, arguments[i].path) for i in members)
+            continue
         if len(heavy) <= 1 or any(i in recurrent for i in heavy):
             names.update((i, parent or arguments[members[0]].path) for i in members)
             continue
@@ -62,7 +66,7 @@ def _companion(index: int, heavy: Sequence[int], uses: Sequence[RawUse], flat: F
 
 
 def build_layers(leaves: Sequence[Leaf], names: dict[int, str], uses: Sequence[RawUse], flat: Flat, norms: frozenset[int],
-                 first_effect: Sequence[int | None]) -> tuple[Layer, ...]:
+                 effects: Sequence[int | None]) -> tuple[Layer, ...]:
     """Layers in program order, weight first among their parameters."""
     members: dict[str, list[Leaf]] = collections.defaultdict(list)
     for index, name in names.items():
@@ -79,8 +83,8 @@ def build_layers(leaves: Sequence[Leaf], names: dict[int, str], uses: Sequence[R
         group = sorted(group, key=lambda leaf: (weights.index(leaf.index) if leaf.index in weights else len(weights), leaf.index))
         order = min((use.op for use in own), default=None)
         if order is None:
-            effects = [first_effect[flat.inputs[leaf.index]] for leaf in group]
-            order = min((e for e in effects if e is not None), default=len(flat.ops))
+            found = [effects[flat.inputs[leaf.index]] for leaf in group]
+            order = min((e for e in found if e is not None), default=len(flat.ops))
         source = _compat.source_line(flat.ops[own[0].op].eqn) if own else ""
         kind = _kind(own, flat, group, norms)
         layer = Layer(name, kind, tuple(leaf.path for leaf in group), sum(u.flops for u in own if not u.backward),

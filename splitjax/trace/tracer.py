@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from splitjax import _compat
-from splitjax.trace import dims_elementwise, dims_mixing, dims_shape  # noqa: F401  (they fill the registry)
+from splitjax.trace import dims_elementwise, dims_fused, dims_mixing, dims_shape  # noqa: F401  (they fill the registry)
 from splitjax.trace.classes import Atoms, Classes, Link, Strength, classify, refine
 from splitjax.trace.flatten import Flat, flatten
 from splitjax.trace.flow import Argument, Flow, analyse, example_labels, first_effect, strengths
