@@ -13,6 +13,7 @@ _COUNT_FLAG = "--xla_force_host_platform_device_count"
 def virtual_devices(count: int = 8) -> None:
     """Makes this process see `count` CPU devices. Has to come before JAX looks for devices; a count that is already set stays."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    quiet_tpu_compiler()  # JAX loads it where it is installed, whatever the platform
     flags = os.environ.get("XLA_FLAGS", "")
     if _COUNT_FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {_COUNT_FLAG}={count}".strip()

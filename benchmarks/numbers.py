@@ -16,6 +16,7 @@ import importlib.util
 import pathlib
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -180,16 +181,17 @@ def _batches(name: str, check: Check) -> Iterator[dict[str, np.ndarray]]:
             yield {"image": images, "label": rng.integers(0, spec.num_classes, BATCH).astype(np.int32)}
 
 
-def _numbers(path: str, leaf: Any) -> np.ndarray:
+def _numbers(path: str, leaf: Any, dtype: str) -> jax.Array:
     """First values from numpy, which draws the same everywhere and compiles nothing: weights of He's scale, scales near one,
-    biases that are not zero, running variances of one."""
-    rng, name = np.random.default_rng(abs(hash((leaf.shape, len(path)))) % 2**32), path.rsplit("/", 1)[-1]
+    biases that are not zero, running variances of one. All of one dtype: Flax begins batch statistics in float32 whatever
+    the model's, and a first step would change them."""
+    rng, name = np.random.default_rng(zlib.crc32(path.encode())), path.rsplit("/", 1)[-1]
     if name in ("scale", "var"):
-        return np.asarray(1 + (0.1 * rng.normal(size=leaf.shape) if name == "scale" else 0), leaf.dtype)
+        return jnp.asarray(1 + (0.1 if name == "scale" else 0.0) * rng.normal(size=leaf.shape), dtype)
     scale = 0.02 if "embedding" in name else 0.1
     if name == "kernel":
         scale = (2 / max(1, int(np.prod(leaf.shape[:-1])))) ** 0.5
-    return np.asarray(scale * rng.normal(size=leaf.shape), leaf.dtype)
+    return jnp.asarray(scale * rng.normal(size=leaf.shape), dtype)
 
 
 def _path(path: Any) -> str:
@@ -200,7 +202,7 @@ def _run_linen(name: str, check: Check, batches: list[Any], rules: str | None) -
     spec, tx = _spec(name, "linen", check), check.optimizer()
     init_fn, step, _ = make_step(spec, tx, value_and_grad=splitjax.value_and_grad)
     shapes = jax.eval_shape(init_fn, jax.random.key(0))
-    weights = {part: jax.tree_util.tree_map_with_path(lambda p, x: jnp.asarray(_numbers(_path(p), x)), shapes[part])
+    weights = {part: jax.tree_util.tree_map_with_path(lambda p, x: _numbers(_path(p), x, check.dtype), shapes[part])
                for part in ("params", "batch_stats") if part in shapes}  # fmt: skip
     state = {**weights, "opt": tx.init(weights["params"]), "step": jnp.zeros((), jnp.int32)}
     if "key" in shapes:
@@ -224,7 +226,8 @@ def _run_nnx(name: str, check: Check, batches: list[Any], rules: str | None) -> 
     _, step, _ = make_nnx_step(_spec(name, "nnx", check), check.optimizer(), value_and_grad=parallel_nnx.value_and_grad)
     model = _spec(name, "nnx", check).make(nnx.Rngs(params=0, dropout=3))
     weights = nnx.state(model, nnx.Any(nnx.Param, nnx.BatchStat))
-    nnx.update(model, jax.tree_util.tree_map_with_path(lambda p, x: jnp.asarray(_numbers(_path(p).removesuffix("/value"), x)), weights))
+    numbers = jax.tree_util.tree_map_with_path(lambda p, x: _numbers(_path(p).removesuffix("/value"), x, check.dtype), weights)
+    nnx.update(model, numbers)
     optimizer = nnx.Optimizer(model, check.optimizer(), wrt=nnx.Param)
     if rules is None:
         step, parallel = nnx.jit(step), None

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from jax.extend import core as jex
+from jax.extend import random as jax_random
 from jax._src import source_info_util
 from jax.interpreters import ad, batching, mlir, partial_eval
 
@@ -217,3 +218,50 @@ def prune(eqn: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
 def with_params(eqn: Any, **changes: Any) -> Any:
     """An equation with some parameters changed."""
     return eqn.replace(params={**eqn.params, **changes})
+
+
+def pullback(eqn: Any) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
+    """The reverse derivative of an equation as a closed jaxpr: (operands that are not literals, cotangents) -> gradients.
+
+    Also the operand positions that have a gradient, and the result positions that have a cotangent, both ascending.
+    """
+    inexact = lambda v: jax.numpy.issubdtype(v.aval.dtype, jax.numpy.inexact)
+    variables = [i for i, v in enumerate(eqn.invars) if not isinstance(v, Literal)]
+    positions = tuple(i for i in variables if inexact(eqn.invars[i]))
+    results = tuple(i for i, v in enumerate(eqn.outvars) if inexact(v))
+    types = lambda vs: [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)) for v in vs]
+
+    def gradients(operands, cotangents):
+        values = [v.val if isinstance(v, Literal) else None for v in eqn.invars]
+        for i, value in zip(variables, operands):
+            values[i] = value
+
+        def function(*differentiated):
+            merged = list(values)
+            for i, value in zip(positions, differentiated):
+                merged[i] = value
+            found = bind_equation(eqn, merged)
+            return [found[i] for i in results]
+
+        return jax.vjp(function, *[values[i] for i in positions])[1](cotangents)
+
+    closed, _ = trace(gradients, types([eqn.invars[i] for i in variables]), types([eqn.outvars[i] for i in results]))
+    return closed, positions, results
+
+
+def has_positional_bits(eqn: Any) -> bool:
+    """Whether `random_bits` draws each value from the key and the value's position alone, so that some can be drawn without the
+    rest: one threefry key, JAX's partitionable generator (the default), and fewer than 2^32 values."""
+    if eqn.primitive.name != "random_bits" or eqn.invars[0].aval.shape != ():
+        return False
+    is_threefry = getattr(eqn.invars[0].aval.dtype, "_impl", None) is jax_random.threefry_prng_impl
+    return is_threefry and bool(eqn.ctx.threefry_partitionable) and eqn.outvars[0].aval.size < 2**32
+
+
+def positional_bits(key: Any, bit_width: int, positions: Any) -> Any:
+    """The values that `random_bits` has at the given row-major positions (uint32), for equations with `has_positional_bits`."""
+    first, second = jax.random.key_data(key)
+    high, low = jax_random.threefry2x32_p.bind(first, second, jax.numpy.zeros_like(positions), positions)
+    if bit_width == 64:
+        return (high.astype("uint64") << 32) | low.astype("uint64")
+    return (high ^ low).astype(f"uint{bit_width}")

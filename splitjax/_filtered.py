@@ -24,7 +24,7 @@ from splitjax.errors import DonatedStateError, PlanError, StateError, TraceError
 from splitjax.lower.arguments import Options, make_options, parameter_names, positional
 from splitjax.lower.entry import CompileRecord
 from splitjax.lower.layout import named_sharding
-from splitjax.mesh import MeshShape, make_mesh
+from splitjax.mesh import make_mesh
 from splitjax.parallelize import ParallelStep
 from splitjax.parallelize import parallelize as parallelize_arrays
 from splitjax.plan import Plan
@@ -49,6 +49,10 @@ class Fixed:
             self._hash = hash(value)
         except TypeError:
             self._hash = None
+
+    @property
+    def has_hash(self) -> bool:
+        return self._hash is not None
 
     def __hash__(self) -> int:
         return id(self.value) if self._hash is None else self._hash
@@ -106,9 +110,10 @@ class Static:
         try:
             self._hash = hash(key)
         except TypeError as error:
+            unhashable = [path for path, value in describe().items() if isinstance(value, Fixed) and not value.has_hash]
             raise TraceError(
-                f"a static field of an argument has no hash ({error})", place=f"call of {name}",
-                remedy="make the field an array, or a hashable value such as a tuple",
+                f"a static field of an argument has no hash ({error})", value=unhashable or None, place=f"call of {name}",
+                remedy="make the field an array (in an NNX module, held in an nnx.Variable), or a hashable value such as a tuple",
             ) from error
 
     def __hash__(self) -> int:
@@ -121,8 +126,9 @@ class Static:
         """The first static value that differs from another call's, in words."""
         before, after = old._describe(), self._describe()
         for path in [*after, *(path for path in before if path not in after)]:
-            if before.get(path, None) != after.get(path, None):
-                return f"{path}: {before.get(path, 'absent')} -> {after.get(path, 'absent')}"
+            if path not in before or path not in after or before[path] != after[path]:
+                old_text, new_text = (repr(tree[path]) if path in tree else "absent" for tree in (before, after))
+                return f"{path}: {old_text} -> {new_text}"
         return "a static part of the arguments changed"
 
 
@@ -176,6 +182,30 @@ class Call:
     def example(self) -> tuple:
         return tuple(arg for n, arg in enumerate(self.args) if n not in self.state_numbers)
 
+    def unshared(self) -> tuple:
+        """The arguments, with a copy of every state array that stands in them twice: donating a buffer that something else
+        uses is an error of XLA's, and crashes jax 0.10 on virtual CPU devices."""
+        arrays = [leaf for leaf in jax.tree.leaves(self.args) if isinstance(leaf, jax.Array)]
+        if len(set(map(id, arrays))) == len(arrays):
+            return self.args
+        counts = collections.Counter(map(id, arrays))
+
+        def own(leaf: Any) -> Any:
+            if counts[id(leaf)] < 2:
+                return leaf
+            counts[id(leaf)] -= 1
+            return jax.device_put(jnp.copy(leaf), leaf.sharding)
+
+        return tuple(jax.tree.map(own, arg) if n in self.state_numbers else arg for n, arg in enumerate(self.args))
+
+    def first_deleted(self) -> str | None:
+        """The path of the first state array that an earlier call consumed."""
+        for number in self.state_numbers:
+            for path, leaf in jax.tree_util.tree_leaves_with_path(self.args[number]):
+                if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                    return jax.tree_util.keystr(path, simple=True, separator="/")
+        return None
+
     def shardings(self, numbers: Sequence[int]) -> list[jax.sharding.NamedSharding]:
         """The plan's sharding of every array in these arguments."""
         entry = self.step._entry(self.args)
@@ -197,6 +227,7 @@ class FilteredStep:
         self._keywords = keywords
         self._state_outnums = state_outnums
         self._parent = parent
+        self._donates = parent is None and keywords["donate"]
         self._steps: dict[Any, ParallelStep] = {}
         self._latest: ParallelStep | None = None
         self._num_calls = 0
@@ -218,9 +249,9 @@ class FilteredStep:
         frame = sys._getframe(1)
         call = self._pack(args)
         try:
-            result = call.step(*call.args)
+            result = call.step(*(call.unshared() if self._donates else call.args))
         except DonatedStateError as error:
-            raise self._donated(args, error) from error
+            raise self._donated(args, call) from error
         self._num_calls += 1
         for number in self._options.state_argnums[:1]:
             self._calls.append((id(args[number]), self._num_calls, frame.f_code, frame.f_lineno))
@@ -338,7 +369,7 @@ class FilteredStep:
         self._latest = step
         return step
 
-    def _donated(self, args: tuple, error: DonatedStateError) -> DonatedStateError:
+    def _donated(self, args: tuple, call: Call) -> DonatedStateError:
         """The plain step's error, said of the user's own arguments."""
         where = "an earlier call"
         for number in self._options.state_argnums[:1]:
@@ -347,7 +378,8 @@ class FilteredStep:
                     where = f"call {count} of the step, at {code.co_filename}:{line}"
                     break
         return DonatedStateError(
-            f"a state of {self._name} was consumed by {where}; its arrays are gone", value=error.value, place=f"call of {self._name}",
+            f"a state of {self._name} was consumed by {where}; its arrays are gone", value=call.first_deleted(),
+            place=f"call of {self._name}",
             remedy="use the states that the call returned, or pass donate=False to keep the old ones",
         )
 
@@ -373,8 +405,6 @@ def signature(names: Sequence[str], fn: Callable, num_args: int) -> inspect.Sign
 def check(fn: Callable, keywords: dict[str, Any], state_argnums, batch_argnums, static_argnums, static_argnames) -> Options:
     """Raises, when the decorator runs, what a wrong keyword deserves; returns the normalised argument numbers."""
     parallelize_arrays(fn, **keywords, state_argnums=(), batch_argnums=())
-    if keywords["mesh"] is not None:
-        MeshShape.of(keywords["mesh"])
     return make_options(fn, state_argnums, batch_argnums, static_argnums, static_argnames, None)
 
 

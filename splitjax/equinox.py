@@ -125,14 +125,14 @@ def _whole(value: Any) -> Half:
 
 
 def _static_leaves(halves: Sequence[Half], names: Sequence[str]) -> dict[str, Any]:
-    """Path -> text of every static leaf."""
+    """Path -> static leaf."""
     found = {}
     for number, half in enumerate(halves):
         name = names[number] if number < len(names) else f"arg{number}"
         tree = jax.tree.unflatten(half.tree, half.leaves)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             inner = jax.tree_util.keystr(path, simple=True, separator="/")
-            found[f"{name}/{inner}" if inner else name] = repr(leaf)
+            found[f"{name}/{inner}" if inner else name] = leaf
     return found
 
 

@@ -88,7 +88,8 @@ def make_mesh(mesh: Mesh | Mapping[str, int] | None) -> Mesh:
             remedy="make the product of the axis sizes the number of devices; on one CPU set "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={shape.num_devices} before JAX starts",
         )
-    if shape.num_devices < len(devices) and (jax.process_count() > 1 or shape.num_devices < 1):
+    # Alone, a smaller mesh takes the first devices; a process without a device in the mesh could not take part.
+    if shape.num_devices < len(devices) and jax.process_count() > 1:
         raise MeshError(
             f"the mesh {shape} uses {shape.num_devices} of {len(devices)} devices, and every process needs its own in it",
             value=dict(shape.axes), place="mesh", remedy="make the product of the axis sizes the number of devices",

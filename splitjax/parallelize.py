@@ -14,7 +14,7 @@ import jax
 from splitjax.errors import DonatedStateError
 from splitjax.lower.arguments import Bound, bind, difference, make_options, positional
 from splitjax.lower.entry import CompileRecord, Entry, Recipe, SignatureChanged, build_entry, trace_error
-from splitjax.lower.options import check_options, resolve_plan
+from splitjax.lower.options import check_options, reject_mutating_modules, resolve_plan
 from splitjax.lower.placement import abstract_state, init_state, place_state
 from splitjax.mesh import MeshShape, make_mesh
 from splitjax.plan import Plan
@@ -163,6 +163,7 @@ class ParallelStep:
 
     def _entry(self, args: tuple) -> Entry:
         """The plan and program for a call's signature, made when it is new."""
+        reject_mutating_modules(args, self._recipe.name)
         bound = bind(self._recipe.fn, self._recipe.options, args)
         entry = self._entries.get(bound.signature)
         if entry is None:

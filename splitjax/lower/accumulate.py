@@ -115,6 +115,8 @@ class Evaluator:
             return self.remat(marked, index, node, found, env, slot)
         shares = found.outcome.shares
         operands = [self.use(analysis, ref, env, slot, i in shares) for i, ref in enumerate(node.inputs)]
+        if found.outcome.draws:
+            return [self.draw(node, operands[0], found.outcome.infos[0], slot)]
         if node.name == "sharding_constraint":
             return operands  # written for the whole batch; layouts inside the loop are the plan's business
         if found.outcome.rows is not None:
@@ -125,6 +127,16 @@ class Evaluator:
         if node.name in DERIVATIVE_RULES:
             return self.repeated(analysis, node, found, operands)
         return self.bind(resized(node, self.batch.resize), operands, node.site)
+
+    def draw(self, node: Node, key: Any, info: Info, slot: Slot) -> Any:
+        """A microbatch's own random bits among those of the whole batch."""
+        shape, layout = node.whole.outvars[0].aval.shape, info.layout
+        numbers = self.split.take(jnp.arange(shape[layout.dim], dtype=jnp.uint32), dataclasses.replace(layout, dim=0), slot)
+        positions = jnp.zeros((), jnp.uint32)
+        for dim, size in enumerate(shape):
+            own = numbers if dim == layout.dim else jnp.arange(size, dtype=jnp.uint32)
+            positions = positions[..., None] * jnp.uint32(size) + own
+        return _compat.positional_bits(key, node.whole.params["bit_width"], positions)
 
     def repeated(self, analysis: Analysis, node: Node, found: Found, operands: list[Any]) -> Sequence[Any]:
         """A function with its own derivative rule exists at the sizes of the traces only: it is run on the microbatch's one

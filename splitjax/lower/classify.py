@@ -8,6 +8,7 @@ from typing import Any
 
 from splitjax import _compat
 from splitjax.lower import example_rules_mixing  # noqa: F401  (registers its rules)
+from splitjax.lower.derivative_rules import WHY, check_rule
 from splitjax.lower.example_rules import Outcome, Question, answer, require_same_params
 from splitjax.lower.pairing import Body, Const, Node, Program, Ref
 from splitjax.lower.partial_rules import answer_partial
@@ -66,21 +67,42 @@ def whole_batch_info(types: tuple[Any, Any], batch: Batch) -> Info:
 
 def classify(program: Program, body: Body, inputs: Sequence[Info], batch: Batch) -> Analysis:
     """The relation of every value of a body whose inputs have the given relations."""
-    infos = dict(zip(body.inputs, inputs))
-    found = []
-    for node in body.nodes:
-        operands = tuple(const_info(ref, batch) if isinstance(ref, Const) else infos[ref] for ref in node.inputs)
-        one = _Classifier(program, batch).node(node, operands)
-        found.append(one)
-        infos.update(zip(node.outputs, one.outcome.infos))
-    outputs = tuple(const_info(ref, batch) if isinstance(ref, Const) else infos[ref] for ref in body.outputs)
-    return Analysis(body, tuple(inputs), outputs, infos, tuple(found))
+    return _Classifier(program, batch, {}, True).body(body, inputs)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Classifier:
+    """Walks a program; `checked` remembers derivative rules that were checked, and lives for one call of `classify`."""
+
     program: Program
     batch: Batch
+    checked: dict[Any, Mixed | None]
+    check_rules: bool
+
+    def body(self, body: Body, inputs: Sequence[Info]) -> Analysis:
+        infos = dict(zip(body.inputs, inputs))
+        found = []
+        for node in body.nodes:
+            operands = tuple(const_info(ref, self.batch) if isinstance(ref, Const) else infos[ref] for ref in node.inputs)
+            one = self.node(node, operands)
+            found.append(one)
+            infos.update(zip(node.outputs, one.outcome.infos))
+        outputs = tuple(const_info(ref, self.batch) if isinstance(ref, Const) else infos[ref] for ref in body.outputs)
+        return Analysis(body, tuple(inputs), outputs, infos, tuple(found))
+
+    def rule(self, node: Node, infos: tuple[Info, ...], results: tuple[Info, ...]) -> None:
+        """Checks a function's own derivative rule, once."""
+        if not self.check_rules or not any(info.live for info in infos):
+            return
+        key = id(node), infos
+        if key not in self.checked:
+            try:
+                check_rule(node, infos, results, lambda program, known: _Classifier(program, self.batch, {}, False).body(program.body, known))
+                self.checked[key] = None
+            except Mixed as mixed:
+                self.checked[key] = mixed
+        if self.checked[key] is not None:
+            raise self.checked[key]
 
     def node(self, node: Node, infos: tuple[Info, ...]) -> Found:
         """What one operation does; where slices cannot reproduce it, its live results are known later only, and the others
@@ -122,7 +144,7 @@ class _Classifier:
         else:
             outcome = self.without_examples(question)
         exact = not any(isinstance(ref, Const) and (ref.differs or info.layout is not None) for ref, info in zip(node.inputs, infos))
-        plain = exact and not outcome.shares and outcome.rows is None and all(info.local for info in outcome.infos)
+        plain = exact and not outcome.shares and outcome.rows is None and not outcome.draws and all(info.local for info in outcome.infos)
         return Found(outcome, plain)
 
     def without_examples(self, q: Question) -> Outcome:
@@ -132,6 +154,8 @@ class _Classifier:
             require_same_params(q.node, frozenset({"sharding", "out_sharding"}))
             return Outcome(tuple(Info(False) for _ in dims))
         (dim,), (types,) = dims[:1], q.types_out[:1]
+        if _compat.has_positional_bits(q.node.whole):
+            return Outcome((Info(False, EXAMPLES, self.batch.assumed(types, dim)),), draws=True)
         if q.node.name == "broadcast_in_dim":
             return Outcome((Info(False, EXAMPLES, self.batch.assumed(types, dim, uniform=True)),))
         if q.node.name == "iota":
@@ -148,20 +172,21 @@ class _Classifier:
             return self.scan(node, infos, types)
         if node.name == "cond":
             return self.cond(node, infos)
-        analysis = classify(self.program, node.bodies[0], infos, self.batch)
+        analysis = self.body(node.bodies[0], infos)
         _refuse_later(analysis.outputs)
         if node.name in DERIVATIVE_RULES:
-            # Its derivative rule is fixed for the function as a whole: it must run as it is.
+            # It must run as it is, for its derivative rule is fixed.
             if not analysis.plain or any(info.kind == PARTIAL for info in infos):
-                raise Mixed("its own derivative rule hides that it sums over examples or makes values for them")
+                raise Mixed(WHY)
             if not self.batch.is_exact and any(info.kind == PARTIAL for info in analysis.outputs):
                 raise Mixed("its own derivative rule sums over examples, which needs two of them in a microbatch")
+            self.rule(node, infos, analysis.outputs)
         return Found(Outcome(analysis.outputs), analysis.plain, (analysis,))
 
     def cond(self, node: Node, infos: tuple[Info, ...]) -> Found:
         if infos[0].kind != SAME:
             raise Mixed("which branch is taken depends on the examples")
-        branches = tuple(classify(self.program, body, infos[1:], self.batch) for body in node.bodies)
+        branches = tuple(self.body(body, infos[1:]) for body in node.bodies)
         targets = branches[0].outputs
         for branch in branches[1:]:
             targets = tuple(join(a, b) for a, b in zip(targets, branch.outputs))
@@ -179,7 +204,7 @@ class _Classifier:
         scanned = tuple(_shift(info, -1) for info in infos[num_consts + num_carry :])
         carry = tuple(dataclasses.replace(info, index=None) for info in carry)
         for _ in range(4 * max(num_carry, 1) + 1):
-            analysis = classify(self.program, node.bodies[0], (*consts, *carry, *scanned), self.batch)
+            analysis = self.body(node.bodies[0], (*consts, *carry, *scanned))
             joined = tuple(dataclasses.replace(join(a, b), index=None) for a, b in zip(carry, analysis.outputs))
             if joined == carry:
                 break
@@ -200,7 +225,7 @@ class _Classifier:
             raise Mixed("it goes through the examples one after the other")
         live = any(info.live for info in infos)
         inside = tuple(Info(info.live) for info in infos)
-        analysis = classify(self.program, node.bodies[0], inside, self.batch)
+        analysis = self.body(node.bodies[0], inside)
         if not _same_everywhere(analysis, self.program, self.batch):
             raise Mixed("it goes through the examples one after the other, and depends on their number")
         layouts = [self.batch.layout(one, infos[-1].layout) for one in types]

@@ -15,7 +15,6 @@ from splitjax.errors import PlanError, SplitjaxError, StateError, TraceError
 from splitjax.lower.arguments import Bound, Options, abstract, bind
 from splitjax.lower.layout import Layout, evaluate, named_sharding
 from splitjax.lower.microbatching import boundary_hook
-from splitjax.lower.options import reject_mutating_modules
 from splitjax.lower.planning import follow_plan, make_plan, pin_plan
 from splitjax.lower.states import match_states
 from splitjax.mesh import MeshShape
@@ -76,7 +75,6 @@ class SignatureChanged(Exception):
 
 def build_entry(recipe: Recipe, mesh: Mesh, bound: Bound, layouts: Mapping[str, LeafPlan] | None) -> Entry:
     """trace -> match states -> graph -> plan -> jit."""
-    reject_mutating_modules(bound.args, recipe.name)
     jaxpr, result = _trace(recipe, bound)
     matched = match_states(recipe.options, bound, result) if recipe.returns_state else {}
     graph = build_graph(jaxpr, bound.arguments, matched)

@@ -55,11 +55,13 @@ class Question:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outcome:
     """The results' relations. `shares`: operands that are not sums over examples but are added to one: each microbatch adds
-    its share. `rows`: (operand, component) of indices that count examples."""
+    its share. `rows`: (operand, component) of indices that count examples. `draws`: it draws random bits by position, of
+    which a microbatch draws its own."""
 
     infos: tuple[Info, ...]
     shares: frozenset[int] = frozenset()
-    rows: tuple[int, int | None] | None = None
+    rows: tuple[int, int] | None = None
+    draws: bool = False
 
 
 Rule = Callable[[Question], Outcome]
@@ -193,7 +195,9 @@ def _reshape(q: Question) -> Outcome:
     slower, faster = _product(old[: layout.dim]) * layout.major, layout.minor * _product(old[layout.dim + 1 :])
     if slower % before or faster % behind:
         raise Mixed("it splits or regroups the dim that holds the examples")
-    result = Layout(dim, slower // before, faster // behind, layout.uniform)
+    major, minor = slower // before, faster // behind
+    # A dim merged with others varies within an example, so that its layout matters.
+    result = Layout(dim, major, minor, layout.uniform and major <= layout.major and minor <= layout.minor)
     keeps = q.infos[0].index == ("row",) and result.major == result.minor == 1
     return Outcome((Info(False, EXAMPLES, result, index=("row",) if keeps else None),))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from splitjax.lower.example_rules import Outcome, Question, require_same_params, rule
 from splitjax.lower.relation import PARTIAL, Info, Layout, Mixed, merge_layouts
 
@@ -80,15 +82,18 @@ def _gather(q: Question) -> Outcome:
             raise Mixed("it takes some of the examples")
         return q.spread(operand)
     rows = _own_entries(q, numbers.operand_batching_dims, numbers.start_indices_batching_dims, numbers.start_index_map)
-    spread = q.spread(Layout(indices.dim, operand.major, operand.minor))
-    return Outcome(spread.infos, rows=rows)
+    return Outcome(q.spread(_common(q, 0, 1)).infos, rows=rows)
+
+
+def _common(q: Question, *positions: int) -> Layout:
+    """The layout on which operands agree, whatever dim holds the examples in each."""
+    return merge_layouts([dataclasses.replace(q.layout(i), dim=0) for i in positions])
 
 
 def _own_entries(q: Question, batching, index_batching, index_map) -> tuple[int, int] | None:
     """Whether every example indexes its own entries only: by a batching dim (None), or by counting (operand, component)."""
     operand, indices = q.layout(0), q.layout(1)
-    if (operand.major, operand.minor) != (indices.major, indices.minor) and not (operand.uniform or indices.uniform):
-        raise Mixed("its operands order the examples differently")
+    _common(q, 0, 1)
     if operand.dim in batching:
         if index_batching[tuple(batching).index(operand.dim)] != indices.dim:
             raise Mixed("it takes entries of other examples")
@@ -118,10 +123,10 @@ def _scatter(q: Question) -> Outcome:
         full = operand.dim in window and operand.dim not in numbers.scatter_dims_to_operand_dims
         if not full or updates is None or q.shape(2)[numbers.update_window_dims[window.index(operand.dim)]] != q.shape(0)[operand.dim]:
             raise Mixed("it writes some of the examples")
-        return q.spread(operand)
+        return q.spread(_common(q, 0, 2))
     if updates is None:
         raise Mixed("it writes some of the examples")
     rows = _own_entries(
         q, numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, numbers.scatter_dims_to_operand_dims
     )
-    return Outcome(q.spread(operand).infos, rows=rows)
+    return Outcome(q.spread(_common(q, 0, 1, 2)).infos, rows=rows)

@@ -36,7 +36,6 @@ class Const:
     part: Any
     whole_aval: Any
     part_aval: Any
-    is_literal: bool
 
     @property
     def differs(self) -> bool:
@@ -132,12 +131,12 @@ class _Pairer:
         known: dict[Any, Ref] = dict(zip(whole.invars, inputs))
         matching: dict[Any, Ref] = dict(zip(part.invars, inputs))
         for a, b, x, y in zip(whole.constvars, part.constvars, whole_consts, part_consts):
-            known[a] = matching[b] = Const(x, y, a.aval, b.aval, False)
+            known[a] = matching[b] = Const(x, y, a.aval, b.aval)
 
         def read(a: Any, b: Any, eqn: Any) -> Ref:
             literals = isinstance(a, _compat.Literal), isinstance(b, _compat.Literal)
             if all(literals):
-                return Const(a.val, b.val, a.aval, b.aval, True)
+                return Const(a.val, b.val, a.aval, b.aval)
             self.require(not any(literals), eqn, "a constant against a value")
             self.require(known[a] is matching[b] or known[a] == matching[b], eqn, "different operands")
             return known[a]

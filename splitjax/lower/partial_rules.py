@@ -26,7 +26,7 @@ _PLACED = {
 def answer_partial(question: Question) -> Outcome:
     """The outcome of one operation, some operand of which is a sum over examples. Raises `Mixed` unless it is linear."""
     sums = [i for i, info in enumerate(question.infos) if info.kind == PARTIAL]
-    if any(info.layout is not None and not info.layout.uniform for info in question.infos):
+    if any(info.layout is not None for info in question.infos):
         raise Mixed("it combines a total over the batch with single examples, as batch statistics do")
     if any(question.batch.sliced_dims(types) for types in question.types_out):
         raise Mixed("it spreads a total over the batch to single examples, as batch statistics do")
@@ -55,6 +55,8 @@ def _shares(q: Question, sums: list[int]) -> frozenset[int]:
         if sums == [0] and jnp.issubdtype(q.types_out[0][0].dtype, np.inexact):
             return frozenset()
     elif name in _PLACED:
+        if q.params.get("fill_value") not in (None, 0) or (name == "gather" and not jnp.issubdtype(q.types_out[0][0].dtype, np.inexact)):
+            raise Mixed("it fills in values that would be added once a microbatch")
         placed = frozenset(_PLACED[name](count))
         if placed.issuperset(sums):
             return placed - set(sums)

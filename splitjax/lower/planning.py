@@ -30,7 +30,11 @@ def pin_plan(graph: Graph, pinned: Plan, mesh: MeshShape, unknown: str = "error"
             remedy="make a new plan with step.plan(state, batch), or run the step that the plan was made for",
         )
     planned = {leaf.path: leaf for leaf in pinned.leaves}
-    leaves = tuple(planned[leaf.path] for leaf in graph.leaves)
+    # The step may come with another number of examples than the plan was made for.
+    leaves = tuple(
+        dataclasses.replace(planned[leaf.path], shape=leaf.shape, bytes_per_device=leaf.num_bytes // planned[leaf.path].num_shards(mesh))
+        for leaf in graph.leaves
+    )
     return _complete(graph, mesh, pinned.rules, pinned.replicated_batch, pinned.batch_axes, leaves, pinned.layers, pinned.notes, unknown)
 
 

@@ -75,7 +75,8 @@ def top_k(inputs, outputs, params):
     return DimMap((source,), tuple(labels for _ in outputs))
 
 
-@rule_for("iota", "platform_index", "unvmap_any", "unvmap_all", "unvmap_max", "empty", "empty2", "create_token", "rng_uniform", "debug_callback", "debug_print")
+@rule_for("iota", "empty", "empty2", "rng_uniform", "platform_index", "create_token", "debug_callback", "debug_print", "inspect_sharding",
+          "unvmap_any", "unvmap_all", "unvmap_max")
 def creation(inputs, outputs, params):
     """New dims: they link only through what later meets them."""
     return _unlinked(inputs, outputs)

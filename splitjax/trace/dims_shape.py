@@ -183,7 +183,7 @@ def bitcast(inputs, outputs, params):
     return DimMap((_all(inputs[0]),), (_all(outputs[0]),))
 
 
-@rule_for("select_and_scatter_add", "select_and_gather_add")
+@rule_for("select_and_scatter_add", "select_and_gather_add", "select_and_scatter")
 def select_window(inputs, outputs, params):
     """Pooling's derivative: dims with a window of 1 run through (operands are source and operand, or tangents and operand)."""
     window = params["window_dimensions"]

@@ -4,7 +4,6 @@ the operands permutes them among the results, `f(perm(x)) == perm(f(x))`."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ MOVES = {
 }
 # What an element becomes depends on its place, and on no other element along the dim.
 LOCAL = {
-    "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "dynamic_update_slice", "random_gamma", "ragged_dot_general",
+    "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "dynamic_update_slice", "random_gamma", "ragged_dot_general",
 }
 # Labels that tie storage without being a permutation symmetry: rows are dealt to experts in the order of the group sizes.
 STORAGE = {("ragged_dot_general", "g"), ("ragged_dot_general", ("rows", 0)), ("rng_bit_generator", ("key", 0))}
@@ -196,5 +195,6 @@ def missing(one: Equation) -> Iterator[str]:
                         yield f"{one.name}: dim {d} of operand {t} runs along dim {e} of result {u}"
 
 
-def all_violations(found: Sequence[Equation]) -> list[str]:
-    return list(itertools.chain.from_iterable(violations(one) for one in found if one.name in DIM_RULES))
+def by_signature(found: Sequence[Equation]) -> dict[Any, Equation]:
+    """Equations without repetitions of the same primitive on the same shapes with the same parameters."""
+    return {(one.name, repr(one.params), tuple((np.shape(v), str(getattr(v, "dtype", ""))) for v in one.operands)): one for one in found}

@@ -133,7 +133,6 @@ PROGRAMS: dict[str, tuple[Callable, tuple]] = {
     "a batch of bit generators": (
         lambda k: jax.vmap(lambda one: lax.rng_bit_generator(one, (3,)))(k), (np.arange(12, dtype="uint32").reshape(3, 4),),
     ),
-    "gamma samples": (lambda k, a: jax.random.gamma(k, a), (jax.random.key(3), positive(2, 3))),
     "dropout": (lambda k, x: jnp.where(jax.random.bernoulli(k, 0.5, x.shape), x, 0.0), (jax.random.key(0), normal(3, 4))),
     "matrix product": (lambda x, w: [x @ w, jnp.dot(w, x, precision="highest")], (normal(3, 3), normal(3, 3))),
     "product with batch dims": (lambda x, y: jnp.einsum("abcd,ebad->ebac", x, y), (normal(2, 3, 4, 5), normal(6, 3, 2, 5))),
@@ -202,7 +201,6 @@ PROGRAMS: dict[str, tuple[Callable, tuple]] = {
     "gradient of taking along an axis": (gradient(lambda t, i: jnp.take_along_axis(t, i[:, None], 1)), (normal(3, 5), integers(5, 3))),
     "segment sum": (lambda x, i: jax.ops.segment_sum(x, i, 4), (normal(6, 3), integers(4, 6))),
     "one-hot": (lambda i: jax.nn.one_hot(i, 5), (integers(5, 2, 3),)),
-    "histogram": (lambda i: jnp.bincount(i, length=5), (integers(5, 12),)),
     "merge dims": (lambda x: x.reshape(6, 20), (normal(2, 3, 4, 5),)),
     "split a dim": (lambda x: x.reshape(2, 3, 4, 5), (normal(6, 20),)),
     "regroup dims": (lambda x: x.reshape(4, 6), (normal(6, 4),)),
@@ -258,17 +256,18 @@ PROGRAMS: dict[str, tuple[Callable, tuple]] = {
     "tridiagonal": (
         lambda a, b: lax.linalg.tridiagonal_solve(a[0], a[1], a[2], b), (np.abs(normal(3, 5)) + np.array([[0], [9], [0]], "float32"), normal(5, 2)),
     ),
+    "rare functions": (
+        lambda x: [jax.grad(lambda a: lax.igamma(a, x).sum())(x), jnp.log2(x), jnp.empty((2, 3)), jnp.zeros_like(x), lax.exp2(x), x.at[0].subtract(1.0)], (positive(2, 3),),
+    ),
+    "rare decompositions": (
+        lambda a: [lax.linalg.eig(a), lax.linalg.schur(a[0]), lax.linalg.hessenberg(a), lax.linalg.tridiagonal(a),
+                   lax.linalg.householder_product(a, a[:, 0]), lax.linalg.symmetric_product(a, a, symmetrize_output=True)], (matrix(2),),
+    ),
+    "placed": (
+        lambda x: [lax.with_sharding_constraint(x, jax.sharding.SingleDeviceSharding(jax.devices()[0])),
+                   lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)], (normal(2, 3),),
+    ),
     "create": (lambda: [jnp.arange(5), lax.broadcasted_iota("int32", (2, 3), 1), jnp.eye(3)], ()),
-    "softmax and losses": (
-        lambda x, y: [jax.nn.log_softmax(x), jax.nn.logsumexp(x, 1), -jnp.take_along_axis(jax.nn.log_softmax(x), y[:, None], 1).mean()],
-        (normal(3, 5), integers(5, 3)),
-    ),
-    "activations": (
-        lambda x: [f(x) for f in (jax.nn.relu, jax.nn.gelu, jax.nn.silu, jax.nn.elu, jax.nn.softplus, jax.nn.relu6)], (normal(2, 3),),
-    ),
-    "norms": (
-        lambda x: [(x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5), jnp.linalg.norm(x, axis=1)], (normal(2, 3, 4),),
-    ),
     "calls": (
         lambda x: [jax.checkpoint(jnp.sin)(x), jax.jit(jnp.cos)(x), jax.nn.relu(x), jax.named_call(jnp.exp)(x),
                    lax.composite(lambda v: v * 2, name="twice.it")(x)], (normal(2, 3),),

@@ -1,0 +1,224 @@
+"""NNX objects as values: their joint graph, its arrays in groups, what is static in it, and what a step changed in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from splitjax._filtered import Fixed
+from splitjax.errors import StateError, TraceError
+
+# The groups of arrays, and their positions among the plain step's arguments (0 is the static one): variables of states,
+# bare arrays of states, and arrays of objects that are only read. The user's arguments follow, without their objects.
+STATE, CONSTANTS, READ, FIRST = 1, 2, 3, 4
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is an NNX object: a module, optimizer, metric, random stream, or a lone variable."""
+    return isinstance(value, nnx.Pytree | nnx.Variable)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Stands for an NNX object in a pytree: of the step's arguments, or one that the step made and returned."""
+
+    number: int
+    made: bool = False
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Arrays:
+    """Values of variables with their paths. A value may be a pytree."""
+
+    def __init__(self, paths: tuple[str, ...], values: Sequence[Any]) -> None:
+        self.paths, self.values = paths, tuple(values)
+
+    def tree_flatten_with_keys(self) -> tuple[list, Any]:
+        return [(jax.tree_util.DictKey(path), value) for path, value in zip(self.paths, self.values, strict=True)], self.paths
+
+    def tree_flatten(self) -> tuple[tuple, Any]:
+        return self.values, self.paths
+
+    @classmethod
+    def tree_unflatten(cls, paths: tuple[str, ...], values: Sequence[Any]) -> Arrays:
+        return cls(paths, values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """The static part of a call's objects: their joint graph, and per leaf of it its path and group of arrays."""
+
+    graphdef: Any
+    names: tuple[str, ...]  # of the objects
+    paths: tuple[str, ...]
+    groups: tuple[int, ...]
+
+    @classmethod
+    def of(cls, graphdef: Any, flat: Any, names: tuple[str, ...], is_state: Sequence[bool]) -> Graph:
+        """The graph of what `nnx.flatten` gave for a tuple of objects, which have these names, and of which some are states."""
+        paths, groups = [], []
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+            is_variable = isinstance(leaf, nnx.Variable)
+            paths.append(text(path, names))
+            groups.append(READ if not is_state[path[0]] else STATE if is_variable else CONSTANTS)
+            if is_variable and nnx.variablelib.is_array_ref(leaf.get_raw_value()):
+                raise TraceError(
+                    "a variable holds an array reference, which a parallel step cannot shard", value=type(leaf).__name__,
+                    place=paths[-1], remedy="make the variable without ref=True",
+                )
+        return cls(graphdef, names, tuple(paths), tuple(groups))
+
+    @functools.cached_property
+    def members(self) -> dict[int, tuple[int, ...]]:
+        """Group -> its leaves."""
+        return {group: tuple(k for k, one in enumerate(self.groups) if one == group) for group in (STATE, CONSTANTS, READ)}
+
+    @functools.cached_property
+    def paths_of(self) -> dict[int, tuple[str, ...]]:
+        """Group -> the paths of its leaves."""
+        return {group: tuple(self.paths[k] for k in members) for group, members in self.members.items()}
+
+    def split(self, values: Sequence[Any]) -> tuple[Arrays, ...]:
+        """Values of all leaves -> the three groups."""
+        return tuple(Arrays(self.paths_of[group], [values[k] for k in members]) for group, members in self.members.items())
+
+    def join(self, state: Sequence[Any], constants: Sequence[Any], read: Sequence[Any]) -> list[Any]:
+        """The inverse of `split`."""
+        sources = {STATE: iter(state), CONSTANTS: iter(constants), READ: iter(read)}
+        return [next(sources[group]) for group in self.groups]
+
+
+def is_slot(value: Any) -> bool:
+    return isinstance(value, Slot)
+
+
+def rank(value: Any) -> int:
+    """Modules name the variables that they share with others; optimizers come last."""
+    return 0 if isinstance(value, nnx.Module) else 2 if isinstance(value, nnx.Optimizer) else 1
+
+
+def raw(leaf: Any) -> Any:
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def fill(tree: Any, objects: Sequence[Any], made: Sequence[Any] = ()) -> Any:
+    """The pytree with objects in place of its slots."""
+
+    def put(leaf: Any) -> Any:
+        return (made if leaf.made else objects)[leaf.number] if is_slot(leaf) else leaf
+
+    return jax.tree.map(put, tree, is_leaf=lambda leaf: is_slot(leaf) or is_object(leaf))
+
+
+def empty(result: Any, objects: Sequence[Any]) -> tuple[Any, Any, tuple]:
+    """A step's result with slots in place of NNX objects, and the graph and values of those that the step made."""
+    leaves, tree = jax.tree.flatten(result, is_leaf=is_object)
+    known = {id(one): number for number, one in enumerate(objects)}
+    made: list[Any] = []
+    for position, leaf in enumerate(leaves):
+        if is_object(leaf):
+            if id(leaf) in known:
+                leaves[position] = Slot(known[id(leaf)])
+            else:
+                made.append(leaf)
+                leaves[position] = Slot(len(made) - 1, made=True)
+        elif isinstance(leaf, (bool, int, float, complex)):
+            leaves[position] = jnp.asarray(leaf)  # as jax.jit returns Python numbers
+    result = jax.tree.unflatten(tree, leaves)
+    if not made:
+        return result, None, ()
+    graphdef, values = nnx.flatten(tuple(made), with_paths=False)
+    return result, graphdef, tuple(values)
+
+
+def same(new: Any, old: Any) -> bool:
+    """Whether a variable holds the very arrays that it came with."""
+    news, olds = jax.tree.leaves(new), jax.tree.leaves(old)
+    return len(news) == len(olds) and all(a is b for a, b in zip(news, olds, strict=True))
+
+
+def refuse_changed(graph: Graph, before: Sequence[Any], after: Sequence[Any], name: str) -> None:
+    for path, group, old, new in zip(graph.paths, graph.groups, before, after, strict=True):
+        if group != STATE and not same(new, old):
+            raise StateError(
+                "the step changes an array that is no state", value=path, place=f"result of {name}",
+                remedy="name the argument in state_argnums" if group == READ else "hold the array in an nnx.Variable",
+            )
+
+
+# Structure.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """What a node of a graph is: its type and, for a variable, its metadata."""
+
+    name: str
+    metadata: tuple = ()
+
+    def __repr__(self) -> str:
+        return self.name + (f"({', '.join(f'{k}={v!r}' for k, v in self.metadata)})" if self.metadata else "")
+
+
+def _anatomy(graphdef: Any) -> Iterator[tuple[tuple, Any]]:
+    """(path, value) of a graph's nodes and variables (`_Kind`) and static attributes (`Fixed`)."""
+    objects = nnx.unflatten(graphdef, [0] * graphdef.num_leaves)
+    for path, value in nnx.iter_graph(objects):
+        if any(str(part).startswith(("_pytree__", "_object__")) for part in path):
+            continue
+        if isinstance(value, nnx.Variable):
+            yield path, _Kind(type(value).__name__, tuple((k, Fixed(v)) for k, v in sorted(value.get_metadata().items())))
+        elif nnx.graphlib.is_node(value):
+            yield path, _Kind(type(value).__name__)
+        else:
+            yield path, Fixed(value)
+
+
+def statics(graphdef: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Path -> all that is static in a graph."""
+    return {text(path, names): value for path, value in _anatomy(graphdef) if path}
+
+
+def text(path: Sequence[Any], names: Sequence[str]) -> str:
+    """A path within a tuple of objects, the first part by the object's name."""
+    return "/".join(part for part in (names[path[0]], *map(str, path[1:])) if part)
+
+
+def static_changes(graph: Graph, after: Any, name: str) -> tuple[tuple[tuple, Any], ...]:
+    """Static attributes that the step sets on its objects, as (path, value). Raises `StateError` for any other change."""
+    if after == graph.graphdef:
+        return ()
+    old, new = dict(_anatomy(graph.graphdef)), dict(_anatomy(after))
+    different = [path for path in [*old, *(p for p in new if p not in old)] if path and old.get(path) != new.get(path)]
+    if old.keys() == new.keys() and all(isinstance(old[p], Fixed) and isinstance(new[p], Fixed) for p in different):
+        changes = tuple((path, new[path].value) for path in different)
+        objects = nnx.unflatten(graph.graphdef, [0] * graph.graphdef.num_leaves)
+        for path, value in changes:
+            assign(objects, path, value)
+        if nnx.flatten(objects)[0] == after:
+            return changes
+    path = different[0] if different else ()
+    was, now = (repr(tree[path]) if path in tree else "absent" for tree in (old, new))
+    what = f"{text(path, graph.names)} goes in {was} and comes out {now}" if different else "variables are shared otherwise than before"
+    raise StateError(
+        f"the step changes the structure of its NNX objects: {what}",
+        value=[text(p, graph.names) for p in different][:12], place=f"result of {name}",
+        remedy="add variables and modules before the first step; take out what a step sows with nnx.pop inside the step",
+    )
+
+
+def assign(objects: Sequence[Any], path: Sequence[Any], value: Any) -> None:
+    node: Any = objects
+    for key in path[:-1]:
+        node = node[key] if isinstance(node, (tuple, list, dict)) else getattr(node, str(key))
+    if isinstance(node, (list, dict)):
+        node[path[-1]] = value
+    else:
+        setattr(node, str(path[-1]), value)

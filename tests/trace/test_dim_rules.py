@@ -1,0 +1,149 @@
+"""Every dim rule against an oracle that knows nothing of it (see `oracle.py`), and every primitive of JAX accounted for."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.extend.core import primitives
+
+from splitjax import _compat
+from splitjax.trace.dims import DIM_RULES
+from splitjax.trace.dims_shape import common_factors
+from splitjax.trace.dims_unknown import NO_RULE
+from splitjax.trace.flatten import _CALLS, _CONTROL
+from tests.trace.oracle import Equation, by_signature, equations, missing, places, violations
+from tests.trace.programs import PROGRAMS
+
+# Dims that run along each other, and that no rule links: what a permutation of a matrix or a linear solver does is opaque.
+UNLINKED = {"lu", "custom_linear_solve"}
+# Met only on accelerators, in other versions of JAX, in other libraries, or as stand-ins while a step is flattened.
+NOT_RUN = set(
+    """_branch _carry_back _carry_in _gradient _scan_in _scan_out copy_p create_token debug_callback debug_print empty
+    dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fwd dot_product_attention_fwd_wrapper empty2
+    eq_to geqrf select_and_scatter inspect_sharding layout_constraint le_to log2 lt_to lu_pivots_to_permutation one_minus_square polynomial random_gamma_grad
+    reciprocal reshard random_gamma rng_uniform scaled_matmul scaled_matmul_wrapper shard_map threefry2x32 unvmap_all unvmap_any unvmap_max
+    with_memory_space_constraint xla_metadata_value zeros_like""".split()
+)
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Equation]:
+    """The equations checked so far, by what makes them different."""
+    return {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiles():
+    """Hundreds of tiny programs are compiled and each runs twice."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_labels_run_along_each_other(name, seen):
+    fn, args = PROGRAMS[name]
+    found = equations(fn, *args)
+    assert found
+    new = {key: one for key, one in by_signature(found).items() if key not in seen and one.name not in _CONTROL}
+    seen.update(new)
+    found = list(new.values())
+    assert [one.name for one in found if one.name not in DIM_RULES] == []
+    assert [text for one in found for text in violations(one)] == []
+    assert [text for one in found if one.name not in UNLINKED for text in missing(one)] == []
+
+
+def test_every_rule_was_run(seen):
+    names = {one.name for one in seen.values()}
+    if len(names) < 100:
+        pytest.skip("needs all programs of the table")
+    assert set(DIM_RULES.names()) - names <= NOT_RUN
+
+
+def test_every_primitive_of_jax_is_accounted_for():
+    names = {getattr(primitives, key).name for key in dir(primitives) if key.endswith("_p")}
+    assert len(names) > 150
+    assert {name for name in names if not (name in DIM_RULES or name in _CALLS or name in _CONTROL or name in NO_RULE)} == set()
+    assert {name for name in NO_RULE if name in DIM_RULES} == set()
+
+
+def test_the_oracle_finds_a_wrong_rule():
+    (one,) = equations(lambda x, y: x + y, np.ones((3, 3), "float32") * np.arange(3), np.arange(9, dtype="float32").reshape(3, 3))
+    assert list(violations(one)) == []
+    wrong = DIM_RULES.get("transpose")([(3, 3)], [(3, 3)], {"permutation": (1, 0)})
+    wrong = type(wrong)((*wrong.inputs, wrong.inputs[0]), wrong.outputs)
+
+    class Wrong(Equation):
+        dim_map = wrong
+
+    assert list(violations(Wrong(one.name, one.params, one.operands, one.results, one.run)))
+
+
+@given(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4), st.data())
+@settings(max_examples=60, deadline=None)
+def test_reshape_shares_factors(source, data):
+    """Any two shapes of one size: the factors of both sides multiply up, and permuting a shared factor permutes it in the result."""
+    size = int(np.prod(source))
+    target, rest = [], size
+    while rest > 1:
+        factor = data.draw(st.sampled_from([d for d in range(2, rest + 1) if rest % d == 0]))
+        target.append(factor)
+        rest //= factor
+    target = target or [1]
+    sizes: dict[int, int] = {}
+    left, right = common_factors(source, target, sizes)
+    for shape, labels in ((source, left), (target, right)):
+        assert [int(np.prod([sizes[label] for label in dim])) for dim in labels] == list(shape)
+    x = np.arange(size).reshape(source)
+
+    def run(v):
+        return [np.reshape(v, target)]
+
+    class Reshape(Equation):
+        dim_map = DIM_RULES.get("reshape")([tuple(source)], [tuple(target)], {"dimensions": None})
+
+    assert list(violations(Reshape("reshape", {}, (x,), tuple(run(x)), run))) == []
+
+
+def shared(fn, *args) -> list[tuple]:
+    """Per label of the last equation that stands on both sides: (operand, dim) -> (result, dim)."""
+    one = equations(fn, *args)[-1]
+    sources, targets = places(one.dim_map)
+    return [(where[0][:2], targets[label][0][:2]) for label, where in sources.items() if label in targets]
+
+
+def test_what_a_permutation_cannot_show():
+    """Links along which values move: splitting such a dim is meaningful, so the dims stay tied."""
+    x = np.ones((2, 3), "float32")
+    for fn in (lambda v: jnp.cumsum(v, 1), lambda v: jnp.flip(v, 1), lambda v: lax.sort(v, dimension=1)):
+        assert ((0, 1), (0, 1)) in shared(fn, x)
+
+
+def test_an_element_of_a_factored_statistic_is_broadcast():
+    """Same-rank operands of size 1 are an implicit broadcast, and still tie their other dims."""
+    rule = DIM_RULES.get("mul")([(4, 3), (4, 1), ()], [(4, 3)], {})
+    assert rule.inputs == (((0,), (1,)), ((0,), ()), ())
+    assert rule.joins
+
+
+def test_fused_attention_ties_heads_in_groups():
+    shapes = [(2, 16, 8, 64), (2, 16, 4, 64), (2, 16, 4, 64), (0,), (0,), (0,), (0,), (0,), (0,), (0,)]
+    rule = DIM_RULES.get("dot_product_attention_fwd_wrapper")
+    found = rule(shapes, [(2, 16, 8, 64), (2, 8, 16)], {"layout": 0})
+    assert found.inputs[0] == (("b",), ("t",), ("n", "g"), ("h",)) and found.inputs[1][2] == ("n",)
+    assert found.outputs == ((("b",), ("t",), ("n", "g"), ("v",)), (("b",), ("n", "g"), ("t",)))
+    back = DIM_RULES.get("dot_product_attention_bwd_wrapper")
+    found = back([*shapes, (2, 8, 16), shapes[0], shapes[0]], shapes[:3], {"layout": 0})
+    assert found.outputs[0] == found.inputs[0] and found.outputs[2] == found.inputs[2] and found.inputs[-1] == found.inputs[-2]
+
+
+def test_source_of_every_equation_is_the_users():
+    closed = jax.make_jaxpr(lambda x: jnp.sin(x) + 1)(1.0)
+    inner, _ = _compat.open_jaxpr(closed)
+    assert all("test_dim_rules.py" in _compat.source_line(eqn) for eqn in inner.eqns)
