@@ -2,7 +2,7 @@
 overhead benchmark compares splitjax with.
 
 Every model takes `pin(where, x)`, which is where the hand-written version constrains activations; the version that splitjax
-is given pins nothing.
+is given pins nothing. Where a place has no spec, nothing is constrained there.
 """
 
 from __future__ import annotations
@@ -43,12 +43,18 @@ class VGG(nn.Module):
                 x = nn.relu(nn.Conv(channels, (3, 3), name=f"conv{stage}{layer}")(x))
             x = nn.max_pool(x, (2, 2), (2, 2))
         x = x.reshape((x.shape[0], -1))
+        x = self.pin("crossing", x)
         for number in (1, 2):
             x = self.pin("into columns", x)
-            x = self.pin("out of columns", nn.Dense(self.hidden, name=f"dense{number}")(x))
-            x = nn.relu(x)
+            dense = nn.Dense(self.hidden, dot_general=self.product("product of columns"), name=f"dense{number}")
+            x = nn.relu(self.pin("out of columns", dense(x)))
         x = self.pin("into rows", x)
-        return self.pin("out of rows", nn.Dense(self.num_classes, name="logits")(x))
+        x = nn.Dense(self.num_classes, dot_general=self.product("product of rows"), name="logits")(x)
+        return self.pin("out of rows", x)
+
+    def product(self, where: str) -> Callable:
+        """A `dot_general` whose result is pinned, before a layer adds its bias."""
+        return lambda *args, **options: self.pin(where, jax.lax.dot_general(*args, **options))
 
 
 class Block(nn.Module):
@@ -114,10 +120,11 @@ def make_init(model: nn.Module, tx: optax.GradientTransformation, batch: Any) ->
 @dataclasses.dataclass(frozen=True)
 class ByHand:
     """A model with the sharding that its author would write: a spec for every parameter (its momentum follows), one for the
-    batch, and constraints on activations by place. `rules` is splitjax's name for it."""
+    batch, and constraints on activations by place (`style` says which). `rules` is splitjax's name for it."""
 
     name: str
     rules: str
+    style: str
     model: nn.Module
     batch: dict[str, np.ndarray]
     batch_axes: tuple[str, ...] | str
@@ -171,11 +178,13 @@ def _megatron(path: str) -> P:
     return P("model", None) if path.endswith("/down/kernel") else P()
 
 
+_INTO = {"into columns": P("data", None), "into rows": P("data", "model")}
 CASES = (
-    ByHand("vgg", "data_parallel", VGG(), _images(), WORKERS, lambda path: P(), {}),
-    ByHand("vgg", "splitbrain", VGG(), _images(), WORKERS, _vgg_split, {
-        "into columns": P("data", None), "out of columns": P("data", "model"),
-        "into rows": P("data", "model"), "out of rows": P("data", None),
-    }),
-    ByHand("transformer", "megatron", Transformer(), _tokens(), "data", _megatron, {}),
+    ByHand("vgg", "data_parallel", "batch and state alone", VGG(), _images(), WORKERS, lambda path: P(), {}),
+    ByHand("vgg", "splitbrain", "each dense layer's input and product", VGG(), _images(), WORKERS, _vgg_split,
+           {**_INTO, "product of columns": P("data", "model"), "product of rows": P("data", None)}),
+    ByHand("vgg", "splitbrain", "each dense layer's input and output", VGG(), _images(), WORKERS, _vgg_split,
+           {**_INTO, "out of columns": P("data", "model"), "out of rows": P("data", None)}),
+    ByHand("vgg", "splitbrain", "the crossing alone", VGG(), _images(), WORKERS, _vgg_split, {"crossing": P("data", None)}),
+    ByHand("transformer", "megatron", "batch and state alone", Transformer(), _tokens(), "data", _megatron, {}),
 )  # fmt: skip

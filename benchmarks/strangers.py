@@ -80,7 +80,8 @@ def main(argv: list[str] | None = None) -> int:
         page.write({"environment": environment, "counts": counts, "missing_checkouts": missing, "strangers": records}, folder)
         print(f"wrote {folder / 'strangers.md'}")
     shortfalls = _shortfalls(counts)
-    print(f"{counts['passed']} of {len(records)} pass")
+    split = "" if options.baseline or options.control else f", {counts['split']} of them with arrays split over the model axis"
+    print(f"{counts['passed']} of {len(records)} pass{split}")
     if complete:
         for shortfall in shortfalls:
             print(shortfall)
@@ -207,6 +208,7 @@ def _counts(records: list[dict[str, Any]]) -> dict[str, Any]:
     passed = [record for record in records if record["ok"]]
     return {
         "passed": len(passed),
+        "split": sum(all(run["num_sharded"] for run in record["runs"].values()) for record in passed),
         "total": len(records),
         "per_framework": {name: [sum(record["ok"] for record in group), len(group)] for name, group in of.items()},
         "features": sorted({feature for record in passed for feature in record["features"]}),

@@ -111,6 +111,8 @@ np.testing.assert_allclose(*zip(*losses), rtol=1e-4, atol=1e-4)
 for epoch in range(1, 6):
     for batch in digits.train_batches(64, epoch=epoch):
         state, metrics = parallel_step(state, batch)
+        loss = float(metrics["loss"])  # on virtual devices, look at a result in every step: see docs/troubleshooting.md
+    print(f"epoch {epoch}: loss {loss:.4f}")
 
 
 def count_correct(state, batch):

@@ -7,6 +7,9 @@ import os
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# All virtual devices share one pool of threads, by default as many as there are devices. Steps in flight can take all of them
+# and wait for each other forever ("may be stuck", then an abort); from twice as many threads on that was not seen.
+os.environ.setdefault("NPROC", "32")
 # libtpu looks for a TPU host's metadata unless told not to, and refuses to be loaded by two processes at once.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")

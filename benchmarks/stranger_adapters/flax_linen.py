@@ -101,17 +101,17 @@ def wmt(path: pathlib.Path) -> Loaded:
                                             mlp_dim=64, max_len=32)  # fmt: skip
     model = train.models.Transformer(config.replace(deterministic=True))
     schedule = train.create_learning_rate_schedule(0.01, 4)
-    step = functools.partial(train.train_step, config=config, learning_rate_fn=schedule, label_smoothing=0.1)
-
     def arguments(states: tuple, number: int) -> tuple[tuple, dict]:
         tokens = [padded_tokens(number, 64, BATCH, 32, salt=salt) for salt in (4, 5)]
-        return (states[0], dict(zip(("inputs", "targets"), tokens, strict=True))), {"dropout_rng": jax.random.key(1)}
+        batch = dict(zip(("inputs", "targets"), tokens, strict=True))
+        return (states[0], batch, config, schedule, 0.1, jax.random.key(1)), {}
 
     return Loaded(
-        step=step,
+        step=train.train_step,
         states=lambda: _transformer_state(train, model, *[jnp.ones((2, 32), jnp.float32)] * 2),
         arguments=arguments,
         results=returns_state_first,
+        options={"static_argnums": (2, 3, 4)},
     )
 
 

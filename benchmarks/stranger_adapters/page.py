@@ -25,7 +25,8 @@ def text(result: dict[str, Any]) -> str:
     lines = [
         "# Strangers: other people's training steps",
         "",
-        f"**{counts['passed']} of {counts['total']} pass**: {frameworks}.",
+        f"**{counts['passed']} of {counts['total']} pass**, {counts['split']} of them with arrays split over the model axis: "
+        f"{frameworks}.",
         "",
         f"A step passes where every rule set ({', '.join(environment['rules'])}) plans it and runs it on a mesh of "
         f"{environment['mesh']} (data x model), and the losses of {environment['num_steps']} steps are those of one device "

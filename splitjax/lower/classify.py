@@ -51,7 +51,8 @@ class Found:
 
 def const_info(const: Const, batch: Batch) -> Info:
     """A constant is known; one with an example dim is sliced."""
-    return whole_batch_info((const.whole_aval, const.part_aval), batch)
+    info = whole_batch_info((const.whole_aval, const.part_aval), batch)
+    return dataclasses.replace(info, fact=("zero",)) if const.is_zero else info
 
 
 def whole_batch_info(types: tuple[Any, Any], batch: Batch) -> Info:
@@ -152,12 +153,13 @@ class _Classifier:
         dims = [self.batch.example_dim(types) for types in q.types_out]
         if all(dim is None for dim in dims):
             require_same_params(q.node, frozenset({"sharding", "out_sharding"}))
-            return Outcome(tuple(Info(False) for _ in dims))
+            fact = q.infos[0].fact if q.node.name in ("broadcast_in_dim", "convert_element_type") else None
+            return Outcome(tuple(Info(False, fact=fact) for _ in dims))
         (dim,), (types,) = dims[:1], q.types_out[:1]
         if _compat.has_positional_bits(q.node.whole):
             return Outcome((Info(False, EXAMPLES, self.batch.assumed(types, dim)),), draws=True)
         if q.node.name == "broadcast_in_dim":
-            return Outcome((Info(False, EXAMPLES, self.batch.assumed(types, dim, uniform=True)),))
+            return Outcome((Info(False, EXAMPLES, self.batch.assumed(types, dim, uniform=True), fact=q.infos[0].fact),))
         if q.node.name == "iota":
             if dim != q.params["dimension"]:
                 return Outcome((Info(False, EXAMPLES, self.batch.assumed(types, dim, uniform=True)),))
@@ -190,7 +192,7 @@ class _Classifier:
         targets = branches[0].outputs
         for branch in branches[1:]:
             targets = tuple(join(a, b) for a, b in zip(targets, branch.outputs))
-        targets = tuple(dataclasses.replace(one, live=one.live or infos[0].live, index=None) for one in targets)
+        targets = tuple(dataclasses.replace(one, live=one.live or infos[0].live, fact=None) for one in targets)
         _refuse_later(targets)
         plain = all(b.plain and all(a.kind == t.kind for a, t in zip(b.outputs, targets)) for b in branches)
         return Found(Outcome(targets), plain, branches, targets)
@@ -202,10 +204,10 @@ class _Classifier:
             return self.map_over_examples(node, infos, types, num_carry)
         consts, carry = infos[:num_consts], infos[num_consts : num_consts + num_carry]
         scanned = tuple(_shift(info, -1) for info in infos[num_consts + num_carry :])
-        carry = tuple(dataclasses.replace(info, index=None) for info in carry)
+        carry = tuple(dataclasses.replace(info, fact=None) for info in carry)
         for _ in range(4 * max(num_carry, 1) + 1):
             analysis = self.body(node.bodies[0], (*consts, *carry, *scanned))
-            joined = tuple(dataclasses.replace(join(a, b), index=None) for a, b in zip(carry, analysis.outputs))
+            joined = tuple(dataclasses.replace(join(a, b), fact=None) for a, b in zip(carry, analysis.outputs))
             if joined == carry:
                 break
             carry = joined
@@ -251,7 +253,7 @@ def _refuse_later(infos: Sequence[Info]) -> None:
 def _shift(info: Info, by: int) -> Info:
     """The relation of a scanned operand's slice (-1) or of stacked results (+1)."""
     if info.layout is None:
-        return dataclasses.replace(info, index=None)
+        return dataclasses.replace(info, fact=None)
     if info.layout.dim + by < 0:
         raise Mixed("it goes through the examples one after the other")
-    return dataclasses.replace(info, layout=dataclasses.replace(info.layout, dim=info.layout.dim + by), index=None)
+    return dataclasses.replace(info, layout=dataclasses.replace(info.layout, dim=info.layout.dim + by), fact=None)

@@ -13,7 +13,7 @@ from typing import Any
 
 from splitjax import _compat
 from splitjax.errors import MicrobatchError
-from splitjax.lower.pairing import Body, Const, Node, Program, pair
+from splitjax.lower.pairing import Const, Node, Program, pair
 from splitjax.lower.relation import EXAMPLES, PARTIAL, SAME, Info, Mixed
 
 WHY = "its own derivative rule depends on the number of examples, or combines them"
@@ -30,16 +30,16 @@ def check_rule(node: Node, operands: Sequence[Info], results: Sequence[Info], an
         program = pair(whole, part, node.source)
     except MicrobatchError as error:
         raise Mixed(WHY) from error
-    known = [dataclasses.replace(info, index=None) for ref, info in zip(node.inputs, operands) if not isinstance(ref, Const)]
+    known = [dataclasses.replace(info, fact=None) for ref, info in zip(node.inputs, operands) if not isinstance(ref, Const)]
     # A shared result has a different cotangent in every microbatch, and they add up; a sum's is the same in all.
     opposite = {SAME: Info(True, PARTIAL), PARTIAL: Info(True, SAME)}
     cotangents = [opposite.get(results[k].kind) or dataclasses.replace(results[k], live=True) for k in with_cotangent]
     analysis = analyse(program, [*known, *cotangents])
     if not analysis.plain:
         raise Mixed(WHY)
-    for position, ref, gradient in zip(positions, program.body.outputs, analysis.outputs):
+    for position, gradient in zip(positions, analysis.outputs):
         operand = operands[position]
-        if not operand.live or _is_zero(ref, program.body):
+        if not operand.live or gradient.fact == ("zero",):
             continue
         if operand.kind == EXAMPLES:
             own = gradient.layout is not None and operand.layout is not None and gradient.layout.dim == operand.layout.dim
@@ -47,17 +47,3 @@ def check_rule(node: Node, operands: Sequence[Info], results: Sequence[Info], an
                 raise Mixed(WHY)
         elif gradient.kind != PARTIAL:
             raise Mixed(WHY)
-
-
-def _is_zero(ref: Any, body: Body) -> bool:
-    """Whether a result is a literal zero, or one broadcast."""
-    if isinstance(ref, Const):
-        return _all_zero(ref.whole)
-    for node in body.nodes:
-        if ref in node.outputs:
-            return node.name == "broadcast_in_dim" and isinstance(node.inputs[0], Const) and _all_zero(node.inputs[0].whole)
-    return False
-
-
-def _all_zero(value: Any) -> bool:
-    return not getattr(value, "shape", ()) and bool(value == 0)

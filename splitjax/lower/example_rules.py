@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from splitjax.lower.pairing import Const, Node, differing_params
+from splitjax.lower.pairing import Node, differing_params
 from splitjax.lower.relation import EXAMPLES, PARTIAL, Batch, Info, Layout, Mixed, merge_layouts
 
 
@@ -40,12 +40,12 @@ class Question:
         chosen = positions or range(len(self.infos))
         return merge_layouts([self.infos[i].layout for i in chosen if self.infos[i].layout is not None])
 
-    def spread(self, layout: Layout, index: tuple[Any, ...] | None = None) -> Outcome:
+    def spread(self, layout: Layout, fact: tuple[Any, ...] | None = None) -> Outcome:
         """Every result belongs to examples as the operand does, at the dim where the two traces differ."""
         found = [self.batch.layout(types, layout) for types in self.types_out]
         if any(one is None for one in found):
             raise Mixed("it loses the dim that holds the examples")
-        return Outcome(tuple(Info(False, EXAMPLES, one, index=index) for one in found))
+        return Outcome(tuple(Info(False, EXAMPLES, one, fact=fact) for one in found))
 
     def without_examples(self, *positions: int) -> None:
         if any(self.infos[i].layout is not None for i in positions):
@@ -105,36 +105,33 @@ ELEMENTWISE = (
 )
 
 
+# Facts that hold of every number, however the array is laid out.
+_EVERYWHERE = (("row",), ("false",), ("zero",))
+
+
 @rule(*ELEMENTWISE.split())
 def _elementwise(q: Question) -> Outcome:
     layout = q.carried()
     for i, info in enumerate(q.infos):
         if info.layout is not None and len(q.shape(i)) < len(q.types_out[0][0].shape) and len(q.infos) > 1:
             raise Mixed("it pairs examples with something else by position")
-    index = None
-    if q.node.name in ("convert_element_type", "squeeze", "copy", "copy_p"):
-        index = q.infos[0].index
-    elif q.node.name == "lt" and q.infos[0].index == ("row",) and _is_zero(q.node.inputs[1]):
-        index = ("false",)
-    return q.spread(layout, index)
+    fact, own = None, q.infos[0].fact
+    if q.node.name in ("convert_element_type", "copy", "copy_p") or (q.node.name == "squeeze" and own in _EVERYWHERE):
+        fact = own
+    elif q.node.name == "lt" and own == ("row",) and q.infos[1].fact == ("zero",):
+        fact = ("false",)
+    return q.spread(layout, fact)
 
 
 @rule("select_n")
 def _select(q: Question) -> Outcome:
-    index = q.infos[1].index if q.infos[0].index == ("false",) else None
-    return q.spread(q.carried(), index)
-
-
-def _is_zero(ref: Any) -> bool:
-    try:
-        return isinstance(ref, Const) and bool(ref.whole == 0)
-    except (TypeError, ValueError):
-        return False
+    fact = q.infos[1].fact if q.infos[0].fact == ("false",) else None
+    return q.spread(q.carried(), fact)
 
 
 @rule("optimization_barrier")
 def _barrier(q: Question) -> Outcome:
-    return Outcome(tuple(dataclasses.replace(info, live=False, index=None) for info in q.infos))
+    return Outcome(tuple(dataclasses.replace(info, live=False, fact=None) for info in q.infos))
 
 
 @rule("reduce_sum")
@@ -178,7 +175,7 @@ def _broadcast(q: Question) -> Outcome:
     target = q.params["broadcast_dimensions"][layout.dim]
     if q.batch.example_dim(q.types_out[0]) != target:
         raise Mixed("it pairs examples with other examples")
-    return q.spread(layout, q.infos[0].index if q.infos[0].index in (("row",), ("false",)) else None)
+    return q.spread(layout, q.infos[0].fact if q.infos[0].fact in _EVERYWHERE else None)
 
 
 @rule("reshape")
@@ -198,8 +195,9 @@ def _reshape(q: Question) -> Outcome:
     major, minor = slower // before, faster // behind
     # A dim merged with others varies within an example, so that its layout matters.
     result = Layout(dim, major, minor, layout.uniform and major <= layout.major and minor <= layout.minor)
-    keeps = q.infos[0].index == ("row",) and result.major == result.minor == 1
-    return Outcome((Info(False, EXAMPLES, result, index=("row",) if keeps else None),))
+    own = q.infos[0].fact
+    keeps = own in _EVERYWHERE and (own != ("row",) or result.major == result.minor == 1)
+    return Outcome((Info(False, EXAMPLES, result, fact=own if keeps else None),))
 
 
 def _product(sizes: tuple[int, ...]) -> int:
@@ -215,13 +213,13 @@ def _concatenate(q: Question) -> Outcome:
     layout = q.carried()
     if dim != layout.dim:
         rank = len(q.types_out[0][0].shape)
-        index, offset = None, 0
+        fact, offset = None, 0
         for i, info in enumerate(q.infos):
             # One column of an index array: the numbers of the examples themselves.
-            if dim == rank - 1 and info.index == ("row",) and q.shape(i)[dim] == 1:
-                index = ("rows", offset)
+            if dim == rank - 1 and info.fact == ("row",) and q.shape(i)[dim] == 1:
+                fact = ("rows", offset)
             offset += q.shape(i)[dim]
-        return q.spread(layout, index)
+        return q.spread(layout, fact)
     layouts = [info.layout for info in q.infos]
     if any(one is None or one.minor != layout.minor for one in layouts):
         raise Mixed("it joins arrays along the dim that holds the examples")
@@ -233,6 +231,12 @@ def _stack(q: Question) -> Outcome:
     if q.node.name == "unstack" and q.params.get("axis", 0) == q.carried().dim:
         raise Mixed("it takes the examples apart")
     return q.spread(q.carried())
+
+
+@rule("tile")
+def _tile(q: Question) -> Outcome:
+    layout = q.carried()
+    return q.spread(dataclasses.replace(layout, major=layout.major * q.params["reps"][layout.dim]))
 
 
 @rule("slice")

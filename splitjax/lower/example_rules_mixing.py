@@ -101,7 +101,7 @@ def _own_entries(q: Question, batching, index_batching, index_map) -> tuple[int,
     if operand.dim not in index_map or operand.major != 1 or operand.minor != 1:
         raise Mixed("it takes entries of other examples")
     component = tuple(index_map).index(operand.dim)
-    known = q.infos[1].index
+    known = q.infos[1].fact
     counts = known == ("rows", component) or (known == ("row",) and q.shape(1)[-1] == 1 and component == 0)
     if not counts or indices.dim == len(q.shape(1)) - 1:
         raise Mixed("it takes entries of other examples")

@@ -41,6 +41,12 @@ class Const:
     def differs(self) -> bool:
         return not _same(self.whole, self.part)
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether it is the number 0 in both traces."""
+        shape, dtype = getattr(self.whole_aval, "shape", None), getattr(self.whole_aval, "dtype", None)
+        return shape == () and dtype is not None and np.issubdtype(dtype, np.number) and bool(self.whole == 0) and not self.differs
+
 
 Ref = int | Const  # a value's number, or a constant
 

@@ -11,7 +11,7 @@ from splitjax.lower.relation import PARTIAL, Info, Mixed
 
 _UNARY = frozenset(
     "neg reshape squeeze expand_dims transpose broadcast_in_dim reduce_sum cumsum real imag conj copy copy_p rev slice name "
-    "sharding_constraint stop_gradient pvary split unstack device_put reduce_window_sum".split()
+    "sharding_constraint stop_gradient pvary split unstack tile device_put reduce_window_sum".split()
 )
 _SUMS = frozenset({"add", "sub", "add_any", "concatenate", "stack", "pad"})
 _PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
@@ -31,7 +31,9 @@ def answer_partial(question: Question) -> Outcome:
     if any(question.batch.sliced_dims(types) for types in question.types_out):
         raise Mixed("it spreads a total over the batch to single examples, as batch statistics do")
     require_same_params(question.node, SIZES - {"slice_sizes", "start_indices", "limit_indices"})
-    return Outcome(tuple(Info(False, PARTIAL) for _ in question.types_out), shares=_shares(question, sums))
+    shares = _shares(question, sums)
+    zeros = {i for i, info in enumerate(question.infos) if info.fact == ("zero",)}
+    return Outcome(tuple(Info(False, PARTIAL) for _ in question.types_out), shares=shares - zeros)
 
 
 def _shares(q: Question, sums: list[int]) -> frozenset[int]:
@@ -55,9 +57,16 @@ def _shares(q: Question, sums: list[int]) -> frozenset[int]:
         if sums == [0] and jnp.issubdtype(q.types_out[0][0].dtype, np.inexact):
             return frozenset()
     elif name in _PLACED:
-        if q.params.get("fill_value") not in (None, 0) or (name == "gather" and not jnp.issubdtype(q.types_out[0][0].dtype, np.inexact)):
+        if name == "gather" and "FILL" in str(q.params["mode"]) and not _adds_up(q.params["fill_value"], q.types_out[0][0].dtype):
             raise Mixed("it fills in values that would be added once a microbatch")
         placed = frozenset(_PLACED[name](count))
         if placed.issuperset(sums):
             return placed - set(sums)
     raise Mixed("it is not linear in a total over the batch, which is known only after all microbatches")
+
+
+def _adds_up(fill: float | None, dtype: np.dtype) -> bool:
+    """Whether adding a fill value once a microbatch gives the fill value: zero does, and NaN (the default of floats)."""
+    if fill is None:
+        return bool(jnp.issubdtype(dtype, np.inexact))
+    return bool(fill == 0) or bool(fill != fill)

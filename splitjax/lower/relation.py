@@ -43,15 +43,15 @@ class Info:
     """What is known of one value.
 
     `local`: a microbatch can compute it from its own slices (else it is computed for the whole batch, then sliced).
-    `index`: for values that count examples: `("row",)`, the example's own number; `("rows", c)`, component c of the last dim
-    is; `("false",)`, false throughout. Indexing with them picks each example's own entry.
+    `fact`: what is known of the numbers themselves: `("row",)`, the example's own number; `("rows", c)`, component c of the last
+    dim is (indexing with them picks each example's own entry); `("false",)` and `("zero",)`, so throughout.
     """
 
     live: bool
     kind: str = SAME
     layout: Layout | None = None
     local: bool = True
-    index: tuple[Any, ...] | None = None
+    fact: tuple[Any, ...] | None = None
     reason: Reason | None = None
 
 
@@ -130,7 +130,7 @@ def join(a: Info, b: Info) -> Info:
     """What holds of a value that is either of two: branches of a conditional, a carried value before and after a loop's body."""
     if LATER in (a.kind, b.kind):
         return a if a.kind == LATER else b
-    live, local, index = a.live or b.live, a.local and b.local, a.index if a.index == b.index else None
+    live, local, fact = a.live or b.live, a.local and b.local, a.fact if a.fact == b.fact else None
     kinds = {a.kind, b.kind}
     if kinds == {EXAMPLES, PARTIAL}:
         raise Mixed("a value is a sum over examples at one point and belongs to single examples at another")
@@ -140,5 +140,5 @@ def join(a: Info, b: Info) -> Info:
         return Info(live, PARTIAL, None, local)
     if EXAMPLES in kinds:
         layouts = [one.layout for one in (a, b) if one.layout is not None]
-        return Info(live, EXAMPLES, merge_layouts(layouts), local, index)
-    return Info(live, SAME, None, local, index)
+        return Info(live, EXAMPLES, merge_layouts(layouts), local, fact)
+    return Info(live, SAME, None, local, fact)

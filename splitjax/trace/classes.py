@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 DimRef = tuple[int, int]  # (value number, dim position)
 
@@ -22,13 +23,11 @@ class Strength(enum.IntEnum):
     SOFT = 2
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Link:
-    """Two runs of dims, major first, that hold the same index."""
+class Runs(Protocol):
+    """A link: two runs of dims, major first, that hold the same index."""
 
     left: tuple[DimRef, ...]
     right: tuple[DimRef, ...]
-    strength: Strength
 
 
 class Atoms:
@@ -63,39 +62,45 @@ class Atoms:
                 yield atom
 
     def run(self, refs: tuple[DimRef, ...]) -> list[int]:
+        """The atoms of a run of dims, as a list of one's own."""
         return [atom for value, position in refs for atom in self.dim(value, position)]
 
     def split(self, atom: int, leading: int) -> None:
         self.sizes.extend((leading, self.sizes[atom] // leading))
         self._children[atom] = (len(self.sizes) - 2, len(self.sizes) - 1)
 
+    def is_whole(self, pairs: Sequence[tuple[int, int]]) -> bool:
+        """Whether none of these atoms has been split since."""
+        children = self._children
+        return not any(a in children or b in children for a, b in pairs)
+
     @property
     def num_splits(self) -> int:
         return len(self._children)
 
-    def align(self, link: Link) -> list[tuple[int, int]]:
-        """Pairs the atoms of both runs, splitting the larger where one divides the other. What does not line up behind a
-        mismatch stays unlinked (a wrong link would be worse than none)."""
+    def align(self, link: Runs) -> tuple[list[tuple[int, int]], bool]:
+        """Pairs the atoms of both runs, splitting the larger where one divides the other, and whether all of both lined up.
+        What stands behind a mismatch stays unlinked (a wrong link would be worse than none)."""
         left, right = self.run(link.left), self.run(link.right)
         pairs: list[tuple[int, int]] = []
         i = j = 0
-        left, right = list(left), list(right)
+        sizes = self.sizes
         while i < len(left) and j < len(right):
             a, b = left[i], right[j]
-            if a == b or self.sizes[a] == self.sizes[b]:
+            if a == b or sizes[a] == sizes[b]:
                 if a != b:
                     pairs.append((a, b))
                 i, j = i + 1, j + 1
                 continue
-            small, large = (a, b) if self.sizes[a] < self.sizes[b] else (b, a)
-            if self.sizes[small] == 0 or self.sizes[large] % self.sizes[small]:
+            small, large = (a, b) if sizes[a] < sizes[b] else (b, a)
+            if sizes[small] == 0 or sizes[large] % sizes[small]:
                 break
-            self.split(large, self.sizes[small])
+            self.split(large, sizes[small])
             if large == a:
                 left[i : i + 1] = self._children[a]
             else:
                 right[j : j + 1] = self._children[b]
-        return pairs
+        return pairs, i == len(left) and j == len(right)
 
 
 class _Union:
@@ -113,6 +118,13 @@ class _Union:
         a, b = self.find(a), self.find(b)
         if a != b:
             self.parent[max(a, b)] = min(a, b)
+
+    def labels(self) -> tuple[int, ...]:
+        # Parents have smaller numbers, so that one pass in order finds every root.
+        roots = self.parent
+        for a, parent in enumerate(roots):
+            roots[a] = roots[parent]
+        return tuple(roots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,27 +147,51 @@ class Classes:
         return self.labels[Strength.SOFT][atom]
 
 
-def refine(shapes: Sequence[tuple[int, ...]], links: Sequence[Link]) -> tuple[Atoms, list[list[tuple[int, int]]]]:
+Pairs = list[list[tuple[int, int]]]
+
+
+def refine(shapes: Sequence[tuple[int, ...]], links: Sequence[Runs]) -> tuple[Atoms, Pairs]:
     """Splits atoms until every link lines up; returns the atoms and, per link, its pairs of atoms."""
     atoms = Atoms(shapes)
-    pairs = [atoms.align(link) for link in links]
-    # A split made by a later link can reach an earlier one; each round only looks again when something split.
-    seen = -1
+    return atoms, align(atoms, links)
+
+
+def align(atoms: Atoms, links: Sequence[Runs]) -> Pairs:
+    """Per link its pairs of atoms, splitting atoms further where a link asks for it."""
+    pairs: Pairs = []
+    open_ends = []  # links with a mismatch, which a later split may mend
+    for index, link in enumerate(links):
+        found, complete = atoms.align(link)
+        pairs.append(found)
+        if not complete:
+            open_ends.append(index)
+    # A split made by a later link can reach an earlier one: look again until nothing splits any more.
+    seen = 0
     while seen != atoms.num_splits:
         seen = atoms.num_splits
-        if seen:
-            pairs = [atoms.align(link) for link in links]
-    return atoms, pairs
+        stale = [index for index, found in enumerate(pairs) if found and not atoms.is_whole(found)]
+        for index in dict.fromkeys([*stale, *open_ends]):
+            pairs[index], _ = atoms.align(links[index])
+    return pairs
 
 
-def classify(atoms: Atoms, links: Sequence[Link], pairs: Sequence[Sequence[tuple[int, int]]]) -> Classes:
-    """Unites linked atoms, once per strength."""
+def unite(atoms: Atoms, pairs: Pairs) -> tuple[int, ...]:
+    """One label per atom: equal for atoms that any pairs connect."""
+    union = _Union(len(atoms.sizes))
+    for atom_pairs in pairs:
+        for a, b in atom_pairs:
+            union.unite(a, b)
+    return union.labels()
+
+
+def classify(atoms: Atoms, pairs: Pairs, strengths: Sequence[Strength]) -> Classes:
+    """Unites linked atoms, once per strength; `strengths` has one per entry of `pairs`."""
     union = _Union(len(atoms.sizes))
     labels = []
     for strength in Strength:
-        for link, atom_pairs in zip(links, pairs, strict=True):
-            if link.strength == strength:
+        for own, atom_pairs in zip(strengths, pairs, strict=True):
+            if own is strength:
                 for a, b in atom_pairs:
                     union.unite(a, b)
-        labels.append(tuple(union.find(a) for a in range(len(atoms.sizes))))
+        labels.append(union.labels())
     return Classes(atoms, tuple(labels))

@@ -122,6 +122,12 @@ def scan_out(inputs, outputs, params):
     return DimMap((tuple((i,) for i in range(len(inputs[0]))),), (tuple((i,) for i in range(-1, len(outputs[0]) - 1)),))
 
 
+@rule_for("_scan_index")
+def scan_index(inputs, outputs, params):
+    """Leading dims count iterations; the others have nothing to do with each other."""
+    return DimMap(tuple((("index",), *((f"in{k}.{i}",) for i in range(1, len(s)))) for k, s in enumerate(inputs)), ())
+
+
 @rule_for("_carry_in", "_carry_back", "_branch")
 def handed_on(inputs, outputs, params):
     """The same array under another name."""

@@ -8,6 +8,7 @@ walked once; pseudo-operations (names starting with `_`) stand for what a loop d
 - `_scan_out`: results stacked over iterations (a new leading dim);
 - `_carry_in`: a carried value entering the loop; `_carry_back`: the body's result becoming the next iteration's operand;
 - `_branch`: one result of a conditional, from each branch;
+- `_scan_index`: all scanned operands and stacked results of one scan: their leading dims count the same iterations;
 - `_gradient`: the gradient of a differentiated operand of the boundary: same shape, same dims.
 
 A `site` names an equation by indices from the outermost jaxpr inwards: `(12, 0, 3)` is the fourth equation of the first
@@ -38,6 +39,8 @@ class Op:
     loops: tuple[int, ...]  # identities of the enclosing loops, outermost first
     eqn: Any  # for source lines; None for a pseudo-operation
     editable: bool  # lowering can reach it (not inside a custom derivative rule)
+    phase: str  # FORWARD or BACKWARD within a derivative that JAX already took, else ""
+    inside: bool  # it belongs to the forward computation of a gradient boundary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,17 @@ class Flat:
     num_boundaries: int
     differentiated: frozenset[int]  # values that a boundary differentiates with respect to
     carried: tuple[tuple[int, int], ...]  # (loop, value entering the body as carry)
+    constants: tuple[int, ...]  # values that the step closes over
+
+
+# What `vmap` makes of a collective over its own axis name: a collective whose axes are dims, which is a reduction.
+_REDUCTIONS = {"psum": "reduce_sum", "pmax": "reduce_max", "pmin": "reduce_min"}
+
+
+def _reduction(eqn: Any) -> str | None:
+    """The reduction that a collective over dims alone is; None for everything else."""
+    known = _REDUCTIONS.get(eqn.primitive.name)
+    return known if known and len(eqn.invars) == 1 and all(isinstance(axis, int) for axis in eqn.params["axes"]) else None
 
 
 # Calls that hand operands and results straight through: primitive name -> the parameters that may hold the body.
@@ -78,6 +92,9 @@ def call_body(eqn: Any) -> Any | None:
     return None
 
 
+FORWARD, BACKWARD = "forward", "backward"
+
+
 class _Flattener:
     """Collects operations while it walks. Lives for one call of `flatten`."""
 
@@ -87,12 +104,18 @@ class _Flattener:
         self.dtypes: list[str] = []
         self.differentiated: set[int] = set()
         self.carried: list[tuple[int, int]] = []
+        self.constants: list[int] = []
         self.num_boundaries = 0
         self.num_loops = 0
+        self.dtype_names: dict[Any, str] = {}
 
     def value(self, aval: Any) -> int:
         self.shapes.append(tuple(getattr(aval, "shape", ())))
-        self.dtypes.append(str(getattr(aval, "dtype", "token")))
+        dtype = getattr(aval, "dtype", "token")
+        name = self.dtype_names.get(dtype)
+        if name is None:
+            name = self.dtype_names[dtype] = str(dtype)
+        self.dtypes.append(name)
         return len(self.shapes) - 1
 
     def walk(self, jaxpr: Any, operands: Sequence[int], where: _Where) -> list[int]:
@@ -102,6 +125,7 @@ class _Flattener:
         # Values that a body closes over are constants of the trace: no leaf reaches them.
         for var in inner.constvars:
             env[var] = self.value(var.aval)
+            self.constants.append(env[var])
         env.update(zip(inner.invars, operands, strict=True))
 
         def read(atom: Any) -> int:
@@ -110,16 +134,15 @@ class _Flattener:
             return env[atom]
 
         for index, eqn in enumerate(inner.eqns):
-            results = self.equation(eqn, [read(a) for a in eqn.invars], where.at(index))
+            results = self.equation(eqn, [read(a) for a in eqn.invars], where.at(index, eqn))
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(a) for a in inner.outvars]
 
     def equation(self, eqn: Any, operands: list[int], where: _Where) -> list[int]:
-        name = eqn.primitive.name
+        name = _reduction(eqn) or eqn.primitive.name
         body = call_body(eqn)
         if body is not None:
-            editable = where.editable and name in _EDITABLE
-            return self.walk(body, operands, dataclasses.replace(where, editable=editable).into(0))
+            return self.walk(body, operands, where.into(0, editable=name in _EDITABLE))
         handler = _CONTROL.get(name)
         if handler is not None:
             return handler(self, eqn, operands, where)
@@ -128,7 +151,8 @@ class _Flattener:
     def emit(self, name, operands, avals, where, eqn=None, params=None) -> list[int]:
         results = [self.value(aval) for aval in avals]
         self.ops.append(
-            Op(name, tuple(operands), tuple(results), params or {}, where.site, where.trips, where.loops, eqn, where.editable)
+            Op(name, tuple(operands), tuple(results), params or {}, where.site, where.trips, where.loops, eqn, where.editable,
+               where.phase, where.inside)
         )
         return results
 
@@ -137,19 +161,31 @@ class _Flattener:
         return self.num_loops - 1
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Where:
     site: Site = ()
     trips: int = 1
     loops: tuple[int, ...] = ()
     editable: bool = True
+    phase: str = ""
+    inside: bool = False
 
-    def at(self, index: int) -> _Where:
-        return dataclasses.replace(self, site=(*self.site, index))
+    def at(self, index: int, eqn: Any) -> _Where:
+        # The outermost derivative counts: what an inner one does is part of what the outer one differentiates.
+        phase = self.phase or derivative_phase(_compat.name_stack(eqn))
+        return _Where((*self.site, index), self.trips, self.loops, self.editable, phase, self.inside)
 
-    def into(self, body: int, trips: int = 1, loop: int | None = None) -> _Where:
+    def into(self, body: int, trips: int = 1, loop: int | None = None, editable: bool = True, boundary: bool = False) -> _Where:
         loops = self.loops if loop is None else (*self.loops, loop)
-        return dataclasses.replace(self, site=(*self.site, body), trips=self.trips * trips, loops=loops)
+        return _Where((*self.site, body), self.trips * trips, loops, self.editable and editable, self.phase, self.inside or boundary)
+
+
+def derivative_phase(name_stack: str) -> str:
+    """Which pass of the outermost derivative an equation belongs to, by the transformations in its name stack."""
+    backward, forward = name_stack.find("transpose("), name_stack.find("jvp(")
+    if backward < 0 and forward < 0:
+        return ""
+    return BACKWARD if 0 <= backward and (forward < 0 or backward < forward) else FORWARD
 
 
 def _scan(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> list[int]:
@@ -169,6 +205,8 @@ def _scan(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> lis
         flat.emit("_scan_out", [inner], [var.aval], where)[0]
         for inner, var in zip(results[num_carry:], eqn.outvars[num_carry:], strict=True)
     ]
+    if len(scanned) + len(stacked) > 1:
+        flat.emit("_scan_index", [*scanned, *stacked], [], where)
     return [*results[:num_carry], *stacked]
 
 
@@ -194,7 +232,7 @@ def _enter(flat: _Flattener, init: list[int], avals: list[Any], where: _Where, l
 def _carry_back(flat: _Flattener, results: list[int], carry: list[int], where: _Where) -> None:
     for result, value in zip(results, carry, strict=True):
         if result != value:
-            flat.ops.append(Op("_carry_back", (result, value), (), {}, where.site, where.trips, where.loops, None, False))
+            flat.emit("_carry_back", [result, value], [], where)
 
 
 def _cond(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> list[int]:
@@ -208,7 +246,7 @@ def _cond(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> lis
 def _boundary(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> list[int]:
     flat.num_boundaries += 1
     forward, differentiated = boundary_parts(eqn)
-    results = flat.walk(forward, operands, where.into(0))
+    results = flat.walk(forward, operands, where.into(0, boundary=True))
     gradients = []
     for position in differentiated:
         flat.differentiated.add(operands[position])
@@ -234,5 +272,5 @@ def flatten(jaxpr: Any) -> Flat:
     outputs = flat.walk(jaxpr, inputs, _Where())
     return Flat(
         tuple(flat.ops), tuple(flat.shapes), tuple(flat.dtypes), tuple(inputs), tuple(outputs),
-        flat.num_boundaries, frozenset(flat.differentiated), tuple(flat.carried),
+        flat.num_boundaries, frozenset(flat.differentiated), tuple(flat.carried), tuple(flat.constants),
     )

@@ -1,18 +1,16 @@
-"""What depends on what: example-carrying values, roles of leaves, the update region, residual operands.
+"""What depends on what: example-carrying values, roles of leaves, the update region.
 
-These decide how strong each link is (see `trace.graph`). The measurements behind the two cuts: one union-find ties half of
-a Transformer's parameter dims together through its residual stream; dropping cotangent sums (`add_any`) and the skip operand
-of a join leaves the groups that people shard by hand.
+Everything here is about values of a flat step (see `flatten`). Operations stand in the order of dependence but for loops,
+whose `_carry_back` hands a value to the next iteration.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from splitjax.trace.classes import Atoms, Strength
-from splitjax.trace.flatten import Flat
-from splitjax.trace.links import Linked, RawLink
+from splitjax.trace.classes import Atoms
+from splitjax.trace.flatten import BACKWARD, Flat, Op
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,178 +24,174 @@ class Argument:
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """Per value: does it carry the example dim, and does it depend on the batch at all. Per leaf: is it a parameter."""
+    """Facts per value, and per leaf whether it is a parameter."""
 
-    carrying: tuple[bool, ...]
-    data: tuple[bool, ...]
-    is_param: tuple[bool, ...]
+    carrying: tuple[bool, ...]  # some dim holds examples (all of them, or a part)
+    data: tuple[bool, ...]  # it depends on the batch
+    updated: tuple[bool, ...]  # it depends on a gradient, without carrying examples: gradients, updates, new parameters
+    update: tuple[bool, ...]  # it depends on optimizer state, without carrying examples
+    effect: tuple[int | None, ...]  # index of the first operation with an example-carrying result that the value influences
+    is_param: tuple[bool, ...]  # per leaf
+    examples: frozenset[int]  # soft labels of the example dim
+    has_examples: bool  # some batch argument has an example dim
+
+    def is_weight(self, value: int) -> bool:
+        """Whether a value is made of state alone (updated in this step or not)."""
+        return not self.carrying[value] and (not self.data[value] or self.updated[value])
+
+    def has_effect(self, value: int) -> bool:
+        """Whether a value carries examples, or influences one that does other than through an update."""
+        return self.carrying[value] or self.effect[value] is not None
 
 
-def example_labels(flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft: Sequence[int]) -> frozenset[int]:
-    """The soft classes of the leading dims of all batch arguments."""
-    found = set()
-    for value, argument in zip(flat.inputs, arguments, strict=True):
-        if argument.is_batch and flat.shapes[value]:
-            found.update(soft[a] for a in atoms.dim(value, 0))
-    return frozenset(found)
+# These cut, join or pad a dim: a dim of examples becomes another dim of examples, of another size.
+_RESIZES = frozenset({"concatenate", "slice", "dynamic_slice", "pad", "split", "rev", "sort"})
 
 
-def forward(flat: Flat, seeds: Sequence[int], stop: Callable[[int], bool] = lambda v: False) -> list[bool]:
-    """The values that depend on the seeds; a value for which `stop` holds does not pass the dependence on."""
+def example_labels(flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft: Sequence[int]) -> tuple[frozenset[int], frozenset[int]]:
+    """Soft classes of dims of examples: those of whole batches (the leading dims of batch arguments, and what whole batches are
+    joined to), and those of parts of a batch."""
+    batch = [v for v, a in zip(flat.inputs, arguments, strict=True) if a.is_batch and flat.shapes[v]]
+    whole = {soft[a] for v in batch for a in atoms.dim(v, 0)}
+    num = flat.shapes[batch[0]][0] if batch else 0
+    if num < 2:
+        return frozenset(whole), frozenset()
+    parts: set[int] = set()
+    resizes = [op for op in flat.ops if op.primitive in _RESIZES]
+    changed = bool(resizes)
+    while changed:
+        changed = False
+        for op in resizes:
+            for value in op.outputs:
+                for position, size in enumerate(flat.shapes[value]):
+                    mine = {soft[a] for a in atoms.dim(value, position)}
+                    if not mine or mine & whole or mine & parts or not _meets(op, flat, atoms, soft, position, whole | parts):
+                        continue
+                    (parts if size % num else whole).update(mine)
+                    changed = True
+    return frozenset(whole), frozenset(parts)
+
+
+def _meets(op: Op, flat: Flat, atoms: Atoms, soft: Sequence[int], position: int, labels: set[int]) -> bool:
+    rank = len(flat.shapes[op.outputs[0]])
+    return any(
+        soft[a] in labels for v in op.inputs if len(flat.shapes[v]) == rank for a in atoms.dim(v, position)
+    )
+
+
+def forward(flat: Flat, seeds: Iterable[int], stop: Callable[[int], bool] = lambda v: False, loops: bool = True) -> list[bool]:
+    """The values that depend on the seeds; a value for which `stop` holds does not pass the dependence on. With `loops`, also
+    by what an iteration hands to the next."""
     reached = [False] * len(flat.shapes)
     for value in seeds:
         reached[value] = True
     changed = True
-    while changed:  # a second round carries what a loop hands to its next iteration
+    while changed:
         changed = False
         for op in flat.ops:
-            if any(reached[v] for v in op.inputs[:1 if op.primitive == "_carry_back" else None]):
-                targets = op.inputs[1:] if op.primitive == "_carry_back" else op.outputs
-                for v in targets:
-                    if not reached[v] and not stop(v):
-                        reached[v] = True
-                        changed |= op.primitive == "_carry_back"
+            if op.primitive == "_carry_back":
+                source, target = op.inputs
+                if loops and reached[source] and not reached[target] and not stop(target):
+                    reached[target] = changed = True
+                continue
+            for v in op.inputs:
+                if reached[v]:
+                    break
+            else:
+                continue
+            for v in op.outputs:
+                if not reached[v] and not stop(v):
+                    reached[v] = True
     return reached
 
 
-def first_effect(flat: Flat, goal: Sequence[bool]) -> list[int | None]:
-    """Per value the index of the first operation whose result is a goal value and that the value influences."""
+def first_effect(flat: Flat, goal: Sequence[bool], blocked: Sequence[bool]) -> list[int | None]:
+    """Per value the index of the first operation whose result is a goal value and that the value influences, within one
+    iteration of a loop and not by way of a blocked value."""
     first: list[int | None] = [None] * len(flat.shapes)
-    for _ in range(2 if flat.carried else 1):
-        for index in range(len(flat.ops) - 1, -1, -1):
-            op = flat.ops[index]
-            if op.primitive == "_carry_back":
-                later = [first[op.inputs[1]]]
-                sources = op.inputs[:1]
-            else:
-                later = [index if goal[v] else first[v] for v in op.outputs]
-                sources = op.inputs
-            known = [i for i in later if i is not None]
-            if known:
-                for v in sources:
-                    first[v] = min(known) if first[v] is None else min(first[v], min(known))
+    for index in range(len(flat.ops) - 1, -1, -1):
+        op = flat.ops[index]
+        soonest: int | None = None
+        for v in op.outputs:
+            if goal[v]:
+                soonest = index
+                break
+            later = first[v]
+            if later is not None and not blocked[v] and (soonest is None or later < soonest):
+                soonest = later
+        if soonest is None:
+            continue
+        for v in op.inputs:
+            known = first[v]
+            if known is None or soonest < known:
+                first[v] = soonest
     return first
 
 
-def analyse(flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft: Sequence[int], examples: frozenset[int]) -> Flow:
+def analyse(flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft: Sequence[int]) -> Flow:
     """Finds example-carrying values and parameters.
 
-    A parameter is a floating-point state array that influences some example-carrying value (optimizer state never does
-    within one update), or that a gradient boundary differentiates. In a step with several plain updates the later forward
-    passes make optimizer state influence examples too: of leaves with the same shape and path ending, only the one that does
-    so first is the parameter.
+    A parameter is a floating-point state array that influences some example-carrying value other than through an update
+    (optimizer state only does so through one), or that a gradient boundary differentiates. In a step whose batch has no dims,
+    what the differentiated computation reads stands for the examples.
     """
-    num_real = len(flat.shapes)
-    carrying = [any(soft[a] in examples for d in range(len(flat.shapes[v])) for a in atoms.dim(v, d)) for v in range(num_real)]
-    data = forward(flat, [v for v, a in zip(flat.inputs, arguments, strict=True) if a.is_batch])
-    first = first_effect(flat, carrying)
-    differentiated = _upstream(flat, flat.differentiated, data)
+    whole, parts = example_labels(flat, arguments, atoms, soft)
+    has_examples = bool(whole)
+    carrying = _with_labels(flat, atoms, soft, whole | parts)
+    data = forward(flat, _data_seeds(flat, arguments, has_examples))
+    gradients = [v for op in flat.ops if op.primitive == "_gradient" or (op.phase == BACKWARD and not op.inside)
+                 for v in op.outputs if not carrying[v]]
+    blocked = forward(flat, gradients, stop=carrying.__getitem__, loops=False)
+    goal = carrying if has_examples else _differentiated_results(flat)
+    effect = first_effect(flat, goal, blocked)
+    differentiated = _upstream(flat, data)
     is_param = []
     for value, argument in zip(flat.inputs, arguments, strict=True):
-        floating = _floating(flat.dtypes[value])
-        reaches = first[value] is not None and bool(flat.shapes[value])
-        is_param.append(argument.is_state and floating and not carrying[value] and (reaches or value in differentiated))
-    if not flat.num_boundaries:
-        is_param = _drop_late_twins(flat, arguments, is_param, first)
-    return Flow(tuple(carrying), tuple(data), tuple(is_param))
+        reaches = effect[value] is not None and bool(flat.shapes[value])
+        state = argument.is_state and is_floating(flat.dtypes[value]) and not carrying[value]
+        is_param.append(state and (reaches or value in differentiated))
+    seeds = [
+        v for v, a, param in zip(flat.inputs, arguments, is_param, strict=True)
+        if a.is_state and not param and flat.shapes[v] and is_floating(flat.dtypes[v])
+    ]
+    return Flow(
+        carrying=tuple(carrying), data=tuple(data), updated=tuple(forward(flat, gradients, stop=carrying.__getitem__)),
+        update=tuple(forward(flat, seeds, stop=carrying.__getitem__)), effect=tuple(effect), is_param=tuple(is_param),
+        examples=whole, has_examples=has_examples,
+    )
 
 
-def _floating(dtype: str) -> bool:
+def is_floating(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat", "complex"))
 
 
-def _upstream(flat: Flat, targets: frozenset[int], data: Sequence[bool]) -> set[int]:
-    found = set(targets)
+def _with_labels(flat: Flat, atoms: Atoms, soft: Sequence[int], labels: frozenset[int]) -> list[bool]:
+    found = []
+    for value, shape in enumerate(flat.shapes):
+        found.append(any(soft[a] in labels for d in range(len(shape)) for a in atoms.dim(value, d)) if shape else False)
+    return found
+
+
+def _data_seeds(flat: Flat, arguments: Sequence[Argument], has_examples: bool) -> list[int]:
+    """The batch; where it has no dims, everything that is not state: other arguments, constants, numbers made on the spot."""
+    if has_examples:
+        return [v for v, a in zip(flat.inputs, arguments, strict=True) if a.is_batch]
+    made = [v for op in flat.ops if not op.inputs for v in op.outputs]
+    return [v for v, a in zip(flat.inputs, arguments, strict=True) if not a.is_state] + [*flat.constants, *made]
+
+
+def _differentiated_results(flat: Flat) -> list[bool]:
+    goal = [False] * len(flat.shapes)
+    for op in flat.ops:
+        if op.inside or op.phase:
+            for v in op.outputs:
+                goal[v] = True
+    return goal
+
+
+def _upstream(flat: Flat, data: Sequence[bool]) -> set[int]:
+    found = set(flat.differentiated)
     for op in reversed(flat.ops):
         if op.primitive != "_gradient" and any(v in found and not data[v] for v in op.outputs):
             found.update(op.inputs)
     return found
-
-
-def _drop_late_twins(flat, arguments, is_param, first):
-    twins: dict[tuple, list[int]] = {}
-    for index, (value, argument) in enumerate(zip(flat.inputs, arguments, strict=True)):
-        if is_param[index]:
-            tail = tuple(argument.path.split("/")[-2:])
-            twins.setdefault((flat.shapes[value], tail), []).append(index)
-    kept = list(is_param)
-    for group in twins.values():
-        start = min(first[flat.inputs[i]] for i in group)
-        for index in group:
-            # Twin leaves of one first forward pass lie close; optimizer state enters only behind a whole backward pass.
-            if first[flat.inputs[index]] > start and _after_update(flat, group, index, first):
-                kept[index] = False
-    return kept
-
-
-def _after_update(flat: Flat, group: list[int], index: int, first) -> bool:
-    """Whether a leaf's first effect on examples comes through an operation that also reads one of its twins: an update."""
-    lead = min(group, key=lambda i: first[flat.inputs[i]])
-    reached = forward(flat, [flat.inputs[lead]])
-    mine = forward(flat, [flat.inputs[index]])
-    effect = flat.ops[first[flat.inputs[index]]]
-    return any(mine[v] and reached[v] for v in effect.inputs)
-
-
-def strengths(flat: Flat, linked: Linked, flow: Flow, arguments: Sequence[Argument]) -> Callable[[RawLink], Strength]:
-    """How strong each link is: hard in the update region (what is downstream of non-scalar state that is not a parameter)
-    and for gradients of the boundary; soft for residual operands, cotangent sums, carried values and updates that mix;
-    local otherwise."""
-    seeds = [
-        value
-        for value, argument, param in zip(flat.inputs, arguments, flow.is_param, strict=True)
-        if argument.is_state and not param and flat.shapes[value] and _floating(flat.dtypes[value])
-    ]
-    update = forward(flat, seeds, stop=lambda v: flow.carrying[v])
-    skips = residual_operands(flat, linked)
-
-    def strength(link: RawLink) -> Strength:
-        if link.op < 0:
-            return Strength.HARD
-        op = flat.ops[link.op]
-        in_update = any(update[v] for v in op.inputs)
-        if op.primitive == "_gradient":
-            return Strength.HARD
-        if op.primitive == "_carry_back":
-            return Strength.HARD if in_update else Strength.SOFT
-        if in_update:
-            return Strength.SOFT if linked.mixing[link.op] else Strength.HARD
-        if op.primitive == "add_any" or link.operand in skips.get(link.op, ()):
-            return Strength.SOFT
-        return Strength.LOCAL
-
-    return strength
-
-
-def residual_operands(flat: Flat, linked: Linked) -> dict[int, frozenset[int]]:
-    """Per elementwise join, the operands that are upstream of another operand through a mixing operation."""
-    uses = [0] * len(flat.shapes)
-    for op in flat.ops:
-        for v in set(op.inputs):
-            uses[v] += 1
-    # Only a value used twice can stand on both ways of a join; one bit each keeps the ancestor sets small.
-    bit = {}
-    for v, count in enumerate(uses):
-        if count > 1 and flat.shapes[v]:
-            bit[v] = 1 << len(bit)
-    above = [0] * len(flat.shapes)  # ancestors, any way
-    mixed = [0] * len(flat.shapes)  # ancestors through a mixing operation
-    skips: dict[int, frozenset[int]] = {}
-    for index, op in enumerate(flat.ops):
-        if op.primitive == "_carry_back":
-            continue
-        if linked.joins[index] and len(op.inputs) > 1:
-            found = [
-                k for k, v in enumerate(op.inputs)
-                if v in bit and any(mixed[other] & bit[v] for other in op.inputs if other != v)
-            ]
-            if found and len(found) < len(op.inputs):
-                skips[index] = frozenset(found)
-        every, through = 0, 0
-        for v in op.inputs:
-            every |= above[v] | bit.get(v, 0)
-            through |= mixed[v]
-        for v in op.outputs:
-            above[v] = every
-            mixed[v] = every if linked.mixing[index] else through
-    return skips

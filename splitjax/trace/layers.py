@@ -3,45 +3,55 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from splitjax import _compat
 from splitjax.trace.classes import Classes
-from splitjax.trace.flatten import Flat
-from splitjax.trace.flow import Argument, Flow, first_effect
+from splitjax.trace.flatten import BACKWARD, Flat
+from splitjax.trace.flow import Argument, Flow
 from splitjax.trace.graph import Layer, Leaf
+from splitjax.trace.links import Linked
+from splitjax.trace.names import Names
 from splitjax.trace.uses import RawUse
 
+# Dims of a weight that what is added to its result may have too.
+_RESULT_NAMES = ("out", "features", "expert", "stack")
 
-def group_params(arguments: Sequence[Argument], flow: Flow, uses: Sequence[RawUse], flat: Flat, classes: Classes) -> dict[int, str]:
-    """Leaf index -> layer name, for parameters.
+
+def group_params(
+    arguments: Sequence[Argument], flat: Flat, flow: Flow, linked: Linked, uses: Sequence[RawUse], sources: Sequence[frozenset[int]],
+    classes: Classes, dim_names: Mapping[int, Names],
+) -> tuple[dict[int, str], frozenset[int]]:
+    """Leaf index -> layer name, for parameters; and the parameters that scale or shift a normalised value.
 
     A layer is what shares a parent path (`params/Dense_0/{kernel,bias}`). Where one parent holds several unrelated weights
-    (`params/{w1,b1,w2,b2}`), each weight is a layer of its own and the others join the weight whose result dim they run
-    along, latest before them in program order.
+    (`params/{w1,b1,w2,b2}`), or whole modules beside parameters, each weight is a layer of its own, and the others join the
+    weight to whose result they are added; the weights of one recurrent cell stay together. A norm's parameters are never part
+    of a weight's layer.
     """
     parents: dict[str, list[int]] = collections.defaultdict(list)
     for index, argument in enumerate(arguments):
         if flow.is_param[index]:
             parents[_parent(argument.path)].append(index)
     weights = {leaf for use in uses for leaf in use.leaves[:1]}
-    recurrent = {leaf for use in uses if use.recurrent for leaf in use.leaves}
+    cells = {leaf for use in uses if use.recurrent for leaf in use.leaves}
+    norms = find_norms(flat, flow, linked.mixing, sources)
+    added = _added_to(flat, flow, linked, uses, sources)
     names: dict[int, str] = {}
     for parent, members in parents.items():
         heavy = [i for i in members if i in weights]
-        if any(other.startswith(f"{parent}/") for other in parents) or not parent:
-            # Parameters that stand beside whole modules (a position embedding at the top) belong to none of them.
-            names.update((i, arguments[i].path) for i in members)
+        is_module = bool(parent) and not any(other.startswith(f"{parent}/") for other in parents)
+        if is_module and (len(heavy) <= 1 or cells.issuperset(heavy)):
+            for i in members:
+                names[i] = arguments[i].path if heavy and i in norms and i not in heavy else parent
             continue
-        if len(heavy) <= 1 or any(i in recurrent for i in heavy):
-            names.update((i, parent or arguments[members[0]].path) for i in members)
-            continue
-        names.update((i, arguments[i].path) for i in heavy)
-        for index in members:
-            if index not in names:
-                names[index] = arguments[_companion(index, heavy, uses, flat, classes)].path
-    return names
+        cell = [i for i in heavy if i in cells]
+        names.update((i, arguments[cell[0] if i in cell else i].path) for i in heavy)
+        for i in members:
+            if i not in names:
+                owner = None if i in norms else _owner(i, heavy, added, flat, classes, dim_names)
+                names[i] = arguments[i].path if owner is None else names[owner]
+    return names, norms
 
 
 def _parent(path: str) -> str:
@@ -52,45 +62,88 @@ def _parent(path: str) -> str:
     return "/".join(parts[:-1])
 
 
-def _companion(index: int, heavy: Sequence[int], uses: Sequence[RawUse], flat: Flat, classes: Classes) -> int:
-    mine = {classes.local(a) for d in range(len(flat.shapes[flat.inputs[index]])) for a in classes.atoms.dim(flat.inputs[index], d)}
-    effect = {leaf: use.op for use in reversed(uses) for leaf in use.leaves}
-    for leaf in sorted(heavy, key=lambda i: effect.get(i, 0)):
-        use = next(u for u in uses if leaf in u.leaves)
-        op = flat.ops[use.op]
-        out = {classes.local(a) for d in range(len(flat.shapes[op.outputs[0]])) for a in classes.atoms.dim(op.outputs[0], d)}
-        ins = {classes.local(a) for d, n in enumerate(use.names) if n == "out" for a in classes.atoms.dim(op.inputs[use.weight], d)}
-        if mine and (mine <= out or mine <= ins):
-            return leaf
-    return heavy[-1]
+def _owner(index: int, heavy: Sequence[int], added: Mapping[int, int], flat: Flat, classes: Classes, dim_names) -> int | None:
+    """The weight beside a parameter whose result has all of its dims: the one it is added to, else the first."""
+    mine = {classes.local(a) for dim in _dims(index, flat, classes) for a in dim}
+    fitting = []
+    for leaf in heavy:
+        names = dim_names.get(leaf, ())
+        result = {
+            classes.local(a) for dim, name in zip(_dims(leaf, flat, classes), names, strict=False) if name in _RESULT_NAMES for a in dim
+        }
+        if mine and mine <= result:
+            fitting.append(leaf)
+    return added[index] if added.get(index) in fitting else fitting[0] if fitting else None
 
 
-def build_layers(leaves: Sequence[Leaf], names: dict[int, str], uses: Sequence[RawUse], flat: Flat, norms: frozenset[int],
-                 effects: Sequence[int | None]) -> tuple[Layer, ...]:
+def _dims(index: int, flat: Flat, classes: Classes) -> tuple[tuple[int, ...], ...]:
+    return classes.dims(flat.inputs[index], len(flat.shapes[flat.inputs[index]]))
+
+
+def _added_to(flat: Flat, flow: Flow, linked: Linked, uses: Sequence[RawUse], sources: Sequence[frozenset[int]]) -> dict[int, int]:
+    """Parameter -> the weight whose result it meets first, elementwise and before anything mixes."""
+    at = {use.op: use.leaves[0] for use in uses}
+    made_by: dict[int, int] = {}
+    found: dict[int, int] = {}
+    for index, op in enumerate(flat.ops):
+        if op.phase == BACKWARD or not op.outputs:
+            continue
+        if linked.mixing[index]:
+            weight = at.get(index)
+        else:
+            weight = next((made_by[v] for v in op.inputs if v in made_by), None)
+        if weight is None or not flow.has_effect(op.outputs[0]):
+            continue
+        if linked.joins[index]:
+            for v in op.inputs:
+                for leaf in sources[v]:
+                    found.setdefault(leaf, weight)
+        made_by.update((v, weight) for v in op.outputs)
+    return found
+
+
+def build_layers(
+    leaves: Sequence[Leaf], names: Mapping[int, str], uses: Sequence[RawUse], flat: Flat, flow: Flow, norms: frozenset[int]
+) -> tuple[Layer, ...]:
     """Layers in program order, weight first among their parameters."""
     members: dict[str, list[Leaf]] = collections.defaultdict(list)
     for index, name in names.items():
         members[name].append(leaves[index])
     by_layer: dict[str, list[RawUse]] = collections.defaultdict(list)
+    flops: dict[str, int] = collections.defaultdict(int)
     for use in uses:
-        for leaf in use.leaves:
-            if not by_layer[names[leaf]] or by_layer[names[leaf]][-1] is not use:
-                by_layer[names[leaf]].append(use)
+        for name in dict.fromkeys(names[leaf] for leaf in use.leaves):
+            by_layer[name].append(use)
+        if not use.backward:
+            for name, share in _shares(use, names, leaves).items():
+                flops[name] += share
     layers = []
     for name, group in members.items():
         own = by_layer[name]
-        weights = [leaf for use in own for leaf in use.leaves]
-        group = sorted(group, key=lambda leaf: (weights.index(leaf.index) if leaf.index in weights else len(weights), leaf.index))
-        order = min((use.op for use in own), default=None)
-        if order is None:
-            found = [effects[flat.inputs[leaf.index]] for leaf in group]
-            order = min((e for e in found if e is not None), default=len(flat.ops))
+        rank = {leaf: k for k, leaf in enumerate(dict.fromkeys(leaf for use in own for leaf in use.leaves))}
+        group = sorted(group, key=lambda leaf: (rank.get(leaf.index, len(rank)), leaf.index))
+        if own:
+            order = min(use.op for use in own)
+        else:
+            effects = [flow.effect[flat.inputs[leaf.index]] for leaf in group]
+            order = min((e for e in effects if e is not None), default=len(flat.ops))
         source = _compat.source_line(flat.ops[own[0].op].eqn) if own else ""
         kind = _kind(own, flat, group, norms)
-        layer = Layer(name, kind, tuple(leaf.path for leaf in group), sum(u.flops for u in own if not u.backward),
-                      sum(leaf.num_bytes for leaf in group), source)
+        layer = Layer(name, kind, tuple(leaf.path for leaf in group), flops[name], sum(leaf.num_bytes for leaf in group), source)
         layers.append((order, group[0].index, layer))
     return tuple(layer for _, _, layer in sorted(layers, key=lambda item: item[:2]))
+
+
+def _shares(use: RawUse, names: Mapping[int, str], leaves: Sequence[Leaf]) -> dict[str, int]:
+    """The flops of a use by layer: a weight put together from several layers' parameters is theirs by size."""
+    sizes: dict[str, int] = collections.defaultdict(int)
+    for leaf in use.leaves:
+        sizes[names[leaf]] += leaves[leaf].size
+    total = sum(sizes.values())
+    shares = {name: use.flops * size // total if total else 0 for name, size in sizes.items()}
+    first = next(iter(shares))
+    shares[first] += use.flops - sum(shares.values())
+    return shares
 
 
 def _kind(uses: Sequence[RawUse], flat: Flat, group: Sequence[Leaf], norms: frozenset[int]) -> str:
@@ -106,7 +159,7 @@ def _kind(uses: Sequence[RawUse], flat: Flat, group: Sequence[Leaf], norms: froz
         return "conv"
     if any(use.attention for use in forward):
         return "attention"
-    if any("expert" in use.names for use in forward) or any(p.startswith("ragged_dot") for p in primitives):
+    if any("expert" in use.names for use in forward):
         return "expert"
     return "dense"
 
@@ -115,23 +168,20 @@ def find_norms(flat: Flat, flow: Flow, mixing: Sequence[bool], sources: Sequence
     """Parameters that meet, before anything mixes, a value scaled by an inverse root (batch, layer, group and RMS norm). Only
     the way to the loss counts: an optimizer divides by roots too, and every parameter meets those."""
     tagged = [False] * len(flat.shapes)
-    reaches = first_effect(flat, flow.carrying)
     norms: set[int] = set()
     for index, op in enumerate(flat.ops):
-        if op.primitive in ("rsqrt", "sqrt") and flow.data[op.inputs[0]]:
+        if not op.outputs or op.phase == BACKWARD:
+            continue
+        if op.primitive in ("rsqrt", "sqrt") and flow.data[op.inputs[0]] and not flow.is_weight(op.inputs[0]):
             tag = True
         elif mixing[index]:
             tag = False
         else:
             tag = any(tagged[v] for v in op.inputs)
-            forward = any(flow.carrying[v] or reaches[v] is not None for v in op.outputs)
-            if tag and forward and len(op.inputs) > 1:
+            if tag and len(op.inputs) > 1 and flow.has_effect(op.outputs[0]):
                 for v in op.inputs:
                     norms.update(sources[v])
-        for v in op.outputs:
-            tagged[v] = tag
+        if tag:
+            for v in op.outputs:
+                tagged[v] = True
     return frozenset(norms)
-
-
-def with_layers(leaves: Sequence[Leaf], names: dict[int, str]) -> tuple[Leaf, ...]:
-    return tuple(dataclasses.replace(leaf, layer=names.get(leaf.index)) for leaf in leaves)

@@ -20,6 +20,7 @@ class RawLink:
     right: tuple[DimRef, ...]
     op: int
     operand: int
+    contracted: bool = False  # between operands only: no result has the label
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Linked:
 
     links: tuple[RawLink, ...]
     shapes: tuple[tuple[int, ...], ...]
-    mixing: tuple[bool, ...]  # per operation
+    maps: tuple[DimMap | None, ...]  # per operation; None without a rule
+    mixing: tuple[bool, ...]
     joins: tuple[bool, ...]
     unknown: tuple[int, ...]  # operations without a rule
 
@@ -37,19 +39,31 @@ def link(flat: Flat, registry: Registry = DIM_RULES) -> Linked:
     """Applies the dim rule of every operation."""
     links: list[RawLink] = []
     shapes = list(flat.shapes)
-    mixing, joins, unknown = [], [], []
+    maps: list[DimMap | None] = []
+    unknown = []
     for index, op in enumerate(flat.ops):
-        rule = registry.get(op.primitive)
+        rule = registry.get(qualified_name(op)) or registry.get(op.primitive)
         if rule is None:
             unknown.append(index)
-            mixing.append(True)
-            joins.append(False)
+            maps.append(None)
             continue
         dim_map = _apply(rule, op, flat)
-        mixing.append(dim_map.mixing)
-        joins.append(dim_map.joins)
+        maps.append(dim_map)
         links.extend(_links_of(index, op, dim_map, shapes))
-    return Linked(tuple(links), tuple(shapes), tuple(mixing), tuple(joins), tuple(unknown))
+    # What an unknown operation does is not known, so its result counts as a new representation.
+    mixing = tuple(one is None or one.mixing for one in maps)
+    joins = tuple(one is not None and one.joins for one in maps)
+    return Linked(tuple(links), tuple(shapes), tuple(maps), mixing, joins, tuple(unknown))
+
+
+# Primitives that stand for many operations, and the parameter that says which.
+_NAMED = {"pallas_call": "name", "ffi_call": "target_name", "composite": "name"}
+
+
+def qualified_name(op: Op) -> str:
+    """`primitive:name` for a primitive that stands for many operations (a Pallas kernel, a foreign call), else its name."""
+    name = op.params.get(_NAMED.get(op.primitive, ""))
+    return f"{op.primitive}:{name}" if name else op.primitive
 
 
 def _apply(rule, op: Op, flat: Flat) -> DimMap:
@@ -80,21 +94,23 @@ def _links_of(index: int, op: Op, dim_map: DimMap, shapes: list[tuple[int, ...]]
             shapes.append(tuple(dim_map.sizes[label] for label in compound))
     links: list[RawLink] = []
     anchor: dict[Label, DimRef] = dict(compound)
+    kept = {label for labels in dim_map.outputs for dim in labels for label in dim} if dim_map.mixing else None
     # Results first: they are what an operand's dim is linked to, so that its strength can differ from its siblings'.
     tensors = [(-1, v, t) for v, t in zip(op.outputs, dim_map.outputs, strict=True)]
     tensors += [(k, v, t) for k, (v, t) in enumerate(zip(op.inputs, dim_map.inputs, strict=True))]
     for operand, value, labels in tensors:
+        shape = shapes[value]
         for position, dim in enumerate(labels):
-            here = ((value, position),)
-            if shapes[value][position] == 1 or not dim:
+            if shape[position] == 1 or not dim:
                 continue
+            label = dim[0]
+            contracted = kept is not None and label not in kept
             if len(dim) > 1:
-                links.append(RawLink(here, tuple(compound[label] for label in dim), index, operand))
-            elif dim[0] in anchor:
-                if anchor[dim[0]] != here[0]:
-                    links.append(RawLink(here, (anchor[dim[0]],), index, operand))
-            else:
-                anchor[dim[0]] = here[0]
+                links.append(RawLink(((value, position),), tuple([compound[one] for one in dim]), index, operand, contracted))
+            elif label not in anchor:
+                anchor[label] = (value, position)
+            elif anchor[label] != (value, position):
+                links.append(RawLink(((value, position),), (anchor[label],), index, operand, contracted))
     return links
 
 

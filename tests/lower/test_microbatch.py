@@ -127,6 +127,12 @@ def custom_rules(p, b):
     return (soft(b["x"] @ p["w1"]).sum(-1) * b["mask"]).sum() / b["mask"].sum() + jax.nn.silu(jax.nn.relu(b["x"] @ p["w1"])).mean()
 
 
+def relu_of_weights(p, b):
+    """Functions with their own derivative rule on what all examples share."""
+    w = jax.nn.relu(p["w1"]) + jax.nn.softplus(p["w1"]) - jax.nn.silu(p["w1"])
+    return (b["x"] @ w).std(-1).mean() * jax.nn.relu6(p["b1"]).sum()
+
+
 def time_major(p, b):
     xs = jnp.swapaxes(b["seq"], 0, 1)
     h = lax.scan(lambda h, x: ((n := jnp.tanh(x @ p["w1"] + h @ p["s"][0])), n), jnp.zeros((xs.shape[1], H)), xs)[1]
@@ -195,6 +201,11 @@ def two_views(p, b):
     return (one * other).sum() / one.shape[0] + (h[: h.shape[0] // 2] ** 2).mean()
 
 
+def tiled(p, b):
+    h = jnp.tile(jnp.tanh(b["x"] @ p["w1"]), (3, 2))
+    return (h * jnp.concatenate([b["mask"]] * 3)[:, None]).sum() / b["mask"].sum()
+
+
 def centred_input(p, b):  # batch statistics of what does not depend on parameters
     x = (b["x"] - b["x"].mean(0)) / b["x"].std(0)
     return (jnp.tanh(x @ p["w1"]) ** 2).mean()
@@ -207,8 +218,8 @@ def constant_per_example(p, b):
 
 LOSSES = [
     masked_mean, indexed, smoothed, safe_weighted, penalised, scaled_by_parameter, class_weights, layers_scanned, scanned_remat,
-    remat_with_policy, jitted_inside, custom_rules, time_major, merged, per_example, mapped, conditional, accumulated_in_scan,
-    dotted, attention, embedded, ranked, two_views, centred_input, constant_per_example,
+    remat_with_policy, jitted_inside, custom_rules, relu_of_weights, time_major, merged, per_example, mapped, conditional, accumulated_in_scan,
+    dotted, attention, embedded, ranked, two_views, tiled, centred_input, constant_per_example,
 ]
 
 
@@ -426,6 +437,12 @@ def test_haiku_lstm():
 # Refusals.
 
 
+mean_gradient = jax.custom_vjp(lambda x: x)
+mean_gradient.defvjp(lambda x: (x, None), lambda _, ct: (ct / ct.shape[0],))
+centred_gradient = jax.custom_vjp(lambda x: x)
+centred_gradient.defvjp(lambda x: (x, None), lambda _, ct: (ct - ct.mean(0),))
+
+
 def batch_norm(p, b):
     h = b["x"] @ p["w1"]
     return ((h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5)).std(-1).mean()
@@ -451,6 +468,10 @@ REFUSED = {
         lambda p, b: lax.scan(lambda h, w: (jnp.tanh((h - h.mean(0)) @ w), None), b["x"] @ p["w1"], p["s"])[0].sum(), "total over the batch"),
     "relu of a mean": (lambda p, b: jax.nn.relu(nll_of(p, b).mean()), "max.*not linear"),
     "own rule over the batch": (lambda p, b: soft_mean(b["x"] @ p["w1"]), "derivative rule"),
+    # Functions whose forward is innocent, and whose derivative rule is not.
+    "gradient scaled by the batch size": (lambda p, b: mean_gradient(b["x"] @ p["w1"]).mean(), "derivative rule"),
+    "clipped gradient of shared weights": (lambda p, b: (b["x"] @ soft(p["w1"])).mean(), "derivative rule"),
+    "gradient centred over the batch": (lambda p, b: centred_gradient(b["x"] @ p["w1"]).std(-1).mean(), "derivative rule"),
 }
 
 
@@ -495,7 +516,7 @@ def test_branching_on_the_batch_size_is_refused():
 
 
 def collectives(compiled):
-    """Names of collectives in the compiled text, per computation: (inside a loop body, outside)."""
+    """The collectives of a compiled function: those inside a loop's body, and those outside, as HLO lines."""
     inside, outside, current, bodies = [], [], "", set()
     text = compiled.as_text()
     for line in text.splitlines():
@@ -504,22 +525,30 @@ def collectives(compiled):
     for line in text.splitlines():
         if line and not line.startswith(" ") and line.rstrip().endswith("{"):
             current = line.split()[1 if line.startswith("ENTRY") else 0].lstrip("%")
-        elif " all-reduce(" in line or " all-reduce-start(" in line:
+        elif any(f" {op}{end}(" in line for op in ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+                 for end in ("", "-start")):
             (inside if current in bodies else outside).append(line.strip())
     return inside, outside
 
 
-def test_one_gradient_exchange():
-    mesh, params, b = make_mesh(data=8), mlp_params(), batch_of(32)
-    data = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    found = {}
+@pytest.mark.parametrize("loss, rest, most", [(layers_scanned, (), 1), (masked_mean, (), 2), (dropout_in_scan, (jax.random.key,), 1)])
+def test_one_gradient_exchange(loss, rest, most):
+    """One all-reduce after the loop (a second for a mask's sum before it); slicing the batch moves nothing."""
+    mesh, params, b, rest = make_mesh(data=8), mlp_params(), batch_of(32), tuple(make(0) for make in rest)
+    data, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (("data",), ()))
+    step = lambda p, b, *rest: step_of(loss, has_aux=bool(rest))(p, b, *rest)
+    compiled = {}
     for manual in (("data",), ()):
-        run = build(step_of(layers_scanned), params, b, 4, mesh=mesh, manual=manual)
-        found[manual] = collectives(jax.jit(run, in_shardings=(whole, data), out_shardings=whole).lower(params, b).compile())
-    inside, outside = found[("data",)]
-    assert not inside and 1 <= len(outside) <= 7  # at most one a parameter, the loss and the metrics
-    assert found[()][0]  # left to XLA, every iteration exchanges: what the shard_map avoids
+        run = build(step, params, b, 4, mesh=mesh, manual=manual, rest=rest)
+        gradient = lambda p, b, *rest, run=run: (lambda value, grads: (value[0] if rest else value, grads))(*run(p, b, *rest))
+        shardings = (whole, data, *(whole for _ in rest))
+        compiled[manual] = collectives(jax.jit(gradient, in_shardings=shardings, out_shardings=whole).lower(params, b, *rest).compile())
+    inside, outside = compiled[("data",)]
+    exchanges = [line for line in outside if " all-reduce" in line]
+    assert not inside and outside == exchanges
+    # The compiler joins the all-reduces of all parameters into one.
+    assert 1 <= len(exchanges) <= most
+    assert compiled[()][0]  # left to the compiler, every iteration exchanges: what the shard_map avoids
 
 
 def test_parameters_sharded_over_model_and_data():

@@ -1,0 +1,88 @@
+"""Names of parameter dims, from the operations that use them back through casts, reshapes, slices and scans to the leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from splitjax.trace.dims import DimMap
+from splitjax.trace.flatten import Flat, Op
+from splitjax.trace.flow import Flow
+from splitjax.trace.links import Linked
+from splitjax.trace.uses import RawUse
+
+Names = tuple[str | None, ...]
+# A part of a dim, and a dim made of parts, have the dim's name.
+_PARTS = frozenset({"slice", "split", "dynamic_slice", "pad", "concatenate"})
+
+
+def name_dims(flat: Flat, linked: Linked, flow: Flow, uses: Sequence[RawUse], sources: Sequence[frozenset[int]]) -> dict[int, Names]:
+    """Leaf index -> name per dim, for every parameter. Where uses disagree, the first in the program decides (a table that is
+    looked up and then multiplied by has a vocabulary); a backward pass only names what no forward use does."""
+    named: dict[int, Names] = {}
+    for backward in (False, True):
+        seeds: dict[int, list[RawUse]] = {}
+        for use in uses:
+            if use.backward == backward:
+                seeds.setdefault(use.op, []).append(use)
+        found = _walk_back(flat, linked, flow, seeds, sources)
+        for index, is_param in enumerate(flow.is_param):
+            names = found.get(flat.inputs[index])
+            if is_param and names is not None and any(names) and index not in named:
+                named[index] = names
+    for index, is_param in enumerate(flow.is_param):
+        if is_param:
+            named[index] = _finish(named.get(index), flat.shapes[flat.inputs[index]])
+    return named
+
+
+def _walk_back(flat: Flat, linked: Linked, flow: Flow, seeds: dict[int, list[RawUse]], sources) -> dict[int, Names]:
+    names: dict[int, Names] = {}
+
+    def add(value: int, found: Sequence[str | None]) -> None:
+        if any(found):
+            known = names.get(value, (None,) * len(found))
+            names[value] = tuple(new or old for new, old in zip(found, known, strict=True))
+
+    for index in range(len(flat.ops) - 1, -1, -1):
+        op = flat.ops[index]
+        for use in seeds.get(index, ()):
+            add(op.inputs[use.weight], use.names)
+        if op.primitive == "_scan_in" and sources[op.inputs[0]]:
+            own = names.get(op.outputs[0], (None,) * len(flat.shapes[op.outputs[0]]))
+            if flow.has_effect(op.outputs[0]):
+                add(op.inputs[0], ("stack", *own))
+            continue
+        if op.primitive == "_carry_back" or linked.maps[index] is None:
+            continue
+        results = [names.get(v) for v in op.outputs]
+        if not any(results):
+            continue
+        by_label = _label_names(linked.maps[index], results)
+        for k, v in enumerate(op.inputs):
+            if sources[v]:
+                add(v, _operand_names(op, linked.maps[index], k, by_label, results, flat))
+    return names
+
+
+def _label_names(dim_map: DimMap, results: Sequence[Names | None]) -> dict:
+    by_label: dict = {}
+    for labels, names in zip(dim_map.outputs, results, strict=True):
+        for dim, name in zip(labels, names or (None,) * len(labels), strict=True):
+            for label in dim if name else ():
+                by_label.setdefault(label, name)
+    return by_label
+
+
+def _operand_names(op: Op, dim_map: DimMap, k: int, by_label: dict, results, flat: Flat) -> list[str | None]:
+    found = [next((by_label[label] for label in dim if label in by_label), None) for dim in dim_map.inputs[k]]
+    if op.primitive in _PARTS and len(found) == len(flat.shapes[op.outputs[0]]):
+        parts = [names for names in results if names]
+        found = [name or next((names[d] for names in parts if names[d]), None) for d, name in enumerate(found)]
+    return found
+
+
+def _finish(names: Names | None, shape: tuple[int, ...]) -> Names:
+    if names is None:
+        return (None,) * len(shape)
+    # Layers that are picked from a stack one by one leave its leading dim without a name.
+    return tuple("stack" if name is None and d == 0 and len(shape) > 2 and any(names[1:]) else name for d, name in enumerate(names))

@@ -1,0 +1,113 @@
+"""Recurrent weights: the same weight meets, in every step of a sequence, what it made in the step before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from splitjax.trace.flatten import BACKWARD, Flat
+from splitjax.trace.flow import Flow
+from splitjax.trace.links import Linked
+
+
+def mark_recurrent(flat: Flat, linked: Linked, flow: Flow, uses: Mapping[int, tuple[int, int]]) -> frozenset[int]:
+    """The operations (among `uses`: operation -> positions of weight and data) whose weight is recurrent.
+
+    In a loop that reads a sequence, the weight is the same in every iteration, its data depend on what the loop carries, and
+    its result goes into what the loop carries. A stack of layers is none (its weight is a slice of a scanned operand), nor are
+    a layer that is repeated without reading anything, an update loop (its weights are themselves carried) and a head that only
+    emits. The input projections of a cell, added to a recurrent one in the same step, count as recurrent too.
+    """
+    if not flat.carried:
+        return frozenset()
+    carried, feeding = _carry_dependence(flat), _feeds_carry(flat)
+    sequences = _sequence_loops(flat, flow, carried)
+    sliced = _sliced_in(flat, flow)
+    found = set()
+    for index, (weight, data) in uses.items():
+        op = flat.ops[index]
+        if op.phase == BACKWARD:
+            continue
+        w, x = op.inputs[weight], op.inputs[data]
+        if any(
+            loop in sequences and x in carried[loop] and w not in carried[loop] and loop not in sliced.get(w, ())
+            and op.outputs[0] in feeding[loop]
+            for loop in op.loops
+        ):
+            found.add(index)
+    return frozenset(found | _cell_inputs(flat, linked, uses, found)) if found else frozenset()
+
+
+def _carry_dependence(flat: Flat) -> dict[int, set[int]]:
+    """Per loop, the values of its body that depend on what the loop carries."""
+    inside: dict[int, set[int]] = {}
+    for loop, value in flat.carried:
+        inside.setdefault(loop, set()).add(value)
+    for op in flat.ops:
+        for loop in op.loops:
+            known = inside.get(loop)
+            if known and not known.isdisjoint(op.inputs):
+                known.update(op.outputs)
+    return inside
+
+
+def _feeds_carry(flat: Flat) -> dict[int, set[int]]:
+    """Per loop, the values of its body that go into what the next iteration gets."""
+    feeding: dict[int, set[int]] = {loop: set() for loop, _ in flat.carried}
+    for op in reversed(flat.ops):
+        if op.primitive == "_carry_back":
+            feeding[op.loops[-1]].add(op.inputs[0])
+            continue
+        for loop in op.loops:
+            known = feeding.get(loop)
+            if known and not known.isdisjoint(op.outputs):
+                known.update(op.inputs)
+    return feeding
+
+
+def _sequence_loops(flat: Flat, flow: Flow, carried: Mapping[int, set[int]]) -> set[int]:
+    """Loops that read data by steps: scanned, or picked from a whole sequence with an index that is carried."""
+    found = set()
+    for op in flat.ops:
+        if not op.loops or not op.inputs or not flow.data[op.inputs[0]] or flow.is_weight(op.inputs[0]):
+            continue
+        loop = op.loops[-1]
+        if op.primitive == "_scan_in":
+            found.add(loop)
+        elif op.primitive in ("dynamic_slice", "gather") and op.inputs[0] not in carried.get(loop, ()):
+            if any(v in carried.get(loop, ()) for v in op.inputs[1:]):
+                found.add(loop)
+    return found
+
+
+def _sliced_in(flat: Flat, flow: Flow) -> dict[int, frozenset[int]]:
+    """Per weight, the loops of which it is one iteration's slice."""
+    sliced: dict[int, frozenset[int]] = {}
+    for op in flat.ops:
+        if op.primitive == "_carry_back":
+            continue
+        own = frozenset().union(*(sliced[v] for v in op.inputs if v in sliced))
+        if op.primitive == "_scan_in":
+            own |= {op.loops[-1]}
+        if own:
+            sliced.update((v, own) for v in op.outputs if flow.is_weight(v))
+    return sliced
+
+
+def _cell_inputs(flat: Flat, linked: Linked, uses: Mapping[int, tuple[int, int]], recurrent: set[int]) -> set[int]:
+    """Uses in the same loop whose result meets a recurrent one's before anything mixes again."""
+    tags: dict[int, frozenset[int]] = {}
+    found: set[int] = set()
+    for index, op in enumerate(flat.ops):
+        if not op.loops:
+            continue
+        if linked.mixing[index]:
+            own = frozenset({index}) if index in uses else frozenset()
+        else:
+            own = frozenset().union(*(tags[v] for v in op.inputs if v in tags))
+            here = {tag for tag in own if flat.ops[tag].loops == op.loops}
+            if linked.joins[index] and here & recurrent:
+                found.update(here)
+        if own:
+            tags.update((v, own) for v in op.outputs)
+    return found
+

@@ -1,0 +1,97 @@
+"""How strong each link is (see `trace.graph` for what the strengths mean).
+
+The measurements behind the cuts: one union-find ties half of a Transformer's parameter dims together through its residual
+stream, and both dims of square recurrent kernels. Dropping backward passes, the skip operand of a join, what a loop
+carries, and the input side of a weight that its own output comes back to leaves the groups that people shard by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from splitjax.trace.classes import Strength
+from splitjax.trace.flatten import BACKWARD, Flat
+from splitjax.trace.flow import Flow
+from splitjax.trace.links import Linked, RawLink
+
+# In an update these put several arrays side by side; that is a copy, not the same storage.
+_COPIES = frozenset({"stack", "unstack", "concatenate", "split"})
+
+
+def strengths(flat: Flat, linked: Linked, flow: Flow, raw: Sequence[RawLink]) -> list[Strength]:
+    """The strength of every link: hard in the update region (what depends on optimizer state) and for gradients of the
+    boundary; soft for residual operands, cotangent sums, carried values and updates that mix; local otherwise."""
+    skips, returns = cut_operands(flat, linked, flow)
+    of_op = [_of_operation(flat, linked, flow, index) for index in range(len(flat.ops))]
+    found = []
+    for link in raw:
+        if link.op < 0:
+            found.append(Strength.HARD)
+            continue
+        strength = of_op[link.op]
+        if strength == Strength.LOCAL:
+            cut = link.operand in skips.get(link.op, ()) or (link.op in returns and link.contracted)
+            strength = Strength.SOFT if cut else strength
+        found.append(strength)
+    return found
+
+
+def _of_operation(flat: Flat, linked: Linked, flow: Flow, index: int) -> Strength:
+    op = flat.ops[index]
+    if op.primitive == "_gradient":
+        return Strength.HARD
+    if op.primitive == "_carry_back":
+        return Strength.HARD if flow.update[op.inputs[0]] else Strength.SOFT
+    # What only reads optimizer state to make examples of it (spectral norm) is no update: its results carry examples.
+    if any(flow.update[v] for v in op.outputs):
+        return Strength.SOFT if linked.mixing[index] or op.primitive in _COPIES else Strength.HARD
+    # Cotangents mirror the forward pass, and meet activations on the far side of a cut.
+    return Strength.SOFT if op.phase == BACKWARD or op.primitive == "add_any" else Strength.LOCAL
+
+
+def cut_operands(flat: Flat, linked: Linked, flow: Flow) -> tuple[dict[int, frozenset[int]], frozenset[int]]:
+    """Two kinds of cuts, from one walk over ancestors:
+
+    - per elementwise join, the operands that are upstream of another operand through a mixing operation (skip connections);
+    - the products in which a weight meets what descends from it through a mixing operation (a recurrent weight in its second
+      step, a table that both embeds and decodes)."""
+    bit = _shared_values(flat)
+    above = [0] * len(flat.shapes)  # ancestors, any way, and the value itself
+    mixed = [0] * len(flat.shapes)  # ancestors through a mixing operation
+    for v, own in bit.items():
+        above[v] = own
+    skips: dict[int, frozenset[int]] = {}
+    returns: set[int] = set()
+    for index, op in enumerate(flat.ops):
+        if op.primitive == "_carry_back":
+            continue
+        mixing = linked.mixing[index]
+        if len(op.inputs) > 1 and linked.joins[index]:
+            found = [k for k, v in enumerate(op.inputs) if v in bit and any(mixed[w] & bit[v] for w in op.inputs if w != v)]
+            if found and len(found) < len(op.inputs):
+                skips[index] = frozenset(found)
+        elif len(op.inputs) > 1 and mixing:
+            pairs = (op.inputs[:2], op.inputs[1::-1])
+            if any(above[weight] & mixed[other] and flow.is_weight(weight) for weight, other in pairs):
+                returns.add(index)
+        every, through = 0, 0
+        for v in op.inputs:
+            every |= above[v]
+            through |= mixed[v]
+        for v in op.outputs:
+            above[v] = every | bit.get(v, 0)
+            mixed[v] = every if mixing else through
+    return skips, frozenset(returns)
+
+
+def _shared_values(flat: Flat) -> dict[int, int]:
+    """One bit for every value that is used more than once: only such a value can stand on both ways of a join."""
+    uses = [0] * len(flat.shapes)
+    for op in flat.ops:
+        for v in set(op.inputs):
+            uses[v] += 1
+    bit: dict[int, int] = {}
+    for v, count in enumerate(uses):
+        if count > 1 and flat.shapes[v]:
+            bit[v] = 1 << len(bit)
+    return bit
