@@ -40,7 +40,7 @@ clean: ## remove the environments and what the tools cached
 # One mark per set of extras, younger than pyproject.toml once installed: a second `make` goes straight to work.
 $(MARKED)-%: pyproject.toml $(MARKED)-nothing
 	@echo 'installing splitjax[$*] into $(VENV) ...'
-	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[$*]'
+	@$(BIN)/python -m pip install --disable-pip-version-check -qq --editable '.[$*]'
 	@touch $@
 
 $(MARKED)-nothing:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax._src import source_info_util
 from jax.extend import core as jex
 from jax.extend import random as jax_random
-from jax._src import source_info_util
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 Literal = jex.Literal
@@ -172,7 +172,7 @@ def define_primitive(
 
         def of_active(*values):
             operands = list(primals)
-            for i, value in zip(active, values):
+            for i, value in zip(active, values, strict=True):
                 operands[i] = value
             return evaluate(*operands, **params)
 
@@ -233,12 +233,12 @@ def pullback(eqn: Any) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
 
     def gradients(operands, cotangents):
         values = [v.val if isinstance(v, Literal) else None for v in eqn.invars]
-        for i, value in zip(variables, operands):
+        for i, value in zip(variables, operands, strict=True):
             values[i] = value
 
         def function(*differentiated):
             merged = list(values)
-            for i, value in zip(positions, differentiated):
+            for i, value in zip(positions, differentiated, strict=True):
                 merged[i] = value
             found = bind_equation(eqn, merged)
             return [found[i] for i in results]

@@ -56,7 +56,7 @@ class Evaluator:
                     env[v, PART] = self.split.take(env[v, WHOLE], info.layout, slot)
             if rest:
                 results = self.part(marked, index, node, env, slot)
-                env.update({(v, PART): value for v, value in zip(node.outputs, results) if v in rest})
+                env.update({(v, PART): value for v, value in zip(node.outputs, results, strict=True) if v in rest})
 
     # Values for the whole batch.
 
@@ -70,16 +70,16 @@ class Evaluator:
         wanted = [v for v in node.outputs if (v, WHOLE) in marked.needed and (v, WHOLE) not in env]
         if index in marked.pruned and stage in (BEFORE, INSIDE):
             closed, used, known = marked.pruned[index]
-            operands = [self.read(analysis, ref, WHOLE, env, None) for ref, is_used in zip(node.inputs, used) if is_used]
+            operands = [self.read(analysis, ref, WHOLE, env, None) for ref, is_used in zip(node.inputs, used, strict=True) if is_used]
             values = iter(_compat.eval_jaxpr(closed, (), *operands))
-            env.update({(v, WHOLE): next(values) for v, is_known in zip(node.outputs, known) if is_known})
+            env.update({(v, WHOLE): next(values) for v, is_known in zip(node.outputs, known, strict=True) if is_known})
             return
         wanted = [v for v in wanted if not (analysis.infos[v].live and stage != AFTER)]
         if not wanted or not now:
             return
         operands = [self.read(analysis, ref, WHOLE, env, None) for ref in node.inputs]
         values = self.bind(node.whole, operands, node.site)
-        env.update({(v, WHOLE): value for v, value in zip(node.outputs, values) if v in wanted})
+        env.update({(v, WHOLE): value for v, value in zip(node.outputs, values, strict=True) if v in wanted})
 
     def read(self, analysis: Analysis, ref: Ref, form: str, env: Env, slot: Slot | None) -> Any:
         if not isinstance(ref, Const):
@@ -142,10 +142,10 @@ class Evaluator:
         """A function with its own derivative rule exists at the sizes of the traces only: it is run on the microbatch's one
         example repeated, and the first result is kept."""
         layouts = [analysis.info(ref, self.batch).layout for ref in node.inputs]
-        repeated = [self.split.resize(value, layout, self.batch.run, self.batch.part) for value, layout in zip(operands, layouts)]
+        repeated = [self.split.resize(value, layout, self.batch.run, self.batch.part) for value, layout in zip(operands, layouts, strict=True)]
         results = self.bind(node.part, repeated, node.site)
         return [
-            self.split.resize(value, info.layout, self.batch.part, self.batch.run) for value, info in zip(results, found.outcome.infos)
+            self.split.resize(value, info.layout, self.batch.part, self.batch.run) for value, info in zip(results, found.outcome.infos, strict=True)
         ]
 
     def inputs(self, analysis: Analysis, marked: Marked, operands: Sequence[Ref], targets: Sequence[Info], env: Env, slot: Slot) -> list[Any]:
@@ -159,7 +159,7 @@ class Evaluator:
         return values
 
     def body(self, marked: Marked, values: Sequence[Any], slot: Slot) -> Env:
-        env: Env = {(marked.analysis.body.inputs[p], form): value for (p, form), value in zip(marked.inputs, values)}
+        env: Env = {(marked.analysis.body.inputs[p], form): value for (p, form), value in zip(marked.inputs, values, strict=True)}
         self.run(marked, env, INSIDE, slot)
         return env
 
@@ -184,7 +184,7 @@ class Evaluator:
 
         def branch(inner):
             def run(values, where):
-                chosen = [value for need, value in zip(every, values) if need in inner.inputs]
+                chosen = [value for need, value in zip(every, values, strict=True) if need in inner.inputs]
                 return self.results(inner.analysis, wanted, found.targets, self.body(inner, chosen, where), where)
 
             return run
@@ -212,33 +212,33 @@ class Evaluator:
         shared = fetch(consts)
         start = [
             jnp.asarray(value, self.program.types[inner.analysis.body.inputs[num_consts + k]][0].dtype) if isinstance(value, (int, float, complex)) else value
-            for (k, _), value in zip(carried, fetch([(num_consts + k, form) for k, form in carried]))
+            for (k, _), value in zip(carried, fetch([(num_consts + k, form) for k, form in carried]), strict=True)
         ]
 
         def step(carry, slices):
-            at_hand = dict(zip(consts, shared)) | {(num_consts + k, form): v for (k, form), v in zip(carried, carry)}
-            at_hand |= dict(zip(scanned, slices))
+            at_hand = dict(zip(consts, shared, strict=True)) | {(num_consts + k, form): v for (k, form), v in zip(carried, carry, strict=True)}
+            at_hand |= dict(zip(scanned, slices, strict=True))
             inside = self.body(inner, [at_hand[need] for need in inner.inputs], slot)
             after = [
                 self.read(inner.analysis, inner.analysis.body.outputs[k], WHOLE, inside, slot) if form == WHOLE
                 else self.bring(inner.analysis, inner.analysis.body.outputs[k], found.targets[k], inside, slot)
                 for k, form in carried
             ]
-            after = [jnp.asarray(new, old.dtype) if not hasattr(new, "dtype") else new for new, old in zip(after, carry)]
+            after = [jnp.asarray(new, old.dtype) if not hasattr(new, "dtype") else new for new, old in zip(after, carry, strict=True)]
             return after, self.results(inner.analysis, stacked, outputs, inside, slot)
 
         extra = {"_split_transpose": params["_split_transpose"]} if params.get("_split_transpose") else {}
         final, rows = lax.scan(
             step, start, fetch(scanned), length=params["length"], reverse=params["reverse"], unroll=params["unroll"], **extra
         )
-        values = {k: value for (k, form), value in zip(carried, final) if form == used_form(found.targets[k])}
-        values.update(zip(stacked, rows))
+        values = {k: value for (k, form), value in zip(carried, final, strict=True) if form == used_form(found.targets[k])}
+        values.update(zip(stacked, rows, strict=True))
         return [values.get(k) for k in range(len(node.outputs))]
 
 
 def _place(values: Sequence[Any], positions: Sequence[int], count: int) -> list[Any]:
     placed: list[Any] = [None] * count
-    for position, value in zip(positions, values):
+    for position, value in zip(positions, values, strict=True):
         placed[position] = value
     return placed
 

@@ -81,13 +81,13 @@ class _Classifier:
     check_rules: bool
 
     def body(self, body: Body, inputs: Sequence[Info]) -> Analysis:
-        infos = dict(zip(body.inputs, inputs))
+        infos = dict(zip(body.inputs, inputs, strict=True))
         found = []
         for node in body.nodes:
             operands = tuple(const_info(ref, self.batch) if isinstance(ref, Const) else infos[ref] for ref in node.inputs)
             one = self.node(node, operands)
             found.append(one)
-            infos.update(zip(node.outputs, one.outcome.infos))
+            infos.update(zip(node.outputs, one.outcome.infos, strict=True))
         outputs = tuple(const_info(ref, self.batch) if isinstance(ref, Const) else infos[ref] for ref in body.outputs)
         return Analysis(body, tuple(inputs), outputs, infos, tuple(found))
 
@@ -115,13 +115,13 @@ class _Classifier:
         except Mixed as mixed:
             return Found(Outcome(tuple(self.fallback(live, one, node, infos, mixed) for one in types)), False)
         results = []
-        for info, one in zip(found.outcome.infos, types):
+        for info, one in zip(found.outcome.infos, types, strict=True):
             own = info.live if found.nested and node.name not in DERIVATIVE_RULES else live
             if own or info.kind in (SAME, EXAMPLES):
                 results.append(dataclasses.replace(info, live=own))
             else:  # known for the whole batch beforehand: no need to add up contributions
                 results.append(whole_batch_info(one, self.batch))
-        known = not live and any(a.kind != b.kind for a, b in zip(results, found.outcome.infos))
+        known = not live and any(a.kind != b.kind for a, b in zip(results, found.outcome.infos, strict=True))
         outcome = dataclasses.replace(found.outcome, infos=tuple(results))
         return dataclasses.replace(found, outcome=outcome, plain=found.plain and not known)
 
@@ -144,7 +144,7 @@ class _Classifier:
             outcome = answer(question)
         else:
             outcome = self.without_examples(question)
-        exact = not any(isinstance(ref, Const) and (ref.differs or info.layout is not None) for ref, info in zip(node.inputs, infos))
+        exact = not any(isinstance(ref, Const) and (ref.differs or info.layout is not None) for ref, info in zip(node.inputs, infos, strict=True))
         plain = exact and not outcome.shares and outcome.rows is None and not outcome.draws and all(info.local for info in outcome.infos)
         return Found(outcome, plain)
 
@@ -191,10 +191,10 @@ class _Classifier:
         branches = tuple(self.body(body, infos[1:]) for body in node.bodies)
         targets = branches[0].outputs
         for branch in branches[1:]:
-            targets = tuple(join(a, b) for a, b in zip(targets, branch.outputs))
+            targets = tuple(join(a, b) for a, b in zip(targets, branch.outputs, strict=True))
         targets = tuple(dataclasses.replace(one, live=one.live or infos[0].live, fact=None) for one in targets)
         _refuse_later(targets)
-        plain = all(b.plain and all(a.kind == t.kind for a, t in zip(b.outputs, targets)) for b in branches)
+        plain = all(b.plain and all(a.kind == t.kind for a, t in zip(b.outputs, targets, strict=True)) for b in branches)
         return Found(Outcome(targets), plain, branches, targets)
 
     def scan(self, node: Node, infos: tuple[Info, ...], types: tuple[tuple[Any, Any], ...]) -> Found:
@@ -207,20 +207,20 @@ class _Classifier:
         carry = tuple(dataclasses.replace(info, fact=None) for info in carry)
         for _ in range(4 * max(num_carry, 1) + 1):
             analysis = self.body(node.bodies[0], (*consts, *carry, *scanned))
-            joined = tuple(dataclasses.replace(join(a, b), fact=None) for a, b in zip(carry, analysis.outputs))
+            joined = tuple(dataclasses.replace(join(a, b), fact=None) for a, b in zip(carry, analysis.outputs[:num_carry], strict=True))
             if joined == carry:
                 break
             carry = joined
         stacked = tuple(_shift(info, 1) for info in analysis.outputs[num_carry:])
         _refuse_later((*carry, *stacked))
         before = infos[num_consts : num_consts + num_carry]
-        plain = analysis.plain and all(a.kind == b.kind == c.kind for a, b, c in zip(before, carry, analysis.outputs))
+        plain = analysis.plain and all(a.kind == b.kind == c.kind for a, b, c in zip(before, carry, analysis.outputs[:num_carry], strict=True))
         return Found(Outcome((*carry, *stacked)), plain, (analysis,), carry)
 
     def map_over_examples(self, node: Node, infos: tuple[Info, ...], types: tuple[tuple[Any, Any], ...], num_carry: int) -> Found:
         """`lax.map` over the batch: one example an iteration, nothing carried."""
         inner = [self.program.types[v] for v in node.bodies[0].inputs]
-        num_consts = len(infos) - sum(1 for a, b in zip(infos, inner) if a.layout is not None)
+        num_consts = len(infos) - sum(1 for a, b in zip(infos, inner, strict=True) if a.layout is not None)
         if num_carry or any(self.batch.sliced_dims(one) for one in inner):
             raise Mixed("it goes through the examples one after the other, carrying values along")
         if any(info.layout.dim for info in infos[num_consts:] if info.layout is not None) or any(i.kind == PARTIAL for i in infos):
@@ -236,7 +236,7 @@ class _Classifier:
 
 def _same_everywhere(analysis: Analysis, program: Program, batch: Batch) -> bool:
     """Whether both traces of a body are the same computation."""
-    for node, found in zip(analysis.body.nodes, analysis.found):
+    for node, found in zip(analysis.body.nodes, analysis.found, strict=True):
         if any(isinstance(ref, Const) and ref.differs for ref in node.inputs) or not found.plain:
             return False
         if any(batch.sliced_dims(program.types[v]) for v in node.outputs):

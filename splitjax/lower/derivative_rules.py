@@ -30,14 +30,14 @@ def check_rule(node: Node, operands: Sequence[Info], results: Sequence[Info], an
         program = pair(whole, part, node.source)
     except MicrobatchError as error:
         raise Mixed(WHY) from error
-    known = [dataclasses.replace(info, fact=None) for ref, info in zip(node.inputs, operands) if not isinstance(ref, Const)]
+    known = [dataclasses.replace(info, fact=None) for ref, info in zip(node.inputs, operands, strict=True) if not isinstance(ref, Const)]
     # A shared result has a different cotangent in every microbatch, and they add up; a sum's is the same in all.
     opposite = {SAME: Info(True, PARTIAL), PARTIAL: Info(True, SAME)}
     cotangents = [opposite.get(results[k].kind) or dataclasses.replace(results[k], live=True) for k in with_cotangent]
     analysis = analyse(program, [*known, *cotangents])
     if not analysis.plain:
         raise Mixed(WHY)
-    for position, gradient in zip(positions, analysis.outputs):
+    for position, gradient in zip(positions, analysis.outputs, strict=True):
         operand = operands[position]
         if not operand.live or gradient.fact == ("zero",):
             continue

@@ -263,7 +263,7 @@ def _split(q: Question) -> Outcome:
         return q.spread(layout)
     unit = q.batch.whole * layout.minor
     infos = []
-    for size, types in zip(q.params["sizes"], q.types_out):
+    for size, types in zip(q.params["sizes"], q.types_out, strict=True):
         if size % unit:
             raise Mixed("it takes some of the examples")
         infos.append(Info(False, EXAMPLES, q.batch.layout(types, dataclasses.replace(layout, major=size // unit))))

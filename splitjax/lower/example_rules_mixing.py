@@ -14,7 +14,7 @@ def _dot(q: Question) -> Outcome:
     left, right = q.layout(0), q.layout(1)
     if left is not None and right is not None:
         for pairs, summed in ((contracting, True), (batch, False)):
-            for i, j in zip(*pairs):
+            for i, j in zip(*pairs, strict=True):
                 if (left.dim, right.dim) == (i, j):
                     merged = merge_layouts([left, Layout(left.dim, right.major, right.minor, right.uniform)])
                     return Outcome((Info(False, PARTIAL),)) if summed else q.spread(merged)
@@ -73,7 +73,7 @@ def _fft(q: Question) -> Outcome:
 def _gather(q: Question) -> Outcome:
     numbers, operand, indices = q.params["dimension_numbers"], q.layout(0), q.layout(1)
     sizes, theirs = q.params["slice_sizes"], q.node.part.params["slice_sizes"]
-    if any(a != b for d, (a, b) in enumerate(zip(sizes, theirs)) if operand is None or d != operand.dim):
+    if any(a != b for d, (a, b) in enumerate(zip(sizes, theirs, strict=True)) if operand is None or d != operand.dim):
         raise Mixed("what it takes depends on the number of examples")
     if operand is None:
         return q.spread(indices)

@@ -88,7 +88,7 @@ def expand(
 
     def value_and_aux(differentiated):
         merged = list(operands)
-        for position, value in zip(positions, differentiated):
+        for position, value in zip(positions, differentiated, strict=True):
             merged[position] = value
         value, *aux = evaluate(params["forward"], merged)
         return value, aux
@@ -199,7 +199,7 @@ class _Leaves:
 
     def merge(self, operands: Sequence[Any]) -> tuple[tuple, dict]:
         values = list(self.values)
-        for i, operand in zip(self.dynamic, operands):
+        for i, operand in zip(self.dynamic, operands, strict=True):
             values[i] = operand
         return jax.tree.unflatten(self.tree, values)
 
@@ -221,7 +221,7 @@ def _bind(call: _Call, args: tuple, kwargs: dict) -> Any:
     )
     num_aux = len(forward.out_avals) - 1
     value, traced_aux, grads = results[0], iter(results[1 : 1 + num_aux]), results[1 + num_aux :]
-    gradient = _gradient_tree(call, leaves, dict(zip(leaves.differentiated, grads)))
+    gradient = _gradient_tree(call, leaves, dict(zip(leaves.differentiated, grads, strict=True)))
     if not call.has_aux:
         return value, gradient
     aux = jax.tree.unflatten(aux_tree, [next(traced_aux) if leaf is _TRACED else leaf for leaf in aux_leaves])
@@ -231,7 +231,7 @@ def _bind(call: _Call, args: tuple, kwargs: dict) -> Any:
 def _gradient_tree(call: _Call, leaves: _Leaves, grads: dict[int, Any]) -> Any:
     """The gradient in the shape of the arguments; integers have JAX's empty derivative type."""
     trees = []
-    for positions, tree in zip(leaves.argument_leaves, leaves.argument_trees):
+    for positions, tree in zip(leaves.argument_leaves, leaves.argument_trees, strict=True):
         flat = [grads[i] if i in grads else np.zeros(np.shape(leaves.values[i]), jax.dtypes.float0) for i in positions]
         trees.append(jax.tree.unflatten(tree, flat))
     return trees[0] if hasattr(call.argnums, "__index__") else tuple(trees)
@@ -262,8 +262,8 @@ def _trace_forward(call: _Call, leaves: _Leaves, operands: list[Any], place: str
         _check_output(value, call, place)
         flat, tree = jax.tree.flatten(aux)
         traced = [isinstance(leaf, jax.core.Tracer) for leaf in flat]
-        seen.append((tree, [_TRACED if here else leaf for here, leaf in zip(traced, flat)]))
-        return (value, *(leaf for here, leaf in zip(traced, flat) if here))
+        seen.append((tree, [_TRACED if here else leaf for here, leaf in zip(traced, flat, strict=True)]))
+        return (value, *(leaf for here, leaf in zip(traced, flat, strict=True) if here))
 
     closed, _ = _compat.trace(forward, *operands)
     tree, flat = seen[-1]

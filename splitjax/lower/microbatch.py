@@ -32,7 +32,7 @@ from splitjax.lower.classify import Analysis, classify, whole_batch_info
 from splitjax.lower.gradient import boundary_of, expand
 from splitjax.lower.needs import PART, WHOLE, Marked, mark
 from splitjax.lower.pairing import Const, Program, pair
-from splitjax.lower.relation import EXAMPLES, LATER, PARTIAL, Batch, Info, Mixed, Reason
+from splitjax.lower.relation import EXAMPLES, LATER, PARTIAL, Batch, Info, Reason
 from splitjax.lower.slices import Slot, Split
 from splitjax.mesh import MeshShape
 
@@ -191,18 +191,18 @@ class _Job:
 
     def results(self, operands: Sequence[Any], positions: Sequence[int]) -> list[Any]:
         """Value, aux leaves, gradients."""
-        env: Env = {(v, WHOLE): value for v, value in zip(self.analysis.body.inputs, operands)}
+        env: Env = {(v, WHOLE): value for v, value in zip(self.analysis.body.inputs, operands, strict=True)}
         self.evaluator.run(self.marked, env, BEFORE)
         differentiated = [self.analysis.body.inputs[p] for p in positions]
         value, totals, grads = self.loop(env, differentiated)
-        env.update({(v, WHOLE): total for v, total in zip(self.marked.returned, totals)})
+        env.update({(v, WHOLE): total for v, total in zip(self.marked.returned, totals, strict=True)})
         self.evaluator.run(self.marked, env, AFTER)
         types = self.evaluator.program.type_of
         loss, *aux = self.analysis.body.outputs
         leaves = [self.evaluator.read(self.analysis, ref, WHOLE, env, None) for ref in aux]
         return [
             value.astype(types(loss)[0].dtype), *(jnp.asarray(leaf) for leaf in leaves),
-            *(grad.astype(types(v)[0].dtype) for v, grad in zip(differentiated, grads)),
+            *(grad.astype(types(v)[0].dtype) for v, grad in zip(differentiated, grads, strict=True)),
         ]
 
     def loop(self, env: Env, differentiated: Sequence[int]) -> tuple[Any, list[Any], list[Any]]:
@@ -219,7 +219,7 @@ class _Job:
         manual = [(name, size) for name, size in split.axes if name in split.manual]
 
         def run(params, constants, scanned, places):
-            slot_places = {name: place[0] for (name, _), place in zip(manual, places)}
+            slot_places = {name: place[0] for (name, _), place in zip(manual, places, strict=True)}
             contribution = _Contribution(self, same, sliced, shared, cuts, summed, stacked)
             totals, rows = contribution.accumulate(params, constants, scanned, slot_places)
             if manual:
@@ -234,9 +234,9 @@ class _Job:
         if manual:
             run = self.in_shard_map(run, inputs, cuts, (stacked, sliced))
         (value, sums, grads), (rows, grad_rows) = run(*inputs)
-        whole = {v: total for v, total in zip(summed, sums)}
-        whole |= {v: self.joined(row, v) for v, row in zip(stacked, rows)}
-        by_operand = dict(zip(same, grads)) | {v: self.joined(row, v) for v, row in zip(sliced, grad_rows)}
+        whole = {v: total for v, total in zip(summed, sums, strict=True)}
+        whole |= {v: self.joined(row, v) for v, row in zip(stacked, rows, strict=True)}
+        by_operand = dict(zip(same, grads, strict=True)) | {v: self.joined(row, v) for v, row in zip(sliced, grad_rows, strict=True)}
         return value, [whole[v] for v in returned], [by_operand[v] for v in differentiated]
 
     def joined(self, rows: Any, v: int) -> Any:
@@ -277,7 +277,7 @@ class _Contribution:
         def step(totals, inputs):
             number, slices = inputs
             slot = Slot(number, places)
-            parts = {v: split.part(cut, job.info(v).layout) for v, cut in zip(self.cuts, slices)}
+            parts = {v: split.part(cut, job.info(v).layout) for v, cut in zip(self.cuts, slices, strict=True)}
             differentiate = jax.value_and_grad(self.evaluate, has_aux=True, holomorphic=job.holomorphic)
             (value, (sums, rows)), (grads, grad_rows) = differentiate(
                 (params, [parts.pop(v) for v in self.sliced]), constants, parts, slot
@@ -295,15 +295,15 @@ class _Contribution:
         split, job = self.job.split, self.job
         types = job.evaluator.program.types
         return [
-            split.uncut_local(row, job.info(v).layout, types[v][0].shape[job.info(v).layout.dim]) for v, row in zip(values, rows)
+            split.uncut_local(row, job.info(v).layout, types[v][0].shape[job.info(v).layout.dim]) for v, row in zip(values, rows, strict=True)
         ]
 
     def evaluate(self, differentiated: Any, constants: list[Any], parts: dict[int, Any], slot: Slot) -> Any:
         """One microbatch's contribution to the loss, and what the loop returns besides."""
         params, slices = differentiated
         evaluator, analysis = self.job.evaluator, self.job.analysis
-        env: Env = {(v, PART): value for v, value in (*zip(self.same, params), *zip(self.sliced, slices), *parts.items())}
-        env.update({(v, WHOLE): value for v, value in zip(self.shared, constants)})
+        env: Env = {(v, PART): value for v, value in (*zip(self.same, params, strict=True), *zip(self.sliced, slices, strict=True), *parts.items())}
+        env.update({(v, WHOLE): value for v, value in zip(self.shared, constants, strict=True)})
         evaluator.run(self.job.marked, env, LOOP, slot)
         loss = analysis.body.outputs[0]
         value = evaluator.use(analysis, loss, env, slot, share=analysis.outputs[0].kind != PARTIAL)

@@ -107,7 +107,7 @@ class _Marker:
             for ref in node.inputs:
                 self.want(ref, WHOLE)
         parts = []
-        for v, info in zip(node.outputs, infos):
+        for v, info in zip(node.outputs, infos, strict=True):
             self.bring_back(v)
             if (v, PART) in self.need:
                 if not info.live and not info.local:
@@ -125,10 +125,10 @@ class _Marker:
 
     def whole(self, index: int, node: Node, infos: list[Info]) -> None:
         later = [
-            v for v, info in zip(node.outputs, infos)
-            if (v, WHOLE) in self.need and info.live and not (info.kind in (PARTIAL, EXAMPLES))
+            v for v, info in zip(node.outputs, infos, strict=True)
+            if (v, WHOLE) in self.need and info.live and info.kind not in (PARTIAL, EXAMPLES)
         ]
-        known = [(v, WHOLE) in self.need and not info.live for v, info in zip(node.outputs, infos)]
+        known = [(v, WHOLE) in self.need and not info.live for v, info in zip(node.outputs, infos, strict=True)]
         some_live = any(self.info(ref).live for ref in node.inputs)
         if later or (any(known) and not some_live):
             for ref in node.inputs:
@@ -136,7 +136,7 @@ class _Marker:
         if any(known) and some_live:
             closed, used = _compat.prune(node.whole, known)
             self.pruned[index] = (closed, used, known)
-            for ref, is_used in zip(node.inputs, used):
+            for ref, is_used in zip(node.inputs, used, strict=True):
                 if is_used:
                     self.want(ref, WHOLE)
 

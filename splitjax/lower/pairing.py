@@ -93,7 +93,7 @@ def pair(whole: Any, part: Any, label: str) -> Program:
     pairer = _Pairer([], label)
     inner_whole, inner_part = _compat.open_jaxpr(whole)[0], _compat.open_jaxpr(part)[0]
     pairer.require(len(inner_whole.invars) == len(inner_part.invars), None, "it closes over a different number of values")
-    inputs = tuple(pairer.number(a.aval, b.aval) for a, b in zip(inner_whole.invars, inner_part.invars))
+    inputs = tuple(pairer.number(a.aval, b.aval) for a, b in zip(inner_whole.invars, inner_part.invars, strict=True))
     body = pairer.body(whole, part, inputs, ())
     return Program(body, tuple(pairer.types))
 
@@ -134,9 +134,9 @@ class _Pairer:
             len(whole.eqns) == len(part.eqns) and len(whole.outvars) == len(part.outvars), _first_difference(whole, part) or first,
             f"{len(whole.eqns)} operations against {len(part.eqns)}",
         )
-        known: dict[Any, Ref] = dict(zip(whole.invars, inputs))
-        matching: dict[Any, Ref] = dict(zip(part.invars, inputs))
-        for a, b, x, y in zip(whole.constvars, part.constvars, whole_consts, part_consts):
+        known: dict[Any, Ref] = dict(zip(whole.invars, inputs, strict=True))
+        matching: dict[Any, Ref] = dict(zip(part.invars, inputs, strict=True))
+        for a, b, x, y in zip(whole.constvars, part.constvars, whole_consts, part_consts, strict=True):
             known[a] = matching[b] = Const(x, y, a.aval, b.aval)
 
         def read(a: Any, b: Any, eqn: Any) -> Ref:
@@ -147,20 +147,20 @@ class _Pairer:
             self.require(known[a] is matching[b] or known[a] == matching[b], eqn, "different operands")
             return known[a]
 
-        for index, (a, b) in enumerate(zip(whole.eqns, part.eqns)):
+        for index, (a, b) in enumerate(zip(whole.eqns, part.eqns, strict=True)):
             self.require(a.primitive is b.primitive, a, f"{a.primitive.name} against {b.primitive.name}")
             self.require(len(a.invars) == len(b.invars) and len(a.outvars) == len(b.outvars), a, "different numbers of operands or results")
-            operands = [read(x, y, a) for x, y in zip(a.invars, b.invars)]
+            operands = [read(x, y, a) for x, y in zip(a.invars, b.invars, strict=True)]
             results = self.equation(a, b, operands, (*site, index), nodes, _source(a, source))
-            known.update(zip(a.outvars, results))
-            matching.update(zip(b.outvars, results))
-        return [read(x, y, first) for x, y in zip(whole.outvars, part.outvars)]
+            known.update(zip(a.outvars, results, strict=True))
+            matching.update(zip(b.outvars, results, strict=True))
+        return [read(x, y, first) for x, y in zip(whole.outvars, part.outvars, strict=True)]
 
     def equation(self, a: Any, b: Any, operands: Sequence[Ref], site: Site, nodes: list[Node], source: str) -> list[Ref]:
         name = a.primitive.name
         if name in _INLINED and _compat.is_jaxpr(a.params.get(_INLINED[name])):
             return self.walk(a.params[_INLINED[name]], b.params[_INLINED[name]], operands, (*site, 0), nodes, source)
-        results = [self.number(x.aval, y.aval) for x, y in zip(a.outvars, b.outvars)]
+        results = [self.number(x.aval, y.aval) for x, y in zip(a.outvars, b.outvars, strict=True)]
         nodes.append(Node(a, b, site, tuple(operands), tuple(results), self.bodies(a, b, site, source), source))
         return results
 
@@ -171,10 +171,10 @@ class _Pairer:
         ours, theirs = ((eqn.params[param],) if _compat.is_jaxpr(eqn.params[param]) else tuple(eqn.params[param]) for eqn in (a, b))
         self.require(len(ours) == len(theirs), a, "different numbers of branches")
         bodies = []
-        for index, (x, y) in enumerate(zip(ours, theirs)):
+        for index, (x, y) in enumerate(zip(ours, theirs, strict=True)):
             first, second = _compat.open_jaxpr(x)[0].invars, _compat.open_jaxpr(y)[0].invars
             self.require(len(first) == len(second), a, "different numbers of operands")
-            inputs = tuple(self.number(v.aval, w.aval) for v, w in zip(first, second))
+            inputs = tuple(self.number(v.aval, w.aval) for v, w in zip(first, second, strict=True))
             bodies.append(self.body(x, y, inputs, (*site, index), source))
         return tuple(bodies)
 
@@ -186,7 +186,7 @@ def _source(eqn: Any, outer: str) -> str:
 
 
 def _first_difference(whole: Any, part: Any) -> Any:
-    return next((a for a, b in zip(whole.eqns, part.eqns) if a.primitive is not b.primitive), None)
+    return next((a for a, b in zip(whole.eqns, part.eqns, strict=False) if a.primitive is not b.primitive), None)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -222,7 +222,7 @@ def resized(node: Node, resize: Callable[[int, int], int]) -> Any:
     for key in differing_params(node, frozenset({"sharding", "out_sharding"})):
         ours, theirs = node.whole.params[key], node.part.params[key]
         if isinstance(ours, tuple):
-            changes[key] = tuple(a if a == b else resize(a, b) for a, b in zip(ours, theirs))
+            changes[key] = tuple(a if a == b else resize(a, b) for a, b in zip(ours, theirs, strict=True))
         else:
             changes[key] = resize(ours, theirs)
     return _compat.with_params(node.part, **changes) if changes else node.part

@@ -84,7 +84,7 @@ class Batch:
         whole, part = (getattr(one, "shape", ()) for one in types)
         if len(whole) != len(part):
             raise Mixed("the number of dims depends on the number of examples")
-        return tuple(i for i, (a, b) in enumerate(zip(whole, part)) if a != b)
+        return tuple(i for i, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b)
 
     def example_dim(self, types: tuple[Any, Any]) -> int | None:
         """The one dim that holds examples; None without. Raises `Mixed` for several or for a size that is no multiple."""

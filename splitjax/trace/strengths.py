@@ -19,8 +19,8 @@ _COPIES = frozenset({"stack", "unstack", "concatenate", "split"})
 
 
 def strengths(flat: Flat, linked: Linked, flow: Flow, raw: Sequence[RawLink]) -> list[Strength]:
-    """The strength of every link: hard in the update region (what depends on optimizer state) and for gradients of the
-    boundary; soft for residual operands, cotangent sums, carried values and updates that mix; local otherwise."""
+    """The strength of every link: hard in the update (what depends on gradients or optimizer state) and for gradients of the
+    boundary; soft for backward passes, residual operands, carried values and updates that mix; local otherwise."""
     skips, returns = cut_operands(flat, linked, flow)
     of_op = [_of_operation(flat, linked, flow, index) for index in range(len(flat.ops))]
     found = []
@@ -41,12 +41,14 @@ def _of_operation(flat: Flat, linked: Linked, flow: Flow, index: int) -> Strengt
     if op.primitive == "_gradient":
         return Strength.HARD
     if op.primitive == "_carry_back":
-        return Strength.HARD if flow.update[op.inputs[0]] else Strength.SOFT
+        return Strength.HARD if flow.update[op.inputs[0]] or flow.updated[op.inputs[0]] else Strength.SOFT
+    if op.phase == BACKWARD or op.primitive == "add_any":
+        # Cotangents mirror the forward pass, and meet activations on the far side of a cut.
+        return Strength.SOFT
     # What only reads optimizer state to make examples of it (spectral norm) is no update: its results carry examples.
-    if any(flow.update[v] for v in op.outputs):
+    if any(flow.update[v] or flow.updated[v] for v in op.outputs):
         return Strength.SOFT if linked.mixing[index] or op.primitive in _COPIES else Strength.HARD
-    # Cotangents mirror the forward pass, and meet activations on the far side of a cut.
-    return Strength.SOFT if op.phase == BACKWARD or op.primitive == "add_any" else Strength.LOCAL
+    return Strength.LOCAL
 
 
 def cut_operands(flat: Flat, linked: Linked, flow: Flow) -> tuple[dict[int, frozenset[int]], frozenset[int]]:

@@ -37,26 +37,26 @@ def build(step, params, batch, num, *, mesh=None, batch_axes=("data",), manual=N
     tree = jax.tree.structure(shape)
 
     def run(*args):
-        env = dict(zip(inner.constvars, consts)) | dict(zip(inner.invars, jax.tree.leaves(args)))
+        env = dict(zip(inner.constvars, consts, strict=True)) | dict(zip(inner.invars, jax.tree.leaves(args), strict=True))
         read = lambda a: a.val if isinstance(a, _compat.Literal) else env[a]
-        for eqn, twin in zip(inner.eqns, other.eqns):
+        for eqn, twin in zip(inner.eqns, other.eqns, strict=True):
             operands = [read(a) for a in eqn.invars]
             if gradient.is_boundary(eqn):
-                dims = [_example_dim(a.aval, b.aval, total) for a, b in zip(eqn.invars, twin.invars)]
+                dims = [_example_dim(a.aval, b.aval, total) for a, b in zip(eqn.invars, twin.invars, strict=True)]
                 results = expand_microbatches(
                     eqn.params, operands, dims, twin.params["forward"], num, batch_axes if mesh is not None else (), mesh,
                     manual_axes=manual, bind=bind,
                 )
             else:
                 results = _compat.bind_equation(eqn, operands)
-            env.update(zip(eqn.outvars, results))
+            env.update(zip(eqn.outvars, results, strict=True))
         return jax.tree.unflatten(tree, [read(a) for a in inner.outvars])
 
     return run
 
 
 def _example_dim(a, b, total):
-    dims = [i for i, (x, y) in enumerate(zip(a.shape, b.shape)) if x != y and x == total]
+    dims = [i for i, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y and x == total]
     return dims[0] if dims else None
 
 
@@ -80,6 +80,6 @@ def check(fun, params, batch, num=4, *, has_aux=False, argnums=0, rest=(), atol=
 
 def compare(got, expected, atol=1e-10):
     assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert jnp.shape(a) == jnp.shape(b) and a.dtype == jnp.asarray(b).dtype, (a.dtype, jnp.asarray(b).dtype)
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=atol, rtol=1e-9 if a.dtype == jnp.float64 else 1e-5)

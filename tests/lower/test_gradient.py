@@ -24,7 +24,7 @@ X = jnp.linspace(0.0, 2.0, 15).reshape(5, 3)
 def assert_same(ours, theirs):
     """The same tree with bitwise the same arrays."""
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         if isinstance(a, (jax.Array, np.ndarray)):
             assert a.dtype == b.dtype and a.shape == b.shape
             if a.dtype != jax.dtypes.float0:
@@ -200,7 +200,7 @@ def test_transformations_around_it(jitted):
     for name, (build, args) in cases.items():
         ours, theirs = wrap(build(grad))(*args), wrap(build(jax.grad))(*args)
         assert jax.tree.structure(ours) == jax.tree.structure(theirs), name
-        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6, err_msg=name)
 
 

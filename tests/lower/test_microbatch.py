@@ -10,10 +10,10 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from tests.lower.microbatch_harness import build, check, compare, make_mesh, step_of
 
 from splitjax.errors import MicrobatchError
 from splitjax.lower.gradient import grad, value_and_grad
+from tests.lower.microbatch_harness import build, check, compare, make_mesh, step_of
 
 B, T, F, H, C = 16, 3, 6, 8, 5
 
@@ -586,7 +586,7 @@ def test_several_boundaries_and_an_optimizer():
         run = build(step_with(value_and_grad, microbatches=2), *args[:2], 2, rest=args[2:], **where)
         got = jax.jit(run)(*args)
         compare(got[1], expected[1])
-        for a, b in zip(jax.tree.leaves(got[0]), jax.tree.leaves(expected[0])):
+        for a, b in zip(jax.tree.leaves(got[0]), jax.tree.leaves(expected[0]), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-7)  # Adam divides rounding noise of vanishing gradients by itself
 
 
