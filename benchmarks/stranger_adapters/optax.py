@@ -255,7 +255,7 @@ def dpsgd(path: pathlib.Path) -> Loaded:
 
     def states() -> tuple:
         params = notebook.init_random_params(jax.random.PRNGKey(1337), (-1, 28, 28, 1))[1]
-        return params, notebook.tx.init(params)
+        return params, jax.tree.map(lambda leaf: leaf.copy(), notebook.tx.init(params))  # its key belongs to `tx`
 
     return Loaded(
         step=undecorated(notebook.train_step),

@@ -69,7 +69,10 @@ def cut_operands(flat: Flat, linked: Linked, flow: Flow) -> tuple[dict[int, froz
             continue
         mixing = linked.mixing[index]
         if len(op.inputs) > 1 and linked.joins[index]:
-            found = [k for k, v in enumerate(op.inputs) if v in bit and any(mixed[w] & bit[v] for w in op.inputs if w != v)]
+            found = [
+                k for k, v in enumerate(op.inputs)
+                if v in bit and any(mixed[w] & bit[v] and _is_branch(op.primitive, flat.shapes[w], flat.shapes[v]) for w in op.inputs)
+            ]
             if found and len(found) < len(op.inputs):
                 skips[index] = frozenset(found)
         elif len(op.inputs) > 1 and mixing:
@@ -84,6 +87,12 @@ def cut_operands(flat: Flat, linked: Linked, flow: Flow) -> tuple[dict[int, froz
             above[v] = every | bit.get(v, 0)
             mixed[v] = every if mixing else through
     return skips, frozenset(returns)
+
+
+def _is_branch(primitive: str, shape: tuple[int, ...], skip: tuple[int, ...]) -> bool:
+    """Whether a value can be the branch beside a skip connection. A scale with fewer values than what it scales (squeeze and
+    excitation, spectral norm) is not."""
+    return bool(shape) and (shape == skip or primitive not in ("mul", "div"))
 
 
 def _shared_values(flat: Flat) -> dict[int, int]:

@@ -86,39 +86,49 @@ def assert_same(one, other, tolerance=1e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-def compare(make_objects, batches, rules, mesh=MESH, steps=4, tolerance=1e-5, state_tolerance=1e-5):
-    """Trains both ways; returns the decorated step and its objects."""
-    reference, objects = make_objects(), make_objects()
-    plain = nnx.jit(step_with(nnx.value_and_grad))
-    step = splitjax.nnx.parallelize(train_step, mesh=mesh, rules=rules)
-    for number in range(steps):
-        np.testing.assert_allclose(
-            step(*objects, batches(number)), plain(*reference, batches(number)), rtol=tolerance, atol=tolerance
-        )
+@functools.cache
+def on_one_device(make_objects, batches):
+    """Losses and final values."""
+    objects, plain = make_objects(), nnx.jit(step_with(nnx.value_and_grad))
+    return [float(plain(*objects, batches(number))) for number in range(4)], values(*objects)
+
+
+def compare(make_objects, batches, step, tolerance=1e-5, state_tolerance=1e-5):
+    """Trains under `step`, with the numbers of one device; returns the objects."""
+    objects = make_objects()
+    losses, final = on_one_device(make_objects, batches)
+    assert_same([step(*objects, batches(number)) for number in range(4)], losses, tolerance)
     if state_tolerance is not None:
-        assert_same(values(*objects), values(*reference), state_tolerance)
-    return step, objects
+        assert_same(values(*objects), final, state_tolerance)
+    return objects
 
 
 # The numbers of one device.
 
 
+def make_dropout():
+    return make(model=functools.partial(MLP, rate=0.3))
+
+
+def make_cnn():
+    return make(model=CNN)
+
+
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize(
-    ("model", "batches"), [(MLP, flat_batch), (functools.partial(MLP, rate=0.3), flat_batch), (CNN, image_batch)], ids=["mlp", "dropout", "batch_norm"]
+    ("make_objects", "batches"), [(make, flat_batch), (make_dropout, flat_batch), (make_cnn, image_batch)], ids=["mlp", "dropout", "batch_norm"]
 )
-def test_trains_like_one_device(model, batches, rules):
-    step, (trained, _) = compare(lambda: make(model=model), batches, rules)
+def test_trains_like_one_device(make_objects, batches, rules):
+    step = splitjax.nnx.parallelize(train_step, mesh=MESH, rules=rules)
+    model, _ = compare(make_objects, batches, step)
     assert len(step.compiles) == 1
-    kernel = trained.head.kernel.get_value()
-    assert not kernel.sharding.is_fully_replicated or rules == "fsdp"
-    if rules == "fsdp":
-        assert not (trained.hidden if model is CNN else trained.layers[0]).kernel.get_value().sharding.is_fully_replicated
+    weights = model.hidden if make_objects is make_cnn else model.layers[0]
+    assert not weights.kernel.get_value().sharding.is_fully_replicated
 
 
 @pytest.mark.parametrize("rules", ["splitbrain", "megatron"])
 def test_eight_devices(rules):
-    _, (model, optimizer) = compare(make, flat_batch, rules, mesh={"data": 2, "model": 4})
+    model, optimizer = compare(make, flat_batch, splitjax.nnx.parallelize(train_step, mesh={"data": 2, "model": 4}, rules=rules))
     kernel = model.layers[0].kernel.get_value()
     assert kernel.addressable_shards[0].data.shape == (16, 16)
     assert optimizer.opt_state[0].trace["layers"][0]["kernel"].get_value().sharding == kernel.sharding
@@ -126,25 +136,18 @@ def test_eight_devices(rules):
 
 def test_adam():
     # Adam turns the rounding noise of a zero gradient into a step of its learning rate: losses only.
-    compare(functools.partial(make, tx=optax.adam(1e-2)), flat_batch, "splitbrain", tolerance=1e-4, state_tolerance=None)
+    step = splitjax.nnx.parallelize(train_step, mesh=MESH)
+    compare(functools.partial(make, tx=optax.adam(1e-2)), flat_batch, step, tolerance=1e-4, state_tolerance=None)
 
 
 def test_the_plain_boundary_is_not_needed():
-    step = splitjax.nnx.parallelize(step_with(nnx.value_and_grad), mesh=MESH)
-    objects, reference = make(), make()
-    plain = nnx.jit(step_with(nnx.value_and_grad))
-    for number in range(2):
-        np.testing.assert_allclose(step(*objects, flat_batch(number)), plain(*reference, flat_batch(number)), rtol=1e-5)
+    compare(make, flat_batch, splitjax.nnx.parallelize(step_with(nnx.value_and_grad), mesh=MESH))
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.3])
-def test_microbatches(rate):
+@pytest.mark.parametrize("make_objects", [make, make_dropout])
+def test_microbatches(make_objects):
     accumulating = step_with(functools.partial(splitjax.nnx.value_and_grad, microbatches=2))
-    step, plain = splitjax.nnx.parallelize(accumulating, mesh=MESH), nnx.jit(step_with(nnx.value_and_grad))
-    objects, reference = make(model=functools.partial(MLP, rate=rate)), make(model=functools.partial(MLP, rate=rate))
-    for number in range(3):
-        np.testing.assert_allclose(step(*objects, flat_batch(number)), plain(*reference, flat_batch(number)), rtol=1e-5)
-    assert_same(values(*objects), values(*reference))
+    compare(make_objects, flat_batch, splitjax.nnx.parallelize(accumulating, mesh=MESH))
 
 
 # Objects.
@@ -152,11 +155,11 @@ def test_microbatches(rate):
 
 def test_metrics_and_random_streams_are_state():
     def train(model, optimizer, metrics, batch, rngs):
-        def loss_of(model):
+        def loss_of(model, rngs):
             noisy = batch["x"] + 0.1 * jax.random.normal(rngs.noise(), batch["x"].shape)
             return jnp.mean((model(noisy) - batch["y"]) ** 2)
 
-        loss, grads = value_and_grad(loss_of)(model)
+        loss, grads = value_and_grad(loss_of)(model, rngs)
         optimizer.update(model, grads)
         metrics.update(loss=loss, values=batch["y"])
 
@@ -186,14 +189,14 @@ def test_an_optimizer_that_holds_the_model():
 
     model = MLP(nnx.Rngs(0))
     optimizer = nnx.ModelAndOptimizer(model, SGD)
-    reference, plain = make(), nnx.jit(step_with(nnx.value_and_grad))
+    losses, _ = on_one_device(make, flat_batch)
     step = splitjax.nnx.parallelize(train, mesh=MESH)
-    for number in range(3):
-        np.testing.assert_allclose(step(optimizer, flat_batch(number)), plain(*reference, flat_batch(number)), rtol=1e-5)
+    assert_same([step(optimizer, flat_batch(number)) for number in range(4)], losses)
     assert optimizer.model is model
-    assert_same(values(model), values(reference[0]))
     predict = step.like(lambda model, x: model(x))
-    np.testing.assert_allclose(predict(model, flat_batch()["x"]), reference[0](flat_batch()["x"]), rtol=1e-4, atol=1e-5)
+    single = MLP(nnx.Rngs(0))
+    nnx.update(single, jax.tree.map(np.asarray, nnx.state(model, nnx.Param)))
+    np.testing.assert_allclose(predict(model, flat_batch()["x"]), single(flat_batch()["x"]), rtol=1e-4, atol=1e-5)
 
 
 def test_variables_shared_between_arguments_stay_shared():
@@ -262,7 +265,7 @@ def test_a_bare_array_is_a_constant():
         def __call__(self, x):
             return self.inner(x) * self.scale
 
-    compare(functools.partial(make, model=Scaled), flat_batch, "splitbrain")
+    compare(functools.partial(make, model=Scaled), flat_batch, splitjax.nnx.parallelize(train_step, mesh=MESH))
 
     def grow(model, batch):
         model.scale = model.scale + 1.0
@@ -297,15 +300,16 @@ def test_static_attributes_that_the_step_sets_reach_the_object():
     step = splitjax.nnx.parallelize(train, mesh=MESH)
     step(model, optimizer, flat_batch())
     assert model.drop.deterministic is False
-    reference = make(model=functools.partial(MLP, rate=0.3))
-    nnx.jit(step_with(nnx.value_and_grad))(*reference, flat_batch())
-    assert_same(values(model), values(reference[0]))
+    for number in range(1, 4):
+        step(model, optimizer, flat_batch(number))
+    assert_same(values(model, optimizer), on_one_device(make_dropout, flat_batch)[1])
 
 
 def test_a_changed_structure_is_an_error_that_names_it():
     def train(model, optimizer, batch):
+        loss = train_step(model, optimizer, batch)
         model.extra = nnx.Param(jnp.ones(3))
-        return train_step(model, optimizer, batch)
+        return loss
 
     model, optimizer = make()
     with pytest.raises(StateError, match="model/extra goes in absent and comes out Param"):
@@ -346,10 +350,8 @@ def test_init_creates_the_objects_sharded():
     model, optimizer = step.init(make, jax.random.key(3), example=(flat_batch(),))
     kernel = model.layers[0].kernel.get_value()
     assert kernel.addressable_shards[0].data.shape == (16, 32)
-    reference = make(jax.random.key(3))
-    assert_same(values(model, optimizer), values(*reference))
-    loss = step(model, optimizer, flat_batch())
-    np.testing.assert_allclose(loss, nnx.jit(step_with(nnx.value_and_grad))(*reference, flat_batch()), rtol=1e-5)
+    assert_same(values(model, optimizer), values(*make(jax.random.key(3))))
+    step(model, optimizer, flat_batch())
     assert len(step.compiles) == 1
     assert model.layers[0].kernel.get_value().sharding == kernel.sharding
 
@@ -444,7 +446,8 @@ def test_like_follows_the_layout_and_updates_metrics():
     kernel = model.layers[0].kernel.get_value()
     for number in range(3):
         outputs = evaluation(model, metrics, flat_batch(number))
-        single = nnx.clone(model)
+        single = MLP(nnx.Rngs(0))
+        single.eval()
         nnx.update(single, jax.tree.map(np.asarray, nnx.state(model, nnx.Param)))
         expected = single(flat_batch(number)["x"])
         reference.update(values=expected)
@@ -542,7 +545,7 @@ def test_the_plain_decorator_rejects_nnx_objects():
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [({"rules": "nothing"}, "rule set"), ({"sync": "wrong"}, "sync"), ({"mesh": {"data": 0}}, ""), ({"unknown": 1}, "unknown")],
+    [({"rules": "nothing"}, "rule set"), ({"sync": "wrong"}, "sync"), ({"mesh": {"data": 0}}, "data"), ({"unknown": 1}, "unknown")],
     ids=["rules", "sync", "mesh", "unknown"],
 )
 def test_options_are_checked_when_the_decorator_runs(options, word):

@@ -310,7 +310,7 @@ def test_equinox_and_haiku():
 def test_errors_are_jax_errors_in_kind(call):
     for transform in (value_and_grad, grad):
         with pytest.raises(TypeError):
-            jax.jit(lambda w: call(lambda f, **k: (lambda *a: transform(f, **k)(w, *a[1:]))))(W)
+            jax.jit(lambda w, transform=transform: call(lambda f, **k: (lambda *a: transform(f, **k)(w, *a[1:]))))(W)
     with pytest.raises(TypeError):
         jax.jit(lambda w: call(lambda f, **k: (lambda *a: jax.grad(f, **k)(w, *a[1:]))))(W)
 
