@@ -194,7 +194,8 @@ class Call:
             if counts[id(leaf)] < 2:
                 return leaf
             counts[id(leaf)] -= 1
-            return jax.device_put(jnp.copy(leaf), leaf.sharding)
+            copied = jnp.copy(leaf)  # not committed where the original is not
+            return copied if copied.sharding == leaf.sharding else jax.device_put(copied, leaf.sharding)
 
         return tuple(jax.tree.map(own, arg) if n in self.state_numbers else arg for n, arg in enumerate(self.args))
 

@@ -95,6 +95,22 @@ class Graph:
         return [next(sources[group]) for group in self.groups]
 
 
+def names_in(known: Sequence[str], names: Sequence[str], paths: Sequence[Sequence[Any]]) -> tuple[str, ...]:
+    """Names for objects, such that their variables have paths in `known` as far as there is an object like them.
+
+    `paths` are those of the objects' leaves, the first part being the object's number. An object keeps its own name if its
+    paths are known under it; else it has the first name under which they are, and which no other object has."""
+    chosen: list[str] = []
+    every = set(known)
+    for number, own in enumerate(names):
+        inner = ["/".join(map(str, path[1:])) for path in paths if path[0] == number and len(path) > 1]
+        starts = [path.removesuffix("/" + inner[0]) for path in known if path.endswith("/" + inner[0])] if inner else []
+        fitting = [start for start in starts if all(f"{start}/{rest}" in every for rest in inner)]
+        free = [start for start in fitting if start not in chosen and (start == own or start not in names)]
+        chosen.append(own if own in fitting or not free else free[0])
+    return tuple(chosen)
+
+
 def is_slot(value: Any) -> bool:
     return isinstance(value, Slot)
 

@@ -144,6 +144,7 @@ def value_and_grad(fun: Callable | None = None, has_aux: bool = False, *, microb
     """
     if fun is None:
         return functools.partial(value_and_grad, has_aux=has_aux, microbatches=microbatches)
+    gradient.value_and_grad(fun, microbatches=microbatches)  # a wrong value is an error here
 
     @functools.wraps(fun)
     def value_and_grad_f(first: Any, /, *args: Any, **kwargs: Any) -> Any:

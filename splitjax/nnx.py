@@ -41,6 +41,7 @@ from splitjax._nnx_graph import (
     fill,
     is_object,
     is_slot,
+    names_in,
     rank,
     raw,
     refuse_changed,
@@ -109,7 +110,7 @@ class NNXStep(FilteredStep):
                  parent: NNXStep | None = None) -> None:
         super().__init__(fn, options, keywords, state_outnums, parent)
         self._given = given
-        self._object_names: frozenset[str] = frozenset()
+        self._paths: tuple[str, ...] = ()  # of the call taken apart last
         self._statics: dict[Any, Static] = {}
 
     def place(self, *states: Any, example: Sequence[Any]) -> Any:
@@ -129,8 +130,8 @@ class NNXStep(FilteredStep):
         """A step on the same mesh and layouts for evaluation and prediction. Nothing is donated. What it changes in its
         objects (metrics, random streams) is written back.
 
-        The layouts are those of the plan that this step used last, by the objects' argument names, or where a name is new by
-        paths within the object."""
+        The layouts are those of the plan that this step used last: an object has that of the object of its argument's name
+        there, or else of the first one that holds variables at all of its paths."""
         options = make_options(fn, state_argnums, batch_argnums, static_argnums, static_argnames, None)
         given = _Given(state_argnums is not None, batch_argnums is not None)
         return NNXStep(fn, options, self._keywords, None, given, parent=self)
@@ -166,18 +167,20 @@ class NNXStep(FilteredStep):
 
     def _static(self, graphdef: Any, flat: Any, found: list[tuple[int, str, Any]], state: tuple[int, ...], fixed: tuple) -> Static:
         """The static argument. One object for equal calls, so that the plain step compares it by identity."""
-        names = tuple(self._names([name for _, name, _ in found]))
+        names = tuple(name for _, name, _ in found)
         key = (graphdef, names, tuple(number in state for number, _, _ in found), fixed)
         try:
             known = self._statics.get(key)
         except TypeError:  # something has no hash: `Static` says what
             known = None
         if known is None:
-            graph = Graph.of(graphdef, flat, names, key[2])
             known = Static(key, self._name, lambda: statics(graphdef, names))
-            known.graph, known.fixed = graph, dict(fixed)
-            self._statics[key] = known
-        self._object_names = frozenset(names)
+            if self._parent is not None:
+                names = names_in(self._parent._paths, names, flat.paths)
+            known.graph, known.fixed = Graph.of(graphdef, flat, names, key[2]), dict(fixed)
+            if self._parent is None or self._parent._paths:
+                self._statics[key] = known
+        self._paths = known.graph.paths
         return known
 
     def _take_objects(self, number: int, arg: Any, found: list[tuple[int, str, Any]]) -> Any:
@@ -209,13 +212,6 @@ class NNXStep(FilteredStep):
                 remedy="name the arguments that hold examples in batch_argnums",
             )
         return {"state": tuple(n for n in state if n in holders), "plain": plain, "batch": batch}
-
-    def _names(self, names: list[str]) -> list[str]:
-        """Object names for paths. One that the training step does not know gets none: its layouts go by the rest of the path."""
-        if self._parent is None:
-            return names
-        strange = [name for name in names if name not in self._parent._object_names]
-        return ["" if name in strange else name for name in names] if len(strange) == 1 else names
 
     def _arguments(self, states: Sequence[Any], example: Sequence[Any]) -> tuple:
         for number, state in enumerate(() if self._given.state else states):

@@ -33,8 +33,9 @@ class TrainingProgress:
         self._bar: Progress | None = None
         if console.is_terminal:
             self._bar = Progress(
-                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-                TextColumn("{task.fields[shown]}"), TextColumn("left"), TimeRemainingColumn(), console=console,
+                # Narrow enough for 80 columns.
+                BarColumn(bar_width=12), TextColumn("{task.completed:.0f}/{task.total:.0f}"), TextColumn("{task.fields[shown]}"),
+                TimeRemainingColumn(compact=True), TextColumn("left"), console=console,
             )
             self._task = self._bar.add_task("training", total=num_steps, shown="compiling the step")
 

@@ -69,7 +69,10 @@ def _complete(graph: Graph, mesh: MeshShape, rules: str, replicated_batch: str, 
     reached = [one for one in graph.unknown if _reaches_sharded(graph, one, leaves, batch_axes)]
     if reached and unknown == "error":
         raise _unknown_error(reached[0])
-    extra = tuple(constraint for one in reached for constraint in _gather_around(one))
+    extra = tuple(constraint for one in reached for constraint in _gather_around(one, f"{one.primitive} has no dim rule: gathered around it"))
+    if batch_axes and graph.per_example_convs:
+        extra += tuple(c for one in graph.per_example_convs for c in _gather_around(one, _PER_EXAMPLE))
+        notes += tuple(f"convolution at {one.source or 'an unknown line'}: {_PER_EXAMPLE}" for one in graph.per_example_convs)
     return Plan(
         mesh=mesh, rules=rules, replicated_batch=replicated_batch, batch_axes=batch_axes, leaves=leaves, layers=layers,
         constraints=constraints + extra,
@@ -104,8 +107,11 @@ def _unknown_error(one: Unknown) -> UnknownPrimitiveError:
     )
 
 
-def _gather_around(one: Unknown) -> list[Constraint]:
-    why = f"{one.primitive} has no dim rule: gathered around it"
+# jax.jit alone gives wrong gradients there: see `trace.tracer`.
+_PER_EXAMPLE = "its groups run over examples, which XLA does not partition correctly: it runs whole on every device"
+
+
+def _gather_around(one: Unknown, why: str) -> list[Constraint]:
     return [
         Constraint(one.site, k, (None,) * len(dims), one.primitive, why) for k, dims in enumerate(one.operand_dims) if dims
     ]

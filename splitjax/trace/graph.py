@@ -93,7 +93,8 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Unknown:
-    """An operation whose primitive has no dim rule; splitjax cannot see through it."""
+    """An operation that has to run replicated if something sharded reaches it: its primitive has no dim rule, or XLA cannot
+    be trusted to partition it."""
 
     primitive: str
     site: tuple[int, ...]
@@ -120,6 +121,7 @@ class Graph:
     flops: int  # forward flops of all layers
     activation_bytes: int  # forward values that a backward pass may keep alive, whole batch
     notes: tuple[str, ...] = ()
+    per_example_convs: tuple[Unknown, ...] = ()  # convolutions whose groups run over examples
 
     def leaf(self, path: str) -> Leaf:
         for leaf in self.leaves:

@@ -193,7 +193,8 @@ def test_an_optimizer_that_holds_the_model():
     step = splitjax.nnx.parallelize(train, mesh=MESH)
     assert_same([step(optimizer, flat_batch(number)) for number in range(4)], losses)
     assert optimizer.model is model
-    predict = step.like(lambda model, x: model(x))
+    predict = step.like(lambda net, x: net(x))
+    assert predict.plan(model, flat_batch()["x"]).leaf("optimizer/model/head/kernel").rule == "as in the training step"
     single = MLP(nnx.Rngs(0))
     nnx.update(single, jax.tree.map(np.asarray, nnx.state(model, nnx.Param)))
     np.testing.assert_allclose(predict(model, flat_batch()["x"]), single(flat_batch()["x"]), rtol=1e-4, atol=1e-5)
@@ -455,7 +456,7 @@ def test_like_follows_the_layout_and_updates_metrics():
     np.testing.assert_allclose(metrics.compute(), reference.compute(), rtol=1e-4, atol=1e-6)
     assert model.layers[0].kernel.get_value() is kernel
     assert len(evaluation.compiles) == 1 and evaluation.mesh is step.mesh
-    assert evaluation.plan(model, metrics, flat_batch()).leaf("layers/0/kernel").spec == (None, "model")
+    assert evaluation.plan(model, metrics, flat_batch()).leaf("model/layers/0/kernel").rule == "as in the training step"
 
 
 def test_like_needs_a_plan():

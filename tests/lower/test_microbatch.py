@@ -374,11 +374,15 @@ class ConvNet(nn.Module):
         return nn.Dense(C, param_dtype=jnp.float64)(nn.avg_pool(x[:, None, :], (1,), (1,))[:, 0])
 
 
-@pytest.mark.parametrize("norm", ["layer", "group"])
-@pytest.mark.parametrize("mesh", [False, True])
+def initialised(model, *args):
+    return jax.jit(lambda key: model.init(key, *args))(jax.random.key(0))
+
+
+@pytest.mark.parametrize("norm, mesh", [("layer", True), pytest.param("layer", False, marks=pytest.mark.slow),
+                                        pytest.param("group", True, marks=pytest.mark.slow)])
 def test_flax_conv_net(norm, mesh):
     model, b = ConvNet(norm), batch_of()
-    params = model.init(jax.random.key(0), b["image"], False)["params"]
+    params = initialised(model, b["image"], False)["params"]
 
     def loss(params, b, key):
         logits = model.apply({"params": params}, b["image"], rngs={"dropout": key})
@@ -407,9 +411,10 @@ class Transformer(nn.Module):
         return embed.attend(blocks()(x, None)[0])
 
 
+@pytest.mark.slow
 def test_flax_transformer_scanned_remat_dropout():
     model, b = Transformer(), batch_of()
-    params = model.init(jax.random.key(0), b["tokens"])["params"]
+    params = initialised(model, b["tokens"])["params"]
 
     def loss(params, b, key):
         logits = model.apply({"params": params}, b["tokens"], rngs={"dropout": key})
@@ -421,6 +426,7 @@ def test_flax_transformer_scanned_remat_dropout():
         check(loss, params, b, 2, has_aux=True, rest=(jax.random.key(1),), **where)
 
 
+@pytest.mark.slow
 def test_haiku_lstm():
     def forward(tokens):
         core = hk.LSTM(H)
@@ -484,7 +490,7 @@ def test_what_mixes_examples_is_refused(name):
 
 def test_flax_batch_norm_is_refused_naming_the_line():
     model, b = ConvNet("batch"), batch_of()
-    variables = model.init(jax.random.key(0), b["image"], False)
+    variables = initialised(model, b["image"], False)
 
     def loss(params, b):
         logits, state = model.apply({**variables, "params": params}, b["image"], mutable=["batch_stats"], rngs={"dropout": jax.random.key(0)})
@@ -492,7 +498,13 @@ def test_flax_batch_norm_is_refused_naming_the_line():
 
     with pytest.raises(MicrobatchError, match=r"(?s)test_microbatch.py:\d+ \(.*__call__\).*batch norm"):
         check(loss, variables["params"], b, 4, has_aux=True)
-    # With the running statistics it is a function of single examples.
+
+
+@pytest.mark.slow
+def test_flax_batch_norm_with_running_statistics():
+    """It is then a function of single examples."""
+    model, b = ConvNet("batch"), batch_of()
+    variables = initialised(model, b["image"], False)
     evaluated = lambda params, b: (model.apply({**variables, "params": params}, b["image"], False) ** 2).mean()
     check(evaluated, variables["params"], b, 4)
 

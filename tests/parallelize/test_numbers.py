@@ -120,3 +120,23 @@ def test_several_boundaries_in_one_step():
     got, _ = parallel(parallel.place(state, example=(batch,)), batch)
     assert largest_difference(got, want) < 1e-5
     assert parallel.graph(got, batch).num_boundaries == 2
+
+
+@pytest.mark.parametrize("gradient", [jax.grad, splitjax.grad])
+def test_gradients_per_example_of_a_convolution(gradient):
+    """`vmap` makes them convolutions whose groups run over examples, which XLA partitions wrongly: they have to run whole."""
+    def step(kernel, batch):
+        def loss(k, x):
+            return (jax.lax.conv(x[None], k, (1, 1), "SAME") ** 2).sum()
+
+        grads = jax.vmap(gradient(loss), (None, 0))(kernel, batch)
+        return kernel - 1e-3 * grads.sum(0), (grads**2).sum()
+
+    rng = np.random.default_rng(0)
+    batch, kernel = rng.normal(size=(16, 4, 8, 8)).astype(np.float32), rng.normal(size=(8, 4, 3, 3)).astype(np.float32)
+    want = jax.jit(step)(kernel, batch)
+    parallel = splitjax.parallelize(step, mesh={"data": 8}, rules="data_parallel")
+    got = parallel(kernel, batch)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-5)
+    assert any("groups run over examples" in note for note in parallel.plan(kernel, batch).notes)

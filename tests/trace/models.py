@@ -13,7 +13,8 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from tests.trace.helpers import cross_entropy, zeros
+from splitjax.trace.graph import Graph
+from tests.trace.helpers import cross_entropy, trace_loss, zeros
 
 Model = tuple[Callable, Any, Any]
 
@@ -139,7 +140,7 @@ class NnxLanguageModel(nnx.Module):
 
 
 def nnx_tied() -> Model:
-    graphdef, params, rest = nnx.split(NnxLanguageModel(nnx.Rngs(0)), nnx.Param, ...)
+    graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: NnxLanguageModel(nnx.Rngs(0))), nnx.Param, ...)
     return lambda p, b: cross_entropy(nnx.merge(graphdef, p, rest)(b["x"]), b["y"]), params, TOKENS
 
 
@@ -186,7 +187,7 @@ def equinox_model() -> Model:
             (h, _), _ = lax.scan(lambda c, x: (self.cell(x, c), None), (jnp.zeros(D), jnp.zeros(D)), x)
             return self.mlp(h)
 
-    params, static = eqx.partition(Net(jax.random.key(0)), eqx.is_inexact_array)
+    params, static = eqx.partition(eqx.filter_eval_shape(Net, KEY), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     return lambda p, b: cross_entropy(jax.vmap(eqx.combine(p, static))(b["x"]), b["y"]), params, TOKEN_CLASS
 
 
@@ -343,3 +344,10 @@ MODELS: dict[str, Callable[[], Model]] = {
 @functools.cache
 def model(name: str) -> Model:
     return MODELS[name]()
+
+
+@functools.cache
+def traced(name: str, gradient: str = "boundary") -> Graph:
+    """A model's graph under plain gradient descent."""
+    loss, params, batch = model(name)
+    return trace_loss(loss, params, batch, gradient=gradient)
