@@ -15,6 +15,7 @@ All go by dim class: a dim is an example dim if its leading atom is, wherever it
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from splitjax.mesh import DATA, MeshShape
@@ -44,6 +45,39 @@ def derive_constraints(
             if spec is not None:
                 found.append(Constraint(use.site, use.data, spec, use.layer, "replicated layer: every device is a worker"))
     return tuple(found)
+
+
+def place_batches(
+    graph: Graph, leaves: tuple[LeafPlan, ...], mesh: MeshShape, batch_axes: tuple[str, ...]
+) -> tuple[LeafPlan, ...]:
+    """Leaves whose batches lie where their first layers want them.
+
+    A batch that no replicated layer reads (labels, tokens of a split embedding) meets only values whose examples are over the
+    axes that the split layers leave free. Over all batch axes it would be gathered for them, or worse, the loss would be
+    computed in its layout and every cotangent resharded."""
+    by_path = {leaf.path: leaf for leaf in leaves}
+    split: set[str] = set()
+    wanted_whole: set[str] = set()
+    for use in graph.uses:
+        axes = mesh.present(spec_axes(by_path[use.param].spec))
+        if DATA not in axes and set(axes) & set(batch_axes):
+            split.update(set(axes) & set(batch_axes))
+        elif not use.backward:
+            wanted_whole.update(use.fed_by)
+    if not split:
+        return leaves
+    rest = tuple(axis for axis in batch_axes if axis not in split)
+    entry = rest[0] if len(rest) == 1 else rest or None
+
+    def place(leaf: LeafPlan) -> LeafPlan:
+        if leaf.role != "batch" or not leaf.shape or leaf.path in wanted_whole:
+            return leaf
+        return dataclasses.replace(
+            leaf, spec=(entry, *leaf.spec[1:]), rule="batch (of split layers)",
+            bytes_per_device=leaf.whole_bytes(mesh) // mesh.size(rest),
+        )
+
+    return tuple(place(leaf) for leaf in leaves)
 
 
 def example_spec(graph: Graph, dims: tuple[Dim, ...], axes: tuple[str, ...], other: SpecEntry = FREE) -> Spec | None:
@@ -76,7 +110,10 @@ def _crossing(graph: Graph, use: Use, weight_spec: Spec, axes: tuple[str, ...], 
     )
     why = f"crossing: examples over {_text(rest)}, layer over {_text(axes)}"
     out = _result_spec(graph, use, weight_spec, rest)
-    return [Constraint(use.site, use.data, full, use.layer, why), Constraint(use.site, -1, out, use.layer, why)]
+    # In a step whose backward pass is already traced, the weight's gradient reads the same data: in another layout XLA reshards
+    # it once more, and jax 0.12.0.1 aborts ("ReplicateOnLastTileDim should not be called for HloShardingV3").
+    twins = [Constraint(site, operand, full, use.layer, why) for site, operand in use.data_twins]
+    return [Constraint(use.site, use.data, full, use.layer, why), Constraint(use.site, -1, out, use.layer, why), *twins]
 
 
 def _result_spec(graph: Graph, use: Use, weight_spec: Spec, rest: tuple[str, ...]) -> Spec:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from splitjax.cost import predict_collectives, predict_memory
 from splitjax.errors import PlanError, UnknownPrimitiveError
-from splitjax.lower.constraints import derive_constraints
+from splitjax.lower.constraints import derive_constraints, place_batches
 from splitjax.mesh import MeshShape
 from splitjax.plan import Constraint, LayerPlan, LeafPlan, Plan, Spec, first_mismatch, spec_axes
 from splitjax.rules import RuleSet, assign
@@ -17,7 +17,8 @@ from splitjax.trace.graph import Graph, Unknown
 def make_plan(graph: Graph, rules: RuleSet, mesh: MeshShape, unknown: str = "error") -> Plan:
     """Plans a step by rules. Raises what `rules.assign` raises, and `UnknownPrimitiveError`."""
     decided = assign(graph, rules, mesh)
-    return _complete(graph, mesh, decided.rules, decided.replicated_batch, decided.batch_axes, decided.leaves, decided.layers,
+    leaves = place_batches(graph, decided.leaves, mesh, decided.batch_axes)
+    return _complete(graph, mesh, decided.rules, decided.replicated_batch, decided.batch_axes, leaves, decided.layers,
                      decided.notes, unknown)
 
 
@@ -48,6 +49,7 @@ def follow_plan(graph: Graph, rules: RuleSet, mesh: MeshShape, specs: Mapping[st
         ) if leaf.path in specs else leaf
         for leaf in decided.leaves
     )
+    leaves = place_batches(graph, leaves, mesh, decided.batch_axes)
     by_path = {leaf.path: leaf for leaf in leaves}
     layers = tuple(
         LayerPlan(layer.name, layer.kind, layer.params, tuple(by_path[p].spec for p in layer.params), by_path[layer.params[0]].rule)

@@ -77,6 +77,8 @@ class Use:
     source: str  # user's file:line
     backward: bool = False  # it belongs to a backward pass that plain JAX already traced
     editable: bool = True  # lowering can reach it: it is not inside a custom derivative rule
+    fed_by: tuple[str, ...] = ()  # batch leaves whose values reach the data without passing another use
+    data_twins: tuple[tuple[tuple[int, ...], int], ...] = ()  # (site, operand) of products that read the same data: weight gradients
 
 
 @dataclasses.dataclass(frozen=True)

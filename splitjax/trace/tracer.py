@@ -63,10 +63,11 @@ def _assemble(flat: Flat, linked: Linked, flow: Flow, arguments, classes: Classe
     names, norms = group_params(arguments, flat, flow, linked, uses, sources, classes, dim_names)
     leaves = follow([_leaf(i, flat, flow, arguments, classes, dim_names, names) for i in range(len(arguments))], classes)
     batch = [flat.shapes[v][0] for v, g in zip(flat.inputs, arguments, strict=True) if g.is_batch and flat.shapes[v]]
+    products, feeds = _products(flat, {use.op for use in uses}), _feeds(flat, {use.op for use in uses}, arguments)
     return Graph(
         leaves=tuple(leaves),
         layers=build_layers(leaves, names, uses, flat, flow, norms),
-        uses=tuple(_use(use, flat, names, arguments, classes) for use in uses),
+        uses=tuple(_use(use, flat, names, arguments, classes, products, feeds) for use in uses),
         unknown=tuple(_unknown(flat, i, classes) for i in linked.unknown),
         atom_sizes=tuple(classes.atoms.sizes),
         hard=classes.labels[Strength.HARD],
@@ -114,7 +115,31 @@ def _leaf(index: int, flat: Flat, flow: Flow, arguments, classes: Classes, dim_n
     )
 
 
-def _use(use: RawUse, flat: Flat, names: dict[int, str], arguments, classes: Classes) -> Use:
+def _products(flat: Flat, uses: set[int]) -> dict[int, list[tuple[tuple[int, ...], int]]]:
+    """Value -> the products between activations that read it, as (site, operand): in a backward pass that JAX already traced,
+    the gradients of the weights that it met."""
+    found: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+    for index, op in enumerate(flat.ops):
+        if op.primitive in ("dot_general", "conv_general_dilated") and index not in uses and op.editable:
+            for operand, value in enumerate(op.inputs[:2]):
+                found.setdefault(value, []).append((op.site, operand))
+    return found
+
+
+def _feeds(flat: Flat, uses: set[int], arguments) -> list[frozenset[str]]:
+    """Per value, the batch leaves that reach it without passing a use of a weight."""
+    feeds: list[frozenset[str]] = [frozenset()] * len(flat.shapes)
+    for value, argument in zip(flat.inputs, arguments, strict=True):
+        if argument.is_batch:
+            feeds[value] = frozenset((argument.path,))
+    for index, op in enumerate(flat.ops):
+        found = frozenset().union(*(feeds[v] for v in op.inputs)) if index not in uses else frozenset()
+        for v in op.outputs:
+            feeds[v] = found
+    return feeds
+
+
+def _use(use: RawUse, flat: Flat, names: dict[int, str], arguments, classes: Classes, products, feeds) -> Use:
     op = flat.ops[use.op]
     out = op.outputs[0]
     data = op.inputs[use.data] if use.data is not None else out
@@ -124,6 +149,8 @@ def _use(use: RawUse, flat: Flat, names: dict[int, str], arguments, classes: Cla
         data_shape=flat.shapes[data], data_dims=classes.dims(data, len(flat.shapes[data])), data_dtype=flat.dtypes[data],
         out_shape=flat.shapes[out], out_dims=classes.dims(out, len(flat.shapes[out])), out_dtype=flat.dtypes[out],
         flops=use.flops, trips=op.trips, source=_compat.source_line(op.eqn), backward=use.backward, editable=op.editable,
+        fed_by=tuple(sorted(feeds[data])),
+        data_twins=tuple(products.get(data, ())) if use.data is not None else (),
     )
 
 

@@ -4,10 +4,12 @@ the operands permutes them among the results, `f(perm(x)) == perm(f(x))`."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from splitjax import _compat
@@ -27,13 +29,15 @@ MOVES = {
 LOCAL = {
     "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "dynamic_update_slice", "random_gamma", "ragged_dot_general",
 }
+# What a permutation of a matrix or a linear solver does is opaque: dims that run along each other, and that no rule links.
+UNLINKED = {"lu", "custom_linear_solve"}
 # Labels that tie storage without being a permutation symmetry: rows are dealt to experts in the order of the group sizes.
 STORAGE = {("ragged_dot_general", "g"), ("ragged_dot_general", ("rows", 0)), ("rng_bit_generator", ("key", 0))}
 
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """One equation of a program with the operands it got."""
+    """One equation of a program with the operands that it got and what it makes of them."""
 
     name: str
     params: dict[str, Any]
@@ -46,33 +50,60 @@ class Equation:
         shapes = [tuple(np.shape(v)) for v in self.operands], [tuple(np.shape(v)) for v in self.results]
         return DIM_RULES.get(self.name)(*shapes, self.params)
 
+    @property
+    def signature(self) -> Any:
+        shapes = tuple((np.shape(v), str(getattr(v, "dtype", ""))) for v in self.operands)
+        return self.name, repr(self.params), shapes
+
 
 def equations(fn: Callable, *args: Any) -> list[Equation]:
-    """Runs a program and returns its equations, those inside calls too."""
-    found: list[Equation] = []
+    """Runs a program and returns its equations, those inside calls too, without repetitions."""
+    eqns: list[Any] = []
     closed = jax.make_jaxpr(fn)(*args)
-    _walk(closed, jax.tree.leaves(args), found)
-    return found
+
+    def operands_of(*leaves):
+        operands: list[Any] = []
+        eqns.clear()
+        _walk(closed, leaves, eqns, operands)
+        return operands
+
+    operands = [tuple(map(plain, found)) for found in jax.jit(operands_of)(*jax.tree.leaves(args))]
+    runs = [functools.partial(lambda eqn, *values: _compat.bind_equation(eqn, values), eqn) for eqn in eqns]
+    results = together(runs, operands)
+    found = [
+        Equation(eqn.primitive.name, eqn.params, mine, made, run)
+        for eqn, mine, made, run in zip(eqns, operands, results, runs, strict=True)
+    ]
+    return list({one.signature: one for one in found}.values())
 
 
-def _walk(jaxpr: Any, operands: Sequence[Any], found: list[Equation]) -> list[Any]:
+def together(runs: Sequence[Callable], operands: Sequence[tuple]) -> list[tuple]:
+    """Runs many equations as one program: compiling them one by one is what takes the time."""
+    results = jax.jit(lambda all_operands: [run(*mine) for run, mine in zip(runs, all_operands, strict=True)])(list(operands))
+    return [tuple(map(plain, made)) for made in results]
+
+
+def plain(value: Any) -> Any:
+    """A numpy array, or an array of keys."""
+    return value if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key) else np.asarray(value)
+
+
+def _walk(jaxpr: Any, leaves: Sequence[Any], eqns: list[Any], operands: list[Any]) -> list[Any]:
     inner, consts = _compat.open_jaxpr(jaxpr)
-    env = dict(zip(inner.constvars, consts, strict=True)) | dict(zip(inner.invars, operands, strict=True))
+    env = dict(zip(inner.constvars, consts, strict=True)) | dict(zip(inner.invars, leaves, strict=True))
 
     def read(atom):
-        return atom.val if isinstance(atom, _compat.Literal) else env[atom]
+        return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, _compat.Literal) else env[atom]
 
     for eqn in inner.eqns:
         values = [read(a) for a in eqn.invars]
         body = call_body(eqn)
         if body is not None:
-            results = _walk(body, values, found)
+            results = _walk(body, values, eqns, operands)
         else:
-            def run(*operands, eqn=eqn):
-                return _compat.bind_equation(eqn, operands)
-
-            results = run(*values)
-            found.append(Equation(eqn.primitive.name, eqn.params, tuple(values), tuple(results), run))
+            results = _compat.bind_equation(eqn, values)
+            eqns.append(eqn)
+            operands.append(values)
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(a) for a in inner.outvars]
 
@@ -102,7 +133,6 @@ def permuted(value: Any, dim: int, factor: int, labels: Sequence[Any], dim_map: 
     """A tensor with one factor of one dim permuted."""
     shape = np.shape(value)
     if len(labels) < 2:
-        value = value if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key) else np.asarray(value)
         return value[(slice(None),) * dim + (order,)]
     sizes = [dim_map.sizes[label] for label in labels]
     assert int(np.prod(sizes)) == shape[dim], f"factors {sizes} of a dim of size {shape[dim]}"
@@ -127,26 +157,42 @@ def close(a: Any, b: Any) -> bool:
     return bool((a == b).all())
 
 
-def violations(one: Equation) -> Iterator[str]:
-    """The labels of an equation's dim map that do not run along each other."""
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """An equation on changed operands, and what is then said of its results."""
+
+    equation: Equation
+    operands: tuple[Any, ...]
+    judge: Callable[[tuple], list[str]]
+
+
+def problems(found: Sequence[Equation]) -> list[str]:
+    """What the dim maps of equations get wrong: labels that do not run along each other, dims without one that do."""
+    trials = [trial for one in found for trial in (*violations(one), *missing(one))]
+    results = together([trial.equation.run for trial in trials], [trial.operands for trial in trials]) if trials else []
+    return [text for trial, made in zip(trials, results, strict=True) for text in trial.judge(made)]
+
+
+def violations(one: Equation) -> Iterator[Trial]:
+    """Trials of all labels of an equation's dim map."""
     dim_map = one.dim_map
     sources, targets = places(dim_map)
+    moved = MOVES.get(one.name, lambda params: ())(one.params)
     for label, where in sources.items():
         into = targets.get(label, [])
-        if not into and len(where) < 2:
-            continue
         size = label_size(label, where, dim_map.inputs, one.operands, dim_map)
-        moved = MOVES.get(one.name, lambda params: ())(one.params)
-        if size < 2 or any(d in moved for _, d, _ in where):
+        if (not into and len(where) < 2) or size < 2 or any(d in moved for _, d, _ in where) or (one.name, label) in STORAGE:
             continue
         order = np.roll(np.arange(size), 1)
         order[:2] = order[:2][::-1] if size > 2 else order[:2]
         want = apply(one.results, into, dim_map.outputs, dim_map, order)
-        got = one.run(*apply(one.operands, where, dim_map.inputs, dim_map, order))
-        if all(map(close, got, want)) or (one.name, label) in STORAGE:
-            continue
-        if one.name not in LOCAL or not is_local(one, where, into):
-            yield f"{one.name}: label {label!r} at operands {where} and results {into}"
+
+        def judge(made, want=want, where=where, into=into, label=label):
+            if all(map(close, made, want)) or (one.name in LOCAL and is_local(one, where, into)):
+                return []
+            return [f"{one.name}: label {label!r} at operands {where} and results {into}"]
+
+        yield Trial(one, tuple(apply(one.operands, where, dim_map.inputs, dim_map, order)), judge)
 
 
 def is_local(one: Equation, where: Sequence[Place], into: Sequence[Place]) -> bool:
@@ -159,19 +205,19 @@ def is_local(one: Equation, where: Sequence[Place], into: Sequence[Place]) -> bo
         at = (slice(None),) * d + (chosen,)
         value[at] = value[at] + 1 if value.dtype.kind in "iu" else value[at] * 1.5 + 0.25
         operands[t] = value
-    got = one.run(*operands)
+    (got,) = together([one.run], [tuple(operands)])
     for u, result in enumerate(one.results):
         dims = [d for t, d, _ in into if t == u]
         if len(dims) != 1:
             return False
         rest = [k for k in range(size) if k != chosen]
-        if not close(np.take(np.asarray(got[u]), rest, dims[0]), np.take(np.asarray(result), rest, dims[0])):
+        if not close(np.take(got[u], rest, dims[0]), np.take(result, rest, dims[0])):
             return False
     return bool(into)
 
 
-def missing(one: Equation) -> Iterator[str]:
-    """Dims without a link that do run along each other: permuting an operand's dim permutes a result's."""
+def missing(one: Equation) -> Iterator[Trial]:
+    """Trials of dims without a link: does permuting an operand's dim permute a result's?"""
     dim_map = one.dim_map
     sources, targets = places(dim_map)
     linked = {(t, d) for label, where in targets.items() for t, d, _ in where if label in sources}
@@ -183,18 +229,17 @@ def missing(one: Equation) -> Iterator[str]:
             order = np.roll(np.arange(size), 1)
             operands = list(one.operands)
             operands[t] = permuted(operands[t], d, 0, (), dim_map, order)
-            if all(map(close, operands, one.operands)):
-                continue  # nothing to see: constant along the dim
-            got = one.run(*operands)
-            for u, result in enumerate(one.results):
-                for e in range(np.ndim(result)):
-                    if (u, e) in linked or np.shape(result)[e] != size:
-                        continue
-                    want = permuted(result, e, 0, (), dim_map, order)
-                    if close(got[u], want) and not close(want, result):
-                        yield f"{one.name}: dim {d} of operand {t} runs along dim {e} of result {u}"
+            free = [(u, e) for u, result in enumerate(one.results) for e in range(np.ndim(result))
+                    if (u, e) not in linked and np.shape(result)[e] == size]
+            if not free or all(map(close, operands, one.operands)):
+                continue  # no candidate, or constant along the dim
 
+            def judge(made, t=t, d=d, order=order, free=free):
+                texts = []
+                for u, e in free:
+                    want = permuted(one.results[u], e, 0, (), dim_map, order)
+                    if close(made[u], want) and not close(want, one.results[u]):
+                        texts.append(f"{one.name}: dim {d} of operand {t} runs along dim {e} of result {u}")
+                return texts if one.name not in UNLINKED else []
 
-def by_signature(found: Sequence[Equation]) -> dict[Any, Equation]:
-    """Equations without repetitions of the same primitive on the same shapes with the same parameters."""
-    return {(one.name, repr(one.params), tuple((np.shape(v), str(getattr(v, "dtype", ""))) for v in one.operands)): one for one in found}
+            yield Trial(one, tuple(operands), judge)
