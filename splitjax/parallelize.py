@@ -15,7 +15,7 @@ from splitjax.errors import DonatedStateError
 from splitjax.lower.arguments import Bound, bind, difference, make_options, positional
 from splitjax.lower.entry import CompileRecord, Entry, Recipe, SignatureChanged, build_entry, trace_error
 from splitjax.lower.options import check_options, reject_mutating_modules, resolve_plan
-from splitjax.lower.placement import abstract_state, init_state, place_state
+from splitjax.lower.placement import abstract_state, init_state, place_state, unshare
 from splitjax.mesh import MeshShape, make_mesh
 from splitjax.plan import Plan
 from splitjax.rules import RuleSet, load_rules
@@ -96,19 +96,24 @@ class ParallelStep:
         return tuple(self._compiles)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs:
+        if kwargs or self._recipe.keywords:
             args = positional(self._recipe.fn, args, kwargs)
         frame = sys._getframe(1)
         entry = self._last
         if entry is None:
             entry = self._entry(args)
         if self._recipe.donate:
-            self._refuse_consumed(args)
+            args = self._own_states(args)
         try:
             try:
                 result = entry.jitted(*args)
             except SignatureChanged:
                 result = self._entry(args).jitted(*args)
+            except ValueError:
+                other = self._entry(args)  # jax.jit compares the structure of the arguments before it traces
+                if other is entry:
+                    raise
+                result = other.jitted(*args)
         except (RuntimeError, ValueError) as error:
             raise self._explain(error, args) from error
         self._num_calls += 1
@@ -187,14 +192,20 @@ class ParallelStep:
         """Path -> spec of every state leaf of the plan used last, for steps made by `like`."""
         return {} if self._last is None else {leaf.path: leaf for leaf in self._last.plan.leaves if leaf.is_state}
 
-    def _refuse_consumed(self, args: tuple) -> None:
-        """Raises `DonatedStateError` for a state that an earlier call consumed. Before the call, because jax 0.10 can crash the
-        process on a deleted buffer (seen on virtual CPU devices). A sample of the leaves keeps this far below dispatch time."""
+    def _own_states(self, args: tuple) -> tuple:
+        """The arguments with states that can be given away. Raises `DonatedStateError` for a state that an earlier call consumed;
+        copies an array that stands in the states twice. Both before the call, because jax 0.10 can crash the process on them
+        (seen on virtual CPU devices). A sample of the leaves keeps the first check far below dispatch time."""
+        seen: set[int] = set()
+        count = 0
         for number in self._recipe.options.state_argnums:
             leaves = jax.tree.leaves(args[number])
             for leaf in leaves[:: len(leaves) // _SAMPLED_LEAVES + 1] + leaves[-1:]:
                 if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
                     raise self._donated(args, number)
+            count += len(leaves)
+            seen.update(map(id, leaves))
+        return args if len(seen) == count else unshare(args, self._recipe.options.state_argnums)
 
     def _explain(self, error: Exception, args: tuple) -> Exception:
         """The typed error behind one of JAX's, or the error itself."""

@@ -66,11 +66,13 @@ def make_options(fn: Callable, state_argnums, batch_argnums, static_argnums, sta
 
 
 def parameter_names(fn: Callable) -> tuple[str, ...]:
+    """A step's parameters in the order of their positions: keyword-only ones last."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
         return ()
-    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return tuple(p.name for p in sorted(named, key=lambda p: p.kind is p.KEYWORD_ONLY))
 
 
 def _numbers(numbers: int | Sequence[int] | None, names: Sequence[str]) -> list[int]:
@@ -98,19 +100,38 @@ def _name(fn: Callable) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
+def keyword_only(fn: Callable) -> tuple[str, ...]:
+    """The names of a function's keyword-only parameters."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
 def positional(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """Keyword arguments moved to their positions, defaults in the gaps. Raises `TypeError` as a plain call would, and
-    `TraceError` for keyword-only parameters, which have no position."""
-    if not kwargs:
+    """All arguments as positions: keyword arguments moved to theirs, defaults in the gaps, keyword-only ones last. Raises
+    `TypeError` as a plain call would, and `TraceError` for a step that takes `**kwargs`."""
+    keywords = keyword_only(fn)
+    if not kwargs and not keywords:
         return args
+    if keywords and len(args) == len(parameter_names(fn)):
+        return args  # positional already: `init` and `place` come with the whole list
     bound = inspect.signature(fn).bind(*args, **kwargs)
     bound.apply_defaults()
-    if bound.kwargs:
+    extra = sorted(bound.kwargs.keys() - set(keywords))
+    if extra:
         raise TraceError(
-            "a parallel step cannot take keyword-only arguments", value=sorted(bound.kwargs), place=f"call of {_name(fn)}",
-            remedy="make them ordinary parameters, or close over them",
+            "a parallel step cannot take **kwargs: its arguments need positions", value=extra, place=f"call of {_name(fn)}",
+            remedy="name them as parameters of the step, or close over them",
         )
-    return bound.args
+    return (*bound.args, *(bound.kwargs[name] for name in keywords))
+
+
+def call_with(fn: Callable, keywords: Sequence[str], args: Sequence[Any]) -> Any:
+    """Calls a step with `positional`'s arguments."""
+    count = len(args) - len(keywords)
+    return fn(*args[:count], **dict(zip(keywords, args[count:], strict=True)))
 
 
 def bind(fn: Callable, options: Options, args: tuple) -> Bound:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from jax.sharding import Mesh
 
 from splitjax import _compat
 from splitjax.errors import PlanError, SplitjaxError, StateError, TraceError
-from splitjax.lower.arguments import Bound, Options, abstract, bind
+from splitjax.lower.arguments import Bound, Options, abstract, bind, call_with, keyword_only
 from splitjax.lower.layout import Layout, evaluate, named_sharding
 from splitjax.lower.microbatching import boundary_hook
 from splitjax.lower.planning import follow_plan, make_plan, pin_plan
@@ -41,6 +42,11 @@ class Recipe:
     @property
     def name(self) -> str:
         return getattr(self.fn, "__name__", type(self.fn).__name__)
+
+    @functools.cached_property
+    def keywords(self) -> tuple[str, ...]:
+        """The step's keyword-only parameters: they take part as last positions (`arguments.positional`)."""
+        return keyword_only(self.fn)
 
     @property
     def first_state(self) -> int:
@@ -90,7 +96,7 @@ def _trace(recipe: Recipe, bound: Bound, leaves: list[jax.ShapeDtypeStruct] | No
     def flat(*values):
         dynamic = iter(jax.tree.unflatten(bound.signature.tree, values))
         args = [static[n] if n in static else next(dynamic) for n in range(len(bound.args))]
-        return recipe.fn(*args)
+        return call_with(recipe.fn, recipe.keywords, args)
 
     flat.__name__ = recipe.name
     try:

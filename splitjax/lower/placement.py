@@ -52,6 +52,20 @@ def _copy_to(leaf: Any, where: Any) -> jax.Array:
     return jnp.copy(moved) if isinstance(leaf, jax.Array) else moved
 
 
+def unshare(args: tuple, state_argnums: Sequence[int]) -> tuple:
+    """The arguments with a copy in place of every array that occurs in the states a second time (averaged parameters that start
+    as the parameters themselves): one buffer cannot be donated twice."""
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and id(leaf) in seen:
+            return jnp.copy(leaf)
+        seen.add(id(leaf))
+        return leaf
+
+    return tuple(jax.tree.map(own, arg) if number in state_argnums else arg for number, arg in enumerate(args))
+
+
 def _planned(entry_for, recipe: Recipe, mesh: Mesh, init_fn: Callable, init_args: tuple, example) -> tuple[Any, Any]:
     abstract = jax.eval_shape(init_fn, *init_args)
     single = len(recipe.options.state_argnums) == 1

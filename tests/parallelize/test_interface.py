@@ -227,3 +227,32 @@ def test_the_boundary_is_an_equation_and_outside_it_is_jax():
     assert float(value) == 5.0 and np.allclose(grad, [0, 2, 4])
     step = splitjax.parallelize(toy, mesh=MESH)
     assert step.graph(toy_state(), BATCH).num_boundaries == 1
+
+
+def test_keyword_only_arguments():
+    @functools.partial(splitjax.parallelize, mesh=MESH, static_argnames="power")
+    def step(state, batch, *, scale, power=2):
+        assert isinstance(power, int)
+        return {"w": state["w"] * scale}, (batch**power).sum()
+
+    state, total = step(toy_state(), 2 * BATCH, scale=0.5)
+    assert float(state["w"][0, 0]) == 0.5 and float(total) == 4 * 64
+    state, total = step(state, 2 * BATCH, power=3, scale=0.5)
+    assert float(total) == 8 * 64
+    state, _ = step(state, 2 * BATCH, scale=0.25)
+    assert len(step.compiles) == 2
+
+
+def test_an_array_that_stands_in_the_state_twice():
+    """Averaged parameters often start as the parameters themselves; donating one buffer twice crashes jax 0.10.2."""
+    def step(state, batch):
+        new = state["w"] - 0.1 * batch.mean()
+        return {"w": new, "average": 0.5 * (state["average"] + new)}, batch.sum()
+
+    parallel = splitjax.parallelize(step, mesh=MESH, rules="data_parallel")
+    shared = jnp.ones((8, 8))
+    state, _ = parallel({"w": shared, "average": shared}, BATCH)
+    assert float(state["average"][0, 0]) == pytest.approx(0.95)
+    shared = jnp.ones((8, 8))
+    placed = parallel.place({"w": shared, "average": shared}, example=(BATCH,))
+    parallel(placed, BATCH)
