@@ -181,6 +181,8 @@ def _megatron(path: str) -> P:
 _INTO = {"into columns": P("data", None), "into rows": P("data", "model")}
 CASES = (
     ByHand("vgg", "data_parallel", "batch and state alone", VGG(), _images(), WORKERS, lambda path: P(), {}),
+    ByHand("vgg", "splitbrain", "each dense layer's input, the last one's product", VGG(), _images(), WORKERS, _vgg_split,
+           {**_INTO, "product of rows": P("data", None)}),
     ByHand("vgg", "splitbrain", "each dense layer's input and product", VGG(), _images(), WORKERS, _vgg_split,
            {**_INTO, "product of columns": P("data", "model"), "product of rows": P("data", None)}),
     ByHand("vgg", "splitbrain", "each dense layer's input and output", VGG(), _images(), WORKERS, _vgg_split,

@@ -6,6 +6,10 @@
 
 Each cell trains a narrow version of a model twice, from the same numbers on the same batches: by `jax.jit` on one device, and
 under `splitjax.parallelize` on eight virtual devices. It passes where every loss and every parameter agree, absolutely.
+
+A ReLU or a max-pooling may stand so near its edge that rounding decides which way it falls, and its gradient jumps. In float32
+that happens to one device as well: the batches are therefore the first ones that one device trains on alike when the last bit
+of every weight is changed. How many were passed over stands on the page; what is compared, and how strictly, does not change.
 """
 
 from __future__ import annotations
@@ -71,6 +75,10 @@ CHECKS = (
 )
 
 
+# Of the tolerance: how far a changed last bit may move one device's own run.
+STEADY = 0.25
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """What a training run came to."""
@@ -95,6 +103,7 @@ class Cell:
     num_sharded: int
     seconds: float
     error: str = ""
+    draw: int = 0  # of the batches
 
     @property
     def ok(self) -> bool:
@@ -147,9 +156,12 @@ def _cells(options: argparse.Namespace) -> Iterator[Cell]:
 
 def _row(name: str, library: str, check: Check, rules: tuple[str, ...]) -> Iterator[Cell]:
     """One model in one check: the reference once, then each rule set."""
-    batches = list(_batches(name, check))
     run = _run_linen if library == "linen" else _run_nnx
-    want = run(name, check, batches, None)
+    for draw in range(20):
+        batches = list(_batches(name, check, draw))
+        want = run(name, check, batches, None)
+        if check.dtype == "float64" or max(_distances(run(name, check, batches, None, last_bit=True), want)[:2]) <= STEADY * check.tolerance:
+            break
     if not np.isfinite(want.losses).all() or len(set(want.losses)) == 1:
         raise RuntimeError(f"{name} does not train on one device: losses {want.losses}")
     for rule in rules:
@@ -158,21 +170,27 @@ def _row(name: str, library: str, check: Check, rules: tuple[str, ...]) -> Itera
             got = run(name, check, batches, rule)
         except Exception as error:  # a cell that raises is a cell that misses, and the others still run
             text = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-            yield Cell(name, library, rule, check, np.inf, np.inf, "", 0, time.perf_counter() - started, text)
+            yield Cell(name, library, rule, check, np.inf, np.inf, "", 0, time.perf_counter() - started, text, draw)
             continue
-        loss = float(np.max(np.abs(np.subtract(got.losses, want.losses))))
-        differences = {path: float(np.max(np.abs(got.params[path] - value))) for path, value in want.params.items()}
-        worst = max(differences, key=differences.get)
         error = "" if got.num_programs == 1 else f"planned {got.num_programs} times"
-        yield Cell(name, library, rule, check, loss, differences[worst], worst, got.num_sharded, time.perf_counter() - started, error)
+        seconds = time.perf_counter() - started
+        yield Cell(name, library, rule, check, *_distances(got, want), got.num_sharded, seconds, error, draw)
+
+
+def _distances(got: Run, want: Run) -> tuple[float, float, str]:
+    """The largest differences of any loss and of any parameter, and the path of the latter."""
+    loss = float(np.max(np.abs(np.subtract(got.losses, want.losses))))
+    differences = {path: float(np.max(np.abs(got.params[path] - value))) for path, value in want.params.items()}
+    worst = max(differences, key=differences.get)
+    return loss, differences[worst], worst
 
 
 def _spec(name: str, library: str, check: Check) -> Any:
     return build(name, library=library, dtype=check.dtype, param_dtype=check.dtype, **MODELS[name])
 
 
-def _batches(name: str, check: Check) -> Iterator[dict[str, np.ndarray]]:
-    spec, rng = _spec(name, "linen", check), np.random.default_rng(0)
+def _batches(name: str, check: Check, draw: int) -> Iterator[dict[str, np.ndarray]]:
+    spec, rng = _spec(name, "linen", check), np.random.default_rng(draw)
     for _ in range(check.num_steps):
         if spec.input_name == "tokens":
             yield {"tokens": rng.integers(0, spec.num_classes, (BATCH, *spec.input_shape)).astype(np.int32)}
@@ -181,28 +199,33 @@ def _batches(name: str, check: Check) -> Iterator[dict[str, np.ndarray]]:
             yield {"image": images, "label": rng.integers(0, spec.num_classes, BATCH).astype(np.int32)}
 
 
-def _numbers(path: str, leaf: Any, dtype: str) -> jax.Array:
+def _numbers(path: str, leaf: Any, dtype: str, last_bit: bool) -> jax.Array:
     """First values from numpy, which draws the same everywhere and compiles nothing: weights of He's scale, scales near one,
     biases that are not zero, running variances of one. All of one dtype: Flax begins batch statistics in float32 whatever
-    the model's, and a first step would change them."""
+    the model's, and a first step would change them. `last_bit`: every value moved to a neighbour."""
     rng, name = np.random.default_rng(zlib.crc32(path.encode())), path.rsplit("/", 1)[-1]
+    values = rng.normal(size=leaf.shape)
     if name in ("scale", "var"):
-        return jnp.asarray(1 + (0.1 if name == "scale" else 0.0) * rng.normal(size=leaf.shape), dtype)
-    scale = 0.02 if "embedding" in name else 0.1
-    if name == "kernel":
-        scale = (2 / max(1, int(np.prod(leaf.shape[:-1])))) ** 0.5
-    return jnp.asarray(scale * rng.normal(size=leaf.shape), dtype)
+        values = 1 + (0.1 if name == "scale" else 0.0) * values
+    elif name == "kernel":
+        values = values * (2 / max(1, int(np.prod(leaf.shape[:-1])))) ** 0.5
+    else:
+        values = values * (0.02 if "embedding" in name else 0.1)
+    values = values.astype(dtype)
+    if last_bit:
+        values = np.nextafter(values, np.where(rng.random(leaf.shape) < 0.5, -np.inf, np.inf).astype(dtype))
+    return jnp.asarray(values)
 
 
 def _path(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _run_linen(name: str, check: Check, batches: list[Any], rules: str | None) -> Run:
+def _run_linen(name: str, check: Check, batches: list[Any], rules: str | None, last_bit: bool = False) -> Run:
     spec, tx = _spec(name, "linen", check), check.optimizer()
     init_fn, step, _ = make_step(spec, tx, value_and_grad=splitjax.value_and_grad)
     shapes = jax.eval_shape(init_fn, jax.random.key(0))
-    weights = {part: jax.tree_util.tree_map_with_path(lambda p, x: _numbers(_path(p), x, check.dtype), shapes[part])
+    weights = {part: jax.tree_util.tree_map_with_path(lambda p, x: _numbers(_path(p), x, check.dtype, last_bit), shapes[part])
                for part in ("params", "batch_stats") if part in shapes}  # fmt: skip
     state = {**weights, "opt": tx.init(weights["params"]), "step": jnp.zeros((), jnp.int32)}
     if "key" in shapes:
@@ -220,14 +243,16 @@ def _run_linen(name: str, check: Check, batches: list[Any], rules: str | None) -
     return _result(losses, {_path(path): leaf for path, leaf in arrays}, parallel)
 
 
-def _run_nnx(name: str, check: Check, batches: list[Any], rules: str | None) -> Run:
+def _run_nnx(name: str, check: Check, batches: list[Any], rules: str | None, last_bit: bool = False) -> Run:
     import splitjax.nnx as parallel_nnx
 
     _, step, _ = make_nnx_step(_spec(name, "nnx", check), check.optimizer(), value_and_grad=parallel_nnx.value_and_grad)
     model = _spec(name, "nnx", check).make(nnx.Rngs(params=0, dropout=3))
     weights = nnx.state(model, nnx.Any(nnx.Param, nnx.BatchStat))
-    numbers = jax.tree_util.tree_map_with_path(lambda p, x: _numbers(_path(p).removesuffix("/value"), x, check.dtype), weights)
-    nnx.update(model, numbers)
+    def numbers(path, leaf):
+        return _numbers(_path(path).removesuffix("/value"), leaf, check.dtype, last_bit)
+
+    nnx.update(model, jax.tree_util.tree_map_with_path(numbers, weights))
     optimizer = nnx.Optimizer(model, check.optimizer(), wrt=nnx.Param)
     if rules is None:
         step, parallel = nnx.jit(step), None
@@ -256,6 +281,7 @@ def _page(cells: list[Cell]) -> list[str]:
     from benchmarks import machine
 
     passed = sum(cell.ok for cell in cells)
+    skipped = list(dict.fromkeys(f"{cell.model} {cell.library} (seed {cell.draw})" for cell in cells if cell.draw))
     lines = [
         "# Numbers: the same as on one device",
         "",
@@ -267,6 +293,10 @@ def _page(cells: list[Cell]) -> list[str]:
         f"under `splitjax.parallelize` on a mesh of {' x '.join(f'{axis}={size}' for axis, size in MESH.items())}. A cell is the "
         "largest absolute difference of any loss, then of any parameter or batch statistic after the last step. `vgg11` has batch "
         "norm, `vgg16` has none.",
+        "",
+        "In float32 the batches of a row are the first draw (of seeds 0, 1, ...) on which one device itself moves by no more than "
+        f"{STEADY:g} of the tolerance when the last bit of every weight is changed: where a ReLU stands on its edge, rounding decides "
+        "its gradient on one device, too. Not the first draw: " + (", ".join(skipped) or "none") + ".",
         "",
     ]
     for check in CHECKS:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from splitjax.errors import DonatedStateError, PlanError, StateError, TraceError
-from splitjax.lower.arguments import Options, make_options, parameter_names, positional
+from splitjax.lower.arguments import Options, keyword_only, make_options, parameter_names, positional
 from splitjax.lower.entry import CompileRecord
 from splitjax.lower.layout import named_sharding
 from splitjax.mesh import make_mesh
@@ -183,17 +183,16 @@ class Call:
         return tuple(arg for n, arg in enumerate(self.args) if n not in self.state_numbers)
 
     def unshared(self) -> tuple:
-        """The arguments, with a copy of every state array that stands in them twice: donating a buffer that something else
-        uses is an error of XLA's, and crashes jax 0.10 on virtual CPU devices."""
-        arrays = [leaf for leaf in jax.tree.leaves(self.args) if isinstance(leaf, jax.Array)]
-        if len(set(map(id, arrays))) == len(arrays):
+        """The arguments, with a copy of every state array that also stands in another argument (a teacher that starts as the
+        student): using a buffer that the same call donates is an error of XLA's, and crashes jax 0.10 on virtual CPU devices.
+        The plain step itself sees to states that share arrays with each other."""
+        others = set(map(id, jax.tree.leaves(self.example)))
+        if others.isdisjoint(id(leaf) for n in self.state_numbers for leaf in jax.tree.leaves(self.args[n])):
             return self.args
-        counts = collections.Counter(map(id, arrays))
 
         def own(leaf: Any) -> Any:
-            if counts[id(leaf)] < 2:
+            if id(leaf) not in others or not isinstance(leaf, jax.Array):
                 return leaf
-            counts[id(leaf)] -= 1
             copied = jnp.copy(leaf)  # not committed where the original is not
             return copied if copied.sharding == leaf.sharding else jax.device_put(copied, leaf.sharding)
 
@@ -224,6 +223,7 @@ class FilteredStep:
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._name = getattr(fn, "__name__", type(fn).__name__)
+        self._keyword_only = keyword_only(fn)
         self._options = options
         self._keywords = keywords
         self._state_outnums = state_outnums
@@ -246,7 +246,8 @@ class FilteredStep:
         return tuple(dataclasses.replace(record, number=n) for n, record in enumerate(records, 1))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args = positional(self._fn, args, kwargs)
+        if kwargs or self._keyword_only:
+            args = positional(self._fn, args, kwargs)
         frame = sys._getframe(1)
         call = self._pack(args)
         try:

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from splitjax import _filtered
 from splitjax._filtered import ARRAY, Call, FilteredStep, Half, Static, is_array
 from splitjax.lower import gradient
-from splitjax.lower.arguments import make_options
+from splitjax.lower.arguments import call_with, make_options
 from splitjax.plan import Plan
 from splitjax.rules import RuleSet
 
@@ -107,10 +107,11 @@ class EquinoxStep(FilteredStep):
         return _filtered.detach(result)
 
     def _over_arrays(self, num_args: int) -> tuple[Callable, dict[str, Any]]:
-        fn, options = self._fn, self._options
+        fn, keywords, options = self._fn, self._keyword_only, self._options
 
         def over_arrays(static: Static, *dynamic: Any) -> tuple:
-            return _filtered.attach(fn(*(half.combine(arrays) for half, arrays in zip(static.halves, dynamic, strict=True))))
+            args = [half.combine(arrays) for half, arrays in zip(static.halves, dynamic, strict=True)]
+            return _filtered.attach(call_with(fn, keywords, args))
 
         over_arrays.__signature__ = _filtered.signature(("static",), fn, num_args)
         return over_arrays, {

@@ -50,7 +50,7 @@ from splitjax._nnx_graph import (
     statics,
 )
 from splitjax.errors import DonatedStateError, StateError
-from splitjax.lower.arguments import Options, make_options
+from splitjax.lower.arguments import Options, call_with, make_options
 from splitjax.plan import Plan
 from splitjax.rules import RuleSet
 
@@ -245,14 +245,14 @@ class NNXStep(FilteredStep):
     # The step over arrays.
 
     def _over_arrays(self, num_args: int, states: tuple[int, ...], batch: tuple[int, ...]) -> tuple[Callable, dict[str, Any]]:
-        fn, name, writes_all = self._fn, self._name, self._parent is None
+        fn, keywords, name, writes_all = self._fn, self._keyword_only, self._name, self._parent is None
 
         def over_arrays(static: Static, *arrays: Any) -> tuple:
             graph, groups, shells = static.graph, arrays[: FIRST - 1], arrays[FIRST - 1 :]
             before = graph.join(*(group.values for group in groups))
             objects = nnx.unflatten(graph.graphdef, before)
             args = [static.fixed[n].value if n in static.fixed else fill(shell, objects) for n, shell in enumerate(shells)]
-            result = fn(*args)
+            result = call_with(fn, keywords, args)
             graphdef, after = nnx.flatten(objects, with_paths=False)
             changes = static_changes(graph, graphdef, name)
             refuse_changed(graph, before, after, name)

@@ -27,12 +27,12 @@ def boundary_hook(bound: Bound, graph: Graph, mesh: Mesh, plan: Plan, layout: La
     """The evaluator of boundaries with `microbatches`.
 
     `trace(leaves)` traces the step for other flat arguments (`ShapeDtypeStruct`s) and returns its closed jaxpr."""
-    alone = manual_axes(plan.batch_axes, mesh, [leaf.spec for leaf in plan.leaves if leaf.role == "param"])
+    manual = manual_axes(plan.batch_axes, mesh, [leaf.spec for leaf in plan.leaves if leaf.role == "param"])
 
     @functools.lru_cache(maxsize=None)
     def local_jaxpr(num_examples: int) -> Any:
         leaves = [
-            jax.ShapeDtypeStruct((num_examples, *leaf.shape[1:]), leaf.dtype) if argument.is_batch and leaf.shape else leaf
+            jax.ShapeDtypeStruct((num_examples, *leaf.shape[1:]), leaf.dtype, weak_type=leaf.weak_type) if argument.is_batch and leaf.shape else leaf
             for leaf, argument in zip(abstract(bound.leaves, bound.signature.avals), bound.arguments, strict=True)
         ]
         try:
@@ -49,13 +49,7 @@ def boundary_hook(bound: Bound, graph: Graph, mesh: Mesh, plan: Plan, layout: La
         number = eqn.params["microbatches"]
         if graph.num_examples is None:
             return gradient.expand(eqn.params, operands, forward)
-        manual = alone
         size = local_examples(graph.num_examples, number, plan.batch_axes, mesh, manual)
-        if size == 1 and manual:
-            # Programs are often other programs for a dim of 1 (nothing to expand, nothing to broadcast). Without the manual
-            # axes a microbatch is larger; XLA then exchanges the gradient in every iteration.
-            manual = ()
-            size = local_examples(graph.num_examples, number, plan.batch_axes, mesh, manual)
         twin = equation_at(local_jaxpr(size), site)
         if twin is None or not gradient.is_boundary(twin) or len(twin.invars) != len(eqn.invars):
             raise MicrobatchError(

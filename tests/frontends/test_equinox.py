@@ -258,7 +258,7 @@ def test_results_may_hold_anything():
 
 
 def test_optimizer_as_an_argument_and_scattered_states():
-    def train(model, tx, batch, opt_state, scale=2.0):
+    def train(model, tx, batch, opt_state, *, scale=2.0):
         loss, grads = splitjax.equinox.value_and_grad(loss_fn)(model, batch)
         updates, opt_state = tx.update(grads, opt_state)
         return loss * scale, opt_state, eqx.apply_updates(model, updates)

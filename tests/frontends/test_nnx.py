@@ -416,6 +416,22 @@ def test_objects_that_share_an_array():
     assert np.isfinite(step(model, target, optimizer, flat_batch()))
 
 
+def test_a_state_that_shares_arrays_with_an_object_that_is_read():
+    def distil(model, optimizer, teacher, batch):
+        target = teacher(batch["x"]) + 1.0
+        loss, grads = splitjax.nnx.value_and_grad(lambda model: jnp.mean((model(batch["x"]) - target) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    step = splitjax.nnx.parallelize(distil, mesh=MESH, state_argnums=(0, 1), rules="data_parallel")
+    model, optimizer = make()
+    step.place(model, optimizer, example=(MLP(nnx.Rngs(1)), flat_batch()))
+    teacher = MLP(nnx.Rngs(1))
+    nnx.update(teacher, nnx.to_pure_dict(nnx.state(model)))
+    np.testing.assert_allclose(step(model, optimizer, teacher, flat_batch()), 1.0, rtol=1e-6)
+    assert not teacher.head.kernel.get_value().is_deleted()
+
+
 def test_consumed_arrays_are_named():
     step = splitjax.nnx.parallelize(train_step, mesh=MESH)
     model, optimizer = make()
@@ -576,7 +592,7 @@ def test_a_traced_static_attribute_is_named():
 
 def test_bare_decorator_and_keyword_arguments():
     @splitjax.nnx.parallelize
-    def bare(model, optimizer, batch, scale=1.0):
+    def bare(model, optimizer, batch, *, scale=1.0):
         loss, grads = splitjax.nnx.value_and_grad(loss_fn)(model, batch)
         optimizer.update(model, grads)
         return loss * scale

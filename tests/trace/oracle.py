@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from splitjax import _compat
@@ -58,29 +57,9 @@ class Equation:
 
 def equations(fn: Callable, *args: Any) -> list[Equation]:
     """Runs a program and returns its equations, those inside calls too, without repetitions."""
-    eqns: list[Any] = []
-    closed = jax.make_jaxpr(fn)(*args)
-
-    def operands_of(*leaves):
-        operands: list[Any] = []
-        eqns.clear()
-        _walk(closed, leaves, eqns, operands)
-        return operands
-
-    operands = [tuple(map(plain, found)) for found in jax.jit(operands_of)(*jax.tree.leaves(args))]
-    runs = [functools.partial(lambda eqn, *values: _compat.bind_equation(eqn, values), eqn) for eqn in eqns]
-    results = together(runs, operands)
-    found = [
-        Equation(eqn.primitive.name, eqn.params, mine, made, run)
-        for eqn, mine, made, run in zip(eqns, operands, results, runs, strict=True)
-    ]
-    return list({one.signature: one for one in found}.values())
-
-
-def together(runs: Sequence[Callable], operands: Sequence[tuple]) -> list[tuple]:
-    """Runs many equations as one program: compiling them one by one is what takes the time."""
-    results = jax.jit(lambda all_operands: [run(*mine) for run, mine in zip(runs, all_operands, strict=True)])(list(operands))
-    return [tuple(map(plain, made)) for made in results]
+    found: dict[Any, Equation] = {}
+    _walk(jax.make_jaxpr(fn)(*args), jax.tree.leaves(args), found)
+    return list(found.values())
 
 
 def plain(value: Any) -> Any:
@@ -88,22 +67,23 @@ def plain(value: Any) -> Any:
     return value if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key) else np.asarray(value)
 
 
-def _walk(jaxpr: Any, leaves: Sequence[Any], eqns: list[Any], operands: list[Any]) -> list[Any]:
+def _walk(jaxpr: Any, leaves: Sequence[Any], found: dict[Any, Equation]) -> list[Any]:
     inner, consts = _compat.open_jaxpr(jaxpr)
     env = dict(zip(inner.constvars, consts, strict=True)) | dict(zip(inner.invars, leaves, strict=True))
 
     def read(atom):
-        return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, _compat.Literal) else env[atom]
+        return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, _compat.Literal) else env[atom]
 
     for eqn in inner.eqns:
         values = [read(a) for a in eqn.invars]
         body = call_body(eqn)
         if body is not None:
-            results = _walk(body, values, eqns, operands)
+            results = _walk(body, values, found)
         else:
-            results = _compat.bind_equation(eqn, values)
-            eqns.append(eqn)
-            operands.append(values)
+            run = functools.partial(lambda eqn, *values: [plain(v) for v in _compat.bind_equation(eqn, values)], eqn)
+            results = run(*values)
+            one = Equation(eqn.primitive.name, eqn.params, tuple(values), tuple(results), run)
+            found.setdefault(one.signature, one)
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(a) for a in inner.outvars]
 
@@ -163,14 +143,13 @@ class Trial:
 
     equation: Equation
     operands: tuple[Any, ...]
-    judge: Callable[[tuple], list[str]]
+    judge: Callable[[Sequence[Any]], list[str]]
 
 
 def problems(found: Sequence[Equation]) -> list[str]:
     """What the dim maps of equations get wrong: labels that do not run along each other, dims without one that do."""
     trials = [trial for one in found for trial in (*violations(one), *missing(one))]
-    results = together([trial.equation.run for trial in trials], [trial.operands for trial in trials]) if trials else []
-    return [text for trial, made in zip(trials, results, strict=True) for text in trial.judge(made)]
+    return [text for trial in trials for text in trial.judge(trial.equation.run(*trial.operands))]
 
 
 def violations(one: Equation) -> Iterator[Trial]:
@@ -205,7 +184,7 @@ def is_local(one: Equation, where: Sequence[Place], into: Sequence[Place]) -> bo
         at = (slice(None),) * d + (chosen,)
         value[at] = value[at] + 1 if value.dtype.kind in "iu" else value[at] * 1.5 + 0.25
         operands[t] = value
-    (got,) = together([one.run], [tuple(operands)])
+    got = one.run(*operands)
     for u, result in enumerate(one.results):
         dims = [d for t, d, _ in into if t == u]
         if len(dims) != 1:
