@@ -265,3 +265,13 @@ def positional_bits(key: Any, bit_width: int, positions: Any) -> Any:
     if bit_width == 64:
         return (high.astype("uint64") << 32) | low.astype("uint64")
     return (high ^ low).astype(f"uint{bit_width}")
+
+
+def hidden_body(eqn: Any) -> Any | None:
+    """The closed jaxpr of an equation that keeps its meaning in Python (`call_hi_primitive` of JAX 0.12, behind functions such
+    as `jnp.searchsorted`); None for any other."""
+    hidden = eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None
+    if hidden is None or not hasattr(hidden, "expand"):
+        return None
+    types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)) for v in eqn.invars]
+    return trace(lambda *operands: jax.tree.leaves(hidden.expand(*jax.tree.unflatten(hidden.in_tree, operands))), *types)[0]

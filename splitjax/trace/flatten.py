@@ -89,7 +89,7 @@ def call_body(eqn: Any) -> Any | None:
             inner, _ = _compat.open_jaxpr(body)
             if len(inner.invars) == len(eqn.invars) and len(inner.outvars) == len(eqn.outvars):
                 return body
-    return None
+    return _compat.hidden_body(eqn)
 
 
 FORWARD, BACKWARD = "forward", "backward"

@@ -134,57 +134,73 @@ def test_trains_like_one_device(rules):
     assert len(step.compiles) == 1
 
 
+def batch_norm_step(value_and_grad):
+    def train_step(model, state, opt_state, x, y):
+        def of(model, state):
+            outputs, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
+            return jnp.mean((outputs - y) ** 2), state
+
+        (loss, state), grads = value_and_grad(of, has_aux=True)(model, state)
+        updates, opt_state = SGD.update(grads, opt_state)
+        return eqx.apply_updates(model, updates), state, opt_state, loss
+
+    return train_step
+
+
+def make_cnn():
+    model, state = eqx.nn.make_with_state(CNN)(jax.random.key(0))
+    return model, state, SGD.init(eqx.filter(model, eqx.is_inexact_array))
+
+
+@functools.cache
+def cnn_on_one_device():
+    with X64(True):
+        return run(eqx.filter_jit(batch_norm_step(eqx.filter_value_and_grad)), make_cnn(), image_batch)
+
+
 @pytest.mark.parametrize("rules", RULES)
 def test_batch_norm(rules):
-    def train(value_and_grad):
-        def train_step(model, state, opt_state, x, y):
-            def of(model, state):
-                outputs, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
-                return jnp.mean((outputs - y) ** 2), state
+    losses, final = cnn_on_one_device()
+    with X64(True):
+        step = splitjax.equinox.parallelize(
+            batch_norm_step(splitjax.equinox.value_and_grad), mesh=MESH, rules=rules, state_argnums=(0, 1, 2), batch_argnums=(3, 4)
+        )
+        mine, trained = run(step, make_cnn(), image_batch)
+        assert_same(mine, losses)
+        assert_same(arrays(trained), arrays(final))
+    assert trained[0].activation is jax.nn.relu
+    assert not trained[0].hidden.weight.sharding.is_fully_replicated
 
-            (loss, state), grads = value_and_grad(of, has_aux=True)(model, state)
-            updates, opt_state = SGD.update(grads, opt_state)
-            return eqx.apply_updates(model, updates), state, opt_state, loss
 
-        return train_step
+def test_like_with_an_equinox_state():
+    _, (model, state, _) = cnn_on_one_device()
 
-    def states():
-        model, state = eqx.nn.make_with_state(CNN)(jax.random.key(0))
-        return model, state, SGD.init(eqx.filter(model, eqx.is_inexact_array))
+    def predict(model, state, x):
+        return jax.vmap(lambda x: eqx.nn.inference_mode(model)(x, state)[0])(x)
 
     with X64(True):
         step = splitjax.equinox.parallelize(
-            train(splitjax.equinox.value_and_grad), mesh=MESH, rules=rules, state_argnums=(0, 1, 2), batch_argnums=(3, 4)
+            batch_norm_step(splitjax.equinox.value_and_grad), mesh=MESH, state_argnums=(0, 1, 2), batch_argnums=(3, 4)
         )
-        losses, final = run(eqx.filter_jit(train(eqx.filter_value_and_grad)), states(), image_batch)
-        mine, trained = run(step, states(), image_batch)
-        assert_same(mine, losses)
-        assert_same(arrays(trained), arrays(final))
-        assert trained[0].activation is jax.nn.relu
-        assert not trained[0].hidden.weight.sharding.is_fully_replicated
-
-        model, state, _ = trained
-        predict = step.like(lambda model, state, x: jax.vmap(lambda x: eqx.nn.inference_mode(model)(x, state)[0])(x),
-                            state_argnums=(0, 1), batch_argnums=2)  # fmt: skip
-        outputs = predict(model, state, image_batch()[0])
-        expected = jax.vmap(lambda x: eqx.nn.inference_mode(final[0])(x, final[1])[0])(image_batch()[0])
-        assert_same([outputs], [expected])
+        states = step.place(model, state, make_cnn()[2], example=image_batch())
+        parallel = step.like(predict, state_argnums=(0, 1), batch_argnums=2)
+        assert_same([parallel(*states[:2], image_batch()[0])], [predict(model, state, image_batch()[0])])
 
 
-@pytest.mark.parametrize("rules", ["splitbrain", "megatron"])
-def test_dropout_with_adam(rules):
+def dropout_step(value_and_grad, tx):
+    def train_step(model, opt_state, batch, key):
+        def of(model):
+            return jnp.mean((jax.vmap(model)(batch[0], jax.random.split(key, batch[0].shape[0])) - batch[1]) ** 2)
+
+        loss, grads = value_and_grad(of)(model)
+        updates, opt_state = tx.update(grads, opt_state)
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    return train_step
+
+
+def test_dropout_with_adam():
     tx = optax.adam(1e-2)
-
-    def train(value_and_grad):
-        def train_step(model, opt_state, batch, key):
-            def of(model):
-                return jnp.mean((jax.vmap(model)(batch[0], jax.random.split(key, batch[0].shape[0])) - batch[1]) ** 2)
-
-            loss, grads = value_and_grad(of)(model)
-            updates, opt_state = tx.update(grads, opt_state)
-            return eqx.apply_updates(model, updates), opt_state, loss
-
-        return train_step
 
     def states():
         model = Noisy(jax.random.key(0))
@@ -194,13 +210,16 @@ def test_dropout_with_adam(rules):
         return flat_batch(number), jax.random.key(number)
 
     with X64(True):
-        losses, final = run(eqx.filter_jit(train(eqx.filter_value_and_grad)), states(), rest)
-        step = splitjax.equinox.parallelize(train(splitjax.equinox.value_and_grad), mesh={"data": 2, "model": 4}, rules=rules)
-        mine, trained = run(step, states(), rest)
-        assert_same(mine, losses)
-        assert_same(arrays(trained), arrays(final))
-    assert trained[0].name == "noisy"
-    assert trained[0].layers[0].weight.addressable_shards[0].data.shape == (16, 16)
+        losses, final = run(eqx.filter_jit(dropout_step(eqx.filter_value_and_grad, tx)), states(), rest)
+        for rules in ("splitbrain", "megatron"):
+            step = splitjax.equinox.parallelize(
+                dropout_step(splitjax.equinox.value_and_grad, tx), mesh={"data": 2, "model": 4}, rules=rules
+            )
+            mine, trained = run(step, states(), rest)
+            assert_same(mine, losses)
+            assert_same(arrays(trained), arrays(final))
+            assert trained[0].name == "noisy"
+            assert trained[0].layers[0].weight.addressable_shards[0].data.shape == (16, 16)
 
 
 def test_equinoxs_own_gradient_works():

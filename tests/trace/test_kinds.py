@@ -228,7 +228,7 @@ def test_modules_that_mutate_statistics_in_nnx():
         def __call__(self, x):
             return self.head(self.dropout(nnx.relu(self.norm(self.conv(x))).mean((1, 2))))
 
-    graphdef, params, rest = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
+    graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: Net(nnx.Rngs(0))), nnx.Param, ...)
 
     def step(s, b):
         def loss(p):
