@@ -29,7 +29,7 @@ def boundary_hook(bound: Bound, graph: Graph, mesh: Mesh, plan: Plan, layout: La
     `trace(leaves)` traces the step for other flat arguments (`ShapeDtypeStruct`s) and returns its closed jaxpr."""
     manual = manual_axes(plan.batch_axes, mesh, [leaf.spec for leaf in plan.leaves if leaf.role == "param"])
 
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def local_jaxpr(num_examples: int) -> Any:
         leaves = [
             jax.ShapeDtypeStruct((num_examples, *leaf.shape[1:]), leaf.dtype, weak_type=leaf.weak_type) if argument.is_batch and leaf.shape else leaf

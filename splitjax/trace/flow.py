@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from splitjax.trace.classes import Atoms
-from splitjax.trace.flatten import BACKWARD, Flat, Op
+from splitjax.trace.flatten import BACKWARD, FORWARD, Flat, Op
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Flow:
     data: tuple[bool, ...]  # it depends on the batch
     updated: tuple[bool, ...]  # it depends on a gradient, without carrying examples: gradients, updates, new parameters
     update: tuple[bool, ...]  # it depends on optimizer state, without carrying examples
-    effect: tuple[int | None, ...]  # index of the first operation with an example-carrying result that the value influences
+    effect: tuple[int | None, ...]  # the first operation that the value influences and whose result is about examples
     is_param: tuple[bool, ...]  # per leaf
     examples: frozenset[int]  # soft labels of the example dim
     has_examples: bool  # some batch argument has an example dim
@@ -45,7 +45,8 @@ class Flow:
 
 
 # These cut, join or pad a dim: a dim of examples becomes another dim of examples, of another size.
-_RESIZES = frozenset({"concatenate", "slice", "dynamic_slice", "pad", "split", "rev", "sort"})
+_RESIZES = frozenset({"concatenate", "slice", "dynamic_slice", "pad", "split"})
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
 
 def example_labels(flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft: Sequence[int]) -> tuple[frozenset[int], frozenset[int]]:
@@ -57,7 +58,7 @@ def example_labels(flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft
     if num < 2:
         return frozenset(whole), frozenset()
     parts: set[int] = set()
-    resizes = [op for op in flat.ops if op.primitive in _RESIZES]
+    resizes = [op for op in flat.ops if op.primitive in _RESIZES or op.primitive == "gather"]
     changed = bool(resizes)
     while changed:
         changed = False
@@ -65,14 +66,19 @@ def example_labels(flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft
             for value in op.outputs:
                 for position, size in enumerate(flat.shapes[value]):
                     mine = {soft[a] for a in atoms.dim(value, position)}
-                    if not mine or mine & whole or mine & parts or not _meets(op, flat, atoms, soft, position, whole | parts):
+                    if not mine or mine & whole or mine & parts or not _comes_from(op, flat, atoms, soft, position, whole | parts):
                         continue
                     (parts if size % num else whole).update(mine)
                     changed = True
     return frozenset(whole), frozenset(parts)
 
 
-def _meets(op: Op, flat: Flat, atoms: Atoms, soft: Sequence[int], position: int, labels: set[int]) -> bool:
+def _comes_from(op: Op, flat: Flat, atoms: Atoms, soft: Sequence[int], position: int, labels: set[int]) -> bool:
+    """Whether a dim of the result is cut from, or picked from, a dim with one of these labels."""
+    if op.primitive == "gather":
+        numbers = op.params["dimension_numbers"]
+        dims = () if position in numbers.offset_dims else numbers.collapsed_slice_dims
+        return any(soft[a] in labels for d in dims for a in atoms.dim(op.inputs[0], d))
     rank = len(flat.shapes[op.outputs[0]])
     return any(
         soft[a] in labels for v in op.inputs if len(flat.shapes[v]) == rank for a in atoms.dim(v, position)
@@ -131,9 +137,9 @@ def first_effect(flat: Flat, goal: Sequence[bool], blocked: Sequence[bool]) -> l
 def analyse(flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft: Sequence[int]) -> Flow:
     """Finds example-carrying values and parameters.
 
-    A parameter is a floating-point state array that influences some example-carrying value other than through an update
-    (optimizer state only does so through one), or that a gradient boundary differentiates. In a step whose batch has no dims,
-    what the differentiated computation reads stands for the examples.
+    A parameter is a floating-point state array that influences some example-carrying value (or a product with the batch) other
+    than through an update (optimizer state only does so through one), or that a gradient boundary differentiates. In a step
+    whose batch has no dims, what the differentiated computation reads stands for the examples.
     """
     whole, parts = example_labels(flat, arguments, atoms, soft)
     has_examples = bool(whole)
@@ -142,7 +148,7 @@ def analyse(flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft: Seque
     gradients = [v for op in flat.ops if op.primitive == "_gradient" or (op.phase == BACKWARD and not op.inside)
                  for v in op.outputs if not carrying[v]]
     blocked = forward(flat, gradients, stop=carrying.__getitem__, loops=False)
-    goal = carrying if has_examples else _differentiated_results(flat)
+    goal = _with_products(flat, carrying, data) if has_examples else _differentiated_results(flat)
     effect = first_effect(flat, goal, blocked)
     differentiated = _upstream(flat, data)
     is_param = []
@@ -178,6 +184,17 @@ def _data_seeds(flat: Flat, arguments: Sequence[Argument], has_examples: bool) -
         return [v for v, a in zip(flat.inputs, arguments, strict=True) if a.is_batch]
     made = [v for op in flat.ops if not op.inputs for v in op.outputs]
     return [v for v, a in zip(flat.inputs, arguments, strict=True) if not a.is_state] + [*flat.constants, *made]
+
+
+def _with_products(flat: Flat, carrying: Sequence[bool], data: Sequence[bool]) -> list[bool]:
+    """Example-carrying values, and what differentiated products make of the batch when no example is left in it (nodes pooled
+    to graphs, say)."""
+    goal = list(carrying)
+    for op in flat.ops:
+        if op.primitive in _PRODUCTS and (op.inside or op.phase == FORWARD):
+            for v in op.outputs:
+                goal[v] = goal[v] or data[v]
+    return goal
 
 
 def _differentiated_results(flat: Flat) -> list[bool]:

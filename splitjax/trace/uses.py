@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from splitjax.trace.attention import mark_attention
-from splitjax.trace.flatten import BACKWARD, Flat, Op
+from splitjax.trace.flatten import BACKWARD, FORWARD, Flat, Op
 from splitjax.trace.flow import Flow
 from splitjax.trace.links import Linked
 from splitjax.trace.recurrence import mark_recurrent
@@ -75,14 +75,14 @@ def weight_sources(flat: Flat, flow: Flow) -> list[frozenset[int]]:
 
 def _operands(op: Op, flow: Flow, sources: Sequence[frozenset[int]], flat: Flat) -> tuple[int, int | None] | None:
     """The positions of weight and data, where an operation is a use: its data carry examples, or depend on the batch and its
-    result does something to examples (the inputs of an expert, which belong to no example any more)."""
+    result does something to examples (the inputs of an expert, which belong to no example any more) or to a loss."""
     for weight in (0,) if op.primitive == "gather" else (0, 1):
         if not sources[op.inputs[weight]]:
             continue
         other = op.inputs[1 - weight]
         if flow.carrying[other]:
             return weight, 1 - weight
-        if not flow.has_effect(op.outputs[0]) and flow.has_examples:
+        if not flow.has_effect(op.outputs[0]) and flow.has_examples and not op.inside and op.phase != FORWARD:
             continue
         if flow.data[other] and not flow.is_weight(other):
             return weight, 1 - weight

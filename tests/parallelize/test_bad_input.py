@@ -20,6 +20,7 @@ from splitjax.errors import (
     UnavailableError,
     UnknownPrimitiveError,
 )
+from splitjax.trace.dims import DIM_RULES
 
 MESH = {"data": 2, "model": 4}
 BATCH = np.ones((8, 8), np.float32)
@@ -159,12 +160,15 @@ def test_unknown_primitive():
 
 def test_a_registered_primitive_is_known():
     known = _primitive("well_known")
-    splitjax.register_dims(known, "b f -> b f")
 
     def uses(state, batch):
         return {"w": state["w"] + 1}, known.bind(batch @ state["w"]).sum()
 
-    splitjax.parallelize(uses, mesh=MESH)(fresh(), BATCH)
+    splitjax.register_dims(known, "b f -> b f")
+    try:
+        splitjax.parallelize(uses, mesh=MESH)(fresh(), BATCH)
+    finally:
+        DIM_RULES.remove("well_known")
 
 
 def test_an_unknown_primitive_off_every_sharded_path_is_no_error():

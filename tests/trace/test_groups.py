@@ -9,7 +9,7 @@ from jax import lax
 
 from splitjax.trace.graph import Graph
 from tests.trace.helpers import VALUE_AND_GRAD, check, cross_entropy, labels, trace_loss, zeros
-from tests.trace.models import C, D, IMAGES, MODELS, VECTORS, traced
+from tests.trace.models import IMAGES, MODELS, VECTORS, C, D, traced
 
 GRADIENTS = tuple(VALUE_AND_GRAD)
 

@@ -11,9 +11,19 @@ from flax import nnx
 from jax import lax
 
 from tests.trace.helpers import (
-    VALUE_AND_GRAD, check, cross_entropy, graph_of, kinds, labels, layer_of, leaf_of, names_of, trace_loss, zeros,
+    VALUE_AND_GRAD,
+    check,
+    cross_entropy,
+    graph_of,
+    kinds,
+    labels,
+    layer_of,
+    leaf_of,
+    names_of,
+    trace_loss,
+    zeros,
 )
-from tests.trace.models import B, C, D, IMAGES, MODELS, SEQUENCES, T, TOKENS, V, VECTORS, LinenBlock, model, traced
+from tests.trace.models import IMAGES, MODELS, SEQUENCES, TOKENS, VECTORS, B, C, D, LinenBlock, T, V, model, traced
 
 GRADIENTS = tuple(VALUE_AND_GRAD)
 

@@ -11,7 +11,7 @@ from splitjax import _compat
 from splitjax.errors import TraceError
 from splitjax.trace.dims import DIM_RULES, DimMap, from_notation, parse_notation, register_dims
 from tests.trace.helpers import check, cross_entropy, graph_of, labels, trace_loss, zeros
-from tests.trace.models import B, C, D, VECTORS
+from tests.trace.models import VECTORS, B, C, D
 
 
 @pytest.fixture

@@ -12,9 +12,18 @@ from jax import lax
 from splitjax.lower.gradient import grad, value_and_grad
 from splitjax.trace.dims import DIM_RULES, register_dims
 from tests.trace.helpers import (
-    VALUE_AND_GRAD, check, cross_entropy, graph_of, kinds, labels, leaf_of, names_of, trace_loss, zeros,
+    VALUE_AND_GRAD,
+    check,
+    cross_entropy,
+    graph_of,
+    kinds,
+    labels,
+    leaf_of,
+    names_of,
+    trace_loss,
+    zeros,
 )
-from tests.trace.models import B, C, D, T, VECTORS
+from tests.trace.models import VECTORS, B, C, D, T
 
 GRADIENTS = tuple(VALUE_AND_GRAD)
 MLP = {"fc1": {"w": zeros(D, 64), "b": zeros(64)}, "fc2": {"w": zeros(64, C), "b": zeros(C)}}
@@ -93,7 +102,7 @@ def test_several_updates_in_one_step(gradient, scanned):
         if scanned:
             return lax.scan(update, s, parts)
         for i in range(3):
-            s, value = update(s, jax.tree.map(lambda x: x[i], parts))
+            s, value = update(s, jax.tree.map(lambda x, i=i: x[i], parts))
         return s, value
 
     graph = check(graph_of(step, {"params": MLP, "opt": jax.eval_shape(tx.init, MLP)}, VECTORS))
@@ -340,6 +349,47 @@ def test_views_of_one_batch(gradient):
     assert kinds(graph) == {"fc1": "dense", "fc2": "dense"}
     sizes = {use.data_shape[0]: graph.is_example(use.data_dims[0]) for use in graph.uses if not use.backward}
     assert sizes == {2 * B: True, B: True, B // 2 - 1: False}
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_examples_that_are_pooled(gradient):
+    """Nodes to graphs: behind the pooling no example is left, and the head is a layer all the same."""
+
+    def loss(p, b):
+        pooled = jax.ops.segment_sum(jnp.tanh(b["x"] @ p["fc1"]["w"] + p["fc1"]["b"]), b["y"], 4)
+        return ((pooled @ p["fc2"]["w"]) ** 2).mean()
+
+    params = {"fc1": MLP["fc1"], "fc2": {"w": zeros(64, C)}}
+    graph = check(trace_loss(loss, params, VECTORS, optax.adam(1e-3), gradient))
+    assert kinds(graph) == {"fc1": "dense", "fc2": "dense"}
+    assert graph.flops == 2 * (B * D * 64 + 4 * 64 * C)
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_examples_that_are_picked(gradient):
+    def loss(p, b):
+        return mlp(p, b["x"][np.array([0, 3, 4])]).sum() + mlp(p, jnp.take(b["x"], jnp.arange(2 * B) // 2, axis=0)).sum()
+
+    graph = check(trace_loss(loss, MLP, {"x": zeros(B, D)}, gradient=gradient))
+    sizes = {use.data_shape[0]: graph.is_example(use.data_dims[0]) for use in graph.uses if not use.backward}
+    assert sizes == {3: False, 2 * B: True}
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_anchors_in_the_loss_follow_their_parameter(gradient):
+    """Old parameters that the loss pulls towards never meet the batch: they are no layers of their own."""
+
+    def step(s, batch):
+        def loss(p):
+            pull = sum(((a - b) ** 2 * w).sum() for a, b, w in zip(*map(jax.tree.leaves, (p, s["old"], s["weight"])), strict=True))
+            return mlp_loss(p, batch) + pull
+
+        _, grads = VALUE_AND_GRAD[gradient](loss)(s["params"])
+        return s | {"params": jax.tree.map(lambda p, g: p - g, s["params"], grads)}, 0.0
+
+    graph = check(graph_of(step, {"params": MLP, "old": MLP, "weight": MLP}, VECTORS))
+    assert params_of(graph) == {f"params/{name}" for name in ("fc1/w", "fc1/b", "fc2/w", "fc2/b")}
+    assert leaf_of(graph, "old/fc1/w").follows == leaf_of(graph, "weight/fc1/w").follows == "params/fc1/w"
 
 
 def test_no_parameters_and_no_state():

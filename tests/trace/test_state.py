@@ -10,7 +10,7 @@ from optax import contrib
 
 from splitjax.trace.graph import Graph, Leaf
 from tests.trace.helpers import VALUE_AND_GRAD, check, cross_entropy, graph_of, labels, leaf_of, trace_loss, zeros
-from tests.trace.models import B, C, D, VECTORS, model
+from tests.trace.models import VECTORS, B, C, D, model
 
 GRADIENTS = tuple(VALUE_AND_GRAD)
 _SCHEDULE = optax.cosine_decay_schedule(1e-3, 100)
