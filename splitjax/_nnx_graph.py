@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from splitjax._filtered import Fixed
+from splitjax._static import Fixed
 from splitjax.errors import StateError, TraceError
 
 # The groups of arrays, and their positions among the plain step's arguments (0 is the static one): variables of states,

@@ -26,9 +26,10 @@ import jax
 import jax.numpy as jnp
 
 from splitjax import _filtered
-from splitjax._filtered import ARRAY, Call, FilteredStep, Half, Static, is_array
+from splitjax._filtered import Call, FilteredStep
+from splitjax._static import ARRAY, Fixed, Half, Static, is_array, partition
 from splitjax.lower import gradient
-from splitjax.lower.arguments import call_with, make_options
+from splitjax.lower.arguments import Default, call_with, make_options, with_static_defaults
 from splitjax.plan import Plan
 from splitjax.rules import RuleSet
 
@@ -82,11 +83,12 @@ class EquinoxStep(FilteredStep):
 
     def _pack(self, args: tuple) -> Call:
         dynamic, halves = [], []
+        args = with_static_defaults(self._options, args)
         for number, arg in enumerate(args):
-            if number in self._options.static_argnums:
+            if number in self._options.static_argnums or isinstance(arg, Default):
                 arrays, half = None, _whole(arg)
             else:
-                arrays, half = _filtered.partition(arg)
+                arrays, half = partition(arg)
             dynamic.append(arrays)
             halves.append(half)
         key = tuple((half.tree, half.leaves) for half in halves)
@@ -122,7 +124,7 @@ class EquinoxStep(FilteredStep):
 
 def _whole(value: Any) -> Half:
     """An argument that is static as a whole."""
-    return Half(jax.tree.structure(0), (_filtered.Fixed(value),))
+    return Half(jax.tree.structure(0), (Fixed(value),))
 
 
 def _static_leaves(halves: Sequence[Half], names: Sequence[str]) -> dict[str, Any]:
@@ -162,7 +164,7 @@ def value_and_grad(fun: Callable | None = None, has_aux: bool = False, *, microb
             result = fun(whole, *args, **kwargs)
             if not has_aux or not isinstance(result, (tuple, list)) or len(result) != 2:
                 return result  # the boundary says what is wrong with it
-            aux, half = _filtered.partition(result[1])
+            aux, half = partition(result[1])
             halves.append(half)
             return result[0], aux
 

@@ -27,7 +27,7 @@ import jax
 from flax import nnx
 
 from splitjax import _filtered
-from splitjax._filtered import Call, Extra, FilteredStep, Fixed, Static
+from splitjax._filtered import Call, Extra, FilteredStep
 from splitjax._nnx_gradient import grad, value_and_grad
 from splitjax._nnx_graph import (
     CONSTANTS,
@@ -49,8 +49,9 @@ from splitjax._nnx_graph import (
     static_changes,
     statics,
 )
+from splitjax._static import Fixed, Static
 from splitjax.errors import DonatedStateError, StateError
-from splitjax.lower.arguments import Options, call_with, make_options
+from splitjax.lower.arguments import Default, Options, call_with, make_options, with_static_defaults
 from splitjax.plan import Plan
 from splitjax.rules import RuleSet
 
@@ -142,8 +143,9 @@ class NNXStep(FilteredStep):
         found: list[tuple[int, str, Any]] = []  # argument number, name, object
         shells: list[Any] = []
         fixed: list[tuple[int, Fixed]] = []
+        args = with_static_defaults(self._options, args)
         for number, arg in enumerate(args):
-            if number in self._options.static_argnums:
+            if number in self._options.static_argnums or isinstance(arg, Default):
                 fixed.append((number, Fixed(arg)))
                 shells.append(None)
             else:
@@ -170,15 +172,15 @@ class NNXStep(FilteredStep):
         names = tuple(name for _, name, _ in found)
         key = (graphdef, names, tuple(number in state for number, _, _ in found), fixed)
         try:
-            known = self._statics.get(key)
-        except TypeError:  # something has no hash: `Static` says what
-            known = None
+            known, has_hash = self._statics.get(key), True
+        except TypeError:  # `Static` finds a hash for lists and dicts, and says what has none
+            known, has_hash = None, False
         if known is None:
             known = Static(key, self._name, lambda: statics(graphdef, names))
             if self._parent is not None:
                 names = names_in(self._parent._paths, names, flat.paths)
             known.graph, known.fixed = Graph.of(graphdef, flat, names, key[2]), dict(fixed)
-            if self._parent is None or self._parent._paths:
+            if has_hash and (self._parent is None or self._parent._paths):
                 self._statics[key] = known
         self._paths = known.graph.paths
         return known
@@ -204,7 +206,7 @@ class NNXStep(FilteredStep):
         plain = tuple(n for n in state if n not in holders)
         batch = options.batch_argnums
         if not self._given.batch:
-            taken = {*holders, *state, *options.static_argnums}
+            taken = {*holders, *state, *options.static_argnums, *(n for n, arg in enumerate(args) if isinstance(arg, Default))}
             batch = tuple(n for n in range(len(args)) if n not in taken)[:1]
         elif set(batch) & holders:
             raise StateError(

@@ -141,6 +141,7 @@ def lookahead(path: pathlib.Path) -> Loaded:
         arguments=lambda states, number: ((states[0], network, states[1], _digits(number)), {}),
         results=lambda outputs, states: (outputs[:2], outputs[2]),
         options={"state_argnums": (0, 2), "batch_argnums": (3,)},
+        frontend="nnx",
     )
 
 

@@ -14,6 +14,12 @@ from splitjax.errors import BatchError, StateError, TraceError
 from splitjax.trace.flow import Argument
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Default:
+    """Stands for an argument that a call leaves at its default: not an array, nothing to trace, as under `jax.jit`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Which arguments of a step are state, batch and static; positions are normalised (none negative)."""
@@ -23,6 +29,7 @@ class Options:
     static_argnums: tuple[int, ...]
     state_outnums: tuple[int, ...] | None
     names: tuple[str, ...]  # parameter names by position, as far as the signature has them
+    static_defaults: tuple[tuple[int, Any], ...] = ()  # of static arguments: a call that leaves one alone is the call that gives it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +69,17 @@ def make_options(fn: Callable, state_argnums, batch_argnums, static_argnums, sta
             f"state_outnums names {len(outnums)} results for {len(state)} state arguments", value=state_outnums,
             place=f"parallelize({_name(fn)})", remedy="give one result position per state argument",
         )
-    return Options(tuple(state), tuple(batch), tuple(sorted(set(static))), None if outnums is None else tuple(outnums), names)
+    static = sorted(set(static))
+    outnums = None if outnums is None else tuple(outnums)
+    return Options(tuple(state), tuple(batch), tuple(static), outnums, names, _defaults(fn, static, names))
+
+
+def _defaults(fn: Callable, numbers: Sequence[int], names: Sequence[str]) -> tuple[tuple[int, Any], ...]:
+    if not numbers or not names:
+        return ()
+    parameters = inspect.signature(fn).parameters
+    found = [(number, parameters[names[number]]) for number in numbers if number < len(names)]
+    return tuple((number, parameter.default) for number, parameter in found if parameter.default is not parameter.empty)
 
 
 def parameter_names(fn: Callable) -> tuple[str, ...]:
@@ -110,35 +127,56 @@ def keyword_only(fn: Callable) -> tuple[str, ...]:
 
 
 def positional(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """All arguments as positions: keyword arguments moved to theirs, defaults in the gaps, keyword-only ones last. Raises
+    """All arguments as positions: keyword arguments moved to theirs, `Default` in the gaps, keyword-only ones last. Raises
     `TypeError` as a plain call would, and `TraceError` for a step that takes `**kwargs`."""
     keywords = keyword_only(fn)
     if not kwargs and not keywords:
         return args
     if keywords and len(args) == len(parameter_names(fn)):
         return args  # positional already: `init` and `place` come with the whole list
-    bound = inspect.signature(fn).bind(*args, **kwargs)
-    bound.apply_defaults()
-    extra = sorted(bound.kwargs.keys() - set(keywords))
-    if extra:
-        raise TraceError(
-            "a parallel step cannot take **kwargs: its arguments need positions", value=extra, place=f"call of {_name(fn)}",
-            remedy="name them as parameters of the step, or close over them",
-        )
-    return (*bound.args, *(bound.kwargs[name] for name in keywords))
+    signature = inspect.signature(fn)
+    bound = signature.bind(*args, **kwargs)
+    places: list[Any] = []
+    for parameter in signature.parameters.values():
+        given = bound.arguments.get(parameter.name, Default())
+        if parameter.kind is parameter.VAR_KEYWORD and not isinstance(given, Default):
+            raise TraceError(
+                "a parallel step cannot take **kwargs: its arguments need positions", value=sorted(given), place=f"call of {_name(fn)}",
+                remedy="name them as parameters of the step, or close over them",
+            )
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            places += () if isinstance(given, Default) else given
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            places.append(given)
+    while not keywords and places and isinstance(places[-1], Default):
+        places.pop()
+    return (*places, *(bound.arguments.get(name, Default()) for name in keywords))
 
 
 def call_with(fn: Callable, keywords: Sequence[str], args: Sequence[Any]) -> Any:
     """Calls a step with `positional`'s arguments."""
     count = len(args) - len(keywords)
-    return fn(*args[:count], **dict(zip(keywords, args[count:], strict=True)))
+    named = dict(zip(keywords, args[count:], strict=True))
+    gap = next((n for n, arg in enumerate(args[:count]) if isinstance(arg, Default)), count)
+    if gap < count:
+        named |= zip(parameter_names(fn)[gap:count], args[gap:count], strict=True)
+    return fn(*args[:gap], **{name: arg for name, arg in named.items() if not isinstance(arg, Default)})
+
+
+def with_static_defaults(options: Options, args: tuple) -> tuple:
+    """The arguments, with the default of every static one that the call leaves alone."""
+    for number, value in options.static_defaults:
+        if number == len(args) or (number < len(args) and isinstance(args[number], Default)):
+            args = (*args[:number], value, *args[number + 1 :])
+    return args
 
 
 def bind(fn: Callable, options: Options, args: tuple) -> Bound:
     """Takes a call apart. Raises `StateError` where a state argument is missing or a static one cannot be hashed,
     `TraceError` for a leaf that is not an array, `BatchError` where batch arrays disagree on the number of examples."""
+    args = with_static_defaults(options, args)
     for number in options.state_argnums:
-        if number >= len(args):
+        if number >= len(args) or isinstance(args[number], Default):
             raise StateError(
                 f"state argument {number} is missing", value=f"{len(args)} arguments", place=f"call of {_name(fn)}",
                 remedy="pass the state by position, or correct state_argnums",

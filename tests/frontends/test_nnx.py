@@ -613,3 +613,20 @@ def test_static_arguments():
     third = train(model, optimizer, flat_batch(), kind="look")
     assert second < first and second == third
     assert len(train.compiles) == 2
+
+
+def test_static_fields_without_a_hash():
+    """Lists and dicts on a module, as many people write them: equal ones share a program, one changed in place does not."""
+
+    class Listed(nnx.Module):
+        def __init__(self, sizes, options):
+            self.sizes, self.options = sizes, options
+            self.weight = nnx.Param(jnp.ones(8))
+
+    step = splitjax.nnx.parallelize(lambda model, x: x.sum() * sum(model.sizes) * model.options["a"][0], mesh=MESH, rules="data_parallel")
+    model = Listed([1, 2], {"a": [2]})
+    assert step(model, np.ones(16, np.float32)) == 16 * 3 * 2
+    assert step(Listed([1, 2], {"a": [2]}), np.ones(16, np.float32)) == 16 * 3 * 2 and len(step.compiles) == 1
+    model.sizes.append(3)
+    model.options["a"][0] = 1
+    assert step(model, np.ones(16, np.float32)) == 16 * 6 and len(step.compiles) == 2

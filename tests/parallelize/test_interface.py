@@ -256,3 +256,25 @@ def test_an_array_that_stands_in_the_state_twice():
     shared = jnp.ones((8, 8))
     placed = parallel.place({"w": shared, "average": shared}, example=(BATCH,))
     parallel(placed, BATCH)
+
+
+def test_defaults_that_a_call_leaves_alone_are_not_traced():
+    """As under `jax.jit`: a schedule bound by `functools.partial`, a flag, an array that is None by default."""
+    def step(state, batch, noise=None, train=True, scale=1.0, *, schedule, mean=np.mean):
+        assert train is True and isinstance(scale, float) and mean is np.mean
+        total = batch.sum() if noise is None else (batch + noise).sum()
+        return {"w": state["w"] * schedule(0.5)}, total
+
+    step = functools.partial(step, schedule=lambda rate: rate / 2)
+    parallel = splitjax.parallelize(step, mesh=MESH)
+    state, total = parallel(toy_state(), BATCH)
+    assert float(state["w"][0, 0]) == 0.25 and float(total) == 64
+    state, total = parallel(state, BATCH, noise=jnp.ones(()))
+    assert float(total) == 128 and len(parallel.compiles) == 2
+
+    @functools.partial(splitjax.parallelize, mesh=MESH, batch_argnums=3)
+    def late(state, first=True, second=False, batch=None):
+        assert first is True and second is False
+        return state, batch.sum()
+
+    assert float(late(toy_state(), batch=BATCH)[1]) == 64
