@@ -127,7 +127,7 @@ class ByHand:
     style: str
     model: nn.Module
     batch: dict[str, np.ndarray]
-    batch_axes: tuple[str, ...] | str
+    batch_axes: dict[str, tuple[str, ...] | str]  # of `x` and of `y`
     spec: Callable[[str], P]
     pins: dict[str, P]
 
@@ -141,7 +141,7 @@ class ByHand:
         shapes = jax.eval_shape(make_init(self.model, tx, self.batch), jax.random.key(0))
         paths = jax.tree_util.tree_map_with_path(lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), shapes)
         state = jax.tree.map(lambda path: NamedSharding(mesh, self.spec(path)), paths)
-        batch = NamedSharding(mesh, P(self.batch_axes))
+        batch = {name: NamedSharding(mesh, P(axes)) for name, axes in self.batch_axes.items()}
         return jax.jit(step, in_shardings=(state, batch), out_shardings=(state, None), donate_argnums=0), state, batch
 
 
@@ -178,15 +178,17 @@ def _megatron(path: str) -> P:
     return P("model", None) if path.endswith("/down/kernel") else P()
 
 
+# Labels meet only what comes out of the split layers, whose examples are over `data` alone.
+_ALL, _SPLIT, _DATA = {"x": WORKERS, "y": WORKERS}, {"x": WORKERS, "y": "data"}, {"x": "data", "y": "data"}
 _INTO = {"into columns": P("data", None), "into rows": P("data", "model")}
 CASES = (
-    ByHand("vgg", "data_parallel", "batch and state alone", VGG(), _images(), WORKERS, lambda path: P(), {}),
-    ByHand("vgg", "splitbrain", "each dense layer's input, the last one's product", VGG(), _images(), WORKERS, _vgg_split,
+    ByHand("vgg", "data_parallel", "batch and state alone", VGG(), _images(), _ALL, lambda path: P(), {}),
+    ByHand("vgg", "splitbrain", "each dense layer's input, the last one's product", VGG(), _images(), _SPLIT, _vgg_split,
            {**_INTO, "product of rows": P("data", None)}),
-    ByHand("vgg", "splitbrain", "each dense layer's input and product", VGG(), _images(), WORKERS, _vgg_split,
+    ByHand("vgg", "splitbrain", "each dense layer's input and product", VGG(), _images(), _SPLIT, _vgg_split,
            {**_INTO, "product of columns": P("data", "model"), "product of rows": P("data", None)}),
-    ByHand("vgg", "splitbrain", "each dense layer's input and output", VGG(), _images(), WORKERS, _vgg_split,
+    ByHand("vgg", "splitbrain", "each dense layer's input and output", VGG(), _images(), _SPLIT, _vgg_split,
            {**_INTO, "out of columns": P("data", "model"), "out of rows": P("data", None)}),
-    ByHand("vgg", "splitbrain", "the crossing alone", VGG(), _images(), WORKERS, _vgg_split, {"crossing": P("data", None)}),
-    ByHand("transformer", "megatron", "batch and state alone", Transformer(), _tokens(), "data", _megatron, {}),
+    ByHand("vgg", "splitbrain", "the crossing alone", VGG(), _images(), _SPLIT, _vgg_split, {"crossing": P("data", None)}),
+    ByHand("transformer", "megatron", "batch and state alone", Transformer(), _tokens(), _DATA, _megatron, {}),
 )  # fmt: skip

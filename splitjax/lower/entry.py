@@ -184,5 +184,6 @@ def trace_error(error: Exception, recipe: Recipe, mesh: Mesh, args: tuple) -> Ex
     return StateError(
         "an argument already lives on devices or in a sharding other than the plan's: " + text.splitlines()[0][:300],
         place=f"call of {recipe.name} on mesh {MeshShape.of(mesh)}",
-        remedy="create the state with step.init(...), or move it with step.place(state, example=...)",
+        remedy="create the state with step.init(...), or move it with step.place(state, example=...); leave a batch as NumPy arrays, "
+        "or put it on the step's mesh by plan.spec(path of the array)",
     )
