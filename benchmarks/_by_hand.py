@@ -189,6 +189,6 @@ CASES = (
            {**_INTO, "product of columns": P("data", "model"), "product of rows": P("data", None)}),
     ByHand("vgg", "splitbrain", "each dense layer's input and output", VGG(), _images(), _SPLIT, _vgg_split,
            {**_INTO, "out of columns": P("data", "model"), "out of rows": P("data", None)}),
-    ByHand("vgg", "splitbrain", "the crossing alone", VGG(), _images(), _SPLIT, _vgg_split, {"crossing": P("data", None)}),
+    ByHand("vgg", "splitbrain", "the crossing alone", VGG(), _images(), _ALL, _vgg_split, {"crossing": P("data", None)}),
     ByHand("transformer", "megatron", "batch and state alone", Transformer(), _tokens(), _DATA, _megatron, {}),
 )  # fmt: skip
