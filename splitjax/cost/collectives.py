@@ -14,9 +14,10 @@ bytes (the tests hold the sum of the prediction against this formula):
   section 3): the fourth.
 
 An output that no later layer reads stays as it is: the loss is computed where it lies. Not predicted, because small:
-scalars and per-example sums, norms and batch-norm statistics, ids; nor what rematerialisation repeats. Compilers differ:
-XLA's CPU backend writes an all-reduce for each reduce-scatter (twice the bytes), one per cotangent for several layers that
-read one input (q, k, v) where one of the sum would do, and keeps a gathered weight from the forward for the backward pass.
+scalars and per-example sums, norms and batch-norm statistics, ids; nor what rematerialisation repeats. Where the collectives
+are left to XLA (no gradient boundary, or not a plain product: see `lower.exchange`), compilers write an all-reduce for each
+reduce-scatter (twice the bytes), one per cotangent for several layers that read one input (q, k, v) where one of the sum would
+do, and keep a gathered weight from the forward for the backward pass.
 """
 
 from __future__ import annotations

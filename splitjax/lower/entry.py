@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from splitjax import _compat
 from splitjax.errors import PlanError, SplitjaxError, StateError, TraceError
 from splitjax.lower.arguments import Bound, Options, abstract, bind, call_with, keyword_only
+from splitjax.lower.exchange import derive_exchanges
 from splitjax.lower.layout import Layout, evaluate, named_sharding
 from splitjax.lower.microbatching import boundary_hook
 from splitjax.lower.planning import follow_plan, make_plan, pin_plan
@@ -141,7 +142,8 @@ def _follow(graph: Graph, layouts: Mapping[str, LeafPlan]) -> dict[str, Any]:
 
 
 def _compile(recipe: Recipe, mesh: Mesh, bound: Bound, jaxpr, result, matched, plan: Plan, graph: Graph):
-    layout = Layout.of(mesh, plan.constraints)
+    exchanges = derive_exchanges(graph, plan.leaves, plan.mesh, plan.batch_axes, plan.replicated_batch)
+    layout = Layout.of(mesh, plan.constraints, exchanges)
     shardings = [named_sharding(mesh, leaf.spec) for leaf in plan.leaves]
     tree = jax.tree.structure(result)
     hook = boundary_hook(bound, graph, mesh, plan, layout, lambda leaves: _trace(recipe, bound, leaves)[0])

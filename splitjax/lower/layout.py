@@ -1,4 +1,4 @@
-"""Plan -> function: the traced step evaluated equation by equation, with the plan's constraints at their sites.
+"""Plan -> function: the traced step evaluated equation by equation, with the plan's constraints and exchanges at their sites.
 
 What comes out is an ordinary traceable function over the step's flat arguments, which `parallelize` compiles with `jax.jit`
 and the plan's shardings. Equations without constraints are bound as they are; a call is rebuilt (scan as scan, remat as
@@ -17,29 +17,34 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from splitjax import _compat
 from splitjax.lower import gradient
+from splitjax.lower.exchange import Exchange
+from splitjax.lower.groups import Where, evaluate_product, fits
 from splitjax.plan import Constraint, Spec
 
 Site = tuple[int, ...]
+Copies = dict[Any, Any]  # gathered activations by value: see `groups.evaluate_product`
 # Evaluates a gradient boundary that asks for microbatches: (equation, operands, evaluator of its forward) -> results.
 BoundaryHook = Callable[[Any, Sequence[Any], Site, Callable[[Any, Sequence[Any]], list[Any]]], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Constraints by site, on a mesh. `inside` holds every site that has a constraint (or boundary) further in."""
+    """Constraints and exchanges by site, on a mesh. `inside` holds every site that has one (or a boundary) further in."""
 
     mesh: Mesh
     by_site: Mapping[Site, tuple[Constraint, ...]]
     inside: frozenset[Site]
-    manual: bool = False  # it is used inside a shard_map, where shardings refer to the mesh in context
+    exchanges: Mapping[Site, Exchange] = dataclasses.field(default_factory=dict)
+    manual: tuple[str, ...] = ()  # the axes of a surrounding shard_map: shardings refer to the mesh in context
 
     @classmethod
-    def of(cls, mesh: Mesh, constraints: Sequence[Constraint]) -> Layout:
+    def of(cls, mesh: Mesh, constraints: Sequence[Constraint], exchanges: Sequence[Exchange] = ()) -> Layout:
         by_site: dict[Site, list[Constraint]] = collections.defaultdict(list)
         for one in constraints:
             by_site[one.site].append(one)
-        inside = frozenset(site[:depth] for site in by_site for depth in range(1, len(site)))
-        return cls(mesh, {site: tuple(found) for site, found in by_site.items()}, inside)
+        sites = {*by_site, *(one.site for one in exchanges)}
+        inside = frozenset(site[:depth] for site in sites for depth in range(1, len(site)))
+        return cls(mesh, {site: tuple(found) for site, found in by_site.items()}, inside, {one.site: one for one in exchanges})
 
     def without(self, manual: Sequence[str]) -> Layout:
         """The same layout for the inside of a `shard_map` that is manual over some axes: they do not occur in its constraints."""
@@ -56,13 +61,12 @@ class Layout:
             site: tuple(dataclasses.replace(one, spec=tuple(keep(e) for e in one.spec)) for one in found)
             for site, found in self.by_site.items()
         }
-        return dataclasses.replace(self, by_site=stripped, manual=True)
+        return dataclasses.replace(self, by_site=stripped, manual=tuple(manual))
 
 
-def evaluate_equation(layout: Layout, eqn: Any, operands: Sequence[Any], site: Site) -> list[Any]:
-    """Evaluates one equation with the constraints at (and inside) its site."""
-    values = _pin(layout, site, list(operands), results=False)
-    return _pin(layout, site, _equation(layout, eqn, values, site, None), results=True)
+def evaluate_equation(layout: Layout, eqn: Any, operands: Sequence[Any], site: Site, copies: Copies) -> list[Any]:
+    """Evaluates one equation of a boundary's forward with what the layout has at (and inside) its site."""
+    return _placed(layout, eqn, list(operands), site, None, copies)
 
 
 def named_sharding(mesh: Mesh, spec: Spec) -> NamedSharding:
@@ -75,10 +79,12 @@ def evaluate(layout: Layout, jaxpr: Any, operands: Sequence[Any], boundary: Boun
 
     `boundary` evaluates gradient boundaries that ask for microbatches; without it they run whole, which gives the same
     numbers."""
-    return _run(layout, jaxpr, operands, (), boundary)
+    return _run(layout, jaxpr, operands, (), boundary, None)
 
 
-def _run(layout: Layout, jaxpr: Any, operands: Sequence[Any], prefix: Site, boundary: BoundaryHook | None) -> list[Any]:
+def _run(
+    layout: Layout, jaxpr: Any, operands: Sequence[Any], prefix: Site, boundary: BoundaryHook | None, copies: Copies | None
+) -> list[Any]:
     inner, consts = _compat.open_jaxpr(jaxpr)
     env: dict[Any, Any] = dict(zip(inner.constvars, consts, strict=True))
     env.update(zip(inner.invars, operands, strict=True))
@@ -87,13 +93,21 @@ def _run(layout: Layout, jaxpr: Any, operands: Sequence[Any], prefix: Site, boun
         return atom.val if isinstance(atom, _compat.Literal) else env[atom]
 
     for index, eqn in enumerate(inner.eqns):
-        site = (*prefix, index)
         with _compat.equation_context(eqn):
-            values = _pin(layout, site, [read(a) for a in eqn.invars], results=False)
-            results = _equation(layout, eqn, values, site, boundary)
-            results = _pin(layout, site, results, results=True)
+            results = _placed(layout, eqn, [read(a) for a in eqn.invars], (*prefix, index), boundary, copies)
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(a) for a in inner.outvars]
+
+
+def _placed(
+    layout: Layout, eqn: Any, values: list[Any], site: Site, boundary: BoundaryHook | None, copies: Copies | None
+) -> list[Any]:
+    """One equation's results. Inside a boundary (`copies` given) products with split weights are evaluated as exchanges."""
+    exchange = layout.exchanges.get(site) if copies is not None else None
+    if exchange is not None and fits(exchange, eqn, values):
+        return evaluate_product(exchange, eqn, values, Where(layout.mesh, layout.manual), copies)
+    values = _pin(layout, site, values, results=False)
+    return _pin(layout, site, _equation(layout, eqn, values, site, boundary, copies), results=True)
 
 
 def _pin(layout: Layout, site: Site, values: list[Any], results: bool) -> list[Any]:
@@ -106,17 +120,19 @@ def _pin(layout: Layout, site: Site, values: list[Any], results: bool) -> list[A
     return values
 
 
-def _equation(layout: Layout, eqn: Any, values: list[Any], site: Site, boundary: BoundaryHook | None) -> list[Any]:
+def _equation(
+    layout: Layout, eqn: Any, values: list[Any], site: Site, boundary: BoundaryHook | None, copies: Copies | None
+) -> list[Any]:
     if gradient.is_boundary(eqn):
         def forward(jaxpr, operands):
-            return _run(layout, jaxpr, operands, (*site, 0), boundary)
+            return _run(layout, jaxpr, operands, (*site, 0), boundary, {})
 
         if boundary is not None and eqn.params["microbatches"] not in (None, 1):
             return boundary(eqn, values, site, forward)
         return gradient.expand(eqn.params, values, forward)
     rebuild = _REBUILD.get(eqn.primitive.name)
     if rebuild is not None and (site in layout.inside or _holds_boundary(eqn)):
-        return rebuild(lambda jaxpr, body, operands: _run(layout, jaxpr, operands, (*site, body), boundary), eqn, values)
+        return rebuild(lambda jaxpr, body, operands: _run(layout, jaxpr, operands, (*site, body), boundary, copies), eqn, values)
     return _compat.bind_equation(eqn, values)
 
 

@@ -56,10 +56,11 @@ def boundary_hook(bound: Bound, graph: Graph, mesh: Mesh, plan: Plan, layout: La
                 f"{eqn.params['label']}: the step is another program for {size} examples than for {graph.num_examples}",
                 value=size, place=eqn.params["label"], remedy="do not let the program depend on the batch size, or use microbatches=None",
             )
+        copies: dict[Any, Any] = {}
         dims = [_example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True)]
         return expand_microbatches(
             eqn.params, operands, dims, gradient.boundary_forward(twin)[0], number, plan.batch_axes, mesh, manual_axes=manual,
-            bind=lambda inner, values, inside: evaluate_equation(layout.without(manual), inner, values, (*site, 0, *inside)),
+            bind=lambda inner, values, inside: evaluate_equation(layout.without(manual), inner, values, (*site, 0, *inside), copies),
             eval_forward=forward,
         )
 

@@ -79,6 +79,8 @@ class Use:
     editable: bool = True  # lowering can reach it: it is not inside a custom derivative rule
     fed_by: tuple[str, ...] = ()  # batch leaves whose values reach the data without passing another use
     data_twins: tuple[tuple[tuple[int, ...], int], ...] = ()  # (site, operand) of products that read the same data: weight gradients
+    weight_dims: tuple[Dim, ...] = ()  # of the weight operand, which may be a reshaped or stacked parameter's part
+    in_boundary: bool = False  # a `splitjax.value_and_grad` differentiates it, so that lowering says how it is differentiated
 
 
 @dataclasses.dataclass(frozen=True)

@@ -151,6 +151,7 @@ def _use(use: RawUse, flat: Flat, names: dict[int, str], arguments, classes: Cla
         flops=use.flops, trips=op.trips, source=_compat.source_line(op.eqn), backward=use.backward, editable=op.editable,
         fed_by=tuple(sorted(feeds[data])),
         data_twins=tuple(products.get(data, ())) if use.data is not None else (),
+        weight_dims=classes.dims(op.inputs[use.weight], len(flat.shapes[op.inputs[use.weight]])), in_boundary=op.inside,
     )
 
 

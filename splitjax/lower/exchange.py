@@ -1,0 +1,123 @@
+"""What a split layer exchanges where it is used: graph + leaf specs -> one `Exchange` per product with a split weight.
+
+XLA's partitioner would place these collectives itself, but as an all-reduce of whole gradients where a reduce-scatter has half
+the bytes (seen on CPU and TPU), and it is asked again at every compile. `groups.py` evaluates an exchange as explicit
+collectives, forward and backward. After Lai et al., "SplitBrain" (arXiv 2112.15317), Krizhevsky, "One weird trick" (arXiv
+1404.5997, section 4), and for rows Shoeybi et al., "Megatron-LM" (arXiv 1909.08053, section 3).
+
+What is not a plain product with one weight dim split over the group (lookups, convolutions, experts, weights stored in
+pieces) keeps its constraints (`constraints.py`), and so does every step without a gradient boundary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from splitjax.cost.flow import Flow, flows
+from splitjax.mesh import DATA, MeshShape
+from splitjax.plan import LeafPlan, spec_axes
+from splitjax.trace.graph import Graph, Use
+
+# How activations come in: what a device has before, and what is done about it.
+EXAMPLES = "examples"  # its own examples, whole features: gathers its group's examples
+FEATURES = "features"  # its group's examples, its part of the features: gathers the features
+COPY = "copy"  # its group's examples, whole features: nothing forward, backward the sum over the group
+SPLIT = "split"  # its group's examples, its part of the features, which is what rows need: nothing
+SWAP = "swap"  # its own examples, and rows need a part of the features: examples for features, all to all
+# How results go out.
+STAY = "stay"  # a column-split result is a part of the features
+SUM = "sum"  # rows: the sum over the group, on every device
+SCATTER = "scatter"  # rows: the sum over the group, each worker its own examples
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """One product of activations with a weight that is split over `axes`."""
+
+    site: tuple[int, ...]
+    layer: str
+    data: int  # operand positions
+    weight: int
+    weight_dim: int  # the weight operand's dim that is split
+    axes: tuple[str, ...]  # over which it is split: the group
+    rest: tuple[str, ...]  # batch axes that still split the examples inside the layer
+    example_dim: int  # of the data operand
+    feature_dim: int  # of the data operand: the (first) contracted one
+    out_example_dim: int
+    enter: str
+    leave: str
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        return (*self.rest, *self.axes)
+
+
+def derive_exchanges(
+    graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: tuple[str, ...], replicated_batch: str
+) -> tuple[Exchange, ...]:
+    """The exchanges of a step's forward products inside gradient boundaries, in program order."""
+    planned = {leaf.path: leaf for leaf in leaves}
+    chain = flows(graph, leaves, mesh, batch_axes, replicated_batch)
+    found = (_exchange(graph, flow, chain, planned, mesh, batch_axes) for flow in chain)
+    return tuple(one for one in found if one is not None)
+
+
+def _exchange(
+    graph: Graph, flow: Flow, chain: Sequence[Flow], planned: Mapping[str, LeafPlan], mesh: MeshShape, batch_axes: tuple[str, ...]
+) -> Exchange | None:
+    use, leaf = flow.use, planned[flow.use.param]
+    axes = mesh.present(spec_axes(leaf.spec))
+    rest = tuple(axis for axis in batch_axes if axis not in axes)
+    if use.primitive != "dot_general" or not use.in_boundary or not use.editable or DATA in axes or not axes:
+        return None
+    if not flow.crossing or (*rest, *axes) != batch_axes or flow.stacked or bool(flow.contracted) == bool(flow.free):
+        return None
+    weight_dim, feature_dim = _weight_dim(graph, use, leaf, axes), _feature_dim(graph, use)
+    example_dim, out_example_dim = _example_dim(graph, use.data_dims), _example_dim(graph, use.out_dims)
+    if None in (weight_dim, feature_dim, example_dim, out_example_dim):
+        return None
+    source = _linked(flow.producer, axes, chain)
+    target = _linked(flow.consumer, axes, chain)
+    if flow.free:
+        enter = EXAMPLES if source is None else FEATURES if source.free else COPY
+        leave = STAY
+    else:
+        enter = SWAP if source is None else SPLIT
+        leave = SUM if flow.consumer is None or target is not None else SCATTER
+    if enter in (FEATURES, SWAP) and use.data_shape[feature_dim] % mesh.size(axes):
+        return None
+    return Exchange(use.site, use.layer, use.data, use.weight, weight_dim, axes, rest, example_dim, feature_dim, out_example_dim, enter, leave)
+
+
+def _linked(position: int | None, axes: tuple[str, ...], chain: Sequence[Flow]) -> Flow | None:
+    flow = None if position is None else chain[position]
+    return flow if flow is not None and set(flow.axes) & set(axes) else None
+
+
+def _example_dim(graph: Graph, dims: Sequence[tuple[int, ...]]) -> int | None:
+    found = [position for position, dim in enumerate(dims) if graph.is_example(dim)]
+    return found[0] if found else None
+
+
+def _weight_dim(graph: Graph, use: Use, leaf: LeafPlan, axes: tuple[str, ...]) -> int | None:
+    """The dim of the weight operand (which may be a part of the parameter, or a reshape of it) that the split dim becomes; None
+    where that is not one whole leading dim."""
+    split = [d for d, entry in enumerate(leaf.spec) if set(spec_axes((entry,))) & set(axes)]
+    traced = graph.leaf(use.param)
+    if len(split) != 1 or tuple(spec_axes((leaf.spec[split[0]],))) != axes or not traced.dims[split[0]]:
+        return None
+    atom = graph.local[traced.dims[split[0]][0]]
+    found = [position for position, dim in enumerate(use.weight_dims) if dim and graph.local[dim[0]] == atom]
+    if len(found) > 1:  # both dims of a square kernel in one class: as the parameter has them
+        found = [split[0] - len(traced.dims) + len(use.weight_dims)]
+    return found[0] if len(found) == 1 and found[0] >= 0 else None
+
+
+def _feature_dim(graph: Graph, use: Use) -> int | None:
+    """The first dim of the data that the product contracts: it is in the weight, and not in the result."""
+    weight = {graph.local[dim[0]] for dim in use.weight_dims if dim}
+    out = {graph.local[dim[0]] for dim in use.out_dims if dim}
+    found = [position for position, dim in enumerate(use.data_dims) if dim and graph.local[dim[0]] in weight]
+    clear = [position for position in found if graph.local[use.data_dims[position][0]] not in out]
+    return (clear or found or [None])[0]
