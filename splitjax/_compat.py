@@ -275,3 +275,8 @@ def hidden_body(eqn: Any) -> Any | None:
         return None
     types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)) for v in eqn.invars]
     return trace(lambda *operands: jax.tree.leaves(hidden.expand(*jax.tree.unflatten(hidden.in_tree, operands))), *types)[0]
+
+
+def serialized_modules(compiled: Any) -> list[bytes]:
+    """The optimised HLO modules of a `jax.stages.Compiled`, each as a serialised `HloModuleProto`."""
+    return [module.as_serialized_hlo_module_proto() for module in compiled.runtime_executable().hlo_modules()]

@@ -1,0 +1,247 @@
+"""The collectives of a compiled step, as one flat list of values: what runs, over which mesh axes, how often, how many bytes.
+
+Read from the modules that XLA compiled (`report.wire`), from the entry computation on: into loops (their bodies count as often
+as they run), calls, branches, fusions and the computations that asynchronous collectives are wrapped in. Combined collectives are
+taken apart again: XLA joins small ones of one kind into one operation with several operands, each of which had its own cause.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+
+from splitjax import _compat
+from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
+from splitjax.mesh import MeshShape
+from splitjax.report.groups import OTHER, axes_of, expand, permuted_axes
+from splitjax.report.wire import Computation, Frame, Groups, Instruction, Module, Shape, read_module
+
+# Opcode -> our name. Of a pair `-start`, `-done` only the start is counted: the done names no groups.
+_OPS = {
+    f"{name}{suffix}": name.replace("-", "_")
+    for name in (
+        "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast", "ragged-all-to-all"
+    )
+    for suffix in ("", "-start")
+}
+# Instructions that hand a value on: the cause of what they hand on stands further up.
+_PASSING = frozenset({
+    "bitcast", "copy", "get-tuple-element", "tuple", "reshape", "transpose", "convert", "optimization-barrier", "copy-start",
+    "copy-done", "async-done", "async-update", "opt-barrier",
+})  # fmt: skip
+# (name as JAX says it, bits) by `xla.PrimitiveType`.
+_DTYPES = {
+    1: ("bool", 8), 2: ("int8", 8), 3: ("int16", 16), 4: ("int32", 32), 5: ("int64", 64), 6: ("uint8", 8), 7: ("uint16", 16),
+    8: ("uint32", 32), 9: ("uint64", 64), 10: ("float16", 16), 11: ("float32", 32), 12: ("float64", 64), 15: ("complex64", 64),
+    16: ("bfloat16", 16), 18: ("complex128", 128), 19: ("float8_e5m2", 8), 20: ("float8_e4m3fn", 8), 21: ("int4", 4), 22: ("uint4", 4),
+    23: ("float8_e4m3b11fnuz", 8), 24: ("float8_e5m2fnuz", 8), 25: ("float8_e4m3fnuz", 8), 26: ("int2", 2), 27: ("uint2", 2),
+    28: ("float8_e4m3", 8), 29: ("float8_e3m4", 8), 30: ("int1", 1), 31: ("uint1", 1), 32: ("float4_e2m1fn", 4),
+    33: ("float8_e8m0fnu", 8), 35: ("float6_e3m2fn", 6), 36: ("float6_e2m3fn", 6),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledCollective:
+    """One collective of a compiled step, or one member of a combined one.
+
+    **Attributes:**
+
+    - `op`: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `collective_permute`, `collective_broadcast` or
+      `ragged_all_to_all`.
+    - `axis`: the mesh axes it runs over, joined by `+` in the mesh's order; `other` for groups that are no set of axes.
+    - `groups`: device numbers of each group where `axis` is `other`, else empty. Of a permutation: its (from, to) pairs.
+    - `group_size`: devices that take part together.
+    - `bytes`: what each device sends per step by the ring formulas (`cost.ring`), all `trips` together.
+    - `dtype`, `shape`: of what a device puts in, once.
+    - `trips`: how often it runs per step.
+    - `trips_known`: False inside a loop whose number of turns XLA does not know: `trips` then counts one turn.
+    - `conditional`: it stands in a branch, so that a step may do without it.
+    - `op_name`: the path of scopes and transformations that JAX gave the operation it belongs to.
+    - `source`: the user's `file:line (function)`; empty where XLA has none.
+    - `frames`: all of the user's lines on the stack, innermost first, as `source`.
+    - `name`: of the instruction in the module.
+    - `num_combined`: how many collectives XLA joined into this instruction.
+    """
+
+    op: str
+    axis: str
+    bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    group_size: int
+    trips: int = 1
+    trips_known: bool = True
+    conditional: bool = False
+    op_name: str = ""
+    source: str = ""
+    frames: tuple[str, ...] = ()
+    name: str = ""
+    num_combined: int = 1
+    groups: Groups = ()
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes that a device puts in, once."""
+        return num_bytes(self.dtype, self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Context:
+    """How an instruction is reached."""
+
+    trips: int = 1
+    known: bool = True
+    conditional: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    module: Module
+    mesh: MeshShape
+
+
+_BITS = dict(_DTYPES.values())
+
+
+def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of an array: dtypes of less than a byte are packed."""
+    return -(-math.prod(shape) * _BITS.get(dtype, 8) // 8)
+
+
+def compiled_collectives(compiled: object, mesh: MeshShape) -> tuple[CompiledCollective, ...]:
+    """The collectives of a `jax.stages.Compiled` over a mesh's devices (in the mesh's order), in the order of the program.
+
+    Collectives within groups of one device send nothing and are left out. Raises `report.wire.WireError` where the modules
+    cannot be read."""
+    return tuple(one for data in _compat.serialized_modules(compiled) for one in read_collectives(read_module(data), mesh))
+
+
+def read_collectives(module: Module, mesh: MeshShape) -> tuple[CompiledCollective, ...]:
+    """The collectives of one module, as `compiled_collectives`."""
+    entry = module.computations.get(module.entry)
+    return tuple(_walk(_Reader(module, mesh), entry, _Context())) if entry is not None else ()
+
+
+def _walk(reader: _Reader, computation: Computation, context: _Context) -> Iterator[CompiledCollective]:
+    for one in computation.instructions.values():
+        if one.opcode in _OPS:
+            yield from _collective(reader, computation, one, context)
+            continue
+        if one.opcode in ("async-update", "async-done"):
+            continue  # they name the computation of their start once more
+        inner = context
+        if one.opcode == "while":
+            inner = dataclasses.replace(context, trips=context.trips * (one.trip_count or 1), known=context.known and one.trip_count is not None)
+        elif one.opcode == "conditional":
+            inner = dataclasses.replace(context, conditional=True)
+        for called in one.called:
+            if called in reader.module.computations:
+                yield from _walk(reader, reader.module.computations[called], inner)
+
+
+def _collective(reader: _Reader, computation: Computation, one: Instruction, context: _Context) -> Iterator[CompiledCollective]:
+    op = _OPS[one.opcode]
+    if op == "collective_permute":
+        size, axes = 2, permuted_axes(one.pairs, reader.mesh)
+        groups = one.pairs
+        sends = any(source != target for source, target in one.pairs)
+    else:
+        groups = expand(one.groups, reader.mesh.num_devices)
+        size, axes = max(map(len, groups)), axes_of(groups, reader.mesh)
+        sends = size > 1
+    if not sends:
+        return
+    members = _members(computation, one, op)
+    for position, (shape, member) in enumerate(members):
+        dtype = _DTYPES.get(shape.element_type, ("unknown", 8))[0]
+        op_name, frame, direct = _cause(reader.module, computation, one, position, len(members))
+        frames = _user_lines(reader.module.frames, frame) or direct
+        yield CompiledCollective(
+            op=op, axis=OTHER if axes is None else "+".join(axes), bytes=context.trips * _sent(op, size, num_bytes(dtype, member)),
+            dtype=dtype, shape=member, group_size=size, trips=context.trips, trips_known=context.known,
+            conditional=context.conditional, op_name=op_name, source=frames[0] if frames else "", frames=frames, name=one.name,
+            num_combined=len(members), groups=() if axes is not None else groups,
+        )
+
+
+def _members(computation: Computation, one: Instruction, op: str) -> list[tuple[Shape, tuple[int, ...]]]:
+    """The arrays that a device puts in: one per collective that was combined. An all-to-all may be written with an operand per
+    receiver, which is one exchange."""
+    operands = [computation.instructions[n].shape for n in one.operands if n in computation.instructions]
+    shapes = [flat for shape in operands for flat in _flat(shape)]
+    if op == "ragged_all_to_all":
+        return [(shape, shape.dims) for shape in shapes[:1]]  # the other operands are where the pieces go
+    if op == "collective_permute":
+        shapes = shapes[:1]
+    if op == "all_to_all" and len(shapes) > 1:
+        return [(shapes[0], (len(shapes), *shapes[0].dims))]
+    return [(shape, shape.dims) for shape in shapes]
+
+
+def _flat(shape: Shape) -> Iterator[Shape]:
+    if shape.members:
+        for member in shape.members:
+            yield from _flat(member)
+    elif shape.element_type in _DTYPES:
+        yield shape
+
+
+def _sent(op: str, size: int, local_bytes: int) -> int:
+    if op == "all_reduce":
+        return all_reduce_bytes(size, local_bytes)
+    if op == "all_gather":
+        return all_gather_bytes(size, size * local_bytes)
+    if op == "reduce_scatter":
+        return reduce_scatter_bytes(size, local_bytes)
+    if op in ("all_to_all", "ragged_all_to_all"):
+        return all_to_all_bytes(size, local_bytes)
+    return local_bytes  # a permutation; a broadcast that every device hands on
+
+
+def _cause(module: Module, computation: Computation, one: Instruction, position: int, count: int) -> tuple[str, int, tuple[str, ...]]:
+    """The name, stack frame and direct source of the operation that a collective (or a member of a combined one) belongs to.
+
+    A combined collective carries the metadata of one of its members. What each of them was is kept by the instruction that takes
+    its result out of the tuple, and by the one that computes its operand."""
+    candidates: list[Instruction] = []
+    if count > 1:
+        candidates += [
+            user for user in computation.instructions.values()
+            if user.opcode == "get-tuple-element" and one.id in user.operands and user.tuple_index == position
+        ]
+        candidates += _producers(computation.instructions, one.operands[position : position + 1])
+    candidates.append(one)
+    if count == 1:
+        candidates += _producers(computation.instructions, one.operands[:1])
+    named = [found for found in candidates if found.op_name or found.stack_frame or found.source[0]]
+    if not named:
+        return "", 0, ()
+    best = next((found for found in named if found.op_name and (found.stack_frame or found.source[0])), named[0])
+    direct = best.source
+    return best.op_name, best.stack_frame, (f"{direct[0]}:{direct[1]}",) if direct[0] and not _compat.is_machinery(direct[0]) else ()
+
+
+def _producers(instructions: Mapping[int, Instruction], operands: tuple[int, ...]) -> list[Instruction]:
+    """The instructions behind an operand, nearest first, through those that only hand a value on."""
+    found: list[Instruction] = []
+    while operands and operands[0] in instructions:
+        one = instructions[operands[0]]
+        found.append(one)
+        if one.opcode not in _PASSING:
+            break
+        operands = one.operands
+    return found
+
+
+def _user_lines(frames: tuple[Frame, ...], position: int) -> tuple[str, ...]:
+    """The user's lines of a stack, innermost first, as `_compat.source_line` writes them."""
+    found: list[str] = []
+    seen: set[int] = set()
+    while 0 < position <= len(frames) and position not in seen:  # jax 0.12 has frames that are their own callers
+        seen.add(position)
+        frame = frames[position - 1]
+        if frame.file and not _compat.is_machinery(frame.file):
+            found.append(f"{frame.file}:{frame.line} ({frame.function.rsplit('.', 1)[-1]})")
+        position = frame.parent if frame.parent != position else 0
+    return tuple(found)
