@@ -8,6 +8,7 @@ structure (`Extra`), the only thing about a traced result that is not an array.
 
 from __future__ import annotations
 
+import abc
 import collections
 import dataclasses
 import functools
@@ -116,7 +117,7 @@ class Call:
         ]
 
 
-class FilteredStep:
+class FilteredStep(abc.ABC):
     """A decorated step over modules. Call it like the function it wraps."""
 
     def __init__(self, fn: Callable, options: Options, keywords: dict[str, Any], state_outnums: Any = None,
@@ -288,11 +289,13 @@ class FilteredStep:
 
     # What a frontend adds.
 
+    @abc.abstractmethod
     def _pack(self, args: tuple) -> Call:
-        raise NotImplementedError
+        """A call's arguments, taken apart."""
 
+    @abc.abstractmethod
     def _unpack(self, call: Call, result: Any) -> Any:
-        raise NotImplementedError
+        """What the plain step returned, put together again."""
 
 
 def signature(names: Sequence[str], fn: Callable, num_args: int) -> inspect.Signature:
