@@ -41,6 +41,7 @@ class Flow:
     producer: int | None  # position of the last use before this one whose output it reads, None for none known
     consumer: int | None  # position of the first use that reads this one's output, None for none known
     same_input: int | None  # position of an earlier use of the very same input (q, k and v), split over the same axes
+    at_hand: bool = False  # it reads a batch that lies where the layer wants it (`lower.constraints.place_batches`)
 
     @property
     def axes(self) -> Axes:
@@ -95,6 +96,9 @@ def flows(
                         if free and result[j].free == free and _same_value(uses[j], use) and reads[j] == reads[i] != writes[j]
                     ),
                     None,
+                ),
+                at_hand=bool(use.fed_by) and all(
+                    path in planned and not set(spec_axes(planned[path].spec[:1])) & set(own) for path in use.fed_by
                 ),
             )
         )

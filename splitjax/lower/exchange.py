@@ -79,11 +79,12 @@ def _exchange(
         return None
     source = _linked(flow.producer, axes, chain)
     target = _linked(flow.consumer, axes, chain)
+    at_hand = flow.at_hand and flow.producer is None
     if flow.free:
-        enter = EXAMPLES if source is None else FEATURES if source.free else COPY
+        enter = COPY if at_hand else EXAMPLES if source is None else FEATURES if source.free else COPY
         leave = STAY
     else:
-        enter = SWAP if source is None else SPLIT
+        enter = SWAP if source is None and not at_hand else SPLIT
         leave = SUM if flow.consumer is None or target is not None else SCATTER
     if enter in (FEATURES, SWAP) and use.data_shape[feature_dim] % mesh.size(axes):
         return None

@@ -65,6 +65,7 @@ CASES = {
     "rows behind columns": (None, ("conv", "d1", "rows", "d2", "logits"), (ROWS_BEHIND,)),
     "rows first": (None, ("conv", "rows", "d2", "logits"), (ROWS_BEHIND,)),
     "back to whole": (None, ("conv", "d1", "rows", "conv2", "logits"), (ROWS_BEHIND,)),
+    "the batch is there already": (None, ("d1", "d2", "logits"), ()),
     "one crossing, three products": (heads, ("conv", "q", "k", "v", "logits"), ()),
 }
 MESHES = ({"data": 4, "model": 2}, {"data": 2, "model": 4}, {"data": 1, "model": 8})
@@ -100,5 +101,7 @@ def test_what_is_sent_is_what_was_planned(case):
         if one.bytes > 1024:
             planned[one.op, one.axis] += one.bytes
     assert sent == planned
+    if case.startswith("the batch"):
+        assert not any(one.op == "all_gather" and one.layer == "d1" for one in plan.collectives)
     if case.startswith("one crossing"):
         assert sum(one.op == "reduce_scatter" for one in plan.collectives) == 1
