@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from splitjax.cost.flow import Axes, Flow, flows, used_axes
+from splitjax.cost.flow import Axes, Flow, flows, linked, used_axes
 from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
 from splitjax.mesh import MeshShape
 from splitjax.plan import Collective, LayerPlan, LeafPlan, spec_axes
@@ -103,7 +103,7 @@ def _enter_column(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterato
     axes, whole = flow.free, flow.data_group_bytes // mesh.size(flow.contracted)
     if not axes or (flow.at_hand and flow.producer is None):
         return
-    source = _linked(flow.producer, axes, chain)
+    source = linked(flow.producer, axes, chain)
     if source and set(source.free) & set(axes):
         yield "all_gather", axes, whole, f"forward: whole features of the column-split output of {source.use.layer}", FORWARD
         yield "reduce_scatter", axes, whole, f"backward: cotangent of the column-split output of {source.use.layer}", BACKWARD
@@ -119,7 +119,7 @@ def _enter_row(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_
     axes = flow.contracted
     if not axes or (flow.at_hand and flow.producer is None):
         return
-    source = _linked(flow.producer, axes, chain)
+    source = linked(flow.producer, axes, chain)
     if source and set(source.free) & set(axes):
         return
     if source or not flow.crossing:
@@ -134,7 +134,7 @@ def _leave_row(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_
     axes, whole = flow.contracted, flow.out_group_bytes // mesh.size(flow.free)
     if not axes:
         return
-    if not flow.crossing or flow.consumer is None or _linked(flow.consumer, axes, chain):
+    if not flow.crossing or flow.consumer is None or linked(flow.consumer, axes, chain):
         yield "all_reduce", axes, whole, "forward: partial outputs of a row-split layer", FORWARD
     else:
         yield "reduce_scatter", axes, whole, "forward: partial outputs of a row-split layer, summed onto their workers", FORWARD
@@ -144,7 +144,7 @@ def _leave_row(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_
 def _leave_column(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
     """A column-parallel output stays split for a split consumer (which sees to it), and for the loss if it is the last."""
     axes = flow.free
-    if not axes or flow.consumer is None or _linked(flow.consumer, axes, chain):
+    if not axes or flow.consumer is None or linked(flow.consumer, axes, chain):
         return
     if flow.crossing:
         yield "all_to_all", axes, flow.out_share_bytes, "forward: column-split outputs return to their workers", FORWARD
@@ -156,7 +156,7 @@ def _leave_column(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterato
 def _enter_stacked(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
     """Experts: tokens travel to the device of their expert, their cotangents back (Lepikhin et al., "GShard", 2006.16668)."""
     axes = flow.stacked
-    source = _linked(flow.producer, axes, chain)
+    source = linked(flow.producer, axes, chain)
     if not axes or (source and source.stacked == axes):
         return
     if flow.crossing:
@@ -168,7 +168,7 @@ def _enter_stacked(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterat
 
 def _leave_stacked(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
     axes = flow.stacked
-    target = _linked(flow.consumer, axes, chain)
+    target = linked(flow.consumer, axes, chain)
     if not axes or (target and target.stacked == axes):
         return
     if flow.crossing:
@@ -176,12 +176,6 @@ def _leave_stacked(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterat
         yield "all_to_all", axes, flow.out_share_bytes, "backward: result cotangents travel to their experts", BACKWARD
     else:
         yield "all_gather", axes, flow.out_group_bytes, "forward: results of all experts", FORWARD
-
-
-def _linked(position: int | None, axes: Axes, chain: Sequence[Flow]) -> Flow | None:
-    """The neighbouring use, if it is split over some of these axes too; replicated neighbours are as good as none."""
-    flow = None if position is None else chain[position]
-    return flow if flow and set(flow.axes) & set(axes) else None
 
 
 def _states(graph: Graph, leaves: Sequence[LeafPlan]) -> dict[str, list[LeafPlan]]:

@@ -105,6 +105,12 @@ def flows(
     return tuple(result)
 
 
+def linked(position: int | None, axes: Axes, chain: Sequence[Flow]) -> Flow | None:
+    """The neighbouring use, if it is split over some of these axes too; replicated neighbours are as good as none."""
+    flow = None if position is None else chain[position]
+    return flow if flow and set(flow.axes) & set(axes) else None
+
+
 def _num_bytes(shape: Sequence[int], dtype: str) -> int:
     return math.prod(shape) * np.dtype(dtype).itemsize
 

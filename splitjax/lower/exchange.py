@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from splitjax.cost.flow import Flow, flows
+from splitjax.cost.flow import Flow, flows, linked
 from splitjax.mesh import DATA, MeshShape
 from splitjax.plan import LeafPlan, spec_axes
 from splitjax.trace.graph import Graph, Use
@@ -77,8 +77,8 @@ def _exchange(
     example_dim, out_example_dim = _example_dim(graph, use.data_dims), _example_dim(graph, use.out_dims)
     if None in (weight_dim, feature_dim, example_dim, out_example_dim):
         return None
-    source = _linked(flow.producer, axes, chain)
-    target = _linked(flow.consumer, axes, chain)
+    source = linked(flow.producer, axes, chain)
+    target = linked(flow.consumer, axes, chain)
     at_hand = flow.at_hand and flow.producer is None
     if flow.free:
         enter = COPY if at_hand else EXAMPLES if source is None else FEATURES if source.free else COPY
@@ -89,11 +89,6 @@ def _exchange(
     if enter in (FEATURES, SWAP) and use.data_shape[feature_dim] % mesh.size(axes):
         return None
     return Exchange(use.site, use.layer, use.data, use.weight, weight_dim, axes, rest, example_dim, feature_dim, out_example_dim, enter, leave)
-
-
-def _linked(position: int | None, axes: tuple[str, ...], chain: Sequence[Flow]) -> Flow | None:
-    flow = None if position is None else chain[position]
-    return flow if flow is not None and set(flow.axes) & set(axes) else None
 
 
 def _example_dim(graph: Graph, dims: Sequence[tuple[int, ...]]) -> int | None:

@@ -173,12 +173,14 @@ enter.defvjp(_enter_forward, _enter_backward)
 def swap(product: _Product, data: Any) -> Any:
     """Each worker's examples with all features -> the group's examples with a part of the features."""
     one = product.exchange
+    return _all_to_all(product, data, one.feature_dim, one.example_dim, (product.data_outside, product.data_inside))
+
+
+def _all_to_all(product: _Product, value: Any, split_dim: int, join_dim: int, specs: tuple[PartitionSpec, PartitionSpec]) -> Any:
+    one = product.exchange
     axes = product.where.left(one.axes)
-
-    def local(part):
-        return lax.all_to_all(part, axes, split_axis=one.feature_dim, concat_axis=one.example_dim, tiled=True)
-
-    return product.where.shard_map(local, one.batch_axes, product.data_outside, product.data_inside)(data)
+    run = lambda part: lax.all_to_all(part, axes, split_axis=split_dim, concat_axis=join_dim, tiled=True)
+    return product.where.shard_map(run, one.batch_axes, *specs)(value)
 
 
 def _swap_forward(product: _Product, data: Any) -> tuple[Any, None]:
@@ -187,12 +189,7 @@ def _swap_forward(product: _Product, data: Any) -> tuple[Any, None]:
 
 def _swap_backward(product: _Product, _: None, cotangent: Any) -> tuple[Any]:
     one = product.exchange
-    axes = product.where.left(one.axes)
-
-    def local(part):
-        return lax.all_to_all(part, axes, split_axis=one.example_dim, concat_axis=one.feature_dim, tiled=True)
-
-    return (product.where.shard_map(local, one.batch_axes, product.data_inside, product.data_outside)(cotangent),)
+    return (_all_to_all(product, cotangent, one.example_dim, one.feature_dim, (product.data_inside, product.data_outside)),)
 
 
 swap.defvjp(_swap_forward, _swap_backward)
