@@ -101,7 +101,7 @@ def _activations(i: int, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Ev
 def _enter_column(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
     """A column-parallel use needs whole features; each device has a summand of their cotangent."""
     axes, whole = flow.free, flow.data_group_bytes // mesh.size(flow.contracted)
-    if not axes or (flow.at_hand and flow.producer is None):
+    if not axes or flow.at_hand:
         return
     source = linked(flow.producer, axes, chain)
     if source and set(source.free) & set(axes):
@@ -117,7 +117,7 @@ def _enter_column(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterato
 def _enter_row(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
     """A row-parallel use needs its slice of the features, which a column-parallel producer leaves in place."""
     axes = flow.contracted
-    if not axes or (flow.at_hand and flow.producer is None):
+    if not axes or flow.at_hand:
         return
     source = linked(flow.producer, axes, chain)
     if source and set(source.free) & set(axes):

@@ -41,7 +41,7 @@ class Flow:
     producer: int | None  # position of the last use before this one whose output it reads, None for none known
     consumer: int | None  # position of the first use that reads this one's output, None for none known
     same_input: int | None  # position of an earlier use of the very same input (q, k and v), split over the same axes
-    at_hand: bool = False  # it reads a batch that lies where the layer wants it (`lower.constraints.place_batches`)
+    at_hand: bool = False  # it reads a batch, no other use's output, and the batch lies where it is wanted (`lower.constraints.place_batches`)
 
     @property
     def axes(self) -> Axes:
@@ -80,6 +80,7 @@ def flows(
         data_bytes = _num_bytes(use.data_shape, use.data_dtype) * use.trips if _reads_activations(use) else 0
         out_bytes = _num_bytes(use.out_shape, use.out_dtype) * use.trips
         data_batched, out_batched = (any(map(graph.is_example, dims)) for dims in (use.data_dims, use.out_dims))
+        producer = next((j for j in reversed(range(i)) if writes[j] & reads[i]), None)
         result.append(
             Flow(
                 use, contracted, free, stacked,
@@ -88,7 +89,7 @@ def flows(
                 data_group_bytes=data_bytes // in_layer if data_batched else data_bytes,
                 out_share_bytes=out_bytes // workers if out_batched else out_bytes,
                 out_group_bytes=out_bytes // in_layer if out_batched else out_bytes,
-                producer=next((j for j in reversed(range(i)) if writes[j] & reads[i]), None),
+                producer=producer,
                 consumer=next((j for j in range(i + 1, len(uses)) if writes[i] & reads[j]), None),
                 same_input=next(
                     (
@@ -97,7 +98,7 @@ def flows(
                     ),
                     None,
                 ),
-                at_hand=bool(use.fed_by) and all(
+                at_hand=producer is None and bool(use.fed_by) and all(
                     path in planned and not set(spec_axes(planned[path].spec[:1])) & set(own) for path in use.fed_by
                 ),
             )

@@ -79,12 +79,11 @@ def _exchange(
         return None
     source = linked(flow.producer, axes, chain)
     target = linked(flow.consumer, axes, chain)
-    at_hand = flow.at_hand and flow.producer is None
     if flow.free:
-        enter = COPY if at_hand else EXAMPLES if source is None else FEATURES if source.free else COPY
+        enter = COPY if flow.at_hand else EXAMPLES if source is None else FEATURES if source.free else COPY
         leave = STAY
     else:
-        enter = SWAP if source is None and not at_hand else SPLIT
+        enter = SWAP if source is None and not flow.at_hand else SPLIT
         leave = SUM if flow.consumer is None or target is not None else SCATTER
     if enter in (FEATURES, SWAP) and use.data_shape[feature_dim] % mesh.size(axes):
         return None
