@@ -133,6 +133,21 @@ def detach_consts(closed: Any) -> tuple[Any, list[Any]]:
     return ClosedJaxpr(inner.replace(constvars=(), invars=[*inner.constvars, *inner.invars], debug_info=debug), ()), consts
 
 
+def build_jaxpr(like: Any, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any], consts: Sequence[tuple[Any, Any]]) -> Any:
+    """A closed jaxpr of given equations, with the debug information of another. `consts`: pairs (variable, value)."""
+    effects = frozenset().union(*(eqn.effects for eqn in eqns)) if eqns else frozenset()
+    debug = open_jaxpr(like)[0].debug_info._replace(arg_names=None, result_paths=None)
+    variables, values = [v for v, _ in consts], [value for _, value in consts]
+    if ClosedJaxpr is Jaxpr:
+        return Jaxpr(variables, list(invars), list(outvars), list(eqns), effects, debug, consts=values)
+    return ClosedJaxpr(Jaxpr(variables, list(invars), list(outvars), list(eqns), effects, debug), values)
+
+
+def new_variable(like: Any) -> Any:
+    """A fresh variable of the type of another."""
+    return Var(like.aval)
+
+
 def is_abstract(value: Any) -> bool:
     """Whether a value is a tracer that stands for an unknown array (not a derivative tracer around a concrete one)."""
     return isinstance(value, jax.core.Tracer) and value.to_concrete_value() is None

@@ -232,4 +232,5 @@ _PLAN = {
     "leaves": _list(_object(LeafPlan, _LEAF)), "layers": _list(_object(LayerPlan, _LAYER)),
     "constraints": _list(_object(Constraint, _CONSTRAINT)), "gathered": _list(_text), "memory": _object(Memory, _MEMORY),
     "collectives": _list(_object(Collective, _COLLECTIVE)), "notes": _list(_text),
+    "group_comm": _choice("gather", "turns", "modulo"),
 }

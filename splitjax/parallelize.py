@@ -50,8 +50,9 @@ def parallelize(
     - `state_outnums`: positions of the states among the results, where structure does not tell.
     - `static_argnums`, `static_argnames`: as in `jax.jit`.
     - `unknown`: `"error"`, or `"gather"` to replicate around primitives that have no dim rule.
-    - `group_comm` (`"auto"`, `"gather"`), `sync` (`"dense"`), `backprop` (None), `shard_state` (False): other documented
-      values raise `UnavailableError` in this version.
+    - `group_comm`: how examples cross from replicated into split layers: `"gather"`, `"turns"`, `"modulo"`, or `"auto"`, which chooses
+      between the first and the last by predicted memory.
+    - `sync` (`"dense"`), `backprop` (None), `shard_state` (False): other documented values raise `UnavailableError` in this version.
 
     **Returns** a `ParallelStep`, called like the step itself.
 
@@ -65,7 +66,7 @@ def parallelize(
         )
     check_options(fn, mesh=mesh, rules=rules, group_comm=group_comm, sync=sync, backprop=backprop, shard_state=shard_state, unknown=unknown)
     options = make_options(fn, state_argnums, batch_argnums, static_argnums, static_argnames, state_outnums)
-    recipe = Recipe(fn, options, load_rules(rules), resolve_plan(plan), donate, unknown, returns_state=True)
+    recipe = Recipe(fn, options, load_rules(rules), resolve_plan(plan), donate, unknown, returns_state=True, group_comm=group_comm)
     return ParallelStep(recipe, mesh)
 
 

@@ -137,6 +137,7 @@ class Plan:
     memory: Memory = Memory(0, 0, 0)
     collectives: tuple[Collective, ...] = ()
     notes: tuple[str, ...] = ()
+    group_comm: str = "gather"  # how examples cross into split layers: gather, turns or modulo
 
     @functools.cached_property
     def _by_path(self) -> Mapping[str, LeafPlan]:
@@ -285,6 +286,7 @@ def _differences(a: Plan, b: Plan) -> Iterator[str]:
     yield from _diff_value("rules", a.rules, b.rules)
     yield from _diff_value("replicated_batch", a.replicated_batch, b.replicated_batch)
     yield from _diff_value("batch_axes", a.batch_axes, b.batch_axes)
+    yield from _diff_value("group_comm", a.group_comm, b.group_comm)
     yield from _diff_entries("leaf", a.leaves, b.leaves, lambda leaf: leaf.path)
     yield from _diff_entries("layer", a.layers, b.layers, lambda layer: layer.name)
     yield from _diff_entries("constraint", a.constraints, b.constraints, lambda c: f"{c.site} operand {c.operand} ({c.layer})")

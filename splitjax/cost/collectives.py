@@ -37,6 +37,8 @@ _BYTES = {
     "all_to_all": all_to_all_bytes,
 }
 FORWARD, BACKWARD = False, True
+_ENTER, _RETURN = "forward: the group's examples enter a split layer", "backward: input cotangents return to their workers"
+_ENTER_ROWS, _RETURN_ROWS = "forward: the group's examples enter a row-split layer", "backward: input cotangents return from a row-split layer"
 # (op, axes, bytes that the op's formula takes, why, whether it belongs to the backward pass)
 _Event = tuple[str, Axes, int, str, bool]
 
@@ -50,6 +52,7 @@ def predict_collectives(
     replicated_batch: str,
     *,
     backward: bool = True,
+    group_comm: str = "gather",
 ) -> tuple[Collective, ...]:
     """The collectives that a step of this layout needs: activations in program order, then gradients in leaf order.
 
@@ -60,6 +63,7 @@ def predict_collectives(
     - `batch_axes`: the axes over which batch arguments are split.
     - `replicated_batch`: `"all"` where the batch of replicated layers is split over every axis, `"data"` where split and
       replicated layers see the same batch.
+    - `group_comm`: `gather` and `modulo` send the same bytes, the latter a part in each turn; `turns` all-reduces them instead.
     - `backward`: False for a step that takes no gradient (evaluation).
 
     **Returns:** `Collective`s with `bytes` sent per device and step, by ring algorithms (`cost.ring`); those of 0 bytes left out.
@@ -72,7 +76,8 @@ def predict_collectives(
     events: list[tuple[str, _Event]] = []
     for i, flow in enumerate(chain):
         layer = names.get(flow.use.param, flow.use.layer)
-        events += [(layer, event) for event in _activations(i, chain, mesh)]
+        for event in _activations(i, chain, mesh):
+            events += [(layer, one) for one in (_in_turns(event, mesh) if group_comm == "turns" else (event,))]
     for leaf in leaves:
         if leaf.role == "param":
             found = _gradients(
@@ -84,6 +89,22 @@ def predict_collectives(
         for layer, (op, axes, num_bytes, why, phase) in events
         if (backward or phase == FORWARD) and (sent := _BYTES[op](mesh.size(axes), num_bytes)) > 0
     )
+
+
+def _in_turns(event: _Event, mesh: MeshShape) -> tuple[_Event, ...]:
+    """A crossing as `turns` has it: a worker's examples are broadcast, and their cotangents summed, by masked all-reduces."""
+    _, axes, num_bytes, why, phase = event
+    if why in (_ENTER, _RETURN):
+        return (("all_reduce", axes, num_bytes, f"{why}, each worker's in turn", phase),)
+    if why == _ENTER_ROWS:
+        return (("all_reduce", axes, num_bytes * mesh.size(axes), f"{why}, each worker's in turn", phase),)
+    if why == _RETURN_ROWS:
+        whole = num_bytes * mesh.size(axes)
+        return (
+            ("all_gather", axes, whole, "backward: input cotangent of a row-split layer, whole features", phase),
+            ("all_reduce", axes, whole, f"{why}, each worker's in turn", phase),
+        )
+    return (event,)
 
 
 def _activations(i: int, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
@@ -110,8 +131,8 @@ def _enter_column(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterato
     elif source or not flow.crossing:
         yield "all_reduce", axes, whole, "backward: input cotangent of a column-split layer, summed over its columns", BACKWARD
     else:
-        yield "all_gather", axes, whole, "forward: the group's examples enter a split layer", FORWARD
-        yield "reduce_scatter", axes, whole, "backward: input cotangents return to their workers", BACKWARD
+        yield "all_gather", axes, whole, _ENTER, FORWARD
+        yield "reduce_scatter", axes, whole, _RETURN, BACKWARD
 
 
 def _enter_row(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
@@ -125,8 +146,8 @@ def _enter_row(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_
     if source or not flow.crossing:
         yield "all_gather", axes, flow.data_group_bytes, "backward: input cotangent of a row-split layer, whole features", BACKWARD
     else:
-        yield "all_to_all", axes, flow.data_share_bytes, "forward: the group's examples enter a row-split layer", FORWARD
-        yield "all_to_all", axes, flow.data_share_bytes, "backward: input cotangents return to their workers", BACKWARD
+        yield "all_to_all", axes, flow.data_share_bytes, _ENTER_ROWS, FORWARD
+        yield "all_to_all", axes, flow.data_share_bytes, _RETURN_ROWS, BACKWARD
 
 
 def _leave_row(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:

@@ -11,7 +11,8 @@ from splitjax.trace.graph import Graph
 
 
 def predict_memory(
-    graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: Sequence[str], replicated_batch: str = "all"
+    graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: Sequence[str], replicated_batch: str = "all", *,
+    group_comm: str = "gather",
 ) -> Memory:
     """Bytes per device of a step under this layout.
 
@@ -24,7 +25,7 @@ def predict_memory(
     - `peak_bytes`: state, one gradient per parameter (laid out as the parameter), activations. XLA may reach less by
       consuming gradients as they come.
 
-    `replicated_batch` as for `predict_collectives`: it says which weights stay split over axes that split the batch.
+    In turns (`group_comm`) a split layer sees one turn's examples at a time. `replicated_batch` as for `predict_collectives`: it says which weights stay split over axes that split the batch.
     """
     state = sum(leaf.bytes_per_device for leaf in leaves if leaf.is_state)
     gradients = sum(leaf.bytes_per_device for leaf in leaves if leaf.role == "param")
@@ -32,8 +33,9 @@ def predict_memory(
     for flow in flows(graph, leaves, mesh, batch_axes, replicated_batch):
         if not flow.free:
             continue
+        num_turns = 1 if group_comm == "gather" else mesh.size(flow.axes)  # a layer's activations are alive for one turn at a time
         if flow.same_input is None:
-            activations += flow.data_group_bytes - flow.data_share_bytes
-        activations -= flow.out_share_bytes - flow.out_group_bytes // mesh.size(flow.free)
+            activations += flow.data_group_bytes // num_turns - flow.data_share_bytes
+        activations -= flow.out_share_bytes - flow.out_group_bytes // mesh.size(flow.free) // num_turns
     activations = max(activations, graph.activation_bytes // mesh.num_devices)
     return Memory(state_bytes=state, activation_bytes=activations, peak_bytes=state + gradients + activations)

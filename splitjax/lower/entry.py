@@ -14,9 +14,10 @@ from jax.sharding import Mesh
 from splitjax import _compat
 from splitjax.errors import PlanError, SplitjaxError, StateError, TraceError
 from splitjax.lower.arguments import Bound, Options, abstract, bind, call_with, keyword_only
-from splitjax.lower.exchange import derive_exchanges
-from splitjax.lower.layout import Layout, evaluate, named_sharding
-from splitjax.lower.microbatching import boundary_hook
+from splitjax.lower.exchange import derive_exchanges, whole_products
+from splitjax.lower.group_comm import choose, crosses
+from splitjax.lower.layout import BoundaryHook, Layout, evaluate, named_sharding
+from splitjax.lower.microbatching import boundary_hook, check_turns, make_twin
 from splitjax.lower.planning import follow_plan, make_plan, pin_plan
 from splitjax.lower.states import match_states
 from splitjax.mesh import MeshShape
@@ -39,6 +40,7 @@ class Recipe:
     donate: bool
     unknown: str
     returns_state: bool
+    group_comm: str = "auto"
 
     @property
     def name(self) -> str:
@@ -86,7 +88,12 @@ def build_entry(recipe: Recipe, mesh: Mesh, bound: Bound, layouts: Mapping[str, 
     matched = match_states(recipe.options, bound, result) if recipe.returns_state else {}
     graph = build_graph(jaxpr, bound.arguments, matched)
     plan = _plan(recipe, MeshShape.of(mesh), graph, layouts)
-    jitted = _compile(recipe, mesh, bound, jaxpr, result, matched, plan, graph)
+    layout = _layout(mesh, plan, graph)
+    twin_of = make_twin(bound, graph, lambda leaves: _trace(recipe, bound, leaves)[0])
+    if recipe.returns_state:
+        check = lambda kind: check_turns(kind, graph, mesh, plan, layout, jaxpr, twin_of)
+        plan = choose(recipe.group_comm if recipe.pinned is None else recipe.pinned.group_comm, plan, graph, check, crosses(graph, plan))
+    jitted = _compile(recipe, mesh, bound, jaxpr, result, matched, plan, boundary_hook(graph, mesh, plan, layout, twin_of), layout)
     return Entry(bound, graph, plan, jitted)
 
 
@@ -141,12 +148,14 @@ def _follow(graph: Graph, layouts: Mapping[str, LeafPlan]) -> dict[str, Any]:
     return specs
 
 
-def _compile(recipe: Recipe, mesh: Mesh, bound: Bound, jaxpr, result, matched, plan: Plan, graph: Graph):
-    exchanges = derive_exchanges(graph, plan.leaves, plan.mesh, plan.batch_axes, plan.replicated_batch)
-    layout = Layout.of(mesh, plan.constraints, exchanges)
+def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> Layout:
+    arguments = graph, plan.leaves, plan.mesh, plan.batch_axes, plan.replicated_batch
+    return Layout.of(mesh, plan.constraints, derive_exchanges(*arguments), whole_products(*arguments))
+
+
+def _compile(recipe: Recipe, mesh: Mesh, bound: Bound, jaxpr, result, matched, plan: Plan, hook: BoundaryHook, layout: Layout):
     shardings = [named_sharding(mesh, leaf.spec) for leaf in plan.leaves]
     tree = jax.tree.structure(result)
-    hook = boundary_hook(bound, graph, mesh, plan, layout, lambda leaves: _trace(recipe, bound, leaves)[0])
 
     def run(*args):
         # jax.jit calls this only when it traces. A trace for other arguments than the plan's must not pass silently.

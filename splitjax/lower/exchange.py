@@ -53,6 +53,24 @@ class Exchange:
         return (*self.rest, *self.axes)
 
 
+@dataclasses.dataclass(frozen=True)
+class WholeProduct:
+    """A product with a weight that every device of a group holds whole, fed by each worker's own examples."""
+
+    site: tuple[int, ...]
+    layer: str
+
+
+def whole_products(
+    graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: tuple[str, ...], replicated_batch: str
+) -> tuple[WholeProduct, ...]:
+    """The forward products of replicated layers inside gradient boundaries, in program order."""
+    return tuple(
+        WholeProduct(flow.use.site, flow.use.layer) for flow in flows(graph, leaves, mesh, batch_axes, replicated_batch)
+        if flow.use.in_boundary and not flow.axes
+    )
+
+
 def derive_exchanges(
     graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: tuple[str, ...], replicated_batch: str
 ) -> tuple[Exchange, ...]:

@@ -22,6 +22,8 @@ from jax.sharding import PartitionSpec
 from splitjax import _compat
 from splitjax.lower.exchange import COPY, EXAMPLES, FEATURES, SCATTER, STAY, SWAP, Exchange
 
+Copies = dict[Any, tuple[Any, Any]]  # gathered activations by `copies_key`: (what was gathered, its copies)
+
 
 @dataclasses.dataclass(frozen=True)
 class Where:
@@ -40,7 +42,7 @@ class Where:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Product:
+class Product:
     """An exchange with its equation's geometry. All specs are of whole (global) values."""
 
     exchange: Exchange
@@ -110,13 +112,13 @@ def fits(one: Exchange, eqn: Any, operands: Sequence[Any]) -> bool:
     return one.weight_dim in weight_contract and data_contract[weight_contract.index(one.weight_dim)] == one.feature_dim
 
 
-def evaluate_product(one: Exchange, eqn: Any, operands: Sequence[Any], where: Where, copies: dict[Any, Any]) -> list[Any]:
+def evaluate_product(one: Exchange, eqn: Any, operands: Sequence[Any], where: Where, copies: Copies) -> list[Any]:
     """The results of a product with a split weight. `copies` remembers gathered activations by value: products that read the same
     ones (q, k and v) gather them once."""
     data, weight = operands[one.data], operands[one.weight]
-    product = _Product(one, where, eqn, data.ndim, weight.ndim)
+    product = Product(one, where, eqn, data.ndim, weight.ndim)
     if one.leave == STAY:
-        key = (id(data), one.enter, one.axes, one.example_dim, one.feature_dim)
+        key = copies_key(one, data)
         if key not in copies:
             with jax.named_scope(scope("enter", one.layer)):
                 copies[key] = data, enter(product, data)
@@ -128,13 +130,18 @@ def evaluate_product(one: Exchange, eqn: Any, operands: Sequence[Any], where: Wh
         return [multiply(product, data, weight)]
 
 
+def copies_key(one: Exchange, data: Any) -> Any:
+    """By what gathered activations are found again: the value that is gathered, and how."""
+    return id(data), one.enter, one.axes, one.example_dim, one.feature_dim
+
+
 def scope(what: str, layer: str) -> str:
     """The name scope of an exchange, by which a compiled collective is found again."""
     return f"splitjax:{what}:{layer.replace('/', '.')}"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def enter(product: _Product, data: Any) -> Any:
+def enter(product: Product, data: Any) -> Any:
     """Activations as copies, gathered if need be."""
     one = product.exchange
     axes = product.where.left(one.axes)
@@ -149,11 +156,12 @@ def enter(product: _Product, data: Any) -> Any:
     return product.where.shard_map(local, one.batch_axes, product.data_outside, product.data_inside)(data)
 
 
-def _enter_forward(product: _Product, data: Any) -> tuple[Any, None]:
+def _enter_forward(product: Product, data: Any) -> tuple[Any, None]:
     return enter(product, data), None
 
 
-def _enter_backward(product: _Product, _: None, cotangent: Any) -> tuple[Any]:
+def leave(product: Product, cotangent: Any) -> Any:
+    """The cotangents of copies, summed back to where the activations came from."""
     one = product.exchange
     axes = product.where.left(one.axes)
 
@@ -163,31 +171,31 @@ def _enter_backward(product: _Product, _: None, cotangent: Any) -> tuple[Any]:
         dim = one.example_dim if one.enter == EXAMPLES else one.feature_dim
         return lax.psum_scatter(summand[0], axes, scatter_dimension=dim, tiled=True)
 
-    return (product.where.shard_map(local, one.batch_axes, product.data_inside, product.data_outside)(cotangent),)
+    return product.where.shard_map(local, one.batch_axes, product.data_inside, product.data_outside)(cotangent)
 
 
-enter.defvjp(_enter_forward, _enter_backward)
+enter.defvjp(_enter_forward, lambda product, _, cotangent: (leave(product, cotangent),))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def swap(product: _Product, data: Any) -> Any:
+def swap(product: Product, data: Any) -> Any:
     """Each worker's examples with all features -> the group's examples with a part of the features."""
     one = product.exchange
     return _all_to_all(product, data, one.feature_dim, one.example_dim, (product.data_outside, product.data_inside))
 
 
-def _all_to_all(product: _Product, value: Any, split_dim: int, join_dim: int, specs: tuple[PartitionSpec, PartitionSpec]) -> Any:
+def _all_to_all(product: Product, value: Any, split_dim: int, join_dim: int, specs: tuple[PartitionSpec, PartitionSpec]) -> Any:
     one = product.exchange
     axes = product.where.left(one.axes)
     run = lambda part: lax.all_to_all(part, axes, split_axis=split_dim, concat_axis=join_dim, tiled=True)
     return product.where.shard_map(run, one.batch_axes, *specs)(value)
 
 
-def _swap_forward(product: _Product, data: Any) -> tuple[Any, None]:
+def _swap_forward(product: Product, data: Any) -> tuple[Any, None]:
     return swap(product, data), None
 
 
-def _swap_backward(product: _Product, _: None, cotangent: Any) -> tuple[Any]:
+def _swap_backward(product: Product, _: None, cotangent: Any) -> tuple[Any]:
     one = product.exchange
     return (_all_to_all(product, cotangent, one.example_dim, one.feature_dim, (product.data_inside, product.data_outside)),)
 
@@ -196,12 +204,12 @@ swap.defvjp(_swap_forward, _swap_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply(product: _Product, data: Any, weight: Any) -> Any:
+def multiply(product: Product, data: Any, weight: Any) -> Any:
     """The product itself: columns of it on each device, or the sum of what each device's rows give."""
     return _multiply_forward(product, data, weight)[0]
 
 
-def _multiply_forward(product: _Product, data: Any, weight: Any) -> tuple[Any, tuple[Any, Any]]:
+def _multiply_forward(product: Product, data: Any, weight: Any) -> tuple[Any, tuple[Any, Any]]:
     one = product.exchange
     axes = product.where.left(one.axes)
 
@@ -217,7 +225,7 @@ def _multiply_forward(product: _Product, data: Any, weight: Any) -> tuple[Any, t
     return product.where.shard_map(local, one.batch_axes, specs, product.out_spec)(data, weight), (data, weight)
 
 
-def _multiply_backward(product: _Product, kept: tuple[Any, Any], cotangent: Any) -> tuple[Any, Any]:
+def _multiply_backward(product: Product, kept: tuple[Any, Any], cotangent: Any) -> tuple[Any, Any]:
     one = product.exchange
     axes, rest = product.where.left(one.axes), product.where.left(one.rest)
 

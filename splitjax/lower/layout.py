@@ -17,13 +17,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from splitjax import _compat
 from splitjax.lower import gradient
-from splitjax.lower.exchange import Exchange
-from splitjax.lower.groups import Where, evaluate_product, fits
+from splitjax.lower.exchange import Exchange, WholeProduct
+from splitjax.lower.groups import Copies, Where, evaluate_product, fits
 from splitjax.plan import Constraint, Spec
 
 Site = tuple[int, ...]
-Copies = dict[Any, Any]  # gathered activations by value: see `groups.evaluate_product`
-# Evaluates a gradient boundary that asks for microbatches: (equation, operands, evaluator of its forward) -> results.
+# Evaluates a gradient boundary, in microbatches or turns if need be: (equation, operands, evaluator of its forward) -> results.
 BoundaryHook = Callable[[Any, Sequence[Any], Site, Callable[[Any, Sequence[Any]], list[Any]]], list[Any]]
 
 
@@ -35,16 +34,20 @@ class Layout:
     by_site: Mapping[Site, tuple[Constraint, ...]]
     inside: frozenset[Site]
     exchanges: Mapping[Site, Exchange] = dataclasses.field(default_factory=dict)
+    whole_products: tuple[WholeProduct, ...] = ()
     manual: tuple[str, ...] = ()  # the axes of a surrounding shard_map: shardings refer to the mesh in context
 
     @classmethod
-    def of(cls, mesh: Mesh, constraints: Sequence[Constraint], exchanges: Sequence[Exchange] = ()) -> Layout:
+    def of(
+        cls, mesh: Mesh, constraints: Sequence[Constraint], exchanges: Sequence[Exchange] = (), whole_products: Sequence[WholeProduct] = ()
+    ) -> Layout:
         by_site: dict[Site, list[Constraint]] = collections.defaultdict(list)
         for one in constraints:
             by_site[one.site].append(one)
         sites = {*by_site, *(one.site for one in exchanges)}
         inside = frozenset(site[:depth] for site in sites for depth in range(1, len(site)))
-        return cls(mesh, {site: tuple(found) for site, found in by_site.items()}, inside, {one.site: one for one in exchanges})
+        pinned = {site: tuple(found) for site, found in by_site.items()}
+        return cls(mesh, pinned, inside, {one.site: one for one in exchanges}, tuple(whole_products))
 
     def without(self, manual: Sequence[str]) -> Layout:
         """The same layout for the inside of a `shard_map` that is manual over some axes: they do not occur in its constraints."""
@@ -77,13 +80,18 @@ def named_sharding(mesh: Mesh, spec: Spec) -> NamedSharding:
 def evaluate(layout: Layout, jaxpr: Any, operands: Sequence[Any], boundary: BoundaryHook | None = None) -> list[Any]:
     """Evaluates a closed jaxpr on flat operands with the layout's constraints.
 
-    `boundary` evaluates gradient boundaries that ask for microbatches; without it they run whole, which gives the same
-    numbers."""
+    `boundary` evaluates gradient boundaries; without it they run whole, which gives the same numbers."""
     return _run(layout, jaxpr, operands, (), boundary, None)
 
 
+def evaluate_part(layout: Layout, jaxpr: Any, operands: Sequence[Any], prefix: Site, sites: Sequence[Site], copies: Copies) -> list[Any]:
+    """Evaluates some equations of a boundary's forward, which stand at `sites` behind `prefix`."""
+    return _run(layout, jaxpr, operands, prefix, None, copies, sites)
+
+
 def _run(
-    layout: Layout, jaxpr: Any, operands: Sequence[Any], prefix: Site, boundary: BoundaryHook | None, copies: Copies | None
+    layout: Layout, jaxpr: Any, operands: Sequence[Any], prefix: Site, boundary: BoundaryHook | None, copies: Copies | None,
+    sites: Sequence[Site] | None = None,
 ) -> list[Any]:
     inner, consts = _compat.open_jaxpr(jaxpr)
     env: dict[Any, Any] = dict(zip(inner.constvars, consts, strict=True))
@@ -94,7 +102,8 @@ def _run(
 
     for index, eqn in enumerate(inner.eqns):
         with _compat.equation_context(eqn):
-            results = _placed(layout, eqn, [read(a) for a in eqn.invars], (*prefix, index), boundary, copies)
+            site = (*prefix, index) if sites is None else (*prefix, *sites[index])
+            results = _placed(layout, eqn, [read(a) for a in eqn.invars], site, boundary, copies)
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(a) for a in inner.outvars]
 
@@ -127,7 +136,7 @@ def _equation(
         def forward(jaxpr, operands):
             return _run(layout, jaxpr, operands, (*site, 0), boundary, {})
 
-        if boundary is not None and eqn.params["microbatches"] not in (None, 1):
+        if boundary is not None:
             return boundary(eqn, values, site, forward)
         return gradient.expand(eqn.params, values, forward)
     rebuild = _REBUILD.get(eqn.primitive.name)

@@ -1,11 +1,12 @@
-"""Connects the gradient boundaries of a step that ask for microbatches with their evaluation (`microbatch.py`).
+"""Connects the gradient boundaries of a step with their evaluation: in microbatches (`microbatch.py`), in turns (`turns.py`), or whole.
 
-The step is traced a second time with as many examples as one microbatch of one worker has; the boundary at the same site of
+For either loop the step is traced a second time with as many examples as one microbatch of one worker has; the boundary at the same site of
 that trace is the local forward, and operand dims whose sizes differ between the traces are the example dims.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,20 +15,24 @@ import jax
 from jax.sharding import Mesh
 
 from splitjax import _compat
-from splitjax.errors import MicrobatchError, SplitjaxError
+from splitjax.errors import BatchError, MicrobatchError, SplitjaxError
 from splitjax.lower import gradient
 from splitjax.lower.arguments import Bound, abstract
+from splitjax.lower.exchange import EXAMPLES, SWAP
+from splitjax.lower.groups import Copies
 from splitjax.lower.layout import BoundaryHook, Layout, Site, evaluate_equation
 from splitjax.lower.microbatch import expand_microbatches, local_examples, manual_axes
+from splitjax.lower.turns import Mode, Refused, Turned, evaluate_turns, take_turns
 from splitjax.plan import Plan
 from splitjax.trace.graph import Graph
 
+Twin = Callable[[Any, Site, int], Any]  # (boundary equation, its site, number of examples) -> the same equation in another trace
 
-def boundary_hook(bound: Bound, graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, trace: Callable[[list[Any]], Any]) -> BoundaryHook:
-    """The evaluator of boundaries with `microbatches`.
+
+def make_twin(bound: Bound, graph: Graph, trace: Callable[[list[Any]], Any]) -> Twin:
+    """Finds a step's boundaries traced with other numbers of examples.
 
     `trace(leaves)` traces the step for other flat arguments (`ShapeDtypeStruct`s) and returns its closed jaxpr."""
-    manual = manual_axes(plan.batch_axes, mesh, [leaf.spec for leaf in plan.leaves if leaf.role == "param"])
 
     @functools.cache
     def local_jaxpr(num_examples: int) -> Any:
@@ -45,18 +50,33 @@ def boundary_hook(bound: Bound, graph: Graph, mesh: Mesh, plan: Plan, layout: La
                 place="microbatches", remedy="write the step for any batch size, or use microbatches=None",
             ) from error
 
-    def hook(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable) -> list[Any]:
-        number = eqn.params["microbatches"]
-        if graph.num_examples is None:
-            return gradient.expand(eqn.params, operands, forward)
-        size = local_examples(graph.num_examples, number, plan.batch_axes, mesh, manual)
-        twin = equation_at(local_jaxpr(size), site)
+    def twin_of(eqn: Any, site: Site, num_examples: int) -> Any:
+        twin = equation_at(local_jaxpr(num_examples), site)
         if twin is None or not gradient.is_boundary(twin) or len(twin.invars) != len(eqn.invars):
             raise MicrobatchError(
-                f"{eqn.params['label']}: the step is another program for {size} examples than for {graph.num_examples}",
-                value=size, place=eqn.params["label"], remedy="do not let the program depend on the batch size, or use microbatches=None",
+                f"{eqn.params['label']}: the step is another program for {num_examples} examples than for {graph.num_examples}",
+                value=num_examples, place=eqn.params["label"],
+                remedy="do not let the program depend on the batch size, or use microbatches=None",
             )
-        copies: dict[Any, Any] = {}
+        return twin
+
+    return twin_of
+
+
+def boundary_hook(graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of: Twin) -> BoundaryHook:
+    """The evaluator of gradient boundaries: whole, in microbatches, or in turns."""
+    manual = whole_axes(plan, mesh)
+
+    def hook(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable) -> list[Any]:
+        if plan.group_comm != "gather":
+            turned = turned_boundary(eqn, site, graph, mesh, plan, layout, twin_of)
+            if turned is not None:
+                return evaluate_turns(turned, operands, layout)
+        number = eqn.params["microbatches"]
+        if number in (None, 1) or graph.num_examples is None:
+            return gradient.expand(eqn.params, operands, forward)
+        twin = twin_of(eqn, site, local_examples(graph.num_examples, number, plan.batch_axes, mesh, manual))
+        copies: Copies = {}
         dims = [_example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True)]
         return expand_microbatches(
             eqn.params, operands, dims, gradient.boundary_forward(twin)[0], number, plan.batch_axes, mesh, manual_axes=manual,
@@ -65,6 +85,51 @@ def boundary_hook(bound: Bound, graph: Graph, mesh: Mesh, plan: Plan, layout: La
         )
 
     return hook
+
+
+def whole_axes(plan: Plan, mesh: Mesh) -> tuple[str, ...]:
+    """The batch axes over which every parameter is whole: over them a loop can exchange gradients once."""
+    return manual_axes(plan.batch_axes, mesh, [leaf.spec for leaf in plan.leaves if leaf.role == "param"])
+
+
+def check_turns(kind: str, graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, jaxpr: Any, twin_of: Twin) -> bool:
+    """Whether any boundary of the step would run in turns. Raises `Refused` where one cannot, `BatchError` for a batch that
+    does not divide into turns."""
+    sites = {site[:depth] for site in layout.exchanges for depth in range(1, len(site))}
+    found = False
+    for site in sorted(sites):
+        eqn = equation_at(jaxpr, site)
+        if eqn is not None and gradient.is_boundary(eqn):
+            turned = turned_boundary(eqn, site, graph, mesh, dataclasses.replace(plan, group_comm=kind), layout, twin_of)
+            if turned is not None:
+                turned.check()
+                found = True
+    return found
+
+
+def turned_boundary(eqn: Any, site: Site, graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of: Twin) -> Turned | None:
+    """A boundary as it runs in turns; None where nothing crosses in it. Raises `Refused`, `BatchError`."""
+    prefix = (*site, 0)
+    groups = {one.axes for one in layout.exchanges.values() if one.site[: len(prefix)] == prefix and one.enter in (EXAMPLES, SWAP)}
+    if not groups or graph.num_examples is None:
+        return None
+    mode = Mode(plan.group_comm, plan.batch_axes, whole_axes(plan, mesh), mesh, graph.num_examples)
+    group = min(groups)
+    num_turns, slice_axes = plan.mesh.size(group), mode.slice_axes(group)
+    unit = num_turns * plan.mesh.size(slice_axes)
+    if graph.num_examples % unit:
+        below, above = graph.num_examples // unit * unit, -(-graph.num_examples // unit) * unit
+        raise BatchError(
+            f"{graph.num_examples} examples do not divide into {num_turns} turns on {plan.mesh.size(slice_axes)} workers",
+            value=graph.num_examples, place=f"group_comm={plan.group_comm!r}",
+            remedy=f"use {f'{below} or {above}' if below else above} examples, or group_comm=\"gather\"",
+        )
+    try:
+        size = local_examples(graph.num_examples, num_turns, slice_axes, mesh, mode.manual)
+        twin = twin_of(eqn, site, size)
+    except MicrobatchError as error:
+        raise Refused(error.message) from error
+    return take_turns(eqn, twin, site, layout, mode)
 
 
 def _example_dim(whole: Sequence[int], part: Sequence[int]) -> int | None:

@@ -25,9 +25,6 @@ def check_options(fn: Callable, *, mesh: Any, rules: Any, group_comm: Any, sync:
         raise OptionError("parallelize decorates a function", value=fn, place="parallelize", remedy="pass the training step")
     _one_of("unknown", unknown, ("error", "gather"), place)
     _one_of("group_comm", group_comm, _GROUP_COMM, place)
-    if group_comm in ("turns", "modulo"):
-        raise UnavailableError("this group communication is not part of this version", value=group_comm,
-                               place=f"{place}, group_comm", remedy='use "auto" or "gather"')
     if isinstance(sync, str):
         _one_of("sync", sync, _SCHEMES, place)
     if sync != "dense":

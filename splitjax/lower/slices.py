@@ -60,19 +60,20 @@ class Split:
     def _local(self, factors: Sequence[int]) -> tuple[int, ...]:
         return (factors[0], *(1 if name in self.manual else size for name, size in self.axes), *factors[len(self.axes) + 1 :])
 
-    def cut(self, value: Any, layout: Layout) -> Any:
-        """A whole value as (N, *before, major, s1..sk, n, minor, *behind): microbatches lead."""
+    def cut(self, value: Any, layout: Layout, whole_over: Sequence[str] = ()) -> Any:
+        """A whole value as (N, *before, major, s1..sk, n, minor, *behind): microbatches lead. `whole_over`: batch axes over which it
+        is not split, but whole."""
         shape, dim = value.shape, layout.dim
         split = jnp.reshape(value, (*shape[:dim], *self._factors(shape[dim], layout), *shape[dim + 1 :]))
-        return self._pin(jnp.moveaxis(split, dim + 1 + len(self.axes), 0), 1 + dim)
+        return self._pin(jnp.moveaxis(split, dim + 1 + len(self.axes), 0), 1 + dim, whole_over)
 
-    def _pin(self, value: Any, major: int) -> Any:
+    def _pin(self, value: Any, major: int, whole_over: Sequence[str]) -> Any:
         """Keeps a cut value where the batch is: its axis dims stay on their mesh axes."""
         if self.mesh is None or not self.axes:
             return value
         entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * value.ndim
         for i, (name, _) in enumerate(self.axes):
-            entries[major + 1 + i] = name
+            entries[major + 1 + i] = None if name in whole_over else name
         return lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec(*entries)))
 
     def cut_spec(self, rank: int, layout: Layout) -> PartitionSpec:

@@ -150,6 +150,7 @@ def summary(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
     sections = (
         ("mesh", [f"{plan.mesh} ({plan.mesh.num_devices} devices)"]),
         ("rules", [f"{plan.rules}; batch split over {batch}; replicated layers split theirs over {replicated}"]),
+        ("crossing", [_CROSSINGS[plan.group_comm]] if plan.group_comm != "gather" else []),
         ("state", _state(plan)),
         ("optimizer", _optimizer(plan)),
         ("statistics", _held(plan, "statistic")),
@@ -163,6 +164,12 @@ def summary(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
         ("notes", list(plan.notes)),
     )
     return tuple((title, tuple(lines)) for title, lines in sections if lines)
+
+
+_CROSSINGS = {
+    "modulo": "modulo: split layers run in turns, each with a slice of every worker's examples",
+    "turns": "turns: split layers run in turns, each with one worker's examples",
+}
 
 
 def _state(plan: Plan) -> list[str]:
