@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from splitjax.cost.flow import flows
 from splitjax.mesh import MeshShape
-from splitjax.plan import LeafPlan, Memory
+from splitjax.plan import LeafPlan, Memory, spec_axes
 from splitjax.trace.graph import Graph
 
 
@@ -22,14 +22,16 @@ def predict_memory(
       (SplitBrain's *gather* crossing: arXiv 2112.15317; Krizhevsky 2014, arXiv 1404.5997, scheme a), minus what column-split
       outputs leave to other devices. An approximation: elementwise results within split layers count whole, XLA's reuse
       and rematerialisation do not count.
-    - `peak_bytes`: state, one gradient per parameter (laid out as the parameter), activations. XLA may reach less by
-      consuming gradients as they come.
+    - `peak_bytes`: state, one gradient per parameter (laid out as the parameter), activations; in turns also the largest gradient
+      once more, before it is added to those of earlier turns. XLA may reach less by consuming gradients as they come.
 
     In turns (`group_comm`) a split layer sees one turn's examples at a time. `replicated_batch` as for `predict_collectives`: it says which weights stay split over axes that split the batch.
     """
     state = sum(leaf.bytes_per_device for leaf in leaves if leaf.is_state)
     gradients = sum(leaf.bytes_per_device for leaf in leaves if leaf.role == "param")
     activations = graph.activation_bytes // mesh.size(tuple(batch_axes))
+    if group_comm != "gather":
+        gradients += max((leaf.bytes_per_device for leaf in leaves if leaf.role == "param" and spec_axes(leaf.spec)), default=0)
     for flow in flows(graph, leaves, mesh, batch_axes, replicated_batch):
         if not flow.free:
             continue
