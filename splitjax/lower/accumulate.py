@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -37,11 +37,13 @@ class Evaluator:
     split: Split
     bind: Bind
 
-    def run(self, marked: Marked, env: Env, stage: str, slot: Slot | None = None) -> None:
+    def run(self, marked: Marked, env: Env, stage: str, slot: Slot | None = None, only: Collection[int] | None = None) -> None:
         """Computes what is needed of a body and not yet in `env`. `stage`: at the top, which of the three parts of the step;
-        INSIDE for nested bodies, where known values are computed on the spot."""
+        INSIDE for nested bodies, where known values are computed on the spot. `only`: the nodes to run."""
         analysis = marked.analysis
         for index, node in enumerate(analysis.body.nodes):
+            if only is not None and index not in only:
+                continue
             if stage != LOOP:
                 self.whole(marked, index, node, env, stage)
             if stage not in (LOOP, INSIDE):

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from splitjax import _compat
 from splitjax.errors import PlanError, SplitjaxError, StateError, TraceError
 from splitjax.lower.arguments import Bound, Options, abstract, bind, call_with, keyword_only
-from splitjax.lower.exchange import derive_exchanges, whole_products
+from splitjax.lower.exchange import derive_exchanges, weight_uses
 from splitjax.lower.group_comm import choose, crosses
 from splitjax.lower.layout import BoundaryHook, Layout, evaluate, named_sharding
 from splitjax.lower.microbatching import boundary_hook, check_turns, make_twin
@@ -150,7 +150,7 @@ def _follow(graph: Graph, layouts: Mapping[str, LeafPlan]) -> dict[str, Any]:
 
 def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> Layout:
     arguments = graph, plan.leaves, plan.mesh, plan.batch_axes, plan.replicated_batch
-    return Layout.of(mesh, plan.constraints, derive_exchanges(*arguments), whole_products(*arguments))
+    return Layout.of(mesh, plan.constraints, derive_exchanges(*arguments), weight_uses(*arguments))
 
 
 def _compile(recipe: Recipe, mesh: Mesh, bound: Bound, jaxpr, result, matched, plan: Plan, hook: BoundaryHook, layout: Layout):

@@ -54,21 +54,20 @@ class Exchange:
 
 
 @dataclasses.dataclass(frozen=True)
-class WholeProduct:
-    """A product with a weight that every device of a group holds whole, fed by each worker's own examples."""
+class WeightUse:
+    """Where a weight is used inside a gradient boundary. `axes`: over which it is split there; none for a replicated layer."""
 
     site: tuple[int, ...]
     layer: str
+    axes: tuple[str, ...]
 
 
-def whole_products(
+def weight_uses(
     graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: tuple[str, ...], replicated_batch: str
-) -> tuple[WholeProduct, ...]:
-    """The forward products of replicated layers inside gradient boundaries, in program order."""
-    return tuple(
-        WholeProduct(flow.use.site, flow.use.layer) for flow in flows(graph, leaves, mesh, batch_axes, replicated_batch)
-        if flow.use.in_boundary and not flow.axes
-    )
+) -> tuple[WeightUse, ...]:
+    """The forward uses of weights inside gradient boundaries, in program order."""
+    chain = flows(graph, leaves, mesh, batch_axes, replicated_batch)
+    return tuple(WeightUse(flow.use.site, flow.use.layer, flow.axes) for flow in chain if flow.use.in_boundary)
 
 
 def derive_exchanges(

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from splitjax import _compat
 from splitjax.lower import gradient
-from splitjax.lower.exchange import Exchange, WholeProduct
+from splitjax.lower.exchange import Exchange, WeightUse
 from splitjax.lower.groups import Copies, Where, evaluate_product, fits
 from splitjax.plan import Constraint, Spec
 
@@ -34,12 +34,12 @@ class Layout:
     by_site: Mapping[Site, tuple[Constraint, ...]]
     inside: frozenset[Site]
     exchanges: Mapping[Site, Exchange] = dataclasses.field(default_factory=dict)
-    whole_products: tuple[WholeProduct, ...] = ()
+    uses: tuple[WeightUse, ...] = ()
     manual: tuple[str, ...] = ()  # the axes of a surrounding shard_map: shardings refer to the mesh in context
 
     @classmethod
     def of(
-        cls, mesh: Mesh, constraints: Sequence[Constraint], exchanges: Sequence[Exchange] = (), whole_products: Sequence[WholeProduct] = ()
+        cls, mesh: Mesh, constraints: Sequence[Constraint], exchanges: Sequence[Exchange] = (), uses: Sequence[WeightUse] = ()
     ) -> Layout:
         by_site: dict[Site, list[Constraint]] = collections.defaultdict(list)
         for one in constraints:
@@ -47,7 +47,7 @@ class Layout:
         sites = {*by_site, *(one.site for one in exchanges)}
         inside = frozenset(site[:depth] for site in sites for depth in range(1, len(site)))
         pinned = {site: tuple(found) for site, found in by_site.items()}
-        return cls(mesh, pinned, inside, {one.site: one for one in exchanges}, tuple(whole_products))
+        return cls(mesh, pinned, inside, {one.site: one for one in exchanges}, tuple(uses))
 
     def without(self, manual: Sequence[str]) -> Layout:
         """The same layout for the inside of a `shard_map` that is manual over some axes: they do not occur in its constraints."""

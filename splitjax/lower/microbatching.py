@@ -19,7 +19,8 @@ from splitjax.errors import BatchError, MicrobatchError, SplitjaxError
 from splitjax.lower import gradient
 from splitjax.lower.arguments import Bound, abstract
 from splitjax.lower.exchange import EXAMPLES, SWAP
-from splitjax.lower.groups import Copies
+from splitjax.lower.groups import Copies, Where
+from splitjax.lower.islands import Request
 from splitjax.lower.layout import BoundaryHook, Layout, Site, evaluate_equation
 from splitjax.lower.microbatch import expand_microbatches, local_examples, manual_axes
 from splitjax.lower.turns import Mode, Refused, Turned, evaluate_turns, take_turns
@@ -81,10 +82,28 @@ def boundary_hook(graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of:
         return expand_microbatches(
             eqn.params, operands, dims, gradient.boundary_forward(twin)[0], number, plan.batch_axes, mesh, manual_axes=manual,
             bind=lambda inner, values, inside: evaluate_equation(layout.without(manual), inner, values, (*site, 0, *inside), copies),
-            eval_forward=forward,
+            eval_forward=forward, islands=_islands(eqn, site, graph, mesh, plan, layout, twin_of, number, manual),
         )
 
     return hook
+
+
+def _islands(
+    eqn: Any, site: Site, graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of: Twin, number: int, manual: tuple[str, ...]
+) -> Request | None:
+    """What a loop is told of replicated layers whose examples are over the axes that split other layers; None where there are none."""
+    prefix = (*site, 0)
+    group = tuple(axis for axis in plan.mesh.present(plan.batch_axes) if axis not in manual)
+    here = [(one.site[len(prefix) :], one.axes) for one in layout.uses if one.site[: len(prefix)] == prefix]
+    if not group or plan.replicated_batch != "all" or all(axes for _, axes in here):
+        return None
+    twin = twin_of(eqn, site, local_examples(graph.num_examples, number, plan.batch_axes, mesh, (*manual, *group)))
+    bare = Layout(layout.mesh, {}, frozenset(), manual=(*manual, *group))  # nothing is shared inside an island
+    return Request(
+        group, gradient.boundary_forward(twin)[0],
+        tuple(at for at, axes in here if axes), tuple(at for at, axes in here if not axes),
+        lambda inner, values, inside: evaluate_equation(bare, inner, values, (*prefix, *inside), {}), Where(mesh, manual),
+    )
 
 
 def whole_axes(plan: Plan, mesh: Mesh) -> tuple[str, ...]:

@@ -26,7 +26,8 @@ from splitjax.lower.exchange import EXAMPLES, SCATTER, SPLIT, SWAP, Exchange
 from splitjax.lower.fetch import FETCHES
 from splitjax.lower.groups import Copies, Product, Where
 from splitjax.lower.layout import Layout, evaluate_equation, evaluate_part
-from splitjax.lower.microbatch import MakeFetch, expand_microbatches, prepare
+from splitjax.lower.loop import MakeFetch
+from splitjax.lower.microbatch import expand_microbatches, prepare
 from splitjax.mesh import MeshShape
 
 Site = tuple[int, ...]
@@ -146,9 +147,9 @@ def _require_no_whole_layers(layout: Layout, prefix: Site, back: Sequence[Site],
     for one in later:
         if one.enter in (EXAMPLES, SWAP) or one.leave == SCATTER:
             raise Refused(f"a replicated layer stands between split layers, around {one.layer}")
-    for one in layout.whole_products:
+    for one in layout.uses:
         inside = one.site[len(prefix) :]
-        if one.site[: len(prefix)] == prefix and any(inside[: len(site)] == site for site in back):
+        if not one.axes and one.site[: len(prefix)] == prefix and any(inside[: len(site)] == site for site in back):
             raise Refused(f"{one.layer}, which every device holds whole, stands behind the crossing or in one loop or remat with it")
 
 

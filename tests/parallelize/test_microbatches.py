@@ -9,6 +9,8 @@ import pytest
 
 import splitjax
 from splitjax.errors import MicrobatchError
+from splitjax.mesh import MeshShape
+from splitjax.report.hlo import compiled_collectives
 from tests.steps import attention_case, conv_case, largest_difference, train
 
 MESH = {"data": 2, "model": 4}
@@ -52,3 +54,62 @@ def test_a_batch_that_does_not_divide():
     step = splitjax.parallelize(case.step, mesh={"data": 8}, rules="data_parallel")
     with pytest.raises(MicrobatchError, match="24"):
         step(case.init(jax.random.key(0)), case.batches[0])
+
+
+def looped(step, *arguments):
+    """The collectives of a compiled step that run in a loop, and those that run once."""
+    found = compiled_collectives(step.lower(*arguments).compile(), MeshShape.of(MESH))
+    return [one for one in found if one.trips > 1], [one for one in found if one.trips == 1]
+
+
+def test_gradients_of_replicated_layers_are_exchanged_once_beside_split_ones():
+    """Over `data` and over `model`: the loop holds what crosses, and nothing of a parameter's shape."""
+    case = conv_case(optax.sgd(0.05), microbatches=4, batch_norm=False, dropout=0.3, size=32)
+    state = case.init(jax.random.key(0))
+    step = splitjax.parallelize(case.step, mesh=MESH, rules="splitbrain")
+    inside, outside = looped(step, state, case.batches[0])
+    assert inside and all("splitjax:" in one.op_name for one in inside)
+    shapes = {leaf.shape for leaf in jax.tree.leaves(state)}
+    assert not any(one.shape in shapes for one in inside)
+    sent = {one.shape for one in outside if one.op == "all_reduce" and one.axis == "data+model"}
+    assert sent >= {leaf.shape for leaf in jax.tree.leaves(state["params"]) if leaf.ndim == 4}
+
+
+@pytest.mark.parametrize("mesh", [MESH, {"data": 1, "model": 8}], ids=["data and model", "model alone"])
+def test_replicated_layers_before_and_behind_split_ones(mesh):
+    """Two islands with split layers between them, a penalty on the parameters, and a cast that several layers share."""
+
+    def loss(p, b):
+        half = {name: w.astype(np.float32) for name, w in p.items()}
+        x = jax.numpy.tanh(b["x"] @ half["conv"] + p["bias"])
+        x = jax.numpy.tanh(x @ half["d1"]) @ half["rows"]
+        x = jax.numpy.tanh(x @ half["conv2"]) * p["scale"]
+        penalty = sum((w * w).sum() for w in p.values())
+        return optax.softmax_cross_entropy_with_integer_labels(x, b["y"]).mean() + 1e-3 * penalty
+
+    def step_with(microbatches):
+        def step(state, batch):
+            value, grads = splitjax.value_and_grad(loss, microbatches=microbatches)(state, batch)
+            return jax.tree.map(lambda p, g: p - 0.3 * g, state, grads), value
+
+        return step
+
+    rng = np.random.default_rng(0)
+    shapes = {"conv": (16, 32), "bias": (32,), "d1": (32, 64), "rows": (64, 32), "conv2": (32, 16), "scale": (16,)}
+    state = {name: rng.normal(size=shape).astype(np.float32) / 4 for name, shape in shapes.items()}
+    b = {"x": rng.normal(size=(192, 16)).astype(np.float32), "y": rng.integers(0, 16, 192).astype(np.int32)}
+    rules = splitjax.RuleSet(
+        name="islands", replicated_batch="all",
+        rules=(
+            splitjax.Rule(name="whole", path="**conv**", shard=[]),
+            splitjax.Rule(name="rows", path="**rows**", shard=[{"in": "model"}], ties="hard"),
+            splitjax.Rule(name="columns", kind="dense", shard=[{"out": "model"}], ties="hard"),
+        ),
+    )
+    step = splitjax.parallelize(step_with(4), mesh=mesh, rules=rules, donate=False)
+    want_state, want = jax.jit(step_with(None))(state, b)
+    got_state, got = step(state, b)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert largest_difference(got_state, want_state) < 1e-6
+    inside = [one for one in compiled_collectives(step.lower(state, b).compile(), MeshShape.of(mesh)) if one.trips > 1]
+    assert inside and not any(one.shape in shapes.values() for one in inside)
