@@ -116,7 +116,7 @@ def test_collectives_of_pmap():
 
 
 @pytest.mark.parametrize(
-    "options", [{"group_comm": "turns"}, {"group_comm": "modulo"}, {"sync": "zen"}, {"sync": {"*": "dense"}}, {"backprop": "linear"},
+    "options", [{"sync": "zen"}, {"sync": {"*": "dense"}}, {"backprop": "linear"},
                 {"shard_state": True}, {"mesh": "auto"}, {"rules": "auto"}], ids=str,
 )
 def test_documented_options_of_later_versions(options):

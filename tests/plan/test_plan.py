@@ -214,6 +214,7 @@ def test_digest_changes_with_any_field():
     changes = {
         "mesh": MeshShape((("data", 8),)), "rules": "x", "replicated_batch": "data", "batch_axes": (), "leaves": (), "layers": (),
         "constraints": (), "gathered": (), "memory": Memory(1, 2, 3), "collectives": (), "notes": (),
+        "group_comm": "modulo",
     }
     assert changes.keys() == {field.name for field in dataclasses.fields(Plan)}
     others = [dataclasses.replace(PLAN, **{name: value}) for name, value in changes.items()]
