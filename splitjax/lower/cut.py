@@ -191,8 +191,8 @@ class _Surgeon:
         if not results[0]:
             return None
         mine = {v for v, behind in zip(flat.outvars, results, strict=True) if not behind and not isinstance(v, _compat.Literal)}
-        front = self.ancestors({*crossing, *mine})
-        front |= {i for i, eqn in enumerate(flat.eqns) if eqn.effects and i not in back}  # a debug print
+        printed = {i for i, eqn in enumerate(flat.eqns) if eqn.effects and i not in back}
+        front = printed | self.ancestors({*crossing, *mine, *(v for i in printed for v in variables(flat.eqns[i]))})
         numbers = {v: (-1, k) for k, v in enumerate(flat.invars)}
         numbers |= {v: (i, k) for i, eqn in enumerate(flat.eqns) for k, v in enumerate(eqn.outvars)}
         return Cut(

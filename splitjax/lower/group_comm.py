@@ -28,29 +28,36 @@ def choose(requested: str, plan: Plan, graph: Graph, check: Callable[[str], bool
     `Refused` where that cannot run in turns. `crosses`: whether the layout has a crossing at all.
 
     Raises `PlanError` for `turns` or `modulo` where the step refuses them, `BatchError` where the batch does not divide into turns."""
-    if requested == "gather" or not crosses:
+    asked = requested not in ("auto", "gather")
+    if asked and not graph.num_boundaries:
+        raise PlanError(
+            f"group_comm={requested!r} needs a gradient boundary: the step takes its gradient with plain jax.grad, which lowering cannot "
+            "run in turns",
+            value=requested, place="parallelize, group_comm", remedy="use splitjax.value_and_grad for the gradient",
+        )
+    if requested == "gather":
         return plan
-    kind = "modulo" if requested == "auto" else requested
+    if not crosses:
+        note = f"group communication: no examples cross into a split layer, so {requested} has nothing to do"
+        return dataclasses.replace(plan, notes=(*plan.notes, note)) if asked and plan.mesh.num_devices > 1 else plan
+    kind = requested if asked else "modulo"
     candidate = with_kind(plan, graph, kind)
-    if requested == "auto" and candidate.memory.peak_bytes > (1 - WORTHWHILE) * plan.memory.peak_bytes:
+    if not asked and candidate.memory.peak_bytes > (1 - WORTHWHILE) * plan.memory.peak_bytes:
         return plan
     try:
         if check(kind):
             return candidate
         reason = "no examples cross inside a gradient boundary"
-        if not graph.num_boundaries:
-            reason = "the step takes its gradient with plain jax.grad, which lowering cannot run in turns"
     except Refused as refused:
         reason = str(refused)
     except BatchError as error:
-        if requested != "auto":
+        if asked:
             raise
         reason = error.message
-    if requested != "auto":
+    if asked:
         raise PlanError(
             f"group_comm={requested!r} cannot be had for this step: {reason}", value=requested, place="parallelize, group_comm",
-            remedy="use splitjax.value_and_grad for the gradient" if not graph.num_boundaries
-            else 'use group_comm="auto", which falls back to "gather"',
+            remedy='use group_comm="auto", which falls back to "gather"',
         )
     return dataclasses.replace(plan, notes=(*plan.notes, f"group communication: gather, not modulo: {reason}"))
 

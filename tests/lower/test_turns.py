@@ -288,6 +288,26 @@ def test_microbatches_are_turns_enough():
         )
 
 
+def test_prints_on_both_sides_of_the_crossing(capfd):
+    def loss(p, b, key):
+        x = jnp.tanh(b["x"] @ p["conv"])
+        jax.debug.print("before {}", (x * x).mean())
+        value = cross_entropy(head(p, x), b["y"]).mean()
+        jax.debug.print("behind {}", value)
+        return value
+
+    arguments = params(*COLUMN_NAMES), batch(), jax.random.key(0)
+    jax.block_until_ready(splitjax.parallelize(step_of(loss), mesh=MESHES[2], rules=RULES, donate=False, group_comm="modulo")(*arguments))
+    jax.effects_barrier()
+    printed = capfd.readouterr().out
+    jax.block_until_ready(jax.jit(step_of(loss))(*arguments))
+    jax.effects_barrier()
+    wanted = capfd.readouterr().out
+    number = lambda text, word: float(next(line.split()[1] for line in text.splitlines() if line.startswith(word)))
+    np.testing.assert_allclose(number(printed, "before"), number(wanted, "before"), rtol=1e-5)
+    assert "behind" in printed
+
+
 class Net(nn.Module):
     """Convolutions with batch norm, then dense layers with dropout."""
 
