@@ -62,6 +62,7 @@ class CompiledCollective:
     - `frames`: all of the user's lines on the stack, innermost first, as `source`.
     - `name`: of the instruction in the module.
     - `num_combined`: how many collectives XLA joined into this instruction.
+    - `member`: which of them this one is, from 0.
     """
 
     op: str
@@ -78,6 +79,7 @@ class CompiledCollective:
     frames: tuple[str, ...] = ()
     name: str = ""
     num_combined: int = 1
+    member: int = 0
     groups: Groups = ()
 
     @property
@@ -161,7 +163,7 @@ def _collective(reader: _Reader, computation: Computation, one: Instruction, con
             op=op, axis=OTHER if axes is None else "+".join(axes), bytes=context.trips * _sent(op, size, num_bytes(dtype, member)),
             dtype=dtype, shape=member, group_size=size, trips=context.trips, trips_known=context.known,
             conditional=context.conditional, op_name=op_name, source=frames[0] if frames else "", frames=frames, name=one.name,
-            num_combined=len(members), groups=() if axes is not None else groups,
+            num_combined=len(members), member=position, groups=() if axes is not None else groups,
         )
 
 

@@ -67,6 +67,7 @@ class Instruction:
     operands: tuple[int, ...]
     called: tuple[int, ...]
     tuple_index: int
+    parameter: int  # of a parameter: its position
     groups: GroupList
     pairs: tuple[tuple[int, int], ...]  # of a collective-permute: (from, to)
     trip_count: int | None  # of a while loop, where XLA knows it
@@ -118,7 +119,8 @@ def _instruction(data: bytes, payloads: Sequence[bytes]) -> Instruction:
     return Instruction(
         id=_number(fields, 35), name=_text(fields, 1), opcode=opcode, shape=_shape(_message(fields, 3)),
         op_name=_text(metadata, 2), stack_frame=_number(metadata, 15), source=(_text(metadata, 3), _number(metadata, 4)),
-        operands=_numbers(fields, 36), called=_numbers(fields, 38), tuple_index=_number(fields, 13), groups=_groups(fields),
+        operands=_numbers(fields, 36), called=_numbers(fields, 38), tuple_index=_number(fields, 13), parameter=_number(fields, 9),
+        groups=_groups(fields),
         pairs=tuple((_number(pair, 1), _number(pair, 2)) for pair in map(_fields, fields.get(52, ()))),
         trip_count=_trip_count(_config(fields, payloads)) if opcode == "while" else None,
     )

@@ -1,0 +1,263 @@
+"""What a compiled collective is about: its phase of the step, the state leaf that it moves or sums, its layer, and how that is known.
+
+Four sources, the surest first:
+
+- `dataflow`: where its values come from and where they go (`report.dataflow`): the sum that ends in the new value of a kernel is that
+  kernel's gradient, whatever it is called.
+- `scope`: splitjax's own name scopes around explicit collectives (`lower.groups.scope`).
+- `name`: the module path in the name that JAX gave the operation. Flax Linen and Haiku write one, Flax NNX does not.
+- `line`: the user's lines on its stack, where layers have a line in common narrowed down by the weights nearby.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from splitjax.plan import Plan
+from splitjax.report.dataflow import MIXES, MOVES, SPREADS, Dataflow, Node
+from splitjax.report.hlo import CompiledCollective
+from splitjax.trace.graph import Graph
+
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+GRADIENT, WEIGHT, STATE, STATISTIC, BATCH, VALUE = "gradient", "weight", "state", "statistic", "batch", "value"
+_SCOPE = re.compile(r"splitjax:(?:enter|product):([^/()]+)")
+_SUMS = ("all_reduce", "reduce_scatter")
+# Beyond this many operations a weight nearby says little about a collective.
+_NEAR = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """What is known of one compiled collective.
+
+    **Attributes:**
+
+    - `collective`: the collective.
+    - `phase`: `forward` (of the differentiated function, or of a step without a derivative), `backward`, or `update`.
+    - `about`: `gradient` (it sums one), `weight` (it brings the parts of one together), `state` (it lays out state, old or new),
+      `statistic`, `batch`, or `value` for any other value.
+    - `leaf`: the path of the state or batch leaf that `about` speaks of; empty for a value.
+    - `layer`: empty where unknown.
+    - `known_by`: `dataflow`, `scope`, `name` or `line`: how the layer is known; empty where it is not.
+    - `node`: its place in the dataflow; None where the module has no such instruction.
+    """
+
+    collective: CompiledCollective
+    phase: str
+    about: str
+    leaf: str
+    layer: str
+    known_by: str
+    node: Node | None
+
+
+class Step:
+    """What evidence is compared with: the names, layers and lines of a planned step.
+
+    **Arguments:**
+
+    - `plan`, `graph`: of the step.
+    - `argument_names`: JAX's name of every array among the step's arguments (`args[0]['kernel']`) -> its path in the plan.
+    """
+
+    def __init__(self, plan: Plan, graph: Graph, argument_names: Mapping[str, str]) -> None:
+        self.plan, self.graph, self.argument_names = plan, graph, argument_names
+        self.roles = {leaf.path: leaf.role for leaf in plan.leaves}
+        self.follows = {leaf.path: leaf.follows for leaf in graph.leaves if leaf.follows}
+        self.layers = {leaf.path: leaf.layer for leaf in graph.leaves if leaf.layer}
+        self.layers |= {path: layer.name for layer in plan.layers for path in layer.params}
+        self.kinds = {layer.name: layer.kind for layer in plan.layers}
+        self.order = {layer.name: position for position, layer in enumerate(plan.layers)}
+        self._scopes = {name.replace("/", "."): name for name in self.order}
+        self._lines: dict[str, list[str]] = collections.defaultdict(list)
+        for name, source in (*((one.layer, one.source) for one in graph.uses), *((one.name, one.source) for one in graph.layers)):
+            if name and source and name not in self._lines[_line(source)]:
+                self._lines[_line(source)].append(name)
+        split = [tuple(part for part in name.split("/") if part != "~") for name in self.order]
+        shared = min((len(name) - 1 for name in split), default=0)
+        while any(name[:shared] != split[0][:shared] for name in split):
+            shared -= 1
+        self._paths = {name[shared:]: whole for name, whole in zip(split, self.order, strict=True)}
+
+    def leaf(self, argument: str | None) -> str | None:
+        """The plan's leaf behind one of the module's arguments."""
+        return self.argument_names.get(argument or "")
+
+    def layer_of(self, leaf: str) -> str:
+        """The layer of a parameter, of what follows one, or of a statistic beside one; empty for none."""
+        owner = self.follows.get(leaf, leaf)
+        if owner in self.layers:
+            return self.layers[owner]
+        parent = leaf.split("/")[1:-1]  # batch_stats/norm1/mean stands beside params/norm1/scale
+        found = [name for name in self.order if parent and name.split("/")[-len(parent):] == parent]
+        return found[0] if len(found) == 1 else ""
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  (one step is held as long as its report is made)
+    def named(self, op_name: str) -> tuple[str, bool]:
+        """The layer in an operation's name, or else the module around it, and whether it is a layer."""
+        scope = _SCOPE.search(op_name)
+        if scope and scope.group(1) in self._scopes:
+            return self._scopes[scope.group(1)], True
+        parts = tuple(part for part in name_parts(op_name) if part != "~")
+        fits = [path for path in self._paths if _within(path, parts)]
+        if fits:
+            return self._paths[max(fits, key=len)], True
+        modules = {path[:size] for path in self._paths for size in range(1, len(path)) if _within(path[:size], parts)}
+        if not modules:
+            return "", False
+        longest = max(modules, key=len)
+        whole = next(self._paths[path] for path in self._paths if path[: len(longest)] == longest)
+        rest = next(path for path in self._paths if path[: len(longest)] == longest)[len(longest):]
+        return "/".join(whole.split("/")[: -len(rest)]), False
+
+    def at_line(self, frames: Sequence[str]) -> tuple[str, ...]:
+        """The layers that have a use on the innermost of these lines that any layer has."""
+        return next((tuple(self._lines[_line(frame)]) for frame in frames if _line(frame) in self._lines), ())
+
+
+def gather_evidence(one: CompiledCollective, flow: Dataflow, step: Step) -> Evidence:
+    """All that is known of one collective."""
+    node = flow.collective(one.name, one.member)
+    phase = _phase(one.op_name, step)
+    about, leaf = _subject(one, node, phase, flow, step) if node is not None else (VALUE, "")
+    layer, known_by = step.layer_of(leaf) if leaf else "", "dataflow"
+    if not layer:
+        layer, known_by = _layer(one, node, flow, step)
+    return Evidence(one, phase, about, leaf, layer, known_by if layer else "", node)
+
+
+def name_parts(op_name: str) -> tuple[str, ...]:
+    """The parts of an operation's name without what transformations wrap around them: `jit(f)/jvp(Net)/a/dot_general` ->
+    `Net, a, dot_general`."""
+    parts = []
+    for part in op_name.split("/"):
+        while match := re.fullmatch(r"(\w+)\((.*)\)", part):
+            part = "" if match.group(1) == "jit" else match.group(2)
+        if part:
+            parts.append(part)
+    return tuple(parts)
+
+
+def primitive(op_name: str) -> str:
+    """The operation in a name: its last part."""
+    return op_name.rsplit("/", 1)[-1]
+
+
+def _phase(op_name: str, step: Step) -> str:
+    if "transpose(" in op_name:
+        return BACKWARD
+    differentiates = any(role == "optimizer" for role in step.roles.values()) or any(one.why.startswith("gradient") for one in step.plan.collectives)
+    return FORWARD if "jvp(" in op_name or not differentiates else UPDATE
+
+
+def _subject(one: CompiledCollective, node: Node, phase: str, flow: Dataflow, step: Step) -> tuple[str, str]:
+    """(about, leaf) from the dataflow."""
+    if one.op not in _SUMS:
+        origins = {step.leaf(flow.origin(source)) for source in flow.sources(node)}
+        leaf = origins.pop() if len(origins) == 1 else None
+        if leaf is not None:
+            role = step.roles.get(leaf, "input")
+            return {"param": WEIGHT, "batch": BATCH, "input": VALUE}.get(role, STATE), leaf
+        if _is_result(node, flow):
+            leaf = _nearest_state(flow.sources(node), flow, step, backward=True)
+            return (STATE, leaf) if leaf else (VALUE, "")
+        return VALUE, ""
+    if phase == UPDATE and not one.shape:  # a norm over all gradients scales a scalar parameter's, too
+        return VALUE, ""
+    leaf = _nearest_state((node,), flow, step, backward=False)
+    role = step.roles.get(leaf, "")
+    if role == "statistic":
+        return STATISTIC, leaf
+    if phase == FORWARD or not role:
+        return VALUE, ""
+    return GRADIENT, step.follows.get(leaf, leaf)
+
+
+def _is_result(node: Node, flow: Dataflow) -> bool:
+    """Whether the step returns what a node gives, perhaps rearranged."""
+    onward = lambda one: [user for user in flow.users(one) if flow.opcode(user) in MOVES]
+    return any(one in flow.results for _, one in flow.walk([node], onward))
+
+
+def _nearest_state(start: Iterable[Node], flow: Dataflow, step: Step, *, backward: bool) -> str:
+    """The state leaf that values meet element by element, in the fewest operations: the old value beside an update. Empty for none,
+    or for several parameters at the same distance."""
+    start = tuple(start)
+
+    def plain(one: Node) -> bool:
+        return flow.opcode(one) not in MIXES and flow.opcode(one) not in SPREADS
+
+    def onward(one: Node) -> list[Node]:
+        if backward:
+            return list(flow.sources(one)) if plain(one) and one not in sums else []
+        return [user for user in flow.users(one) if plain(user)]
+
+    sums: set[Node] = set()
+    best, found = None, set()
+    for distance, one in flow.walk(start, onward):
+        if best is not None and distance > best:
+            break
+        if flow.opcode(one) in MOVES or not plain(one) or (one in start and not backward):
+            continue
+        for source in flow.sources(one):
+            leaf = step.leaf(flow.origin(source))
+            if leaf is not None and step.roles.get(leaf) in ("param", "optimizer", "statistic"):
+                best = distance
+                found.add(leaf)
+    owners = {step.follows.get(leaf, leaf) for leaf in found}
+    if len(owners) != 1:
+        return ""
+    return min(found, key=lambda leaf: (step.roles[leaf] != "param", leaf)) if not backward else min(found)
+
+
+def _layer(one: CompiledCollective, node: Node | None, flow: Dataflow, step: Step) -> tuple[str, str]:
+    """(layer, how it is known)."""
+    name, is_layer = step.named(one.op_name)
+    if is_layer:
+        return name, "scope" if _SCOPE.search(one.op_name) else "name"
+    lines = step.at_line(one.frames)
+    if len(lines) == 1:
+        return lines[0], "line"
+    if not name and not lines:
+        return "", ""
+    near = _layers_nearby(node, flow, step) if node is not None else ()
+    inside = [layer for layer in near if layer in lines or (name and layer.startswith(name + "/"))]
+    if inside:
+        return inside[0], "line" if lines else "name"
+    return name, "name"
+
+
+def _layers_nearby(node: Node, flow: Dataflow, step: Step) -> tuple[str, ...]:
+    """The layers of the parameters that stand nearest to a collective in the dataflow, before or after it, nearest first."""
+    distances: dict[str, int] = {}
+    for before in (True, False):
+
+        def onward(one: Node, before: bool = before) -> tuple[Node, ...]:
+            if one != node and flow.opcode(one) in MIXES:
+                return ()
+            return flow.sources(one) if before else flow.users(one)
+
+        for distance, one in flow.walk([node], onward):
+            if distance > _NEAR:
+                break
+            if one == node:
+                continue
+            for source in flow.sources(one):
+                leaf = step.leaf(flow.origin(source, MOVES | SPREADS))
+                layer = step.layer_of(leaf) if leaf is not None else ""
+                if layer and distances.get(layer, distance + 1) > distance:
+                    distances[layer] = distance
+    return tuple(sorted(distances, key=lambda layer: (distances[layer], step.order[layer])))
+
+
+def _line(source: str) -> str:
+    """`file:line` of `file:line (function)`."""
+    return source.split(" (", 1)[0]
+
+
+def _within(path: tuple[str, ...], parts: tuple[str, ...]) -> bool:
+    return any(parts[start : start + len(path)] == path for start in range(len(parts) - len(path) + 1))
