@@ -11,6 +11,7 @@ import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
+from splitjax.report.hlo import user_lines
 from splitjax.report.wire import Instruction, Module
 
 # (how it was reached, instruction, member): a computation that is called twice has its nodes twice; a combined collective has a
@@ -35,7 +36,6 @@ MIXES = frozenset({
 })  # fmt: skip
 # Make many values of few: what they read has another shape than what they give.
 SPREADS = frozenset({"broadcast", "iota"})
-_ENDS = frozenset({"parameter", "constant"})
 # Cones of activations may span the whole step; what says something about a collective stands near it.
 _MAX_NODES = 4000
 
@@ -108,22 +108,54 @@ class Dataflow:
         """All nodes that a node reads."""
         return tuple(dict.fromkeys(one for operand in self.operands(node) for one in operand))
 
+    def lines(self, node: Node) -> tuple[str, ...]:
+        """The user's lines on an operation's stack, innermost first, as `hlo.CompiledCollective.frames`."""
+        return user_lines(self._module.frames, self.instruction(node).stack_frame)
+
+    def arguments(self) -> tuple[tuple[str, Node], ...]:
+        """(name, node) of every argument that the module has."""
+        return tuple((name, node) for node in self._operands if (name := self.argument(node)) is not None)
+
     def origin(self, node: Node, through: frozenset[str] = MOVES) -> str | None:
         """The argument whose values a node only rearranges; None where something was computed, or where there are several."""
-        found = set()
-        for _, one in self.walk([node], lambda one: self._moved(one, through)):
+        return self._only_argument(node, lambda one: self._moved(one, through) if self.opcode(one) in through else None)
+
+    def scaled_origin(self, node: Node) -> str | None:
+        """As `origin`, where constants may have scaled or shifted the values: the running mean in `0.9 * mean + 0.1 * new`."""
+
+        def onward(one: Node) -> tuple[Node, ...] | None:
+            opcode = self.opcode(one)
+            if opcode in MOVES:
+                return self._moved(one, MOVES)
+            if opcode in SPREADS:
+                return () if self._is_constant(one) else None
+            return None if opcode in MIXES else self.sources(one)
+
+        return self._only_argument(node, onward)
+
+    def _only_argument(self, node: Node, onward: Callable[[Node], tuple[Node, ...] | None]) -> str | None:
+        """The only argument that `onward` leads to; None for none, for several, or where it gives up (None)."""
+        found: set[str | None] = set()
+        queue, seen = [node], {node}
+        while queue:
+            one = queue.pop()
             opcode = self.opcode(one)
             if opcode == "parameter":
                 found.add(self.argument(one))
-            elif opcode not in through and opcode != "constant":
-                return None
+            elif opcode != "constant":
+                following = onward(one)
+                if following is None or len(found) > 1 or len(seen) > _MAX_NODES:
+                    return None
+                queue += [source for source in following if source not in seen]
+                seen.update(following)
         return found.pop() if len(found) == 1 else None
+
+    def _is_constant(self, node: Node) -> bool:
+        return all(self.opcode(one) in ("constant", "iota", *MOVES, *SPREADS) for _, one in self.walk([node], self.sources))
 
     def _moved(self, node: Node, through: frozenset[str]) -> tuple[Node, ...]:
         """What a rearrangement reads; positions to cut at are no values of its result."""
         opcode = self.opcode(node)
-        if opcode not in through:
-            return ()
         operands = self.operands(node)
         kept = operands if opcode == "concatenate" else operands[:2] if opcode == "dynamic-update-slice" else operands[:1]
         return tuple(one for operand in kept for one in operand)

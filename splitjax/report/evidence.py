@@ -15,7 +15,7 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from splitjax.plan import Plan
 from splitjax.report.dataflow import MIXES, MOVES, SPREADS, Dataflow, Node
@@ -62,9 +62,10 @@ class Step:
 
     - `plan`, `graph`: of the step.
     - `argument_names`: JAX's name of every array among the step's arguments (`args[0]['kernel']`) -> its path in the plan.
+    - `flow`: of the compiled module: it knows lines of layers without products, such as norms, which the graph has none of.
     """
 
-    def __init__(self, plan: Plan, graph: Graph, argument_names: Mapping[str, str]) -> None:
+    def __init__(self, plan: Plan, graph: Graph, argument_names: Mapping[str, str], flow: Dataflow) -> None:
         self.plan, self.graph, self.argument_names = plan, graph, argument_names
         self.roles = {leaf.path: leaf.role for leaf in plan.leaves}
         self.follows = {leaf.path: leaf.follows for leaf in graph.leaves if leaf.follows}
@@ -74,8 +75,12 @@ class Step:
         self.order = {layer.name: position for position, layer in enumerate(plan.layers)}
         self._scopes = {name.replace("/", "."): name for name in self.order}
         self._lines: dict[str, list[str]] = collections.defaultdict(list)
-        for name, source in (*((one.layer, one.source) for one in graph.uses), *((one.name, one.source) for one in graph.layers)):
-            if name and source and name not in self._lines[_line(source)]:
+        self._products = {(one.layer, one.primitive) for one in graph.uses}
+        stacks = tuple(self._stacks_of_weights(flow))
+        callers = collections.Counter(line for _, lines in stacks for line in set(lines[1:]))
+        for name, source in (*((one.layer, one.source) for one in graph.uses), *((name, lines[0]) for name, lines in stacks)):
+            # A line that most layers are called from is no layer's (JAX traces some functions once, and keeps an outer line of them).
+            if name and source and 2 * callers[source] <= len(stacks) and name not in self._lines[_line(source)]:
                 self._lines[_line(source)].append(name)
         split = [tuple(part for part in name.split("/") if part != "~") for name in self.order]
         shared = min((len(name) - 1 for name in split), default=0)
@@ -114,9 +119,25 @@ class Step:
         rest = next(path for path in self._paths if path[: len(longest)] == longest)[len(longest):]
         return "/".join(whole.split("/")[: -len(rest)]), False
 
-    def at_line(self, frames: Sequence[str]) -> tuple[str, ...]:
-        """The layers that have a use on the innermost of these lines that any layer has."""
-        return next((tuple(self._lines[_line(frame)]) for frame in frames if _line(frame) in self._lines), ())
+    def at_line(self, frames: Sequence[str], operation: str) -> tuple[str, ...]:
+        """The layers on the innermost of these lines that any layer has: of several, those with a product of this kind, or those
+        without one for any other operation."""
+        found = next((self._lines[_line(frame)] for frame in frames if _line(frame) in self._lines), [])
+        exact = [name for name in found if (name, operation) in self._products]
+        return tuple(exact or [name for name in found if self.kinds.get(name) == "norm"] or found)
+
+    def _stacks_of_weights(self, flow: Dataflow) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """(layer, lines innermost first) where the compiled step reads a parameter in its forward pass."""
+        for argument, start in flow.arguments():
+            leaf = self.leaf(argument)
+            if self.roles.get(leaf or "") != "param":
+                continue
+            onward = lambda one: flow.users(one) if one == start or flow.opcode(one) in MOVES | SPREADS else ()  # noqa: B023
+            for _, one in flow.walk([start], onward):
+                name = flow.instruction(one).op_name
+                lines = flow.lines(one)
+                if lines and one != start and flow.opcode(one) not in MOVES | SPREADS and "jvp(" in name and "transpose(" not in name:
+                    yield self.layer_of(leaf or ""), lines
 
 
 def gather_evidence(one: CompiledCollective, flow: Dataflow, step: Step) -> Evidence:
@@ -193,10 +214,9 @@ def _nearest_state(start: Iterable[Node], flow: Dataflow, step: Step, *, backwar
 
     def onward(one: Node) -> list[Node]:
         if backward:
-            return list(flow.sources(one)) if plain(one) and one not in sums else []
+            return list(flow.sources(one)) if plain(one) else []
         return [user for user in flow.users(one) if plain(user)]
 
-    sums: set[Node] = set()
     best, found = None, set()
     for distance, one in flow.walk(start, onward):
         if best is not None and distance > best:
@@ -204,7 +224,7 @@ def _nearest_state(start: Iterable[Node], flow: Dataflow, step: Step, *, backwar
         if flow.opcode(one) in MOVES or not plain(one) or (one in start and not backward):
             continue
         for source in flow.sources(one):
-            leaf = step.leaf(flow.origin(source))
+            leaf = step.leaf(flow.scaled_origin(source))
             if leaf is not None and step.roles.get(leaf) in ("param", "optimizer", "statistic"):
                 best = distance
                 found.add(leaf)
@@ -219,7 +239,7 @@ def _layer(one: CompiledCollective, node: Node | None, flow: Dataflow, step: Ste
     name, is_layer = step.named(one.op_name)
     if is_layer:
         return name, "scope" if _SCOPE.search(one.op_name) else "name"
-    lines = step.at_line(one.frames)
+    lines = step.at_line(one.frames, primitive(one.op_name))
     if len(lines) == 1:
         return lines[0], "line"
     if not name and not lines:
@@ -237,7 +257,7 @@ def _layers_nearby(node: Node, flow: Dataflow, step: Step) -> tuple[str, ...]:
     for before in (True, False):
 
         def onward(one: Node, before: bool = before) -> tuple[Node, ...]:
-            if one != node and flow.opcode(one) in MIXES:
+            if one != node and flow.opcode(one) in MIXES and flow.opcode(one) != "reduce":
                 return ()
             return flow.sources(one) if before else flow.users(one)
 

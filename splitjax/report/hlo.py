@@ -158,7 +158,7 @@ def _collective(reader: _Reader, computation: Computation, one: Instruction, con
     for position, (shape, member) in enumerate(members):
         dtype = _DTYPES.get(shape.element_type, ("unknown", 8))[0]
         op_name, frame, direct = _cause(reader.module, computation, one, position, len(members))
-        frames = _user_lines(reader.module.frames, frame) or direct
+        frames = user_lines(reader.module.frames, frame) or direct
         yield CompiledCollective(
             op=op, axis=OTHER if axes is None else "+".join(axes), bytes=context.trips * _sent(op, size, num_bytes(dtype, member)),
             dtype=dtype, shape=member, group_size=size, trips=context.trips, trips_known=context.known,
@@ -236,7 +236,7 @@ def _producers(instructions: Mapping[int, Instruction], operands: tuple[int, ...
     return found
 
 
-def _user_lines(frames: tuple[Frame, ...], position: int) -> tuple[str, ...]:
+def user_lines(frames: tuple[Frame, ...], position: int) -> tuple[str, ...]:
     """The user's lines of a stack, innermost first, as `_compat.source_line` writes them."""
     found: list[str] = []
     seen: set[int] = set()

@@ -1,0 +1,126 @@
+"""Planned and compiled collectives, paired: which planned one a compiled one realises, and what the plan has that XLA left out.
+
+Gradients, gathers of weights and new state are paired by the leaf that they are of, however XLA realises them (an all-reduce
+where a reduce-scatter was planned). Activations are paired by layer and phase of the step; where XLA names the operation of a
+neighbouring layer, by size. Each planned collective is realised at most once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+
+from splitjax.mesh import MeshShape
+from splitjax.plan import Collective
+from splitjax.report.evidence import BACKWARD, FORWARD, GRADIENT, STATE, UPDATE, VALUE, WEIGHT, Evidence, Step, primitive
+
+_GRADIENT = re.compile(r"gradient of (.+?)(?:, onto its split optimizer state)?")
+_STORED = re.compile(r"(forward|backward): (.+) is stored in pieces")
+_NEW = re.compile(r"new value of (.+?)(?:, from its split optimizer state)?")
+# Operations whose operands or results a planned exchange of activations carries.
+_CARRIERS = frozenset({
+    "dot_general", "conv_general_dilated", "gather", "scatter-add", "all_gather", "reduce_scatter", "psum", "psum_invariant", "all_to_all",
+    "ragged_dot", "ragged_dot_general",
+})  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Purpose:
+    """What a planned collective is for, in the terms of `report.evidence`."""
+
+    about: str
+    phase: str
+    leaf: str  # empty for activations
+
+
+def purpose(planned: Collective) -> Purpose:
+    """Reads the reason that `cost.collectives` gave."""
+    if match := _GRADIENT.fullmatch(planned.why):
+        return Purpose(GRADIENT, BACKWARD, match.group(1))
+    if match := _STORED.fullmatch(planned.why):
+        return Purpose(WEIGHT, match.group(1), match.group(2))
+    if match := _NEW.fullmatch(planned.why):
+        return Purpose(STATE, UPDATE, match.group(1))
+    return Purpose(VALUE, BACKWARD if planned.why.startswith("backward") else FORWARD, "")
+
+
+def pair(found: Sequence[Evidence], step: Step) -> tuple[tuple[Collective | None, ...], tuple[Collective, ...]]:
+    """Per compiled collective the planned one that it realises, or None; and the planned ones that none realises."""
+    left = dict(enumerate(step.plan.collectives))
+    purposes = {number: purpose(one) for number, one in left.items()}
+    paired: dict[int, Collective] = {}
+
+    def match(fits: Callable[[Evidence, Collective, Purpose], bool], cost: Callable[[Evidence, Collective], object]) -> None:
+        for position, one in enumerate(found):
+            if position in paired:
+                continue
+            fitting = [number for number, planned in left.items() if fits(one, planned, purposes[number])]
+            if fitting:
+                best = min(fitting, key=lambda number: (cost(one, left[number]), number))
+                paired[position] = left.pop(best)
+
+    def same(one: Evidence, planned: Collective) -> bool:
+        return (one.collective.op, one.collective.axis) == (planned.op, planned.axis)
+
+    def same_size(one: Evidence, planned: Collective) -> bool:
+        """Whether both carry the same array, by whatever operation."""
+        mine = _carried(one.collective.op, one.collective.bytes, one.collective.group_size)
+        theirs = _carried(planned.op, planned.bytes, _size(step.plan.mesh, planned.axis))
+        return mine > 0 and math.isclose(mine, theirs, rel_tol=0.01)
+
+    def distance(one: Evidence, planned: Collective) -> int:
+        return abs(step.order.get(one.layer, 0) - step.order.get(planned.layer, 0))
+
+    by_leaf = lambda one, planned, why: one.leaf != "" and (one.about, one.leaf) == (why.about, why.leaf)
+    match(lambda one, planned, why: by_leaf(one, planned, why) and same(one, planned) and why.phase in (one.phase, BACKWARD, UPDATE), _nothing)
+    match(lambda one, planned, why: by_leaf(one, planned, why) and (why.about != WEIGHT or one.phase == why.phase), _nothing)
+    match(by_leaf, _nothing)
+
+    def activation(one: Evidence, why: Purpose) -> bool:
+        carries = primitive(one.collective.op_name) in _CARRIERS and bool(one.collective.shape)
+        return one.about in (VALUE, WEIGHT) and why.about == VALUE and one.phase == why.phase and carries
+
+    def alike(one: Evidence, planned: Collective) -> bool:
+        return same(one, planned) and one.collective.bytes == planned.bytes
+
+    match(lambda one, planned, why: activation(one, why) and alike(one, planned) and one.layer == planned.layer, _nothing)
+    match(lambda one, planned, why: activation(one, why) and same_size(one, planned) and one.layer == planned.layer, _nothing)
+    match(lambda one, planned, why: activation(one, why) and alike(one, planned) and bool(one.layer), distance)
+    match(
+        lambda one, planned, why: activation(one, why) and same_size(one, planned) and one.collective.axis == planned.axis
+        and bool(one.layer) and distance(one, planned) <= 2, distance,
+    )
+    return tuple(paired.get(position) for position in range(len(found))), tuple(left.values())
+
+
+def difference(compiled: Evidence, planned: Collective) -> str:
+    """How a realised collective differs from its plan, in words; empty where it does not."""
+    one = compiled.collective
+    parts = []
+    if one.op != planned.op:
+        parts.append(f"{one.op} for {planned.op}")
+    if one.axis != planned.axis:
+        parts.append(f"over {one.axis} for {planned.axis}")
+    if one.bytes != planned.bytes:
+        parts.append(f"{one.bytes} bytes for {planned.bytes}")
+    if compiled.layer and compiled.layer != planned.layer:
+        parts.append(f"at {compiled.layer}")
+    return ", ".join(parts)
+
+
+def _nothing(one: Evidence, planned: Collective) -> int:
+    return 0
+
+
+def _size(mesh: MeshShape, axes: str) -> int:
+    return mesh.size(tuple(axes.split("+")))
+
+
+def _carried(op: str, sent_bytes: int, size: int) -> float:
+    """Bytes of the array behind what a device sends by the ring formulas."""
+    if size < 2:
+        return 0.0
+    share = (size - 1) / size
+    return sent_bytes / (2 * share if op == "all_reduce" else share)
