@@ -13,6 +13,7 @@ from splitjax.errors import SplitjaxError
 from splitjax.lower.gradient import grad, value_and_grad
 from splitjax.parallelize import parallelize
 from splitjax.plan import Plan
+from splitjax.report.value import Report
 from splitjax.rules import Rule, RuleSet
 from splitjax.trace.dims import register_dims
 
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Plan",
+    "Report",
     "Rule",
     "RuleSet",
     "SplitjaxError",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -290,6 +290,19 @@ def hidden_body(eqn: Any) -> Any | None:
         return None
     types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)) for v in eqn.invars]
     return trace(lambda *operands: jax.tree.leaves(hidden.expand(*jax.tree.unflatten(hidden.in_tree, operands))), *types)[0]
+
+
+@contextlib.contextmanager
+def metadata_in_cache_key() -> Iterator[None]:
+    """Compiles anew, or from a cache entry of the very same source lines and names: JAX's persistent cache otherwise returns
+    an executable with the metadata of whatever program of the same operations was compiled first."""
+    name = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def serialized_modules(compiled: Any) -> list[bytes]:

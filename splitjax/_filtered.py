@@ -29,6 +29,7 @@ from splitjax.mesh import make_mesh
 from splitjax.parallelize import ParallelStep
 from splitjax.parallelize import parallelize as parallelize_arrays
 from splitjax.plan import Plan
+from splitjax.report.value import Report
 
 # How many calls a step remembers, to name the one that consumed a state.
 _REMEMBERED_CALLS = 4096
@@ -175,6 +176,12 @@ class FilteredStep(abc.ABC):
         """As `jax.jit(fn).lower`: `.compile()`, `.as_text()`, `.compile().memory_analysis()`."""
         call = self._pack(positional(self._fn, args, kwargs))
         return call.step.lower(*call.args)
+
+    def report(self, *args: Any, **kwargs: Any) -> Report:
+        """The plan for these arguments (abstract ones will do) against what XLA compiles: memory, and every collective with layer,
+        source line and cause. Compiles the step; runs nothing."""
+        call = self._pack(positional(self._fn, args, kwargs))
+        return call.step.report(*call.args)
 
     def init(self, make_fn: Callable, *make_args: Any, example: Sequence[Any]) -> Any:
         """Creates the states already sharded: `make_fn(*make_args)` is compiled with the plan's shardings as its results', so

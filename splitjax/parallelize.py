@@ -11,13 +11,15 @@ from typing import Any
 
 import jax
 
+from splitjax import _compat
 from splitjax.errors import DonatedStateError
-from splitjax.lower.arguments import Bound, bind, difference, make_options, positional
+from splitjax.lower.arguments import Bound, argument_names, bind, difference, make_options, positional
 from splitjax.lower.entry import CompileRecord, Entry, Recipe, SignatureChanged, build_entry, trace_error
 from splitjax.lower.options import check_options, reject_mutating_modules, resolve_plan
 from splitjax.lower.placement import abstract_state, init_state, place_state, unshare
 from splitjax.mesh import MeshShape, make_mesh
 from splitjax.plan import Plan
+from splitjax.report.value import Report, make_report
 from splitjax.rules import RuleSet, load_rules
 
 # How many calls a step remembers, to name the one that consumed a state.
@@ -134,6 +136,15 @@ class ParallelStep:
         """As `jax.jit(fn).lower`: `.compile()`, `.as_text()`, `.compile().memory_analysis()`."""
         args = positional(self._recipe.fn, args, kwargs)
         return self._entry(args).jitted.lower(*args)
+
+    def report(self, *args: Any, **kwargs: Any) -> Report:
+        """The plan for these arguments (arrays or `ShapeDtypeStruct`s) against what XLA compiles: memory, and every collective with
+        layer, source line and cause. Compiles the step; runs nothing."""
+        entry = self._entry(positional(self._recipe.fn, args, kwargs))
+        with _compat.metadata_in_cache_key():
+            compiled = self.lower(*args, **kwargs).compile()
+        return make_report(compiled, entry.plan, entry.graph, argument_names(entry.bound), step=self._recipe.name,
+                           platform=self.mesh.devices.flat[0].platform)
 
     def init(self, init_fn: Callable, *init_args: Any, example: Sequence[Any]) -> Any:
         """Creates the states already sharded: `init_fn(*init_args)` is compiled with the plan's shardings as its results', so

@@ -211,6 +211,16 @@ def leaf_path(options: Options, number: int, path: Any) -> str:
     return f"{name}/{inner}" if inner else name
 
 
+def argument_names(bound: Bound) -> dict[str, str]:
+    """JAX's name of every array among a call's arguments, as compiled programs have it (`args[0]['params']['kernel']`) -> its path."""
+    names: list[str] = []
+    for number, (start, stop) in enumerate(bound.spans):
+        if start < stop:
+            paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(bound.args[number])]
+            names += [f"args[{number}]{jax.tree_util.keystr(path)}" for path in paths]
+    return {name: argument.path for name, argument in zip(names, bound.arguments, strict=True)}
+
+
 def describe(leaf: Any, path: str) -> tuple[tuple[int, ...], str, bool]:
     """Shape, dtype and weak type of one leaf."""
     if isinstance(leaf, jax.ShapeDtypeStruct):

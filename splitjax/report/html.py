@@ -9,7 +9,7 @@ from splitjax.report.table import Row, bytes_text, clean, percent_saved, summary
 from splitjax.report.text import row_bytes
 
 # Only currentColor and translucent fills: a notebook's theme decides what they look like.
-_STYLE = """
+STYLE = """
 .splitjax-plan { font-size: 13px; line-height: 1.45; color: inherit; overflow-x: auto; }
 .splitjax-plan table { border-collapse: collapse; margin: 0 0 10px 0; background: transparent; }
 .splitjax-plan th, .splitjax-plan td { padding: 2px 12px 2px 0; text-align: left; vertical-align: top; border: 0;
@@ -32,7 +32,7 @@ def render_html(plan: Plan) -> str:
     takes, relative to the largest layer."""
     groups = table(plan)
     largest = max((sum(row.whole_bytes * row.repeat for row in group) for group in groups), default=0)
-    parts = [f'<div class="splitjax-plan"><style>{_STYLE}</style>']
+    parts = [f'<div class="splitjax-plan"><style>{STYLE}</style>']
     if groups:
         heads = "".join(f"<th>{title}</th>" for title in _COLUMNS)
         parts.append(f'<table><thead><tr>{heads}<th class="number">per device</th><th>of the whole layer</th></tr></thead><tbody>')
@@ -42,7 +42,7 @@ def render_html(plan: Plan) -> str:
         parts.append("</tbody></table>")
     parts.append('<table class="summary"><tbody>')
     for title, lines in summary(plan):
-        parts.append(f"<tr><th>{_safe(title)}</th><td>{'<br>'.join(map(_safe, lines))}</td></tr>")
+        parts.append(f"<tr><th>{safe(title)}</th><td>{'<br>'.join(map(safe, lines))}</td></tr>")
     parts.append("</tbody></table></div>")
     return "".join(parts)
 
@@ -50,11 +50,11 @@ def render_html(plan: Plan) -> str:
 def _row(row: Row, group: tuple[Row, ...] | None, largest: int) -> str:
     """One parameter's table row; the first of its layer (`group` given) names the layer and draws its bar."""
     layer, kind, bar = (row.layer, row.kind, _bar(group, largest)) if group else ("", "", "")
-    cells = (f"<code>{_safe(layer)}</code>", f"<code>{_safe(row.param)}</code>", _safe(kind), f"<code>{_safe(str(row.shape))}</code>",
-             f"<code>{_safe(row.spec)}</code>", _safe(row.rule))  # fmt: skip
+    cells = (f"<code>{safe(layer)}</code>", f"<code>{safe(row.param)}</code>", safe(kind), f"<code>{safe(str(row.shape))}</code>",
+             f"<code>{safe(row.spec)}</code>", safe(row.rule))  # fmt: skip
     texts = "".join(f"<td>{cell}</td>" for cell in cells)
     opening = '<tr class="first">' if group else "<tr>"
-    return f'{opening}{texts}<td class="number">{_safe(row_bytes(row))}</td><td>{bar}</td></tr>'
+    return f'{opening}{texts}<td class="number">{safe(row_bytes(row))}</td><td>{bar}</td></tr>'
 
 
 def _bar(group: tuple[Row, ...], largest: int) -> str:
@@ -63,10 +63,10 @@ def _bar(group: tuple[Row, ...], largest: int) -> str:
     if not whole:
         return ""
     outer = max(2, round(_BAR_PIXELS * whole / largest))
-    title = _safe(f"{bytes_text(held)} per device of {bytes_text(whole)}: {percent_saved(held, whole)} saved")
+    title = safe(f"{bytes_text(held)} per device of {bytes_text(whole)}: {percent_saved(held, whole)} saved")
     inner = f'<span style="width: {100 * held / whole:.1f}%"></span>'
     return f'<span class="bar" style="width: {outer}px" title="{title}">{inner}</span>'
 
 
-def _safe(text: str) -> str:
+def safe(text: str) -> str:
     return html.escape(clean(text), quote=True)

@@ -103,8 +103,8 @@ def difference(compiled: Evidence, planned: Collective) -> str:
         parts.append(f"{one.op} for {planned.op}")
     if one.axis != planned.axis:
         parts.append(f"over {one.axis} for {planned.axis}")
-    if one.bytes != planned.bytes:
-        parts.append(f"{one.bytes} bytes for {planned.bytes}")
+    if not parts and one.bytes != planned.bytes:
+        parts.append("fewer bytes" if one.bytes < planned.bytes else "more bytes")
     if compiled.layer and compiled.layer != planned.layer:
         parts.append(f"at {compiled.layer}")
     return ", ".join(parts)

@@ -21,7 +21,7 @@ def render_text(plan: Plan, width: int | None = None) -> str:
     """The plan as a table of parameters and a summary. `width`: columns; None for the terminal's, at most 160, and for 120
     where the output is no terminal. Long names are folded onto further lines, never cut."""
     console = Console(
-        file=io.StringIO(), width=_width() if width is None else width, color_system=None, force_terminal=False, legacy_windows=False
+        file=io.StringIO(), width=text_width() if width is None else width, color_system=None, force_terminal=False, legacy_windows=False
     )
     groups = table(plan)
     if groups:
@@ -39,7 +39,8 @@ def render_text(plan: Plan, width: int | None = None) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
-def _width() -> int:
+def text_width() -> int:
+    """Columns of the terminal within bounds, or of a page where the output is no terminal."""
     try:
         terminal = sys.stdout.isatty()
     except (AttributeError, ValueError):  # replaced or closed

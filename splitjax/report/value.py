@@ -1,0 +1,227 @@
+"""The `Report`: what a plan predicted beside what XLA compiled, as one immutable value that prints and serialises."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from splitjax import _compat
+from splitjax.errors import PlanError
+from splitjax.mesh import MeshShape
+from splitjax.plan import Collective, Memory, Plan
+from splitjax.report.attribute import ReportedCollective, attribute
+from splitjax.report.hlo import CompiledCollective
+from splitjax.report.wire import read_module
+from splitjax.trace.graph import Graph
+
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledMemory:
+    """What XLA set aside on each device for one step, in bytes.
+
+    **Attributes:**
+
+    - `argument_bytes`: states, batch and other arguments.
+    - `temporary_bytes`: what lives only during the step: activations, gradients, buffers of collectives.
+    - `output_bytes`: results, the new states among them.
+    - `alias_bytes`: the part of the results that is written over arguments (donated states).
+    - `peak_bytes`: the backend's own figure for the highest use; None where it gives none. On a CPU it is only the arguments, on a TPU
+      it is the figure to trust.
+    """
+
+    argument_bytes: int
+    temporary_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    peak_bytes: int | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Arguments, temporaries, and results that are not written over arguments."""
+        return self.argument_bytes + self.temporary_bytes + self.output_bytes - self.alias_bytes
+
+    @classmethod
+    def of(cls, compiled: Any) -> CompiledMemory | None:
+        """Of a `jax.stages.Compiled`; None where the backend does not say."""
+        stats = compiled.memory_analysis()
+        if stats is None:
+            return None
+        return cls(
+            int(stats.argument_size_in_bytes), int(stats.temp_size_in_bytes), int(stats.output_size_in_bytes),
+            int(stats.alias_size_in_bytes), int(getattr(stats, "peak_memory_in_bytes", 0)) or None,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportMemory:
+    """Bytes per device: `predicted` by the plan, `compiled` by XLA (None where its backend does not say)."""
+
+    predicted: Memory
+    compiled: CompiledMemory | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Total:
+    """Sums over collectives: how many run per step, and the bytes that each device sends for them."""
+
+    predicted_count: int
+    predicted_bytes: int
+    compiled_count: int
+    compiled_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A step's plan against what XLA compiled. Print it, show it in a notebook, or keep it with `to_json`.
+
+    **Attributes:**
+
+    - `step`: the step's name.
+    - `mesh`: axes and sizes.
+    - `rules`: the rule set's name.
+    - `platform`: what it was compiled for: `cpu`, `gpu`, `tpu`.
+    - `plan_digest`: `Plan.digest` of the plan.
+    - `memory`: bytes per device, predicted and compiled.
+    - `collectives`: every collective of the compiled step, in the order of the program, with op, axis, bytes, layer, source line,
+      cause and rule; those that the plan foresaw with their prediction.
+    - `missing`: planned collectives that XLA did without.
+    """
+
+    step: str
+    mesh: MeshShape
+    rules: str
+    platform: str
+    plan_digest: str
+    memory: ReportMemory
+    collectives: tuple[ReportedCollective, ...]
+    missing: tuple[Collective, ...]
+
+    @property
+    def unplanned(self) -> tuple[ReportedCollective, ...]:
+        """What the compiled step sends beyond the plan, each with source line and cause."""
+        return tuple(one for one in self.collectives if one.planned is None)
+
+    @property
+    def unattributed(self) -> tuple[ReportedCollective, ...]:
+        """Collectives of which neither layer nor cause could be found. A hole in this report: please tell us."""
+        return tuple(one for one in self.collectives if not one.is_attributed)
+
+    @functools.cached_property
+    def by_op(self) -> Mapping[tuple[str, str], Total]:
+        """(op, axis) -> what the plan and the compiled step send by it."""
+        return _totals(self, lambda one: (one.op, one.axis))
+
+    @functools.cached_property
+    def by_layer(self) -> Mapping[str, Total]:
+        """Layer -> what the plan and the compiled step send for it; `""` for what belongs to no layer, such as the loss."""
+        return _totals(self, lambda one: one.layer)
+
+    @property
+    def total(self) -> Total:
+        """Of all collectives."""
+        return _totals(self, lambda one: "").get("", Total(0, 0, 0, 0))
+
+    def to_json(self) -> str:
+        """The report as JSON text (ASCII), one collective a line, read back by `Report.from_json`. All sizes are bytes per device,
+        and what is sent is per step."""
+        head = {
+            "format": FORMAT, "step": self.step, "mesh": self.mesh.axes, "rules": self.rules, "platform": self.platform,
+            "plan_digest": self.plan_digest, "memory": dataclasses.asdict(self.memory),
+            "by_op": [{"op": op, "axis": axis, **dataclasses.asdict(total)} for (op, axis), total in self.by_op.items()],
+            "by_layer": [{"layer": layer, **dataclasses.asdict(total)} for layer, total in self.by_layer.items()],
+        }
+        lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+        for name, values in (("collectives", self.collectives), ("missing", self.missing)):
+            entries = ",\n".join(f"    {json.dumps(_flat(one))}" for one in values)
+            lines.append(f'  "{name}": [\n{entries}\n  ]' if values else f'  "{name}": []')
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Reads what `to_json` wrote. Raises `PlanError` for anything else."""
+        try:
+            data = json.loads(text)
+            if data["format"] != FORMAT:
+                raise ValueError(f"format {data['format']!r}")
+            compiled = data["memory"]["compiled"]
+            return cls(
+                data["step"], MeshShape(tuple((name, size) for name, size in data["mesh"])), data["rules"], data["platform"],
+                data["plan_digest"],
+                ReportMemory(Memory(**data["memory"]["predicted"]), None if compiled is None else CompiledMemory(**compiled)),
+                tuple(_reported(one) for one in data["collectives"]), tuple(Collective(**one) for one in data["missing"]),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise PlanError(
+                f"this is not the JSON of a report: {error}", place="Report.from_json", remedy="pass what `report.to_json()` returned",
+            ) from error
+
+    def __str__(self) -> str:
+        from splitjax.report.value_text import render_report_text  # loaded when a report is printed
+
+        return render_report_text(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Report of {self.step} on {self.mesh} ({self.platform}): {len(self.collectives)} collectives, {len(self.unplanned)} "
+            f"unplanned, {len(self.missing)} missing, {len(self.unattributed)} unattributed>"
+        )
+
+    def _repr_html_(self) -> str:
+        from splitjax.report.value_html import render_report_html
+
+        return render_report_html(self)
+
+
+def make_report(compiled: Any, plan: Plan, graph: Graph, argument_names: Mapping[str, str], *, step: str, platform: str) -> Report:
+    """The report of a compiled step.
+
+    **Arguments:**
+
+    - `compiled`: a `jax.stages.Compiled` with its metadata (`_compat.metadata_in_cache_key`).
+    - `plan`, `graph`: what it was compiled from.
+    - `argument_names`: JAX's name of every array among the step's arguments -> its path in the plan.
+    - `step`, `platform`: names for the report.
+    """
+    modules = tuple(read_module(data) for data in _compat.serialized_modules(compiled))
+    collectives, missing = attribute(modules, plan, graph, argument_names)
+    memory = ReportMemory(plan.memory, CompiledMemory.of(compiled))
+    return Report(step, plan.mesh, plan.rules, platform, plan.digest, memory, collectives, missing)
+
+
+def _totals(report: Report, key: Any) -> dict[Any, Total]:
+    """Sums by key, largest first. A planned collective counts under its own op, axis and layer, however XLA realised it."""
+    sums: dict[Any, list[int]] = {}
+    planned: Iterable[Any] = (*(one.planned for one in report.collectives if one.planned is not None), *report.missing)
+    for offset, entries in ((0, planned), (2, report.collectives)):
+        for one in entries:
+            entry = sums.setdefault(key(one), [0, 0, 0, 0])
+            entry[offset] += 1
+            entry[offset + 1] += one.bytes
+    return {name: Total(*entry) for name, entry in sorted(sums.items(), key=lambda item: -max(item[1][1], item[1][3]))}
+
+
+def _flat(one: ReportedCollective | Collective) -> dict[str, Any]:
+    """A collective as one flat object; a compiled one begins with what people look for."""
+    if isinstance(one, Collective):
+        return dataclasses.asdict(one)
+    compiled = dataclasses.asdict(one.compiled)
+    first = {name: compiled.pop(name) for name in ("op", "axis", "bytes")}
+    rest = {field.name: getattr(one, field.name) for field in dataclasses.fields(one) if field.name not in ("compiled", "planned")}
+    return {**first, **rest, "planned": None if one.planned is None else dataclasses.asdict(one.planned), **compiled}
+
+
+def _reported(data: Mapping[str, Any]) -> ReportedCollective:
+    names = {field.name for field in dataclasses.fields(CompiledCollective)}
+    compiled = {name: _tuples(value) for name, value in data.items() if name in names}
+    rest = {name: value for name, value in data.items() if name not in names}
+    planned = rest.pop("planned")
+    return ReportedCollective(CompiledCollective(**compiled), planned=None if planned is None else Collective(**planned), **rest)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
