@@ -18,6 +18,7 @@ from splitjax.cli.demo import Demo
 from splitjax.cli.doctor import Doctor
 from splitjax.cli.lint import Lint
 from splitjax.cli.plan import ShowPlan
+from splitjax.cli.report import ShowReport
 from splitjax.errors import SplitjaxError
 
 USER_ERROR = 2
@@ -26,6 +27,7 @@ INTERRUPTED = 130
 Command = (
     Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[ShowPlan, tyro.conf.subcommand("plan")]
+    | Annotated[ShowReport, tyro.conf.subcommand("report")]
     | Annotated[Lint, tyro.conf.subcommand("lint")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )

@@ -63,13 +63,18 @@ class ShowPlan(Traceback):
         return 0
 
 
-def write_page(path: pathlib.Path, body: str) -> None:
+def write_page(path: pathlib.Path, body: str, title: str = "splitjax plan") -> None:
     """Writes an HTML page around `body`. Raises `PlanError` when the file cannot be written."""
-    page = f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>splitjax plan</title></head>\n<body>{body}</body></html>\n'
+    page = f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>\n<body>{body}</body></html>\n'
+    write_file(path, page, "--html")
+
+
+def write_file(path: pathlib.Path, text: str, option: str) -> None:
+    """Writes what an option asked for. Raises `PlanError` when the file cannot be written."""
     try:
-        path.write_text(page, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise PlanError(
-            f"the page cannot be written: {error.strerror or error}", value=str(path), place="--html",
+            f"the file cannot be written: {error.strerror or error}", value=str(path), place=option,
             remedy="give a path in a folder that exists and may be written to",
         ) from error

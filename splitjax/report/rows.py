@@ -97,12 +97,10 @@ def verdict(report: Report) -> str:
 
 
 def short_source(source: str) -> str:
-    """`file:line` without the function, the file relative to the working directory, or else by its last two parts."""
+    """`file:line` without folders and function, which `to_json` has; an `__init__.py` with its folder."""
     path, colon, line = source.partition(" (")[0].rpartition(":")
-    if not colon or not os.path.isabs(path):
-        return source
-    relative = os.path.relpath(path)
-    return f"{os.path.join(*path.split(os.sep)[-2:]) if relative.startswith('..') else relative}:{line}"
+    folder, name = os.path.split(path)
+    return f"{os.path.join(os.path.basename(folder), name) if name == '__init__.py' else name}:{line}" if colon else source
 
 
 def _sums(total: Total) -> tuple[str, str, str, str]:
