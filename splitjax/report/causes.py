@@ -12,7 +12,6 @@ from splitjax.report.dataflow import Dataflow
 from splitjax.report.evidence import (
     BACKWARD,
     BATCH,
-    FORWARD,
     GRADIENT,
     STATE,
     STATISTIC,
@@ -26,6 +25,7 @@ _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_ge
 _LOOKUPS = ("gather", "dynamic_slice")
 _ADDITIONS = ("scatter-add", "scatter_add", "scatter", "dynamic_update_slice")
 _SUMS = ("all_reduce", "reduce_scatter")
+_STATE = ("param", "optimizer", "statistic")
 # JAX's names of reductions; `reduce` is `argmax` and the like.
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce", "argmax", "argmin", "reduce_precision")
 _ORDERS = ("sort", "top_k", "approx_top_k", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev")
@@ -36,7 +36,8 @@ def cause_of(one: Evidence, flow: Dataflow, step: Step) -> str:
     collective = one.collective
     over = f"split over {collective.axis}"
     if one.about == GRADIENT:
-        return f"gradient of {one.leaf}"
+        further = any(planned.why.startswith(f"gradient of {one.leaf}") for planned in step.plan.collectives)
+        return f"a further part of the gradient of {one.leaf}" if further else f"gradient of {one.leaf}"
     if one.about == WEIGHT:
         return f"{one.leaf} is laid out otherwise than the {one.phase} pass reads it"
     if one.about == STATE:
@@ -67,7 +68,8 @@ def _sum(one: Evidence, operation: str, over: str, flow: Dataflow, step: Step) -
         return _scalar(one, operation, flow, step)
     if step.kinds.get(one.layer) == "norm" and operation.startswith("reduce"):
         shapes = [leaf.shape for leaf in step.plan.leaves if step.layers.get(leaf.path) == one.layer]
-        of_batch = set(collective.axis.split("+")) <= set(step.plan.batch_axes) and _has_shape(collective.shape, shapes)
+        batch_axes = step.plan.mesh.present(step.plan.batch_axes)  # the examples of any layer are split over the first of them
+        of_batch = bool(batch_axes) and batch_axes[0] in collective.axis.split("+") and _has_shape(collective.shape, shapes)
         what = "batch statistics" if of_batch else f"statistics of a normalisation whose features are {over}"
         return what if one.phase != BACKWARD else f"cotangents of {what}"
     if operation in _PRODUCTS:
@@ -89,19 +91,24 @@ def _has_shape(shape: Sequence[int], shapes: Sequence[Sequence[int]]) -> bool:
 
 
 def _scalar(one: Evidence, operation: str, flow: Dataflow, step: Step) -> str:
-    """A scalar: of gradients (a norm), of the batch and read by the update or the derivative (a mask's sum), or only returned."""
-    assert one.node is not None or not one.layer
+    """A scalar: from gradients (a norm), from the batch and read by the derivative or the update (a mask's sum), or only returned."""
     name = operation if operation.startswith("reduce") else f"sum ({operation})"
     if one.node is None:
         return f"{name} to a scalar, in the {one.phase} pass"
-    reaches = any(
-        step.roles.get(step.leaf(flow.argument(source)) or "") in ("param", "optimizer", "statistic")
-        for _, node in flow.walk([one.node], flow.users) for source in flow.sources(node)
-    )
-    if not reaches:
-        return f"{name} over the batch for a value that the step returns, such as loss or accuracy"
-    if one.phase == FORWARD:
-        return f"{name} over the batch to a scalar that gradients depend on, such as the sum of a mask"
-    if one.phase == BACKWARD:
+    cone = [node for _, node in flow.walk([one.node], flow.users)]
+    to_state = any(step.roles.get(step.leaf(flow.argument(source)) or "") in _STATE for node in cone for source in flow.sources(node))
+    sources = [node for _, node in flow.walk([one.node], flow.sources)]
+    roles = {step.roles.get(step.leaf(flow.argument(node)) or "", "") for node in sources}
+    if to_state and one.phase == BACKWARD:
         return f"{name} to a scalar of the backward pass"
-    return f"{name} to a scalar that the update depends on, such as the global norm of the gradients"
+    if to_state and any("transpose(" in flow.instruction(node).op_name for node in sources):
+        return f"{name} to a scalar that the update depends on, such as the global norm of the gradients"
+    if to_state and "batch" in roles:
+        return f"{name} to a scalar that gradients depend on, such as the sum of a mask"
+    if to_state and roles & set(_STATE):
+        return f"{name} to a scalar that the update depends on, such as the norm of a parameter"
+    if flow.results & set(cone):
+        return f"{name} to a scalar that the step returns, such as loss or accuracy"
+    if flow.decisions & set(cone):
+        return f"{name} to a scalar that decides which branch is taken"
+    return f"{name} to a scalar, in the {one.phase} pass"

@@ -49,7 +49,13 @@ class _Call:
 
 
 class Dataflow:
-    """The nodes of one module. Built once, read by its methods."""
+    """The nodes of one module. Built once, read by its methods.
+
+    **Attributes:**
+
+    - `results`: nodes whose values the step returns.
+    - `decisions`: nodes that say which branch is taken or whether a loop goes on.
+    """
 
     def __init__(self, module: Module) -> None:
         self._module = module
@@ -67,6 +73,7 @@ class Dataflow:
             for one in {source for operand in sources for source in operand}:
                 self._users[one].append(node)
         root = module.computations.get(module.entry)
+        self.decisions = frozenset(self._decisions())
         self.results: frozenset[Node] = frozenset(self._resolve(_ENTRY, root.root, None, ())) if root else frozenset()
 
     def collective(self, name: str, member: int) -> Node | None:
@@ -182,6 +189,17 @@ class Dataflow:
                     continue
                 for member in range(len(one.operands) if _is_combined(one) else 1):
                     yield number, one.id, member
+
+    def _decisions(self) -> Iterator[Node]:
+        for (call, number), inner in self._children.items():
+            one = self._module.computations[self._calls[call].computation].instructions[number]
+            if one.opcode == "conditional":
+                yield from self._resolve(call, one.operands[0], None, ())
+            elif one.opcode == "while":
+                for child in inner:
+                    computation = self._module.computations[self._calls[child].computation]
+                    if computation.root in computation.instructions and not computation.instructions[computation.root].shape.members:
+                        yield from self._resolve(child, computation.root, None, ())
 
     def _sources(self, node: Node) -> Iterator[tuple[Node, ...]]:
         one = self.instruction(node)

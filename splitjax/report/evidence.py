@@ -26,6 +26,7 @@ FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 GRADIENT, WEIGHT, STATE, STATISTIC, BATCH, VALUE = "gradient", "weight", "state", "statistic", "batch", "value"
 _SCOPE = re.compile(r"splitjax:(?:enter|product):([^/()]+)")
 _SUMS = ("all_reduce", "reduce_scatter")
+_STATE = ("param", "optimizer", "statistic")
 # Beyond this many operations a weight nearby says little about a collective.
 _NEAR = 40
 
@@ -184,18 +185,16 @@ def _subject(one: CompiledCollective, node: Node, phase: str, flow: Dataflow, st
             role = step.roles.get(leaf, "input")
             return {"param": WEIGHT, "batch": BATCH, "input": VALUE}.get(role, STATE), leaf
         if _is_result(node, flow):
-            leaf = _nearest_state(flow.sources(node), flow, step, backward=True)
+            leaf = _nearest_state(flow.sources(node), flow, step, _STATE, backward=True)
             return (STATE, leaf) if leaf else (VALUE, "")
         return VALUE, ""
     if phase == UPDATE and not one.shape:  # a norm over all gradients scales a scalar parameter's, too
         return VALUE, ""
-    leaf = _nearest_state((node,), flow, step, backward=False)
-    role = step.roles.get(leaf, "")
-    if role == "statistic":
-        return STATISTIC, leaf
-    if phase == FORWARD or not role:
-        return VALUE, ""
-    return GRADIENT, step.follows.get(leaf, leaf)
+    if phase == FORWARD:
+        leaf = _nearest_state((node,), flow, step, ("statistic",), backward=False)
+        return (STATISTIC, leaf) if leaf else (VALUE, "")
+    leaf = _nearest_state((node,), flow, step, ("param", "optimizer"), backward=False)
+    return (GRADIENT, step.follows.get(leaf, leaf)) if leaf else (VALUE, "")
 
 
 def _is_result(node: Node, flow: Dataflow) -> bool:
@@ -204,13 +203,14 @@ def _is_result(node: Node, flow: Dataflow) -> bool:
     return any(one in flow.results for _, one in flow.walk([node], onward))
 
 
-def _nearest_state(start: Iterable[Node], flow: Dataflow, step: Step, *, backward: bool) -> str:
-    """The state leaf that values meet element by element, in the fewest operations: the old value beside an update. Empty for none,
-    or for several parameters at the same distance."""
+def _nearest_state(start: Iterable[Node], flow: Dataflow, step: Step, roles: Sequence[str], *, backward: bool) -> str:
+    """The state leaf of these roles that values meet element by element, in the fewest operations: the old value beside an update.
+    Empty for none, or for several parameters at the same distance."""
     start = tuple(start)
 
     def plain(one: Node) -> bool:
-        return flow.opcode(one) not in MIXES and flow.opcode(one) not in SPREADS
+        opcode = flow.opcode(one)
+        return opcode.startswith("all-reduce") or (opcode not in MIXES and opcode not in SPREADS)  # a sum of sums is one
 
     def onward(one: Node) -> list[Node]:
         if backward:
@@ -221,11 +221,11 @@ def _nearest_state(start: Iterable[Node], flow: Dataflow, step: Step, *, backwar
     for distance, one in flow.walk(start, onward):
         if best is not None and distance > best:
             break
-        if flow.opcode(one) in MOVES or not plain(one) or (one in start and not backward):
+        if flow.opcode(one) in MOVES or not plain(one) or (one in start and not backward) or flow.opcode(one).startswith("all-reduce"):
             continue
         for source in flow.sources(one):
             leaf = step.leaf(flow.scaled_origin(source))
-            if leaf is not None and step.roles.get(leaf) in ("param", "optimizer", "statistic"):
+            if leaf is not None and step.roles.get(leaf) in roles:
                 best = distance
                 found.add(leaf)
     owners = {step.follows.get(leaf, leaf) for leaf in found}
@@ -240,6 +240,8 @@ def _layer(one: CompiledCollective, node: Node | None, flow: Dataflow, step: Ste
     if is_layer:
         return name, "scope" if _SCOPE.search(one.op_name) else "name"
     lines = step.at_line(one.frames, primitive(one.op_name))
+    if not one.shape:  # a loss may stand on the line of the last layer
+        lines = ()
     if len(lines) == 1:
         return lines[0], "line"
     if not name and not lines:

@@ -19,7 +19,7 @@ from splitjax.report.evidence import BACKWARD, FORWARD, GRADIENT, STATE, UPDATE,
 _GRADIENT = re.compile(r"gradient of (.+?)(?:, onto its split optimizer state)?")
 _STORED = re.compile(r"(forward|backward): (.+) is stored in pieces")
 _NEW = re.compile(r"new value of (.+?)(?:, from its split optimizer state)?")
-# Operations whose operands or results a planned exchange of activations carries.
+# Operations whose partial results a planned exchange of activations sums: not the statistics of a norm, say.
 _CARRIERS = frozenset({
     "dot_general", "conv_general_dilated", "gather", "scatter-add", "all_gather", "reduce_scatter", "psum", "psum_invariant", "all_to_all",
     "ragged_dot", "ragged_dot_general",
@@ -79,7 +79,8 @@ def pair(found: Sequence[Evidence], step: Step) -> tuple[tuple[Collective | None
     match(by_leaf, _nothing)
 
     def activation(one: Evidence, why: Purpose) -> bool:
-        carries = primitive(one.collective.op_name) in _CARRIERS and bool(one.collective.shape)
+        sums = one.collective.op in ("all_reduce", "reduce_scatter")
+        carries = bool(one.collective.shape) and (not sums or primitive(one.collective.op_name) in _CARRIERS)
         return one.about in (VALUE, WEIGHT) and why.about == VALUE and one.phase == why.phase and carries
 
     def alike(one: Evidence, planned: Collective) -> bool:
@@ -105,8 +106,6 @@ def difference(compiled: Evidence, planned: Collective) -> str:
         parts.append(f"over {one.axis} for {planned.axis}")
     if not parts and one.bytes != planned.bytes:
         parts.append("fewer bytes" if one.bytes < planned.bytes else "more bytes")
-    if compiled.layer and compiled.layer != planned.layer:
-        parts.append(f"at {compiled.layer}")
     return ", ".join(parts)
 
 
