@@ -13,6 +13,7 @@ from splitjax.report.evidence import (
     BACKWARD,
     BATCH,
     GRADIENT,
+    MOVED,
     STATE,
     STATISTIC,
     WEIGHT,
@@ -38,6 +39,8 @@ def cause_of(one: Evidence, flow: Dataflow, step: Step) -> str:
     if one.about == GRADIENT:
         further = any(planned.why.startswith(f"gradient of {one.leaf}") for planned in step.plan.collectives)
         return f"a further part of the gradient of {one.leaf}" if further else f"gradient of {one.leaf}"
+    if one.about == MOVED:
+        return f"the gradient of {one.leaf} is summed in another layout than its update needs"
     if one.about == WEIGHT:
         return f"{one.leaf} is laid out otherwise than the {one.phase} pass reads it"
     if one.about == STATE:

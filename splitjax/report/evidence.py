@@ -23,7 +23,7 @@ from splitjax.report.hlo import CompiledCollective
 from splitjax.trace.graph import Graph
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
-GRADIENT, WEIGHT, STATE, STATISTIC, BATCH, VALUE = "gradient", "weight", "state", "statistic", "batch", "value"
+GRADIENT, MOVED, WEIGHT, STATE, STATISTIC, BATCH, VALUE = "gradient", "moved gradient", "weight", "state", "statistic", "batch", "value"
 _SCOPE = re.compile(r"splitjax:(?:enter|product):([^/()]+)")
 _SUMS = ("all_reduce", "reduce_scatter")
 _STATE = ("param", "optimizer", "statistic")
@@ -39,8 +39,8 @@ class Evidence:
 
     - `collective`: the collective.
     - `phase`: `forward` (of the differentiated function, or of a step without a derivative), `backward`, or `update`.
-    - `about`: `gradient` (it sums one), `weight` (it brings the parts of one together), `state` (it lays out state, old or new),
-      `statistic`, `batch`, or `value` for any other value.
+    - `about`: `gradient` (it sums one), `moved gradient` (it lays out one that is summed), `weight` (it brings the parts of one
+      together), `state` (it lays out state, old or new), `statistic`, `batch`, or `value` for any other value.
     - `leaf`: the path of the state or batch leaf that `about` speaks of; empty for a value.
     - `layer`: empty where unknown.
     - `known_by`: `dataflow`, `scope`, `name` or `line`: how the layer is known; empty where it is not.
@@ -184,17 +184,16 @@ def _subject(one: CompiledCollective, node: Node, phase: str, flow: Dataflow, st
         if leaf is not None:
             role = step.roles.get(leaf, "input")
             return {"param": WEIGHT, "batch": BATCH, "input": VALUE}.get(role, STATE), leaf
-        if _is_result(node, flow):
-            leaf = _nearest_state(flow.sources(node), flow, step, _STATE, backward=True)
-            return (STATE, leaf) if leaf else (VALUE, "")
-        return VALUE, ""
+    if one.shape and _is_result(node, flow):  # the TPU's compiler gathers small arrays by sums of zeros and a part
+        leaf = _nearest_state(flow.sources(node), flow, step, _STATE, backward=True)
+        return (STATE, leaf) if leaf else (VALUE, "")
     if phase == UPDATE and not one.shape:  # a norm over all gradients scales a scalar parameter's, too
         return VALUE, ""
     if phase == FORWARD:
-        leaf = _nearest_state((node,), flow, step, ("statistic",), backward=False)
+        leaf = _nearest_state((node,), flow, step, ("statistic",), backward=False) if one.op in _SUMS else ""
         return (STATISTIC, leaf) if leaf else (VALUE, "")
     leaf = _nearest_state((node,), flow, step, ("param", "optimizer"), backward=False)
-    return (GRADIENT, step.follows.get(leaf, leaf)) if leaf else (VALUE, "")
+    return (GRADIENT if one.op in _SUMS else MOVED, step.follows.get(leaf, leaf)) if leaf else (VALUE, "")
 
 
 def _is_result(node: Node, flow: Dataflow) -> bool:

@@ -68,7 +68,7 @@ def pair(found: Sequence[Evidence], step: Step) -> tuple[tuple[Collective | None
         """Whether both carry the same array, by whatever operation."""
         mine = _carried(one.collective.op, one.collective.bytes, one.collective.group_size)
         theirs = _carried(planned.op, planned.bytes, _size(step.plan.mesh, planned.axis))
-        return mine > 0 and math.isclose(mine, theirs, rel_tol=0.01)
+        return mine > 0 and any(math.isclose(mine * wider, theirs, rel_tol=0.01) for wider in _widths(one))
 
     def distance(one: Evidence, planned: Collective) -> int:
         return abs(step.order.get(one.layer, 0) - step.order.get(planned.layer, 0))
@@ -84,7 +84,7 @@ def pair(found: Sequence[Evidence], step: Step) -> tuple[tuple[Collective | None
         return one.about in (VALUE, WEIGHT) and why.about == VALUE and one.phase == why.phase and carries
 
     def alike(one: Evidence, planned: Collective) -> bool:
-        return same(one, planned) and one.collective.bytes == planned.bytes
+        return same(one, planned) and any(one.collective.bytes * wider == planned.bytes for wider in _widths(one))
 
     match(lambda one, planned, why: activation(one, why) and alike(one, planned) and one.layer == planned.layer, _nothing)
     match(lambda one, planned, why: activation(one, why) and same_size(one, planned) and one.layer == planned.layer, _nothing)
@@ -107,6 +107,12 @@ def difference(compiled: Evidence, planned: Collective) -> str:
     if not parts and one.bytes != planned.bytes:
         parts.append("fewer bytes" if one.bytes < planned.bytes else "more bytes")
     return ", ".join(parts)
+
+
+def _widths(one: Evidence) -> tuple[int, ...]:
+    """By how much the step's own values may be wider than what is sent: a TPU's compiler sends float32 as bfloat16 where a product
+    rounds it anyway."""
+    return (1, 2) if one.collective.dtype in ("bfloat16", "float16") else (1,)
 
 
 def _nothing(one: Evidence, planned: Collective) -> int:
