@@ -14,6 +14,9 @@ from splitjax.report.pairing import difference, pair
 from splitjax.report.wire import Module
 from splitjax.trace.graph import Graph
 
+# Further away than this, a line says little about a collective.
+_NEAR = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class ReportedCollective:
@@ -29,6 +32,7 @@ class ReportedCollective:
     - `known_by`: `dataflow`, `scope`, `name` or `line`: what the layer is known by.
     - `planned`: the planned collective that it realises; None for one that the plan does not have.
     - `differs`: how it differs from the planned one, in words; empty where it does not.
+    - `source`: the user's `file:line (function)`: its own, or where XLA has none that of what it was made from or goes into.
     """
 
     compiled: CompiledCollective
@@ -39,6 +43,7 @@ class ReportedCollective:
     known_by: str = ""
     planned: Collective | None = None
     differs: str = ""
+    source: str = ""
 
     @property
     def op(self) -> str:
@@ -59,11 +64,6 @@ class ReportedCollective:
     def predicted_bytes(self) -> int:
         """What the plan says that each device sends for it per step, in bytes; 0 where it was not planned."""
         return self.planned.bytes if self.planned is not None else 0
-
-    @property
-    def source(self) -> str:
-        """The user's `file:line (function)`; empty where XLA has none."""
-        return self.compiled.source
 
     @property
     def is_attributed(self) -> bool:
@@ -95,5 +95,16 @@ def _reported(one: Evidence, flow: Dataflow, step: Step, planned: Collective | N
     return ReportedCollective(
         one.collective, layer, one.phase, cause_of(one, flow, step) if planned is None else planned.why,
         rule=next((found.rule for found in step.plan.layers if found.name == layer), ""),
-        known_by=one.known_by, planned=planned, differs="" if planned is None else difference(one, planned),
+        known_by=one.known_by, planned=planned, differs="" if planned is None else difference(one, planned), source=one.collective.source or _line_nearby(one, flow),
     )
+
+
+def _line_nearby(one: Evidence, flow: Dataflow) -> str:
+    """The nearest line of the user's before a collective, or else after it; empty for none within a few operations."""
+    for onward in (flow.sources, flow.users):
+        for distance, node in flow.walk([one.node] if one.node is not None else [], onward):
+            if distance > _NEAR:
+                break
+            if lines := flow.lines(node):
+                return lines[0]
+    return ""

@@ -210,16 +210,18 @@ def _flat(one: ReportedCollective | Collective) -> dict[str, Any]:
     if isinstance(one, Collective):
         return dataclasses.asdict(one)
     compiled = dataclasses.asdict(one.compiled)
+    del compiled["source"]  # the first of its frames; the object's own `source` is never less
     first = {name: compiled.pop(name) for name in ("op", "axis", "bytes")}
     rest = {field.name: getattr(one, field.name) for field in dataclasses.fields(one) if field.name not in ("compiled", "planned")}
     return {**first, **rest, "planned": None if one.planned is None else dataclasses.asdict(one.planned), **compiled}
 
 
 def _reported(data: Mapping[str, Any]) -> ReportedCollective:
-    names = {field.name for field in dataclasses.fields(CompiledCollective)}
+    names = {field.name for field in dataclasses.fields(CompiledCollective)} - {"source"}
     compiled = {name: _tuples(value) for name, value in data.items() if name in names}
     rest = {name: value for name, value in data.items() if name not in names}
     planned = rest.pop("planned")
+    compiled["source"] = compiled["frames"][0] if compiled["frames"] else ""
     return ReportedCollective(CompiledCollective(**compiled), planned=None if planned is None else Collective(**planned), **rest)
 
 

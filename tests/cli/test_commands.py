@@ -15,6 +15,7 @@ from splitjax.cli.demo import Demo
 from splitjax.cli.doctor import Doctor
 from splitjax.cli.lint import Lint
 from splitjax.cli.plan import ShowPlan
+from splitjax.cli.report import ShowReport
 from splitjax.errors import MeshError
 
 BROKEN_RULES = """
@@ -29,15 +30,15 @@ shard = [{ out = "model" }]
 def test_help_lists_every_command_with_a_line(run):
     status, out, _ = run("--help")
     assert status == 0
-    for command in ("demo", "plan", "lint", "doctor"):
+    for command in ("demo", "plan", "report", "lint", "doctor"):
         assert f"• {command}" in out
     for absent in ("train", "launch", "simulate"):  # not part of this version: not shown either
         assert f"• {absent}" not in out
 
 
-@pytest.mark.parametrize("command", [Demo, ShowPlan, Lint, Doctor])
+@pytest.mark.parametrize("command", [Demo, ShowPlan, ShowReport, Lint, Doctor])
 def test_help_of_a_command_shows_every_option(run, command):
-    status, out, _ = run(f"{'plan' if command is ShowPlan else command.__name__.lower()} --help")
+    status, out, _ = run(f"{command.__name__.lower().removeprefix('show')} --help")
     assert status == 0
     assert "None}" not in out  # an option that may be absent is shown by its type alone
     for field in dataclasses.fields(command):

@@ -1,0 +1,235 @@
+"""Where a compiled step's collectives come from: shipped models without one that is left over, and programs known by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import splitjax
+from splitjax import _compat
+from splitjax.lower.arguments import argument_names
+from splitjax.report.attribute import attribute
+from splitjax.report.evidence import name_parts
+from splitjax.report.pairing import purpose
+from splitjax.report.wire import read_module
+from tests.report.programs import BATCH, MESH, RULES, forward, line_of, mean_square, narrow, step_of
+
+
+def report_of(loss, optimizer=None, rules="splitbrain"):
+    step, state = step_of(loss, optimizer)
+    return splitjax.parallelize(step, mesh=MESH, rules=rules).report(state, BATCH)
+
+
+@functools.cache
+def narrow_report(name, library, rules):
+    """The report and the plan of a shipped model; several tests look at one compilation."""
+    step, arguments = narrow(name, library, rules)
+    return step.report(*arguments), step.plan(*arguments)
+
+
+def causes(report, op=None):
+    return [one.cause for one in report.unplanned if op in (None, one.op)]
+
+
+def check(report, plan):
+    """What holds for every report of a shipped model."""
+    assert report.unattributed == ()
+    assert report.collectives and all(one.source or one.layer for one in report.collectives)
+    whys = [one.planned.why for one in report.collectives if one.planned is not None]
+    gradients = {why.removeprefix("gradient of ") for why in whys if why.startswith("gradient of ")}
+    assert gradients == {leaf.path for leaf in plan.leaves if leaf.role == "param"}  # each found, and none taken for another
+    realised = [one.planned for one in report.collectives if one.planned is not None]
+    assert sorted((*realised, *report.missing), key=str) == sorted(plan.collectives, key=str)
+    layers = {layer.name: layer.rule for layer in plan.layers}
+    for one in report.collectives:
+        if one.planned is not None:
+            assert one.layer == one.planned.layer and one.rule == layers[one.layer] and one.cause == one.planned.why
+        assert one.phase in ("forward", "backward", "update")
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+@pytest.mark.parametrize("name", ["mlp", "vgg11", "resnet18", "transformer"])
+def test_every_collective_of_a_shipped_model_is_attributed(name, library, rules):
+    check(*narrow_report(name, library, rules))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_every_collective_of_the_whole_resnet18_is_attributed(library, rules):
+    step, arguments = narrow("resnet18", library, rules, shallow=False)
+    check(step.report(*arguments), step.plan(*arguments))
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize(("name", "library", "rules"), [("mlp", "linen", "splitbrain"), ("mlp", "nnx", "fsdp"), ("transformer", "nnx", "splitbrain")])
+def test_every_collective_that_the_compiler_for_tpus_makes_is_attributed(name, library, rules):
+    """It sends bfloat16 for float32, sums zeros where it means a gather, and leaves names out."""
+    from jax.experimental import topologies
+
+    devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices)
+    mesh = jax.sharding.Mesh(devices.reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    step, arguments = narrow(name, library, rules, mesh=mesh)
+    report = step.report(*arguments)
+    check(report, step.plan(*arguments))
+    assert report.platform == "tpu"
+    if rules == "splitbrain":
+        assert report.missing == ()
+
+
+def test_blocks_that_share_their_lines_are_told_apart():
+    """NNX gives no names, and both blocks of the Transformer run the same lines."""
+    report, _ = narrow_report("transformer", "nnx", "splitbrain")
+    norms = [one for one in report.unplanned if one.cause.startswith("statistics of a normalisation")]
+    assert sorted(one.layer for one in norms) == sorted(
+        2 * ["model/block1/norm1", "model/block1/norm2", "model/block2/norm1", "model/block2/norm2", "model/final_norm"]
+    )
+    assert {one.known_by for one in norms} == {"line"}
+    assert len({one.source for one in norms}) == 3
+
+
+def test_batch_statistics_are_named_after_what_they_become():
+    report, plan = narrow_report("resnet18", "nnx", "data_parallel")
+    found = {one.cause.removeprefix("batch statistics: ") for one in report.unplanned if one.cause.startswith("batch statistics: ")}
+    assert {leaf.path for leaf in plan.leaves if leaf.role == "statistic"} >= found
+    assert {path.rsplit("/", 1)[-1] for path in found} == {"mean", "var"}
+    assert "cotangents of batch statistics" in causes(report)
+
+
+def test_a_plan_of_explicit_collectives_is_realised_to_the_byte():
+    report = report_of(mean_square)
+    assert report.missing == ()
+    realised = [one for one in report.collectives if one.planned is not None]
+    assert [one.differs for one in realised] == [""] * len(realised)
+    assert sum(one.bytes for one in realised) == sum(one.predicted_bytes for one in realised) == report.total.predicted_bytes
+    assert {(one.op, one.layer, one.phase, one.known_by) for one in realised} == {
+        ("all_gather", "params/b", "forward", "scope"), ("reduce_scatter", "params/b", "backward", "scope"),
+        ("all_reduce", "params/a", "backward", "dataflow"), ("all_reduce", "params/b", "backward", "dataflow"),
+    }
+
+
+def test_what_xla_makes_of_a_plan_is_said():
+    report = report_of(mean_square, rules="fsdp")
+    gradient = next(one for one in report.collectives if one.cause == "gradient of params/a")
+    assert (gradient.op, gradient.planned.op, gradient.bytes) == ("all_reduce", "reduce_scatter", 2 * gradient.predicted_bytes)
+    assert gradient.differs == "all_reduce for reduce_scatter"
+    assert {one.why for one in report.missing} == {f"backward: params/{name} is stored in pieces" for name in "ab"}
+
+
+def test_a_sort_over_the_batch_is_unplanned_and_has_its_line():
+    def loss(params, batch):
+        errors = jnp.sum((forward(params, batch) - batch["y"]) ** 2, axis=-1)
+        return jnp.mean(jnp.sort(errors)[:8])
+
+    report = report_of(loss)
+    (one,) = [one for one in report.unplanned if "sort" in one.cause]
+    assert (one.op, one.axis, one.layer, one.cause) == ("all_gather", "data", "", "sort over a dim that is split over data")
+    assert one.source == f"{__file__}:{line_of(loss, 'jnp.sort')} (loss)"
+
+
+def test_a_sharding_that_the_step_asks_for_is_unplanned_and_has_its_line():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def loss(params, batch):
+        hidden = jnp.tanh(batch["x"] @ params["a"])
+        hidden = jax.lax.with_sharding_constraint(hidden, NamedSharding(mesh, PartitionSpec()))
+        return jnp.mean((hidden @ params["b"] - batch["y"]) ** 2)
+
+    found = [one for one in report_of(loss).unplanned if "a sharding constraint in the step" in one.cause]
+    assert found and {one.source for one in found} == {f"{__file__}:{line_of(loss, 'with_sharding_constraint')} (loss)"}
+
+
+def test_scalars_say_what_depends_on_them():
+    def loss(params, batch):
+        errors = jnp.sum((forward(params, batch) - batch["y"]) ** 2, axis=-1)
+        return jnp.sum(errors * batch["mask"]) / jnp.sum(batch["mask"])
+
+    report = report_of(loss, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)))
+    assert report.unattributed == ()
+    scalars = [one.cause.partition("to a scalar that ")[2].partition(",")[0] for one in report.unplanned if not one.compiled.shape]
+    assert set(scalars) == {"gradients depend on", "the step returns", "the update depends on"}
+
+
+def test_a_branch_and_what_decides_it():
+    def loss(params, batch):
+        some = jnp.sum(batch["mask"]) > 3
+        return jnp.mean(jax.lax.cond(some, lambda x: forward(params, {"x": x}), lambda x: x * 1.0, batch["x"]) ** 2)
+
+    report = report_of(loss, rules="fsdp")
+    assert "reduce_sum to a scalar that decides which branch is taken" in causes(report)
+    inside = [one for one in report.collectives if one.compiled.conditional]
+    assert {one.cause for one in inside} >= {"gradient of params/a", "gradient of params/b", "forward: params/a is stored in pieces"}
+    assert report.unattributed == ()
+
+
+def test_a_scan_counts_its_turns_and_keeps_its_parameter():
+    params = {"w": jax.ShapeDtypeStruct((6, 64, 64), jnp.float32)}
+
+    def step(state, batch):
+        def loss(p):
+            inputs = jnp.concatenate([batch["x"], batch["x"]], axis=1)
+            return jnp.mean(jax.lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None)), inputs, p["w"])[0] ** 2)
+
+        value, grads = splitjax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    report = splitjax.parallelize(step, mesh=MESH, rules="fsdp").report(params, BATCH)
+    assert {one.compiled.trips for one in report.collectives if one.planned} == {6}
+    gathers = [one.planned.why for one in report.collectives if one.op == "all_gather"]
+    assert gathers == ["forward: w is stored in pieces", "backward: w is stored in pieces"]  # rematerialisation gathers again
+    assert report.missing == ()
+
+
+def test_without_names_lines_and_dataflow_there_is_no_cause():
+    """The causes come from evidence: a module without any leaves holes, and says so."""
+    step, arguments = narrow("transformer", "nnx")
+    call = step._pack(arguments)
+    entry = call.step._entry(call.args)
+    modules = [read_module(data) for data in _compat.serialized_modules(call.step.lower(*call.args).compile())]
+    blind = tuple(
+        dataclasses.replace(module, frames=(), computations={
+            number: dataclasses.replace(computation, instructions={
+                key: dataclasses.replace(one, op_name="", stack_frame=0, source=("", 0)) for key, one in computation.instructions.items()
+            }) for number, computation in module.computations.items()
+        }) for module in modules
+    )
+    found, _ = attribute(blind, entry.plan, entry.graph, argument_names(entry.bound))
+    assert len(found) > 50 and not any(one.is_attributed for one in found)
+    # With the arguments' names alone, gradients and new state are still known.
+    kept = tuple(
+        dataclasses.replace(module, computations={
+            number: dataclasses.replace(computation, instructions={
+                key: one if one.opcode == "parameter" else dataclasses.replace(one, op_name="", stack_frame=0, source=("", 0))
+                for key, one in computation.instructions.items()
+            }) for number, computation in module.computations.items()
+        }) for module in modules
+    )
+    found, _ = attribute(kept, entry.plan, entry.graph, argument_names(entry.bound))
+    gradients = {one.planned.why for one in found if one.planned and one.planned.why.startswith("gradient of")}
+    assert gradients == {f"gradient of {leaf.path}" for leaf in entry.plan.leaves if leaf.role == "param"}
+
+
+@pytest.mark.parametrize("name", ["mlp", "transformer"])
+@pytest.mark.parametrize("rules", RULES)
+def test_the_plan_s_reasons_are_read(name, rules):
+    step, arguments = narrow(name, "linen", rules)
+    plan = step.plan(*arguments)
+    params = {leaf.path for leaf in plan.leaves if leaf.role == "param"}
+    purposes = [purpose(one) for one in plan.collectives]
+    assert {one.leaf for one in purposes if one.about == "gradient"} == params
+    assert all(one.leaf in params for one in purposes if one.about != "value")
+    for one, planned in zip(purposes, plan.collectives, strict=True):
+        assert one.about != "value" or planned.why.startswith(f"{one.phase}: ")
+
+
+def test_operations_are_named_as_jax_writes_them():
+    assert name_parts("jit(step)/transpose(jvp(Net))/block1/attention/dot_general") == ("Net", "block1", "attention", "dot_general")
+    assert name_parts("jit(step)/jvp(jit(take_along_axis))/gather") == ("gather",)
