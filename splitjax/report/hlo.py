@@ -125,10 +125,19 @@ def read_collectives(module: Module, mesh: MeshShape) -> tuple[CompiledCollectiv
     return tuple(_walk(_Reader(module, mesh), entry, _Context())) if entry is not None else ()
 
 
-def _walk(reader: _Reader, computation: Computation, context: _Context) -> Iterator[CompiledCollective]:
+def _walk(
+    reader: _Reader, computation: Computation, context: _Context, fused: set[tuple[str, int]] | None = None
+) -> Iterator[CompiledCollective]:
+    """`fused`: of a fusion's body the collectives that fusions beside it held already, as (opcode, channel). The TPU's compiler hides a
+    collective behind others' work in a chain of fusions that each hold a copy of it: one that starts it, those that carry it on
+    and compute, one that waits for it."""
+    inside: set[tuple[str, int]] = set()
     for one in computation.instructions.values():
         if one.opcode in _OPS:
-            yield from _collective(reader, computation, one, context)
+            if fused is None or not one.channel or (one.opcode, one.channel) not in fused:
+                yield from _collective(reader, computation, one, context)
+            if fused is not None:
+                fused.add((one.opcode, one.channel))
             continue
         if one.opcode in ("async-update", "async-done"):
             continue  # they name the computation of their start once more
@@ -139,7 +148,7 @@ def _walk(reader: _Reader, computation: Computation, context: _Context) -> Itera
             inner = dataclasses.replace(context, conditional=True)
         for called in one.called:
             if called in reader.module.computations:
-                yield from _walk(reader, reader.module.computations[called], inner)
+                yield from _walk(reader, reader.module.computations[called], inner, inside if one.opcode == "fusion" else None)
 
 
 def _collective(reader: _Reader, computation: Computation, one: Instruction, context: _Context) -> Iterator[CompiledCollective]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import collections as collections_module
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from splitjax import _compat
 from splitjax.mesh import MeshShape
 from splitjax.report.groups import axes_of, expand
 from splitjax.report.hlo import compiled_collectives
@@ -41,6 +45,73 @@ def test_a_loop_counts_its_turns():
     (one,) = [c for c in found if c.trips == 5]
     assert (one.op, one.axis, one.trips_known) == ("all_reduce", "model", True)
     assert one.bytes == 5 * 2 * 3 * (4 * 16 * 4) // 4
+
+
+def test_combined_collectives_are_taken_apart():
+    """XLA joins the sums of both gradients and of the loss into one instruction over a tuple."""
+
+    def step(w, v, x):
+        def loss(w, v):
+            return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ v))
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(w, v)
+
+    found = collectives(step, [(), (), ("data",)], [(16, 12), (12, 4), (8, 16)])
+    assert {(one.op, one.axis, one.num_combined, one.name) for one in found} == {("all_reduce", "data", 3, found[0].name)}
+    assert [one.member for one in found] == [0, 1, 2]
+    assert sorted(tuple(sorted(one.shape)) for one in found) == [(), (4, 12), (12, 16)]
+    assert sum(one.bytes for one in found) == 4 * (12 * 16 + 4 * 12 + 1)  # 2(n-1)/n with n = 2
+    first = step.__code__.co_firstlineno
+    by_size = {max(one.shape, default=0): one.source.rsplit(":", 1)[1].split()[0] for one in found}
+    assert by_size == {0: str(first + 2), 12: str(first + 2), 16: str(first + 2)}
+
+
+def test_a_collective_in_a_branch_is_marked():
+    def branching(w, x, choose):
+        return jax.lax.cond(choose[0] > 0, lambda x: jnp.tanh(x @ w), lambda x: x, x)
+
+    found = collectives(branching, [("model", None), ("data",), ()], [(16, 16), (8, 16), (1,)])
+    assert found and all(one.conditional for one in found if one.axis == "model")
+    assert not any(one.conditional for one in collectives(lambda w, x: jnp.tanh(x @ w), [("model", None), ("data", "model")], [(16, 16), (8, 16)]))
+
+
+def test_a_loop_of_unknown_length_counts_one_turn():
+    def looped(w, x, limit):
+        return jax.lax.while_loop(lambda x: jnp.max(x) < limit[0], lambda x: jnp.tanh((x @ w) @ w.T), x)
+
+    found = collectives(looped, [(None, "model"), ("data",), ()], [(16, 16), (8, 16), (1,)])
+    assert found and any(one.axis == "model" and one.trips == 1 and not one.trips_known for one in found)
+
+
+@pytest.mark.tpu_aot
+def test_pairs_of_start_and_done_are_one_collective():
+    from jax.experimental import topologies
+
+    devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices).reshape(2, 4)
+    mesh = jax.sharding.Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def local(w, x):
+        for layer in range(2):
+            x = jnp.tanh(x @ jax.lax.all_gather(w[layer], "model", axis=1, tiled=True))
+            x = jax.lax.ppermute(x, "data", [(0, 1), (1, 0)])
+        return x
+
+    specs = (PartitionSpec(None, None, "model"), PartitionSpec("data"))
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[1], check_vma=False))
+    shapes = [(2, 512, 512), (256, 512)]
+    compiled = run.lower(*(
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for shape, spec in zip(shapes, specs, strict=True)
+    )).compile()
+    modules = map(read_module, _compat.serialized_modules(compiled))
+    opcodes = collections_module.Counter(
+        one.opcode for module in modules for computation in module.computations.values() for one in computation.instructions.values()
+    )
+    # The permutations as pairs; the second gather hidden behind the first product, as fusions that start, carry on and end it.
+    assert opcodes["collective-permute-start"] == opcodes["collective-permute-done"] == 2 and opcodes["all-gather"] == 4
+    found = compiled_collectives(compiled, SHAPE)
+    assert sorted((one.op, one.axis, one.bytes) for one in found) == sorted(
+        2 * [("all_gather", "model", 3 * 512 * 128 * 2), ("collective_permute", "data", 128 * 512 * 2)]
+    )
 
 
 @pytest.mark.parametrize(
