@@ -32,7 +32,7 @@ class ReportedCollective:
     - `known_by`: `dataflow`, `scope`, `name` or `line`: what the layer is known by.
     - `planned`: the planned collective that it realises; None for one that the plan does not have.
     - `differs`: how it differs from the planned one, in words; empty where it does not.
-    - `source`: the user's `file:line (function)`: its own, or where XLA has none that of what it was made from or goes into.
+    - `source`: the user's `file:line (function)` of the operation that it serves, or where XLA has none of one nearby.
     """
 
     compiled: CompiledCollective
@@ -95,7 +95,7 @@ def _reported(one: Evidence, flow: Dataflow, step: Step, planned: Collective | N
     return ReportedCollective(
         one.collective, layer, one.phase, cause_of(one, flow, step) if planned is None else planned.why,
         rule=next((found.rule for found in step.plan.layers if found.name == layer), ""),
-        known_by=one.known_by, planned=planned, differs="" if planned is None else difference(one, planned), source=one.collective.source or _line_nearby(one, flow),
+        known_by=one.known_by, planned=planned, differs="" if planned is None else difference(one, planned), source=one.frames[0] if one.frames else _line_nearby(one, flow),
     )
 
 

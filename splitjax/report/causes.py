@@ -50,7 +50,7 @@ def cause_of(one: Evidence, flow: Dataflow, step: Step) -> str:
         return f"batch statistics: {one.leaf}"
     if one.about == BATCH:
         return f"{one.leaf} is laid out otherwise than it is read"
-    operation = primitive(collective.op_name)
+    operation = primitive(one.op_name)
     if not operation:
         return ""
     if collective.op in _SUMS:

@@ -27,6 +27,11 @@ GRADIENT, MOVED, WEIGHT, STATE, STATISTIC, BATCH, VALUE = "gradient", "moved gra
 _SCOPE = re.compile(r"splitjax:(?:enter|product):([^/()]+)")
 _SUMS = ("all_reduce", "reduce_scatter")
 _STATE = ("param", "optimizer", "statistic")
+# Operations of the step that are collectives, or ask for one.
+_COLLECTIVE_PRIMITIVES = frozenset({
+    "all_gather", "all_gather_invariant", "reduce_scatter", "psum", "psum_invariant", "pmax", "pmin", "all_to_all", "ppermute", "pbroadcast",
+    "ragged_all_to_all", "sharding_constraint",
+})  # fmt: skip
 # Beyond this many operations a weight nearby says little about a collective.
 _NEAR = 40
 
@@ -42,6 +47,8 @@ class Evidence:
     - `about`: `gradient` (it sums one), `moved gradient` (it lays out one that is summed), `weight` (it brings the parts of one
       together), `state` (it lays out state, old or new), `statistic`, `batch`, or `value` for any other value.
     - `leaf`: the path of the state or batch leaf that `about` speaks of; empty for a value.
+    - `op_name`, `frames`: name and lines of the operation that it serves: what reads its result, or whose partial results it sums.
+      XLA names a change of layout after either side of it, by version, or not at all.
     - `layer`: empty where unknown.
     - `known_by`: `dataflow`, `scope`, `name` or `line`: how the layer is known; empty where it is not.
     - `node`: its place in the dataflow; None where the module has no such instruction.
@@ -51,6 +58,8 @@ class Evidence:
     phase: str
     about: str
     leaf: str
+    op_name: str
+    frames: tuple[str, ...]
     layer: str
     known_by: str
     node: Node | None
@@ -144,12 +153,35 @@ class Step:
 def gather_evidence(one: CompiledCollective, flow: Dataflow, step: Step) -> Evidence:
     """All that is known of one collective."""
     node = flow.collective(one.name, one.member)
-    phase = _phase(one.op_name, step)
+    op_name, frames = _served(one, node, flow)
+    phase = _phase(op_name, step)
     about, leaf = _subject(one, node, phase, flow, step) if node is not None else (VALUE, "")
     layer, known_by = step.layer_of(leaf) if leaf else "", "dataflow"
     if not layer:
-        layer, known_by = _layer(one, node, flow, step)
-    return Evidence(one, phase, about, leaf, layer, known_by if layer else "", node)
+        layer, known_by = _layer(one, op_name, frames, node, flow, step)
+    return Evidence(one, phase, about, leaf, op_name, frames, layer, known_by if layer else "", node)
+
+
+def _served(one: CompiledCollective, node: Node | None, flow: Dataflow) -> tuple[str, tuple[str, ...]]:
+    """(name, lines) of the operation that a collective serves."""
+    asked_for = primitive(one.op_name) in _COLLECTIVE_PRIMITIVES
+    if node is None or (one.op_name and (asked_for or one.op in _SUMS)):
+        return one.op_name, one.frames
+    if one.op not in _SUMS:
+        onward = lambda at: flow.users(at) if at == node or flow.opcode(at) in MOVES else ()
+        readers = [at for _, at in flow.walk([node], onward) if flow.opcode(at) not in MOVES and flow.instruction(at).op_name]
+        # A weight that both passes read is there for the forward pass already.
+        readers.sort(key=lambda at: "transpose(" in flow.instruction(at).op_name)
+        if readers:
+            return flow.instruction(readers[0]).op_name, flow.lines(readers[0]) or one.frames
+    if one.op_name:
+        return one.op_name, one.frames
+    for distance, at in flow.walk([node], flow.sources):
+        if distance > _NEAR:
+            break
+        if at != node and flow.instruction(at).op_name and flow.opcode(at) != "parameter":
+            return flow.instruction(at).op_name, flow.lines(at)
+    return "", one.frames
 
 
 def name_parts(op_name: str) -> tuple[str, ...]:
@@ -233,12 +265,14 @@ def _nearest_state(start: Iterable[Node], flow: Dataflow, step: Step, roles: Seq
     return min(found, key=lambda leaf: (step.roles[leaf] != "param", leaf)) if not backward else min(found)
 
 
-def _layer(one: CompiledCollective, node: Node | None, flow: Dataflow, step: Step) -> tuple[str, str]:
+def _layer(
+    one: CompiledCollective, op_name: str, frames: Sequence[str], node: Node | None, flow: Dataflow, step: Step
+) -> tuple[str, str]:
     """(layer, how it is known)."""
-    name, is_layer = step.named(one.op_name)
+    name, is_layer = step.named(op_name)
     if is_layer:
-        return name, "scope" if _SCOPE.search(one.op_name) else "name"
-    lines = step.at_line(one.frames, primitive(one.op_name))
+        return name, "scope" if _SCOPE.search(op_name) else "name"
+    lines = step.at_line(frames, primitive(op_name))
     if not one.shape:  # a loss may stand on the line of the last layer
         lines = ()
     if len(lines) == 1:

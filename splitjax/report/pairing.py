@@ -80,7 +80,7 @@ def pair(found: Sequence[Evidence], step: Step) -> tuple[tuple[Collective | None
 
     def activation(one: Evidence, why: Purpose) -> bool:
         sums = one.collective.op in ("all_reduce", "reduce_scatter")
-        carries = bool(one.collective.shape) and (not sums or primitive(one.collective.op_name) in _CARRIERS)
+        carries = bool(one.collective.shape) and (not sums or primitive(one.op_name) in _CARRIERS)
         return one.about in (VALUE, WEIGHT) and why.about == VALUE and one.phase == why.phase and carries
 
     def alike(one: Evidence, planned: Collective) -> bool:
