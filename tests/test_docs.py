@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import splitjax
@@ -53,6 +54,14 @@ def test_the_rule_file_of_the_docs_is_the_rule_set_beside_it(tmp_path):
     scope: dict = {}
     exec(next(block for block in blocks("docs/rules.md", "python") if "RuleSet" in block), scope)
     assert load_rules(tmp_path / "mine.toml").rules == scope["rules"].rules
+
+
+@pytest.mark.skipif(not jax.__version__.startswith("0.10."), reason="the page shows what one version of XLA compiles")
+def test_the_example_of_the_page_on_reports_is_what_the_command_prints(tmp_path):
+    (example,) = blocks("docs/reports.md", "text")
+    command = re.search(r"`splitjax (report [^`]*--batch-size \d+)`", (ROOT / "docs/reports.md").read_text()).group(1)
+    script = f"import os; os.environ['SPLITJAX_CACHE'] = 'cache'; from splitjax.cli import main; main({command.split()!r})"
+    assert [text.rstrip() for text in run_script(script, tmp_path).splitlines()] == example.splitlines()
 
 
 def test_every_typed_error_has_its_place_in_troubleshooting():
