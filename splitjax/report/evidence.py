@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -83,6 +82,7 @@ class Step:
         self.layers |= {path: layer.name for layer in plan.layers for path in layer.params}
         self.kinds = {layer.name: layer.kind for layer in plan.layers}
         self.order = {layer.name: position for position, layer in enumerate(plan.layers)}
+        self._named: dict[str, tuple[str, bool]] = {}
         self._scopes = {name.replace("/", "."): name for name in self.order}
         self._lines: dict[str, list[str]] = collections.defaultdict(list)
         self._products = {(one.layer, one.primitive) for one in graph.uses}
@@ -111,9 +111,13 @@ class Step:
         found = [name for name in self.order if parent and name.split("/")[-len(parent):] == parent]
         return found[0] if len(found) == 1 else ""
 
-    @functools.lru_cache(maxsize=4096)  # noqa: B019  (one step is held as long as its report is made)
     def named(self, op_name: str) -> tuple[str, bool]:
         """The layer in an operation's name, or else the module around it, and whether it is a layer."""
+        if op_name not in self._named:
+            self._named[op_name] = self._name(op_name)
+        return self._named[op_name]
+
+    def _name(self, op_name: str) -> tuple[str, bool]:
         scope = _SCOPE.search(op_name)
         if scope and scope.group(1) in self._scopes:
             return self._scopes[scope.group(1)], True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -54,11 +56,31 @@ def check(report, plan):
         assert one.phase in ("forward", "backward", "update")
 
 
-@pytest.mark.parametrize("rules", RULES)
+# What is left out here runs with the slow tests.
+QUICK = {"mlp": RULES, "vgg11": ("splitbrain", "fsdp"), "resnet18": ("splitbrain", "megatron"), "transformer": ("splitbrain", "fsdp", "megatron")}
+SHIPPED = [
+    pytest.param(name, rules, marks=() if rules in quick else pytest.mark.slow) for name, quick in QUICK.items() for rules in RULES
+]
+
+
 @pytest.mark.parametrize("library", ["linen", "nnx"])
-@pytest.mark.parametrize("name", ["mlp", "vgg11", "resnet18", "transformer"])
+@pytest.mark.parametrize(("name", "rules"), SHIPPED)
 def test_every_collective_of_a_shipped_model_is_attributed(name, library, rules):
     check(*narrow_report(name, library, rules))
+
+
+@pytest.mark.parametrize(("name", "rules"), SHIPPED)
+def test_what_is_found_without_names_is_what_names_say(name, rules):
+    """Both versions of a model compile to the same collectives. Linen names its modules; NNX leaves dataflow and lines to go by."""
+
+    def found(library):
+        report, _ = narrow_report(name, library, rules)
+        without_root = lambda text: re.sub(r"\b(optimizer/opt_state/0|opt/0|params|model|batch_stats)/", "", text)
+        return collections.Counter(
+            (one.op, one.axis, one.bytes, without_root(one.layer), one.phase, without_root(one.cause)) for one in report.collectives
+        )
+
+    assert found("linen") == found("nnx")
 
 
 @pytest.mark.slow
@@ -97,7 +119,7 @@ def test_blocks_that_share_their_lines_are_told_apart():
 
 
 def test_batch_statistics_are_named_after_what_they_become():
-    report, plan = narrow_report("resnet18", "nnx", "data_parallel")
+    report, plan = narrow_report("resnet18", "nnx", "splitbrain")
     found = {one.cause.removeprefix("batch statistics: ") for one in report.unplanned if one.cause.startswith("batch statistics: ")}
     assert {leaf.path for leaf in plan.leaves if leaf.role == "statistic"} >= found
     assert {path.rsplit("/", 1)[-1] for path in found} == {"mean", "var"}

@@ -277,6 +277,14 @@ def test_a_cached_program_of_other_lines_is_not_reported(tmp_path):
         compilation_cache.reset_cache()
 
 
+def test_an_evaluation_of_an_nnx_model():
+    step, (model, optimizer, batch) = narrow("mlp", "nnx")
+    step.plan(model, optimizer, batch)
+    report = step.like(lambda model, batch: jnp.mean(model(batch["image"]))).report(model, batch)
+    assert report.unattributed == () and "model/dense2" in {one.layer for one in report.collectives}
+    assert {one.phase for one in report.collectives} == {"forward"}
+
+
 def test_a_shipped_nnx_model_prints():
     step, arguments = narrow("mlp", "nnx", "megatron")
     text = str(step.report(*arguments))
