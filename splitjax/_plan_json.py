@@ -17,7 +17,7 @@ import numpy as np
 
 from splitjax.errors import MeshError, PlanError
 from splitjax.mesh import MeshShape
-from splitjax.plan import FORMAT, Collective, Constraint, LayerPlan, LeafPlan, Memory, Plan, spec_axes
+from splitjax.plan import FORMAT, Collective, Constraint, LayerPlan, LeafPlan, Memory, Plan, Spec, spec_axes
 
 Reader = Callable[[Any, str], Any]  # (JSON value, key path) -> checked value
 _REMAKE = "make the plan anew with this version of splitjax: `step.plan(...).save(path)`"
@@ -92,7 +92,9 @@ def _check(plan: Plan) -> None:
         if leaf.path in leaves:
             _fail("two leaves have the same path", leaf.path, f"{place}.path", "keep one of the two")
         leaves[leaf.path] = leaf
-        _check_spec(leaf, plan.mesh, f"{place}.spec")
+        _check_spec(leaf, leaf.spec, plan.mesh, f"{place}.spec")
+        if leaf.gradient is not None:
+            _check_spec(leaf, leaf.gradient, plan.mesh, f"{place}.gradient")
     for i, axis in enumerate(plan.batch_axes):
         _axis_size(axis, plan.mesh, f"batch_axes[{i}]")
     for i, constraint in enumerate(plan.constraints):
@@ -111,13 +113,13 @@ def _check(plan: Plan) -> None:
                 )
 
 
-def _check_spec(leaf: LeafPlan, mesh: MeshShape, place: str) -> None:
-    if len(leaf.spec) > len(leaf.shape):
-        _fail(f"the spec has {len(leaf.spec)} entries for {len(leaf.shape)} dims", leaf.spec, place, "give at most one entry per dim")
-    axes = spec_axes(leaf.spec)
+def _check_spec(leaf: LeafPlan, spec: Spec, mesh: MeshShape, place: str) -> None:
+    if len(spec) > len(leaf.shape):
+        _fail(f"the spec has {len(spec)} entries for {len(leaf.shape)} dims", spec, place, "give at most one entry per dim")
+    axes = spec_axes(spec)
     if len(set(axes)) < len(axes):
-        _fail("a spec uses a mesh axis twice", leaf.spec, place, "shard one dim only over that axis")
-    for d, entry in enumerate(leaf.spec):
+        _fail("a spec uses a mesh axis twice", spec, place, "shard one dim only over that axis")
+    for d, entry in enumerate(spec):
         if entry is not None and "?" in entry:
             _fail("only constraints may leave a dim open", entry, f"{place}[{d}]", "give null or an axis")
         size = 1
@@ -221,7 +223,7 @@ _flag, _array = _typed(bool, "true or false"), _typed(list, "a list")
 _spec = _list(_spec_entry)
 _LEAF = {
     "path": _text, "shape": _list(_count), "dtype": _text, "role": _text, "is_state": _flag, "spec": _spec, "rule": _text,
-    "note": _text, "bytes_per_device": _count,
+    "note": _text, "bytes_per_device": _count, "gradient": lambda value, place: None if value is None else _spec(value, place),
 }
 _LAYER = {"name": _text, "kind": _text, "params": _list(_text), "specs": _list(_spec), "rule": _text, "note": _text}
 _MEMORY = {"state_bytes": _count, "activation_bytes": _count, "peak_bytes": _count}

@@ -54,7 +54,9 @@ def parallelize(
     - `unknown`: `"error"`, or `"gather"` to replicate around primitives that have no dim rule.
     - `group_comm`: how examples cross from replicated into split layers: `"gather"`, `"turns"`, `"modulo"`, or `"auto"`, which chooses
       between the first and the last by predicted memory.
-    - `sync` (`"dense"`), `backprop` (None), `shard_state` (False): other documented values raise `UnavailableError` in this version.
+    - `shard_state`: also split optimizer state and summed gradients of parameters that are whole over some axes over these
+      axes; the parameters stay whole (ZeRO stages 1 and 2; docs/sharded_state.md). A pinned plan decides for itself.
+    - `sync` (`"dense"`), `backprop` (None): other documented values raise `UnavailableError` in this version.
 
     **Returns** a `ParallelStep`, called like the step itself.
 
@@ -68,7 +70,9 @@ def parallelize(
         )
     check_options(fn, mesh=mesh, rules=rules, group_comm=group_comm, sync=sync, backprop=backprop, shard_state=shard_state, unknown=unknown)
     options = make_options(fn, state_argnums, batch_argnums, static_argnums, static_argnames, state_outnums)
-    recipe = Recipe(fn, options, load_rules(rules), resolve_plan(plan), donate, unknown, returns_state=True, group_comm=group_comm)
+    recipe = Recipe(
+        fn, options, load_rules(rules), resolve_plan(plan), donate, unknown, returns_state=True, group_comm=group_comm, shard_state=shard_state
+    )
     return ParallelStep(recipe, mesh)
 
 

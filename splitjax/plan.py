@@ -53,6 +53,7 @@ class LeafPlan:
     rule: str  # the rule that fired, or "follows PATH", "batch", "input"
     note: str = ""  # why it is not what one might expect, such as "out 10 does not divide by model=4"
     bytes_per_device: int = 0
+    gradient: Spec | None = None  # where a parameter's gradient is summed onto, with its optimizer state; None: as the parameter
 
     def num_shards(self, mesh: MeshShape) -> int:
         """Into how many pieces the array is split."""
@@ -105,7 +106,7 @@ class Constraint:
     """A sharding that lowering pins on one operand (or result) of one operation; dims marked `?` are left to XLA."""
 
     site: tuple[int, ...]
-    operand: int  # operand position; -1 is the (first) result
+    operand: int  # operand position; -1 is the first result, -2 the second
     spec: Spec  # entry "?" leaves the dim unconstrained
     layer: str
     why: str

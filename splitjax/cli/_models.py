@@ -38,6 +38,7 @@ def planned_step(
     batch_size: int,
     num_classes: int | None,
     width: float | None,
+    shard_state: bool = False,
 ) -> Planned:
     """The decorated training step of a model, and the shapes of its arguments.
 
@@ -53,8 +54,8 @@ def planned_step(
         from flax import nnx
 
         init_fn, train_step, _ = models.make_nnx_step(spec, chosen, value_and_grad=splitjax.nnx.value_and_grad)
-        step = splitjax.nnx.parallelize(train_step, mesh=dict(mesh.axes), rules=rules)
+        step = splitjax.nnx.parallelize(train_step, mesh=dict(mesh.axes), rules=rules, shard_state=shard_state)
         return Planned(step, (*nnx.eval_shape(init_fn, key), batch), spec.num_params())
     init_fn, train_step, _ = models.make_step(spec, chosen, value_and_grad=splitjax.value_and_grad)
-    step = splitjax.parallelize(train_step, mesh=dict(mesh.axes), rules=rules)
+    step = splitjax.parallelize(train_step, mesh=dict(mesh.axes), rules=rules, shard_state=shard_state)
     return Planned(step, (jax.eval_shape(init_fn, key), batch), spec.num_params())

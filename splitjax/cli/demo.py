@@ -39,6 +39,8 @@ class Demo(Traceback):
     """Mesh axes and their sizes: here 2 groups of 4 workers."""
     rules: str = "splitbrain"
     """A shipped rule set (splitbrain, megatron, fsdp, data_parallel) or the path of a TOML file."""
+    shard_state: bool = False
+    """Also split optimizer state and gradients of parameters that stay whole."""
     epochs: int = 8
     """How often to go through the training images."""
     steps: int | None = None
@@ -147,7 +149,7 @@ def train(options: Demo, dataset: Dataset, mesh: MeshShape, console: Console) ->
         options.model, num_classes=dataset.num_classes, width=options.width, head_features=options.head_features
     )
     init_fn, train_step, eval_step = models.make_step(spec, optax.adam(rate), value_and_grad=splitjax.value_and_grad)
-    parallel_step = splitjax.parallelize(train_step, mesh=dict(mesh.axes), rules=options.rules)
+    parallel_step = splitjax.parallelize(train_step, mesh=dict(mesh.axes), rules=options.rules, shard_state=options.shard_state)
     evaluate = parallel_step.like(eval_step)
 
     key = jax.random.key(options.seed)

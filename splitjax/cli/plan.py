@@ -22,6 +22,8 @@ class ShowPlan(Traceback):
     """Mesh axes and their sizes."""
     rules: str = "splitbrain"
     """A shipped rule set (splitbrain, megatron, fsdp, data_parallel) or the path of a TOML file."""
+    shard_state: bool = False
+    """Also split optimizer state and gradients of parameters that stay whole."""
     library: Library = "linen"
     """Which of the two Flax libraries the model is written in."""
     optimizer: OptimizerName = "adam"
@@ -45,7 +47,7 @@ class ShowPlan(Traceback):
 
         planned = planned_step(
             self.model, self.library, mesh=mesh, rules=self.rules, optimizer=self.optimizer, batch_size=self.batch_size,
-            num_classes=self.num_classes, width=self.width,
+            num_classes=self.num_classes, width=self.width, shard_state=self.shard_state,
         )
         plan = planned.step.plan(*planned.arguments)
         console.print(

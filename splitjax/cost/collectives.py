@@ -218,8 +218,8 @@ def _gradients(
 
     Over batch axes that split it for storage alone: gathered for the forward and again for the backward pass, the gradient
     reduce-scattered (Rajbhandari et al., "ZeRO", arXiv 1910.02054, stage 3). Over batch axes that do not split it: an
-    all-reduce of the device's shard; where its optimizer state is split over them, a reduce-scatter of the gradient and
-    an all-gather of the new values instead (stage 1), as many bytes.
+    all-reduce of the device's shard; where its gradient or its optimizer state is split over them, a reduce-scatter of the
+    gradient and an all-gather of the new values instead (stages 1 and 2), as many bytes.
     """
     split = mesh.present(spec_axes(leaf.spec))
     used = used_axes(leaf.spec, mesh, batch_axes, replicated_batch)
@@ -231,7 +231,7 @@ def _gradients(
         yield "all_gather", stored, whole, f"backward: {leaf.path} is stored in pieces", BACKWARD
         yield "reduce_scatter", stored, whole, f"gradient of {leaf.path}", BACKWARD
     summed = tuple(axis for axis in mesh.present(batch_axes) if axis not in split)
-    split_state = {axis for state in states for axis in spec_axes(state.spec)}
+    split_state = {axis for state in states for axis in spec_axes(state.spec)} | set(spec_axes(leaf.gradient or ()))
     zero = tuple(axis for axis in summed if axis in split_state)
     rest = tuple(axis for axis in summed if axis not in split_state)
     if zero:

@@ -22,13 +22,15 @@ def predict_memory(
       (SplitBrain's *gather* crossing: arXiv 2112.15317; Krizhevsky 2014, arXiv 1404.5997, scheme a), minus what column-split
       outputs leave to other devices. An approximation: elementwise results within split layers count whole, XLA's reuse
       and rematerialisation do not count.
-    - `peak_bytes`: state, one gradient per parameter (laid out as the parameter), activations; in turns also the largest gradient
-      once more, before it is added to those of earlier turns. XLA may reach less by consuming gradients as they come.
+    - `peak_bytes`: state, one gradient per parameter (laid out as the parameter, or its part with sharded state), activations;
+      where gradients are summed into parts, the largest of them once more, as each device has it before it is sent; in turns
+      also the largest of a split layer, before it is added to those of earlier turns. XLA may reach less by consuming gradients as they come.
 
-    In turns (`group_comm`) a split layer sees one turn's examples at a time. `replicated_batch` as for `predict_collectives`: it says which weights stay split over axes that split the batch.
+    In turns (`group_comm`) a split layer sees one turn's examples at a time. `replicated_batch` as for `predict_collectives`: it says
+    which weights stay split over axes that split the batch.
     """
     state = sum(leaf.bytes_per_device for leaf in leaves if leaf.is_state)
-    gradients = sum(leaf.bytes_per_device for leaf in leaves if leaf.role == "param")
+    gradients = _gradient_bytes(leaves, mesh)
     activations = graph.activation_bytes // mesh.size(tuple(batch_axes))
     if group_comm != "gather":
         gradients += max((leaf.bytes_per_device for leaf in leaves if leaf.role == "param" and spec_axes(leaf.spec)), default=0)
@@ -41,3 +43,16 @@ def predict_memory(
         activations -= flow.out_share_bytes - flow.out_group_bytes // mesh.size(flow.free) // num_turns
     activations = max(activations, graph.activation_bytes // mesh.num_devices)
     return Memory(state_bytes=state, activation_bytes=activations, peak_bytes=state + gradients + activations)
+
+
+def _gradient_bytes(leaves: Sequence[LeafPlan], mesh: MeshShape) -> int:
+    """What the gradients of all parameters take, and the largest one that is on its way to its part."""
+    kept, in_flight = 0, 0
+    for leaf in leaves:
+        if leaf.role == "param":
+            part = leaf.bytes_per_device
+            if leaf.gradient is not None:
+                part = leaf.whole_bytes(mesh) // mesh.size(spec_axes(leaf.gradient))
+                in_flight = max(in_flight, leaf.bytes_per_device)
+            kept += part
+    return kept + in_flight

@@ -19,6 +19,7 @@ from splitjax.lower.group_comm import choose, crosses
 from splitjax.lower.layout import BoundaryHook, Layout, evaluate, named_sharding
 from splitjax.lower.microbatching import boundary_hook, check_turns, make_twin
 from splitjax.lower.planning import follow_plan, make_plan, pin_plan
+from splitjax.lower.scatter import derive_scatters, pin_gradients, updated_in_parts
 from splitjax.lower.states import match_states
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan, Plan
@@ -41,6 +42,7 @@ class Recipe:
     unknown: str
     returns_state: bool
     group_comm: str = "auto"
+    shard_state: bool = False
 
     @property
     def name(self) -> str:
@@ -129,7 +131,7 @@ def _plan(recipe: Recipe, shape: MeshShape, graph: Graph, layouts: Mapping[str, 
         return follow_plan(graph, recipe.rules, shape, _follow(graph, layouts), recipe.unknown)
     if recipe.pinned is not None:
         return pin_plan(graph, recipe.pinned, shape, recipe.unknown)
-    return make_plan(graph, recipe.rules, shape, recipe.unknown)
+    return make_plan(graph, recipe.rules, shape, recipe.unknown, recipe.shard_state)
 
 
 def _follow(graph: Graph, layouts: Mapping[str, LeafPlan]) -> dict[str, Any]:
@@ -150,10 +152,13 @@ def _follow(graph: Graph, layouts: Mapping[str, LeafPlan]) -> dict[str, Any]:
 
 def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> Layout:
     arguments = graph, plan.leaves, plan.mesh, plan.batch_axes, plan.replicated_batch
-    return Layout.of(mesh, plan.constraints, derive_exchanges(*arguments), weight_uses(*arguments))
+    exchanges = derive_exchanges(*arguments)
+    sums = derive_scatters(graph, plan.leaves, plan.mesh, plan.batch_axes, exchanges)
+    return Layout.of(mesh, (*plan.constraints, *pin_gradients(graph, plan.leaves)), sums, weight_uses(*arguments))
 
 
 def _compile(recipe: Recipe, mesh: Mesh, bound: Bound, jaxpr, result, matched, plan: Plan, hook: BoundaryHook, layout: Layout):
+    updated = updated_in_parts(jaxpr, plan.leaves, matched)
     shardings = [named_sharding(mesh, leaf.spec) for leaf in plan.leaves]
     tree = jax.tree.structure(result)
 
@@ -162,7 +167,10 @@ def _compile(recipe: Recipe, mesh: Mesh, bound: Bound, jaxpr, result, matched, p
         if args_signature(recipe, args) != signature_key(bound):
             raise SignatureChanged
         leaves = jax.tree.leaves([arg for n, arg in enumerate(args) if n not in recipe.options.static_argnums])
-        return jax.tree.unflatten(tree, evaluate(layout, jaxpr, leaves, hook))
+        results = evaluate(layout, jaxpr, leaves, hook)
+        for number, spec in updated.items():
+            results[number] = jax.lax.with_sharding_constraint(results[number], named_sharding(mesh, spec))
+        return jax.tree.unflatten(tree, results)
 
     run.__name__ = run.__qualname__ = recipe.name
     into = [

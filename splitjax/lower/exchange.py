@@ -47,6 +47,7 @@ class Exchange:
     out_example_dim: int
     enter: str
     leave: str
+    scatter: tuple[tuple[int, tuple[str, ...]], ...] = ()  # dims of the weight along which its gradient is summed into parts (`scatter.py`)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

@@ -78,6 +78,14 @@ class Product:
         return self.spec(self.weight_rank, {self.exchange.weight_dim: self.exchange.axes})
 
     @property
+    def gradient_spec(self) -> PartitionSpec:
+        """The weight's gradient: its shard, or with sharded state a part of it."""
+        entries: dict[int, tuple[str, ...]] = {self.exchange.weight_dim: self.exchange.axes}
+        for dim, axes in self.exchange.scatter:
+            entries[dim] = (*entries.get(dim, ()), *axes)
+        return self.spec(self.weight_rank, entries)
+
+    @property
     def out_spec(self) -> PartitionSpec:
         one, rank = self.exchange, len(self.eqn.outvars[0].aval.shape)
         if one.leave == STAY:
@@ -234,13 +242,22 @@ def _multiply_backward(product: Product, kept: tuple[Any, Any], cotangent: Any) 
             cotangent = lax.all_gather(cotangent, axes, axis=one.out_example_dim, tiled=True)
         _, pull = jax.vjp(product.local, data[0] if one.leave == STAY else data, weight)
         to_data, to_weight = pull(cotangent)
-        if rest:  # the copies of this shard in the other groups
-            to_weight = lax.psum(to_weight, rest)
+        # The copies of this shard are in the other groups.
+        parts = tuple((dim, over) for dim, names in one.scatter if (over := product.where.left(names)))
+        to_weight = sum_into_parts(to_weight, parts, rest)
         return to_data[None] if one.leave == STAY else to_data, to_weight
 
     specs = (product.data_inside, product.weight_spec)
-    run = product.where.shard_map(local, one.batch_axes, (*specs, product.out_spec), specs)
+    run = product.where.shard_map(local, one.batch_axes, (*specs, product.out_spec), (product.data_inside, product.gradient_spec))
     return run(*kept, cotangent)
 
 
 multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
+def sum_into_parts(value: Any, parts: Sequence[tuple[int, tuple[str, ...]]], axes: Sequence[str]) -> Any:
+    """Inside a `shard_map`: the sum over `axes`, of which each device keeps a part; over axes that no part names, all of it."""
+    for dim, over in parts:
+        value = lax.psum_scatter(value, over, scatter_dimension=dim, tiled=True)
+    left = tuple(axis for axis in axes if all(axis not in over for _, over in parts))
+    return lax.psum(value, left) if left else value

@@ -19,6 +19,8 @@ from splitjax import _compat
 from splitjax.lower import gradient
 from splitjax.lower.exchange import Exchange, WeightUse
 from splitjax.lower.groups import Copies, Where, evaluate_product, fits
+from splitjax.lower.scatter import Scatter, Summed
+from splitjax.lower.scattering import evaluate_scatter, evaluate_summed
 from splitjax.plan import Constraint, Spec
 
 Site = tuple[int, ...]
@@ -34,20 +36,22 @@ class Layout:
     by_site: Mapping[Site, tuple[Constraint, ...]]
     inside: frozenset[Site]
     exchanges: Mapping[Site, Exchange] = dataclasses.field(default_factory=dict)
+    sums: Mapping[Site, Scatter | Summed] = dataclasses.field(default_factory=dict)
     uses: tuple[WeightUse, ...] = ()
     manual: tuple[str, ...] = ()  # the axes of a surrounding shard_map: shardings refer to the mesh in context
 
     @classmethod
     def of(
-        cls, mesh: Mesh, constraints: Sequence[Constraint], exchanges: Sequence[Exchange] = (), uses: Sequence[WeightUse] = ()
+        cls, mesh: Mesh, constraints: Sequence[Constraint], explicit: Sequence[Exchange | Scatter | Summed] = (), uses: Sequence[WeightUse] = ()
     ) -> Layout:
         by_site: dict[Site, list[Constraint]] = collections.defaultdict(list)
         for one in constraints:
             by_site[one.site].append(one)
-        sites = {*by_site, *(one.site for one in exchanges)}
+        sites = {*by_site, *(one.site for one in explicit)}
         inside = frozenset(site[:depth] for site in sites for depth in range(1, len(site)))
         pinned = {site: tuple(found) for site, found in by_site.items()}
-        return cls(mesh, pinned, inside, {one.site: one for one in exchanges}, tuple(uses))
+        exchanges = {one.site: one for one in explicit if isinstance(one, Exchange)}
+        return cls(mesh, pinned, inside, exchanges, {one.site: one for one in explicit if not isinstance(one, Exchange)}, tuple(uses))
 
     def without(self, manual: Sequence[str]) -> Layout:
         """The same layout for the inside of a `shard_map` that is manual over some axes: they do not occur in its constraints."""
@@ -112,17 +116,22 @@ def _placed(
     layout: Layout, eqn: Any, values: list[Any], site: Site, boundary: BoundaryHook | None, copies: Copies | None
 ) -> list[Any]:
     """One equation's results. Inside a boundary (`copies` given) products with split weights are evaluated as exchanges."""
-    exchange = layout.exchanges.get(site) if copies is not None else None
+    exchange, summed = (found.get(site) if copies is not None else None for found in (layout.exchanges, layout.sums))
     if exchange is not None and fits(exchange, eqn, values):
         return evaluate_product(exchange, eqn, values, Where(layout.mesh, layout.manual), copies)
+    if summed is not None and not layout.manual:  # where a surrounding shard_map handles axes, gradients are summed once, after it
+        if isinstance(summed, Summed):
+            return evaluate_summed(summed, eqn, values, Where(layout.mesh))
+        if summed.fits(eqn):
+            return evaluate_scatter(summed, eqn, values, Where(layout.mesh))
     values = _pin(layout, site, values, results=False)
     return _pin(layout, site, _equation(layout, eqn, values, site, boundary, copies), results=True)
 
 
 def _pin(layout: Layout, site: Site, values: list[Any], results: bool) -> list[Any]:
     for one in layout.by_site.get(site, ()):
-        position = 0 if one.operand == -1 else one.operand
-        if (one.operand == -1) == results:
+        position = -1 - one.operand if results else one.operand
+        if (one.operand < 0) == results:
             mesh = jax.sharding.get_abstract_mesh() if layout.manual else layout.mesh
             sharding = named_sharding(mesh, one.spec)
             values[position] = jax.lax.with_sharding_constraint(values[position], sharding)

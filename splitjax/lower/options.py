@@ -32,9 +32,9 @@ def check_options(fn: Callable, *, mesh: Any, rules: Any, group_comm: Any, sync:
     if backprop is not None:
         raise UnavailableError("partial backpropagation is not part of this version", value=backprop, place=f"{place}, backprop",
                                remedy="leave it None")
-    if shard_state:
-        raise UnavailableError("sharded state of replicated layers is not part of this version", value=shard_state,
-                               place=f"{place}, shard_state", remedy='leave it False; rules="fsdp" shards parameters and their state')
+    if not isinstance(shard_state, bool):
+        raise OptionError("shard_state is true or false", value=shard_state, place=f"{place}, shard_state",
+                          remedy="pass True to shard the optimizer state and gradients of whole parameters")
     if isinstance(mesh, str):
         if mesh != "auto":
             raise OptionError("a mesh is no string", value=mesh, place=f"{place}, mesh", remedy='give {"data": 2, "model": 4}')

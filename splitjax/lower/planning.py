@@ -11,15 +11,18 @@ from splitjax.lower.constraints import derive_constraints, place_batches
 from splitjax.mesh import MeshShape
 from splitjax.plan import Constraint, LayerPlan, LeafPlan, Plan, Spec, first_mismatch, spec_axes
 from splitjax.rules import RuleSet, assign
+from splitjax.rules.sharded_state import shard_state
 from splitjax.trace.graph import Graph, Unknown
 
 
-def make_plan(graph: Graph, rules: RuleSet, mesh: MeshShape, unknown: str = "error") -> Plan:
+def make_plan(graph: Graph, rules: RuleSet, mesh: MeshShape, unknown: str = "error", sharded_state: bool = False) -> Plan:
     """Plans a step by rules. Raises what `rules.assign` raises, and `UnknownPrimitiveError`."""
     decided = assign(graph, rules, mesh)
-    leaves = place_batches(graph, decided.leaves, mesh, decided.batch_axes)
-    return _complete(graph, mesh, decided.rules, decided.replicated_batch, decided.batch_axes, leaves, decided.layers,
-                     decided.notes, unknown)
+    leaves, notes = place_batches(graph, decided.leaves, mesh, decided.batch_axes), decided.notes
+    if sharded_state:
+        leaves, more = shard_state(graph, leaves, mesh, decided.batch_axes)
+        notes += more
+    return _complete(graph, mesh, decided.rules, decided.replicated_batch, decided.batch_axes, leaves, decided.layers, notes, unknown)
 
 
 def pin_plan(graph: Graph, pinned: Plan, mesh: MeshShape, unknown: str = "error") -> Plan:
@@ -87,10 +90,11 @@ def _complete(graph: Graph, mesh: MeshShape, rules: str, replicated_batch: str, 
 
 def _reaches_sharded(graph: Graph, one: Unknown, leaves: tuple[LeafPlan, ...], batch_axes: tuple[str, ...]) -> bool:
     """Whether an operand (or result) dim of an unknown operation is sharded: an example dim, or one in the local class of a
-    sharded parameter dim."""
+    sharded parameter dim. Inside a boundary the parameters' own layout counts: what only their state has does not get there."""
+    inside = any(one.site[: len(gradient.site)] == gradient.site for gradient in graph.gradients)
     sharded = {
         graph.local[dim[0]]
-        for leaf, planned in zip(graph.leaves, leaves, strict=True) if planned.is_state
+        for leaf, planned in zip(graph.leaves, leaves, strict=True) if planned.is_state and not (inside and planned.role == "optimizer")
         for dim, entry in zip(leaf.dims, planned.spec, strict=False) if entry is not None and dim
     }
     for dims in (*one.operand_dims, *one.result_dims):

@@ -251,7 +251,8 @@ def _boundary(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) ->
     for position in differentiated:
         flat.differentiated.add(operands[position])
         var = eqn.outvars[len(results) + len(gradients)]
-        gradients.append(flat.emit("_gradient", [operands[position], results[0]], [var.aval], where)[0])
+        place = {"result": len(results) + len(gradients)}
+        gradients.append(flat.emit("_gradient", [operands[position], results[0]], [var.aval], where, params=place)[0])
     return [*results, *gradients]
 
 

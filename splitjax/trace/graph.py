@@ -84,6 +84,30 @@ class Use:
 
 
 @dataclasses.dataclass(frozen=True)
+class Spread:
+    """An elementwise operation of a boundary's forward in which a parameter meets every example alike: a bias, a scale."""
+
+    site: tuple[int, ...]
+    layer: str
+    param: str  # path of the parameter that the operand is made of
+    operand: int
+    dims: tuple[Dim, ...]  # of the operand
+    example_dim: int  # of the result; the operand has size 1 there, or no such dim
+    num_examples: int  # size of that dim
+    trips: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """One result of a gradient boundary: the gradient of a parameter, or of what is computed from it alone (a cast)."""
+
+    site: tuple[int, ...]  # of the boundary's equation
+    result: int  # position among its results
+    param: str  # path of the parameter
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Layer:
     """The operations that use one parameter set."""
 
@@ -126,6 +150,8 @@ class Graph:
     activation_bytes: int  # forward values that a backward pass may keep alive, whole batch
     notes: tuple[str, ...] = ()
     per_example_convs: tuple[Unknown, ...] = ()  # convolutions whose groups run over examples
+    gradients: tuple[Gradient, ...] = ()  # of parameters, by every boundary
+    spreads: tuple[Spread, ...] = ()  # in program order
 
     def leaf(self, path: str) -> Leaf:
         for leaf in self.leaves:

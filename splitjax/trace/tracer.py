@@ -7,7 +7,7 @@ example dim, parameters and the update region -> unite atoms by strength -> tie 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from splitjax import _compat
@@ -15,7 +15,7 @@ from splitjax.trace import dims_elementwise, dims_fused, dims_mixing, dims_shape
 from splitjax.trace.classes import Classes, Strength, align, classify, refine, unite
 from splitjax.trace.flatten import BACKWARD, Flat, flatten
 from splitjax.trace.flow import Argument, Flow, analyse, example_labels, is_floating
-from splitjax.trace.graph import Dim, Graph, Leaf, Unknown, Use, itemsize
+from splitjax.trace.graph import Dim, Gradient, Graph, Leaf, Spread, Unknown, Use, itemsize
 from splitjax.trace.layers import build_layers, group_params
 from splitjax.trace.links import Linked, link, qualified_name, tie
 from splitjax.trace.names import name_dims
@@ -64,6 +64,7 @@ def _assemble(flat: Flat, linked: Linked, flow: Flow, arguments, classes: Classe
     leaves = follow([_leaf(i, flat, flow, arguments, classes, dim_names, names) for i in range(len(arguments))], classes)
     batch = [flat.shapes[v][0] for v, g in zip(flat.inputs, arguments, strict=True) if g.is_batch and flat.shapes[v]]
     products, feeds = _products(flat, {use.op for use in uses}), _feeds(flat, {use.op for use in uses}, arguments)
+    example_atoms = frozenset(a for a, label in enumerate(classes.labels[Strength.SOFT]) if label in examples)
     return Graph(
         leaves=tuple(leaves),
         layers=build_layers(leaves, names, uses, flat, flow, norms),
@@ -73,13 +74,54 @@ def _assemble(flat: Flat, linked: Linked, flow: Flow, arguments, classes: Classe
         hard=classes.labels[Strength.HARD],
         local=classes.labels[Strength.LOCAL],
         soft=classes.labels[Strength.SOFT],
-        example_atoms=frozenset(a for a, label in enumerate(classes.labels[Strength.SOFT]) if label in examples),
+        example_atoms=example_atoms,
         num_examples=batch[0] if batch else None,
         num_boundaries=flat.num_boundaries,
         flops=sum(use.flops for use in uses if not use.backward),
         activation_bytes=_activation_bytes(flat, flow),
         per_example_convs=tuple(_unknown(flat, i, classes) for i in _per_example_convs(flat, classes, examples)),
+        gradients=_gradients(flat, arguments, sources),
+        spreads=tuple(_spreads(flat, arguments, sources, names, classes, example_atoms)),
     )
+
+
+_JOINS = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "broadcast_in_dim"})
+
+
+def _spreads(flat: Flat, arguments, sources, names: Mapping[int, str], classes: Classes, examples: frozenset[int]) -> Iterator[Spread]:
+    """Operations that lay what is made of one parameter along the examples."""
+    for op in flat.ops:
+        if op.primitive not in _JOINS or not op.inside or not op.editable:
+            continue
+        dims = classes.dims(op.outputs[0], len(flat.shapes[op.outputs[0]]))
+        example_dim = next((d for d, atoms in enumerate(dims) if atoms and atoms[0] in examples), None)
+        if example_dim is None:
+            continue
+        for operand, value in enumerate(op.inputs):
+            shape = flat.shapes[value]
+            if len(sources[value]) != 1 or math.prod(shape) < 2:
+                continue
+            if op.primitive == "broadcast_in_dim":
+                free = example_dim not in op.params["broadcast_dimensions"]
+            else:
+                free = len(shape) == len(dims) and shape[example_dim] == 1
+            if free:
+                (index,) = sources[value]
+                layer = names.get(index, arguments[index].path)
+                yield Spread(
+                    op.site, layer, arguments[index].path, operand, classes.dims(value, len(shape)), example_dim,
+                    flat.shapes[op.outputs[0]][example_dim], op.trips,
+                )
+
+
+def _gradients(flat: Flat, arguments: Sequence[Argument], sources: Sequence[frozenset[int]]) -> tuple[Gradient, ...]:
+    """The results of boundaries that are gradients of one parameter (which may have been cast before)."""
+    found = []
+    for op in flat.ops:
+        if op.primitive == "_gradient" and len(sources[op.inputs[0]]) == 1 and op.editable:
+            (index,) = sources[op.inputs[0]]
+            found.append(Gradient(op.site, op.params["result"], arguments[index].path, flat.shapes[op.outputs[0]]))
+    return tuple(found)
 
 
 def _per_example_convs(flat: Flat, classes: Classes, examples: frozenset[int]) -> list[int]:

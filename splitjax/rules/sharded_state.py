@@ -1,0 +1,176 @@
+"""Sharded state: optimizer state and summed gradients of whole parameters laid over the devices that hold them whole.
+
+After Rajbhandari et al., "ZeRO" (arXiv 1910.02054), stages 1 and 2: where every device of an axis holds the same parameter,
+each keeps a part of the optimizer state, receives the sum of that part of the gradient, and computes that part of the new
+values, which all then gather. The parameters themselves stay as the rules have them, as SplitBrain's convolutions do
+(arXiv 2112.15317); sharding those too is stage 3, the rule set `fsdp`.
+
+A pure function over leaves, after the rules: one choice per parameter, for its gradient and all that follows it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from splitjax.mesh import MeshShape
+from splitjax.plan import LeafPlan, Spec, spec_axes
+from splitjax.rules.assign import spec_entry
+from splitjax.rules.match import axes_text, dim_text
+from splitjax.trace.graph import Dim, Graph, Leaf
+
+Axes = tuple[str, ...]
+Entries = tuple[Axes, ...]  # per dim its axes, major first
+
+
+def shard_state(
+    graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: Sequence[str]
+) -> tuple[tuple[LeafPlan, ...], tuple[str, ...]]:
+    """Lays state that follows parameters over the batch axes over which its parameter is whole.
+
+    **Arguments:**
+
+    - `graph`, `leaves`: the traced step and what the rules gave it, in the same order.
+    - `batch_axes`: the axes that split the batch: over these gradients are summed.
+
+    **Returns** the leaves, parameters with `LeafPlan.gradient`, and lines for the plan's notes. What divides by no axis stays
+    as it was, and its note says so."""
+    traced = {leaf.path: leaf for leaf in graph.leaves}
+    trained = _trained(graph)
+    chosen: dict[str, Entries] = {}
+    out: list[LeafPlan] = []
+    for leaf in leaves:
+        if leaf.role == "param" and leaf.path in trained and (free := _free(leaf, mesh, batch_axes)):
+            prefer = _mapped(graph, traced[leaf.path])
+            chosen[leaf.path], missed = spread(leaf.shape, _entries(leaf), free, mesh, prefer)
+            note = "; ".join(filter(None, (leaf.note, _missed(traced[leaf.path], missed, mesh, "its gradient"))))
+            gradient = tuple(map(spec_entry, chosen[leaf.path]))
+            leaf = dataclasses.replace(leaf, gradient=None if gradient == leaf.spec else gradient, note=note)
+        out.append(leaf)
+    by_path = {leaf.path: leaf for leaf in out}
+    out = [_state(graph, traced, by_path, chosen, mesh, batch_axes, leaf) for leaf in out]
+    return tuple(out), _notes(leaves, out, mesh, batch_axes)
+
+
+def spread(
+    shape: Sequence[int], entries: Entries, free: Axes, mesh: MeshShape, prefer: Sequence[int] = ()
+) -> tuple[Entries, Axes]:
+    """Adds axes to the dims of an array: all of them to one dim if one divides by them, else each, the largest first, to
+    whatever dim divides by it. Preferred dims first, then those that are whole, then the largest part. Returns the entries and
+    the axes that fit nowhere."""
+
+    def with_axes(entries: Entries, axes: Axes) -> Entries | None:
+        for dim in sorted(range(len(shape)), key=lambda dim: (dim not in prefer, bool(entries[dim]), -shape[dim], dim)):
+            if shape[dim] % mesh.size((*entries[dim], *axes)) == 0:
+                return (*entries[:dim], (*entries[dim], *axes), *entries[dim + 1 :])
+        return None
+
+    whole = with_axes(entries, free)
+    if whole is not None:
+        return whole, ()
+    missed: list[str] = []
+    for axis in sorted(free, key=lambda axis: -mesh.size(axis)) if len(free) > 1 else ():
+        found = with_axes(entries, (axis,))
+        if found is None:
+            missed.append(axis)
+        entries = found or entries
+    return entries, tuple(axis for axis in free if axis in missed or len(free) == 1)
+
+
+def whole_dims(graph: Graph, leaf: Leaf, dims: Sequence[Dim]) -> dict[int, int]:
+    """The dims of a parameter that are a dim of an operand made of it (which may be a slice of the parameter, or a reshape of
+    it), each with its position there. A dim that a reshape joined with a later one is the major part of that dim."""
+    local = lambda dim: tuple(graph.local[atom] for atom in dim)
+    own, operand = [local(dim) for dim in leaf.dims], [local(dim) for dim in dims]
+    found: dict[int, int] = {}
+    for dim, labels in enumerate(own):
+        alike = [d for d, other in enumerate(own) if other[:1] == labels[:1]]
+        places = [p for p, other in enumerate(operand) if other[:1] == labels[:1]]
+        # Both dims of a square kernel may be in one class: they are in the order of the parameter.
+        position = places[alike.index(dim)] if labels and len(places) == len(alike) else None
+        if position is not None and operand[position][: len(labels)] == labels:
+            found[dim] = position
+    return found
+
+
+def _trained(graph: Graph) -> frozenset[str]:
+    """Parameters that the step updates: a boundary differentiates them, or optimizer state follows them."""
+    return frozenset(one.param for one in graph.gradients) | {leaf.follows for leaf in graph.leaves if leaf.follows}
+
+
+def _free(leaf: LeafPlan, mesh: MeshShape, batch_axes: Sequence[str]) -> Axes:
+    used = spec_axes(leaf.spec)
+    return tuple(axis for axis in mesh.present(tuple(batch_axes)) if axis not in used)
+
+
+def _entries(leaf: LeafPlan) -> Entries:
+    return tuple(spec_axes((entry,)) for entry in (*leaf.spec, *(None,) * (len(leaf.shape) - len(leaf.spec))))
+
+
+def _mapped(graph: Graph, leaf: Leaf) -> tuple[int, ...]:
+    """The dims that are dims of the operand wherever it meets examples: along these its gradient can be summed as it appears. The
+    dim that a loop slices is none of them."""
+    operands = [use.weight_dims for use in graph.uses if use.param == leaf.path and not use.backward]
+    operands += [spread.dims for spread in graph.spreads if spread.param == leaf.path]
+    everywhere = set(range(len(leaf.shape)))
+    for dims in operands:
+        everywhere &= set(whole_dims(graph, leaf, dims))
+    return tuple(sorted(everywhere))
+
+
+def _state(
+    graph: Graph, traced: Mapping[str, Leaf], planned: Mapping[str, LeafPlan], chosen: Mapping[str, Entries], mesh: MeshShape,
+    batch_axes: Sequence[str], leaf: LeafPlan,
+) -> LeafPlan:
+    """Optimizer state with the spec of its parameter's gradient; a statistic of some of its dims (Adafactor's) has the axes of
+    those, and the others wherever they divide."""
+    mine = traced[leaf.path]
+    if leaf.role != "optimizer" or mine.follows not in chosen or math.prod(leaf.shape) == 1:
+        return leaf
+    param, entries = traced[mine.follows], chosen[mine.follows]
+    before = _entries(planned[param.path])
+    missed: Axes = ()
+    if leaf.shape == param.shape and _entries(leaf) == before:
+        missed = tuple(axis for axis in _free(leaf, mesh, batch_axes) if axis not in spec_axes(entries))
+    else:
+        added = {
+            graph.hard[atoms[0]]: after[len(had) :] for atoms, had, after in zip(param.dims, before, entries, strict=True) if atoms
+        }
+        entries = _entries(leaf)
+        for dim, atoms in enumerate(mine.dims):
+            axes = added.get(graph.hard[atoms[0]], ()) if atoms else ()
+            if axes and not set(axes) & set(spec_axes(entries)) and leaf.shape[dim] % mesh.size((*entries[dim], *axes)) == 0:
+                entries = (*entries[:dim], (*entries[dim], *axes), *entries[dim + 1 :])
+        used = spec_axes(entries)
+        if left := tuple(axis for axis in _free(leaf, mesh, batch_axes) if axis not in used):
+            entries, missed = spread(leaf.shape, entries, left, mesh)
+    spec: Spec = tuple(map(spec_entry, entries))
+    note = "; ".join(filter(None, (leaf.note, _missed(mine, missed, mesh, "it"))))
+    if spec == leaf.spec:
+        return dataclasses.replace(leaf, note=note)
+    return dataclasses.replace(
+        leaf, spec=spec, rule=f"{leaf.rule}, sharded state", note=note,
+        bytes_per_device=leaf.whole_bytes(mesh) // mesh.size(spec_axes(spec)),
+    )
+
+
+def _missed(leaf: Leaf, axes: Axes, mesh: MeshShape, what: str) -> str:
+    if not axes:
+        return ""
+    dims = ", ".join(f"{dim_text(leaf, dim)} {size}" for dim, size in enumerate(leaf.shape)) or "a scalar"
+    return f"sharded state: {what} stays whole over {axes_text(mesh, axes)}, by which nothing of it divides ({dims})"
+
+
+def _notes(before: Sequence[LeafPlan], after: Sequence[LeafPlan], mesh: MeshShape, batch_axes: Sequence[str]) -> tuple[str, ...]:
+    """One line on what was sharded, and what it saves."""
+    changed = [(old, new) for old, new in zip(before, after, strict=True) if old.spec != new.spec]
+    gradients = sum(leaf.gradient is not None for leaf in after)
+    if not changed and not gradients:
+        return ("sharded state: nothing to shard, for the rules split every trained parameter over all batch axes",)
+    saved = sum(old.bytes_per_device - new.bytes_per_device for old, new in changed)
+    axes = axes_text(mesh, mesh.present(tuple(batch_axes)))
+    return (
+        f"sharded state (ZeRO stages 1 and 2): {len(changed)} arrays of optimizer state and {gradients} gradients lie over {axes}, "
+        f"{saved:,} bytes less state per device",
+    )
