@@ -2,7 +2,8 @@
 
 Gradients, gathers of weights and new state are paired by the leaf that they are of, however XLA realises them (an all-reduce
 where a reduce-scatter was planned). Activations are paired by layer and phase of the step; where XLA names the operation of a
-neighbouring layer, by size. Each planned collective is realised at most once.
+neighbouring layer, by size. Each planned collective is realised at most once, by one compiled collective or by several that add
+up to it: each then stands beside its part of the planned bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from splitjax.mesh import MeshShape
 from splitjax.plan import Collective
@@ -87,6 +88,11 @@ def pair(found: Sequence[Evidence], step: Step) -> tuple[tuple[Collective | None
         return same(one, planned) and any(one.collective.bytes * wider == planned.bytes for wider in _widths(one))
 
     match(lambda one, planned, why: activation(one, why) and alike(one, planned) and one.layer == planned.layer, _nothing)
+    for number, planned in list(left.items()):
+        parts = _parts(found, paired, planned, purposes[number])
+        if parts:
+            del left[number]
+            paired |= {position: dataclasses.replace(planned, bytes=found[position].collective.bytes) for position in parts}
     match(lambda one, planned, why: activation(one, why) and same_size(one, planned) and one.layer == planned.layer, _nothing)
     match(lambda one, planned, why: activation(one, why) and alike(one, planned) and bool(one.layer), distance)
     match(
@@ -94,6 +100,22 @@ def pair(found: Sequence[Evidence], step: Step) -> tuple[tuple[Collective | None
         and bool(one.layer) and distance(one, planned) <= 2, distance,
     )
     return tuple(paired.get(position) for position in range(len(found))), tuple(left.values())
+
+
+def _parts(found: Sequence[Evidence], paired: Mapping[int, Collective], planned: Collective, why: Purpose) -> tuple[int, ...]:
+    """The positions of explicit collectives that together are a planned one: turns in a loop, say, and the last beside it. Their bytes
+    add up to the byte, or there are none. Outside a derivative both passes read `update`, and come in the program's order."""
+    parts: list[int] = []
+    missing_bytes = planned.bytes
+    for position, one in enumerate(found):
+        fits = position not in paired and one.known_by == "scope" and one.layer == planned.layer and one.phase in (why.phase, UPDATE)
+        if fits and why.about == VALUE and (one.collective.op, one.collective.axis) == (planned.op, planned.axis):
+            if one.collective.bytes <= missing_bytes:
+                parts.append(position)
+                missing_bytes -= one.collective.bytes
+            if not missing_bytes:
+                return tuple(parts)
+    return ()
 
 
 def difference(compiled: Evidence, planned: Collective) -> str:

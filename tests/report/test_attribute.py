@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import splitjax
 from splitjax import _compat
 from splitjax.lower.arguments import argument_names
+from splitjax.mesh import MeshShape
+from splitjax.plan import Collective
 from splitjax.report.attribute import attribute
-from splitjax.report.evidence import name_parts
-from splitjax.report.pairing import purpose
+from splitjax.report.evidence import Evidence, name_parts
+from splitjax.report.hlo import CompiledCollective
+from splitjax.report.pairing import pair, purpose
 from splitjax.report.wire import read_module
 from tests.report.programs import BATCH, MESH, RULES, forward, line_of, mean_square, narrow, step_of
 
@@ -244,6 +248,25 @@ def test_without_names_lines_and_dataflow_there_is_no_cause():
     found, _ = attribute(kept, entry.plan, entry.graph, argument_names(entry.bound))
     gradients = {one.planned.why for one in found if one.planned and one.planned.why.startswith("gradient of")}
     assert gradients == {f"gradient of {leaf.path}" for leaf in entry.plan.leaves if leaf.role == "param"}
+
+
+def test_parts_of_a_planned_collective_add_up_to_it():
+    """Turns in a loop and a last one beside it, with the way back under the same scope, outside any derivative."""
+    ways = (Collective("all_reduce", "model", 40, "dense", "forward: in"), Collective("all_reduce", "model", 40, "dense", "backward: out"))
+    other = Collective("all_gather", "model", 40, "dense", "forward: more")
+
+    def explicit(sent):
+        one = CompiledCollective(op="all_reduce", axis="model", bytes=sent, dtype="float32", shape=(4,), group_size=4)
+        return Evidence(one, "update", "value", "", "splitjax:enter:dense/psum", (), "dense", "scope", None)
+
+    step = types.SimpleNamespace(
+        plan=types.SimpleNamespace(collectives=(*ways, other), mesh=MeshShape((("data", 2), ("model", 4)))), order={"dense": 0}
+    )
+    paired, missing = pair([explicit(sent) for sent in (10, 30, 30, 10)], step)
+    assert [(one.why, one.bytes) for one in paired] == [("forward: in", 10), ("forward: in", 30), ("backward: out", 30), ("backward: out", 10)]
+    assert missing == (other,)
+    paired, missing = pair([explicit(sent) for sent in (10, 20)], step)  # does not add up
+    assert paired == (None, None) and len(missing) == 3
 
 
 @pytest.mark.parametrize("name", ["mlp", "transformer"])
