@@ -78,10 +78,11 @@ def predict_collectives(
         layer = names.get(flow.use.param, flow.use.layer)
         for event in _activations(i, chain, mesh):
             events += [(layer, one) for one in (_in_turns(event, mesh) if group_comm == "turns" else (event,))]
+    behind = {flow.use.param for flow in chain[1:]} | {leaf.path for leaf in leaves if leaf.path not in experts}
     for leaf in leaves:
         if leaf.role == "param":
             found = _gradients(
-                leaf, states.get(leaf.path, ()), experts.get(leaf.path, ()), mesh, tuple(batch_axes), replicated_batch
+                leaf, states.get(leaf.path, ()), experts.get(leaf.path, ()), mesh, tuple(batch_axes), replicated_batch, leaf.path in behind
             )
             events += [(names.get(leaf.path, leaf.path), event) for event in found]
     return tuple(
@@ -212,7 +213,7 @@ def _states(graph: Graph, leaves: Sequence[LeafPlan]) -> dict[str, list[LeafPlan
 
 
 def _gradients(
-    leaf: LeafPlan, states: Sequence[LeafPlan], experts: Axes, mesh: MeshShape, batch_axes: Axes, replicated_batch: str
+    leaf: LeafPlan, states: Sequence[LeafPlan], experts: Axes, mesh: MeshShape, batch_axes: Axes, replicated_batch: str, read_back: bool
 ) -> Iterator[_Event]:
     """One parameter's weight gathers and gradient sums.
 
@@ -228,7 +229,8 @@ def _gradients(
     if stored:
         whole = shard * mesh.size(stored)
         yield "all_gather", stored, whole, f"forward: {leaf.path} is stored in pieces", FORWARD
-        yield "all_gather", stored, whole, f"backward: {leaf.path} is stored in pieces", BACKWARD
+        if read_back:  # the first layer's input has no cotangent to be multiplied out
+            yield "all_gather", stored, whole, f"backward: {leaf.path} is stored in pieces", BACKWARD
         yield "reduce_scatter", stored, whole, f"gradient of {leaf.path}", BACKWARD
     summed = tuple(axis for axis in mesh.present(batch_axes) if axis not in split)
     split_state = {axis for state in states for axis in spec_axes(state.spec)} | set(spec_axes(leaf.gradient or ()))

@@ -153,7 +153,7 @@ def _follow(graph: Graph, layouts: Mapping[str, LeafPlan]) -> dict[str, Any]:
 def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> Layout:
     arguments = graph, plan.leaves, plan.mesh, plan.batch_axes, plan.replicated_batch
     exchanges = derive_exchanges(*arguments)
-    sums = derive_scatters(graph, plan.leaves, plan.mesh, plan.batch_axes, exchanges)
+    sums = derive_scatters(*arguments, exchanges)
     return Layout.of(mesh, (*plan.constraints, *pin_gradients(graph, plan.leaves)), sums, weight_uses(*arguments))
 
 

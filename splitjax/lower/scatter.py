@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from splitjax import _compat
+from splitjax.cost.flow import used_axes
 from splitjax.lower.exchange import STAY, Exchange
 from splitjax.mesh import MeshShape
 from splitjax.plan import Constraint, LeafPlan, Spec, spec_axes
@@ -28,7 +29,7 @@ Parts = tuple[tuple[int, tuple[str, ...]], ...]  # dims of the weight operand, e
 
 @dataclasses.dataclass(frozen=True)
 class Scatter:
-    """A product of examples with a weight that is whole over all batch axes, and whose gradient is summed into parts."""
+    """A product of examples with a weight that is used whole over all batch axes, and whose gradient is summed into parts."""
 
     site: tuple[int, ...]
     layer: str
@@ -39,6 +40,7 @@ class Scatter:
     out_example_dim: int
     parts: Parts
     kept: Parts = ()  # dims that other axes split, as the rules have them
+    stored: Parts = ()  # dims along which the weight is stored in parts, and gathered for the product: once forward, once backward
 
     def fits(self, eqn: Any) -> bool:
         """Whether an equation treats examples one by one, so that a device can evaluate it for its own."""
@@ -60,10 +62,11 @@ class Summed:
 
 
 def derive_scatters(
-    graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: tuple[str, ...], exchanges: Sequence[Exchange]
+    graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: tuple[str, ...], replicated_batch: str, exchanges: Sequence[Exchange]
 ) -> tuple[Exchange | Scatter | Summed, ...]:
-    """The exchanges, those with split gradients marked so; the products with whole weights that have one; biases and scales."""
-    planned = {leaf.path: leaf for leaf in leaves if leaf.gradient is not None}
+    """The exchanges, those with split gradients marked so; the products with weights that are used whole and whose gradient is
+    split, as their state is or they are themselves; biases and scales."""
+    planned = {leaf.path: leaf for leaf in leaves if leaf.gradient is not None or stored_axes(leaf, mesh, batch_axes, replicated_batch)}
     if not planned:
         return tuple(exchanges)
     uses = {use.site: use for use in graph.uses}
@@ -76,9 +79,17 @@ def derive_scatters(
     taken = {one.site for one in exchanges} | {one.site for one in graph.per_example_convs}
     for use in graph.uses:
         if use.site not in taken and use.param in planned:
-            scatter = _scatter(graph, use, planned[use.param], mesh, batch_axes)
+            scatter = _scatter(graph, use, planned[use.param], mesh, batch_axes, replicated_batch)
             found += [] if scatter is None else [scatter]
     return (*found, *derive_spreads(graph, leaves, mesh, batch_axes, exchanges))
+
+
+def stored_axes(leaf: LeafPlan, mesh: MeshShape, batch_axes: tuple[str, ...], replicated_batch: str) -> tuple[str, ...]:
+    """The batch axes over which a parameter is stored in parts and used whole (ZeRO stage 3)."""
+    if leaf.role != "param":
+        return ()
+    used = used_axes(leaf.spec, mesh, batch_axes, replicated_batch)
+    return tuple(axis for axis in mesh.present(spec_axes(leaf.spec)) if axis in batch_axes and axis not in used)
 
 
 def pin_gradients(graph: Graph, leaves: Sequence[LeafPlan]) -> tuple[Constraint, ...]:
@@ -128,22 +139,31 @@ def updated_in_parts(jaxpr: Any, leaves: Sequence[LeafPlan], matched: Mapping[in
     }
 
 
-def _scatter(graph: Graph, use: Use, leaf: LeafPlan, mesh: MeshShape, batch_axes: tuple[str, ...]) -> Scatter | None:
-    if not use.in_boundary or not use.editable or use.backward or use.data is None or set(spec_axes(leaf.spec)) & set(batch_axes):
+def _scatter(
+    graph: Graph, use: Use, leaf: LeafPlan, mesh: MeshShape, batch_axes: tuple[str, ...], replicated_batch: str
+) -> Scatter | None:
+    inside = stored_axes(leaf, mesh, batch_axes, replicated_batch)
+    if not use.in_boundary or not use.editable or use.backward or use.data is None or (set(spec_axes(leaf.spec)) & set(batch_axes)) - set(inside):
         return None
     if not read_once(graph, use.weight_dims, leaf, use.trips):
         return None
     example_dim, out_example_dim = _example_dim(graph, use.data_dims), _example_dim(graph, use.out_dims)
-    parts = gained_dims(graph, use.weight_dims, leaf, batch_axes)
-    if example_dim is None or out_example_dim is None or not parts:
+    split, gained = split_dims(graph, use.weight_dims, leaf, mesh), gained_dims(graph, use.weight_dims, leaf, batch_axes)
+    if example_dim is None or out_example_dim is None or split is None or not (gained or inside):
         return None
     num = mesh.size(batch_axes)
     if use.data_shape[example_dim] % num or use.out_shape[out_example_dim] != use.data_shape[example_dim]:
         return None
-    kept = split_dims(graph, use.weight_dims, leaf, mesh)
-    if kept is None:
+    stored = tuple((dim, own) for dim, axes in split if (own := tuple(axis for axis in axes if axis in inside)))
+    kept = tuple((dim, own) for dim, axes in split if (own := tuple(axis for axis in axes if axis not in inside)))
+    if leaf.gradient is not None and not gained and gradient_gains(leaf):
         return None
-    return Scatter(use.site, use.layer, use.data, use.weight, batch_axes, example_dim, out_example_dim, parts, kept)
+    return Scatter(use.site, use.layer, use.data, use.weight, batch_axes, example_dim, out_example_dim, (*stored, *gained), kept, stored)
+
+
+def gradient_gains(leaf: LeafPlan) -> bool:
+    """Whether a gradient is split further than its parameter."""
+    return set(spec_axes(leaf.gradient or ())) > set(spec_axes(leaf.spec))
 
 
 def split_dims(graph: Graph, dims: Sequence[Dim], leaf: LeafPlan, mesh: MeshShape) -> Parts | None:

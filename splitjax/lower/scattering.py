@@ -40,6 +40,17 @@ class _Product:
     def out_spec(self) -> PartitionSpec:
         return PartitionSpec(*(None,) * self.scatter.out_example_dim, self.scatter.axes)
 
+    def weight_spec(self, rank: int) -> PartitionSpec:
+        """The weight as it is stored."""
+        return _spec(rank, self.scatter.stored)
+
+    def gathered(self, weight: Any) -> Any:
+        """Inside a `shard_map`: the whole weight."""
+        with jax.named_scope(scope("stored", self.scatter.layer)):
+            for dim, axes in self.scatter.stored:
+                weight = lax.all_gather(weight, axes, axis=dim, tiled=True)
+        return weight
+
     def local(self, data: Any, weight: Any) -> Any:
         operands = (weight, data) if self.scatter.weight == 0 else (data, weight)
         return _compat.bind_equation(self.eqn, operands)[0]
@@ -54,8 +65,9 @@ def evaluate_scatter(one: Scatter, eqn: Any, operands: Sequence[Any], where: Whe
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def multiply(product: _Product, data: Any, weight: Any) -> Any:
     """The product, each device's examples by themselves."""
-    specs = (product.data_spec, PartitionSpec())
-    return product.where.shard_map(product.local, product.scatter.axes, specs, product.out_spec)(data, weight)
+    specs = (product.data_spec, product.weight_spec(weight.ndim))
+    run = lambda data, weight: product.local(data, product.gathered(weight))
+    return product.where.shard_map(run, product.scatter.axes, specs, product.out_spec)(data, weight)
 
 
 def _forward(product: _Product, data: Any, weight: Any) -> tuple[Any, tuple[Any, Any]]:
@@ -68,6 +80,9 @@ def _backward(product: _Product, kept: tuple[Any, Any], cotangent: Any) -> tuple
     floating = jnp.issubdtype(data.dtype, jnp.inexact)  # ids of a lookup have no gradient
 
     def local(data, weight, cotangent):
+        if one.stored:
+            weight, cotangent = lax.optimization_barrier((weight + _nothing(cotangent).astype(weight.dtype), cotangent))
+            weight = product.gathered(weight)
         if floating:
             to_data, to_weight = jax.vjp(product.local, data, weight)[1](cotangent)
         else:
@@ -75,7 +90,7 @@ def _backward(product: _Product, kept: tuple[Any, Any], cotangent: Any) -> tuple
         return to_data, to_weight[None]
 
     out_specs = (product.data_spec if floating else None, PartitionSpec(one.axes))
-    run = product.where.shard_map(local, one.axes, (product.data_spec, PartitionSpec(), product.out_spec), out_specs)
+    run = product.where.shard_map(local, one.axes, (product.data_spec, product.weight_spec(weight.ndim), product.out_spec), out_specs)
     to_data, summands = run(data, weight, cotangent)
     # Over axes that split the weight XLA partitions the product, but would gather its result for a sum inside the same shard_map.
     add = product.where.shard_map(
@@ -86,6 +101,14 @@ def _backward(product: _Product, kept: tuple[Any, Any], cotangent: Any) -> tuple
 
 
 multiply.defvjp(_forward, _backward)
+
+
+def _nothing(value: Any) -> Any:
+    """A zero of which XLA cannot know that it is one: a number is not infinite and no number at once. Added to a stored weight, it ties
+    the gather of the backward pass to that pass; XLA would keep what the forward pass gathered otherwise (an optimization barrier
+    does not help on CPU: it is taken out before equal operations are merged)."""
+    one = value[(0,) * value.ndim]
+    return jnp.isnan(one) & jnp.isinf(one)
 
 
 def _axes(parts: Parts) -> tuple[str, ...]:

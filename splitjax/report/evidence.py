@@ -23,7 +23,8 @@ from splitjax.trace.graph import Graph
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 GRADIENT, MOVED, WEIGHT, STATE, STATISTIC, BATCH, VALUE = "gradient", "moved gradient", "weight", "state", "statistic", "batch", "value"
-_SCOPE = re.compile(r"splitjax:(?:enter|product):([^/()]+)")
+_SCOPE = re.compile(r"splitjax:(?:enter|product|stored):([^/()]+)")
+_STORED = re.compile(r"splitjax:stored:([^/()]+)")
 _SUMS = ("all_reduce", "reduce_scatter")
 _STATE = ("param", "optimizer", "statistic")
 # Operations of the step that are collectives, or ask for one.
@@ -110,6 +111,12 @@ class Step:
         parent = leaf.split("/")[1:-1]  # batch_stats/norm1/mean stands beside params/norm1/scale
         found = [name for name in self.order if parent and name.split("/")[-len(parent):] == parent]
         return found[0] if len(found) == 1 else ""
+
+    def stored(self, op_name: str) -> str:
+        """The weight that an operation gathers from where it is stored in parts; empty where it does something else."""
+        scope = _STORED.search(op_name)
+        layer = self._scopes.get(scope.group(1)) if scope else None
+        return next((one.params[0] for one in self.plan.layers if one.name == layer), "")
 
     def named(self, op_name: str) -> tuple[str, bool]:
         """The layer in an operation's name, or else the module around it, and whether it is a layer."""
@@ -215,6 +222,8 @@ def _phase(op_name: str, step: Step) -> str:
 def _subject(one: CompiledCollective, node: Node, phase: str, flow: Dataflow, step: Step) -> tuple[str, str]:
     """(about, leaf) from the dataflow."""
     if one.op not in _SUMS:
+        if weight := step.stored(one.op_name):
+            return WEIGHT, weight
         origins = {step.leaf(flow.origin(source)) for source in flow.sources(node)}
         leaf = origins.pop() if len(origins) == 1 else None
         if leaf is not None:

@@ -126,18 +126,18 @@ def read_collectives(module: Module, mesh: MeshShape) -> tuple[CompiledCollectiv
 
 
 def _walk(
-    reader: _Reader, computation: Computation, context: _Context, fused: set[tuple[str, int]] | None = None
+    reader: _Reader, computation: Computation, context: _Context, fused: set[str] | None = None
 ) -> Iterator[CompiledCollective]:
-    """`fused`: of a fusion's body the collectives that fusions beside it held already, as (opcode, channel). The TPU's compiler hides a
-    collective behind others' work in a chain of fusions that each hold a copy of it: one that starts it, those that carry it on
-    and compute, one that waits for it."""
-    inside: set[tuple[str, int]] = set()
+    """`fused`: of a fusion's body the chains of collectives that fusions beside it held already. The TPU's compiler hides a collective
+    behind others' work in a chain of fusions that each hold a copy of it: one that starts it, those that carry it on and compute,
+    one that waits for it. (Channels do not tell them apart: a `shard_map`'s collectives all have the same.)"""
+    inside: set[str] = set()
     for one in computation.instructions.values():
         if one.opcode in _OPS:
-            if fused is None or not one.channel or (one.opcode, one.channel) not in fused:
+            if fused is None or one.chain not in fused:
                 yield from _collective(reader, computation, one, context)
-            if fused is not None:
-                fused.add((one.opcode, one.channel))
+            if fused is not None and one.chain:
+                fused.add(one.chain)
             continue
         if one.opcode in ("async-update", "async-done"):
             continue  # they name the computation of their start once more

@@ -68,7 +68,7 @@ class Instruction:
     called: tuple[int, ...]
     tuple_index: int
     parameter: int  # of a parameter: its position
-    channel: int  # of a collective; 0 for none
+    chain: str  # of a collective that the TPU's compiler spreads over several fusions: which, as each of its copies says
     groups: GroupList
     pairs: tuple[tuple[int, int], ...]  # of a collective-permute: (from, to)
     trip_count: int | None  # of a while loop, where XLA knows it
@@ -121,10 +121,16 @@ def _instruction(data: bytes, payloads: Sequence[bytes]) -> Instruction:
         id=_number(fields, 35), name=_text(fields, 1), opcode=opcode, shape=_shape(_message(fields, 3)),
         op_name=_text(metadata, 2), stack_frame=_number(metadata, 15), source=(_text(metadata, 3), _number(metadata, 4)),
         operands=_numbers(fields, 36), called=_numbers(fields, 38), tuple_index=_number(fields, 13), parameter=_number(fields, 9),
-        channel=_number(fields, 26), groups=_groups(fields),
+        chain=_attribute(_message(fields, 68), "chain_id"), groups=_groups(fields),
         pairs=tuple((_number(pair, 1), _number(pair, 2)) for pair in map(_fields, fields.get(52, ()))),
         trip_count=_trip_count(_config(fields, payloads)) if opcode == "while" else None,
     )
+
+
+def _attribute(fields: Mapping[int, list[Any]], name: str) -> str:
+    """A frontend attribute, or empty."""
+    entries = ({k: _text(entry, k) for k in (1, 2)} for entry in map(_fields, fields.get(1, ())))
+    return next((entry[2] for entry in entries if entry[1] == name), "")
 
 
 def _shape(fields: Mapping[int, list[Any]]) -> Shape:

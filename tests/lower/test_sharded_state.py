@@ -120,6 +120,25 @@ def test_what_is_sent_is_what_was_planned(layout, tx):
     assert not sent["all_reduce", "data"]
 
 
+@pytest.mark.parametrize("mesh", [ALONE, GROUPS], ids=["data", "groups"])
+def test_stored_weights_are_gathered_for_each_pass_and_let_go(mesh):
+    """fsdp: one gather forward, one backward (but for the first layer, whose input has no cotangent), one reduce-scatter of the gradient,
+    to the byte."""
+    width = 512
+    names = ("conv1", "conv2", "dense1", "dense2", "logits")
+    shapes = ((3, 3, 3, 32), (3, 3, 32, 64), (256, width), (width, width), (width, 16))
+    state = state_of(dict(zip(names, normal(*shapes), strict=True)), MOMENTUM)
+    step = splitjax.parallelize(step_of(network, MOMENTUM), mesh=mesh, rules="fsdp", donate=False)
+    sent, planned = traffic(step, state, batch(), mesh)
+    axes = "+".join(step.plan(state, batch()).batch_axes)
+    assert sent == planned and sent["reduce_scatter", axes] > 0
+    assert sent["all_gather", axes] > 1.9 * sent["reduce_scatter", axes]
+    want_state, want = jax.jit(step_of(network, MOMENTUM))(state, batch())
+    got_state, got = step(state, batch())
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert largest_difference(got_state, want_state) < 1e-5
+
+
 def test_each_device_holds_its_part():
     tx = optax.adam(1e-3)
     state = state_of(network_params(), tx)
