@@ -56,7 +56,7 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class WeightUse:
-    """Where a weight is used inside a gradient boundary. `axes`: over which it is split there; none for a replicated layer."""
+    """Where a weight is used inside a gradient boundary. `axes`: over which it is split; none for a replicated layer."""
 
     site: tuple[int, ...]
     layer: str
@@ -67,8 +67,9 @@ def weight_uses(
     graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: tuple[str, ...], replicated_batch: str
 ) -> tuple[WeightUse, ...]:
     """The forward uses of weights inside gradient boundaries, in program order."""
+    split = {leaf.path: mesh.present(spec_axes(leaf.spec)) for leaf in leaves}
     chain = flows(graph, leaves, mesh, batch_axes, replicated_batch)
-    return tuple(WeightUse(flow.use.site, flow.use.layer, flow.axes) for flow in chain if flow.use.in_boundary)
+    return tuple(WeightUse(flow.use.site, flow.use.layer, split[flow.use.param]) for flow in chain if flow.use.in_boundary)
 
 
 def derive_exchanges(

@@ -137,23 +137,22 @@ def prepare(
     marked = _marked(analysis, batch)
     found = None
     if islands is not None:
-        sizes = _sizes(pair(boundary.forward, islands.forward, boundary.label), operand_example_dims, boundary)
-        manual = (*manual_axes, *islands.axes)
-        own = Batch(*sizes, _run_examples(sizes[0], num_microbatches, mesh, manual))
-        found = _archipelago(islands, boundary, own, _split(num_microbatches, batch_axes, manual, mesh), analysis, marked)
+        local, manual = pair(boundary.forward, islands.forward, boundary.label), (*manual_axes, *islands.axes)
+        own = Batch(*_sizes(local, operand_example_dims, boundary), _run_examples(sizes[0], num_microbatches, mesh, manual))
+        worker = Evaluator(local, own, _split(num_microbatches, batch_axes, manual, mesh), islands.bind)
+        found = _archipelago(islands, boundary, worker, analysis, marked)
     return Job(analysis, marked, Evaluator(program, batch, split, bind or plain_bind), boundary.holomorphic, found)
 
 
-def _archipelago(request: Request, boundary: Any, batch: Batch, split: Split, analysis: Analysis, marked: Marked) -> Archipelago | None:
-    """The islands of a loop, analysed with the examples of one worker; None where there are none."""
-    program = pair(boundary.forward, request.forward, boundary.label)
-    local = classify(program, program.body, _operand_infos(program, boundary, batch), batch)
+def _archipelago(request: Request, boundary: Any, worker: Evaluator, analysis: Analysis, marked: Marked) -> Archipelago | None:
+    """The islands of a loop; None where there are none. `worker`: evaluates the trace with one worker's examples."""
+    program = worker.program
+    local = classify(program, program.body, _operand_infos(program, boundary, worker.batch), worker.batch)
     stage_of = stages(analysis, request.split_sites, request.whole_sites)
     returned = {*marked.returned, *(ref for ref in analysis.body.outputs[:1] if isinstance(ref, int))}
     found = {stage: find_island(analysis, marked, stage_of, stage, returned) for stage in set(stage_of.values()) if stage % 2 == 0}
     islands = {stage: island for stage, island in found.items() if island is not None}
-    evaluator = Evaluator(program, batch, split, request.bind)
-    return Archipelago(request.axes, request.where, _marked(local, batch), evaluator, islands, stage_of) if islands else None
+    return Archipelago(request.axes, request.where, _marked(local, worker.batch), worker, islands, stage_of) if islands else None
 
 
 def _sizes(program: Program, operand_example_dims: Sequence[int | None], boundary: Any) -> tuple[int, int] | None:

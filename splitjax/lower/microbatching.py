@@ -95,7 +95,8 @@ def _islands(
     prefix = (*site, 0)
     group = tuple(axis for axis in plan.mesh.present(plan.batch_axes) if axis not in manual)
     here = [(one.site[len(prefix) :], one.axes) for one in layout.uses if one.site[: len(prefix)] == prefix]
-    if not group or plan.replicated_batch != "all" or all(axes for _, axes in here):
+    crosses = any(one.site[: len(prefix)] == prefix for one in layout.exchanges.values())
+    if not group or not crosses or all(axes for _, axes in here):
         return None
     twin = twin_of(eqn, site, local_examples(graph.num_examples, number, plan.batch_axes, mesh, (*manual, *group)))
     bare = Layout(layout.mesh, {}, frozenset(), manual=(*manual, *group))  # nothing is shared inside an island
