@@ -120,7 +120,7 @@ def _check_spec(leaf: LeafPlan, spec: Spec, mesh: MeshShape, place: str) -> None
     if len(set(axes)) < len(axes):
         _fail("a spec uses a mesh axis twice", spec, place, "shard one dim only over that axis")
     for d, entry in enumerate(spec):
-        if entry is not None and "?" in entry:
+        if entry == "?" or (isinstance(entry, tuple) and "?" in entry):
             _fail("only constraints may leave a dim open", entry, f"{place}[{d}]", "give null or an axis")
         size = 1
         for axis in spec_axes((entry,)):

@@ -39,6 +39,7 @@ class Layout:
     sums: Mapping[Site, Scatter | Summed] = dataclasses.field(default_factory=dict)
     uses: tuple[WeightUse, ...] = ()
     manual: tuple[str, ...] = ()  # the axes of a surrounding shard_map: shardings refer to the mesh in context
+    rematerialised: bool = False  # inside a function that the backward pass runs again
 
     @classmethod
     def of(
@@ -123,7 +124,7 @@ def _placed(
         if isinstance(summed, Summed):
             return evaluate_summed(summed, eqn, values, Where(layout.mesh))
         if summed.fits(eqn):
-            return evaluate_scatter(summed, eqn, values, Where(layout.mesh))
+            return evaluate_scatter(summed, eqn, values, Where(layout.mesh), layout.rematerialised)
     values = _pin(layout, site, values, results=False)
     return _pin(layout, site, _equation(layout, eqn, values, site, boundary, copies), results=True)
 
@@ -150,7 +151,8 @@ def _equation(
         return gradient.expand(eqn.params, values, forward)
     rebuild = _REBUILD.get(eqn.primitive.name)
     if rebuild is not None and (site in layout.inside or _holds_boundary(eqn)):
-        return rebuild(lambda jaxpr, body, operands: _run(layout, jaxpr, operands, (*site, body), boundary, copies), eqn, values)
+        inner = dataclasses.replace(layout, rematerialised=True) if rebuild is _remat else layout
+        return rebuild(lambda jaxpr, body, operands: _run(inner, jaxpr, operands, (*site, body), boundary, copies), eqn, values)
     return _compat.bind_equation(eqn, values)
 
 

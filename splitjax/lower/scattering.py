@@ -31,6 +31,7 @@ class _Product:
     scatter: Scatter
     where: Where
     eqn: Any
+    keeps: bool  # a weight that was gathered for the forward pass serves the backward pass, too
 
     @property
     def data_spec(self) -> PartitionSpec:
@@ -56,22 +57,27 @@ class _Product:
         return _compat.bind_equation(self.eqn, operands)[0]
 
 
-def evaluate_scatter(one: Scatter, eqn: Any, operands: Sequence[Any], where: Where) -> list[Any]:
-    """The result of the product, differentiated as planned."""
+def evaluate_scatter(one: Scatter, eqn: Any, operands: Sequence[Any], where: Where, rematerialised: bool) -> list[Any]:
+    """The result of the product, differentiated as planned. `rematerialised`: the backward pass runs the forward once more, and
+    gathers a stored weight in doing so."""
     with jax.named_scope(scope("product", one.layer)):
-        return [multiply(_Product(one, where, eqn), operands[one.data], operands[one.weight])]
+        return [multiply(_Product(one, where, eqn, rematerialised), operands[one.data], operands[one.weight])]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def multiply(product: _Product, data: Any, weight: Any) -> Any:
     """The product, each device's examples by themselves."""
-    specs = (product.data_spec, product.weight_spec(weight.ndim))
-    run = lambda data, weight: product.local(data, product.gathered(weight))
-    return product.where.shard_map(run, product.scatter.axes, specs, product.out_spec)(data, weight)
+    return _forward(product, data, weight)[0]
 
 
 def _forward(product: _Product, data: Any, weight: Any) -> tuple[Any, tuple[Any, Any]]:
-    return multiply(product, data, weight), (data, weight)
+    def local(data, weight):
+        whole = product.gathered(weight)
+        return product.local(data, whole), whole if product.keeps else None
+
+    specs = (product.data_spec, product.weight_spec(weight.ndim))
+    out, whole = product.where.shard_map(local, product.scatter.axes, specs, (product.out_spec, PartitionSpec()))(data, weight)
+    return out, (data, weight if whole is None else whole)
 
 
 def _backward(product: _Product, kept: tuple[Any, Any], cotangent: Any) -> tuple[Any, Any]:
@@ -80,9 +86,8 @@ def _backward(product: _Product, kept: tuple[Any, Any], cotangent: Any) -> tuple
     floating = jnp.issubdtype(data.dtype, jnp.inexact)  # ids of a lookup have no gradient
 
     def local(data, weight, cotangent):
-        if one.stored:
-            weight, cotangent = lax.optimization_barrier((weight + _nothing(cotangent).astype(weight.dtype), cotangent))
-            weight = product.gathered(weight)
+        if one.stored and not product.keeps:
+            weight = product.gathered(weight + _nothing(cotangent).astype(weight.dtype))
         if floating:
             to_data, to_weight = jax.vjp(product.local, data, weight)[1](cotangent)
         else:
@@ -90,7 +95,8 @@ def _backward(product: _Product, kept: tuple[Any, Any], cotangent: Any) -> tuple
         return to_data, to_weight[None]
 
     out_specs = (product.data_spec if floating else None, PartitionSpec(one.axes))
-    run = product.where.shard_map(local, one.axes, (product.data_spec, product.weight_spec(weight.ndim), product.out_spec), out_specs)
+    weight_spec = PartitionSpec() if product.keeps else product.weight_spec(weight.ndim)
+    run = product.where.shard_map(local, one.axes, (product.data_spec, weight_spec, product.out_spec), out_specs)
     to_data, summands = run(data, weight, cotangent)
     # Over axes that split the weight XLA partitions the product, but would gather its result for a sum inside the same shard_map.
     add = product.where.shard_map(
