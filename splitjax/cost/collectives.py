@@ -78,7 +78,7 @@ def predict_collectives(
         layer = names.get(flow.use.param, flow.use.layer)
         for event in _activations(i, chain, mesh):
             events += [(layer, one) for one in (_in_turns(event, mesh) if group_comm == "turns" else (event,))]
-    behind = {flow.use.param for flow in chain[1:]} | {leaf.path for leaf in leaves if leaf.path not in experts}
+    behind = {flow.use.param for i, flow in enumerate(chain) if i or flow.use.trips > 1} | {leaf.path for leaf in leaves if leaf.path not in experts}
     for leaf in leaves:
         if leaf.role == "param":
             found = _gradients(
