@@ -131,11 +131,11 @@ def exceptions(plan: Plan, group: int) -> tuple[tuple[str, float], ...]:
     return tuple(found)
 
 
-def tpu_mesh(shape: dict[str, int]) -> jax.sharding.Mesh:
+def tpu_mesh(shape: dict[str, int], name: str = TOPOLOGY) -> jax.sharding.Mesh:
     """A mesh of TPUs that need not exist: enough to compile for."""
     from jax.experimental import topologies
 
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY)
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=name)
     devices = np.array(topology.devices).reshape(tuple(shape.values()))
     return jax.sharding.Mesh(devices, tuple(shape), axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
 
