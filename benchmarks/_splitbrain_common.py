@@ -48,6 +48,17 @@ class Section:
     goals: list[Goal]
 
 
+class Runner:
+    """A step with its state, called without arguments. `step(state, batch)` returns the new state and metrics."""
+
+    def __init__(self, step: Any, state: Any, batch: Any) -> None:
+        self.step, self.state, self.batch = step, state, batch
+
+    def __call__(self) -> Any:
+        self.state, metrics = self.step(self.state, self.batch)
+        return metrics
+
+
 def less(value: float, whole: float) -> float:
     """The share that `value` is below `whole`."""
     return 1 - value / whole

@@ -20,6 +20,7 @@ from benchmarks._splitbrain_common import (
     MEMORY_SCHEDULER,
     NUM_DEVICES,
     Goal,
+    Runner,
     Section,
     busy,
     compiled_bytes,
@@ -200,7 +201,7 @@ def speed_section(quick: bool = False, rounds: int = 7, examples: int = 8) -> Se
         except UnavailableError:
             continue
         images = {"image": rng.normal(size=batch["image"].shape).astype(np.float32), "label": rng.integers(0, 10, batch["label"].shape).astype(np.int32)}
-        calls[variant.name] = _Runner(step, step.init(init, jax.random.key(0), example=(batch,)), images)
+        calls[variant.name] = Runner(step, step.init(init, jax.random.key(0), example=(batch,)), images)
         names.append(variant)
     load = busy()
     seconds = take_turns(calls, 3 if quick else rounds)
@@ -219,17 +220,6 @@ def speed_section(quick: bool = False, rounds: int = 7, examples: int = 8) -> Se
         *table(["", "step, ms", "throughput, x", "quartiles"], rows), "",
     ]  # fmt: skip
     return Section("The step's time", lines, goals)
-
-
-class _Runner:
-    """A step with its state, called without arguments."""
-
-    def __init__(self, step: Any, state: Any, batch: Any) -> None:
-        self.step, self.state, self.batch = step, state, batch
-
-    def __call__(self) -> Any:
-        self.state, metrics = self.step(self.state, self.batch)
-        return metrics
 
 
 if __name__ == "__main__":
