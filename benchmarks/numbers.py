@@ -189,14 +189,14 @@ def _spec(name: str, library: str, check: Check) -> Any:
     return build(name, library=library, dtype=check.dtype, param_dtype=check.dtype, **MODELS[name])
 
 
-def _batches(name: str, check: Check, draw: int) -> Iterator[dict[str, np.ndarray]]:
+def _batches(name: str, check: Check, draw: int, num_examples: int = BATCH) -> Iterator[dict[str, np.ndarray]]:
     spec, rng = _spec(name, "linen", check), np.random.default_rng(draw)
     for _ in range(check.num_steps):
         if spec.input_name == "tokens":
-            yield {"tokens": rng.integers(0, spec.num_classes, (BATCH, *spec.input_shape)).astype(np.int32)}
+            yield {"tokens": rng.integers(0, spec.num_classes, (num_examples, *spec.input_shape)).astype(np.int32)}
         else:
-            images = rng.normal(size=(BATCH, *spec.input_shape)).astype(check.dtype)
-            yield {"image": images, "label": rng.integers(0, spec.num_classes, BATCH).astype(np.int32)}
+            images = rng.normal(size=(num_examples, *spec.input_shape)).astype(check.dtype)
+            yield {"image": images, "label": rng.integers(0, spec.num_classes, num_examples).astype(np.int32)}
 
 
 def _numbers(path: str, leaf: Any, dtype: str, last_bit: bool) -> jax.Array:
@@ -221,7 +221,8 @@ def _path(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _run_linen(name: str, check: Check, batches: list[Any], rules: str | None, last_bit: bool = False) -> Run:
+def _run_linen(name: str, check: Check, batches: list[Any], rules: str | None, last_bit: bool = False, **options: Any) -> Run:
+    """`options`: further ones of `parallelize`."""
     spec, tx = _spec(name, "linen", check), check.optimizer()
     init_fn, step, _ = make_step(spec, tx, value_and_grad=splitjax.value_and_grad)
     shapes = jax.eval_shape(init_fn, jax.random.key(0))
@@ -233,7 +234,7 @@ def _run_linen(name: str, check: Check, batches: list[Any], rules: str | None, l
     if rules is None:
         step, parallel = jax.jit(step), None
     else:
-        step = parallel = splitjax.parallelize(step, mesh=MESH, rules=rules)
+        step = parallel = splitjax.parallelize(step, rules=rules, **{"mesh": MESH, **options})
         state = step.place(state, example=(batches[0],))
     losses = []
     for batch in batches:
