@@ -198,7 +198,7 @@ def _schedule_lines(found: list[Measured], tpu: bool) -> list[str]:
 
 def speed_section(quick: bool = False, rounds: int = 21, examples: int = 64) -> Section:
     """The section on the time of modulo against gather."""
-    lines, goals, started = [], [], time.perf_counter()
+    lines, goals = [], []
     for count in (examples,) if quick else (examples, EXAMPLES):
         calls = {}
         for kind in KINDS[::2] if quick else KINDS:

@@ -183,7 +183,7 @@ def transfers(compiled: object) -> list[Transfer]:
 
 def _transfers(scheduled: Scheduled, computation: int, trips: int) -> Iterator[Transfer]:
     calls, flops_of = list(scheduled.calls(computation)), {}
-    for position, (one, detail) in enumerate(calls):
+    for position, (one, _) in enumerate(calls):
         inner = [called for called in one.called if called in scheduled.module.computations]
         if one.opcode == "while":
             for called in inner:
