@@ -168,12 +168,8 @@ def _detail(fields: Mapping[int, list], known: Mapping[int, wire.Instruction]) -
 
 
 def collectives(compiled: object, mesh: MeshShape) -> list[CompiledCollective]:
-    """As `compiled_collectives`, each collective of a chain of fusions once."""
-    found = []
-    for scheduled in scheduled_modules(compiled):
-        repeated = _repeated(scheduled)
-        found += [one for one in read_collectives(scheduled.module, mesh) if one.name not in repeated]
-    return found
+    """As `compiled_collectives`, with the turns of a TPU's loops."""
+    return [one for scheduled in scheduled_modules(compiled) for one in read_collectives(scheduled.module, mesh)]
 
 
 def transfers(compiled: object) -> list[Transfer]:
@@ -239,17 +235,3 @@ def _end(scheduled: Scheduled, calls: list[tuple[wire.Instruction, Detail]], pos
 
 def _target(scheduled: Scheduled, computation: int, target: str) -> bool:
     return any(detail.target == target for detail in scheduled.details.get(computation, {}).values())
-
-
-def _repeated(scheduled: Scheduled) -> set[str]:
-    """Names of the collectives that a fusion only carries along or awaits."""
-    found = set()
-    for computation in scheduled.module.computations.values():
-        for one in computation.instructions.values():
-            if one.opcode != "fusion":
-                continue
-            for called in one.called:
-                if not _target(scheduled, called, "AsyncCollectiveStart"):
-                    inside = scheduled.module.computations[called].instructions.values()
-                    found |= {other.name for other in inside if other.opcode in COLLECTIVES}
-    return found
