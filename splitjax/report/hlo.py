@@ -15,6 +15,7 @@ from splitjax import _compat
 from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
 from splitjax.mesh import MeshShape
 from splitjax.report.groups import OTHER, axes_of, expand, permuted_axes
+from splitjax.report.loops import num_turns
 from splitjax.report.wire import Computation, Frame, Groups, Instruction, Module, Shape, read_module
 
 # Opcode -> our name. Of a pair `-start`, `-done` only the start is counted: the done names no groups.
@@ -143,7 +144,8 @@ def _walk(
             continue  # they name the computation of their start once more
         inner = context
         if one.opcode == "while":
-            inner = dataclasses.replace(context, trips=context.trips * (one.trip_count or 1), known=context.known and one.trip_count is not None)
+            turns = num_turns(reader.module, computation, one)
+            inner = dataclasses.replace(context, trips=context.trips * (turns or 1), known=context.known and turns is not None)
         elif one.opcode == "conditional":
             inner = dataclasses.replace(context, conditional=True)
         for called in one.called:

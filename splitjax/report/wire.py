@@ -71,7 +71,9 @@ class Instruction:
     chain: str  # of a collective that the TPU's compiler spreads over several fusions: which, as each of its copies says
     groups: GroupList
     pairs: tuple[tuple[int, int], ...]  # of a collective-permute: (from, to)
-    trip_count: int | None  # of a while loop, where XLA knows it
+    trip_count: int | None  # of a while loop, where XLA writes it down
+    literal: int | None  # of a constant that is one integer
+    direction: str  # of a comparison: LT, EQ, ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +126,14 @@ def _instruction(data: bytes, payloads: Sequence[bytes]) -> Instruction:
         chain=_attribute(_message(fields, 68), "chain_id"), groups=_groups(fields),
         pairs=tuple((_number(pair, 1), _number(pair, 2)) for pair in map(_fields, fields.get(52, ()))),
         trip_count=_trip_count(_config(fields, payloads)) if opcode == "while" else None,
+        literal=_integer(_message(fields, 8)) if opcode == "constant" else None, direction=_text(fields, 63),
     )
+
+
+def _integer(literal: Mapping[int, list[Any]]) -> int | None:
+    """The value of a literal that is one number of 32 or 64 bits, signed or not."""
+    found = [value for number in (4, 5, 6, 7) for value in _numbers(literal, number)]
+    return found[0] if len(found) == 1 else None
 
 
 def _attribute(fields: Mapping[int, list[Any]], name: str) -> str:

@@ -133,3 +133,21 @@ def test_groups_are_mesh_axes(groups, axes):
 def test_what_is_no_module_is_refused():
     with pytest.raises(WireError):
         read_module(b"\xff\xff")
+
+
+@pytest.mark.tpu_aot
+def test_turns_of_a_loop_are_read_off_its_condition():
+    """A TPU's compiler does not write down how often a loop runs."""
+    from jax.experimental import topologies
+
+    devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices).reshape(2, 4)
+    mesh = jax.sharding.Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def local(x):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(jax.lax.psum(x @ x, "model") / 7), None), x, None, length=5)[0]
+
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False))
+    shape = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    (one,) = compiled_collectives(run.lower(shape).compile(), SHAPE)
+    assert (one.op, one.axis, one.trips, one.trips_known) == ("all_reduce", "model", 5, True)
+    assert one.bytes == 5 * 2 * 256 * 256 * 4 * 3 // 4
