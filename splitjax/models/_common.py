@@ -72,3 +72,13 @@ def check_rate(place: str, dropout: float) -> None:
             place=f"{place}, option 'dropout'",
             remedy="pass dropout=0.0 for none, 0.5 as in VGG",
         )
+
+
+def halved(x: jax.Array) -> jax.Array:
+    """Max pooling of 2x2 windows that do not overlap: f32[B, H, W, C] -> f32[B, H // 2, W // 2, C].
+
+    Written as a maximum over dims of size 2, not as a window that slides: XLA's CPU compiler differentiates the latter through whole
+    arrays of indices, several times as large as the images."""
+    batch, height, width, channels = x.shape
+    x = x[:, : height // 2 * 2, : width // 2 * 2]
+    return x.reshape(batch, height // 2, 2, width // 2, 2, channels).max((2, 4))

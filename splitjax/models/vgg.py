@@ -23,6 +23,7 @@ from splitjax.models._common import (
     check_positive,
     check_rate,
     check_widths,
+    halved,
     scaled,
 )
 
@@ -123,7 +124,7 @@ class LinenVGG(nn.Module):
                     norm = nn.BatchNorm(use_running_average=not train, momentum=0.9, name=f"norm{suffix}", **config.dtypes)
                     x = norm(x)
                 x = nn.relu(x)
-            x = nn.max_pool(x, (2, 2), (2, 2))
+            x = halved(x)
         x = x.reshape((x.shape[0], -1))
         for index, features in enumerate(config.head_features, start=1):
             x = nn.relu(nn.Dense(features, kernel_init=RELU_INIT, name=f"dense{index}", **config.dtypes)(x))
@@ -170,7 +171,7 @@ class NnxVGG(nnx.Module):
                 if config.batch_norm:
                     x = getattr(self, f"norm{suffix}")(x, use_running_average=not train)
                 x = nnx.relu(x)
-            x = nnx.max_pool(x, (2, 2), (2, 2))
+            x = halved(x)
         x = x.reshape((x.shape[0], -1))
         for index in range(1, len(config.head_features) + 1):
             x = nnx.relu(getattr(self, f"dense{index}")(x))
