@@ -3,7 +3,7 @@
     python -m benchmarks splitbrain                     everything (about an hour on two busy cores), and its page
     python -m benchmarks splitbrain --quick             a small part of each section, printed only
     python -m benchmarks splitbrain --only memory bytes
-    python -m benchmarks splitbrain --only scaling --output /tmp/pages
+    python -m benchmarks splitbrain --only scaling      its page is splitbrain-scaling.md
 
 Each section runs in a process of its own, so that devices and flags are what it asks for (Lai, Kadav, Kruus: SplitBrain, arXiv
 2112.15317). Nothing that only memory or bytes are asked about is allocated: steps are compiled from shapes, for TPUs ahead of time
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("splitbrain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=SECTIONS, default=[], metavar="SECTION", help=", ".join(SECTIONS))
     parser.add_argument("--quick", action="store_true", help="a small part of each section")
-    parser.add_argument("--output", type=pathlib.Path, help="folder of the page; a whole run writes to benchmarks/results")
+    parser.add_argument("--output", type=pathlib.Path, help="folder of the page instead of benchmarks/results")
     parser.add_argument("--part", choices=tuple(PARTS), help=argparse.SUPPRESS)  # what a child process does
     parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -56,9 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     goals = [goal for one, _ in found for goal in one.goals]
     print("\n" + "\n".join(map(str, goals)))
     print(f"{sum(goal.ok for goal in goals)} of {len(goals)} goals met")
-    whole = not options.quick and not options.only
-    if whole or options.output:
-        print("wrote", write_page("splitbrain", _page(found, options), options.output))
+    if not options.quick or options.output:
+        print("wrote", write_page("-".join(["splitbrain", *options.only]), _page(found, options), options.output))
     return 0 if all(goal.ok for goal in goals) and all(one.title for one, _ in found) else 1
 
 
