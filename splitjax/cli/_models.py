@@ -38,6 +38,7 @@ def planned_step(
     batch_size: int,
     num_classes: int | None,
     width: float | None,
+    group_comm: str = "auto",
     shard_state: bool = False,
 ) -> Planned:
     """The decorated training step of a model, and the shapes of its arguments.
@@ -50,12 +51,13 @@ def planned_step(
     batch = spec.example(batch_size)
     key = jax.eval_shape(lambda: jax.random.key(0))
     chosen = optimizer_named(optimizer)
+    layout = {"rules": rules, "group_comm": group_comm, "shard_state": shard_state}
     if library == "nnx":
         from flax import nnx
 
         init_fn, train_step, _ = models.make_nnx_step(spec, chosen, value_and_grad=splitjax.nnx.value_and_grad)
-        step = splitjax.nnx.parallelize(train_step, mesh=dict(mesh.axes), rules=rules, shard_state=shard_state)
+        step = splitjax.nnx.parallelize(train_step, mesh=dict(mesh.axes), **layout)
         return Planned(step, (*nnx.eval_shape(init_fn, key), batch), spec.num_params())
     init_fn, train_step, _ = models.make_step(spec, chosen, value_and_grad=splitjax.value_and_grad)
-    step = splitjax.parallelize(train_step, mesh=dict(mesh.axes), rules=rules, shard_state=shard_state)
+    step = splitjax.parallelize(train_step, mesh=dict(mesh.axes), **layout)
     return Planned(step, (jax.eval_shape(init_fn, key), batch), spec.num_params())

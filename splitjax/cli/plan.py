@@ -7,76 +7,21 @@ import pathlib
 
 from rich.console import Console
 
-from splitjax.cli import _session
-from splitjax.cli._options import Library, MeshText, ModelName, OptimizerName, Traceback, check_positive, parse_mesh
-from splitjax.errors import PlanError
+from splitjax.cli._model_command import ModelCommand
 
 
 @dataclasses.dataclass(frozen=True)
-class ShowPlan(Traceback):
+class ShowPlan(ModelCommand):
     """Show how a model would be laid out on a mesh, and why, without making the model."""
 
-    model: ModelName = "vgg16"
-    """Which model."""
-    mesh: MeshText = "data=2,model=4"
-    """Mesh axes and their sizes."""
-    rules: str = "splitbrain"
-    """A shipped rule set (splitbrain, megatron, fsdp, data_parallel) or the path of a TOML file."""
-    shard_state: bool = False
-    """Also split optimizer state and gradients of parameters that stay whole."""
-    library: Library = "linen"
-    """Which of the two Flax libraries the model is written in."""
-    optimizer: OptimizerName = "adam"
-    """Its state follows the parameters."""
-    batch_size: int = 64
-    """Examples in the global batch."""
-    num_classes: int | None = None
-    """Width of the last layer; the model's own default if not given."""
-    width: float | None = None
-    """Multiplies the channels of convolutions, for models that have such an option."""
     json: pathlib.Path | None = None
     """Write the plan to this file too; `parallelize(plan=FILE)` pins it."""
-    html: pathlib.Path | None = None
-    """Write the plan as a page to this file too."""
 
     def run(self, console: Console) -> int:
-        check_positive(batch_size=self.batch_size, num_classes=self.num_classes, width=self.width)
-        mesh = parse_mesh(self.mesh)
-        _session.start(mesh.num_devices)
-        from splitjax.cli._models import planned_step
-
-        planned = planned_step(
-            self.model, self.library, mesh=mesh, rules=self.rules, optimizer=self.optimizer, batch_size=self.batch_size,
-            num_classes=self.num_classes, width=self.width, shard_state=self.shard_state,
-        )
+        planned = self.planned()
         plan = planned.step.plan(*planned.arguments)
-        console.print(
-            f"{self.model} ({self.library}, {planned.num_params:,} parameters), {self.optimizer}, "
-            f"{self.batch_size} examples on {mesh}", highlight=False,
-        )
-        # A plan lays out its own lines: wrapping or markup would break its tables.
-        console.print(str(plan), soft_wrap=True, markup=False, highlight=False)
+        self.show(console, planned, plan, "plan")
         if self.json is not None:
             plan.save(self.json)
             console.print(f"plan: {self.json}", highlight=False)
-        if self.html is not None:
-            write_page(self.html, plan._repr_html_())
-            console.print(f"page: {self.html}", highlight=False)
         return 0
-
-
-def write_page(path: pathlib.Path, body: str, title: str = "splitjax plan") -> None:
-    """Writes an HTML page around `body`. Raises `PlanError` when the file cannot be written."""
-    page = f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>\n<body>{body}</body></html>\n'
-    write_file(path, page, "--html")
-
-
-def write_file(path: pathlib.Path, text: str, option: str) -> None:
-    """Writes what an option asked for. Raises `PlanError` when the file cannot be written."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlanError(
-            f"the file cannot be written: {error.strerror or error}", value=str(path), place=option,
-            remedy="give a path in a folder that exists and may be written to",
-        ) from error

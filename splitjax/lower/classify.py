@@ -14,7 +14,6 @@ from splitjax.lower.pairing import Body, Const, Node, Program, Ref
 from splitjax.lower.partial_rules import answer_partial
 from splitjax.lower.relation import EXAMPLES, LATER, PARTIAL, SAME, Batch, Info, Mixed, Reason, join
 
-CALLS = frozenset({"remat2", "remat", "checkpoint"})
 DERIVATIVE_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 

@@ -131,10 +131,10 @@ def take_turns(eqn: Any, twin: Any, site: Site, layout: Layout, mode: Mode) -> T
         if any(one.enter in (EXAMPLES, SWAP) for one in exchanges.values()):
             raise Refused("examples cross inside a loop or a rematerialised function")
         return None
-    back = [flat.sites[index] for index in cut.back]
-    first = [exchanges[flat.sites[index]] for readers in cut.readers for index in readers]
-    _require_no_whole_layers(layout, prefix, back, first, [one for s, one in exchanges.items() if s not in {flat.sites[i] for r in cut.readers for i in r}])
-    groups = {one.axes for one in first or exchanges.values()}
+    entering = {flat.sites[index] for readers in cut.readers for index in readers}
+    later = [one for at, one in exchanges.items() if at not in entering]
+    _require_no_whole_layers(layout, prefix, [flat.sites[index] for index in cut.back], later)
+    groups = {exchanges[at].axes for at in entering or exchanges}
     if len(groups) > 1:
         raise Refused(f"layers are split over different groups: {', '.join(sorted('+'.join(axes) for axes in groups))}")
     (front, rear), (_, twin_rear) = cut.parts(flat), cut.parts(small)
@@ -142,7 +142,7 @@ def take_turns(eqn: Any, twin: Any, site: Site, layout: Layout, mode: Mode) -> T
     return Turned(mode, site, groups.pop(), boundary, cut, flat, front, rear, twin_rear, dims, exchanges)
 
 
-def _require_no_whole_layers(layout: Layout, prefix: Site, back: Sequence[Site], first: Sequence[Exchange], later: Sequence[Exchange]) -> None:
+def _require_no_whole_layers(layout: Layout, prefix: Site, back: Sequence[Site], later: Sequence[Exchange]) -> None:
     """Layers that are whole on every device stand before the crossing: behind it, each turn would exchange their gradients."""
     for one in later:
         if one.enter in (EXAMPLES, SWAP) or one.leave == SCATTER:
