@@ -11,6 +11,7 @@ from types import ModuleType
 
 from splitjax.errors import SplitjaxError
 from splitjax.lower.gradient import grad, value_and_grad
+from splitjax.lower.processes import global_batch
 from splitjax.parallelize import parallelize
 from splitjax.plan import Plan
 from splitjax.report.value import Report
@@ -26,6 +27,7 @@ __all__ = [
     "RuleSet",
     "SplitjaxError",
     "__version__",
+    "global_batch",
     "grad",
     "parallelize",
     "register_dims",

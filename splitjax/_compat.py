@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax._src import source_info_util
+from jax._src import distributed, source_info_util
 from jax.extend import core as jex
 from jax.extend import random as jax_random
 from jax.interpreters import ad, batching, mlir, partial_eval
@@ -151,6 +151,11 @@ def new_variable(like: Any) -> Any:
 def is_abstract(value: Any) -> bool:
     """Whether a value is a tracer that stands for an unknown array (not a derivative tracer around a concrete one)."""
     return isinstance(value, jax.core.Tracer) and value.to_concrete_value() is None
+
+
+def coordination_client() -> Any | None:
+    """The client of JAX's coordination service (key-value store, barriers), or None in a process that joined no run."""
+    return distributed.global_state.client
 
 
 def jaxpr_effects(closed: Any) -> Any:

@@ -71,6 +71,10 @@ class MicrobatchError(GradientError):
     """A loss that cannot be accumulated over microbatches without changing its numbers."""
 
 
+class ProcessError(SplitjaxError, RuntimeError):
+    """The processes of one run disagree, or one of them did not come."""
+
+
 class DataError(SplitjaxError, ValueError):
     """A data file that is missing, truncated or malformed."""
 

@@ -89,6 +89,7 @@ class ParallelStep:
         self._entries: dict[Any, Entry] = {}
         self._compiles: list[CompileRecord] = []
         self._last: Entry | None = None
+        self._agreed: set[int] = set()  # programs that all processes were found to share
         self._num_calls = 0
         self._calls: collections.deque[tuple[int, int, Any, int]] = collections.deque(maxlen=_REMEMBERED_CALLS)
 
@@ -111,6 +112,8 @@ class ParallelStep:
             entry = self._entry(args)
         if self._recipe.donate:
             args = self._own_states(args)
+        if self.mesh.is_multi_process:
+            args, entry = self._across_processes(args)
         try:
             try:
                 result = entry.jitted(*args)
@@ -192,6 +195,14 @@ class ParallelStep:
             self._entries[bound.signature] = entry
         self._last = entry
         return entry
+
+    def _across_processes(self, args: tuple) -> tuple[tuple, Entry]:
+        """Arguments and program of a call in a run of several processes, where `jax.jit` takes global arrays only."""
+        entry = self._entry(args)
+        first = id(entry) not in self._agreed
+        args = entry.across_processes(self._recipe, args, first)
+        self._agreed.add(id(entry))
+        return args, entry
 
     def _build(self, bound: Bound) -> Entry:
         started = time.perf_counter()

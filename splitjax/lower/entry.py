@@ -9,16 +9,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from splitjax import _compat
 from splitjax.errors import PlanError, SplitjaxError, StateError, TraceError
+from splitjax.lower.agreement import agree, program_text
 from splitjax.lower.arguments import Bound, Options, abstract, bind, call_with, keyword_only
 from splitjax.lower.exchange import derive_exchanges, weight_uses
 from splitjax.lower.group_comm import choose, crosses
 from splitjax.lower.layout import BoundaryHook, Layout, evaluate, named_sharding
 from splitjax.lower.microbatching import boundary_hook, check_turns, make_twin
 from splitjax.lower.planning import follow_plan, make_plan, pin_plan
+from splitjax.lower.processes import host_digests, on_mesh
 from splitjax.lower.scatter import derive_scatters, pin_gradients, updated_in_parts
 from splitjax.lower.states import match_states
 from splitjax.mesh import MeshShape
@@ -78,6 +80,23 @@ class Entry:
     graph: Graph
     plan: Plan
     jitted: Any
+    mesh: Mesh
+    jaxpr: Any
+
+    @functools.cached_property
+    def shardings(self) -> tuple[NamedSharding, ...]:
+        """Of every leaf of the arguments that are not static, in order."""
+        return tuple(named_sharding(self.mesh, leaf.spec) for leaf in self.plan.leaves)
+
+    def across_processes(self, recipe: Recipe, args: tuple, first: bool) -> tuple:
+        """The arguments as global arrays. At the `first` call all processes compare what they are about to do: `ProcessError`."""
+        dynamic = [number for number in range(len(args)) if number not in recipe.options.static_argnums]
+        leaves, tree = jax.tree.flatten([args[number] for number in dynamic])
+        if first:
+            values = host_digests(leaves, [leaf.path for leaf in self.plan.leaves])
+            agree(recipe.name, self.plan, program_text(self.jaxpr), values)
+        placed = dict(zip(dynamic, jax.tree.unflatten(tree, on_mesh(leaves, self.shardings)), strict=True))
+        return tuple(placed.get(number, arg) for number, arg in enumerate(args))
 
 
 class SignatureChanged(Exception):
@@ -96,7 +115,7 @@ def build_entry(recipe: Recipe, mesh: Mesh, bound: Bound, layouts: Mapping[str, 
         check = lambda kind: check_turns(kind, graph, mesh, plan, layout, jaxpr, twin_of)
         plan = choose(recipe.group_comm if recipe.pinned is None else recipe.pinned.group_comm, plan, graph, check, crosses(graph, plan))
     jitted = _compile(recipe, mesh, bound, jaxpr, result, matched, plan, boundary_hook(graph, mesh, plan, layout, twin_of), layout)
-    return Entry(bound, graph, plan, jitted)
+    return Entry(bound, graph, plan, jitted, mesh, jaxpr)
 
 
 def _trace(recipe: Recipe, bound: Bound, leaves: list[jax.ShapeDtypeStruct] | None = None) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ from splitjax.errors import StateError
 from splitjax.lower.arguments import Options
 from splitjax.lower.entry import Entry, Recipe
 from splitjax.lower.layout import named_sharding
+from splitjax.lower.processes import on_mesh
 
 
 def init_state(entry_for: Callable[[tuple], Entry], recipe: Recipe, mesh: Mesh, init_fn: Callable, init_args: tuple, example: Sequence[Any]) -> Any:
@@ -47,7 +48,7 @@ def place_state(entry_for, recipe: Recipe, mesh: Mesh, states: tuple, example: S
 
 
 def _copy_to(leaf: Any, where: Any) -> jax.Array:
-    moved = jax.device_put(leaf, where)
+    moved = on_mesh([leaf], [where])[0] if where.mesh.is_multi_process else jax.device_put(leaf, where)
     # device_put hands on the buffer of a device that holds the right part already, and the first step would donate it.
     return jnp.copy(moved) if isinstance(leaf, jax.Array) else moved
 

@@ -1,0 +1,91 @@
+"""One process of the run in test_processes.py: every scenario prints a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import jax
+
+RANK, NUM, PORT = (int(argument) for argument in sys.argv[1:4])
+jax.distributed.initialize(f"127.0.0.1:{PORT}", NUM, RANK)
+
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from flax import nnx  # noqa: E402
+
+import splitjax  # noqa: E402
+from splitjax import models  # noqa: E402
+from splitjax.lower.agreement import agree  # noqa: E402
+
+MESH = {"data": 2, "model": 2}
+SPEC = models.build("mlp", input_shape=(32,), features=(64, 32), num_classes=4)
+
+
+def say(scenario: str, **values) -> None:
+    print(json.dumps({"scenario": scenario, **values}), flush=True)
+
+
+def batch_of(seed: int = 0) -> dict:
+    random = np.random.RandomState(seed)
+    return {"image": random.randn(8, 32).astype(np.float32), "label": random.randint(0, 4, 8).astype(np.int32)}
+
+
+def steps(learning_rate: float = 0.01, **options):
+    init_fn, train_step, eval_step = models.make_step(SPEC, optax.adam(learning_rate), value_and_grad=splitjax.value_and_grad)
+    return init_fn, splitjax.parallelize(train_step, mesh=MESH, **options), eval_step
+
+
+def train(rules: str, start: str, batch) -> list[float]:
+    init_fn, step, eval_step = steps(rules=rules)
+    key = jax.random.key(0)
+    state = step.init(init_fn, key, example=(SPEC.example(8),)) if start == "init" else init_fn(key)
+    if start == "place":
+        state = step.place(state, example=(SPEC.example(8),))
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    losses.append(float(step.like(eval_step)(state, batch)["loss"]))
+    assert len(step.compiles) == 1
+    return losses
+
+
+def expect_error(scenario: str, run) -> None:
+    try:
+        run()
+    except splitjax.errors.ProcessError as error:
+        say(scenario, error=str(error))
+    else:
+        say(scenario, error=None)
+
+
+def one_call(batch_seed: int = 0, **options):
+    init_fn, step, _ = steps(**options)
+    step(init_fn(jax.random.key(0)), batch_of(batch_seed))
+
+
+mine = jax.tree.map(lambda array: array[RANK * 8 // NUM : (RANK + 1) * 8 // NUM], batch_of())
+say("splitbrain init", losses=train("splitbrain", "init", batch_of()))
+say("splitbrain place", losses=train("splitbrain", "place", batch_of()))
+say("megatron host", losses=train("megatron", "host", batch_of()))
+say("megatron global_batch", losses=train("megatron", "init", splitjax.global_batch(mine)))
+say("fsdp global_batch", losses=train("fsdp", "init", splitjax.global_batch(mine)))
+
+nnx_init, nnx_step, _ = models.make_nnx_step(
+    models.build("mlp", library="nnx", input_shape=(32,), features=(64, 32), num_classes=4), optax.adam(0.01),
+    value_and_grad=splitjax.nnx.value_and_grad,
+)
+nnx_step = splitjax.nnx.parallelize(nnx_step, mesh=MESH)
+model, optimizer = nnx_init(jax.random.key(0))
+say("nnx", losses=[float(nnx_step(model, optimizer, batch_of())["loss"]) for _ in range(3)])
+assert isinstance(model, nnx.Module)
+
+expect_error("plan", lambda: one_call(rules="splitbrain" if RANK == 0 else "data_parallel"))
+expect_error("program", lambda: one_call(learning_rate=0.01 * (1 + RANK)))
+expect_error("batch", lambda: one_call(batch_seed=RANK))
+expect_error("lengths", lambda: steps()[1](steps()[0](jax.random.key(0)), splitjax.global_batch(
+    {"image": np.zeros((4 + 4 * RANK, 32), np.float32), "label": np.zeros(4 + 4 * RANK, np.int32)})))
+plan = steps()[1].plan(jax.eval_shape(steps()[0], jax.random.key(0)), SPEC.example(8))
+if RANK == 0:
+    expect_error("absent", lambda: agree("alone", plan, "", (), timeout_seconds=0.5))

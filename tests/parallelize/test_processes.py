@@ -1,0 +1,78 @@
+"""The decorator in a run of two processes with two devices each: one process's numbers, and an error where they disagree."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import splitjax
+from splitjax import models
+from splitjax.errors import BatchError
+from tests.processes import run_processes
+
+
+@pytest.fixture(scope="module")
+def said() -> list[dict[str, dict]]:
+    """Per process: scenario -> what was said."""
+    outputs = run_processes(pathlib.Path(__file__).with_name("processes_worker.py"), num=2, devices=2)
+    lines = [[json.loads(line) for line in output.splitlines() if line.startswith("{")] for output in outputs]
+    return [{line["scenario"]: line for line in each} for each in lines]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    """The losses of the same training on one device."""
+    spec = models.build("mlp", input_shape=(32,), features=(64, 32), num_classes=4)
+    init_fn, train_step, eval_step = models.make_step(spec, optax.adam(0.01))
+    random = np.random.RandomState(0)
+    batch = {"image": random.randn(8, 32).astype(np.float32), "label": random.randint(0, 4, 8).astype(np.int32)}
+    state, losses = init_fn(jax.random.key(0)), []
+    for _ in range(3):
+        state, metrics = jax.jit(train_step)(state, batch)
+        losses.append(float(metrics["loss"]))
+    return [*losses, float(jax.jit(eval_step)(state, batch)["loss"])]
+
+
+@pytest.mark.parametrize("how", ["splitbrain init", "splitbrain place", "megatron host", "megatron global_batch", "fsdp global_batch"])
+def test_two_processes_train_to_the_numbers_of_one_device(said, alone, how):
+    for each in said:
+        np.testing.assert_allclose(each[how]["losses"], alone, rtol=2e-5)
+
+
+def test_nnx_steps_run_in_several_processes(said):
+    assert said[0]["nnx"]["losses"] == said[1]["nnx"]["losses"]
+    assert said[0]["nnx"]["losses"][-1] < said[0]["nnx"]["losses"][0]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "every", "other"),
+    [
+        ("plan", "process 1 made another plan", "rules: 'splitbrain' -> 'data_parallel'"),
+        ("program", "process 1 made another program", "mul -0.0199"),
+        ("batch", "process 1 passes another value of 'batch/image' than process 0", "splitjax.global_batch(local_batch)"),
+        ("lengths", "process 1 made another plan", "shape"),
+    ],
+)
+def test_a_difference_is_an_error_in_every_process(said, scenario, every, other):
+    assert all(every in each[scenario]["error"] for each in said)
+    assert other in said[1][scenario]["error"]
+
+
+def test_a_process_that_does_not_come_is_an_error_in_time(said):
+    assert "not every process came" in said[0]["absent"]["error"]
+
+
+def test_alone_a_global_batch_is_the_batch():
+    batch = {"image": np.ones((4, 2)), "label": np.zeros(4)}
+    assert splitjax.global_batch(batch) is batch
+
+
+@pytest.mark.parametrize("batch", [{"a": np.ones(3), "b": np.ones(4)}, {"a": np.float32(1)}])
+def test_a_batch_of_unequal_arrays_is_refused(batch):
+    with pytest.raises(BatchError, match="same number of examples"):
+        splitjax.global_batch(batch)
