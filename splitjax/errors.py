@@ -79,5 +79,9 @@ class DataError(SplitjaxError, ValueError):
     """A data file that is missing, truncated or malformed."""
 
 
+class TrainingError(SplitjaxError, RuntimeError):
+    """A run that cannot start as asked, or whose numbers went wrong."""
+
+
 class UnavailableError(SplitjaxError, NotImplementedError):
     """A documented option whose implementation is not part of this version."""

@@ -135,6 +135,11 @@ class ParallelStep:
         """The plan for these arguments (arrays or `ShapeDtypeStruct`s): prints as a table, renders in Jupyter."""
         return self._entry(positional(self._recipe.fn, args, kwargs)).plan
 
+    def shardings(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The `NamedSharding` of every array of these arguments (arrays or `ShapeDtypeStruct`s): one pytree per argument, None for
+        a static one. `shardings(state, batch)[1]` is where batches go."""
+        return self._entry(positional(self._recipe.fn, args, kwargs)).argument_shardings(self._recipe)
+
     def graph(self, *args: Any, **kwargs: Any) -> Any:
         """The traced `splitjax.trace.graph.Graph` that the plan was made from."""
         return self._entry(positional(self._recipe.fn, args, kwargs)).graph

@@ -13,13 +13,13 @@ import difflib
 import functools
 import hashlib
 import os
-import uuid
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from jax.sharding import Mesh, PartitionSpec
 
+from splitjax._files import write_atomically
 from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
 
@@ -180,21 +180,13 @@ class Plan:
         """Writes the plan to a file, whole or not at all: a reader never sees half a plan, a crash leaves the old one.
 
         Raises `PlanError` when the file cannot be written."""
-        target = Path(path)
-        scratch = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
         try:
-            with open(scratch, "x", encoding="ascii") as file:
-                file.write(self.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(scratch, target)
+            write_atomically(Path(path), self.to_json(), encoding="ascii")
         except OSError as error:
             raise PlanError(
-                f"the plan cannot be written: {error.strerror or error}", place=str(target),
+                f"the plan cannot be written: {error.strerror or error}", place=str(path),
                 remedy="give a file name in an existing, writable folder",
             ) from error
-        finally:
-            scratch.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

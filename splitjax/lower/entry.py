@@ -88,6 +88,14 @@ class Entry:
         """Of every leaf of the arguments that are not static, in order."""
         return tuple(named_sharding(self.mesh, leaf.spec) for leaf in self.plan.leaves)
 
+    def argument_shardings(self, recipe: Recipe) -> tuple[Any, ...]:
+        """The same, as one pytree per argument; None for static ones."""
+        return tuple(
+            None if number in recipe.options.static_argnums
+            else jax.tree.unflatten(jax.tree.structure(arg), self.shardings[slice(*self.bound.spans[number])])
+            for number, arg in enumerate(self.bound.args)
+        )
+
     def across_processes(self, recipe: Recipe, args: tuple, first: bool) -> tuple:
         """The arguments as global arrays. At the `first` call all processes compare what they are about to do: `ProcessError`."""
         dynamic = [number for number in range(len(args)) if number not in recipe.options.static_argnums]

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from splitjax.cli._progress import AVERAGED_STEPS, TrainingProgress
+from splitjax.runtime.progress import AVERAGED_STEPS, TrainingProgress
 
 
 class Clock:

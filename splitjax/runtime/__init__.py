@@ -1,0 +1,1 @@
+"""Leaving a run alone: the training loop, checkpoints, many processes, what one sees of them."""

@@ -1,0 +1,76 @@
+"""Batches onto a step's mesh: which rows of the global batch a process needs, and each device's part of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from splitjax.errors import BatchError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placement:
+    """How the global batches of one size go onto the devices. Call it with this process's examples.
+
+    **Attributes:**
+
+    - `shardings`: of every array of the batch, by its name.
+    - `batch_size`: B, of the global batch.
+    - `rows`: i64[b], the rows of the global batch that this process's devices hold, ascending: what it has to read.
+    """
+
+    shardings: Mapping[str, NamedSharding]
+    batch_size: int
+    rows: np.ndarray
+
+    @classmethod
+    def of(cls, shardings: Mapping[str, NamedSharding], batch_size: int) -> Placement:
+        """From the layout that a step gives its batch (`step.shardings(state, batch)[1]`)."""
+        rows = [_rows(sharding, batch_size) for sharding in shardings.values()]
+        return cls(dict(shardings), batch_size, np.unique(np.concatenate(rows)))
+
+    def __call__(self, local_batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """This process's rows `[b, ...]` as its part of global arrays `[B, ...]`.
+
+        Raises `BatchError` for arrays that are not of b rows, or that the step's batch does not have."""
+        if set(local_batch) != set(self.shardings):
+            raise BatchError(
+                "the batch has other arrays than the step was planned with", value=sorted(local_batch), place="Placement",
+                remedy=f"give {', '.join(sorted(self.shardings))}",
+            )
+        return {name: self._place(name, np.asarray(array)) for name, array in local_batch.items()}
+
+    def _place(self, name: str, array: np.ndarray) -> jax.Array:
+        if array.shape[:1] != self.rows.shape:
+            raise BatchError(
+                f"this process's part of the batch has {len(self.rows)} rows", value=array.shape, place=name,
+                remedy="read the rows `placement.rows` of the global batch, in this order",
+            )
+        shape = (self.batch_size, *array.shape[1:])
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            start, stop, _ = index[0].indices(self.batch_size)
+            first, last = np.searchsorted(self.rows, (start, stop))
+            return array[(slice(first, last), *index[1:])]
+
+        return jax.make_array_from_callback(shape, self.shardings[name], part)
+
+
+def _rows(sharding: NamedSharding, batch_size: int) -> np.ndarray:
+    """The rows of an array's example dim that this process's devices hold."""
+    # Other dims do not matter for rows; a spec never has more entries than the array dims.
+    spec = sharding.spec[:1]
+    only_rows = NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))
+    spans = {index[0].indices(batch_size)[:2] for index in only_rows.addressable_devices_indices_map((batch_size,)).values()}
+    return np.concatenate([np.arange(*span) for span in sorted(spans)])
+
+
+def batch_layout(step: Any, state: Any, example: Mapping[str, Any]) -> Placement:
+    """How `step(state, batch)` wants its batches, from shapes alone."""
+    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(example)}
+    return Placement.of(step.shardings(state, example)[1], max(sizes))
