@@ -1,15 +1,38 @@
-"""Real data for the demo, the benchmarks and the tests, read from official formats; nothing is downloaded."""
+"""Real data: loaders of official formats, batches and streams of them, augmentation, prefetching to devices."""
 
-from splitjax.data.batches import Dataset, epoch_batches, padded_batches, shuffled_indices, standardise
+from splitjax.data.augment import Augmentation, example_keys
+from splitjax.data.batches import epoch_batches, padded_batches, shuffled_indices
 from splitjax.data.cifar10 import load_cifar10
+from splitjax.data.dataset import Dataset
 from splitjax.data.digits import load_digits
+from splitjax.data.fetch import fetch
+from splitjax.data.idx import load_idx
+from splitjax.data.images import Standardise, fit_images, standardise
+from splitjax.data.prefetch import Prefetch, prefetch
+from splitjax.data.rows import FileRows
+from splitjax.data.stream import Position, stream
+from splitjax.data.text import load_text
+from splitjax.data.vocabulary import Vocabulary
 
 __all__ = [
+    "Augmentation",
     "Dataset",
+    "FileRows",
+    "Position",
+    "Prefetch",
+    "Standardise",
+    "Vocabulary",
     "epoch_batches",
+    "example_keys",
+    "fetch",
+    "fit_images",
     "load_cifar10",
     "load_digits",
+    "load_idx",
+    "load_text",
     "padded_batches",
+    "prefetch",
     "shuffled_indices",
     "standardise",
+    "stream",
 ]

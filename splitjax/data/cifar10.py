@@ -1,8 +1,9 @@
-"""CIFAR-10 from the official binary files.
+"""CIFAR-10 from the official files, binary or for Python, in a folder or in the archive as downloaded.
 
-Source: Krizhevsky 2009, https://www.cs.toronto.edu/~kriz/cifar.html, "Binary version": a file is a row of records of
-3,073 bytes, one label byte (0 to 9), then 1,024 red, 1,024 green and 1,024 blue pixels, each plane row by row. An
-official file has 10,000 records; shorter ones, such as samples, are read alike.
+Source: Krizhevsky 2009, https://www.cs.toronto.edu/~kriz/cifar.html. "Binary version": a file is a row of records of 3,073
+bytes, one label byte (0 to 9), then 1,024 red, 1,024 green and 1,024 blue pixels, each plane row by row. "Python version": a
+pickled dict of `data` uint8[N, 3072], in the same order, and `labels`. An official file has 10,000 images; shorter ones, such
+as samples, are read alike.
 """
 
 from __future__ import annotations
@@ -12,93 +13,173 @@ import pathlib
 
 import numpy as np
 
-from splitjax.data.batches import Dataset
+from splitjax.data._archive import check_sums, read_members
+from splitjax.data._cifar_pickle import read_pickle
+from splitjax.data.augment import Augmentation
+from splitjax.data.dataset import Dataset
+from splitjax.data.images import Standardise
+from splitjax.data.rows import FileRows, Part
 from splitjax.errors import DataError
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
-FOLDER = "cifar-10-batches-bin"  # what the official archive unpacks to
+FOLDER = "cifar-10-batches-bin"  # what the official archives unpack to
+PYTHON_FOLDER = "cifar-10-batches-py"
 TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST_FILES = ("test_batch.bin",)
+PYTHON_FILES = tuple(name.removesuffix(".bin") for name in TRAIN_FILES + TEST_FILES)
 RECORD_BYTES = 1 + 3 * 32 * 32
 CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 # Of the 50,000 training images, by channel, in pixels scaled to [0, 1].
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
 
-_UNPACK = f"download {URL}, unpack it, and pass the path of its folder {FOLDER}"
+_UNPACK = f"download {URL} (splitjax.data.fetch('cifar10', folder) does), and pass the path of the archive or of its folder {FOLDER}"
+_MAX_UNPACKED_BYTES = 1 << 30  # the official archives unpack to 184 and 186 million bytes
 
 
-def load_cifar10(path: str | os.PathLike) -> Dataset:
-    """CIFAR-10 from a folder of its binary files.
+def load_cifar10(path: str | os.PathLike, *, verify: bool = True) -> Dataset:
+    """CIFAR-10 in either official format, whichever is there; the binary one where both are.
 
     **Arguments:**
 
-    - `path`: the folder with `data_batch_1.bin` to `data_batch_5.bin` and `test_batch.bin`, or the folder around it.
+    - `path`: the folder with `data_batch_1.bin` to `data_batch_5.bin` and `test_batch.bin`, or the same without `.bin`
+      (Python version), or the folder around it; or an archive of them, `.tar` or `.tar.gz`, which is read without
+      unpacking it to disk.
+    - `verify`: compare the files of a folder with its `SHA256SUMS`, where `fetch` has written one. Several processes
+      that share the folder may leave it to one.
 
-    **Returns:** a `Dataset` of uint8[N, 32, 32, 3] images and int32[N] labels.
+    **Returns:** a `Dataset` of uint8[N, 32, 32, 3] images and int32[N] labels. Images in binary files stay there
+    (`FileRows`), and are read batch by batch; those of the Python version and of archives are in memory.
 
-    Raises `DataError` for missing files, naming them all, and as `read_records`.
+    Raises `DataError` for missing files, naming them all, for changed ones if `verify`, as `open_records`, for a pickle
+    that holds anything but arrays, naming what it asks for, and for an archive that is damaged or not to be trusted.
     """
-    folder = pathlib.Path(path)
-    if (folder / FOLDER).is_dir():
-        folder = folder / FOLDER
-    _check_files(folder)
+    path = pathlib.Path(path)
+    if path.is_file():
+        train, test = _from_archive(path)
+    else:
+        folder, names = _find_files(path)
+        if verify:
+            check_sums(folder, names)
+        read = open_records if names[0] == TRAIN_FILES[0] else _read_pickles
+        train, test = read([folder / name for name in names[:-1]]), read([folder / names[-1]])
+    return Dataset(
+        "cifar10",
+        {"image": train[0], "label": train[1]},
+        {"image": test[0], "label": test[1]},
+        CLASS_NAMES,
+        transform=Standardise(MEAN, STD),
+        augmentation=Augmentation(),
+    )
 
-    def read(names):
-        images, labels = zip(*(read_records(folder / name) for name in names), strict=True)
-        return {"image": np.concatenate(images), "label": np.concatenate(labels)}
 
-    return Dataset("cifar10", read(TRAIN_FILES), read(TEST_FILES), CLASS_NAMES, MEAN, STD)
+def open_records(files: list[pathlib.Path]) -> tuple[FileRows, np.ndarray]:
+    """The images uint8[N, 32, 32, 3], which stay in the files, and labels int32[N] of binary files.
 
-
-def read_records(file: str | os.PathLike) -> tuple[np.ndarray, np.ndarray]:
-    """The images uint8[N, 32, 32, 3] and labels int32[N] of one binary file of N records.
-
-    Raises `DataError` for a file that is missing, empty, or not a whole number of records (naming the byte at which
-    the incomplete one starts), and for a label above 9 (naming its record, counted from 0).
+    Every label is read and checked. Raises `DataError` for a file that is missing, empty, or not a whole number of records
+    (naming the byte at which the incomplete one starts), and for a label above 9 (naming its record, counted from 0).
     """
-    file = pathlib.Path(file)
-    try:
-        values = np.fromfile(file, np.uint8)
-    except OSError as error:
-        raise DataError(f"the CIFAR-10 file cannot be read: {error.strerror or error}", place=str(file), remedy=_UNPACK) from error
-    num_records, rest = divmod(values.size, RECORD_BYTES)
+    parts, labels = [], []
+    for file in files:
+        try:
+            size = file.stat().st_size
+            num_records = _num_records(size, str(file))
+            # A copy of one byte in 3,073: the mapping ends here
+            stored = np.array(np.memmap(file, np.uint8, "r", shape=(num_records, RECORD_BYTES))[:, 0])
+        except OSError as error:
+            raise DataError(f"the CIFAR-10 file cannot be read: {error.strerror or error}", place=str(file), remedy=_UNPACK) from error
+        labels.append(_checked_labels(stored, str(file), RECORD_BYTES))
+        parts.append(Part(file, 0, num_records))
+    images = FileRows(parts, row_bytes=RECORD_BYTES, row_shape=(32, 32, 3), decode=lambda records: _as_images(records[:, 1:]))
+    return images, np.concatenate(labels)
+
+
+def _read_pickles(files: list[pathlib.Path]) -> tuple[np.ndarray, np.ndarray]:
+    contents = {}
+    for file in files:
+        try:
+            contents[str(file)] = file.read_bytes()
+        except OSError as error:
+            raise DataError(f"the CIFAR-10 file cannot be read: {error.strerror or error}", place=str(file), remedy=_UNPACK) from error
+    return _joined([_decode_pickle(data, place) for place, data in contents.items()])
+
+
+def _from_archive(archive: pathlib.Path) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    wanted = {f"{folder}/{name}": name for folder, names in _FORMATS for name in names}
+    found = {}
+    for member, data in read_members(archive, wanted, max_bytes=_MAX_UNPACKED_BYTES):
+        decode = _decode_records if member.endswith(".bin") else _decode_pickle
+        found[wanted[member]] = decode(data, f"{archive}, member {member}")
+    for _, names in _FORMATS:
+        if found.keys() >= set(names):
+            return _joined([found[name] for name in names[:-1]]), found[names[-1]]
+    missing = [name for name in (PYTHON_FILES if found.keys() & set(PYTHON_FILES) else TRAIN_FILES + TEST_FILES) if name not in found]
+    raise _missing(missing, str(archive))
+
+
+def _decode_records(contents: bytes, place: str) -> tuple[np.ndarray, np.ndarray]:
+    records = np.frombuffer(contents, np.uint8).reshape(_num_records(len(contents), place), RECORD_BYTES)
+    return _as_images(records[:, 1:]), _checked_labels(records[:, 0], place, RECORD_BYTES)
+
+
+def _decode_pickle(contents: bytes, place: str) -> tuple[np.ndarray, np.ndarray]:
+    pixels, labels = read_pickle(contents, place)
+    return _as_images(pixels), _checked_labels(labels, place, None)
+
+
+def _joined(files: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    images, labels = zip(*files, strict=True)
+    return np.concatenate(images), np.concatenate(labels)
+
+
+def _as_images(planes: np.ndarray) -> np.ndarray:
+    """uint8[n, 3072] -> uint8[n, 32, 32, 3]: planes of rows to rows of pixels."""
+    return np.ascontiguousarray(planes.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+
+
+def _num_records(size: int, place: str) -> int:
+    num_records, rest = divmod(size, RECORD_BYTES)
     if rest or not num_records:
         offset = num_records * RECORD_BYTES
         raise DataError(
-            f"truncated CIFAR-10 file: {values.size} bytes are no whole number of records of {RECORD_BYTES}; the "
+            f"truncated CIFAR-10 file: {size} bytes are no whole number of records of {RECORD_BYTES}; the "
             f"record at byte offset {offset} has {rest} bytes",
-            value=values.size,
-            place=f"{file}, byte offset {offset}",
+            value=size,
+            place=f"{place}, byte offset {offset}",
             remedy=f"copy or unpack the file again; the official archive is {URL}",
         )
-    records = values.reshape(num_records, RECORD_BYTES)
-    labels = records[:, 0]
-    wrong = np.flatnonzero(labels >= len(CLASS_NAMES))
+    return num_records
+
+
+def _checked_labels(labels: np.ndarray, place: str, record_bytes: int | None) -> np.ndarray:
+    wrong = np.flatnonzero((labels < 0) | (labels >= len(CLASS_NAMES)))
     if wrong.size:
         record = int(wrong[0])
+        where = "" if record_bytes is None else f", byte offset {record * record_bytes}"
         raise DataError(
             f"record {record} of the CIFAR-10 file has label {labels[record]}; labels are 0 to 9 "
-            f"({wrong.size} of {num_records} records are wrong)",
+            f"({wrong.size} of {len(labels)} records are wrong)",
             value=int(labels[record]),
-            place=f"{file}, record {record} (counted from 0), byte offset {record * RECORD_BYTES}",
-            remedy=f"check that this is CIFAR-10's binary version, not CIFAR-100's; the official archive is {URL}",
+            place=f"{place}, record {record} (counted from 0){where}",
+            remedy=f"check that this is CIFAR-10, not CIFAR-100, and undamaged; the official archive is {URL}",
         )
-    # Planes of rows to rows of pixels, in a copy that does not keep the file's bytes alive.
-    images = np.ascontiguousarray(records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
-    return images, labels.astype(np.int32)
+    return labels.astype(np.int32)
 
 
-def _check_files(folder: pathlib.Path) -> None:
-    if not folder.is_dir():
-        raise DataError("no such folder of CIFAR-10 files", value=str(folder), place=str(folder), remedy=_UNPACK)
-    missing = [name for name in TRAIN_FILES + TEST_FILES if not (folder / name).is_file()]
-    if missing:
-        # The archive for Python has the same names without the suffix, and is the commonest mistake.
-        pickled = all((folder / name.removesuffix(".bin")).is_file() for name in missing)
-        raise DataError(
-            f"CIFAR-10 files are missing: {', '.join(missing)}",
-            value=missing,
-            place=str(folder),
-            remedy=f"these are the files of the Python version; {_UNPACK}" if pickled else _UNPACK,
-        )
+_FORMATS = ((FOLDER, TRAIN_FILES + TEST_FILES), (PYTHON_FOLDER, PYTHON_FILES))
+
+
+def _find_files(path: pathlib.Path) -> tuple[pathlib.Path, tuple[str, ...]]:
+    """The folder that holds one of the formats, and the names of its files, the test file last."""
+    if not path.is_dir():
+        raise DataError("no such folder or archive of CIFAR-10 files", value=str(path), place=str(path), remedy=_UNPACK)
+    places = [(folder, names) for inner, names in _FORMATS for folder in (path / inner, path)]
+    missing = {place: [name for name in place[1] if not (place[0] / name).is_file()] for place in places}
+    best = min(places, key=lambda place: len(missing[place]))  # the first of equals: binary, and the official folder
+    if not missing[best]:
+        return best
+    raise _missing(missing[best], str(best[0] if best[0].is_dir() else path))
+
+
+def _missing(names: list[str], place: str) -> DataError:
+    return DataError(f"CIFAR-10 files are missing: {', '.join(names)}", value=names, place=place, remedy=_UNPACK)

@@ -8,32 +8,33 @@ from __future__ import annotations
 
 import numpy as np
 
-from splitjax.data.batches import Dataset, shuffled_indices
+from splitjax.data.augment import Augmentation
+from splitjax.data.batches import shuffled_indices
+from splitjax.data.dataset import Dataset
+from splitjax.data.images import Standardise, fit_images
 from splitjax.errors import DataError
 
 # Of all 1,797 images, in pixels scaled to [0, 1]. Constants, so that the numbers do not depend on the split.
 MEAN = 0.3053
 STD = 0.3759
-_ENLARGE = 4
-_CHANNELS = 3
 
 
-def load_digits(*, seed: int = 0, test_fraction: float = 0.2) -> Dataset:
-    """The digits as images of 32x32 pixels and 3 equal channels.
+def load_digits(*, seed: int = 0, test_fraction: float = 0.2, image_size: int | None = 32, channels: int = 3) -> Dataset:
+    """The digits as images of 32x32 pixels and 3 equal channels, or as many as are asked for.
 
     **Arguments:**
 
     - `seed`: decides which images are for testing.
     - `test_fraction`: their share, in (0, 1).
+    - `image_size`, `channels`: as of `fit_images`; None leaves them at 8x8.
 
-    **Returns:** a `Dataset`: train uint8[1438, 32, 32, 3] and test uint8[359, 32, 32, 3] at the default share.
+    **Returns:** a `Dataset`, in memory: train uint8[1438, 32, 32, 3] and test uint8[359, 32, 32, 3] by default.
 
-    Raises `DataError` if scikit-learn is not installed, or for a share that leaves a split empty.
+    Raises `DataError` if scikit-learn is not installed, for a share that leaves a split empty, and as `fit_images`.
     """
     digits = _load_bundled()
     pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)
-    images = pixels.repeat(_ENLARGE, axis=1).repeat(_ENLARGE, axis=2)
-    images = np.repeat(images[..., None], _CHANNELS, axis=-1)
+    images = fit_images(pixels[..., None], image_size, channels)
     labels = digits.target.astype(np.int32)
 
     num = len(labels)
@@ -53,8 +54,8 @@ def load_digits(*, seed: int = 0, test_fraction: float = 0.2) -> Dataset:
         train={"image": images[train], "label": labels[train]},
         test={"image": images[test], "label": labels[test]},
         class_names=tuple("0123456789"),
-        mean=(MEAN,) * _CHANNELS,
-        std=(STD,) * _CHANNELS,
+        transform=Standardise((MEAN,) * images.shape[-1], (STD,) * images.shape[-1]),
+        augmentation=Augmentation(flip=False),
     )
 
 

@@ -24,7 +24,7 @@ def tiny(num_train=10, num_test=7):
         images = np.random.default_rng(num).integers(0, 256, (num, 2, 2, 3)).astype(np.uint8)
         return {"image": images, "label": np.arange(num, dtype=np.int32) % 2}
 
-    return data.Dataset("tiny", arrays(num_train), arrays(num_test), ("a", "b"), (0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
+    return data.Dataset("tiny", arrays(num_train), arrays(num_test), ("a", "b"), data.Standardise((0.4, 0.5, 0.6), (0.2, 0.25, 0.3)))
 
 
 @quick
@@ -104,7 +104,7 @@ def test_arrays_of_different_lengths_are_an_error(arrays):
     with pytest.raises(DataError, match="same number of examples"):
         data.epoch_batches(arrays, 1)
     with pytest.raises(DataError, match="data set 'odd', split 'test'"):
-        data.Dataset("odd", split(3), arrays, ("a",), (0.5,), (0.5,))
+        data.Dataset("odd", split(3), arrays, ("a",))
 
 
 def test_an_array_named_mask_is_an_error():

@@ -1,0 +1,139 @@
+"""Archives and checksums: members read without trust in names, kinds or sizes; files checked against `SHA256SUMS`."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import pathlib
+import tarfile
+import types
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import IO
+
+from splitjax.errors import DataError
+
+# Written beside what was unpacked, as sha256sum writes it: `sha256sum -c SHA256SUMS` checks it too.
+SUMS = "SHA256SUMS"
+CHUNK_BYTES = 1 << 20
+_MAX_MEMBERS = 1000
+_REMEDY = "do not use this archive: fetch the official one again, and check its checksum"
+
+
+def read_members(archive: pathlib.Path, wanted: Collection[str], *, max_bytes: int) -> Iterator[tuple[str, bytes]]:
+    """The wanted members of a .tar or .tar.gz as (name, contents), in the order of the archive; nothing is written.
+
+    **Arguments:**
+
+    - `archive`: read from front to back, to its end, so that gzip's own checksum is checked.
+    - `wanted`: names of regular files; others are passed over.
+    - `max_bytes`: of all that the archive unpacks to, wanted or not.
+
+    Raises `DataError` for an archive that is damaged or ends early, that unpacks to more than `max_bytes`, or that holds a
+    link, a device, or a name that leads out of its folder, wanted or not; the offending member is named.
+    """
+    place = str(archive)
+    try:
+        with open(archive, "rb") as file:
+            zipped = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            with gzip.GzipFile(fileobj=file) if zipped else file as contents:
+                bounded = _Bounded(contents, max_bytes, archive)
+                with tarfile.open(fileobj=bounded, mode="r|") as tar:
+                    for count, member in enumerate(tar):
+                        place = f"{archive}, member {member.name!r}"
+                        _check_member(member, count, place)
+                        if member.isreg() and member.name in wanted:
+                            data = tar.extractfile(member).read()
+                            if len(data) != member.size:
+                                raise tarfile.ReadError(f"{len(data)} of its {member.size} bytes are there")
+                            yield member.name, data
+                place = str(archive)
+                while bounded.read(CHUNK_BYTES):
+                    pass
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"a damaged archive: {error}", place=place, remedy=_REMEDY) from error
+    except OSError as error:
+        raise DataError(
+            f"the archive cannot be read: {error.strerror or error}", place=place, remedy="check the path, its permissions and the disk"
+        ) from error
+
+
+class _Bounded:
+    """A file that may be read up to a number of bytes: a small archive can unpack to more than any disk holds."""
+
+    def __init__(self, contents: IO[bytes], max_bytes: int, archive: pathlib.Path):
+        self._contents, self._left, self._archive, self._max = contents, max_bytes, archive, max_bytes
+
+    def read(self, size: int) -> bytes:
+        data = self._contents.read(size)
+        self._left -= len(data)
+        if self._left < 0:
+            raise DataError(f"the archive unpacks to more than {self._max} bytes", place=str(self._archive), remedy=_REMEDY)
+        return data
+
+
+def _check_member(member: tarfile.TarInfo, count: int, place: str) -> None:
+    if count >= _MAX_MEMBERS:
+        raise DataError(f"the archive has more than {_MAX_MEMBERS} members", place=place, remedy=_REMEDY)
+    if not (member.isreg() or member.isdir()):
+        raise DataError("the archive holds a link or a device", value=member.linkname or None, place=place, remedy=_REMEDY)
+    try:
+        tarfile.data_filter(member, os.curdir)
+    except tarfile.FilterError as error:
+        raise DataError(f"the archive holds a name that leads out of its folder: {error}", place=place, remedy=_REMEDY) from error
+
+
+def file_digest(file: pathlib.Path, algorithm: str = "sha256") -> str:
+    """The digest of a file in hex. Raises `DataError` for one that cannot be read."""
+    try:
+        with open(file, "rb") as contents:
+            return hashlib.file_digest(contents, algorithm).hexdigest()
+    except OSError as error:
+        raise DataError(
+            f"the file cannot be read: {error.strerror or error}", place=str(file), remedy="check the path, its permissions and the disk"
+        ) from error
+
+
+def write_sums(folder: pathlib.Path, names: Collection[str], known: Mapping[str, str] = types.MappingProxyType({})) -> None:
+    """Write `SHA256SUMS` of these files of a folder, with the `known` sums of others."""
+    sums = {name: file_digest(folder / name) for name in names} | dict(known)
+    lines = [f"{digest}  {name}\n" for name, digest in sorted(sums.items())]
+    (folder / SUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def read_sums(folder: pathlib.Path) -> dict[str, str]:
+    """{file name: SHA-256 in hex}; empty where the folder has no `SHA256SUMS`. Raises `DataError` for one that is malformed."""
+    file = folder / SUMS
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise _bad_sums(file, str(error)) from error
+    sums = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        digest, separator, name = line.partition("  ")
+        if not separator or not name or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+            raise _bad_sums(file, f"line {number} is no checksum with a name: {line!r}")
+        sums[name] = digest
+    return sums
+
+
+def check_sums(folder: pathlib.Path, names: Collection[str]) -> None:
+    """Compare these files with the folder's `SHA256SUMS`, as far as that is there and lists them.
+
+    Raises `DataError` naming the first file that has changed, and as `read_sums`.
+    """
+    for name, digest in read_sums(folder).items():
+        if name in names and file_digest(folder / name) != digest:
+            raise DataError(
+                f"a damaged data file: {name} is not what was unpacked",
+                place=str(folder / name),
+                remedy=f"delete the folder {folder} and fetch it again; if the file was changed on purpose, delete {SUMS}",
+            )
+
+
+def _bad_sums(file: pathlib.Path, reason: str) -> DataError:
+    return DataError(f"damaged checksums: {reason}", place=str(file), remedy=f"delete the folder {file.parent} and fetch it again")

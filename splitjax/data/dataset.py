@@ -1,0 +1,104 @@
+"""A data set: named arrays for training and testing, with what is to be done to a batch of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from splitjax.data.augment import Augment
+from splitjax.data.batches import Arrays, Batch, Transform, epoch_batches, num_examples, padded_batches
+from splitjax.data.stream import START, Position, stream
+from splitjax.data.vocabulary import Vocabulary
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)  # neither compares nor prints whole arrays
+class Dataset:
+    """Examples, split for training and testing. The arrays are read-only.
+
+    **Attributes:**
+
+    - `name`: for messages and reports.
+    - `train`, `test`: `{name: [N, ...]}`: images `{"image": uint8[N, H, W, C], "label": int32[N]}`, text
+      `{"tokens": int32[N, T + 1]}`. An array may stay in its file (`FileRows`).
+    - `class_names`: what a model chooses from: one per class of images, one per word of a vocabulary.
+    - `transform`: makes of a batch of stored examples what a model reads (images: `Standardise`); None for as stored.
+    - `augmentation`: random changes that suit training on these examples (images: `Augmentation`); None where there are none.
+    - `vocabulary`: of text; None for images.
+
+    Raises `DataError` if the arrays of a split differ in length.
+    """
+
+    name: str
+    train: Arrays
+    test: Arrays
+    class_names: tuple[str, ...]
+    transform: Transform | None = None
+    augmentation: Augment | None = None
+    vocabulary: Vocabulary | None = None
+
+    def __post_init__(self):
+        for split in ("train", "test"):
+            arrays = getattr(self, split)
+            num_examples(arrays, place=f"data set {self.name!r}, split {split!r}")
+            object.__setattr__(self, split, types.MappingProxyType({k: _read_only(v) for k, v in arrays.items()}))
+
+    def __repr__(self) -> str:
+        return f"Dataset({self.name!r}, {self.num_train} train, {self.num_test} test, {self.num_classes} classes)"
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_names)
+
+    @property
+    def num_train(self) -> int:
+        return num_examples(self.train)
+
+    @property
+    def num_test(self) -> int:
+        return num_examples(self.test)
+
+    def train_batches(self, batch_size: int, *, seed: int = 0, epoch: int = 0) -> Iterator[Batch]:
+        """The full batches of one epoch, shuffled by `(seed, epoch)`, transformed, not augmented.
+
+        The examples left over by the last full batch are dropped, others in each epoch. Raises `DataError` as
+        `epoch_batches`.
+        """
+        return epoch_batches(self.train, batch_size, seed=seed, epoch=epoch, transform=self.transform)
+
+    def train_stream(
+        self,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        start: Position = START,
+        rows: np.ndarray | None = None,
+        num_epochs: int | None = None,
+        augment: bool = False,
+    ) -> Iterator[tuple[Position, Batch]]:
+        """`splitjax.data.stream` of the training examples, transformed, and augmented if `augment`.
+
+        The batches of an epoch are those of `train_batches`. Raises `DataError` as `stream`.
+        """
+        changes = self.augmentation if augment else None
+        return stream(
+            self.train, batch_size, seed=seed, start=start, rows=rows, num_epochs=num_epochs, transform=self.transform, augment=changes
+        )
+
+    def test_batches(self, batch_size: int) -> Iterator[Batch]:
+        """All test examples in order, transformed, with `"mask"` f32[B], 0 on the padding of the last batch.
+
+        Raises `DataError` as `padded_batches`.
+        """
+        return padded_batches(self.test, batch_size, transform=self.transform)
+
+
+def _read_only(array: Any) -> Any:
+    if not isinstance(array, np.ndarray):
+        return array
+    view = array.view()
+    view.flags.writeable = False
+    return view

@@ -1,0 +1,169 @@
+"""The words, or characters, of a text by number: made from a text alone, the same each time."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import io
+import json
+import os
+import pathlib
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import numpy as np
+
+from splitjax.errors import DataError
+
+Level = Literal["word", "char"]
+LEVELS = ("word", "char")
+UNKNOWN = "<unk>"
+END_OF_LINE = "<eos>"
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """Words and their numbers: word `words[i]` has number i.
+
+    **Attributes:**
+
+    - `words`: `<unk>`, which stands for every other word, then words by falling frequency.
+    - `level`: `"word"`: a text is split at white space, and `<eos>` ends each line; `"char"`: into its characters, of which
+      a line's end is one.
+
+    Raises `DataError` for words that are no distinct texts, or that lack `<unk>`.
+    """
+
+    words: tuple[str, ...]
+    level: Level = "word"
+
+    def __post_init__(self):
+        object.__setattr__(self, "words", tuple(self.words))
+        texts = all(isinstance(word, str) for word in self.words)
+        if self.level not in LEVELS or not texts or len(set(self.words)) != len(self.words) or UNKNOWN not in self.words:
+            raise DataError(
+                f"a vocabulary has distinct words, {UNKNOWN!r} among them, and a level, 'word' or 'char'",
+                value=(self.level, self.words[:10]),
+                place="Vocabulary",
+                remedy="make it from a text with Vocabulary.of",
+            )
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __repr__(self) -> str:
+        return f"Vocabulary({len(self)} {self.level}s, digest {self.digest[:12]})"
+
+    @classmethod
+    def of(cls, lines: Iterable[str], *, size: int | None = None, level: Level = "word") -> Vocabulary:
+        """The vocabulary of a text.
+
+        **Arguments:**
+
+        - `lines`: the text's lines, with their ends.
+        - `size`: at most this many words, `<unk>` included, the most frequent first; among equally frequent ones those
+          that appear first. None: all.
+        - `level`: `"word"` or `"char"`.
+
+        Raises `DataError` for a size below 2, and as `Vocabulary`.
+        """
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 2):
+            raise DataError(
+                f"a vocabulary has at least one word beside {UNKNOWN}",
+                value=size,
+                place="argument 'vocab_size'",
+                remedy="pass a whole number of at least 2, or None for all words",
+            )
+        counts: collections.Counter[str] = collections.Counter()
+        for line in lines:
+            counts.update(split_line(line, level))
+        del counts[UNKNOWN]
+        words = [word for word, _ in counts.most_common()]  # sorted by count alone, and stable: ties stay as they appeared
+        return cls((UNKNOWN, *words)[:size], level)
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32[T]: the numbers of a text's words; a word that the vocabulary lacks becomes `<unk>`."""
+        return self.encode_lines(split_lines(text))
+
+    def encode_lines(self, lines: Iterable[str]) -> np.ndarray:
+        """int32[T]: as `encode`, of a text that comes line by line."""
+        numbers, unknown = self._numbers, self._numbers[UNKNOWN]
+        # numpy takes what it is given as it comes: the words of a large text never stand in memory at once
+        return np.fromiter((numbers.get(word, unknown) for line in lines for word in split_line(line, self.level)), np.int32)
+
+    def decode(self, numbers: Iterable[int]) -> str:
+        """The text of these numbers: words joined by spaces, `<eos>` as a line's end; characters as they are.
+
+        Raises `DataError` for a number that the vocabulary does not have.
+        """
+        chosen = [self._word(int(number)) for number in numbers]
+        if self.level == "char":
+            return "".join(chosen)
+        return " ".join("\n" if word == END_OF_LINE else word for word in chosen).replace(" \n", "\n").replace("\n ", "\n")
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The SHA-256, in hex, of level and words: two vocabularies have one digest exactly if they are equal."""
+        return hashlib.sha256(json.dumps([self.level, self.words], ensure_ascii=True).encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """`{"level": ..., "words": [...], "digest": ...}`, for `json.dumps`."""
+        return {"level": self.level, "words": list(self.words), "digest": self.digest}
+
+    @classmethod
+    def from_json(cls, value: Any, *, place: str = "Vocabulary.from_json") -> Vocabulary:
+        """The vocabulary that `to_json` wrote. Raises `DataError` for anything else, or words that do not fit their digest."""
+        remedy = "make it anew from the training text: load_text gives the same vocabulary each time"
+        if not isinstance(value, dict) or value.keys() != {"level", "words", "digest"} or not isinstance(value["words"], list):
+            raise DataError("not a vocabulary", value=value, place=place, remedy=remedy)
+        vocabulary = cls(tuple(value["words"]), value["level"])
+        if vocabulary.digest != value["digest"]:
+            raise DataError("a damaged vocabulary: its words do not fit its digest", value=value["digest"], place=place, remedy=remedy)
+        return vocabulary
+
+    def save(self, file: str | os.PathLike) -> None:
+        """Write it as JSON, in one piece: a file that is there stays whole until the new one replaces it."""
+        file = pathlib.Path(file)
+        unfinished = file.with_name(f".{file.name}.{os.getpid()}.part")
+        try:
+            unfinished.write_text(json.dumps(self.to_json(), ensure_ascii=True, indent=0) + "\n", encoding="utf-8")
+            os.replace(unfinished, file)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, file: str | os.PathLike) -> Vocabulary:
+        """The vocabulary that `save` wrote. Raises `DataError` for a file that is missing, or not such a one."""
+        try:
+            value = json.loads(pathlib.Path(file).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"the vocabulary cannot be read: {error}", place=str(file), remedy="give a file that Vocabulary.save wrote"
+            ) from error
+        return cls.from_json(value, place=str(file))
+
+    @functools.cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {word: number for number, word in enumerate(self.words)}
+
+    def _word(self, number: int) -> str:
+        if not 0 <= number < len(self.words):
+            raise DataError(
+                f"the vocabulary has words 0 to {len(self.words) - 1}", value=number, place="Vocabulary.decode",
+                remedy="decode with the vocabulary that the text was encoded with",
+            )
+        return self.words[number]
+
+
+def split_line(line: str, level: Level) -> Iterable[str]:
+    """The words, or characters, of a line with its end."""
+    if level == "char":
+        return line
+    return (*line.split(), END_OF_LINE) if line.endswith("\n") else line.split()
+
+
+def split_lines(text: str) -> list[str]:
+    """The lines of a text with their ends, which are "\\n" or "\\r\\n" and become "\\n". (`str.splitlines` knows eight more.)"""
+    return list(io.StringIO(text.replace("\r\n", "\n")))
