@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from jax._src import distributed, source_info_util
+from jax._src.lax import lax as lax_internal
 from jax.extend import core as jex
 from jax.extend import random as jax_random
 from jax.interpreters import ad, batching, mlir, partial_eval
@@ -313,3 +314,13 @@ def metadata_in_cache_key() -> Iterator[None]:
 def serialized_modules(compiled: Any) -> list[bytes]:
     """The optimised HLO modules of a `jax.stages.Compiled`, each as a serialised `HloModuleProto`."""
     return [module.as_serialized_hlo_module_proto() for module in compiled.runtime_executable().hlo_modules()]
+
+
+def coordination_client() -> Any | None:
+    """The client of the coordination service that `jax.distributed.initialize` joined; None in a run of one process."""
+    return distributed.global_state.client
+
+
+def as_weakly_typed(array: jax.Array) -> jax.Array:
+    """The same array with a weak type, which promotes like a Python number."""
+    return lax_internal._convert_element_type(array, array.dtype, weak_type=True)

@@ -83,5 +83,9 @@ class TrainingError(SplitjaxError, RuntimeError):
     """A run that cannot start as asked, or whose numbers went wrong."""
 
 
+class CheckpointError(SplitjaxError, RuntimeError):
+    """A checkpoint that cannot be written, is damaged, or belongs to another model."""
+
+
 class UnavailableError(SplitjaxError, NotImplementedError):
     """A documented option whose implementation is not part of this version."""

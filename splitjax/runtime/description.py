@@ -1,0 +1,48 @@
+"""`checkpoint.json`: what a checkpoint says about itself. Small, and readable without reading an array."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from splitjax.errors import CheckpointError
+from splitjax.runtime.state_match import Leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """The step, the leaves of the state, and what the training loop wanted kept beside them."""
+
+    step: int
+    leaves: tuple[Leaf, ...]
+    extra: Mapping[str, Any]
+
+    def to_json(self) -> str:
+        """Raises `CheckpointError` for an `extra` that would not come back equal."""
+        _check_json(self.extra, "extra")
+        value = {"step": self.step, "leaves": [leaf.to_json() for leaf in self.leaves], "extra": self.extra}
+        return json.dumps(value, indent=1) + "\n"
+
+    @staticmethod
+    def read(file: Path) -> Description:
+        value = json.loads(file.read_text(encoding="utf-8"))
+        return Description(value["step"], tuple(map(Leaf.from_json, value["leaves"])), value["extra"])
+
+
+def _check_json(value: Any, place: str) -> None:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if type(key) is not str:
+                raise CheckpointError("keys of JSON objects are strings", value=key, place=place, remedy="use str(key)")
+            _check_json(inner, f"{place}[{key!r}]")
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            _check_json(inner, f"{place}[{number}]")
+    elif value is not None and type(value) not in (bool, int, float, str):
+        raise CheckpointError(
+            "`extra` holds JSON values: dicts, lists, strings, numbers, booleans, None", value=value, place=place,
+            remedy="convert it (int(x), x.tolist(), list(x)), or put arrays into the state",
+        )

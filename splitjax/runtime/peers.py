@@ -1,0 +1,122 @@
+"""Short messages between the processes of a run, through JAX's coordination service. Every wait has an end.
+
+Messages, not barriers: a process that failed says so and what happened, and the others need not wait for the timeout.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from splitjax import _compat
+from splitjax.errors import CheckpointError
+
+# Keeps the messages of two uses in one run apart; all processes make them in the same order.
+_numbers = itertools.count()
+
+
+class Peers:
+    """The processes of this run. Alone in a run, nothing is sent."""
+
+    def __init__(self, purpose: str):
+        self.rank, self.count = jax.process_index(), jax.process_count()
+        self._prefix = f"splitjax/{purpose}/{next(_numbers)}"
+        self._client = _compat.coordination_client() if self.count > 1 else None
+        self._topics = itertools.count()
+        self._answered: list[str] = []
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def new_topic(self) -> str:
+        """A name for one exchange; called equally often, in the same order, by all processes."""
+        return f"{self._prefix}/{next(self._topics)}"
+
+    def announce(self, topic: str, value: Any) -> None:
+        """Sends a JSON value to all; by the first process."""
+        if self._client is not None:
+            self._client.key_value_set(f"{topic}/first", json.dumps(value))
+            self._answered.append(f"{topic}/")
+
+    def hear(self, topic: str, deadline: float) -> Any:
+        """The value that the first process announced; in the other processes. Raises `CheckpointError` at the deadline."""
+        return self._get(f"{topic}/first", deadline, 0)
+
+    def report(self, topic: str, value: Any) -> None:
+        """Sends a JSON value to the first process; by the others."""
+        if self._client is not None:
+            self._client.key_value_set(f"{topic}/{self.rank}", json.dumps(value))
+
+    def collect(self, topic: str, deadline: float) -> list[Any]:
+        """What the other processes reported, by rank, from 1; in the first process. For a process that did not until the deadline a
+        `CheckpointError` stands in the list."""
+        found: list[Any] = []
+        for rank in range(1, self.count):
+            try:
+                found.append(self._get(f"{topic}/{rank}", deadline, rank))
+            except CheckpointError as error:
+                found.append(error)
+        if self._client is not None and not any(isinstance(value, CheckpointError) for value in found):
+            # Whoever reports on this topic has heard all earlier ones: the service need not keep them.
+            for old in self._answered:
+                self._client.key_value_delete(old)
+            self._answered = [f"{topic}/"]
+        return found
+
+    def decide(self, topic: str, make: Callable[[], Any], timeout_seconds: float) -> Any:
+        """What `make` returns in the first process (a JSON value), or the error that it raises, in all processes. `OSError`s become
+        `CheckpointError`s."""
+        if not self.is_first:
+            answer = self.hear(topic, time.monotonic() + timeout_seconds)
+            if "message" in answer:
+                raise CheckpointError(answer["message"], place=answer["place"], remedy=answer["remedy"])
+            return answer["value"]
+        try:
+            try:
+                value = make()
+            except OSError as error:
+                raise CheckpointError(str(error.strerror or error), place=error.filename, remedy="see the cause above") from error
+        except Exception as error:
+            fields = {name: getattr(error, name, None) for name in ("place", "remedy")}
+            self.announce(topic, {"message": getattr(error, "message", str(error)), **fields})
+            raise
+        self.announce(topic, {"value": value})
+        return value
+
+    def agree(self, topic: str, problem: str | None, timeout_seconds: float) -> str | None:
+        """The problems that the processes have, as one text, in all of them; None if nobody has one."""
+        deadline = time.monotonic() + timeout_seconds
+        if not self.is_first:
+            self.report(topic, problem)
+            return self.hear(topic, deadline)
+        problem = "; ".join(of_any([problem, *self.collect(topic, deadline)])) or None
+        self.announce(topic, problem)
+        return problem
+
+    def _get(self, key: str, deadline: float, rank: int) -> Any:
+        milliseconds = max(1, int(1000 * (deadline - time.monotonic())))
+        try:
+            return json.loads(self._client.blocking_key_value_get(key, milliseconds))
+        except jax.errors.JaxRuntimeError as error:
+            first_line = str(error).splitlines()[0]
+            message = f"process {rank} did not answer in time" if "DEADLINE" in first_line else f"process {rank} cannot be reached: {first_line}"
+            raise CheckpointError(
+                message, remedy="see whether it still runs; a larger timeout_seconds if its storage is only slow",
+            ) from error
+
+
+def of_any(reports: Sequence[str | CheckpointError | None]) -> list[str]:
+    """The problems among the reports of the processes, by rank, saying whose they are where there are several."""
+    problems = []
+    for rank, report in enumerate(reports):
+        if isinstance(report, CheckpointError):
+            problems.append(report.message)
+        elif report is not None:
+            problems.append(f"process {rank}: {report}" if len(reports) > 1 else report)
+    return problems
