@@ -159,6 +159,13 @@ def coordination_client() -> Any | None:
     return distributed.global_state.client
 
 
+def place_in_run() -> tuple[int, int]:
+    """(number of this process, number of processes) in the run that it joined, (0, 1) alone. Unlike `jax.process_index` it starts
+    no backend."""
+    state = distributed.global_state
+    return (0, 1) if state.client is None else (state.process_id, state.num_processes)
+
+
 def jaxpr_effects(closed: Any) -> Any:
     """The side effects of a jaxpr, such as a debug print."""
     return closed.effects
@@ -314,11 +321,6 @@ def metadata_in_cache_key() -> Iterator[None]:
 def serialized_modules(compiled: Any) -> list[bytes]:
     """The optimised HLO modules of a `jax.stages.Compiled`, each as a serialised `HloModuleProto`."""
     return [module.as_serialized_hlo_module_proto() for module in compiled.runtime_executable().hlo_modules()]
-
-
-def coordination_client() -> Any | None:
-    """The client of the coordination service that `jax.distributed.initialize` joined; None in a run of one process."""
-    return distributed.global_state.client
 
 
 def as_weakly_typed(array: jax.Array) -> jax.Array:

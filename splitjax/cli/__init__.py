@@ -14,11 +14,13 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
+from splitjax.cli._train_options import expand_config
 from splitjax.cli.demo import Demo
 from splitjax.cli.doctor import Doctor
 from splitjax.cli.lint import Lint
 from splitjax.cli.plan import ShowPlan
 from splitjax.cli.report import ShowReport
+from splitjax.cli.train import Train
 from splitjax.errors import SplitjaxError
 
 USER_ERROR = 2
@@ -26,6 +28,7 @@ INTERRUPTED = 130
 
 Command = (
     Annotated[Demo, tyro.conf.subcommand("demo")]
+    | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[ShowPlan, tyro.conf.subcommand("plan")]
     | Annotated[ShowReport, tyro.conf.subcommand("report")]
     | Annotated[Lint, tyro.conf.subcommand("lint")]
@@ -35,6 +38,13 @@ Command = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the process's exit status: 0, 1 (findings), 2 (the user's mistake) or 130 (Ctrl-C)."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments[:1] == ["train"]:
+        try:
+            arguments = ["train", *expand_config(arguments[1:])]
+        except SplitjaxError as error:
+            print_error(error, Console(stderr=True))
+            return USER_ERROR
     command = tyro.cli(
         Command,  # type: ignore[arg-type]
         prog="splitjax",

@@ -13,6 +13,8 @@ DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 MEMORY_FLAG = "--xla_cpu_scheduler_type"
 # Compiling less than this is not worth a file in the cache.
 MIN_COMPILE_SECONDS = 0.5
+THREADS = 32
+_GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, and Windows' own under WSL
 _GOOGLE_PCI_VENDOR = "0x1ae0"
 
 
@@ -24,12 +26,16 @@ def start(num_devices: int, *, platform: str = "cpu") -> None:
     - `num_devices`: how many virtual devices a CPU shall show. What the user has set in `XLA_FLAGS` stands.
     - `platform`: `"cpu"`, or `"auto"` for what JAX finds.
     """
-    if platform == "cpu":
+    if platform == "cpu" or not has_accelerator():
         jax.config.update("jax_platforms", "cpu")
     quiet_absent_tpu()
     flags = os.environ.get("XLA_FLAGS", "")
     if DEVICE_COUNT_FLAG not in flags:
         jax.config.update("jax_num_cpu_devices", num_devices)
+    if num_devices > 1:
+        # All virtual devices share one pool of threads, by default as many as there are cores or devices: steps in flight can take
+        # all of them and wait for each other forever. From twice as many threads as devices on that was not seen.
+        os.environ.setdefault("NPROC", str(max(THREADS, 4 * num_devices)))
     if MEMORY_FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {MEMORY_FLAG}=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED".strip()
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
@@ -47,10 +53,19 @@ def cache_dir() -> pathlib.Path:
     return pathlib.Path(base) / "splitjax" / "compiled"
 
 
+def has_accelerator() -> bool:
+    """Whether this machine shows a TPU, or a GPU's driver. Where there is none, JAX need not search: libtpu, installed for its
+    compiler alone, is loud about it."""
+    return _has_tpu() or any(os.path.exists(file) for file in _GPU_FILES) or bool(os.environ.get("JAX_PLATFORMS"))
+
+
+def _has_tpu() -> bool:
+    return any(_GOOGLE_PCI_VENDOR in vendor.read_text() for vendor in pathlib.Path("/sys/bus/pci/devices").glob("*/vendor"))
+
+
 def quiet_absent_tpu() -> None:
     """Keeps libtpu, where it is installed for its compiler alone, from searching for a TPU host's metadata."""
-    vendors = pathlib.Path("/sys/bus/pci/devices").glob("*/vendor")
-    if any(_GOOGLE_PCI_VENDOR in vendor.read_text() for vendor in vendors):
+    if _has_tpu():
         return
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")

@@ -72,12 +72,15 @@ def epoch_batches(
     return (take(arrays, order[start : start + batch_size], transform) for start in range(0, num - batch_size + 1, batch_size))
 
 
-def padded_batches(arrays: Arrays, batch_size: int, *, transform: Transform | None = None) -> Iterator[Batch]:
+def padded_batches(
+    arrays: Arrays, batch_size: int, *, transform: Transform | None = None, rows: np.ndarray | None = None
+) -> Iterator[Batch]:
     """All examples in order, in batches of one size.
 
-    **Arguments:** as of `epoch_batches`, except that B may exceed N.
+    **Arguments:** as of `epoch_batches`, except that B may exceed N; `rows`: int[b], the rows of each batch that this process reads,
+    None for all B.
 
-    **Returns:** an iterator of `ceil(N / B)` batches `{name: [B, ...], "mask": f32[B]}`. The last is padded with
+    **Returns:** an iterator of `ceil(N / B)` batches `{name: [B, ...], "mask": f32[B]}` (b rows of them). The last is padded with
     copies of the split's first example, mask 0: real values, so that no layer meets an input unlike its others. Every
     batch has the mask, so that one compiled step serves them all.
 
@@ -94,7 +97,7 @@ def padded_batches(arrays: Arrays, batch_size: int, *, transform: Transform | No
         )
 
     def batch(start):
-        indices = np.arange(start, start + batch_size)
+        indices = start + (np.arange(batch_size) if rows is None else rows)
         mask = indices < num
         filled = take(arrays, np.where(mask, indices, 0), transform)
         return {**filled, "mask": mask.astype(np.float32)}

@@ -88,12 +88,12 @@ class Dataset:
             self.train, batch_size, seed=seed, start=start, rows=rows, num_epochs=num_epochs, transform=self.transform, augment=changes
         )
 
-    def test_batches(self, batch_size: int) -> Iterator[Batch]:
-        """All test examples in order, transformed, with `"mask"` f32[B], 0 on the padding of the last batch.
+    def test_batches(self, batch_size: int, *, rows: np.ndarray | None = None) -> Iterator[Batch]:
+        """All test examples in order, transformed, with `"mask"` f32[B], 0 on the padding of the last batch; `rows` of each batch.
 
         Raises `DataError` as `padded_batches`.
         """
-        return padded_batches(self.test, batch_size, transform=self.transform)
+        return padded_batches(self.test, batch_size, transform=self.transform, rows=rows)
 
 
 def _read_only(array: Any) -> Any:

@@ -192,15 +192,21 @@ class _Loop:
         values = {name: float(value) for name, value in metrics.items()}
         now = time.perf_counter()
         seconds, self._told = now - self._told, now
-        if not math.isfinite(values.get("loss", 0.0)) and not self.options.allow_nonfinite:
+        if "loss" not in values:
+            raise TrainingError(
+                "the step's metrics have no loss", value=sorted(values), place="the step's second result",
+                remedy='return a mapping with a scalar "loss" beside the state',
+            )
+        if not math.isfinite(values["loss"]) and not self.options.allow_nonfinite:
             raise TrainingError(
                 f"the loss of step {number} is {values['loss']}", value=values["loss"], place=f"step {number}",
                 remedy="lower the learning rate, clip gradients or compute in float32; what was saved before is finite",
             )
-        self._losses.append(values.get("loss", math.nan))
+        self._losses.append(values["loss"])
         epoch = None if self.options.steps_per_epoch is None else (number - 1) // self.options.steps_per_epoch
         rate = None if self.learning_rates is None else float(self.learning_rates[number - 1])
-        self.row = {"step": number, "epoch": epoch, **values, "learning_rate": rate, **self._evaluation, "seconds": seconds,
+        loss = values.pop("loss")
+        self.row = {"step": number, "epoch": epoch, "loss": loss, **values, "learning_rate": rate, **self._evaluation, "seconds": seconds,
                     "examples_per_second": self.options.batch_size / seconds}
         self._evaluation = {}
         for observer in self.observers:

@@ -1,0 +1,215 @@
+"""The options of `splitjax train`, in groups; a TOML file may give them too."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import pathlib
+import tomllib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from splitjax.cli._options import OptionValueError
+
+TrainedModel = Literal["vgg11", "vgg16", "resnet18", "resnet50", "mlp", "transformer"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DataOptions:
+    """What to train on."""
+
+    data: Literal["cifar10", "digits", "idx", "text"] = "digits"
+    """digits: scikit-learn's, which it brings along; cifar10: its binary or Python files; idx: files like MNIST's; text: plain text."""
+    data_dir: pathlib.Path | None = None
+    """Folder (or file) of the data. Without one CIFAR-10 and MNIST are downloaded into the user's cache."""
+    batch_size: int = 64
+    """Examples in the global batch."""
+    augment: bool = False
+    """Random crops and, where the data allow it, flips."""
+    seq_len: int = 128
+    """Text: words (or characters) that an example predicts."""
+    vocab_size: int | None = None
+    """Text: keep this many of the most frequent words; all if not given."""
+    text_level: Literal["word", "char"] = "word"
+    """Text: what a token is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """What to train. An option that the model lacks is an error."""
+
+    model: TrainedModel = "vgg16"
+    """Which model."""
+    width: float | None = None
+    """VGG, ResNet: multiplies the channels of every convolution."""
+    head_features: int | None = None
+    """VGG: width of the two dense layers before the last."""
+    features: tuple[int, ...] | None = None
+    """MLP: widths of the hidden layers."""
+    num_layers: int | None = None
+    """Transformer: number of blocks."""
+    d_model: int | None = None
+    """Transformer: width of the residual stream."""
+    num_heads: int | None = None
+    """Transformer: attention heads."""
+    dropout: float | None = None
+    """Rate of dropout, for models that have it."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What is computed in; parameters and optimizer state are float32 either way."""
+
+    def build_options(self) -> dict[str, Any]:
+        """The fields that were given, as `splitjax.models.build` takes them."""
+        names = ("width", "head_features", "features", "num_layers", "d_model", "num_heads", "dropout")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {**given, "dtype": self.precision}
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerOptions:
+    """How to train."""
+
+    optimizer: Literal["adam", "adamw", "sgd", "momentum", "adafactor"] = "adamw"
+    """Which optimizer."""
+    learning_rate: float = 1e-3
+    """Highest learning rate."""
+    schedule: Literal["constant", "cosine", "linear", "step"] = "cosine"
+    """How it falls: to zero along a cosine or a line, or to a tenth at a half and a hundredth at three quarters of all steps."""
+    warmup_steps: int = 0
+    """Steps in which it rises from zero first."""
+    weight_decay: float = 0.0
+    """Pulls kernels and embeddings (not biases, not norms) to zero: decoupled (AdamW) under adamw, added to the gradient elsewhere."""
+    clip_norm: float | None = None
+    """Scale gradients down to this global norm."""
+    label_smoothing: float = 0.0
+    """Share of the target that all classes get."""
+    microbatches: int = 1
+    """Accumulate the gradient over so many parts of the batch: less memory, same numbers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutOptions:
+    """Where it lies."""
+
+    mesh: str | None = None
+    """Mesh axes and their sizes, as data=2,model=4; all devices on data if not given."""
+    rules: str = "splitbrain"
+    """A shipped rule set (splitbrain, megatron, fsdp, data_parallel) or the path of a TOML file."""
+    group_comm: Literal["auto", "gather", "turns", "modulo"] = "auto"
+    """How examples cross from whole into split layers."""
+    shard_state: bool = False
+    """Also split optimizer state and gradients of parameters that stay whole."""
+    platform: Literal["auto", "cpu"] = "auto"
+    """auto: what JAX finds; cpu: this machine's processor, with virtual devices for the mesh."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingOptions:
+    """How long, and what is kept."""
+
+    epochs: int = 10
+    """How often to go through the training examples."""
+    steps: int | None = None
+    """Train this many steps, whatever --epochs says."""
+    seed: int = 0
+    """Decides the parameters, the order of the examples, dropout and augmentation."""
+    evaluate_every: int | None = None
+    """Steps between two tests; once an epoch if not given."""
+    checkpoint_dir: pathlib.Path | None = None
+    """Folder for checkpoints. One that holds this run's is resumed from."""
+    checkpoint_every: int | None = None
+    """Steps between two checkpoints; once an epoch if not given."""
+    keep_last: int = 3
+    """How many of the newest checkpoints are kept."""
+    keep_best: int = 1
+    """How many of those with the lowest loss are kept beside them."""
+    allow_nonfinite: bool = False
+    """Go on when the loss is not a number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchOptions:
+    """What is written down."""
+
+    metrics: pathlib.Path | None = None
+    """File with a line of JSON for every step."""
+    csv: pathlib.Path | None = None
+    """The same as a table."""
+    tensorboard: pathlib.Path | None = None
+    """Folder for TensorBoard, if it is installed."""
+    profile: pathlib.Path | None = None
+    """Folder for a trace of a few steps, for XProf or Perfetto."""
+    profile_steps: int = 3
+    """How many steps the trace has."""
+
+
+GROUPS = {"data": DataOptions, "model": ModelOptions, "optimizer": OptimizerOptions, "layout": LayoutOptions, "training": TrainingOptions,
+          "watch": WatchOptions}  # fmt: skip
+
+
+def expand_config(arguments: Sequence[str]) -> list[str]:
+    """The arguments of `train` with those of its `--config FILE` in front, so that the command line has the last word.
+
+    Raises `OptionValueError` for a file that is missing or not TOML, and for a key that is no option."""
+    rest = list(arguments)
+    file = None
+    for number, argument in enumerate(rest):
+        if argument == "--config" and number + 1 < len(rest):
+            file = pathlib.Path(rest[number + 1])
+            del rest[number : number + 2]
+            break
+        if argument.startswith("--config="):
+            file = pathlib.Path(argument.removeprefix("--config="))
+            del rest[number]
+            break
+    if file is None:
+        return rest
+    given: list[str] = []
+    for name, value in _read(file).items():
+        given += _as_arguments(name, value, file)
+    return [*given, *rest]
+
+
+def _read(file: pathlib.Path) -> dict[str, Any]:
+    """Option name -> value, from keys at the top or in tables named after the groups."""
+    try:
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise OptionValueError(
+            f"the file of options cannot be read: {getattr(error, 'strerror', None) or error}", value=str(file), place="--config",
+            remedy="give a TOML file with options as keys, such as batch_size = 64",
+        ) from error
+    found: dict[str, Any] = {}
+    for key, value in tables.items():
+        inner = value if isinstance(value, dict) and key in GROUPS else {key: value}
+        for name, one in inner.items():
+            _check_name(name, file)
+            found[name] = one
+    return found
+
+
+def _fields() -> dict[str, dataclasses.Field]:
+    return {field.name: field for group in GROUPS.values() for field in dataclasses.fields(group)}
+
+
+def _check_name(name: str, file: pathlib.Path) -> None:
+    known = _fields()
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        raise OptionValueError(
+            "the file names an option that train does not have", value=name, place=str(file),
+            remedy=f"did you mean {close[0]}?" if close else "see splitjax train --help; names are written with underscores",
+        )
+
+
+def _as_arguments(name: str, value: Any, file: pathlib.Path) -> list[str]:
+    flag = f"--{name.replace('_', '-')}"
+    field = _fields()[name]
+    if field.type == "bool":
+        if not isinstance(value, bool):
+            raise OptionValueError(f"{name} is true or false", value=value, place=str(file), remedy=f"write {name} = true")
+        return [flag] if value else []
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    if isinstance(value, (bool, dict)):
+        raise OptionValueError(f"{name} takes another kind of value", value=value, place=str(file), remedy="see splitjax train --help")
+    return [flag, str(value)]

@@ -1,0 +1,163 @@
+"""From the options of `splitjax train` to data, model, optimizer and steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import splitjax
+from splitjax import data, models
+from splitjax.cli import _session
+from splitjax.cli._train_options import DataOptions, LayoutOptions, ModelOptions, OptimizerOptions, TrainingOptions
+from splitjax.errors import DataError
+from splitjax.runtime.placing import batch_layout
+
+# Models of small images: three channels of 32x32 pixels.
+_IMAGE_SIZE, _CHANNELS = 32, 3
+
+
+def load(options: DataOptions, model: str, seed: int, first_process: bool) -> data.Dataset:
+    """The data set, its images as the model takes them. Raises `DataError` for data that are missing, damaged, or no match for the
+    model."""
+    text = options.data == "text"
+    if text != (model == "transformer"):
+        raise DataError(
+            f"{model} {'reads images' if text else 'reads text'}", value=options.data, place="--data",
+            remedy="train a transformer on text, and the other models on images",
+        )
+    shape = {} if model == "mlp" else {"image_size": _IMAGE_SIZE, "channels": _CHANNELS}
+    if options.data == "digits":
+        return data.load_digits(seed=seed, **(shape or {"image_size": None, "channels": 1}))
+    if text:
+        if options.data_dir is None:
+            raise DataError("text is read from a file or folder", place="--data-dir", remedy="give it: --data-dir corpus.txt")
+        return data.load_text(options.data_dir, seq_len=options.seq_len, vocab_size=options.vocab_size, level=options.text_level)
+    folder = options.data_dir
+    if folder is None:
+        folder = data.fetch("mnist" if options.data == "idx" else options.data, data_cache())
+    if options.data == "cifar10":
+        return data.load_cifar10(folder, verify=first_process)
+    return data.load_idx(folder, verify=first_process, **shape)
+
+
+def data_cache() -> pathlib.Path:
+    """Where downloaded data are kept."""
+    return _session.cache_dir().parent / "data"
+
+
+def build_model(options: ModelOptions, data_options: DataOptions, dataset: data.Dataset) -> models.ModelSpec:
+    """Raises `ModelError` for options that the model lacks."""
+    given = options.build_options()
+    if options.model == "transformer":
+        given["max_len"] = data_options.seq_len
+    elif options.model == "mlp":
+        given["input_shape"] = tuple(dataset.train["image"].shape[1:])
+    return models.build(options.model, num_classes=dataset.num_classes, **given)
+
+
+def schedule(options: OptimizerOptions, num_steps: int) -> optax.Schedule:
+    """The learning rate of the step number, counted from 0."""
+    rate, after = options.learning_rate, max(1, num_steps - options.warmup_steps)
+    falling = {
+        "constant": lambda: optax.constant_schedule(rate),
+        "cosine": lambda: optax.cosine_decay_schedule(rate, after),
+        "linear": lambda: optax.linear_schedule(rate, 0.0, after),
+        "step": lambda: optax.piecewise_constant_schedule(rate, {after // 2: 0.1, after * 3 // 4: 0.1}),
+    }[options.schedule]()
+    if not options.warmup_steps:
+        return falling
+    rising = optax.linear_schedule(0.0, rate, options.warmup_steps)
+    return optax.join_schedules([rising, falling], [options.warmup_steps])
+
+
+def optimizer(options: OptimizerOptions, rate: optax.Schedule) -> optax.GradientTransformation:
+    """Clipping, then decay, then the optimizer itself."""
+    def decays(params):
+        return jax.tree.map(lambda leaf: leaf.ndim > 1, params)  # not biases, not the scales of norms
+
+    decay = options.weight_decay
+    parts = [] if options.clip_norm is None else [optax.clip_by_global_norm(options.clip_norm)]
+    if decay and options.optimizer not in ("adamw",):
+        parts.append(optax.add_decayed_weights(decay, mask=decays))
+    parts.append({
+        "adam": lambda: optax.adam(rate),
+        "adamw": lambda: optax.adamw(rate, weight_decay=decay, mask=decays),
+        "sgd": lambda: optax.sgd(rate),
+        "momentum": lambda: optax.sgd(rate, momentum=0.9),
+        "adafactor": lambda: optax.adafactor(rate),
+    }[options.optimizer]())
+    return optax.chain(*parts) if len(parts) > 1 else parts[0]
+
+
+def learning_rates(rate: optax.Schedule, num_steps: int) -> np.ndarray:
+    """f32[num_steps]: of every step, for the metrics."""
+    return np.asarray(jax.jit(jax.vmap(rate))(jnp.arange(num_steps)), np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The decorated steps, and the shapes of a training batch."""
+
+    init_fn: Callable[[Any], Any]
+    train_step: Any
+    eval_step: Any
+    example: Mapping[str, jax.ShapeDtypeStruct]
+
+
+def make_steps(spec: models.ModelSpec, dataset: data.Dataset, batch_size: int, mesh: Mapping[str, int] | None, layout: LayoutOptions,
+               options: OptimizerOptions, rate: optax.Schedule) -> Steps:
+    boundary = functools.partial(splitjax.value_and_grad, microbatches=options.microbatches)
+    init_fn, train_step, eval_step = models.make_step(
+        spec, optimizer(options, rate), label_smoothing=options.label_smoothing, value_and_grad=boundary
+    )
+    step = splitjax.parallelize(
+        train_step, mesh=mesh, rules=layout.rules, group_comm=layout.group_comm, shard_state=layout.shard_state
+    )
+    one = next(dataset.train_batches(1))
+    example = {name: jax.ShapeDtypeStruct((batch_size, *array.shape[1:]), array.dtype) for name, array in one.items()}
+    return Steps(init_fn, step, step.like(eval_step), example)
+
+
+class Evaluation:
+    """The whole test split, each process reading its own rows. Call it with a state for `{"loss": ..., "accuracy": ...}`."""
+
+    def __init__(self, steps: Steps, dataset: data.Dataset, state_shapes: Any, batch_size: int):
+        mask = jax.ShapeDtypeStruct((batch_size,), jnp.float32)
+        self._step, self._dataset, self._batch_size = steps.eval_step, dataset, batch_size
+        self._placement = batch_layout(steps.eval_step, state_shapes, {**steps.example, "mask": mask})
+
+    def __call__(self, state: Any) -> dict[str, float]:
+        num = self._dataset.num_test
+        totals = {"loss": 0.0, "accuracy": 0.0}
+        batches = self._dataset.test_batches(self._batch_size, rows=self._placement.rows)
+        for number, batch in enumerate(batches):
+            weight = min(self._batch_size, num - number * self._batch_size)
+            found = self._step(state, self._placement(batch))
+            for name in totals:
+                totals[name] += weight * float(found[name])
+        return {name: total / num for name, total in totals.items()}
+
+
+def num_steps(options: TrainingOptions, dataset: data.Dataset, batch_size: int) -> tuple[int, int]:
+    """(all steps, steps an epoch). Raises `DataError` where the examples do not fill one batch."""
+    an_epoch = dataset.num_train // batch_size
+    if not an_epoch:
+        raise DataError(
+            f"{dataset.num_train} training examples do not fill one batch", value=batch_size, place="--batch-size",
+            remedy=f"give a batch size of at most {dataset.num_train}",
+        )
+    return (options.epochs * an_epoch if options.steps is None else options.steps), an_epoch
+
+
+def devices_per_process(num_devices: int | None, num_processes: int) -> int:
+    """How many virtual devices a process needs for the mesh; 1 for no mesh."""
+    return 1 if num_devices is None else max(1, math.ceil(num_devices / num_processes))
