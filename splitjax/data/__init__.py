@@ -5,12 +5,12 @@ from splitjax.data.batches import epoch_batches, padded_batches, shuffled_indice
 from splitjax.data.cifar10 import load_cifar10
 from splitjax.data.dataset import Dataset
 from splitjax.data.digits import load_digits
-from splitjax.data.fetch import fetch
+from splitjax.data.fetching import fetch
 from splitjax.data.idx import load_idx
 from splitjax.data.images import Standardise, fit_images, standardise
-from splitjax.data.prefetch import Prefetch, prefetch
+from splitjax.data.prefetching import Prefetch, prefetch
 from splitjax.data.rows import FileRows
-from splitjax.data.stream import Position, stream
+from splitjax.data.streams import Position, stream
 from splitjax.data.text import load_text
 from splitjax.data.vocabulary import Vocabulary
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ def read_pickle(contents: bytes, place: str) -> tuple[np.ndarray, np.ndarray]:
     """
     stream = io.BytesIO(contents)
     try:
+        _check_memo(stream)
+        stream.seek(0)
         value = _Reader(stream, place).load()
     except DataError:
         raise
@@ -61,6 +64,14 @@ def read_pickle(contents: bytes, place: str) -> tuple[np.ndarray, np.ndarray]:
         return pixels, np.array(labels, np.int64)
     except OverflowError as error:
         raise _not_cifar("a label above 64 bits", place) from error
+
+
+def _check_memo(stream: io.BytesIO) -> None:
+    """Raises `ValueError` for a pickle that numbers its notes other than one by one: the reader makes room for every number
+    below, and six damaged bytes would have it ask for 32 GB."""
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > count:
+            raise ValueError(f"note {argument} where there are at most {count}")
 
 
 def _not_cifar(reason: str, place: str) -> DataError:

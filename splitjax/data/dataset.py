@@ -11,7 +11,7 @@ import numpy as np
 
 from splitjax.data.augment import Augment
 from splitjax.data.batches import Arrays, Batch, Transform, epoch_batches, num_examples, padded_batches
-from splitjax.data.stream import START, Position, stream
+from splitjax.data.streams import START, Position, stream
 from splitjax.data.vocabulary import Vocabulary
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -32,8 +33,9 @@ def standardise(images: np.ndarray, mean: tuple[float, ...], std: tuple[float, .
     shift = np.asarray([m / s for m, s in zip(mean, std, strict=True)], np.float32)
     # One image a row, and the constants repeated to its length: numpy's inner loop is as long as the last dim, which with
     # channels alone is 3, and 19 times as slow.
-    result = images.reshape(len(images), -1).astype(np.float32)
-    repeats = result.shape[1] // len(scale)
+    num_values = math.prod(images.shape[1:])
+    result = images.reshape(len(images), num_values).astype(np.float32)
+    repeats = num_values // len(scale)
     result *= np.tile(scale, repeats)
     result -= np.tile(shift, repeats)
     return result.reshape(images.shape)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from splitjax.data.batches import is_whole
-from splitjax.data.stream import Position
+from splitjax.data.streams import Position
 from splitjax.errors import DataError
 
 CLOSE_SECONDS = 10.0
@@ -72,7 +72,7 @@ def prefetch(iterator: Iterator[Any], place: Callable[[Any], Any], depth: int = 
     - `iterator`: read by the thread alone, and closed by it if it can be (generators).
     - `place`: host -> devices, such as `lambda batch: jax.device_put(batch, sharding)`. It gets the item; of the pairs
       `(Position, batch)` of a `stream` it gets the batch, and the position is kept beside what it returns.
-    - `depth`: at most this many placed items wait; with the one in work and the one in use, `depth + 2` are alive.
+    - `depth`: at most this many placed items wait, the one in work included; with the one in use, `depth + 1` are alive.
 
     **Returns:** a `Prefetch`: an iterator with `close()` and `wait_seconds`. Use it in a `with`, so that no thread is left
     when the loop stops early or raises.
@@ -154,6 +154,9 @@ def _work(shared: _Shared, source: Iterator[Any], place: Callable[[Any], Any]) -
 
 
 def _placed(item: Any, place: Callable[[Any], Any]) -> Any:
-    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], Position):
-        return item[0], place(item[1])
-    return place(item)
+    try:
+        if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], Position):
+            return item[0], place(item[1])
+        return place(item)
+    except StopIteration as error:  # raised to the consumer, it would pass for the end
+        raise RuntimeError("place raised StopIteration") from error
