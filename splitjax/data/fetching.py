@@ -170,7 +170,11 @@ def _chunks(download: Download, timeout_seconds: float):
             while chunk := response.read(CHUNK_BYTES):
                 yield chunk
     except (OSError, http.client.HTTPException, ValueError) as error:  # URLError and time-outs are OSErrors
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()  # it is the response
+            reason = error
+        else:
+            reason = getattr(error, "reason", error)
         raise DataError(
             f"the download failed: {reason}",
             place=download.url,
