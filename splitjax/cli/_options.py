@@ -10,7 +10,7 @@ import tyro
 from splitjax.errors import MeshError, SplitjaxError
 from splitjax.mesh import MeshShape
 
-ModelName = Literal["vgg11", "vgg16", "resnet18", "mlp", "transformer"]
+ModelName = Literal["vgg11", "vgg16", "resnet18", "resnet50", "mlp", "transformer"]
 Library = Literal["linen", "nnx"]
 OptimizerName = Literal["adam", "momentum", "adafactor"]
 MeshText = Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")]

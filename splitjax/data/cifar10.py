@@ -134,7 +134,10 @@ def _joined(files: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.
 
 def _as_images(planes: np.ndarray) -> np.ndarray:
     """uint8[n, 3072] -> uint8[n, 32, 32, 3]: planes of rows to rows of pixels."""
-    return np.ascontiguousarray(planes.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+    images = np.empty((len(planes), 1024, 3), np.uint8)
+    for channel in range(3):  # twice as fast as one transposed copy, whose inner loop has 3 values
+        images[..., channel] = planes[:, 1024 * channel : 1024 * (channel + 1)]
+    return images.reshape(-1, 32, 32, 3)
 
 
 def _num_records(size: int, place: str) -> int:

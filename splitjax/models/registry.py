@@ -36,7 +36,8 @@ class _Family:
 _FAMILIES = {
     "vgg11": _Family(VGGConfig, LinenVGG, NnxVGG, (("letter", "A"),)),
     "vgg16": _Family(VGGConfig, LinenVGG, NnxVGG, (("letter", "D"),)),
-    "resnet18": _Family(ResNetConfig, LinenResNet, NnxResNet, (("stage_sizes", (2, 2, 2, 2)),)),
+    "resnet18": _Family(ResNetConfig, LinenResNet, NnxResNet, (("stage_sizes", (2, 2, 2, 2)), ("bottleneck", False))),
+    "resnet50": _Family(ResNetConfig, LinenResNet, NnxResNet, (("stage_sizes", (3, 4, 6, 3)), ("bottleneck", True))),
     "mlp": _Family(MLPConfig, LinenMLP, NnxMLP),
     "transformer": _Family(TransformerConfig, LinenTransformer, NnxTransformer),
 }
@@ -155,7 +156,7 @@ def build(name: str, *, library: str = "linen", num_classes: int | None = None, 
 
     **Arguments:**
 
-    - `name`: `"vgg11"`, `"vgg16"`, `"resnet18"`, `"mlp"` or `"transformer"`.
+    - `name`: `"vgg11"`, `"vgg16"`, `"resnet18"`, `"resnet50"`, `"mlp"` or `"transformer"`.
     - `library`: `"linen"` or `"nnx"`.
     - `num_classes`: width of the last layer, default 10; for the transformer the same as its `vocab_size`.
     - `options`: the fields of `VGGConfig`, `ResNetConfig`, `MLPConfig` or `TransformerConfig`. `dtype` and

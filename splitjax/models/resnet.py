@@ -1,8 +1,9 @@
-"""ResNet of basic blocks, in Flax Linen and in Flax NNX.
+"""ResNet of basic or bottleneck blocks, in Flax Linen and in Flax NNX.
 
-Source: He et al. 2015, "Deep residual learning for image recognition" (arXiv 1512.03385), table 1 (ImageNet) and
-section 4.2 (the 3x3 stem for 32x32 images); shortcuts are option B, a projection where the shape changes. Both versions
-name their layers alike (`stem_conv`, `stage1_block1.conv1`, `logits`).
+Source: He et al. 2015, "Deep residual learning for image recognition" (arXiv 1512.03385), table 1 (ImageNet), figure 5
+(bottleneck) and section 4.2 (the 3x3 stem for 32x32 images); shortcuts are option B, a projection where the shape changes.
+A bottleneck has its stride in the 3x3 convolution, not in the first, as in most implementations since Goyal et al. 2017
+(arXiv 1706.02677, section 5.1). Both versions name their layers alike (`stem_conv`, `stage1_block1.conv1`, `logits`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class ResNetConfig:
 
     **Arguments:**
 
-    - `stage_sizes`: basic blocks in each stage; `(2, 2, 2, 2)` is ResNet-18.
+    - `stage_sizes`: blocks in each stage; `(2, 2, 2, 2)` is ResNet-18.
+    - `bottleneck`: blocks of three convolutions, 1x1, 3x3, 1x1, the last four times as wide: with stages
+      `(3, 4, 6, 3)` ResNet-50. Otherwise basic ones, of two 3x3 convolutions.
     - `num_classes`: width of the last layer.
     - `width`: multiplies the channels (64, 128, 256, 512) of the stages.
     - `stem`: `"cifar"`, one 3x3 convolution, or `"imagenet"`, a 7x7 one of stride 2 and a pooling.
@@ -49,6 +52,7 @@ class ResNetConfig:
     """
 
     stage_sizes: tuple[int, ...] = (2, 2, 2, 2)
+    bottleneck: bool = False
     num_classes: int = 10
     width: float = 1.0
     stem: str = "cifar"
@@ -80,7 +84,7 @@ class ResNetConfig:
 
     @property
     def blocks(self) -> tuple[tuple[str, int, int], ...]:
-        """For each block in order: its name, its number of output channels, its stride."""
+        """For each block in order: its name, its number of channels (a bottleneck puts out four times as many), its stride."""
         return tuple(
             (f"stage{stage}_block{block}", scaled(64 * 2 ** (stage - 1), self.width), 2 if block == 1 < stage else 1)
             for stage, size in enumerate(self.stage_sizes, start=1)
@@ -94,6 +98,21 @@ class ResNetConfig:
             return {"kernel_size": (3, 3), "strides": (1, 1), "padding": _PAD1}
         return {"kernel_size": (7, 7), "strides": (2, 2), "padding": _PAD3}
 
+    def convolutions(self, features: int, stride: int) -> tuple[tuple[int, dict[str, Any]], ...]:
+        """For each convolution of a block: its number of output channels, and its kernel size, stride and padding."""
+        strides = (stride, stride)
+        if self.bottleneck:
+            pointwise = {"kernel_size": (1, 1)}
+            return (
+                (features, pointwise),
+                (features, {"kernel_size": (3, 3), "strides": strides, "padding": _PAD1}),
+                (4 * features, pointwise),
+            )
+        return (
+            (features, {"kernel_size": (3, 3), "strides": strides, "padding": _PAD1}),
+            (features, {"kernel_size": (3, 3), "padding": _PAD1}),
+        )
+
     @property
     def dtypes(self) -> dict[str, Any]:
         return {"dtype": self.dtype, "param_dtype": self.param_dtype}
@@ -105,7 +124,7 @@ class ResNetConfig:
 
 
 class LinenBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut: [B, H, W, C] -> [B, H / stride, W / stride, features]."""
+    """Two or three convolutions beside a shortcut: [B, H, W, C] -> [B, H / stride, W / stride, features], or four times the features."""
 
     config: ResNetConfig
     features: int
@@ -114,17 +133,17 @@ class LinenBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
         options = self.config.conv_options
-        strides = (self.stride, self.stride)
 
         def norm(name):
             return nn.BatchNorm(use_running_average=not train, momentum=_MOMENTUM, name=name, **self.config.dtypes)
 
-        y = nn.Conv(self.features, (3, 3), strides, padding=_PAD1, name="conv1", **options)(x)
-        y = nn.relu(norm("norm1")(y))
-        y = nn.Conv(self.features, (3, 3), padding=_PAD1, name="conv2", **options)(y)
-        y = norm("norm2")(y)
+        y = x
+        for number, (channels, shape) in enumerate(self.config.convolutions(self.features, self.stride), start=1):
+            y = nn.relu(y) if number > 1 else y
+            y = nn.Conv(channels, name=f"conv{number}", **shape, **options)(y)
+            y = norm(f"norm{number}")(y)
         if x.shape != y.shape:
-            x = nn.Conv(self.features, (1, 1), strides, name="shortcut_conv", **options)(x)
+            x = nn.Conv(y.shape[-1], (1, 1), (self.stride, self.stride), name="shortcut_conv", **options)(x)
             x = norm("shortcut_norm")(x)
         return nn.relu(x + y)
 
@@ -152,27 +171,27 @@ class LinenResNet(nn.Module):
 
 
 class NnxBlock(nnx.Module):
-    """Two 3x3 convolutions beside a shortcut: [B, H, W, C] -> [B, H / stride, W / stride, features]."""
+    """Two or three convolutions beside a shortcut: [B, H, W, C] -> [B, H / stride, W / stride, outputs]."""
 
     def __init__(self, config: ResNetConfig, inputs: int, features: int, stride: int, *, rngs: nnx.Rngs):
         options = {"rngs": rngs, **config.conv_options}
-        strides = (stride, stride)
-
-        def norm():
-            return nnx.BatchNorm(features, momentum=_MOMENTUM, rngs=rngs, **config.dtypes)
-
-        self.conv1 = nnx.Conv(inputs, features, (3, 3), strides, padding=_PAD1, **options)
-        self.norm1 = norm()
-        self.conv2 = nnx.Conv(features, features, (3, 3), padding=_PAD1, **options)
-        self.norm2 = norm()
-        self.projects = inputs != features or stride != 1
+        convolutions = config.convolutions(features, stride)
+        self.depth, self.outputs = len(convolutions), convolutions[-1][0]
+        channels = inputs
+        for number, (outputs, shape) in enumerate(convolutions, start=1):
+            setattr(self, f"conv{number}", nnx.Conv(channels, outputs, **shape, **options))
+            setattr(self, f"norm{number}", nnx.BatchNorm(outputs, momentum=_MOMENTUM, rngs=rngs, **config.dtypes))
+            channels = outputs
+        self.projects = inputs != self.outputs or stride != 1
         if self.projects:
-            self.shortcut_conv = nnx.Conv(inputs, features, (1, 1), strides, **options)
-            self.shortcut_norm = norm()
+            self.shortcut_conv = nnx.Conv(inputs, self.outputs, (1, 1), (stride, stride), **options)
+            self.shortcut_norm = nnx.BatchNorm(self.outputs, momentum=_MOMENTUM, rngs=rngs, **config.dtypes)
 
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
-        y = nnx.relu(self.norm1(self.conv1(x), use_running_average=not train))
-        y = self.norm2(self.conv2(y), use_running_average=not train)
+        y = x
+        for number in range(1, self.depth + 1):
+            y = nnx.relu(y) if number > 1 else y
+            y = getattr(self, f"norm{number}")(getattr(self, f"conv{number}")(y), use_running_average=not train)
         if self.projects:
             x = self.shortcut_norm(self.shortcut_conv(x), use_running_average=not train)
         return nnx.relu(x + y)
@@ -187,8 +206,9 @@ class NnxResNet(nnx.Module):
         self.stem_conv = nnx.Conv(config.channels, inputs, rngs=rngs, **config.stem_convolution, **config.conv_options)
         self.stem_norm = nnx.BatchNorm(inputs, momentum=_MOMENTUM, rngs=rngs, **config.dtypes)
         for name, features, stride in config.blocks:
-            setattr(self, name, NnxBlock(config, inputs, features, stride, rngs=rngs))
-            inputs = features
+            block = NnxBlock(config, inputs, features, stride, rngs=rngs)
+            setattr(self, name, block)
+            inputs = block.outputs
         if config.dropout:
             self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
         self.logits = nnx.Linear(inputs, config.num_classes, kernel_init=LINEAR_INIT, rngs=rngs, **config.dtypes)

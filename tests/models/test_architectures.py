@@ -16,6 +16,7 @@ NARROW = {
     "vgg11": {"width": 1 / 16, "head_features": 16},
     "vgg16": {"width": 1 / 16, "head_features": (24, 16), "batch_norm": True},
     "resnet18": {"width": 1 / 16},
+    "resnet50": {"width": 1 / 16},
     "mlp": {"features": 16},
     "transformer": {"vocab_size": 17, "max_len": 8, "d_model": 16, "num_heads": 4, "num_layers": 1},
 }
@@ -83,6 +84,9 @@ def inputs_for(spec, batch_size=2):
         ("vgg16", {}, 14_714_688 + (512 * 4096 + 4096) + (4096 * 4096 + 4096) + (4096 * 10 + 10)),
         ("resnet18", {"num_classes": 1000, "image_size": 224, "stem": "imagenet"}, 11_689_512),
         ("resnet18", {}, 11_173_962),
+        ("resnet50", {"num_classes": 1000, "image_size": 224, "stem": "imagenet"}, 25_557_032),
+        # The same blocks between a 3x3 stem and ten classes: 9,408 fewer values by 1,728, 2,049,000 by 20,490
+        ("resnet50", {}, 25_557_032 - 9_408 + 1_728 - 2_049_000 + 20_490),
         ("mlp", {"features": (512,)}, 3072 * 512 + 512 + 512 * 10 + 10),
     ],
 )
@@ -123,7 +127,7 @@ def test_logits_have_the_right_shape_at_full_size(name):
     logits = jax.eval_shape(spec.apply, variables, batch[spec.input_name])
     shape = (3, 128, 256) if name == "transformer" else (3, 10)
     assert (logits.shape, logits.dtype) == (shape, jnp.float32)
-    assert ("batch_stats" in variables) == spec.has_batch_stats == (name == "resnet18")
+    assert ("batch_stats" in variables) == spec.has_batch_stats == name.startswith("resnet")
 
 
 @pytest.mark.parametrize(
