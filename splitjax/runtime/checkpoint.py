@@ -6,10 +6,10 @@ checkpoint. Only then are older ones removed. See docs/checkpoints.md for what i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import operator
-import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from splitjax.runtime.checkpoint_choice import choose, complete, newest_good, re
 from splitjax.runtime.checkpoint_options import CheckpointOptions, Restored
 from splitjax.runtime.description import Description
 from splitjax.runtime.peers import Peers, of_any
-from splitjax.runtime.state_io import ArrayWriter, check_targets, read_arrays
+from splitjax.runtime.state_io import ArrayWriter, check_targets, quiet_orbax, read_arrays
 from splitjax.runtime.state_match import Leaf, describe, reject_consumed
 
 logger = logging.getLogger("splitjax")
@@ -67,7 +67,10 @@ class Checkpoints:
         self._damaged: dict[int, str] = {}
         self._resumed_at: int | None = None
         self._is_closed = False
+        self._at_close = contextlib.ExitStack()
         self._peers.decide(self._peers.new_topic(), self._open, self._seconds)
+        self._at_close.callback(self._lock.release)
+        self._at_close.enter_context(quiet_orbax())
 
     @property
     def failures(self) -> tuple[CheckpointError, ...]:
@@ -132,7 +135,7 @@ class Checkpoints:
         that what `newest_good` and `restore` found damaged is left out."""
         self._require_open()
         self._join()
-        return tuple(complete(self._folder, self._damaged))
+        return tuple(self._peers.decide(self._peers.new_topic(), lambda: list(complete(self._folder, self._damaged)), self._seconds))
 
     def newest_good(self) -> int | None:
         """The newest step of which every byte is as it was written; None without one. Reads checkpoints, newest first, until one is
@@ -195,7 +198,7 @@ class Checkpoints:
             self.wait()
         finally:
             self._is_closed = True
-            self._lock.release()
+            self._at_close.close()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -251,7 +254,7 @@ class Checkpoints:
                 problems.append("sealing took longer than the timeout")
         except Exception as error:
             problems.append(f"{type(error).__name__}: {error}")
-        shutil.rmtree(save.folder, ignore_errors=True)
+        folders.discard(save.folder)
         return "; ".join(problems)
 
     # In every process.
@@ -295,6 +298,8 @@ class Checkpoints:
     def _failed(self, step: int, problem: str, remedy: str | None) -> None:
         if any(text in problem for text in _DISK_FULL):
             remedy = "free space, or keep fewer checkpoints (keep_last, keep_best)"
+        elif "after shutdown" in problem:  # of the interpreter's thread pools
+            remedy = "end with close(), or use a `with` block: the program ended while the save was in progress"
         error = CheckpointError(
             f"step {step} was not saved: {_shorten(problem)}", place=str(self._folder),
             remedy=(remedy or "see the cause above") + "; earlier checkpoints are intact, and the next save tries again",

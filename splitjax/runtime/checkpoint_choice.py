@@ -82,7 +82,8 @@ def _refuse(path: Path, wanted: Sequence[Leaf]) -> None:
     differences = compare(Description.read(path / folders.DESCRIPTION).leaves, wanted)
     if not differences:
         return
-    further = f" ({len(differences) - 1} further differences)" if len(differences) > 1 else ""
+    count = len(differences) - 1
+    further = f" ({count} further difference{'s' if count > 1 else ''})" if count else ""
     raise CheckpointError(
         f"the checkpoint holds another state: {differences[0]}{further}", place=str(path),
         remedy="use the model and the optimizer of the run that saved it, or another folder for a new run",

@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -94,6 +95,16 @@ def remove(path: Path) -> None:
         shutil.rmtree(doomed)
     os.rename(path, doomed)
     shutil.rmtree(doomed)
+
+
+def discard(saving: Path) -> None:
+    """Deletes what a failed attempt wrote, so that it does not keep a full disk full. Some of its writers may end only now; what they
+    leave after all goes with the leftovers before the next save."""
+    for _ in range(20):
+        shutil.rmtree(saving, ignore_errors=True)
+        if not saving.exists():
+            return
+        time.sleep(0.05)
 
 
 def remove_leftovers(folder: Path) -> None:

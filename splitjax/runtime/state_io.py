@@ -30,7 +30,7 @@ class ArrayWriter:
     """The arrays of one save on their way to a folder, whole or this process's shards of them."""
 
     def __init__(self, folder: Path, leaves: Sequence[Leaf], state: Any):
-        """Copies to the host and starts writing. Once this returns, the state's arrays may be donated. `wait` must follow."""
+        """Copies to the host and starts writing. Once this returns, the state's arrays may be donated."""
         self._folder = epath.Path(folder)
         self._handler = _handler()
         self._futures: list[Any] = []
@@ -38,23 +38,19 @@ class ArrayWriter:
             leaf.path: _storable(value) for leaf, value in zip(leaves, jax.tree.leaves(state)) if leaf.is_stored_as_array
         }
         self._is_empty = not arrays
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_quiet())
-            if arrays:
-                self._futures = list(_run(self._handler.async_save(self._folder, args=ocp.args.PyTreeSave(arrays))) or ())
-            self._until_written = stack.pop_all()
+        if arrays:
+            self._futures = list(_run(self._handler.async_save(self._folder, args=ocp.args.PyTreeSave(arrays))) or ())
 
     def wait(self, deadline: float) -> str | None:
         """Waits until everything is written, at most until `deadline` (`time.monotonic`). Returns what went wrong."""
         problem = None
-        with self._until_written:
-            for future in self._futures:  # all of them, so that nothing still writes when the folder of a failed save is removed
-                try:
-                    future.result(timeout=max(0.001, deadline - time.monotonic()))
-                except TimeoutError:
-                    problem = problem or "writing took longer than the timeout"
-                except Exception as error:  # whatever storage raises fails this save, and only this save
-                    problem = problem or f"{type(error).__name__}: {error}"
+        for future in self._futures:
+            try:
+                future.result(timeout=max(0.001, deadline - time.monotonic()))
+            except TimeoutError:
+                problem = problem or "writing took longer than the timeout"
+            except Exception as error:  # whatever storage raises fails this save, and only this save
+                problem = problem or f"{type(error).__name__}: {error}"
         return problem
 
     def finish(self) -> None:
@@ -75,8 +71,7 @@ def read_arrays(folder: Path, saved: Sequence[Leaf], like: Any, wanted: Sequence
     stored = {leaf.path: _restore_args(leaf, target) for leaf, target in pairs if leaf.is_stored_as_array}
     arrays: Mapping[str, Any] = {}
     if stored:
-        with _quiet():
-            arrays = _handler().restore(epath.Path(folder), args=ocp.args.PyTreeRestore(restore_args=stored))
+        arrays = _handler().restore(epath.Path(folder), args=ocp.args.PyTreeRestore(restore_args=stored))
     return jax.tree.unflatten(tree, [_restored(leaf, target, arrays.get(leaf.path)) for leaf, target in pairs])
 
 
@@ -166,7 +161,7 @@ def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_orbax() -> Iterator[None]:
     """Keeps orbax from printing the traceback of every thread whose write failed: the failure is reported once, by us."""
     drop = lambda record: "_SignalingThread.run() raised" not in record.getMessage()
     logger = logging.getLogger("absl")
