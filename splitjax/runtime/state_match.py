@@ -128,7 +128,7 @@ def _is_storable(dtype: np.dtype) -> bool:
 
     try:
         tensorstore.dtype(dtype.name)
-    except TypeError:
+    except (TypeError, ValueError):
         return False
     return dtype.kind not in "OSUMm" and dtype.fields is None
 
