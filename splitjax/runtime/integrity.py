@@ -1,7 +1,7 @@
 """A folder of files, sealed: a manifest with size and SHA-256 of every file, so that damage is found before anything is used.
 
 Storage formats find some flipped bytes (OCDBT checks its own nodes, not the arrays' values), none in sharding or metadata files.
-The manifest is compared with its own canonical text, so that a byte flipped in it is found too.
+The manifest holds a digest of itself and is compared with its own canonical text, so that a byte flipped in it is found too.
 """
 
 from __future__ import annotations
@@ -110,8 +110,10 @@ def _digest(path: Path, *, durable: bool) -> tuple[int, str]:
         return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _canonical(manifest: Mapping[str, Any]) -> str:
-    return json.dumps(manifest, indent=1, sort_keys=True) + "\n"
+def _canonical(content: Mapping[str, Any]) -> str:
+    """The one text of a manifest, with its own digest."""
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**content, "sha256": digest}, indent=1, sort_keys=True) + "\n"
 
 
 def _read_manifest(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
@@ -125,7 +127,7 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
         return None, f"{MANIFEST}: {error.strerror or error}"
     except (ValueError, RecursionError):
         return None, f"{MANIFEST}: not readable as JSON"
-    if not isinstance(manifest, dict) or _canonical(manifest) != text:
+    if not isinstance(manifest, dict) or _canonical({name: value for name, value in manifest.items() if name != "sha256"}) != text:
         return None, f"{MANIFEST}: its bytes changed since they were written"
     if manifest.get("format") != _FORMAT:
         return None, f"{MANIFEST}: format {manifest.get('format')!r}, known is {_FORMAT}; a newer version wrote it"

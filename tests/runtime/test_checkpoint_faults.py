@@ -1,0 +1,287 @@
+"""Damage, full disks and sudden death: nothing already saved is lost, nothing damaged is used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from splitjax.errors import CheckpointError
+from splitjax.runtime import folder as folders
+from splitjax.runtime import integrity
+from splitjax.runtime.checkpoint import CheckpointOptions, Checkpoints
+from tests.runtime.states import assert_same, filled
+
+LIKE = {"w": jnp.zeros(1000), "position": np.zeros(3)}
+
+
+def state_at(step):
+    return {"w": jnp.arange(1000.0) * step, "position": np.full(3, float(step))}
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def flip(data: bytes, rng: random.Random) -> bytes:
+    place = rng.randrange(len(data))
+    return data[:place] + bytes([data[place] ^ (1 << rng.randrange(8))]) + data[place + 1 :]
+
+
+@pytest.fixture
+def two_good(tmp_path):
+    with Checkpoints(CheckpointOptions(tmp_path)) as checkpoints:
+        checkpoints.save(100, state_at(100), metrics={"loss": 2.0})
+        checkpoints.save(200, state_at(200), metrics={"loss": 1.0})
+        yield checkpoints
+
+
+def test_damage_in_any_file_is_found_and_the_older_checkpoint_restored(two_good, tmp_path):
+    rng = random.Random(0)
+    assert two_good.newest_good() == 200
+    files = files_of(tmp_path / "200")
+    kinds = {path.relative_to(tmp_path / "200").parts[:2] for path in files}
+    assert {("manifest.json",), ("checkpoint.json",), ("state", "_METADATA"), ("state", "manifest.ocdbt"), ("state", "ocdbt.process_0")} <= kinds
+    for path in files:
+        data = path.read_bytes()
+        name = path.relative_to(tmp_path / "200").as_posix()
+        damages = [flip(data, rng), flip(data, rng), data[: rng.randrange(len(data))], data + b"\n", b"", None]
+        for damage in damages:
+            if damage is None:
+                path.unlink()
+            else:
+                path.write_bytes(damage)
+            restored = two_good.restore(LIKE)
+            assert restored.step == 100 and [step for step, _ in restored.skipped] == [200], (name, damage)
+            assert restored.skipped[0][1].startswith(f"{name}: "), restored.skipped
+            path.write_bytes(data)
+        assert_same(restored.state, state_at(100))
+    assert two_good.newest_good() == 200
+
+
+def test_what_is_damaged_is_said_and_kept_when_its_step_comes_again(two_good, tmp_path, caplog):
+    two_good.wait()
+    file = max(files_of(tmp_path / "200" / "state"), key=lambda path: path.stat().st_size)
+    bad = flip(file.read_bytes(), random.Random(1))
+    file.write_bytes(bad)
+    assert two_good.steps() == (100, 200)  # as far as known without reading
+    with pytest.raises(CheckpointError, match="(?s)this checkpoint is damaged: step 200: state/.*SHA-256.*steps .100."):
+        two_good.restore(LIKE, step=200)
+    assert two_good.newest_good() == 100
+    assert two_good.steps() == (100,)
+    assert two_good.save(200, state_at(200), wait=True)
+    assert "set aside as 200.damaged-1" in caplog.text
+    assert (tmp_path / "200.damaged-1" / file.relative_to(tmp_path / "200")).read_bytes() == bad
+    assert two_good.restore(LIKE).step == 200
+    file = next((tmp_path / "200" / "state").rglob("manifest.ocdbt"))
+    file.unlink()
+    assert two_good.steps() == (100,)
+    assert two_good.save(200, state_at(200), wait=True)
+    assert sorted(os.listdir(tmp_path)) == ["100", "200", "200.damaged-1", "200.damaged-2"]
+
+
+def test_a_damaged_newer_checkpoint_does_not_push_out_the_good_older_one(tmp_path):
+    options = CheckpointOptions(tmp_path, keep_last=2, keep_best=0)
+    with Checkpoints(options) as checkpoints:
+        for step in (100, 200, 300):
+            checkpoints.save(step, state_at(step))
+    (tmp_path / "300" / "state" / "_METADATA").write_text("{}")
+    with Checkpoints(options) as checkpoints:
+        assert checkpoints.restore(LIKE).step == 200
+        checkpoints.save(250, state_at(250), wait=True)
+        assert checkpoints.steps() == (200, 250)
+        assert (tmp_path / "300").exists()  # damaged: neither counted nor deleted
+        checkpoints.save(350, state_at(350), wait=True)
+        assert checkpoints.steps() == (250, 350)
+        assert (tmp_path / "300").exists()
+
+
+def test_no_good_checkpoint_says_what_is_wrong_with_each(two_good, tmp_path):
+    two_good.wait()
+    (tmp_path / "200" / "manifest.json").unlink()
+    (tmp_path / "100" / "checkpoint.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"step 200: manifest.json: missing; step 100: checkpoint.json: 2 bytes, written were"):
+        two_good.restore(LIKE)
+    assert two_good.newest_good() is None
+
+
+def test_a_folder_that_is_not_sealed_yet_is_no_checkpoint(tmp_path):
+    saving = folders.new_saving_folder(tmp_path, 3)
+    (saving / "state" / "a").write_bytes(b"x" * 10)
+    assert integrity.find_damage(saving) == "manifest.json: missing"
+    integrity.seal(saving, {"step": 3})
+    assert integrity.find_damage(saving) is None and integrity.read_about(saving) == {"step": 3}
+    assert folders.checkpoint_folders(tmp_path) == {}
+    folders.commit(saving, 3)
+    assert folders.checkpoint_folders(tmp_path) == {3: tmp_path / "3"}
+
+
+@contextlib.contextmanager
+def no_file_beyond(num_bytes):
+    """As a disk that is full: longer writes fail (EFBIG)."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+# Where the limit strikes: the arrays; only the files that are written after them.
+@pytest.mark.parametrize("state, extra", [({"w": np.random.default_rng(0).random(100_000)}, {}), ({"w": np.zeros(3)}, {"log": "x" * 100_000})])
+def test_a_failed_save_is_reported_and_cleaned_up_and_the_next_one_tries_again(tmp_path, caplog, state, extra):
+    told = []
+    with Checkpoints(CheckpointOptions(tmp_path, on_failure=told.append)) as checkpoints:
+        checkpoints.save(1, {"w": np.zeros(3)}, wait=True)
+        with no_file_beyond(50_000):
+            assert checkpoints.save(2, state, extra)  # nothing is raised in the middle of training
+            assert checkpoints.steps() == (1,)
+            assert os.listdir(tmp_path) == ["1"]
+            assert [error.message for error in told] == [error.message for error in checkpoints.failures]
+            assert "step 2 was not saved" in caplog.text and "File too large" in told[0].message
+            assert "free space" in told[0].remedy and str(tmp_path) in str(told[0])
+            with pytest.raises(CheckpointError, match="step 3 was not saved"):
+                checkpoints.save(3, state, extra, wait=True)
+            with pytest.raises(CheckpointError, match="step 3 was not saved"):
+                checkpoints.wait()
+        assert checkpoints.save(3, state, extra, wait=True)  # the next one tries again
+        assert checkpoints.steps() == (1, 3) and len(told) == 2
+        assert_same(checkpoints.restore(state).state, state)
+
+
+def test_close_raises_when_the_last_save_failed_but_hides_no_other_error(tmp_path):
+    with no_file_beyond(50_000), pytest.raises(CheckpointError, match="step 1 was not saved"):
+        with Checkpoints(CheckpointOptions(tmp_path)) as checkpoints:
+            checkpoints.save(1, {"w": np.zeros(100_000)})
+    with no_file_beyond(50_000), pytest.raises(ZeroDivisionError):
+        with Checkpoints(CheckpointOptions(tmp_path)) as checkpoints:
+            checkpoints.save(1, {"w": np.zeros(100_000)})
+            raise ZeroDivisionError
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_went_away_fails_the_save_only(tmp_path):
+    folder = tmp_path / "run"
+    checkpoints = Checkpoints(CheckpointOptions(folder))
+    shutil.rmtree(folder)
+    assert checkpoints.save(1, {"w": filled(3)}) is False
+    assert "No such file" in checkpoints.failures[0].message
+    folder.mkdir()
+    assert checkpoints.save(2, {"w": filled(3)}, wait=True)
+    checkpoints.close()
+
+
+def test_a_save_that_takes_too_long_fails_and_leaves_nothing(tmp_path):
+    checkpoints = Checkpoints(CheckpointOptions(tmp_path, timeout_seconds=1e-3))
+    started = time.monotonic()
+    with pytest.raises(CheckpointError, match="took longer than the timeout"):
+        checkpoints.save(1, {"w": np.zeros(1_000_000)}, wait=True)
+    assert time.monotonic() - started < 3
+    assert checkpoints.steps() == ()
+    with pytest.raises(CheckpointError):
+        checkpoints.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_disk_that_is_really_full(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        state = {"w": np.random.default_rng(0).random(300_000)}  # 2.4 MB
+        free_bytes = lambda: os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+        with Checkpoints(CheckpointOptions(disk / "run", keep_last=1)) as checkpoints:
+            checkpoints.save(1, state, wait=True)
+            (disk / "ballast").write_bytes(bytes(free_bytes() - 1_000_000))
+            before = free_bytes()
+            checkpoints.save(2, state)
+            assert checkpoints.restore(state).step == 1
+            assert "No space left on device" in checkpoints.failures[0].message
+            assert free_bytes() == before
+            (disk / "ballast").unlink()
+            checkpoints.save(3, state, wait=True)
+            assert checkpoints.steps() == (3,)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+_TRAINER = """
+import sys
+from splitjax.runtime.checkpoint import CheckpointOptions, Checkpoints
+from tests.runtime.test_checkpoint_faults import LIKE, state_at
+import numpy as np
+
+with Checkpoints(CheckpointOptions(sys.argv[1])) as checkpoints:
+    print("start", flush=True)
+    step = 0
+    if checkpoints.steps():
+        restored = checkpoints.restore(LIKE)
+        step = restored.step
+        assert not restored.skipped, restored.skipped
+        np.testing.assert_array_equal(restored.state["w"], state_at(step)["w"])
+        assert restored.extra == {"position": step}
+    print("from", step, flush=True)
+    while True:
+        step += 1
+        checkpoints.save(step, state_at(step), {"position": step}, {"loss": 1 / step})
+        assert not checkpoints.failures, checkpoints.failures
+        print("saved", step, flush=True)
+"""
+
+
+def _kill_at_random_moments(folder, count, seed):
+    """Kills a process that resumes and saves without a pause; each leaves what the next one finds."""
+    rng = random.Random(seed)
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    reached = 0
+    for _ in range(count):
+        trainer = subprocess.Popen(
+            [sys.executable, "-c", _TRAINER, folder], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        try:
+            first = trainer.stdout.readline()
+            assert first == "start\n", first + trainer.stderr.read()
+            if rng.random() < 0.7:  # while saving; otherwise while restoring
+                first = trainer.stdout.readline()
+                assert first.startswith("from "), first + trainer.stderr.read()
+                assert int(first.split()[1]) >= reached - 1, "a checkpoint that was complete is gone"
+            time.sleep(rng.random() * 0.5)
+        finally:
+            trainer.send_signal(signal.SIGKILL)
+            output, errors = trainer.communicate()
+        assert trainer.returncode == -signal.SIGKILL, errors
+        # A save begins when the one before it is complete.
+        reached = max([reached, *(int(line.split()[1]) for line in output.splitlines() if line.startswith("saved"))])
+        with Checkpoints(CheckpointOptions(folder, read_only=True)) as checkpoints:
+            for step in checkpoints.steps():
+                restored = checkpoints.restore(LIKE, step=step)
+                assert_same(restored.state, state_at(step))
+            assert sorted(map(int, filter(str.isdigit, os.listdir(folder)))) == list(checkpoints.steps())  # whole or not at all
+            assert (checkpoints.newest_good() or 0) >= reached - 1
+    assert reached > 0
+    Checkpoints(CheckpointOptions(folder)).close()
+    assert all(map(str.isdigit, os.listdir(folder)))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
+def test_a_process_killed_at_any_moment_leaves_whole_checkpoints(tmp_path):
+    _kill_at_random_moments(tmp_path, 4, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
+def test_a_process_killed_at_many_moments_leaves_whole_checkpoints(tmp_path):
+    _kill_at_random_moments(tmp_path, 25, seed=1)
