@@ -1,7 +1,7 @@
 """splitjax: decorate a JAX training step; it trains sharded on many devices with the same numbers.
 
-Importing it starts no JAX backend and imports neither Flax NNX nor Equinox: `splitjax.nnx` and `splitjax.equinox` are
-imported when they are first used.
+Importing it starts no JAX backend and imports neither Flax NNX nor Equinox: `splitjax.nnx` and `splitjax.equinox` are imported
+when they are first used. In a process that `splitjax launch` started, and in no other, it joins the run's other processes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from splitjax.parallelize import parallelize
 from splitjax.plan import Plan
 from splitjax.report.value import Report
 from splitjax.rules import Rule, RuleSet
+from splitjax.runtime.initialize import initialize, join_launched
 from splitjax.trace.dims import register_dims
 
 __version__ = "0.1.0"
@@ -29,12 +30,16 @@ __all__ = [
     "__version__",
     "global_batch",
     "grad",
+    "initialize",
     "parallelize",
     "register_dims",
     "value_and_grad",
 ]
 
 _ON_FIRST_USE = ("data", "equinox", "models", "nnx")
+
+
+join_launched()  # in a worker of `splitjax launch`, and nowhere else; touches no device
 
 
 def __getattr__(name: str) -> ModuleType:

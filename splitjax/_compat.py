@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax._src import distributed, source_info_util
+from jax._src import clusters, distributed, source_info_util, xla_bridge
 from jax._src.lax import lax as lax_internal
+from jax._src.lib import _jax
 from jax.extend import core as jex
 from jax.extend import random as jax_random
 from jax.interpreters import ad, batching, mlir, partial_eval
@@ -326,3 +327,32 @@ def serialized_modules(compiled: Any) -> list[bytes]:
 def as_weakly_typed(array: jax.Array) -> jax.Array:
     """The same array with a weak type, which promotes like a Python number."""
     return lax_internal._convert_element_type(array, array.dtype, weak_type=True)
+
+
+def detected_cluster() -> str | None:
+    """A name for the cluster manager that JAX finds this process to be started by, such as `slurm`; None if it finds none."""
+    found = (kind for kind in clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method and kind.is_env_present())
+    kind = next(found, None)
+    return None if kind is None else kind.name or kind.__name__
+
+
+def backend_started() -> bool:
+    """Whether a JAX backend is running, so that it is too late to join other processes."""
+    return xla_bridge.backends_are_initialized()
+
+
+def coordination_service(address: str, num_processes: int, heartbeat_seconds: int) -> Any:
+    """The service that `jax.distributed.initialize` connects to, listening on `address` (`host:port`) in this process.
+
+    Its processes are recoverable: one that leaves does not wait for the others, and does not take them along. Ends with its
+    `shutdown()`. Raises `RuntimeError` if it cannot listen there.
+    """
+    # XLA says on standard error, past any log level, that this is experimental.
+    with open(os.devnull, "w") as nowhere:
+        before = os.dup(2)
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            return _jax.get_distributed_runtime_service(address, num_processes, heartbeat_timeout=heartbeat_seconds, recoverable=True)
+        finally:
+            os.dup2(before, 2)
+            os.close(before)

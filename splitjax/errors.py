@@ -87,5 +87,9 @@ class CheckpointError(SplitjaxError, RuntimeError):
     """A checkpoint that cannot be written, is damaged, or belongs to another model."""
 
 
+class LaunchError(SplitjaxError, RuntimeError):
+    """Processes that cannot be started, joined, or given a network of their own."""
+
+
 class UnavailableError(SplitjaxError, NotImplementedError):
     """A documented option whose implementation is not part of this version."""

@@ -17,6 +17,7 @@ from rich.text import Text
 from splitjax.cli._train_options import expand_config
 from splitjax.cli.demo import Demo
 from splitjax.cli.doctor import Doctor
+from splitjax.cli.launch import Launch
 from splitjax.cli.lint import Lint
 from splitjax.cli.plan import ShowPlan
 from splitjax.cli.report import ShowReport
@@ -31,6 +32,7 @@ Command = (
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[ShowPlan, tyro.conf.subcommand("plan")]
     | Annotated[ShowReport, tyro.conf.subcommand("report")]
+    | Annotated[Launch, tyro.conf.subcommand("launch")]
     | Annotated[Lint, tyro.conf.subcommand("lint")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )

@@ -1,0 +1,94 @@
+"""`splitjax launch`: start the processes of a run on this machine, and watch them."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import signal
+import sys
+from types import FrameType
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from splitjax.cli._options import Traceback
+from splitjax.runtime import launch
+from splitjax.runtime import output as launch_output
+
+_TICK_SECONDS = 0.2
+# A terminal that closes (SIGHUP) counts too, except under nohup.
+_STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch(Traceback):
+    """Start a program as several processes that train together: splitjax launch -n 4 -- python train.py
+
+    Each process that imports splitjax joins the run. Ctrl-C and SIGTERM ask all of them to save and exit; a second Ctrl-C kills.
+    The exit status is 0, the failed worker's (128 and the signal's number, if one killed it), or 130 and 143 after Ctrl-C and SIGTERM.
+    """
+
+    command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND [ARGUMENT ...]")] = ()
+    """What to start, behind two dashes."""
+    num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
+    """How many worker processes."""
+    restarts: int = 0
+    """After a failure start all workers again, up to so many times."""
+    threads: int | None = None
+    """Threads of each worker's XLA on CPU; as many as there are cores if not given."""
+    devices_per_process: int | None = None
+    """Virtual CPU devices of each worker."""
+    gpus_per_process: int | None = None
+    """Worker r sees so many GPUs, from number r times so many on; every worker sees all of them if not given."""
+    log_dir: pathlib.Path | None = None
+    """Write what each worker prints into a file here too, one per worker and attempt."""
+    grace_seconds: float = 2.0
+    """How long the others may go on after a worker has failed."""
+    stop_timeout_seconds: float = 120.0
+    """How long workers may take to save and exit after Ctrl-C or SIGTERM, before they are killed."""
+    exit_timeout_seconds: float | None = None
+    """How long workers may go on after the first has ended well; for ever if not given."""
+    heartbeat_seconds: int = 100
+    """A worker that cannot reach the coordinator for so long ends itself."""
+
+    def run(self, console: Console) -> int:
+        signals: list[int] = []
+        before = _listen(signals)
+        try:
+            options = {field.name: getattr(self, field.name) for field in dataclasses.fields(launch.LaunchConfig)}
+            out = launch_output.Console(sys.stdout, sys.stderr)
+            run = launch.start(launch.LaunchConfig(**options), self.command, console=out)
+            num_seen = 0
+            while (outcome := run.wait(_TICK_SECONDS)) is None:
+                if num_seen < len(signals):
+                    _pass_on(run, signals, out)
+                    num_seen = len(signals)
+            return outcome.status
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _listen(signals: list[int]) -> dict[int, object]:
+    """Notes signals in a list from now on; returns the handlers that were there before."""
+
+    def note(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+
+    numbers = [getattr(signal, name) for name in _STOP_SIGNALS if hasattr(signal, name)]
+    hang_up = getattr(signal, "SIGHUP", None)
+    return {
+        number: signal.signal(number, note)
+        for number in numbers
+        if not (number == hang_up and signal.getsignal(number) == signal.SIG_IGN)
+    }
+
+
+def _pass_on(run: launch.Run, signals: list[int], out: launch_output.Console) -> None:
+    if signals.count(signal.SIGINT) > 1:
+        out.say("killing all workers")
+        run.kill()
+    else:
+        out.say(f"asking all workers to save and exit (up to {run.config.stop_timeout_seconds:g} s; Ctrl-C again kills them)")
+        run.stop(signals[0])

@@ -1,0 +1,143 @@
+"""How a launched run went: every worker's end, every attempt, the exit status; and the words for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+SIGNAL_STATUS = 128  # what shells add to the number of a signal
+LEFT_ON_SIGTERM = SIGNAL_STATUS + signal.SIGTERM
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerExit:
+    """How one worker ended.
+
+    - `rank`: its process id in the run.
+    - `code`: its exit code; for a signal the signal's number, negative.
+    - `seconds`: after the start of its attempt.
+    - `killed`: whether the launcher killed it.
+    - `last_lines`: the last of what it wrote, standard output and standard error together.
+    """
+
+    rank: int
+    code: int
+    seconds: float
+    killed: bool
+    last_lines: tuple[str, ...] = ()
+
+    @property
+    def status(self) -> int:
+        """The code as shells have it: 128 and the number of the signal."""
+        return self.code if self.code >= 0 else SIGNAL_STATUS - self.code
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the worker ended by itself, and neither well nor because it was asked to."""
+        return not self.killed and self.code not in (0, LEFT_ON_SIGTERM)
+
+    def __str__(self) -> str:
+        if self.killed:
+            return "killed by the launcher"
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        name = signal_name(-self.code)
+        return f"killed by {name}" + (" (by hand, or by the system when memory runs out)" if name == "SIGKILL" else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """One start of all workers, until the last of them ended.
+
+    - `number`: from 0.
+    - `started_unix_seconds`: when all workers had been started.
+    - `failed_unix_seconds`: when the first failure was noticed; None if none was.
+    - `exits`: the workers in the order in which they left.
+    - `failed`: the worker whose failure ended the attempt; None if none failed.
+    - `reason`: why the launcher ended the attempt; empty if it did not have to.
+    """
+
+    number: int
+    started_unix_seconds: float
+    failed_unix_seconds: float | None
+    exits: tuple[WorkerExit, ...]
+    failed: WorkerExit | None
+    reason: str = ""
+
+    @property
+    def left_on_sigterm(self) -> WorkerExit | None:
+        """The first worker that says by its exit code that it stopped because of a SIGTERM."""
+        return next((end for end in self.exits if end.code == LEFT_ON_SIGTERM), None)
+
+    @property
+    def status(self) -> int:
+        """The exit status of the attempt, had nobody asked it to stop."""
+        if self.failed is not None:
+            return self.failed.status
+        if self.left_on_sigterm is not None:
+            return LEFT_ON_SIGTERM
+        return next((end.status for end in self.exits if end.code), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What one worker's network device really carried, in bytes, over all attempts."""
+
+    rank: int
+    sent_bytes: int
+    received_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a launched run went.
+
+    - `attempts`: every start of the workers.
+    - `stop_signal`: the signal that the launcher was asked to stop with, if any.
+    - `traffic`: bytes per worker, in runs with a network of their own.
+    """
+
+    attempts: tuple[Attempt, ...]
+    stop_signal: int | None = None
+    traffic: tuple[Traffic, ...] = ()
+
+    @property
+    def status(self) -> int:
+        """The launcher's exit status: 0, the failed worker's, or 128 and the number of the signal that stopped the run."""
+        if self.stop_signal is not None:
+            return SIGNAL_STATUS + self.stop_signal
+        return self.attempts[-1].status
+
+
+def signal_name(number: int) -> str:
+    """`9` -> `SIGKILL`."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def failure_text(attempt: Attempt) -> str:
+    """What the launcher says about an attempt that failed: the worker, its last lines, and the others in brief."""
+    failed: Any = attempt.failed
+    before = [end for end in attempt.exits[: attempt.exits.index(failed)] if end.code == 0]
+    lines = [f"worker {failed.rank} failed after {failed.seconds:.1f} s: {failed}"]
+    if failed.last_lines:
+        lines += ["its last lines:", *(f"    {line}" for line in failed.last_lines)]
+    lines += [f"worker {end.rank} had left with exit code 0 {failed.seconds - end.seconds:.1f} s before" for end in before]
+    lines += [f"after it: {line}" for line in _in_brief([end for end in attempt.exits if end is not failed and end not in before])]
+    return "\n".join(lines)
+
+
+def unusual_text(attempt: Attempt) -> list[str]:
+    """Of an attempt that was asked to stop: the workers that did not simply do so."""
+    return _in_brief([end for end in attempt.exits if end.code not in (0, LEFT_ON_SIGTERM, -signal.SIGTERM)])
+
+
+def _in_brief(exits: Sequence[WorkerExit]) -> list[str]:
+    ranks: dict[str, list[int]] = {}
+    for end in exits:
+        ranks.setdefault(str(end), []).append(end.rank)
+    return [f"worker{'s' if len(some) > 1 else ''} {', '.join(map(str, sorted(some)))}: {how}" for how, some in ranks.items()]

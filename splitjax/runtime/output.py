@@ -1,0 +1,155 @@
+"""What the workers write: streamed line by line with the rank in front, kept for the report of a failure, written to files."""
+
+from __future__ import annotations
+
+import collections
+import os
+import pathlib
+import selectors
+import threading
+from collections.abc import Callable
+from typing import IO, TextIO
+
+from splitjax.errors import LaunchError
+
+NUM_LAST_LINES = 20
+# A line longer than this is shown in pieces.
+_MAX_LINE_BYTES = 1 << 16
+_COLOURS = (36, 33, 32, 35, 34, 31)
+
+
+class Console:
+    """Where the lines go: this process's two streams, by default, or nowhere (`None`)."""
+
+    def __init__(self, out: TextIO | None, err: TextIO | None):
+        self._streams = (out, err)
+        self._lock = threading.Lock()
+
+    def line(self, which: int, rank: int | None, text: str) -> None:
+        """Writes a line of worker `rank`, or the launcher's own, to stream 0 (output) or 1 (error)."""
+        stream = self._streams[which]
+        if stream is None:
+            return
+        mark = "[launch]" if rank is None else f"[{rank}]"
+        if stream.isatty() and not os.environ.get("NO_COLOR"):
+            mark = f"\x1b[{1 if rank is None else _COLOURS[rank % len(_COLOURS)]}m{mark}\x1b[0m"
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        with self._lock:
+            try:
+                stream.write(f"{mark} {text}\n".encode(encoding, "replace").decode(encoding))
+                stream.flush()
+            except (OSError, ValueError):  # nobody reads any more; the run goes on
+                self._streams = tuple(None if one is stream else one for one in self._streams)
+
+    def say(self, text: str) -> None:
+        """The launcher's own words, to standard error."""
+        for line in text.split("\n"):
+            self.line(1, None, line)
+
+
+class Output:
+    """Reads the workers' pipes in one thread, so that their lines come in the order in which they were written."""
+
+    def __init__(self, console: Console, log_dir: pathlib.Path | None, attempt: int):
+        self._console, self._log_dir, self._attempt = console, log_dir, attempt
+        self._selector = selectors.DefaultSelector()
+        self._partial: dict[int, bytearray] = {}
+        self._tails: dict[int, collections.deque[str]] = {}
+        self._open: collections.Counter[int] = collections.Counter()
+        self._logs: dict[int, IO[bytes]] = {}
+        self._thread = threading.Thread(target=self._read, name="splitjax-launch-output", daemon=True)
+        self._ended = threading.Event()
+
+    def add(self, rank: int, out: IO[bytes], err: IO[bytes]) -> None:
+        """Takes over a worker's two pipes. All of them, before `start`."""
+        self._tails[rank] = collections.deque(maxlen=NUM_LAST_LINES)
+        if self._log_dir is not None:
+            path = self._log_dir / f"worker-{rank}.attempt-{self._attempt}.log"
+            self._logs[rank] = open(path, "wb", buffering=0)
+        for which, pipe in enumerate((out, err)):
+            self._open[rank] += 1
+            self._partial[pipe.fileno()] = bytearray()
+            self._selector.register(pipe, selectors.EVENT_READ, self._taker(rank, which))
+
+    def add_notices(self, file: int, notice: Callable[[bool], None]) -> None:
+        """Takes over the pipe that tells when a worker leaves: `notice(True)` when it says so, `notice(False)` when its end of the
+        pipe is closed, which is when the other workers lose it."""
+        pipe = os.fdopen(file, "rb", buffering=0)
+        self._partial[pipe.fileno()] = bytearray()
+        self._selector.register(pipe, selectors.EVENT_READ, lambda line: notice(line is not None))
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def is_open(self, rank: int) -> bool:
+        """Whether some process of the worker may still write."""
+        return self._open[rank] > 0
+
+    def last_lines(self, rank: int) -> tuple[str, ...]:
+        return tuple(self._tails.get(rank, ()))
+
+    def finish(self, timeout_seconds: float) -> None:
+        """Waits for the end of all pipes; what hides from its process group can keep them open, hence the timeout."""
+        self._ended.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_seconds)
+        if not self._thread.is_alive():
+            self._selector.close()
+            for log in self._logs.values():
+                log.close()
+
+    def _taker(self, rank: int, which: int) -> Callable[[bytes | None], None]:
+        def take(line: bytes | None) -> None:
+            if line is None:
+                self._open[rank] -= 1
+                return
+            text = line.decode("utf-8", "replace").rstrip("\r")
+            self._tails[rank].append(text)
+            if rank in self._logs:
+                try:
+                    self._logs[rank].write(line + b"\n")
+                except OSError as error:  # a full disk must not stop what is training
+                    self._console.say(f"the log of worker {rank} ends here: {error.strerror}")
+                    self._logs.pop(rank).close()
+            self._console.line(which, rank, text)
+
+        return take
+
+    def _read(self) -> None:
+        while self._selector.get_map() and not (self._ended.is_set() and not any(self._open.values())):
+            for key, _ in self._selector.select(0.1):
+                self._read_from(key)
+        for key in list(self._selector.get_map().values()):
+            self._drop(key)
+
+    def _read_from(self, key: selectors.SelectorKey) -> None:
+        data = os.read(key.fd, _MAX_LINE_BYTES)
+        partial = self._partial[key.fd]
+        partial += data
+        *lines, rest = partial.split(b"\n")
+        if len(rest) >= _MAX_LINE_BYTES or (not data and rest):
+            lines, rest = [*lines, rest], bytearray()
+        self._partial[key.fd] = rest
+        for line in lines:
+            key.data(bytes(line))
+        if not data:
+            key.data(None)
+            self._drop(key)
+
+    def _drop(self, key: selectors.SelectorKey) -> None:
+        self._selector.unregister(key.fileobj)
+        key.fileobj.close()  # type: ignore[union-attr]
+
+
+def make_log_dir(path: pathlib.Path) -> pathlib.Path:
+    """The folder, made where it does not exist. Raises `LaunchError` where it cannot be written to."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(13, "it may not be written to")
+    except OSError as error:
+        raise LaunchError(
+            f"the folder for the workers' logs cannot be used: {error.strerror or error}", value=str(path), place="--log-dir",
+            remedy="give a folder that may be written to",
+        ) from error
+    return path
