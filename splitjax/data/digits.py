@@ -55,7 +55,7 @@ def load_digits(*, seed: int = 0, test_fraction: float = 0.2, image_size: int | 
         test={"image": images[test], "label": labels[test]},
         class_names=tuple("0123456789"),
         transform=Standardise((MEAN,) * images.shape[-1], (STD,) * images.shape[-1]),
-        augmentation=Augmentation(flip=False),
+        augmentation=Augmentation(crop_padding=max(1, images.shape[1] // 8), flip=False),
     )
 
 

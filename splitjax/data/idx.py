@@ -81,14 +81,14 @@ def load_idx(
             )
         splits[split] = {"image": images, "label": labels}
     mean, std = _moments(_open_images(files["train", "images"], None, None)[:_SAMPLE])
-    num_channels = splits["train"]["image"].shape[-1]
+    side, num_channels = splits["train"]["image"].shape[-2:]
     return Dataset(
         name=folder.resolve().name,
         train=splits["train"],
         test=splits["test"],
         class_names=tuple(map(str, range(num_classes))),
         transform=Standardise((mean,) * num_channels, (std,) * num_channels),
-        augmentation=Augmentation(flip=False),
+        augmentation=Augmentation(crop_padding=max(1, side // 8), flip=False),
     )
 
 

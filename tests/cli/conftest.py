@@ -23,7 +23,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> Iterator[Callable[
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("COLUMNS", "160")
     # Remembered, so that what a command sets is unset again.
-    for variable in ("XLA_FLAGS", "TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES"):
+    for variable in ("XLA_FLAGS", "TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES", "NPROC"):
         monkeypatch.setenv(variable, os.environ.get(variable, ""))
     before = {name: getattr(jax.config, name) for name in _SETTINGS}
 

@@ -1,0 +1,144 @@
+"""`splitjax train`: from options to a trained, tested, saved and resumed model."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from splitjax.cli._train_options import GROUPS, OptimizerOptions, expand_config
+from splitjax.cli._train_parts import learning_rates, optimizer, schedule
+from splitjax.errors import SplitjaxError
+from splitjax.runtime.metrics import read_metrics
+
+SMALL = "train --model mlp --features 32 16 --mesh data=2,model=4 --platform cpu --schedule constant --batch-size 32"
+
+
+def curve(path):
+    """Everything in the metrics but times."""
+    return [{name: value for name, value in row.items() if name not in ("seconds", "examples_per_second")} for row in read_metrics(path)]
+
+
+def test_a_run_trains_tests_and_writes_what_it_sees(run, tmp_path):
+    status, out, _ = run(f"{SMALL} --epochs 3 --metrics m.jsonl --csv m.csv --clip-norm 1 --weight-decay 0.01 --label-smoothing 0.1")
+    assert status == 0
+    assert "mlp, 2,778 parameters, on Dataset('digits', 1438 train, 359 test, 10 classes); mesh data=2 x model=4" in out
+    assert re.search(r"step 132: loss \d\.\d{4}, test accuracy \d\d\.\d\d%", out) and re.search(r"goodput \d+\.\d% of \d+ s", out)
+    rows = read_metrics(tmp_path / "m.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 133))
+    assert [row["step"] for row in rows if "eval_accuracy" in row] == [44, 88, 132]
+    assert rows[-1]["eval_accuracy"] > 0.5 and rows[-1]["loss"] < rows[0]["loss"]
+    assert len((tmp_path / "m.csv").read_text().splitlines()) == 133
+
+
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(run, tmp_path):
+    options = f"{SMALL} --dropout 0.2 --augment --evaluate-every 7"
+    assert run(f"{options} --steps 60 --metrics whole.jsonl")[0] == 0
+    status, out, _ = run(f"{options} --steps 50 --metrics parts.jsonl --checkpoint-dir saved --checkpoint-every 20")
+    assert status == 0 and "resumed" not in out
+    status, out, _ = run(f"{options} --steps 60 --metrics parts.jsonl --checkpoint-dir saved --checkpoint-every 20")
+    assert status == 0 and "resumed from the checkpoint of step 50" in out and "changed since: steps 50 -> 60" in out
+    whole, parts = curve(tmp_path / "whole.jsonl"), curve(tmp_path / "parts.jsonl")
+    parts[49] = {name: value for name, value in parts[49].items() if not name.startswith("eval_")}  # the test at its first end
+    assert parts == whole
+    status, out, _ = run(f"{options} --steps 60 --checkpoint-dir saved")
+    assert status == 0 and "the run is complete: it has 60 of 60 steps" in out
+
+
+def test_a_run_resumes_on_another_mesh_to_the_same_numbers(run, tmp_path):
+    assert run(f"{SMALL} --steps 20 --metrics whole.jsonl")[0] == 0
+    assert run(f"{SMALL} --steps 10 --checkpoint-dir saved")[0] == 0
+    status, out, _ = run(
+        f"{SMALL.replace('data=2,model=4', 'data=4')} --steps 20 --rules data_parallel --metrics m.jsonl --checkpoint-dir saved"
+    )
+    assert status == 0 and "mesh data=2,model=4 -> data=4" in out
+    other = curve(tmp_path / "m.jsonl")
+    np.testing.assert_allclose(
+        [row["loss"] for row in other], [row["loss"] for row in curve(tmp_path / "whole.jsonl")[10:]], rtol=1e-5
+    )
+
+
+def test_another_run_s_checkpoints_are_refused(run):
+    assert run(f"{SMALL} --steps 2 --checkpoint-dir saved")[0] == 0
+    for changes, said in (
+        ("--batch-size 16", "--batch-size 32"), ("--seed 1", "--seed 0"), ("--augment", "--augment False"),
+        ("--features 32 8", "dense2/bias: saved .*wanted"), ("--optimizer sgd", "another state"),
+    ):
+        status, _, err = run(f"{SMALL} --steps 4 --checkpoint-dir saved {changes}")
+        assert status == 2 and re.search(said, err) and "remedy" in err
+
+
+def test_text_trains_a_transformer_in_bfloat16(run, tmp_path):
+    (tmp_path / "corpus.txt").write_text("the cat sat on the mat and the dog sat on the cat\n" * 200)
+    status, out, _ = run(
+        "train --model transformer --data text --data-dir corpus.txt --seq-len 8 --d-model 32 --num-layers 1 --num-heads 2 --steps 12 "
+        "--mesh data=2,model=2 --rules megatron --platform cpu --batch-size 16 --precision bfloat16 --microbatches 2 --metrics m.jsonl"
+    )
+    assert status == 0 and "9 classes" in out
+    rows = read_metrics(tmp_path / "m.jsonl")
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--data text", "mlp reads images"),
+        ("--model transformer", "transformer reads text"),
+        ("--data cifar10 --data-dir nowhere", "nowhere"),
+        ("--epochs 0", "--epochs must be above 0"),
+        ("--batch-size 4000", "do not fill one batch"),
+        ("--width 2", "no such option"),
+        ("--tensorboard board --metrics .", "cannot be written"),
+    ],
+)
+def test_mistakes_are_short_and_exit_with_2(run, options, said):
+    status, _, err = run(f"{SMALL} --steps 1 {options}")
+    assert status == 2 and said in err and "remedy" in err
+
+
+def test_a_file_gives_options_and_the_command_line_overrides_them(run, tmp_path):
+    (tmp_path / "run.toml").write_text(
+        'mesh = "data=2,model=4"\nplatform = "cpu"\n[model]\nmodel = "mlp"\nfeatures = [8]\n[training]\nsteps = 3\n[data]\nbatch_size = 8\naugment = true\n'
+    )
+    status, out, _ = run("train --config run.toml --batch-size 16")
+    assert status == 0 and "mlp, 610 parameters" in out and "3 steps of 16 examples" in out
+    assert expand_config(["--config=run.toml"])[-3:] == ["--batch-size", "8", "--augment"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("batchsize = 8", "did you mean batch_size?"), ("[data]\nsteeps = 3", "did you mean steps?"), ("augment = 1", "true or false"),
+     ("batch_size = true", "another kind"), ("= 3", "cannot be read")],
+)  # fmt: skip
+def test_a_file_of_options_with_a_mistake(run, tmp_path, text, said):
+    (tmp_path / "run.toml").write_text(text)
+    status, _, err = run("train --config run.toml")
+    assert status == 2 and said in err
+    with pytest.raises(SplitjaxError):
+        expand_config(["--config", str(tmp_path / "run.toml")])
+
+
+def test_every_option_has_a_name_of_its_own_and_a_text(run):
+    names = [field.name for group in GROUPS.values() for field in dataclasses.fields(group)]
+    assert len(names) == len(set(names))
+    status, out, _ = run("train --help")
+    assert status == 0 and all(f"--{name.replace('_', '-')}" in out for name in names) and "data options" in out
+
+
+@pytest.mark.parametrize(("name", "middle", "end"), [("constant", 1.0, 1.0), ("cosine", 0.5, 0.0), ("linear", 0.5, 0.0), ("step", 0.1, 0.01)])
+def test_schedules_warm_up_and_fall(name, middle, end):
+    rates = learning_rates(schedule(OptimizerOptions(learning_rate=1.0, schedule=name, warmup_steps=10), 110), 110)
+    assert rates.shape == (110,) and rates[0] == 0 and rates[5] == pytest.approx(0.5)
+    assert rates[10] == pytest.approx(1.0) and rates[61] == pytest.approx(middle, abs=0.02) and rates[-1] == pytest.approx(end, abs=0.02)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "momentum", "adafactor"])
+def test_decay_spares_biases(name):
+    params = {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}
+    zero = {"kernel": jnp.zeros((4, 4)), "bias": jnp.zeros(4)}
+    made = optimizer(OptimizerOptions(optimizer=name, weight_decay=0.1), lambda step: 0.1)
+    updates, _ = made.update(zero, made.init(params), params)
+    assert float(jnp.abs(updates["kernel"]).sum()) > 0 and float(jnp.abs(updates["bias"]).sum()) == 0
