@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 import signal
 import sys
@@ -11,10 +12,14 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
+from rich.table import Table
 
+from splitjax.cli._model_command import write_file
 from splitjax.cli._options import Traceback
+from splitjax.errors import LaunchError
 from splitjax.runtime import launch
 from splitjax.runtime import output as launch_output
+from splitjax.runtime.outcome import Traffic
 
 _TICK_SECONDS = 0.2
 # A terminal that closes (SIGHUP) counts too, except under nohup.
@@ -51,8 +56,18 @@ class Launch(Traceback):
     """How long workers may go on after the first has ended well; for ever if not given."""
     heartbeat_seconds: int = 100
     """A worker that cannot reach the coordinator for so long ends itself."""
+    bandwidth: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None
+    """Put each worker into a network of its own behind a link of this rate, such as 200mbit or 1gbit (Linux, root), and report the bytes
+    that it really sent."""
+    network_json: pathlib.Path | None = None
+    """Write these bytes to this file too."""
 
     def run(self, console: Console) -> int:
+        if self.network_json is not None and self.bandwidth is None:
+            raise LaunchError(
+                "without --bandwidth workers talk over the loopback, and nothing is counted", value=str(self.network_json),
+                place="--network-json", remedy="add --bandwidth, or leave --network-json out",
+            )
         signals: list[int] = []
         before = _listen(signals)
         try:
@@ -64,10 +79,23 @@ class Launch(Traceback):
                 if num_seen < len(signals):
                     _pass_on(run, signals, out)
                     num_seen = len(signals)
+            if run.network is not None:
+                self._report(outcome.traffic, run.network.bits_per_second)
             return outcome.status
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _report(self, traffic: tuple[Traffic, ...], bits_per_second: int) -> None:
+        table = Table("worker", "sent (bytes)", "received (bytes)", title=f"network, {self.bandwidth} a link", title_justify="left")
+        for column in table.columns:
+            column.justify = "right"
+        for one in traffic:
+            table.add_row(str(one.rank), f"{one.sent_bytes:,}", f"{one.received_bytes:,}")
+        Console(stderr=True).print(table, highlight=False)
+        if self.network_json is not None:
+            value = {"bits_per_second": bits_per_second, "workers": [dataclasses.asdict(one) for one in traffic]}
+            write_file(self.network_json, json.dumps(value, indent=1), "--network-json")
 
 
 def _listen(signals: list[int]) -> dict[int, object]:

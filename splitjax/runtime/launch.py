@@ -17,10 +17,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from signal import SIGKILL, SIGTERM
+from typing import Any
 
 from splitjax.errors import LaunchError
 from splitjax.runtime import workers as processes
-from splitjax.runtime.initialize import DEFAULT_HEARTBEAT_SECONDS
+from splitjax.runtime.initialize import DEFAULT_HEARTBEAT_SECONDS, NETWORK_DEVICE
+from splitjax.runtime.network import DEVICE, Network, parse_bandwidth
 from splitjax.runtime.outcome import LEFT_ON_SIGTERM, Attempt, Outcome, failure_text, signal_name, unusual_text
 from splitjax.runtime.output import Console, Output, make_log_dir
 from splitjax.runtime.watch import Event, Watch
@@ -49,6 +51,7 @@ class LaunchConfig:
     - `stop_timeout_seconds`: how long workers may take to save and exit when asked to stop.
     - `exit_timeout_seconds`: how long workers may go on after the first has ended well; for ever if not given.
     - `heartbeat_seconds`: a worker that cannot reach the coordinator for so long ends itself.
+    - `bandwidth`: the rate of each worker's link, such as `200mbit`, in a network of its own; the machine's loopback if not given.
     """
 
     num_processes: int = 1
@@ -61,6 +64,7 @@ class LaunchConfig:
     stop_timeout_seconds: float = 120.0
     exit_timeout_seconds: float | None = None
     heartbeat_seconds: int = DEFAULT_HEARTBEAT_SECONDS
+    bandwidth: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("num_processes", 1), ("restarts", 0), ("threads", 1), ("devices_per_process", 1), ("gpus_per_process", 1),
@@ -94,6 +98,7 @@ class Run:
     """Processes that were started, and the thread that watches them.
 
     - `workers`: those of the attempt that runs; `workers[i].pid`.
+    - `network`: theirs, in runs with a bandwidth: `network.set_link(i, up=False)` cuts worker `i` off.
     """
 
     def __init__(self, config: LaunchConfig, command: tuple[str, ...], base: Mapping[str, str], console: Console):
@@ -106,6 +111,7 @@ class Run:
         self._started = threading.Event()
         # One thread starts all workers of all attempts: the kernel kills a worker with the thread that started it.
         self._thread = threading.Thread(target=self._main, name="splitjax-launch", daemon=True)
+        self.network = None if config.bandwidth is None else Network(config.num_processes, parse_bandwidth(config.bandwidth))
         self._thread.start()
         self._started.wait()
         if self._error is not None:
@@ -141,11 +147,13 @@ class Run:
                 attempts.append(self._attempt(len(attempts), guard, attempts[-1].failed_unix_seconds if attempts else None))
                 if not self._again(attempts[-1]):
                     break
-            self._outcome = Outcome(tuple(attempts), self._stop_signal)
+            self._outcome = Outcome(tuple(attempts), self._stop_signal, self.network.traffic() if self.network else ())
         except BaseException as error:  # handed to whoever waits
             self._error = error
         finally:
             guard.close()
+            if self.network is not None:
+                self.network.close()
             self._started.set()
 
     def _again(self, attempt: Attempt) -> bool:
@@ -172,7 +180,7 @@ class Run:
 
     def _attempt(self, number: int, guard: processes.Guard, failed_unix_seconds: float | None) -> Attempt:
         config = self.config
-        coordinator = processes.Coordinator(LOOPBACK, config.num_processes, config.heartbeat_seconds)
+        coordinator = self._coordinator()
         output = Output(self._console, config.log_dir, number)
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         watch = Watch(config, output)
@@ -202,16 +210,25 @@ class Run:
             coordinator.close()
         return watch.attempt(number, stopped=self._stop_signal is not None)
 
+    def _coordinator(self) -> processes.Coordinator:
+        config, network = self.config, self.network
+        listen = lambda host: processes.Coordinator(host, config.num_processes, config.heartbeat_seconds)
+        return listen(LOOPBACK) if network is None else network.call(0, lambda: listen(network.address(0)))
+
     def _spawn(self, rank: int, coordinator: processes.Coordinator, attempt: int, failed_unix_seconds: float | None, output: Output,
                events: queue.SimpleQueue[Event]) -> Worker:
         exit_reader, exit_writer = os.pipe()
-        output.add_notices(exit_reader, lambda said: events.put(Event(rank, time.monotonic(), announced=said)))
+        output.add_notices(exit_reader, lambda said, now: events.put(Event(rank, now, announced=said)))
         values = processes.environment(
             self.config, rank, coordinator=coordinator.address, attempt=attempt, failed_unix_seconds=failed_unix_seconds,
             exit_file=exit_writer, base=self._base,
         )
+        inside: dict[str, Any] = {}
+        if self.network is not None:
+            values[NETWORK_DEVICE] = DEVICE
+            inside = {"enter": self.network.enter(rank), "enter_files": [self.network.file(rank)], "address": self.network.address(rank)}
         try:
-            worker = processes.spawn(rank, self._command, values, exit_file=exit_writer)
+            worker = processes.spawn(rank, self._command, values, exit_file=exit_writer, **inside)
         finally:
             os.close(exit_writer)
         output.add(rank, worker.out, worker.err)

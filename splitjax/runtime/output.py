@@ -7,6 +7,7 @@ import os
 import pathlib
 import selectors
 import threading
+import time
 from collections.abc import Callable
 from typing import IO, TextIO
 
@@ -59,6 +60,7 @@ class Output:
         self._logs: dict[int, IO[bytes]] = {}
         self._thread = threading.Thread(target=self._read, name="splitjax-launch-output", daemon=True)
         self._ended = threading.Event()
+        self._now = 0.0
 
     def add(self, rank: int, out: IO[bytes], err: IO[bytes]) -> None:
         """Takes over a worker's two pipes. All of them, before `start`."""
@@ -71,12 +73,12 @@ class Output:
             self._partial[pipe.fileno()] = bytearray()
             self._selector.register(pipe, selectors.EVENT_READ, self._taker(rank, which))
 
-    def add_notices(self, file: int, notice: Callable[[bool], None]) -> None:
-        """Takes over the pipe that tells when a worker leaves: `notice(True)` when it says so, `notice(False)` when its end of the
-        pipe is closed, which is when the other workers lose it."""
+    def add_notices(self, file: int, notice: Callable[[bool, float], None]) -> None:
+        """Takes over the pipe that tells when a worker leaves: `notice(True, now)` when it says so, `notice(False, now)` when its end
+        of the pipe is closed, which is when the other workers lose it. `now`: monotonic, the same for what was seen at once."""
         pipe = os.fdopen(file, "rb", buffering=0)
         self._partial[pipe.fileno()] = bytearray()
-        self._selector.register(pipe, selectors.EVENT_READ, lambda line: notice(line is not None))
+        self._selector.register(pipe, selectors.EVENT_READ, lambda line: notice(line is not None, self._now))
 
     def start(self) -> None:
         self._thread.start()
@@ -117,7 +119,9 @@ class Output:
 
     def _read(self) -> None:
         while self._selector.get_map() and not (self._ended.is_set() and not any(self._open.values())):
-            for key, _ in self._selector.select(0.1):
+            ready = self._selector.select(0.1)
+            self._now = time.monotonic()
+            for key, _ in ready:
                 self._read_from(key)
         for key in list(self._selector.get_map().values()):
             self._drop(key)
