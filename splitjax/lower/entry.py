@@ -181,7 +181,7 @@ def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> Layout:
     arguments = graph, plan.leaves, plan.mesh, plan.batch_axes, plan.replicated_batch
     exchanges = derive_exchanges(*arguments)
     sums = derive_scatters(*arguments, exchanges)
-    return Layout.of(mesh, (*plan.constraints, *pin_gradients(graph, plan.leaves)), sums, weight_uses(*arguments))
+    return Layout.of(mesh, (*plan.constraints, *pin_gradients(graph, plan.leaves)), sums, weight_uses(*arguments), names={use.site: use.layer for use in graph.uses})
 
 
 def _compile(recipe: Recipe, mesh: Mesh, bound: Bound, jaxpr, result, matched, plan: Plan, hook: BoundaryHook, layout: Layout):

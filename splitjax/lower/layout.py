@@ -8,6 +8,7 @@ remat) only where a constraint lies inside it, so that derivative rules, policie
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from splitjax import _compat
 from splitjax.lower import gradient
 from splitjax.lower.exchange import Exchange, WeightUse
-from splitjax.lower.groups import Copies, Where, evaluate_product, fits
+from splitjax.lower.groups import Copies, Where, evaluate_product, fits, scope
 from splitjax.lower.scatter import Scatter, Summed
 from splitjax.lower.scattering import evaluate_scatter, evaluate_summed
 from splitjax.plan import Constraint, Spec
@@ -39,11 +40,13 @@ class Layout:
     sums: Mapping[Site, Scatter | Summed] = dataclasses.field(default_factory=dict)
     uses: tuple[WeightUse, ...] = ()
     manual: tuple[str, ...] = ()  # the axes of a surrounding shard_map: shardings refer to the mesh in context
+    names: Mapping[Site, str] = dataclasses.field(default_factory=dict)  # layers of products, for profiles
     rematerialised: bool = False  # inside a function that the backward pass runs again
 
     @classmethod
     def of(
-        cls, mesh: Mesh, constraints: Sequence[Constraint], explicit: Sequence[Exchange | Scatter | Summed] = (), uses: Sequence[WeightUse] = ()
+        cls, mesh: Mesh, constraints: Sequence[Constraint], explicit: Sequence[Exchange | Scatter | Summed] = (), uses: Sequence[WeightUse] = (),
+        names: Mapping[Site, str] | None = None,
     ) -> Layout:
         by_site: dict[Site, list[Constraint]] = collections.defaultdict(list)
         for one in constraints:
@@ -52,7 +55,8 @@ class Layout:
         inside = frozenset(site[:depth] for site in sites for depth in range(1, len(site)))
         pinned = {site: tuple(found) for site, found in by_site.items()}
         exchanges = {one.site: one for one in explicit if isinstance(one, Exchange)}
-        return cls(mesh, pinned, inside, exchanges, {one.site: one for one in explicit if not isinstance(one, Exchange)}, tuple(uses))
+        sums = {one.site: one for one in explicit if not isinstance(one, Exchange)}
+        return cls(mesh, pinned, inside, exchanges, sums, tuple(uses), names=dict(names or {}))
 
     def without(self, manual: Sequence[str]) -> Layout:
         """The same layout for the inside of a `shard_map` that is manual over some axes: they do not occur in its constraints."""
@@ -108,7 +112,9 @@ def _run(
     for index, eqn in enumerate(inner.eqns):
         with _compat.equation_context(eqn):
             site = (*prefix, index) if sites is None else (*prefix, *sites[index])
-            results = _placed(layout, eqn, [read(a) for a in eqn.invars], site, boundary, copies)
+            layer = layout.names.get(site)
+            with contextlib.nullcontext() if layer is None else jax.named_scope(scope("layer", layer)):
+                results = _placed(layout, eqn, [read(a) for a in eqn.invars], site, boundary, copies)
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(a) for a in inner.outvars]
 

@@ -17,7 +17,7 @@ SKIPPED_STEPS = 3
 class Profile:
     """Traces `num_steps` steps into `folder`, after the first few that this process does; None traces nothing.
 
-    Operations carry the path of their layer's module (Flax Linen, Haiku), and splitjax's scopes where examples or weights cross
+    Products with weights carry their layer (`splitjax:layer:LAYER`), whatever library made it, and what crosses devices its scope
     (`splitjax:enter:LAYER`)."""
 
     folder: pathlib.Path | None = None
