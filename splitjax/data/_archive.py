@@ -31,7 +31,7 @@ def read_members(archive: pathlib.Path, wanted: Collection[str], *, max_bytes: i
     - `max_bytes`: of all that the archive unpacks to, wanted or not.
 
     Raises `DataError` for an archive that is damaged or ends early, that unpacks to more than `max_bytes`, or that holds a
-    link, a device, or a name that leads out of its folder, wanted or not; the offending member is named.
+    link, a device, a sparse file, or a name that leads out of its folder, wanted or not; the offending member is named.
     """
     place = str(archive)
     try:
@@ -79,6 +79,8 @@ def _check_member(member: tarfile.TarInfo, count: int, place: str) -> None:
         raise DataError(f"the archive has more than {_MAX_MEMBERS} members", place=place, remedy=_REMEDY)
     if not (member.isreg() or member.isdir()):
         raise DataError("the archive holds a link or a device", value=member.linkname or None, place=place, remedy=_REMEDY)
+    if member.issparse():  # its holes are in no archive, and fill any memory
+        raise DataError("the archive holds a sparse file", value=member.size, place=place, remedy=_REMEDY)
     try:
         tarfile.data_filter(member, os.curdir)
     except tarfile.FilterError as error:

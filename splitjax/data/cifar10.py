@@ -76,19 +76,18 @@ def load_cifar10(path: str | os.PathLike, *, verify: bool = True) -> Dataset:
 def open_records(files: list[pathlib.Path]) -> tuple[FileRows, np.ndarray]:
     """The images uint8[N, 32, 32, 3], which stay in the files, and labels int32[N] of binary files.
 
-    Every label is read and checked. Raises `DataError` for a file that is missing, empty, or not a whole number of records
-    (naming the byte at which the incomplete one starts), and for a label above 9 (naming its record, counted from 0).
+    The files are read through once, for their labels, which are checked. Raises `DataError` for a file that is missing, empty,
+    or not a whole number of records (naming the byte at which the incomplete one starts), and for a label above 9 (naming
+    its record, counted from 0).
     """
     parts, labels = [], []
     for file in files:
         try:
-            size = file.stat().st_size
-            num_records = _num_records(size, str(file))
-            # A copy of one byte in 3,073: the mapping ends here
-            stored = np.array(np.memmap(file, np.uint8, "r", shape=(num_records, RECORD_BYTES))[:, 0])
+            contents = np.fromfile(file, np.uint8)  # not kept: of each record one byte is
         except OSError as error:
-            raise DataError(f"the CIFAR-10 file cannot be read: {error.strerror or error}", place=str(file), remedy=_UNPACK) from error
-        labels.append(_checked_labels(stored, str(file), RECORD_BYTES))
+            raise _unreadable(file, error) from error
+        num_records = _num_records(contents.size, str(file))
+        labels.append(_checked_labels(contents[::RECORD_BYTES], str(file), RECORD_BYTES))
         parts.append(Part(file, 0, num_records))
     images = FileRows(parts, row_bytes=RECORD_BYTES, row_shape=(32, 32, 3), decode=lambda records: _as_images(records[:, 1:]))
     return images, np.concatenate(labels)
@@ -100,7 +99,7 @@ def _read_pickles(files: list[pathlib.Path]) -> tuple[np.ndarray, np.ndarray]:
         try:
             contents[str(file)] = file.read_bytes()
         except OSError as error:
-            raise DataError(f"the CIFAR-10 file cannot be read: {error.strerror or error}", place=str(file), remedy=_UNPACK) from error
+            raise _unreadable(file, error) from error
     return _joined([_decode_pickle(data, place) for place, data in contents.items()])
 
 
@@ -182,6 +181,10 @@ def _find_files(path: pathlib.Path) -> tuple[pathlib.Path, tuple[str, ...]]:
     if not missing[best]:
         return best
     raise _missing(missing[best], str(best[0] if best[0].is_dir() else path))
+
+
+def _unreadable(file: pathlib.Path, error: OSError) -> DataError:
+    return DataError(f"the CIFAR-10 file cannot be read: {error.strerror or error}", place=str(file), remedy=_UNPACK)
 
 
 def _missing(names: list[str], place: str) -> DataError:

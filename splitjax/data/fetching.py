@@ -36,8 +36,8 @@ class Download:
 
     - `url`: `https:`, `http:` or `file:`.
     - `size_bytes`, `sha256`: of the file as it is downloaded.
-    - `files`: {name of a file to keep: its size in bytes, unpacked}. One file packed by gzip, or members of a tar archive, by
-      their last name.
+    - `files`: {name of a file to keep: its size in bytes, unpacked}: one file packed by gzip, or members of a tar archive, by
+      their last name, which may be smaller.
     - `member_folder`: the folder of the members in the archive; None: the file is no archive, only packed.
     """
 
@@ -108,7 +108,8 @@ def fetch(name: str, folder: str | os.PathLike, *, progress: Progress | None = N
     they were unpacked.
     """
     if name not in SOURCES:
-        raise DataError("no such data set to fetch", value=name, place="fetch, argument 'name'", remedy=f"choose one of {', '.join(SOURCES)}")
+        known = ", ".join(SOURCES)
+        raise DataError("no such data set to fetch", value=name, place="fetch, argument 'name'", remedy=f"choose one of {known}")
     return fetch_source(SOURCES[name], pathlib.Path(folder), progress=progress, timeout_seconds=timeout_seconds)
 
 
@@ -133,7 +134,9 @@ def fetch_source(source: Source, folder: pathlib.Path, *, progress: Progress | N
             _put_in_place(unpacked, target)
     except OSError as error:
         raise DataError(
-            f"the files cannot be written: {error.strerror or error}", place=str(folder), remedy="give a folder with room that may be written to"
+            f"the files cannot be written: {error.strerror or error}",
+            place=str(folder),
+            remedy="give a folder with room that may be written to",
         ) from error
     return target
 
@@ -212,7 +215,9 @@ def _unpack(download: Download, packed: pathlib.Path, folder: pathlib.Path) -> N
 
 def _not_expected(download: Download, reason: str) -> DataError:
     return DataError(
-        f"the archive does not unpack to what it should: {reason}", place=download.url, remedy="do not use it; report it if it is the official one"
+        f"the archive does not unpack to what it should: {reason}",
+        place=download.url,
+        remedy="do not use it; report it if it is the official one",
     )
 
 

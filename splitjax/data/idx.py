@@ -29,8 +29,10 @@ TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">
 SPLITS = {"train": "train", "test": "t10k"}
 FOLDER = "mnist"  # where `fetch` puts the official files
 _SAMPLE = 10_000  # images that mean and std are taken of
-_UNPACK = "give a folder with train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte, " \
+_UNPACK = (
+    "give a folder with train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte, "
     "or the same with .gz (splitjax.data.fetch('mnist', folder) downloads MNIST)"
+)
 _DAMAGED = "copy or download the file again"
 
 
@@ -59,8 +61,8 @@ def load_idx(
     training images, as they are in the file.
 
     Raises `DataError` for missing files, naming them all; for changed ones if `verify`; for a wrong magic number, type or
-    number of dims; for a file that is shorter or longer than its dims say (naming the byte where it ends); for as many
-    images as there are not labels; for a label that is no class (naming its place); and as `fit_images`.
+    number of dims; for a file that is shorter or longer than its dims say (naming the byte where it ends); for
+    numbers of images and labels that differ; for a label that is no class (naming its place); and as `fit_images`.
     """
     folder = pathlib.Path(path)
     if (folder / FOLDER).is_dir():
@@ -223,12 +225,16 @@ def _find_files(folder: pathlib.Path) -> dict[tuple[str, str], pathlib.Path]:
     found, missing = {}, []
     for split, prefix in SPLITS.items():
         for kind, num_dims in (("images", 3), ("labels", 1)):
-            files = [file for dash in "-." for file in folder.glob(f"*{prefix}-{kind}{dash}idx{num_dims}-ubyte*") if file.suffix in ("", ".gz", f".idx{num_dims}-ubyte")]
-            unpacked = [file for file in files if file.suffix != ".gz"]
-            files = unpacked or files  # the same file in both forms: the one that needs no unpacking
+            name = f"*{prefix}-{kind}[-.]idx{num_dims}-ubyte"
+            # where a file is there in both forms, the one that needs no unpacking
+            files = sorted(folder.glob(name)) or sorted(folder.glob(f"{name}.gz"))
             if len(files) > 1:
-                names = sorted(file.name for file in files)
-                raise DataError(f"several files of {split} {kind}", value=names, place=str(folder), remedy="leave one of them in the folder")
+                raise DataError(
+                    f"several files of {split} {kind}",
+                    value=[file.name for file in files],
+                    place=str(folder),
+                    remedy="leave one of them in the folder",
+                )
             if files:
                 found[split, kind] = files[0]
             else:

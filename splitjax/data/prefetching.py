@@ -82,7 +82,10 @@ def prefetch(iterator: Iterator[Any], place: Callable[[Any], Any], depth: int = 
     """
     if not is_whole(depth) or depth < 1:
         raise DataError(
-            "depth must be a whole number above 0", value=depth, place="prefetch, argument 'depth'", remedy="pass depth=2, or iterate plainly"
+            "depth must be a whole number above 0",
+            value=depth,
+            place="prefetch, argument 'depth'",
+            remedy="pass depth=2, or iterate plainly",
         )
     return Prefetch(iter(iterator), place, depth)
 

@@ -89,7 +89,9 @@ def _read_lines(file: pathlib.Path) -> list[str]:
         text = file.read_bytes().decode("utf-8")
     except OSError as error:
         raise DataError(
-            f"the text cannot be read: {error.strerror or error}", place=str(file), remedy="give a file, or a folder with train.txt and test.txt"
+            f"the text cannot be read: {error.strerror or error}",
+            place=str(file),
+            remedy="give a file, or a folder with train.txt and test.txt",
         ) from error
     except UnicodeDecodeError as error:
         raise DataError(

@@ -185,6 +185,13 @@ def test_an_archive_that_unpacks_to_too_much_is_refused(served, tmp_path):
     refused(offer(served, many), tmp_path, "more than 1000 members")
 
 
+def test_an_archive_with_a_file_of_holes_is_refused(served, tmp_path):
+    holes = tarfile.TarInfo(f"{FOLDER}/data_batch_1.bin")
+    sparse = {"major": "1", "minor": "0", "realsize": str(1 << 40), "name": holes.name}
+    holes.pax_headers = {f"GNU.sparse.{key}": value for key, value in sparse.items()}
+    refused(offer(served, archive((holes, b"0\n".ljust(512, b"\0")))), tmp_path, "a sparse file")
+
+
 def test_an_archive_that_is_none_or_lacks_a_file_is_refused(served, tmp_path):
     refused(offer(served, b"nothing of the kind"), tmp_path, "damaged archive")
     refused(offer(served, archive()[:-30]), tmp_path, "damaged archive")

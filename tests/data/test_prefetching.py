@@ -178,11 +178,12 @@ def test_the_time_waited_is_counted():
     with prefetch(slow(), lambda item: item) as batches:
         list(batches)
         assert 0.15 < batches.wait_seconds < 2
-    with prefetch(iter(range(4)), lambda item: item, depth=4) as batches:
+    with prefetch(iter(range(4)), lambda item: item, depth=5) as batches:
+        wait_until(lambda: not threads())
         for _ in range(4):
-            time.sleep(0.02)  # the consumer's own work is not waiting
+            time.sleep(0.05)  # the consumer's own work is not waiting
             next(batches)
-        assert batches.wait_seconds < 0.05
+        assert batches.wait_seconds < 0.1
 
 
 @pytest.mark.parametrize("depth", [0, -1, 1.5, None])

@@ -25,7 +25,7 @@ def both(tmp_path):
 
 @pytest.mark.parametrize(
     "key",
-    [0, -1, 8, slice(None), slice(2, 7, 3), slice(5, 5), [3, 3, -9, 8], np.array([], int), np.arange(9) % 2 == 0, np.array([[0, 8], [4, 3]])[0]],
+    [0, -1, 8, slice(None), slice(2, 7, 3), slice(5, 5), [3, 3, -9, 8], np.array([], int), np.arange(9) % 2 == 0],
 )
 def test_rows_are_those_of_an_array(both, key):
     rows, values = both

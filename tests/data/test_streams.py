@@ -129,7 +129,8 @@ def test_a_position_holds_whole_numbers(value):
 def test_a_data_sets_stream_is_augmented_only_when_asked():
     images = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 3), dtype=np.uint8)
     arrays = {"image": images, "label": np.arange(8, dtype=np.int32)}
-    dataset = data.Dataset("tiny", arrays, arrays, tuple("abcdefgh"), data.Standardise((0.5,) * 3, (0.2,) * 3), Augmentation(crop_padding=2))
+    standardise = data.Standardise((0.5,) * 3, (0.2,) * 3)
+    dataset = data.Dataset("tiny", arrays, arrays, tuple("abcdefgh"), standardise, Augmentation(crop_padding=2))
     ((position, plain),) = dataset.train_stream(8, seed=4, num_epochs=1)
     ((_, changed),) = dataset.train_stream(8, seed=4, num_epochs=1, augment=True)
     (expected,) = dataset.train_batches(8, seed=4)
