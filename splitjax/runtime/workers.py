@@ -81,8 +81,10 @@ def environment(config: Any, rank: int, *, coordinator: str, attempt: int, faile
         values[variables.FAILED_UNIX_SECONDS] = f"{failed_unix_seconds:.3f}"
     flags = values.get("XLA_FLAGS", "")
     if config.threads is not None:
-        eigen = "--xla_cpu_multi_thread_eigen=false " if config.threads == 1 else "--xla_cpu_multi_thread_eigen=true "
-        flags = f"{flags} {eigen}intra_op_parallelism_threads={config.threads}".strip()
+        # The size of XLA's thread pools. The flags alone no longer bound products of matrices (measured with jax 0.10.2).
+        values["NPROC"] = str(config.threads)
+        if config.threads == 1:
+            flags = f"{flags} --xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1".strip()
     if config.devices_per_process is not None:
         values["JAX_NUM_CPU_DEVICES"] = str(config.devices_per_process)
         flags = _DEVICE_COUNT_FLAG.sub("", flags).strip()  # JAX refuses both
