@@ -46,6 +46,22 @@ def test_the_quickstart_is_one_script(tmp_path):
     assert (tmp_path / "plan.json").is_file()
 
 
+def test_the_training_script_trains_and_resumes(tmp_path):
+    script = "".join(blocks("docs/training.md", "python"))
+    assert re.search(r"step 100 loss 0\.\d+", run_script(script, tmp_path))
+    longer = script.replace("num_steps=100", "num_steps=120")
+    assert re.search(r"step 120 loss 0\.\d+", run_script(longer, tmp_path))
+    assert (tmp_path / "run" / "120").is_dir()
+
+
+def test_the_options_file_of_the_docs_is_read(tmp_path):
+    from splitjax.cli._train_options import expand_config
+
+    (toml,) = blocks("docs/training.md", "toml")
+    (tmp_path / "run.toml").write_text(toml)
+    assert "--warmup-steps" in expand_config(["--config", str(tmp_path / "run.toml")])
+
+
 def test_the_rule_file_of_the_docs_is_the_rule_set_beside_it(tmp_path):
     (toml,) = blocks("docs/rules.md", "toml")
     (tmp_path / "mine.toml").write_text(toml)
