@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -97,6 +98,30 @@ def test_shapes_without_sharding_become_free_arrays_on_the_default_device(tmp_pa
         restored = checkpoints.restore(jax.eval_shape(lambda: state)).state
     assert_same(restored, state)
     jax.jit(lambda a, b: a + b)(restored["a"], jax.device_put(jnp.ones(3), jax.devices()[3]))  # not bound to a device
+
+
+def test_leaves_come_back_in_the_kind_that_is_asked_for(tmp_path):
+    with Checkpoints(CheckpointOptions(tmp_path)) as checkpoints:
+        checkpoints.save(1, {"count": 3, "rate": jnp.float32(0.1), "rows": jnp.arange(3)})
+        like = {"count": jax.ShapeDtypeStruct((), jnp.int32, weak_type=True), "rate": 0.0, "rows": np.zeros(3, np.int32)}
+        assert_same(checkpoints.restore(like).state, {"count": jnp.asarray(3), "rate": float(np.float32(0.1)), "rows": np.arange(3, dtype=np.int32)})
+
+
+def test_nnx_states_are_pytrees_like_any_other(tmp_path):
+    def make(seed):
+        model = nnx.BatchNorm(3, rngs=nnx.Rngs(seed))
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    model, optimizer = make(0)
+    model(jnp.arange(6.0).reshape(2, 3))  # moves the statistics
+    state = nnx.state((model, optimizer))
+    with Checkpoints(CheckpointOptions(tmp_path)) as checkpoints:
+        checkpoints.save(1, state)
+        abstract = nnx.state(nnx.eval_shape(lambda: make(1)))
+        restored = checkpoints.restore(abstract).state
+    assert_same(restored, state)
+    nnx.update((model, optimizer), restored)
+    assert float(model.mean[0]) != 0
 
 
 def test_a_resumed_run_equals_an_undisturbed_one(tmp_path):
