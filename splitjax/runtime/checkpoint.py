@@ -32,6 +32,7 @@ logger = logging.getLogger("splitjax")
 # Shares of the timeout after which writing, collecting the processes' reports, and sealing have failed: each leaves the next one
 # time, so that all processes know the end of a save when the timeout is over.
 _WRITTEN, _REPORTED, _SEALED = 0.8, 0.85, 0.95
+_GRACE_SECONDS = 1.0  # beyond the timeout, for the thread that noticed it to say so
 _DISK_FULL = ("No space left", "Disk quota exceeded", "File too large")
 
 
@@ -66,6 +67,7 @@ class Checkpoints:
         self._saved: set[int] = set()
         self._damaged: dict[int, str] = {}
         self._resumed_at: int | None = None
+        self._given_up: set[str] = set()
         self._is_closed = False
         self._at_close = contextlib.ExitStack()
         self._peers.decide(self._peers.new_topic(), self._open, self._seconds)
@@ -214,8 +216,12 @@ class Checkpoints:
 
     def _open(self) -> None:
         folders.prepare_folder(self._folder, read_only=self.options.read_only)
-        if not self.options.read_only and self._lock.acquire():
+        if self.options.read_only:
+            return
+        if self._lock.acquire():
             folders.remove_leftovers(self._folder)
+        else:
+            logger.warning("%s is in use by another run; read_only=True is for looking at it", self._folder)
 
     def _begin(self, step: int) -> str | None:
         """The name of the folder to write to; None when there is nothing to do."""
@@ -283,6 +289,8 @@ class Checkpoints:
             problem, remedy = error.message, error.remedy
         except Exception as error:  # nobody sees what a thread raises
             problem = f"{type(error).__name__}: {error}"
+        if save.topic in self._given_up:
+            return
         if problem is not None:
             self._failed(save.step, problem, remedy)
             return
@@ -317,10 +325,12 @@ class Checkpoints:
         """Waits for the save in progress, at most for its timeout. Raises nothing: a failure is on record."""
         if self._pending is None:
             return
-        (save, thread), self._pending = self._pending, None
-        # Sealing and removing are not interrupted, only given up on; a rename that comes too late is prevented by its deadline.
-        thread.join(max(0.0, self._deadline(save, 1.0) - time.monotonic()) + 1.0)
+        save, thread = self._pending
+        # A call of the file system cannot be interrupted, only given up on; should it end, its deadline prevents the rename.
+        thread.join(max(0.0, self._deadline(save, 1.0) - time.monotonic()) + _GRACE_SECONDS)
+        self._pending = None
         if thread.is_alive():
+            self._given_up.add(save.topic)
             self._failed(save.step, "the file system did not answer within the timeout", None)
 
     def _deadline(self, save: _Save, share: float) -> float:

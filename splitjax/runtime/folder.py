@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -33,9 +34,8 @@ def prepare_folder(folder: Path, *, read_only: bool) -> None:
     try:
         if not read_only:
             folder.mkdir(parents=True, exist_ok=True)
-            probe = folder / f".writable-{secrets.token_hex(4)}"
-            probe.touch()
-            probe.unlink()
+            if not os.access(folder, os.W_OK | os.X_OK):  # nothing is tried out: a disk that is full can still be restored from
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except (FileExistsError, NotADirectoryError):
         raise CheckpointError("the path of the checkpoints is a file, or lies below one", place=place, remedy="name a folder") from None
     except OSError as error:

@@ -62,8 +62,8 @@ class ArrayWriter:
 def read_arrays(folder: Path, saved: Sequence[Leaf], like: Any, wanted: Sequence[Leaf]) -> Any:
     """The state in the structure, kinds of leaves and shardings of `like`, whose description `wanted` is and agrees with `saved`.
 
-    A leaf of `like` that has a sharding comes back as a `jax.Array` in it; without one, as an uncommitted array on the default
-    device; numpy arrays and scalars and Python values as what they are.
+    A leaf of `like` that has a sharding comes back as a `jax.Array` in it; without one (or an array that is not committed to its
+    device), as an uncommitted array on the default device; numpy arrays and scalars and Python values as what they are.
     """
     by_path = {leaf.path: leaf for leaf in saved}
     targets, tree = jax.tree.flatten(like)
@@ -102,15 +102,20 @@ def _storable(value: Any) -> jax.Array | np.ndarray:
 
 
 def _sharding(target: Any) -> Any | None:
-    """The sharding for the stored array of a target; None to read it as a whole first."""
-    sharding = getattr(target, "sharding", None)
+    """The sharding that a target asks for. An array that is not committed, such as `jnp.zeros(3)`, asks for none: jit may move it."""
+    return target.sharding if getattr(target, "committed", True) and hasattr(target, "sharding") else None
+
+
+def _stored_sharding(target: Any) -> Any | None:
+    """The sharding for the array that is stored for a target; None to read it as a whole first."""
+    sharding = _sharding(target)
     if is_key(target) and not isinstance(sharding, (jax.sharding.NamedSharding, jax.sharding.SingleDeviceSharding)):
         return None  # these two also fit the key's data, which has one dim more
     return sharding
 
 
 def _restore_args(leaf: Leaf, target: Any) -> Any:
-    sharding = _sharding(target)
+    sharding = _stored_sharding(target)
     if sharding is None:
         return ocp.RestoreArgs(restore_type=np.ndarray)
     if is_key(target):
@@ -121,7 +126,7 @@ def _restore_args(leaf: Leaf, target: Any) -> Any:
 def _restored(leaf: Leaf, target: Any, array: Any) -> Any:
     if leaf.dtype == "str":
         return leaf.value
-    sharding = getattr(target, "sharding", None)
+    sharding = _sharding(target)
     if is_key(target):
         if array is None:  # no elements
             array = jax.random.key_data(jax.random.split(jax.random.key(0, impl=leaf.key_impl), leaf.shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -25,11 +26,16 @@ from tests.runtime.test_checkpoint_faults import no_file_beyond  # noqa: E402
 mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
+@functools.partial(jax.jit, out_shardings={
+    "split": NamedSharding(mesh, P("data", "model")), "copies": NamedSharding(mesh, P()), "keys": NamedSharding(mesh, P("data")),
+})
+def arrays_at(step):
+    return {"split": jnp.arange(64.0).reshape(8, 8) + step, "copies": jnp.arange(5, dtype=jnp.bfloat16) * step.astype(jnp.bfloat16),
+            "keys": jax.random.split(jax.random.key(step), 4)}
+
+
 def state_at(step):
-    shardings = {"split": NamedSharding(mesh, P("data", "model")), "copies": NamedSharding(mesh, P()), "keys": NamedSharding(mesh, P("data"))}
-    make = lambda step: {"split": jnp.arange(64.0).reshape(8, 8) + step, "copies": jnp.arange(5, dtype=jnp.bfloat16) * step,
-                         "keys": jax.random.split(jax.random.key(step), 4)}
-    return {**jax.jit(make, out_shardings=shardings)(step), "position": np.full(3, step), "count": step}
+    return {**arrays_at(np.int32(step)), "position": np.full(3, step), "count": step}
 
 
 def assert_same(found, expected):
@@ -82,6 +88,12 @@ with Checkpoints(CheckpointOptions(folder / "run", keep_last=2, keep_best=0, tim
     assert seconds < 10, seconds
     assert checkpoints.save(5, state_at(5), wait=True)
     assert checkpoints.steps() == (2, 5)
+
+# Folders that are not shared are noticed, not half used.
+with Checkpoints(CheckpointOptions(folder / f"own-{rank}", timeout_seconds=30)) as checkpoints:
+    message, _ = refusal(lambda: checkpoints.save(1, state_at(1), wait=True))
+    assert "process 1: sees no folder" in message, message
+    refusal(checkpoints.close)
 
 # A process that does not come: the other one is not kept beyond the timeout.
 with Checkpoints(CheckpointOptions(folder / "absent", timeout_seconds=2)) as checkpoints:

@@ -23,7 +23,8 @@ def assert_same(found, expected):
             continue
         assert one.dtype == other.dtype and one.shape == other.shape, path
         if isinstance(other, jax.Array):
-            assert one.sharding == other.sharding and getattr(one, "weak_type", False) == getattr(other, "weak_type", False), path
+            assert one.sharding == other.sharding and one.committed == other.committed, path
+            assert getattr(one, "weak_type", False) == getattr(other, "weak_type", False), path
         if jax.dtypes.issubdtype(other.dtype, jax.dtypes.prng_key):
             assert jax.random.key_impl(one) == jax.random.key_impl(other), path
             one, other = jax.random.key_data(one), jax.random.key_data(other)

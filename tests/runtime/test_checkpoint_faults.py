@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -191,6 +192,20 @@ def test_a_save_that_takes_too_long_fails_and_leaves_nothing(tmp_path):
     assert checkpoints.steps() == ()
     with pytest.raises(CheckpointError):
         checkpoints.close()
+
+
+def test_a_file_system_that_does_not_answer_is_given_up_on(tmp_path, monkeypatch):
+    seal = integrity.seal
+    with Checkpoints(CheckpointOptions(tmp_path, timeout_seconds=0.8)) as checkpoints:
+        monkeypatch.setattr(integrity, "seal", lambda *args: (time.sleep(3), seal(*args)))
+        started = time.monotonic()
+        with pytest.raises(CheckpointError, match="did not answer within the timeout"):
+            checkpoints.save(1, {"w": np.zeros(3)}, wait=True)
+        assert time.monotonic() - started < 2.5
+        monkeypatch.undo()
+        next(thread for thread in threading.enumerate() if thread.name == "checkpoint-1").join()
+        assert os.listdir(tmp_path) == [] and len(checkpoints.failures) == 1  # what came too late is not used
+        checkpoints.save(2, {"w": np.zeros(3)}, wait=True)
 
 
 @pytest.mark.slow
