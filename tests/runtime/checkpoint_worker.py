@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from splitjax.errors import CheckpointError  # noqa: E402
 from splitjax.runtime.checkpoint import CheckpointOptions, Checkpoints  # noqa: E402
-from tests.runtime.test_checkpoint_faults import no_file_beyond  # noqa: E402
+from tests.runtime.states import no_file_beyond  # noqa: E402
 
 mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 

@@ -1,10 +1,18 @@
-"""States for tests of checkpoints."""
+"""States and a full disk for tests of checkpoints. Imports no pytest: processes that are killed start faster."""
 
 from __future__ import annotations
+
+import contextlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+LIKE = {"w": jnp.zeros(1000), "position": np.zeros(3)}
+
+
+def state_at(step):
+    return {"w": jnp.arange(1000.0) * step, "position": np.full(3, float(step))}
 
 
 def filled(shape, value=0):
@@ -29,3 +37,16 @@ def assert_same(found, expected):
             assert jax.random.key_impl(one) == jax.random.key_impl(other), path
             one, other = jax.random.key_data(one), jax.random.key_data(other)
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes(), path
+
+
+@contextlib.contextmanager
+def no_file_beyond(num_bytes):
+    """As a disk that is full: longer writes fail (EFBIG)."""
+    import resource  # not on Windows
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import shutil
@@ -13,7 +12,6 @@ import threading
 import time
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,13 +19,7 @@ from splitjax.errors import CheckpointError
 from splitjax.runtime import folder as folders
 from splitjax.runtime import integrity
 from splitjax.runtime.checkpoint import CheckpointOptions, Checkpoints
-from tests.runtime.states import assert_same, filled
-
-LIKE = {"w": jnp.zeros(1000), "position": np.zeros(3)}
-
-
-def state_at(step):
-    return {"w": jnp.arange(1000.0) * step, "position": np.full(3, float(step))}
+from tests.runtime.states import LIKE, assert_same, filled, no_file_beyond, state_at
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -127,18 +119,6 @@ def test_a_folder_that_is_not_sealed_yet_is_no_checkpoint(tmp_path):
     assert folders.checkpoint_folders(tmp_path) == {3: tmp_path / "3"}
 
 
-@contextlib.contextmanager
-def no_file_beyond(num_bytes):
-    """As a disk that is full: longer writes fail (EFBIG)."""
-    resource = pytest.importorskip("resource")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 # Where the limit strikes: the arrays; only the files that are written after them.
 @pytest.mark.parametrize("state, extra", [({"w": np.random.default_rng(0).random(100_000)}, {}), ({"w": np.zeros(3)}, {"log": "x" * 100_000})])
 def test_a_failed_save_is_reported_and_cleaned_up_and_the_next_one_tries_again(tmp_path, caplog, state, extra):
@@ -188,24 +168,24 @@ def test_a_save_that_takes_too_long_fails_and_leaves_nothing(tmp_path):
     started = time.monotonic()
     with pytest.raises(CheckpointError, match="took longer than the timeout"):
         checkpoints.save(1, {"w": np.zeros(1_000_000)}, wait=True)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10
     assert checkpoints.steps() == ()
     with pytest.raises(CheckpointError):
         checkpoints.close()
 
 
 def test_a_file_system_that_does_not_answer_is_given_up_on(tmp_path, monkeypatch):
+    answered = threading.Event()
     seal = integrity.seal
-    with Checkpoints(CheckpointOptions(tmp_path, timeout_seconds=0.8)) as checkpoints:
-        monkeypatch.setattr(integrity, "seal", lambda *args: (time.sleep(3), seal(*args)))
-        started = time.monotonic()
-        with pytest.raises(CheckpointError, match="did not answer within the timeout"):
-            checkpoints.save(1, {"w": np.zeros(3)}, wait=True)
-        assert time.monotonic() - started < 2.5
-        monkeypatch.undo()
-        next(thread for thread in threading.enumerate() if thread.name == "checkpoint-1").join()
-        assert os.listdir(tmp_path) == [] and len(checkpoints.failures) == 1  # what came too late is not used
-        checkpoints.save(2, {"w": np.zeros(3)}, wait=True)
+    monkeypatch.setattr(integrity, "seal", lambda *args: (answered.wait(60), seal(*args)))
+    checkpoints = Checkpoints(CheckpointOptions(tmp_path, timeout_seconds=2))
+    with pytest.raises(CheckpointError, match="did not answer within the timeout"):
+        checkpoints.save(1, {"w": np.zeros(3)}, wait=True)
+    answered.set()
+    next(thread for thread in threading.enumerate() if thread.name == "checkpoint-1").join()
+    assert os.listdir(tmp_path) == [] and len(checkpoints.failures) == 1  # what came too late is not used
+    with pytest.raises(CheckpointError, match="did not answer within the timeout"):
+        checkpoints.close()
 
 
 @pytest.mark.slow
@@ -236,7 +216,7 @@ def test_a_disk_that_is_really_full(tmp_path):
 _TRAINER = """
 import sys
 from splitjax.runtime.checkpoint import CheckpointOptions, Checkpoints
-from tests.runtime.test_checkpoint_faults import LIKE, state_at
+from tests.runtime.states import LIKE, state_at
 import numpy as np
 
 with Checkpoints(CheckpointOptions(sys.argv[1])) as checkpoints:
@@ -262,24 +242,29 @@ def _kill_at_random_moments(folder, count, seed):
     rng = random.Random(seed)
     environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     reached = 0
-    for _ in range(count):
+    for number in range(count):
         trainer = subprocess.Popen(
             [sys.executable, "-c", _TRAINER, folder], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
+
+        def line(trainer=trainer):
+            text = trainer.stdout.readline()
+            assert text, trainer.stderr.read()
+            return text
+
         try:
-            first = trainer.stdout.readline()
-            assert first == "start\n", first + trainer.stderr.read()
-            if rng.random() < 0.7:  # while saving; otherwise while restoring
-                first = trainer.stdout.readline()
-                assert first.startswith("from "), first + trainer.stderr.read()
-                assert int(first.split()[1]) >= reached - 1, "a checkpoint that was complete is gone"
-            time.sleep(rng.random() * 0.5)
+            assert line() == "start\n"
+            if number == count - 1 or rng.random() < 0.7:  # while saving; otherwise while restoring
+                assert int(line().removeprefix("from ")) >= reached - 1, "a checkpoint that was complete is gone"
+                for _ in range(rng.randrange(1, 8)):
+                    reached = max(reached, int(line().removeprefix("saved ")))
+            time.sleep(rng.random() * 0.1)
         finally:
             trainer.send_signal(signal.SIGKILL)
             output, errors = trainer.communicate()
         assert trainer.returncode == -signal.SIGKILL, errors
         # A save begins when the one before it is complete.
-        reached = max([reached, *(int(line.split()[1]) for line in output.splitlines() if line.startswith("saved"))])
+        reached = max([reached, *(int(text.removeprefix("saved ")) for text in output.splitlines() if text.startswith("saved"))])
         with Checkpoints(CheckpointOptions(folder, read_only=True)) as checkpoints:
             for step in checkpoints.steps():
                 restored = checkpoints.restore(LIKE, step=step)
