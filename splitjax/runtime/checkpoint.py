@@ -89,13 +89,13 @@ class Checkpoints:
         last save failed.
 
         A damaged checkpoint of the same step is renamed (`300.damaged-1`) and kept. A good one stays: nothing is saved. After
-        `restore(..., step=...)` of an older checkpoint, though, the newer ones belong to a run that was given up: they are renamed
-        (`300.superseded-1`) at the first save.
+        `restore(..., step=...)` of an older checkpoint, though, those of this step and later ones belong to a run that was given up:
+        the first save renames them (`300.superseded-1`).
 
         **Arguments:**
 
         - `step`: 0 or more.
-        - `state`: any pytree of arrays, typed PRNG keys, numbers and strings. What is not a `jax.Array` is taken from process 0.
+        - `state`: any pytree of arrays, typed PRNG keys, numbers and strings. What is no global `jax.Array` is taken from process 0.
         - `extra`: JSON values: data position, schedule, identity of the run. Taken from process 0.
         - `metrics`: by which the best are kept.
         - `wait`: return when the checkpoint is complete, and raise if it fails.
@@ -145,7 +145,7 @@ class Checkpoints:
         self._require_open()
         self._join()
         step, skipped = self._peers.decide(self._peers.new_topic(), lambda: newest_good(self._folder), self._seconds)
-        self._damaged.update(dict(skipped))
+        self._note_damage(step, skipped)
         return step
 
     def restore(self, like: Any, step: int | None = None) -> Restored:
@@ -170,7 +170,7 @@ class Checkpoints:
         problem, cause = None, None
         try:
             description = Description.read(path / folders.DESCRIPTION)
-            about = integrity.read_about(path)
+            metrics = integrity.read_about(path)["metrics"]
             state = read_arrays(path / folders.STATE, description.leaves, like, wanted)
         except Exception as error:  # said to the other processes before it is raised: they would wait for this one
             problem, cause = _shorten(f"{type(error).__name__}: {error}"), error
@@ -180,11 +180,11 @@ class Checkpoints:
                 f"the checkpoint of step {chosen} is undamaged but cannot be read: {problem}", place=str(path),
                 remedy="see that all processes can read the folder, and that the state fits into memory",
             ) from cause
-        self._damaged.update(dict(skipped))
+        self._note_damage(chosen, skipped)
         self._resumed_at = chosen if step is not None else None
         for bad, damage in skipped:
             logger.warning("checkpoint of step %s is damaged and was skipped: %s", bad, damage)
-        return Restored(chosen, state, description.extra, about["metrics"], tuple(map(tuple, skipped)))
+        return Restored(chosen, state, description.extra, metrics, tuple(map(tuple, skipped)))
 
     def wait(self) -> None:
         """Waits for the save in progress. Raises `CheckpointError` if the last save failed."""
@@ -228,7 +228,7 @@ class Checkpoints:
         if self._lock.acquire():
             folders.remove_leftovers(self._folder)
         for other, path in folders.checkpoint_folders(self._folder).items():
-            is_given_up = self._resumed_at is not None and other > self._resumed_at
+            is_given_up = self._resumed_at is not None and other > self._resumed_at and other >= step
             if other != step and not is_given_up:
                 continue
             damage = self._damaged.get(other) or integrity.find_damage(path, digests=other not in self._saved)
@@ -329,9 +329,13 @@ class Checkpoints:
         # A call of the file system cannot be interrupted, only given up on; should it end, its deadline prevents the rename.
         thread.join(max(0.0, self._deadline(save, 1.0) - time.monotonic()) + _GRACE_SECONDS)
         self._pending = None
-        if thread.is_alive():
+        if thread.is_alive() and save.step not in self._saved:  # saved: it removes old checkpoints still
             self._given_up.add(save.topic)
             self._failed(save.step, "the file system did not answer within the timeout", None)
+
+    def _note_damage(self, good: int | None, skipped: Sequence[tuple[int, str]]) -> None:
+        self._damaged.update(dict(skipped))
+        self._damaged.pop(good, None)  # someone brought the files back
 
     def _deadline(self, save: _Save, share: float) -> float:
         return save.started + share * self._seconds

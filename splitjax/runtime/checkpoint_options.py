@@ -18,7 +18,7 @@ class CheckpointOptions:
 
     - `directory`: the folder, on a file system that all processes share. Made if missing. Other files in it are left alone.
     - `keep_last`: how many of the newest are kept, at least 1; None keeps all.
-    - `keep_best`: how many of the best are kept beside them.
+    - `keep_best`: how many of the best are kept, however old they are.
     - `best_metric`, `best_mode`: what is best: the name of a metric that `save` is given, and whether the smallest (`min`) or the
       largest (`max`) counts. Checkpoints without it, or with NaN, are kept by age only.
     - `timeout_seconds`: after this a save, and an answer of another process, has failed.
@@ -26,7 +26,7 @@ class CheckpointOptions:
     - `read_only`: only restores; nothing in the folder changes.
     """
 
-    directory: Path
+    directory: Path | str
     keep_last: int | None = 3
     keep_best: int = 1
     best_metric: str | None = "loss"

@@ -104,7 +104,7 @@ def find_damage(folder: Path, *, only: str | None = None, digests: bool = True) 
 
 
 def _digest(path: Path, *, durable: bool) -> tuple[int, str]:
-    with open(path, "rb") as file:
+    with open(path, "r+b" if durable else "rb") as file:  # Windows syncs only what it could write
         if durable:
             os.fsync(file.fileno())
         return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()

@@ -104,8 +104,8 @@ class Peers:
         try:
             return json.loads(self._client.blocking_key_value_get(key, milliseconds))
         except jax.errors.JaxRuntimeError as error:
-            first_line = str(error).splitlines()[0]
-            message = f"process {rank} did not answer in time" if "DEADLINE" in first_line else f"process {rank} cannot be reached: {first_line}"
+            reason = str(error).partition("\n")[0]
+            message = f"process {rank} " + ("did not answer in time" if "DEADLINE" in reason else f"cannot be reached: {reason}")
             raise CheckpointError(
                 message, remedy="see whether it still runs; a larger timeout_seconds if its storage is only slow",
             ) from error

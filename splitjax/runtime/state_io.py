@@ -97,8 +97,14 @@ def _storable(value: Any) -> jax.Array | np.ndarray:
     """A leaf as orbax writes it. Views of device memory need no copy: a buffer that the host looks at is not given away by donation
     (the runtime copies it then), which the tests watch. NumPy arrays can be changed in place by anyone."""
     if is_key(value):
-        return jax.random.key_data(value)
-    return value if isinstance(value, jax.Array) else np.array(value)
+        value = jax.random.key_data(value)
+    is_global = isinstance(value, jax.Array) and not _is_local(value)
+    return value if is_global else np.array(value)
+
+
+def _is_local(array_or_sharding: Any) -> bool:
+    """Whether an array of a run of several processes is this process's alone: orbax takes such ones for a mistake."""
+    return jax.process_count() > 1 and array_or_sharding.is_fully_addressable
 
 
 def _sharding(target: Any) -> Any | None:
@@ -109,6 +115,8 @@ def _sharding(target: Any) -> Any | None:
 def _stored_sharding(target: Any) -> Any | None:
     """The sharding for the array that is stored for a target; None to read it as a whole first."""
     sharding = _sharding(target)
+    if sharding is not None and _is_local(sharding):
+        return None
     if is_key(target) and not isinstance(sharding, (jax.sharding.NamedSharding, jax.sharding.SingleDeviceSharding)):
         return None  # these two also fit the key's data, which has one dim more
     return sharding

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from splitjax.errors import CheckpointError  # noqa: E402
 from splitjax.runtime.checkpoint import CheckpointOptions, Checkpoints  # noqa: E402
+from tests.runtime.states import assert_same as assert_local_same  # noqa: E402
 from tests.runtime.states import no_file_beyond  # noqa: E402
 
 mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -35,7 +36,8 @@ def arrays_at(step):
 
 
 def state_at(step):
-    return {**arrays_at(np.int32(step)), "position": np.full(3, step), "count": step}
+    local = {"here": jnp.arange(3.0) * step, "bound": jax.device_put(jnp.arange(2), jax.local_devices()[1]), "key": jax.random.key(step)}
+    return {**arrays_at(np.int32(step)), "position": np.full(3, step), "count": step, "local": local}
 
 
 def assert_same(found, expected):
@@ -44,6 +46,7 @@ def assert_same(found, expected):
         data = jax.random.key_data if name == "keys" else lambda array: array
         for one, other in zip(data(found[name]).addressable_shards, data(expected[name]).addressable_shards):
             assert np.asarray(one.data).tobytes() == np.asarray(other.data).tobytes(), name
+    assert_local_same(found["local"], expected["local"])
     assert (found["position"] == expected["position"]).all() and found["count"] == expected["count"]
 
 

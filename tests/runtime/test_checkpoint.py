@@ -37,7 +37,9 @@ def every_kind_of_leaf():
         "no_keys": jax.random.split(jax.random.key(0), 0), "mask": place(jnp.arange(8) % 3 == 0, ("data", "model")),
         "small": jnp.arange(-4, 4, dtype=jnp.int4), "eighth": jnp.arange(4, dtype=jnp.float8_e4m3fn), "empty": jnp.zeros((0, 3)),
         "weak": jnp.asarray(2.5), "replicated": place(jnp.arange(5.0)), "float64": np.arange(3) / 3, "scalar": np.float32(0.1),
-        "wide": np.float64(1 / 3), "count": 3, "rate": 0.1, "name": "x", "flag": True, "nothing": None, "list": [np.uint8(7), (np.int64(2**40),)],
+        "wide": np.float64(1 / 3), "count": 3, "rate": 0.1, "name": "x", "flag": True, "nothing": None,
+        "odd": jnp.asarray(np.array([0x80000000, 0x7FC00001, 0xFF800000, 1], np.uint32).view(np.float32)), "negative_zero": -jnp.zeros(4),
+        "list": [np.uint8(7), (np.int64(2**40),)],
     }
 
 
@@ -274,12 +276,14 @@ def test_a_step_that_is_there_stays_and_a_run_that_was_given_up_is_set_aside(tmp
             checkpoints.save(step, {"a": filled(2, step)})
         assert checkpoints.save(300, {"a": filled(2, -1)}) is False
         assert_same(checkpoints.restore(like).state, {"a": filled(2, 300)})
-    with Checkpoints(CheckpointOptions(tmp_path)) as checkpoints:
+    with Checkpoints(CheckpointOptions(tmp_path, keep_last=4)) as checkpoints:
         assert_same(checkpoints.restore(like, step=100).state, {"a": filled(2, 100)})
-        assert checkpoints.steps() == (100, 200, 300)  # looking at an old one changes nothing
+        assert checkpoints.save(400, {"a": filled(2, 400)})
+        assert checkpoints.steps() == (100, 200, 300, 400)  # looking at an old one, and going on, sets nothing aside
+        checkpoints.restore(like, step=100)
         assert checkpoints.save(200, {"a": filled(2, -2)})
         assert_same(checkpoints.restore(like).state, {"a": filled(2, -2)})
-    assert sorted(os.listdir(tmp_path)) == ["100", "200", "200.superseded-1", "300.superseded-1"]
+    assert sorted(os.listdir(tmp_path)) == ["100", "200", "200.superseded-1", "300.superseded-1", "400.superseded-1"]
 
 
 def test_works_where_an_event_loop_runs(tmp_path):

@@ -59,7 +59,8 @@ def test_damage_in_any_file_is_found_and_the_older_checkpoint_restored(two_good,
             assert restored.skipped[0][1].startswith(f"{name}: "), restored.skipped
             path.write_bytes(data)
         assert_same(restored.state, state_at(100))
-    assert two_good.newest_good() == 200
+    assert two_good.steps() == (100,)
+    assert two_good.newest_good() == 200 and two_good.steps() == (100, 200)  # the file is back as it was
 
 
 def test_what_is_damaged_is_said_and_kept_when_its_step_comes_again(two_good, tmp_path, caplog):

@@ -48,6 +48,7 @@ def test_two_processes_save_agree_and_fail_together(tmp_path):
     expected = {
         "split": jnp.arange(64.0).reshape(8, 8) + 5, "copies": jnp.arange(5, dtype=jnp.bfloat16) * 5,
         "keys": jax.random.split(jax.random.key(5), 4), "position": np.full(3, 5), "count": 5,
+        "local": {"here": jnp.arange(3.0) * 5, "bound": jnp.arange(2), "key": jax.random.key(5)},
     }
     with Checkpoints(CheckpointOptions(tmp_path / "run", read_only=True)) as checkpoints:
         restored = checkpoints.restore(expected)
