@@ -140,9 +140,10 @@ class Run:
         return self._outcome
 
     def _main(self) -> None:
-        guard = processes.Guard()
+        guard: processes.Guard | None = None
         attempts: list[Attempt] = []
         try:
+            guard = processes.Guard()
             while True:
                 attempts.append(self._attempt(len(attempts), guard, attempts[-1].failed_unix_seconds if attempts else None))
                 if not self._again(attempts[-1]):
@@ -151,7 +152,8 @@ class Run:
         except BaseException as error:  # handed to whoever waits
             self._error = error
         finally:
-            guard.close()
+            if guard is not None:
+                guard.close()
             if self.network is not None:
                 self.network.close()
             self._started.set()

@@ -65,7 +65,8 @@ def _send(send: Callable[[int, int], None], number: int, what: int) -> None:
 def environment(config: Any, rank: int, *, coordinator: str, attempt: int, failed_unix_seconds: float | None, exit_file: int,
                 base: Mapping[str, str]) -> dict[str, str]:
     """The environment of one worker, from that of the launcher. `config`: a `LaunchConfig`."""
-    values = {key: value for key, value in base.items() if key not in (variables.JOINED_PID, variables.FAILED_UNIX_SECONDS)}
+    of_one_worker = (variables.JOINED_PID, variables.FAILED_UNIX_SECONDS, variables.LOCAL_DEVICE_IDS, variables.NETWORK_DEVICE)
+    values = {key: value for key, value in base.items() if key not in of_one_worker}
     values |= {
         variables.COORDINATOR: coordinator,
         variables.NUM_PROCESSES: str(config.num_processes),
