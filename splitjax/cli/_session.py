@@ -23,14 +23,14 @@ def start(num_devices: int, *, platform: str = "cpu") -> None:
 
     **Arguments:**
 
-    - `num_devices`: how many virtual devices a CPU shall show. What the user has set in `XLA_FLAGS` stands.
+    - `num_devices`: how many virtual devices a CPU shall show. What is set in `XLA_FLAGS` or `JAX_NUM_CPU_DEVICES` stands.
     - `platform`: `"cpu"`, or `"auto"` for what JAX finds.
     """
     if platform == "cpu" or not has_accelerator():
         jax.config.update("jax_platforms", "cpu")
     quiet_absent_tpu()
     flags = os.environ.get("XLA_FLAGS", "")
-    if DEVICE_COUNT_FLAG not in flags:
+    if DEVICE_COUNT_FLAG not in flags and "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", num_devices)
     if num_devices > 1:
         # All virtual devices share one pool of threads, by default as many as there are cores or devices: steps in flight can take
