@@ -12,5 +12,5 @@ def test_the_page_on_checkpoints_is_one_script(tmp_path):
     out = run_script("".join(blocks("docs/checkpoints.md", "python")), tmp_path)
     assert re.search(r"step 30 metrics {'loss': \d\.\d+} skipped \(\)", out)
     assert "equal True" in out
-    assert "('data', 2), ('model', 2)" in out
+    assert "{'data': 2, 'model': 2}" in out
     assert sorted(os.listdir(tmp_path / "run")) == ["30", "40", "40.superseded-1"]
