@@ -23,7 +23,7 @@ test: $(MARKED)-test ## run all tests that need no accelerator
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-core: $(MARKED)-test-core ## run the tests of the package alone
-	$(BIN)/python -m pytest $(CORE_SUITE) $(PYTEST_ARGS)
+	SPLITJAX_TEST_OPTIMISED=1 $(BIN)/python -m pytest $(CORE_SUITE) $(PYTEST_ARGS)
 
 test-slow: $(MARKED)-test ## run the tests marked slow
 	$(BIN)/python -m pytest -m "slow and not gpu and not network" $(PYTEST_ARGS)

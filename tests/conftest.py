@@ -5,7 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# Most of the suite's time is LLVM's: without its optimisations a third of all time is gone, and the programs are the same down to
+# LLVM. `make test-core`, which CI runs beside this on another Python, has them on.
+FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+FLAGS = "--xla_force_host_platform_device_count=8" + ("" if os.environ.get("SPLITJAX_TEST_OPTIMISED") else f" {FAST_COMPILE}")
+os.environ.setdefault("XLA_FLAGS", FLAGS)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # All virtual devices share one pool of threads, by default as many as there are devices. Steps in flight can take all of them
 # and wait for each other forever ("may be stuck", then an abort); from twice as many threads on that was not seen.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pathlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +33,10 @@ COLUMNS = ("step", "epoch", "loss", "accuracy", "learning_rate", "eval_loss", "e
 
 @dataclasses.dataclass(frozen=True)
 class Train(Traceback):
-    """Train a model on real data. The same command on a folder that holds a run's checkpoints resumes it. --config FILE: options from
-    a TOML file, which those given here override."""
+    """Train a model on real data. The same command on a folder that holds a run's checkpoints resumes it."""
 
+    config: pathlib.Path | None = None
+    """TOML file with options as keys (batch_size = 64), which those given here override."""
     data: DataOptions = dataclasses.field(default_factory=DataOptions)
     model: ModelOptions = dataclasses.field(default_factory=ModelOptions)
     optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
@@ -210,7 +212,7 @@ class _Run:
 
 # Options that change nothing about the training: where things lie and what is shown.
 _OUTSIDE = frozenset({
-    "data_dir", "checkpoint_dir", "metrics", "csv", "tensorboard", "profile", "profile_steps", "platform", "traceback", "keep_last",
+    "data_dir", "checkpoint_dir", "config", "metrics", "csv", "tensorboard", "profile", "profile_steps", "platform", "traceback", "keep_last",
     "keep_best",
 })
 
