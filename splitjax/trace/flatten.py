@@ -18,7 +18,7 @@ sub-jaxpr of the thirteenth equation. `lower.layout` finds operations again by i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from splitjax import _compat
@@ -56,6 +56,7 @@ class Flat:
     differentiated: frozenset[int]  # values that a boundary differentiates with respect to
     carried: tuple[tuple[int, int], ...]  # (loop, value entering the body as carry)
     constants: tuple[int, ...]  # values that the step closes over
+    literals: Mapping[int, Any]  # value -> the number that stands in the program
 
 
 # What `vmap` makes of a collective over its own axis name: a collective whose axes are dims, which is a reduction.
@@ -105,6 +106,7 @@ class _Flattener:
         self.differentiated: set[int] = set()
         self.carried: list[tuple[int, int]] = []
         self.constants: list[int] = []
+        self.literals: dict[int, Any] = {}
         self.num_boundaries = 0
         self.num_loops = 0
         self.dtype_names: dict[Any, str] = {}
@@ -130,7 +132,9 @@ class _Flattener:
 
         def read(atom: Any) -> int:
             if isinstance(atom, _compat.Literal):
-                return self.value(atom.aval)
+                value = self.value(atom.aval)
+                self.literals[value] = atom.val
+                return value
             return env[atom]
 
         for index, eqn in enumerate(inner.eqns):
@@ -273,5 +277,5 @@ def flatten(jaxpr: Any) -> Flat:
     outputs = flat.walk(jaxpr, inputs, _Where())
     return Flat(
         tuple(flat.ops), tuple(flat.shapes), tuple(flat.dtypes), tuple(inputs), tuple(outputs),
-        flat.num_boundaries, frozenset(flat.differentiated), tuple(flat.carried), tuple(flat.constants),
+        flat.num_boundaries, frozenset(flat.differentiated), tuple(flat.carried), tuple(flat.constants), flat.literals,
     )

@@ -1,0 +1,285 @@
+"""Does an update act on a table row by row, and does it leave a row alone whose gradient is zero?
+
+If both hold, running it on the rows that a step has touched gives the numbers of running it on all of them. The question is answered
+from the update's own operations. Every value with the table's rows is followed from the gradient and from the state, with its
+*rest*: what it is in a row whose gradient is zero: a number (the same in all these rows, known or not), the old row of a leaf of
+the state, or something else. A leaf is left alone if the rest of its new value is its own old row.
+
+SGD and Adagrad pass; what decays (momentum, Adam's moments, weight decay) does not, and the operation that changes resting rows is the
+reason. Zero times anything is taken as zero: an update that divides by zero in resting rows is not told from one that does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from splitjax import _compat
+from splitjax.trace.flatten import Flat, Op
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """The same in all resting rows; None: not known before the step runs."""
+
+    value: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class OldRow:
+    """The row that a leaf (flat argument) of the state came with."""
+
+    leaf: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Other:
+    """Anything else, since operation `cause`."""
+
+    cause: Op
+
+
+Rest = Number | OldRow | Other
+ZERO = Number(0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Why an update cannot run on touched rows alone: a sentence, and the user's line."""
+
+    reason: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RowUpdate:
+    """An update that can.
+
+    - `leaves`: the flat arguments whose rows it reads or writes, the table first.
+    - `totals`: values behind the gradient that are sums over its rows (a norm): fillers of zero add nothing to them.
+    """
+
+    leaves: tuple[int, ...]
+    totals: tuple[int, ...]
+
+
+def row_update(flat: Flat, gradient: int, table: int, state_results: Mapping[int, int], paths: Sequence[str]) -> RowUpdate | Refusal:
+    """Whether the update of one table can run on touched rows alone.
+
+    **Arguments:**
+
+    - `gradient`: the value that is the table's gradient, `[rows, ...]`.
+    - `table`: the table's flat argument.
+    - `state_results`: flat argument of every state leaf -> flat result that is its new value.
+    - `paths`: of the flat arguments, for the reasons.
+    """
+    walk = _Walk(flat, gradient, state_results)
+    walk.run()
+    if walk.refusal is not None:
+        return walk.refusal
+    changed = {leaf: flat.outputs[result] for leaf, result in state_results.items() if flat.outputs[result] in walk.behind}
+    for leaf, value in changed.items():
+        rest = walk.rest.get(value)
+        if rest is not None and rest != OldRow(leaf):
+            what, line = _change(rest)
+            return Refusal(f"{paths[leaf]} {what}, in rows without gradient too", line)
+    if walk.rest.get(changed.get(table, -1)) is None:
+        return Refusal(f"{paths[table]} does not get a new value from its gradient row by row", "")
+    results = set(state_results.values())
+    if any(value in walk.behind and value in walk.rest for index, value in enumerate(flat.outputs) if index not in results):
+        return Refusal("the step returns an array of the gradient's rows beside its state", "")
+    written = [leaf for leaf, value in changed.items() if value in walk.rest]
+    leaves = dict.fromkeys((table, *written, *sorted(walk.read)))
+    return RowUpdate(tuple(leaves), tuple(sorted(walk.totals)))
+
+
+def _change(rest: Rest) -> tuple[str, str]:
+    if not isinstance(rest, Other):
+        return "is replaced", ""
+    return f"changes, by {rest.cause.primitive}", _line(rest.cause)
+
+
+def _line(op: Op) -> str:
+    return _compat.source_line(op.eqn) if op.eqn is not None else ""
+
+
+class _Walk:
+    """Follows the table's rows through the operations outside the differentiated computation. Lives for one call of `row_update`."""
+
+    def __init__(self, flat: Flat, gradient: int, state_results: Mapping[int, int]):
+        self.flat, self.num_rows = flat, flat.shapes[gradient][0]
+        rows = {flat.inputs[leaf]: leaf for leaf in state_results if flat.shapes[flat.inputs[leaf]][:1] == (self.num_rows,)}
+        # Of values with the table's rows. Not all of the state's are the table's: some dims are only as long.
+        self.rest: dict[int, Rest] = {value: OldRow(leaf) for value, leaf in rows.items()}
+        self.rest[gradient] = ZERO
+        self.origin: dict[int, frozenset[int]] = {value: frozenset((leaf,)) for value, leaf in rows.items()}  # leaves it is made of
+        self.behind = {gradient}  # values that depend on the gradient
+        self.numbers = {value: number for value, literal in flat.literals.items() if (number := _number(literal)) is not None}
+        self.totals: set[int] = set()
+        self.read: set[int] = set()
+        self.refusal: Refusal | None = None
+
+    def run(self) -> None:
+        for op in self.flat.ops:
+            if self.refusal is not None:
+                return
+            if op.inside or op.primitive == "_gradient":
+                continue  # what the differentiated computation reads of the table is not the update's
+            behind = any(v in self.behind for v in op.inputs)
+            if behind:
+                self.behind.update(op.outputs)
+            if op.primitive == "broadcast_in_dim" and 0 not in op.params["broadcast_dimensions"]:
+                # One number, or one row, laid out over rows; whether these are the table's shows where they meet it.
+                self.rest.setdefault(op.outputs[0], self.numbers.get(op.inputs[0], Number()))
+                continue
+            if op.primitive in _VALUES and len(op.outputs) == 1 and all(v in self.numbers for v in op.inputs):
+                self.numbers[op.outputs[0]] = _combine(op, [self.numbers[v] for v in op.inputs])
+            if any(v in self.rest for v in op.inputs):
+                problem = self._step(op, behind)
+                if problem is not None and behind and any(v in self.rest and v in self.behind for v in op.inputs):
+                    self.refusal = Refusal(problem, _line(op))
+
+    def _step(self, op: Op, behind: bool) -> str | None:
+        """Finds the rest of an operation's results; a sentence where there is none."""
+        name = op.primitive
+        if op.eqn is None:
+            return "the gradient goes through a loop or a condition of the update"
+        if name == "optimization_barrier":
+            for source, target in zip(op.inputs, op.outputs, strict=True):
+                self._hand_on(source, target)
+            return None
+        if name in _SHAPES:
+            if not _SHAPES[name](op, self.flat.shapes[op.inputs[0]], self.flat.shapes[op.outputs[0]]):
+                return f"{name} moves the rows of the gradient"
+            self._hand_on(op.inputs[0], op.outputs[0])
+            return None
+        if name in _NEUTRAL or name in ("reduce_max", "reduce_min", "reduce_prod"):
+            return self._reduce(op, behind)
+        return self._elementwise(op, behind)
+
+    def _hand_on(self, source: int, target: int) -> None:
+        if source in self.rest:
+            self.rest[target] = self.rest[source]
+            self.origin[target] = self.origin.get(source, frozenset())
+
+    def _reduce(self, op: Op, behind: bool) -> str | None:
+        value, axes = op.inputs[0], op.params.get("axes", ())
+        rest = self.rest[value]
+        if 0 not in axes:
+            self.rest[op.outputs[0]] = rest if rest == ZERO and op.primitive != "reduce_and" else _after(op, rest)
+            self.origin[op.outputs[0]] = self.origin.get(value, frozenset())
+            return None
+        if rest != Number(_NEUTRAL.get(op.primitive)) or rest.value is None:
+            return f"{op.primitive} takes rows without gradient in, where they count"
+        if behind:
+            self.totals.update(op.outputs)
+        return None
+
+    def _elementwise(self, op: Op, behind: bool) -> str | None:
+        if len(op.outputs) != 1 or op.primitive not in _ELEMENTWISE:
+            return f"{op.primitive} mixes rows of the gradient, or is not known to leave them apart"
+        out, rests = op.outputs[0], []
+        for value in op.inputs:
+            rest = self.rest.get(value) or self._alike(value, len(self.flat.shapes[out]))
+            if rest is None:
+                return f"{op.primitive} joins rows of the gradient with an array of shape {self.flat.shapes[value]} that is no state"
+            rests.append(rest)
+        self.rest[out] = _combine(op, rests)
+        self.origin[out] = frozenset().union(*(self.origin.get(v, frozenset()) for v in op.inputs))
+        if behind:
+            self.read |= self.origin[out]
+        return None
+
+    def _alike(self, value: int, rank: int) -> Rest | None:
+        """What an operand without the table's rows is to each of them; None if it differs from row to row."""
+        shape = self.flat.shapes[value]
+        if not shape or len(shape) < rank or shape[0] == 1:
+            return self.numbers.get(value, Number())
+        return None
+
+
+def _number(literal: Any) -> Number | None:
+    value = np.asarray(literal)
+    return Number(value.item()) if value.ndim == 0 and value.dtype.kind in "biuf" else None
+
+
+def _after(op: Op, rest: Rest) -> Rest:
+    return Number() if isinstance(rest, Number) else rest if isinstance(rest, Other) else Other(op)
+
+
+def _combine(op: Op, rests: Sequence[Rest]) -> Rest:
+    """The rest of an elementwise operation's result."""
+    name = op.primitive
+    numbers = [rest.value for rest in rests if isinstance(rest, Number)]
+    if len(numbers) == len(rests):
+        if None not in numbers and name in _VALUES:
+            with np.errstate(all="ignore"):
+                return Number(float(_VALUES[name](op, *numbers)))
+        if name in ("mul", "and") and 0.0 in numbers or name in ("div", "rem") and numbers[0] == 0:
+            return ZERO
+        if name not in ("select_n", "clamp"):
+            return Number()
+    if name == "select_n":
+        chosen, *cases = rests
+        if isinstance(chosen, Number) and chosen.value is not None:
+            return cases[int(chosen.value)]
+        return cases[0] if all(case == cases[0] for case in cases) else _unlike(op, rests)
+    left, right = (rests[0], rests[1]) if len(rests) == 2 else (rests[0], None)
+    if name in ("add", "add_any", "sub") and right == ZERO:
+        return left
+    if name in ("add", "add_any") and left == ZERO:
+        return right
+    if name == "mul" and ZERO in rests or name in ("div", "rem") and left == ZERO:
+        return ZERO
+    if name == "mul" and Number(1.0) in rests:
+        return right if left == Number(1.0) else left
+    if name == "div" and right == Number(1.0):
+        return left
+    if name in ("max", "min") and left == right:
+        return left
+    if name in ("convert_element_type", "copy", "reduce_precision") and right is None:
+        return left
+    return _unlike(op, rests)
+
+
+def _unlike(op: Op, rests: Sequence[Rest]) -> Other:
+    return next((rest for rest in rests if isinstance(rest, Other)), Other(op))
+
+
+# What a reduction over rows may meet in resting rows, of which it then takes any number.
+_NEUTRAL = {"reduce_sum": 0.0, "reduce_and": 1.0, "reduce_or": 0.0}
+
+# Elementwise operations on known numbers.
+_VALUES: dict[str, Callable[..., Any]] = {
+    "add": lambda op, a, b: a + b, "add_any": lambda op, a, b: a + b, "sub": lambda op, a, b: a - b, "mul": lambda op, a, b: a * b,
+    "div": lambda op, a, b: np.float64(a) / b, "max": lambda op, a, b: max(a, b), "min": lambda op, a, b: min(a, b),
+    "pow": lambda op, a, b: np.float64(a) ** b, "integer_pow": lambda op, a: np.float64(a) ** op.params["y"],
+    "neg": lambda op, a: -a, "abs": lambda op, a: abs(a), "sign": lambda op, a: np.sign(a), "square": lambda op, a: a * a,
+    "sqrt": lambda op, a: np.sqrt(a), "exp": lambda op, a: np.exp(a), "log1p": lambda op, a: np.log1p(a), "expm1": lambda op, a: np.expm1(a),
+    "tanh": lambda op, a: np.tanh(a), "sin": lambda op, a: np.sin(a), "cos": lambda op, a: np.cos(a),
+    "eq": lambda op, a, b: a == b, "ne": lambda op, a, b: a != b, "lt": lambda op, a, b: a < b, "le": lambda op, a, b: a <= b,
+    "gt": lambda op, a, b: a > b, "ge": lambda op, a, b: a >= b, "is_finite": lambda op, a: np.isfinite(a), "not": lambda op, a: not a,
+    "and": lambda op, a, b: bool(a) and bool(b), "or": lambda op, a, b: bool(a) or bool(b),
+    "clamp": lambda op, low, a, high: min(max(a, low), high), "convert_element_type": lambda op, a: a, "copy": lambda op, a: a,
+    "reduce_precision": lambda op, a: a,
+}  # fmt: skip
+_ELEMENTWISE = frozenset(_VALUES) | frozenset(
+    "select_n rsqrt cbrt log logistic erf tan atan atan2 exp2 floor ceil round rem nextafter xor real imag conj stop_gradient".split()
+)
+
+
+def _keeps_first_dim(op: Op, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    return after[:1] == before[:1]
+
+
+# Whether a shape operation leaves the rows where they are.
+_SHAPES: dict[str, Callable[[Op, tuple[int, ...], tuple[int, ...]], bool]] = {
+    "broadcast_in_dim": lambda op, before, after: op.params["broadcast_dimensions"][:1] == (0,) and after[0] == before[0],
+    "transpose": lambda op, before, after: op.params["permutation"][0] == 0,
+    "squeeze": lambda op, before, after: 0 not in op.params["dimensions"],
+    "reshape": _keeps_first_dim,
+    "expand_dims": _keeps_first_dim,
+}
