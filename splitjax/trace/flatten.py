@@ -41,6 +41,14 @@ class Op:
     editable: bool  # lowering can reach it (not inside a custom derivative rule)
     phase: str  # FORWARD or BACKWARD within a derivative that JAX already took, else ""
     inside: bool  # it belongs to the forward computation of a gradient boundary
+    conditional: bool  # it may not run: it stands in a branch, or in a loop that ends when it wants to
+    calls: tuple[Any, ...] = ()  # equations of the calls that it stands in, outermost first
+
+    @property
+    def source(self) -> str:
+        """The user's `file:line`. JAX traces some of its own functions once and keeps the result: then it is that of their call."""
+        equations = (self.eqn, *reversed(self.calls)) if self.eqn is not None else reversed(self.calls)
+        return next((line for eqn in equations if (line := _compat.source_line(eqn))), "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +154,7 @@ class _Flattener:
         name = _reduction(eqn) or eqn.primitive.name
         body = call_body(eqn)
         if body is not None:
-            return self.walk(body, operands, where.into(0, editable=name in _EDITABLE))
+            return self.walk(body, operands, where.into(0, editable=name in _EDITABLE, call=eqn))
         handler = _CONTROL.get(name)
         if handler is not None:
             return handler(self, eqn, operands, where)
@@ -156,7 +164,7 @@ class _Flattener:
         results = [self.value(aval) for aval in avals]
         self.ops.append(
             Op(name, tuple(operands), tuple(results), params or {}, where.site, where.trips, where.loops, eqn, where.editable,
-               where.phase, where.inside)
+               where.phase, where.inside, where.conditional, where.calls)
         )
         return results
 
@@ -173,15 +181,19 @@ class _Where:
     editable: bool = True
     phase: str = ""
     inside: bool = False
+    conditional: bool = False
+    calls: tuple[Any, ...] = ()
 
     def at(self, index: int, eqn: Any) -> _Where:
         # The outermost derivative counts: what an inner one does is part of what the outer one differentiates.
         phase = self.phase or derivative_phase(_compat.name_stack(eqn))
-        return _Where((*self.site, index), self.trips, self.loops, self.editable, phase, self.inside)
+        return _Where((*self.site, index), self.trips, self.loops, self.editable, phase, self.inside, self.conditional, self.calls)
 
-    def into(self, body: int, trips: int = 1, loop: int | None = None, editable: bool = True, boundary: bool = False) -> _Where:
+    def into(self, body: int, trips: int = 1, loop: int | None = None, editable: bool = True, boundary: bool = False,
+             conditional: bool = False, call: Any = None) -> _Where:
         loops = self.loops if loop is None else (*self.loops, loop)
-        return _Where((*self.site, body), self.trips * trips, loops, self.editable and editable, self.phase, self.inside or boundary)
+        return _Where((*self.site, body), self.trips * trips, loops, self.editable and editable, self.phase, self.inside or boundary,
+                      self.conditional or conditional, self.calls if call is None else (*self.calls, call))
 
 
 def derivative_phase(name_stack: str) -> str:
@@ -219,9 +231,9 @@ def _while(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> li
     loop = flat.loop()
     body, _ = _compat.open_jaxpr(eqn.params["body_jaxpr"])
     init = operands[num_cond + num_body :]
-    inside = where.into(1, 1, loop)
+    inside = where.into(1, 1, loop, conditional=True)
     carry = _enter(flat, init, [v.aval for v in body.invars[num_body:]], inside, loop)
-    flat.walk(eqn.params["cond_jaxpr"], [*operands[:num_cond], *carry], where.into(0, 1, loop))
+    flat.walk(eqn.params["cond_jaxpr"], [*operands[:num_cond], *carry], where.into(0, 1, loop, conditional=True))
     results = flat.walk(eqn.params["body_jaxpr"], [*operands[num_cond : num_cond + num_body], *carry], inside)
     _carry_back(flat, results, carry, inside)
     return results
@@ -240,7 +252,7 @@ def _carry_back(flat: _Flattener, results: list[int], carry: list[int], where: _
 
 
 def _cond(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> list[int]:
-    branches = [flat.walk(b, operands[1:], where.into(k)) for k, b in enumerate(eqn.params["branches"])]
+    branches = [flat.walk(b, operands[1:], where.into(k, conditional=True)) for k, b in enumerate(eqn.params["branches"])]
     return [
         flat.emit("_branch", list(results), [var.aval], where)[0]
         for results, var in zip(zip(*branches, strict=True), eqn.outvars, strict=True)

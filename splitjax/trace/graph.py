@@ -132,6 +132,54 @@ class Unknown:
 
 
 @dataclasses.dataclass(frozen=True)
+class Lookup:
+    """One gather of rows from a table."""
+
+    site: tuple[int, ...]
+    operand_dtype: str  # of the table as the gather reads it
+    num_ids: int  # rows picked, with all repetitions of a loop
+    trips: int
+    mode: str  # what ids outside the table mean: clip, fill_or_drop, promise_in_bounds
+    source: str  # user's file:line
+
+
+@dataclasses.dataclass(frozen=True)
+class RowUpdate:
+    """An update that can run on the rows alone that a step touched.
+
+    - `leaves`: the flat arguments whose rows it reads or writes, the table first.
+    - `totals`: values behind the gradient that are sums over its rows (a norm): fillers of zero add nothing to them.
+    """
+
+    leaves: tuple[int, ...]
+    totals: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A parameter with row lookups.
+
+    - `param`: its path; `boundary`: the site of the gradient boundary that differentiates it.
+    - `num_rows`: its rows.
+    - `lookups`: all of them.
+    - `update`: how its update runs on touched rows alone; None if it cannot, or if the gradient is dense.
+    - `reason`: why the table's gradient stays dense, with the line; empty if it need not.
+    """
+
+    param: str
+    boundary: tuple[int, ...]
+    num_rows: int
+    lookups: tuple[Lookup, ...]
+    update: RowUpdate | None
+    reason: str = ""
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether its gradient can stay rows from lookup to update."""
+        return not self.reason
+
+
+@dataclasses.dataclass(frozen=True)
 class Graph:
     """A traced step: its leaves in flat order, its layers in program order, and the dim classes."""
 
@@ -152,6 +200,7 @@ class Graph:
     per_example_convs: tuple[Unknown, ...] = ()  # convolutions whose groups run over examples
     gradients: tuple[Gradient, ...] = ()  # of parameters, by every boundary
     spreads: tuple[Spread, ...] = ()  # in program order
+    tables: tuple[Table, ...] = ()  # parameters that rows are looked up in
 
     def leaf(self, path: str) -> Leaf:
         for leaf in self.leaves:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping, Sequence
 
-from splitjax import _compat
 from splitjax.trace.classes import Classes
 from splitjax.trace.flatten import BACKWARD, Flat
 from splitjax.trace.flow import Argument, Flow
@@ -127,7 +126,7 @@ def build_layers(
         else:
             effects = [flow.effect[flat.inputs[leaf.index]] for leaf in group]
             order = min((e for e in effects if e is not None), default=len(flat.ops))
-        source = _compat.source_line(flat.ops[own[0].op].eqn) if own else ""
+        source = flat.ops[own[0].op].source if own else ""
         kind = _kind(own, flat, group, norms)
         layer = Layer(name, kind, tuple(leaf.path for leaf in group), flops[name], sum(leaf.num_bytes for leaf in group), source)
         layers.append((order, group[0].index, layer))

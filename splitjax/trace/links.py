@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from splitjax import _compat
 from splitjax.errors import SplitjaxError, TraceError
 from splitjax.trace.classes import DimRef
 from splitjax.trace.dims import DIM_RULES, DimMap, Label, Registry
@@ -79,7 +78,7 @@ def _apply(rule, op: Op, flat: Flat) -> DimMap:
     except Exception as error:
         raise TraceError(
             f"the dim rule of {op.primitive!r} does not fit: {error}", value=(inputs, outputs),
-            place=_compat.source_line(op.eqn) if op.eqn is not None else "",
+            place=op.source,
             remedy=f"correct it with splitjax.register_dims({op.primitive!r}, ...)",
         ) from error
     return dim_map

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from splitjax import _compat
 from splitjax.trace.flatten import Flat, Op
+from splitjax.trace.graph import RowUpdate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,18 +54,6 @@ class Refusal:
     source: str
 
 
-@dataclasses.dataclass(frozen=True)
-class RowUpdate:
-    """An update that can.
-
-    - `leaves`: the flat arguments whose rows it reads or writes, the table first.
-    - `totals`: values behind the gradient that are sums over its rows (a norm): fillers of zero add nothing to them.
-    """
-
-    leaves: tuple[int, ...]
-    totals: tuple[int, ...]
-
-
 def row_update(flat: Flat, gradient: int, table: int, state_results: Mapping[int, int], paths: Sequence[str]) -> RowUpdate | Refusal:
     """Whether the update of one table can run on touched rows alone.
 
@@ -99,11 +87,7 @@ def row_update(flat: Flat, gradient: int, table: int, state_results: Mapping[int
 def _change(rest: Rest) -> tuple[str, str]:
     if not isinstance(rest, Other):
         return "is replaced", ""
-    return f"changes, by {rest.cause.primitive}", _line(rest.cause)
-
-
-def _line(op: Op) -> str:
-    return _compat.source_line(op.eqn) if op.eqn is not None else ""
+    return f"changes, by {rest.cause.primitive}", rest.cause.source
 
 
 class _Walk:
@@ -140,7 +124,7 @@ class _Walk:
             if any(v in self.rest for v in op.inputs):
                 problem = self._step(op, behind)
                 if problem is not None and behind and any(v in self.rest and v in self.behind for v in op.inputs):
-                    self.refusal = Refusal(problem, _line(op))
+                    self.refusal = Refusal(problem, op.source)
 
     def _step(self, op: Op, behind: bool) -> str | None:
         """Finds the rest of an operation's results; a sentence where there is none."""

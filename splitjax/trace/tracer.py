@@ -6,11 +6,11 @@ example dim, parameters and the update region -> unite atoms by strength -> tie 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from splitjax import _compat
 from splitjax.trace import dims_elementwise, dims_fused, dims_mixing, dims_shape  # noqa: F401  (they fill the registry)
 from splitjax.trace.classes import Classes, Strength, align, classify, refine, unite
 from splitjax.trace.flatten import BACKWARD, Flat, flatten
@@ -18,6 +18,7 @@ from splitjax.trace.flow import Argument, Flow, analyse, example_labels, is_floa
 from splitjax.trace.graph import Dim, Gradient, Graph, Leaf, Spread, Unknown, Use, itemsize
 from splitjax.trace.layers import build_layers, group_params
 from splitjax.trace.links import Linked, link, qualified_name, tie
+from splitjax.trace.lookups import find_tables
 from splitjax.trace.names import name_dims
 from splitjax.trace.state import fallback_ties, follow
 from splitjax.trace.strengths import strengths
@@ -53,7 +54,8 @@ def build_graph(jaxpr: Any, arguments: Sequence[Argument], state_results: Mappin
         pairs = align(atoms, raw)
         classes = classify(atoms, pairs, found)
         examples, _ = example_labels(flat, arguments, atoms, classes.labels[Strength.SOFT])
-    return _assemble(flat, linked, flow, arguments, classes, examples)
+    tables = find_tables(flat, state_results, [argument.path for argument in arguments])
+    return dataclasses.replace(_assemble(flat, linked, flow, arguments, classes, examples), tables=tables)
 
 
 def _assemble(flat: Flat, linked: Linked, flow: Flow, arguments, classes: Classes, examples: frozenset[int]) -> Graph:
@@ -190,7 +192,7 @@ def _use(use: RawUse, flat: Flat, names: dict[int, str], arguments, classes: Cla
         weight=use.weight, data=use.data,
         data_shape=flat.shapes[data], data_dims=classes.dims(data, len(flat.shapes[data])), data_dtype=flat.dtypes[data],
         out_shape=flat.shapes[out], out_dims=classes.dims(out, len(flat.shapes[out])), out_dtype=flat.dtypes[out],
-        flops=use.flops, trips=op.trips, source=_compat.source_line(op.eqn), backward=use.backward, editable=op.editable,
+        flops=use.flops, trips=op.trips, source=op.source, backward=use.backward, editable=op.editable,
         fed_by=tuple(sorted(feeds[data])),
         data_twins=tuple(products.get(data, ())) if use.data is not None else (),
         weight_dims=classes.dims(op.inputs[use.weight], len(flat.shapes[op.inputs[use.weight]])), in_boundary=op.inside,
@@ -203,7 +205,7 @@ def _unknown(flat: Flat, index: int, classes: Classes) -> Unknown:
     def dims(values: Sequence[int]) -> tuple[tuple[Dim, ...], ...]:
         return tuple(classes.dims(v, len(flat.shapes[v])) for v in values)
 
-    return Unknown(qualified_name(op), op.site, _compat.source_line(op.eqn), dims(op.inputs), dims(op.outputs))
+    return Unknown(qualified_name(op), op.site, op.source, dims(op.inputs), dims(op.outputs))
 
 
 # Linear in each operand (or mere moves): the backward pass needs no copy of their operands.

@@ -10,7 +10,8 @@ import pytest
 
 import splitjax
 from splitjax.trace.flatten import flatten
-from splitjax.trace.row_update import Refusal, RowUpdate, row_update
+from splitjax.trace.graph import RowUpdate
+from splitjax.trace.row_update import Refusal, row_update
 
 NUM_ROWS, WIDTH = 12, 3
 TOUCHED, EARLIER = (0, 3, 3, 11), (1, 3, 5, 7)

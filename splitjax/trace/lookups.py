@@ -1,0 +1,109 @@
+"""Tables that a step only looks rows up in, so that their gradients have as many rows as there were lookups.
+
+A parameter is such a table if, inside one gradient boundary, it (or a conversion of it to another dtype) is read by row lookups alone:
+gathers that pick whole rows by one number each, which is what `jnp.take`, indexing and Flax's `Embed` trace to, through jit, remat,
+vmap and scan. A lookup inside a custom derivative rule or a condition cannot be given another derivative; a use of another kind
+(tied logits, weight decay in the loss) makes the gradient dense. Both leave the table dense, with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from splitjax.trace.flatten import Flat, Op
+from splitjax.trace.graph import Lookup, RowUpdate, Table
+from splitjax.trace.row_update import Refusal, row_update
+
+
+def find_tables(flat: Flat, state_results: Mapping[int, int], paths: Sequence[str]) -> tuple[Table, ...]:
+    """All parameters with row lookups inside a gradient boundary, in the order of the step's arguments.
+
+    **Arguments:**
+
+    - `state_results`: flat argument of every state leaf -> flat result that is its new value.
+    - `paths`: of the flat arguments.
+    """
+    gradients: dict[int, list[Op]] = {}
+    for op in flat.ops:
+        if op.primitive == "_gradient":
+            gradients.setdefault(op.inputs[0], []).append(op)
+    readers = _readers(flat)
+    found = []
+    for leaf, value in enumerate(flat.inputs):
+        if leaf in state_results and value in gradients and len(flat.shapes[value]) >= 1:
+            table = _table(flat, leaf, gradients[value], readers, state_results, paths)
+            if table is not None:
+                found.append(table)
+    return tuple(found)
+
+
+def _readers(flat: Flat) -> Mapping[int, list[Op]]:
+    readers: dict[int, list[Op]] = {}
+    for op in flat.ops:
+        for value in dict.fromkeys(op.inputs):
+            readers.setdefault(value, []).append(op)
+    return readers
+
+
+def _table(flat: Flat, leaf: int, gradients: Sequence[Op], readers: Mapping[int, list[Op]], state_results: Mapping[int, int],
+           paths: Sequence[str]) -> Table | None:
+    value = flat.inputs[leaf]
+    uses = list(_uses(flat, value, readers))
+    lookups = [_lookup(flat, op, read) for op, read in uses if _is_row_lookup(flat, op, read)]
+    if not lookups:
+        return None
+    gradient, num_rows = gradients[0], flat.shapes[value][0]
+    made = Table(paths[leaf], gradient.site, num_rows, tuple(lookups), None)
+    reason = _dense_reason(flat, uses, gradients)
+    if reason is None:
+        update = row_update(flat, gradient.outputs[0], leaf, state_results, paths)
+        if isinstance(update, RowUpdate):
+            return dataclasses.replace(made, update=update)
+        reason = update
+    where = f" ({reason.source})" if reason.source else ""
+    return dataclasses.replace(made, reason=f"{reason.reason}{where}")
+
+
+def _uses(flat: Flat, value: int, readers: Mapping[int, list[Op]]) -> Iterator[tuple[Op, int]]:
+    """Every operation of differentiated computations that reads the value, or a conversion of it, with what it reads."""
+    for op in readers.get(value, ()):
+        if not op.inside:
+            continue
+        if op.primitive in ("convert_element_type", "copy"):
+            yield from _uses(flat, op.outputs[0], readers)
+        else:
+            yield op, value
+
+
+def _is_row_lookup(flat: Flat, op: Op, read: int) -> bool:
+    if op.primitive != "gather" or op.inputs[0] != read or op.inputs[1] == read:
+        return False
+    numbers, shape = op.params["dimension_numbers"], flat.shapes[read]
+    whole_rows = tuple(op.params["slice_sizes"]) == (1, *shape[1:])
+    return whole_rows and tuple(numbers.start_index_map) == (0,) and not numbers.operand_batching_dims
+
+
+def _lookup(flat: Flat, op: Op, read: int) -> Lookup:
+    ids = flat.shapes[op.inputs[1]][:-1]
+    num_ids = op.trips
+    for size in ids:
+        num_ids *= size
+    mode = str(op.params["mode"]).rsplit(".", 1)[-1].lower()
+    return Lookup(op.site, flat.dtypes[read], num_ids, op.trips, mode, op.source)
+
+
+def _dense_reason(flat: Flat, uses: Sequence[tuple[Op, int]], gradients: Sequence[Op]) -> Refusal | None:
+    if len(gradients) > 1:
+        return Refusal("it is differentiated more than once in the step", "")
+    for op, read in uses:
+        line = op.source
+        if not _is_row_lookup(flat, op, read):
+            name = op.primitive.removeprefix("_")
+            what = "a loop that slices or carries it" if op.eqn is None else name
+            return Refusal(f"it is also read by {what}, which needs all of its gradient", line)
+        if not op.editable:
+            return Refusal("its lookup stands inside a custom derivative rule", line)
+        if op.conditional:
+            return Refusal("its lookup stands in a condition, or in a loop of unknown length", line)
+    return None
