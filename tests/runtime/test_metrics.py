@@ -53,6 +53,44 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path, make):
         make(tmp_path / "taken" / "m")
 
 
+@pytest.mark.parametrize("make", [JsonLines, lambda path, step=0: Table(path, COLUMNS, step)])
+def test_a_full_disk_does_not_stop_training_and_loses_no_line(tmp_path, caplog, make):
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    whole = make(tmp_path / "whole")
+    write(whole, range(1, 30))
+    lines = make(tmp_path / "m")
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (333, before[1]))  # in the middle of a line
+        for step in range(1, 29):
+            lines.step({"step": step, "loss": 1 / 3 / step, "eval_loss": None if step % 2 else 0.5})
+        with pytest.raises(DataError, match=r"the last \d+ lines of the metrics are not written: File too large"):
+            other = make(tmp_path / "other")
+            write(other, range(1, 30))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len((tmp_path / "m").read_bytes()) == 333
+    assert caplog.text.count("its lines are kept until it can be") == 2  # once a file, not once a step
+    write(lines, [29])
+    assert (tmp_path / "m").read_bytes() == (tmp_path / "whole").read_bytes()
+    write(make(tmp_path / "other", 5), [6])  # what a run finds that was killed meanwhile
+    assert (tmp_path / "other").read_text().splitlines()[-1].replace('"', "").startswith(("{step: 6", "6,"))
+
+
+@pytest.mark.parametrize("make", [JsonLines, lambda path, step=0: Table(path, COLUMNS, step)])
+@pytest.mark.parametrize("harm", [b"\xff\xfe", b"\x0c"])
+def test_a_damaged_line_is_told_and_kept_beside(tmp_path, caplog, make, harm):
+    file = tmp_path / "m"
+    write(make(file), range(1, 8))
+    lines = file.read_bytes().splitlines(keepends=True)
+    lines[3] = harm + lines[3][2:]
+    file.write_bytes(b"".join(lines))
+    write(make(file, 6), [7])
+    assert "line 4 is damaged" in caplog.text
+    assert (tmp_path / "m.damaged-1").read_bytes() == b"".join(lines)
+    assert file.read_bytes() == b"".join(lines[:3] + lines[4:])
+
+
 def test_tensorboard_is_an_option(tmp_path, monkeypatch):
     import sys
 
