@@ -20,7 +20,6 @@ from splitjax.runtime.folder import checkpoint_folders
 Harm = Callable[[bytes, random.Random], bytes]
 # What `train` and `launch` return for input that is no good; both workers meet it, or the launcher ends the second.
 REFUSED = 2
-# Nothing waits for it but the start itself.
 _CIFAR_RECORDS, _RECORD_BYTES = 96, 3073
 
 
@@ -97,7 +96,7 @@ def damage_checkpoints(stopped: Recipe, reference: Recipe, damages: Iterable[tup
 
 
 def damage_logs(recipe: Recipe) -> str:
-    """Cuts off the last line of the metrics, flips a bit of an early one so that it is no text any more, and breaks the ledger."""
+    """Cuts off the last line of the metrics and half of the ledger."""
     lines = recipe.metrics.read_bytes().splitlines(keepends=True)
     recipe.metrics.write_bytes(b"".join(lines)[:-10])
     ledger = recipe.checkpoints / "goodput.json"
@@ -127,8 +126,8 @@ def cifar_recipe(recipe: Recipe, data: pathlib.Path, num_steps: int = 150) -> Re
     return dataclasses.replace(recipe, training=training, num_steps=num_steps)
 
 
-def damage_data(stopped: Recipe, reference: Recipe, name: str, harm: str, rng: random.Random, *, label: bool = False) -> Fault:
-    """Damages a file of a stopped run's data: the next start is refused; repaired, it goes on.
+def damage_data(stopped: Recipe, name: str, harm: str, rng: random.Random, *, label: bool = False) -> Fault:
+    """Damages a file of a stopped run's data: the next start is refused, and trains nothing. The file is whole again afterwards.
 
     **Arguments:**
 
@@ -163,6 +162,21 @@ def damage_data(stopped: Recipe, reference: Recipe, name: str, harm: str, rng: r
         file.write_bytes(whole)
         sums.write_bytes(listed)
     return with_problems(fault, problems)
+
+
+def repaired(stopped: Recipe, reference: Recipe, faults: Iterable[Fault]) -> list[Fault]:
+    """Runs it to its end now that its data are whole again; what is wrong then counts for all faults that it met."""
+    problems = []
+    try:
+        with Launched(stopped) as run:
+            again = run.until("a step", run.has_stepped, START_SECONDS) - run.began
+            resumed = run.resumed_step()
+            status = run.end(START_SECONDS)
+        problems += [f"exit status {status}: {run.text[-800:]}"] if status else compare(stopped, reference)
+    except Overdue as error:
+        again, resumed = None, None
+        problems.append(str(error))
+    return [with_problems(dataclasses.replace(fault, again_seconds=again, resumed_step=resumed), problems) for fault in faults]
 
 
 def cut_data_in_a_run(recipe: Recipe, reference: Recipe) -> Fault:
