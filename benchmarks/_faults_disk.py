@@ -81,14 +81,14 @@ def on_disk(recipe: Recipe, disk: pathlib.Path, *, metrics_too: bool) -> Recipe:
     return dataclasses.replace(recipe, checkpoints_name=str(disk / "ck"), **names)
 
 
-def fill_for_a_while(recipe: Recipe, reference: Recipe, moment: str, rng: random.Random) -> Fault:
-    """The disk fills up at a moment (`step` or `save`), has room again after two failed saves, and the run goes on."""
+def fill_for_a_while(recipe: Recipe, reference: Recipe, moment: str, rng: random.Random, *, fails: int = 2) -> Fault:
+    """The disk fills up at a moment (`step` or `save`), has room again after so many failed saves, and the run goes on."""
     kind, problems = "disk full for a while", []
     fault = Fault(kind, moment, recipe.checkpoint_every)
     disk = recipe.checkpoints.parent
     with Launched(recipe) as run, Filler(disk) as filler:
         try:
-            wanted = rng.randrange(recipe.checkpoint_every, 4 * recipe.checkpoint_every)
+            wanted = rng.randrange(recipe.checkpoint_every, 2 * recipe.checkpoint_every)
             run.until(f"step {wanted}", lambda: run.last_step() >= wanted, START_SECONDS)
             if moment == "save":
                 run.until("a save", lambda: run.saving() is not None, START_SECONDS)
@@ -96,7 +96,7 @@ def fill_for_a_while(recipe: Recipe, reference: Recipe, moment: str, rng: random
             filler.fill()
             before = run.complete()
             reported = run.until("a report", lambda: run.said(NOT_SAVED), 3 * REPORTED_WITHIN_SECONDS)
-            run.until("a second one", lambda: run.text.count(NOT_SAVED) >= 2, 3 * REPORTED_WITHIN_SECONDS)
+            run.until(f"{fails} reports", lambda: run.text.count(NOT_SAVED) >= fails, 3 * REPORTED_WITHIN_SECONDS)
             if not set(before) <= set(run.complete()):
                 problems.append(f"of the checkpoints {before} there are {run.complete()} while the disk is full")
             filler.free()

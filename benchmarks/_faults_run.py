@@ -123,6 +123,10 @@ class Launched:
             _kill(pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
+        self._reader.join(10)
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()
 
     # What is there.
 
