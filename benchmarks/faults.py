@@ -1,7 +1,7 @@
 """Whether training survives faults: killed workers, full disks, damaged files, cut networks, requests to stop; bit for bit.
 
     python -m benchmarks faults                         everything (12 minutes on two idle cores; Linux, root), and its page
-    python -m benchmarks faults --only kills --seed 1   one part, with other moments
+    python -m benchmarks faults --only kills --seed 1   one part, with other moments; the page keeps the others as they were
 
 Every fault meets a run of `splitjax launch -n 2 -- splitjax train` on two processes, which has to end as the undisturbed run did:
 one line of metrics for every step, equal but for times, and a last checkpoint of equal arrays, PRNG key and data position.
@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import datetime
 import itertools
+import json
 import pathlib
 import random
 import statistics
@@ -25,7 +27,7 @@ from benchmarks import _faults_damage as damage
 from benchmarks import _faults_disk as disk
 from benchmarks import _faults_hang as hang
 from benchmarks import _faults_kills as kills
-from benchmarks._common import table, virtual_devices, write_page
+from benchmarks._common import RESULTS, table, virtual_devices, write_page
 from benchmarks._faults_checks import Fault
 from benchmarks._faults_run import Recipe
 from splitjax.runtime.folder import checkpoint_folders
@@ -55,15 +57,25 @@ class Place:
         return self.folder / f"{name}-{next(self.numbers)}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The faults of one kind that were injected in one go. `date`: ISO 8601, UTC."""
+
+    date: str
+    seed: int
+    seconds: float
+    faults: tuple[Fault, ...]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Injects the chosen faults; returns 1 where one was not survived."""
     virtual_devices(1)
     parser = argparse.ArgumentParser("faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=tuple(TITLES), default=[])
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the bytes")
-    parser.add_argument("--output", type=pathlib.Path, help="folder of the page; a whole run writes to benchmarks/results")
+    parser.add_argument("--output", type=pathlib.Path, default=RESULTS, help="folder of the page and of faults.json, which it is made from")
     options = parser.parse_args(argv)
-    found: dict[str, list[Fault]] = {}
+    records = options.output / "faults.json"
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="splitjax-faults-") as folder:
         reference = Recipe(pathlib.Path(folder) / "undisturbed", pathlib.Path(folder) / "compiled")
@@ -71,13 +83,16 @@ def main(argv: list[str] | None = None) -> int:
         undisturbed_seconds = kills.undisturbed(reference)
         print(f"the undisturbed run took {undisturbed_seconds:.1f} s", flush=True)
         for name in options.only or TITLES:
-            found[name] = []
+            found: list[Fault] = []
+            part_begin = time.monotonic()
             for fault in PARTS[name](place, random.Random(options.seed)):
-                found[name].append(fault)
+                found.append(fault)
                 print(f"{time.monotonic() - begin:5.0f} s  {_line(fault)}", flush=True)
-    if not options.only or options.output:
-        print("wrote", write_page("faults", _page(found, reference, undisturbed_seconds, time.monotonic() - begin), options.output))
-    return 0 if all(fault.survived for faults in found.values() for fault in faults) else 1
+            seconds = time.monotonic() - part_begin
+            _write(records, name, Part(datetime.datetime.now(datetime.UTC).date().isoformat(), options.seed, seconds, tuple(found)))
+    parts = _read(records)
+    print("wrote", write_page("faults", _page(parts, reference, undisturbed_seconds), options.output))
+    return 0 if all(fault.survived for part in parts.values() for fault in part.faults) else 1
 
 
 def _kills(place: Place, rng: random.Random) -> Iterator[Fault]:
@@ -161,21 +176,35 @@ def _line(fault: Fault) -> str:
     return "; ".join([*parts, *filter(None, [fault.note]), *fault.problems])
 
 
-def _page(found: dict[str, list[Fault]], reference: Recipe, undisturbed_seconds: float, seconds: float) -> list[str]:
+def _read(records: pathlib.Path) -> dict[str, Part]:
+    """The parts that were measured so far, in the order of the page."""
+    stored = json.loads(records.read_text()) if records.exists() else {}
+    read = lambda fault: Fault(**{**fault, "problems": tuple(fault["problems"])})
+    return {name: Part(**{**stored[name], "faults": tuple(map(read, stored[name]["faults"]))}) for name in TITLES if name in stored}
+
+
+def _write(records: pathlib.Path, name: str, part: Part) -> None:
+    records.parent.mkdir(parents=True, exist_ok=True)
+    parts = {**_read(records), name: part}
+    records.write_text(json.dumps({name: dataclasses.asdict(part) for name, part in parts.items()}, indent=1) + "\n")
+
+
+def _page(parts: dict[str, Part], reference: Recipe, undisturbed_seconds: float) -> list[str]:
     from benchmarks import machine
 
-    everything = [fault for faults in found.values() for fault in faults]
+    everything = [fault for part in parts.values() for fault in part.faults]
     survived = sum(fault.survived for fault in everything)
     lost = [fault.lost_steps - fault.steps_of_save for fault in everything if fault.lost_steps is not None]
     overdue = sum((fault.end_seconds or 0) > (fault.limit_seconds or float("inf")) for fault in everything)
-    recovered = [fault.again_seconds for fault in found.get("kills", ()) if fault.again_seconds is not None]
-    command = "python -m benchmarks faults" + ("" if len(found) == len(TITLES) else f" --only {' '.join(found)}")
+    kills_only = parts["kills"].faults if "kills" in parts else ()
+    recovered = [fault.again_seconds for fault in kills_only if fault.again_seconds is not None]
+    seconds = sum(part.seconds for part in parts.values())
     lines = [
         "# Faults: what training survives", "",
         f"**{survived} of {len(everything)} faults survived: the runs ended bit-identical to the undisturbed one, and nothing that was saved "
         f"was lost. At most {max(lost, default=0)} steps were lost, the interval between checkpoints being {reference.checkpoint_every}; "
         f"{overdue or 'none'} took longer than stated.**", "",
-        machine.header(machine.this_machine((*machine.PACKAGES, "orbax-checkpoint")), command).rstrip(), "",
+        machine.header(machine.this_machine((*machine.PACKAGES, "orbax-checkpoint")), "python -m benchmarks faults").rstrip(), "",
         f"Runs: two processes (gloo), one thread each, `splitjax train {' '.join(reference.training)} --steps {reference.num_steps} "
         f"--checkpoint-every {reference.checkpoint_every}`; undisturbed {undisturbed_seconds:.0f} s, the whole suite {seconds / 60:.0f} min "
         "on a machine that other work shares."
@@ -194,8 +223,9 @@ def _page(found: dict[str, list[Fault]], reference: Recipe, undisturbed_seconds:
         f"`--stop-timeout-seconds` {hang.STOP_SECONDS:g}, and {kills.SLACK_SECONDS:g} s for a busy machine.",
         "- A step again: from the fault (from the start by hand, where there was one) to the first step after it.", "",
     ]  # fmt: skip
-    for name, faults in found.items():
-        lines += [f"## {TITLES[name]}", ""]
+    for name, part in parts.items():
+        faults = part.faults
+        lines += [f"## {TITLES[name]}", "", f"{part.date}, `--only {name} --seed {part.seed}`, {part.seconds / 60:.1f} min.", ""]
         if name == "kills":
             moments = collections.Counter(fault.moment for fault in faults)
             lines += [f"At random moments: {', '.join(f'{count} in {moment}' for moment, count in moments.most_common())} (start: before "

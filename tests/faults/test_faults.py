@@ -124,9 +124,12 @@ def test_what_a_fault_may_cost():
     assert "answered after 7.1 s" in own_problems(dataclasses.replace(fault, end_seconds=7.1))[0]
 
 
-def test_the_page_counts_what_was_not_survived(undisturbed):
+def test_the_page_counts_what_was_not_survived(undisturbed, tmp_path):
     good = Fault("kill", "step", 25, 57, None, 50, 2.0, 7.0, 9.0)
-    page = "\n".join(faults._page({"kills": [good, dataclasses.replace(good, problems=("lost",))]}, undisturbed, 5.0, 60.0))
+    part = faults.Part("2026-01-01", 0, 60.0, (good, dataclasses.replace(good, problems=("lost",))))
+    faults._write(tmp_path / "faults.json", "kills", part)
+    assert faults._read(tmp_path / "faults.json") == {"kills": part}
+    page = "\n".join(faults._page({"kills": part}, undisturbed, 5.0))
     assert "**1 of 2 faults survived" in page and "At most 7 steps were lost" in page and "| NO | lost |" in page
 
 
