@@ -55,7 +55,7 @@ class Launch(Traceback):
     exit_timeout_seconds: float | None = None
     """How long workers may go on after the first has ended well; for ever if not given."""
     heartbeat_seconds: int = 100
-    """A worker that cannot reach the coordinator for so long ends itself."""
+    """A worker that cannot reach the coordinator for so long ends itself; one that gives no sign of life for so long is killed."""
     bandwidth: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None
     """Put each worker into a network of its own behind a link of this rate, such as 200mbit or 1gbit (Linux, root), and report the bytes
     that it really sent."""

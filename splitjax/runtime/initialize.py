@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
+import time
 
 import jax
 
@@ -26,6 +28,9 @@ JOINED_PID = "SPLITJAX_JOINED_PID"
 NETWORK_DEVICE = "SPLITJAX_NETWORK_DEVICE"
 
 DEFAULT_HEARTBEAT_SECONDS = 100
+# How often a worker tells the launcher that it runs: a line of this word and its process id.
+SIGNS_PER_HEARTBEAT = 4
+ALIVE = "alive"
 
 
 def initialize() -> None:
@@ -87,7 +92,22 @@ def join_launched() -> None:
         heartbeat_timeout_seconds=_count(HEARTBEAT_SECONDS, at_least=1) if HEARTBEAT_SECONDS in os.environ else DEFAULT_HEARTBEAT_SECONDS,
     )
     if EXIT_FD in os.environ:
-        atexit.register(_announce_exit, _count(EXIT_FD), process_id, os.getpid())
+        file = _count(EXIT_FD)
+        atexit.register(_announce_exit, file, process_id, os.getpid())
+        seconds = _count(HEARTBEAT_SECONDS, at_least=1) if HEARTBEAT_SECONDS in os.environ else DEFAULT_HEARTBEAT_SECONDS
+        threading.Thread(target=_give_signs, args=(file, seconds / SIGNS_PER_HEARTBEAT), name="splitjax-alive", daemon=True).start()
+
+
+def _give_signs(file: int, every_seconds: float) -> None:
+    """Tells the launcher that this process runs, for as long as it does. Its coordination service would not tell: processes that may
+    leave it without the others may also fall silent."""
+    sign = f"{ALIVE} {os.getpid()}\n".encode()
+    try:
+        while True:
+            os.write(file, sign)
+            time.sleep(every_seconds)
+    except OSError:
+        pass  # the launcher is gone
 
 
 def _announce_exit(file: int, process_id: int, pid: int) -> None:

@@ -50,7 +50,8 @@ class LaunchConfig:
     - `grace_seconds`: how long the other workers may go on after a failure, to say what they saw.
     - `stop_timeout_seconds`: how long workers may take to save and exit when asked to stop.
     - `exit_timeout_seconds`: how long workers may go on after the first has ended well; for ever if not given.
-    - `heartbeat_seconds`: a worker that cannot reach the coordinator for so long ends itself.
+    - `heartbeat_seconds`: a worker that cannot reach the coordinator for so long ends itself; one that gives the launcher no sign of
+      life for so long is killed.
     - `bandwidth`: the rate of each worker's link, such as `200mbit`, in a network of its own; the machine's loopback if not given.
     """
 
@@ -220,7 +221,7 @@ class Run:
     def _spawn(self, rank: int, coordinator: processes.Coordinator, attempt: int, failed_unix_seconds: float | None, output: Output,
                events: queue.SimpleQueue[Event]) -> Worker:
         exit_reader, exit_writer = os.pipe()
-        output.add_notices(exit_reader, lambda said, now: events.put(Event(rank, now, announced=said)))
+        output.add_notices(exit_reader, lambda said, now: events.put(Event.noticed(rank, said, now)))
         values = processes.environment(
             self.config, rank, coordinator=coordinator.address, attempt=attempt, failed_unix_seconds=failed_unix_seconds,
             exit_file=exit_writer, base=self._base,

@@ -20,6 +20,7 @@ class WorkerExit:
     - `seconds`: after the start of its attempt.
     - `killed`: whether the launcher killed it.
     - `last_lines`: the last of what it wrote, standard output and standard error together.
+    - `silent_seconds`: how long it had given no sign of life when the launcher therefore killed it; None for any other end.
     """
 
     rank: int
@@ -27,6 +28,7 @@ class WorkerExit:
     seconds: float
     killed: bool
     last_lines: tuple[str, ...] = ()
+    silent_seconds: float | None = None
 
     @property
     def status(self) -> int:
@@ -39,6 +41,8 @@ class WorkerExit:
         return not self.killed and self.code not in (0, LEFT_ON_SIGTERM)
 
     def __str__(self) -> str:
+        if self.silent_seconds is not None:
+            return f"killed by the launcher: no sign of life for {self.silent_seconds:g} s"
         if self.killed:
             return "killed by the launcher"
         if self.code >= 0:

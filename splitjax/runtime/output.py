@@ -73,12 +73,12 @@ class Output:
             self._partial[pipe.fileno()] = bytearray()
             self._selector.register(pipe, selectors.EVENT_READ, self._taker(rank, which))
 
-    def add_notices(self, file: int, notice: Callable[[bool, float], None]) -> None:
-        """Takes over the pipe that tells when a worker leaves: `notice(True, now)` when it says so, `notice(False, now)` when its end
-        of the pipe is closed, which is when the other workers lose it. `now`: monotonic, the same for what was seen at once."""
+    def add_notices(self, file: int, notice: Callable[[str | None, float], None]) -> None:
+        """Takes over the pipe that tells how a worker is: `notice(line, now)` for what it says, `notice(None, now)` when its end of the
+        pipe is closed, which is when the other workers lose it. `now`: monotonic, the same for what was seen at once."""
         pipe = os.fdopen(file, "rb", buffering=0)
         self._partial[pipe.fileno()] = bytearray()
-        self._selector.register(pipe, selectors.EVENT_READ, lambda line: notice(line is not None, self._now))
+        self._selector.register(pipe, selectors.EVENT_READ, lambda line: notice(None if line is None else line.decode(), self._now))
 
     def start(self) -> None:
         self._thread.start()

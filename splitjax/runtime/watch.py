@@ -8,23 +8,34 @@ from collections.abc import Sequence
 from signal import SIGKILL, SIGTERM
 from typing import TYPE_CHECKING
 
+from splitjax.runtime.initialize import ALIVE
 from splitjax.runtime.outcome import LEFT_ON_SIGTERM, Attempt, WorkerExit
 from splitjax.runtime.output import Output
-from splitjax.runtime.workers import Worker
+from splitjax.runtime.workers import Worker, is_running
 
 if TYPE_CHECKING:
     from splitjax.runtime.launch import LaunchConfig
+
+# The launcher looks at its clock far more often than this, unless it was stopped itself.
+_PAUSE_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
     """Worker `rank` ended with `code` at the monotonic time `at`; or, without a code, is leaving: it announced so, or it is gone
-    already and its files are closed."""
+    already and its files are closed. With `alive`, the id of its process that joined, it only gives a sign of life."""
 
     rank: int
     at: float
     code: int | None = None
     announced: bool = False
+    alive: int | None = None
+
+    @classmethod
+    def noticed(cls, rank: int, said: str | None, at: float) -> Event:
+        """What a worker said about itself, or that it cannot any more."""
+        word, _, pid = (said or "").partition(" ")
+        return cls(rank, at, alive=int(pid)) if word == ALIVE else cls(rank, at, announced=said is not None)
 
 
 class Watch:
@@ -41,6 +52,10 @@ class Watch:
         self._left: dict[int, tuple[float, bool]] = {}
         self._codes: dict[int, int] = {}
         self._killed: set[int] = set()
+        # The last sign of life of each worker that has joined and not announced that it leaves, and whose it was.
+        self._signs: dict[int, tuple[float, int]] = {}
+        self._hung: set[int] = set()
+        self._ticked = self._began
         self._is_stopping = False
         self._deadline = float("inf")
         self._reason_of_deadline = self._reason = ""
@@ -55,6 +70,10 @@ class Watch:
 
     def take(self, event: Event) -> None:
         """Notes an event, and what is to be done because of it."""
+        if event.alive is not None:
+            self._signs[event.rank] = event.at, event.alive
+            return
+        self._signs.pop(event.rank, None)
         # Not the ends decide who left first: taking down a process can last longer than it takes the others to fail because of
         # it. Of two in the same instant, one that left without a word was not brought down by an error.
         self._left.setdefault(event.rank, (event.at, event.announced))
@@ -86,6 +105,7 @@ class Watch:
             self._end_by(self._config.stop_timeout_seconds, "to save and exit")
             for rank in self._running:
                 self._workers[rank].signal(SIGTERM)
+        self._end_hung()
         if kill or time.monotonic() >= self._deadline:
             if self._running and not kill:
                 self._reason = self._reason or self._reason_of_deadline
@@ -93,6 +113,22 @@ class Watch:
             for rank in self._running | self._lingering:
                 self._workers[rank].signal_group(SIGKILL)
             self._lingering, self._deadline = set(), float("inf")
+
+    def _end_hung(self) -> None:
+        """Kills workers that gave no sign of life for `heartbeat_seconds`: stopped, or stuck in the system or in a call that never
+        lets Python run. The others wait for them, and nobody else would end it."""
+        now = time.monotonic()
+        paused, self._ticked = now - self._ticked, now
+        if paused > _PAUSE_SECONDS:  # this process did not run either: what they wrote meanwhile is yet to be read
+            self._signs = {rank: (at + paused, pid) for rank, (at, pid) in self._signs.items()}
+        if self._is_stopping or self._deadline < float("inf"):
+            return
+        for rank, (at, pid) in list(self._signs.items()):
+            if rank in self._running and now - at > self._config.heartbeat_seconds:
+                del self._signs[rank]
+                if is_running(pid):
+                    self._hung.add(rank)
+                    self._workers[rank].signal_group(SIGKILL)
 
     def _end_by(self, seconds: float, what_for: str) -> None:
         deadline = time.monotonic() + seconds
@@ -105,7 +141,7 @@ class Watch:
         exits = tuple(
             WorkerExit(
                 rank, self._codes[rank], self._left[rank][0] - self._began, rank in self._killed and self._codes[rank] == -SIGKILL,
-                self._output.last_lines(rank),
+                self._output.last_lines(rank), self._config.heartbeat_seconds if rank in self._hung else None,
             )
             for rank in sorted(self._codes, key=self._left.__getitem__)
         )

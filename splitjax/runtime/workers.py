@@ -55,6 +55,17 @@ class Worker:
         _send(os.killpg, self.pid, number)
 
 
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, ended ones that nobody waited for included."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
 def _send(send: Callable[[int, int], None], number: int, what: int) -> None:
     try:
         send(number, what)

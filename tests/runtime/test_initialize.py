@@ -112,3 +112,10 @@ def test_variables_that_cannot_be(variables, place, monkeypatch):
     with pytest.raises(LaunchError) as caught:
         join_launched()
     assert caught.value.place == place and "SPLITJAX_JOINED_PID" not in os.environ
+
+
+def test_a_worker_that_joined_gives_signs_of_life_until_it_is_stopped(launched):
+    script = "import splitjax, os, signal, time; time.sleep(2.5); print('awake', flush=True); os.kill(os.getpid(), signal.SIGSTOP)"
+    run = launched(script, heartbeat_seconds=1)
+    assert run.wait().attempts[0].failed.silent_seconds == 1
+    assert "awake" in run.out.getvalue()

@@ -64,6 +64,39 @@ def test_a_worker_may_end_well_before_the_others(launched):
     assert outcome.status == 0 and [end.code for end in outcome.attempts[0].exits] == [0, 0]
 
 
+SIGN = "sign = lambda said: os.write(int(os.environ['SPLITJAX_EXIT_FD']), (said + '\\n').encode())\n"
+
+
+def test_a_worker_that_falls_silent_is_killed_at_the_stated_time_and_named(launched):
+    script = RANK + SIGN + "sign(f'alive {os.getpid()}'); print('still here', flush=True)\nwhile rank == 0: time.sleep(0.2); sign(f'alive {os.getpid()}')\ntime.sleep(100)"
+    run = launched(script, num_processes=2, heartbeat_seconds=1, grace_seconds=0.3, restarts=1)
+    outcome = run.wait()
+    assert outcome.status == 137 and len(outcome.attempts) == 2
+    for attempt in outcome.attempts:
+        assert attempt.failed.rank == 1 and attempt.failed.silent_seconds == 1 and attempt.failed.seconds < 5
+        assert attempt.failed_unix_seconds is not None and attempt.exits[1].killed
+    assert "killed by the launcher: no sign of life for 1 s" in run.err.getvalue()
+
+
+@pytest.mark.parametrize("script", [
+    "",  # never joined
+    "sign(f'alive {os.getpid()}'); sign('0')",  # leaves, and takes its time
+    "import subprocess; child = subprocess.Popen(['true']); child.wait(); sign(f'alive {child.pid}')",  # its script is over
+])  # fmt: skip
+def test_no_sign_is_expected_of_who_does_not_train(launched, script):
+    assert launched(RANK + SIGN + script + "\ntime.sleep(1.6)", heartbeat_seconds=1).wait().status == 0
+
+
+def test_a_launcher_that_stood_still_does_not_blame_its_workers():
+    script = RANK + SIGN + "print('up', flush=True)\nfor _ in range(25): sign(f'alive {os.getpid()}'); time.sleep(0.2)"
+    with command("--heartbeat-seconds", "1", "--", sys.executable, "-c", script) as process:
+        assert "up" in process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(2)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(60) == 0, process.stderr.read()
+
+
 def test_stragglers_have_the_stated_time(launched):
     run = launched(RANK + "time.sleep(100 * rank)", num_processes=2, exit_timeout_seconds=0.3)
     assert run.wait().status == 137
