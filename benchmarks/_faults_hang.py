@@ -14,8 +14,11 @@ from benchmarks._faults_kills import GRACE_SECONDS, KILLED_WITHIN_SECONDS, SLACK
 from benchmarks._faults_run import Launched, Overdue, Recipe
 
 HEARTBEAT_SECONDS = 10
-# A worker whose last answer came just before the fault is missed after a heartbeat's timeout, and looked for once more in between.
-HUNG_WITHIN_SECONDS = 2 * HEARTBEAT_SECONDS + KILLED_WITHIN_SECONDS
+# A worker that fell silent is missed by the launcher after that time. One that is cut off notices it by a heartbeat that is not answered
+# for that time, and sends one twice as often: at the latest after one and a half times of it.
+MISSED_WITHIN_SECONDS = {
+    "stop": HEARTBEAT_SECONDS + KILLED_WITHIN_SECONDS, "cut": 1.5 * HEARTBEAT_SECONDS + KILLED_WITHIN_SECONDS,
+}  # fmt: skip
 STOP_SECONDS = 60.0  # `--stop-timeout-seconds`
 CUTTER = (sys.executable, "-m", "benchmarks._faults_cut")
 
@@ -68,7 +71,7 @@ def unreachable(recipe: Recipe, reference: Recipe, how: str, rng: random.Random)
                 _tell(run, f"cut {rank}")
             else:
                 os.kill(run.workers()[rank], signal.SIGSTOP)
-            one = ended(run, sight, kind, HUNG_WITHIN_SECONDS)
+            one = ended(run, sight, kind, MISSED_WITHIN_SECONDS[how])
             if how == "cut":
                 _tell(run, f"join {rank}")
             [fault] = settle(run, [one])

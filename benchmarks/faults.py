@@ -218,9 +218,10 @@ def _page(parts: dict[str, Part], reference: Recipe, undisturbed_seconds: float)
         "save that was in progress is lost with the attempt: the steps that were done while it was written come on top of the interval, "
         "and are in brackets. A start that had not done a step yet had none to lose (-).",
         "- Answered: from the fault until the launcher had ended the attempt, or the fault was reported; stated is what the options and "
-        f"defaults promise for it: `--grace-seconds` {kills.GRACE_SECONDS:g}, {kills.DRAIN_SECONDS:g} s for last words, twice "
-        f"`--heartbeat-seconds` {hang.HEARTBEAT_SECONDS} (a worker is missed after one, by others that look as often), "
-        f"`--stop-timeout-seconds` {hang.STOP_SECONDS:g}, and {kills.SLACK_SECONDS:g} s for a busy machine.",
+        f"defaults promise for it: `--grace-seconds` {kills.GRACE_SECONDS:g}, {kills.DRAIN_SECONDS:g} s for last words; "
+        f"`--heartbeat-seconds` {hang.HEARTBEAT_SECONDS}, and half as much again where the worker is cut off, since it asks twice in that "
+        f"time; `--stop-timeout-seconds` {hang.STOP_SECONDS:g}, and {kills.SLACK_SECONDS:g} s for a busy machine; "
+        f"{disk.REPORTED_WITHIN_SECONDS:g} s for a report of a failed save.",
         "- A step again: from the fault (from the start by hand, where there was one) to the first step after it.", "",
     ]  # fmt: skip
     for name, part in parts.items():
