@@ -40,6 +40,7 @@ class Recipe:
     """What is run, and where. `folder` holds everything of it: `ck`, `m.jsonl`.
 
     - `num_steps`, `checkpoint_every`, `keep_last`: steps; checkpoints.
+    - `num_processes`: of the two devices' one each, or one with both.
     - `training`: options of `splitjax train` beside these.
     - `cache`: folder of compiled programs, which runs share.
     """
@@ -50,6 +51,7 @@ class Recipe:
     checkpoint_every: int = 25
     keep_last: int = 1000
     training: tuple[str, ...] = (*TRAINING, "--data", "digits", "--evaluate-every", "100")
+    num_processes: int = 2
     metrics_name: str = "m.jsonl"
     checkpoints_name: str = "ck"
 
@@ -96,14 +98,16 @@ class Sight:
 
 
 class Launched:
-    """A run of two workers that `splitjax launch` started. Use it as a context manager: nothing of it is left running afterwards."""
+    """A run that `splitjax launch` started. Use it as a context manager: nothing of it is left running afterwards."""
 
     def __init__(self, recipe: Recipe, *, restarts: int = 0, options: Sequence[str] = (), launcher: Sequence[str] | None = None):
         recipe.folder.mkdir(parents=True, exist_ok=True)
         self.recipe, self.began = recipe, time.monotonic()
         self._tag = secrets.token_hex(8)
         self.lines: list[tuple[float, str]] = []
-        launcher = launcher or [sys.executable, "-m", "splitjax.cli", "launch", "-n", "2", "--threads", "1"]
+        # Devices that share the threads of one process need more than one.
+        threads = ["--threads", "1"] if recipe.num_processes == 2 else []
+        launcher = launcher or [sys.executable, "-m", "splitjax.cli", "launch", "-n", str(recipe.num_processes), *threads]
         self.process = subprocess.Popen(
             [*launcher, "--restarts", str(restarts), *options, "--", *recipe.command()], cwd=recipe.folder, text=True, errors="replace",
             env={**recipe.environment(), TAG: self._tag}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -191,7 +195,7 @@ class Launched:
 
     def has_opened_folder(self) -> bool:
         """Whether a worker holds the folder of the checkpoints open, as it does from looking for one to resume from on."""
-        if len(self._workers) < 2:
+        if len(self._workers) < self.recipe.num_processes:
             self._workers = self.workers()
             time.sleep(5 * _LOOK_SECONDS)  # looking through all processes takes a while, and takes it from the workers
         wanted = str(self.recipe.checkpoints)

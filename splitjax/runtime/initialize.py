@@ -79,6 +79,7 @@ def join_launched() -> None:
         )
     _refuse_backend("a worker of splitjax launch")
     devices = os.environ.get(LOCAL_DEVICE_IDS)
+    heartbeat_seconds = _count(HEARTBEAT_SECONDS, at_least=1) if HEARTBEAT_SECONDS in os.environ else DEFAULT_HEARTBEAT_SECONDS
     os.environ[JOINED_PID] = str(os.getpid())
     jax.distributed.initialize(
         os.environ[COORDINATOR],
@@ -89,13 +90,13 @@ def join_launched() -> None:
         # The launcher holds the service that all processes connect to, so that process 0 may end before the others, and any process
         # without waiting for the rest. JAX starts one in process 0 all the same: it gets any free port of the loopback, unused.
         coordinator_bind_address="127.0.0.1:0",
-        heartbeat_timeout_seconds=_count(HEARTBEAT_SECONDS, at_least=1) if HEARTBEAT_SECONDS in os.environ else DEFAULT_HEARTBEAT_SECONDS,
+        heartbeat_timeout_seconds=heartbeat_seconds,
     )
     if EXIT_FD in os.environ:
         file = _count(EXIT_FD)
         atexit.register(_announce_exit, file, process_id, os.getpid())
-        seconds = _count(HEARTBEAT_SECONDS, at_least=1) if HEARTBEAT_SECONDS in os.environ else DEFAULT_HEARTBEAT_SECONDS
-        threading.Thread(target=_give_signs, args=(file, seconds / SIGNS_PER_HEARTBEAT), name="splitjax-alive", daemon=True).start()
+        every_seconds = heartbeat_seconds / SIGNS_PER_HEARTBEAT
+        threading.Thread(target=_give_signs, args=(file, every_seconds), name="splitjax-alive", daemon=True).start()
 
 
 def _give_signs(file: int, every_seconds: float) -> None:

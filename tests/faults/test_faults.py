@@ -60,7 +60,8 @@ def test_workers_killed_in_steps_and_in_a_save(undisturbed, tmp_path):
 def test_a_full_disk_is_reported_and_left_behind(undisturbed, tmp_path):
     try:
         with disk.small_disk(tmp_path / "disk") as mounted:
-            recipe = disk.on_disk(dataclasses.replace(undisturbed, folder=tmp_path / "run"), mounted, metrics_too=True)
+            recipe = dataclasses.replace(undisturbed, folder=tmp_path / "run", num_processes=1)
+            recipe = disk.on_disk(recipe, mounted, metrics_too=True)
             fault = disk.fill_for_a_while(recipe, undisturbed, "step", random.Random(2), fails=1)
     except (PermissionError, FileNotFoundError) as error:
         pytest.skip(str(error))
