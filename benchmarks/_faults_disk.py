@@ -138,7 +138,7 @@ def full_to_the_end(recipe: Recipe, reference: Recipe, *, killed: bool = False) 
                     sight = run.sight()
                     os.kill(run.workers()[1], signal.SIGKILL)
                 status = run.end(START_SECONDS)
-                over, before = time.monotonic(), run.complete()
+                before = run.complete()
                 said = "No space left" in run.text
             if status == 0 or not said:
                 problems.append(f"exit status {status}, and the full disk was {'' if said else 'not '}named: {run.text[-800:]}")
@@ -157,8 +157,7 @@ def full_to_the_end(recipe: Recipe, reference: Recipe, *, killed: bool = False) 
             if resumed != max(before, default=None):
                 problems.append(f"resumed from {resumed}, though {before} were there")
             fault = dataclasses.replace(
-                fault, moment=sight.phase, end_seconds=over - sight.at if killed else None, resumed_step=resumed,
-                again_seconds=again - freed,
+                fault, moment=sight.phase, resumed_step=resumed, again_seconds=again - freed,
                 note=f"exit status {status} at step {reached}, naming the disk; with room again the same command went on from step {resumed}",
             )
         except Overdue as error:

@@ -213,7 +213,7 @@ def _page(parts: dict[str, Part], reference: Recipe, undisturbed_seconds: float)
         "- Survived: the launcher (or, where none is left, the same command again) ended the run with exit status 0; the metrics have one "
         "line for every step, equal to the undisturbed run's but for times; the last checkpoint's arrays, with parameters, optimizer and "
         "PRNG key, are equal bit for bit, and so is its data position; every checkpoint that was complete before the fault is there, and "
-        "every byte of it good (with few kept: the newest was resumed from); no process was left.",
+        "every byte of it good (with few kept: the newest was resumed from); where a worker or the launcher was hit, no process was left.",
         "- Steps lost: the last step in the metrics when the fault struck, less the step of the checkpoint that the run went on from. A "
         "save that was in progress is lost with the attempt: the steps that were done while it was written come on top of the interval, "
         "and are in brackets. A start that had not done a step yet had none to lose (-).",
