@@ -195,6 +195,7 @@ def _page(parts: dict[str, Part], reference: Recipe, undisturbed_seconds: float)
     everything = [fault for part in parts.values() for fault in part.faults]
     survived = sum(fault.survived for fault in everything)
     lost = [fault.lost_steps - fault.steps_of_save for fault in everything if fault.lost_steps is not None]
+    in_all = max((fault.lost_steps for fault in everything if fault.lost_steps is not None), default=0)
     overdue = sum((fault.end_seconds or 0) > (fault.limit_seconds or float("inf")) for fault in everything)
     kills_only = parts["kills"].faults if "kills" in parts else ()
     recovered = [fault.again_seconds for fault in kills_only if fault.again_seconds is not None]
@@ -202,8 +203,8 @@ def _page(parts: dict[str, Part], reference: Recipe, undisturbed_seconds: float)
     lines = [
         "# Faults: what training survives", "",
         f"**{survived} of {len(everything)} faults survived: the runs ended bit-identical to the undisturbed one, and nothing that was saved "
-        f"was lost. At most {max(lost, default=0)} steps were lost, the interval between checkpoints being {reference.checkpoint_every}; "
-        f"{overdue or 'none'} took longer than stated.**", "",
+        f"was lost. At most {max(lost, default=0)} steps were lost, the interval between checkpoints being {reference.checkpoint_every} "
+        f"({in_all} with those that were done while a save was in progress, which was lost too); {overdue or 'none'} took longer than stated.**", "",
         machine.header(machine.this_machine((*machine.PACKAGES, "orbax-checkpoint")), "python -m benchmarks faults").rstrip(), "",
         f"Runs: two processes (gloo), one thread each, `splitjax train {' '.join(reference.training)} --steps {reference.num_steps} "
         f"--checkpoint-every {reference.checkpoint_every}`; undisturbed {undisturbed_seconds:.0f} s, the whole suite {seconds / 60:.0f} min "
