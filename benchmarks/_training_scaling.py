@@ -163,9 +163,9 @@ class _Turns:
             self.ways[way] = self._together(way, spec, mesh, options)
         init, step, _ = make_step(spec, self.optimizer, value_and_grad=jax.value_and_grad)
         device = jax.local_devices()[0]
-        state = jax.jit(init)(jax.random.key(0))
+        state = jax.device_put(jax.jit(init)(jax.random.key(0)), device)
         self.ways[SINGLE] = [jax.jit(step, donate_argnums=0), state, self._batches(self.examples, None, lambda batch: jax.device_put(batch, device))]
-        self(SINGLE, 1)
+        self._warm(SINGLE)
 
     def __call__(self, way: str, steps: int) -> dict[str, Any]:
         """Seconds of one of `steps` steps, and the bytes that it sent."""
@@ -180,6 +180,11 @@ class _Turns:
         self.ways[way][1] = state
         return {"seconds": seconds / steps, "sent": None if before is None else (after[0] - before[0]) / steps}
 
+    def _warm(self, way: str) -> None:
+        """Twice: the first step compiles, the second shows that the results of one are taken as they are by the next."""
+        first, second = (self(way, 1)["seconds"] for _ in range(2))
+        print(f"{way}: compiled after {first:.1f} s; a step takes {1e3 * second:.0f} ms", flush=True)
+
     def _together(self, way: str, spec: Any, mesh: dict[str, int], options: dict[str, Any]) -> list[Any]:
         from benchmarks._training_common import ready, training_step
 
@@ -189,8 +194,7 @@ class _Turns:
         made = [step, state, self._batches(batch_size, placement.rows, placement)]
         self.planned[way] = sum(one.bytes for one in step.plan(state, next(made[2])[1]).collectives)
         self.ways[way] = made
-        warm = self(way, 1)["seconds"]
-        print(f"{way} is compiled and warm; a step takes {1e3 * warm:.0f} ms", flush=True)
+        self._warm(way)
         return made
 
     def _batches(self, batch_size: int, rows: Any, place: Any) -> Any:
