@@ -119,7 +119,7 @@ def _report(digits: list[Run], deep: list[Run], split: list[Run], one: list[Run]
     lines = [
         f"`splitjax train` on 8 virtual devices (`--mesh {SPLIT}`, rules `splitbrain`) and on one (`--mesh {ONE}`), batches of 64, AdamW, cosine schedule; test "
         f"accuracy at the end of the run (no choice of the best epoch), on 360 digits and 761 images. Options: digits `{' '.join(DIGITS)}` and `{' '.join(DEEP)}`; "
-        f"CIFAR-10 `{' '.join(CIFAR)}`. The sample has 3,805 training images, 13 times fewer than CIFAR-10: what matters is that both columns are equal.", "",
+        f"CIFAR-10 `{' '.join(CIFAR)}`. The sample has 3,805 training images, 13 times fewer than CIFAR-10: what matters is that both meshes reach the same.", "",
         *table(["", "mesh", f"test accuracy, seeds {', '.join(map(str, SEEDS))}", "mean", "standard deviation", "steps", "seconds a run"], rows), "",
         f"With one seed both start from the same parameters and see the same batches: their losses differ by at most {first:.1e} (relative) at the first step and "
         f"{later:.1e} over the first {COMMON_STEPS}; afterwards rounding grows as it does between any two orders of summation.{said}", "",

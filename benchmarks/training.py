@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     quiet_tpu_compiler()
+    options.output.mkdir(parents=True, exist_ok=True)  # before anything is measured that would be lost
     kept, failed = {} if options.quick else _kept(options.output), []
     for part in options.only or PARTS:
         found = _run(part, options)
