@@ -35,10 +35,12 @@ SPLITS = tuple(way for way in WAYS if way != DATA)
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What was measured over one link. `seconds`: of a step, by way and round, of the slower worker; `sent`: bytes a step and worker, by way,
+    """What was measured over one link. `seconds`: of a step, by way and round, of the slower worker; `cpu`: its processor time, the median
+    of workers and rounds, which neighbours on the machine hardly change; `sent`: bytes a step and worker, by way,
     from the network device (None on the loopback, where both share it); `planned`: as the plan predicts; `others`: cores by round."""
 
     seconds: dict[str, list[float]]
+    cpu: dict[str, float]
     sent: dict[str, float | None]
     planned: dict[str, int]
     others: list[float]
@@ -59,9 +61,11 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
         try:
             found[link] = _measure(bandwidth, settings)
         except RuntimeError as error:
+            if bandwidth is None:  # networks of their own need root; two processes do not
+                raise
             refused.append(f"{link}: {error}")
             print(refused[-1], file=sys.stderr)
-    return _report(found, refused)
+    return _report(found, refused, settings["examples"])
 
 
 def _measure(bandwidth: str | None, settings: dict[str, Any]) -> Link:
@@ -93,8 +97,9 @@ def _measure(bandwidth: str | None, settings: dict[str, Any]) -> Link:
         way: [max(worker["turns"][way][number]["seconds"] for worker in workers if worker["turns"].get(way)) for number in range(rounds)]
         for way in workers[0]["turns"]
     }
+    cpu = {way: statistics.median(turn["cpu"] for worker in workers for turn in worker["turns"][way]) for way in seconds}
     sent = {way: None if bandwidth is None else statistics.median(turn["sent"] for worker in workers for turn in worker["turns"][way]) for way in WAYS}
-    return Link(seconds, sent, workers[0]["planned"], others, workers[0]["parameters"])
+    return Link(seconds, cpu, sent, workers[0]["planned"], others, workers[0]["parameters"])
 
 
 def speedups(link: Link, way: str) -> list[float]:
@@ -102,7 +107,7 @@ def speedups(link: Link, way: str) -> list[float]:
     return [NUM_WORKERS * single / both for single, both in zip(link.seconds[SINGLE], link.seconds[way], strict=True)]
 
 
-def _report(found: dict[str, Link], refused: list[str]) -> Any:
+def _report(found: dict[str, Link], refused: list[str], examples: int = EXAMPLES) -> Any:
     from benchmarks._common import table
     from benchmarks._splitbrain_common import Goal, Section, mib
     from benchmarks._training_common import quiet_rounds
@@ -115,14 +120,14 @@ def _report(found: dict[str, Link], refused: list[str]) -> Any:
             ratios = [speedups(link, way)[number] for number in used] if way != SINGLE else [1.0]
             middle[way] = statistics.median(ratios)
             taken = statistics.median(link.seconds[way][number] for number in used)
-            examples = EXAMPLES * (1 if way == SINGLE else NUM_WORKERS)
+            num = examples * (1 if way == SINGLE else NUM_WORKERS)
             planned = link.planned.get(way)
             sent = link.sent.get(way)
             rows.append([
-                way, f"{1e3 * taken:.0f}", f"{examples / taken:.1f}", f"**{middle[way]:.2f}**", f"{min(ratios):.2f} to {max(ratios):.2f}",
+                way, f"{1e3 * taken:.0f}", f"{num / taken:.1f}", f"**{middle[way]:.2f}**", f"{min(ratios):.2f} to {max(ratios):.2f}", f"{1e3 * link.cpu[way]:.0f}",
                 "" if planned is None else mib(planned), "" if sent is None else f"{mib(sent)} ({sent / planned - 1:+.1%})",
             ])  # fmt: skip
-        titles = ["", "step, ms", "examples/s", "over one worker", "range", "MiB a worker sends a step: planned", "really sent"]
+        titles = ["", "step, ms", "examples/s", "over one worker", "range", "processor time of a worker, ms", "MiB a worker sends a step: planned", "really sent"]
         lines += [f"### Link: {name}", "", f"{len(used)} of {len(link.others)} rounds; medians, and the range of ratios. {note}", "", *table(titles, rows), ""]
         best = max(SPLITS, key=middle.get)
         if name == next(iter(LINKS)):
@@ -132,8 +137,8 @@ def _report(found: dict[str, Link], refused: list[str]) -> Any:
     parameters = next(iter(found.values())).parameters if found else 0
     head = [
         f"{MODEL.upper()} (width {WIDTH:g}, head of {HEAD}; {parameters / 1e6:.1f} million parameters) on the CIFAR-10 sample through the input pipeline (read, "
-        f"cropped, flipped, standardised, prefetched), SGD with momentum, {EXAMPLES} examples a worker: `splitjax launch -n {NUM_WORKERS} --threads 1`, each "
-        f"worker pinned to one core, where its input thread and gloo's threads run too. One worker: the first of them alone, with its {EXAMPLES} examples a "
+        f"cropped, flipped, standardised, prefetched), SGD with momentum, {examples} examples a worker: `splitjax launch -n {NUM_WORKERS} --threads 1`, each "
+        f"worker pinned to one core, where its input thread and gloo's threads run too. One worker: the first of them alone, with its {examples} examples a "
         f"step, under `jax.jit`, while the other sleeps. Two workers that send nothing: each of them doing just that at the same time, which is what two busy cores "
         f"of this machine can give. {STEPS} steps of every way a round, begun by both at the same time, order changing from round to round. MiB really sent: from the "
         f"worker's network device, with TCP's headers and acknowledgements; over the loopback both share one.", "",
@@ -168,17 +173,18 @@ class _Turns:
         self._warm(SINGLE)
 
     def __call__(self, way: str, steps: int) -> dict[str, Any]:
-        """Seconds of one of `steps` steps, and the bytes that it sent."""
+        """Seconds of one of `steps` steps, its processor time, and the bytes that it sent."""
         from splitjax.runtime.network import bytes_sent
 
         step, state, batches = self.ways[way]
-        before, started = bytes_sent(), time.perf_counter()
+        before, cpu, started = bytes_sent(), time.process_time(), time.perf_counter()
         for _ in range(steps):
             state, metrics = step(state, next(batches)[1])
         self.jax.block_until_ready((state, metrics))
         seconds, after = time.perf_counter() - started, bytes_sent()
         self.ways[way][1] = state
-        return {"seconds": seconds / steps, "sent": None if before is None else (after[0] - before[0]) / steps}
+        cpu = time.process_time() - cpu
+        return {"seconds": seconds / steps, "cpu": cpu / steps, "sent": None if before is None else (after[0] - before[0]) / steps}
 
     def _warm(self, way: str) -> None:
         """Twice: the first step compiles, the second shows that the results of one are taken as they are by the next."""

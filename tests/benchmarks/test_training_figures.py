@@ -14,7 +14,7 @@ from benchmarks import training
 
 
 def link(seconds, others=(0.0, 0.0)):
-    return scaling.Link(seconds, {way: 110.0 for way in scaling.WAYS}, {way: 100 for way in scaling.WAYS}, list(others), 1_000_000)
+    return scaling.Link(seconds, dict.fromkeys(seconds, 1.0), {way: 110.0 for way in scaling.WAYS}, {way: 100 for way in scaling.WAYS}, list(others), 1_000_000)
 
 
 def seconds(split):
