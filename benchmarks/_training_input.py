@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 MODEL, WIDTH, HEAD, EXAMPLES = "vgg11", 0.5, 1024, 64
-ROUNDS, STEPS = 12, 20
+ROUNDS, STEPS = 15, 8
 PIPELINE_BATCHES = 200
 MOST_SLOWER = 1.03
 REAL, RESIDENT = "real data", "one resident batch"
