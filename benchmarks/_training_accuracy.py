@@ -43,7 +43,10 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
     for seed in seeds:  # in turns, so that both meet the same neighbours
         split.append(_train((*cifar, *short), SPLIT, seed))
         one.append(_train((*cifar, *short), ONE, seed))
-    return _report(digits, deep, split, one)
+    from splitjax.data import load_cifar10, load_digits
+
+    images = load_cifar10(data_dir)
+    return _report(digits, deep, split, one, (images.num_train, images.num_test, load_digits().num_test))
 
 
 def _train(options: tuple[str, ...], mesh: str, seed: int) -> Run:
@@ -91,10 +94,11 @@ def largest_difference(split: list[Run], one: list[Run], num_steps: int) -> floa
     return max(abs(a - b) / b for x, y in zip(split, one, strict=True) for a, b in zip(x.losses[:num_steps], y.losses[:num_steps], strict=True))
 
 
-def _report(digits: list[Run], deep: list[Run], split: list[Run], one: list[Run]) -> Any:
+def _report(digits: list[Run], deep: list[Run], split: list[Run], one: list[Run], sizes: tuple[int, int, int]) -> Any:
     from benchmarks._common import table
     from benchmarks._splitbrain_common import Goal, Section
 
+    num_train, num_test, num_digits = sizes
     rows = [
         [what, mesh, ", ".join(f"{run.accuracy:.2%}" for run in runs), f"**{_mean(runs):.2%}**", f"{_spread(runs):.2%}", str(len(runs[0].losses)),
          f"{statistics.fmean(run.seconds for run in runs):.0f}"]
@@ -110,16 +114,16 @@ def _report(digits: list[Run], deep: list[Run], split: list[Run], one: list[Run]
         found = compare([run.accuracy for run in split], [run.accuracy for run in one])
         said = (
             f" On the CIFAR-10 sample the split's mean is {100 * found.difference:+.2f} percentage points from the one device's, with a standard error of "
-            f"{100 * found.standard_error:.2f} (of the seeds alone: that the sample has only 761 test images adds "
-            f"{100 * math.sqrt(_mean(one) * (1 - _mean(one)) / 761):.1f} to each single accuracy); Welch's test of equal means gives p = {found.p:.2f}."
+            f"{100 * found.standard_error:.2f} (of the seeds alone: that there are {num_test} test images adds "
+            f"{100 * math.sqrt(_mean(one) * (1 - _mean(one)) / num_test):.1f} to each single accuracy); Welch's test of equal means gives p = {found.p:.2f}."
         )
         goals.append(Goal("CIFAR-10 sample, split against one device: p of the difference of mean accuracies", found.p, 0.05, False, ".2f"))
     first, later = largest_difference(split, one, 1), largest_difference(split, one, COMMON_STEPS)
     goals.append(Goal("CIFAR-10 sample: loss of the first step, split against one device, relative", first, 1e-5, True, ".1e"))
     lines = [
         f"`splitjax train` on 8 virtual devices (`--mesh {SPLIT}`, rules `splitbrain`) and on one (`--mesh {ONE}`), batches of 64, AdamW, cosine schedule; test "
-        f"accuracy at the end of the run (no choice of the best epoch), on 360 digits and 761 images. Options: digits `{' '.join(DIGITS)}` and `{' '.join(DEEP)}`; "
-        f"CIFAR-10 `{' '.join(CIFAR)}`. The sample has 3,805 training images, 13 times fewer than CIFAR-10: what matters is that both meshes reach the same.", "",
+        f"accuracy at the end of the run (no choice of the best epoch), on {num_digits} digits and {num_test} images. Options: digits `{' '.join(DIGITS)}` and `{' '.join(DEEP)}`; "
+        f"CIFAR-10 `{' '.join(CIFAR)}`. There are {num_train:,} training images (all of CIFAR-10: 50,000): what matters is that both meshes reach the same.", "",
         *table(["", "mesh", f"test accuracy, seeds {', '.join(map(str, SEEDS))}", "mean", "standard deviation", "steps", "seconds a run"], rows), "",
         f"With one seed both start from the same parameters and see the same batches: their losses differ by at most {first:.1e} (relative) at the first step and "
         f"{later:.1e} over the first {COMMON_STEPS}; afterwards rounding grows as it does between any two orders of summation.{said}", "",
