@@ -53,19 +53,19 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
 
     if len(os.sched_getaffinity(0)) < NUM_WORKERS:
         return Section("Weak scaling", [f"This machine has no {NUM_WORKERS} cores to give.", ""], [])
+    width, head, examples, steps = (0.25, 512, 16, 1) if quick else (WIDTH, HEAD, EXAMPLES, STEPS)
+    settings = {"model": MODEL, "width": width, "head": head, "examples": examples, "steps": steps, "data_dir": str(data_dir)}
     found, refused = {}, []
     for link, bandwidth in LINKS.items():
-        rounds = (ROUNDS if bandwidth is None else SLOW_ROUNDS) if not quick else 1
-        settings = {"rounds": rounds, "steps": 1 if quick else STEPS, "examples": 8 if quick else EXAMPLES, "data_dir": str(data_dir), "model": MODEL,
-                    "width": WIDTH, "head": HEAD}  # fmt: skip
+        rounds = 1 if quick else ROUNDS if bandwidth is None else SLOW_ROUNDS
         try:
-            found[link] = _measure(bandwidth, settings)
+            found[link] = _measure(bandwidth, {**settings, "rounds": rounds})
         except RuntimeError as error:
             if bandwidth is None:  # networks of their own need root; two processes do not
                 raise
             refused.append(f"{link}: {error}")
             print(refused[-1], file=sys.stderr)
-    return _report(found, refused, settings["examples"])
+    return _report(found, refused, settings)
 
 
 def _measure(bandwidth: str | None, settings: dict[str, Any]) -> Link:
@@ -107,11 +107,12 @@ def speedups(link: Link, way: str) -> list[float]:
     return [NUM_WORKERS * single / both for single, both in zip(link.seconds[SINGLE], link.seconds[way], strict=True)]
 
 
-def _report(found: dict[str, Link], refused: list[str], examples: int = EXAMPLES) -> Any:
+def _report(found: dict[str, Link], refused: list[str], settings: dict[str, Any]) -> Any:
     from benchmarks._common import table
     from benchmarks._splitbrain_common import Goal, Section, mib
     from benchmarks._training_common import quiet_rounds
 
+    examples, steps = settings["examples"], settings["steps"]
     goals, lines = [], []
     for name, link in found.items():
         used, note = quiet_rounds(link.others)
@@ -136,11 +137,11 @@ def _report(found: dict[str, Link], refused: list[str], examples: int = EXAMPLES
         goals.append(Goal(f"{best} over data parallel, link {name}", middle[best] / middle[DATA], 1.0, False, ".2f"))
     parameters = next(iter(found.values())).parameters if found else 0
     head = [
-        f"{MODEL.upper()} (width {WIDTH:g}, head of {HEAD}; {parameters / 1e6:.1f} million parameters) on the CIFAR-10 sample through the input pipeline (read, "
+        f"{MODEL.upper()} (width {settings['width']:g}, head of {settings['head']}; {parameters / 1e6:.1f} million parameters) on the CIFAR-10 sample through the input pipeline (read, "
         f"cropped, flipped, standardised, prefetched), SGD with momentum, {examples} examples a worker: `splitjax launch -n {NUM_WORKERS} --threads 1`, each "
         f"worker pinned to one core, where its input thread and gloo's threads run too. One worker: the first of them alone, with its {examples} examples a "
         f"step, under `jax.jit`, while the other sleeps. Two workers that send nothing: each of them doing just that at the same time, which is what two busy cores "
-        f"of this machine can give. {STEPS} steps of every way a round, begun by both at the same time, order changing from round to round. MiB really sent: from the "
+        f"of this machine can give. {steps} steps of every way a round, begun by both at the same time, order changing from round to round. MiB really sent: from the "
         f"worker's network device, with TCP's headers and acknowledgements; over the loopback both share one.", "",
     ]  # fmt: skip
     return Section("Weak scaling of two one-core processes", [*head, *lines, *(f"{text}\n" for text in refused)], goals)

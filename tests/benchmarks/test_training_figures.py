@@ -12,6 +12,8 @@ from benchmarks import _training_common as common
 from benchmarks import _training_scaling as scaling
 from benchmarks import training
 
+SETTINGS = {"width": 1.0, "head": 4096, "examples": 128, "steps": 2}
+
 
 def link(seconds, others=(0.0, 0.0)):
     return scaling.Link(seconds, dict.fromkeys(seconds, 1.0), {way: 110.0 for way in scaling.WAYS}, {way: 100 for way in scaling.WAYS}, list(others), 1_000_000)
@@ -30,8 +32,8 @@ def test_the_speedup_is_by_round_and_counts_both_workers_examples():
 def test_the_goal_of_the_unlimited_link_is_missed_below_it_and_bytes_are_compared():
     unlimited, slow = scaling.LINKS.keys() - {"1 Gb/s"}, link(seconds([3.0, 6.0]))
     assert "unlimited (loopback)" in unlimited
-    met = scaling._report({"unlimited (loopback)": link(seconds([2.1, 4.2])), "1 Gb/s": slow}, [])
-    missed = scaling._report({"unlimited (loopback)": slow}, ["1 Gb/s: needs root"])
+    met = scaling._report({"unlimited (loopback)": link(seconds([2.1, 4.2])), "1 Gb/s": slow}, [], SETTINGS)
+    missed = scaling._report({"unlimited (loopback)": slow}, ["1 Gb/s: needs root"], SETTINGS)
     assert met.goals[0].ok and met.goals[0].value == pytest.approx(2 / 1.05)
     assert not missed.goals[0].ok and missed.goals[0].value == pytest.approx(4 / 3)
     assert any("(+10.0%)" in line for line in met.lines), "110 bytes sent, 100 planned"
@@ -46,7 +48,7 @@ def test_disturbed_rounds_are_left_out_unless_all_are():
 
 
 def test_a_disturbed_round_does_not_enter_the_speedup():
-    found = scaling._report({"unlimited (loopback)": link(seconds([2.0, 100.0]), others=(0.0, 2.0))}, [])
+    found = scaling._report({"unlimited (loopback)": link(seconds([2.0, 100.0]), others=(0.0, 2.0))}, [], SETTINGS)
     assert found.goals[0].value == 2.0
 
 
