@@ -7,8 +7,10 @@ train has its turn in each: "one worker" is the first process alone while the ot
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import statistics
@@ -86,13 +88,13 @@ def _measure(bandwidth: str | None, settings: dict[str, Any]) -> Link:
             if meter is None and (folder / "begin").exists():
                 meter = Meter(*(worker.pid for worker in run.workers))
             if meter is not None and (folder / f"round{len(others)}").exists():
-                others.append(meter.others())
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a worker that failed has no processor time to read
+                    others.append(meter.others())
         if outcome.status:
             raise RuntimeError(f"the run ended with exit status {outcome.status}")
         workers = [json.loads((folder / f"worker{rank}.json").read_text()) for rank in range(NUM_WORKERS)]
     rounds = len(workers[0]["turns"][SINGLE])
-    while len(others) < rounds:  # the last round ended with the run
-        others.append(others[-1] if others else 0.0)
+    others += [math.inf] * (rounds - len(others))  # not known: counted as disturbed
     seconds = {
         way: [max(worker["turns"][way][number]["seconds"] for worker in workers if worker["turns"].get(way)) for number in range(rounds)]
         for way in workers[0]["turns"]
@@ -235,6 +237,7 @@ def _work(settings: dict[str, Any]) -> None:
             print(f"round {number + 1}: " + ", ".join(f"{way} {1e3 * turns[way][-1]['seconds']:.0f} ms" for way in order), flush=True)
     for _, _, batches in run.ways.values():
         batches.close()
+    time.sleep(0.5)  # whoever looks at this process's time has to find it alive after the last round
     answer = {"turns": turns, "planned": run.planned, "parameters": run.parameters}
     (folder / f"worker{peers.rank}.json").write_text(json.dumps(answer))
     together()

@@ -1,6 +1,6 @@
 """Whether training works for real: accuracy on real data, input, asynchronous checkpoints, two processes over real links.
 
-    python -m benchmarks training --data-dir DIR                  everything, and its page (about 35 minutes on two idle cores)
+    python -m benchmarks training --data-dir DIR                  everything, and its page (about half an hour on two idle cores)
     python -m benchmarks training --data-dir DIR --only scaling   one part; the page keeps what was measured of the others
     python -m benchmarks training --data-dir DIR --quick          a small part of each, printed only
 
