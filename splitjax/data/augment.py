@@ -68,6 +68,8 @@ class Augmentation:
         check_whole(crop_padding=self.crop_padding, cutout=self.cutout)
 
     def __call__(self, batch: Batch, keys: np.ndarray) -> Batch:
+        if "image" not in batch:  # labels that are read apart
+            return batch
         images = batch["image"]
         if self.crop_padding:
             limit = 2 * self.crop_padding + 1

@@ -7,7 +7,7 @@ for an array, such as `splitjax.data.FileRows`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from splitjax.errors import DataError
 Arrays = Mapping[str, Any]
 Batch = dict[str, np.ndarray]
 Transform = Callable[[Batch], Batch]
+# The rows of each batch that a process reads: the same of every array, some of each, or (None) all.
+Rows = np.ndarray | Mapping[str, np.ndarray] | None
 
 
 def num_examples(arrays: Arrays, *, place: str = "a split") -> int:
@@ -73,12 +75,11 @@ def epoch_batches(
 
 
 def padded_batches(
-    arrays: Arrays, batch_size: int, *, transform: Transform | None = None, rows: np.ndarray | None = None
+    arrays: Arrays, batch_size: int, *, transform: Transform | None = None, rows: Rows = None
 ) -> Iterator[Batch]:
     """All examples in order, in batches of one size.
 
-    **Arguments:** as of `epoch_batches`, except that B may exceed N; `rows`: int[b], the rows of each batch that this process reads,
-    None for all B.
+    **Arguments:** as of `epoch_batches`, except that B may exceed N; `rows`: as of `stream`, and `"mask"` may be among them.
 
     **Returns:** an iterator of `ceil(N / B)` batches `{name: [B, ...], "mask": f32[B]}` (b rows of them). The last is padded with
     copies of the split's first example, mask 0: real values, so that no layer meets an input unlike its others. Every
@@ -96,13 +97,38 @@ def padded_batches(
             remedy="give that array another name",
         )
 
+    parts = by_rows((*arrays, "mask"), rows, batch_size)
+
     def batch(start):
-        indices = start + (np.arange(batch_size) if rows is None else rows)
-        mask = indices < num
-        filled = take(arrays, np.where(mask, indices, 0), transform)
-        return {**filled, "mask": mask.astype(np.float32)}
+        filled = {}
+        for names, chosen in parts:
+            indices = start + chosen
+            mask = indices < num
+            mine = {name: arrays[name] for name in names if name != "mask"}
+            filled.update(take(mine, np.where(mask, indices, 0), transform))
+            if "mask" in names:
+                filled["mask"] = mask.astype(np.float32)
+        return filled
 
     return (batch(start) for start in range(0, num, batch_size))
+
+
+def by_rows(names: Iterable[str], rows: Rows, batch_size: int) -> list[tuple[tuple[str, ...], np.ndarray]]:
+    """(names of arrays, the rows of a batch that are read of each of them): arrays with equal rows together.
+
+    Raises `DataError` for rows that are not of the batch, and for an array that a mapping of rows leaves out."""
+    found: dict[bytes, tuple[list[str], np.ndarray]] = {}
+    for name in names:
+        if isinstance(rows, Mapping) and name not in rows:
+            raise DataError("an array has no rows to read", value=name, place="argument 'rows'", remedy=f"give the rows of {name!r} too")
+        chosen = np.arange(batch_size) if rows is None else np.asarray(rows[name] if isinstance(rows, Mapping) else rows)
+        if chosen.ndim != 1 or not chosen.size or chosen.dtype.kind not in "iu" or chosen.min() < 0 or chosen.max() >= batch_size:
+            raise DataError(
+                f"rows must be whole numbers from 0 to {batch_size - 1}, at least one", value=chosen, place="argument 'rows'",
+                remedy="pass the rows of the batch over all processes that this process holds, or None for all",
+            )
+        found.setdefault(chosen.tobytes(), ([], chosen))[0].append(name)
+    return [(tuple(those), chosen) for those, chosen in found.values()]
 
 
 def take(arrays: Arrays, indices: np.ndarray, transform: Transform | None = None) -> Batch:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from splitjax.data.augment import Augment
-from splitjax.data.batches import Arrays, Batch, Transform, epoch_batches, num_examples, padded_batches
+from splitjax.data.batches import Arrays, Batch, Rows, Transform, epoch_batches, num_examples, padded_batches
 from splitjax.data.streams import START, Position, stream
 from splitjax.data.vocabulary import Vocabulary
 
@@ -75,7 +75,7 @@ class Dataset:
         *,
         seed: int = 0,
         start: Position = START,
-        rows: np.ndarray | None = None,
+        rows: Rows = None,
         num_epochs: int | None = None,
         augment: bool = False,
     ) -> Iterator[tuple[Position, Batch]]:
@@ -88,7 +88,7 @@ class Dataset:
             self.train, batch_size, seed=seed, start=start, rows=rows, num_epochs=num_epochs, transform=self.transform, augment=changes
         )
 
-    def test_batches(self, batch_size: int, *, rows: np.ndarray | None = None) -> Iterator[Batch]:
+    def test_batches(self, batch_size: int, *, rows: Rows = None) -> Iterator[Batch]:
         """All test examples in order, transformed, with `"mask"` f32[B], 0 on the padding of the last batch; `rows` of each batch.
 
         Raises `DataError` as `padded_batches`.

@@ -24,6 +24,8 @@ class Standardise:
     std: tuple[float, ...]
 
     def __call__(self, batch: Batch) -> Batch:
+        if "image" not in batch:  # labels that are read apart
+            return batch
         return {**batch, "image": standardise(batch["image"], self.mean, self.std)}
 
 

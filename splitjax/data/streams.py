@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 
 from splitjax.data.augment import Augment, example_keys
-from splitjax.data.batches import Arrays, Batch, Transform, check_batch_size, check_whole, num_examples, shuffled_indices, take
+from splitjax.data.batches import (
+    Arrays,
+    Batch,
+    Rows,
+    Transform,
+    by_rows,
+    check_batch_size,
+    check_whole,
+    num_examples,
+    shuffled_indices,
+    take,
+)
 from splitjax.errors import DataError
 
 
@@ -57,7 +68,7 @@ def stream(
     *,
     seed: int,
     start: Position = START,
-    rows: np.ndarray | None = None,
+    rows: Rows = None,
     num_epochs: int | None = None,
     shuffle: bool = True,
     transform: Transform | None = None,
@@ -74,10 +85,12 @@ def stream(
     - `batch_size`: B, of the batch over all processes, at most N.
     - `seed`: decides the order of every epoch, and the changes by `augment`.
     - `start`: where to begin.
-    - `rows`: int[b], the rows of each batch that this process reads; the other examples are never touched. None: all B.
+    - `rows`: int[b], the rows of each batch that this process reads, or `{name: int[b]}` where it needs other rows of some arrays; the
+      other examples are never touched. None: all B.
     - `num_epochs`: end before this epoch, counted from 0 and not from `start`. None: never end.
     - `shuffle`: False keeps the order of the arrays.
-    - `transform`, `augment`: applied to each batch, `augment` first, with the keys of the examples (`example_keys`).
+    - `transform`, `augment`: applied to each batch, `augment` first, with the keys of the examples (`example_keys`); arrays with other
+      rows go through them by themselves.
 
     **Returns:** an iterator of `(Position, {name: [b, ...]})`.
 
@@ -95,33 +108,22 @@ def stream(
             place="stream, argument 'start'",
             remedy="use the batch size and the data that the position was saved with, or start a new epoch",
         )
-    rows = np.arange(batch_size) if rows is None else _checked_rows(rows, batch_size)
+    parts = by_rows(arrays, rows, batch_size)
 
     def batches():
         epoch, batch = start.epoch, start.batch
         while num_epochs is None or epoch < num_epochs:
             order = shuffled_indices(num, seed=seed, epoch=epoch) if shuffle else np.arange(num)
             for number in range(batch, num_batches):
-                indices = order[number * batch_size + rows]
-                taken = take(arrays, indices)
-                if augment:
-                    taken = augment(taken, example_keys(indices, seed=seed, epoch=epoch))
-                if transform:
-                    taken = transform(taken)
+                taken: Batch = {}
+                for names, chosen in parts:
+                    indices = order[number * batch_size + chosen]
+                    part = take({name: arrays[name] for name in names}, indices)
+                    if augment:
+                        part = augment(part, example_keys(indices, seed=seed, epoch=epoch))
+                    taken.update(transform(part) if transform else part)
                 last = number + 1 == num_batches
                 yield (Position(epoch + 1) if last else Position(epoch, number + 1)), taken
             epoch, batch = epoch + 1, 0
 
     return batches()
-
-
-def _checked_rows(rows: np.ndarray, batch_size: int) -> np.ndarray:
-    array = np.asarray(rows)
-    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= batch_size:
-        raise DataError(
-            f"rows must be whole numbers from 0 to {batch_size - 1}, at least one",
-            value=rows,
-            place="stream, argument 'rows'",
-            remedy="pass the rows of the batch over all processes that this process holds, or None for all",
-        )
-    return array

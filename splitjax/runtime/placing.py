@@ -21,23 +21,22 @@ class Placement:
 
     - `shardings`: of every array of the batch, by its name.
     - `batch_size`: B, of the global batch.
-    - `rows`: i64[b], the rows of the global batch that this process's devices hold, ascending: what it has to read.
+    - `rows`: of every array, i64[b], the rows of the global batch that this process's devices hold, ascending: what it has to read.
     """
 
     shardings: Mapping[str, NamedSharding]
     batch_size: int
-    rows: np.ndarray
+    rows: Mapping[str, np.ndarray]
 
     @classmethod
     def of(cls, shardings: Mapping[str, NamedSharding], batch_size: int) -> Placement:
         """From the layout that a step gives its batch (`step.shardings(state, batch)[1]`)."""
-        rows = [_rows(sharding, batch_size) for sharding in shardings.values()]
-        return cls(dict(shardings), batch_size, np.unique(np.concatenate(rows)))
+        return cls(dict(shardings), batch_size, {name: _rows(sharding, batch_size) for name, sharding in shardings.items()})
 
     def __call__(self, local_batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """This process's rows `[b, ...]` as its part of global arrays `[B, ...]`.
+        """This process's rows, `[b, ...]` of every array, as its part of global arrays `[B, ...]`.
 
-        Raises `BatchError` for arrays that are not of b rows, or that the step's batch does not have."""
+        Raises `BatchError` for arrays that are not of their rows, or that the step's batch does not have."""
         if set(local_batch) != set(self.shardings):
             raise BatchError(
                 "the batch has other arrays than the step was planned with", value=sorted(local_batch), place="Placement",
@@ -46,16 +45,17 @@ class Placement:
         return {name: self._place(name, np.asarray(array)) for name, array in local_batch.items()}
 
     def _place(self, name: str, array: np.ndarray) -> jax.Array:
-        if array.shape[:1] != self.rows.shape:
+        rows = self.rows[name]
+        if array.shape[:1] != rows.shape:
             raise BatchError(
-                f"this process's part of the batch has {len(self.rows)} rows", value=array.shape, place=name,
-                remedy="read the rows `placement.rows` of the global batch, in this order",
+                f"this process's part of the batch has {len(rows)} rows", value=array.shape, place=name,
+                remedy="read the rows `placement.rows[name]` of the global batch, in this order",
             )
         shape = (self.batch_size, *array.shape[1:])
 
         def part(index: tuple[slice, ...]) -> np.ndarray:
             start, stop, _ = index[0].indices(self.batch_size)
-            first, last = np.searchsorted(self.rows, (start, stop))
+            first, last = np.searchsorted(rows, (start, stop))
             return array[(slice(first, last), *index[1:])]
 
         return jax.make_array_from_callback(shape, self.shardings[name], part)
@@ -67,7 +67,7 @@ def _rows(sharding: NamedSharding, batch_size: int) -> np.ndarray:
     spec = sharding.spec[:1]
     only_rows = NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))
     spans = {index[0].indices(batch_size)[:2] for index in only_rows.addressable_devices_indices_map((batch_size,)).values()}
-    return np.concatenate([np.arange(*span) for span in sorted(spans)])
+    return np.unique(np.concatenate([np.arange(*span) for span in sorted(spans)]))
 
 
 def batch_layout(step: Any, state: Any, example: Mapping[str, Any]) -> Placement:

@@ -138,3 +138,26 @@ def test_a_data_sets_stream_is_augmented_only_when_asked():
     np.testing.assert_array_equal(plain["image"], expected["image"])
     np.testing.assert_array_equal(changed["label"], plain["label"])
     assert (changed["image"] != plain["image"]).any()
+
+
+def test_arrays_may_be_read_at_other_rows_each():
+    images = np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3), dtype=np.uint8)
+    arrays = {"image": Recorded(images), "label": np.arange(20, dtype=np.int32)}
+    options = {"seed": 3, "num_epochs": 1, "augment": Augmentation(crop_padding=2), "transform": data.Standardise((0.5,) * 3, (0.2,) * 3)}
+    whole = [batch for _, batch in stream({**arrays, "image": images}, 8, **options)]
+    parts = [batch for _, batch in stream(arrays, 8, rows={"image": np.asarray([2, 3]), "label": np.arange(4)}, **options)]
+    assert len(arrays["image"].read) == 2 * len(whole)
+    for one, part in zip(whole, parts, strict=True):
+        np.testing.assert_array_equal(part["image"], one["image"][2:4])
+        np.testing.assert_array_equal(part["label"], one["label"][:4])
+    with pytest.raises(DataError, match="no rows to read"):
+        stream(arrays, 8, rows={"image": np.arange(2)}, seed=0)
+
+
+def test_padded_batches_are_read_by_rows_too():
+    arrays = {"image": np.arange(10), "label": np.arange(10)}
+    rows = {"image": np.asarray([1]), "label": np.asarray([0, 1]), "mask": np.asarray([0, 1])}
+    batches = list(data.padded_batches(arrays, 4, rows=rows))
+    assert [batch["image"].tolist() for batch in batches] == [[1], [5], [9]]
+    assert [batch["mask"].tolist() for batch in batches] == [[1, 1], [1, 1], [1, 1]]
+    assert [batch["label"].tolist() for batch in batches] == [[0, 1], [4, 5], [8, 9]]

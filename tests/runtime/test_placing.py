@@ -22,7 +22,7 @@ def test_alone_a_process_needs_every_row_and_the_arrays_are_the_batch():
     place = Placement.of({"image": NamedSharding(mesh(), PartitionSpec(("data", "model"))), "label": NamedSharding(mesh(), PartitionSpec())}, 16)
     batch = {"image": np.arange(64.0).reshape(16, 4), "label": np.arange(16)}
     placed = place(batch)
-    np.testing.assert_array_equal(place.rows, np.arange(16))
+    np.testing.assert_array_equal(place.rows["image"], np.arange(16))
     for name in batch:
         np.testing.assert_array_equal(placed[name], batch[name])
     assert placed["image"].sharding.spec == PartitionSpec(("data", "model")) and placed["image"].addressable_shards[3].data.shape == (2, 4)
@@ -31,7 +31,7 @@ def test_alone_a_process_needs_every_row_and_the_arrays_are_the_batch():
 def test_a_part_of_the_rows_goes_to_its_devices():
     # A mesh of some of the devices stands for one process's part.
     half = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("data",))
-    place = Placement({"x": NamedSharding(half, PartitionSpec("data"))}, 8, np.asarray([0, 1, 2, 3, 4, 5, 6, 7]))
+    place = Placement({"x": NamedSharding(half, PartitionSpec("data"))}, 8, {"x": np.arange(8)})
     np.testing.assert_array_equal(place({"x": np.arange(8)})["x"], np.arange(8))
 
 
