@@ -217,7 +217,7 @@ def _page(parts: dict[str, Part], reference: Recipe, undisturbed_seconds: float)
         "every byte of it good (with few kept: the newest was resumed from); where a worker or the launcher was hit, no process was left.",
         "- Steps lost: the last step in the metrics when the fault struck, less the step of the checkpoint that the run went on from. A "
         "save that was in progress is lost with the attempt: the steps that were done while it was written come on top of the interval, "
-        "and are in brackets. A start that had not done a step yet had none to lose (-).",
+        "and are in brackets (the interval of these runs is half a second, and a save takes as long on a busy machine). A start that had not done a step yet had none to lose (-).",
         "- Answered: from the fault until the launcher had ended the attempt, or the fault was reported; stated is what the options and "
         f"defaults promise for it: `--grace-seconds` {kills.GRACE_SECONDS:g}, {kills.DRAIN_SECONDS:g} s for last words; "
         f"`--heartbeat-seconds` {hang.HEARTBEAT_SECONDS}, and half as much again where the worker is cut off, since it asks twice in that "
