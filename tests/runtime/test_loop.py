@@ -124,6 +124,7 @@ def test_the_ledger_knows_the_steps(tmp_path):
     assert (tmp_path / "goodput.json").exists()
 
 
+@pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")  # of JAX's reader; as an error it ends the process
 def test_a_profile_holds_the_steps_by_name(tmp_path):
     train(step, jnp.float32(0), batches(10), options(), profile=Profile(tmp_path, num_steps=2))
     traces = list(tmp_path.rglob("*.xplane.pb"))
