@@ -93,3 +93,7 @@ class LaunchError(SplitjaxError, RuntimeError):
 
 class UnavailableError(SplitjaxError, NotImplementedError):
     """A documented option whose implementation is not part of this version."""
+
+
+class SyncError(SplitjaxError, ValueError):
+    """A synchronisation scheme, or row-sparse values, that do not fit what they are used for."""

@@ -1,0 +1,152 @@
+"""How sparse a table's gradient is across workers: Zen's analysis (Wang et al., arXiv 2309.13254, section 2), on sets of row ids.
+
+Numbers only, from ids that each worker touched in a few steps; nothing here touches a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from splitjax.errors import SyncError
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """What is synchronised: a table of `num_rows` rows of `row_size` values of `itemsize` bytes, over `num_workers` workers."""
+
+    num_rows: int
+    row_size: int
+    itemsize: int
+    num_workers: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.row_size * self.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole table."""
+        return self.num_rows * self.row_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Sparsity:
+    """The sparsity of one table's gradient, per step and worker.
+
+    **Attributes:**
+
+    - `table`: its sizes.
+    - `rows`: rows with a gradient, mean over workers and steps; `rows_max`: the most that was seen.
+    - `unions`: (m, rows in the union of m workers, mean), for m = 1, 2, 4, ... and the number of workers.
+    - `overlap`: |I1 and I2| / min(|I1|, |I2|), mean over pairs of workers.
+    - `skewness`: the largest density of n equal ranges of the table, over the whole's: what a range owner has to bear.
+    - `hot_rows`: rows that every worker has, mean over steps.
+    - `samples`: [step][worker] sorted unique ids: schemes take their capacities from them. Not in the JSON.
+    """
+
+    table: Table
+    rows: float
+    rows_max: int
+    unions: tuple[tuple[int, float], ...]
+    overlap: float
+    skewness: float
+    hot_rows: float
+    samples: tuple[tuple[np.ndarray, ...], ...] = dataclasses.field(repr=False, compare=False, default=())
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that take part."""
+        return self.table.num_workers
+
+    @property
+    def density(self) -> float:
+        """The share of rows with a gradient on one worker."""
+        return self.rows / max(self.table.num_rows, 1)
+
+    def union(self, num_workers: int) -> float:
+        """Rows in the union of so many workers, between measured numbers by a power law."""
+        (m0, u0), (m1, u1) = self.unions[0], self.unions[-1]
+        for point in self.unions:
+            if point[0] <= num_workers:
+                m0, u0 = point
+        for point in reversed(self.unions):
+            if point[0] >= num_workers:
+                m1, u1 = point
+        if m0 == m1 or not u0 or not u1:
+            return u0
+        return u0 * (u1 / u0) ** (math.log(num_workers / m0) / math.log(m1 / m0))
+
+    def densification(self, num_workers: int) -> float:
+        """Density of the sum of so many workers over the density of one (Zen's gamma)."""
+        return self.union(num_workers) / self.rows if self.rows else 1.0
+
+    def bound_bytes(self) -> float:
+        """The least that a worker must send on average, values only: w (k + (1 - 2/n) U)."""
+        n = self.num_workers
+        return self.table.row_bytes * (self.rows + (1 - 2 / n) * self.union(n)) if n > 1 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers, without the samples."""
+        return {
+            **dataclasses.asdict(self.table), "rows": self.rows, "rows_max": self.rows_max, "density": self.density,
+            "unions": [list(one) for one in self.unions], "densification": self.densification(self.num_workers),
+            "overlap": self.overlap, "skewness": self.skewness, "hot_rows": self.hot_rows, "bound_bytes": self.bound_bytes(),
+        }  # fmt: skip
+
+
+def measure(id_sets: Sequence[Sequence[np.ndarray]], num_rows: int, row_size: int, itemsize: int = 4) -> Sparsity:
+    """The sparsity of the steps whose ids are given.
+
+    **Arguments:**
+
+    - `id_sets`: [step][worker] integer arrays of row ids, any shape; duplicates and ids outside 0..`num_rows`-1 do not count.
+    - `num_rows`, `row_size`, `itemsize`: of the table; bytes a value.
+
+    Raises `SyncError` without a step or a worker, or where steps have different numbers of workers.
+    """
+    num_workers = {len(step) for step in id_sets}
+    if len(num_workers) != 1 or 0 in num_workers:
+        raise SyncError(
+            "a profile needs at least one step, all with the same workers", value=[len(step) for step in id_sets],
+            place="measure(id_sets)", remedy="pass ids as [step][worker]",
+        )  # fmt: skip
+    (n,) = num_workers
+    samples = tuple(tuple(_unique(ids, num_rows) for ids in step) for step in id_sets)
+    sizes = sorted({1, n, *(1 << i for i in range(n.bit_length()) if 1 << i <= n)})
+    unions = tuple((m, float(np.mean([_union_size(step, m) for step in samples]))) for m in sizes)
+    sets = [ids for step in samples for ids in step]
+    held = [np.unique(np.concatenate(step), return_counts=True)[1] for step in samples]
+    return Sparsity(
+        Table(num_rows, row_size, itemsize, n), float(np.mean([ids.size for ids in sets])), max(ids.size for ids in sets), unions,
+        _overlap(samples), _skewness(sets, num_rows, n), float(np.mean([np.sum(counts == n) for counts in held])) if n > 1 else 0.0,
+        samples,
+    )  # fmt: skip
+
+
+def _unique(ids: np.ndarray, num_rows: int) -> np.ndarray:
+    found = np.unique(np.asarray(ids).reshape(-1))
+    return found[(found >= 0) & (found < num_rows)].astype(np.int32)
+
+
+def _union_size(step: Sequence[np.ndarray], m: int) -> float:
+    """Mean over the disjoint groups of m workers."""
+    groups = [step[i : i + m] for i in range(0, len(step) - m + 1, m)]
+    return float(np.mean([np.unique(np.concatenate(group)).size for group in groups]))
+
+
+def _overlap(samples: Sequence[Sequence[np.ndarray]]) -> float:
+    """Over neighbours, which is all pairs that a step of many workers needs."""
+    pairs = [(a, b) for step in samples for a, b in zip(step[:-1], step[1:]) if a.size and b.size]
+    return float(np.mean([np.intersect1d(a, b, assume_unique=True).size / min(a.size, b.size) for a, b in pairs])) if pairs else 0.0
+
+
+def _skewness(sets: Sequence[np.ndarray], num_rows: int, n: int) -> float:
+    size = max(-(-num_rows // n), 1)
+    found = [np.bincount(ids // size, minlength=n).max() * n / ids.size for ids in sets if ids.size]
+    return float(np.mean(found)) if found else 1.0

@@ -1,0 +1,206 @@
+"""The protocol of synchronisation schemes: row-sparse values of all workers -> their sum, the same on every worker.
+
+A scheme is a frozen dataclass. `plan` turns a profile into static capacities; `attempt` is the exchange itself, within them, and
+says, alike on all workers, whether everything fitted; `synchronise` adds the lossless fallback. Call both inside a `shard_map`
+over the data axis with `check_vma=False`: what all-gathers return is alike on all workers, which the checker cannot know.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from splitjax.errors import SyncError
+from splitjax.sync import wire
+from splitjax.sync.profile import Sparsity, Table
+from splitjax.sync.rows import RowSparse, merge
+from splitjax.sync.wire import Axis
+
+# Capacities are multiples of 2^(1/32) apart: 2 % too much at most, and sizes that drift meet few recompiles.
+_PER_OCTAVE = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Capacities:
+    """Static sizes of an exchange; which ones count is the scheme's matter, others are 0.
+
+    **Attributes:**
+
+    - `local`: rows of one worker. `union`: rows of the sum.
+    - `push`: items from one worker to one owner. `pull`: items of one owner.
+    - `codes`: codes of one worker's list of ids; `code_bits`: bits of one (1: a bitmap).
+    - `hot`: rows summed by a dense all-reduce.
+    - `levels`: rows of the partial sums that are sent, round by round.
+    """
+
+    local: int = 0
+    union: int = 0
+    push: int = 0
+    pull: int = 0
+    codes: int = 0
+    code_bits: int = 0
+    hot: int = 0
+    levels: tuple[int, ...] = ()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What an exchange did.
+
+    **Attributes:**
+
+    - `local_rows`: i32[], this worker's rows. `union_rows`: i32[], rows of the sum. `sent_rows`: i32[], rows that this worker really
+      sent point to point or into gathers (each gather counted n-1 times), without the padding up to the capacities.
+    - `fell_back`: bool[], capacities did not suffice and the fallback ran, on all workers.
+    - `incomplete`: bool[], a worker's own rows were cut off before (`RowSparse.overflowed`): the sum lacks them.
+    """
+
+    local_rows: Array
+    union_rows: Array
+    sent_rows: Array
+    fell_back: Array
+    incomplete: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """An exchange within its capacities. `fits`: bool[], alike on all workers; where False `rows` lack some. `sent_rows`: as in `Stats`."""
+
+    rows: RowSparse
+    fits: Array
+    sent_rows: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme(abc.ABC):
+    """One way to synchronise a row-sparse gradient."""
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def plan(self, sparsity: Sparsity) -> Capacities:
+        """Capacities for steps such as those measured, with some room for chance."""
+
+    @abc.abstractmethod
+    def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:
+        """The exchange, inside `shard_map`; no branches."""
+
+    @abc.abstractmethod
+    def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
+        """What one worker sends in `attempt`, padding included: the sum over its collectives by the ring formulas (`cost.ring`)."""
+
+    @abc.abstractmethod
+    def formula_bytes(self, sparsity: Sparsity) -> float:
+        """What the busiest link carries by the published formula, without padding; the class says which formula."""
+
+    @abc.abstractmethod
+    def num_messages(self, num_workers: int) -> int:
+        """Messages that a worker sends one after the other: each costs a latency."""
+
+    def predicted_seconds(self, sparsity: Sparsity, link: Link, capacities: Capacities | None = None) -> float:
+        """Bytes over the link's rate, and a latency per message; work on the worker itself is not counted."""
+        sent = self.predicted_bytes(capacities or self.plan(sparsity), sparsity.table)
+        return sent / link.bytes_per_second + self.num_messages(sparsity.num_workers) * link.latency_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A worker's link as measured: seconds until a small message has come, bytes a second of a large one."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_second > 0 or self.latency_seconds < 0:
+            raise SyncError("a link needs a rate above 0 and a latency of at least 0", value=self, remedy="measure it again")
+
+
+SCHEMES: dict[str, type[Scheme]] = {}
+
+
+def register(cls: type[Scheme]) -> type[Scheme]:
+    """Makes a scheme known by its name."""
+    SCHEMES[cls.name] = cls
+    return cls
+
+
+def scheme(which: str | Scheme) -> Scheme:
+    """A scheme by its name, with its default options; a scheme is itself. Raises `SyncError` for an unknown name."""
+    if isinstance(which, Scheme):
+        return which
+    if which not in SCHEMES:
+        raise SyncError("no scheme of this name", value=which, place="sync", remedy=f"one of {', '.join(SCHEMES)}")
+    return SCHEMES[which]()
+
+
+def synchronise(
+    which: Scheme, local: RowSparse, axis: Axis, capacities: Capacities, then: Callable[[RowSparse], Any] | None = None
+) -> tuple[Any, Stats]:
+    """The sum of all workers' rows, whatever the capacities, and what is done with it.
+
+    Where they do not suffice, all workers alike gather all rows instead. As that result has more room, what reads it runs inside
+    the branch, once for each size: give it as `then`.
+
+    **Arguments:**
+
+    - `which`: the scheme. `local`: this worker's rows. `axis`: the mesh axis or axes of the workers.
+    - `then`: the rows of the sum -> any pytree, whose shapes do not depend on their capacity (such as updated tables). By default the
+      rows themselves, padded to where every sum fits: `lossless_rows`.
+
+    **Returns:** what `then` returns, the same on every worker, and `Stats`.
+    """
+    num_workers = lax.axis_size(axis)
+    attempt = which.attempt(local, axis, capacities)
+    room = max(lossless_rows(local, axis), attempt.rows.capacity)
+    then = then or (lambda rows: rows.padded(room))
+    out, union_rows = lax.cond(
+        attempt.fits,
+        lambda: (then(attempt.rows), attempt.rows.count),
+        lambda: (lambda rows: (then(rows), rows.count))(gather_all(local, axis)),
+    )
+    sent = jnp.where(attempt.fits, 0, local.capacity * (num_workers - 1)) + attempt.sent_rows
+    incomplete = lax.pmax(local.overflowed.astype(jnp.int32), axis) > 0
+    return out, Stats(local.count, union_rows, sent.astype(jnp.int32), ~attempt.fits, incomplete)
+
+
+def lossless_rows(local: RowSparse, axis: Axis) -> int:
+    """The capacity that always suffices for the sum."""
+    return min(local.capacity * lax.axis_size(axis), local.num_rows)
+
+
+def gather_all(local: RowSparse, axis: Axis) -> RowSparse:
+    """The fallback: every worker's rows on all workers, at full capacity."""
+    ids, values = wire.gather([local.ids, local.values], axis)
+    return merge(ids, values, local.num_rows, lossless_rows(local, axis))
+
+
+def bucket(size: float, most: int | None = None) -> int:
+    """The next size of the series 1, 2, ... 32, 33, ... in steps of 2^(1/32), but not more than `most`."""
+    size = max(math.ceil(size), 0)
+    found = size if size <= _PER_OCTAVE else math.ceil(2 ** (math.ceil(math.log2(size) * _PER_OCTAVE - 1e-9) / _PER_OCTAVE))
+    return found if most is None else min(found, most)
+
+
+def roomy(largest: float, most: int) -> int:
+    """A capacity for a count of which `largest` was the largest seen: two standard deviations of a Poisson count above it."""
+    return bucket(largest + 2 * math.sqrt(largest), most)
+
+
+def union_capacity(sparsity: Sparsity) -> int:
+    """Room for the union of all workers' rows."""
+    largest = max((np.unique(np.concatenate(step)).size for step in sparsity.samples), default=0)
+    return roomy(largest, min(sparsity.table.num_rows, sparsity.num_workers * local_capacity(sparsity)))
+
+
+def local_capacity(sparsity: Sparsity) -> int:
+    """Room for one worker's rows."""
+    return roomy(sparsity.rows_max, sparsity.table.num_rows)
