@@ -1,10 +1,16 @@
 """Row-sparse gradients of embedding tables, and the schemes that synchronise them.
 
-Schemes by name: `dense`, `all_gather`.
+Schemes by name: `dense`, `all_gather`, `recursive_doubling`, `blocks`, `parameter_server`, `hierarchical`, `zen`, `row_exchange`.
 """
 
+from splitjax.sync.dense import Dense  # isort: skip
 from splitjax.sync.all_gather import AllGather
-from splitjax.sync.dense import Dense
+from splitjax.sync.blocks import Blocks
+from splitjax.sync.hierarchical import Hierarchical
+from splitjax.sync.parameter_server import ParameterServer
 from splitjax.sync.profile import Sparsity, Table, measure
+from splitjax.sync.recursive_doubling import RecursiveDoubling
+from splitjax.sync.row_exchange import RowExchange
 from splitjax.sync.rows import RowSparse, from_lookups
 from splitjax.sync.scheme import SCHEMES, Attempt, Capacities, Link, Scheme, Stats, scheme, synchronise
+from splitjax.sync.zen import Zen

@@ -192,15 +192,24 @@ def bucket(size: float, most: int | None = None) -> int:
 
 def roomy(largest: float, most: int) -> int:
     """A capacity for a count of which `largest` was the largest seen: two standard deviations of a Poisson count above it."""
-    return bucket(largest + 2 * math.sqrt(largest), most)
+    return max(bucket(largest + 2 * math.sqrt(largest), most), 1)
 
 
 def union_capacity(sparsity: Sparsity) -> int:
     """Room for the union of all workers' rows."""
-    largest = max((np.unique(np.concatenate(step)).size for step in sparsity.samples), default=0)
-    return roomy(largest, min(sparsity.table.num_rows, sparsity.num_workers * local_capacity(sparsity)))
+    return partial_capacity(sparsity, sparsity.num_workers)
 
 
 def local_capacity(sparsity: Sparsity) -> int:
     """Room for one worker's rows."""
-    return roomy(sparsity.rows_max, sparsity.table.num_rows)
+    return partial_capacity(sparsity, 1)
+
+
+def partial_capacity(sparsity: Sparsity, num_workers: int) -> int:
+    """Room for the union of any so many neighbouring workers' rows, from a multiple of that number on."""
+    unions = (
+        np.unique(np.concatenate(step[first : first + num_workers])).size
+        for step in sparsity.samples
+        for first in range(0, len(step), num_workers)
+    )
+    return roomy(max(unions, default=0), sparsity.table.num_rows)

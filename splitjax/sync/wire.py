@@ -63,6 +63,12 @@ def gather(parts: Sequence[Array], axis: Axis) -> list[Array]:
     return unpack(lax.all_gather(pack(parts, 0), axis), [part[None] for part in parts], 1)
 
 
+def permute(parts: Sequence[Array], axis: Axis, pairs: Sequence[tuple[int, int]]) -> list[Array]:
+    """What the worker that `pairs` (from, to) names for this one has as `parts`; zeros where it names none."""
+    lead = [part[None] for part in parts]
+    return [part[0] for part in unpack(lax.ppermute(pack(lead, 1), axis, pairs), lead, 1)]
+
+
 def _num_bytes(array: Array, num_lead: int) -> int:
     return math.prod(array.shape[num_lead:]) * array.dtype.itemsize
 

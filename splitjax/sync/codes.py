@@ -1,0 +1,79 @@
+"""How lists of sorted ids are sent: as numbers, as a bitmap over their range, or as gaps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from splitjax.errors import SyncError
+from splitjax.sync.local import decode_bitmap, decode_gaps, encode_bitmap, encode_gaps, num_words, ranked
+
+NUMBERS, GAPS16, GAPS8, BITMAP = 32, 16, 8, 1
+_DTYPES = {NUMBERS: jnp.int32, GAPS16: jnp.uint16, GAPS8: jnp.uint8, BITMAP: jnp.uint32}
+
+
+@dataclasses.dataclass(frozen=True)
+class IdCode:
+    """Lists of at most `capacity` sorted unique ids below `size`, each as `num_codes` codes.
+
+    **Attributes:**
+
+    - `bits`: 32 for plain i32 numbers, 1 for a bitmap of `size` bits, 8 and 16 for gaps (`local.encode_gaps`).
+    - `num_codes`: codes of a list of gaps; of the others it follows from `capacity` and `size`.
+    """
+
+    bits: int
+    capacity: int
+    size: int
+    num_codes: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one list."""
+        return self.length * jnp.dtype(_DTYPES[self.bits]).itemsize
+
+    @property
+    def length(self) -> int:
+        """Codes of one list."""
+        return {NUMBERS: self.capacity, BITMAP: num_words(self.size)}.get(self.bits, self.num_codes)
+
+    def encode(self, ids: Array, counts: Array) -> tuple[Array, Array]:
+        """Lists i32[m, capacity] of `counts` i32[m] ids -> codes [m, length], and whether each fitted (bool[m])."""
+        if self.bits not in _DTYPES:
+            raise SyncError("ids are sent with 1, 8, 16 or 32 bits", value=self.bits, place="Capacities.code_bits")
+        fits = counts <= self.capacity
+        if self.bits == NUMBERS:
+            return ids, fits
+        if self.bits == BITMAP:
+            return jax.vmap(lambda one: encode_bitmap(one, self.size))(ids), fits
+        codes, needed = jax.vmap(lambda one, count: encode_gaps(one, count, self.num_codes, _DTYPES[self.bits]))(ids, counts)
+        return codes, fits & (needed <= self.num_codes)
+
+    def decode(self, codes: Array) -> Array:
+        """Codes [m, length] -> lists i32[m, capacity], filled up with `size`."""
+        if self.bits == NUMBERS:
+            return codes
+        if self.bits == BITMAP:
+            return jax.vmap(lambda one: decode_bitmap(ranked(one), self.capacity, self.size))(codes)
+        return jax.vmap(lambda one: decode_gaps(one, self.capacity, self.size))(codes)
+
+
+def num_gap_codes(ids: np.ndarray, bits: int) -> int:
+    """Codes that a sorted list of ids needs as gaps."""
+    gaps = np.diff(ids, prepend=-1) - 1
+    return int(np.sum(gaps // ((1 << bits) - 1) + 1))
+
+
+def shortest(lists: list[np.ndarray], capacity: int, size: int) -> IdCode:
+    """The code with the fewest bytes for lists such as these, with room for chance."""
+    found = [IdCode(BITMAP, capacity, size)]
+    for bits in (GAPS8, GAPS16):
+        needed = max((num_gap_codes(ids, bits) for ids in lists), default=0)
+        # Room in the codes as in the ids, but never more than any list of that many ids needs.
+        most = capacity + size // ((1 << bits) - 1)
+        found.append(IdCode(bits, capacity, size, min(needed + capacity - min((ids.size for ids in lists), default=0), most)))
+    return min(found, key=lambda code: code.num_bytes)

@@ -1,0 +1,57 @@
+"""`parameter_server`: every worker serves one range of the rows; (id, row) pairs are pushed to it, and the sums pulled."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from jax import lax
+
+from splitjax.sync.codes import NUMBERS, IdCode
+from splitjax.sync.owners import OwnerExchange, pair_and_owner_rooms
+from splitjax.sync.partition import Partition
+from splitjax.sync.profile import Sparsity, Table
+from splitjax.sync.rows import RowSparse, merge
+from splitjax.sync.scheme import Attempt, Capacities, Scheme, local_capacity, register, union_capacity
+from splitjax.sync.wire import Axis
+
+_ID_BYTES = 4
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class ParameterServer(Scheme):
+    """(n-1)/n s (k + U) (w + 4) bytes: Zen's 2(n-1)(d + d_n) s M / n with an index a row (arXiv 2309.13254), s the skewness.
+
+    **Attributes:** `pattern`: `ppermute` or `all_to_all` for the push.
+    """
+
+    name: ClassVar[str] = "parameter_server"
+    pattern: str = "ppermute"
+
+    def plan(self, sparsity: Sparsity) -> Capacities:
+        push, pull = pair_and_owner_rooms(sparsity, Partition("range", sparsity.table.num_rows, sparsity.num_workers))
+        return Capacities(local=local_capacity(sparsity), union=union_capacity(sparsity), push=push, pull=pull)
+
+    def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:
+        exchange = self._exchange(capacities, local.num_rows, lax.axis_size(axis))
+        owned = exchange.run(local.ids, local.values, ~local.overflowed, axis)
+        rows = merge(owned.items, owned.values, local.num_rows, capacities.union)
+        return Attempt(rows, owned.fits & ~rows.overflowed, owned.sent_items)
+
+    def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
+        return self._exchange(capacities, table.num_rows, table.num_workers).num_bytes(table.row_bytes)
+
+    def formula_bytes(self, sparsity: Sparsity) -> float:
+        n = sparsity.num_workers
+        return (n - 1) / n * sparsity.skewness * (sparsity.rows + sparsity.union(n)) * (sparsity.table.row_bytes + _ID_BYTES)
+
+    def num_messages(self, num_workers: int) -> int:
+        return 2 * (num_workers - 1)
+
+    def _exchange(self, capacities: Capacities, num_rows: int, num_workers: int) -> OwnerExchange:
+        partition = Partition("range", num_rows, num_workers)
+        codes = [IdCode(NUMBERS, capacity, partition.size) for capacity in (capacities.push, capacities.pull)]
+        return OwnerExchange(partition, *codes, self.pattern)
+
+

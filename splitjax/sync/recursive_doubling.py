@@ -1,0 +1,144 @@
+"""`recursive_doubling` (SparCML, Renggli et al., SC'19): partners swap sparse partial sums, which turn dense when they fill."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from splitjax.sync import wire
+from splitjax.sync.local import decode_bitmap, encode_bitmap, num_words, ranked, take_rows
+from splitjax.sync.profile import Sparsity, Table
+from splitjax.sync.rows import RowSparse, merge
+from splitjax.sync.scheme import Attempt, Capacities, Scheme, local_capacity, partial_capacity, register, union_capacity
+from splitjax.sync.wire import Axis
+
+_ID_BYTES, _VERDICT_BYTES = 4, 4
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class RecursiveDoubling(Scheme):
+    """Sum over rounds i of U(2^i) (w + 4) bytes: Zen's 2dM sum gamma^(2^(i-1)) with an index a row (arXiv 2309.13254).
+
+    In round i partners 2^i apart swap the sums of 2^i workers each. With n workers, not a power of two, those from the largest power
+    on hand their rows to a partner first, and get the result from it at the end (section 5.3 of SparCML). Rounds whose partial sums
+    fill more than `dense_above` of the rows swap whole tables, and so do all later ones.
+    """
+
+    name: ClassVar[str] = "recursive_doubling"
+    dense_above: float = 0.5
+
+    def plan(self, sparsity: Sparsity) -> Capacities:
+        n, rounds = sparsity.num_workers, _num_rounds(sparsity.num_workers)
+        folded = n > 1 << rounds  # then a partner's sum is of up to twice as many workers
+        levels = [partial_capacity(sparsity, 1)] if folded else []
+        for i in range(rounds):
+            levels.append(max([partial_capacity(sparsity, min(n, (1 + folded) << i)), *levels]))
+        return Capacities(local=local_capacity(sparsity), union=union_capacity(sparsity), levels=tuple(levels))
+
+    def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:
+        n, me = lax.axis_size(axis), lax.axis_index(axis)
+        power = 1 << _num_rounds(n)
+        rest, rooms = n - power, (*capacities.levels, capacities.union)
+        state = _Partial.sparse(local.padded(rooms[0]), ~local.overflowed)
+        sent = jnp.int32(0)
+        if rest:
+            sent += jnp.where(me >= power, state.num_sent(), 0)
+            state = state.plus(state.permuted(axis, [(power + i, i) for i in range(rest)]), me < power, rooms[1])
+            rooms = rooms[1:]
+        for i, room in enumerate(rooms[1:]):
+            if self._is_dense(rooms[i], local.num_rows):
+                state = state.dense()
+            sent += jnp.where(me < power, state.num_sent(), 0)
+            pairs = [(j, j ^ (1 << i)) for j in range(power)]
+            state = state.plus(state.permuted(axis, pairs), (me >> i & 1) == 0, room)
+        if rest:
+            sent += jnp.where(me < rest, state.num_sent(), 0)
+            final = state.permuted(axis, [(i, power + i) for i in range(rest)])
+            state = state.where(me < power, final)
+        rows, fits = state.rows(capacities.union)
+        return Attempt(rows, fits & ~rows.overflowed, sent)
+
+    def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
+        rest = table.num_workers - (1 << _num_rounds(table.num_workers))
+        levels = capacities.levels[1:] if rest else capacities.levels
+        dense = [self._is_dense(level, table.num_rows) for level in levels]
+        dense = [any(dense[: i + 1]) for i in range(len(dense))]
+        sparse_bytes = lambda rows: rows * (table.row_bytes + _ID_BYTES) + 4 + _VERDICT_BYTES
+        dense_bytes = table.num_bytes + 4 * num_words(table.num_rows) + _VERDICT_BYTES
+        total = sum(dense_bytes if whole else sparse_bytes(level) for level, whole in zip(levels, dense))
+        if rest:
+            total += sparse_bytes(capacities.levels[0]) + (dense_bytes if any(dense) else sparse_bytes(capacities.union))
+        return total
+
+    def formula_bytes(self, sparsity: Sparsity) -> float:
+        per_row, n = sparsity.table.row_bytes + _ID_BYTES, sparsity.num_workers
+        rounds = _num_rounds(n)
+        doubled = sum(min(sparsity.union(min(1 << i, n)) * per_row, sparsity.table.num_bytes) for i in range(rounds))
+        return doubled + (min(sparsity.union(n) * per_row, sparsity.table.num_bytes) if n > 1 << rounds else 0)
+
+    def num_messages(self, num_workers: int) -> int:
+        rounds = _num_rounds(num_workers)
+        return rounds + (2 if num_workers > 1 << rounds else 0)
+
+    def _is_dense(self, rows: int, num_rows: int) -> bool:
+        return rows > self.dense_above * num_rows
+
+
+def _num_rounds(num_workers: int) -> int:
+    return num_workers.bit_length() - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Partial:
+    """A partial sum: rows with their exact number, or a table with a bitmap of the rows touched. `good`: nothing was lost yet."""
+
+    arrays: tuple[Array, ...]  # (ids, values, count) or (bitmap, table)
+    good: Array
+    num_rows: int
+
+    @staticmethod
+    def sparse(rows: RowSparse, good: Array) -> _Partial:
+        return _Partial((rows.ids, rows.values, rows.count), good & ~rows.overflowed, rows.num_rows)
+
+    @property
+    def is_dense(self) -> bool:
+        return len(self.arrays) == 2
+
+    def dense(self) -> _Partial:
+        if self.is_dense:
+            return self
+        rows = RowSparse(*self.arrays, self.num_rows)
+        return _Partial((encode_bitmap(rows.ids, self.num_rows), rows.to_dense()), self.good, self.num_rows)
+
+    def permuted(self, axis: Axis, pairs: list[tuple[int, int]]) -> _Partial:
+        *arrays, good = wire.permute([*self.arrays, self.good.astype(jnp.int32)], axis, pairs)
+        is_target = jnp.asarray([any(i == to for _, to in pairs) for i in range(lax.axis_size(axis))])[lax.axis_index(axis)]
+        if not self.is_dense:  # who gets nothing gets zeros: ids of row 0
+            arrays[0] = jnp.where(is_target, arrays[0], self.num_rows)
+        return _Partial(tuple(arrays), (good > 0) | ~is_target, self.num_rows)
+
+    def plus(self, other: _Partial, first: Array, room: int) -> _Partial:
+        """`first`: this one comes first in the sum, so that partners add up alike."""
+        good = self.good & other.good
+        if self.is_dense:
+            return _Partial((self.arrays[0] | other.arrays[0], self.arrays[1] + other.arrays[1]), good, self.num_rows)
+        stacked = [jnp.stack([jnp.where(first, a, b), jnp.where(first, b, a)]) for a, b in zip(self.arrays[:2], other.arrays[:2])]
+        return _Partial.sparse(merge(*stacked, self.num_rows, room), good)
+
+    def where(self, condition: Array, other: _Partial) -> _Partial:
+        arrays = tuple(jnp.where(condition, a, b) for a, b in zip(self.arrays, other.arrays))
+        return _Partial(arrays, jnp.where(condition, self.good, other.good), self.num_rows)
+
+    def num_sent(self) -> Array:
+        return jnp.int32(self.num_rows) if self.is_dense else jnp.minimum(self.arrays[2], self.arrays[0].size)
+
+    def rows(self, capacity: int) -> tuple[RowSparse, Array]:
+        if not self.is_dense:
+            return RowSparse(*self.arrays, self.num_rows), self.good
+        found = ranked(self.arrays[0])
+        ids = decode_bitmap(found, capacity, self.num_rows)
+        return RowSparse(ids, take_rows(self.arrays[1], ids), found.count, self.num_rows), self.good

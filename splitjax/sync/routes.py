@@ -1,0 +1,114 @@
+"""Who owns and who sends which row, known to all workers alike from one exchange of index sets: the plan of a row exchange.
+
+Ids are known from the batch, before the forward pass, so this can run while the forward pass computes. All that follows is
+arithmetic on the same numbers everywhere: no further agreement is needed, and capacities are checked without communication.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from splitjax.errors import SyncError
+from splitjax.sync import wire
+from splitjax.sync.codes import IdCode
+from splitjax.sync.local import unite
+from splitjax.sync.partition import Partition
+from splitjax.sync.wire import Axis
+
+OWNERSHIPS = ("contributor", "strided", "hashed")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routes:
+    """The exchange of one step, for n workers, u rows of room in the union, k on each worker.
+
+    **Attributes:**
+
+    - `ids`: i32[u], the union, sorted, filled up with the number of rows; `count`: i32[], its exact size.
+    - `slots`: i32[n, k], where in the union each worker's rows stand (u: no row). `counts`: i32[n], rows of each worker.
+    - `owner`: i32[u], the row's owner; n for a row that is summed densely, or none.
+    - `place`: i32[u], where among its owner's rows, or among the densely summed ones, it stands.
+    - `fits`: bool[], alike on all workers: everything has room.
+    """
+
+    ids: Array
+    count: Array
+    slots: Array
+    counts: Array
+    owner: Array
+    place: Array
+    fits: Array
+
+
+def exchange_indices(
+    ids: Array, count: Array, axis: Axis, code: IdCode, *, union: int, push: int, pull: int, hot: int, ownership: str
+) -> Routes:
+    """Every worker's index set on all workers, and the routes that follow.
+
+    **Arguments:**
+
+    - `ids`: i32[k], this worker's rows, sorted, filled up with the number of rows; `count`: i32[] of them (more than k: they do not fit).
+    - `code`: how a set is written; its `size` is the number of rows.
+    - `union`, `push`, `pull`, `hot`: room for rows of the union, from one worker to one owner, of one owner, summed densely.
+    - `ownership`: one of `OWNERSHIPS`: a row's owner is one of the workers that have it, as far as all own equally many; or id % n; or
+      by a hash of the id.
+    """
+    if ownership not in OWNERSHIPS:
+        raise SyncError("unknown way to choose owners", value=ownership, place="ownership", remedy=f"one of {', '.join(OWNERSHIPS)}")
+    n = lax.axis_size(axis)
+    codes, fitted = code.encode(ids[None], count[None])
+    codes, counts = wire.gather([codes[0], jnp.where(fitted[0], count, -1)], axis)
+    return routes(code.decode(codes), counts, n, code.size, union, push, pull, hot, ownership)
+
+
+def routes(ids: Array, counts: Array, n: int, num_rows: int, union: int, push: int, pull: int, hot: int, ownership: str) -> Routes:
+    """The routes for all workers' ids i32[n, k] and counts i32[n] (-1: they did not fit); the rest as `exchange_indices`."""
+    unique, slots, count = unite(ids, num_rows, union)
+    workers = jnp.arange(n, dtype=jnp.int32)[:, None]
+    held = jnp.zeros((n, union), jnp.bool_).at[workers, slots].set(True, mode="drop")
+    holders = held.sum(axis=0, dtype=jnp.int32)
+    is_hot = (holders == n) & (n > 1)
+    hot_rank = jnp.cumsum(is_hot, dtype=jnp.int32) - 1
+    is_hot &= hot_rank < hot
+    cold = (holders > 0) & ~is_hot
+    if ownership == "contributor":
+        owner = _contributors(held, holders, cold, pull)
+    else:
+        owner = jnp.where(cold, Partition(ownership, num_rows, n).owner(unique), n)
+    member = owner[None] == workers
+    rank = jnp.cumsum(member, axis=1, dtype=jnp.int32)
+    place = jnp.where(is_hot, hot_rank, (rank * member).sum(axis=0) - 1)
+    target = jnp.where(slots < union, owner.at[slots].get(mode="fill", fill_value=n), n)
+    pairs = jnp.zeros((n, n), jnp.int32).at[workers, target].add(1, mode="drop")
+    pairs = jnp.where(workers == workers.T, 0, pairs)
+    fits = (counts >= 0).all() & (count <= union) & (pairs.max() <= push) & (rank[:, -1].max() <= pull)
+    fits &= (cold & (owner == n)).sum() == 0  # more rows than all owners have room for
+    return Routes(unique, count, slots, counts, owner, place, fits)
+
+
+def _contributors(held: Array, holders: Array, cold: Array, quota: int) -> Array:
+    """An owner for each row, of at most `quota` rows each: one that holds the row, as far as that goes.
+
+    The rows that fewest workers hold choose first; what is left over goes to whoever has room.
+    """
+    n, union = held.shape
+
+    def take(worker: int, state: tuple[Array, Array], most: int) -> tuple[Array, Array]:
+        owner, load = state
+        wanted = (owner == n) & cold & held[worker] & (holders <= most)
+        taken = wanted & (jnp.cumsum(wanted, dtype=jnp.int32) <= quota - load[worker])
+        return jnp.where(taken, worker, owner), load.at[worker].add(taken.sum(dtype=jnp.int32))
+
+    state = jnp.full((union,), n, jnp.int32), jnp.zeros((n,), jnp.int32)
+    for most in sorted({1, -(-n // 2), n}):
+        state = lax.fori_loop(0, n, lambda worker, state, most=most: take(worker, state, most), state)
+    owner, load = state
+    left = cold & (owner == n)
+    room = jnp.cumsum(quota - load)
+    other = jnp.searchsorted(room, jnp.cumsum(left, dtype=jnp.int32) - 1, side="right").astype(jnp.int32)
+    return jnp.where(left, other, owner)

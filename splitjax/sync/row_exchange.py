@@ -1,0 +1,179 @@
+"""`row_exchange`: rows to owners and back, near the least that can be sent.
+
+Every worker must send its rows to where they are added up, and get the sums: w (k + (1 - 2/n) U) bytes at least, for k rows of w
+bytes on a worker and U in the union, if each row is added up by a worker that has it. So: whole rows, not elements; index sets
+as gaps of one byte, exchanged before the forward pass (`exchange_indices`); owners among the workers that hold a row, all owning
+equally many, so that nothing is padded on the way back; values afterwards, without any index (`exchange_values`); rows that all workers
+hold, by a dense all-reduce.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from splitjax.cost.ring import all_reduce_bytes
+from splitjax.sync import wire
+from splitjax.sync.codes import IdCode, shortest
+from splitjax.sync.local import send_order, sum_rows, take_rows
+from splitjax.sync.profile import Sparsity, Table
+from splitjax.sync.routes import Routes, exchange_indices, routes
+from splitjax.sync.rows import RowSparse
+from splitjax.sync.scheme import Attempt, Capacities, Scheme, bucket, local_capacity, register, roomy, union_capacity
+from splitjax.sync.wire import Axis
+
+_COUNT_BYTES = 4
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class RowExchange(Scheme):
+    """w (k + (1 - 2/n) U) bytes of values and (n-1) k bytes of gaps.
+
+    **Attributes:**
+
+    - `ownership`: who adds a row up. `contributor`: a worker that has it; `strided`: id % n; `hashed`.
+    - `hot`: sum rows that all workers have by an all-reduce; up to as many of them as the profile found.
+    - `pattern`: `ppermute` or `all_to_all` for the push.
+    - `wire_dtype`: dtype of the values on the wire, such as "bfloat16". Changes the numbers: see `sync.feedback`. None: as they are.
+    """
+
+    name: ClassVar[str] = "row_exchange"
+    ownership: str = "contributor"
+    hot: bool = False
+    pattern: str = "ppermute"
+    wire_dtype: str | None = None
+
+    def plan(self, sparsity: Sparsity) -> Capacities:
+        table, n = sparsity.table, sparsity.num_workers
+        local, union = local_capacity(sparsity), union_capacity(sparsity)
+        hot = bucket(0.9 * sparsity.hot_rows) if self.hot and n > 1 else 0
+        code = shortest([ids for step in sparsity.samples for ids in step], local, table.num_rows)
+        pull = -(-(union - hot) // n) if self.ownership == "contributor" else union
+        push = owned = 0
+        for step in sparsity.samples:
+            found = _routes_of(step, table.num_rows, local, union, pull, hot, self.ownership)
+            push, owned = max(push, int(found[0])), max(owned, int(found[1]))
+        if self.ownership != "contributor":
+            pull = roomy(owned, union)
+        return Capacities(local, union, roomy(push, local), pull, code.num_codes, code.bits, hot)
+
+    def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:
+        found = self.exchange_indices(local.ids, local.count, local.num_rows, axis, capacities)
+        rows, sent, _ = self.exchange_values(local.values, found, local.num_rows, axis, capacities)
+        return Attempt(rows, found.fits, sent)
+
+    def exchange_indices(self, ids: Array, count: Array, num_rows: int, axis: Axis, capacities: Capacities) -> Routes:
+        """The first half, which needs no values: `RowSparse.ids` and `.count` of this worker -> `Routes`, alike on all workers."""
+        ids = _resized(ids, capacities.local, num_rows)
+        return exchange_indices(
+            ids, count, axis, self._code(capacities, num_rows), union=capacities.union, push=capacities.push,
+            pull=capacities.pull, hot=capacities.hot, ownership=self.ownership,
+        )  # fmt: skip
+
+    def exchange_values(
+        self, values: Array, found: Routes, num_rows: int, axis: Axis, capacities: Capacities
+    ) -> tuple[RowSparse, Array, RowSparse | None]:
+        """The second half: this worker's values, in the order of the ids given before.
+
+        **Returns:** the sum; rows really sent, i32[]; with a `wire_dtype` what rounding took away here, by row (duplicates possible), None
+        without.
+        """
+        n, me = lax.axis_size(axis), lax.axis_index(axis)
+        k, full = capacities.local, values.dtype
+        wire_dtype = jnp.dtype(self.wire_dtype) if self.wire_dtype else full
+        values = _resized(values, k, 0)
+        slots = found.slots[me]
+        owner, place = (take.at[slots].get(mode="fill", fill_value=fill) for take, fill in ((found.owner, n), (found.place, 0)))
+        sums = sum_rows(values, jnp.where(owner == me, place, capacities.pull), capacities.pull)
+        if n > 1 and capacities.push:
+            order, counts = send_order(jnp.where(owner == me, n, owner), n, capacities.push)
+            rounded = values.astype(wire_dtype)
+            (blocks,), sources = wire.exchange([take_rows(rounded, order)], axis, self.pattern)
+            target = _targets(found, me, sources, capacities)
+            sums += sum_rows(blocks.reshape(-1, *values.shape[1:]), target.reshape(-1), capacities.pull, full)
+            sent = counts.sum() + (n - 1) * (found.owner == me).sum(dtype=jnp.int32)
+        else:
+            rounded, sent = values, jnp.int32(0)
+        (parts,) = wire.gather([sums.astype(wire_dtype)], axis)
+        parts = parts.reshape(-1, *values.shape[1:])
+        source = jnp.where(found.owner < n, found.owner * capacities.pull + found.place, parts.shape[0] + capacities.hot)
+        if capacities.hot:
+            hot_slots = jnp.where((owner == n) & (slots < capacities.union), place, capacities.hot)
+            parts = jnp.concatenate([parts, lax.psum(sum_rows(values, hot_slots, capacities.hot), axis).astype(wire_dtype)])
+            source = jnp.where((found.owner == n) & (found.ids < num_rows), n * capacities.pull + found.place, source)
+        rows = RowSparse(found.ids, take_rows(parts, source).astype(full), found.count, num_rows)
+        return rows, sent, self._error(values, rounded, sums, owner, found, num_rows, me)
+
+    def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
+        n = table.num_workers
+        row_bytes = table.row_size * (jnp.dtype(self.wire_dtype).itemsize if self.wire_dtype else table.itemsize)
+        index_bytes = (n - 1) * (self._code(capacities, table.num_rows).num_bytes + _COUNT_BYTES)
+        hot_bytes = all_reduce_bytes(n, capacities.hot * table.row_bytes)
+        return index_bytes + (n - 1) * (capacities.push + capacities.pull) * row_bytes + hot_bytes
+
+    def formula_bytes(self, sparsity: Sparsity) -> float:
+        n = sparsity.num_workers
+        index_bytes = (n - 1) * self._code(self.plan(sparsity), sparsity.table.num_rows).num_bytes
+        if self.ownership == "contributor":
+            return sparsity.bound_bytes() + index_bytes
+        return (n - 1) / n * sparsity.table.row_bytes * (sparsity.rows + sparsity.union(n)) + index_bytes
+
+    def num_messages(self, num_workers: int) -> int:
+        return 3 * (num_workers - 1)
+
+    def _code(self, capacities: Capacities, num_rows: int) -> IdCode:
+        return IdCode(capacities.code_bits, capacities.local, num_rows, capacities.codes)
+
+    def _error(
+        self, values: Array, rounded: Array, sums: Array, owner: Array, found: Routes, num_rows: int, me: Array
+    ) -> RowSparse | None:
+        if not self.wire_dtype:
+            return None
+        n, full = found.slots.shape[0], values.dtype
+        sent = (owner != me) & (owner < n)
+        ids = jnp.where(sent, found.ids.at[found.slots[me]].get(mode="fill", fill_value=num_rows), num_rows)
+        lost = jnp.where(sent.reshape(-1, *[1] * (values.ndim - 1)), values - rounded.astype(full), 0)
+        mine = jnp.where(found.owner == me, found.place, sums.shape[0])
+        owned = jnp.full((sums.shape[0],), num_rows, jnp.int32).at[mine].set(found.ids, mode="drop")
+        rest = sums - sums.astype(rounded.dtype).astype(full)
+        return RowSparse(jnp.concatenate([ids, owned]), jnp.concatenate([lost, rest]), jnp.int32(ids.size + owned.size), num_rows)
+
+
+def _targets(found: Routes, me: Array, sources: Array, capacities: Capacities) -> Array:
+    """Where in this owner's part each received row belongs: i32[n, push], in the order of `sources`."""
+    slots = found.slots[sources]
+    mine = found.owner.at[slots].get(mode="fill", fill_value=-1) == me
+    mine &= (sources != me)[:, None]
+    rank = jnp.where(mine, jnp.cumsum(mine, axis=1, dtype=jnp.int32) - 1, capacities.push)
+    place = found.place.at[slots].get(mode="fill", fill_value=capacities.pull)
+    rows = jnp.arange(sources.size, dtype=jnp.int32)[:, None]
+    return jnp.full((sources.size, capacities.push), capacities.pull, jnp.int32).at[rows, rank].set(place, mode="drop")
+
+
+def _resized(array: Array, length: int, fill: int) -> Array:
+    more = length - array.shape[0]
+    if more <= 0:
+        return array[:length]
+    return jnp.concatenate([array, jnp.full((more, *array.shape[1:]), fill, array.dtype)])
+
+
+def _routes_of(step: tuple[np.ndarray, ...], num_rows: int, local: int, union: int, pull: int, hot: int, ownership: str) -> tuple[int, int]:
+    """The most rows from one worker to one owner, and of one owner, in a profiled step."""
+    ids = np.full((len(step), local), num_rows, np.int32)
+    for row, one in zip(ids, step):
+        row[: min(one.size, local)] = one[:local]
+    counts = jnp.asarray([one.size for one in step], jnp.int32)
+    found = _routes(jnp.asarray(ids), counts, len(step), num_rows, union, local, pull, hot, ownership)
+    owner, slots = np.asarray(found.owner), np.asarray(found.slots)
+    target = np.append(owner, len(step))[slots]
+    pairs = [np.bincount(row[row != worker], minlength=len(step) + 1)[:-1].max() for worker, row in enumerate(target)]
+    return int(max(pairs)), int(np.bincount(owner, minlength=len(step) + 1)[:-1].max())
+
+
+_routes = jax.jit(routes, static_argnums=range(2, 9))
