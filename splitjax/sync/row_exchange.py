@@ -61,7 +61,9 @@ class RowExchange(Scheme):
             push, owned = max(push, int(found[0])), max(owned, int(found[1]))
         if self.ownership != "contributor":
             pull = roomy(owned, union)
-        return Capacities(local, union, roomy(push, local), pull, code.num_codes, code.bits, hot)
+        # The largest of so many pairs varies less from step to step than one pair does.
+        push = roomy(push, local, 1.5) if n > 1 else 0
+        return Capacities(local, union, push, pull, code.num_codes, code.bits, hot)
 
     def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:
         found = self.exchange_indices(local.ids, local.count, local.num_rows, axis, capacities)

@@ -24,8 +24,8 @@ from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.rows import RowSparse, merge
 from splitjax.sync.wire import Axis
 
-# Capacities are multiples of 2^(1/32) apart: 2 % too much at most, and sizes that drift meet few recompiles.
-_PER_OCTAVE = 32
+# Capacities are factors of 2^(1/64) apart: 1 % too much at most, and sizes that drift meet few recompiles.
+_PER_OCTAVE = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,15 +184,15 @@ def gather_all(local: RowSparse, axis: Axis) -> RowSparse:
 
 
 def bucket(size: float, most: int | None = None) -> int:
-    """The next size of the series 1, 2, ... 32, 33, ... in steps of 2^(1/32), but not more than `most`."""
+    """The next size of the series 1, 2, ... 64, and on in steps of 2^(1/64), but not more than `most`."""
     size = max(math.ceil(size), 0)
     found = size if size <= _PER_OCTAVE else math.ceil(2 ** (math.ceil(math.log2(size) * _PER_OCTAVE - 1e-9) / _PER_OCTAVE))
     return found if most is None else min(found, most)
 
 
-def roomy(largest: float, most: int) -> int:
-    """A capacity for a count of which `largest` was the largest seen: two standard deviations of a Poisson count above it."""
-    return max(bucket(largest + 2 * math.sqrt(largest), most), 1)
+def roomy(largest: float, most: int, deviations: float = 2.0) -> int:
+    """A capacity for a count of which `largest` was the largest seen: some standard deviations of a Poisson count above it."""
+    return max(bucket(largest + deviations * math.sqrt(largest), most), 1)
 
 
 def union_capacity(sparsity: Sparsity) -> int:

@@ -11,12 +11,12 @@ from jax import Array, lax
 
 from splitjax.errors import SyncError
 from splitjax.sync.codes import BITMAP, NUMBERS, IdCode
-from splitjax.sync.local import num_words, sum_rows, unite
+from splitjax.sync.local import sum_rows, unite
 from splitjax.sync.owners import OwnerExchange, pair_and_owner_rooms
 from splitjax.sync.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.rows import RowSparse, merge
-from splitjax.sync.scheme import Attempt, Capacities, Scheme, local_capacity, register, roomy, union_capacity
+from splitjax.sync.scheme import Attempt, Capacities, Scheme, bucket, local_capacity, register, union_capacity
 from splitjax.sync.wire import Axis
 
 _ID_BYTES, _SERIAL_SHARE = 4, 10
@@ -52,15 +52,14 @@ class Zen(Scheme):
                 raise SyncError("no such way of Zen", value=value, place="Zen(granularity=..., partition=...)", remedy=f"one of {', '.join(known)}")
 
     def plan(self, sparsity: Sparsity) -> Capacities:
-        items = self._items_per_row(sparsity.table.row_size)
+        items, local, union = self._items_per_row(sparsity.table.row_size), local_capacity(sparsity), union_capacity(sparsity)
         if items == 1:
             push, pull = pair_and_owner_rooms(sparsity, Partition("hashed", sparsity.table.num_rows, sparsity.num_workers))
         else:
-            # The values of a row are spread one by one: by the law of large numbers, not by the samples.
-            n, most = sparsity.num_workers, -(-sparsity.table.num_rows * items // sparsity.num_workers)
-            push = roomy(sparsity.rows_max * items / n, most)
-            pull = roomy(sparsity.union(n) * items / n, most)
-        return Capacities(local=local_capacity(sparsity), union=union_capacity(sparsity), push=push, pull=pull)
+            # Owners share the values of a row evenly, to within one.
+            n = sparsity.num_workers
+            push, pull = (bucket(rows * items / n, -(-sparsity.table.num_rows * items // n)) for rows in (local, union))
+        return Capacities(local=local, union=union, push=push, pull=pull)
 
     def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:
         row_size = local.values[:1].size

@@ -1,0 +1,199 @@
+"""Owner-sharded tables: worker i stores the rows with id % n = i; a step pulls the rows that it reads and pushes their gradients.
+
+The least that can be sent: (n-1)/n k (w + ids) bytes each way for k rows of w bytes. Rows that no batch reads are neither sent
+nor held twice. Ids are sent once: owners remember who asked for what (`Requests`), so gradients travel as bare rows.
+
+Capacities are per pair of workers. Where more rows are asked for, the exchange runs again for the rest: all workers alike,
+as often as the fullest pair needs, in a loop in the same program. Call inside `shard_map` with `check_vma=False`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from splitjax.sync import wire
+from splitjax.sync.codes import IdCode, shortest
+from splitjax.sync.local import send_order, sum_rows, take_rows, unite
+from splitjax.sync.partition import Partition
+from splitjax.sync.profile import Sparsity, Table
+from splitjax.sync.rows import RowSparse
+from splitjax.sync.scheme import Capacities, roomy
+from splitjax.sync.wire import Axis
+
+_FLAG_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnerSharded:
+    """The exchange of one owner-sharded table of `num_rows` rows over an axis.
+
+    **Attributes:**
+
+    - `num_rows`: of the logical table. `capacities`: `push`, `pull`, `codes` and `code_bits` count; see `plan`.
+    - `pattern`: `ppermute` or `all_to_all`. `wire_dtype`: dtype of rows on the wire; None: as they are. A smaller one changes the numbers.
+    """
+
+    num_rows: int
+    capacities: Capacities
+    pattern: str = "ppermute"
+    wire_dtype: str | None = None
+
+    def request(self, ids: Array, axis: Axis) -> Requests:
+        """Tells owners which rows this worker reads: ids i32[k], unique, sorted, filled up with `num_rows` (`RowSparse.ids`).
+
+        Needs no parameters or gradients, so that it can run ahead of the step that reads the rows.
+        """
+        n, partition = lax.axis_size(axis), self._partition(axis)
+        code = self._code(partition)
+        order, codes, passes = self._ask(ids, ids < self.num_rows, partition, code)
+        (codes, passes), sources = wire.exchange([codes, jnp.full((n,), passes)], axis, self.pattern)
+        asked = code.decode(codes)[jnp.argsort(sources)]
+        owned, slots, count = unite(asked, partition.size, self.capacities.pull)
+        return Requests(ids, order, asked, owned, slots, count, passes.max())
+
+    def pull(self, shard: Array, requests: Requests, axis: Axis) -> tuple[Array, Requests]:
+        """The rows that were asked for.
+
+        **Arguments:** `shard`: f[size, *row], this worker's rows (`shard_table`).
+
+        **Returns:** f[k, *row] in the order of the ids (zeros where there is none), and the requests, which now know whether all
+        gradients will have room.
+        """
+        partition = self._partition(axis)
+        code = self._code(partition)
+        fits = (requests.count <= self.capacities.pull) & (requests.num_passes <= 1)
+        rows = jnp.zeros((requests.ids.size, *shard.shape[1:]), shard.dtype)
+        rows, good = self._answer(rows, shard, requests.asked, requests.order, fits, axis)
+
+        def again(state: tuple[Array, Array]) -> tuple[Array, Array]:
+            rows, waiting = state
+            order, codes, _ = self._ask(requests.ids, waiting, partition, code)
+            (codes,), sources = wire.exchange([codes], axis, self.pattern)
+            rows, _ = self._answer(rows, shard, code.decode(codes)[jnp.argsort(sources)], order, fits, axis)
+            return rows, waiting.at[order].set(False, mode="drop")
+
+        waiting = (requests.ids < self.num_rows).at[requests.order].set(False, mode="drop")
+        _, rows, _ = lax.while_loop(
+            lambda state: state[0] < requests.num_passes,
+            lambda state: (state[0] + 1, *again(state[1:])),
+            (jnp.int32(1), rows, waiting),
+        )
+        return rows, dataclasses.replace(requests, fits=good)
+
+    def push(
+        self, shard: Any, values: Array, requests: Requests, axis: Axis, then: Callable[[Any, RowSparse], Any]
+    ) -> tuple[Any, Array | None]:
+        """Sends the rows' gradients to their owners, which add them up and update.
+
+        **Arguments:**
+
+        - `shard`: a pytree that `then` takes and returns, such as this worker's rows of parameter and optimizer state.
+        - `values`: f[k, *row], in the order of the requested ids. `requests`: as `pull` returned them.
+        - `then`: (shard, the sum as `RowSparse` over this worker's positions) -> the new shard.
+
+        **Returns:** the new shard, and what a smaller `wire_dtype` rounded away, f[k, *row] (None without one).
+        """
+        me = lax.axis_index(axis)
+        partition, pull = self._partition(axis), self.capacities.pull
+        rounded = values.astype(self.wire_dtype or values.dtype)
+        (blocks,), sources = wire.exchange([take_rows(rounded, requests.order)], axis, self.pattern)
+        flat = blocks.reshape(-1, *values.shape[1:])
+        sums = sum_rows(flat, requests.slots[sources].reshape(-1), pull, values.dtype)
+        owned = RowSparse(requests.owned, sums, requests.count, partition.size)
+
+        def whole() -> Any:
+            ids, every = wire.gather([requests.ids, rounded], axis)
+            positions = jnp.where(partition.owner(ids) == me, partition.position(ids), partition.size)
+            room = min(ids.size, partition.size)
+            unique, slots, count = unite(positions, partition.size, room)
+            total = sum_rows(every.reshape(-1, *values.shape[1:]), slots.reshape(-1), room, values.dtype)
+            return then(shard, RowSparse(unique, total, count, partition.size))
+
+        new = lax.cond(requests.fits, lambda: then(shard, owned), whole)
+        return new, values - rounded.astype(values.dtype) if self.wire_dtype else None
+
+    def predicted_bytes(self, table: Table) -> int:
+        """What one worker sends in a request, a pull and a push that fit, padding included."""
+        code = self._code(Partition("strided", table.num_rows, table.num_workers))
+        row_bytes = table.row_size * (jnp.dtype(self.wire_dtype).itemsize if self.wire_dtype else table.itemsize)
+        return (table.num_workers - 1) * (code.num_bytes + 2 * _FLAG_BYTES + 2 * self.capacities.push * row_bytes)
+
+    def _ask(self, ids: Array, waiting: Array, partition: Partition, code: IdCode) -> tuple[Array, Array, Array]:
+        """For each owner the rows that it is asked for next: where they stand in `ids`, their codes; passes needed in all."""
+        n = partition.num_owners
+        order, counts = send_order(jnp.where(waiting, partition.owner(ids), n), n, code.capacity)
+        positions = jnp.concatenate([partition.position(ids), jnp.full((1,), partition.size, jnp.int32)])[order]
+        codes, _ = code.encode(positions, jnp.minimum(counts, code.capacity))
+        return order, codes, jnp.max(-(-counts // code.capacity))
+
+    def _answer(self, rows: Array, shard: Array, asked: Array, order: Array, fits: Array, axis: Axis) -> tuple[Array, Array]:
+        n = lax.axis_size(axis)
+        flags = jnp.full((n,), fits.astype(jnp.int32))
+        (blocks, flags), sources = wire.exchange([take_rows(shard, asked).astype(self.wire_dtype or shard.dtype), flags], axis, self.pattern)
+        return rows.at[order[sources]].set(blocks.astype(rows.dtype), mode="drop"), (flags > 0).all()
+
+    def _partition(self, axis: Axis) -> Partition:
+        return Partition("strided", self.num_rows, lax.axis_size(axis))
+
+    def _code(self, partition: Partition) -> IdCode:
+        return IdCode(self.capacities.code_bits, self.capacities.push, partition.size, self.capacities.codes)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Requests:
+    """Who reads which rows, as one worker and owner knows it.
+
+    **Attributes:**
+
+    - `ids`: i32[k], the rows that this worker reads. `order`: i32[n, push], for each owner where in `ids` they stand (k: none).
+    - `asked`: i32[n, push], for each worker the positions that it reads here. `owned`: i32[pull], all of them, sorted; `slots`: i32[n, push],
+      where in `owned` each stands; `count`: i32[], their exact number.
+    - `num_passes`: i32[], how often the fullest pair must be served. `fits`: bool[], set by `pull`: one pass, and all owners have room.
+      Both alike on all workers.
+    """
+
+    ids: Array
+    order: Array
+    asked: Array
+    owned: Array
+    slots: Array
+    count: Array
+    num_passes: Array
+    fits: Array | None = None
+
+
+def plan_owner(sparsity: Sparsity) -> Capacities:
+    """Capacities for steps such as those measured, with some room for chance."""
+    partition = Partition("strided", sparsity.table.num_rows, sparsity.num_workers)
+    lists: list[np.ndarray] = []
+    owned = 0
+    for step in sparsity.samples:
+        for ids in (*step, np.unique(np.concatenate(step))):
+            parts = [partition.position(ids[partition.owner(ids) == owner]) for owner in range(partition.num_owners)]
+            lists += parts
+            owned = max(owned, *(part.size for part in parts))
+        lists = lists[: len(lists) - partition.num_owners]  # the union is nobody's request
+    push = roomy(max((one.size for one in lists), default=0), partition.size)
+    code = shortest(lists, push, partition.size)
+    return Capacities(push=push, pull=roomy(owned, partition.size), codes=code.num_codes, code_bits=code.bits)
+
+
+def shard_table(table: Array, num_workers: int) -> Array:
+    """A logical table [num_rows, ...] as owners store it, [n * size, ...]: worker i's rows are the i-th part, padded with zeros."""
+    size = -(-table.shape[0] // num_workers)
+    padded = jnp.pad(table, [(0, size * num_workers - table.shape[0]), *[(0, 0)] * (table.ndim - 1)])
+    return padded.reshape(size, num_workers, *table.shape[1:]).swapaxes(0, 1).reshape(padded.shape)
+
+
+def logical_table(stored: Array, num_rows: int, num_workers: int) -> Array:
+    """The inverse of `shard_table`."""
+    by_owner = stored.reshape(num_workers, -1, *stored.shape[1:])
+    return by_owner.swapaxes(0, 1).reshape(stored.shape)[:num_rows]
