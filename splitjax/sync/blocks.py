@@ -11,7 +11,7 @@ from jax import lax
 
 from splitjax.sync.codes import NUMBERS, IdCode
 from splitjax.sync.local import sum_rows, unite
-from splitjax.sync.owners import OwnerExchange, pair_and_owner_rooms
+from splitjax.sync.owners import OwnerExchange, pair_and_owner_rooms, range_load
 from splitjax.sync.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.rows import RowSparse
@@ -75,9 +75,7 @@ class Blocks(Scheme):
 
     def formula_bytes(self, sparsity: Sparsity) -> float:
         n, block = sparsity.num_workers, self._block_rows(sparsity.table.row_size)
-        local = np.mean([np.unique(ids // block).size for step in sparsity.samples for ids in step])
-        union = np.mean([np.unique(np.concatenate(step) // block).size for step in sparsity.samples])
-        return float((n - 1) / n * sparsity.skewness * (local + union) * (block * sparsity.table.row_bytes + _ID_BYTES))
+        return (n - 1) / n * range_load(sparsity, block) * (block * sparsity.table.row_bytes + _ID_BYTES)
 
     def num_messages(self, num_workers: int) -> int:
         return 2 * (num_workers - 1)

@@ -17,7 +17,7 @@ from splitjax.sync import wire
 from splitjax.sync.codes import IdCode
 from splitjax.sync.local import send_order, sum_rows, take_rows, unite
 from splitjax.sync.partition import Partition
-from splitjax.sync.profile import Sparsity
+from splitjax.sync.profile import Sparsity, skewness
 from splitjax.sync.scheme import roomy
 from splitjax.sync.wire import Axis
 
@@ -87,3 +87,14 @@ def pair_and_owner_rooms(sparsity: Sparsity, partition: Partition, factor: int =
         union = np.unique(np.concatenate(sets))
         owned = max(owned, int(np.bincount(partition.owner(union), minlength=partition.num_owners).max(initial=0)))
     return roomy(pair, partition.size), roomy(owned, partition.size)
+
+
+def range_load(sparsity: Sparsity, factor: int = 1) -> float:
+    """Items that the busiest owner of equal ranges takes from all workers, and sends back, over the number of workers.
+
+    s (k + U): rows (or blocks of `factor`) of a worker and of the union, each with the skewness s that it has.
+    """
+    n, size = sparsity.num_workers, -(-sparsity.table.num_rows // factor)
+    local = [np.unique(ids // factor) for step in sparsity.samples for ids in step]
+    union = [np.unique(np.concatenate(step) // factor) for step in sparsity.samples]
+    return float(sum(np.mean([ids.size for ids in sets]) * skewness(sets, size, n) for sets in (local, union)))

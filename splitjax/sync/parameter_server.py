@@ -8,7 +8,7 @@ from typing import ClassVar
 from jax import lax
 
 from splitjax.sync.codes import NUMBERS, IdCode
-from splitjax.sync.owners import OwnerExchange, pair_and_owner_rooms
+from splitjax.sync.owners import OwnerExchange, pair_and_owner_rooms, range_load
 from splitjax.sync.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.rows import RowSparse, merge
@@ -44,7 +44,7 @@ class ParameterServer(Scheme):
 
     def formula_bytes(self, sparsity: Sparsity) -> float:
         n = sparsity.num_workers
-        return (n - 1) / n * sparsity.skewness * (sparsity.rows + sparsity.union(n)) * (sparsity.table.row_bytes + _ID_BYTES)
+        return (n - 1) / n * range_load(sparsity) * (sparsity.table.row_bytes + _ID_BYTES)
 
     def num_messages(self, num_workers: int) -> int:
         return 2 * (num_workers - 1)

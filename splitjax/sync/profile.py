@@ -124,7 +124,7 @@ def measure(id_sets: Sequence[Sequence[np.ndarray]], num_rows: int, row_size: in
     held = [np.unique(np.concatenate(step), return_counts=True)[1] for step in samples]
     return Sparsity(
         Table(num_rows, row_size, itemsize, n), float(np.mean([ids.size for ids in sets])), max(ids.size for ids in sets), unions,
-        _overlap(samples), _skewness(sets, num_rows, n), float(np.mean([np.sum(counts == n) for counts in held])) if n > 1 else 0.0,
+        _overlap(samples), skewness(sets, num_rows, n), float(np.mean([np.sum(counts == n) for counts in held])) if n > 1 else 0.0,
         samples,
     )  # fmt: skip
 
@@ -146,7 +146,8 @@ def _overlap(samples: Sequence[Sequence[np.ndarray]]) -> float:
     return float(np.mean([np.intersect1d(a, b, assume_unique=True).size / min(a.size, b.size) for a, b in pairs])) if pairs else 0.0
 
 
-def _skewness(sets: Sequence[np.ndarray], num_rows: int, n: int) -> float:
+def skewness(sets: Sequence[np.ndarray], num_rows: int, n: int) -> float:
+    """The largest density of n equal ranges over the density of all, mean over the sets of ids; 1 where all are empty."""
     size = max(-(-num_rows // n), 1)
     found = [np.bincount(ids // size, minlength=n).max() * n / ids.size for ids in sets if ids.size]
     return float(np.mean(found)) if found else 1.0

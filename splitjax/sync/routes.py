@@ -7,9 +7,11 @@ arithmetic on the same numbers everywhere: no further agreement is needed, and c
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from splitjax.errors import SyncError
@@ -65,11 +67,7 @@ def exchange_indices(
     n = lax.axis_size(axis)
     codes, fitted = code.encode(ids[None], count[None])
     codes, counts = wire.gather([codes[0], jnp.where(fitted[0], count, -1)], axis)
-    return routes(code.decode(codes), counts, n, code.size, union, push, pull, hot, ownership)
-
-
-def routes(ids: Array, counts: Array, n: int, num_rows: int, union: int, push: int, pull: int, hot: int, ownership: str) -> Routes:
-    """The routes for all workers' ids i32[n, k] and counts i32[n] (-1: they did not fit); the rest as `exchange_indices`."""
+    ids, num_rows = code.decode(codes), code.size
     unique, slots, count = unite(ids, num_rows, union)
     workers = jnp.arange(n, dtype=jnp.int32)[:, None]
     held = jnp.zeros((n, union), jnp.bool_).at[workers, slots].set(True, mode="drop")
@@ -79,7 +77,7 @@ def routes(ids: Array, counts: Array, n: int, num_rows: int, union: int, push: i
     is_hot &= hot_rank < hot
     cold = (holders > 0) & ~is_hot
     if ownership == "contributor":
-        owner = _contributors(held, holders, cold, pull)
+        owner = contributors(held, cold, pull)
     else:
         owner = jnp.where(cold, Partition(ownership, num_rows, n).owner(unique), n)
     member = owner[None] == workers
@@ -93,31 +91,40 @@ def routes(ids: Array, counts: Array, n: int, num_rows: int, union: int, push: i
     return Routes(unique, count, slots, counts, owner, place, fits)
 
 
-def _contributors(held: Array, holders: Array, cold: Array, quota: int) -> Array:
+def contributors(held: Array, cold: Array, quota: int, xp: Any = jnp) -> Array:
     """An owner for each row, of at most `quota` rows each: one that holds the row, as far as that goes.
 
     Rows that one worker holds stay with it. The others ask their holders, each row in an order of its own, so that every pair of
     workers gets about as many; who is full sends the rest on. What is left over goes to whoever has room.
+
+    **Arguments:** `held`: bool[n, u], who holds which row; `cold`: bool[u], rows that need an owner; `xp`: `jax.numpy` or `numpy`.
+
+    **Returns:** i32[u]; n for rows that need none, or for which there is no room.
     """
     n, union = held.shape
-    workers = jnp.arange(n, dtype=jnp.int32)[:, None]
-    mixed = (jnp.arange(union, dtype=jnp.uint32) * jnp.uint32(n) + workers.astype(jnp.uint32)) * jnp.uint32(0x9E3779B9)
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x85EBCA6B)
-    turn = ((mixed ^ (mixed >> 13)) >> 1).astype(jnp.int32) // n * n + workers  # no two alike in a row
-    never = jnp.iinfo(jnp.int32).max
+    workers = xp.arange(n, dtype=xp.int32)[:, None]
+    mixed = (xp.arange(union, dtype=xp.uint32) * xp.uint32(n) + workers.astype(xp.uint32)) * xp.uint32(0x9E3779B9)
+    mixed = (mixed ^ (mixed >> 15)) * xp.uint32(0x85EBCA6B)
+    turn = ((mixed ^ (mixed >> 13)) >> 1).astype(xp.int32) // n * n + workers  # no two alike in a row
+    never = np.iinfo(np.int32).max
 
     def ask(_: int, state: tuple[Array, Array]) -> tuple[Array, Array]:
         owner, load = state
         open_to = held & (owner == n) & cold & ((load < quota)[:, None])
-        wanted = open_to & (turn == jnp.where(open_to, turn, never).min(axis=0))
-        taken = wanted & (jnp.cumsum(wanted, axis=1, dtype=jnp.int32) <= (quota - load)[:, None])
-        return jnp.where(taken.any(axis=0), (taken * workers).sum(axis=0), owner), load + taken.sum(axis=1, dtype=jnp.int32)
+        wanted = open_to & (turn == xp.where(open_to, turn, never).min(axis=0))
+        taken = wanted & (xp.cumsum(wanted, axis=1, dtype=xp.int32) <= (quota - load)[:, None])
+        return xp.where(taken.any(axis=0), (taken * workers).sum(axis=0), owner), load + taken.sum(axis=1, dtype=xp.int32)
 
-    alone = held & cold & (holders == 1)
-    alone &= jnp.cumsum(alone, axis=1, dtype=jnp.int32) <= quota
-    state = jnp.where(alone.any(axis=0), (alone * workers).sum(axis=0), n), alone.sum(axis=1, dtype=jnp.int32)
-    owner, load = lax.fori_loop(0, _ASKED, ask, state)
+    alone = held & cold & (held.sum(axis=0) == 1)
+    alone &= xp.cumsum(alone, axis=1, dtype=xp.int32) <= quota
+    state = xp.where(alone.any(axis=0), (alone * workers).sum(axis=0), n), alone.sum(axis=1, dtype=xp.int32)
+    if xp is np:
+        for _ in range(_ASKED):
+            state = ask(_, state)
+    else:
+        state = lax.fori_loop(0, _ASKED, ask, state)
+    owner, load = state
     left = cold & (owner == n)
-    room = jnp.cumsum(quota - load)
-    other = jnp.searchsorted(room, jnp.cumsum(left, dtype=jnp.int32) - 1, side="right").astype(jnp.int32)
-    return jnp.where(left, other, owner)
+    room = xp.cumsum(quota - load)
+    other = xp.searchsorted(room, xp.cumsum(left, dtype=xp.int32) - 1, side="right").astype(xp.int32)
+    return xp.where(left, other, owner)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -21,8 +20,9 @@ from splitjax.cost.ring import all_reduce_bytes
 from splitjax.sync import wire
 from splitjax.sync.codes import IdCode, shortest
 from splitjax.sync.local import send_order, sum_rows, take_rows
+from splitjax.sync.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
-from splitjax.sync.routes import Routes, exchange_indices, routes
+from splitjax.sync.routes import Routes, contributors, exchange_indices
 from splitjax.sync.rows import RowSparse
 from splitjax.sync.scheme import Attempt, Capacities, Scheme, bucket, local_capacity, register, roomy, union_capacity
 from splitjax.sync.wire import Axis
@@ -57,8 +57,8 @@ class RowExchange(Scheme):
         pull = -(-(union - hot) // n) if self.ownership == "contributor" else union
         push = owned = 0
         for step in sparsity.samples:
-            found = _routes_of(step, table.num_rows, local, union, pull, hot, self.ownership)
-            push, owned = max(push, int(found[0])), max(owned, int(found[1]))
+            pair, most = _largest(step, table.num_rows, pull, hot, self.ownership)
+            push, owned = max(push, pair), max(owned, most)
         if self.ownership != "contributor":
             pull = roomy(owned, union)
         # The largest of so many pairs varies less from step to step than one pair does.
@@ -165,17 +165,16 @@ def _resized(array: Array, length: int, fill: int) -> Array:
     return jnp.concatenate([array, jnp.full((more, *array.shape[1:]), fill, array.dtype)])
 
 
-def _routes_of(step: tuple[np.ndarray, ...], num_rows: int, local: int, union: int, pull: int, hot: int, ownership: str) -> tuple[int, int]:
-    """The most rows from one worker to one owner, and of one owner, in a profiled step."""
-    ids = np.full((len(step), local), num_rows, np.int32)
-    for row, one in zip(ids, step):
-        row[: min(one.size, local)] = one[:local]
-    counts = jnp.asarray([one.size for one in step], jnp.int32)
-    found = _routes(jnp.asarray(ids), counts, len(step), num_rows, union, local, pull, hot, ownership)
-    owner, slots = np.asarray(found.owner), np.asarray(found.slots)
-    target = np.append(owner, len(step))[slots]
-    pairs = [np.bincount(row[row != worker], minlength=len(step) + 1)[:-1].max() for worker, row in enumerate(target)]
-    return int(max(pairs)), int(np.bincount(owner, minlength=len(step) + 1)[:-1].max())
-
-
-_routes = jax.jit(routes, static_argnums=range(2, 9))
+def _largest(step: tuple[np.ndarray, ...], num_rows: int, pull: int, hot: int, ownership: str) -> tuple[int, int]:
+    """The most rows from one worker to one owner, and of one owner, in a profiled step: as `routes.exchange_indices` routes them."""
+    n, union = len(step), np.unique(np.concatenate(step))
+    slots = [np.searchsorted(union, ids) for ids in step]
+    held = np.zeros((n, union.size), np.bool_)
+    for row, one in zip(held, slots):
+        row[one] = True
+    is_hot = held.all(axis=0) & (n > 1)
+    is_hot &= np.cumsum(is_hot) <= hot
+    owner = contributors(held, ~is_hot, pull, np) if ownership == "contributor" else Partition(ownership, num_rows, n).owner(union)
+    owner = np.where(is_hot, n, owner)
+    pairs = [np.bincount(owner[one][owner[one] != worker], minlength=n)[:n].max(initial=0) for worker, one in enumerate(slots)]
+    return int(max(pairs)), int(np.bincount(owner, minlength=n)[:n].max(initial=0))

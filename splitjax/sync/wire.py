@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -18,9 +17,11 @@ PATTERNS = ("ppermute", "all_to_all")
 
 
 def pack(arrays: Sequence[Array], num_lead: int) -> Array:
-    """Arrays with the same `num_lead` leading dims as one u8[*lead, bytes]; a single one stays as it is."""
+    """Arrays with the same `num_lead` leading dims as one u8[*lead, bytes]; a single one keeps its shape."""
     if len(arrays) == 1:
-        return arrays[0]
+        # Short floats as integers: XLA's CPU backend widens them to 32 bits on the wire.
+        is_short = jnp.issubdtype(arrays[0].dtype, jnp.floating) and arrays[0].dtype.itemsize == 2
+        return lax.bitcast_convert_type(arrays[0], jnp.uint16) if is_short else arrays[0]
     lead = arrays[0].shape[:num_lead]
     return jnp.concatenate([_as_bytes(one).reshape(*lead, _num_bytes(one, num_lead)) for one in arrays], axis=-1)
 
@@ -28,7 +29,7 @@ def pack(arrays: Sequence[Array], num_lead: int) -> Array:
 def unpack(message: Array, like: Sequence[Array], num_lead: int) -> list[Array]:
     """What `pack` packed, with the trailing shapes and dtypes of `like`, and the message's own first `num_lead` dims."""
     if len(like) == 1:
-        return [message]
+        return [lax.bitcast_convert_type(message, like[0].dtype)]
     lead, start, out = message.shape[:num_lead], 0, []
     for one in like:
         size = _num_bytes(one, num_lead)
@@ -74,7 +75,7 @@ def _num_bytes(array: Array, num_lead: int) -> int:
 
 
 def _as_bytes(array: Array) -> Array:
-    return array if array.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(array, jnp.uint8)
+    return array if array.dtype == jnp.uint8 else lax.bitcast_convert_type(array, jnp.uint8)
 
 
 def _from_bytes(data: Array, dtype: jnp.dtype) -> Array:

@@ -1,0 +1,91 @@
+"""Which scheme for which sparsity and link: the cost formulas, evaluated for all, and the cheapest with the reason.
+
+Pure arithmetic on a profile; Zen's choice (Wang et al., arXiv 2309.13254, section 3.4: profile the first iterations, then keep the
+best) over more candidates. Bytes are those of the capacities that each scheme would get, padding included, as `Scheme.predicted_bytes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from splitjax.sync.all_gather import AllGather
+from splitjax.sync.blocks import Blocks
+from splitjax.sync.dense import Dense
+from splitjax.sync.hierarchical import Hierarchical
+from splitjax.sync.parameter_server import ParameterServer
+from splitjax.sync.profile import Sparsity
+from splitjax.sync.recursive_doubling import RecursiveDoubling
+from splitjax.sync.row_exchange import RowExchange
+from splitjax.sync.scheme import Capacities, Link, Scheme
+from splitjax.sync.zen import Zen
+
+# A little faster is not worth a scheme with more parts: the earlier of these wins within this share.
+_CLEARLY = 0.98
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A scheme with its capacities, and what it would cost: seconds a step, bytes that a worker sends, messages one after the other."""
+
+    scheme: Scheme
+    capacities: Capacities
+    seconds: float
+    sent_bytes: int
+    num_messages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The chosen candidate, why, and all of them, cheapest first."""
+
+    best: Candidate
+    reason: str
+    table: tuple[Candidate, ...]
+
+    @property
+    def scheme(self) -> Scheme:
+        """The chosen scheme."""
+        return self.best.scheme
+
+
+def candidates(pattern: str = "ppermute") -> tuple[Scheme, ...]:
+    """All schemes with their default options, the simplest first. `pattern`: how those with owners push, see `wire.PATTERNS`."""
+    return (
+        Dense(), AllGather(), RecursiveDoubling(), Hierarchical(), RowExchange(pattern=pattern), RowExchange(hot=True, pattern=pattern),
+        Zen(pattern=pattern), Zen(granularity="row", pattern=pattern), ParameterServer(pattern), Blocks(pattern=pattern),
+    )  # fmt: skip
+
+
+def choose(sparsity: Sparsity, link: Link, schemes: Sequence[Scheme] | None = None) -> Choice:
+    """The cheapest scheme by prediction.
+
+    **Arguments:**
+
+    - `sparsity`: as `measure` found it in the first steps, with its samples.
+    - `link`: as measured between the workers.
+    - `schemes`: what to choose from, simplest first; by default `candidates()`.
+
+    **Returns:** a `Choice`. One worker alone needs nothing: the first scheme.
+    """
+    found = []
+    for scheme in schemes or candidates():
+        capacities, n = scheme.plan(sparsity), sparsity.num_workers
+        sent = scheme.predicted_bytes(capacities, sparsity.table) if n > 1 else 0
+        messages = scheme.num_messages(n) if n > 1 else 0
+        found.append(Candidate(scheme, capacities, scheme.predicted_seconds(sparsity, link, capacities) if n > 1 else 0.0, sent, messages))
+    best = found[0]
+    for one in found[1:]:
+        if one.seconds < best.seconds * _CLEARLY:
+            best = one
+    table = tuple(sorted(found, key=lambda one: one.seconds))
+    return Choice(best, _reason(best, table, sparsity), table)
+
+
+def _reason(best: Candidate, table: Sequence[Candidate], sparsity: Sparsity) -> str:
+    if sparsity.num_workers == 1:
+        return "one worker: nothing to exchange"
+    other = next((one for one in table if one.scheme.name != best.scheme.name), None)
+    facts = f"density {sparsity.density:.3g}, densification {sparsity.densification(sparsity.num_workers):.3g}"
+    text = f"{best.seconds:.3g} s a step predicted for {best.sent_bytes:,} bytes in {best.num_messages} messages ({facts})"
+    return text if other is None else f"{text}; next: {other.scheme.name}, {other.seconds:.3g} s for {other.sent_bytes:,} bytes"

@@ -1,0 +1,91 @@
+"""Profiles as defined, predictions by the formulas, and another scheme in another regime."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from splitjax import sync
+from splitjax.errors import SyncError
+from splitjax.sync.choose import candidates, choose
+
+
+def profile(num_rows, rows, workers, row_size, seed=0, power=0.0, steps=2):
+    rng = np.random.default_rng(seed)
+    weights = (1.0 + np.arange(num_rows)) ** -power
+    draw = lambda: rng.choice(num_rows, rows, replace=False, p=weights / weights.sum())
+    return sync.measure([[draw() for _ in range(workers)] for _ in range(steps)], num_rows, row_size)
+
+
+def test_measures():
+    step = [np.array([0, 1, 2, 2, -1]), np.array([2, 3]), np.array([2, 9, 12]), np.array([], np.int64)]
+    found = sync.measure([step], 10, 4)
+    assert (found.rows, found.rows_max, found.hot_rows) == (7 / 4, 3, 0)
+    assert dict(found.unions) == {1: 7 / 4, 2: (4 + 2) / 2, 4: 5}
+    assert found.overlap == pytest.approx((1 / 2 + 1 / 2) / 2)
+    # ranges of 3 rows: the fullest holds 3 of 3, 1 of 2, 1 of 2 rows; evenly it would be a quarter
+    assert found.skewness == pytest.approx((4 + 2 + 2) / 3)
+    assert found.densification(4) == pytest.approx(5 / (7 / 4))
+    assert found.bound_bytes() == 16 * (7 / 4 + 5 / 2)
+    assert found.to_json()["density"] == 0.175
+
+
+def test_profiles_without_steps_or_uneven_ones_are_errors():
+    for bad in ([], [[]], [[np.array([1])], [np.array([1]), np.array([2])]]):
+        with pytest.raises(SyncError, match="at least one step"):
+            sync.measure(bad, 10, 4)
+
+
+@pytest.mark.parametrize(
+    ("which", "expected"),
+    [
+        (sync.Dense(), lambda k, u, n, m: 2 * (n - 1) / n * m * 128),
+        (sync.AllGather(), lambda k, u, n, m: (n - 1) * k * 132),
+        (sync.Hierarchical(), lambda k, u, n, m: 132 * (k + u[2] + u[4])),
+        (sync.RecursiveDoubling(), lambda k, u, n, m: 132 * (k + u[2] + u[4])),
+        (sync.Zen(), lambda k, u, n, m: (n - 1) / n * (2 * k * 128 + u[n] * 128 + m * 128 / 32)),
+        (sync.RowExchange(), lambda k, u, n, m: 128 * (k + (1 - 2 / n) * u[n]) + (n - 1) * k),
+    ],
+)
+def test_predictions_are_within_a_tenth_of_the_formulas(which, expected):
+    found = profile(100_000, 3000, 8, 32)
+    formula = expected(found.rows, dict(found.unions), 8, 100_000)
+    assert which.formula_bytes(found) == pytest.approx(formula, rel=0.02)
+    assert which.predicted_bytes(which.plan(found), found.table) == pytest.approx(formula, rel=0.1)
+
+
+def test_every_prediction_covers_its_formula():
+    found = profile(20_000, 800, 6, 8, power=0.7)
+    for which in candidates():
+        assert 0.97 * which.formula_bytes(found) <= which.predicted_bytes(which.plan(found), found.table), which
+
+
+SLOW, FAR, FAST = sync.Link(1e-4, 12.5e6), sync.Link(5e-2, 1e9), sync.Link(1e-6, 10e9)
+
+
+@pytest.mark.parametrize(
+    ("regime", "link", "name"),
+    [
+        (dict(num_rows=500, rows=480, workers=4, row_size=64), SLOW, "dense"),
+        (dict(num_rows=50_000, rows=2000, workers=8, row_size=64, power=0.8), SLOW, "row_exchange"),
+        (dict(num_rows=50_000, rows=100, workers=8, row_size=4), FAR, "recursive_doubling"),
+        (dict(num_rows=50_000, rows=100, workers=2, row_size=4), FAR, "all_gather"),
+    ],
+)
+def test_another_regime_another_scheme(regime, link, name):
+    found = profile(**regime)
+    chosen = choose(found, link)
+    assert chosen.scheme.name == name
+    assert f"{chosen.best.sent_bytes:,} bytes" in chosen.reason
+    assert chosen.table[0].seconds <= chosen.best.seconds <= 1.03 * chosen.table[0].seconds
+    assert {one.scheme.name for one in chosen.table} == set(sync.SCHEMES)
+
+
+def test_one_worker_exchanges_nothing():
+    chosen = choose(profile(100, 10, 1, 4), FAST)
+    assert chosen.best.sent_bytes == 0 and "one worker" in chosen.reason
+
+
+def test_a_link_without_rate_is_an_error():
+    with pytest.raises(SyncError, match="a link needs"):
+        sync.Link(0.0, 0.0)

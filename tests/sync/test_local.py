@@ -1,0 +1,96 @@
+"""A worker's own operations against numpy."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splitjax.sync import local
+from splitjax.sync.codes import BITMAP, GAPS8, GAPS16, NUMBERS, IdCode, num_gap_codes, shortest
+from splitjax.sync.partition import KINDS, Partition
+
+SIZE, CAPACITY = 1000, 12
+few = settings(max_examples=15, deadline=None, derandomize=True, database=None)
+id_sets = st.sets(st.one_of(st.integers(0, SIZE - 1), st.sampled_from([0, 31, 32, 63, SIZE - 1])), max_size=CAPACITY + 4)
+
+
+@functools.cache
+def unite(sparse):
+    size = SIZE * 1000 if sparse else SIZE  # the larger one is sorted, the smaller one mapped
+    return jax.jit(lambda ids: local.unite(ids, size, CAPACITY)), size
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_unite(sparse):
+    run, size = unite(sparse)
+
+    @few
+    @given(st.lists(st.sampled_from([0, 5, 31, 32, 33, 500, size - 1, size]) | st.integers(0, size), min_size=20, max_size=20))
+    def check(ids):
+        unique, slots, count = run(jnp.asarray(ids, jnp.int32))
+        expected = np.unique([i for i in ids if i < size])
+        assert count == expected.size
+        shown = expected[:CAPACITY]
+        np.testing.assert_array_equal(unique, np.append(shown, [size] * (CAPACITY - shown.size)))
+        for i, slot in zip(ids, np.asarray(slots)):
+            assert slot >= CAPACITY if i not in shown else unique[slot] == i
+
+    check()
+
+
+@pytest.mark.parametrize("bits", [NUMBERS, GAPS16, GAPS8, BITMAP])
+def test_codes_are_inverted_or_say_that_they_do_not_fit(bits):
+    code = IdCode(bits, CAPACITY, SIZE, 13)
+
+    @jax.jit
+    def there_and_back(ids, count):
+        codes, fits = code.encode(ids[None], count[None])
+        return code.decode(codes)[0], fits[0], codes
+
+    @few
+    @given(id_sets)
+    def check(ids):
+        ids = np.array(sorted(ids), np.int32)
+        padded = np.append(ids[:CAPACITY], [SIZE] * max(CAPACITY - ids.size, 0)).astype(np.int32)
+        back, fits, codes = there_and_back(jnp.asarray(padded), jnp.int32(ids.size))
+        assert codes.nbytes == code.num_bytes
+        enough = ids.size <= CAPACITY and (bits not in (GAPS8, GAPS16) or num_gap_codes(ids, bits) <= 13)
+        assert bool(fits) == enough
+        if enough:
+            np.testing.assert_array_equal(back, padded)
+
+    check()
+
+
+def test_the_shortest_code_fits_the_density():
+    rng = np.random.default_rng(0)
+    sets = {k: [np.sort(rng.permutation(80_000)[:k]).astype(np.int32) for _ in range(3)] for k in (20, 1000, 40_000)}
+    assert {k: shortest(one, k, 80_000).bits for k, one in sets.items()} == {20: GAPS16, 1000: GAPS8, 40_000: BITMAP}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_partitions_are_bijections_and_numpy_agrees_with_jax(kind):
+    for num_items, n in ((1, 1), (41, 5), (40, 8), (3, 8), (100, 3)):
+        partition = Partition(kind, num_items, n)
+        items = np.arange(num_items + 2, dtype=np.int32)
+        owner, position = partition.owner(items), partition.position(items)
+        np.testing.assert_array_equal(owner, partition.owner(jnp.asarray(items)))
+        np.testing.assert_array_equal(position, partition.position(jnp.asarray(items)))
+        assert (owner[num_items:] == n).all() and (position[num_items:] == partition.size).all()
+        assert (position[:num_items] < partition.size).all()
+        np.testing.assert_array_equal(partition.item(owner[:num_items], position[:num_items]), items[:num_items])
+        assert partition.item(np.int32(0), np.array([partition.size])) == num_items
+        if kind != "range":
+            assert np.ptp(np.bincount(owner[:num_items], minlength=n)) <= 1
+
+
+def test_send_order_keeps_the_order_and_counts_what_does_not_fit():
+    order, counts = local.send_order(jnp.array([2, 0, 2, 3, 2, 0]), 3, 2)
+    np.testing.assert_array_equal(order, [[1, 5], [6, 6], [0, 2]])
+    np.testing.assert_array_equal(counts, [2, 0, 3])
