@@ -77,3 +77,9 @@ def shortest(lists: list[np.ndarray], capacity: int, size: int) -> IdCode:
         most = capacity + size // ((1 << bits) - 1)
         found.append(IdCode(bits, capacity, size, min(needed + capacity - min((ids.size for ids in lists), default=0), most)))
     return min(found, key=lambda code: code.num_bytes)
+
+
+def always(capacity: int, size: int) -> IdCode:
+    """The code with the fewest bytes among those in which every list of at most `capacity` ids fits."""
+    gaps = [IdCode(bits, capacity, size, capacity + size // ((1 << bits) - 1)) for bits in (GAPS8, GAPS16)]
+    return min([IdCode(BITMAP, capacity, size), *gaps, IdCode(NUMBERS, capacity, size)], key=lambda code: code.num_bytes)

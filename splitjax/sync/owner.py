@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from splitjax.sync import wire
-from splitjax.sync.codes import IdCode, shortest
+from splitjax.sync.codes import IdCode, always
 from splitjax.sync.local import send_order, sum_rows, take_rows, unite
 from splitjax.sync.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
@@ -36,7 +36,7 @@ class OwnerSharded:
 
     **Attributes:**
 
-    - `num_rows`: of the logical table. `capacities`: `push`, `pull`, `codes` and `code_bits` count; see `plan`.
+    - `num_rows`: of the logical table. `capacities`: `push` and `pull` count; see `plan_owner`.
     - `pattern`: `ppermute` or `all_to_all`. `wire_dtype`: dtype of rows on the wire; None: as they are. A smaller one changes the numbers.
     """
 
@@ -51,7 +51,7 @@ class OwnerSharded:
         Needs no parameters or gradients, so that it can run ahead of the step that reads the rows.
         """
         n, partition = lax.axis_size(axis), self._partition(axis)
-        code = self._code(partition)
+        code = always(self.capacities.push, partition.size)
         order, codes, passes = self._ask(ids, ids < self.num_rows, partition, code)
         (codes, passes), sources = wire.exchange([codes, jnp.full((n,), passes)], axis, self.pattern)
         asked = code.decode(codes)[jnp.argsort(sources)]
@@ -67,7 +67,7 @@ class OwnerSharded:
         gradients will have room.
         """
         partition = self._partition(axis)
-        code = self._code(partition)
+        code = always(self.capacities.push, partition.size)
         fits = (requests.count <= self.capacities.pull) & (requests.num_passes <= 1)
         rows = jnp.zeros((requests.ids.size, *shard.shape[1:]), shard.dtype)
         rows, good = self._answer(rows, shard, requests.asked, requests.order, fits, axis)
@@ -121,7 +121,7 @@ class OwnerSharded:
 
     def predicted_bytes(self, table: Table) -> int:
         """What one worker sends in a request, a pull and a push that fit, padding included."""
-        code = self._code(Partition("strided", table.num_rows, table.num_workers))
+        code = always(self.capacities.push, Partition("strided", table.num_rows, table.num_workers).size)
         row_bytes = table.row_size * (jnp.dtype(self.wire_dtype).itemsize if self.wire_dtype else table.itemsize)
         return (table.num_workers - 1) * (code.num_bytes + 2 * _FLAG_BYTES + 2 * self.capacities.push * row_bytes)
 
@@ -141,9 +141,6 @@ class OwnerSharded:
 
     def _partition(self, axis: Axis) -> Partition:
         return Partition("strided", self.num_rows, lax.axis_size(axis))
-
-    def _code(self, partition: Partition) -> IdCode:
-        return IdCode(self.capacities.code_bits, self.capacities.push, partition.size, self.capacities.codes)
 
 
 @jax.tree_util.register_dataclass
@@ -173,17 +170,11 @@ class Requests:
 def plan_owner(sparsity: Sparsity) -> Capacities:
     """Capacities for steps such as those measured, with some room for chance."""
     partition = Partition("strided", sparsity.table.num_rows, sparsity.num_workers)
-    lists: list[np.ndarray] = []
-    owned = 0
+    pair = owned = 0
     for step in sparsity.samples:
-        for ids in (*step, np.unique(np.concatenate(step))):
-            parts = [partition.position(ids[partition.owner(ids) == owner]) for owner in range(partition.num_owners)]
-            lists += parts
-            owned = max(owned, *(part.size for part in parts))
-        lists = lists[: len(lists) - partition.num_owners]  # the union is nobody's request
-    push = roomy(max((one.size for one in lists), default=0), partition.size)
-    code = shortest(lists, push, partition.size)
-    return Capacities(push=push, pull=roomy(owned, partition.size), codes=code.num_codes, code_bits=code.bits)
+        counts = [np.bincount(partition.owner(ids), minlength=partition.num_owners) for ids in (*step, np.unique(np.concatenate(step)))]
+        pair, owned = max(pair, *(int(one.max()) for one in counts[:-1])), max(owned, int(counts[-1].max()))
+    return Capacities(push=roomy(pair, partition.size), pull=roomy(owned, partition.size))
 
 
 def shard_table(table: Array, num_workers: int) -> Array:

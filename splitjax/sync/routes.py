@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from splitjax.errors import SyncError
 from splitjax.sync import wire
 from splitjax.sync.codes import IdCode
 from splitjax.sync.local import unite
@@ -62,8 +61,6 @@ def exchange_indices(
     - `ownership`: one of `OWNERSHIPS`: a row's owner is one of the workers that have it, as far as all own equally many; or id % n; or
       by a hash of the id.
     """
-    if ownership not in OWNERSHIPS:
-        raise SyncError("unknown way to choose owners", value=ownership, place="ownership", remedy=f"one of {', '.join(OWNERSHIPS)}")
     n = lax.axis_size(axis)
     codes, fitted = code.encode(ids[None], count[None])
     codes, counts = wire.gather([codes[0], jnp.where(fitted[0], count, -1)], axis)

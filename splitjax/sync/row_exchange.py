@@ -17,12 +17,13 @@ import numpy as np
 from jax import Array, lax
 
 from splitjax.cost.ring import all_reduce_bytes
+from splitjax.errors import SyncError
 from splitjax.sync import wire
 from splitjax.sync.codes import IdCode, shortest
 from splitjax.sync.local import send_order, sum_rows, take_rows
 from splitjax.sync.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
-from splitjax.sync.routes import Routes, contributors, exchange_indices
+from splitjax.sync.routes import OWNERSHIPS, Routes, contributors, exchange_indices
 from splitjax.sync.rows import RowSparse
 from splitjax.sync.scheme import Attempt, Capacities, Scheme, bucket, local_capacity, register, roomy, union_capacity
 from splitjax.sync.wire import Axis
@@ -48,6 +49,13 @@ class RowExchange(Scheme):
     hot: bool = False
     pattern: str = "ppermute"
     wire_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.ownership not in OWNERSHIPS:
+            raise SyncError(
+                "unknown way to choose owners", value=self.ownership, place="RowExchange(ownership=...)",
+                remedy=f"one of {', '.join(OWNERSHIPS)}",
+            )  # fmt: skip
 
     def plan(self, sparsity: Sparsity) -> Capacities:
         table, n = sparsity.table, sparsity.num_workers

@@ -115,7 +115,7 @@ def from_lookups(
         )  # fmt: skip
     if num_rows > jnp.iinfo(jnp.int32).max - 64:
         raise SyncError("more rows than a 32-bit id can tell apart", value=num_rows, remedy="split the table")
-    values = values.reshape(-1, *values.shape[ids.ndim :])
+    values = values.reshape(ids.size, *values.shape[ids.ndim :])
     flat = _normalised(ids.reshape(-1), num_rows, mode, wrap)
     capacity = min(flat.size, num_rows) if capacity is None else capacity
     if not flat.size:
@@ -128,7 +128,7 @@ def from_lookups(
 def merge(ids: Array, values: Array, num_rows: int, capacity: int, dtype: Any = None) -> RowSparse:
     """Rows of several workers as one: ids i32[...] (num_rows: none), values f[..., *row], added up by id."""
     unique, slots, count = unite(ids, num_rows, capacity)
-    flat = values.reshape(-1, *values.shape[ids.ndim :])
+    flat = values.reshape(ids.size, *values.shape[ids.ndim :])
     return RowSparse(unique, sum_rows(flat, slots.reshape(-1), capacity, dtype), count, num_rows)
 
 

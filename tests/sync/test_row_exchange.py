@@ -1,0 +1,112 @@
+"""What row_exchange decides, its two halves, two mesh axes, and rounded values."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from splitjax import sync
+from splitjax.errors import SyncError
+from splitjax.mesh import MeshShape
+from splitjax.report.hlo import compiled_collectives
+from splitjax.sync.feedback import keep, with_residual
+from splitjax.sync.routes import contributors
+
+NUM_ROWS, WIDTH, LOOKUPS, WORKERS = 60, 4, 12, 4
+
+
+def test_owners_hold_their_rows_and_own_equally_many():
+    rng = np.random.default_rng(0)
+    held = rng.random((8, 4000)) < (1.0 + np.arange(4000)) ** -0.3
+    held[rng.integers(0, 8, 4000), np.arange(4000)] = True
+    cold = rng.random(4000) < 0.95
+    quota = -(-int(cold.sum()) // 8) + 10
+    owner = contributors(held, cold, quota, np)
+    np.testing.assert_array_equal(owner, jax.jit(contributors, static_argnums=2)(held, cold, quota))
+    assert (owner[~cold] == 8).all() and (owner[cold] < 8).all()
+    assert np.bincount(owner, minlength=8)[:8].max() <= quota
+    holds = held[owner[cold], np.flatnonzero(cold)]
+    assert holds.mean() > 0.97
+    pairs = np.array([[np.sum(held[worker] & (owner == other)) for other in range(8) if other != worker] for worker in range(8)])
+    assert pairs.max() < 1.25 * pairs.mean()
+
+
+def test_rows_without_room_have_no_owner():
+    owner = contributors(np.ones((2, 9), bool), np.ones(9, bool), 4, np)
+    assert np.bincount(owner, minlength=3).tolist() == [4, 4, 1]
+
+
+def random_batch(seed):
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, NUM_ROWS, (WORKERS, LOOKUPS)).astype(np.int32), rng.normal(size=(WORKERS, LOOKUPS, WIDTH)).astype(np.float32)
+
+
+def plan(scheme):
+    return scheme.plan(sync.measure([list(random_batch(seed)[0]) for seed in range(3)], NUM_ROWS, WIDTH))
+
+
+def dense_sum(ids, values):
+    out = np.zeros((NUM_ROWS, WIDTH))
+    np.add.at(out, ids.reshape(-1), values.reshape(-1, WIDTH))
+    return out
+
+
+def test_indices_may_go_first_and_over_two_axes():
+    scheme = sync.RowExchange()
+    capacities = plan(scheme)
+    mesh = Mesh(np.array(jax.devices()[:WORKERS]).reshape(2, 2), ("data", "model"))
+    spec = PartitionSpec(("data", "model"))
+
+    def indices(ids):
+        local = sync.from_lookups(ids[0], jnp.zeros((LOOKUPS, 0)), NUM_ROWS)
+        return scheme.exchange_indices(local.ids, local.count, NUM_ROWS, ("data", "model"), capacities)
+
+    def values(routes, ids, values):
+        local = sync.from_lookups(ids[0], values[0], NUM_ROWS)
+        rows, _, _ = scheme.exchange_values(local.values, routes, NUM_ROWS, ("data", "model"), capacities)
+        return rows.to_dense()[None]
+
+    def compile(run, in_specs, out_specs):
+        return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+
+    ids, weights = random_batch(0)
+    routes = compile(indices, spec, PartitionSpec())(ids)
+    assert routes.fits
+    second = compile(values, (PartitionSpec(), spec, spec), spec).lower(routes, ids, weights).compile()
+    np.testing.assert_allclose(second(routes, ids, weights)[3], dense_sum(ids, weights), rtol=1e-5, atol=1e-5)
+    sent = {one.op: one.dtype for one in compiled_collectives(second, MeshShape((("data", 2), ("model", 2))))}
+    assert set(sent.values()) == {"float32"}  # nothing but values
+
+
+def test_rounding_is_made_good_later():
+    scheme = sync.RowExchange(wire_dtype="bfloat16")
+    capacities = plan(scheme)
+
+    def worker(ids, values, residual):
+        local, rest = with_residual(sync.from_lookups(ids[0], values[0], NUM_ROWS), residual[0])
+        routes = scheme.exchange_indices(local.ids, local.count, NUM_ROWS, "data", capacities)
+        rows, _, errors = scheme.exchange_values(local.values, routes, NUM_ROWS, "data", capacities)
+        return rows.to_dense()[None], keep(rest, errors)[None], routes.fits
+
+    spec = PartitionSpec("data")
+    mesh = Mesh(np.array(jax.devices()[:WORKERS]), ("data",))
+    run = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=spec, out_specs=(spec, spec, PartitionSpec()), check_vma=False))
+    batches = [random_batch(seed) for seed in range(6)]
+    step = run.lower(*batches[0], jnp.zeros((WORKERS, NUM_ROWS, WIDTH))).compile()
+    sent = [one for one in compiled_collectives(step, MeshShape((("data", WORKERS),))) if one.shape[-1:] == (WIDTH,)]
+    assert sent and all(one.dtype in ("uint16", "bfloat16") for one in sent)
+    residual, delivered, exact = jnp.zeros((WORKERS, NUM_ROWS, WIDTH)), 0.0, 0.0
+    for ids, values in batches:
+        dense, residual, fits = step(ids, values, residual)
+        assert fits
+        delivered, exact = delivered + np.asarray(dense[0], np.float64), exact + dense_sum(ids, values)
+    assert np.abs(delivered - exact).max() > 1e-3  # it does round
+    np.testing.assert_allclose(delivered + np.asarray(residual).sum(axis=0), exact, atol=1e-5)
+
+
+def test_unknown_ownership_is_an_error():
+    with pytest.raises(SyncError, match="unknown way to choose owners"):
+        sync.RowExchange(ownership="nobody")
