@@ -5,7 +5,9 @@ Schemes by name: `dense`, `all_gather`, `recursive_doubling`, `blocks`, `paramet
 
 from splitjax.sync.all_gather import AllGather
 from splitjax.sync.blocks import Blocks
+from splitjax.sync.choose import Choice, choose
 from splitjax.sync.dense import Dense
+from splitjax.sync.feedback import synchronise_rounded
 from splitjax.sync.hierarchical import Hierarchical
 from splitjax.sync.owner import OwnerSharded, Requests, logical_table, plan_owner, shard_table
 from splitjax.sync.parameter_server import ParameterServer
@@ -13,10 +15,14 @@ from splitjax.sync.profile import Sparsity, Table, measure
 from splitjax.sync.recursive_doubling import RecursiveDoubling
 from splitjax.sync.row_exchange import RowExchange
 from splitjax.sync.rows import RowSparse, from_lookups
-from splitjax.sync.scheme import SCHEMES, Attempt, Capacities, Link, Scheme, Stats, scheme, synchronise
+from splitjax.sync.scheme import SCHEMES, Attempt, Capacities, Link, Scheme, Stats, finish, scheme, synchronise
 from splitjax.sync.zen import Zen
 
 __all__ = [
+    "Choice",
+    "choose",
+    "finish",
+    "synchronise_rounded",
     "AllGather",
     "Attempt",
     "Blocks",

@@ -30,7 +30,7 @@ class Dense(Scheme):
         values = lax.psum(local.to_dense(), axis)
         rows = RowSparse(jnp.arange(num_rows, dtype=jnp.int32), values, jnp.int32(num_rows), num_rows)
         n = lax.axis_size(axis)
-        return Attempt(rows, jnp.bool_(True), jnp.int32(2 * (n - 1) * num_rows // n))
+        return Attempt(rows, True, jnp.int32(2 * (n - 1) * num_rows // n))
 
     def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
         return all_reduce_bytes(table.num_workers, table.num_bytes)

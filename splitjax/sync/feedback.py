@@ -7,11 +7,39 @@ table. All residuals and all that was delivered add up to all gradients: nothing
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
+from splitjax.sync.row_exchange import RowExchange
 from splitjax.sync.rows import RowSparse
+from splitjax.sync.scheme import Attempt, Capacities, Stats, finish
+from splitjax.sync.wire import Axis
+
+
+def synchronise_rounded(
+    which: RowExchange,
+    local: RowSparse,
+    residual: Array,
+    axis: Axis,
+    capacities: Capacities,
+    then: Callable[[RowSparse], Any] | None = None,
+) -> tuple[Any, Array, Stats]:
+    """`scheme.synchronise` with a scheme that has a `wire_dtype`, and error feedback.
+
+    **Arguments:** `residual`: f[num_rows, *row], this worker's own, zeros at first; the rest as `synchronise`.
+
+    **Returns:** as `synchronise`, and the new residual in the middle. Where the fallback runs nothing is rounded.
+    """
+    local, rest = with_residual(local, residual)
+    found = which.exchange_indices(local.ids, local.count, local.num_rows, axis, capacities)
+    rows, sent, errors = which.exchange_values(local.values, found, local.num_rows, axis, capacities)
+    out, stats = finish(Attempt(rows, found.fits, sent), local, axis, then)
+    if errors is not None:
+        rest = keep(rest, dataclasses.replace(errors, ids=jnp.where(found.fits, errors.ids, local.num_rows)))
+    return out, rest, stats
 
 
 def with_residual(local: RowSparse, residual: Array) -> tuple[RowSparse, Array]:

@@ -174,7 +174,7 @@ def plan_owner(sparsity: Sparsity) -> Capacities:
     for step in sparsity.samples:
         counts = [np.bincount(partition.owner(ids), minlength=partition.num_owners) for ids in (*step, np.unique(np.concatenate(step)))]
         pair, owned = max(pair, *(int(one.max()) for one in counts[:-1])), max(owned, int(counts[-1].max()))
-    return Capacities(push=roomy(pair, partition.size), pull=roomy(owned, partition.size))
+    return Capacities(push=roomy(pair, partition.size, of_many=True), pull=roomy(owned, partition.size, of_many=True))
 
 
 def shard_table(table: Array, num_workers: int) -> Array:

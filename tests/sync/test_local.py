@@ -76,12 +76,12 @@ def test_the_shortest_code_fits_the_density():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_partitions_are_bijections_and_numpy_agrees_with_jax(kind):
-    for num_items, n in ((1, 1), (41, 5), (40, 8), (3, 8), (100, 3)):
+    for num_items, n in ((41, 5), (3, 8)):
         partition = Partition(kind, num_items, n)
         items = np.arange(num_items + 2, dtype=np.int32)
         owner, position = partition.owner(items), partition.position(items)
-        np.testing.assert_array_equal(owner, partition.owner(jnp.asarray(items)))
-        np.testing.assert_array_equal(position, partition.position(jnp.asarray(items)))
+        np.testing.assert_array_equal(owner, jax.jit(partition.owner)(items))
+        np.testing.assert_array_equal(position, jax.jit(partition.position)(items))
         assert (owner[num_items:] == n).all() and (position[num_items:] == partition.size).all()
         assert (position[:num_items] < partition.size).all()
         np.testing.assert_array_equal(partition.item(owner[:num_items], position[:num_items]), items[:num_items])

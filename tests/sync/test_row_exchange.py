@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,6 @@ from splitjax import sync
 from splitjax.errors import SyncError
 from splitjax.mesh import MeshShape
 from splitjax.report.hlo import compiled_collectives
-from splitjax.sync.feedback import keep, with_residual
 from splitjax.sync.routes import contributors
 
 NUM_ROWS, WIDTH, LOOKUPS, WORKERS = 60, 4, 12, 4
@@ -83,25 +84,26 @@ def test_indices_may_go_first_and_over_two_axes():
 
 def test_rounding_is_made_good_later():
     scheme = sync.RowExchange(wire_dtype="bfloat16")
-    capacities = plan(scheme)
+    capacities = dataclasses.replace(plan(scheme), union=46, pull=12)
 
     def worker(ids, values, residual):
-        local, rest = with_residual(sync.from_lookups(ids[0], values[0], NUM_ROWS), residual[0])
-        routes = scheme.exchange_indices(local.ids, local.count, NUM_ROWS, "data", capacities)
-        rows, _, errors = scheme.exchange_values(local.values, routes, NUM_ROWS, "data", capacities)
-        return rows.to_dense()[None], keep(rest, errors)[None], routes.fits
+        local = sync.from_lookups(ids[0], values[0], NUM_ROWS)
+        dense, residual, stats = sync.synchronise_rounded(scheme, local, residual[0], "data", capacities, lambda rows: rows.to_dense())
+        return dense[None], residual[None], stats.fell_back
 
     spec = PartitionSpec("data")
     mesh = Mesh(np.array(jax.devices()[:WORKERS]), ("data",))
     run = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=spec, out_specs=(spec, spec, PartitionSpec()), check_vma=False))
     batches = [random_batch(seed) for seed in range(6)]
+    crowded = np.arange(WORKERS * LOOKUPS, dtype=np.int32).reshape(WORKERS, LOOKUPS)  # more rows than there is room for: nothing is rounded
+    batches = [*batches[:3], (crowded, batches[0][1]), *batches[3:]]
     step = run.lower(*batches[0], jnp.zeros((WORKERS, NUM_ROWS, WIDTH))).compile()
-    sent = [one for one in compiled_collectives(step, MeshShape((("data", WORKERS),))) if one.shape[-1:] == (WIDTH,)]
+    sent = [one for one in compiled_collectives(step, MeshShape((("data", WORKERS),))) if one.shape[-1:] == (WIDTH,) and not one.conditional]
     assert sent and all(one.dtype in ("uint16", "bfloat16") for one in sent)
     residual, delivered, exact = jnp.zeros((WORKERS, NUM_ROWS, WIDTH)), 0.0, 0.0
     for ids, values in batches:
-        dense, residual, fits = step(ids, values, residual)
-        assert fits
+        dense, residual, fell_back = step(ids, values, residual)
+        assert fell_back == (ids is crowded)
         delivered, exact = delivered + np.asarray(dense[0], np.float64), exact + dense_sum(ids, values)
     assert np.abs(delivered - exact).max() > 1e-3  # it does round
     np.testing.assert_allclose(delivered + np.asarray(residual).sum(axis=0), exact, atol=1e-5)

@@ -30,10 +30,10 @@ SCHEMES = {
     "row_exchange": sync.RowExchange(hot=True),
     "row_exchange strided": sync.RowExchange(ownership="strided", pattern="all_to_all"),
 }
-# Compiling is what takes the time: on other numbers of workers by default only the schemes whose program depends on it.
-_EVERYWHERE = ("recursive_doubling", "hierarchical", "row_exchange")
+# Compiling is what takes the time: by default all schemes on 5 workers, and on others those whose program depends most on it.
+_MORE = (("row_exchange", 1), ("row_exchange", 2), ("recursive_doubling", 3), ("recursive_doubling", 8), ("hierarchical", 8), ("row_exchange", 8))
 CASES = [
-    pytest.param(name, n, marks=[] if n == 5 or name in _EVERYWHERE else pytest.mark.slow) for n in (1, 2, 3, 5, 8) for name in SCHEMES
+    pytest.param(name, n, marks=[] if n == 5 or (name, n) in _MORE else pytest.mark.slow) for n in (1, 2, 3, 5, 8) for name in SCHEMES
 ]
 few = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 
@@ -88,9 +88,9 @@ def check(name, num_workers, ids, values):
     else:
         np.testing.assert_allclose(dense[0], expected, rtol=1e-6, atol=1e-6 * np.abs(values).max() * num_workers)
     listed = set(row_ids[0][row_ids[0] < NUM_ROWS].tolist())
-    if name == "blocks" and not stats.fell_back[0]:
+    if name == "blocks" and num_workers > 1 and not stats.fell_back[0]:
         assert set(np.flatnonzero(dense[0].any(axis=1)).tolist()) == listed
-    elif name != "dense":
+    elif name != "dense" or num_workers == 1:
         assert listed == touched
         assert count[0] == stats.union_rows[0] == len(touched)
     assert not stats.incomplete.any()
@@ -99,12 +99,12 @@ def check(name, num_workers, ids, values):
 
 
 @pytest.mark.parametrize(("name", "num_workers"), CASES)
-def test_equals_the_dense_sum(name, num_workers):
+def test_equals_the_dense_sum_and_sends_what_is_predicted(name, num_workers):
     few_rows = [[3 * (i % 2) for i in range(LOOKUPS)]] * num_workers
     values = np.random.default_rng(1).integers(-9, 10, (num_workers, LOOKUPS, WIDTH))
     assert not check(name, num_workers, few_rows, values)
     many_rows = [[(LOOKUPS * worker + i) % NUM_ROWS for i in range(LOOKUPS)] for worker in range(num_workers)]
-    assert check(name, num_workers, many_rows, values) == (name != "dense")
+    assert check(name, num_workers, many_rows, values) == (name != "dense" and num_workers > 1)
 
     @few
     @given(ids_of(num_workers), st.integers(0, 2**32 - 1), st.booleans())
@@ -114,14 +114,11 @@ def test_equals_the_dense_sum(name, num_workers):
         check(name, num_workers, ids, rng.integers(-8, 9, shape) if whole else rng.normal(size=shape))
 
     run()
-
-
-@pytest.mark.parametrize(("name", "num_workers"), [case for case in CASES if case.values[1] > 1])
-def test_compiled_collectives_send_the_predicted_bytes(name, num_workers):
+    # Here, so that the program is compiled once: it sends what is predicted, besides the flag that says whether rows were cut off before.
     collectives = compiled_collectives(compiled(name, num_workers), MeshShape((("data", num_workers),)))
-    sent = sum(one.bytes for one in collectives if not one.conditional and not (one.op == "all_reduce" and one.shape == () and one.dtype == "int32"))
+    sent = [one.bytes for one in collectives if not one.conditional and not (one.op == "all_reduce" and one.shape == ())]
     scheme, found = SCHEMES[name], profile(num_workers)
-    assert sent == scheme.predicted_bytes(scheme.plan(found), found.table)
+    assert sum(sent) == (scheme.predicted_bytes(scheme.plan(found), found.table) if num_workers > 1 else 0)
 
 
 def test_rows_cut_off_before_are_told():
