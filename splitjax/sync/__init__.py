@@ -1,11 +1,17 @@
 """Row-sparse gradients of embedding tables, and the schemes that synchronise them.
 
 Schemes by name: `dense`, `all_gather`, `recursive_doubling`, `blocks`, `parameter_server`, `hierarchical`, `zen`, `row_exchange`.
+
+A worker, inside a `shard_map` over the data axis with `check_vma=False`:
+
+    local = from_lookups(ids, cotangents, num_rows)
+    table, stats = synchronise(scheme, local, "data", capacities, then=lambda rows: rows.update(table, row_update))
+
+with `capacities = scheme.plan(measure(ids of the first steps, ...))`; `choose.choose` picks the scheme.
 """
 
 from splitjax.sync.all_gather import AllGather
 from splitjax.sync.blocks import Blocks
-from splitjax.sync.choose import Choice, choose
 from splitjax.sync.dense import Dense
 from splitjax.sync.feedback import synchronise_rounded
 from splitjax.sync.hierarchical import Hierarchical
@@ -15,14 +21,10 @@ from splitjax.sync.profile import Sparsity, Table, measure
 from splitjax.sync.recursive_doubling import RecursiveDoubling
 from splitjax.sync.row_exchange import RowExchange
 from splitjax.sync.rows import RowSparse, from_lookups
-from splitjax.sync.scheme import SCHEMES, Attempt, Capacities, Link, Scheme, Stats, finish, scheme, synchronise
+from splitjax.sync.scheme import SCHEMES, Attempt, Capacities, Link, Scheme, Stats, by_name, finish, synchronise
 from splitjax.sync.zen import Zen
 
 __all__ = [
-    "Choice",
-    "choose",
-    "finish",
-    "synchronise_rounded",
     "AllGather",
     "Attempt",
     "Blocks",
@@ -42,11 +44,13 @@ __all__ = [
     "Stats",
     "Table",
     "Zen",
+    "by_name",
+    "finish",
     "from_lookups",
     "logical_table",
     "measure",
     "plan_owner",
-    "scheme",
     "shard_table",
     "synchronise",
+    "synchronise_rounded",
 ]

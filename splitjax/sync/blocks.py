@@ -15,7 +15,7 @@ from splitjax.sync.owners import OwnerExchange, pair_and_owner_rooms, range_load
 from splitjax.sync.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.rows import RowSparse
-from splitjax.sync.scheme import Attempt, Capacities, Scheme, local_capacity, register, roomy, union_capacity
+from splitjax.sync.scheme import Attempt, Capacities, Scheme, check_levels, local_capacity, register, roomy, union_capacity
 from splitjax.sync.wire import Axis
 
 _ID_BYTES = 4
@@ -44,13 +44,13 @@ class Blocks(Scheme):
         partition = self._partition(table.num_rows, table.row_size, table.num_workers)
         push, pull = pair_and_owner_rooms(sparsity, partition, block)
         blocks = max((np.unique(ids // block).size for step in sparsity.samples for ids in step), default=0)
-        return Capacities(
-            local=local_capacity(sparsity), union=union_capacity(sparsity), push=push, pull=pull, levels=(roomy(blocks, partition.num_items, of_many=True),)
-        )
+        levels = (roomy(blocks, partition.num_items, of_many=True),)
+        return Capacities(local=local_capacity(sparsity), union=union_capacity(sparsity), push=push, pull=pull, levels=levels)
 
     def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:
         row_size = local.values[:1].size
         block, n = self._block_rows(row_size), lax.axis_size(axis)
+        check_levels(self, capacities, 1)
         exchange = self._exchange(capacities, local.num_rows, row_size, n)
         num_blocks = exchange.partition.num_items
         ids, slots, count = unite(jnp.where(local.ids < local.num_rows, local.ids // block, num_blocks), num_blocks, capacities.levels[0])

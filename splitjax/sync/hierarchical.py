@@ -17,7 +17,7 @@ from splitjax.errors import SyncError
 from splitjax.sync import wire
 from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.rows import RowSparse, merge
-from splitjax.sync.scheme import Attempt, Capacities, Scheme, local_capacity, partial_capacity, register, union_capacity
+from splitjax.sync.scheme import Attempt, Capacities, Scheme, check_levels, local_capacity, partial_capacity, register, union_capacity
 from splitjax.sync.wire import Axis
 
 _ID_BYTES = 4
@@ -46,6 +46,7 @@ class Hierarchical(Scheme):
 
     def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:
         n, me = lax.axis_size(axis), lax.axis_index(axis)
+        check_levels(self, capacities, len(self._factors(n)))
         rooms = (*capacities.levels, capacities.union)
         rows, fits, sent, m = local.padded(rooms[0]), ~local.overflowed, jnp.int32(0), 1
         for factor, room in zip(self._factors(n), rooms[1:]):

@@ -113,16 +113,30 @@ def take_rows(values: Array, slots: Array) -> Array:
     return values.at[slots].get(mode="fill", fill_value=0)
 
 
+def group_ranks(groups: Array, num_groups: int) -> tuple[Array, Array]:
+    """How many earlier entries have the same group: `groups` i32[m] (>= num_groups: none, with any rank) -> i32[m].
+
+    **Returns:** also the size of each group, i32[num_groups]. One bitmap for each group, so that the running counts are over words.
+    """
+    m = groups.size
+    padded = jnp.concatenate([groups, jnp.full((-m % _WORD_BITS,), num_groups, groups.dtype)]).reshape(-1, _WORD_BITS)
+    member = padded[None] == jnp.arange(num_groups, dtype=groups.dtype)[:, None, None]
+    words = (member.astype(jnp.uint32) << jnp.arange(_WORD_BITS, dtype=jnp.uint32)).sum(axis=-1, dtype=jnp.uint32)
+    counts = lax.population_count(words).astype(jnp.int32)
+    total = jnp.cumsum(counts, axis=1)
+    place, group = jnp.arange(m, dtype=jnp.int32), jnp.minimum(groups, num_groups - 1)
+    below = (jnp.uint32(1) << (place % _WORD_BITS).astype(jnp.uint32)) - jnp.uint32(1)
+    word = place // _WORD_BITS
+    inside = lax.population_count(words[group, word] & below).astype(jnp.int32)
+    return (total - counts)[group, word] + inside, counts.sum(axis=1)
+
+
 def send_order(groups: Array, num_groups: int, capacity: int) -> tuple[Array, Array]:
     """Positions by group, in their order: `groups` i32[m] (>= num_groups: none) -> i32[num_groups, capacity], filled up with m.
 
     **Returns:** also the exact number in each group, i32[num_groups], which may exceed `capacity`.
     """
-    member = groups[None, :] == jnp.arange(num_groups, dtype=groups.dtype)[:, None]
-    running = jnp.cumsum(member, axis=1, dtype=jnp.int32)
-    counts = running[:, -1] if groups.size else jnp.zeros((num_groups,), jnp.int32)
-    rank = jnp.take_along_axis(running, jnp.minimum(groups, num_groups - 1)[None, :], axis=0)[0] - 1
-    rank = jnp.where(groups < num_groups, rank, capacity)
+    rank, counts = group_ranks(groups, num_groups)
     order = jnp.full((num_groups, capacity), groups.size, jnp.int32)
     return order.at[groups, rank].set(jnp.arange(groups.size, dtype=jnp.int32), mode="drop"), counts
 

@@ -136,7 +136,8 @@ class OwnerSharded:
     def _answer(self, rows: Array, shard: Array, asked: Array, order: Array, fits: Array, axis: Axis) -> tuple[Array, Array]:
         n = lax.axis_size(axis)
         flags = jnp.full((n,), fits.astype(jnp.int32))
-        (blocks, flags), sources = wire.exchange([take_rows(shard, asked).astype(self.wire_dtype or shard.dtype), flags], axis, self.pattern)
+        found = take_rows(shard, asked).astype(self.wire_dtype or shard.dtype)
+        (blocks, flags), sources = wire.exchange([found, flags], axis, self.pattern)
         return rows.at[order[sources]].set(blocks.astype(rows.dtype), mode="drop"), (flags > 0).all()
 
     def _partition(self, axis: Axis) -> Partition:
@@ -151,8 +152,8 @@ class Requests:
     **Attributes:**
 
     - `ids`: i32[k], the rows that this worker reads. `order`: i32[n, push], for each owner where in `ids` they stand (k: none).
-    - `asked`: i32[n, push], for each worker the positions that it reads here. `owned`: i32[pull], all of them, sorted; `slots`: i32[n, push],
-      where in `owned` each stands; `count`: i32[], their exact number.
+    - `asked`: i32[n, push], for each worker the positions that it reads here. `owned`: i32[pull], all of them, sorted; `slots`:
+      i32[n, push], where in `owned` each stands; `count`: i32[], their exact number.
     - `num_passes`: i32[], how often the fullest pair must be served. `fits`: bool[], set by `pull`: one pass, and all owners have room.
       Both alike on all workers.
     """

@@ -12,7 +12,7 @@ from splitjax.sync import wire
 from splitjax.sync.local import decode_bitmap, encode_bitmap, num_words, ranked, take_rows
 from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.rows import RowSparse, merge
-from splitjax.sync.scheme import Attempt, Capacities, Scheme, local_capacity, partial_capacity, register, union_capacity
+from splitjax.sync.scheme import Attempt, Capacities, Scheme, check_levels, local_capacity, partial_capacity, register, union_capacity
 from splitjax.sync.wire import Axis
 
 _ID_BYTES, _VERDICT_BYTES = 4, 4
@@ -42,6 +42,7 @@ class RecursiveDoubling(Scheme):
     def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:
         n, me = lax.axis_size(axis), lax.axis_index(axis)
         power = 1 << _num_rounds(n)
+        check_levels(self, capacities, _num_rounds(n) + (n > power))
         rest, rooms = n - power, (*capacities.levels, capacities.union)
         state = _Partial.sparse(local.padded(rooms[0]), ~local.overflowed)
         sent = jnp.int32(0)

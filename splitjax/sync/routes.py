@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from splitjax.sync import wire
 from splitjax.sync.codes import IdCode
-from splitjax.sync.local import unite
+from splitjax.sync.local import group_ranks, unite
 from splitjax.sync.partition import Partition
 from splitjax.sync.wire import Axis
 
@@ -77,13 +77,12 @@ def exchange_indices(
         owner = contributors(held, cold, pull)
     else:
         owner = jnp.where(cold, Partition(ownership, num_rows, n).owner(unique), n)
-    member = owner[None] == workers
-    rank = jnp.cumsum(member, axis=1, dtype=jnp.int32)
-    place = jnp.where(is_hot, hot_rank, (rank * member).sum(axis=0) - 1)
+    rank, owned = group_ranks(owner, n)
+    place = jnp.where(is_hot, hot_rank, rank)
     target = jnp.where(slots < union, owner.at[slots].get(mode="fill", fill_value=n), n)
     pairs = jnp.zeros((n, n), jnp.int32).at[workers, target].add(1, mode="drop")
     pairs = jnp.where(workers == workers.T, 0, pairs)
-    fits = (counts >= 0).all() & (count <= union) & (pairs.max() <= push) & (rank[:, -1].max() <= pull)
+    fits = (counts >= 0).all() & (count <= union) & (pairs.max() <= push) & (owned.max() <= pull)
     fits &= (cold & (owner == n)).sum() == 0  # more rows than all owners have room for
     return Routes(unique, count, slots, counts, owner, place, fits)
 
@@ -99,6 +98,7 @@ def contributors(held: Array, cold: Array, quota: int, xp: Any = jnp) -> Array:
     **Returns:** i32[u]; n for rows that need none, or for which there is no room.
     """
     n, union = held.shape
+    ranks = _ranks_on_host if xp is np else group_ranks
     workers = xp.arange(n, dtype=xp.int32)[:, None]
     mixed = (xp.arange(union, dtype=xp.uint32) * xp.uint32(n) + workers.astype(xp.uint32)) * xp.uint32(0x9E3779B9)
     mixed = (mixed ^ (mixed >> 15)) * xp.uint32(0x85EBCA6B)
@@ -107,14 +107,18 @@ def contributors(held: Array, cold: Array, quota: int, xp: Any = jnp) -> Array:
 
     def ask(_: int, state: tuple[Array, Array]) -> tuple[Array, Array]:
         owner, load = state
-        open_to = held & (owner == n) & cold & ((load < quota)[:, None])
-        wanted = open_to & (turn == xp.where(open_to, turn, never).min(axis=0))
-        taken = wanted & (xp.cumsum(wanted, axis=1, dtype=xp.int32) <= (quota - load)[:, None])
-        return xp.where(taken.any(axis=0), (taken * workers).sum(axis=0), owner), load + taken.sum(axis=1, dtype=xp.int32)
+        first = xp.where(held & ((load < quota)[:, None]), turn, never).min(axis=0)
+        return settle(xp.where((owner == n) & cold & (first != never), first % n, n), owner, load)
 
-    alone = held & cold & (held.sum(axis=0) == 1)
-    alone &= xp.cumsum(alone, axis=1, dtype=xp.int32) <= quota
-    state = xp.where(alone.any(axis=0), (alone * workers).sum(axis=0), n), alone.sum(axis=1, dtype=xp.int32)
+    def settle(asked: Array, owner: Array, load: Array) -> tuple[Array, Array]:
+        """Of the rows that ask a worker (n: none), the first ones get it, as far as it has room."""
+        rank, counts = ranks(asked, n)
+        room = quota - load
+        taken = (asked < n) & (rank < room[xp.minimum(asked, n - 1)])
+        return xp.where(taken, asked, owner).astype(xp.int32), load + xp.minimum(counts, room).astype(xp.int32)
+
+    alone = xp.where(cold & (held.sum(axis=0) == 1), xp.where(held, workers, 0).sum(axis=0), n)
+    state = settle(alone, xp.full((union,), n, dtype=xp.int32), xp.zeros((n,), dtype=xp.int32))
     if xp is np:
         for _ in range(_ASKED):
             state = ask(_, state)
@@ -125,3 +129,12 @@ def contributors(held: Array, cold: Array, quota: int, xp: Any = jnp) -> Array:
     room = xp.cumsum(quota - load)
     other = xp.searchsorted(room, xp.cumsum(left, dtype=xp.int32) - 1, side="right").astype(xp.int32)
     return xp.where(left, other, owner)
+
+
+def _ranks_on_host(groups: np.ndarray, num_groups: int) -> tuple[np.ndarray, np.ndarray]:
+    """`local.group_ranks` in numpy."""
+    order = np.argsort(groups, kind="stable")
+    counts = np.bincount(groups, minlength=num_groups + 1)
+    ranks = np.empty(groups.size, np.int32)
+    ranks[order] = np.arange(groups.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    return ranks, counts[:num_groups]

@@ -38,7 +38,7 @@ class Capacities:
     - `push`: items from one worker to one owner. `pull`: items of one owner.
     - `codes`: codes of one worker's list of ids; `code_bits`: bits of one (1: a bitmap).
     - `hot`: rows summed by a dense all-reduce.
-    - `levels`: rows of the partial sums that are sent, round by round.
+    - `levels`: rows of the partial sums that are sent, round by round; of `blocks`, the blocks of one worker.
     """
 
     local: int = 0
@@ -134,7 +134,7 @@ def register(cls: type[Scheme]) -> type[Scheme]:
     return cls
 
 
-def scheme(which: str | Scheme) -> Scheme:
+def by_name(which: str | Scheme) -> Scheme:
     """A scheme by its name, with its default options; a scheme is itself. Raises `SyncError` for an unknown name."""
     if isinstance(which, Scheme):
         return which
@@ -206,8 +206,8 @@ def bucket(size: float, most: int | None = None) -> int:
 def roomy(largest: float, most: int, *, of_many: bool = False) -> int:
     """A capacity for a count of which `largest` was the largest seen, as much above it as lets about one step in a thousand overflow.
 
-    Two standard deviations of a Poisson count; one where the count is itself the largest `of_many` (workers, or pairs of them), which varies
-    a third as much (measured on word counts, 16 workers).
+    Two standard deviations of a Poisson count; one where the count is itself the largest `of_many` (workers, or pairs of them), which
+    varies a third as much (measured on word counts, 16 workers).
     """
     return max(bucket(largest + (1 if of_many else 2) * math.sqrt(largest), most), 1)
 
@@ -215,6 +215,15 @@ def roomy(largest: float, most: int, *, of_many: bool = False) -> int:
 def union_capacity(sparsity: Sparsity) -> int:
     """Room for the union of all workers' rows."""
     return partial_capacity(sparsity, sparsity.num_workers)
+
+
+def check_levels(which: Scheme, capacities: Capacities, num_levels: int) -> None:
+    """Raises `SyncError` for capacities that were planned for another number of workers."""
+    if len(capacities.levels) != num_levels:
+        raise SyncError(
+            f"{which.name} needs capacities for {num_levels} rounds here", value=capacities.levels, place="Capacities.levels",
+            remedy="plan with a profile of as many workers as the axis has",
+        )  # fmt: skip
 
 
 def local_capacity(sparsity: Sparsity) -> int:

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from splitjax.errors import SyncError
 from splitjax.sync.codes import BITMAP, NUMBERS, IdCode
-from splitjax.sync.local import sum_rows, unite
+from splitjax.sync.local import send_order, sum_rows, unite
 from splitjax.sync.owners import OwnerExchange, pair_and_owner_rooms
 from splitjax.sync.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
@@ -49,7 +49,9 @@ class Zen(Scheme):
     def __post_init__(self) -> None:
         for value, known in ((self.granularity, GRANULARITIES), (self.partition, ("hash", "pack"))):
             if value not in known:
-                raise SyncError("no such way of Zen", value=value, place="Zen(granularity=..., partition=...)", remedy=f"one of {', '.join(known)}")
+                raise SyncError(
+                    "no such way of Zen", value=value, place="Zen(granularity=..., partition=...)", remedy=f"one of {', '.join(known)}"
+                )
 
     def plan(self, sparsity: Sparsity) -> Capacities:
         items, local, union = self._items_per_row(sparsity.table.row_size), local_capacity(sparsity), union_capacity(sparsity)
@@ -70,7 +72,8 @@ class Zen(Scheme):
         ids = jnp.where((local.ids < local.num_rows)[:, None], local.ids[:, None] * items + jnp.arange(items, dtype=jnp.int32), num_items)
         ids, values, good = ids.reshape(-1), local.values.reshape(ids.size, -1), ~local.overflowed
         if self.partition == "hash":
-            order, lost = hierarchical_order(exchange.partition.owner(ids), ids, exchange.partition.num_owners, capacities.push, self.num_hashes)
+            owners = exchange.partition.owner(ids)
+            order, lost = hierarchical_order(owners, ids, exchange.partition.num_owners, capacities.push, self.num_hashes)
             ids = jnp.concatenate([ids, jnp.full((1,), num_items, jnp.int32)])[order]
             values, good = values.at[order].get(mode="fill", fill_value=0), good & ~lost
         owned = exchange.run(ids, values, good, axis)
@@ -126,11 +129,8 @@ def hierarchical_order(owners: Array, ids: Array, num_owners: int, room: int, nu
         slot = jnp.where(memory.at[slot].get(mode="fill", fill_value=0) == m, slot, memory.size)
         memory = memory.at[slot].min(positions, mode="drop")
         waiting &= memory.at[slot].get(mode="fill", fill_value=m) != positions
-    member = (jnp.where(waiting, owners, num_owners)[None] == jnp.arange(num_owners, dtype=jnp.int32)[:, None]).astype(jnp.int32)
-    rank = (jnp.cumsum(member, axis=1) * member).sum(axis=0) - 1
-    rest = jnp.full((num_owners, serial), m, jnp.int32)
-    rest = rest.at[jnp.where(waiting, owners, num_owners), rank].set(positions, mode="drop")
-    return jnp.concatenate([memory.reshape(num_owners, slots), rest], axis=1).reshape(-1), (member.sum(axis=1) > serial).any()
+    rest, counts = send_order(jnp.where(waiting, owners, num_owners), num_owners, serial)
+    return jnp.concatenate([memory.reshape(num_owners, slots), rest], axis=1).reshape(-1), (counts > serial).any()
 
 
 def _hash(ids: Array, seed: int, slots: int) -> Array:

@@ -94,3 +94,11 @@ def test_send_order_keeps_the_order_and_counts_what_does_not_fit():
     order, counts = local.send_order(jnp.array([2, 0, 2, 3, 2, 0]), 3, 2)
     np.testing.assert_array_equal(order, [[1, 5], [6, 6], [0, 2]])
     np.testing.assert_array_equal(counts, [2, 0, 3])
+
+
+def test_group_ranks_count_earlier_members():
+    groups = np.random.default_rng(0).integers(0, 6, 100).astype(np.int32)
+    rank, counts = jax.jit(local.group_ranks, static_argnums=1)(groups, 5)
+    expected = [np.sum(groups[:i] == g) for i, g in enumerate(groups)]
+    np.testing.assert_array_equal(np.asarray(rank)[groups < 5], np.array(expected)[groups < 5])
+    np.testing.assert_array_equal(counts, np.bincount(groups, minlength=6)[:5])

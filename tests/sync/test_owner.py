@@ -19,6 +19,7 @@ from splitjax.report.hlo import compiled_collectives
 NUM_ROWS, WIDTH, LOOKUPS = 23, 3, 8
 
 
+batches = st.lists(st.integers(-NUM_ROWS - 1, NUM_ROWS), min_size=LOOKUPS, max_size=LOOKUPS)
 CAPACITIES = sync.Capacities(push=2, pull=4)
 
 
@@ -50,7 +51,7 @@ def compiled(num_workers, pattern="ppermute"):
 
 def check(num_workers, ids, seed):
     rng = np.random.default_rng(seed)
-    table = {"w": rng.integers(-4, 5, (NUM_ROWS, WIDTH)).astype(np.float32), "total": rng.integers(0, 5, (NUM_ROWS, WIDTH)).astype(np.float32)}
+    table = {name: rng.integers(low, 5, (NUM_ROWS, WIDTH)).astype(np.float32) for name, low in (("w", -4), ("total", 0))}
     weights = rng.integers(-3, 4, (num_workers, LOOKUPS, WIDTH)).astype(np.float32)
     shard = jax.tree.map(lambda t: sync.shard_table(jnp.asarray(t), num_workers), table)
     new, rows, row_ids, fits = compiled(num_workers)(shard, jnp.asarray(ids, jnp.int32), weights)
@@ -76,7 +77,7 @@ def test_trains_as_the_logical_table(num_workers):
     assert not check(num_workers, crowded, 1).any()
 
     @settings(max_examples=10, deadline=None, derandomize=True, database=None)
-    @given(st.lists(st.lists(st.integers(-NUM_ROWS - 1, NUM_ROWS), min_size=LOOKUPS, max_size=LOOKUPS), min_size=num_workers, max_size=num_workers))
+    @given(st.lists(batches, min_size=num_workers, max_size=num_workers))
     def run(ids):
         fits = check(num_workers, ids, 2)
         assert np.unique(fits).size == 1

@@ -73,4 +73,4 @@ def test_bad_input_is_named():
     with pytest.raises(SyncError, match="must start with their shape"):
         sync.from_lookups(jnp.array([1, 2]), jnp.ones((3, 2)), NUM_ROWS)
     with pytest.raises(SyncError, match="no scheme of this name"):
-        sync.scheme("zenn")
+        sync.by_name("zenn")
