@@ -5,7 +5,7 @@ Schemes by name: `dense`, `all_gather`, `recursive_doubling`, `blocks`, `paramet
 A worker, inside a `shard_map` over the data axis with `check_vma=False`:
 
     local = from_lookups(ids, cotangents, num_rows)
-    table, stats = synchronise(scheme, local, "data", capacities, then=lambda rows: rows.update(table, row_update))
+    table, stats = synchronise_into(scheme, local, "data", capacities, table, lambda rows, table: rows.update(table, row_update))
 
 with `capacities = scheme.plan(measure(ids of the first steps, ...))`; `choose.choose` picks the scheme.
 """
@@ -21,7 +21,19 @@ from splitjax.sync.profile import Sparsity, Table, measure
 from splitjax.sync.recursive_doubling import RecursiveDoubling
 from splitjax.sync.row_exchange import RowExchange
 from splitjax.sync.rows import RowSparse, from_lookups
-from splitjax.sync.scheme import SCHEMES, Attempt, Capacities, Link, Scheme, Stats, by_name, finish, synchronise
+from splitjax.sync.scheme import (
+    SCHEMES,
+    Attempt,
+    Capacities,
+    Link,
+    Scheme,
+    Stats,
+    by_name,
+    finish,
+    finish_into,
+    synchronise,
+    synchronise_into,
+)
 from splitjax.sync.zen import Zen
 
 __all__ = [
@@ -46,11 +58,13 @@ __all__ = [
     "Zen",
     "by_name",
     "finish",
+    "finish_into",
     "from_lookups",
     "logical_table",
     "measure",
     "plan_owner",
     "shard_table",
     "synchronise",
+    "synchronise_into",
     "synchronise_rounded",
 ]

@@ -15,7 +15,7 @@ from jax import Array
 
 from splitjax.sync.row_exchange import RowExchange
 from splitjax.sync.rows import RowSparse
-from splitjax.sync.scheme import Attempt, Capacities, Stats, finish
+from splitjax.sync.scheme import Attempt, Capacities, Stats, finish_into
 from splitjax.sync.wire import Axis
 
 
@@ -25,18 +25,19 @@ def synchronise_rounded(
     residual: Array,
     axis: Axis,
     capacities: Capacities,
-    then: Callable[[RowSparse], Any] | None = None,
+    carry: Any,
+    then: Callable[[RowSparse, Any], Any],
 ) -> tuple[Any, Array, Stats]:
-    """`scheme.synchronise` with a scheme that has a `wire_dtype`, and error feedback.
+    """`scheme.synchronise_into` with a scheme that has a `wire_dtype`, and error feedback.
 
-    **Arguments:** `residual`: f[num_rows, *row], this worker's own, zeros at first; the rest as `synchronise`.
+    **Arguments:** `residual`: f[num_rows, *row], this worker's own, zeros at first; the rest as `synchronise_into`.
 
-    **Returns:** as `synchronise`, and the new residual in the middle. Where the fallback runs nothing is rounded.
+    **Returns:** as `synchronise_into`, and the new residual in the middle. Where the fallback runs nothing is rounded.
     """
     local, rest = with_residual(local, residual)
     found = which.exchange_indices(local.ids, local.count, local.num_rows, axis, capacities)
     rows, sent, errors = which.exchange_values(local.values, found, local.num_rows, axis, capacities)
-    out, stats = finish(Attempt(rows, found.fits, sent), local, axis, then)
+    out, stats = finish_into(Attempt(rows, found.fits, sent), local, axis, carry, then)
     if errors is not None:
         rest = keep(rest, dataclasses.replace(errors, ids=jnp.where(found.fits, errors.ids, local.num_rows)))
     return out, rest, stats

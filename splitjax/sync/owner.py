@@ -24,7 +24,7 @@ from splitjax.sync.local import send_order, sum_rows, take_rows, unite
 from splitjax.sync.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.rows import RowSparse
-from splitjax.sync.scheme import Capacities, roomy
+from splitjax.sync.scheme import Capacities, once, roomy
 from splitjax.sync.wire import Axis
 
 _FLAG_BYTES = 4
@@ -108,7 +108,7 @@ class OwnerSharded:
         sums = sum_rows(flat, requests.slots[sources].reshape(-1), pull, values.dtype)
         owned = RowSparse(requests.owned, sums, requests.count, partition.size)
 
-        def whole() -> Any:
+        def whole(shard: Any) -> Any:
             ids, every = wire.gather([requests.ids, rounded], axis)
             positions = jnp.where(partition.owner(ids) == me, partition.position(ids), partition.size)
             room = min(ids.size, partition.size)
@@ -116,7 +116,7 @@ class OwnerSharded:
             total = sum_rows(every.reshape(-1, *values.shape[1:]), slots.reshape(-1), room, values.dtype)
             return then(shard, RowSparse(unique, total, count, partition.size))
 
-        new = lax.cond(requests.fits, lambda: then(shard, owned), whole)
+        new = once(~requests.fits, whole, once(requests.fits, lambda shard: then(shard, owned), shard))
         return new, values - rounded.astype(values.dtype) if self.wire_dtype else None
 
     def predicted_bytes(self, table: Table) -> int:

@@ -149,12 +149,12 @@ def synchronise(
     """The sum of all workers' rows, whatever the capacities, and what is done with it.
 
     Where they do not suffice, all workers alike gather all rows instead. As that result has more room, what reads it runs inside
-    the branch, once for each size: give it as `then`.
+    the branch, once for each size: give it as `then`. To update tables in place, `synchronise_into`.
 
     **Arguments:**
 
     - `which`: the scheme. `local`: this worker's rows. `axis`: the mesh axis or axes of the workers.
-    - `then`: the rows of the sum -> any pytree, whose shapes do not depend on their capacity (such as updated tables). By default the
+    - `then`: the rows of the sum -> any pytree, whose shapes do not depend on their capacity (such as a norm). By default the
       rows themselves, padded to where every sum fits: `lossless_rows`.
 
     **Returns:** what `then` returns, the same on every worker, and `Stats`.
@@ -167,17 +167,56 @@ def finish(attempt: Attempt, local: RowSparse, axis: Axis, then: Callable[[RowSp
     room = max(lossless_rows(local, axis), attempt.rows.capacity)
     then = then or (lambda rows: rows.padded(room))
     if attempt.fits is True:
-        out, union_rows, fell_back = then(attempt.rows), attempt.rows.count, jnp.bool_(False)
-    else:
-        fell_back = ~attempt.fits
-        out, union_rows = lax.cond(
-            attempt.fits,
-            lambda: (then(attempt.rows), attempt.rows.count),
-            lambda: (lambda rows: (then(rows), rows.count))(gather_all(local, axis)),
-        )
+        return then(attempt.rows), _stats(attempt, attempt.rows.count, local, axis)
+    out, union_rows = lax.cond(
+        attempt.fits,
+        lambda: (then(attempt.rows), attempt.rows.count),
+        lambda: (lambda rows: (then(rows), rows.count))(gather_all(local, axis)),
+    )
+    return out, _stats(attempt, union_rows, local, axis)
+
+
+def synchronise_into(
+    which: Scheme, local: RowSparse, axis: Axis, capacities: Capacities, carry: Any, then: Callable[[RowSparse, Any], Any]
+) -> tuple[Any, Stats]:
+    """`synchronise` for what is updated in place, such as tables: XLA copies whole what a branch returns, but not what a loop carries.
+
+    **Arguments:** `carry`: any pytree; `then`: (the rows of the sum, carry) -> the new carry, of the same shapes and dtypes. The rest
+    as `synchronise`.
+
+    **Returns:** the new carry, and `Stats`.
+    """
+    if lax.axis_size(axis) == 1:
+        return _alone(local, lambda rows: then(rows, carry))
+    return finish_into(which.attempt(local, axis, capacities), local, axis, carry, then)
+
+
+def finish_into(
+    attempt: Attempt, local: RowSparse, axis: Axis, carry: Any, then: Callable[[RowSparse, Any], Any]
+) -> tuple[Any, Stats]:
+    """What `synchronise_into` does after the attempt."""
+    if attempt.fits is True:
+        return then(attempt.rows, carry), _stats(attempt, attempt.rows.count, local, axis)
+
+    def whole(state: tuple[Any, Array]) -> tuple[Any, Array]:
+        rows = gather_all(local, axis)
+        return then(rows, state[0]), rows.count
+
+    carry = once(attempt.fits, lambda carry: then(attempt.rows, carry), carry)
+    carry, union_rows = once(~attempt.fits, whole, (carry, attempt.rows.count))
+    return carry, _stats(attempt, union_rows, local, axis)
+
+
+def once(condition: Array, function: Callable[[Any], Any], carry: Any) -> Any:
+    """`function(carry)` where the condition (bool[], alike on all workers) holds, else the carry: a loop of one turn or none."""
+    return lax.while_loop(lambda state: state[0], lambda state: (jnp.bool_(False), function(state[1])), (condition, carry))[1]
+
+
+def _stats(attempt: Attempt, union_rows: Array, local: RowSparse, axis: Axis) -> Stats:
+    fell_back = jnp.logical_not(attempt.fits)
     sent = jnp.where(fell_back, local.capacity * (lax.axis_size(axis) - 1), 0) + attempt.sent_rows
     incomplete = lax.pmax(local.overflowed.astype(jnp.int32), axis) > 0
-    return out, Stats(local.count, union_rows, sent.astype(jnp.int32), fell_back, incomplete)
+    return Stats(local.count, union_rows, sent.astype(jnp.int32), fell_back, incomplete)
 
 
 def _alone(local: RowSparse, then: Callable[[RowSparse], Any] | None) -> tuple[Any, Stats]:

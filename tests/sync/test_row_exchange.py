@@ -88,7 +88,9 @@ def test_rounding_is_made_good_later():
 
     def worker(ids, values, residual):
         local = sync.from_lookups(ids[0], values[0], NUM_ROWS)
-        dense, residual, stats = sync.synchronise_rounded(scheme, local, residual[0], "data", capacities, lambda rows: rows.to_dense())
+        zeros = jnp.zeros((NUM_ROWS, WIDTH))
+        add = lambda rows, table: rows.update(table, jnp.add)
+        dense, residual, stats = sync.synchronise_rounded(scheme, local, residual[0], "data", capacities, zeros, add)
         return dense[None], residual[None], stats.fell_back
 
     spec = PartitionSpec("data")

@@ -151,3 +151,31 @@ def test_names_are_those_of_the_design():
     names = ("dense", "all_gather", "recursive_doubling", "blocks", "parameter_server", "hierarchical", "zen", "row_exchange")
     assert set(sync.SCHEMES) == set(names)
     assert all(sync.by_name(name).name == name for name in names)
+
+
+def test_tables_are_updated_in_place_and_no_dense_gradient_exists():
+    num_rows, width, lookups, n = 300_000, 16, 64, 4
+    sparsity = sync.measure([[np.arange(lookups) * (worker + 1) for worker in range(n)]], num_rows, width)
+    scheme = sync.RowExchange()
+    capacities = scheme.plan(sparsity)
+
+    def worker(table, ids, values):
+        local = sync.from_lookups(ids[0], values[0], num_rows)
+        descend = lambda rows, table: rows.update(table, lambda old, gradient: old - gradient)
+        table, stats = sync.synchronise_into(scheme, local, "data", capacities, table, descend)
+        return table, stats.fell_back
+
+    spec, whole = PartitionSpec("data"), PartitionSpec()
+    run = jax.shard_map(worker, mesh=mesh_of(n), in_specs=(whole, spec, spec), out_specs=(whole, whole), check_vma=False)
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (
+        ((num_rows, width), jnp.float32), ((n, lookups), jnp.int32), ((n, lookups, width), jnp.float32)
+    )]  # fmt: skip
+    step = jax.jit(run, donate_argnums=0).lower(*shapes).compile()
+    memory, table_bytes = step.memory_analysis(), num_rows * width * 4
+    assert memory.alias_size_in_bytes == table_bytes
+    assert memory.temp_size_in_bytes < table_bytes / 4
+    few_rows, many_rows = np.zeros((n, lookups), np.int32), np.arange(n * lookups, dtype=np.int32).reshape(n, lookups) * 100
+    for ids in (few_rows, many_rows):
+        table, fell_back = step(jnp.zeros((num_rows, width)), ids, np.ones((n, lookups, width), np.float32))
+        assert fell_back == (ids is many_rows)
+        np.testing.assert_array_equal(np.asarray(table)[:, 0], -np.bincount(ids.reshape(-1), minlength=num_rows))
