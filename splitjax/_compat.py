@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from jax._src import clusters, distributed, source_info_util, xla_bridge
+from jax._src import core as core_internal
 from jax._src.lax import lax as lax_internal
 from jax._src.lib import _jax
 from jax.extend import core as jex
@@ -356,3 +357,16 @@ def coordination_service(address: str, num_processes: int, heartbeat_seconds: in
         finally:
             os.dup2(before, 2)
             os.close(before)
+
+
+def alike_varying(*operands: Any) -> tuple[Any, ...]:
+    """The operands, all of them varying over every manual mesh axis that one of them varies over (`check_vma=True`)."""
+    axes = frozenset().union(*(jax.typeof(one).mat.varying for one in operands))
+    missing = [tuple(sorted(axes - jax.typeof(one).mat.varying)) for one in operands]
+    return tuple(jax.lax.pcast(one, lacks, to="varying") if lacks else one for one, lacks in zip(operands, missing, strict=True))
+
+
+def result_type(shape: Sequence[int], dtype: Any, *operands: Any) -> jax.ShapeDtypeStruct:
+    """The type of a kernel's result: varying over the manual mesh axes that its operands vary over."""
+    axes = frozenset().union(*(jax.typeof(one).mat.varying for one in operands))
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=core_internal.ManualAxisType(varying=axes))

@@ -91,6 +91,10 @@ class LaunchError(SplitjaxError, RuntimeError):
     """Processes that cannot be started, joined, or given a network of their own."""
 
 
+class KernelError(SplitjaxError, ValueError):
+    """An operand that a kernel does not take: its dtype, its rank or its shape."""
+
+
 class UnavailableError(SplitjaxError, NotImplementedError):
     """A documented option whose implementation is not part of this version."""
 

@@ -1,0 +1,14 @@
+"""Local work of sparse synchronisation, as Pallas kernels: one operation a file, each beside its oracle in plain JAX.
+
+Each operation picks its kernel by the platform that a program is lowered for, so that programs compiled ahead of time have it too.
+A kernel for TPU (Mosaic) or GPU (Mosaic GPU) stands where the measured or expected gain is; everything else, and every shape
+that a kernel does not take, is XLA's. TPU kernels have to stand where every mesh axis is manual (inside `jax.shard_map`): XLA
+does not partition them. Sizes are static; the number of entries that count is a result beside the arrays, and slots behind
+the last one hold `FILLER`.
+"""
+
+from splitjax.kernels._common import FILLER
+from splitjax.kernels.bitmap_decode import decode
+from splitjax.kernels.bitmap_encode import encode, encode_ids
+
+__all__ = ["FILLER", "decode", "encode", "encode_ids"]

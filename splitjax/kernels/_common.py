@@ -1,0 +1,87 @@
+"""What the kernels share: the filler, checks of operands, and the choice of a kernel by lowering platform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from splitjax._compat import alike_varying
+from splitjax.errors import KernelError
+
+# Stands where there is no id: in the slots behind the last one, so that arrays have static sizes. It sorts behind every id.
+FILLER = 2**31 - 1
+
+LANES = 128  # of a TPU's vector registers
+TILE_ROWS = 8  # of 32-bit values in a TPU's memory tile
+WARPGROUP = 128  # threads that run one Mosaic GPU program
+
+
+def ceil_div(number: int, by: int) -> int:
+    """`number / by`, rounded up."""
+    return -(-number // by)
+
+
+def round_up(number: int, to: int) -> int:
+    """The next multiple of `to`."""
+    return ceil_div(number, to) * to
+
+
+def pad_rows(array: jax.Array, num_rows: int, value: Any = 0) -> jax.Array:
+    """An array with at least `num_rows` entries in its leading dim, the new ones `value`; the identity where nothing is missing."""
+    missing = num_rows - array.shape[0]
+    if missing <= 0:
+        return array
+    return jnp.pad(array, [(0, missing), *[(0, 0)] * (array.ndim - 1)], constant_values=value)
+
+
+def dispatch(reference: Callable[..., Any], *operands: Any, tpu: Callable[..., Any] | None, gpu: Callable[..., Any] | None) -> Any:
+    """Evaluates the function made for the platform that the program is lowered for, which need not be the one it is traced on.
+
+    A TPU kernel has to stand where every mesh axis is manual: XLA does not partition it.
+    """
+    branches = {name: kernel for name, kernel in (("tpu", tpu), ("cuda", gpu)) if kernel is not None}
+    return lax.platform_dependent(*alike_varying(*operands), default=reference, **branches)
+
+
+def check_vector(name: str, array: Any, *, kinds: str = "i", bits: tuple[int, ...] = (32,)) -> None:
+    """Refuses what is not a vector of the wanted dtypes. `kinds`: numpy's letters (b, i, u); `bits`: of an entry.
+
+    Raises `KernelError`.
+    """
+    _check(name, array, 1)
+    dtype = jnp.dtype(array.dtype)
+    if dtype.kind not in kinds or (dtype.kind != "b" and dtype.itemsize * 8 not in bits):
+        words = {"b": "bool", "i": "int", "u": "uint"}
+        wanted = " or ".join(words[kind] + ("" if kind == "b" else str(bits[0])) for kind in kinds)
+        raise KernelError(f"{name} has the wrong dtype", value=str(dtype), place=name, remedy=f"pass {wanted}")
+
+
+def check_rows(name: str, array: Any, *, floating: bool = False) -> None:
+    """Refuses what is not a matrix of rows of 16- or 32-bit numbers. Raises `KernelError`."""
+    _check(name, array, 2)
+    dtype = jnp.dtype(array.dtype)
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    if dtype.itemsize not in (2, 4) or (floating and not is_float) or not (is_float or dtype.kind in "iu"):
+        remedy = "pass float32, bfloat16 or float16" + ("" if floating else ", or 16- or 32-bit integers")
+        raise KernelError(f"{name} has the wrong dtype", value=str(dtype), place=name, remedy=remedy)
+
+
+def check_capacity(capacity: Any) -> None:
+    """Refuses a number of slots that is not a static, non-negative integer. Raises `KernelError`."""
+    if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 0:
+        raise KernelError(
+            "a capacity is the static number of slots of a result", value=capacity, place="capacity", remedy="pass an int from 0"
+        )
+
+
+def _check(name: str, array: Any, rank: int) -> None:
+    if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+        raise KernelError(f"{name} is not an array", value=array, place=name, remedy="pass a JAX or numpy array")
+    if len(array.shape) != rank:
+        raise KernelError(
+            f"{name} has {len(array.shape)} dims instead of {rank}", value=tuple(array.shape), place=name, remedy="reshape it"
+        )
