@@ -10,5 +10,7 @@ the last one hold `FILLER`.
 from splitjax.kernels._common import FILLER
 from splitjax.kernels.bitmap_decode import decode
 from splitjax.kernels.bitmap_encode import encode, encode_ids
+from splitjax.kernels.gather_rows import gather_rows
+from splitjax.kernels.scatter_rows import scatter_rows
 
-__all__ = ["FILLER", "decode", "encode", "encode_ids"]
+__all__ = ["FILLER", "decode", "encode", "encode_ids", "gather_rows", "scatter_rows"]

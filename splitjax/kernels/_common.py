@@ -85,3 +85,26 @@ def _check(name: str, array: Any, rank: int) -> None:
         raise KernelError(
             f"{name} has {len(array.shape)} dims instead of {rank}", value=tuple(array.shape), place=name, remedy="reshape it"
         )
+
+
+def has_tpu_rows(rows: jax.Array) -> bool:
+    """Whether a TPU can copy single rows: 32-bit ones (in tiles of 16-bit numbers two rows share a word)."""
+    return jnp.dtype(rows.dtype).itemsize == 4
+
+
+def rows_in_flight(table: jax.Array, num_rows: int) -> int:
+    """How many rows a TPU kernel copies at a time: few enough for 2 MiB of vector memory, a multiple of a tile."""
+    row_bytes = round_up(table.shape[1], LANES) * table.dtype.itemsize
+    return min(256, round_up(num_rows, TILE_ROWS), max(TILE_ROWS, 2**21 // row_bytes // TILE_ROWS * TILE_ROWS))
+
+
+def tma_shape(table: jax.Array) -> tuple[int, ...] | None:
+    """A row's shape such that a GPU's tensor copy engine can move rows: dims of at most 256 entries, 128 bytes for alignment in
+    shared memory. None for a row that is no multiple of 128 bytes."""
+    width, unit = table.shape[1], 128 // table.dtype.itemsize
+    if width == 0 or width % unit:
+        return None
+    if width <= 256:
+        return (width,)
+    last = max(size for size in range(unit, 257, unit) if width % size == 0)
+    return (width // last, last) if width // last <= 256 else None

@@ -1,0 +1,187 @@
+"""Rows of a table in a given order: the lookup of an embedding, and the packing of rows into send order.
+
+Every row is one copy by the accelerator's copy engine, many of them in flight, so that the cost is that of the bytes and not that
+of a gather of elements (JAX's Pallas guide, "Pipelining" and "Distributed computing", for asynchronous copies and their semaphores).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+
+from splitjax._compat import result_type
+from splitjax.kernels._common import check_rows, check_vector, dispatch, has_tpu_rows, pad_rows, round_up, rows_in_flight, tma_shape
+
+
+@jax.custom_vjp
+def gather_rows(table: jax.Array, rows: jax.Array) -> jax.Array:
+    """The rows with the given numbers; a number outside [0, n), such as `FILLER`, gives zeros.
+
+    **Arguments:**
+
+    - `table`: [n, width], 16- or 32-bit numbers.
+    - `rows`: int32[m], in any order, repeated or not.
+
+    Returns [m, width] of the table's dtype. The derivative with respect to the table adds up rows. Raises `KernelError` for another
+    dtype or rank.
+
+    The TPU kernel takes 32-bit rows (two 16-bit rows share a word there); the GPU kernel rows of a multiple of 128 bytes.
+    """
+    check_rows("table", table)
+    check_vector("rows", rows)
+    if 0 in table.shape or rows.shape[0] == 0:
+        return gather_reference(table, rows)
+    tpu = gather_tpu if has_tpu_rows(table) else None
+    gpu = gather_gpu if tma_shape(table) else None
+    return dispatch(gather_reference, table, rows, tpu=tpu, gpu=gpu)
+
+
+def gather_reference(table: jax.Array, rows: jax.Array) -> jax.Array:
+    """`gather_rows` in plain JAX."""
+    if table.shape[0] == 0:
+        return jnp.zeros((rows.shape[0], table.shape[1]), table.dtype)
+    return table.at[jnp.where(rows < 0, table.shape[0], rows)].get(mode="fill", fill_value=0)
+
+
+def _forward(table, rows):
+    return gather_rows(table, rows), (table, rows)
+
+
+def _backward(residuals, cotangent):
+    table, rows = residuals
+    inside = jnp.where(rows < 0, table.shape[0], rows)
+    return jnp.zeros_like(table).at[inside].add(cotangent, mode="drop"), np.zeros(rows.shape, jax.dtypes.float0)
+
+
+gather_rows.defvjp(_forward, _backward)
+
+
+def gather_tpu(table: jax.Array, rows: jax.Array, *, interpret: Any = False) -> jax.Array:
+    """`gather_rows` as a TPU kernel, for 32-bit rows, at least one of them.
+
+    Blocks of rows, two deep: the copies of the next block are under way while this one is waited for. `interpret`: as of
+    `pallas_call`.
+    """
+    width = table.shape[1]
+    block = rows_in_flight(table, rows.shape[0])
+    padded = pad_rows(rows, round_up(rows.shape[0], block), -1).reshape(-1, 1, block)
+    num_blocks = padded.shape[0]
+    gathered = pl.pallas_call(
+        functools.partial(_tpu_kernel, num_blocks=num_blocks),
+        out_shape=result_type((num_blocks * block, width), table.dtype, table, rows),
+        grid=(num_blocks,),
+        in_specs=[
+            pl.BlockSpec((1, 1, block), lambda i: (i, 0, 0), memory_space=pltpu.SMEM),
+            pl.BlockSpec((1, 1, block), lambda i: (jnp.minimum(i + 1, num_blocks - 1), 0, 0), memory_space=pltpu.SMEM),
+            pl.BlockSpec(memory_space=pl.ANY),
+        ],
+        out_specs=pl.BlockSpec((block, width), lambda i: (i, 0)),
+        scratch_shapes=[
+            pltpu.VMEM((2, block, width), table.dtype),
+            pltpu.SMEM((2,), jnp.int32),
+            pltpu.SemaphoreType.DMA((2,)),
+        ],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        interpret=interpret,
+        name="splitjax_gather_rows",
+    )(padded, padded, table)
+    return gathered[: rows.shape[0]]
+
+
+def _tpu_kernel(rows, next_rows, table, gathered, buffer, started, semaphore, *, num_blocks):
+    step = pl.program_id(0)
+    slot = step & 1
+
+    @pl.when(step == 0)
+    def first():
+        started[0] = start_copies(table, rows, buffer.at[0], semaphore.at[0])
+
+    @pl.when(step + 1 < num_blocks)
+    def ahead():
+        started[1 - slot] = start_copies(table, next_rows, buffer.at[1 - slot], semaphore.at[1 - slot])
+
+    wait_for_copies(table, buffer.at[slot], semaphore.at[slot], started[slot])
+    gathered[...] = buffer[slot]
+
+
+def start_copies(table, rows, buffer, semaphore):
+    """In a TPU kernel: starts to copy a block of rows into a buffer, zeros where a number is outside. Returns how many copies."""
+    num_rows = table.shape[0]
+
+    def body(place, count):
+        row = rows[0, 0, place]
+        is_row = (row >= 0) & (row < num_rows)
+
+        @pl.when(is_row)
+        def copy():
+            pltpu.make_async_copy(table.at[pl.ds(row, 1)], buffer.at[pl.ds(place, 1)], semaphore).start()
+
+        @pl.when(jnp.logical_not(is_row))
+        def clear():
+            buffer[pl.ds(place, 1), :] = jnp.zeros((1, buffer.shape[1]), buffer.dtype)
+
+        return count + is_row.astype(jnp.int32)
+
+    return lax.fori_loop(0, rows.shape[-1], body, jnp.int32(0))
+
+
+def wait_for_copies(table, buffer, semaphore, count):
+    """In a TPU kernel: waits for that many of the copies that `start_copies` began."""
+    # The semaphore counts bytes, so that copies that fill the buffer can be waited for at once.
+    is_full = count == buffer.shape[0]
+
+    @pl.when(is_full)
+    def at_once():
+        pltpu.make_async_copy(buffer, buffer, semaphore).wait()
+
+    @pl.when(jnp.logical_not(is_full))
+    def one_by_one():
+        def body(_, nothing):
+            pltpu.make_async_copy(table.at[pl.ds(0, 1)], buffer.at[pl.ds(0, 1)], semaphore).wait()
+            return nothing
+
+        lax.fori_loop(0, count, body, None)
+
+
+def gather_gpu(table: jax.Array, rows: jax.Array) -> jax.Array:
+    """`gather_rows` as a Mosaic GPU kernel, for rows that `tma_shape` can lay out, at least one of them.
+
+    A program brings a block of rows into shared memory, each by one bulk tensor copy, and writes them out together. Several programs
+    share a multiprocessor, so that some read while others write. Numbers outside make copies out of bounds, which give zeros
+    (NVIDIA, "PTX ISA", tensor copies: out-of-bound access).
+    """
+    shape = tma_shape(table)
+    cells = table.reshape(table.shape[0], *shape)
+    block = max(1, min(64, 32_768 // (table.shape[1] * table.dtype.itemsize)))
+    padded = pad_rows(jnp.where(rows < 0, table.shape[0], rows), round_up(rows.shape[0], block), table.shape[0])
+
+    def body(rows_ref, table_ref, gathered_ref, buffer, barrier):
+        start = lax.axis_index("block") * block
+
+        def copy(place, nothing):
+            row = jnp.minimum(rows_ref[start + place], table.shape[0])
+            plgpu.copy_gmem_to_smem(table_ref.at[row], buffer.at[place], barrier)
+            return nothing
+
+        lax.fori_loop(0, block, copy, None)
+        plgpu.barrier_wait(barrier)
+        plgpu.copy_smem_to_gmem(buffer, gathered_ref.at[pl.ds(start, block)])
+        plgpu.wait_smem_to_gmem(0)
+
+    gathered = plgpu.kernel(
+        body,
+        out_type=result_type((padded.shape[0], *shape), table.dtype, table, rows),
+        grid=(padded.shape[0] // block,),
+        grid_names=("block",),
+        scratch_types=[plgpu.SMEM((block, *shape), table.dtype), plgpu.Barrier(num_arrivals=block)],
+        kernel_name="splitjax_gather_rows",
+    )(padded, cells)
+    return gathered.reshape(-1, table.shape[1])[: rows.shape[0]]
