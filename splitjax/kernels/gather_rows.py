@@ -64,14 +64,14 @@ def _backward(residuals, cotangent):
 gather_rows.defvjp(_forward, _backward)
 
 
-def gather_tpu(table: jax.Array, rows: jax.Array, *, interpret: Any = False) -> jax.Array:
+def gather_tpu(table: jax.Array, rows: jax.Array, *, block: int | None = None, interpret: Any = False) -> jax.Array:
     """`gather_rows` as a TPU kernel, for 32-bit rows, at least one of them.
 
-    Blocks of rows, two deep: the copies of the next block are under way while this one is waited for. `interpret`: as of
-    `pallas_call`.
+    Blocks of rows, two deep: the copies of the next block are under way while this one is waited for. `block`: rows in one, a
+    multiple of 8; `interpret`: as of `pallas_call`.
     """
     width = table.shape[1]
-    block = rows_in_flight(table, rows.shape[0])
+    block = block or rows_in_flight(table, rows.shape[0])
     padded = pad_rows(rows, round_up(rows.shape[0], block), -1).reshape(-1, 1, block)
     num_blocks = padded.shape[0]
     gathered = pl.pallas_call(

@@ -68,10 +68,10 @@ def _backward(rows, cotangent):
 scatter_rows.defvjp(_forward, _backward)
 
 
-def scatter_tpu(table: jax.Array, rows: jax.Array, values: jax.Array, *, interpret: Any = False) -> jax.Array:
-    """`scatter_rows` as a TPU kernel, for 32-bit rows, at least one of them. `interpret`: as of `pallas_call`."""
+def scatter_tpu(table: jax.Array, rows: jax.Array, values: jax.Array, *, block: int | None = None, interpret: Any = False) -> jax.Array:
+    """`scatter_rows` as a TPU kernel, for 32-bit rows, at least one of them. `block` and `interpret`: as of `gather_tpu`."""
     width = table.shape[1]
-    block = rows_in_flight(table, rows.shape[0])
+    block = block or rows_in_flight(table, rows.shape[0])
     padded = pad_rows(rows, round_up(rows.shape[0], block), -1).reshape(-1, 1, block)
     return pl.pallas_call(
         _tpu_kernel,
