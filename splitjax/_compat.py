@@ -359,14 +359,18 @@ def coordination_service(address: str, num_processes: int, heartbeat_seconds: in
             os.close(before)
 
 
-def alike_varying(*operands: Any) -> tuple[Any, ...]:
-    """The operands, all of them varying over every manual mesh axis that one of them varies over (`check_vma=True`)."""
-    axes = frozenset().union(*(jax.typeof(one).mat.varying for one in operands))
-    missing = [tuple(sorted(axes - jax.typeof(one).mat.varying)) for one in operands]
-    return tuple(jax.lax.pcast(one, lacks, to="varying") if lacks else one for one, lacks in zip(operands, missing, strict=True))
+def varying_axes(*operands: Any) -> frozenset[str]:
+    """The manual mesh axes that some of the operands vary over, as far as JAX knows (`check_vma=True`)."""
+    return frozenset().union(*(jax.typeof(one).mat.varying for one in operands))
+
+
+def vary(operand: Any, axes: frozenset[str]) -> Any:
+    """An operand that counts as varying over these manual mesh axes at least."""
+    missing = tuple(sorted(axes - varying_axes(operand)))
+    return jax.lax.pcast(operand, missing, to="varying") if missing else operand
 
 
 def result_type(shape: Sequence[int], dtype: Any, *operands: Any) -> jax.ShapeDtypeStruct:
     """The type of a kernel's result: varying over the manual mesh axes that its operands vary over."""
-    axes = frozenset().union(*(jax.typeof(one).mat.varying for one in operands))
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=core_internal.ManualAxisType(varying=axes))
+    mat = core_internal.ManualAxisType(varying=varying_axes(*operands))
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=mat)

@@ -10,8 +10,9 @@ the last one hold `FILLER`.
 from splitjax.kernels._common import FILLER
 from splitjax.kernels.bitmap_decode import decode
 from splitjax.kernels.bitmap_encode import encode, encode_ids
+from splitjax.kernels.exchange_rows import exchange_counts, exchange_rows
 from splitjax.kernels.gather_rows import gather_rows
 from splitjax.kernels.scatter_rows import scatter_rows
 from splitjax.kernels.segment_sum import Segments, segment_sum
 
-__all__ = ["FILLER", "Segments", "decode", "encode", "encode_ids", "gather_rows", "scatter_rows", "segment_sum"]
+__all__ = ["FILLER", "Segments", "decode", "encode", "encode_ids", "exchange_counts", "exchange_rows", "gather_rows", "scatter_rows", "segment_sum"]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from splitjax._compat import alike_varying
+from splitjax._compat import vary, varying_axes
 from splitjax.errors import KernelError
 
 # Stands where there is no id: in the slots behind the last one, so that arrays have static sizes. It sorts behind every id.
@@ -43,8 +43,14 @@ def dispatch(reference: Callable[..., Any], *operands: Any, tpu: Callable[..., A
 
     A TPU kernel has to stand where every mesh axis is manual: XLA does not partition it.
     """
-    branches = {name: kernel for name, kernel in (("tpu", tpu), ("cuda", gpu)) if kernel is not None}
-    return lax.platform_dependent(*alike_varying(*operands), default=reference, **branches)
+    axes = varying_axes(*operands)
+
+    def varying(kernel):
+        # All branches have to vary over the same mesh axes, and Mosaic GPU does not say what its results vary over.
+        return lambda *operands: jax.tree.map(lambda result: vary(result, axes), kernel(*operands))
+
+    branches = {name: varying(kernel) for name, kernel in (("tpu", tpu), ("cuda", gpu)) if kernel is not None}
+    return lax.platform_dependent(*(vary(one, axes) for one in operands), default=varying(reference), **branches)
 
 
 def check_vector(name: str, array: Any, *, kinds: str = "i", bits: tuple[int, ...] = (32,)) -> None:

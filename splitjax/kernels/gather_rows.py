@@ -151,24 +151,33 @@ def wait_for_copies(table, buffer, semaphore, count):
         lax.fori_loop(0, count, body, None)
 
 
-def gather_gpu(table: jax.Array, rows: jax.Array) -> jax.Array:
+def gather_gpu(table: jax.Array, rows: jax.Array, *, interpret: Any = None) -> jax.Array:
     """`gather_rows` as a Mosaic GPU kernel, for rows that `tma_shape` can lay out, at least one of them.
 
     A program brings a block of rows into shared memory, each by one bulk tensor copy, and writes them out together. Several programs
-    share a multiprocessor, so that some read while others write. Numbers outside make copies out of bounds, which give zeros
-    (NVIDIA, "PTX ISA", tensor copies: out-of-bound access).
+    share a multiprocessor, so that some read while others write. A number outside copies a row of zeros. `interpret`: as of
+    `plgpu.kernel`.
     """
     shape = tma_shape(table)
     cells = table.reshape(table.shape[0], *shape)
     block = max(1, min(64, 32_768 // (table.shape[1] * table.dtype.itemsize)))
-    padded = pad_rows(jnp.where(rows < 0, table.shape[0], rows), round_up(rows.shape[0], block), table.shape[0])
+    padded = pad_rows(rows, round_up(rows.shape[0], block), -1)
 
-    def body(rows_ref, table_ref, gathered_ref, buffer, barrier):
+    def body(rows_ref, table_ref, zeros_ref, gathered_ref, buffer, barrier):
         start = lax.axis_index("block") * block
 
         def copy(place, nothing):
-            row = jnp.minimum(rows_ref[start + place], table.shape[0])
-            plgpu.copy_gmem_to_smem(table_ref.at[row], buffer.at[place], barrier)
+            row = rows_ref[start + place]
+            is_row = (row >= 0) & (row < table.shape[0])
+
+            @pl.when(is_row)
+            def of_table():
+                plgpu.copy_gmem_to_smem(table_ref.at[row], buffer.at[place], barrier)
+
+            @pl.when(jnp.logical_not(is_row))
+            def of_zeros():
+                plgpu.copy_gmem_to_smem(zeros_ref.at[0], buffer.at[place], barrier)
+
             return nothing
 
         lax.fori_loop(0, block, copy, None)
@@ -182,6 +191,7 @@ def gather_gpu(table: jax.Array, rows: jax.Array) -> jax.Array:
         grid=(padded.shape[0] // block,),
         grid_names=("block",),
         scratch_types=[plgpu.SMEM((block, *shape), table.dtype), plgpu.Barrier(num_arrivals=block)],
+        interpret=interpret,
         kernel_name="splitjax_gather_rows",
-    )(padded, cells)
+    )(padded, cells, jnp.zeros((1, *shape), table.dtype))
     return gathered.reshape(-1, table.shape[1])[: rows.shape[0]]

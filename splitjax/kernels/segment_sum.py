@@ -265,13 +265,16 @@ def _gpu_kernel(codes, values, sums, parts, *, width):
     layout = plgpu.Layout.WG_STRIDED((width,), next(size for size in (4, 2, 1) if width // WARPGROUP % size == 0))
     at_once = max(1, min(8, 4096 // width))  # rows read before the first is used, to have as many reads in flight
 
+    def zeros():
+        return plgpu.layout_cast(jnp.zeros((width,), jnp.float32), layout)
+
     def some(turn, total):
         first = start + turn * at_once
-        rows = [plgpu.load(values, (first + i,), layout=layout, optimized=False) for i in range(at_once)]
+        rows = [plgpu.layout_cast(values[first + i], layout) for i in range(at_once)]
         coded = [codes[first + i] for i in range(at_once)]
         for row, code in zip(rows, coded, strict=True):
             target, counts = code >> 1, (code & 1) == 1
-            total = jnp.where(counts, total + row.astype(jnp.float32), total)
+            total = lax.cond(counts, lambda total, row: total + row.astype(jnp.float32), lambda total, row: total, total, row)
 
             @pl.when(target >= 0)
             def to_slot(total=total, target=target):
@@ -281,7 +284,7 @@ def _gpu_kernel(codes, values, sums, parts, *, width):
             def to_part(total=total, target=target):
                 parts[-3 - target] = total
 
-            total = jnp.where(target == -2, total, jnp.zeros_like(total))
+            total = lax.cond(target == -2, lambda total: total, lambda _: zeros(), total)
         return total
 
-    lax.fori_loop(0, _GPU_BLOCK // at_once, some, plgpu.layout_cast(jnp.zeros((width,), jnp.float32), layout))
+    lax.fori_loop(0, _GPU_BLOCK // at_once, some, zeros())
