@@ -110,8 +110,11 @@ def push_tpu(
     chunk = chunk or _chunk_rows(capacity, width)
     slots = round_up(capacity, chunk)
     numbers = pad_rows(rows.T, slots, -1).T.reshape(-1, 1, 1, chunk)
+    names = jax.sharding.get_abstract_mesh().axis_names
+    # Where this device is in the mesh comes in as an operand: the compiler of kernels cannot ask where `check_vma` is on.
+    place = jnp.stack([lax.axis_index(name) for name in names])
     return pl.pallas_call(
-        functools.partial(_tpu_kernel, devices=devices, chunk=chunk),
+        functools.partial(_tpu_kernel, dim=names.index(axis), devices=devices, chunk=chunk),
         out_shape=result_type((devices, slots, width), words.dtype, words, rows, counts, incoming),
         in_specs=[
             pl.BlockSpec(memory_space=pltpu.SMEM),
@@ -132,31 +135,18 @@ def push_tpu(
         compiler_params=pltpu.CompilerParams(collective_id=_COLLECTIVE_ID if devices > 1 else None),
         interpret=interpret,
         name="splitjax_exchange_rows",
-    )(_devices_along(axis), counts, incoming, numbers, words)
-
-
-def _devices_along(axis: str) -> jax.Array:
-    """int32[devices + 1]: the numbers, in the mesh, of the devices along an axis; last, this one's place among them.
-
-    Computed outside the kernel: the compiler of kernels does not know the places in a mesh whose axes are checked for variation.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    stride, number, own = 1, jnp.int32(0), lax.axis_index(axis)
-    for name, size in zip(reversed(mesh.axis_names), reversed(mesh.axis_sizes), strict=True):
-        if name == axis:
-            along = jnp.arange(size, dtype=jnp.int32) * stride
-        else:
-            number = number + lax.axis_index(name) * stride
-        stride *= size
-    return jnp.append(number + along, own)
+    )(place, counts, incoming, numbers, words)
 
 
 def _tpu_kernel(
-    peers, counts, incoming, numbers, values, received,
-    buffers, chunk_numbers, numbers_semaphore, pack_semaphore, send_semaphores, receive_semaphore, *, devices, chunk,
+    place, counts, incoming, numbers, values, received,
+    buffers, chunk_numbers, numbers_semaphore, pack_semaphore, send_semaphores, receive_semaphore, *, dim, devices, chunk,
 ):
-    own = peers[devices]
+    own = place[dim]
     chunks_each = received.shape[1] // chunk
+
+    def address(device):
+        return tuple(device if i == dim else place[i] for i in range(place.shape[0]))
 
     def num_chunks(count):
         return lax.div(count + (chunk - 1), jnp.int32(chunk))
@@ -168,7 +158,7 @@ def _tpu_kernel(
     def sending(slot, device, part):
         return pltpu.make_async_remote_copy(
             buffers.at[slot], received.at[own, pl.ds(pl.multiple_of(part * chunk, TILE_ROWS), chunk)],
-            send_semaphores.at[slot], receive_semaphore, device_id=peers[device], device_id_type=pl.DeviceIdType.LOGICAL,
+            send_semaphores.at[slot], receive_semaphore, device_id=address(device),
         )
 
     def keeping(slot, part):
@@ -180,7 +170,7 @@ def _tpu_kernel(
         barrier = pltpu.get_barrier_semaphore()
 
         def signal(distance, nothing):
-            pl.semaphore_signal(barrier, 1, device_id=peers[other(distance)], device_id_type=pl.DeviceIdType.LOGICAL)
+            pl.semaphore_signal(barrier, 1, device_id=address(other(distance)))
             return nothing
 
         lax.fori_loop(1, devices, signal, None)

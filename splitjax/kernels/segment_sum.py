@@ -206,12 +206,12 @@ def _tpu_kernel(ranks, scalar_ranks, first_rank, values, sums, windows, rows, la
         write(own, start).wait()
 
 
-def sums_gpu(values: jax.Array, ranks: jax.Array, *, capacity: int) -> jax.Array:
+def sums_gpu(values: jax.Array, ranks: jax.Array, *, capacity: int, interpret: Any = None) -> jax.Array:
     """`sums_reference` in Mosaic GPU kernels, for a width of a multiple of 128 and at least one row; sums of ranks that no row has are
     undefined.
 
     A program walks along a block of rows and writes each sum when its run of equal ranks ends. Runs that cross a border of blocks go
-    to a list of parts instead, two for each block, which the next round adds up in the same way.
+    to a list of parts instead, two for each block, which the next round adds up in the same way. `interpret`: as of `plgpu.kernel`.
     """
     width = values.shape[1]
     num_blocks = ceil_div(values.shape[0], _GPU_BLOCK)
@@ -225,6 +225,7 @@ def sums_gpu(values: jax.Array, ranks: jax.Array, *, capacity: int) -> jax.Array
         ],
         grid=(num_blocks,),
         grid_names=("block",),
+        interpret=interpret,
         kernel_name="splitjax_segment_sum",
     )(codes.reshape(-1), values)
     if num_blocks == 1:
@@ -233,7 +234,7 @@ def sums_gpu(values: jax.Array, ranks: jax.Array, *, capacity: int) -> jax.Array
     running = lax.cummax(part_ranks)
     is_first = is_part & (running != jnp.concatenate([jnp.full(1, -1, jnp.int32), running[:-1]]))
     numbers = jnp.cumsum(is_first.astype(jnp.int32)) - 1
-    totals = sums_gpu(parts, jnp.where(is_part, numbers, -1), capacity=num_blocks)  # each crosses a border of its own
+    totals = sums_gpu(parts, jnp.where(is_part, numbers, -1), capacity=num_blocks, interpret=interpret)  # each crosses a border
     outside = capacity + jnp.arange(num_blocks, dtype=jnp.int32)
     targets = outside.at[jnp.where(is_first, numbers, num_blocks)].set(jnp.where(part_ranks < capacity, part_ranks, 2 * capacity + num_blocks), mode="drop")
     return sums.at[targets].set(totals, mode="drop")

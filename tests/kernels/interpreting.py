@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 
+import jax
 import numpy as np
-import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter  # the race detector's verdict is not public
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter  # the race detectors' verdicts are not public
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as gpu_interpreter
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.experimental.pallas import tpu as pltpu
 
 MODES = ("eager", "on_wait")
@@ -24,9 +26,19 @@ def interpreting(mode: str):
         raise
 
 
+@contextlib.contextmanager
+def interpreting_gpu():
+    """The same for Mosaic GPU kernels."""
+    try:
+        yield InterpretGPUParams(detect_races=True)
+        assert not gpu_interpreter.get_races().races_found
+    except BaseException:
+        gpu_interpreter.reset_gpu_interpret_mode_state()
+        raise
+
+
 def tpu_mesh(topology: str, count: int = 1):
     """A mesh `x` of `count` chips that need not be there, with every axis free to be made manual."""
-    import jax
     from jax.experimental import topologies
 
     devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices).reshape(-1)
@@ -35,8 +47,6 @@ def tpu_mesh(topology: str, count: int = 1):
 
 def compiled_for_tpu(function, *types, topology: str) -> str:
     """The optimised program of a function of replicated arguments for one chip. `types`: pairs (shape, dtype)."""
-    import jax
-
     place = jax.sharding.NamedSharding(tpu_mesh(topology), jax.sharding.PartitionSpec())
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in types]
     return jax.jit(function).lower(*arguments).compile().as_text()
@@ -44,11 +54,5 @@ def compiled_for_tpu(function, *types, topology: str) -> str:
 
 def lowered_for_gpu(function, *types) -> str:
     """The program of a function lowered for CUDA, kernels down to their MLIR; needs no GPU. `types`: pairs (shape, dtype)."""
-    import jax
-
     arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-
-
-def cases(*values):
-    return pytest.mark.parametrize("case", values)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from splitjax.errors import KernelError
 from splitjax.kernels import FILLER, bitmap_decode, bitmap_encode, decode, encode, encode_ids
-from tests.kernels.interpreting import TOPOLOGIES, compiled_for_tpu, interpreting
+from tests.kernels.interpreting import interpreting
 
 
 def presence_of(size, density, seed=0):
@@ -86,13 +86,3 @@ def test_what_cannot_be_packed_is_refused():
         decode(jnp.zeros(4, jnp.uint32), -1)
     with pytest.raises(KernelError, match="static size"):
         encode_ids(jnp.zeros(4, jnp.int32), -3)
-
-
-@pytest.mark.tpu_aot
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_tpu_programs_contain_the_kernels(topology):
-    def both(presence):
-        return decode(encode(presence), 1000)
-
-    text = compiled_for_tpu(both, ((50_000,), bool), topology=topology)
-    assert "splitjax_bitmap_encode" in text and "splitjax_bitmap_ranks" in text

@@ -13,7 +13,7 @@ from splitjax.errors import KernelError
 from splitjax.kernels import FILLER, gather_rows, scatter_rows
 from splitjax.kernels.gather_rows import gather_gpu, gather_reference, gather_tpu
 from splitjax.kernels.scatter_rows import scatter_reference, scatter_tpu
-from tests.kernels.interpreting import MODES, TOPOLOGIES, compiled_for_tpu, interpreting, lowered_for_gpu
+from tests.kernels.interpreting import MODES, interpreting, interpreting_gpu, lowered_for_gpu
 
 
 def table_of(num_rows, width, dtype=jnp.float32):
@@ -98,14 +98,11 @@ def test_what_does_not_fit_is_refused():
         scatter_rows(table, jnp.zeros(3, jnp.int32), table)
 
 
-@pytest.mark.tpu_aot
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_tpu_programs_contain_the_kernels(topology):
-    def both(table, rows):
-        return scatter_rows(table, rows, 2 * gather_rows(table, rows))
-
-    text = compiled_for_tpu(both, ((5000, 200), jnp.float32), ((1000,), jnp.int32), topology=topology)
-    assert "splitjax_gather_rows" in text and "splitjax_scatter_rows" in text
+def test_gather_of_the_gpu_kernel():
+    """Bulk copies and their barrier in the interpreter; blocks, fillers among them."""
+    table, rows = table_of(50, 1024), numbers(50, 19)
+    with interpreting_gpu() as interpret:
+        np.testing.assert_array_equal(gather_gpu(table, rows, interpret=interpret), gather_reference(table, rows))
 
 
 @pytest.mark.parametrize(("width", "dtype"), [(32, jnp.float32), (768, jnp.float32), (1024, jnp.bfloat16)])
