@@ -60,8 +60,8 @@ def encode_ids(ids: jax.Array, size: int) -> jax.Array:
 
 def encode_reference(presence: jax.Array) -> jax.Array:
     """`encode` in plain JAX."""
-    bits = pad_rows(presence, 32 * ceil_div(presence.shape[0], 32)).reshape(-1, 32).astype(jnp.uint32)
-    return (bits << jnp.arange(32, dtype=jnp.uint32)).sum(1, dtype=jnp.uint32)
+    octets = jnp.packbits(pad_rows(presence, 32 * ceil_div(presence.shape[0], 32)), bitorder="little")
+    return lax.bitcast_convert_type(octets.reshape(-1, 4), jnp.uint32)
 
 
 def encode_tpu(presence: jax.Array, *, interpret: Any = False) -> jax.Array:

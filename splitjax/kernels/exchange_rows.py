@@ -23,7 +23,9 @@ from splitjax.errors import KernelError
 from splitjax.kernels._common import LANES, TILE_ROWS, check_rows, check_vector, dispatch, pad_rows, round_up
 from splitjax.kernels.gather_rows import gather_reference, start_copies, wait_for_copies
 
-_COLLECTIVE_ID = 23  # of the barrier; kernels of one program that run at the same time may not share one
+# Of the barrier along the first mesh axis; the others follow. Exchanges along different axes have to have different ones: a device that
+# is through with one axis may begin with the next while its neighbour there still waits at the barrier of the first.
+_COLLECTIVE_ID = 23
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -132,7 +134,7 @@ def push_tpu(
             pltpu.SemaphoreType.DMA((2,)),  # of sending from either buffer
             pltpu.SemaphoreType.DMA,  # of receiving
         ],
-        compiler_params=pltpu.CompilerParams(collective_id=_COLLECTIVE_ID if devices > 1 else None),
+        compiler_params=pltpu.CompilerParams(collective_id=_COLLECTIVE_ID + names.index(axis) if devices > 1 else None),
         interpret=interpret,
         name="splitjax_exchange_rows",
     )(place, counts, incoming, numbers, words)
