@@ -33,6 +33,7 @@ from splitjax.kernels._common import (
     pad_rows,
     round_up,
 )
+from splitjax.kernels.gather_rows import gather_rows
 
 _GPU_BLOCK = 64  # rows that one GPU program walks along
 
@@ -94,8 +95,7 @@ def _forward(values, ranks, count, capacity):
 
 def _backward(capacity, residuals, cotangent):
     ranks, count = residuals
-    of_values = cotangent.at[jnp.where(ranks < 0, capacity, ranks)].get(mode="fill", fill_value=0)
-    return of_values, np.zeros(ranks.shape, jax.dtypes.float0), np.zeros(count.shape, jax.dtypes.float0)
+    return gather_rows(cotangent, ranks), np.zeros(ranks.shape, jax.dtypes.float0), np.zeros(count.shape, jax.dtypes.float0)
 
 
 _sums.defvjp(_forward, _backward)
@@ -104,7 +104,7 @@ _sums.defvjp(_forward, _backward)
 def sums_reference(values: jax.Array, ranks: jax.Array, *, capacity: int) -> jax.Array:
     """float32[capacity, width]: the sums of the rows of each rank below `capacity`, in plain JAX."""
     slots = jnp.where(ranks < 0, capacity, ranks)
-    return jnp.zeros((capacity, values.shape[1]), jnp.float32).at[slots].add(values.astype(jnp.float32), mode="drop")
+    return jnp.zeros((capacity, values.shape[1]), jnp.float32).at[slots].add(values.astype(jnp.float32), mode="drop", indices_are_sorted=True)
 
 
 def sums_tpu(values: jax.Array, ranks: jax.Array, *, capacity: int, block: int = 128, interpret: Any = False) -> jax.Array:

@@ -83,6 +83,7 @@ def test_nothing_to_add_up():
     assert (found.ids.tolist(), found.sums.tolist(), found.count) == ([FILLER] * 3, [[0] * 4] * 3, 0)
     assert segment_sum(jnp.zeros(0, jnp.int32), jnp.zeros((0, 4))).sums.shape == (0, 4)
     assert segment_sum(jnp.zeros(2, jnp.int32), jnp.zeros((2, 4)), 0).count == 1
+    assert not jax.grad(lambda v: segment_sum(jnp.zeros(2, jnp.int32), v, 0).sums.sum())(jnp.zeros((2, 4))).any()
 
 
 def test_derivative():
