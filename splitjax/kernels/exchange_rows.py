@@ -36,7 +36,7 @@ def exchange_rows(values: jax.Array, rows: jax.Array, counts: jax.Array, incomin
 
     - `values`: [n, width], 16- or 32-bit numbers: this device's rows.
     - `rows`: int32[devices, capacity]: for each device, the numbers of the rows it is to have; a number outside [0, n) sends zeros.
-    - `counts`: int32[devices]: how many of them there are, at most `capacity`; what stands behind is not sent.
+    - `counts`: int32[devices]: how many of them there are (more than `capacity` counts as that); what stands behind is not sent.
     - `incoming`: int32[devices]: the `counts` that the other devices have for this one (`exchange_counts` asks for them, where the
       exchange of ids has not told already). They have to be right: a kernel waits for that many rows.
     - `axis`: the name of the mesh axis.
@@ -111,6 +111,8 @@ def push_tpu(
     (devices, capacity), width = rows.shape, words.shape[1]
     chunk = chunk or _chunk_rows(capacity, width)
     slots = round_up(capacity, chunk)
+    # More than the capacity would be written behind the end of another device's memory.
+    counts, incoming = jnp.minimum(counts, capacity), jnp.minimum(incoming, capacity)
     numbers = pad_rows(rows.T, slots, -1).T.reshape(-1, 1, 1, chunk)
     names = jax.sharding.get_abstract_mesh().axis_names
     # Where this device is in the mesh comes in as an operand: the compiler of kernels cannot ask where `check_vma` is on.

@@ -24,15 +24,14 @@ def rows_of(num_rows, num_ids, num_fillers, width, dtype=jnp.float32):
     return jnp.asarray(ids, jnp.int32), jnp.asarray(rng.normal(size=(num_rows, width)), dtype)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("num_rows", "num_ids", "num_fillers", "width", "dtype", "capacity"),
+    ("num_rows", "num_ids", "num_fillers", "width", "dtype", "capacity", "mode"),
     [
-        (1, 5, 0, 16, jnp.float32, 1),
-        (70, 30, 7, 130, jnp.float32, 70),  # neither blocks nor lanes come out even
-        (64, 1, 0, 128, jnp.bfloat16, 64),  # one id over all blocks
-        (60, 50, 9, 24, jnp.float32, 11),  # more ids than slots
-        (40, 9, 40, 8, jnp.float32, 40),  # fillers alone
+        (1, 5, 0, 16, jnp.float32, 1, "on_wait"),
+        *[(70, 30, 7, 130, jnp.float32, 70, mode) for mode in MODES],  # neither blocks nor lanes come out even
+        (64, 1, 0, 128, jnp.bfloat16, 64, "eager"),  # one id over all blocks
+        (60, 50, 9, 24, jnp.float32, 11, "on_wait"),  # more ids than slots
+        (40, 9, 40, 8, jnp.float32, 40, "on_wait"),  # fillers alone
     ],
 )
 def test_tpu_kernel(num_rows, num_ids, num_fillers, width, dtype, capacity, mode):
