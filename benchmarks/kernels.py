@@ -67,7 +67,7 @@ class Measured:
 
 
 def cases(num_rows: int, width: int) -> list[Case]:
-    """The operations on the rows that a batch with frequent words touches (word numbers drawn log-uniformly, a table four times as long)."""
+    """The operations on the rows that a batch with frequent words touches: numbers drawn log-uniformly, a table four times as long."""
     rng = np.random.default_rng(0)
     size = 4 * num_rows
     ids = np.sort(np.exp(rng.uniform(0, np.log(size), num_rows)).astype(np.int32) % size)
@@ -90,7 +90,10 @@ def cases(num_rows: int, width: int) -> list[Case]:
             "segment sum", lambda ids, values: kernels.segment_sum(ids, values, slots).sums,
             lambda ids, values: _sum_by_xla(ids, values, slots), (jnp.asarray(ids), values), (num_rows + len(unique)) * row_bytes,
         ),
-        Case("gather", kernels.gather_rows, lambda table, rows: at(table, rows).get(mode="fill", fill_value=0), (table_, rows), 2 * len(unique) * row_bytes),
+        Case(
+            "gather", kernels.gather_rows, lambda table, rows: at(table, rows).get(mode="fill", fill_value=0),
+            (table_, rows), 2 * len(unique) * row_bytes,
+        ),
         Case(
             "scatter", kernels.scatter_rows, lambda table, rows, new: at(table, rows).set(new, mode="drop"),
             (table_, rows, new), 2 * len(unique) * row_bytes, in_place=True,

@@ -15,4 +15,15 @@ from splitjax.kernels.gather_rows import gather_rows
 from splitjax.kernels.scatter_rows import scatter_rows
 from splitjax.kernels.segment_sum import Segments, segment_sum
 
-__all__ = ["FILLER", "Segments", "decode", "encode", "encode_ids", "exchange_counts", "exchange_rows", "gather_rows", "scatter_rows", "segment_sum"]
+__all__ = [
+    "FILLER",
+    "Segments",
+    "decode",
+    "encode",
+    "encode_ids",
+    "exchange_counts",
+    "exchange_rows",
+    "gather_rows",
+    "scatter_rows",
+    "segment_sum",
+]

@@ -63,7 +63,9 @@ def segment_sum(ids: jax.Array, values: jax.Array, capacity: int | None = None) 
     capacity = ids.shape[0] if capacity is None else capacity
     check_capacity(capacity)
     if values.shape[0] != ids.shape[0]:
-        raise KernelError("there is not one row for each id", value=(tuple(ids.shape), tuple(values.shape)), place="values", remedy="pass as many")
+        raise KernelError(
+            "there is not one row for each id", value=(tuple(ids.shape), tuple(values.shape)), place="values", remedy="pass as many"
+        )
     unique, ranks, count = ranks_of(ids, capacity)
     return Segments(unique, _sums(values, ranks, count, capacity), count)
 
@@ -104,7 +106,8 @@ _sums.defvjp(_forward, _backward)
 def sums_reference(values: jax.Array, ranks: jax.Array, *, capacity: int) -> jax.Array:
     """float32[capacity, width]: the sums of the rows of each rank below `capacity`, in plain JAX."""
     slots = jnp.where(ranks < 0, capacity, ranks)
-    return jnp.zeros((capacity, values.shape[1]), jnp.float32).at[slots].add(values.astype(jnp.float32), mode="drop", indices_are_sorted=True)
+    nothing = jnp.zeros((capacity, values.shape[1]), jnp.float32)
+    return nothing.at[slots].add(values.astype(jnp.float32), mode="drop", indices_are_sorted=True)
 
 
 def sums_tpu(values: jax.Array, ranks: jax.Array, *, capacity: int, block: int = 128, interpret: Any = False) -> jax.Array:
@@ -235,8 +238,7 @@ def sums_gpu(values: jax.Array, ranks: jax.Array, *, capacity: int, interpret: A
     is_first = is_part & (running != jnp.concatenate([jnp.full(1, -1, jnp.int32), running[:-1]]))
     numbers = jnp.cumsum(is_first.astype(jnp.int32)) - 1
     totals = sums_gpu(parts, jnp.where(is_part, numbers, -1), capacity=num_blocks, interpret=interpret)  # each crosses a border
-    outside = capacity + jnp.arange(num_blocks, dtype=jnp.int32)
-    targets = outside.at[jnp.where(is_first, numbers, num_blocks)].set(jnp.where(part_ranks < capacity, part_ranks, 2 * capacity + num_blocks), mode="drop")
+    targets = jnp.full(num_blocks, capacity, jnp.int32).at[jnp.where(is_first, numbers, num_blocks)].set(part_ranks, mode="drop")
     return sums.at[targets].set(totals, mode="drop")
 
 
@@ -264,7 +266,8 @@ def _gpu_codes(ranks: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
 def _gpu_kernel(codes, values, sums, parts, *, width):
     start = lax.axis_index("block") * _GPU_BLOCK
     layout = plgpu.Layout.WG_STRIDED((width,), next(size for size in (4, 2, 1) if width // WARPGROUP % size == 0))
-    at_once = max(1, min(8, 4096 // width))  # rows read before the first is used, to have as many reads in flight
+    # Rows read before the first is used, to have as many reads in flight as registers allow; it has to divide a block.
+    at_once = next(size for size in (8, 4, 2, 1) if size * width <= 4096 or size == 1)
 
     def zeros():
         return plgpu.layout_cast(jnp.zeros((width,), jnp.float32), layout)

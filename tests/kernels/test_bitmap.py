@@ -26,7 +26,9 @@ def test_bits_lie_as_numpy_packs_them(size):
     np.testing.assert_array_equal(encode(presence), words)
 
 
-@pytest.mark.parametrize(("size", "density", "mode"), [(1, 1.0, "eager"), (4097, 0.0, "on_wait"), (300_000, 0.02, "on_wait"), (300_000, 0.02, "eager")])
+@pytest.mark.parametrize(
+    ("size", "density", "mode"), [(1, 1.0, "eager"), (4097, 0.0, "on_wait"), (300_000, 0.02, "on_wait"), (300_000, 0.02, "eager")]
+)
 def test_tpu_kernels_agree_with_their_oracles(size, density, mode):
     presence = presence_of(size, density)
     words = bitmap_encode.encode_reference(presence)

@@ -53,7 +53,9 @@ def expected_of(values, rows, counts):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("devices", "capacity", "width", "dtype"), [(1, 5, 16, jnp.float32), (3, 20, 33, jnp.bfloat16), (5, 9, 130, jnp.float32)])
+@pytest.mark.parametrize(
+    ("devices", "capacity", "width", "dtype"), [(1, 5, 16, jnp.float32), (3, 20, 33, jnp.bfloat16), (5, 9, 130, jnp.float32)]
+)
 def test_tpu_kernel(devices, capacity, width, dtype, mode):
     values, rows, counts = operands(devices, 10, capacity, width, dtype)
     arrays = values, rows, jnp.where(counts == capacity, capacity + 30, counts)  # nothing is written behind the end

@@ -135,7 +135,7 @@ def test_rounds_of_the_gpu_kernel(ranks):
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the interpreter of this JAX does not know layouts")
 def test_gpu_kernel_in_the_interpreter():
-    ids, values = rows_of(150, 4, 20, 128)  # three blocks: two rounds
+    ids, values = rows_of(150, 4, 20, 640)  # three blocks: two rounds
     _, ranks, count = ranks_of(ids, 150)
     with interpreting_gpu() as interpret:
         sums = sums_gpu(values, ranks, capacity=150, interpret=interpret)[: int(count)]
@@ -156,7 +156,9 @@ def test_gpu_programs_contain_the_kernel():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("num_rows", "num_ids", "width", "dtype"), [(50, 20, 128, jnp.float32), (20_000, 3, 512, jnp.float32), (20_000, 9000, 384, jnp.bfloat16)])
+@pytest.mark.parametrize(
+    ("num_rows", "num_ids", "width", "dtype"), [(50, 20, 128, jnp.float32), (20_000, 3, 640, jnp.float32), (20_000, 9000, 384, jnp.bfloat16)]
+)
 def test_gpu_kernel(num_rows, num_ids, width, dtype):
     ids, values = rows_of(num_rows, num_ids, num_rows // 7, width, dtype)
     _, ranks, count = ranks_of(ids, num_rows)
