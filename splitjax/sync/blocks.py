@@ -48,7 +48,7 @@ class Blocks(Scheme):
         return Capacities(local=local_capacity(sparsity), union=union_capacity(sparsity), push=push, pull=pull, levels=levels)
 
     def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:
-        row_size = local.values[:1].size
+        row_size = local.row_size
         block, n = self._block_rows(row_size), lax.axis_size(axis)
         check_levels(self, capacities, 1)
         exchange = self._exchange(capacities, local.num_rows, row_size, n)

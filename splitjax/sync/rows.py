@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -46,12 +47,9 @@ class RowSparse:
         return self.values.shape[1:]
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of one row's values."""
-        size = 1
-        for dim in self.row_shape:
-            size *= dim
-        return size * self.values.dtype.itemsize
+    def row_size(self) -> int:
+        """Values of one row."""
+        return math.prod(self.row_shape)
 
     @property
     def overflowed(self) -> Array:

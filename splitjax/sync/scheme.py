@@ -159,7 +159,9 @@ def synchronise(
 
     **Returns:** what `then` returns, the same on every worker, and `Stats`.
     """
-    return finish(which.attempt(local, axis, capacities), local, axis, then) if lax.axis_size(axis) > 1 else _alone(local, then)
+    if _is_trivial(local, axis):
+        return _alone(local, then)
+    return finish(which.attempt(local, axis, capacities), local, axis, then)
 
 
 def finish(attempt: Attempt, local: RowSparse, axis: Axis, then: Callable[[RowSparse], Any] | None = None) -> tuple[Any, Stats]:
@@ -186,7 +188,7 @@ def synchronise_into(
 
     **Returns:** the new carry, and `Stats`.
     """
-    if lax.axis_size(axis) == 1:
+    if _is_trivial(local, axis):
         return _alone(local, lambda rows: then(rows, carry))
     return finish_into(which.attempt(local, axis, capacities), local, axis, carry, then)
 
@@ -219,8 +221,13 @@ def _stats(attempt: Attempt, union_rows: Array, local: RowSparse, axis: Axis) ->
     return Stats(local.count, union_rows, sent.astype(jnp.int32), fell_back, incomplete)
 
 
+def _is_trivial(local: RowSparse, axis: Axis) -> bool:
+    """One worker alone, or room for no rows, which is alike on all workers."""
+    return lax.axis_size(axis) == 1 or not local.capacity
+
+
 def _alone(local: RowSparse, then: Callable[[RowSparse], Any] | None) -> tuple[Any, Stats]:
-    """One worker: its rows are the sum."""
+    """This worker's rows are the sum."""
     return then(local) if then else local, Stats(local.count, local.count, jnp.int32(0), jnp.bool_(False), local.overflowed)
 
 

@@ -64,7 +64,7 @@ class Zen(Scheme):
         return Capacities(local=local, union=union, push=push, pull=pull)
 
     def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:
-        row_size = local.values[:1].size
+        row_size = local.row_size
         items = self._items_per_row(row_size)
         exchange = self._exchange(capacities, local.num_rows, items, lax.axis_size(axis))
         local = local.padded(min(capacities.local, local.capacity))

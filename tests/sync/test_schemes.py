@@ -179,3 +179,18 @@ def test_tables_are_updated_in_place_and_no_dense_gradient_exists():
         table, fell_back = step(jnp.zeros((num_rows, width)), ids, np.ones((n, lookups, width), np.float32))
         assert fell_back == (ids is many_rows)
         np.testing.assert_array_equal(np.asarray(table)[:, 0], -np.bincount(ids.reshape(-1), minlength=num_rows))
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_batches_without_any_lookup(name):
+    scheme = SCHEMES[name]
+
+    def worker(table):
+        local = sync.from_lookups(jnp.zeros((0,), jnp.int32), jnp.zeros((0, WIDTH)), NUM_ROWS)
+        add = lambda rows, table: rows.update(table, jnp.add)
+        return sync.synchronise_into(scheme, local, "data", scheme.plan(profile(2)), table, add)[0]
+
+    run = jax.shard_map(worker, mesh=mesh_of(2), in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    assert jax.eval_shape(run, jnp.ones((NUM_ROWS, WIDTH))).shape == (NUM_ROWS, WIDTH)
+    if name == "row_exchange":
+        np.testing.assert_array_equal(jax.jit(run)(jnp.ones((NUM_ROWS, WIDTH))), 1)
