@@ -56,6 +56,7 @@ class Watch:
         self._signs: dict[int, tuple[float, int]] = {}
         self._hung: set[int] = set()
         self._ticked = self._began
+        self._stood_still_until = self._began
         self._is_stopping = False
         self._deadline = float("inf")
         self._reason_of_deadline = self._reason = ""
@@ -71,7 +72,7 @@ class Watch:
     def take(self, event: Event) -> None:
         """Notes an event, and what is to be done because of it."""
         if event.alive is not None:
-            self._signs[event.rank] = event.at, event.alive
+            self._signs[event.rank] = max(event.at, self._stood_still_until), event.alive
             return
         self._signs.pop(event.rank, None)
         # Not the ends decide who left first: taking down a process can last longer than it takes the others to fail because of
@@ -119,7 +120,8 @@ class Watch:
         lets Python run. The others wait for them, and nobody else would end it."""
         now = time.monotonic()
         paused, self._ticked = now - self._ticked, now
-        if paused > _PAUSE_SECONDS:  # this process did not run either: what they wrote meanwhile is yet to be read
+        if paused > _PAUSE_SECONDS:  # this process did not run either: what they wrote meanwhile is yet to be read, or yet to be taken
+            self._stood_still_until = now
             self._signs = {rank: (at + paused, pid) for rank, (at, pid) in self._signs.items()}
         if self._is_stopping or self._deadline < float("inf"):
             return

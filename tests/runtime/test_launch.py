@@ -88,11 +88,11 @@ def test_no_sign_is_expected_of_who_does_not_train(launched, script):
 
 
 def test_a_launcher_that_stood_still_does_not_blame_its_workers():
-    script = RANK + SIGN + "print('up', flush=True)\nfor _ in range(25): sign(f'alive {os.getpid()}'); time.sleep(0.2)"
-    with command("--heartbeat-seconds", "1", "--", sys.executable, "-c", script) as process:
+    script = RANK + SIGN + "print('up', flush=True)\nfor _ in range(30): sign(f'alive {os.getpid()}'); time.sleep(0.2)"
+    with command("--heartbeat-seconds", "2", "--", sys.executable, "-c", script) as process:
         assert "up" in process.stdout.readline()
         process.send_signal(signal.SIGSTOP)
-        time.sleep(2)
+        time.sleep(3.5)
         process.send_signal(signal.SIGCONT)
         assert process.wait(60) == 0, process.stderr.read()
 
@@ -281,3 +281,29 @@ def test_help_is_one_page():
 def test_a_config_that_cannot_be():
     with pytest.raises(LaunchError, match="restarts must be at least 0"):
         launch.LaunchConfig(restarts=-1)
+
+
+def test_a_sign_that_was_read_before_the_launcher_stood_still_is_not_too_old(monkeypatch):
+    from splitjax.runtime import watch as watching
+
+    class Worker:
+        rank, killed = 0, False
+
+        def signal_group(self, number):
+            self.killed = True
+
+    now, worker = [100.0], Worker()
+    monkeypatch.setattr(watching.time, "monotonic", lambda: now[0])
+    watch = watching.Watch(launch.LaunchConfig(heartbeat_seconds=1), None)
+    watch.start([worker])
+    watch.take(watching.Event(0, 100.0, alive=os.getpid()))
+    now[0] += 2.0
+    watch._end_hung()
+    watch.take(watching.Event(0, 100.1, alive=os.getpid()))  # read before, taken behind
+    now[0] += 0.1
+    watch._end_hung()
+    assert not worker.killed
+    for _ in range(20):
+        now[0] += 0.1
+        watch._end_hung()
+    assert worker.killed  # and from then on its silence counts
