@@ -21,7 +21,7 @@ from typing import Any
 
 NUM_WORKERS = 2
 MODEL, WIDTH, HEAD, EXAMPLES = "vgg11", 1.0, 4096, 128  # examples of a worker
-ROUNDS, STEPS = 7, 2
+ROUNDS, STEPS = 5, 1
 SLOW_ROUNDS = 3  # behind a rate limit
 LINKS = {"unlimited (loopback)": None, "1 Gb/s": "1gbit", "200 Mb/s": "200mbit"}
 LEAST_SPEEDUP = 1.9
