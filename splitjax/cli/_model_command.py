@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from splitjax.cli import _session
-from splitjax.cli._options import Library, MeshText, ModelName, OptimizerName, Traceback, check_positive, parse_mesh
+from splitjax.cli._options import GroupComm, Library, MeshText, ModelName, OptimizerName, Traceback, check_positive, parse_mesh
 from splitjax.errors import PlanError
 
 if TYPE_CHECKING:
     from splitjax.cli._models import Planned
-
-GroupComm = Literal["auto", "gather", "turns", "modulo"]
 
 
 @dataclasses.dataclass(frozen=True)

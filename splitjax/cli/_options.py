@@ -12,6 +12,7 @@ from splitjax.mesh import MeshShape
 
 ModelName = Literal["vgg11", "vgg16", "resnet18", "resnet50", "mlp", "transformer"]
 Library = Literal["linen", "nnx"]
+GroupComm = Literal["auto", "gather", "turns", "modulo"]
 OptimizerName = Literal["adam", "momentum", "adafactor"]
 MeshText = Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")]
 

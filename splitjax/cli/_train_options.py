@@ -9,9 +9,7 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from splitjax.cli._options import OptionValueError
-
-TrainedModel = Literal["vgg11", "vgg16", "resnet18", "resnet50", "mlp", "transformer"]
+from splitjax.cli._options import GroupComm, ModelName, OptionValueError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +36,7 @@ class DataOptions:
 class ModelOptions:
     """What to train. An option that the model lacks is an error."""
 
-    model: TrainedModel = "vgg16"
+    model: ModelName = "vgg16"
     """Which model."""
     width: float | None = None
     """VGG, ResNet: multiplies the channels of every convolution."""
@@ -94,7 +92,7 @@ class LayoutOptions:
     """Mesh axes and their sizes, as data=2,model=4; all devices on data if not given."""
     rules: str = "splitbrain"
     """A shipped rule set (splitbrain, megatron, fsdp, data_parallel) or the path of a TOML file."""
-    group_comm: Literal["auto", "gather", "turns", "modulo"] = "auto"
+    group_comm: GroupComm = "auto"
     """How examples cross from whole into split layers."""
     shard_state: bool = False
     """Also split optimizer state and gradients of parameters that stay whole."""
