@@ -7,7 +7,9 @@ same files.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import gzip
 import hashlib
 import http.client
@@ -18,7 +20,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from splitjax.data import cifar10, idx
 from splitjax.data._archive import CHUNK_BYTES, SUMS, check_sums, read_members, read_sums, write_sums
@@ -101,7 +103,8 @@ def fetch(name: str, folder: str | os.PathLike, *, progress: Progress | None = N
     loaders check them against.
 
     A file is put in place only when it is whole and its checksum is the official one: whatever interrupts a download, there is
-    nothing half done, and a file that is there is never overwritten. One process should fetch, not all of them.
+    nothing half done, and a file that is there is never overwritten. Of several processes of one machine one fetches, and the
+    others wait for it.
 
     Raises `DataError` for an unknown name, where there is no network, for a download that is not the official file or does
     not unpack to what it should, for a folder that cannot be written to, and for files that are there but have changed since
@@ -116,29 +119,51 @@ def fetch(name: str, folder: str | os.PathLike, *, progress: Progress | None = N
 def fetch_source(source: Source, folder: pathlib.Path, *, progress: Progress | None = None, timeout_seconds: float = 30.0) -> pathlib.Path:
     """As `fetch`, from a source of one's own."""
     target = folder / source.folder
-    if all((target / name).is_file() for name in source.files):
-        check_sums(target, source.files)
-        return target
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as made:
-            unpacked = pathlib.Path(made, source.folder)
-            unpacked.mkdir()
-            for download in source.downloads:
-                if all((target / name).is_file() for name in download.files):
-                    continue
-                packed = pathlib.Path(made, download.file_name)
-                _download(download, packed, progress, timeout_seconds)
-                _unpack(download, packed, unpacked)
-                packed.unlink()
-            _put_in_place(unpacked, target)
-    except OSError as error:
-        raise DataError(
-            f"the files cannot be written: {error.strerror or error}",
-            place=str(folder),
-            remedy="give a folder with room that may be written to",
-        ) from error
+    if not _is_there(source, target):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with _locked(folder):
+                if not _is_there(source, target):  # another process may have fetched it while this one waited
+                    _fetch_into(source, folder, target, progress, timeout_seconds)
+                    return target
+        except OSError as error:
+            raise DataError(
+                f"the files cannot be written: {error.strerror or error}",
+                place=str(folder),
+                remedy="give a folder with room that may be written to",
+            ) from error
+    check_sums(target, source.files)
     return target
+
+
+def _is_there(source: Source, target: pathlib.Path) -> bool:
+    return all((target / name).is_file() for name in source.files)
+
+
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path) -> Iterator[None]:
+    """Keeps other processes of this machine from fetching into the folder: all workers of a run start at once, and one download serves
+    them all. The kernel lets go of the lock with the process."""
+    opened = os.open(folder, os.O_RDONLY)  # the folder itself: nothing is left behind
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
+
+
+def _fetch_into(source: Source, folder: pathlib.Path, target: pathlib.Path, progress: Progress | None, timeout_seconds: float) -> None:
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as made:
+        unpacked = pathlib.Path(made, source.folder)
+        unpacked.mkdir()
+        for download in source.downloads:
+            if all((target / name).is_file() for name in download.files):
+                continue
+            packed = pathlib.Path(made, download.file_name)
+            _download(download, packed, progress, timeout_seconds)
+            _unpack(download, packed, unpacked)
+            packed.unlink()
+        _put_in_place(unpacked, target)
 
 
 def _download(download: Download, file: pathlib.Path, progress: Progress | None, timeout_seconds: float) -> None:

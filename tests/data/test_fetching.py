@@ -102,6 +102,17 @@ def test_an_archive_is_fetched_once_checked_and_can_be_loaded(served, tmp_path):
     assert len(served[2]) == 1  # asked for once
 
 
+def test_all_workers_of_a_run_may_fetch_at_once_and_one_download_serves_them(served, tmp_path):
+    source, found = offer(served, archive()), []
+    workers = [threading.Thread(target=lambda: found.append(fetch_source(source, tmp_path / "data"))) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert found == [tmp_path / "data" / FOLDER] * 4 and len(served[2]) == 1
+    assert listing(tmp_path / "data")[0] == FOLDER  # nothing lies beside it
+
+
 def test_a_file_damaged_since_is_named_and_not_overwritten(served, tmp_path):
     source = offer(served, archive())
     folder = fetch_source(source, tmp_path / "data")
