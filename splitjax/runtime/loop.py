@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 
 from splitjax.errors import TrainingError
 from splitjax.runtime.ledger import Ledger
@@ -158,7 +157,7 @@ class _Loop:
         self.row: dict[str, Any] = {}
         self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
         self._evaluation: dict[str, float] = {}
-        self._losses: list[float] = []
+        self._loss_sum, self._num_losses = 0.0, 0  # since the last save; no list, which a run without saves would grow for ever
         self._told = time.perf_counter()
 
     def dispatched(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
@@ -182,11 +181,11 @@ class _Loop:
     def save(self, number: int, state: Any, position: Position, wait: bool) -> None:
         evaluation = dict(self._evaluation)
         self.drain()
-        metrics = {**evaluation, "loss": float(np.mean(self._losses)), **{k: v for k, v in self.row.items() if k == "accuracy"}}
+        metrics = {**evaluation, "loss": self._loss_sum / self._num_losses, **{k: v for k, v in self.row.items() if k == "accuracy"}}
         assert self.checkpoints is not None
         with self.ledger.during("checkpoint"):
             self.checkpoints.save(number, state, {**self.extra, "position": position.to_json()}, metrics, wait=wait)
-        self._losses.clear()
+        self._loss_sum, self._num_losses = 0.0, 0
 
     def _tell(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
         values = {name: float(value) for name, value in metrics.items()}
@@ -202,7 +201,7 @@ class _Loop:
                 f"the loss of step {number} is {values['loss']}", value=values["loss"], place=f"step {number}",
                 remedy="lower the learning rate, clip gradients or compute in float32; what was saved before is finite",
             )
-        self._losses.append(values["loss"])
+        self._loss_sum, self._num_losses = self._loss_sum + values["loss"], self._num_losses + 1
         epoch = None if self.options.steps_per_epoch is None else (number - 1) // self.options.steps_per_epoch
         rate = None if self.learning_rates is None else float(self.learning_rates[number - 1])
         loss = values.pop("loss")

@@ -43,7 +43,7 @@ class JsonLines:
     """
 
     def __init__(self, path: pathlib.Path, resume_step: int = 0):
-        self._file = _reopen(path, lambda line: _json_step(line), resume_step, header=None)
+        self._file = _reopen(path, _json_step, resume_step, header=None)
 
     def step(self, row: Row) -> None:
         self._file.write(json.dumps({name: value for name, value in row.items() if value is not None}) + "\n")
