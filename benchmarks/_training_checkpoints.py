@@ -39,13 +39,13 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
     from benchmarks._training_common import ONE_THREAD, run_child
 
     settings = {"data_dir": str(data_dir), "rounds": 1 if quick else ROUNDS, "interval": 10 if quick else INTERVAL}
-    return _report(run_child("_training_checkpoints", settings, {"XLA_FLAGS": ONE_THREAD}), settings)
+    return _report(run_child("_training_checkpoints", settings, ONE_THREAD), settings)
 
 
 def _report(found: dict[str, Any], settings: dict[str, Any]) -> Any:
     from benchmarks._common import table
     from benchmarks._splitbrain_common import Goal, Section, mib, quartiles_of_ratios, ratio_of_medians
-    from benchmarks._training_common import ONE_THREAD, quiet_rounds
+    from benchmarks._training_common import ONE_THREAD_WORDS, quiet_rounds
 
     used, note = quiet_rounds(found["others"])
     saving, plain = ([found[name][number] for number in used] for name in (WITH, WITHOUT))
@@ -57,7 +57,7 @@ def _report(found: dict[str, Any], settings: dict[str, Any]) -> Any:
     blocked, write = [found["blocked"][number] for number in used], [found["written"][number] for number in used]
     lines = [
         f"{MODEL.upper()} (width {WIDTH:g}, head of {HEAD}) with Adam: {mib(found['state_bytes'])} MiB of state; {EXAMPLES} examples a step of the CIFAR-10 sample, one "
-        f"device, in the loop of `splitjax train`. The device is one core and the host's threads have the other (`XLA_FLAGS=\"{ONE_THREAD}\"`), as in the section on "
+        f"device, in the loop of `splitjax train`. The device is one core and the host's threads have the other (`{ONE_THREAD_WORDS}`), as in the section on "
         f"input. {len(used)} of {len(found['others'])} rounds, each of {steps} steps with one save in their middle and {steps} steps without, in turns; the time "
         f"includes waiting, at the end of the {steps} steps, until the checkpoint is complete, so that nothing of its cost is left out. {note}", "",
         *table([f"{steps} steps", "seconds", "examples/s", "throughput over without (quartiles of rounds)"], rows), "",

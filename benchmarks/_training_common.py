@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 # XLA on one thread: the second core of this machine is then left to the host's threads, as an accelerator leaves the host's cores to them.
-ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+# The flags alone do not bound the pool on which jax runs compiled code; NPROC does.
+ONE_THREAD = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1", "NPROC": "1"}
+ONE_THREAD_WORDS = " ".join(f'{name}="{value}"' for name, value in ONE_THREAD.items())
 MOST_OTHERS = 0.3  # cores that others keep busy before a round is called disturbed
 _TICKS = os.sysconf("SC_CLK_TCK")
 

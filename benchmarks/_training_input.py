@@ -21,13 +21,13 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
     from benchmarks._training_common import ONE_THREAD, run_child
 
     settings = {"data_dir": str(data_dir), "rounds": 2 if quick else ROUNDS, "steps": 4 if quick else STEPS, "batches": 20 if quick else PIPELINE_BATCHES}
-    return _report(run_child("_training_input", settings, {"XLA_FLAGS": ONE_THREAD}), settings)
+    return _report(run_child("_training_input", settings, ONE_THREAD), settings)
 
 
 def _report(found: dict[str, Any], settings: dict[str, Any]) -> Any:
     from benchmarks._common import table
     from benchmarks._splitbrain_common import Goal, Section, quartiles_of_ratios, ratio_of_medians
-    from benchmarks._training_common import ONE_THREAD, quiet_rounds
+    from benchmarks._training_common import ONE_THREAD_WORDS, quiet_rounds
 
     used, note = quiet_rounds(found["others"])
     real, resident, waited = ([found[name][number] for number in used] for name in (REAL, RESIDENT, "waited"))
@@ -42,7 +42,7 @@ def _report(found: dict[str, Any], settings: dict[str, Any]) -> Any:
     lines = [
         f"{MODEL.upper()} (width {WIDTH:g}, head of {HEAD}), {EXAMPLES} examples a step, one device, SGD with momentum, in the loop of `splitjax train` "
         f"(`runtime.loop.train`, `data.prefetch`). Real data: the CIFAR-10 sample, rows read from its files, cropped, flipped, standardised and placed by the "
-        f"input thread. The device is one core of this machine and the host's threads have the other (`XLA_FLAGS=\"{ONE_THREAD}\"`), as an accelerator "
+        f"input thread. The device is one core of this machine and the host's threads have the other (`{ONE_THREAD_WORDS}`), as an accelerator "
         f"leaves the host's cores to its input. {len(used)} of {len(found['others'])} rounds of {settings['steps']} steps each, in turns. {note}", "",
         *table(["", "step, ms", "examples/s", "over resident", "loop waited for input, ms a step"], rows), "",
         f"The input pipeline alone, on one core: {alone:,.0f} examples/s, {alone / rate:.0f} times what this step takes. Where it has to share the device's "
