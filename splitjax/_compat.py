@@ -27,6 +27,7 @@ DropVar = jex.DropVar
 Primitive = jex.Primitive
 ClosedJaxpr = jex.ClosedJaxpr
 Jaxpr = jex.Jaxpr
+NO_EFFECTS = frozenset()
 
 # Frames of these packages are machinery between a user's line and the operation it caused.
 _INSTALLED = tuple(f"-packages/{name}/" for name in ("jax", "jaxlib", "flax", "haiku", "equinox", "optax", "chex", "jaxtyping"))
@@ -149,6 +150,13 @@ def build_jaxpr(like: Any, invars: Sequence[Any], outvars: Sequence[Any], eqns: 
 def new_variable(like: Any) -> Any:
     """A fresh variable of the type of another."""
     return Var(like.aval)
+
+
+def variable_of(aval: Any) -> Any:
+    """A fresh variable of a type: an abstract value or a `ShapeDtypeStruct`."""
+    if not isinstance(aval, jax.ShapeDtypeStruct):
+        return Var(aval)
+    return Var(jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=bool(aval.weak_type)))
 
 
 def is_abstract(value: Any) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 
 from splitjax.errors import MeshError, PlanError
 from splitjax.mesh import MeshShape
-from splitjax.plan import FORMAT, Collective, Constraint, LayerPlan, LeafPlan, Memory, Plan, Spec, spec_axes
+from splitjax.plan import FORMAT, Collective, Constraint, LayerPlan, LeafPlan, Memory, Plan, Spec, SyncPlan, spec_axes
 
 Reader = Callable[[Any, str], Any]  # (JSON value, key path) -> checked value
 _REMAKE = "make the plan anew with this version of splitjax: `step.plan(...).save(path)`"
@@ -229,10 +229,13 @@ _LAYER = {"name": _text, "kind": _text, "params": _list(_text), "specs": _list(_
 _MEMORY = {"state_bytes": _count, "activation_bytes": _count, "peak_bytes": _count}
 _COLLECTIVE = {"op": _text, "axis": _text, "bytes": _count, "layer": _text, "why": _text}
 _CONSTRAINT = {"site": _list(_count), "operand": _whole, "spec": _spec, "layer": _text, "why": _text}
+_SYNC = {
+    "param": _text, "scheme": _text, "axis": _text, "rows": _count, "bytes": _count, "dense_bytes": _count, "why": _text,
+}
 _PLAN = {
     "mesh": _mesh, "rules": _text, "replicated_batch": _choice("all", "data"), "batch_axes": _list(_text),
     "leaves": _list(_object(LeafPlan, _LEAF)), "layers": _list(_object(LayerPlan, _LAYER)),
     "constraints": _list(_object(Constraint, _CONSTRAINT)), "gathered": _list(_text), "memory": _object(Memory, _MEMORY),
     "collectives": _list(_object(Collective, _COLLECTIVE)), "notes": _list(_text),
-    "group_comm": _choice("gather", "turns", "modulo"),
+    "group_comm": _choice("gather", "turns", "modulo"), "syncs": _list(_object(SyncPlan, _SYNC)),
 }

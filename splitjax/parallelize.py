@@ -15,8 +15,10 @@ from splitjax import _compat
 from splitjax.errors import DonatedStateError
 from splitjax.lower.arguments import Bound, argument_names, bind, difference, make_options, positional
 from splitjax.lower.entry import CompileRecord, Entry, Recipe, SignatureChanged, build_entry, trace_error
+from splitjax.lower.observing import Decision, Observer, decide
 from splitjax.lower.options import check_options, reject_mutating_modules, resolve_plan
 from splitjax.lower.placement import abstract_state, init_state, place_state, unshare
+from splitjax.lower.sync_request import parse as parse_sync
 from splitjax.mesh import MeshShape, make_mesh
 from splitjax.plan import Plan
 from splitjax.report.value import Report, make_report
@@ -56,7 +58,9 @@ def parallelize(
       between the first and the last by predicted memory.
     - `shard_state`: also split optimizer state and summed gradients of parameters that are whole over some axes over these
       axes; the parameters stay whole (ZeRO stages 1 and 2; docs/sharded_state.md). A pinned plan decides for itself.
-    - `sync` (`"dense"`), `backprop` (None): other documented values raise `UnavailableError` in this version.
+    - `sync`: how gradients of tables with row lookups are exchanged: `"dense"`, a scheme of `splitjax.sync` or its name, `"auto"`, or
+      `{parameter pattern: one of these}` (docs/sparse.md).
+    - `backprop`: only None in this version; other documented values raise `UnavailableError`.
 
     **Returns** a `ParallelStep`, called like the step itself.
 
@@ -68,10 +72,11 @@ def parallelize(
             donate=donate, plan=plan, state_argnums=state_argnums, batch_argnums=batch_argnums, state_outnums=state_outnums,
             static_argnums=static_argnums, static_argnames=static_argnames, unknown=unknown,
         )
-    check_options(fn, mesh=mesh, rules=rules, group_comm=group_comm, sync=sync, backprop=backprop, shard_state=shard_state, unknown=unknown)
+    check_options(fn, mesh=mesh, rules=rules, group_comm=group_comm, backprop=backprop, shard_state=shard_state, unknown=unknown)
     options = make_options(fn, state_argnums, batch_argnums, static_argnums, static_argnames, state_outnums)
     recipe = Recipe(
-        fn, options, load_rules(rules), resolve_plan(plan), donate, unknown, returns_state=True, group_comm=group_comm, shard_state=shard_state
+        fn, options, load_rules(rules), resolve_plan(plan), donate, unknown, returns_state=True, group_comm=group_comm, shard_state=shard_state,
+        sync=parse_sync(sync, f"parallelize({getattr(fn, '__name__', fn)!s})"),
     )
     return ParallelStep(recipe, mesh)
 
@@ -90,6 +95,8 @@ class ParallelStep:
         self._compiles: list[CompileRecord] = []
         self._last: Entry | None = None
         self._agreed: set[int] = set()  # programs that all processes were found to share
+        self._observers: dict[Any, Observer] = {}  # by signature, where tables are synchronised by rows
+        self._first: dict[Any, Entry] = {}  # the programs of their first steps
         self._num_calls = 0
         self._calls: collections.deque[tuple[int, int, Any, int]] = collections.deque(maxlen=_REMEMBERED_CALLS)
 
@@ -110,20 +117,22 @@ class ParallelStep:
         entry = self._last
         if entry is None:
             entry = self._entry(args)
+        if entry.sparse is not None:
+            entry = self._settled(entry)
         if self._recipe.donate:
             args = self._own_states(args)
         if self.mesh.is_multi_process:
             args, entry = self._across_processes(args)
         try:
             try:
-                result = entry.jitted(*args)
+                result = self._run(entry, args)
             except SignatureChanged:
-                result = self._entry(args).jitted(*args)
+                result = self._run(self._entry(args), args)
             except ValueError:
                 other = self._entry(args)  # jax.jit compares the structure of the arguments before it traces
                 if other is entry:
                     raise
-                result = other.jitted(*args)
+                result = self._run(other, args)
         except (RuntimeError, ValueError) as error:
             raise self._explain(error, args) from error
         self._num_calls += 1
@@ -190,6 +199,28 @@ class ParallelStep:
         recipe = Recipe(fn, options, self._recipe.rules, None, False, self._recipe.unknown, returns_state=False)
         return ParallelStep(recipe, None, parent=self)
 
+    def _run(self, entry: Entry, args: tuple) -> Any:
+        if entry.sparse is None:
+            return entry.jitted(*args)
+        result, observed = entry.jitted(*args)
+        self._observers.setdefault(entry.bound.signature, Observer()).note(observed)
+        return result
+
+    def _settled(self, entry: Entry) -> Entry:
+        """The program that a step runs from now on: another one, once its tables' first steps were observed."""
+        signature = entry.bound.signature
+        observer = self._observers.get(signature)
+        if observer is None or not observer.is_ready(entry.observes):
+            return entry
+        if entry.observes:
+            decision = decide(entry.sparse, self._recipe.sync, observer.take_samples(), self.mesh)
+            entry = self._build(entry.bound, decision, "its tables were observed")
+            self._first.setdefault(signature, self._entries[signature])
+        elif observer.overflows():
+            entry = self._first[signature]
+        self._entries[signature] = self._last = entry
+        return entry
+
     def _entry(self, args: tuple) -> Entry:
         """The plan and program for a call's signature, made when it is new."""
         reject_mutating_modules(args, self._recipe.name)
@@ -209,12 +240,11 @@ class ParallelStep:
         self._agreed.add(id(entry))
         return args, entry
 
-    def _build(self, bound: Bound) -> Entry:
+    def _build(self, bound: Bound, decision: Decision | None = None, reason: str = "first call") -> Entry:
         started = time.perf_counter()
         layouts = self._parent._layouts() if self._parent is not None else None
-        entry = build_entry(self._recipe, self.mesh, bound, layouts)
-        reason = "first call"
-        if self._entries:
+        entry = build_entry(self._recipe, self.mesh, bound, layouts, decision)
+        if self._entries and decision is None:
             reason = min(difference(bound, old.bound) for old in self._entries.values())[1]
         self._compiles.append(CompileRecord(len(self._compiles) + 1, reason, time.perf_counter() - started))
         self._compiles[-1].log(self._recipe.name)

@@ -26,6 +26,7 @@ from splitjax.mesh import MeshShape
 SpecEntry = None | str | tuple[str, ...]
 Spec = tuple[SpecEntry, ...]
 FORMAT = 1
+ROW_EXCHANGE = "row_exchange"  # among collectives: all messages by which one table's rows are synchronised, whatever the scheme
 
 
 def spec_axes(spec: Spec) -> tuple[str, ...]:
@@ -94,10 +95,30 @@ class Memory:
 class Collective:
     """One predicted collective of the step: `bytes` is what each device sends per step."""
 
-    op: str  # all_reduce, all_gather, reduce_scatter, all_to_all
+    op: str  # all_reduce, all_gather, reduce_scatter, all_to_all, or ROW_EXCHANGE
     axis: str  # mesh axis, or several joined by "+"
     bytes: int
     layer: str
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class SyncPlan:
+    """How the gradient of one table with row lookups is synchronised.
+
+    - `scheme`: its name; `dense` also where the table's gradient has to stay whole.
+    - `axis`: the mesh axes of the workers, joined by "+"; empty where there is nothing to exchange.
+    - `rows`: of the table. `bytes`: what each worker sends per step, padding included; 0 while the first steps are observed.
+    - `dense_bytes`: what an all-reduce of the whole table would send.
+    - `why`: who chose it, or why it stays dense.
+    """
+
+    param: str
+    scheme: str
+    axis: str
+    rows: int
+    bytes: int
+    dense_bytes: int
     why: str
 
 
@@ -139,6 +160,7 @@ class Plan:
     collectives: tuple[Collective, ...] = ()
     notes: tuple[str, ...] = ()
     group_comm: str = "gather"  # how examples cross into split layers: gather, turns or modulo
+    syncs: tuple[SyncPlan, ...] = ()  # tables with row lookups, where another synchronisation than the dense one was asked for
 
     @functools.cached_property
     def _by_path(self) -> Mapping[str, LeafPlan]:
@@ -287,6 +309,7 @@ def _differences(a: Plan, b: Plan) -> Iterator[str]:
     for field in dataclasses.fields(Memory):
         yield from _diff_value(f"memory.{field.name}", getattr(a.memory, field.name), getattr(b.memory, field.name))
     yield from _diff_entries("collective", a.collectives, b.collectives, lambda c: f"{c.op} over {c.axis} for {c.layer} ({c.why})")
+    yield from _diff_entries("table", a.syncs, b.syncs, lambda one: one.param)
     yield from _diff_entries("note", a.notes, b.notes, repr)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from splitjax import _compat
 from splitjax.errors import PlanError, SplitjaxError, StateError, TraceError
@@ -17,12 +17,15 @@ from splitjax.lower.agreement import agree, program_text
 from splitjax.lower.arguments import Bound, Options, abstract, bind, call_with, keyword_only
 from splitjax.lower.exchange import derive_exchanges, weight_uses
 from splitjax.lower.group_comm import choose, crosses
-from splitjax.lower.layout import BoundaryHook, Layout, evaluate, named_sharding
+from splitjax.lower.layout import BoundaryHook, Hooks, Layout, evaluate, named_sharding
 from splitjax.lower.microbatching import boundary_hook, check_turns, make_twin
+from splitjax.lower.observing import Decision, with_syncs
 from splitjax.lower.planning import follow_plan, make_plan, pin_plan
 from splitjax.lower.processes import host_digests, on_mesh
 from splitjax.lower.scatter import derive_scatters, pin_gradients, updated_in_parts
+from splitjax.lower.sparse import SparseStep, evaluate_sparse, find_sparse
 from splitjax.lower.states import match_states
+from splitjax.lower.sync_request import DENSE, SyncRequest
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan, Plan
 from splitjax.rules import RuleSet
@@ -45,6 +48,7 @@ class Recipe:
     returns_state: bool
     group_comm: str = "auto"
     shard_state: bool = False
+    sync: SyncRequest = DENSE
 
     @property
     def name(self) -> str:
@@ -82,6 +86,8 @@ class Entry:
     jitted: Any
     mesh: Mesh
     jaxpr: Any
+    sparse: SparseStep | None = None  # tables synchronised by rows: then `jitted` returns the step's result and what was observed
+    observes: bool = False  # it is the program of the first steps: see `observing`
 
     @functools.cached_property
     def shardings(self) -> tuple[NamedSharding, ...]:
@@ -111,8 +117,10 @@ class SignatureChanged(Exception):
     """Raised while `jax.jit` traces a call whose signature is not the program's: the caller then looks for another one."""
 
 
-def build_entry(recipe: Recipe, mesh: Mesh, bound: Bound, layouts: Mapping[str, LeafPlan] | None) -> Entry:
-    """trace -> match states -> graph -> plan -> jit."""
+def build_entry(
+    recipe: Recipe, mesh: Mesh, bound: Bound, layouts: Mapping[str, LeafPlan] | None, decision: Decision | None = None
+) -> Entry:
+    """trace -> match states -> graph -> plan -> jit. `decision`: how tables are synchronised, once their steps were observed."""
     jaxpr, result = _trace(recipe, bound)
     matched = match_states(recipe.options, bound, result) if recipe.returns_state else {}
     graph = build_graph(jaxpr, bound.arguments, matched)
@@ -122,8 +130,14 @@ def build_entry(recipe: Recipe, mesh: Mesh, bound: Bound, layouts: Mapping[str, 
     if recipe.returns_state:
         check = lambda kind: check_turns(kind, graph, mesh, plan, layout, jaxpr, twin_of)
         plan = choose(recipe.group_comm if recipe.pinned is None else recipe.pinned.group_comm, plan, graph, check, crosses(graph, plan))
-    jitted = _compile(recipe, mesh, bound, jaxpr, result, matched, plan, boundary_hook(graph, mesh, plan, layout, twin_of), layout)
-    return Entry(bound, graph, plan, jitted, mesh, jaxpr)
+    sparse = None
+    if recipe.returns_state and not recipe.sync.is_dense:
+        sparse = find_sparse(graph, jaxpr, plan, recipe.sync, None if decision is None else decision.chosen)
+        plan = with_syncs(plan, sparse, decision)
+        twin_of = sparse.twin_of(twin_of)
+    hook = boundary_hook(graph, mesh, plan, layout, twin_of)
+    jitted = _compile(recipe, mesh, bound, jaxpr, result, matched, plan, hook, layout, sparse)
+    return Entry(bound, graph, plan, jitted, mesh, jaxpr, sparse, sparse is not None and bool(sparse.tables) and decision is None)
 
 
 def _trace(recipe: Recipe, bound: Bound, leaves: list[jax.ShapeDtypeStruct] | None = None) -> tuple[Any, Any]:
@@ -184,7 +198,8 @@ def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> Layout:
     return Layout.of(mesh, (*plan.constraints, *pin_gradients(graph, plan.leaves)), sums, weight_uses(*arguments), names={use.site: use.layer for use in graph.uses})
 
 
-def _compile(recipe: Recipe, mesh: Mesh, bound: Bound, jaxpr, result, matched, plan: Plan, hook: BoundaryHook, layout: Layout):
+def _compile(recipe: Recipe, mesh: Mesh, bound: Bound, jaxpr, result, matched, plan: Plan, hook: BoundaryHook, layout: Layout,
+             sparse: SparseStep | None):
     updated = updated_in_parts(jaxpr, plan.leaves, matched)
     shardings = [named_sharding(mesh, leaf.spec) for leaf in plan.leaves]
     tree = jax.tree.structure(result)
@@ -194,10 +209,14 @@ def _compile(recipe: Recipe, mesh: Mesh, bound: Bound, jaxpr, result, matched, p
         if args_signature(recipe, args) != signature_key(bound):
             raise SignatureChanged
         leaves = jax.tree.leaves([arg for n, arg in enumerate(args) if n not in recipe.options.static_argnums])
-        results = evaluate(layout, jaxpr, leaves, hook)
+        if sparse is None:
+            results, observed = evaluate(layout, jaxpr, leaves, Hooks(hook)), None
+        else:
+            results, observed = evaluate_sparse(sparse, mesh, layout, leaves, hook, matched)
         for number, spec in updated.items():
             results[number] = jax.lax.with_sharding_constraint(results[number], named_sharding(mesh, spec))
-        return jax.tree.unflatten(tree, results)
+        whole = jax.tree.unflatten(tree, results)
+        return whole if sparse is None else (whole, observed)
 
     run.__name__ = run.__qualname__ = recipe.name
     into = [
@@ -207,8 +226,9 @@ def _compile(recipe: Recipe, mesh: Mesh, bound: Bound, jaxpr, result, matched, p
     out: list[Any] = [None] * tree.num_leaves
     for source, target in matched.items():
         out[target] = shardings[source]
+    placed = jax.tree.unflatten(tree, out) if matched else None
     return jax.jit(
-        run, in_shardings=tuple(into), out_shardings=jax.tree.unflatten(tree, out) if matched else None,
+        run, in_shardings=tuple(into), out_shardings=placed if sparse is None else (placed, NamedSharding(mesh, PartitionSpec())),
         donate_argnums=recipe.options.state_argnums if recipe.donate else (), static_argnums=recipe.options.static_argnums,
     )
 

@@ -70,7 +70,8 @@ def _fft(q: Question) -> Outcome:
 
 
 @rule("gather")
-def _gather(q: Question) -> Outcome:
+def gather_outcome(q: Question) -> Outcome:
+    """A lookup of rows, or each example's own entries."""
     numbers, operand, indices = q.params["dimension_numbers"], q.layout(0), q.layout(1)
     sizes, theirs = q.params["slice_sizes"], q.node.part.params["slice_sizes"]
     if any(a != b for d, (a, b) in enumerate(zip(sizes, theirs, strict=True)) if operand is None or d != operand.dim):

@@ -20,6 +20,7 @@ from splitjax import _compat
 from splitjax.lower import gradient
 from splitjax.lower.exchange import Exchange, WeightUse
 from splitjax.lower.groups import Copies, Where, evaluate_product, fits, scope
+from splitjax.lower.row_values import Rows
 from splitjax.lower.scatter import Scatter, Summed
 from splitjax.lower.scattering import evaluate_scatter, evaluate_summed
 from splitjax.plan import Constraint, Spec
@@ -27,6 +28,16 @@ from splitjax.plan import Constraint, Spec
 Site = tuple[int, ...]
 # Evaluates a gradient boundary, in microbatches or turns if need be: (equation, operands, evaluator of its forward) -> results.
 BoundaryHook = Callable[[Any, Sequence[Any], Site, Callable[[Any, Sequence[Any]], list[Any]]], list[Any]]
+# Evaluates an equation outside of boundaries otherwise: (equation, operands, evaluator of a call's body) -> results, or None.
+EquationHook = Callable[[Any, list[Any], Callable[[Any, Sequence[Any]], list[Any]]], list[Any] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Hooks:
+    """What a step's evaluation leaves to others; None: everything as it stands."""
+
+    boundary: BoundaryHook | None = None
+    equation: EquationHook | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +97,11 @@ def named_sharding(mesh: Mesh, spec: Spec) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*(PartitionSpec.UNCONSTRAINED if entry == "?" else entry for entry in spec)))
 
 
-def evaluate(layout: Layout, jaxpr: Any, operands: Sequence[Any], boundary: BoundaryHook | None = None) -> list[Any]:
+def evaluate(layout: Layout, jaxpr: Any, operands: Sequence[Any], hooks: Hooks | None = None) -> list[Any]:
     """Evaluates a closed jaxpr on flat operands with the layout's constraints.
 
-    `boundary` evaluates gradient boundaries; without it they run whole, which gives the same numbers."""
-    return _run(layout, jaxpr, operands, (), boundary, None)
+    `hooks.boundary` evaluates gradient boundaries; without it they run whole, which gives the same numbers."""
+    return _run(layout, jaxpr, operands, (), hooks, None)
 
 
 def evaluate_part(layout: Layout, jaxpr: Any, operands: Sequence[Any], prefix: Site, sites: Sequence[Site], copies: Copies) -> list[Any]:
@@ -99,7 +110,7 @@ def evaluate_part(layout: Layout, jaxpr: Any, operands: Sequence[Any], prefix: S
 
 
 def _run(
-    layout: Layout, jaxpr: Any, operands: Sequence[Any], prefix: Site, boundary: BoundaryHook | None, copies: Copies | None,
+    layout: Layout, jaxpr: Any, operands: Sequence[Any], prefix: Site, hooks: Hooks | None, copies: Copies | None,
     sites: Sequence[Site] | None = None,
 ) -> list[Any]:
     inner, consts = _compat.open_jaxpr(jaxpr)
@@ -114,13 +125,22 @@ def _run(
             site = (*prefix, index) if sites is None else (*prefix, *sites[index])
             layer = layout.names.get(site)
             with contextlib.nullcontext() if layer is None else jax.named_scope(scope("layer", layer)):
-                results = _placed(layout, eqn, [read(a) for a in eqn.invars], site, boundary, copies)
+                results = _hooked(layout, eqn, [read(a) for a in eqn.invars], site, hooks, copies)
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(a) for a in inner.outvars]
 
 
+def _hooked(layout: Layout, eqn: Any, values: list[Any], site: Site, hooks: Hooks | None, copies: Copies | None) -> list[Any]:
+    """One equation's results, by the hook for equations where that wants it."""
+    if copies is None and hooks is not None and hooks.equation is not None:
+        results = hooks.equation(eqn, values, lambda body, operands: _run(layout, body, operands, (*site, 0), hooks, None))
+        if results is not None:
+            return results
+    return _placed(layout, eqn, values, site, hooks, copies)
+
+
 def _placed(
-    layout: Layout, eqn: Any, values: list[Any], site: Site, boundary: BoundaryHook | None, copies: Copies | None
+    layout: Layout, eqn: Any, values: list[Any], site: Site, hooks: Hooks | None, copies: Copies | None
 ) -> list[Any]:
     """One equation's results. Inside a boundary (`copies` given) products with split weights are evaluated as exchanges."""
     exchange, summed = (found.get(site) if copies is not None else None for found in (layout.exchanges, layout.sums))
@@ -132,13 +152,13 @@ def _placed(
         if summed.fits(eqn):
             return evaluate_scatter(summed, eqn, values, Where(layout.mesh), layout.rematerialised)
     values = _pin(layout, site, values, results=False)
-    return _pin(layout, site, _equation(layout, eqn, values, site, boundary, copies), results=True)
+    return _pin(layout, site, _equation(layout, eqn, values, site, hooks, copies), results=True)
 
 
 def _pin(layout: Layout, site: Site, values: list[Any], results: bool) -> list[Any]:
     for one in layout.by_site.get(site, ()):
         position = -1 - one.operand if results else one.operand
-        if (one.operand < 0) == results:
+        if (one.operand < 0) == results and not isinstance(values[position], Rows):  # which have a layout of their own
             mesh = jax.sharding.get_abstract_mesh() if layout.manual else layout.mesh
             sharding = named_sharding(mesh, one.spec)
             values[position] = jax.lax.with_sharding_constraint(values[position], sharding)
@@ -146,29 +166,29 @@ def _pin(layout: Layout, site: Site, values: list[Any], results: bool) -> list[A
 
 
 def _equation(
-    layout: Layout, eqn: Any, values: list[Any], site: Site, boundary: BoundaryHook | None, copies: Copies | None
+    layout: Layout, eqn: Any, values: list[Any], site: Site, hooks: Hooks | None, copies: Copies | None
 ) -> list[Any]:
     if gradient.is_boundary(eqn):
         def forward(jaxpr, operands):
-            return _run(layout, jaxpr, operands, (*site, 0), boundary, {})
+            return _run(layout, jaxpr, operands, (*site, 0), hooks, {})
 
-        if boundary is not None:
-            return boundary(eqn, values, site, forward)
+        if hooks is not None and hooks.boundary is not None:
+            return hooks.boundary(eqn, values, site, forward)
         return gradient.expand(eqn.params, values, forward)
     rebuild = _REBUILD.get(eqn.primitive.name)
-    if rebuild is not None and (site in layout.inside or _holds_boundary(eqn)):
+    if rebuild is not None and (site in layout.inside or holds_boundary(eqn)):
         inner = dataclasses.replace(layout, rematerialised=True) if rebuild is _remat else layout
-        return rebuild(lambda jaxpr, body, operands: _run(inner, jaxpr, operands, (*site, body), boundary, copies), eqn, values)
+        return rebuild(lambda jaxpr, body, operands: _run(inner, jaxpr, operands, (*site, body), hooks, copies), eqn, values)
     return _compat.bind_equation(eqn, values)
 
 
-def _holds_boundary(eqn: Any) -> bool:
+def holds_boundary(eqn: Any) -> bool:
     """Whether a gradient boundary lies inside a call (a step that scans over updates, say)."""
     for value in eqn.params.values():
         for body in value if isinstance(value, (tuple, list)) else (value,):
             if _compat.is_jaxpr(body):
                 inner, _ = _compat.open_jaxpr(body)
-                if any(gradient.is_boundary(e) or _holds_boundary(e) for e in inner.eqns):
+                if any(gradient.is_boundary(e) or holds_boundary(e) for e in inner.eqns):
                     return True
     return False
 

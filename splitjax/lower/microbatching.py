@@ -14,7 +14,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from splitjax import _compat
 from splitjax.errors import BatchError, MicrobatchError, SplitjaxError
 from splitjax.lower import gradient
 from splitjax.lower.arguments import Bound, abstract
@@ -25,6 +24,7 @@ from splitjax.lower.layout import BoundaryHook, Layout, Site, evaluate_equation
 from splitjax.lower.microbatch import expand_microbatches, local_examples, manual_axes
 from splitjax.lower.turns import Mode, Refused, Turned, evaluate_turns, take_turns
 from splitjax.plan import Plan
+from splitjax.trace.flatten import equation_at
 from splitjax.trace.graph import Graph
 
 Twin = Callable[[Any, Site, int], Any]  # (boundary equation, its site, number of examples) -> the same equation in another trace
@@ -155,24 +155,3 @@ def turned_boundary(eqn: Any, site: Site, graph: Graph, mesh: Mesh, plan: Plan, 
 def _example_dim(whole: Sequence[int], part: Sequence[int]) -> int | None:
     differ = [d for d, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
     return differ[0] if differ else None
-
-
-def equation_at(jaxpr: Any, site: Site) -> Any:
-    """The equation at a site (see `trace.flatten`), or None where the jaxpr has no such equation."""
-    inner, _ = _compat.open_jaxpr(jaxpr)
-    if not site or site[0] >= len(inner.eqns):
-        return None
-    eqn = inner.eqns[site[0]]
-    if len(site) == 1:
-        return eqn
-    bodies = _bodies(eqn)
-    return equation_at(bodies[site[1]], site[2:]) if site[1] < len(bodies) else None
-
-
-def _bodies(eqn: Any) -> list[Any]:
-    """The sub-jaxprs of an equation, in the order in which sites number them."""
-    if eqn.primitive.name == "while":
-        return [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]
-    return [
-        body for value in eqn.params.values() for body in (value if isinstance(value, (tuple, list)) else (value,)) if _compat.is_jaxpr(body)
-    ]

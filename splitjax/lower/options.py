@@ -10,7 +10,6 @@ from typing import Any
 from splitjax.errors import SplitjaxError, TraceError, UnavailableError
 from splitjax.plan import Plan
 
-_SCHEMES = ("dense", "all_gather", "recursive_doubling", "blocks", "parameter_server", "hierarchical", "zen", "row_exchange", "auto")
 _GROUP_COMM = ("auto", "gather", "turns", "modulo")
 
 
@@ -18,17 +17,13 @@ class OptionError(SplitjaxError, ValueError):
     """An option of `parallelize` that is none of its documented values."""
 
 
-def check_options(fn: Callable, *, mesh: Any, rules: Any, group_comm: Any, sync: Any, backprop: Any, shard_state: Any, unknown: Any) -> None:
+def check_options(fn: Callable, *, mesh: Any, rules: Any, group_comm: Any, backprop: Any, shard_state: Any, unknown: Any) -> None:
     """Raises `OptionError` for values that are not documented, `UnavailableError` for documented ones that this version lacks."""
     place = f"parallelize({getattr(fn, '__name__', fn)!s})"
     if not callable(fn):
         raise OptionError("parallelize decorates a function", value=fn, place="parallelize", remedy="pass the training step")
     _one_of("unknown", unknown, ("error", "gather"), place)
     _one_of("group_comm", group_comm, _GROUP_COMM, place)
-    if isinstance(sync, str):
-        _one_of("sync", sync, _SCHEMES, place)
-    if sync != "dense":
-        raise UnavailableError("this synchronisation is not part of this version", value=sync, place=f"{place}, sync", remedy='use "dense"')
     if backprop is not None:
         raise UnavailableError("partial backpropagation is not part of this version", value=backprop, place=f"{place}, backprop",
                                remedy="leave it None")

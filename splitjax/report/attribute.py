@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from splitjax.plan import Collective, Plan
 from splitjax.report.causes import cause_of
 from splitjax.report.dataflow import Dataflow
-from splitjax.report.evidence import Evidence, Step, gather_evidence
+from splitjax.report.evidence import FALLBACK, Evidence, Step, gather_evidence
 from splitjax.report.hlo import CompiledCollective, read_collectives
 from splitjax.report.pairing import difference, pair
 from splitjax.report.wire import Module
@@ -83,11 +83,16 @@ def attribute(
     for module in modules:
         flow = Dataflow(module)
         step = Step(plan, graph, argument_names, flow)
-        known += [(gather_evidence(one, flow, step), flow, step) for one in read_collectives(module, plan.mesh)]
+        known += [(_counted(gather_evidence(one, flow, step)), flow, step) for one in read_collectives(module, plan.mesh)]
     if step is None:
         return (), plan.collectives
     paired, missing = pair([one for one, _, _ in known], step)
     return tuple(_reported(one, flow, step, planned) for (one, flow, step), planned in zip(known, paired, strict=True)), missing
+
+
+def _counted(one: Evidence) -> Evidence:
+    """A fallback counts nothing: it hardly ever runs."""
+    return dataclasses.replace(one, collective=dataclasses.replace(one.collective, trips=0, bytes=0)) if one.about == FALLBACK else one
 
 
 def _reported(one: Evidence, flow: Dataflow, step: Step, planned: Collective | None) -> ReportedCollective:

@@ -12,8 +12,10 @@ from splitjax.report.dataflow import Dataflow
 from splitjax.report.evidence import (
     BACKWARD,
     BATCH,
+    FALLBACK,
     GRADIENT,
     MOVED,
+    ROWS,
     STATE,
     STATISTIC,
     WEIGHT,
@@ -39,6 +41,10 @@ def cause_of(one: Evidence, flow: Dataflow, step: Step) -> str:
     if one.about == GRADIENT:
         further = any(planned.why.startswith(f"gradient of {one.leaf}") for planned in step.plan.collectives)
         return f"a further part of the gradient of {one.leaf}" if further else f"gradient of {one.leaf}"
+    if one.about == FALLBACK:
+        return f"all rows of the gradient of {one.leaf}, in steps for which its capacities do not suffice: not counted"
+    if one.about == ROWS:
+        return f"rows of the gradient of {one.leaf}"
     if one.about == MOVED:
         return f"the gradient of {one.leaf} is summed in another layout than its update needs"
     if one.about == WEIGHT:

@@ -23,7 +23,9 @@ from splitjax.trace.graph import Graph
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 GRADIENT, MOVED, WEIGHT, STATE, STATISTIC, BATCH, VALUE = "gradient", "moved gradient", "weight", "state", "statistic", "batch", "value"
+ROWS, FALLBACK = "rows", "fallback"
 _SCOPE = re.compile(r"splitjax:(?:enter|product|stored):([^/()]+)")
+_ROWS = re.compile(r"splitjax:(rows|fallback):([^/()]+)")
 _STORED = re.compile(r"splitjax:stored:([^/()]+)")
 _SUMS = ("all_reduce", "reduce_scatter")
 _STATE = ("param", "optimizer", "statistic")
@@ -45,7 +47,8 @@ class Evidence:
     - `collective`: the collective.
     - `phase`: `forward` (of the differentiated function, or of a step without a derivative), `backward`, or `update`.
     - `about`: `gradient` (it sums one), `moved gradient` (it lays out one that is summed), `weight` (it brings the parts of one
-      together), `state` (it lays out state, old or new), `statistic`, `batch`, or `value` for any other value.
+      together), `state` (it lays out state, old or new), `statistic`, `batch`, `rows` (it synchronises a table's rows) or `fallback` (all of
+      them, where the capacities of that did not suffice), or `value` for any other value.
     - `leaf`: the path of the state or batch leaf that `about` speaks of; empty for a value.
     - `op_name`, `frames`: name and lines of the operation that it serves: what reads its result, or whose partial results it sums.
       XLA names a change of layout after either side of it, by version, or not at all.
@@ -112,6 +115,10 @@ class Step:
         found = [name for name in self.order if parent and name.split("/")[-len(parent):] == parent]
         return found[0] if len(found) == 1 else ""
 
+    def dotted(self, name: str) -> str:
+        """The leaf whose path is this name with dots for slashes."""
+        return next((leaf.path for leaf in self.plan.leaves if leaf.path.replace("/", ".") == name), name)
+
     def stored(self, op_name: str) -> str:
         """The weight that an operation gathers from where it is stored in parts; empty where it does something else."""
         scope = _STORED.search(op_name)
@@ -164,6 +171,9 @@ class Step:
 def gather_evidence(one: CompiledCollective, flow: Dataflow, step: Step) -> Evidence:
     """All that is known of one collective."""
     node = flow.collective(one.name, one.member)
+    if rows := _ROWS.search(one.op_name):
+        leaf = step.dotted(rows.group(2))
+        return Evidence(one, BACKWARD, rows.group(1), leaf, one.op_name, one.frames, step.layer_of(leaf), "scope", node)
     op_name, frames = _served(one, node, flow)
     phase = _phase(op_name, step)
     about, leaf = _subject(one, node, phase, flow, step) if node is not None else (VALUE, "")

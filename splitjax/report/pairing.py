@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from splitjax.mesh import MeshShape
 from splitjax.plan import Collective
-from splitjax.report.evidence import BACKWARD, FORWARD, GRADIENT, STATE, UPDATE, VALUE, WEIGHT, Evidence, Step, primitive
+from splitjax.report.evidence import BACKWARD, FORWARD, GRADIENT, ROWS, STATE, UPDATE, VALUE, WEIGHT, Evidence, Step, primitive
 
 _GRADIENT = re.compile(r"gradient of (.+?)(?:, onto its split optimizer state)?")
 _STORED = re.compile(r"(forward|backward): (.+) is stored in pieces")
+_ROWS = re.compile(r"rows of the gradient of (.+), by \w+")
 _NEW = re.compile(r"new value of (.+?)(?:, from its split optimizer state)?")
 # Operations whose partial results a planned exchange of activations sums: not the statistics of a norm, say.
 _CARRIERS = frozenset({
@@ -40,6 +41,8 @@ def purpose(planned: Collective) -> Purpose:
     """Reads the reason that `cost.collectives` gave."""
     if match := _GRADIENT.fullmatch(planned.why):
         return Purpose(GRADIENT, BACKWARD, match.group(1))
+    if match := _ROWS.fullmatch(planned.why):
+        return Purpose(ROWS, BACKWARD, match.group(1))
     if match := _STORED.fullmatch(planned.why):
         return Purpose(WEIGHT, match.group(1), match.group(2))
     if match := _NEW.fullmatch(planned.why):
@@ -73,6 +76,15 @@ def pair(found: Sequence[Evidence], step: Step) -> tuple[tuple[Collective | None
 
     def distance(one: Evidence, planned: Collective) -> int:
         return abs(step.order.get(one.layer, 0) - step.order.get(planned.layer, 0))
+
+    for number, planned in list(left.items()):
+        messages = [k for k, one in enumerate(found) if purposes[number].about == ROWS and (one.about, one.leaf) == (ROWS, purposes[number].leaf)]
+        if messages:  # each beside its own bytes, and the largest beside what the others leave of the plan's
+            del left[number]
+            paired |= {k: dataclasses.replace(planned, op=found[k].collective.op, bytes=found[k].collective.bytes) for k in messages}
+            largest = max(messages, key=lambda k: found[k].collective.bytes)
+            rest = planned.bytes - sum(found[k].collective.bytes for k in messages if k != largest)
+            paired[largest] = dataclasses.replace(paired[largest], bytes=max(rest, 0))
 
     by_leaf = lambda one, planned, why: one.leaf != "" and (one.about, one.leaf) == (why.about, why.leaf)
     match(lambda one, planned, why: by_leaf(one, planned, why) and same(one, planned) and why.phase in (one.phase, BACKWARD, UPDATE), _nothing)

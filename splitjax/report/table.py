@@ -156,6 +156,7 @@ def summary(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
         ("statistics", _held(plan, "statistic")),
         ("predicted", _predicted(plan)),
         ("collectives", _collectives(plan)),
+        ("tables", _tables(plan)),
         ("constraints", [f"shardings pinned inside the step: {len(plan.constraints)}"] if plan.constraints else []),
         ("batch", [f"{leaf.path} {leaf.shape} {spec_text(leaf.spec)}" for leaf in plan.leaves if leaf.role == "batch"]),
         ("inputs", [f"{leaf.path} {leaf.shape} {spec_text(leaf.spec)}" for leaf in plan.leaves if leaf.role == "input"]),
@@ -216,6 +217,14 @@ def _collectives(plan: Plan) -> list[str]:
     ]
     if len(lines) > 1:
         lines.append(f"all: {bytes_text(sum(collective.bytes for collective in plan.collectives))} sent per device and step")
+    return lines
+
+
+def _tables(plan: Plan) -> list[str]:
+    lines = []
+    for one in plan.syncs:
+        size = f", {bytes_text(one.bytes)} sent per device instead of {bytes_text(one.dense_bytes)}" if one.bytes and one.scheme != "dense" else ""
+        lines.append(f"{one.param}, {one.rows:,} rows: {one.scheme}{f' over {one.axis}' if one.axis else ''}{size}; {one.why}")
     return lines
 
 

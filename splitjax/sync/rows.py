@@ -114,7 +114,7 @@ def from_lookups(
     if num_rows > jnp.iinfo(jnp.int32).max - 64:
         raise SyncError("more rows than a 32-bit id can tell apart", value=num_rows, remedy="split the table")
     values = values.reshape(ids.size, *values.shape[ids.ndim :])
-    flat = _normalised(ids.reshape(-1), num_rows, mode, wrap)
+    flat = normalised(ids.reshape(-1), num_rows, mode, wrap)
     capacity = min(flat.size, num_rows) if capacity is None else capacity
     if not flat.size:
         empty = jnp.full((capacity,), num_rows, jnp.int32)
@@ -130,7 +130,7 @@ def merge(ids: Array, values: Array, num_rows: int, capacity: int, dtype: Any = 
     return RowSparse(unique, sum_rows(flat, slots.reshape(-1), capacity, dtype), count, num_rows)
 
 
-def _normalised(ids: Array, num_rows: int, mode: str, wrap: bool) -> Array:
+def normalised(ids: Array, num_rows: int, mode: str, wrap: bool) -> Array:
     """Ids in 0..num_rows as i32; `num_rows` for those that touch no row."""
     if jnp.issubdtype(ids.dtype, jnp.unsignedinteger):
         ids = jnp.minimum(ids, jnp.asarray(min(num_rows, jnp.iinfo(ids.dtype).max), ids.dtype)).astype(jnp.int32)

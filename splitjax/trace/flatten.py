@@ -291,3 +291,24 @@ def flatten(jaxpr: Any) -> Flat:
         tuple(flat.ops), tuple(flat.shapes), tuple(flat.dtypes), tuple(inputs), tuple(outputs),
         flat.num_boundaries, frozenset(flat.differentiated), tuple(flat.carried), tuple(flat.constants), flat.literals,
     )
+
+
+def equation_at(jaxpr: Any, site: Site) -> Any:
+    """The equation at a site or None where the jaxpr has no such equation."""
+    inner, _ = _compat.open_jaxpr(jaxpr)
+    if not site or site[0] >= len(inner.eqns):
+        return None
+    eqn = inner.eqns[site[0]]
+    if len(site) == 1:
+        return eqn
+    bodies = _bodies(eqn)
+    return equation_at(bodies[site[1]], site[2:]) if site[1] < len(bodies) else None
+
+
+def _bodies(eqn: Any) -> list[Any]:
+    """The sub-jaxprs of an equation, in the order in which sites number them."""
+    if eqn.primitive.name == "while":
+        return [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]
+    return [
+        body for value in eqn.params.values() for body in (value if isinstance(value, (tuple, list)) else (value,)) if _compat.is_jaxpr(body)
+    ]

@@ -81,7 +81,9 @@ def _is_row_lookup(flat: Flat, op: Op, read: int) -> bool:
         return False
     numbers, shape = op.params["dimension_numbers"], flat.shapes[read]
     whole_rows = tuple(op.params["slice_sizes"]) == (1, *shape[1:])
-    return whole_rows and tuple(numbers.start_index_map) == (0,) and not numbers.operand_batching_dims
+    # Where `vmap` batches `table[k]`, each row starts at (k, 0, ...), and clipping leaves no other start in dims that are taken whole.
+    starts = tuple(numbers.start_index_map)
+    return whole_rows and (starts == (0,) or (0 in starts and _mode(op) == "clip")) and not numbers.operand_batching_dims
 
 
 def _lookup(flat: Flat, op: Op, read: int) -> Lookup:
@@ -89,8 +91,11 @@ def _lookup(flat: Flat, op: Op, read: int) -> Lookup:
     num_ids = op.trips
     for size in ids:
         num_ids *= size
-    mode = str(op.params["mode"]).rsplit(".", 1)[-1].lower()
-    return Lookup(op.site, flat.dtypes[read], num_ids, op.trips, mode, op.source)
+    return Lookup(op.site, flat.dtypes[read], num_ids, op.trips, _mode(op), op.source)
+
+
+def _mode(op: Op) -> str:
+    return str(op.params["mode"]).rsplit(".", 1)[-1].lower()
 
 
 def _dense_reason(flat: Flat, uses: Sequence[tuple[Op, int]], gradients: Sequence[Op]) -> Refusal | None:

@@ -135,12 +135,12 @@ class _Walk:
             for source, target in zip(op.inputs, op.outputs, strict=True):
                 self._hand_on(source, target)
             return None
-        if name in _SHAPES:
-            if not _SHAPES[name](op, self.flat.shapes[op.inputs[0]], self.flat.shapes[op.outputs[0]]):
+        if name in SHAPES:
+            if not SHAPES[name](op, self.flat.shapes[op.inputs[0]], self.flat.shapes[op.outputs[0]]):
                 return f"{name} moves the rows of the gradient"
             self._hand_on(op.inputs[0], op.outputs[0])
             return None
-        if name in _NEUTRAL or name in ("reduce_max", "reduce_min", "reduce_prod"):
+        if name in REDUCTIONS:
             return self._reduce(op, behind)
         return self._elementwise(op, behind)
 
@@ -163,7 +163,7 @@ class _Walk:
         return None
 
     def _elementwise(self, op: Op, behind: bool) -> str | None:
-        if len(op.outputs) != 1 or op.primitive not in _ELEMENTWISE:
+        if len(op.outputs) != 1 or op.primitive not in ELEMENTWISE:
             return f"{op.primitive} mixes rows of the gradient, or is not known to leave them apart"
         out, rests = op.outputs[0], []
         for value in op.inputs:
@@ -235,6 +235,7 @@ def _unlike(op: Op, rests: Sequence[Rest]) -> Other:
 
 # What a reduction over rows may meet in resting rows, of which it then takes any number.
 _NEUTRAL = {"reduce_sum": 0.0, "reduce_and": 1.0, "reduce_or": 0.0}
+REDUCTIONS = frozenset(_NEUTRAL) | {"reduce_max", "reduce_min", "reduce_prod"}
 
 # Elementwise operations on known numbers.
 _VALUES: dict[str, Callable[..., Any]] = {
@@ -250,7 +251,7 @@ _VALUES: dict[str, Callable[..., Any]] = {
     "clamp": lambda op, low, a, high: min(max(a, low), high), "convert_element_type": lambda op, a: a, "copy": lambda op, a: a,
     "reduce_precision": lambda op, a: a,
 }  # fmt: skip
-_ELEMENTWISE = frozenset(_VALUES) | frozenset(
+ELEMENTWISE = frozenset(_VALUES) | frozenset(
     "select_n rsqrt cbrt log logistic erf tan atan atan2 exp2 floor ceil round rem nextafter xor real imag conj stop_gradient".split()
 )
 
@@ -260,7 +261,7 @@ def _keeps_first_dim(op: Op, before: tuple[int, ...], after: tuple[int, ...]) ->
 
 
 # Whether a shape operation leaves the rows where they are.
-_SHAPES: dict[str, Callable[[Op, tuple[int, ...], tuple[int, ...]], bool]] = {
+SHAPES: dict[str, Callable[[Op, tuple[int, ...], tuple[int, ...]], bool]] = {
     "broadcast_in_dim": lambda op, before, after: op.params["broadcast_dimensions"][:1] == (0,) and after[0] == before[0],
     "transpose": lambda op, before, after: op.params["permutation"][0] == 0,
     "squeeze": lambda op, before, after: 0 not in op.params["dimensions"],

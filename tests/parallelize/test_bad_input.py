@@ -116,7 +116,7 @@ def test_collectives_of_pmap():
 
 
 @pytest.mark.parametrize(
-    "options", [{"sync": "zen"}, {"sync": {"*": "dense"}}, {"backprop": "linear"}, {"mesh": "auto"}, {"rules": "auto"}], ids=str,
+    "options", [{"backprop": "linear"}, {"mesh": "auto"}, {"rules": "auto"}], ids=str,
 )
 def test_documented_options_of_later_versions(options):
     complains(UnavailableError, "not part of this version|planner", lambda: splitjax.parallelize(step, **options))

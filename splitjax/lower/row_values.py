@@ -1,0 +1,154 @@
+"""Values with one row per row of a table, kept as what they are computed from, until the touched rows are known.
+
+Behind a gradient boundary whose tables give rows (`lookups.py`), the update's operations on a table's gradient and state are not bound
+but written down as `Rows`. What is then computed: sums over all rows (a norm), from the touched ones, for the others add nothing; and
+the new rows of the state. `trace.row_update` has found before that this gives the numbers of the dense update.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from splitjax import _compat
+from splitjax.sync.local import take_rows
+from splitjax.trace.flatten import call_body
+from splitjax.trace.row_update import ELEMENTWISE, REDUCTIONS, SHAPES
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows:
+    """A value whose leading dim counts a table's rows.
+
+    - `shape`, `dtype`: of the whole value, which is not made.
+    - `table`: the table's number; None for what is alike for the rows of any table (a number laid out over them).
+    - `behind`: it depends on the table's gradient.
+    - `leaf`, `array`: of a leaf of the state, its flat argument and its value. `eqn`, `operands`: of what an operation made. Neither:
+      the gradient itself.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    table: int | None
+    behind: bool
+    leaf: int | None = None
+    array: Any = None
+    eqn: Any = None
+    operands: tuple[Any, ...] = ()
+
+    def arrays(self) -> Iterator[Any]:
+        """Every array that computing the rows takes, leaves of the state aside; some more than once."""
+        for one in self.operands:
+            if isinstance(one, Rows):
+                yield from one.arrays()
+            elif not isinstance(one, (int, float, complex, bool)):
+                yield one
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class View:
+    """Some rows of a table, where they are computed: `ids` i32[k], positions in the given `leaves` (past the end: none); `gradient`
+    f[k, *row]; `leaves`: by flat argument; `given`: other arrays by `id` of what they stand for. `made` remembers what was computed."""
+
+    ids: Any
+    gradient: Any
+    leaves: Mapping[int, Any]
+    given: Mapping[int, Any]
+    made: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    def rows(self, value: Any) -> Any:
+        """These rows of a value; an array that is no `Rows` is itself."""
+        if not isinstance(value, Rows):
+            return self.given.get(id(value), value)
+        if id(value) not in self.made:
+            self.made[id(value)] = self._compute(value)
+        return self.made[id(value)]
+
+    def _compute(self, value: Rows) -> Any:
+        if value.array is not None:
+            return take_rows(self.leaves[value.leaf], self.ids)
+        if value.eqn is None:
+            return self.gradient.astype(value.dtype)
+        eqn, size = value.eqn, self.ids.shape[0]
+        for name in ("shape", "new_sizes"):
+            if name in eqn.params:
+                eqn = _compat.with_params(eqn, **{name: (size, *eqn.params[name][1:])})
+        return _compat.rebind(eqn, [self.rows(one) for one in value.operands])[0]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowWriter:
+    """Evaluates the equations around a boundary, as far as they act on rows.
+
+    - `num_rows`: of the tables; `total`: (table, a function of a `View`) -> its result for all touched rows of the table.
+    - `holds_boundary`: whether an equation has a gradient boundary inside.
+    """
+
+    num_rows: frozenset[int]
+    total: Callable[[int, Callable[[View], Any]], Any]
+    holds_boundary: Callable[[Any], bool]
+
+    def equation(self, eqn: Any, values: list[Any], walk: Callable[[Any, list[Any]], list[Any]]) -> list[Any] | None:
+        """An equation's results; None where it is to be bound as it is, with `values` then free of `Rows` (in place).
+
+        `walk(body, operands)` evaluates the body of a call."""
+        name, found = eqn.primitive.name, [one for one in values if isinstance(one, Rows)]
+        if not found and not any(v.aval.shape[:1] and v.aval.shape[0] in self.num_rows for v in eqn.outvars):
+            return None
+        if self.holds_boundary(eqn):
+            return None
+        body = call_body(eqn)
+        if body is not None:
+            return walk(body, values)
+        if not found:
+            is_spread = name == "broadcast_in_dim" and 0 not in eqn.params["broadcast_dimensions"]
+            return [_of(eqn, values, None)] if is_spread else None
+        tables = {one.table for one in found} - {None}
+        if name == "optimization_barrier" and len(tables) <= 1:
+            return values
+        if len(tables) <= 1 and len(eqn.outvars) == 1 and (name in ELEMENTWISE or (name in SHAPES and _keeps_rows(eqn, found[0]))):
+            return [_of(eqn, values, next(iter(tables), None))]
+        if name in REDUCTIONS and found[0].behind:
+            if 0 not in eqn.params["axes"]:
+                return [_of(eqn, values, found[0].table)]
+            return [self.total(found[0].table, lambda view: _compat.rebind(eqn, [view.rows(found[0])])[0])]
+        values[:] = [dense(one) for one in values]
+        return None
+
+
+def _of(eqn: Any, operands: Sequence[Any], table: int | None) -> Rows:
+    aval = eqn.outvars[0].aval
+    return Rows(tuple(aval.shape), aval.dtype, table, any(isinstance(one, Rows) and one.behind for one in operands), eqn=eqn, operands=tuple(operands))
+
+
+def _keeps_rows(eqn: Any, value: Rows) -> bool:
+    after = tuple(eqn.outvars[0].aval.shape)
+    return after[:1] == value.shape[:1] and SHAPES[eqn.primitive.name](eqn, value.shape, after)
+
+
+def dense(value: Any) -> Any:
+    """The whole of a value that does not depend on a gradient."""
+    if not isinstance(value, Rows):
+        return value
+    if value.array is not None:
+        return value.array
+    if value.behind:
+        raise AssertionError("a gradient of rows reached an operation that the analysis of its update did not admit")
+    return _compat.rebind(value.eqn, [dense(one) for one in value.operands])[0]
+
+
+def written(view: View, new: Mapping[int, Rows]) -> dict[int, Any]:
+    """The leaves of the state with these rows replaced; all others are as they were."""
+    rows = {leaf: view.rows(value) for leaf, value in new.items()}
+    return {
+        leaf: view.leaves[leaf].at[view.ids].set(one.astype(view.leaves[leaf].dtype), mode="drop", unique_indices=True, indices_are_sorted=True)
+        for leaf, one in rows.items()
+    }
+
+
+def zeros_like(delta: Any) -> Any:
+    """A delta as the boundary gets it."""
+    return jnp.zeros(delta.shape, delta.dtype)

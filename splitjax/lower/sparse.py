@@ -1,0 +1,220 @@
+"""Which tables of a step are synchronised by rows, and the evaluation of such a step.
+
+A table takes part if its gradient has rows (`trace.lookups`), its update acts on rows (`trace.row_update`), its boundary runs once a step,
+and its state is laid out alike. Every other table with lookups stays dense, with the reason in the plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from splitjax.errors import SyncError
+from splitjax.lower.gradient import is_boundary
+from splitjax.lower.layout import BoundaryHook, Hooks, Layout, Site, evaluate, holds_boundary
+from splitjax.lower.lookups import Edited, edit_boundary, rows_of
+from splitjax.lower.microbatching import Twin
+from splitjax.lower.row_values import Rows, RowWriter, View, dense, zeros_like
+from splitjax.lower.sync_request import SyncRequest
+from splitjax.lower.table_rows import Exchanged, Lookups, TableSync, exchange, write
+from splitjax.plan import LeafPlan, Plan, spec_axes
+from splitjax.sync.all_gather import AllGather
+from splitjax.sync.dense import Dense
+from splitjax.sync.scheme import Capacities, Scheme
+from splitjax.trace.flatten import equation_at
+from splitjax.trace.graph import Graph, Table
+
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+Chosen = Mapping[str, tuple[Scheme, Capacities]]  # by the path of the table
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseStep:
+    """The tables of a step that are synchronised by rows, and why the others with lookups are not."""
+
+    graph: Graph
+    jaxpr: Any
+    tables: tuple[TableSync, ...]
+    reasons: Mapping[str, str]
+
+    def table_of(self, sync: TableSync) -> Table:
+        return next(one for one in self.graph.tables if one.param == sync.param)
+
+    def at(self, boundary: Site) -> list[int]:
+        """The numbers of the tables that a boundary differentiates."""
+        return [number for number, one in enumerate(self.tables) if self.table_of(one).boundary == boundary]
+
+    def edited(self, eqn: Any, site: Site) -> tuple[Edited, list[tuple[int, int]], dict[int, int]]:
+        """A boundary with its lookups edited; per lookup (table, its number there); per table the operand."""
+        numbers = self.at(site)
+        operands = {number: self._operand(number, site) for number in numbers}
+        order = [(number, k) for number in numbers for k in range(len(self.tables[number].lookups))]
+        sites = [self.table_of(self.tables[number]).lookups[k].site[len(site) + 1 :] for number, k in order]
+        return edit_boundary(eqn, sites, list(operands.values())), order, operands
+
+    def _operand(self, number: int, site: Site) -> int:
+        """The operand position of a table in its boundary."""
+        found = next(one for one in self.graph.gradients if one.site == site and one.param == self.tables[number].param)
+        eqn = equation_at(self.jaxpr, site)
+        positions = eqn.params["positions"]
+        return positions[found.result - (len(eqn.outvars) - len(positions))]
+
+    def twin_of(self, twin_of: Twin) -> Twin:
+        """The same for the step traced with other numbers of examples."""
+        if not self.tables:
+            return twin_of
+
+        def edited_twin(eqn: Any, site: Site, num_examples: int) -> Any:
+            twin = twin_of(equation_at(self.jaxpr, site), site, num_examples)
+            return self.edited(twin, site)[0].eqn if self.at(site) else twin
+
+        return edited_twin
+
+
+def find_sparse(graph: Graph, jaxpr: Any, plan: Plan, request: SyncRequest, chosen: Chosen | None) -> SparseStep:
+    """The tables to synchronise by rows.
+
+    **Arguments:** `chosen`: schemes and capacities, once they are known; None while the first steps are observed."""
+    if not graph.num_boundaries:
+        raise SyncError(
+            "sync needs a gradient boundary: the step takes its gradient with plain jax.grad, whose tables cannot be told apart",
+            place="parallelize, sync", remedy="use splitjax.value_and_grad for the gradient",
+        )  # fmt: skip
+    request.check([leaf.path for leaf in graph.params])
+    leaves = {leaf.path: leaf for leaf in plan.leaves}
+    tables, reasons = [], {}
+    for table in graph.tables:
+        asked = request.of(table.param)
+        reason = _reason(table, graph, jaxpr, plan, leaves, asked)
+        if not reason and chosen is not None and isinstance(chosen[table.param][0], Dense):
+            reason = "chosen"
+        if reason:
+            reasons[table.param] = reason
+            continue
+        tables.append(_table_sync(table, graph, plan, leaves[table.param], asked, chosen))
+    return SparseStep(graph, jaxpr, tuple(tables), reasons)
+
+
+def _reason(table: Table, graph: Graph, jaxpr: Any, plan: Plan, leaves: Mapping[str, LeafPlan], asked: Any) -> str:
+    """Why a table stays dense; empty if it need not."""
+    if isinstance(asked, Dense):
+        return "asked for"
+    if not table.is_sparse or table.update is None:
+        return table.reason
+    for depth in range(1, len(table.boundary), 2):
+        name = equation_at(jaxpr, table.boundary[:depth]).primitive.name
+        if name not in _CALLS:
+            return f"its gradient is taken inside {name}, more than once a step"
+    planned = [plan.leaves[index] for index in table.update.leaves]
+    if any(one.gradient is not None for one in planned):
+        return "its gradient is summed into parts (shard_state)"
+    if len({spec_axes(one.spec[:1]) for one in planned}) > 1:
+        return "its rows and those of its optimizer state are laid out differently"
+    return ""
+
+
+def _table_sync(table: Table, graph: Graph, plan: Plan, leaf: LeafPlan, asked: Any, chosen: Chosen | None) -> TableSync:
+    split = spec_axes(leaf.spec[1:])
+    axes = tuple(axis for axis in plan.mesh.present(plan.batch_axes) if axis not in split)
+    scheme, capacities = (asked if isinstance(asked, Scheme) else AllGather(), None) if chosen is None else chosen[table.param]
+    row_size = math.prod(leaf.shape[1:]) // plan.mesh.size(split)
+    index = next(index for index, one in enumerate(graph.leaves) if one.path == table.param)
+    lookups = tuple(Lookups(_example_dim(one, graph, plan.mesh.size(axes)), one.mode.removesuffix("_or_drop")) for one in table.lookups)
+    return TableSync(table.param, index, table.update.leaves, leaf.shape, leaf.dtype, leaf.spec, axes, lookups, row_size, scheme, capacities)
+
+
+def _example_dim(lookup: Any, graph: Graph, num_workers: int) -> int | None:
+    """The dim of a lookup's ids, without the loops that it stands in, that is cut over the workers."""
+    use = next((one for one in graph.uses if one.site == lookup.site), None)
+    if use is None:
+        return None
+    batch = [dim for dim in range(len(use.out_shape))]
+    return next((dim for dim in batch if graph.is_example(use.out_dims[dim]) and use.out_shape[dim] % num_workers == 0), None)
+
+
+@dataclasses.dataclass(eq=False)
+class _Run:
+    """One trace of a step: what its boundaries gave."""
+
+    step: SparseStep
+    mesh: Mesh
+    hook: BoundaryHook
+    arguments: Sequence[Any]
+    found: dict[int, Exchanged]
+
+    def boundary(self, eqn: Any, operands: Sequence[Any], site: Site, forward: Callable) -> list[Any]:
+        operands = [dense(one) for one in operands]
+        if not self.step.at(site):
+            return self.hook(eqn, operands, site, forward)
+        edited, order, positions = self.step.edited(eqn, site)
+        results = self.hook(edited.eqn, [*operands, *(zeros_like(one.delta) for one in edited.lookups)], site, forward)
+        num_results, count = len(eqn.outvars) - len(eqn.params["positions"]), len(order)
+        ids, gradients = results[num_results : num_results + count], results[num_results + count :]
+        kept, cotangents = gradients[: len(edited.kept)], gradients[len(edited.kept) :]
+        for number in positions:
+            rows = [
+                rows_of(lookup, one, cotangent)
+                for (table, _), lookup, one, cotangent in zip(order, edited.lookups, ids, cotangents, strict=True) if table == number
+            ]
+            loops = [lookup.num_loops for (table, _), lookup in zip(order, edited.lookups, strict=True) if table == number]
+            self.found[number] = exchange(
+                self._placed(self.step.tables[number], loops, [one for one, _ in rows]), self.mesh, [one for one, _ in rows], [one for _, one in rows]
+            )
+        whole: dict[int, Any] = dict(zip(edited.kept, kept, strict=True))
+        table_at = {position: number for number, position in positions.items()}
+        for k, position in enumerate(eqn.params["positions"]):
+            if k not in whole:
+                table = self.step.tables[table_at[position]]
+                whole[k] = Rows(table.shape, table.dtype, table_at[position], True)
+        return [*results[:num_results], *(whole[k] for k in range(len(whole)))]
+
+    def _placed(self, table: TableSync, loops: Sequence[int], ids: Sequence[Any]) -> TableSync:
+        """The dims of lookups as they are here: behind those of loops. One that no example has is cut where it divides."""
+        num_workers = math.prod(self.mesh.shape[axis] for axis in table.axes)
+        lookups = []
+        for one, num_loops, found in zip(table.lookups, loops, ids, strict=True):
+            dim = None if one.dim is None else one.dim + num_loops
+            if dim is None:
+                dim = next((d for d, size in enumerate(found.shape) if size % num_workers == 0), None)
+            lookups.append(dataclasses.replace(one, dim=dim))
+        return dataclasses.replace(table, lookups=tuple(lookups))
+
+    def total(self, number: int, function: Callable[[View], Any]) -> Any:
+        found = self.found[number]
+        leaves = {leaf: self.arguments[leaf] for leaf in found.table.leaves}
+        return found.choose(lambda rows: function(View(rows.ids, rows.values, leaves, {})))
+
+
+def evaluate_sparse(
+    step: SparseStep, mesh: Mesh, layout: Layout, arguments: Sequence[Any], hook: BoundaryHook, results_of: Mapping[int, int]
+) -> tuple[list[Any], dict[str, dict[str, Any]]]:
+    """Evaluates a step whose tables are synchronised by rows.
+
+    **Arguments:** `arguments`: its flat arguments. `results_of`: flat argument of a state leaf -> its flat result.
+
+    **Returns:** its flat results, and by table what was observed: `num_rows` i32[], rows of the sum; `fell_back` bool[], whether the capacities did not suffice; `touched` i32[n, k], the ids, while there are no capacities.
+    """
+    run = _Run(step, mesh, hook, arguments, {})
+    operands = list(arguments)
+    for number, table in enumerate(step.tables):
+        for leaf in table.leaves:
+            operands[leaf] = Rows(arguments[leaf].shape, arguments[leaf].dtype, number, False, leaf=leaf, array=arguments[leaf])
+    writer = RowWriter(frozenset(one.num_rows for one in step.tables), run.total, lambda eqn: is_boundary(eqn) or holds_boundary(eqn))
+    results = evaluate(layout, step.jaxpr, operands, Hooks(run.boundary, writer.equation))
+    observed = {}
+    for number, table in enumerate(step.tables):
+        found = run.found[number]
+        new = {leaf: results[results_of[leaf]] for leaf in table.leaves}
+        new = {leaf: value for leaf, value in new.items() if isinstance(value, Rows) and value.behind}
+        changed = write(found, {leaf: arguments[leaf] for leaf in table.leaves}, new)
+        for leaf in new:
+            results[results_of[leaf]] = changed[leaf]
+        observed[table.param] = {"num_rows": found.rows.count, "fell_back": jnp.logical_not(found.fits)}
+        if found.touched is not None:
+            observed[table.param]["touched"] = found.touched
+    return [dense(one) for one in results], observed

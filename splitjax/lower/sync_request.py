@@ -1,0 +1,59 @@
+"""What was asked for with `sync=`: a scheme, its name, "auto", or one of these by parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from splitjax.errors import SyncError
+from splitjax.rules.match import glob_pattern
+from splitjax.sync.dense import Dense
+from splitjax.sync.scheme import SCHEMES, Scheme, by_name
+
+AUTO = "auto"
+EVERY = "**"
+
+
+@dataclasses.dataclass(frozen=True)
+class SyncRequest:
+    """Patterns of parameter paths with what they ask for, first match first; parameters without a match are dense."""
+
+    choices: tuple[tuple[str, Scheme | str], ...]
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether nothing but the dense exchange is asked for."""
+        return all(isinstance(choice, Dense) for _, choice in self.choices)
+
+    def of(self, path: str) -> Scheme | str:
+        """What is asked for a parameter: a scheme, or `"auto"`."""
+        return next((choice for pattern, choice in self.choices if glob_pattern(pattern).fullmatch(path)), Dense())
+
+    def check(self, paths: Sequence[str]) -> None:
+        """Raises `SyncError` for a pattern that fits none of a step's parameters."""
+        for pattern, _ in self.choices:
+            if pattern != EVERY and not any(glob_pattern(pattern).fullmatch(path) for path in paths):
+                close = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.4)
+                raise SyncError(
+                    "no parameter has such a path", value=pattern, place="parallelize, sync",
+                    remedy=f"did you mean {', '.join(map(repr, close))}?" if close else "see the paths in `step.plan(...).leaves`; `**/name` finds any depth",
+                )  # fmt: skip
+
+
+DENSE = SyncRequest(())
+
+
+def parse(sync: Any, place: str) -> SyncRequest:
+    """Reads the option. Raises `SyncError` for what it may not be."""
+    entries = sync.items() if isinstance(sync, Mapping) else [(EVERY, sync)]
+    choices = []
+    for pattern, choice in entries:
+        if not isinstance(pattern, str) or not isinstance(choice, (str, Scheme)) or (isinstance(choice, str) and choice != AUTO and choice not in SCHEMES):
+            raise SyncError(
+                "sync has no such value", value=sync, place=f"{place}, sync",
+                remedy=f'use one of {", ".join(SCHEMES)}, "auto", a scheme of splitjax.sync, or {{parameter pattern: one of these}}',
+            )
+        choices.append((pattern, choice if choice == AUTO else by_name(choice)))
+    return SyncRequest(tuple(choices))

@@ -1,0 +1,205 @@
+"""One table's rows on a mesh: this step's lookups -> their sum over the workers -> what is computed from it.
+
+The exchange runs in a `shard_map` over all axes: a worker of the table's `axes` has its examples' rows, split like the table over the
+others. Its result is the same on all workers; what is computed from it stands outside, where XLA lays it out, but for tables that are
+split by rows: there each device writes its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from splitjax.lower.groups import scope
+from splitjax.lower.row_values import Rows, View, written
+from splitjax.plan import Spec, spec_axes
+from splitjax.sync.rows import RowSparse, from_lookups, normalised
+from splitjax.sync.scheme import Attempt, Capacities, Scheme, gather_all, once
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookups:
+    """One lookup of a table in the exchange: the dim of its ids that is cut over the workers, None for a lookup that all workers
+    make alike; what ids outside the table mean."""
+
+    dim: int | None
+    mode: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TableSync:
+    """How one table is synchronised.
+
+    - `param`: its path. `leaf`: its flat argument; `leaves`: the flat arguments whose rows its update reads or writes, itself first.
+    - `shape`, `dtype`: of the table. `spec`: its layout; `axes`: the mesh axes of its workers, over which its lookups are summed.
+    - `row_size`: values of a row on one device.
+    - `scheme`, `capacities`: of the exchange; None for the first steps, in which all rows are gathered and the ids returned.
+    """
+
+    param: str
+    leaf: int
+    leaves: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: Spec
+    axes: tuple[str, ...]
+    lookups: tuple[Lookups, ...]
+    row_size: int
+    scheme: Scheme
+    capacities: Capacities | None
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def row_spec(self) -> tuple[Any, ...]:
+        """The layout of a row: over axes that are none of the workers'."""
+        return (*self.spec[1:], *(None,) * (len(self.shape) - len(self.spec)))
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """The axes over which the table is split by rows."""
+        return spec_axes(self.spec[:1])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Exchanged:
+    """The sum of all workers' rows within the capacities, and what is needed where they did not suffice.
+
+    - `rows`: the same on all workers; `fits`: bool[], or True where nothing can be missing.
+    - `local_ids`, `local_values`: of all workers, [n * k] and [n * k, *row].
+    - `touched`: while capacities are not known: the ids of all workers, i32[n, k].
+    """
+
+    table: TableSync
+    mesh: Mesh
+    rows: RowSparse
+    fits: Any
+    local_ids: Any
+    local_values: Any
+    touched: Any
+
+    def choose(self, function: Callable[[RowSparse], Any]) -> Any:
+        """A function of the whole sum, the same for any capacity, such as a norm."""
+        if self.fits is True:
+            return function(self.rows)
+        return lax.cond(self.fits, lambda: function(self.rows), lambda: function(self._all()))
+
+    def into(self, function: Callable[[RowSparse, Any], Any], carry: Any) -> Any:
+        """A carry, such as tables, changed in place by a function of the whole sum."""
+        if self.fits is True:
+            return function(self.rows, carry)
+        carry = once(self.fits, lambda state: function(self.rows, state), carry)
+        return once(~self.fits, lambda state: function(self._all(), state), carry)
+
+    def _all(self) -> RowSparse:
+        run = _in_shard_map(
+            self.table, self.mesh, lambda ids, values: _parts(gather_all(_row_sparse(self.table, ids, values), self.table.axes)),
+            (PartitionSpec(self.table.axes), PartitionSpec(self.table.axes, *self.table.row_spec)),
+            (PartitionSpec(), PartitionSpec(None, *self.table.row_spec), PartitionSpec()),
+        )
+        with jax.named_scope(scope("fallback", self.table.param)):
+            ids, values, count = run(self.local_ids, self.local_values)
+        return RowSparse(ids, values, count, self.table.num_rows)
+
+
+def exchange(table: TableSync, mesh: Mesh, ids: Sequence[Any], values: Sequence[Any]) -> Exchanged:
+    """Adds up the rows of all lookups over all workers.
+
+    **Arguments:** per lookup `ids` i[...] and `values` f[..., *row], the cotangents of its rows.
+    """
+    is_static = []
+
+    def body(numbers, cotangents):
+        local = _local(table, numbers, cotangents)
+        if table.capacities is None:
+            total, touched = gather_all(local, table.axes), lax.all_gather(local.ids, table.axes) if table.axes else local.ids[None]
+            attempt = Attempt(total, True, jnp.int32(0))
+        elif lax.axis_size(table.axes) == 1 or not local.capacity:
+            attempt, touched = Attempt(local, True, jnp.int32(0)), None
+        else:
+            attempt, touched = table.scheme.attempt(local, table.axes, table.capacities), None
+        is_static.append(attempt.fits is True)
+        return _parts(attempt.rows), jnp.asarray(attempt.fits), local.ids, local.values, touched
+
+    run = _in_shard_map(
+        table, mesh, body,
+        ([_cut(one.dim, table.axes) for one in table.lookups], [_cut(one.dim, table.axes, x.ndim - len(table.shape) + 1, table.row_spec) for one, x in zip(table.lookups, values, strict=True)]),
+        (
+            (PartitionSpec(), PartitionSpec(None, *table.row_spec), PartitionSpec()), PartitionSpec(), PartitionSpec(table.axes),
+            PartitionSpec(table.axes, *table.row_spec), PartitionSpec() if table.capacities is None else None,
+        ),
+    )
+    with jax.named_scope(scope("rows", table.param)):
+        rows, fits, local_ids, local_values, touched = run(list(ids), list(values))
+    total = RowSparse(*rows, table.num_rows)
+    return Exchanged(table, mesh, total, True if is_static[-1] else fits, local_ids, local_values, touched)
+
+
+def write(found: Exchanged, leaves: Mapping[int, Any], new: Mapping[int, Rows]) -> dict[int, Any]:
+    """The state's leaves, with the rows that the update changes.
+
+    **Arguments:** `leaves`: the table's, by flat argument; `new`: what becomes of those that are written."""
+    table = found.table
+    given = {id(one): one for value in new.values() for one in value.arrays()}
+    if not table.row_axes:
+        return found.into(lambda rows, state: state | written(View(rows.ids, rows.values, state, {}), new), dict(leaves))
+    spec = PartitionSpec(table.row_axes)
+
+    def own(rows: RowSparse, state: dict[int, Any], others: dict[int, Any]) -> dict[int, Any]:
+        """On each device, its own rows: the others' ids are past its end."""
+        size = table.num_rows // lax.axis_size(table.row_axes)
+        ids = rows.ids - lax.axis_index(table.row_axes) * size
+        return state | written(View(jnp.where((ids >= 0) & (ids < size), ids, size), rows.values, state, others), new)
+
+    def everywhere(rows: RowSparse, state: dict[int, Any]) -> dict[int, Any]:
+        run = jax.shard_map(
+            own, mesh=found.mesh, in_specs=(PartitionSpec(), {leaf: spec for leaf in state}, PartitionSpec()), out_specs={leaf: spec for leaf in state},
+            axis_names=frozenset(table.row_axes), check_vma=False,
+        )
+        return run(rows, state, given)
+
+    return found.into(everywhere, dict(leaves))
+
+
+def _local(table: TableSync, ids: Sequence[Any], values: Sequence[Any]) -> RowSparse:
+    """This worker's rows. A lookup that all workers make alike is the first one's."""
+    row_shape = values[0].shape[values[0].ndim - len(table.shape) + 1 :]
+    numbers = []
+    for one, found in zip(table.lookups, ids, strict=True):
+        found = normalised(found.reshape(-1), table.num_rows, one.mode, False)
+        if one.dim is None:
+            found = jnp.where(lax.axis_index(table.axes) == 0, found, table.num_rows)
+        numbers.append(found)
+    # In the table's own dtype: half-precision cotangents are added up without losing digits.
+    flat = [one.reshape(-1, *row_shape).astype(table.dtype) for one in values]
+    return from_lookups(jnp.concatenate(numbers), jnp.concatenate(flat), table.num_rows, wrap=False)
+
+
+def _row_sparse(table: TableSync, ids: Any, values: Any) -> RowSparse:
+    return RowSparse(ids, values, jnp.sum(ids < table.num_rows, dtype=jnp.int32), table.num_rows)
+
+
+def _parts(rows: RowSparse) -> tuple[Any, Any, Any]:
+    return rows.ids, rows.values, rows.count
+
+
+def _cut(dim: int | None, axes: tuple[str, ...], num_ids_dims: int = 0, row_spec: tuple[Any, ...] = ()) -> PartitionSpec:
+    """The spec of a lookup's ids, or of its cotangents with `num_ids_dims` dims before the row's."""
+    entries: list[Any] = [None] * max(num_ids_dims, 0 if dim is None else dim + 1)
+    if dim is not None:
+        entries[dim] = axes
+    return PartitionSpec(*entries, *row_spec)
+
+
+def _in_shard_map(table: TableSync, mesh: Mesh, body: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    # check_vma=False: what the exchange returns is alike on all workers, which the checker cannot know.
+    return functools.partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(body)

@@ -1,0 +1,200 @@
+"""Tables synchronised by rows: the numbers of the dense step, on any mesh, with any scheme, whatever the ids."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import splitjax
+from splitjax.errors import SyncError
+from splitjax.lower import observing
+from splitjax.sync import SCHEMES, RowExchange
+
+ROWS, OUT_ROWS, WIDTH, EXAMPLES, LENGTH, STEPS = 128, 192, 8, 24, 5, 5
+
+
+def loss_fn(params, batch):
+    """Two tables, one looked up in three ways, with ids from the end and out of range."""
+    hidden = jnp.tanh(jnp.take(params["in"], batch["x"], axis=0, mode="clip") @ params["w"])
+
+    @jax.checkpoint
+    def first(table):
+        return jax.vmap(lambda k: table[k])(batch["x"][:, 0])
+
+    def turn(total, ids):
+        return total + jnp.sum(params["in"][ids] ** 2), None
+
+    total, _ = jax.lax.scan(turn, 0.0, batch["x"].T[1:3])
+    return jnp.mean((hidden - params["out"][batch["y"]]) ** 2) + jnp.mean(first(params["in"]) ** 3) + total / batch["x"].shape[0]
+
+
+def make_step(tx, microbatches=None):
+    def step(state, batch):
+        loss, grads = splitjax.value_and_grad(loss_fn, microbatches=microbatches)(state["params"], batch)
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss}
+
+    return step
+
+
+def init(tx):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {"in": (ROWS, WIDTH), "w": (WIDTH, WIDTH), "out": (OUT_ROWS, WIDTH)}
+    params = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+    return {"params": params, "opt": tx.init(params)}
+
+
+def batches():
+    rng = np.random.default_rng(0)
+    for number in range(STEPS):
+        # Later steps touch more rows than the first ones, so that capacities do not suffice.
+        spread = ROWS if number >= 4 else 12
+        x = rng.integers(-spread // 2, spread // 2, (EXAMPLES, LENGTH)).astype(np.int32)
+        x[0, 0], x[1, 1], x[2, 2], x[3, 3] = 0, ROWS - 1, ROWS + 7, -ROWS - 3
+        yield {"x": x, "y": rng.integers(0, OUT_ROWS, (EXAMPLES, LENGTH)).astype(np.int32)}
+
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.05), optax.adagrad(0.1))
+
+
+def train(tx, microbatches=None, **options):
+    step = splitjax.parallelize(make_step(tx, microbatches), **options)
+    data = list(batches())
+    state = step.place(init(tx), example=(data[0],))
+    losses = []
+    for batch in data:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, jax.tree.map(np.asarray, state), step
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """The same steps on one device, dense."""
+    return train(CLIPPED, mesh={"data": 1}, rules="data_parallel")[:2]
+
+
+def assert_same(found, expected):
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6, atol=1e-6)
+    for one, other in zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+
+def test_every_scheme_gives_the_numbers_of_one_device():
+    """One table a scheme, all in one step."""
+    names = [name for name in SCHEMES if name != "dense"]
+
+    def step(state, batch):
+        def loss_fn(params):
+            return sum(jnp.mean(jnp.sin(k + table[batch["x"]])) for k, table in enumerate(params.values()))
+
+        loss, grads = splitjax.value_and_grad(loss_fn)(state["params"])
+        updates, opt = CLIPPED.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    params = {name: jax.random.normal(jax.random.key(k), (ROWS, 2)) for k, name in enumerate(names)}
+    first = {"params": params, "opt": CLIPPED.init(params)}
+    found = []
+    for options in ({"mesh": {"data": 1}}, {"mesh": {"data": 4}, "sync": {f"**/{name}": name for name in names}}):
+        one = splitjax.parallelize(step, rules="data_parallel", **options)
+        state, losses = one.place(first, example=(next(batches()),)), []
+        for batch in batches():
+            state, loss = one(state, batch)
+            losses.append(float(loss))
+        found.append((losses, jax.tree.map(np.asarray, state)))
+    assert_same(found[1], found[0])
+    syncs = one.plan(state, batch).syncs
+    assert sorted(f"params/{sync.scheme}" for sync in syncs) == sorted(sync.param for sync in syncs)
+    assert all("asked for" in sync.why and sync.bytes > 0 for sync in syncs)
+    assert [record.reason for record in one.compiles] == ["first call", "its tables were observed"]
+    report = one.report(state, batch)
+    assert not report.unattributed and not report.missing
+    rows = [found for found in report.collectives if found.planned is not None and "rows of the gradient" in found.cause]
+    assert not [found for found in rows if found.differs]  # to the byte, padding included
+    assert sum(found.bytes for found in rows) == sum(sync.bytes for sync in syncs)
+
+
+LAYOUTS = {
+    "one device": ({"data": 1}, "data_parallel", None), "three workers": ({"data": 3}, "data_parallel", None),
+    "features split": ({"data": 2, "model": 4}, "splitbrain", None), "rows split over data": ({"data": 4}, "fsdp", None),
+    "rows split over model": ({"data": 2, "model": 2}, "megatron", None),
+    "microbatches, features split": ({"data": 2, "model": 2}, "splitbrain", 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_gives_the_numbers_of_one_device(name, reference):
+    mesh, rules, microbatches = LAYOUTS[name]
+    *found, step = train(CLIPPED, microbatches, mesh=mesh, rules=rules, sync={"**/in": "row_exchange", "**/out": RowExchange(hot=True)})
+    assert_same(found, reference)
+    plan = step.plan(found[1], next(batches()))
+    assert [one.scheme for one in plan.syncs] == ["row_exchange", "row_exchange"]
+    expected = {"features split": (None, "model"), "rows split over data": ("data", None), "rows split over model": ("model", None)}
+    assert plan.leaf("params/in").spec == expected.get(name, (None, "model") if "features" in name else (None, None))
+
+
+def test_the_compiled_step_makes_nothing_of_the_table_s_size():
+    """But for the tables themselves, which are updated in place."""
+    rows = 1_000_000
+    step = splitjax.parallelize(make_step(optax.adagrad(0.1)), mesh={"data": 4}, rules="data_parallel", sync="row_exchange")
+    state = jax.eval_shape(lambda: init(optax.adagrad(0.1)))
+    grown = lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) if leaf.shape[:1] == (ROWS,) else leaf
+    compiled = step.lower(jax.tree.map(grown, state), next(batches())).compile().memory_analysis()
+    table_bytes = rows * WIDTH * 4
+    assert compiled.alias_size_in_bytes >= 2 * table_bytes
+    assert compiled.temp_size_in_bytes < table_bytes / 20
+
+
+def test_the_exchange_falls_back_without_a_loss_and_steps_are_observed_anew(reference, monkeypatch):
+    monkeypatch.setattr(observing, "CHECKED_STEPS", 2)
+    monkeypatch.setattr(observing, "MOST_FALLBACKS", 0)
+    *found, step = train(CLIPPED, mesh={"data": 4}, rules="data_parallel", sync="zen")
+    assert_same(found, reference)
+    data = list(batches())[-1]
+    state = step.place(init(CLIPPED), example=(data,))
+    for _ in range(4):
+        state, _ = step(state, data)
+    assert [record.reason for record in step.compiles].count("its tables were observed") == 2
+
+
+def test_auto_measures_the_links_and_says_what_it_chose(reference):
+    *found, step = train(CLIPPED, mesh={"data": 4}, rules="data_parallel", sync="auto")
+    assert_same(found, reference)
+    for sync in step.plan(found[1], next(batches())).syncs:
+        assert sync.why.startswith("chosen: ") and "next: " in sync.why and "3 steps" in sync.why
+
+
+def reasons(step, state, **options):
+    plan = splitjax.parallelize(step, mesh={"data": 4}, sync="auto", **{"rules": "data_parallel"} | options).plan(state, next(batches()))
+    return {sync.param: sync.why for sync in plan.syncs if sync.scheme == "dense"}, plan
+
+
+def test_what_stays_dense_says_why():
+    adam = optax.adam(0.1)
+    assert "changes, by mul" in reasons(make_step(adam), init(adam))[0]["params/in"]
+    found, plan = reasons(make_step(CLIPPED), init(CLIPPED), shard_state=True)
+    assert set(found.values()) == {"its gradient is summed into parts (shard_state)"}
+    assert not any(one.op == "row_exchange" for one in plan.collectives)
+
+    def twice(state, batch):
+        return jax.lax.scan(lambda state, _: (make_step(CLIPPED)(state, batch)[0], None), state, None, length=2)[0], 0.0
+
+    assert any("nothing to synchronise by rows" in note for note in reasons(twice, init(CLIPPED))[1].notes)
+    by_name = {"**/in": "zen"}
+    plan = splitjax.parallelize(make_step(CLIPPED), mesh={"data": 4}, rules="data_parallel", sync=by_name).plan(init(CLIPPED), next(batches()))
+    assert [(sync.param, sync.scheme, sync.why) for sync in plan.syncs][1] == ("params/out", "dense", "asked for")
+
+
+def test_what_cannot_be_had_is_a_typed_error():
+    def plain(state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
+        return {**state, "params": jax.tree.map(lambda p, g: p - g, state["params"], grads)}, loss
+
+    for step, sync, words in ((plain, "zen", "plain jax.grad"), (make_step(CLIPPED), {"**/inn": "zen"}, "no parameter has such a path")):
+        with pytest.raises(SyncError, match=words):
+            splitjax.parallelize(step, mesh={"data": 4}, rules="data_parallel", sync=sync).plan(init(CLIPPED), next(batches()))
+    with pytest.raises(SyncError, match="no such value"):
+        splitjax.parallelize(plain, sync={"**": 3})
