@@ -18,7 +18,7 @@ from splitjax.lower.arguments import Bound, Options, abstract, bind, call_with, 
 from splitjax.lower.exchange import derive_exchanges, weight_uses
 from splitjax.lower.group_comm import choose, crosses
 from splitjax.lower.layout import BoundaryHook, Layout, evaluate, named_sharding
-from splitjax.lower.microbatching import boundary_hook, check_turns, make_twin
+from splitjax.lower.microbatching import boundary_hook, check_turns, make_twin, resized_trace
 from splitjax.lower.planning import follow_plan, make_plan, pin_plan
 from splitjax.lower.processes import host_digests, on_mesh
 from splitjax.lower.scatter import derive_scatters, pin_gradients, updated_in_parts
@@ -82,6 +82,7 @@ class Entry:
     jitted: Any
     mesh: Mesh
     jaxpr: Any
+    trace: Callable[[list[Any]], Any]  # the step's closed jaxpr for other flat arguments (`ShapeDtypeStruct`s)
 
     @functools.cached_property
     def shardings(self) -> tuple[NamedSharding, ...]:
@@ -118,12 +119,13 @@ def build_entry(recipe: Recipe, mesh: Mesh, bound: Bound, layouts: Mapping[str, 
     graph = build_graph(jaxpr, bound.arguments, matched)
     plan = _plan(recipe, MeshShape.of(mesh), graph, layouts)
     layout = _layout(mesh, plan, graph)
-    twin_of = make_twin(bound, graph, lambda leaves: _trace(recipe, bound, leaves)[0])
+    trace = lambda leaves: _trace(recipe, bound, leaves)[0]
+    twin_of = make_twin(graph, resized_trace(bound, trace))
     if recipe.returns_state:
         check = lambda kind: check_turns(kind, graph, mesh, plan, layout, jaxpr, twin_of)
         plan = choose(recipe.group_comm if recipe.pinned is None else recipe.pinned.group_comm, plan, graph, check, crosses(graph, plan))
     jitted = _compile(recipe, mesh, bound, jaxpr, result, matched, plan, boundary_hook(graph, mesh, plan, layout, twin_of), layout)
-    return Entry(bound, graph, plan, jitted, mesh, jaxpr)
+    return Entry(bound, graph, plan, jitted, mesh, jaxpr, trace)
 
 
 def _trace(recipe: Recipe, bound: Bound, leaves: list[jax.ShapeDtypeStruct] | None = None) -> tuple[Any, Any]:
