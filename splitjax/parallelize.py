@@ -177,8 +177,13 @@ class ParallelStep:
 
     def _profile(self, calls: Iterable[tuple], num_workers: int | None) -> Profile:
         """The profile of calls given by their arguments."""
-        owned = (self._own_states(args) for args in calls) if self._recipe.donate else calls
-        return profile_calls(self._recipe, self.mesh, self._entry, owned, num_workers)
+
+        def entry_of(args: tuple) -> Entry:
+            if self._recipe.donate:
+                self._own_states(args)  # an error for a consumed state
+            return self._entry(args)
+
+        return profile_calls(self._recipe, self.mesh, entry_of, calls, num_workers)
 
     def init(self, init_fn: Callable, *init_args: Any, example: Sequence[Any]) -> Any:
         """Creates the states already sharded: `init_fn(*init_args)` is compiled with the plan's shardings as its results', so

@@ -179,7 +179,7 @@ class _Program:
 
     def measure(self, values: Sequence[Any], num_workers: int) -> list[StepMasks]:
         """Per tensor the masks of all workers. Masks without a hole are one array: most dense gradients have no other."""
-        full = [masks.pack(np.ones(tensor.num_units, bool)) for tensor in self.tensors]
+        full = [masks.full(tensor.num_units) for tensor in self.tensors]
         found: list[tuple[list[np.ndarray], list[int]]] = [([], []) for _ in self.tensors]
         for worker in range(num_workers):
             results = iter(self.run(np.int32(worker), *values))

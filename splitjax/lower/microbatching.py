@@ -172,8 +172,8 @@ def equation_at(jaxpr: Any, site: Site) -> Any:
     eqn = inner.eqns[site[0]]
     if len(site) == 1:
         return eqn
-    bodies = bodies(eqn)
-    return equation_at(bodies[site[1]], site[2:]) if site[1] < len(bodies) else None
+    found = bodies(eqn)
+    return equation_at(found[site[1]], site[2:]) if site[1] < len(found) else None
 
 
 def bodies(eqn: Any) -> list[Any]:

@@ -15,6 +15,14 @@ def pack(nonzero: np.ndarray) -> np.ndarray:
     return np.packbits(nonzero, axis=-1)
 
 
+def full(num_units: int) -> np.ndarray:
+    """The mask of all units."""
+    mask = np.full(-(-num_units // 8), 0xFF, np.uint8)
+    if num_units % 8:
+        mask[-1] = 0xFF << (8 - num_units % 8) & 0xFF
+    return mask
+
+
 def units_of(mask: np.ndarray) -> np.ndarray:
     """Ascending i32 numbers of the units in a mask."""
     return np.flatnonzero(np.unpackbits(mask)).astype(np.int32)
