@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from splitjax.report.table import MIN_FOLD
 from splitjax.sync.analysis import Profile, TensorProfile
 
+# More tensors without zeros than this are one line.
+_MAX_FULL = 8
 # So many steps of a table are shown; the profile has them all.
 MAX_STEPS = 8
 LEGEND = (
@@ -33,10 +35,13 @@ def columns(profile: Profile) -> tuple[str, ...]:
 
 
 def tensor_rows(profile: Profile) -> tuple[tuple[str, ...], ...]:
-    """The cells of every tensor, averaged over the steps: tables first. Tensors of equal blocks with equal cells are one line."""
+    """The cells of every tensor, averaged over the steps: tables first. Tensors of equal blocks with equal cells are one line, and so
+    are those without zeros, of which there is nothing to say, where there are many."""
+    full = [one for one in profile.tensors if not one.is_table and one.density == 1.0]
+    full = full if len(full) > _MAX_FULL else []
     several = {one.path for one in profile.tensors if sum(other.path == one.path for other in profile.tensors) > 1}
     folded: dict[tuple[str, ...], list[str]] = {}
-    for one in sorted(profile.tensors, key=lambda one: not one.is_table):
+    for one in sorted((one for one in profile.tensors if one not in full), key=lambda one: not one.is_table):
         name = f"{one.path} ({one.loss})" if one.path in several else one.path
         folded.setdefault((_NUMBER.sub("*", name), str(one.shape), *_cells(profile, one)), []).append(name)
     rows: list[tuple[str, ...]] = []
@@ -45,6 +50,8 @@ def tensor_rows(profile: Profile) -> tuple[tuple[str, ...], ...]:
             rows += [(name, *cells) for name in names]
         else:
             rows.append((f"{len(names)} x {pattern}", *cells))
+    if full:
+        rows.append((f"{len(full)} tensors without zeros", "", *("" for _ in _cells(profile, full[0]))))
     return tuple(rows)
 
 

@@ -181,7 +181,7 @@ class Profile:
         raise ProfileError("the profile has no such tensor", value=path, place="Profile.tensor", remedy=f"give one of {_paths(self.tensors)}")
 
     def sparsity(self, path: str) -> Sparsity:
-        """What `sync.choose` needs to know of a table. Raises `ProfileError` for a tensor that is no table."""
+        """What `sync.choose` needs to know of a table; a profile that was read from JSON has no samples, and does not do. Raises `ProfileError` for a tensor that is no table."""
         found = self.tensor(path).sparsity
         if found is None:
             raise ProfileError(

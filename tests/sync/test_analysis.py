@@ -82,6 +82,7 @@ def test_text_shows_every_tensor_and_folds_equal_blocks():
     line = next(line for line in text.splitlines() if line.startswith("params/[table]<b>"))
     assert f"{100 * table.density:.3g} %" in line and f"{table.overlap:.3g}" in line and line.endswith(f"{table.densification(4):.3g}")
     assert "sum of 2" in text and repr(profile).startswith("<Profile of train_step: 4 gradients, 1 of tables")
+    assert "20 tensors without zeros" in str(profile_of(blocks=20))
     assert "overlap" in str(dataclasses.replace(profile, tensors=()))  # a step without gradients to show prints
 
 
