@@ -71,7 +71,8 @@ class Job:
         sliced = [v for v in differentiated if self.info(v).kind == EXAMPLES]
         same = [v for v in differentiated if v not in sliced]
         shared = sorted({v for v, form in self.marked.loop if form == WHOLE} - set(differentiated))
-        cuts = sorted({*(v for v, form in self.marked.loop if form == PART and (v, WHOLE) in env and self.info(v).kind == EXAMPLES), *sliced})
+        parts = [v for v, form in self.marked.loop if form == PART and (v, WHOLE) in env and self.info(v).kind == EXAMPLES]
+        cuts = sorted({*parts, *sliced})
         slices = [self.split.cut(env[v, WHOLE], self.info(v).layout)[number] for v in cuts]
         contribution = _Contribution(self, same, (), sliced, shared, cuts, (), (), {})
         params, constants = [env[v, WHOLE] for v in same], [env[v, WHOLE] for v in shared]

@@ -51,9 +51,9 @@ def per_batch(args: Sequence[Any], batch_argnums: Sequence[int], name: str) -> I
         if all(batch is missing for batch in batches):
             return
         if any(batch is missing for batch in batches):
+            shortest = next(number for number, batch in zip(numbers, batches, strict=True) if batch is missing)
             raise BatchError(
-                "the batch arguments hold different numbers of batches",
-                value=f"argument {next(n for n, b in zip(numbers, batches, strict=True) if b is missing)} ends first", place=f"{name}.profile",
+                "the batch arguments hold different numbers of batches", value=f"argument {shortest} ends first", place=f"{name}.profile",
                 remedy="give as many batches for every batch argument",
             )
         by_number = dict(zip(numbers, batches, strict=True))
@@ -175,7 +175,8 @@ class _Program:
 
         closed = _compat.trace(reduced, jax.ShapeDtypeStruct((), jnp.int32), *abstract_leaves(entry))[0]
         closed, (_, *used) = _compat.drop_unused(closed, keep=1)
-        return cls(tensors, tuple(i for i, is_used in enumerate(used) if is_used), jax.jit(functools.partial(_compat.eval_jaxpr, closed, ())), found.notes)
+        run = jax.jit(functools.partial(_compat.eval_jaxpr, closed, ()))
+        return cls(tensors, tuple(i for i, is_used in enumerate(used) if is_used), run, found.notes)
 
     def measure(self, values: Sequence[Any], num_workers: int) -> list[StepMasks]:
         """Per tensor the masks of all workers. Masks without a hole are one array: most dense gradients have no other."""

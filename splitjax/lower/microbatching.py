@@ -47,7 +47,7 @@ def resized_trace(bound: Bound, trace: Callable[[list[Any]], Any]) -> Callable[[
             raise
         except Exception as error:
             raise MicrobatchError(
-                f"the step cannot be traced with {num_examples} examples, the size of one microbatch: {error}", value=num_examples,
+                f"the step cannot be traced with {num_examples} examples: {error}", value=num_examples,
                 place="microbatches", remedy="write the step for any batch size, or use microbatches=None",
             ) from error
 

@@ -22,7 +22,7 @@ from splitjax.errors import BatchError, MicrobatchError, ProfileError
 from splitjax.lower import gradient
 from splitjax.lower.arguments import Bound
 from splitjax.lower.entry import Entry
-from splitjax.lower.layout import BoundaryHook, Layout, Site, evaluate
+from splitjax.lower.layout import Layout, Site, evaluate
 from splitjax.lower.loop import Job
 from splitjax.lower.microbatch import local_examples, prepare
 from splitjax.lower.microbatching import bodies, equation_at, example_dim, make_twin, resized_trace
@@ -70,28 +70,36 @@ def worker_gradients(entry: Entry, mesh: Mesh, num_workers: int, place: str) -> 
         return WorkerGradients(gradients, functools.partial(_alone, bare, entry.jaxpr, gradients, entry.bound, num_examples), ())
     share = num_examples // num_workers
     try:
-        local = resized_trace(entry.bound, entry.trace)
-        twin_of = make_twin(entry.graph, local)
-        size = local_examples(num_examples, num_workers, (), None)
-        eqns = {site: equation_at(entry.jaxpr, site) for site in sites}
-        twins = {site: twin_of(eqn, site, size) for site, eqn in eqns.items()}
-        dims = {site: [example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twins[site].invars, strict=True)] for site, eqn in eqns.items()}
-        gradients = _gradients(entry, sites, dims)
-        try:
-            jobs = {
-                site: prepare(eqns[site].params, dims[site], gradient.boundary_forward(twins[site])[0], num_workers, (), None) for site in sites
-            }
-        except MicrobatchError as error:
-            for site, eqn in eqns.items():
-                twin_of(eqn, site, share)
-            note = f"every worker's gradients are those of a step with its examples alone: {error.message}"
-            return WorkerGradients(gradients, functools.partial(_alone, bare, local(share), gradients, entry.bound, share), (note,))
+        return _divided(entry, bare, sites, num_workers, share)
     except MicrobatchError as error:
         raise BatchError(
-            f"the step cannot be measured with {share} examples, the share of one of {num_workers} workers: {error.message}", value=share,
+            f"the step cannot be measured with the {share} examples of one of {num_workers} workers: {error.message}", value=share,
             place=place, remedy="write the step for any batch size, or profile with num_workers=1",
         ) from error
+
+
+def _divided(entry: Entry, bare: Layout, sites: Sequence[Site], num_workers: int, share: int) -> WorkerGradients:
+    """Of several workers. Raises `MicrobatchError` where the step is another program for their share of the batch."""
+    local = resized_trace(entry.bound, entry.trace)
+    twin_of, size = make_twin(entry.graph, local), local_examples(share * num_workers, num_workers, (), None)
+    eqns = {site: equation_at(entry.jaxpr, site) for site in sites}
+    twins = {site: twin_of(eqn, site, size) for site, eqn in eqns.items()}
+    dims = {site: _example_dims(eqn, twins[site]) for site, eqn in eqns.items()}
+    gradients = _gradients(entry, sites, dims)
+    forwards = {site: gradient.boundary_forward(twin)[0] for site, twin in twins.items()}
+    try:
+        jobs = {site: prepare(eqn.params, dims[site], forwards[site], num_workers, (), None) for site, eqn in eqns.items()}
+    except MicrobatchError as error:
+        for site, eqn in eqns.items():
+            twin_of(eqn, site, share)
+        note = f"every worker's gradients are those of a step with its examples alone: {error.message}"
+        return WorkerGradients(gradients, functools.partial(_alone, bare, local(share), gradients, entry.bound, share), (note,))
     return WorkerGradients(gradients, functools.partial(_summands, bare, entry.jaxpr, gradients, jobs), ())
+
+
+def _example_dims(eqn: Any, twin: Any) -> list[int | None]:
+    """Per operand of a boundary the dim that holds examples."""
+    return [example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True)]
 
 
 def _boundary_sites(jaxpr: Any, place: str, prefix: Site = (), inside: str = "") -> Iterator[Site]:
@@ -163,8 +171,7 @@ def _alone(bare: Layout, jaxpr: Any, gradients: Sequence[WorkerGradient], bound:
         found[site] = gradient.expand(eqn.params, operands, forward)
         return found[site]
 
-    boundary: BoundaryHook = hook
-    evaluate(bare, jaxpr, own, boundary)
+    evaluate(bare, jaxpr, own, hook)
     return [found[one.site][one.result] for one in gradients]
 
 

@@ -39,9 +39,10 @@ def tensor_rows(profile: Profile) -> tuple[tuple[str, ...], ...]:
     are those without zeros, of which there is nothing to say, where there are many."""
     full = [one for one in profile.tensors if not one.is_table and one.density == 1.0]
     full = full if len(full) > _MAX_FULL else []
+    told = set(map(id, full))
     several = {one.path for one in profile.tensors if sum(other.path == one.path for other in profile.tensors) > 1}
     folded: dict[tuple[str, ...], list[str]] = {}
-    for one in sorted((one for one in profile.tensors if one not in full), key=lambda one: not one.is_table):
+    for one in sorted((one for one in profile.tensors if id(one) not in told), key=lambda one: not one.is_table):
         name = f"{one.path} ({one.loss})" if one.path in several else one.path
         folded.setdefault((_NUMBER.sub("*", name), str(one.shape), *_cells(profile, one)), []).append(name)
     rows: list[tuple[str, ...]] = []

@@ -242,6 +242,17 @@ def test_steps_without_gradients_to_see_are_errors(state):
         splitjax.parallelize(alone, mesh={"data": 2}, rules="data_parallel").profile({"w": np.ones((3, 4), np.float32)})
 
 
+def test_a_step_for_one_batch_size_is_measured_as_a_whole_only():
+    @splitjax.parallelize(mesh={"data": 2}, rules="data_parallel")
+    def step(w, x):
+        return w - splitjax.grad(lambda w: ((x.reshape(8, 2, 3) @ w) ** 2).mean())(w)
+
+    w, x = np.ones(3, np.float32), np.ones((16, 3), np.float32)
+    with pytest.raises(BatchError, match="8 examples of one of 2 workers: .*cannot be traced with 8 examples"):
+        step.profile(w, [x])
+    assert step.profile(w, [x], num_workers=1).tensors[0].density == 1.0
+
+
 def test_a_consumed_state_is_an_error(step):
     mine = step.place({"params": params(), "opt": TX.init(params())}, example=(BATCHES[0],))
     step(mine, BATCHES[0])
