@@ -11,7 +11,7 @@ from splitjax.errors import ProfileError
 from splitjax.report.profile_rows import headline, ratio_text, share_text
 from splitjax.sync.analysis import Profile, TensorProfile
 
-# So many tensors have a bar of their own: tables first, then the sparsest.
+# So many tensors are shown by themselves: tables first, then the sparsest.
 _MAX_TENSORS = 12
 _NAME_CHARACTERS = 28
 # Sums of tensors other than tables that get no denser than this have no curve.
@@ -28,7 +28,9 @@ def draw_profile(profile: Profile, path: str | os.PathLike[str] | None) -> Any:
         raise ProfileError(
             "a profile is drawn with matplotlib, which is not installed", place="Profile.plot", remedy="pip install 'splitjax[demo]'",
         ) from error
-    shown = sorted(profile.tensors, key=lambda one: (not one.is_table, one.density))[:_MAX_TENSORS]
+    # Of tensors without zeros there is nothing to see, unless there are no others.
+    sparse = [one for one in profile.tensors if one.is_table or one.density < 1.0] or profile.tensors
+    shown = sorted(sparse, key=lambda one: (not one.is_table, one.density))[:_MAX_TENSORS]
     figure = Figure(figsize=(13, max(7.0, 3.4 + 0.36 * len(shown))), layout="constrained")
     FigureCanvasAgg(figure)
     left_out = len(profile.tensors) - len(shown)
