@@ -17,12 +17,14 @@ from splitjax.plan import Plan
 from splitjax.report.value import Report
 from splitjax.rules import Rule, RuleSet
 from splitjax.runtime.initialize import initialize, join_launched
+from splitjax.sync.analysis import Profile
 from splitjax.trace.dims import register_dims
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Plan",
+    "Profile",
     "Report",
     "Rule",
     "RuleSet",

@@ -253,6 +253,13 @@ def prune(eqn: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
     return close_jaxpr(kept, consts), list(used_inputs)
 
 
+def drop_unused(closed: Any, keep: int = 0) -> tuple[Any, list[bool]]:
+    """A closed jaxpr without operations and inputs that no result needs, and which inputs are left; the first `keep` always are."""
+    inner, consts = open_jaxpr(closed)
+    kept, used = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars), [i < keep for i in range(len(inner.invars))])
+    return close_jaxpr(kept, consts), list(used)
+
+
 def with_params(eqn: Any, **changes: Any) -> Any:
     """An equation with some parameters changed."""
     return eqn.replace(params={**eqn.params, **changes})

@@ -13,6 +13,7 @@ import collections
 import dataclasses
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,15 +22,17 @@ import jax
 import jax.numpy as jnp
 
 from splitjax._static import Half, partition
-from splitjax.errors import DonatedStateError, PlanError, StateError
+from splitjax.errors import DonatedStateError, PlanError, ProfileError, StateError
 from splitjax.lower.arguments import Options, keyword_only, make_options, parameter_names, positional
 from splitjax.lower.entry import CompileRecord
 from splitjax.lower.layout import named_sharding
+from splitjax.lower.measuring import per_batch
 from splitjax.mesh import make_mesh
 from splitjax.parallelize import ParallelStep
 from splitjax.parallelize import parallelize as parallelize_arrays
 from splitjax.plan import Plan
 from splitjax.report.value import Report
+from splitjax.sync.analysis import Profile
 
 # How many calls a step remembers, to name the one that consumed a state.
 _REMEMBERED_CALLS = 4096
@@ -183,6 +186,19 @@ class FilteredStep(abc.ABC):
         call = self._pack(positional(self._fn, args, kwargs))
         return call.step.report(*call.args)
 
+    def profile(self, *args: Any, num_workers: int | None = None, **kwargs: Any) -> Profile:
+        """How sparse every gradient is over the workers, from the step's arguments with an iterable of batches in place of each
+        batch; see `ParallelStep.profile`. Nothing is updated."""
+        args = positional(self._fn, args, kwargs)
+        calls = (self._pack(one) for one in per_batch(args, self._batch_positions(args), self._name))
+        first = next(calls, None)
+        if first is None:
+            raise ProfileError("there is no batch to profile", place=f"{self._name}.profile", remedy="pass at least one batch")
+        try:
+            return first.step._profile((call.args for call in itertools.chain((first,), calls)), num_workers)
+        except DonatedStateError as error:
+            raise self._donated(args, first) from error
+
     def init(self, make_fn: Callable, *make_args: Any, example: Sequence[Any]) -> Any:
         """Creates the states already sharded: `make_fn(*make_args)` is compiled with the plan's shardings as its results', so
         that no device ever holds the whole.
@@ -256,6 +272,10 @@ class FilteredStep(abc.ABC):
             )
         rest, by_number = iter(example), dict(zip(numbers, states, strict=True))
         return tuple(by_number[n] if n in by_number else next(rest) for n in range(count))
+
+    def _batch_positions(self, args: tuple) -> tuple[int, ...]:
+        """Which arguments are batches."""
+        return self._options.batch_argnums
 
     def _state_positions(self, count: int) -> tuple[int, ...]:
         return self._options.state_argnums

@@ -101,3 +101,7 @@ class UnavailableError(SplitjaxError, NotImplementedError):
 
 class SyncError(SplitjaxError, ValueError):
     """A synchronisation scheme, or row-sparse values, that do not fit what they are used for."""
+
+
+class ProfileError(SplitjaxError, ValueError):
+    """A profile that cannot be measured, read, written or drawn."""

@@ -224,6 +224,10 @@ class NNXStep(FilteredStep):
                 )
         return super()._arguments(states, example)
 
+    def _batch_positions(self, args: tuple) -> tuple[int, ...]:
+        holders = {n for n, arg in enumerate(args) if any(map(is_object, jax.tree.leaves(arg, is_leaf=is_object)))}
+        return self._numbers(args, holders)["batch"]
+
     def _state_positions(self, count: int) -> tuple[int, ...]:
         return self._options.state_argnums if self._given.state else tuple(range(count))
 

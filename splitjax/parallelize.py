@@ -6,7 +6,7 @@ import collections
 import functools
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from splitjax import _compat
 from splitjax.errors import DonatedStateError
 from splitjax.lower.arguments import Bound, argument_names, bind, difference, make_options, positional
 from splitjax.lower.entry import CompileRecord, Entry, Recipe, SignatureChanged, build_entry, trace_error
+from splitjax.lower.measuring import per_batch, profile_calls
 from splitjax.lower.observing import Decision, Observer, decide
 from splitjax.lower.options import check_options, reject_mutating_modules, resolve_plan
 from splitjax.lower.placement import abstract_state, init_state, place_state, unshare
@@ -23,6 +24,7 @@ from splitjax.mesh import MeshShape, make_mesh
 from splitjax.plan import Plan
 from splitjax.report.value import Report, make_report
 from splitjax.rules import RuleSet, load_rules
+from splitjax.sync.analysis import Profile
 
 # How many calls a step remembers, to name the one that consumed a state.
 _REMEMBERED_CALLS = 4096
@@ -166,6 +168,31 @@ class ParallelStep:
             compiled = self.lower(*args, **kwargs).compile()
         return make_report(compiled, entry.plan, entry.graph, argument_names(entry.bound), step=self._recipe.name,
                            platform=self.mesh.devices.flat[0].platform)
+
+    def profile(self, *args: Any, num_workers: int | None = None, **kwargs: Any) -> Profile:
+        """How sparse every gradient is over the workers: density, overlap, densification, skewness (Zen, arXiv 2309.13254, section 2).
+
+        `step.profile(state, batches)`: the step's arguments with an iterable of batches (values, not shapes) in place of each batch.
+        Nothing is updated, and no state is consumed. Every batch is cut into `num_workers` equal slices, by default one for each of
+        the plan's workers; there may be more of them than devices, as one device evaluates them in turn. A worker's gradient is its
+        summand of the global batch's. In a run of several processes all of them make the call together, and get the same profile.
+
+        **Returns** a `Profile`: prints as a table, renders in Jupyter, `to_json()`, `plot()`, `sparsity(path)`.
+
+        Raises `ProfileError`, `BatchError` (no gradient boundary, no batch, a batch that does not divide); see docs/sparse.md.
+        """
+        args = positional(self._recipe.fn, args, kwargs)
+        return self._profile(per_batch(args, self._recipe.options.batch_argnums, self._recipe.name), num_workers)
+
+    def _profile(self, calls: Iterable[tuple], num_workers: int | None) -> Profile:
+        """The profile of calls given by their arguments."""
+
+        def entry_of(args: tuple) -> Entry:
+            if self._recipe.donate:
+                self._own_states(args)  # an error for a consumed state
+            return self._entry(args)
+
+        return profile_calls(self._recipe, self.mesh, entry_of, calls, num_workers)
 
     def init(self, init_fn: Callable, *init_args: Any, example: Sequence[Any]) -> Any:
         """Creates the states already sharded: `init_fn(*init_args)` is compiled with the plan's shardings as its results', so

@@ -20,6 +20,7 @@ from splitjax.cli.doctor import Doctor
 from splitjax.cli.launch import Launch
 from splitjax.cli.lint import Lint
 from splitjax.cli.plan import ShowPlan
+from splitjax.cli.profile import ShowProfile
 from splitjax.cli.report import ShowReport
 from splitjax.cli.train import Train
 from splitjax.errors import SplitjaxError
@@ -32,6 +33,7 @@ Command = (
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[ShowPlan, tyro.conf.subcommand("plan")]
     | Annotated[ShowReport, tyro.conf.subcommand("report")]
+    | Annotated[ShowProfile, tyro.conf.subcommand("profile")]
     | Annotated[Launch, tyro.conf.subcommand("launch")]
     | Annotated[Lint, tyro.conf.subcommand("lint")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]

@@ -18,7 +18,7 @@ from splitjax.lower.arguments import Bound, Options, abstract, bind, call_with, 
 from splitjax.lower.exchange import derive_exchanges, weight_uses
 from splitjax.lower.group_comm import choose, crosses
 from splitjax.lower.layout import BoundaryHook, Hooks, Layout, evaluate, named_sharding
-from splitjax.lower.microbatching import boundary_hook, check_turns, make_twin
+from splitjax.lower.microbatching import boundary_hook, check_turns, make_twin, resized_trace
 from splitjax.lower.observing import Decision, with_syncs
 from splitjax.lower.planning import follow_plan, make_plan, pin_plan
 from splitjax.lower.processes import host_digests, on_mesh
@@ -86,6 +86,7 @@ class Entry:
     jitted: Any
     mesh: Mesh
     jaxpr: Any
+    trace: Callable[[list[Any]], Any]  # the step's closed jaxpr for other flat arguments (`ShapeDtypeStruct`s)
     sparse: SparseStep | None = None  # tables synchronised by rows: then `jitted` returns the step's result and what was observed
     observes: bool = False  # it is the program of the first steps: see `observing`
 
@@ -126,7 +127,8 @@ def build_entry(
     graph = build_graph(jaxpr, bound.arguments, matched)
     plan = _plan(recipe, MeshShape.of(mesh), graph, layouts)
     layout = _layout(mesh, plan, graph)
-    twin_of = make_twin(bound, graph, lambda leaves: _trace(recipe, bound, leaves)[0])
+    trace = lambda leaves: _trace(recipe, bound, leaves)[0]
+    twin_of = make_twin(graph, resized_trace(bound, trace))
     if recipe.returns_state:
         check = lambda kind: check_turns(kind, graph, mesh, plan, layout, jaxpr, twin_of)
         plan = choose(recipe.group_comm if recipe.pinned is None else recipe.pinned.group_comm, plan, graph, check, crosses(graph, plan))
@@ -137,7 +139,7 @@ def build_entry(
         twin_of = sparse.twin_of(twin_of)
     hook = boundary_hook(graph, mesh, plan, layout, twin_of)
     jitted = _compile(recipe, mesh, bound, jaxpr, result, matched, plan, hook, layout, sparse)
-    return Entry(bound, graph, plan, jitted, mesh, jaxpr, sparse, sparse is not None and bool(sparse.tables) and decision is None)
+    return Entry(bound, graph, plan, jitted, mesh, jaxpr, trace, sparse, sparse is not None and bool(sparse.tables) and decision is None)
 
 
 def _trace(recipe: Recipe, bound: Bound, leaves: list[jax.ShapeDtypeStruct] | None = None) -> tuple[Any, Any]:

@@ -61,6 +61,24 @@ class Job:
             *(grad.astype(types(v)[0].dtype) for v, grad in zip(differentiated, grads, strict=True)),
         ]
 
+    def summands(self, operands: Sequence[Any], positions: Sequence[int], number: Any) -> dict[int, Any]:
+        """One microbatch's contribution to the gradient, by position of the differentiated operand; not of operands that hold
+        examples. For a job without manual axes and islands."""
+        inputs = self.analysis.body.inputs
+        env: Env = {(v, WHOLE): value for v, value in zip(inputs, operands, strict=True)}
+        self.evaluator.run(self.marked, env, BEFORE)
+        differentiated = {inputs[p]: p for p in positions}
+        sliced = [v for v in differentiated if self.info(v).kind == EXAMPLES]
+        same = [v for v in differentiated if v not in sliced]
+        shared = sorted({v for v, form in self.marked.loop if form == WHOLE} - set(differentiated))
+        parts = [v for v, form in self.marked.loop if form == PART and (v, WHOLE) in env and self.info(v).kind == EXAMPLES]
+        cuts = sorted({*parts, *sliced})
+        slices = [self.split.cut(env[v, WHOLE], self.info(v).layout)[number] for v in cuts]
+        contribution = _Contribution(self, same, (), sliced, shared, cuts, (), (), {})
+        params, constants = [env[v, WHOLE] for v in same], [env[v, WHOLE] for v in shared]
+        totals, _, _ = contribution.microbatch((params, []), constants, {}, contribution.zeros(), number, slices, [])
+        return {differentiated[v]: summand for v, summand in zip(same, totals[2], strict=True)}
+
     def fetches(self, makers: Mapping[int, MakeFetch]) -> dict[int, Any]:
         """By value number, those of the operands that the loop reads."""
         inputs, types = self.analysis.body.inputs, self.evaluator.program.types

@@ -30,13 +30,13 @@ from splitjax.trace.graph import Graph
 Twin = Callable[[Any, Site, int], Any]  # (boundary equation, its site, number of examples) -> the same equation in another trace
 
 
-def make_twin(bound: Bound, graph: Graph, trace: Callable[[list[Any]], Any]) -> Twin:
-    """Finds a step's boundaries traced with other numbers of examples.
+def resized_trace(bound: Bound, trace: Callable[[list[Any]], Any]) -> Callable[[int], Any]:
+    """The step traced with other numbers of examples: number -> closed jaxpr.
 
     `trace(leaves)` traces the step for other flat arguments (`ShapeDtypeStruct`s) and returns its closed jaxpr."""
 
     @functools.cache
-    def local_jaxpr(num_examples: int) -> Any:
+    def resized(num_examples: int) -> Any:
         leaves = [
             jax.ShapeDtypeStruct((num_examples, *leaf.shape[1:]), leaf.dtype, weak_type=leaf.weak_type) if argument.is_batch and leaf.shape else leaf
             for leaf, argument in zip(abstract(bound.leaves, bound.signature.avals), bound.arguments, strict=True)
@@ -47,12 +47,18 @@ def make_twin(bound: Bound, graph: Graph, trace: Callable[[list[Any]], Any]) -> 
             raise
         except Exception as error:
             raise MicrobatchError(
-                f"the step cannot be traced with {num_examples} examples, the size of one microbatch: {error}", value=num_examples,
+                f"the step cannot be traced with {num_examples} examples: {error}", value=num_examples,
                 place="microbatches", remedy="write the step for any batch size, or use microbatches=None",
             ) from error
 
+    return resized
+
+
+def make_twin(graph: Graph, resized: Callable[[int], Any]) -> Twin:
+    """Finds a step's boundaries traced with other numbers of examples. `resized`: as `resized_trace` makes it."""
+
     def twin_of(eqn: Any, site: Site, num_examples: int) -> Any:
-        twin = equation_at(local_jaxpr(num_examples), site)
+        twin = equation_at(resized(num_examples), site)
         if twin is None or not gradient.is_boundary(twin) or len(twin.invars) != len(eqn.invars):
             raise MicrobatchError(
                 f"{eqn.params['label']}: the step is another program for {num_examples} examples than for {graph.num_examples}",
@@ -78,7 +84,7 @@ def boundary_hook(graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of:
             return gradient.expand(eqn.params, operands, forward)
         twin = twin_of(eqn, site, local_examples(graph.num_examples, number, plan.batch_axes, mesh, manual))
         copies: Copies = {}
-        dims = [_example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True)]
+        dims = [example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True)]
         return expand_microbatches(
             eqn.params, operands, dims, gradient.boundary_forward(twin)[0], number, plan.batch_axes, mesh, manual_axes=manual,
             bind=lambda inner, values, inside: evaluate_equation(layout.without(manual), inner, values, (*site, 0, *inside), copies),
@@ -152,6 +158,7 @@ def turned_boundary(eqn: Any, site: Site, graph: Graph, mesh: Mesh, plan: Plan, 
     return take_turns(eqn, twin, site, layout, mode)
 
 
-def _example_dim(whole: Sequence[int], part: Sequence[int]) -> int | None:
+def example_dim(whole: Sequence[int], part: Sequence[int]) -> int | None:
+    """The dim whose size differs between two traces of one array."""
     differ = [d for d, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
     return differ[0] if differ else None

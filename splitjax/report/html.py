@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 
 from splitjax.plan import Plan
 from splitjax.report.table import Row, bytes_text, clean, percent_saved, summary, table
@@ -70,3 +71,17 @@ def _bar(group: tuple[Row, ...], largest: int) -> str:
 
 def safe(text: str) -> str:
     return html.escape(clean(text), quote=True)
+
+
+def html_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> str:
+    """A titled table that folds away; nothing where it has no rows. `numbers`: the columns that are aligned on the right."""
+    if not rows:
+        return ""
+    marks = ['class="number"' if position in numbers else "" for position in range(len(columns))]
+    head = "".join(f"<th {mark}>{safe(name)}</th>" for name, mark in zip(columns, marks, strict=True))
+    body = "".join(
+        "<tr>" + "".join(f"<td {mark}>{safe(cell)}</td>" for cell, mark in zip(row, marks, strict=True)) + "</tr>" for row in rows
+    )
+    return (
+        f"<details open><summary>{safe(title)}</summary><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></details>"
+    )

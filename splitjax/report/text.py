@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 import sys
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
@@ -65,3 +66,21 @@ def _parameters(groups: tuple[tuple[Row, ...], ...]) -> Table:
 
 def row_bytes(row: Row) -> str:
     return bytes_text(row.device_bytes) if row.repeat == 1 else f"{row.repeat} x {bytes_text(row.device_bytes)}"
+
+
+def section(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> None:
+    """Prints a titled table, and nothing where it has no rows. `numbers`: the columns that are aligned on the right."""
+    if not rows:
+        return
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False, collapse_padding=True)
+    for position, name in enumerate(columns):
+        if position in numbers:
+            grid.add_column(name, justify="right", no_wrap=True)
+        else:
+            grid.add_column(name, overflow="fold")
+    for row in rows:
+        # Text objects: brackets and colons in names are no markup and no emoji.
+        grid.add_row(*(Text(clean(cell)) for cell in row))
+    console.print(Text(title))
+    console.print(grid)
+    console.print()

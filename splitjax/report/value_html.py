@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from splitjax.report.html import STYLE, safe
+from splitjax.report.html import STYLE, html_table, safe
 from splitjax.report.rows import (
     CollectiveRow,
     headline,
@@ -26,9 +26,9 @@ def render_report_html(report: Report) -> str:
     """The same content as `report.value_text.render_report_text`; long tables fold away."""
     return "".join((
         f'<div class="splitjax-plan"><style>{STYLE}</style><p>{safe(headline(report))}<br>{safe(verdict(report))}</p>',
-        _table("memory per device", ("predicted", "", "compiled", ""), memory_rows(report), numbers=(1, 3)),
-        _table("sent per device and step", ("", "", "predicted", "", "compiled"), total_rows(report), numbers=(1, 2, 3, 4)),
-        _table("by layer", ("layer", "", "predicted", "", "compiled"), layer_rows(report), numbers=(1, 2, 3, 4)),
+        html_table("memory per device", ("predicted", "", "compiled", ""), memory_rows(report), numbers=(1, 3)),
+        html_table("sent per device and step", ("", "", "predicted", "", "compiled"), total_rows(report), numbers=(1, 2, 3, 4)),
+        html_table("by layer", ("layer", "", "predicted", "", "compiled"), layer_rows(report), numbers=(1, 2, 3, 4)),
         _collectives("as planned", planned_rows(report), ("layer", "collective", "predicted", "compiled", "why", "rule", "line")),
         _collectives("unplanned", unplanned_rows(report), ("layer", "collective", "compiled", "why", "rule", "line")),
         _collectives("planned, but not in the compiled step", missing_rows(report), ("layer", "collective", "predicted", "why")),
@@ -38,17 +38,4 @@ def render_report_html(report: Report) -> str:
 
 def _collectives(title: str, rows: Sequence[CollectiveRow], columns: Sequence[str]) -> str:
     texts = [tuple(cells(row)[name] for name in columns) for row in rows]
-    return _table(title, columns, texts, numbers=tuple(i for i, name in enumerate(columns) if name in _NUMBERS))
-
-
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> str:
-    if not rows:
-        return ""
-    marks = ['class="number"' if position in numbers else "" for position in range(len(columns))]
-    head = "".join(f"<th {mark}>{safe(name)}</th>" for name, mark in zip(columns, marks, strict=True))
-    body = "".join(
-        "<tr>" + "".join(f"<td {mark}>{safe(cell)}</td>" for cell, mark in zip(row, marks, strict=True)) + "</tr>" for row in rows
-    )
-    return (
-        f"<details open><summary>{safe(title)}</summary><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></details>"
-    )
+    return html_table(title, columns, texts, numbers=tuple(i for i, name in enumerate(columns) if name in _NUMBERS))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from splitjax.report.rows import (
@@ -22,7 +20,7 @@ from splitjax.report.rows import (
     verdict,
 )
 from splitjax.report.table import bytes_text, clean
-from splitjax.report.text import text_width
+from splitjax.report.text import section, text_width
 from splitjax.report.value import Report
 
 
@@ -34,9 +32,9 @@ def render_report_text(report: Report, width: int | None = None) -> str:
     )
     console.print(Text(clean(headline(report))))
     console.print()
-    _section(console, "memory per device", ("predicted", "", "compiled", ""), memory_rows(report), numbers=(1, 3))
-    _section(console, "sent per device and step", ("", "", "predicted", "", "compiled"), total_rows(report), numbers=(1, 2, 3, 4))
-    _section(console, "by layer", ("layer", "", "predicted", "", "compiled"), layer_rows(report), numbers=(1, 2, 3, 4))
+    section(console, "memory per device", ("predicted", "", "compiled", ""), memory_rows(report), numbers=(1, 3))
+    section(console, "sent per device and step", ("", "", "predicted", "", "compiled"), total_rows(report), numbers=(1, 2, 3, 4))
+    section(console, "by layer", ("layer", "", "predicted", "", "compiled"), layer_rows(report), numbers=(1, 2, 3, 4))
     _collectives(console, "as planned", planned_rows(report), ("layer", "collective", "predicted", "compiled", "why", "rule", "line"))
     _collectives(console, "unplanned", unplanned_rows(report), ("layer", "collective", "compiled", "why", "line"))
     _collectives(console, "planned, but not in the compiled step", missing_rows(report), ("layer", "collective", "predicted", "why"))
@@ -57,21 +55,4 @@ def cells(row: CollectiveRow) -> dict[str, str]:
 
 def _collectives(console: Console, title: str, rows: Sequence[CollectiveRow], columns: Sequence[str]) -> None:
     texts = [tuple(cells(row)[name] for name in columns) for row in rows]
-    _section(console, title, columns, texts, numbers=tuple(i for i, name in enumerate(columns) if name in ("predicted", "compiled")))
-
-
-def _section(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> None:
-    if not rows:
-        return
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False, collapse_padding=True)
-    for position, name in enumerate(columns):
-        if position in numbers:
-            grid.add_column(name, justify="right", no_wrap=True)
-        else:
-            grid.add_column(name, overflow="fold")
-    for row in rows:
-        # Text objects: brackets and colons in names are no markup and no emoji.
-        grid.add_row(*(Text(clean(cell)) for cell in row))
-    console.print(Text(title))
-    console.print(grid)
-    console.print()
+    section(console, title, columns, texts, numbers=tuple(i for i, name in enumerate(columns) if name in ("predicted", "compiled")))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from splitjax.errors import SyncError
 from splitjax.sync.all_gather import AllGather
 from splitjax.sync.blocks import Blocks
 from splitjax.sync.dense import Dense
@@ -67,7 +68,14 @@ def choose(sparsity: Sparsity, link: Link, schemes: Sequence[Scheme] | None = No
     - `schemes`: what to choose from, simplest first; by default `candidates()`.
 
     **Returns:** a `Choice`. One worker alone needs nothing: the first scheme.
+
+    Raises `SyncError` for a sparsity without samples, such as one that was read from JSON: capacities come from them.
     """
+    if not sparsity.samples:
+        raise SyncError(
+            "the sparsity has no samples, from which schemes take their capacities", value=sparsity.table, place="choose(sparsity)",
+            remedy="pass what `measure` or `step.profile(...)` found in this process, not what was read from JSON",
+        )
     found = []
     for scheme in schemes or candidates():
         capacities, n = scheme.plan(sparsity), sparsity.num_workers

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from splitjax.errors import SyncError
+from splitjax.sync import masks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +100,13 @@ class Sparsity:
             "overlap": self.overlap, "skewness": self.skewness, "hot_rows": self.hot_rows, "bound_bytes": self.bound_bytes(),
         }  # fmt: skip
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Sparsity:
+        """What `to_json` gave, without samples: good for reading, not for a scheme's capacities."""
+        table = Table(*(data[field.name] for field in dataclasses.fields(Table)))
+        unions = tuple((m, size) for m, size in data["unions"])
+        return cls(table, data["rows"], data["rows_max"], unions, data["overlap"], data["skewness"], data["hot_rows"])
+
 
 def measure(id_sets: Sequence[Sequence[np.ndarray]], num_rows: int, row_size: int, itemsize: int = 4) -> Sparsity:
     """The sparsity of the steps whose ids are given.
@@ -118,8 +126,7 @@ def measure(id_sets: Sequence[Sequence[np.ndarray]], num_rows: int, row_size: in
         )  # fmt: skip
     (n,) = num_workers
     samples = tuple(tuple(_unique(ids, num_rows) for ids in step) for step in id_sets)
-    sizes = sorted({1, n, *(1 << i for i in range(n.bit_length()) if 1 << i <= n)})
-    unions = tuple((m, float(np.mean([_union_size(step, m) for step in samples]))) for m in sizes)
+    unions = tuple((m, float(np.mean([_union_size(step, m) for step in samples]))) for m in masks.group_sizes(n))
     sets = [ids for step in samples for ids in step]
     held = [np.unique(np.concatenate(step), return_counts=True)[1] for step in samples]
     return Sparsity(
@@ -141,9 +148,18 @@ def _union_size(step: Sequence[np.ndarray], m: int) -> float:
 
 
 def _overlap(samples: Sequence[Sequence[np.ndarray]]) -> float:
-    """Over neighbours, which is all pairs that a step of many workers needs."""
-    pairs = [(a, b) for step in samples for a, b in zip(step[:-1], step[1:]) if a.size and b.size]
-    return float(np.mean([np.intersect1d(a, b, assume_unique=True).size / min(a.size, b.size) for a, b in pairs])) if pairs else 0.0
+    """Mean over all pairs of workers of a step, and over the steps that have such pairs."""
+    found = [masks.mean_overlap(masks.overlaps(_membership(step))) for step in samples]
+    means = [mean for mean in found if mean is not None]
+    return float(np.mean(means)) if means else 0.0
+
+
+def _membership(step: Sequence[np.ndarray]) -> np.ndarray:
+    """Per worker a packed mask over the rows that any worker has."""
+    union, position = np.unique(np.concatenate(step), return_inverse=True)
+    has = np.zeros((len(step), max(union.size, 1)), bool)
+    has[np.repeat(np.arange(len(step)), [ids.size for ids in step]), position] = True
+    return masks.pack(has)
 
 
 def skewness(sets: Sequence[np.ndarray], num_rows: int, n: int) -> float:

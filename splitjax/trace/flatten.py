@@ -301,11 +301,11 @@ def equation_at(jaxpr: Any, site: Site) -> Any:
     eqn = inner.eqns[site[0]]
     if len(site) == 1:
         return eqn
-    bodies = _bodies(eqn)
-    return equation_at(bodies[site[1]], site[2:]) if site[1] < len(bodies) else None
+    found = bodies(eqn)
+    return equation_at(found[site[1]], site[2:]) if site[1] < len(found) else None
 
 
-def _bodies(eqn: Any) -> list[Any]:
+def bodies(eqn: Any) -> list[Any]:
     """The sub-jaxprs of an equation, in the order in which sites number them."""
     if eqn.primitive.name == "while":
         return [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]

@@ -81,6 +81,10 @@ model, optimizer = nnx_init(jax.random.key(0))
 say("nnx", losses=[float(nnx_step(model, optimizer, batch_of())["loss"]) for _ in range(3)])
 assert isinstance(model, nnx.Module)
 
+init_fn, step, _ = steps()
+state = step.init(init_fn, jax.random.key(0), example=(SPEC.example(8),))
+say("profile", json=step.profile(state, [splitjax.global_batch(mine), batch_of()], num_workers=8).to_json())
+
 expect_error("plan", lambda: one_call(rules="splitbrain" if RANK == 0 else "data_parallel"))
 expect_error("program", lambda: one_call(learning_rate=0.01 * (1 + RANK)))
 expect_error("batch", lambda: one_call(batch_seed=RANK))

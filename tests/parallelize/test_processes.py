@@ -13,6 +13,7 @@ import pytest
 import splitjax
 from splitjax import models
 from splitjax.errors import BatchError
+from splitjax.sync.analysis import Profile
 from tests.processes import run_processes
 
 
@@ -47,6 +48,19 @@ def test_two_processes_train_to_the_numbers_of_one_device(said, alone, how):
 def test_nnx_steps_run_in_several_processes(said):
     assert said[0]["nnx"]["losses"] == said[1]["nnx"]["losses"]
     assert said[0]["nnx"]["losses"][-1] < said[0]["nnx"]["losses"][0]
+
+
+def test_every_process_gets_the_profile_of_one(said):
+    assert said[0]["profile"] == said[1]["profile"]
+    spec = models.build("mlp", input_shape=(32,), features=(64, 32), num_classes=4)
+    init_fn, train_step, _ = models.make_step(spec, optax.adam(0.01), value_and_grad=splitjax.value_and_grad)
+    random = np.random.RandomState(0)
+    batch = {"image": random.randn(8, 32).astype(np.float32), "label": random.randint(0, 4, 8).astype(np.int32)}
+    step = splitjax.parallelize(train_step, mesh={"data": 2, "model": 2})
+    alone = step.profile(init_fn(jax.random.key(0)), [batch, batch], num_workers=8)
+    together = Profile.from_json(said[0]["profile"]["json"])
+    assert {one.path: one.steps for one in together.tensors} == {one.path: one.steps for one in alone.tensors}
+    assert 0.1 < min(one.density for one in alone.tensors) < 0.9  # relu: there is something to agree on
 
 
 @pytest.mark.parametrize(

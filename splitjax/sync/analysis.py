@@ -1,0 +1,360 @@
+"""The sparsity of every gradient tensor of a step over its workers, as one value: Zen's analysis (Wang et al., arXiv 2309.13254, section 2).
+
+Numbers only; `lower.measuring` evaluates the gradients. What is counted are a tensor's *units*: rows of a table that the step looks rows up in,
+elements of any other tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from splitjax._files import write_atomically
+from splitjax.errors import ProfileError
+from splitjax.sync import masks
+from splitjax.sync.profile import Sparsity, measure
+
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """The sparsity of one tensor's gradient in one step.
+
+    **Attributes:**
+
+    - `densities`: per worker, the share of elements that are not zero.
+    - `row_densities`: per worker, the share of rows that are not all zero; empty for a tensor that is no table.
+    - `unions`: (m, share of units that m workers have together, so that their sum is not zero there), for m = 1, 2, 4, ... and
+      the number of workers; mean over the disjoint groups of m neighbours. Sums that cancel exactly count as not zero.
+    - `overlap`: |I1 and I2| / min(|I1|, |I2|), mean over all pairs of workers with a gradient.
+    - `skewness`: the units in the fullest of n equal ranges over the mean of the ranges, for n workers; mean over workers with a gradient.
+    """
+
+    densities: tuple[float, ...]
+    row_densities: tuple[float, ...]
+    unions: tuple[tuple[int, float], ...]
+    overlap: float
+    skewness: float
+
+    @property
+    def density(self) -> float:
+        """The share of elements that are not zero, mean over workers."""
+        return float(np.mean(self.densities))
+
+    @property
+    def row_density(self) -> float | None:
+        """The share of rows that are not all zero, mean over workers; None for a tensor that is no table."""
+        return float(np.mean(self.row_densities)) if self.row_densities else None
+
+    def densification(self, num_workers: int) -> float:
+        """Zen's gamma: the density of the sum of so many workers (1, 2, 4, ... or all) over the density of one; 1 for a gradient that
+        is all zero. Raises `ProfileError` for another number."""
+        shares = dict(self.unions)
+        if num_workers not in shares:
+            raise ProfileError(
+                f"densification was not measured for {num_workers} workers", value=num_workers, place="densification(num_workers)",
+                remedy=f"give one of {', '.join(map(str, shares))}, or profile with num_workers=",
+            )
+        return shares[num_workers] / shares[1] if shares[1] else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorProfile:
+    """The sparsity of one gradient tensor.
+
+    **Attributes:**
+
+    - `path`: of its parameter; of the loss's operand for what is no parameter of the step.
+    - `shape`, `dtype`: of the gradient.
+    - `loss`: the differentiated function and its line.
+    - `is_table`: whether the step looks rows up in it: its units are rows then.
+    - `dense_reason`: why the gradient of a table has to stay dense whatever its sparsity; empty if it need not.
+    - `steps`: the figures of every step.
+    - `overlaps`: `[n][n]`, the overlap of every two workers, mean over the steps; 0 where one of them never had a gradient.
+    - `sparsity`: of a table, what `sync.choose` decides by; None for other tensors.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    loss: str
+    is_table: bool
+    dense_reason: str
+    steps: tuple[Figures, ...]
+    overlaps: tuple[tuple[float, ...], ...]
+    sparsity: Sparsity | None = None
+
+    @property
+    def mean(self) -> Figures:
+        """The figures averaged over the steps."""
+        average = lambda rows: tuple(float(value) for value in np.mean(np.asarray(rows), axis=0)) if rows and rows[0] else ()
+        steps = self.steps
+        sizes = [m for m, _ in steps[0].unions]
+        return Figures(
+            average([one.densities for one in steps]), average([one.row_densities for one in steps]),
+            tuple(zip(sizes, average([[share for _, share in one.unions] for one in steps]), strict=True)),
+            float(np.mean([one.overlap for one in steps])), float(np.mean([one.skewness for one in steps])),
+        )
+
+    @property
+    def num_workers(self) -> int:
+        """Workers whose gradients were measured."""
+        return len(self.overlaps)
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def density(self) -> float:
+        """The share of elements that are not zero, mean over workers and steps."""
+        return self.mean.density
+
+    @property
+    def row_density(self) -> float | None:
+        """The share of rows that are not all zero, mean over workers and steps; None for a tensor that is no table."""
+        return self.mean.row_density
+
+    @property
+    def overlap(self) -> float:
+        """Mean over pairs of workers and steps."""
+        return self.mean.overlap
+
+    @property
+    def skewness(self) -> float:
+        """Mean over workers and steps."""
+        return self.mean.skewness
+
+    def densification(self, num_workers: int | None = None) -> float:
+        """Of the sum of so many workers (by default all); see `Figures.densification`."""
+        return self.mean.densification(self.num_workers if num_workers is None else num_workers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """How sparse a step's gradients are over its workers. Print it, show it in a notebook, keep it with `save`, draw it with `plot`.
+
+    **Attributes:**
+
+    - `step`: the step's name.
+    - `num_workers`: workers among which each batch was divided.
+    - `num_examples`: of every step's batch.
+    - `tensors`: all gradient tensors, in the order of the losses' arguments.
+    - `notes`: what to know about how it was measured.
+    """
+
+    step: str
+    num_workers: int
+    num_examples: tuple[int, ...]
+    tensors: tuple[TensorProfile, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_steps(self) -> int:
+        """Batches that were measured."""
+        return len(self.num_examples)
+
+    @property
+    def tables(self) -> tuple[TensorProfile, ...]:
+        """Those that the step looks rows up in."""
+        return tuple(one for one in self.tensors if one.is_table)
+
+    def tensor(self, path: str) -> TensorProfile:
+        """One tensor by its path. Raises `ProfileError` for a path that is not there, or that several losses differentiate."""
+        found = [one for one in self.tensors if one.path == path]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise ProfileError(
+                f"{len(found)} losses differentiate {path!r}", value=[one.loss for one in found], place="Profile.tensor",
+                remedy="choose among `profile.tensors` by their `loss`",
+            )
+        raise ProfileError("the profile has no such tensor", value=path, place="Profile.tensor", remedy=f"give one of {_paths(self.tensors)}")
+
+    def sparsity(self, path: str) -> Sparsity:
+        """What `sync.choose` needs to know of a table; a profile that was read from JSON has no samples, and does not do. Raises `ProfileError` for a tensor that is no table."""
+        found = self.tensor(path).sparsity
+        if found is None:
+            raise ProfileError(
+                f"{path!r} is no table: the step looks no rows up in it", value=path, place="Profile.sparsity",
+                remedy=f"give one of {_paths(self.tables)}" if self.tables else "the step has no table: its gradients travel dense",
+            )
+        return found
+
+    def to_json(self) -> str:
+        """The profile as JSON text (ASCII), one tensor a line, read back by `from_json`. The row numbers behind a table's `sparsity`
+        (its `samples`) are left out."""
+        head = {
+            "format": FORMAT, "step": self.step, "num_workers": self.num_workers, "num_examples": self.num_examples, "notes": self.notes,
+        }  # fmt: skip
+        lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+        entries = ",\n".join(f"    {json.dumps(_flat(one))}" for one in self.tensors)
+        return "{\n" + ",\n".join([*lines, f'  "tensors": [\n{entries}\n  ]']) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """Reads what `to_json` wrote. Raises `ProfileError` for anything else."""
+        try:
+            data = json.loads(text)
+            if data["format"] != FORMAT:
+                raise ValueError(f"format {data['format']!r}")
+            return cls(
+                data["step"], data["num_workers"], tuple(data["num_examples"]), tuple(_tensor(one) for one in data["tensors"]),
+                tuple(data["notes"]),
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError) as error:
+            raise ProfileError(
+                f"this is not the JSON of a profile: {error}", place="Profile.from_json", remedy="pass what `profile.to_json()` returned",
+            ) from error  # fmt: skip
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the JSON to a file, whole or not at all. Raises `ProfileError` when the file cannot be written."""
+        try:
+            write_atomically(Path(path), self.to_json(), encoding="ascii")
+        except OSError as error:
+            raise ProfileError(
+                f"the profile cannot be written: {error.strerror or error}", place=str(path),
+                remedy="give a file name in an existing, writable folder",
+            ) from error  # fmt: skip
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Reads a profile that `save` wrote. Raises `ProfileError` when it cannot be read."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ProfileError(
+                f"the profile cannot be read: {getattr(error, 'strerror', None) or error}", place=str(path),
+                remedy="give the file that `profile.save` wrote",
+            ) from error  # fmt: skip
+        return cls.from_json(text)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """A `matplotlib.figure.Figure`: density and skewness by tensor, densification by number of workers, overlap of workers.
+
+        `path`: also written there (PNG, SVG, PDF by the ending). Raises `ProfileError` where matplotlib is not installed, or
+        the file cannot be written."""
+        from splitjax.report.profile_plot import draw_profile  # rendering stands on a higher floor: loaded when something is drawn
+
+        return draw_profile(self, path)
+
+    def __str__(self) -> str:
+        from splitjax.report.profile_text import render_profile_text
+
+        return render_profile_text(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Profile of {self.step}: {len(self.tensors)} gradients, {len(self.tables)} of tables, {self.num_workers} workers, "
+            f"{self.num_steps} steps>"
+        )
+
+    def _repr_html_(self) -> str:
+        from splitjax.report.profile_html import render_profile_html
+
+        return render_profile_html(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A gradient that is measured: the first fields of `TensorProfile`, and bytes a value."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    loss: str
+    is_table: bool
+    dense_reason: str
+    itemsize: int
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_units(self) -> int:
+        """Rows of a table, elements of another tensor."""
+        return self.shape[0] if self.is_table else self.size
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMasks:
+    """One tensor's gradient in one step: per worker its units that are not zero (packed), and its elements that are not zero."""
+
+    units: tuple[np.ndarray, ...]
+    num_elements: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What is kept of a step: its figures, overlaps (nan where undefined), and of a table the rows of every worker."""
+
+    figures: Figures
+    overlaps: np.ndarray
+    rows: tuple[np.ndarray, ...]
+
+
+def analyse_step(tensor: Tensor, found: StepMasks) -> Measured:
+    """The figures of one step."""
+    n, size = len(found.units), max(tensor.size, 1)
+    matrix = masks.overlaps(found.units)
+    skews = [skew for skew in (masks.skewness(mask, tensor.num_units, n) for mask in found.units) if skew is not None]
+    rows = tuple(masks.count(mask) / max(tensor.num_units, 1) for mask in found.units) if tensor.is_table else ()
+    figures = Figures(
+        tuple(number / size for number in found.num_elements), rows,
+        tuple((m, number / max(tensor.num_units, 1)) for m, number in masks.union_counts(found.units)),
+        masks.mean_overlap(matrix) or 0.0, float(np.mean(skews)) if skews else 1.0,
+    )  # fmt: skip
+    return Measured(figures, matrix, tuple(masks.units_of(mask) for mask in found.units) if tensor.is_table else ())
+
+
+def collect(tensor: Tensor, steps: Sequence[Measured]) -> TensorProfile:
+    """A tensor's profile from its measured steps."""
+    matrices = np.asarray([one.overlaps for one in steps])
+    defined = ~np.isnan(matrices)
+    overlaps = np.where(defined, matrices, 0.0).sum(axis=0) / np.maximum(defined.sum(axis=0), 1)
+    sparsity = None
+    if tensor.is_table:
+        sparsity = measure([one.rows for one in steps], tensor.num_units, math.prod(tensor.shape[1:]), tensor.itemsize)
+    return TensorProfile(
+        tensor.path, tensor.shape, tensor.dtype, tensor.loss, tensor.is_table, tensor.dense_reason,
+        tuple(one.figures for one in steps), tuple(tuple(map(float, row)) for row in overlaps), sparsity,
+    )  # fmt: skip
+
+
+def _paths(tensors: Sequence[TensorProfile]) -> str:
+    names = [one.path for one in tensors]
+    return ", ".join(map(repr, names[:12])) + (", ..." if len(names) > 12 else "")
+
+
+def _flat(one: TensorProfile) -> dict[str, Any]:
+    """A tensor as one object: the means first, for whoever reads it by eye; they are not read back."""
+    fields = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+    fields["steps"] = [dataclasses.asdict(step) for step in one.steps]
+    fields["sparsity"] = None if one.sparsity is None else one.sparsity.to_json()
+    means = {
+        "density": one.density, "row_density": one.row_density, "overlap": one.overlap, "skewness": one.skewness,
+        "densification": [[m, one.densification(m)] for m, _ in one.steps[0].unions],
+    }  # fmt: skip
+    return {"path": fields.pop("path"), "means": means, **fields}
+
+
+def _tensor(data: dict[str, Any]) -> TensorProfile:
+    known = {name: _tuples(value) for name, value in data.items() if name != "means"}
+    known["steps"] = tuple(Figures(**{name: _tuples(value) for name, value in step.items()}) for step in data["steps"])
+    known["sparsity"] = None if data["sparsity"] is None else Sparsity.from_json(data["sparsity"])
+    return TensorProfile(**known)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
