@@ -85,6 +85,29 @@ init_fn, step, _ = steps()
 state = step.init(init_fn, jax.random.key(0), example=(SPEC.example(8),))
 say("profile", json=step.profile(state, [splitjax.global_batch(mine), batch_of()], num_workers=8).to_json())
 
+
+
+def lookups(sync: str) -> tuple[list[float], list[str]]:
+    """Losses of a step with a table, and how it was synchronised."""
+
+    def step(state, batch):
+        loss_fn = lambda params: ((params["table"][batch["ids"]] @ params["w"]) ** 2).mean()
+        loss, grads = splitjax.value_and_grad(loss_fn)(state)
+        return jax.tree.map(lambda p, g: p - 0.5 * g, state, grads), loss
+
+    step = splitjax.parallelize(step, mesh=MESH, rules="data_parallel", sync=sync)
+    state = {"table": np.linspace(-1, 1, 300 * 8, dtype=np.float32).reshape(300, 8), "w": np.ones((8, 3), np.float32)}
+    losses = []
+    for number in range(5):
+        batch = {"ids": np.random.RandomState(number).randint(0, 300, (8, 4)).astype(np.int32)}
+        state, loss = step(state, batch)
+        losses.append(float(loss))
+    return losses, [one.scheme for one in step.plan(state, batch).syncs]
+
+
+for sync in ("dense", "row_exchange", "auto"):
+    say(f"sync {sync}", found=lookups(sync))
+
 expect_error("plan", lambda: one_call(rules="splitbrain" if RANK == 0 else "data_parallel"))
 expect_error("program", lambda: one_call(learning_rate=0.01 * (1 + RANK)))
 expect_error("batch", lambda: one_call(batch_seed=RANK))

@@ -50,6 +50,13 @@ def test_nnx_steps_run_in_several_processes(said):
     assert said[0]["nnx"]["losses"][-1] < said[0]["nnx"]["losses"][0]
 
 
+def test_tables_are_synchronised_by_rows_and_all_processes_choose_alike(said):
+    (expected, none), (found, schemes), (chosen, of_auto) = (said[0][f"sync {name}"]["found"] for name in ("dense", "row_exchange", "auto"))
+    np.testing.assert_allclose([found, chosen], [expected, expected], rtol=1e-5)
+    assert (none, schemes) == ([], ["row_exchange"]) and len(of_auto) == 1
+    assert all(said[1][name] == said[0][name] for name in said[0] if name.startswith("sync"))
+
+
 def test_every_process_gets_the_profile_of_one(said):
     assert said[0]["profile"] == said[1]["profile"]
     spec = models.build("mlp", input_shape=(32,), features=(64, 32), num_classes=4)
