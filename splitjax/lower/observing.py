@@ -79,7 +79,7 @@ def decide(step: SparseStep, request: SyncRequest, samples: Mapping[str, list[np
     why = {}
     links: dict[tuple[str, ...], Any] = {}
     for table in step.tables:
-        sparsity, asked = sparsity_of(table, samples[table.param]), request.of(table.param)
+        sparsity, asked = sparsity_of(table, samples[table.param]), request.of(table.param).scheme
         seen = f"capacities from {len(samples[table.param])} steps, density {sparsity.density:.3g}"
         if asked != AUTO:
             chosen[table.param], why[table.param] = (asked, asked.plan(sparsity)), f"asked for; {seen}"
@@ -125,6 +125,8 @@ def sync_plans(plan: Plan, step: SparseStep, decision: Decision | None) -> tuple
         sent, why = 0, f"the first {OBSERVED_STEPS} steps are observed, with all rows gathered"
         if decision is not None:
             sent, why = table.scheme.predicted_bytes(table.capacities, sizes), decision.why[found.param]
+        if found.update is None:
+            why = f"lazy, which changes the numbers: {found.reason}; {why}"
         entries.append(SyncPlan(
             found.param, table.scheme.name, "+".join(table.axes), found.num_rows, sent if sizes.num_workers > 1 else 0,
             all_reduce_bytes(sizes.num_workers, sizes.num_bytes), why,

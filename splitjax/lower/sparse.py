@@ -25,11 +25,12 @@ from splitjax.lower.table_rows import Exchanged, Lookups, TableSync, exchange, w
 from splitjax.plan import LeafPlan, Plan, spec_axes
 from splitjax.sync.all_gather import AllGather
 from splitjax.sync.dense import Dense
-from splitjax.sync.scheme import Capacities, Scheme
+from splitjax.sync.scheme import ByRows, Capacities, Scheme
 from splitjax.trace.flatten import equation_at
-from splitjax.trace.graph import Graph, Table
+from splitjax.trace.graph import Graph, RowUpdate, Table
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+LAZY_HINT = "; lazy=True would leave these rows alone"
 Chosen = Mapping[str, tuple[Scheme, Capacities]]  # by the path of the table
 
 
@@ -100,17 +101,18 @@ def find_sparse(graph: Graph, jaxpr: Any, plan: Plan, request: SyncRequest, chos
     return SparseStep(graph, jaxpr, tuple(tables), reasons)
 
 
-def _reason(table: Table, graph: Graph, jaxpr: Any, plan: Plan, leaves: Mapping[str, LeafPlan], asked: Any) -> str:
+def _reason(table: Table, graph: Graph, jaxpr: Any, plan: Plan, leaves: Mapping[str, LeafPlan], asked: ByRows) -> str:
     """Why a table stays dense; empty if it need not."""
-    if isinstance(asked, Dense):
+    if isinstance(asked.scheme, Dense):
         return "asked for"
-    if not table.is_sparse or table.update is None:
-        return table.reason
+    update = _update(table, asked)
+    if update is None:
+        return f"{table.reason}{LAZY_HINT if table.lazy_update is not None else ''}"
     for depth in range(1, len(table.boundary), 2):
         name = equation_at(jaxpr, table.boundary[:depth]).primitive.name
         if name not in _CALLS:
             return f"its gradient is taken inside {name}, more than once a step"
-    planned = [plan.leaves[index] for index in table.update.leaves]
+    planned = [plan.leaves[index] for index in update.leaves]
     if any(one.gradient is not None for one in planned):
         return "its gradient is summed into parts (shard_state)"
     if len({spec_axes(one.spec[:1]) for one in planned}) > 1:
@@ -118,14 +120,18 @@ def _reason(table: Table, graph: Graph, jaxpr: Any, plan: Plan, leaves: Mapping[
     return ""
 
 
-def _table_sync(table: Table, graph: Graph, plan: Plan, leaf: LeafPlan, asked: Any, chosen: Chosen | None) -> TableSync:
+def _update(table: Table, asked: ByRows) -> RowUpdate | None:
+    return table.update if table.update is not None or not asked.lazy else table.lazy_update
+
+
+def _table_sync(table: Table, graph: Graph, plan: Plan, leaf: LeafPlan, asked: ByRows, chosen: Chosen | None) -> TableSync:
     split = spec_axes(leaf.spec[1:])
     axes = tuple(axis for axis in plan.mesh.present(plan.batch_axes) if axis not in split)
-    scheme, capacities = (asked if isinstance(asked, Scheme) else AllGather(), None) if chosen is None else chosen[table.param]
+    scheme, capacities = (asked.scheme if isinstance(asked.scheme, Scheme) else AllGather(), None) if chosen is None else chosen[table.param]
     row_size = math.prod(leaf.shape[1:]) // plan.mesh.size(split)
     index = next(index for index, one in enumerate(graph.leaves) if one.path == table.param)
     lookups = tuple(Lookups(_example_dim(one, graph, plan.mesh.size(axes)), one.mode.removesuffix("_or_drop")) for one in table.lookups)
-    return TableSync(table.param, index, table.update.leaves, leaf.shape, leaf.dtype, leaf.spec, axes, lookups, row_size, scheme, capacities)
+    return TableSync(table.param, index, _update(table, asked).leaves, leaf.shape, leaf.dtype, leaf.spec, axes, lookups, row_size, scheme, capacities)
 
 
 def _example_dim(lookup: Any, graph: Graph, num_workers: int) -> int | None:

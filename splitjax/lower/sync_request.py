@@ -10,7 +10,7 @@ from typing import Any
 from splitjax.errors import SyncError
 from splitjax.rules.match import glob_pattern
 from splitjax.sync.dense import Dense
-from splitjax.sync.scheme import SCHEMES, Scheme, by_name
+from splitjax.sync.scheme import SCHEMES, ByRows, Scheme, by_name
 
 AUTO = "auto"
 EVERY = "**"
@@ -20,16 +20,16 @@ EVERY = "**"
 class SyncRequest:
     """Patterns of parameter paths with what they ask for, first match first; parameters without a match are dense."""
 
-    choices: tuple[tuple[str, Scheme | str], ...]
+    choices: tuple[tuple[str, ByRows], ...]
 
     @property
     def is_dense(self) -> bool:
         """Whether nothing but the dense exchange is asked for."""
-        return all(isinstance(choice, Dense) for _, choice in self.choices)
+        return all(isinstance(choice.scheme, Dense) for _, choice in self.choices)
 
-    def of(self, path: str) -> Scheme | str:
-        """What is asked for a parameter: a scheme, or `"auto"`."""
-        return next((choice for pattern, choice in self.choices if glob_pattern(pattern).fullmatch(path)), Dense())
+    def of(self, path: str) -> ByRows:
+        """What is asked for a parameter; its scheme is a `Scheme`, or `"auto"`."""
+        return next((choice for pattern, choice in self.choices if glob_pattern(pattern).fullmatch(path)), ByRows(Dense()))
 
     def check(self, paths: Sequence[str]) -> None:
         """Raises `SyncError` for a pattern that fits none of a step's parameters."""
@@ -49,11 +49,14 @@ def parse(sync: Any, place: str) -> SyncRequest:
     """Reads the option. Raises `SyncError` for what it may not be."""
     entries = sync.items() if isinstance(sync, Mapping) else [(EVERY, sync)]
     choices = []
-    for pattern, choice in entries:
-        if not isinstance(pattern, str) or not isinstance(choice, (str, Scheme)) or (isinstance(choice, str) and choice != AUTO and choice not in SCHEMES):
+    for pattern, given in entries:
+        choice = given if isinstance(given, ByRows) else ByRows(given)
+        scheme = choice.scheme
+        known = isinstance(scheme, Scheme) or (isinstance(scheme, str) and (scheme == AUTO or scheme in SCHEMES))
+        if not isinstance(pattern, str) or not known or not isinstance(choice.lazy, bool):
             raise SyncError(
                 "sync has no such value", value=sync, place=f"{place}, sync",
-                remedy=f'use one of {", ".join(SCHEMES)}, "auto", a scheme of splitjax.sync, or {{parameter pattern: one of these}}',
+                remedy=f'use one of {", ".join(SCHEMES)}, "auto", a scheme of splitjax.sync, splitjax.sync.ByRows, or {{parameter pattern: one of these}}',
             )
-        choices.append((pattern, choice if choice == AUTO else by_name(choice)))
+        choices.append((pattern, dataclasses.replace(choice, scheme=scheme if scheme == AUTO else by_name(scheme))))
     return SyncRequest(tuple(choices))

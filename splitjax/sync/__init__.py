@@ -24,6 +24,7 @@ from splitjax.sync.rows import RowSparse, from_lookups
 from splitjax.sync.scheme import (
     SCHEMES,
     Attempt,
+    ByRows,
     Capacities,
     Link,
     Scheme,
@@ -40,6 +41,7 @@ __all__ = [
     "AllGather",
     "Attempt",
     "Blocks",
+    "ByRows",
     "Capacities",
     "Dense",
     "Hierarchical",

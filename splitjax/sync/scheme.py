@@ -125,6 +125,21 @@ class Link:
             raise SyncError("a link needs a rate above 0 and a latency of at least 0", value=self, remedy="measure it again")
 
 
+@dataclasses.dataclass(frozen=True)
+class ByRows:
+    """What to do with a table's gradient, as `sync=` takes it.
+
+    **Attributes:**
+
+    - `scheme`: a scheme, its name, or `"auto"`.
+    - `lazy`: also for updates that change rows without gradient (momentum, Adam, weight decay): these rows are then left alone until they
+      have one. Changes the numbers, as PyTorch's `SparseAdam` and TensorFlow's `LazyAdam` do.
+    """
+
+    scheme: str | Scheme = "auto"
+    lazy: bool = False
+
+
 SCHEMES: dict[str, type[Scheme]] = {}
 
 

@@ -164,6 +164,8 @@ class Table:
     - `lookups`: all of them.
     - `update`: how its update runs on touched rows alone; None if it cannot, or if the gradient is dense.
     - `reason`: why the table's gradient stays dense, with the line; empty if it need not.
+    - `lazy_update`: how its update runs on touched rows where it changes others too, and these are to be left alone all the same, which
+      changes the numbers.
     """
 
     param: str
@@ -172,6 +174,7 @@ class Table:
     lookups: tuple[Lookup, ...]
     update: RowUpdate | None
     reason: str = ""
+    lazy_update: RowUpdate | None = None
 
     @property
     def is_sparse(self) -> bool:

@@ -62,7 +62,7 @@ def _table(flat: Flat, leaf: int, gradients: Sequence[Op], readers: Mapping[int,
             return dataclasses.replace(made, update=update)
         reason = update
     where = f" ({reason.source})" if reason.source else ""
-    return dataclasses.replace(made, reason=f"{reason.reason}{where}")
+    return dataclasses.replace(made, reason=f"{reason.reason}{where}", lazy_update=reason.lazy)
 
 
 def _uses(flat: Flat, value: int, readers: Mapping[int, list[Op]]) -> Iterator[tuple[Op, int]]:

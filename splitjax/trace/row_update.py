@@ -48,10 +48,12 @@ ZERO = Number(0.0)
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """Why an update cannot run on touched rows alone: a sentence, and the user's line."""
+    """Why an update cannot run on touched rows alone: a sentence, and the user's line. `lazy`: how it runs on them if rows without
+    gradient are to be left alone all the same, which changes the numbers; None if it cannot."""
 
     reason: str
     source: str
+    lazy: RowUpdate | None = None
 
 
 def row_update(flat: Flat, gradient: int, table: int, state_results: Mapping[int, int], paths: Sequence[str]) -> RowUpdate | Refusal:
@@ -68,12 +70,13 @@ def row_update(flat: Flat, gradient: int, table: int, state_results: Mapping[int
     walk.run()
     if walk.refusal is not None:
         return walk.refusal
+    refusal = None
     changed = {leaf: flat.outputs[result] for leaf, result in state_results.items() if flat.outputs[result] in walk.behind}
     for leaf, value in changed.items():
         rest = walk.rest.get(value)
-        if rest is not None and rest != OldRow(leaf):
+        if refusal is None and rest is not None and rest != OldRow(leaf):
             what, line = _change(rest)
-            return Refusal(f"{paths[leaf]} {what}, in rows without gradient too", line)
+            refusal = Refusal(f"{paths[leaf]} {what}, in rows without gradient too", line)
     if walk.rest.get(changed.get(table, -1)) is None:
         return Refusal(f"{paths[table]} does not get a new value from its gradient row by row", "")
     results = set(state_results.values())
@@ -81,7 +84,8 @@ def row_update(flat: Flat, gradient: int, table: int, state_results: Mapping[int
         return Refusal("the step returns an array of the gradient's rows beside its state", "")
     written = [leaf for leaf, value in changed.items() if value in walk.rest]
     leaves = dict.fromkeys((table, *written, *sorted(walk.read)))
-    return RowUpdate(tuple(leaves), tuple(sorted(walk.totals)))
+    found = RowUpdate(tuple(leaves), tuple(sorted(walk.totals)))
+    return found if refusal is None else dataclasses.replace(refusal, lazy=found)
 
 
 def _change(rest: Rest) -> tuple[str, str]:

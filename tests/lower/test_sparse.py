@@ -11,7 +11,7 @@ import pytest
 import splitjax
 from splitjax.errors import SyncError
 from splitjax.lower import observing
-from splitjax.sync import SCHEMES, RowExchange
+from splitjax.sync import SCHEMES, ByRows, RowExchange
 
 ROWS, OUT_ROWS, WIDTH, EXAMPLES, LENGTH, STEPS = 128, 192, 8, 24, 5, 5
 
@@ -174,7 +174,8 @@ def reasons(step, state, **options):
 
 def test_what_stays_dense_says_why():
     adam = optax.adam(0.1)
-    assert "changes, by mul" in reasons(make_step(adam), init(adam))[0]["params/in"]
+    why = reasons(make_step(adam), init(adam))[0]["params/in"]
+    assert "changes, by mul" in why and why.endswith("lazy=True would leave these rows alone")
     found, plan = reasons(make_step(CLIPPED), init(CLIPPED), shard_state=True)
     assert set(found.values()) == {"its gradient is summed into parts (shard_state)"}
     assert not any(one.op == "row_exchange" for one in plan.collectives)
@@ -186,6 +187,30 @@ def test_what_stays_dense_says_why():
     by_name = {"**/in": "zen"}
     plan = splitjax.parallelize(make_step(CLIPPED), mesh={"data": 4}, rules="data_parallel", sync=by_name).plan(init(CLIPPED), next(batches()))
     assert [(sync.param, sync.scheme, sync.why) for sync in plan.syncs][1] == ("params/out", "dense", "asked for")
+
+
+@pytest.mark.parametrize("mesh", [{"data": 1}, {"data": 4}], ids=str)
+def test_lazy_updates_leave_rows_without_gradient_alone(mesh):
+    """Adam on touched rows: as the dense update, with the other rows put back after each step."""
+    adam = optax.adam(0.1)
+    *found, step = train(adam, mesh=mesh, rules="data_parallel", sync=ByRows("row_exchange", lazy=True))
+    why = step.plan(found[1], next(batches())).syncs[0].why
+    assert why.startswith("lazy, which changes the numbers: ") and "changes, by mul" in why
+    state, losses = init(adam), []
+    dense = jax.jit(make_step(adam))
+    for batch in batches():
+        grads = jax.grad(loss_fn)(state["params"], batch)
+        new, metrics = dense(state, batch)
+        losses.append(float(metrics["loss"]))
+
+        def keep(path, old, new, grads=grads):
+            name = getattr(path[-1], "key", None)
+            if name not in ("in", "out"):
+                return new
+            return jnp.where(jnp.any(grads[name] != 0, axis=-1, keepdims=True), new, old)
+
+        state = jax.tree_util.tree_map_with_path(keep, state, new)
+    assert_same(found, (losses, jax.tree.map(np.asarray, state)))
 
 
 def test_what_cannot_be_had_is_a_typed_error():
