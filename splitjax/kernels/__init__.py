@@ -7,23 +7,29 @@ does not partition them. Sizes are static; the number of entries that count is a
 the last one hold `FILLER`.
 """
 
-from splitjax.kernels._common import FILLER
-from splitjax.kernels.bitmap_decode import decode
-from splitjax.kernels.bitmap_encode import encode, encode_ids
+from splitjax.kernels._common import FILLER, dispatch
+from splitjax.kernels.bitmap_decode import decode, ranks, select
+from splitjax.kernels.bitmap_encode import encode, encode_ids, num_words
 from splitjax.kernels.exchange_rows import exchange_counts, exchange_rows
 from splitjax.kernels.gather_rows import gather_rows
 from splitjax.kernels.scatter_rows import scatter_rows
 from splitjax.kernels.segment_sum import Segments, segment_sum
+from splitjax.kernels.sum_rows import sum_rows
 
 __all__ = [
     "FILLER",
     "Segments",
     "decode",
+    "dispatch",
     "encode",
     "encode_ids",
     "exchange_counts",
     "exchange_rows",
     "gather_rows",
+    "num_words",
+    "ranks",
     "scatter_rows",
     "segment_sum",
+    "select",
+    "sum_rows",
 ]

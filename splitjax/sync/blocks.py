@@ -67,7 +67,7 @@ class Blocks(Scheme):
         row_ids = jnp.where((values != 0).any(axis=-1) & (row_ids < local.num_rows), row_ids, local.num_rows)
         unique, slots, count = unite(row_ids, local.num_rows, capacity)
         rows = values.reshape(-1, *local.row_shape)
-        return RowSparse(unique, sum_rows(rows, slots.reshape(-1), capacity), count, local.num_rows)
+        return RowSparse(unique, sum_rows(rows, slots.reshape(-1), capacity, has_no_gaps=True), count, local.num_rows)
 
     def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
         block_bytes = self._block_rows(table.row_size) * table.row_bytes

@@ -1,4 +1,6 @@
-"""What a worker does alone: ranks in a set of ids, packing into send order, codes for sorted ids. Pure JAX, static shapes.
+"""What a worker does alone: ranks in a set of ids, packing into send order, codes for sorted ids. Static shapes.
+
+Bitmaps, sums of rows, and rows taken and put are `kernels`, which are plain JAX on CPU; the rest is plain JAX everywhere.
 
 A set of ids below `size` is a *bitmap* (one bit an id, `u32` words) with running popcounts: the rank of an id is a table
 look-up, the id of a rank a search inside one word (Jacobson 1989, "Space-efficient static trees and graphs"). So duplicates are
@@ -11,10 +13,13 @@ where fewer than one id in eight is in the set.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+
+from splitjax import kernels
 
 _WORD_BITS = 32
 # With more ids than this for each id looked up, sorting is cheaper than a presence map of all.
@@ -38,48 +43,9 @@ class Ranked:
         return self.before.at[word].get(mode="clip") + inside
 
 
-def num_words(size: int) -> int:
-    """Words of a bitmap over `size` ids."""
-    return -(-size // _WORD_BITS)
-
-
 def ranked(words: Array) -> Ranked:
     """The popcount scan over a bitmap."""
-    counts = lax.population_count(words).astype(jnp.int32)
-    total = jnp.cumsum(counts)
-    return Ranked(words, total - counts, total[-1] if words.size else jnp.int32(0))
-
-
-def encode_bitmap(ids: Array, size: int) -> Array:
-    """`ids` (any shape and order, duplicates allowed; those >= size are dropped) as u32[ceil(size / 32)]."""
-    present = jnp.zeros((num_words(size) * _WORD_BITS,), jnp.bool_)
-    present = present.at[jnp.where(ids < size, ids, present.size)].set(True, mode="drop")
-    bits = present.reshape(-1, _WORD_BITS).astype(jnp.uint32) << jnp.arange(_WORD_BITS, dtype=jnp.uint32)
-    return bits.sum(axis=1, dtype=jnp.uint32)
-
-
-def decode_bitmap(found: Ranked, capacity: int, size: int) -> Array:
-    """The first `capacity` ids of a bitmap, ascending, filled up with `size`: i32[capacity]."""
-    if not found.words.size or not capacity:
-        return jnp.full((capacity,), size, jnp.int32)
-    index = jnp.arange(found.words.size, dtype=jnp.int32)
-    starts = jnp.where(found.words != 0, found.before, capacity)
-    word = lax.cummax(jnp.zeros((capacity,), jnp.int32).at[starts].max(index, mode="drop"))
-    slots = jnp.arange(capacity, dtype=jnp.int32)
-    bit = _select(found.words[word], slots - found.before[word])
-    return jnp.where(slots < found.count, word * _WORD_BITS + bit, size)
-
-
-def _select(words: Array, rank: Array) -> Array:
-    """The position of the set bit that has `rank` set bits below it."""
-    position = jnp.zeros(words.shape, jnp.int32)
-    for width in (16, 8, 4, 2, 1):
-        low = lax.population_count(words & jnp.uint32((1 << width) - 1)).astype(jnp.int32)
-        above = rank >= low
-        rank = jnp.where(above, rank - low, rank)
-        position = jnp.where(above, position + width, position)
-        words = jnp.where(above, words >> width, words)
-    return position
+    return Ranked(words, *kernels.ranks(words))
 
 
 def unite(ids: Array, size: int, capacity: int) -> tuple[Array, Array, Array]:
@@ -89,9 +55,9 @@ def unite(ids: Array, size: int, capacity: int) -> tuple[Array, Array, Array]:
     of unique ids, which may exceed `capacity`.
     """
     if size <= _SPARSEST * max(ids.size, 1):
-        found = ranked(encode_bitmap(ids, size))
+        found = ranked(kernels.encode_ids(ids.reshape(-1), size))
         slots = jnp.where(ids < size, found.rank(ids), capacity)
-        return decode_bitmap(found, capacity, size), slots, found.count
+        return kernels.select(found.words, found.before, found.count, capacity, size), slots, found.count
     flat = ids.reshape(-1)
     order = jnp.argsort(flat)
     ascending = flat[order]
@@ -102,15 +68,25 @@ def unite(ids: Array, size: int, capacity: int) -> tuple[Array, Array, Array]:
     return unique, slots.reshape(ids.shape), rank[-1] + 1
 
 
-def sum_rows(values: Array, slots: Array, capacity: int, dtype: jnp.dtype | None = None) -> Array:
-    """Rows added up by slot: values f[m, *row], slots i32[m] (>= capacity: dropped) -> f[capacity, *row]."""
-    out = jnp.zeros((capacity, *values.shape[1:]), dtype or values.dtype)
-    return out.at[slots].add(values.astype(out.dtype), mode="drop")
+def sum_rows(values: Array, slots: Array, capacity: int, dtype: jnp.dtype | None = None, *, has_no_gaps: bool = False) -> Array:
+    """`kernels.sum_rows` of rows of any shape: values f[m, *row], slots i32[m] -> f[capacity, *row], added up in `dtype`."""
+    rows = as_matrix(values.astype(dtype or values.dtype))
+    return kernels.sum_rows(rows, slots, capacity, has_no_gaps).reshape(capacity, *values.shape[1:])
 
 
 def take_rows(values: Array, slots: Array) -> Array:
-    """The rows at `slots` (any shape); zeros where a slot is past the end."""
-    return values.at[slots].get(mode="fill", fill_value=0)
+    """`kernels.gather_rows` of rows and numbers of any shape: zeros where a slot is past the end."""
+    return kernels.gather_rows(as_matrix(values), slots.reshape(-1)).reshape(*slots.shape, *values.shape[1:])
+
+
+def set_rows(table: Array, rows: Array, values: Array, *, is_sorted: bool = True) -> Array:
+    """`kernels.scatter_rows` of rows of any shape: `rows` i32[m], ascending (`is_sorted`) and different, past the end for none."""
+    return kernels.scatter_rows(as_matrix(table), rows, as_matrix(values), is_sorted).reshape(table.shape)
+
+
+def as_matrix(rows: Array) -> Array:
+    """Rows of any shape as the rows of a matrix, which kernels take."""
+    return rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
 
 
 def group_ranks(groups: Array, num_groups: int) -> tuple[Array, Array]:

@@ -40,14 +40,15 @@ class RowExchange(Scheme):
 
     - `ownership`: who adds a row up. `contributor`: a worker that has it; `strided`: id % n; `hashed`.
     - `hot`: sum rows that all workers have by an all-reduce; up to as many of them as the profile found.
-    - `pattern`: `ppermute` or `all_to_all` for the push.
+    - `pattern`: how rows are pushed: `ppermute`, `all_to_all`, `kernel` (on TPU, packed and sent by one kernel; elsewhere as
+      `all_to_all`), or `auto`: see `wire.push_rows`.
     - `wire_dtype`: dtype of the values on the wire, such as "bfloat16". Changes the numbers: see `sync.feedback`. None: as they are.
     """
 
     name: ClassVar[str] = "row_exchange"
     ownership: str = "contributor"
     hot: bool = False
-    pattern: str = "ppermute"
+    pattern: str = "auto"
     wire_dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -103,9 +104,9 @@ class RowExchange(Scheme):
         if n > 1 and capacities.push:
             order, counts = send_order(jnp.where(owner == me, n, owner), n, capacities.push)
             rounded = values.astype(wire_dtype)
-            (blocks,), sources = wire.exchange([take_rows(rounded, order)], axis, self.pattern)
-            target = _targets(found, me, sources, capacities)
-            sums += sum_rows(blocks.reshape(-1, *values.shape[1:]), target.reshape(-1), capacities.pull, full)
+            target, incoming = _targets(found, me, capacities)
+            blocks, sources = wire.push_rows(rounded, order, counts, incoming, axis, self.pattern)
+            sums += sum_rows(blocks.reshape(-1, *values.shape[1:]), target[sources].reshape(-1), capacities.pull, full)
             sent = counts.sum() + (n - 1) * (found.owner == me).sum(dtype=jnp.int32)
         else:
             rounded, sent = values, jnp.int32(0)
@@ -154,15 +155,15 @@ class RowExchange(Scheme):
         return RowSparse(jnp.concatenate([ids, owned]), jnp.concatenate([lost, rest]), jnp.int32(ids.size + owned.size), num_rows)
 
 
-def _targets(found: Routes, me: Array, sources: Array, capacities: Capacities) -> Array:
-    """Where in this owner's part each received row belongs: i32[n, push], in the order of `sources`."""
-    slots = found.slots[sources]
-    mine = found.owner.at[slots].get(mode="fill", fill_value=-1) == me
-    mine &= (sources != me)[:, None]
+def _targets(found: Routes, me: Array, capacities: Capacities) -> tuple[Array, Array]:
+    """Where in this owner's part each row belongs that a worker sends: i32[n, push]; and how many each sends: i32[n]."""
+    workers = jnp.arange(found.slots.shape[0], dtype=jnp.int32)[:, None]
+    mine = found.owner.at[found.slots].get(mode="fill", fill_value=-1) == me
+    mine &= workers != me
     rank = jnp.where(mine, jnp.cumsum(mine, axis=1, dtype=jnp.int32) - 1, capacities.push)
-    place = found.place.at[slots].get(mode="fill", fill_value=capacities.pull)
-    rows = jnp.arange(sources.size, dtype=jnp.int32)[:, None]
-    return jnp.full((sources.size, capacities.push), capacities.pull, jnp.int32).at[rows, rank].set(place, mode="drop")
+    place = found.place.at[found.slots].get(mode="fill", fill_value=capacities.pull)
+    targets = jnp.full((workers.size, capacities.push), capacities.pull, jnp.int32).at[workers, rank].set(place, mode="drop")
+    return targets, mine.sum(axis=1, dtype=jnp.int32)
 
 
 def _resized(array: Array, length: int, fill: int) -> Array:

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from splitjax.errors import SyncError
 from splitjax.sync.codes import BITMAP, NUMBERS, IdCode
-from splitjax.sync.local import send_order, sum_rows, unite
+from splitjax.sync.local import send_order, sum_rows, take_rows, unite
 from splitjax.sync.owners import OwnerExchange, pair_and_owner_rooms
 from splitjax.sync.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
@@ -75,7 +75,7 @@ class Zen(Scheme):
             owners = exchange.partition.owner(ids)
             order, lost = hierarchical_order(owners, ids, exchange.partition.num_owners, capacities.push, self.num_hashes)
             ids = jnp.concatenate([ids, jnp.full((1,), num_items, jnp.int32)])[order]
-            values, good = values.at[order].get(mode="fill", fill_value=0), good & ~lost
+            values, good = take_rows(values, order), good & ~lost
         owned = exchange.run(ids, values, good, axis)
         rows = _rows(owned.items, owned.values, items, local, capacities.union)
         return Attempt(rows, owned.fits & ~rows.overflowed, owned.sent_items // items)
