@@ -12,6 +12,7 @@ from splitjax.kernels.bitmap_decode import decode, ranks, select
 from splitjax.kernels.bitmap_encode import encode, encode_ids, num_words
 from splitjax.kernels.exchange_rows import exchange_counts, exchange_rows
 from splitjax.kernels.gather_rows import gather_rows
+from splitjax.kernels.running_sum import running_sum
 from splitjax.kernels.scatter_rows import scatter_rows
 from splitjax.kernels.segment_sum import Segments, segment_sum
 from splitjax.kernels.sum_rows import sum_rows
@@ -28,6 +29,7 @@ __all__ = [
     "gather_rows",
     "num_words",
     "ranks",
+    "running_sum",
     "scatter_rows",
     "segment_sum",
     "select",

@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from splitjax._compat import result_type
 from splitjax.kernels._common import FILLER, LANES, ceil_div, check_capacity, check_vector, dispatch, pad_rows
+from splitjax.kernels.running_sum import running_sum
 
 _BLOCK_ROWS = 256
 
@@ -59,14 +60,18 @@ def decode_reference(words: jax.Array, capacity: int) -> tuple[jax.Array, jax.Ar
 def ranks_reference(words: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`ranks` in plain JAX."""
     counts = lax.population_count(words).astype(jnp.int32)
-    sums = jnp.cumsum(counts, axis=-1)
+    sums = running_sum(counts)
     return sums - counts, sums[..., -1]
 
 
 def _ranks_tpu_of_sets(words: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """All sets in one pass; what the sets before hold is taken off again."""
+    """All sets in one pass."""
     before, count = ranks_tpu(words.reshape(-1))
-    before = before.reshape(words.shape)
+    return of_each_set(before.reshape(words.shape), count)
+
+
+def of_each_set(before: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`ranks` of sets from those of all their words as one: what the sets before hold is taken off again."""
     first = before[..., 0]
     return before - first[..., None], jnp.append(first.reshape(-1)[1:], count).reshape(first.shape) - first
 

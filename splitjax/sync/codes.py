@@ -11,7 +11,7 @@ from jax import Array
 
 from splitjax import kernels
 from splitjax.errors import SyncError
-from splitjax.sync.local import decode_gaps, encode_gaps
+from splitjax.sync.local import decode_gaps, encode_gaps, spread_gaps
 
 NUMBERS, GAPS16, GAPS8, BITMAP = 32, 16, 8, 1
 _DTYPES = {NUMBERS: jnp.int32, GAPS16: jnp.uint16, GAPS8: jnp.uint8, BITMAP: jnp.uint32}
@@ -60,7 +60,11 @@ class IdCode:
             return codes
         if self.bits == BITMAP:
             return kernels.decode(codes, self.capacity, self.size)[0]
-        return jax.vmap(lambda one: decode_gaps(one, self.capacity, self.size))(codes)
+        return decode_gaps(codes, self.capacity, self.size)
+
+    def spread(self, codes: Array) -> Array:
+        """As `decode`, but as many entries as is cheapest, and `size` between ids too: i32[m, ...]."""
+        return self.decode(codes) if self.bits in (NUMBERS, BITMAP) else spread_gaps(codes, self.size)
 
 
 def num_gap_codes(ids: np.ndarray, bits: int) -> int:

@@ -57,7 +57,11 @@ def unite(ids: Array, size: int, capacity: int) -> tuple[Array, Array, Array]:
     if size <= _SPARSEST * max(ids.size, 1):
         found = ranked(kernels.encode_ids(ids.reshape(-1), size))
         slots = jnp.where(ids < size, found.rank(ids), capacity)
-        return kernels.select(found.words, found.before, found.count, capacity, size), slots, found.count
+        by_slot = lambda ids, slots, *_: jnp.full((capacity,), size, jnp.int32).at[slots].set(ids, mode="drop")
+        by_bits = lambda ids, slots, *found: kernels.select(*found, capacity, size)
+        # Every id writes itself where it belongs; on TPU, where a scatter goes one by one, they are looked up in the bitmap.
+        operands = ids.astype(jnp.int32), slots, found.words, found.before, found.count
+        return kernels.dispatch(by_slot, *operands, tpu=by_bits, gpu=None), slots, found.count
     flat = ids.reshape(-1)
     order = jnp.argsort(flat)
     ascending = flat[order]
@@ -98,13 +102,12 @@ def group_ranks(groups: Array, num_groups: int) -> tuple[Array, Array]:
     padded = jnp.concatenate([groups, jnp.full((-m % _WORD_BITS,), num_groups, groups.dtype)]).reshape(-1, _WORD_BITS)
     member = padded[None] == jnp.arange(num_groups, dtype=groups.dtype)[:, None, None]
     words = (member.astype(jnp.uint32) << jnp.arange(_WORD_BITS, dtype=jnp.uint32)).sum(axis=-1, dtype=jnp.uint32)
-    counts = lax.population_count(words).astype(jnp.int32)
-    total = jnp.cumsum(counts, axis=1)
+    before, counts = kernels.ranks(words)
     place, group = jnp.arange(m, dtype=jnp.int32), jnp.minimum(groups, num_groups - 1)
     below = (jnp.uint32(1) << (place % _WORD_BITS).astype(jnp.uint32)) - jnp.uint32(1)
     word = place // _WORD_BITS
     inside = lax.population_count(words[group, word] & below).astype(jnp.int32)
-    return (total - counts)[group, word] + inside, counts.sum(axis=1)
+    return before[group, word] + inside, counts
 
 
 def send_order(groups: Array, num_groups: int, capacity: int) -> tuple[Array, Array]:
@@ -114,7 +117,22 @@ def send_order(groups: Array, num_groups: int, capacity: int) -> tuple[Array, Ar
     """
     rank, counts = group_ranks(groups, num_groups)
     order = jnp.full((num_groups, capacity), groups.size, jnp.int32)
-    return order.at[groups, rank].set(jnp.arange(groups.size, dtype=jnp.int32), mode="drop"), counts
+    return order.at[groups, rank].set(jnp.arange(groups.size, dtype=jnp.int32), mode="drop", wrap_negative_indices=False), counts
+
+
+def positions(holds: Array, capacity: int) -> tuple[Array, Array]:
+    """Where each row of bool[n, m] is true, ascending: i32[n, capacity], filled up with m; and how often, i32[n]."""
+    n, m = holds.shape
+    words = kernels.encode(jnp.pad(holds, ((0, 0), (0, -m % _WORD_BITS))).reshape(-1))
+    return kernels.decode(words.reshape(n, kernels.num_words(m)), capacity, m)
+
+
+def compact(ids: Array, capacity: int, size: int) -> Array:
+    """The ids below `size` of i32[..., m], in their order: i32[..., capacity], filled up with `size`."""
+    if ids.ndim == 2:
+        return jax.vmap(lambda one: compact(one, capacity, size))(ids)
+    slots = jnp.where(ids < size, kernels.running_sum((ids < size).astype(jnp.int32)) - 1, capacity)
+    return jnp.full((capacity,), size, jnp.int32).at[slots].set(ids, mode="drop")
 
 
 def encode_gaps(ids: Array, count: Array, num_codes: int, dtype: jnp.dtype) -> tuple[Array, Array]:
@@ -133,9 +151,11 @@ def encode_gaps(ids: Array, count: Array, num_codes: int, dtype: jnp.dtype) -> t
 
 
 def decode_gaps(codes: Array, capacity: int, size: int) -> Array:
-    """The first `capacity` ids that `encode_gaps` wrote, filled up with `size`: u[c] -> i32[capacity]."""
-    wide = codes.astype(jnp.int32)
-    ends = (codes != jnp.iinfo(codes.dtype).max).astype(jnp.int32)
-    ids = jnp.cumsum(wide + ends) - 1
-    slots = jnp.where(ends == 1, jnp.cumsum(ends) - 1, capacity)
-    return jnp.full((capacity,), size, jnp.int32).at[slots].set(ids, mode="drop")
+    """The first `capacity` ids of each list that `encode_gaps` wrote, filled up with `size`: u[m, c] -> i32[m, capacity]."""
+    return compact(spread_gaps(codes, size), capacity, size)
+
+
+def spread_gaps(codes: Array, size: int) -> Array:
+    """The id that each code of a list ends with, `size` for codes of none: u[m, c] -> i32[m, c]."""
+    ends = codes != jnp.iinfo(codes.dtype).max
+    return jnp.where(ends, kernels.running_sum(codes.astype(jnp.int32) + ends) - 1, size)

@@ -20,7 +20,7 @@ from splitjax.cost.ring import all_reduce_bytes
 from splitjax.errors import SyncError
 from splitjax.sync import wire
 from splitjax.sync.codes import IdCode, shortest
-from splitjax.sync.local import send_order, sum_rows, take_rows
+from splitjax.sync.local import compact, positions, send_order, sum_rows, take_rows
 from splitjax.sync.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.routes import OWNERSHIPS, Routes, contributors, exchange_indices
@@ -98,7 +98,7 @@ class RowExchange(Scheme):
         k, full = capacities.local, values.dtype
         wire_dtype = jnp.dtype(self.wire_dtype) if self.wire_dtype else full
         values = _resized(values, k, 0)
-        slots = found.slots[me]
+        slots = compact(found.slots[me], k, capacities.union)
         owner, place = (take.at[slots].get(mode="fill", fill_value=fill) for take, fill in ((found.owner, n), (found.place, 0)))
         sums = sum_rows(values, jnp.where(owner == me, place, capacities.pull), capacities.pull)
         if n > 1 and capacities.push:
@@ -118,7 +118,7 @@ class RowExchange(Scheme):
             parts = jnp.concatenate([parts, lax.psum(sum_rows(values, hot_slots, capacities.hot), axis).astype(wire_dtype)])
             source = jnp.where((found.owner == n) & (found.ids < num_rows), n * capacities.pull + found.place, source)
         rows = RowSparse(found.ids, take_rows(parts, source).astype(full), found.count, num_rows)
-        return rows, sent, self._error(values, rounded, sums, owner, found, num_rows, me)
+        return rows, sent, self._error(values, rounded, sums, owner, slots, found, num_rows, me)
 
     def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
         n = table.num_workers
@@ -141,13 +141,13 @@ class RowExchange(Scheme):
         return IdCode(capacities.code_bits, capacities.local, num_rows, capacities.codes)
 
     def _error(
-        self, values: Array, rounded: Array, sums: Array, owner: Array, found: Routes, num_rows: int, me: Array
+        self, values: Array, rounded: Array, sums: Array, owner: Array, slots: Array, found: Routes, num_rows: int, me: Array
     ) -> RowSparse | None:
         if not self.wire_dtype:
             return None
         n, full = found.slots.shape[0], values.dtype
         sent = (owner != me) & (owner < n)
-        ids = jnp.where(sent, found.ids.at[found.slots[me]].get(mode="fill", fill_value=num_rows), num_rows)
+        ids = jnp.where(sent, found.ids.at[slots].get(mode="fill", fill_value=num_rows), num_rows)
         lost = jnp.where(sent.reshape(-1, *[1] * (values.ndim - 1)), values - rounded.astype(full), 0)
         mine = jnp.where(found.owner == me, found.place, sums.shape[0])
         owned = jnp.full((sums.shape[0],), num_rows, jnp.int32).at[mine].set(found.ids, mode="drop")
@@ -159,11 +159,9 @@ def _targets(found: Routes, me: Array, capacities: Capacities) -> tuple[Array, A
     """Where in this owner's part each row belongs that a worker sends: i32[n, push]; and how many each sends: i32[n]."""
     workers = jnp.arange(found.slots.shape[0], dtype=jnp.int32)[:, None]
     mine = found.owner.at[found.slots].get(mode="fill", fill_value=-1) == me
-    mine &= workers != me
-    rank = jnp.where(mine, jnp.cumsum(mine, axis=1, dtype=jnp.int32) - 1, capacities.push)
-    place = found.place.at[found.slots].get(mode="fill", fill_value=capacities.pull)
-    targets = jnp.full((workers.size, capacities.push), capacities.pull, jnp.int32).at[workers, rank].set(place, mode="drop")
-    return targets, mine.sum(axis=1, dtype=jnp.int32)
+    sent, incoming = positions(mine & (workers != me), capacities.push)
+    slots = found.slots.at[workers, sent].get(mode="fill", fill_value=capacities.union)
+    return found.place.at[slots].get(mode="fill", fill_value=capacities.pull), incoming
 
 
 def _resized(array: Array, length: int, fill: int) -> Array:
