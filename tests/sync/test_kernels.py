@@ -20,16 +20,17 @@ from tests.kernels.interpreting import MODES, interpreting, tpu_mesh
 WORKERS = 4
 
 
-def batch(num_rows, lookups, width, seed=0):
+def batch(num_rows, lookups, width, seed=0, workers=WORKERS):
     """Ids of which some are frequent, and integers as values, so that no order of sums changes them."""
     rng = np.random.default_rng(seed)
-    ids = (num_rows ** rng.random((WORKERS, lookups))).astype(np.int32) - 1
-    return ids, rng.integers(-8, 9, (WORKERS, lookups, width)).astype(np.float32)
+    ids = (num_rows ** rng.random((workers, lookups))).astype(np.int32) - 1
+    return ids, rng.integers(-8, 9, (workers, lookups, width)).astype(np.float32)
 
 
-def step_of(scheme, num_rows, lookups, width):
+def step_of(scheme, num_rows, lookups, width, workers=WORKERS):
     """A whole synchronisation with a table's update, on each worker: (table, ids, values) -> (table, whether it fell back)."""
-    capacities = scheme.plan(sync.measure([list(batch(num_rows, lookups, width, seed)[0]) for seed in range(3)], num_rows, width))
+    samples = [list(batch(num_rows, lookups, width, seed, workers)[0]) for seed in range(3)]
+    capacities = scheme.plan(sync.measure(samples, num_rows, width))
 
     def worker(table, ids, values):
         local = sync.from_lookups(ids[0], values[0], num_rows)
@@ -45,8 +46,8 @@ def sharded(worker, mesh):
     return jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=(whole, spec, spec), out_specs=(whole, whole), check_vma=False), donate_argnums=0)
 
 
-def cpu_mesh():
-    return Mesh(np.array(jax.devices()[:WORKERS]), ("data",), axis_types=(AxisType.Auto,))
+def cpu_mesh(workers=WORKERS):
+    return Mesh(np.array(jax.devices()[:workers]), ("data",), axis_types=(AxisType.Auto,))
 
 
 def compiled_for_tpu(scheme, num_rows, lookups, width):
@@ -98,15 +99,16 @@ def as_on_tpu(monkeypatch):
 
 def test_a_synchronisation_of_tpu_kernels_gives_the_same_table(as_on_tpu, request):
     """All of them in the interpreter, `row_exchange` with the kernel collective; the other program pushes by ppermute."""
-    num_rows, lookups, width = 30, 4, 16
-    ids, values = batch(num_rows, lookups, width)
+    num_rows, lookups, width, workers = 30, 4, 16, 2
+    ids, values = batch(num_rows, lookups, width, workers=workers)
+    mesh, run = cpu_mesh(workers), lambda pattern: step_of(sync.RowExchange(pattern=pattern), num_rows, lookups, width, workers)
     table = np.random.default_rng(5).integers(-9, 10, (num_rows, width)).astype(np.float32)
     with interpreting("on_wait") as interpret, pltpu.force_tpu_interpret_mode(interpret):
-        own, fell_back = sharded(step_of(sync.RowExchange(pattern="kernel"), num_rows, lookups, width), cpu_mesh())(table, ids, values)
+        own, fell_back = sharded(run("kernel"), mesh)(table, ids, values)
         own = np.asarray(own)
     assert not fell_back
     request.getfixturevalue("monkeypatch").undo()
-    plain, _ = sharded(step_of(sync.RowExchange(pattern="ppermute"), num_rows, lookups, width), cpu_mesh())(table, ids, values)
+    plain, _ = sharded(run("ppermute"), mesh)(table, ids, values)
     assert (np.asarray(plain) != table).any()
     np.testing.assert_array_equal(own, plain)
 
