@@ -31,7 +31,7 @@ class Blocks(Scheme):
 
     **Attributes:**
 
-    - `block_values`: values of a block. `pattern`: `ppermute` or `all_to_all` for the push.
+    - `block_values`: values of a block. `pattern`: `all_to_all`, or `ppermute` (also as `auto`) for the push.
     """
 
     name: ClassVar[str] = "blocks"

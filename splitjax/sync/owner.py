@@ -37,7 +37,8 @@ class OwnerSharded:
     **Attributes:**
 
     - `num_rows`: of the logical table. `capacities`: `push` and `pull` count; see `plan_owner`.
-    - `pattern`: `ppermute` or `all_to_all`. `wire_dtype`: dtype of rows on the wire; None: as they are. A smaller one changes the numbers.
+    - `pattern`: `all_to_all`, or `ppermute` (also as `auto`). `wire_dtype`: dtype of rows on the wire; None: as they are. A smaller one
+      changes the numbers.
     """
 
     num_rows: int

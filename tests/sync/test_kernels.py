@@ -43,7 +43,8 @@ def step_of(scheme, num_rows, lookups, width, workers=WORKERS):
 
 def sharded(worker, mesh):
     spec, whole = PartitionSpec("data"), PartitionSpec()
-    return jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=(whole, spec, spec), out_specs=(whole, whole), check_vma=False), donate_argnums=0)
+    run = jax.shard_map(worker, mesh=mesh, in_specs=(whole, spec, spec), out_specs=(whole, whole), check_vma=False)
+    return jax.jit(run, donate_argnums=0)
 
 
 def cpu_mesh(workers=WORKERS):
