@@ -17,6 +17,8 @@ FILLER = 2**31 - 1
 
 LANES = 128  # of a TPU's vector registers
 TILE_ROWS = 8  # of 32-bit values in a TPU's memory tile
+MIN_WIDTH = 16  # of the rows that TPU kernels take: padding to lanes makes narrower ones more than eight times as large
+_COPIED_PER_ROW = 8  # rows of a table that may be copied for each one that is asked for
 WARPGROUP = 128  # threads that run one Mosaic GPU program
 
 
@@ -41,8 +43,11 @@ def pad_rows(array: jax.Array, num_rows: int, value: Any = 0) -> jax.Array:
 def dispatch(reference: Callable[..., Any], *operands: Any, tpu: Callable[..., Any] | None, gpu: Callable[..., Any] | None) -> Any:
     """Evaluates the function made for the platform that the program is lowered for, which need not be the one it is traced on.
 
-    A TPU kernel has to stand where every mesh axis is manual: XLA does not partition it.
+    A kernel has to stand where every mesh axis is manual: XLA does not partition it. Where the mesh in use has other axes, the
+    reference is evaluated.
     """
+    if not partitions_nothing():
+        return reference(*operands)
     axes = varying_axes(*operands)
 
     def varying(kernel):
@@ -53,17 +58,28 @@ def dispatch(reference: Callable[..., Any], *operands: Any, tpu: Callable[..., A
     return lax.platform_dependent(*(vary(one, axes) for one in operands), default=varying(reference), **branches)
 
 
-def check_vector(name: str, array: Any, *, kinds: str = "i", bits: tuple[int, ...] = (32,)) -> None:
-    """Refuses what is not a vector of the wanted dtypes. `kinds`: numpy's letters (b, i, u); `bits`: of an entry.
+def partitions_nothing() -> bool:
+    """Whether no axis of the mesh in use (inside `shard_map` or under `jax.set_mesh`) is left to XLA to partition over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.empty or all(kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types)
+
+
+def check_vector(name: str, array: Any, *, kinds: str = "i", bits: tuple[int, ...] = (32,), ranks: tuple[int, ...] = (1,)) -> None:
+    """Refuses what is not a vector of the wanted dtypes. `kinds`: numpy's letters (b, i, u); `bits`: of an entry; `ranks`: 2 for several.
 
     Raises `KernelError`.
     """
-    _check(name, array, 1)
+    _check(name, array, *ranks)
     dtype = jnp.dtype(array.dtype)
     if dtype.kind not in kinds or (dtype.kind != "b" and dtype.itemsize * 8 not in bits):
         words = {"b": "bool", "i": "int", "u": "uint"}
         wanted = " or ".join(words[kind] + ("" if kind == "b" else str(bits[0])) for kind in kinds)
         raise KernelError(f"{name} has the wrong dtype", value=str(dtype), place=name, remedy=f"pass {wanted}")
+
+
+def check_matrix(name: str, array: Any) -> None:
+    """Refuses what is not a matrix, of whatever dtype. Raises `KernelError`."""
+    _check(name, array, 2)
 
 
 def check_rows(name: str, array: Any, *, floating: bool = False) -> None:
@@ -84,18 +100,27 @@ def check_capacity(capacity: Any) -> None:
         )
 
 
-def _check(name: str, array: Any, rank: int) -> None:
+def _check(name: str, array: Any, *ranks: int) -> None:
     if not hasattr(array, "dtype") or not hasattr(array, "shape"):
         raise KernelError(f"{name} is not an array", value=array, place=name, remedy="pass a JAX or numpy array")
-    if len(array.shape) != rank:
+    if len(array.shape) not in ranks:
+        wanted = " or ".join(map(str, ranks))
         raise KernelError(
-            f"{name} has {len(array.shape)} dims instead of {rank}", value=tuple(array.shape), place=name, remedy="reshape it"
+            f"{name} has {len(array.shape)} dims instead of {wanted}", value=tuple(array.shape), place=name, remedy="reshape it"
         )
 
 
-def has_tpu_rows(rows: jax.Array) -> bool:
-    """Whether a TPU can copy single rows: 32-bit ones (in tiles of 16-bit numbers two rows share a word)."""
-    return jnp.dtype(rows.dtype).itemsize == 4
+def has_tpu_rows(table: jax.Array, num_rows: int) -> bool:
+    """Whether a TPU kernel gains by copying so many single rows of a table.
+
+    - 32-bit rows: in tiles of 16-bit numbers two rows share a word.
+    - At least 16 numbers wide: a kernel's operands are padded to 128 lanes.
+    - Of a width that is no multiple of 128 XLA stores tables by columns, to save that padding. A kernel would have the whole table
+      copied into rows, and back: only for tables of up to eight times the rows.
+    """
+    width = table.shape[1]
+    is_compact = width % LANES == 0 or table.shape[0] <= _COPIED_PER_ROW * num_rows
+    return jnp.dtype(table.dtype).itemsize == 4 and width >= MIN_WIDTH and is_compact
 
 
 def rows_in_flight(table: jax.Array, num_rows: int) -> int:
@@ -106,7 +131,9 @@ def rows_in_flight(table: jax.Array, num_rows: int) -> int:
 
 def tma_shape(table: jax.Array) -> tuple[int, ...] | None:
     """A row's shape such that a GPU's tensor copy engine can move rows: dims of at most 256 entries, 128 bytes for alignment in
-    shared memory. None for a row that is no multiple of 128 bytes."""
+    shared memory. None for a row that is no multiple of 128 bytes, and for other numbers than 16- and 32-bit ones."""
+    if jnp.dtype(table.dtype).itemsize not in (2, 4):
+        return None
     width, unit = table.shape[1], 128 // table.dtype.itemsize
     if width == 0 or width % unit:
         return None

@@ -17,28 +17,37 @@ from jax.experimental.pallas import tpu as pltpu
 
 from splitjax._compat import result_type
 from splitjax.kernels._common import FILLER, LANES, ceil_div, check_capacity, check_vector, dispatch, pad_rows
+from splitjax.kernels.running_sum import running_sum
 
 _BLOCK_ROWS = 256
 
 
-def decode(words: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """The ids whose bits are set.
+def decode(words: jax.Array, capacity: int, filler: int = FILLER) -> tuple[jax.Array, jax.Array]:
+    """The ids whose bits are set, in one bitmap or each of several.
 
     **Arguments:**
 
-    - `words`: uint32[w], as `encode` makes them.
+    - `words`: uint32[w] or uint32[sets, w], as `encode_ids` makes them.
     - `capacity`: the number of slots of the result.
+    - `filler`: what stands behind the last id.
 
-    Returns the ids, int32[capacity], ascending, then `FILLER`; and how many bits are set, int32[]. Where that exceeds the
-    capacity, the ids are the first of them: compare the two. Raises `KernelError` for another dtype or rank, or a capacity that
-    is not an int from 0.
+    Returns the ids, int32[capacity], ascending, then the filler; and how many bits are set, int32[]. Where that exceeds the
+    capacity, the ids are the first of them: compare the two. Of several bitmaps, int32[sets, capacity] and int32[sets]. Raises
+    `KernelError` for another dtype or rank, or a capacity that is not an int from 0.
     """
-    check_vector("words", words, kinds="u")
-    check_capacity(capacity)
-    if words.shape[0] == 0 or capacity == 0:
-        return decode_reference(words, capacity)
-    before, count = dispatch(ranks_reference, words, tpu=ranks_tpu, gpu=None)
-    return _select(words, before, count, capacity), count
+    before, count = ranks(words)
+    return select(words, before, count, capacity, filler), count
+
+
+def ranks(words: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """How many bits are set before each word, of the shape of `words`, and in all of them, int32[] or int32[sets].
+
+    The directory that makes ranks and ids of a set look-ups. Raises `KernelError` for other operands than those of `decode`.
+    """
+    check_vector("words", words, kinds="u", ranks=(1, 2))
+    if 0 in words.shape:
+        return jnp.zeros(words.shape, jnp.int32), jnp.zeros(words.shape[:-1], jnp.int32)
+    return dispatch(ranks_reference, words, tpu=_ranks_tpu_of_sets, gpu=None)
 
 
 def decode_reference(words: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
@@ -49,13 +58,26 @@ def decode_reference(words: jax.Array, capacity: int) -> tuple[jax.Array, jax.Ar
 
 
 def ranks_reference(words: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """How many bits are set before each word, int32[w], and in all of them, int32[]."""
-    sums = jnp.cumsum(lax.population_count(words).astype(jnp.int32))
-    return jnp.pad(sums, (1, 0))[:-1], sums[-1]
+    """`ranks` in plain JAX."""
+    counts = lax.population_count(words).astype(jnp.int32)
+    sums = running_sum(counts)
+    return sums - counts, sums[..., -1]
+
+
+def _ranks_tpu_of_sets(words: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """All sets in one pass."""
+    before, count = ranks_tpu(words.reshape(-1))
+    return of_each_set(before.reshape(words.shape), count)
+
+
+def of_each_set(before: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`ranks` of sets from those of all their words as one: what the sets before hold is taken off again."""
+    first = before[..., 0]
+    return before - first[..., None], jnp.append(first.reshape(-1)[1:], count).reshape(first.shape) - first
 
 
 def ranks_tpu(words: jax.Array, *, interpret: Any = False) -> tuple[jax.Array, jax.Array]:
-    """`ranks_reference` as a TPU kernel, for at least one word, in one pass.
+    """`ranks` of one set as a TPU kernel, for at least one word, in one pass.
 
     Running sums along lanes and rows are products with triangular matrices of ones, exact in float32 below 2^24 (a block has 2^20
     bits); what earlier blocks hold is carried in scalar memory. `interpret`: as of `pallas_call`.
@@ -99,8 +121,13 @@ def _ones_where(size, holds):
     return jnp.where(holds(row, column), 1.0, 0.0)
 
 
-def _select(words: jax.Array, before: jax.Array, count: jax.Array, capacity: int) -> jax.Array:
-    """The ids of the first slots, from the number of bits before each word."""
+def select(words: jax.Array, before: jax.Array, count: jax.Array, capacity: int, filler: int = FILLER) -> jax.Array:
+    """The ids of the first slots: what `decode` returns, from the bitmaps and what `ranks` says of them."""
+    check_capacity(capacity)
+    if 0 in words.shape or capacity == 0:
+        return jnp.full((*words.shape[:-1], capacity), filler, jnp.int32)
+    if words.ndim == 2:
+        return jax.vmap(lambda *one: select(*one, capacity, filler))(words, before, count)
     # Each word that is not empty writes its number into its first slot; later slots take it over by a running maximum.
     numbers = jnp.arange(words.shape[0], dtype=jnp.int32)
     first_slot = jnp.where(words == 0, capacity, before)
@@ -112,4 +139,4 @@ def _select(words: jax.Array, before: jax.Array, count: jax.Array, capacity: int
         is_above = rest >= low
         rest, bit = jnp.where(is_above, rest - low, rest), jnp.where(is_above, bit + width, bit)
         bits = jnp.where(is_above, bits >> width, bits)
-    return jnp.where(slot < count, 32 * word + bit, FILLER)
+    return jnp.where(slot < count, 32 * word + bit, filler)

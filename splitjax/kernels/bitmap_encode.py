@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from splitjax._compat import result_type
 from splitjax.errors import KernelError
-from splitjax.kernels._common import LANES, ceil_div, check_vector, dispatch, pad_rows
+from splitjax.kernels._common import FILLER, LANES, ceil_div, check_vector, dispatch, pad_rows
 
 _ROW = 32 * LANES  # entries whose words fill the lanes of a TPU's register
 _PART = 1024  # entries whose bytes fill them
@@ -41,21 +41,38 @@ def encode(presence: jax.Array) -> jax.Array:
     return dispatch(encode_reference, presence, tpu=encode_tpu, gpu=None)
 
 
+def num_words(size: int) -> int:
+    """Words of a bitmap over `size` ids."""
+    return ceil_div(size, 32)
+
+
 def encode_ids(ids: jax.Array, size: int) -> jax.Array:
-    """The bitmap of a set of ids.
+    """The bitmap of a set of ids, or of each of several sets.
 
     **Arguments:**
 
-    - `ids`: int32[m], in any order, repeated or not; what lies outside [0, size), such as `FILLER`, is left out.
+    - `ids`: int32[m] or int32[sets, m], in any order, repeated or not; what lies outside [0, size), such as `FILLER`, is left out.
     - `size`: how many ids there can be.
 
-    Returns uint32[ceil(size / 32)]. Raises `KernelError` for another dtype or rank, or a `size` that is not an int from 0.
+    Returns uint32[ceil(size / 32)], or uint32[sets, ceil(size / 32)]. Raises `KernelError` for another dtype or rank, or a `size`
+    that is not an int from 0.
     """
-    check_vector("ids", ids)
+    check_vector("ids", ids, ranks=(1, 2))
     if not isinstance(size, int) or size < 0:
         raise KernelError("the number of possible ids is not a static size", value=size, place="size", remedy="pass an int from 0")
-    inside = jnp.where(ids < 0, size, ids)  # a negative index would count from the end
-    return encode(jnp.zeros(size, bool).at[inside].set(True, mode="drop"))
+    words = num_words(size)
+    if ids.ndim == 1:
+        present = jnp.zeros(32 * words, bool).at[_below(ids, size)]
+    else:
+        sets = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+        present = jnp.zeros((ids.shape[0], 32 * words), bool).at[sets, _below(ids, size)]
+    present = present.set(True, mode="drop", wrap_negative_indices=False)
+    return encode(present.reshape(-1)).reshape(*ids.shape[:-1], words)
+
+
+def _below(ids: jax.Array, size: int) -> jax.Array:
+    """The ids, those past the end where not even the bits that fill the last word are."""
+    return ids if size % 32 == 0 else jnp.where(ids < size, ids, FILLER)
 
 
 def encode_reference(presence: jax.Array) -> jax.Array:

@@ -50,7 +50,8 @@ def exchange_rows(values: jax.Array, rows: jax.Array, counts: jax.Array, incomin
     if 0 in values.shape or rows.shape[1] == 0:
         return jnp.zeros((*rows.shape, values.shape[1]), values.dtype)
     reference, tpu = (functools.partial(function, axis=axis) for function in (exchange_reference, exchange_tpu))
-    return dispatch(reference, values, rows, counts, incoming, tpu=tpu, gpu=None)
+    is_of_mesh = axis in jax.sharding.get_abstract_mesh().axis_names  # and not of a `vmap`: the kernel addresses devices
+    return dispatch(reference, values, rows, counts, incoming, tpu=tpu if is_of_mesh else None, gpu=None)
 
 
 def exchange_reference(values: jax.Array, rows: jax.Array, counts: jax.Array, incoming: jax.Array, *, axis: str) -> jax.Array:

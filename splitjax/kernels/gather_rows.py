@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from splitjax._compat import result_type
-from splitjax.kernels._common import check_rows, check_vector, dispatch, has_tpu_rows, pad_rows, round_up, rows_in_flight, tma_shape
+from splitjax.kernels._common import check_matrix, check_vector, dispatch, has_tpu_rows, pad_rows, round_up, rows_in_flight, tma_shape
 
 
 @jax.custom_vjp
@@ -27,19 +27,20 @@ def gather_rows(table: jax.Array, rows: jax.Array) -> jax.Array:
 
     **Arguments:**
 
-    - `table`: [n, width], 16- or 32-bit numbers.
+    - `table`: [n, width], of any dtype.
     - `rows`: int32[m], in any order, repeated or not.
 
-    Returns [m, width] of the table's dtype. The derivative with respect to the table adds up rows. Raises `KernelError` for another
-    dtype or rank.
+    Returns [m, width] of the table's dtype. The derivative with respect to the table adds up rows. Raises `KernelError` for row
+    numbers of another dtype, or another rank.
 
-    The TPU kernel takes 32-bit rows (two 16-bit rows share a word there); the GPU kernel rows of a multiple of 128 bytes.
+    The TPU kernel takes 32-bit rows, of at least 16 numbers, of a table that is a multiple of 128 wide or has at most 8 rows for each
+    one asked for (`has_tpu_rows` has the reasons); the GPU kernel 16- and 32-bit rows of a multiple of 128 bytes.
     """
-    check_rows("table", table)
+    check_matrix("table", table)
     check_vector("rows", rows)
     if 0 in table.shape or rows.shape[0] == 0:
         return gather_reference(table, rows)
-    tpu = gather_tpu if has_tpu_rows(table) else None
+    tpu = gather_tpu if has_tpu_rows(table, rows.shape[0]) else None
     gpu = gather_gpu if tma_shape(table) else None
     return dispatch(gather_reference, table, rows, tpu=tpu, gpu=gpu)
 
@@ -48,7 +49,7 @@ def gather_reference(table: jax.Array, rows: jax.Array) -> jax.Array:
     """`gather_rows` in plain JAX."""
     if table.shape[0] == 0:
         return jnp.zeros((rows.shape[0], table.shape[1]), table.dtype)
-    return table.at[jnp.where(rows < 0, table.shape[0], rows)].get(mode="fill", fill_value=0)
+    return table.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def _forward(table, rows):
@@ -57,8 +58,8 @@ def _forward(table, rows):
 
 def _backward(residuals, cotangent):
     table, rows = residuals
-    inside = jnp.where(rows < 0, table.shape[0], rows)
-    return jnp.zeros_like(table).at[inside].add(cotangent, mode="drop"), np.zeros(rows.shape, jax.dtypes.float0)
+    of_table = jnp.zeros_like(table).at[rows].add(cotangent, mode="drop", wrap_negative_indices=False)
+    return of_table, np.zeros(rows.shape, jax.dtypes.float0)
 
 
 gather_rows.defvjp(_forward, _backward)

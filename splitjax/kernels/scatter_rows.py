@@ -5,6 +5,7 @@ The table is updated in place where its buffer can be reused: only the rows that
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -16,27 +17,29 @@ from jax.experimental.pallas import tpu as pltpu
 
 from splitjax._compat import result_type
 from splitjax.errors import KernelError
-from splitjax.kernels._common import check_rows, check_vector, dispatch, has_tpu_rows, pad_rows, round_up, rows_in_flight
+from splitjax.kernels._common import check_matrix, check_vector, dispatch, has_tpu_rows, pad_rows, round_up, rows_in_flight
 from splitjax.kernels.gather_rows import gather_rows
 
 
-@jax.custom_vjp
-def scatter_rows(table: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def scatter_rows(table: jax.Array, rows: jax.Array, values: jax.Array, is_sorted: bool = False) -> jax.Array:
     """A table with some rows replaced.
 
     **Arguments:**
 
-    - `table`: [n, width], 16- or 32-bit numbers.
+    - `table`: [n, width], of any dtype.
     - `rows`: int32[m], different from each other where inside [0, n); what is outside, such as `FILLER`, writes nothing.
     - `values`: [m, width], of the table's dtype.
+    - `is_sorted`: the row numbers ascend, `FILLER`s or n at the end (static); XLA's scatter makes use of it.
 
     Returns [n, width]. Which of two equal row numbers wins is undefined. Raises `KernelError` for operands that do not belong together.
 
-    The TPU kernel takes 32-bit rows; on GPU this is XLA's scatter, which is told that rows are unique and then writes each once.
+    The TPU kernel takes what `gather_rows` has one for; on GPU this is XLA's scatter, which is told that rows are unique and then writes
+    each once.
     """
-    check_rows("table", table)
+    check_matrix("table", table)
     check_vector("rows", rows)
-    check_rows("values", values)
+    check_matrix("values", values)
     if values.dtype != table.dtype or values.shape != (rows.shape[0], table.shape[1]):
         raise KernelError(
             f"values do not fit {rows.shape[0]} rows of a table of {table.dtype}[{table.shape[0]}, {table.shape[1]}]",
@@ -44,24 +47,27 @@ def scatter_rows(table: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Ar
         )
     if 0 in table.shape or rows.shape[0] == 0:
         return table
-    return dispatch(scatter_reference, table, rows, values, tpu=scatter_tpu if has_tpu_rows(table) else None, gpu=None)
+    reference = functools.partial(scatter_reference, is_sorted=is_sorted)
+    return dispatch(reference, table, rows, values, tpu=scatter_tpu if has_tpu_rows(table, rows.shape[0]) else None, gpu=None)
 
 
-def scatter_reference(table: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
+def scatter_reference(table: jax.Array, rows: jax.Array, values: jax.Array, *, is_sorted: bool = False) -> jax.Array:
     """`scatter_rows` in plain JAX."""
     # Different indices for fillers too: what is promised to be unique has to be so out of bounds as well.
     outside = (rows < 0) | (rows >= table.shape[0])
     fillers = table.shape[0] + jnp.arange(rows.shape[0], dtype=jnp.int32)
-    return table.at[jnp.where(outside, fillers, rows)].set(values, mode="drop", unique_indices=True)
+    places = table.at[jnp.where(outside, fillers, rows)]
+    # Past 2^31 a filler is negative, and outside too.
+    return places.set(values, mode="drop", unique_indices=True, indices_are_sorted=is_sorted, wrap_negative_indices=False)
 
 
-def _forward(table, rows, values):
-    return scatter_rows(table, rows, values), rows
+def _forward(table, rows, values, is_sorted):
+    return scatter_rows(table, rows, values, is_sorted), rows
 
 
-def _backward(rows, cotangent):
+def _backward(is_sorted, rows, cotangent):
     of_values = gather_rows(cotangent, rows)
-    of_table = scatter_rows(cotangent, rows, jnp.zeros_like(of_values))
+    of_table = scatter_rows(cotangent, rows, jnp.zeros_like(of_values), is_sorted)
     return of_table, np.zeros(rows.shape, jax.dtypes.float0), of_values
 
 

@@ -31,7 +31,7 @@ class Blocks(Scheme):
 
     **Attributes:**
 
-    - `block_values`: values of a block. `pattern`: `ppermute` or `all_to_all` for the push.
+    - `block_values`: values of a block. `pattern`: `all_to_all`, or `ppermute` (also as `auto`) for the push.
     """
 
     name: ClassVar[str] = "blocks"
@@ -67,7 +67,7 @@ class Blocks(Scheme):
         row_ids = jnp.where((values != 0).any(axis=-1) & (row_ids < local.num_rows), row_ids, local.num_rows)
         unique, slots, count = unite(row_ids, local.num_rows, capacity)
         rows = values.reshape(-1, *local.row_shape)
-        return RowSparse(unique, sum_rows(rows, slots.reshape(-1), capacity), count, local.num_rows)
+        return RowSparse(unique, sum_rows(rows, slots.reshape(-1), capacity, has_no_gaps=True), count, local.num_rows)
 
     def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
         block_bytes = self._block_rows(table.row_size) * table.row_bytes

@@ -50,7 +50,7 @@ class Choice:
         return self.best.scheme
 
 
-def candidates(pattern: str = "ppermute") -> tuple[Scheme, ...]:
+def candidates(pattern: str = "auto") -> tuple[Scheme, ...]:
     """All schemes with their default options, the simplest first. `pattern`: how those with owners push, see `wire.PATTERNS`."""
     return (
         Dense(), AllGather(), RecursiveDoubling(), Hierarchical(), RowExchange(pattern=pattern), RowExchange(hot=True, pattern=pattern),

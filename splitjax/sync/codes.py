@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from splitjax import kernels
 from splitjax.errors import SyncError
-from splitjax.sync.local import decode_bitmap, decode_gaps, encode_bitmap, encode_gaps, num_words, ranked
+from splitjax.sync.local import decode_gaps, encode_gaps, spread_gaps
 
 NUMBERS, GAPS16, GAPS8, BITMAP = 32, 16, 8, 1
 _DTYPES = {NUMBERS: jnp.int32, GAPS16: jnp.uint16, GAPS8: jnp.uint8, BITMAP: jnp.uint32}
@@ -39,7 +40,7 @@ class IdCode:
     @property
     def length(self) -> int:
         """Codes of one list."""
-        return {NUMBERS: self.capacity, BITMAP: num_words(self.size)}.get(self.bits, self.num_codes)
+        return {NUMBERS: self.capacity, BITMAP: kernels.num_words(self.size)}.get(self.bits, self.num_codes)
 
     def encode(self, ids: Array, counts: Array) -> tuple[Array, Array]:
         """Lists i32[m, capacity] of `counts` i32[m] ids -> codes [m, length], and whether each fitted (bool[m])."""
@@ -49,7 +50,7 @@ class IdCode:
         if self.bits == NUMBERS:
             return ids, fits
         if self.bits == BITMAP:
-            return jax.vmap(lambda one: encode_bitmap(one, self.size))(ids), fits
+            return kernels.encode_ids(ids, self.size), fits
         codes, needed = jax.vmap(lambda one, count: encode_gaps(one, count, self.num_codes, _DTYPES[self.bits]))(ids, counts)
         return codes, fits & (needed <= self.num_codes)
 
@@ -58,8 +59,12 @@ class IdCode:
         if self.bits == NUMBERS:
             return codes
         if self.bits == BITMAP:
-            return jax.vmap(lambda one: decode_bitmap(ranked(one), self.capacity, self.size))(codes)
-        return jax.vmap(lambda one: decode_gaps(one, self.capacity, self.size))(codes)
+            return kernels.decode(codes, self.capacity, self.size)[0]
+        return decode_gaps(codes, self.capacity, self.size)
+
+    def spread(self, codes: Array) -> Array:
+        """As `decode`, but as many entries as is cheapest, and `size` between ids too: i32[m, ...]."""
+        return self.decode(codes) if self.bits in (NUMBERS, BITMAP) else spread_gaps(codes, self.size)
 
 
 def num_gap_codes(ids: np.ndarray, bits: int) -> int:

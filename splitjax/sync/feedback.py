@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from splitjax.sync.local import set_rows, take_rows
 from splitjax.sync.row_exchange import RowExchange
 from splitjax.sync.rows import RowSparse
 from splitjax.sync.scheme import Attempt, Capacities, Stats, finish_into
@@ -45,8 +46,8 @@ def synchronise_rounded(
 
 def with_residual(local: RowSparse, residual: Array) -> tuple[RowSparse, Array]:
     """This worker's rows with what was kept back of them, and the residual f[num_rows, *row] without it."""
-    kept = residual.at[local.ids].get(mode="fill", fill_value=0)
-    rest = residual.at[local.ids].set(jnp.zeros((), residual.dtype), mode="drop")
+    kept = take_rows(residual, local.ids)
+    rest = set_rows(residual, local.ids, jnp.zeros_like(kept))
     return dataclasses.replace(local, values=local.values + kept.astype(local.values.dtype)), rest
 
 

@@ -1,4 +1,6 @@
-"""What a worker does alone: ranks in a set of ids, packing into send order, codes for sorted ids. Pure JAX, static shapes.
+"""What a worker does alone: ranks in a set of ids, packing into send order, codes for sorted ids. Static shapes.
+
+Bitmaps, sums of rows, and rows taken and put are `kernels`, which are plain JAX on CPU; the rest is plain JAX everywhere.
 
 A set of ids below `size` is a *bitmap* (one bit an id, `u32` words) with running popcounts: the rank of an id is a table
 look-up, the id of a rank a search inside one word (Jacobson 1989, "Space-efficient static trees and graphs"). So duplicates are
@@ -11,10 +13,13 @@ where fewer than one id in eight is in the set.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+
+from splitjax import kernels
 
 _WORD_BITS = 32
 # With more ids than this for each id looked up, sorting is cheaper than a presence map of all.
@@ -38,48 +43,9 @@ class Ranked:
         return self.before.at[word].get(mode="clip") + inside
 
 
-def num_words(size: int) -> int:
-    """Words of a bitmap over `size` ids."""
-    return -(-size // _WORD_BITS)
-
-
 def ranked(words: Array) -> Ranked:
     """The popcount scan over a bitmap."""
-    counts = lax.population_count(words).astype(jnp.int32)
-    total = jnp.cumsum(counts)
-    return Ranked(words, total - counts, total[-1] if words.size else jnp.int32(0))
-
-
-def encode_bitmap(ids: Array, size: int) -> Array:
-    """`ids` (any shape and order, duplicates allowed; those >= size are dropped) as u32[ceil(size / 32)]."""
-    present = jnp.zeros((num_words(size) * _WORD_BITS,), jnp.bool_)
-    present = present.at[jnp.where(ids < size, ids, present.size)].set(True, mode="drop")
-    bits = present.reshape(-1, _WORD_BITS).astype(jnp.uint32) << jnp.arange(_WORD_BITS, dtype=jnp.uint32)
-    return bits.sum(axis=1, dtype=jnp.uint32)
-
-
-def decode_bitmap(found: Ranked, capacity: int, size: int) -> Array:
-    """The first `capacity` ids of a bitmap, ascending, filled up with `size`: i32[capacity]."""
-    if not found.words.size or not capacity:
-        return jnp.full((capacity,), size, jnp.int32)
-    index = jnp.arange(found.words.size, dtype=jnp.int32)
-    starts = jnp.where(found.words != 0, found.before, capacity)
-    word = lax.cummax(jnp.zeros((capacity,), jnp.int32).at[starts].max(index, mode="drop"))
-    slots = jnp.arange(capacity, dtype=jnp.int32)
-    bit = _select(found.words[word], slots - found.before[word])
-    return jnp.where(slots < found.count, word * _WORD_BITS + bit, size)
-
-
-def _select(words: Array, rank: Array) -> Array:
-    """The position of the set bit that has `rank` set bits below it."""
-    position = jnp.zeros(words.shape, jnp.int32)
-    for width in (16, 8, 4, 2, 1):
-        low = lax.population_count(words & jnp.uint32((1 << width) - 1)).astype(jnp.int32)
-        above = rank >= low
-        rank = jnp.where(above, rank - low, rank)
-        position = jnp.where(above, position + width, position)
-        words = jnp.where(above, words >> width, words)
-    return position
+    return Ranked(words, *kernels.ranks(words))
 
 
 def unite(ids: Array, size: int, capacity: int) -> tuple[Array, Array, Array]:
@@ -89,9 +55,13 @@ def unite(ids: Array, size: int, capacity: int) -> tuple[Array, Array, Array]:
     of unique ids, which may exceed `capacity`.
     """
     if size <= _SPARSEST * max(ids.size, 1):
-        found = ranked(encode_bitmap(ids, size))
+        found = ranked(kernels.encode_ids(ids.reshape(-1), size))
         slots = jnp.where(ids < size, found.rank(ids), capacity)
-        return decode_bitmap(found, capacity, size), slots, found.count
+        by_slot = lambda ids, slots, *_: jnp.full((capacity,), size, jnp.int32).at[slots].set(ids, mode="drop")
+        by_bits = lambda ids, slots, *found: kernels.select(*found, capacity, size)
+        # Every id writes itself where it belongs; on TPU, where a scatter goes one by one, they are looked up in the bitmap.
+        operands = ids.astype(jnp.int32), slots, found.words, found.before, found.count
+        return kernels.dispatch(by_slot, *operands, tpu=by_bits, gpu=None), slots, found.count
     flat = ids.reshape(-1)
     order = jnp.argsort(flat)
     ascending = flat[order]
@@ -102,15 +72,25 @@ def unite(ids: Array, size: int, capacity: int) -> tuple[Array, Array, Array]:
     return unique, slots.reshape(ids.shape), rank[-1] + 1
 
 
-def sum_rows(values: Array, slots: Array, capacity: int, dtype: jnp.dtype | None = None) -> Array:
-    """Rows added up by slot: values f[m, *row], slots i32[m] (>= capacity: dropped) -> f[capacity, *row]."""
-    out = jnp.zeros((capacity, *values.shape[1:]), dtype or values.dtype)
-    return out.at[slots].add(values.astype(out.dtype), mode="drop")
+def sum_rows(values: Array, slots: Array, capacity: int, dtype: jnp.dtype | None = None, *, has_no_gaps: bool = False) -> Array:
+    """`kernels.sum_rows` of rows of any shape: values f[m, *row], slots i32[m] -> f[capacity, *row], added up in `dtype`."""
+    rows = as_matrix(values.astype(dtype or values.dtype))
+    return kernels.sum_rows(rows, slots, capacity, has_no_gaps).reshape(capacity, *values.shape[1:])
 
 
 def take_rows(values: Array, slots: Array) -> Array:
-    """The rows at `slots` (any shape); zeros where a slot is past the end."""
-    return values.at[slots].get(mode="fill", fill_value=0)
+    """`kernels.gather_rows` of rows and numbers of any shape: zeros where a slot is past the end."""
+    return kernels.gather_rows(as_matrix(values), slots.reshape(-1)).reshape(*slots.shape, *values.shape[1:])
+
+
+def set_rows(table: Array, rows: Array, values: Array, *, is_sorted: bool = True) -> Array:
+    """`kernels.scatter_rows` of rows of any shape: `rows` i32[m], ascending (`is_sorted`) and different, past the end for none."""
+    return kernels.scatter_rows(as_matrix(table), rows, as_matrix(values), is_sorted).reshape(table.shape)
+
+
+def as_matrix(rows: Array) -> Array:
+    """Rows of any shape as the rows of a matrix, which kernels take."""
+    return rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
 
 
 def group_ranks(groups: Array, num_groups: int) -> tuple[Array, Array]:
@@ -122,13 +102,12 @@ def group_ranks(groups: Array, num_groups: int) -> tuple[Array, Array]:
     padded = jnp.concatenate([groups, jnp.full((-m % _WORD_BITS,), num_groups, groups.dtype)]).reshape(-1, _WORD_BITS)
     member = padded[None] == jnp.arange(num_groups, dtype=groups.dtype)[:, None, None]
     words = (member.astype(jnp.uint32) << jnp.arange(_WORD_BITS, dtype=jnp.uint32)).sum(axis=-1, dtype=jnp.uint32)
-    counts = lax.population_count(words).astype(jnp.int32)
-    total = jnp.cumsum(counts, axis=1)
+    before, counts = kernels.ranks(words)
     place, group = jnp.arange(m, dtype=jnp.int32), jnp.minimum(groups, num_groups - 1)
     below = (jnp.uint32(1) << (place % _WORD_BITS).astype(jnp.uint32)) - jnp.uint32(1)
     word = place // _WORD_BITS
     inside = lax.population_count(words[group, word] & below).astype(jnp.int32)
-    return (total - counts)[group, word] + inside, counts.sum(axis=1)
+    return before[group, word] + inside, counts
 
 
 def send_order(groups: Array, num_groups: int, capacity: int) -> tuple[Array, Array]:
@@ -138,7 +117,22 @@ def send_order(groups: Array, num_groups: int, capacity: int) -> tuple[Array, Ar
     """
     rank, counts = group_ranks(groups, num_groups)
     order = jnp.full((num_groups, capacity), groups.size, jnp.int32)
-    return order.at[groups, rank].set(jnp.arange(groups.size, dtype=jnp.int32), mode="drop"), counts
+    return order.at[groups, rank].set(jnp.arange(groups.size, dtype=jnp.int32), mode="drop", wrap_negative_indices=False), counts
+
+
+def positions(holds: Array, capacity: int) -> tuple[Array, Array]:
+    """Where each row of bool[n, m] is true, ascending: i32[n, capacity], filled up with m; and how often, i32[n]."""
+    n, m = holds.shape
+    words = kernels.encode(jnp.pad(holds, ((0, 0), (0, -m % _WORD_BITS))).reshape(-1))
+    return kernels.decode(words.reshape(n, kernels.num_words(m)), capacity, m)
+
+
+def compact(ids: Array, capacity: int, size: int) -> Array:
+    """The ids below `size` of i32[..., m], in their order: i32[..., capacity], filled up with `size`."""
+    if ids.ndim == 2:
+        return jax.vmap(lambda one: compact(one, capacity, size))(ids)
+    slots = jnp.where(ids < size, kernels.running_sum((ids < size).astype(jnp.int32)) - 1, capacity)
+    return jnp.full((capacity,), size, jnp.int32).at[slots].set(ids, mode="drop")
 
 
 def encode_gaps(ids: Array, count: Array, num_codes: int, dtype: jnp.dtype) -> tuple[Array, Array]:
@@ -157,9 +151,11 @@ def encode_gaps(ids: Array, count: Array, num_codes: int, dtype: jnp.dtype) -> t
 
 
 def decode_gaps(codes: Array, capacity: int, size: int) -> Array:
-    """The first `capacity` ids that `encode_gaps` wrote, filled up with `size`: u[c] -> i32[capacity]."""
-    wide = codes.astype(jnp.int32)
-    ends = (codes != jnp.iinfo(codes.dtype).max).astype(jnp.int32)
-    ids = jnp.cumsum(wide + ends) - 1
-    slots = jnp.where(ends == 1, jnp.cumsum(ends) - 1, capacity)
-    return jnp.full((capacity,), size, jnp.int32).at[slots].set(ids, mode="drop")
+    """The first `capacity` ids of each list that `encode_gaps` wrote, filled up with `size`: u[m, c] -> i32[m, capacity]."""
+    return compact(spread_gaps(codes, size), capacity, size)
+
+
+def spread_gaps(codes: Array, size: int) -> Array:
+    """The id that each code of a list ends with, `size` for codes of none: u[m, c] -> i32[m, c]."""
+    ends = codes != jnp.iinfo(codes.dtype).max
+    return jnp.where(ends, kernels.running_sum(codes.astype(jnp.int32) + ends) - 1, size)

@@ -20,7 +20,7 @@ from jax import Array, lax
 
 from splitjax.sync import wire
 from splitjax.sync.codes import IdCode, always
-from splitjax.sync.local import send_order, sum_rows, take_rows, unite
+from splitjax.sync.local import send_order, set_rows, sum_rows, take_rows, unite
 from splitjax.sync.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.rows import RowSparse
@@ -37,7 +37,8 @@ class OwnerSharded:
     **Attributes:**
 
     - `num_rows`: of the logical table. `capacities`: `push` and `pull` count; see `plan_owner`.
-    - `pattern`: `ppermute` or `all_to_all`. `wire_dtype`: dtype of rows on the wire; None: as they are. A smaller one changes the numbers.
+    - `pattern`: `all_to_all`, or `ppermute` (also as `auto`). `wire_dtype`: dtype of rows on the wire; None: as they are. A smaller one
+      changes the numbers.
     """
 
     num_rows: int
@@ -105,7 +106,7 @@ class OwnerSharded:
         rounded = values.astype(self.wire_dtype or values.dtype)
         (blocks,), sources = wire.exchange([take_rows(rounded, requests.order)], axis, self.pattern)
         flat = blocks.reshape(-1, *values.shape[1:])
-        sums = sum_rows(flat, requests.slots[sources].reshape(-1), pull, values.dtype)
+        sums = sum_rows(flat, requests.slots[sources].reshape(-1), pull, values.dtype, has_no_gaps=True)
         owned = RowSparse(requests.owned, sums, requests.count, partition.size)
 
         def whole(shard: Any) -> Any:
@@ -113,7 +114,7 @@ class OwnerSharded:
             positions = jnp.where(partition.owner(ids) == me, partition.position(ids), partition.size)
             room = min(ids.size, partition.size)
             unique, slots, count = unite(positions, partition.size, room)
-            total = sum_rows(every.reshape(-1, *values.shape[1:]), slots.reshape(-1), room, values.dtype)
+            total = sum_rows(every.reshape(-1, *values.shape[1:]), slots.reshape(-1), room, values.dtype, has_no_gaps=True)
             return then(shard, RowSparse(unique, total, count, partition.size))
 
         new = once(~requests.fits, whole, once(requests.fits, lambda shard: then(shard, owned), shard))
@@ -138,7 +139,8 @@ class OwnerSharded:
         flags = jnp.full((n,), fits.astype(jnp.int32))
         found = take_rows(shard, asked).astype(self.wire_dtype or shard.dtype)
         (blocks, flags), sources = wire.exchange([found, flags], axis, self.pattern)
-        return rows.at[order[sources]].set(blocks.astype(rows.dtype), mode="drop"), (flags > 0).all()
+        new = set_rows(rows, order[sources].reshape(-1), blocks.reshape(-1, *rows.shape[1:]).astype(rows.dtype), is_sorted=False)
+        return new, (flags > 0).all()
 
     def _partition(self, axis: Axis) -> Partition:
         return Partition("strided", self.num_rows, lax.axis_size(axis))

@@ -60,7 +60,7 @@ class OwnerExchange:
         (codes, values), sources = wire.exchange([codes, take_rows(values, order)], axis, self.pattern)
         del sources  # whose they were does not matter to a sum
         owned, slots, count = unite(self.push.decode(codes), self.partition.size, self.pull.capacity)
-        sums = sum_rows(values.reshape(-1, *values.shape[2:]), slots.reshape(-1), self.pull.capacity)
+        sums = sum_rows(values.reshape(-1, *values.shape[2:]), slots.reshape(-1), self.pull.capacity, has_no_gaps=True)
         codes, pulled = self.pull.encode(owned[None], count[None])
         verdict = jnp.where(good & fitted.all() & pulled[0], count, -1)
         codes, sums, counts_of = wire.gather([codes[0], sums, verdict], axis)

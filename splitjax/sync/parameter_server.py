@@ -23,7 +23,7 @@ _ID_BYTES = 4
 class ParameterServer(Scheme):
     """(n-1)/n s (k + U) (w + 4) bytes: Zen's 2(n-1)(d + d_n) s M / n with an index a row (arXiv 2309.13254), s the skewness.
 
-    **Attributes:** `pattern`: `ppermute` or `all_to_all` for the push.
+    **Attributes:** `pattern`: `all_to_all`, or `ppermute` (also as `auto`) for the push.
     """
 
     name: ClassVar[str] = "parameter_server"

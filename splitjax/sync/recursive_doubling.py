@@ -8,8 +8,9 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array, lax
 
+from splitjax import kernels
 from splitjax.sync import wire
-from splitjax.sync.local import decode_bitmap, encode_bitmap, num_words, ranked, take_rows
+from splitjax.sync.local import take_rows
 from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.rows import RowSparse, merge
 from splitjax.sync.scheme import Attempt, Capacities, Scheme, check_levels, local_capacity, partial_capacity, register, union_capacity
@@ -69,7 +70,7 @@ class RecursiveDoubling(Scheme):
         dense = [self._is_dense(level, table.num_rows) for level in levels]
         dense = [any(dense[: i + 1]) for i in range(len(dense))]
         sparse_bytes = lambda rows: rows * (table.row_bytes + _ID_BYTES) + 4 + _VERDICT_BYTES
-        dense_bytes = table.num_bytes + 4 * num_words(table.num_rows) + _VERDICT_BYTES
+        dense_bytes = table.num_bytes + 4 * kernels.num_words(table.num_rows) + _VERDICT_BYTES
         total = sum(dense_bytes if whole else sparse_bytes(level) for level, whole in zip(levels, dense))
         if rest:
             total += sparse_bytes(capacities.levels[0]) + (dense_bytes if any(dense) else sparse_bytes(capacities.union))
@@ -113,7 +114,7 @@ class _Partial:
         if self.is_dense:
             return self
         rows = RowSparse(*self.arrays, self.num_rows)
-        return _Partial((encode_bitmap(rows.ids, self.num_rows), rows.to_dense()), self.good, self.num_rows)
+        return _Partial((kernels.encode_ids(rows.ids, self.num_rows), rows.to_dense()), self.good, self.num_rows)
 
     def permuted(self, axis: Axis, pairs: list[tuple[int, int]]) -> _Partial:
         *arrays, good = wire.permute([*self.arrays, self.good.astype(jnp.int32)], axis, pairs)
@@ -140,6 +141,5 @@ class _Partial:
     def rows(self, capacity: int) -> tuple[RowSparse, Array]:
         if not self.is_dense:
             return RowSparse(*self.arrays, self.num_rows), self.good
-        found = ranked(self.arrays[0])
-        ids = decode_bitmap(found, capacity, self.num_rows)
-        return RowSparse(ids, take_rows(self.arrays[1], ids), found.count, self.num_rows), self.good
+        ids, count = kernels.decode(self.arrays[0], capacity, self.num_rows)
+        return RowSparse(ids, take_rows(self.arrays[1], ids), count, self.num_rows), self.good

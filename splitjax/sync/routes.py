@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from splitjax.kernels import running_sum
 from splitjax.sync import wire
 from splitjax.sync.codes import IdCode
 from splitjax.sync.local import group_ranks, unite
@@ -33,7 +34,8 @@ class Routes:
     **Attributes:**
 
     - `ids`: i32[u], the union, sorted, filled up with the number of rows; `count`: i32[], its exact size.
-    - `slots`: i32[n, k], where in the union each worker's rows stand (u: no row). `counts`: i32[n], rows of each worker.
+    - `slots`: i32[n, c], where in the union each worker's rows stand, in their order (u: no row, between them too; there are never more
+      than k). `counts`: i32[n], rows of each worker.
     - `owner`: i32[u], the row's owner; n for a row that is summed densely, or none.
     - `place`: i32[u], where among its owner's rows, or among the densely summed ones, it stands.
     - `fits`: bool[], alike on all workers: everything has room.
@@ -64,14 +66,16 @@ def exchange_indices(
     n = lax.axis_size(axis)
     codes, fitted = code.encode(ids[None], count[None])
     codes, counts = wire.gather([codes[0], jnp.where(fitted[0], count, -1)], axis)
-    ids, num_rows = code.decode(codes), code.size
+    ids, num_rows = code.spread(codes), code.size
     unique, slots, count = unite(ids, num_rows, union)
     workers = jnp.arange(n, dtype=jnp.int32)[:, None]
-    held = jnp.zeros((n, union), jnp.bool_).at[workers, slots].set(True, mode="drop")
+    held = jnp.zeros((n, union), jnp.bool_).at[workers, slots].set(True, mode="drop", wrap_negative_indices=False)
     holders = held.sum(axis=0, dtype=jnp.int32)
-    is_hot = (holders == n) & (n > 1)
-    hot_rank = jnp.cumsum(is_hot, dtype=jnp.int32) - 1
-    is_hot &= hot_rank < hot
+    is_hot, hot_rank = jnp.zeros((union,), jnp.bool_), jnp.zeros((union,), jnp.int32)
+    if hot and n > 1:
+        is_hot = holders == n
+        hot_rank = running_sum(is_hot.astype(jnp.int32)) - 1
+        is_hot &= hot_rank < hot
     cold = (holders > 0) & ~is_hot
     if ownership == "contributor":
         owner = contributors(held, cold, pull)
@@ -79,8 +83,9 @@ def exchange_indices(
         owner = jnp.where(cold, Partition(ownership, num_rows, n).owner(unique), n)
     rank, owned = group_ranks(owner, n)
     place = jnp.where(is_hot, hot_rank, rank)
-    target = jnp.where(slots < union, owner.at[slots].get(mode="fill", fill_value=n), n)
-    pairs = jnp.zeros((n, n), jnp.int32).at[workers, target].add(1, mode="drop")
+    # One flat index, and a column for rows without an owner: twice as fast on CPU as pairs of indices that may be outside.
+    target = workers * (n + 1) + owner.at[slots].get(mode="fill", fill_value=n)
+    pairs = jnp.zeros((n * (n + 1),), jnp.int32).at[target].add(1, mode="promise_in_bounds").reshape(n, n + 1)[:, :n]
     pairs = jnp.where(workers == workers.T, 0, pairs)
     fits = (counts >= 0).all() & (count <= union) & (pairs.max() <= push) & (owned.max() <= pull)
     fits &= (cold & (owner == n)).sum() == 0  # more rows than all owners have room for
@@ -127,7 +132,10 @@ def contributors(held: Array, cold: Array, quota: int, xp: Any = jnp) -> Array:
     owner, load = state
     left = cold & (owner == n)
     room = xp.cumsum(quota - load)
-    other = xp.searchsorted(room, xp.cumsum(left, dtype=xp.int32) - 1, side="right").astype(xp.int32)
+    if xp is np:
+        other = np.searchsorted(room, np.cumsum(left) - 1, side="right").astype(np.int32)
+    else:
+        other = jnp.searchsorted(room, running_sum(left.astype(jnp.int32)) - 1, side="right", method="compare_all")
     return xp.where(left, other, owner)
 
 

@@ -20,7 +20,7 @@ from splitjax.cost.ring import all_reduce_bytes
 from splitjax.errors import SyncError
 from splitjax.sync import wire
 from splitjax.sync.codes import IdCode, shortest
-from splitjax.sync.local import send_order, sum_rows, take_rows
+from splitjax.sync.local import compact, positions, send_order, sum_rows, take_rows
 from splitjax.sync.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.routes import OWNERSHIPS, Routes, contributors, exchange_indices
@@ -40,14 +40,15 @@ class RowExchange(Scheme):
 
     - `ownership`: who adds a row up. `contributor`: a worker that has it; `strided`: id % n; `hashed`.
     - `hot`: sum rows that all workers have by an all-reduce; up to as many of them as the profile found.
-    - `pattern`: `ppermute` or `all_to_all` for the push.
+    - `pattern`: how rows are pushed: `ppermute`, `all_to_all`, `kernel` (on TPU, packed and sent by one kernel; elsewhere as
+      `all_to_all`), or `auto`: see `wire.push_rows`.
     - `wire_dtype`: dtype of the values on the wire, such as "bfloat16". Changes the numbers: see `sync.feedback`. None: as they are.
     """
 
     name: ClassVar[str] = "row_exchange"
     ownership: str = "contributor"
     hot: bool = False
-    pattern: str = "ppermute"
+    pattern: str = "auto"
     wire_dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -97,15 +98,15 @@ class RowExchange(Scheme):
         k, full = capacities.local, values.dtype
         wire_dtype = jnp.dtype(self.wire_dtype) if self.wire_dtype else full
         values = _resized(values, k, 0)
-        slots = found.slots[me]
+        slots = compact(found.slots[me], k, capacities.union)
         owner, place = (take.at[slots].get(mode="fill", fill_value=fill) for take, fill in ((found.owner, n), (found.place, 0)))
         sums = sum_rows(values, jnp.where(owner == me, place, capacities.pull), capacities.pull)
         if n > 1 and capacities.push:
             order, counts = send_order(jnp.where(owner == me, n, owner), n, capacities.push)
             rounded = values.astype(wire_dtype)
-            (blocks,), sources = wire.exchange([take_rows(rounded, order)], axis, self.pattern)
-            target = _targets(found, me, sources, capacities)
-            sums += sum_rows(blocks.reshape(-1, *values.shape[1:]), target.reshape(-1), capacities.pull, full)
+            target, incoming = _targets(found, me, capacities)
+            blocks, sources = wire.push_rows(rounded, order, counts, incoming, axis, self.pattern)
+            sums += sum_rows(blocks.reshape(-1, *values.shape[1:]), target[sources].reshape(-1), capacities.pull, full)
             sent = counts.sum() + (n - 1) * (found.owner == me).sum(dtype=jnp.int32)
         else:
             rounded, sent = values, jnp.int32(0)
@@ -117,7 +118,7 @@ class RowExchange(Scheme):
             parts = jnp.concatenate([parts, lax.psum(sum_rows(values, hot_slots, capacities.hot), axis).astype(wire_dtype)])
             source = jnp.where((found.owner == n) & (found.ids < num_rows), n * capacities.pull + found.place, source)
         rows = RowSparse(found.ids, take_rows(parts, source).astype(full), found.count, num_rows)
-        return rows, sent, self._error(values, rounded, sums, owner, found, num_rows, me)
+        return rows, sent, self._error(values, rounded, sums, owner, slots, found, num_rows, me)
 
     def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
         n = table.num_workers
@@ -140,13 +141,13 @@ class RowExchange(Scheme):
         return IdCode(capacities.code_bits, capacities.local, num_rows, capacities.codes)
 
     def _error(
-        self, values: Array, rounded: Array, sums: Array, owner: Array, found: Routes, num_rows: int, me: Array
+        self, values: Array, rounded: Array, sums: Array, owner: Array, slots: Array, found: Routes, num_rows: int, me: Array
     ) -> RowSparse | None:
         if not self.wire_dtype:
             return None
         n, full = found.slots.shape[0], values.dtype
         sent = (owner != me) & (owner < n)
-        ids = jnp.where(sent, found.ids.at[found.slots[me]].get(mode="fill", fill_value=num_rows), num_rows)
+        ids = jnp.where(sent, found.ids.at[slots].get(mode="fill", fill_value=num_rows), num_rows)
         lost = jnp.where(sent.reshape(-1, *[1] * (values.ndim - 1)), values - rounded.astype(full), 0)
         mine = jnp.where(found.owner == me, found.place, sums.shape[0])
         owned = jnp.full((sums.shape[0],), num_rows, jnp.int32).at[mine].set(found.ids, mode="drop")
@@ -154,15 +155,13 @@ class RowExchange(Scheme):
         return RowSparse(jnp.concatenate([ids, owned]), jnp.concatenate([lost, rest]), jnp.int32(ids.size + owned.size), num_rows)
 
 
-def _targets(found: Routes, me: Array, sources: Array, capacities: Capacities) -> Array:
-    """Where in this owner's part each received row belongs: i32[n, push], in the order of `sources`."""
-    slots = found.slots[sources]
-    mine = found.owner.at[slots].get(mode="fill", fill_value=-1) == me
-    mine &= (sources != me)[:, None]
-    rank = jnp.where(mine, jnp.cumsum(mine, axis=1, dtype=jnp.int32) - 1, capacities.push)
-    place = found.place.at[slots].get(mode="fill", fill_value=capacities.pull)
-    rows = jnp.arange(sources.size, dtype=jnp.int32)[:, None]
-    return jnp.full((sources.size, capacities.push), capacities.pull, jnp.int32).at[rows, rank].set(place, mode="drop")
+def _targets(found: Routes, me: Array, capacities: Capacities) -> tuple[Array, Array]:
+    """Where in this owner's part each row belongs that a worker sends: i32[n, push]; and how many each sends: i32[n]."""
+    workers = jnp.arange(found.slots.shape[0], dtype=jnp.int32)[:, None]
+    mine = found.owner.at[found.slots].get(mode="fill", fill_value=-1) == me
+    sent, incoming = positions(mine & (workers != me), capacities.push)
+    slots = found.slots.at[workers, sent].get(mode="fill", fill_value=capacities.union)
+    return found.place.at[slots].get(mode="fill", fill_value=capacities.pull), incoming
 
 
 def _resized(array: Array, length: int, fill: int) -> Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from splitjax.errors import SyncError
-from splitjax.sync.local import sum_rows, take_rows, unite
+from splitjax.sync.local import set_rows, sum_rows, take_rows, unite
 
 # What JAX does with an index past the end, by the names of `jax.numpy.ndarray.at`.
 MODES = ("promise_in_bounds", "clip", "fill", "drop")
@@ -59,7 +59,7 @@ class RowSparse:
     def to_dense(self) -> Array:
         """The table, f[num_rows, *row]."""
         out = jnp.zeros((self.num_rows, *self.row_shape), self.values.dtype)
-        return out.at[self.ids].set(self.values, mode="drop", unique_indices=True, indices_are_sorted=True)
+        return set_rows(out, self.ids, self.values)
 
     def padded(self, capacity: int) -> RowSparse:
         """The same rows with another capacity; a smaller one drops the last rows, and `overflowed` says so."""
@@ -81,10 +81,7 @@ class RowSparse:
         **Returns:** the tables with the new rows; untouched rows are bit-identical.
         """
         new = function(jax.tree.map(lambda table: take_rows(table, self.ids), tables), self.values)
-        return jax.tree.map(
-            lambda table, rows: table.at[self.ids].set(rows.astype(table.dtype), mode="drop", unique_indices=True, indices_are_sorted=True),
-            tables, new,
-        )  # fmt: skip
+        return jax.tree.map(lambda table, rows: set_rows(table, self.ids, rows.astype(table.dtype)), tables, new)
 
 
 def from_lookups(
@@ -120,14 +117,14 @@ def from_lookups(
         empty = jnp.full((capacity,), num_rows, jnp.int32)
         return RowSparse(empty, jnp.zeros((capacity, *values.shape[1:]), values.dtype), jnp.int32(0), num_rows)
     unique, slots, count = unite(flat, num_rows, capacity)
-    return RowSparse(unique, sum_rows(values, slots, capacity), count, num_rows)
+    return RowSparse(unique, sum_rows(values, slots, capacity, has_no_gaps=True), count, num_rows)
 
 
 def merge(ids: Array, values: Array, num_rows: int, capacity: int, dtype: Any = None) -> RowSparse:
     """Rows of several workers as one: ids i32[...] (num_rows: none), values f[..., *row], added up by id."""
     unique, slots, count = unite(ids, num_rows, capacity)
     flat = values.reshape(ids.size, *values.shape[ids.ndim :])
-    return RowSparse(unique, sum_rows(flat, slots.reshape(-1), capacity, dtype), count, num_rows)
+    return RowSparse(unique, sum_rows(flat, slots.reshape(-1), capacity, dtype, has_no_gaps=True), count, num_rows)
 
 
 def normalised(ids: Array, num_rows: int, mode: str, wrap: bool) -> Array:

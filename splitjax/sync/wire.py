@@ -11,9 +11,14 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import Array, lax
 
+from splitjax import kernels
+from splitjax.errors import SyncError
+from splitjax.sync.local import as_matrix, take_rows
+
 Axis = str | tuple[str, ...]
-# Rounds of permutations come nearest to the link's rate on gloo; elsewhere one all-to-all serves all links at once.
-PATTERNS = ("ppermute", "all_to_all")
+# How a push goes. Rounds of permutations come nearest to the link's rate on gloo; elsewhere one all-to-all serves all links at once.
+# "kernel" is `kernels.exchange_rows`, for rows alone; "auto" is that on TPU where it pays, and ppermute elsewhere.
+PATTERNS = ("auto", "ppermute", "all_to_all", "kernel")
 
 
 def pack(arrays: Sequence[Array], num_lead: int) -> Array:
@@ -45,6 +50,11 @@ def exchange(blocks: Sequence[Array], axis: Axis, pattern: str) -> tuple[list[Ar
     **Returns:** arrays [n, ...] of what came in, and the worker that each of the n entries came from (own one included).
     """
     n, me = lax.axis_size(axis), lax.axis_index(axis)
+    if pattern not in PATTERNS or pattern == "kernel":
+        raise SyncError(
+            "no way to move messages", value=pattern, place="pattern",
+            remedy="one of auto, ppermute, all_to_all" + ("; the kernel moves the rows of row_exchange" if pattern == "kernel" else ""),
+        )  # fmt: skip
     if n == 1:
         return list(blocks), jnp.zeros((1,), jnp.int32)
     message = pack(blocks, 1)
@@ -55,6 +65,39 @@ def exchange(blocks: Sequence[Array], axis: Axis, pattern: str) -> tuple[list[Ar
         block = lax.dynamic_index_in_dim(message, (me + shift) % n, keepdims=False)
         received.append(lax.ppermute(block, axis, [(i, (i + shift) % n) for i in range(n)]))
     return unpack(jnp.stack(received), blocks, 1), (me - jnp.arange(n, dtype=jnp.int32)) % n
+
+
+def push_rows(values: Array, order: Array, counts: Array, incoming: Array, axis: Axis, pattern: str) -> tuple[Array, Array]:
+    """Every worker sends rows of its own to worker o.
+
+    **Arguments:**
+
+    - `values`: f[m, *row]. `order`: i32[n, room], which of them go to worker o (m: none).
+    - `counts`: i32[n], how many of them there are; `incoming`: i32[n], the same of each worker for this one. Both may exceed the room.
+
+    **Returns:** f[n, room, *row] of what came in, zeros where there was none, and the worker that each of the n entries came from.
+
+    The kernel sends `counts` rows, rounded up to its chunks, the messages as many as there is room. It needs a single mesh axis. "auto"
+    takes it for rows of a multiple of 128 32-bit words: a TPU pads others to that, on the wire too.
+    """
+
+    def by_messages(values: Array, order: Array, counts: Array, incoming: Array) -> tuple[Array, Array]:
+        (blocks,), sources = exchange([take_rows(values, order)], axis, pattern)
+        return blocks, sources
+
+    def by_kernel(values: Array, order: Array, counts: Array, incoming: Array) -> tuple[Array, Array]:
+        received = kernels.exchange_rows(as_matrix(values), order, counts, incoming, names[0])
+        return received.reshape(*order.shape, *values.shape[1:]), jnp.arange(order.shape[0], dtype=jnp.int32)
+
+    names = (axis,) if isinstance(axis, str) else axis
+    operands = values, order, counts, incoming
+    if pattern == "kernel":
+        if len(names) > 1:
+            raise SyncError("the kernel sends along one mesh axis", value=axis, place="pattern", remedy="pattern='auto', or one axis")
+        return by_kernel(*operands)
+    row_bytes = math.prod(values.shape[1:]) * values.dtype.itemsize
+    pays = len(names) == 1 and values.dtype.itemsize in (2, 4) and row_bytes and row_bytes % 512 == 0
+    return kernels.dispatch(by_messages, *operands, tpu=by_kernel if pattern == "auto" and pays else None, gpu=None)
 
 
 def gather(parts: Sequence[Array], axis: Axis) -> list[Array]:

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from splitjax.errors import SyncError
 from splitjax.sync.codes import BITMAP, NUMBERS, IdCode
-from splitjax.sync.local import send_order, sum_rows, unite
+from splitjax.sync.local import send_order, sum_rows, take_rows, unite
 from splitjax.sync.owners import OwnerExchange, pair_and_owner_rooms
 from splitjax.sync.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
@@ -37,7 +37,7 @@ class Zen(Scheme):
     - `partition`: how a worker finds the place of each index in what it sends. `hash`, as published (section 3.1): k further hashes into
       the owner's r1 slots, what still collides to a serial memory of r1/10, then compaction; `pack`: running counts. The messages
       hold the same; where there are no atomics, running counts are faster.
-    - `num_hashes`: k. `pattern`: `ppermute` or `all_to_all` for the push.
+    - `num_hashes`: k. `pattern`: `all_to_all`, or `ppermute` (also as `auto`) for the push.
     """
 
     name: ClassVar[str] = "zen"
@@ -75,7 +75,7 @@ class Zen(Scheme):
             owners = exchange.partition.owner(ids)
             order, lost = hierarchical_order(owners, ids, exchange.partition.num_owners, capacities.push, self.num_hashes)
             ids = jnp.concatenate([ids, jnp.full((1,), num_items, jnp.int32)])[order]
-            values, good = values.at[order].get(mode="fill", fill_value=0), good & ~lost
+            values, good = take_rows(values, order), good & ~lost
         owned = exchange.run(ids, values, good, axis)
         rows = _rows(owned.items, owned.values, items, local, capacities.union)
         return Attempt(rows, owned.fits & ~rows.overflowed, owned.sent_items // items)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitjax.errors import KernelError
-from splitjax.kernels import FILLER, bitmap_decode, bitmap_encode, decode, encode, encode_ids
+from splitjax.kernels import FILLER, bitmap_decode, bitmap_encode, decode, encode, encode_ids, running_sum
+from splitjax.kernels.running_sum import by_columns
 from tests.kernels.interpreting import interpreting
 
 
@@ -61,6 +62,33 @@ def test_there_and_back(ids, capacity):
     np.testing.assert_array_equal(found, expected)
     for own, oracle in zip((found, count), jax.jit(bitmap_decode.decode_reference, static_argnums=1)(words, capacity), strict=True):
         np.testing.assert_array_equal(own, oracle)
+
+
+def test_several_sets_at_a_time():
+    rng = np.random.default_rng(0)
+    for size in (64, 70):
+        ids = rng.integers(-3, size + 3, (3, 20)).astype(np.int32)
+        ids[1] = FILLER
+        words = encode_ids(jnp.asarray(ids), size)
+        found, counts = decode(words, 18, -7)
+        for row in range(3):
+            expected = [one for one in np.unique(ids[row]) if 0 <= one < size]
+            np.testing.assert_array_equal(words[row], encode_ids(jnp.asarray(ids[row]), size))
+            assert counts[row] == len(expected)
+            np.testing.assert_array_equal(found[row], (expected + [-7] * 18)[:18])
+        with interpreting("on_wait") as interpret:
+            before, count = bitmap_decode.ranks_tpu(words.reshape(-1), interpret=interpret)
+        own = bitmap_decode.of_each_set(before.reshape(words.shape), count)
+        for one, oracle in zip(own, bitmap_decode.ranks_reference(words), strict=True):
+            np.testing.assert_array_equal(one, oracle)
+
+
+@pytest.mark.parametrize("shape", [(0,), (5,), (9000,), (3, 4096), (2, 4500)])
+def test_running_sums(shape):
+    values = np.random.default_rng(0).integers(-9, 10, shape).astype(np.int32)
+    np.testing.assert_array_equal(jax.jit(running_sum)(values), np.cumsum(values, axis=-1))
+    if values.size:
+        np.testing.assert_array_equal(jax.jit(by_columns)(values), np.cumsum(values, axis=-1))
 
 
 def test_no_slots_and_no_words():

@@ -93,6 +93,12 @@ def test_oracle_and_dispatch():
         np.testing.assert_array_equal(everywhere(function, mesh_of(4), *arrays, check_vma=True), expected_of(*arrays))
 
 
+def test_axes_of_a_vmap_have_no_kernel():
+    arrays = operands(3, 10, 6, 4)
+    run = jax.vmap(lambda v, r, c: exchange_rows(v, r, c, exchange_counts(c, "x"), "x"), axis_name="x")
+    np.testing.assert_array_equal(jax.jit(run)(*arrays), expected_of(*arrays))
+
+
 def test_nothing_to_send():
     values, rows, counts = operands(2, 4, 3, 5)
     whole = lambda *operands: exchange_rows(*operands, "x")

@@ -64,6 +64,8 @@ def test_codes_are_inverted_or_say_that_they_do_not_fit(bits):
         assert bool(fits) == enough
         if enough:
             np.testing.assert_array_equal(back, padded)
+            spread = np.asarray(code.spread(codes[None] if codes.ndim == 1 else codes))[0]
+            np.testing.assert_array_equal(spread[spread < SIZE], ids)
 
     check()
 
@@ -94,6 +96,17 @@ def test_send_order_keeps_the_order_and_counts_what_does_not_fit():
     order, counts = local.send_order(jnp.array([2, 0, 2, 3, 2, 0]), 3, 2)
     np.testing.assert_array_equal(order, [[1, 5], [6, 6], [0, 2]])
     np.testing.assert_array_equal(counts, [2, 0, 3])
+
+
+def test_positions_and_what_is_left_of_lists_with_holes():
+    holds = np.random.default_rng(0).random((3, 70)) < 0.2
+    found, counts = local.positions(jnp.asarray(holds), 12)
+    compacted = local.compact(jnp.where(holds, jnp.arange(70, dtype=jnp.int32), 99), 12, 99)
+    for row in range(3):
+        expected = np.flatnonzero(holds[row])
+        assert counts[row] == expected.size
+        np.testing.assert_array_equal(found[row], np.append(expected, [70] * 12)[:12])
+        np.testing.assert_array_equal(compacted[row], np.append(expected, [99] * 12)[:12])
 
 
 def test_group_ranks_count_earlier_members():

@@ -122,6 +122,35 @@ def test_equals_the_dense_sum_and_sends_what_is_predicted(name, num_workers):
     assert sum(sent) == (scheme.predicted_bytes(scheme.plan(found), found.table) if num_workers > 1 else 0)
 
 
+def in_order(*rows):
+    """Added up one after the other in float32, from zero."""
+    total = np.zeros(WIDTH, np.float32)
+    for row in rows:
+        total += row
+    return total
+
+
+@pytest.mark.parametrize("name", ["all_gather", "parameter_server", "zen by row", "row_exchange strided"])
+def test_the_order_of_sums_on_cpu_is_fixed(name):
+    """To the last bit: a worker adds up its own in the order of the batch, an owner what came in in the order of arrival."""
+    n = 5
+    ids = np.random.default_rng(3).choice([0, 3, 9, 12], (n, LOOKUPS)).astype(np.int32)
+    values = np.random.default_rng(4).normal(size=(n, LOOKUPS, WIDTH)).astype(np.float32)
+    found = compiled(name, n)(ids, values)
+    assert not found[3].fell_back.any()
+    for row in np.unique(ids):
+        parts = {worker: in_order(*values[worker][ids[worker] == row]) for worker in range(n) if (ids[worker] == row).any()}
+        if name == "all_gather" or name == "zen by row":
+            expected = in_order(*parts.values())
+        elif name == "parameter_server":
+            owner = row // -(-NUM_ROWS // n)
+            expected = in_order(*(parts[(owner - i) % n] for i in range(n) if (owner - i) % n in parts))
+        else:
+            owner = row % n
+            expected = in_order(parts.pop(owner, np.float32(0)), in_order(*parts.values()))
+        np.testing.assert_array_equal(np.asarray(found[0])[:, row], np.broadcast_to(expected, (n, WIDTH)))
+
+
 def test_rows_cut_off_before_are_told():
     def worker(ids):
         local = sync.from_lookups(ids[0], jnp.ones((LOOKUPS, WIDTH)), NUM_ROWS, 4)
