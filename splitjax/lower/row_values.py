@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from splitjax import _compat
-from splitjax.sync.local import take_rows
+from splitjax.sync.local import set_rows, take_rows
 from splitjax.trace.flatten import call_body
 from splitjax.trace.row_update import ELEMENTWISE, REDUCTIONS, SHAPES
 
@@ -50,13 +50,15 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class View:
-    """Some rows of a table, where they are computed: `ids` i32[k], positions in the given `leaves` (past the end: none); `gradient`
-    f[k, *row]; `leaves`: by flat argument; `given`: other arrays by `id` of what they stand for. `made` remembers what was computed."""
+    """Some rows of a table, where they are computed: `ids` i32[k], different positions in the given `leaves` (past the end: none), ascending
+    if `is_sorted`; `gradient` f[k, *row]; `leaves`: by flat argument; `given`: other arrays by `id` of what they stand for. `made`
+    remembers what was computed."""
 
     ids: Any
     gradient: Any
     leaves: Mapping[int, Any]
     given: Mapping[int, Any]
+    is_sorted: bool = True
     made: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def rows(self, value: Any) -> Any:
@@ -83,12 +85,12 @@ class View:
 class RowWriter:
     """Evaluates the equations around a boundary, as far as they act on rows.
 
-    - `num_rows`: of the tables; `total`: (table, a function of a `View`) -> its result for all touched rows of the table.
+    - `num_rows`: of the tables; `total`: (reduction's equation, what it reduces over all touched rows) -> its result.
     - `holds_boundary`: whether an equation has a gradient boundary inside.
     """
 
     num_rows: frozenset[int]
-    total: Callable[[int, Callable[[View], Any]], Any]
+    total: Callable[[Any, Rows], Any]
     holds_boundary: Callable[[Any], bool]
 
     def equation(self, eqn: Any, values: list[Any], walk: Callable[[Any, list[Any]], list[Any]]) -> list[Any] | None:
@@ -114,7 +116,7 @@ class RowWriter:
         if name in REDUCTIONS and found[0].behind:
             if 0 not in eqn.params["axes"]:
                 return [_of(eqn, values, found[0].table)]
-            return [self.total(found[0].table, lambda view: _compat.rebind(eqn, [view.rows(found[0])])[0])]
+            return [self.total(eqn, found[0])]
         values[:] = [dense(one) for one in values]
         return None
 
@@ -144,8 +146,7 @@ def written(view: View, new: Mapping[int, Rows]) -> dict[int, Any]:
     """The leaves of the state with these rows replaced; all others are as they were."""
     rows = {leaf: view.rows(value) for leaf, value in new.items()}
     return {
-        leaf: view.leaves[leaf].at[view.ids].set(one.astype(view.leaves[leaf].dtype), mode="drop", unique_indices=True, indices_are_sorted=True)
-        for leaf, one in rows.items()
+        leaf: set_rows(view.leaves[leaf], view.ids, one.astype(view.leaves[leaf].dtype), is_sorted=view.is_sorted) for leaf, one in rows.items()
     }
 
 

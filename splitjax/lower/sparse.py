@@ -19,9 +19,9 @@ from splitjax.lower.gradient import is_boundary
 from splitjax.lower.layout import BoundaryHook, Hooks, Layout, Site, evaluate, holds_boundary
 from splitjax.lower.lookups import Edited, edit_boundary, rows_of
 from splitjax.lower.microbatching import Twin
-from splitjax.lower.row_values import Rows, RowWriter, View, dense, zeros_like
+from splitjax.lower.row_values import Rows, RowWriter, dense, zeros_like
 from splitjax.lower.sync_request import SyncRequest
-from splitjax.lower.table_rows import Exchanged, Lookups, TableSync, exchange, write
+from splitjax.lower.table_rows import Exchanged, Lookups, TableSync, exchange, total, write
 from splitjax.plan import LeafPlan, Plan, spec_axes
 from splitjax.sync.all_gather import AllGather
 from splitjax.sync.dense import Dense
@@ -190,10 +190,9 @@ class _Run:
             lookups.append(dataclasses.replace(one, dim=dim))
         return dataclasses.replace(table, lookups=tuple(lookups))
 
-    def total(self, number: int, function: Callable[[View], Any]) -> Any:
-        found = self.found[number]
-        leaves = {leaf: self.arguments[leaf] for leaf in found.table.leaves}
-        return found.choose(lambda rows: function(View(rows.ids, rows.values, leaves, {})))
+    def total(self, eqn: Any, value: Rows) -> Any:
+        found = self.found[value.table]
+        return total(found, {leaf: self.arguments[leaf] for leaf in found.table.leaves}, eqn, value)
 
 
 def evaluate_sparse(

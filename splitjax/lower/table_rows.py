@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from splitjax import _compat
 from splitjax.lower.groups import scope
 from splitjax.lower.row_values import Rows, View, written
 from splitjax.plan import Spec, spec_axes
@@ -148,26 +149,58 @@ def write(found: Exchanged, leaves: Mapping[int, Any], new: Mapping[int, Rows]) 
     """The state's leaves, with the rows that the update changes.
 
     **Arguments:** `leaves`: the table's, by flat argument; `new`: what becomes of those that are written."""
-    table = found.table
     given = {id(one): one for value in new.values() for one in value.arrays()}
-    if not table.row_axes:
-        return found.into(lambda rows, state: state | written(View(rows.ids, rows.values, state, {}), new), dict(leaves))
-    spec = PartitionSpec(table.row_axes)
 
-    def own(rows: RowSparse, state: dict[int, Any], others: dict[int, Any]) -> dict[int, Any]:
-        """On each device, its own rows: the others' ids are past its end."""
-        size = table.num_rows // lax.axis_size(table.row_axes)
-        ids = rows.ids - lax.axis_index(table.row_axes) * size
-        return state | written(View(jnp.where((ids >= 0) & (ids < size), ids, size), rows.values, state, others), new)
-
-    def everywhere(rows: RowSparse, state: dict[int, Any]) -> dict[int, Any]:
-        run = jax.shard_map(
-            own, mesh=found.mesh, in_specs=(PartitionSpec(), {leaf: spec for leaf in state}, PartitionSpec()), out_specs={leaf: spec for leaf in state},
-            axis_names=frozenset(table.row_axes), check_vma=False,
-        )
+    def update(rows: RowSparse, state: dict[int, Any]) -> dict[int, Any]:
+        run = _on_devices(found, lambda view: view.leaves | written(view, new), state, {leaf: found.table.row_axes for leaf in state})
         return run(rows, state, given)
 
-    return found.into(everywhere, dict(leaves))
+    return found.into(update, dict(leaves))
+
+
+def total(found: Exchanged, leaves: Mapping[int, Any], eqn: Any, value: Rows) -> Any:
+    """A reduction over all touched rows; the other rows have nothing to add."""
+    given = {id(one): one for one in value.arrays()}
+
+    def reduce(rows: RowSparse) -> Any:
+        run = _on_devices(found, lambda view: _compat.rebind(eqn, [view.rows(value)])[0], leaves, (), eqn.primitive.name)
+        return run(rows, dict(leaves), given)
+
+    return found.choose(reduce)
+
+
+# How partial results of devices that have some of the rows each are put together.
+_JOIN = {"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": lax.pmin}
+
+
+def _on_devices(found: Exchanged, function: Callable[[View], Any], leaves: Mapping[int, Any], out_axes: Any, join: str = "") -> Callable:
+    """A function of the touched rows, as each device runs it on the rows that it has.
+
+    Manual over all axes where only rows are split, for kernels cannot be partitioned; otherwise over those that split rows.
+    `out_axes`: like its result, the axes that split its leading dim. `join`: the reduction by which parts of it are put together."""
+    table = found.table
+    manual = table.row_axes if spec_axes(table.row_spec) else tuple(found.mesh.axis_names)
+    specs = lambda axes: PartitionSpec(axes) if axes else PartitionSpec()
+
+    def body(rows: RowSparse, state: Mapping[int, Any], given: Mapping[int, Any]) -> Any:
+        if not table.row_axes:
+            return function(View(rows.ids, rows.values, state, given))
+        size = table.num_rows // lax.axis_size(table.row_axes)
+        ids = rows.ids - lax.axis_index(table.row_axes) * size
+        mine = (ids >= 0) & (ids < size)
+        values = jnp.where(mine.reshape(-1, *[1] * (rows.values.ndim - 1)), rows.values, 0)
+        found = function(View(jnp.where(mine, ids, size), values, state, given, is_sorted=False))
+        return _JOIN[join](found, table.row_axes) if join else found
+
+    if not manual:
+        return body
+    is_one = isinstance(out_axes, tuple)
+    # check_vma=False: rows are alike on all workers, which the checker cannot know.
+    return jax.shard_map(
+        body, mesh=found.mesh, axis_names=frozenset(manual), check_vma=False,
+        in_specs=(PartitionSpec(), {leaf: specs(table.row_axes) for leaf in leaves}, PartitionSpec()),
+        out_specs=specs(out_axes) if is_one else {leaf: specs(axes) for leaf, axes in out_axes.items()},
+    )
 
 
 def _local(table: TableSync, ids: Sequence[Any], values: Sequence[Any]) -> RowSparse:
