@@ -6,12 +6,14 @@ import contextlib
 
 import jax
 import numpy as np
+import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter  # the race detectors' verdicts are not public
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as gpu_interpreter
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.experimental.pallas import tpu as pltpu
 
 MODES = ("eager", "on_wait")
+by_mode = pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.one_version), "on_wait"])
 TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
 
 

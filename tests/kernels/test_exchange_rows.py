@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from splitjax.errors import KernelError
 from splitjax.kernels import decode, encode, exchange_counts, exchange_rows, gather_rows, scatter_rows, segment_sum
 from splitjax.kernels.exchange_rows import exchange_reference, exchange_tpu, push_tpu
-from tests.kernels.interpreting import MODES, TOPOLOGIES, interpreting, tpu_mesh
+from tests.kernels.interpreting import TOPOLOGIES, by_mode, interpreting, tpu_mesh
 
 
 def mesh_of(devices):
@@ -52,7 +52,7 @@ def expected_of(values, rows, counts):
     return received
 
 
-@pytest.mark.parametrize("mode", MODES)
+@by_mode
 @pytest.mark.parametrize(
     ("devices", "capacity", "width", "dtype"), [(1, 5, 16, jnp.float32), (3, 20, 33, jnp.bfloat16), (5, 9, 130, jnp.float32)]
 )

@@ -13,7 +13,7 @@ from splitjax.errors import KernelError
 from splitjax.kernels import FILLER, gather_rows, scatter_rows
 from splitjax.kernels.gather_rows import gather_gpu, gather_reference, gather_tpu
 from splitjax.kernels.scatter_rows import scatter_reference, scatter_tpu
-from tests.kernels.interpreting import MODES, interpreting, interpreting_gpu, lowered_for_gpu
+from tests.kernels.interpreting import by_mode, interpreting, interpreting_gpu, lowered_for_gpu
 
 
 def table_of(num_rows, width, dtype=jnp.float32):
@@ -28,7 +28,7 @@ def numbers(num_rows, count, seed=1, unique=False):
     return jnp.asarray(found, jnp.int32)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@by_mode
 @pytest.mark.parametrize(("num_rows", "width", "count"), [(1, 16, 1), (50, 130, 37)])
 def test_gather_on_tpu(num_rows, width, count, mode):
     table, rows = table_of(num_rows, width), numbers(num_rows, count)
@@ -36,7 +36,7 @@ def test_gather_on_tpu(num_rows, width, count, mode):
         np.testing.assert_array_equal(gather_tpu(table, rows, block=8, interpret=interpret), gather_reference(table, rows))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@by_mode
 def test_gather_on_tpu_of_full_blocks_and_of_nothing(mode):
     """Blocks without fillers are waited for at once; one of fillers alone is not waited for."""
     table = table_of(40, 128)
@@ -45,7 +45,7 @@ def test_gather_on_tpu_of_full_blocks_and_of_nothing(mode):
         np.testing.assert_array_equal(gather_tpu(table, rows, block=8, interpret=interpret), gather_reference(table, rows))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@by_mode
 @pytest.mark.parametrize(("num_rows", "width", "count"), [(1, 16, 1), (70, 40, 30)])
 def test_scatter_on_tpu(num_rows, width, count, mode):
     table, rows, values = table_of(num_rows, width), numbers(num_rows, count, unique=True), 1 + table_of(count, width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 
 import flax.linen as nn
 import jax
@@ -24,6 +25,11 @@ RULES = splitjax.RuleSet(name="crossing", rules=(WHOLE, ROWS, COLUMNS), replicat
 MESHES = ({"data": 8, "model": 1}, {"data": 4, "model": 2}, {"data": 2, "model": 4}, {"data": 1, "model": 8})
 WIDTH, NUM = 32, 128
 by_kind = pytest.mark.parametrize("kind", ("turns", "modulo"))
+
+
+def on_meshes(cases):
+    """Groups of four in the core suite, of all sizes elsewhere."""
+    return [case if case[1] == MESHES[2] else pytest.param(*case, marks=pytest.mark.one_version) for case in cases]
 
 
 def params(*names):
@@ -130,20 +136,42 @@ def num_links(compiled, mesh):
     return sent, count
 
 
+# What several tests look at is compiled once.
+
+
+@functools.cache
+def on_one_device(case):
+    """State and losses after two steps on one device."""
+    loss, names = LOSSES[case]
+    step, key, state, losses = jax.jit(step_of(loss)), jax.random.key(7), params(*names), []
+    for turn in range(2):
+        state, value = step(state, batch(), jax.random.fold_in(key, turn))
+        losses.append(value)
+    return state, losses
+
+
+@functools.cache
+def parallel_step(case, mesh, kind):
+    mesh = dict(mesh)
+    rules = RULES if mesh["model"] > 1 else "data_parallel"
+    return splitjax.parallelize(step_of(LOSSES[case][0]), mesh=mesh, rules=rules, donate=False, group_comm=kind)
+
+
 @pytest.mark.parametrize(
     ("case", "mesh", "kind"),
-    [(case, mesh, "modulo") for case in LOSSES for mesh in MESHES if mesh["model"] == 4 or case in ("plain", "dropout")]
-    + [(case, MESHES[2], "turns") for case in ("dropout", "masked mean", "rows first", "residual", "penalty")]
-    + [("plain", mesh, "turns") for mesh in MESHES],
+    on_meshes(
+        [(case, mesh, "modulo") for case in LOSSES for mesh in MESHES if mesh["model"] == 4 or case in ("plain", "dropout")]
+        + [(case, MESHES[2], "turns") for case in ("dropout", "masked mean", "rows first", "residual", "penalty")]
+        + [("plain", mesh, "turns") for mesh in MESHES]
+    ),
     ids=lambda one: one if isinstance(one, str) else f"K={one['model']}",
 )
 def test_numbers_are_those_of_one_device(case, mesh, kind):
-    loss, names = LOSSES[case]
-    step, key = step_of(loss), jax.random.key(7)
-    parallel = splitjax.parallelize(step, mesh=mesh, rules=RULES if mesh["model"] > 1 else "data_parallel", donate=False, group_comm=kind)
-    state = mine = params(*names)
-    for turn in range(2):
-        state, want = jax.jit(step)(state, batch(), jax.random.fold_in(key, turn))
+    names, key = LOSSES[case][1], jax.random.key(7)
+    state, losses = on_one_device(case)
+    parallel = parallel_step(case, tuple(mesh.items()), kind)
+    mine = params(*names)
+    for turn, want in enumerate(losses):
         mine, got = parallel(mine, batch(), jax.random.fold_in(key, turn))
         np.testing.assert_allclose(got, want, rtol=2e-6)
     for name in names:
@@ -153,16 +181,17 @@ def test_numbers_are_those_of_one_device(case, mesh, kind):
 
 @pytest.mark.parametrize(
     ("case", "mesh", "kind"),
-    [("plain", mesh, kind) for mesh in MESHES[1:] for kind in ("gather", "turns", "modulo")]
-    + [(case, MESHES[2], kind) for case in ("rows behind columns", "rows first") for kind in ("turns", "modulo")],
+    on_meshes(
+        [("plain", mesh, kind) for mesh in MESHES[1:] for kind in ("gather", "turns", "modulo")]
+        + [(case, MESHES[2], kind) for case in ("rows behind columns", "rows first") for kind in ("turns", "modulo")]
+    ),
     ids=lambda one: one if isinstance(one, str) else f"K={one['model']}",
 )
 def test_what_is_sent_is_what_was_planned(case, mesh, kind):
     """To the byte, and each way in its own number of messages: one for all, or one a turn."""
     num_workers = mesh["model"]
-    loss, names = LOSSES[case]
-    step = splitjax.parallelize(step_of(loss), mesh=mesh, rules=RULES, group_comm=kind)
-    arguments = params(*names), batch(), jax.random.key(0)
+    step = parallel_step(case, tuple(mesh.items()), kind)
+    arguments = params(*LOSSES[case][1]), batch(), jax.random.key(0)
     sent, count = num_links(step.lower(*arguments).compile(), mesh)
     planned = collections.Counter()
     for one in step.plan(*arguments).collectives:

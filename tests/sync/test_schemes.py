@@ -34,7 +34,8 @@ SCHEMES = {
 # Compiling is what takes the time: by default all schemes on 5 workers, and on others those whose program depends most on it.
 _MORE = {1: ("row_exchange",), 2: ("row_exchange",), 3: ("recursive_doubling",), 8: ("recursive_doubling", "hierarchical", "row_exchange")}
 CASES = [
-    pytest.param(name, n, marks=[] if n == 5 or name in _MORE[n] else pytest.mark.slow) for n in (1, 2, 3, 5, 8) for name in SCHEMES
+    pytest.param(name, n, marks=[] if n == 5 else pytest.mark.one_version if name in _MORE[n] else pytest.mark.slow)
+    for n in (1, 2, 3, 5, 8) for name in SCHEMES
 ]
 few = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 
