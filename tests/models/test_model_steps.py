@@ -11,7 +11,7 @@ from flax import nnx
 
 from splitjax import models
 from splitjax.errors import DataError
-from splitjax.models.steps import cross_entropy
+from splitjax.models.objectives import cross_entropy
 
 NARROW = {
     "vgg11": {"width": 1 / 16, "head_features": 32},
