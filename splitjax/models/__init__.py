@@ -10,7 +10,8 @@ from splitjax.models.deepfm import DeepFMConfig, LinenDeepFM, NnxDeepFM
 from splitjax.models.dlrm import DLRMConfig, LinenDLRM, NnxDLRM
 from splitjax.models.lstm import LinenLSTM, LSTMConfig, NnxLSTM
 from splitjax.models.mlp import LinenMLP, MLPConfig, NnxMLP
-from splitjax.models.registry import LIBRARIES, NAMES, ModelSpec, build
+from splitjax.models.objectives import area_under_curve
+from splitjax.models.registry import LIBRARIES, NAMES, ModelSpec, build, reads
 from splitjax.models.resnet import LinenResNet, NnxResNet, ResNetConfig
 from splitjax.models.sampled_softmax import log_uniform, sampled_cross_entropy, tabled
 from splitjax.models.steps import make_nnx_step, make_step
@@ -43,10 +44,12 @@ __all__ = [
     "ResNetConfig",
     "TransformerConfig",
     "VGGConfig",
+    "area_under_curve",
     "build",
     "log_uniform",
     "make_nnx_step",
     "make_step",
+    "reads",
     "sampled_cross_entropy",
     "tabled",
 ]

@@ -8,8 +8,8 @@ state is zero at the start of each window, as examples are shuffled, and the sof
 In training both tables are read by lookups alone: the input table at the tokens, the softmax table at the words to predict and at the
 negatives. Their gradients have as many rows as that, and not one for each word of the vocabulary. Evaluation takes the full softmax.
 
-The negatives come with the batch (`splitjax.data.Negatives`), some for each example. `shared_by` consecutive examples compare
-with the negatives of all of them: with 1024 examples a worker, 8 negatives each and `shared_by=1024` every worker has 8192 of its
+The negatives come with the batch (`splitjax.data.Negatives`), some for each example. `negatives_shared_by` consecutive examples compare
+with the negatives of all of them: with 1024 examples a worker, 8 negatives each and `negatives_shared_by=1024` every worker has 8192 of its
 own, shared by all its positions. They are part of the batch and not drawn in the step, so that a worker holds its own and reads no other
 rows, while the step remains a function of the global batch: the same numbers on every mesh, and again after a resume.
 """
@@ -42,7 +42,7 @@ class LSTMConfig:
     - `hidden_width`: of the LSTM layers.
     - `num_layers`: LSTM layers, each with its projection.
     - `negatives`: words drawn for each example of a training batch.
-    - `shared_by`: so many consecutive examples share their negatives; it divides the batch.
+    - `negatives_shared_by`: so many consecutive examples share their negatives; it divides the batch.
     - `dropout`: rate on the embeddings and on each projection.
     - `dtype`, `param_dtype`: of the computation (the softmax is at least float32), of the parameters.
     """
@@ -53,13 +53,13 @@ class LSTMConfig:
     hidden_width: int = 256
     num_layers: int = 1
     negatives: int = 64
-    shared_by: int = 8
+    negatives_shared_by: int = 8
     dropout: float = 0.0
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
 
     def __post_init__(self):
-        names = ("vocab_size", "max_len", "embedding_width", "hidden_width", "num_layers", "negatives", "shared_by")
+        names = ("vocab_size", "max_len", "embedding_width", "hidden_width", "num_layers", "negatives", "negatives_shared_by")
         check_widths("LSTMConfig", **{name: (getattr(self, name),) for name in names})
         check_rate("LSTMConfig", self.dropout)
 
@@ -79,7 +79,7 @@ def _compare(config: LSTMConfig, softmax: Any, hidden: jax.Array, labels: jax.Ar
             f"negatives must be i32[B, S] for the {labels.shape[0]} examples of the batch", value=negatives.shape,
             place="the negatives given to the LSTM", remedy="draw them with splitjax.data.Negatives",
         )
-    hidden, labels, negatives = (share(array, config.shared_by) for array in (hidden, labels, negatives))
+    hidden, labels, negatives = (share(array, config.negatives_shared_by) for array in (hidden, labels, negatives))
     true_logits = jnp.sum(hidden * softmax(labels), axis=-1)
     sampled_logits = jnp.einsum("gnd,gsd->gns", hidden, softmax(negatives))
     return true_logits, sampled_logits, labels, negatives
@@ -116,7 +116,7 @@ class LinenLSTM(nn.Module):
         [G, N, S] of the negatives, labels i32[G, N], negatives i32[G, S].
 
         From i32[B, T], i32[B, T] and i32[B, negatives]; G = B / shared_by, N = shared_by T, S = shared_by negatives. Raises
-        `ModelError` if `shared_by` does not divide B."""
+        `ModelError` if `negatives_shared_by` does not divide B."""
         return _compare(self.config, self.softmax, self.hidden(tokens, train=train), labels, negatives)
 
 

@@ -21,8 +21,7 @@ from splitjax.models.transformer import LinenTransformer, NnxTransformer, Transf
 from splitjax.models.vgg import LinenVGG, NnxVGG, VGGConfig
 
 Config = VGGConfig | ResNetConfig | MLPConfig | TransformerConfig | LSTMConfig | DeepFMConfig | DLRMConfig
-_TEXT = (TransformerConfig, LSTMConfig)
-_CLICKS = (DeepFMConfig, DLRMConfig)
+Reads = Literal["images", "text", "clicks"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +30,7 @@ class _Family:
     linen: type[nn.Module]
     nnx: type[nnx.Module]
     fixed: tuple[tuple[str, Any], ...] = ()  # options that the name settles
+    reads: Reads = "images"
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -44,10 +44,10 @@ _FAMILIES = {
     "resnet18": _Family(ResNetConfig, LinenResNet, NnxResNet, (("stage_sizes", (2, 2, 2, 2)), ("bottleneck", False))),
     "resnet50": _Family(ResNetConfig, LinenResNet, NnxResNet, (("stage_sizes", (3, 4, 6, 3)), ("bottleneck", True))),
     "mlp": _Family(MLPConfig, LinenMLP, NnxMLP),
-    "transformer": _Family(TransformerConfig, LinenTransformer, NnxTransformer),
-    "lstm": _Family(LSTMConfig, LinenLSTM, NnxLSTM),
-    "deepfm": _Family(DeepFMConfig, LinenDeepFM, NnxDeepFM),
-    "dlrm": _Family(DLRMConfig, LinenDLRM, NnxDLRM),
+    "transformer": _Family(TransformerConfig, LinenTransformer, NnxTransformer, reads="text"),
+    "lstm": _Family(LSTMConfig, LinenLSTM, NnxLSTM, reads="text"),
+    "deepfm": _Family(DeepFMConfig, LinenDeepFM, NnxDeepFM, reads="clicks"),
+    "dlrm": _Family(DLRMConfig, LinenDLRM, NnxDLRM, reads="clicks"),
 }
 
 NAMES = tuple(_FAMILIES)
@@ -72,9 +72,9 @@ class ModelSpec:
     module: nn.Module | None = None
 
     @property
-    def reads(self) -> Literal["images", "text", "clicks"]:
+    def reads(self) -> Reads:
         """What the model is for: images, the next word of a text, or whether somebody clicks on what was shown."""
-        return "text" if isinstance(self.config, _TEXT) else "clicks" if isinstance(self.config, _CLICKS) else "images"
+        return _FAMILIES[self.name].reads
 
     @property
     def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -178,6 +178,11 @@ class ModelSpec:
         return self.module
 
 
+def reads(name: str) -> Reads:
+    """What the models of this name are for, without building one. Raises `ModelError` for an unknown name."""
+    return _choose(name, _FAMILIES, "model", "splitjax.models.reads").reads
+
+
 def build(name: str, *, library: str = "linen", num_classes: int | None = None, **options: Any) -> ModelSpec:
     """A model by its name.
 
@@ -200,7 +205,7 @@ def build(name: str, *, library: str = "linen", num_classes: int | None = None, 
         if option in options:
             options[option] = _as_dtype(options[option], option, place)
     if num_classes is not None:
-        if family.config in _TEXT:
+        if family.reads == "text":
             if options.setdefault("vocab_size", num_classes) != num_classes:
                 raise ModelError(
                     "for a model of text num_classes and vocab_size are the same, and these differ",

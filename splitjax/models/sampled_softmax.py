@@ -74,7 +74,7 @@ def share(array: jax.Array, shared_by: int) -> jax.Array:
     if num % shared_by:
         raise ModelError(
             f"each {shared_by} consecutive examples share their negatives, and {num} examples do not divide into such parts", value=num,
-            place="option 'shared_by' of a model with sampled softmax",
-            remedy="give a batch size that is a multiple of it (with microbatches on each worker, too), or shared_by=1",
+            place="option 'negatives_shared_by'",
+            remedy="give a batch size that is a multiple of it (with microbatches on each worker, too), or negatives_shared_by=1",
         )
     return array if shared_by == 1 else array.reshape((num // shared_by, shared_by * length, *array.shape[2:]))
