@@ -72,6 +72,13 @@ class LSTMConfig:
         return {"dtype": self.dtype, "param_dtype": self.param_dtype}
 
 
+def _zeros(config: LSTMConfig, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The state before the first token, at least float32 (Flax's own has the type of the parameters, which need not be the computation's):
+    what a cell adds up over steps needs more digits than bfloat16 has."""
+    zeros = jnp.zeros((x.shape[0], config.hidden_width), jnp.promote_types(config.dtype, jnp.float32))
+    return zeros, zeros
+
+
 def _compare(config: LSTMConfig, softmax: Any, hidden: jax.Array, labels: jax.Array, negatives: jax.Array) -> Sampled:
     """As `LinenLSTM.sampled`, from the vectors of the positions and the lookup in the softmax table."""
     if negatives.ndim != 2 or negatives.shape[0] != labels.shape[0]:
@@ -107,7 +114,7 @@ class LinenLSTM(nn.Module):
         """i32[B, T] -> [B, T, embedding_width], what the rows of the softmax table are multiplied with."""
         x = self.dropout(self.embedding(tokens), deterministic=not train)
         for index in range(1, self.config.num_layers + 1):
-            x = getattr(self, f"projection{index}")(getattr(self, f"lstm{index}")(x))
+            x = getattr(self, f"projection{index}")(getattr(self, f"lstm{index}")(x, initial_carry=_zeros(self.config, x)))
             x = self.dropout(x, deterministic=not train)
         return x
 
@@ -127,9 +134,11 @@ class NnxLSTM(nnx.Module):
         self.config = config
         options = {"rngs": rngs, **config.dtypes}
         self.embedding = nnx.Embed(config.vocab_size, config.embedding_width, **options)
-        self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
+        if config.dropout:
+            self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
         for index in range(1, config.num_layers + 1):
-            setattr(self, f"lstm{index}", nnx.RNN(nnx.LSTMCell(config.embedding_width, config.hidden_width, **options), rngs=rngs))
+            cell = nnx.LSTMCell(config.embedding_width, config.hidden_width, **options)
+            setattr(self, f"lstm{index}", nnx.RNN(cell, rngs=False))
             projection = nnx.Linear(config.hidden_width, config.embedding_width, use_bias=False, kernel_init=LINEAR_INIT, **options)
             setattr(self, f"projection{index}", projection)
         self.softmax = nnx.Embed(config.vocab_size, config.embedding_width, **options)
@@ -139,11 +148,14 @@ class NnxLSTM(nnx.Module):
 
     def hidden(self, tokens: jax.Array, *, train: bool = False) -> jax.Array:
         """As `LinenLSTM.hidden`."""
-        x = self.dropout(self.embedding(tokens), deterministic=not train)
+        x = self._drop(self.embedding(tokens), train)
         for index in range(1, self.config.num_layers + 1):
-            x = getattr(self, f"projection{index}")(getattr(self, f"lstm{index}")(x))
-            x = self.dropout(x, deterministic=not train)
+            x = getattr(self, f"projection{index}")(getattr(self, f"lstm{index}")(x, initial_carry=_zeros(self.config, x)))
+            x = self._drop(x, train)
         return x
+
+    def _drop(self, x: jax.Array, train: bool) -> jax.Array:
+        return self.dropout(x, deterministic=not train) if self.config.dropout else x
 
     def sampled(self, tokens: jax.Array, labels: jax.Array, negatives: jax.Array, *, train: bool = True) -> Sampled:
         """As `LinenLSTM.sampled`."""

@@ -199,5 +199,6 @@ def _mean(values: jax.Array, weights: jax.Array | None) -> jax.Array:
 
 
 def _hits(spec: ModelSpec, logits: jax.Array, labels: jax.Array) -> jax.Array:
-    likeliest = logits > 0 if spec.reads == "clicks" else jnp.argmax(logits, axis=-1)
-    return (likeliest == labels).astype(jnp.float32)
+    if spec.reads == "clicks":
+        return ((logits > 0) == (labels == 1)).astype(jnp.float32)
+    return (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
