@@ -54,9 +54,9 @@ class ModelOptions:
     hidden_width: int | None = None
     """LSTM: width of its layers."""
     negatives: int | None = None
-    """LSTM: words drawn for each example, for the sampled softmax."""
-    negatives_shared_by: int | None = None
-    """LSTM: so many consecutive examples share their drawn words; it divides the batch."""
+    """LSTM: words drawn for each example, which its positions share, for the sampled softmax."""
+    bptt: int | None = None
+    """LSTM: its state starts anew every so many words, which divide --seq-len; only with each example if not given."""
     num_layers: int | None = None
     """Transformer: number of blocks; LSTM: of layers."""
     d_model: int | None = None

@@ -117,10 +117,9 @@ def _sampled(spec: ModelSpec, label_smoothing: float, log_probability: LogProbab
         return (*_inputs(spec, batch), _targets(spec, batch)[0], _entry(spec, batch, "negatives"))
 
     def judge(compared, batch):
-        labels, weights = _targets(spec, batch)
-        losses = sampled_cross_entropy(*compared, log_probability)
+        _, weights = _targets(spec, batch)
         # Which word is the likeliest of all is not known here: there is no accuracy.
-        return _mean(losses.reshape(labels.shape), weights), {}
+        return _mean(sampled_cross_entropy(*compared, log_probability), weights), {}
 
     return Objective(arguments, judge, "sampled")
 

@@ -121,13 +121,14 @@ class ModelSpec:
     def example(self, batch_size: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of a training batch: enough to plan a step without data.
 
-        Images: `{"image": f32[B, *shape], "label": i32[B]}`; text: `{"tokens": i32[B, max_len]}`, with a sampled softmax
-        `"negatives": i32[B, negatives]` too; clicks: `{"ids": i32[B, F], "values": f32[B, D], "label": i32[B]}`.
+        Images: `{"image": f32[B, *shape], "label": i32[B]}`; text: `{"tokens": i32[B, max_len]}`, for the LSTM `{"tokens":
+        i32[B, max_len + 1], "negatives": i32[B, negatives]}`; clicks: `{"ids": i32[B, F], "values": f32[B, D], "label": i32[B]}`.
         """
         batch = {name: jax.ShapeDtypeStruct((batch_size, *one.shape), one.dtype) for name, one in self.inputs.items()}
         if self.reads != "text":
             batch["label"] = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
         if self.num_negatives:
+            batch["tokens"] = jax.ShapeDtypeStruct((batch_size, self.config.max_len + 1), jnp.int32)
             batch["negatives"] = jax.ShapeDtypeStruct((batch_size, self.num_negatives), jnp.int32)
         return batch
 

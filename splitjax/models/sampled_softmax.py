@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from splitjax.models._common import ModelError, at_least_float32
+from splitjax.models._common import at_least_float32
 
 # i32[...] words -> f32[...], the logarithm of the probability that one draw gives each
 LogProbability = Callable[[jax.Array], jax.Array]
@@ -64,17 +64,3 @@ def sampled_cross_entropy(
     sampled_logits = jnp.where(hit, jnp.finfo(sampled_logits.dtype).min, sampled_logits)
     others = jax.nn.logsumexp(sampled_logits, axis=-1)
     return jnp.logaddexp(true_logits, others) - true_logits
-
-
-def share(array: jax.Array, shared_by: int) -> jax.Array:
-    """[B, T, ...] -> [B / shared_by, shared_by * T, ...]: the rows of so many consecutive examples as one.
-
-    Raises `ModelError` where the examples do not divide."""
-    num, length = array.shape[:2]
-    if num % shared_by:
-        raise ModelError(
-            f"each {shared_by} consecutive examples share their negatives, and {num} examples do not divide into such parts", value=num,
-            place="option 'negatives_shared_by'",
-            remedy="give a batch size that is a multiple of it (with microbatches on each worker, too), or negatives_shared_by=1",
-        )
-    return array if shared_by == 1 else array.reshape((num // shared_by, shared_by * length, *array.shape[2:]))

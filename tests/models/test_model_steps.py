@@ -18,7 +18,7 @@ NARROW = {
     "resnet18": {"width": 1 / 16},
     "mlp": {"features": 32, "input_shape": (8, 8, 1)},
     "transformer": {"vocab_size": 16, "max_len": 8, "d_model": 16, "num_heads": 2, "num_layers": 1},
-    "lstm": {"vocab_size": 16, "max_len": 8, "embedding_width": 8, "hidden_width": 12, "negatives": 4, "negatives_shared_by": 2},
+    "lstm": {"vocab_size": 16, "max_len": 8, "embedding_width": 8, "hidden_width": 12, "negatives": 4},
     "deepfm": {"field_sizes": (5, 3, 7), "num_dense": 2, "embedding_width": 4, "features": 8},
     "dlrm": {"field_sizes": (5, 3, 7), "num_dense": 2, "embedding_width": 4, "bottom_features": 8, "features": 8},
 }
