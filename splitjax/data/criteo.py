@@ -96,7 +96,7 @@ def _starts_with(file: pathlib.Path, magic: bytes) -> bool:
 
 def _read_archive(file: pathlib.Path) -> Batch:
     try:
-        with np.load(file, allow_pickle=False) as archive:
+        with open(file, "rb") as opened, np.load(opened, allow_pickle=False) as archive:
             missing = [name for name in ARRAYS if name not in archive.files]
             if missing:
                 raise DataError(
