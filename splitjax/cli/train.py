@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from splitjax.runtime.stopping import StopRequest
 
 # What decides which examples a step sees: a run that changes one of these is another run.
-_SAME_DATA = ("data", "batch_size", "augment", "seq_len", "vocab_size", "text_level", "rows", "seed")
+_SAME_DATA = ("data", "batch_size", "augment", "seq_len", "vocab_size", "text_level", "seed")
 LEDGER_FILE = "goodput.json"
 COLUMNS = ("step", "epoch", "loss", "accuracy", "learning_rate", "eval_loss", "eval_accuracy", "eval_perplexity", "eval_auc", "seconds",
            "examples_per_second")  # fmt: skip
