@@ -25,7 +25,7 @@ class Planned:
 def optimizer_named(name: OptimizerName, learning_rate: Any = 1e-3) -> optax.GradientTransformation:
     if name == "momentum":
         return optax.sgd(learning_rate, momentum=0.9)
-    return optax.adafactor(learning_rate) if name == "adafactor" else optax.adam(learning_rate)
+    return {"adam": optax.adam, "adafactor": optax.adafactor, "adagrad": optax.adagrad}[name](learning_rate)
 
 
 def planned_step(

@@ -10,10 +10,10 @@ import tyro
 from splitjax.errors import MeshError, SplitjaxError
 from splitjax.mesh import MeshShape
 
-ModelName = Literal["vgg11", "vgg16", "resnet18", "resnet50", "mlp", "transformer"]
+ModelName = Literal["vgg11", "vgg16", "resnet18", "resnet50", "mlp", "transformer", "lstm", "deepfm", "dlrm"]
 Library = Literal["linen", "nnx"]
 GroupComm = Literal["auto", "gather", "turns", "modulo"]
-OptimizerName = Literal["adam", "momentum", "adafactor"]
+OptimizerName = Literal["adam", "momentum", "adafactor", "adagrad"]
 MeshText = Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")]
 
 

@@ -16,8 +16,9 @@ from splitjax.cli._options import GroupComm, ModelName, OptionValueError
 class DataOptions:
     """What to train on."""
 
-    data: Literal["cifar10", "digits", "idx", "text"] = "digits"
-    """digits: scikit-learn's, which it brings along; cifar10: its binary or Python files; idx: files like MNIST's; text: plain text."""
+    data: Literal["cifar10", "digits", "idx", "text", "criteo"] = "digits"
+    """digits: scikit-learn's, which it brings along; cifar10: its binary or Python files; idx: files like MNIST's; text: plain text;
+    criteo: clicks, Criteo's lines or .npz."""
     data_dir: pathlib.Path | None = None
     """Folder (or file) of the data. Without one CIFAR-10 and MNIST are downloaded into the user's cache."""
     batch_size: int = 64
@@ -30,6 +31,8 @@ class DataOptions:
     """Text: keep this many of the most frequent words; all if not given."""
     text_level: Literal["word", "char"] = "word"
     """Text: what a token is."""
+    rows: int = 32_768
+    """Criteo's lines: how many ids each categorical field is hashed into."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +46,19 @@ class ModelOptions:
     head_features: int | None = None
     """VGG: width of the two dense layers before the last."""
     features: tuple[int, ...] | None = None
-    """MLP: widths of the hidden layers."""
+    """MLP: widths of the hidden layers; DeepFM: of its deep network; DLRM: of the one over the dot products."""
+    bottom_features: tuple[int, ...] | None = None
+    """DLRM: widths of the hidden layers over the numbers."""
+    embedding_width: int | None = None
+    """LSTM, DeepFM, DLRM: width of the rows of their tables."""
+    hidden_width: int | None = None
+    """LSTM: width of its layers."""
+    negatives: int | None = None
+    """LSTM: words drawn for each example, which its positions share, for the sampled softmax."""
+    bptt: int | None = None
+    """LSTM: its state starts anew every so many words, which divide --seq-len; only with each example if not given."""
     num_layers: int | None = None
-    """Transformer: number of blocks."""
+    """Transformer: number of blocks; LSTM: of layers."""
     d_model: int | None = None
     """Transformer: width of the residual stream."""
     num_heads: int | None = None
@@ -57,7 +70,7 @@ class ModelOptions:
 
     def build_options(self) -> dict[str, Any]:
         """The fields that were given, as `splitjax.models.build` takes them."""
-        names = ("width", "head_features", "features", "num_layers", "d_model", "num_heads", "dropout")
+        names = [field.name for field in dataclasses.fields(self) if field.name not in ("model", "precision")]
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return {**given, "dtype": self.precision}
 
@@ -66,8 +79,8 @@ class ModelOptions:
 class OptimizerOptions:
     """How to train."""
 
-    optimizer: Literal["adam", "adamw", "sgd", "momentum", "adafactor"] = "adamw"
-    """Which optimizer."""
+    optimizer: Literal["adam", "adamw", "sgd", "momentum", "adafactor", "adagrad"] = "adamw"
+    """Which optimizer. Tables are updated row by row by sgd and adagrad alone."""
     learning_rate: float = 1e-3
     """Highest learning rate."""
     schedule: Literal["constant", "cosine", "linear", "step"] = "cosine"

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 
 import splitjax
 from splitjax import data, models
@@ -28,18 +29,23 @@ _IMAGE_SIZE, _CHANNELS = 32, 3
 def load(options: DataOptions, model: str, seed: int, first_process: bool) -> data.Dataset:
     """The data set, its images as the model takes them. Raises `DataError` for data that are missing, damaged, or no match for the
     model."""
-    text = options.data == "text"
-    if text != (model == "transformer"):
+    reads = models.reads(model)
+    if reads != {"text": "text", "criteo": "clicks"}.get(options.data, "images"):
         raise DataError(
-            f"{model} {'reads images' if text else 'reads text'}", value=options.data, place="--data",
-            remedy="train a transformer on text, and the other models on images",
+            f"{model} reads {reads}", value=options.data, place="--data",
+            remedy="train a transformer or lstm on text, deepfm or dlrm on criteo, and the other models on images",
         )
     shape = {} if model == "mlp" else {"image_size": _IMAGE_SIZE, "channels": _CHANNELS}
     if options.data == "digits":
         return data.load_digits(seed=seed, **(shape or {"image_size": None, "channels": 1}))
-    if text:
+    if reads != "images":
         if options.data_dir is None:
-            raise DataError("text is read from a file or folder", place="--data-dir", remedy="give it: --data-dir corpus.txt")
+            raise DataError(
+                f"{options.data} is read from a file or folder", place="--data-dir",
+                remedy=f"give it: --data-dir {'corpus.txt' if reads == 'text' else 'train.txt'}",
+            )
+        if reads == "clicks":
+            return data.load_criteo(options.data_dir, rows=options.rows)
         return data.load_text(options.data_dir, seq_len=options.seq_len, vocab_size=options.vocab_size, level=options.text_level)
     folder = options.data_dir
     if folder is None:
@@ -56,12 +62,23 @@ def data_cache() -> pathlib.Path:
 
 def build_model(options: ModelOptions, data_options: DataOptions, dataset: data.Dataset) -> models.ModelSpec:
     """Raises `ModelError` for options that the model lacks."""
-    given = options.build_options()
-    if options.model == "transformer":
+    given, reads = options.build_options(), models.reads(options.model)
+    if reads == "clicks":
+        sizes = {"field_sizes": dataset.field_sizes, "num_dense": dataset.train["values"].shape[1]}
+        return models.build(options.model, **sizes, **given)
+    if reads == "text":
         given["max_len"] = data_options.seq_len
     elif options.model == "mlp":
         given["input_shape"] = tuple(dataset.train["image"].shape[1:])
     return models.build(options.model, num_classes=dataset.num_classes, **given)
+
+
+def with_negatives(dataset: data.Dataset, spec: models.ModelSpec) -> data.Dataset:
+    """The data set whose training batches bring the words that a sampled softmax compares with, where the model has one."""
+    if not spec.num_negatives:
+        return dataset
+    # Words of a vocabulary go by falling frequency.
+    return dataclasses.replace(dataset, draws={"negatives": data.Negatives(data.LogUniform(spec.num_classes), spec.num_negatives)})
 
 
 def schedule(options: OptimizerOptions, num_steps: int) -> optax.Schedule:
@@ -94,6 +111,7 @@ def optimizer(options: OptimizerOptions, rate: optax.Schedule) -> optax.Gradient
         "sgd": lambda: optax.sgd(rate),
         "momentum": lambda: optax.sgd(rate, momentum=0.9),
         "adafactor": lambda: optax.adafactor(rate),
+        "adagrad": lambda: optax.adagrad(rate),
     }[options.optimizer]())
     return optax.chain(*parts) if len(parts) > 1 else parts[0]
 
@@ -105,12 +123,13 @@ def learning_rates(rate: optax.Schedule, num_steps: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """The decorated steps, and the shapes of a training batch."""
+    """The decorated steps, the shapes of a training batch, and what the model reads."""
 
     init_fn: Callable[[Any], Any]
     train_step: Any
     eval_step: Any
     example: Mapping[str, jax.ShapeDtypeStruct]
+    reads: str
 
 
 def make_steps(spec: models.ModelSpec, dataset: data.Dataset, batch_size: int, mesh: Mapping[str, int] | None, layout: LayoutOptions,
@@ -124,27 +143,45 @@ def make_steps(spec: models.ModelSpec, dataset: data.Dataset, batch_size: int, m
     )
     one = next(dataset.train_batches(1))
     example = {name: jax.ShapeDtypeStruct((batch_size, *array.shape[1:]), array.dtype) for name, array in one.items()}
-    return Steps(init_fn, step, step.like(eval_step), example)
+    return Steps(init_fn, step, step.like(eval_step), example, spec.reads)
 
 
 class Evaluation:
-    """The whole test split, each process reading its own rows. Call it with a state for `{"loss": ..., "accuracy": ...}`."""
+    """The whole test split, each process reading its own rows. Call it with a state for `{"loss": ..., "accuracy": ...}`, of text
+    `"perplexity"` too (e to the loss), of clicks `"auc"` (where the split holds both clicks and others)."""
 
     def __init__(self, steps: Steps, dataset: data.Dataset, state_shapes: Any, batch_size: int):
         mask = jax.ShapeDtypeStruct((batch_size,), jnp.float32)
-        self._step, self._dataset, self._batch_size = steps.eval_step, dataset, batch_size
-        self._placement = batch_layout(steps.eval_step, state_shapes, {**steps.example, "mask": mask})
+        self._step, self._dataset, self._batch_size, self._reads = steps.eval_step, dataset, batch_size, steps.reads
+        example = {name: shape for name, shape in steps.example.items() if name not in dataset.draws}
+        self._placement = batch_layout(steps.eval_step, state_shapes, {**example, "mask": mask})
 
     def __call__(self, state: Any) -> dict[str, float]:
         num = self._dataset.num_test
         totals = {"loss": 0.0, "accuracy": 0.0}
+        scores: list[np.ndarray] = []
+        labels: list[np.ndarray] = []
         batches = self._dataset.test_batches(self._batch_size, rows=self._placement.rows)
         for number, batch in enumerate(batches):
             weight = min(self._batch_size, num - number * self._batch_size)
-            found = self._step(state, self._placement(batch))
+            placed = self._placement(batch)
+            found = self._step(state, placed)
             for name in totals:
                 totals[name] += weight * float(found[name])
-        return {name: total / num for name, total in totals.items()}
+            if self._reads == "clicks":
+                scores.append(_everywhere(found["logits"])[:weight])
+                labels.append(_everywhere(placed["label"])[:weight])
+        means = {name: total / num for name, total in totals.items()}
+        if self._reads == "text":
+            means["perplexity"] = float(np.exp(np.minimum(means["loss"], 700)))
+        if scores and 0 < np.concatenate(labels).sum() < num:
+            means["auc"] = models.area_under_curve(np.concatenate(scores), np.concatenate(labels))
+        return means
+
+
+def _everywhere(array: jax.Array) -> np.ndarray:
+    """All of an array, of which other processes may hold parts."""
+    return np.asarray(array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True))
 
 
 def num_steps(options: TrainingOptions, dataset: data.Dataset, batch_size: int) -> tuple[int, int]:

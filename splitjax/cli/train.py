@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 # What decides which examples a step sees: a run that changes one of these is another run.
 _SAME_DATA = ("data", "batch_size", "augment", "seq_len", "vocab_size", "text_level", "seed")
 LEDGER_FILE = "goodput.json"
-COLUMNS = ("step", "epoch", "loss", "accuracy", "learning_rate", "eval_loss", "eval_accuracy", "seconds", "examples_per_second")
+COLUMNS = ("step", "epoch", "loss", "accuracy", "learning_rate", "eval_loss", "eval_accuracy", "eval_perplexity", "eval_auc", "seconds",
+           "examples_per_second")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Train(Traceback):
 
         dataset = parts.load(self.data, self.model.model, self.training.seed, first)
         spec = parts.build_model(self.model, self.data, dataset)
+        dataset = parts.with_negatives(dataset, spec)
         num_steps, an_epoch = parts.num_steps(self.training, dataset, self.data.batch_size)
         rate = parts.schedule(self.optimizer, num_steps)
         steps = parts.make_steps(
@@ -201,6 +203,8 @@ class _Run:
         ledger.flush()
         row = outcome.row
         tested = f", test accuracy {row['eval_accuracy']:.2%}, test loss {row['eval_loss']:.4f}" if "eval_accuracy" in row else ""
+        tested += f", test AUC {row['eval_auc']:.4f}" if "eval_auc" in row else ""
+        tested += f", test perplexity {row['eval_perplexity']:.2f}" if "eval_perplexity" in row else ""
         self.console.print(f"step {outcome.last_step}: loss {row['loss']:.4f}{tested}", style="bold", highlight=False)
         self.console.print(str(ledger.summary()), highlight=False, soft_wrap=True)
         if not outcome.stopped:

@@ -3,11 +3,13 @@
 from splitjax.data.augment import Augmentation, example_keys
 from splitjax.data.batches import epoch_batches, padded_batches, shuffled_indices
 from splitjax.data.cifar10 import load_cifar10
+from splitjax.data.criteo import load_criteo
 from splitjax.data.dataset import Dataset
 from splitjax.data.digits import load_digits
 from splitjax.data.fetching import fetch
 from splitjax.data.idx import load_idx
 from splitjax.data.images import Standardise, fit_images, standardise
+from splitjax.data.negatives import ByCounts, LogUniform, Negatives
 from splitjax.data.prefetching import Prefetch, prefetch
 from splitjax.data.rows import FileRows
 from splitjax.data.streams import Position, stream
@@ -16,8 +18,11 @@ from splitjax.data.vocabulary import Vocabulary
 
 __all__ = [
     "Augmentation",
+    "ByCounts",
     "Dataset",
     "FileRows",
+    "LogUniform",
+    "Negatives",
     "Position",
     "Prefetch",
     "Standardise",
@@ -27,6 +32,7 @@ __all__ = [
     "fetch",
     "fit_images",
     "load_cifar10",
+    "load_criteo",
     "load_digits",
     "load_idx",
     "load_text",

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from splitjax.data.augment import Augment
-from splitjax.data.batches import Arrays, Batch, Rows, Transform, epoch_batches, num_examples, padded_batches
-from splitjax.data.streams import START, Position, stream
+from splitjax.data.batches import Arrays, Batch, Rows, Transform, num_examples, padded_batches
+from splitjax.data.streams import START, Draws, Position, stream
 from splitjax.data.vocabulary import Vocabulary
 
 
@@ -23,11 +23,13 @@ class Dataset:
 
     - `name`: for messages and reports.
     - `train`, `test`: `{name: [N, ...]}`: images `{"image": uint8[N, H, W, C], "label": int32[N]}`, text
-      `{"tokens": int32[N, T + 1]}`. An array may stay in its file (`FileRows`).
-    - `class_names`: what a model chooses from: one per class of images, one per word of a vocabulary.
+      `{"tokens": int32[N, T + 1]}`, clicks `{"ids": int32[N, F], "values": float32[N, D], "label": int32[N]}`. An array may stay in its file (`FileRows`).
+    - `class_names`: what a model chooses from: one per class of images, one per word of a vocabulary, no click and a click.
     - `transform`: makes of a batch of stored examples what a model reads (images: `Standardise`); None for as stored.
     - `augmentation`: random changes that suit training on these examples (images: `Augmentation`); None where there are none.
-    - `vocabulary`: of text; None for images.
+    - `vocabulary`: of text; None elsewhere.
+    - `field_sizes`: of clicks, how many ids each categorical field has; empty elsewhere.
+    - `draws`: arrays that training batches have beside those of `train`, drawn anew in each epoch (`stream`), such as `Negatives`.
 
     Raises `DataError` if the arrays of a split differ in length.
     """
@@ -39,6 +41,8 @@ class Dataset:
     transform: Transform | None = None
     augmentation: Augment | None = None
     vocabulary: Vocabulary | None = None
+    field_sizes: tuple[int, ...] = ()
+    draws: Draws = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         for split in ("train", "test"):
@@ -62,12 +66,13 @@ class Dataset:
         return num_examples(self.test)
 
     def train_batches(self, batch_size: int, *, seed: int = 0, epoch: int = 0) -> Iterator[Batch]:
-        """The full batches of one epoch, shuffled by `(seed, epoch)`, transformed, not augmented.
+        """The full batches of one epoch, shuffled by `(seed, epoch)`, transformed, not augmented, with what is drawn for them.
 
         The examples left over by the last full batch are dropped, others in each epoch. Raises `DataError` as
         `epoch_batches`.
         """
-        return epoch_batches(self.train, batch_size, seed=seed, epoch=epoch, transform=self.transform)
+        batches = self.train_stream(batch_size, seed=seed, start=Position(epoch), num_epochs=epoch + 1)
+        return (batch for _, batch in batches)
 
     def train_stream(
         self,
@@ -85,7 +90,8 @@ class Dataset:
         """
         changes = self.augmentation if augment else None
         return stream(
-            self.train, batch_size, seed=seed, start=start, rows=rows, num_epochs=num_epochs, transform=self.transform, augment=changes
+            self.train, batch_size, seed=seed, start=start, rows=rows, num_epochs=num_epochs, transform=self.transform, augment=changes,
+            draws=self.draws,
         )
 
     def test_batches(self, batch_size: int, *, rows: Rows = None) -> Iterator[Batch]:

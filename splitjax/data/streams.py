@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,9 @@ from splitjax.data.batches import (
     take,
 )
 from splitjax.errors import DataError
+
+# The keys of examples, uint64[b] -> an array [b, ...] drawn for them
+Draws = Mapping[str, Callable[[np.ndarray], np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -73,6 +76,7 @@ def stream(
     shuffle: bool = True,
     transform: Transform | None = None,
     augment: Augment | None = None,
+    draws: Draws | None = None,
 ) -> Iterator[tuple[Position, Batch]]:
     """The full batches of epoch after epoch, each with the position behind it.
 
@@ -91,6 +95,7 @@ def stream(
     - `shuffle`: False keeps the order of the arrays.
     - `transform`, `augment`: applied to each batch, `augment` first, with the keys of the examples (`example_keys`); arrays with other
       rows go through them by themselves.
+    - `draws`: `{name: draw}`, arrays that are not read but drawn: `draw(keys)` makes [b, ...] from the keys of the examples, uint64[b].
 
     **Returns:** an iterator of `(Position, {name: [b, ...]})`.
 
@@ -108,7 +113,8 @@ def stream(
             place="stream, argument 'start'",
             remedy="use the batch size and the data that the position was saved with, or start a new epoch",
         )
-    parts = by_rows(arrays, rows, batch_size)
+    draws = draws or {}
+    parts = by_rows((*arrays, *draws), rows, batch_size)
 
     def batches():
         epoch, batch = start.epoch, start.batch
@@ -118,10 +124,12 @@ def stream(
                 taken: Batch = {}
                 for names, chosen in parts:
                     indices = order[number * batch_size + chosen]
-                    part = take({name: arrays[name] for name in names}, indices)
+                    keys = example_keys(indices, seed=seed, epoch=epoch) if augment or draws else None
+                    part = take({name: arrays[name] for name in names if name in arrays}, indices)
                     if augment:
-                        part = augment(part, example_keys(indices, seed=seed, epoch=epoch))
+                        part = augment(part, keys)
                     taken.update(transform(part) if transform else part)
+                    taken.update({name: draws[name](keys) for name in names if name in draws})
                 last = number + 1 == num_batches
                 yield (Position(epoch + 1) if last else Position(epoch, number + 1)), taken
             epoch, batch = epoch + 1, 0

@@ -1,13 +1,19 @@
-"""Models to train: VGG, ResNet, an MLP and a small decoder Transformer, each in Flax Linen and in Flax NNX.
+"""Models to train, each in Flax Linen and in Flax NNX: VGG, ResNet, an MLP and a small decoder Transformer; and those whose gradients are
+mostly tables: an LSTM with a sampled softmax, DeepFM and DLRM.
 
 They are ordinary Flax models, and `make_step` makes ordinary training steps of them: nothing here knows about
 parallelism. The demo, the benchmarks and the tests decorate these steps as a user would decorate their own.
 """
 
 from splitjax.models._common import ModelError
+from splitjax.models.deepfm import DeepFMConfig, LinenDeepFM, NnxDeepFM
+from splitjax.models.dlrm import DLRMConfig, LinenDLRM, NnxDLRM
+from splitjax.models.lstm import LinenLSTM, LSTMConfig, NnxLSTM
 from splitjax.models.mlp import LinenMLP, MLPConfig, NnxMLP
-from splitjax.models.registry import LIBRARIES, NAMES, ModelSpec, build
+from splitjax.models.objectives import area_under_curve
+from splitjax.models.registry import LIBRARIES, NAMES, ModelSpec, build, reads
 from splitjax.models.resnet import LinenResNet, NnxResNet, ResNetConfig
+from splitjax.models.sampled_softmax import log_uniform, sampled_cross_entropy, tabled
 from splitjax.models.steps import make_nnx_step, make_step
 from splitjax.models.transformer import LinenTransformer, NnxTransformer, TransformerConfig
 from splitjax.models.vgg import LinenVGG, NnxVGG, VGGConfig
@@ -15,6 +21,12 @@ from splitjax.models.vgg import LinenVGG, NnxVGG, VGGConfig
 __all__ = [
     "LIBRARIES",
     "NAMES",
+    "DLRMConfig",
+    "DeepFMConfig",
+    "LSTMConfig",
+    "LinenDLRM",
+    "LinenDeepFM",
+    "LinenLSTM",
     "LinenMLP",
     "LinenResNet",
     "LinenTransformer",
@@ -22,6 +34,9 @@ __all__ = [
     "MLPConfig",
     "ModelError",
     "ModelSpec",
+    "NnxDLRM",
+    "NnxDeepFM",
+    "NnxLSTM",
     "NnxMLP",
     "NnxResNet",
     "NnxTransformer",
@@ -29,7 +44,12 @@ __all__ = [
     "ResNetConfig",
     "TransformerConfig",
     "VGGConfig",
+    "area_under_curve",
     "build",
+    "log_uniform",
     "make_nnx_step",
     "make_step",
+    "reads",
+    "sampled_cross_entropy",
+    "tabled",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,16 @@ from flax import linen as nn
 from flax import nnx
 
 from splitjax.models._common import ModelError
+from splitjax.models.deepfm import DeepFMConfig, LinenDeepFM, NnxDeepFM
+from splitjax.models.dlrm import DLRMConfig, LinenDLRM, NnxDLRM
+from splitjax.models.lstm import LinenLSTM, LSTMConfig, NnxLSTM
 from splitjax.models.mlp import LinenMLP, MLPConfig, NnxMLP
 from splitjax.models.resnet import LinenResNet, NnxResNet, ResNetConfig
 from splitjax.models.transformer import LinenTransformer, NnxTransformer, TransformerConfig
 from splitjax.models.vgg import LinenVGG, NnxVGG, VGGConfig
 
-Config = VGGConfig | ResNetConfig | MLPConfig | TransformerConfig
+Config = VGGConfig | ResNetConfig | MLPConfig | TransformerConfig | LSTMConfig | DeepFMConfig | DLRMConfig
+Reads = Literal["images", "text", "clicks"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +30,7 @@ class _Family:
     linen: type[nn.Module]
     nnx: type[nnx.Module]
     fixed: tuple[tuple[str, Any], ...] = ()  # options that the name settles
+    reads: Reads = "images"
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -39,7 +44,10 @@ _FAMILIES = {
     "resnet18": _Family(ResNetConfig, LinenResNet, NnxResNet, (("stage_sizes", (2, 2, 2, 2)), ("bottleneck", False))),
     "resnet50": _Family(ResNetConfig, LinenResNet, NnxResNet, (("stage_sizes", (3, 4, 6, 3)), ("bottleneck", True))),
     "mlp": _Family(MLPConfig, LinenMLP, NnxMLP),
-    "transformer": _Family(TransformerConfig, LinenTransformer, NnxTransformer),
+    "transformer": _Family(TransformerConfig, LinenTransformer, NnxTransformer, reads="text"),
+    "lstm": _Family(LSTMConfig, LinenLSTM, NnxLSTM, reads="text"),
+    "deepfm": _Family(DeepFMConfig, LinenDeepFM, NnxDeepFM, reads="clicks"),
+    "dlrm": _Family(DLRMConfig, LinenDLRM, NnxDLRM, reads="clicks"),
 }
 
 NAMES = tuple(_FAMILIES)
@@ -64,26 +72,42 @@ class ModelSpec:
     module: nn.Module | None = None
 
     @property
+    def reads(self) -> Reads:
+        """What the model is for: images, the next word of a text, or whether somebody clicks on what was shown."""
+        return _FAMILIES[self.name].reads
+
+    @property
+    def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The batch entries that the model reads, in its arguments' order: the shape of one example, without the example dim."""
+        config = self.config
+        if self.reads == "clicks":
+            return {
+                "ids": jax.ShapeDtypeStruct((len(config.field_sizes),), jnp.int32),
+                "values": jax.ShapeDtypeStruct((config.num_dense,), jnp.float32),
+            }
+        if self.reads == "text":
+            return {"tokens": jax.ShapeDtypeStruct((config.max_len,), jnp.int32)}
+        shape = config.input_shape if isinstance(config, MLPConfig) else (config.image_size, config.image_size, config.channels)
+        return {"image": jax.ShapeDtypeStruct(shape, jnp.float32)}
+
+    @property
     def input_name(self) -> str:
-        """The batch entry that the model reads: `"tokens"` or `"image"`."""
-        return "tokens" if isinstance(self.config, TransformerConfig) else "image"
+        """The first of `inputs`: `"image"`, `"tokens"` or `"ids"`."""
+        return next(iter(self.inputs))
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Shape of one example, without the example dim."""
-        if isinstance(self.config, TransformerConfig):
-            return (self.config.max_len,)
-        if isinstance(self.config, MLPConfig):
-            return self.config.input_shape
-        return (self.config.image_size, self.config.image_size, self.config.channels)
+        """The shape of one example of it, without the example dim."""
+        return self.inputs[self.input_name].shape
 
     @property
-    def input_dtype(self) -> Any:
-        return jnp.int32 if self.input_name == "tokens" else jnp.float32
+    def num_negatives(self) -> int:
+        """Words that a training batch brings drawn for each example, for a softmax that is sampled in training; 0 for others."""
+        return self.config.negatives if isinstance(self.config, LSTMConfig) else 0
 
     @property
     def num_classes(self) -> int:
-        return self.config.num_classes
+        return 2 if self.reads == "clicks" else self.config.num_classes
 
     @property
     def has_batch_stats(self) -> bool:
@@ -95,13 +119,17 @@ class ModelSpec:
         return self.config.dropout > 0
 
     def example(self, batch_size: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of a batch: enough to plan a step without data.
+        """The shapes of a training batch: enough to plan a step without data.
 
-        Images: `{"image": f32[B, *input_shape], "label": i32[B]}`; tokens: `{"tokens": i32[B, max_len]}`.
+        Images: `{"image": f32[B, *shape], "label": i32[B]}`; text: `{"tokens": i32[B, max_len]}`, for the LSTM `{"tokens":
+        i32[B, max_len + 1], "negatives": i32[B, negatives]}`; clicks: `{"ids": i32[B, F], "values": f32[B, D], "label": i32[B]}`.
         """
-        batch = {self.input_name: jax.ShapeDtypeStruct((batch_size, *self.input_shape), self.input_dtype)}
-        if self.input_name == "image":
+        batch = {name: jax.ShapeDtypeStruct((batch_size, *one.shape), one.dtype) for name, one in self.inputs.items()}
+        if self.reads != "text":
             batch["label"] = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
+        if self.num_negatives:
+            batch["tokens"] = jax.ShapeDtypeStruct((batch_size, self.config.max_len + 1), jnp.int32)
+            batch["negatives"] = jax.ShapeDtypeStruct((batch_size, self.num_negatives), jnp.int32)
         return batch
 
     def init(self, key: jax.Array) -> dict[str, Any]:
@@ -111,15 +139,15 @@ class ModelSpec:
         """
         module = self._linen("init")
         # Under jit the compiler drops the forward pass that Linen runs to learn the shapes.
-        return jax.jit(module.init)(key, jnp.zeros((1, *self.input_shape), self.input_dtype))
+        return jax.jit(module.init)(key, *(jnp.zeros((1, *one.shape), one.dtype) for one in self.inputs.values()))
 
-    def apply(self, variables: dict[str, Any], inputs: jax.Array, *, train: bool = False, **options: Any) -> Any:
+    def apply(self, variables: dict[str, Any], *inputs: jax.Array, train: bool = False, **options: Any) -> Any:
         """Run the Linen model, as its `module.apply`: `options` are `rngs`, `mutable` and the like.
 
-        [B, *input_shape] -> [B, num_classes] logits ([B, T, vocab_size] for tokens). Raises `ModelError` for an
-        NNX model.
+        The arrays of `inputs`, [B, ...] each -> [B, num_classes] logits ([B, T, vocab_size] for tokens, [B] for clicks). Raises
+        `ModelError` for an NNX model.
         """
-        return self._linen("apply").apply(variables, inputs, train=train, **options)
+        return self._linen("apply").apply(variables, *inputs, train=train, **options)
 
     def make(self, rngs: nnx.Rngs) -> nnx.Module:
         """A fresh NNX module; call it as `module(inputs, train=False)`. Raises `ModelError` for a Linen model."""
@@ -151,16 +179,21 @@ class ModelSpec:
         return self.module
 
 
+def reads(name: str) -> Reads:
+    """What the models of this name are for, without building one. Raises `ModelError` for an unknown name."""
+    return _choose(name, _FAMILIES, "model", "splitjax.models.reads").reads
+
+
 def build(name: str, *, library: str = "linen", num_classes: int | None = None, **options: Any) -> ModelSpec:
     """A model by its name.
 
     **Arguments:**
 
-    - `name`: `"vgg11"`, `"vgg16"`, `"resnet18"`, `"resnet50"`, `"mlp"` or `"transformer"`.
+    - `name`: `"vgg11"`, `"vgg16"`, `"resnet18"`, `"resnet50"`, `"mlp"`, `"transformer"`, `"lstm"`, `"deepfm"` or `"dlrm"`.
     - `library`: `"linen"` or `"nnx"`.
-    - `num_classes`: width of the last layer, default 10; for the transformer the same as its `vocab_size`.
-    - `options`: the fields of `VGGConfig`, `ResNetConfig`, `MLPConfig` or `TransformerConfig`. `dtype` and
-      `param_dtype` may be names, such as `"bfloat16"`.
+    - `num_classes`: width of the last layer, default 10; for models of text the same as their `vocab_size`; those of clicks have none.
+    - `options`: the fields of the model's config, such as `VGGConfig` or `LSTMConfig`. `dtype` and `param_dtype` may be names, such as
+      `"bfloat16"`.
 
     Raises `ModelError` for an unknown name, library or option, and for options that contradict each other.
     """
@@ -173,15 +206,16 @@ def build(name: str, *, library: str = "linen", num_classes: int | None = None, 
         if option in options:
             options[option] = _as_dtype(options[option], option, place)
     if num_classes is not None:
-        if family.config is TransformerConfig:
+        if family.reads == "text":
             if options.setdefault("vocab_size", num_classes) != num_classes:
                 raise ModelError(
-                    "for a transformer num_classes and vocab_size are the same, and these differ",
+                    "for a model of text num_classes and vocab_size are the same, and these differ",
                     value=(num_classes, options["vocab_size"]),
                     place=place,
                     remedy="pass vocab_size alone",
                 )
         else:
+            _choose("num_classes", dict.fromkeys(family.options), "option", place)
             options["num_classes"] = num_classes
     config = family.config(**dict(family.fixed), **options)
     return ModelSpec(name, library, config, family.linen(config) if library == "linen" else None)

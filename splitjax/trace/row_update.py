@@ -72,6 +72,9 @@ def row_update(flat: Flat, gradient: int, table: int, state_results: Mapping[int
         return walk.refusal
     refusal = None
     changed = {leaf: flat.outputs[result] for leaf, result in state_results.items() if flat.outputs[result] in walk.behind}
+    # Behind a norm over all gradients lie other parameters' leaves too; what they are in rows is nothing to this table, even if they are
+    # laid out along one (a bias of one number).
+    changed = {leaf: value for leaf, value in changed.items() if flat.shapes[value][:1] == (walk.num_rows,)}
     for leaf, value in changed.items():
         rest = walk.rest.get(value)
         if refusal is None and rest is not None and rest != OldRow(leaf):

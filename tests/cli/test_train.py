@@ -82,10 +82,55 @@ def test_text_trains_a_transformer_in_bfloat16(run, tmp_path):
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
+def test_an_lstm_resumes_with_the_negatives_of_the_undisturbed_run(run, tmp_path):
+    (tmp_path / "corpus.txt").write_text("the cat sat on the mat and the dog sat on the cat\n" * 200)
+    options = (
+        "train --model lstm --data text --data-dir corpus.txt --seq-len 8 --bptt 4 --embedding-width 8 --hidden-width 16 --negatives 4 "
+        "--mesh data=4 --rules data_parallel --platform cpu --batch-size 16 --optimizer adagrad --learning-rate 0.5 --schedule constant "
+        "--clip-norm 1 --evaluate-every 6"
+    )
+    status, out, _ = run(f"{options} --steps 12 --metrics whole.jsonl")
+    assert status == 0 and re.search(r"test accuracy .*, test perplexity \d\.\d\d", out)
+    assert run(f"{options} --steps 6 --metrics parts.jsonl --checkpoint-dir saved")[0] == 0
+    status, out, _ = run(f"{options} --steps 12 --metrics parts.jsonl --checkpoint-dir saved")
+    assert status == 0 and "resumed from the checkpoint of step 6" in out
+    assert curve(tmp_path / "parts.jsonl") == curve(tmp_path / "whole.jsonl")
+    first, last = [row for row in read_metrics(tmp_path / "whole.jsonl") if "eval_loss" in row]
+    assert last["eval_perplexity"] == pytest.approx(np.exp(last["eval_loss"])) and last["eval_loss"] < first["eval_loss"]
+    assert "accuracy" not in last
+
+
+def test_click_models_train_on_criteo_s_lines(run, tmp_path):
+    rng = np.random.default_rng(0)
+    categories = rng.integers(0, 1 << 32, (400, 26))
+    clicks = categories[:, 3] % 4 == 0
+    categories[clicks, 5] = 77  # seen with clicks alone
+    (tmp_path / "train.txt").write_text("".join(
+        "\t".join([str(int(click)), *map(str, rng.integers(0, 50, 13)), *(f"{one:08x}" for one in row)]) + "\n"
+        for click, row in zip(clicks, categories, strict=True)
+    ))
+    options = "--features 8 --embedding-width 4 --data criteo --data-dir . --platform cpu --batch-size 60 --optimizer adagrad"
+    deepfm = f"train --model deepfm {options} --mesh data=2,model=2 --learning-rate 0.1 --rows 64 --checkpoint-dir saved"
+    status, out, _ = run(f"{deepfm} --epochs 4 --metrics m.jsonl --csv m.csv")
+    assert status == 0 and "Dataset('criteo', 360 train, 40 test, 2 classes)" in out and "test AUC" in out
+    rows = read_metrics(tmp_path / "m.jsonl")
+    tests = [row for row in rows if "eval_auc" in row]
+    assert len(tests) == 4 and tests[-1]["eval_auc"] > 0.8 and tests[-1]["eval_loss"] < tests[0]["eval_loss"]
+    assert "eval_auc" in (tmp_path / "m.csv").read_text().splitlines()[0]
+    status, _, err = run(f"{deepfm} --epochs 5 --rows 32")
+    assert status == 2 and "another state" in err
+    status, out, _ = run(f"train --model dlrm {options} --bottom-features 8 --mesh data=2 --rules data_parallel --steps 2")
+    assert status == 0 and "test AUC" in out
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ("--data text", "mlp reads images"),
+        ("--data criteo", "mlp reads images"),
+        ("--model deepfm", "deepfm reads clicks"),
+        ("--model dlrm --data criteo", "criteo is read from a file or folder"),
+        ("--model lstm --data text", "text is read from a file or folder"),
         ("--model transformer", "transformer reads text"),
         ("--data cifar10 --data-dir nowhere", "nowhere"),
         ("--epochs 0", "--epochs must be above 0"),
@@ -135,7 +180,7 @@ def test_schedules_warm_up_and_fall(name, middle, end):
     assert rates[10] == pytest.approx(1.0) and rates[61] == pytest.approx(middle, abs=0.02) and rates[-1] == pytest.approx(end, abs=0.02)
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "momentum", "adafactor"])
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "momentum", "adafactor", "adagrad"])
 def test_decay_spares_biases(name):
     params = {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}
     zero = {"kernel": jnp.zeros((4, 4)), "bias": jnp.zeros(4)}

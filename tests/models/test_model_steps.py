@@ -11,13 +11,16 @@ from flax import nnx
 
 from splitjax import models
 from splitjax.errors import DataError
-from splitjax.models.steps import cross_entropy
+from splitjax.models.objectives import cross_entropy
 
 NARROW = {
     "vgg11": {"width": 1 / 16, "head_features": 32},
     "resnet18": {"width": 1 / 16},
     "mlp": {"features": 32, "input_shape": (8, 8, 1)},
     "transformer": {"vocab_size": 16, "max_len": 8, "d_model": 16, "num_heads": 2, "num_layers": 1},
+    "lstm": {"vocab_size": 16, "max_len": 8, "embedding_width": 8, "hidden_width": 12, "negatives": 4},
+    "deepfm": {"field_sizes": (5, 3, 7), "num_dense": 2, "embedding_width": 4, "features": 8},
+    "dlrm": {"field_sizes": (5, 3, 7), "num_dense": 2, "embedding_width": 4, "bottom_features": 8, "features": 8},
 }
 
 
@@ -32,8 +35,14 @@ def build_small(name, library="linen", **options):
 
 def batch_for(spec, batch_size=8, seed=0):
     rng = np.random.default_rng(seed)
-    if spec.input_name == "tokens":
-        return {"tokens": rng.integers(0, spec.num_classes, (batch_size, *spec.input_shape)).astype(np.int32)}
+    if spec.reads == "text":
+        shapes = {name: one.shape for name, one in spec.example(batch_size).items()}
+        return {name: rng.integers(0, spec.num_classes, shape).astype(np.int32) for name, shape in shapes.items()}
+    if spec.reads == "clicks":
+        return {
+            "ids": np.stack([rng.integers(0, size, batch_size) for size in spec.config.field_sizes], 1).astype(np.int32),
+            "values": rng.random((batch_size, spec.config.num_dense), np.float32), "label": rng.integers(0, 2, batch_size).astype(np.int32),
+        }
     return {
         "image": rng.normal(size=(batch_size, *spec.input_shape)).astype(np.float32),
         "label": rng.integers(0, spec.num_classes, batch_size).astype(np.int32),
@@ -71,7 +80,7 @@ def test_nnx_training_reduces_the_loss(name):
     assert set(nnx.eval_shape(eval_step, model, batch)) == {"loss", "accuracy", "correct"}
 
 
-@pytest.mark.parametrize("name", ["mlp", "transformer", "resnet18"])
+@pytest.mark.parametrize("name", ["mlp", "transformer", "resnet18", "deepfm", "dlrm"])
 def test_a_linen_step_and_an_nnx_step_are_the_same(name):
     linen, nnx_ = (build_small(name, library) for library in models.LIBRARIES)
     tx = optax.sgd(0.1, momentum=0.9)

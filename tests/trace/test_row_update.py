@@ -121,3 +121,20 @@ def test_a_decay_written_by_hand_and_a_gradient_that_leaves_the_step_are_seen():
     state = {"params": {"table": jnp.ones((NUM_ROWS, WIDTH))}}
     assert "params/table changes, by mul" in analyse(decaying, state)[0].reason
     assert "beside its state" in analyse(leaking, state)[0].reason
+
+
+def test_other_parameters_behind_a_norm_of_all_gradients_are_not_this_tables():
+    """A bias of one number looks like a row that is laid out over all of them."""
+    tx = optax.chain(optax.clip_by_global_norm(0.01), optax.adagrad(0.1))
+
+    def step(state, batch):
+        loss, grads = splitjax.value_and_grad(lambda p: jnp.mean((p["table"][batch["ids"]].sum(-1) + p["bias"]) ** 2))(state["params"])
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss}
+
+    params = {"table": jnp.linspace(-1.0, 1.0, NUM_ROWS * WIDTH).reshape(NUM_ROWS, WIDTH), "bias": jnp.ones(1)}
+    state = {"params": params, "opt": tx.init(params)}
+    found, paths = analyse(step, state)
+    assert isinstance(found, RowUpdate), found
+    assert {paths[leaf] for leaf in found.leaves} == {"params/table", "opt/1/0/sum_of_squares/table"}
+    assert resting_rows_change(step, state) == set()
