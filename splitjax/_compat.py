@@ -247,10 +247,7 @@ def prune(eqn: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
     """The part of an equation that computes some of its results: a closed jaxpr over the operands that these results need, and
     which operands those are. Literal operands count as operands."""
     types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)) for v in eqn.invars]
-    whole = close_jaxpr(trace(lambda *operands: bind_equation(eqn, operands), *types)[0])
-    inner, consts = open_jaxpr(whole)
-    kept, used_inputs = partial_eval.dce_jaxpr(inner, list(used))
-    return close_jaxpr(kept, consts), list(used_inputs)
+    return prune_jaxpr(close_jaxpr(trace(lambda *operands: bind_equation(eqn, operands), *types)[0]), used)
 
 
 def drop_unused(closed: Any, keep: int = 0) -> tuple[Any, list[bool]]:
@@ -258,6 +255,13 @@ def drop_unused(closed: Any, keep: int = 0) -> tuple[Any, list[bool]]:
     inner, consts = open_jaxpr(closed)
     kept, used = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars), [i < keep for i in range(len(inner.invars))])
     return close_jaxpr(kept, consts), list(used)
+
+
+def prune_jaxpr(closed: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """The part of a closed jaxpr that computes some of its results, over the operands that it needs, and which operands those are."""
+    inner, consts = open_jaxpr(closed)
+    kept, used_inputs = partial_eval.dce_jaxpr(inner, list(used))
+    return close_jaxpr(kept, consts), list(used_inputs)
 
 
 def with_params(eqn: Any, **changes: Any) -> Any:

@@ -240,7 +240,7 @@ class ParallelStep:
         if observer is None or not observer.is_ready(entry.observes):
             return entry
         if entry.observes:
-            decision = decide(entry.sparse, self._recipe.sync, observer.take_samples(), self.mesh)
+            decision = decide(entry.sparse, self._recipe.request, observer.take_samples(), self.mesh)
             entry = self._build(entry.bound, decision, "its tables were observed")
             self._first.setdefault(signature, self._entries[signature])
         elif observer.overflows():

@@ -25,7 +25,7 @@ class ModelCommand(Traceback):
     mesh: MeshText = "data=2,model=4"
     """Mesh axes and their sizes."""
     rules: str = "splitbrain"
-    """A shipped rule set (splitbrain, megatron, fsdp, data_parallel) or the path of a TOML file."""
+    """A shipped rule set (splitbrain, megatron, fsdp, embedding_owner, data_parallel) or the path of a TOML file."""
     group_comm: GroupComm = "auto"
     """How examples cross from whole into split layers."""
     shard_state: bool = False

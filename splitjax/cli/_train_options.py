@@ -11,6 +11,10 @@ from typing import Any, Literal
 
 from splitjax.cli._options import GroupComm, ModelName, OptionValueError
 
+# The schemes of `splitjax.sync`, by name (a test compares them).
+Sync = Literal[
+    "dense", "auto", "all_gather", "recursive_doubling", "blocks", "parameter_server", "hierarchical", "zen", "row_exchange"
+]
 
 @dataclasses.dataclass(frozen=True)
 class DataOptions:
@@ -104,11 +108,15 @@ class LayoutOptions:
     mesh: str | None = None
     """Mesh axes and their sizes, as data=2,model=4; all devices on data if not given."""
     rules: str = "splitbrain"
-    """A shipped rule set (splitbrain, megatron, fsdp, data_parallel) or the path of a TOML file."""
+    """A shipped rule set (splitbrain, megatron, fsdp, embedding_owner, data_parallel) or the path of a TOML file."""
     group_comm: GroupComm = "auto"
     """How examples cross from whole into split layers."""
     shard_state: bool = False
     """Also split optimizer state and gradients of parameters that stay whole."""
+    sync: Sync = "dense"
+    """How gradients of tables with row lookups are exchanged; auto chooses by what the first steps touch and how fast the links are."""
+    lazy: bool = False
+    """Update only the rows with a gradient where the optimizer would change others too (momentum, Adam): other numbers, less work."""
     platform: Literal["auto", "cpu"] = "auto"
     """auto: what JAX finds; cpu: this machine's processor, with virtual devices for the mesh."""
 

@@ -21,6 +21,7 @@ from splitjax.cli import _session
 from splitjax.cli._train_options import DataOptions, LayoutOptions, ModelOptions, OptimizerOptions, TrainingOptions
 from splitjax.errors import DataError
 from splitjax.runtime.placing import batch_layout
+from splitjax.sync import ByRows
 
 # Models of small images: three channels of 32x32 pixels.
 _IMAGE_SIZE, _CHANNELS = 32, 3
@@ -139,7 +140,8 @@ def make_steps(spec: models.ModelSpec, dataset: data.Dataset, batch_size: int, m
         spec, optimizer(options, rate), label_smoothing=options.label_smoothing, value_and_grad=boundary
     )
     step = splitjax.parallelize(
-        train_step, mesh=mesh, rules=layout.rules, group_comm=layout.group_comm, shard_state=layout.shard_state
+        train_step, mesh=mesh, rules=layout.rules, group_comm=layout.group_comm, shard_state=layout.shard_state,
+        sync=ByRows(layout.sync, lazy=layout.lazy),
     )
     one = next(dataset.train_batches(1))
     example = {name: jax.ShapeDtypeStruct((batch_size, *array.shape[1:]), array.dtype) for name, array in one.items()}

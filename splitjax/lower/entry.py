@@ -26,6 +26,7 @@ from splitjax.lower.scatter import derive_scatters, pin_gradients, updated_in_pa
 from splitjax.lower.sparse import SparseStep, evaluate_sparse, find_sparse
 from splitjax.lower.states import match_states
 from splitjax.lower.sync_request import DENSE, SyncRequest
+from splitjax.lower.sync_request import parse as parse_sync
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan, Plan
 from splitjax.rules import RuleSet
@@ -49,6 +50,11 @@ class Recipe:
     group_comm: str = "auto"
     shard_state: bool = False
     sync: SyncRequest = DENSE
+
+    @functools.cached_property
+    def request(self) -> SyncRequest:
+        """How tables are synchronised: as asked for, or as the rule set says."""
+        return parse_sync(self.rules.sync, f"rule set {self.rules.name!r}") if self.sync.is_dense else self.sync
 
     @property
     def name(self) -> str:
@@ -133,8 +139,8 @@ def build_entry(
         check = lambda kind: check_turns(kind, graph, mesh, plan, layout, jaxpr, twin_of)
         plan = choose(recipe.group_comm if recipe.pinned is None else recipe.pinned.group_comm, plan, graph, check, crosses(graph, plan))
     sparse = None
-    if recipe.returns_state and not recipe.sync.is_dense:
-        sparse = find_sparse(graph, jaxpr, plan, recipe.sync, None if decision is None else decision.chosen)
+    if recipe.returns_state and not recipe.request.is_dense:
+        sparse = find_sparse(graph, jaxpr, plan, recipe.request, None if decision is None else decision.chosen)
         plan = with_syncs(plan, sparse, decision)
         twin_of = sparse.twin_of(twin_of)
     hook = boundary_hook(graph, mesh, plan, layout, twin_of)

@@ -1,7 +1,7 @@
 """A gradient boundary whose tables give rows instead of dense gradients.
 
-Every lookup `rows = gather(table, ids)` of the forward becomes `gather(table, ids) + delta`. The boundary differentiates with respect to
-the deltas, which are zero, and no longer the table; the ids are further results. So the table's gradient comes out as
+Every lookup `rows = gather(table, ids)` of the forward becomes `gather(table, ids) + delta`, or `delta` alone where the rows were brought from
+elsewhere. The boundary differentiates with respect to the deltas, which are zero or these rows, and no longer the table; the ids are further results. So the table's gradient comes out as
 (ids, cotangents), one row per lookup, and nothing of the table's size is made. Calls that a lookup stands in (jit, remat,
 scan) hand its delta in and its ids out.
 
@@ -11,7 +11,7 @@ Equations keep their places, so that sites (`trace.flatten`) mean the same in th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,11 +26,11 @@ from splitjax.trace.flatten import Site, equation_at
 PRIMITIVE = "splitjax_lookup"
 
 
-def _evaluate(table: Any, ids: Any, delta: Any, **params: Any) -> list[Any]:
-    return [jax.lax.gather_p.bind(table, ids, **params) + delta]
+def _evaluate(table: Any, ids: Any, delta: Any, *, is_given: bool, **params: Any) -> list[Any]:
+    return [delta if is_given else jax.lax.gather_p.bind(table, ids, **params) + delta]
 
 
-# (table, ids, delta) -> [gather(table, ids) + delta]; the parameters are the gather's.
+# (table, ids, delta) -> [gather(table, ids) + delta], or [delta] where the rows are given instead; further parameters are the gather's.
 lookup_p = _compat.define_primitive(PRIMITIVE, _evaluate, lambda table, ids, delta, **params: ([delta], _compat.NO_EFFECTS))
 
 
@@ -65,16 +65,17 @@ class Edited:
     kept: tuple[int, ...]
 
 
-def edit_boundary(eqn: Any, sites: Sequence[Site], tables: Sequence[int]) -> Edited:
+def edit_boundary(eqn: Any, sites: Sequence[Site], tables: Sequence[int], given: Collection[int] = ()) -> Edited:
     """Edits lookups of a boundary.
 
     **Arguments:**
 
     - `sites`: of the lookups, within the boundary's forward.
     - `tables`: the operand positions of their tables, which are differentiated no longer.
+    - `given`: the lookups, by their place in `sites`, whose rows are given.
     """
     forward, positions = eqn.params["forward"], eqn.params["positions"]
-    edited, deltas = _edit(forward, {site: number for number, site in enumerate(sites)})
+    edited, deltas = _edit(forward, {site: number for number, site in enumerate(sites)}, frozenset(given))
     num_operands, num_results = len(eqn.invars), len(eqn.outvars) - len(positions)
     kept = tuple(number for number, position in enumerate(positions) if position not in tables)
     variables = [_compat.variable_of(one) for one in deltas]
@@ -94,7 +95,7 @@ def edit_boundary(eqn: Any, sites: Sequence[Site], tables: Sequence[int]) -> Edi
     return Edited(new, tuple(lookups), kept)
 
 
-def _edit(jaxpr: Any, lookups: Mapping[Site, int]) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+def _edit(jaxpr: Any, lookups: Mapping[Site, int], given: frozenset[int]) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
     """A jaxpr with the lookups at some sites edited: deltas are further operands, ids further results, by number. Returns also the
     deltas' types."""
     inner, consts = _compat.open_jaxpr(jaxpr)
@@ -106,12 +107,14 @@ def _edit(jaxpr: Any, lookups: Mapping[Site, int]) -> tuple[Any, list[jax.ShapeD
             delta = _compat.new_variable(eqns[index].outvars[0])
             ids[number] = eqns[index].invars[1]
             deltas[number] = delta
-            eqns[index] = eqns[index].replace(primitive=lookup_p, invars=[*eqns[index].invars, delta])
+            eqns[index] = eqns[index].replace(
+                primitive=lookup_p, invars=[*eqns[index].invars, delta], params={**eqns[index].params, "is_given": number in given}
+            )
         else:
             inside.setdefault(site[0], {})[site[2:]] = number
     renamed: dict[Any, Any] = {}
     for index, found in inside.items():
-        eqns[index], more = _call(eqns[index], found, deltas, ids, renamed)
+        eqns[index], more = _call(eqns[index], found, given, deltas, ids, renamed)
         constants += more
     swap = lambda v: v if isinstance(v, _compat.Literal) else renamed.get(v, v)
     if renamed:
@@ -124,18 +127,18 @@ def _edit(jaxpr: Any, lookups: Mapping[Site, int]) -> tuple[Any, list[jax.ShapeD
     return new, [_struct(deltas[n].aval) for n in numbers]
 
 
-def _call(eqn: Any, lookups: Mapping[Site, int], deltas: dict[int, Any], ids: dict[int, Any], renamed: dict[Any, Any]) -> tuple[Any, list]:
+def _call(eqn: Any, lookups: Mapping[Site, int], given: frozenset[int], deltas: dict[int, Any], ids: dict[int, Any], renamed: dict[Any, Any]) -> tuple[Any, list]:
     """A call around edited lookups: adds its deltas and ids to the caller's; `renamed` gets results that JAX hands straight through.
     Returns also the constants (variable, value) that the caller gets with it."""
     rebuild, parameter = _CALLS[eqn.primitive.name]
     numbers = sorted(lookups.values())
-    body, types = _edit(eqn.params[parameter], lookups)
+    body, types = _edit(eqn.params[parameter], lookups, given)
     function, types = rebuild(eqn, body, types)
     variables = [v for v in eqn.invars if not isinstance(v, _compat.Literal)]
 
-    def run(values: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    def run(values: Sequence[Any], added: Sequence[Any]) -> list[Any]:
         fresh = iter(values)
-        return function([v.val if isinstance(v, _compat.Literal) else next(fresh) for v in eqn.invars], given)
+        return function([v.val if isinstance(v, _compat.Literal) else next(fresh) for v in eqn.invars], added)
 
     traced, _ = _compat.trace(run, [_struct(v.aval) for v in variables], types)
     outer, values = _compat.open_jaxpr(traced)
@@ -206,9 +209,20 @@ _CALLS: dict[str, tuple[Callable, str]] = {
 }  # fmt: skip
 
 
-def rows_of(lookup: Lookup, ids: Any, cotangent: Any) -> tuple[Any, Any]:
+def rows_of(lookup: Lookup, ids: Any, cotangent: Any = None) -> tuple[Any, Any]:
     """A lookup's ids i[...] and cotangents f[..., *row], from the ids as its gather has them (i[..., components]) and its delta's gradient."""
+    if cotangent is None:
+        return ids[..., tuple(lookup.params["dimension_numbers"].start_index_map).index(0)], None
     numbers, row_shape = lookup.params["dimension_numbers"], lookup.params["slice_sizes"][1:]
     offset = [lookup.num_loops + dim for dim in numbers.offset_dims]
     values = jnp.moveaxis(cotangent, offset, range(cotangent.ndim - len(offset), cotangent.ndim))
     return ids[..., tuple(numbers.start_index_map).index(0)], values.reshape(*ids.shape[:-1], *row_shape)
+
+
+def ids_of(edited: Edited) -> tuple[Any, list[bool]] | None:
+    """The ids of an edited boundary's lookups as a closed jaxpr over some of its operands, and which these are; None where they depend on what it differentiates."""
+    num_ids, forward = len(edited.lookups), edited.eqn.params["forward"]
+    inner, _ = _compat.open_jaxpr(forward)
+    used = [False] * (len(inner.outvars) - num_ids) + [True] * num_ids
+    closed, kept = _compat.prune_jaxpr(forward, used)
+    return None if any(kept[position] for position in edited.eqn.params["positions"]) else (closed, kept)

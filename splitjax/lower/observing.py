@@ -19,15 +19,18 @@ from splitjax.lower.sparse import Chosen, SparseStep
 from splitjax.lower.sync_request import AUTO, SyncRequest
 from splitjax.lower.table_rows import TableSync
 from splitjax.plan import ROW_EXCHANGE, Collective, Plan, SyncPlan
+from splitjax.sync.all_gather import AllGather
 from splitjax.sync.choose import choose
 from splitjax.sync.dense import Dense
 from splitjax.sync.link import measure_link
+from splitjax.sync.owner import OwnerSharded, plan_owner
 from splitjax.sync.profile import Sparsity, Table, measure
 from splitjax.sync.scheme import Capacities, Link, Scheme
 from splitjax.trace.graph import itemsize
 
 OBSERVED_STEPS = 3
 CHECKED_STEPS = 64
+OWNED = "owner_sharded"
 MOST_FALLBACKS = 2  # of so many steps
 
 Observed = Mapping[str, Mapping[str, Any]]  # by table, see `sparse.evaluate_sparse`
@@ -80,6 +83,12 @@ def decide(step: SparseStep, request: SyncRequest, samples: Mapping[str, list[np
     links: dict[tuple[str, ...], Any] = {}
     for table in step.tables:
         sparsity, asked = sparsity_of(table, samples[table.param]), request.of(table.param).scheme
+        if table.is_owned:
+            chosen[table.param] = AllGather(), plan_owner(sparsity, "range")
+            busiest = max(sparsity.skewness, 1.0)
+            hint = "; ids that are sorted by frequency load the first owners: hash them once" if busiest > 2 else ""
+            why[table.param] = f"each worker owns its rows: those read are pulled, gradients pushed; the busiest owner has {busiest:.2f} times the mean{hint}"
+            continue
         seen = f"capacities from {len(samples[table.param])} steps, density {sparsity.density:.3g}"
         if asked != AUTO:
             chosen[table.param], why[table.param] = (asked, asked.plan(sparsity)), f"asked for; {seen}"
@@ -102,7 +111,9 @@ def with_syncs(plan: Plan, step: SparseStep, decision: Decision | None) -> Plan:
     syncs = sync_plans(plan, step, decision)
     names = {param: layer.name for layer in plan.layers for param in layer.params}
     sparse = {table.param for table in step.tables}
-    kept = tuple(one for one in plan.collectives if not any(one.why == f"gradient of {param}" for param in sparse))
+    replaced = {f"gradient of {param}" for param in sparse}
+    replaced |= {f"{phase}: {table.param} is stored in pieces" for table in step.tables if table.is_owned for phase in ("forward", "backward")}
+    kept = tuple(one for one in plan.collectives if one.why not in replaced)
     exchanges = tuple(
         Collective(ROW_EXCHANGE, one.axis, one.bytes, names.get(one.param, one.param), f"rows of the gradient of {one.param}, by {one.scheme}")
         for one in syncs if one.param in sparse and one.bytes
@@ -124,11 +135,13 @@ def sync_plans(plan: Plan, step: SparseStep, decision: Decision | None) -> tuple
         sizes = Table(table.num_rows, table.row_size, itemsize(table.dtype), plan.mesh.size(table.axes))
         sent, why = 0, f"the first {OBSERVED_STEPS} steps are observed, with all rows gathered"
         if decision is not None:
-            sent, why = table.scheme.predicted_bytes(table.capacities, sizes), decision.why[found.param]
+            exchange = OwnerSharded(table.num_rows, table.capacities, ownership="range") if table.is_owned else None
+            sent = exchange.predicted_bytes(sizes) if exchange else table.scheme.predicted_bytes(table.capacities, sizes)
+            why = decision.why[found.param]
         if found.update is None:
             why = f"lazy, which changes the numbers: {found.reason}; {why}"
         entries.append(SyncPlan(
-            found.param, table.scheme.name, "+".join(table.axes), found.num_rows, sent if sizes.num_workers > 1 else 0,
+            found.param, OWNED if table.is_owned else table.scheme.name, "+".join(table.axes), found.num_rows, sent if sizes.num_workers > 1 else 0,
             all_reduce_bytes(sizes.num_workers, sizes.num_bytes), why,
         ))  # fmt: skip
     return tuple(entries)

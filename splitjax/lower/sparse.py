@@ -11,17 +11,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from splitjax import _compat
 from splitjax.errors import SyncError
 from splitjax.lower.gradient import is_boundary
 from splitjax.lower.layout import BoundaryHook, Hooks, Layout, Site, evaluate, holds_boundary
-from splitjax.lower.lookups import Edited, edit_boundary, rows_of
+from splitjax.lower.lookups import Edited, Lookup, edit_boundary, ids_of, rows_of
 from splitjax.lower.microbatching import Twin
+from splitjax.lower.owned_rows import Owned, Pulled, pull, push
 from splitjax.lower.row_values import Rows, RowWriter, dense, zeros_like
 from splitjax.lower.sync_request import SyncRequest
-from splitjax.lower.table_rows import Exchanged, Lookups, TableSync, exchange, total, write
+from splitjax.lower.table_rows import Exchanged, Lookups, TableSync, exchange
 from splitjax.plan import LeafPlan, Plan, spec_axes
 from splitjax.sync.all_gather import AllGather
 from splitjax.sync.dense import Dense
@@ -56,7 +57,8 @@ class SparseStep:
         operands = {number: self._operand(number, site) for number in numbers}
         order = [(number, k) for number in numbers for k in range(len(self.tables[number].lookups))]
         sites = [self.table_of(self.tables[number]).lookups[k].site[len(site) + 1 :] for number, k in order]
-        return edit_boundary(eqn, sites, list(operands.values())), order, operands
+        given = [place for place, (number, _) in enumerate(order) if self.tables[number].is_owned]
+        return edit_boundary(eqn, sites, list(operands.values()), given), order, operands
 
     def _operand(self, number: int, site: Site) -> int:
         """The operand position of a table in its boundary."""
@@ -98,7 +100,10 @@ def find_sparse(graph: Graph, jaxpr: Any, plan: Plan, request: SyncRequest, chos
             reasons[table.param] = reason
             continue
         tables.append(_table_sync(table, graph, plan, leaves[table.param], asked, chosen))
-    return SparseStep(graph, jaxpr, tuple(tables), reasons)
+    step = SparseStep(graph, jaxpr, tuple(tables), reasons)
+    # Where the ids are known only with the parameters, rows cannot be brought before the forward pass.
+    late = {one.param for one in tables if one.is_owned and ids_of(step.edited(equation_at(jaxpr, site := step.table_of(one).boundary), site)[0]) is None}
+    return dataclasses.replace(step, tables=tuple(dataclasses.replace(one, is_owned=one.is_owned and one.param not in late) for one in tables))
 
 
 def _reason(table: Table, graph: Graph, jaxpr: Any, plan: Plan, leaves: Mapping[str, LeafPlan], asked: ByRows) -> str:
@@ -128,10 +133,11 @@ def _table_sync(table: Table, graph: Graph, plan: Plan, leaf: LeafPlan, asked: B
     split = spec_axes(leaf.spec[1:])
     axes = tuple(axis for axis in plan.mesh.present(plan.batch_axes) if axis not in split)
     scheme, capacities = (asked.scheme if isinstance(asked.scheme, Scheme) else AllGather(), None) if chosen is None else chosen[table.param]
+    is_owned = bool(axes) and spec_axes(leaf.spec[:1]) == axes
     row_size = math.prod(leaf.shape[1:]) // plan.mesh.size(split)
     index = next(index for index, one in enumerate(graph.leaves) if one.path == table.param)
     lookups = tuple(Lookups(_example_dim(one, graph, plan.mesh.size(axes)), one.mode.removesuffix("_or_drop")) for one in table.lookups)
-    return TableSync(table.param, index, _update(table, asked).leaves, leaf.shape, leaf.dtype, leaf.spec, axes, lookups, row_size, scheme, capacities)
+    return TableSync(table.param, index, _update(table, asked).leaves, leaf.shape, leaf.dtype, leaf.spec, axes, lookups, is_owned, row_size, scheme, capacities)
 
 
 def _example_dim(lookup: Any, graph: Graph, num_workers: int) -> int | None:
@@ -151,14 +157,16 @@ class _Run:
     mesh: Mesh
     hook: BoundaryHook
     arguments: Sequence[Any]
-    found: dict[int, Exchanged]
+    found: dict[int, Exchanged | Owned]
 
     def boundary(self, eqn: Any, operands: Sequence[Any], site: Site, forward: Callable) -> list[Any]:
         operands = [dense(one) for one in operands]
         if not self.step.at(site):
             return self.hook(eqn, operands, site, forward)
         edited, order, positions = self.step.edited(eqn, site)
-        results = self.hook(edited.eqn, [*operands, *(zeros_like(one.delta) for one in edited.lookups)], site, forward)
+        pulled = self._pulled(edited, order, positions, operands)
+        deltas = [self._delta(one, place, order, pulled) for place, one in enumerate(edited.lookups)]
+        results = self.hook(edited.eqn, [*operands, *deltas], site, forward)
         num_results, count = len(eqn.outvars) - len(eqn.params["positions"]), len(order)
         ids, gradients = results[num_results : num_results + count], results[num_results + count :]
         kept, cotangents = gradients[: len(edited.kept)], gradients[len(edited.kept) :]
@@ -167,6 +175,9 @@ class _Run:
                 rows_of(lookup, one, cotangent)
                 for (table, _), lookup, one, cotangent in zip(order, edited.lookups, ids, cotangents, strict=True) if table == number
             ]
+            if number in pulled:
+                self.found[number] = push(pulled[number], [one for _, one in rows])
+                continue
             loops = [lookup.num_loops for (table, _), lookup in zip(order, edited.lookups, strict=True) if table == number]
             self.found[number] = exchange(
                 self._placed(self.step.tables[number], loops, [one for one, _ in rows]), self.mesh, [one for one, _ in rows], [one for _, one in rows]
@@ -178,6 +189,26 @@ class _Run:
                 table = self.step.tables[table_at[position]]
                 whole[k] = Rows(table.shape, table.dtype, table_at[position], True)
         return [*results[:num_results], *(whole[k] for k in range(len(whole)))]
+
+    def _pulled(self, edited: Edited, order: Sequence[tuple[int, int]], positions: Mapping[int, int], operands: Sequence[Any]) -> dict[int, Pulled]:
+        """The rows of the tables that their workers own, brought before the forward pass."""
+        owned = [number for number in positions if self.step.tables[number].is_owned]
+        if not owned:
+            return {}
+        closed, used = ids_of(edited)
+        every = _compat.eval_jaxpr(closed, (), *(one for one, is_used in zip(operands, used, strict=False) if is_used))
+        pulled = {}
+        for number in owned:
+            mine = [place for place, (table, _) in enumerate(order) if table == number]
+            ids = [rows_of(edited.lookups[place], every[place])[0] for place in mine]
+            table = self._placed(self.step.tables[number], [edited.lookups[place].num_loops for place in mine], ids)
+            pulled[number] = pull(table, self.mesh, operands[positions[number]], ids)
+        return pulled
+
+    def _delta(self, lookup: Lookup, place: int, order: Sequence[tuple[int, int]], pulled: Mapping[int, Pulled]) -> Any:
+        """What a lookup's rows are differentiated by: zeros that are added to them, or the pulled rows themselves."""
+        number, k = order[place]
+        return pulled[number].given(lookup, k) if number in pulled else zeros_like(lookup.delta)
 
     def _placed(self, table: TableSync, loops: Sequence[int], ids: Sequence[Any]) -> TableSync:
         """The dims of lookups as they are here: behind those of loops. One that no example has is cut where it divides."""
@@ -192,7 +223,7 @@ class _Run:
 
     def total(self, eqn: Any, value: Rows) -> Any:
         found = self.found[value.table]
-        return total(found, {leaf: self.arguments[leaf] for leaf in found.table.leaves}, eqn, value)
+        return found.total({leaf: self.arguments[leaf] for leaf in found.table.leaves}, eqn, value)
 
 
 def evaluate_sparse(
@@ -216,10 +247,8 @@ def evaluate_sparse(
         found = run.found[number]
         new = {leaf: results[results_of[leaf]] for leaf in table.leaves}
         new = {leaf: value for leaf, value in new.items() if isinstance(value, Rows) and value.behind}
-        changed = write(found, {leaf: arguments[leaf] for leaf in table.leaves}, new)
+        changed = found.write({leaf: arguments[leaf] for leaf in table.leaves}, new)
         for leaf in new:
             results[results_of[leaf]] = changed[leaf]
-        observed[table.param] = {"num_rows": found.rows.count, "fell_back": jnp.logical_not(found.fits)}
-        if found.touched is not None:
-            observed[table.param]["touched"] = found.touched
+        observed[table.param] = found.observed
     return [dense(one) for one in results], observed

@@ -40,6 +40,7 @@ class TableSync:
 
     - `param`: its path. `leaf`: its flat argument; `leaves`: the flat arguments whose rows its update reads or writes, itself first.
     - `shape`, `dtype`: of the table. `spec`: its layout; `axes`: the mesh axes of its workers, over which its lookups are summed.
+    - `is_owned`: its rows are split over its workers, which pull and push (`owned_rows`); otherwise every worker gets the sum.
     - `row_size`: values of a row on one device.
     - `scheme`, `capacities`: of the exchange; None for the first steps, in which all rows are gathered and the ids returned.
     """
@@ -52,6 +53,7 @@ class TableSync:
     spec: Spec
     axes: tuple[str, ...]
     lookups: tuple[Lookups, ...]
+    is_owned: bool
     row_size: int
     scheme: Scheme
     capacities: Capacities | None
@@ -88,13 +90,40 @@ class Exchanged:
     local_values: Any
     touched: Any
 
-    def choose(self, function: Callable[[RowSparse], Any]) -> Any:
+    @property
+    def observed(self) -> dict[str, Any]:
+        """What the step returns of it: `fell_back` bool[], and while capacities are not known `touched`."""
+        return {"fell_back": jnp.logical_not(self.fits), **({} if self.touched is None else {"touched": self.touched})}
+
+    def write(self, leaves: Mapping[int, Any], new: Mapping[int, Rows]) -> dict[int, Any]:
+        """The state's leaves, with the rows that the update changes.
+
+        **Arguments:** `leaves`: the table's, by flat argument; `new`: what becomes of those that are written."""
+        given = {id(one): one for value in new.values() for one in value.arrays()}
+
+        def update(rows: RowSparse, state: dict[int, Any]) -> dict[int, Any]:
+            run = _on_devices(self, lambda view: view.leaves | written(view, new), state, {leaf: self.table.row_axes for leaf in state})
+            return run(rows, state, given)
+
+        return self._into(update, dict(leaves))
+
+    def total(self, leaves: Mapping[int, Any], eqn: Any, value: Rows) -> Any:
+        """A reduction over all touched rows; the other rows have nothing to add."""
+        given = {id(one): one for one in value.arrays()}
+
+        def reduce(rows: RowSparse) -> Any:
+            run = _on_devices(self, lambda view: _compat.rebind(eqn, [view.rows(value)])[0], leaves, (), eqn.primitive.name)
+            return run(rows, dict(leaves), given)
+
+        return self._choose(reduce)
+
+    def _choose(self, function: Callable[[RowSparse], Any]) -> Any:
         """A function of the whole sum, the same for any capacity, such as a norm."""
         if self.fits is True:
             return function(self.rows)
         return lax.cond(self.fits, lambda: function(self.rows), lambda: function(self._all()))
 
-    def into(self, function: Callable[[RowSparse, Any], Any], carry: Any) -> Any:
+    def _into(self, function: Callable[[RowSparse, Any], Any], carry: Any) -> Any:
         """A carry, such as tables, changed in place by a function of the whole sum."""
         if self.fits is True:
             return function(self.rows, carry)
@@ -133,7 +162,7 @@ def exchange(table: TableSync, mesh: Mesh, ids: Sequence[Any], values: Sequence[
 
     run = _in_shard_map(
         table, mesh, body,
-        ([_cut(one.dim, table.axes) for one in table.lookups], [_cut(one.dim, table.axes, x.ndim - len(table.shape) + 1, table.row_spec) for one, x in zip(table.lookups, values, strict=True)]),
+        ([cut(one.dim, table.axes) for one in table.lookups], [cut(one.dim, table.axes, x.ndim - len(table.shape) + 1, table.row_spec) for one, x in zip(table.lookups, values, strict=True)]),
         (
             (PartitionSpec(), PartitionSpec(None, *table.row_spec), PartitionSpec()), PartitionSpec(), PartitionSpec(table.axes),
             PartitionSpec(table.axes, *table.row_spec), PartitionSpec() if table.capacities is None else None,
@@ -145,32 +174,8 @@ def exchange(table: TableSync, mesh: Mesh, ids: Sequence[Any], values: Sequence[
     return Exchanged(table, mesh, total, True if is_static[-1] else fits, local_ids, local_values, touched)
 
 
-def write(found: Exchanged, leaves: Mapping[int, Any], new: Mapping[int, Rows]) -> dict[int, Any]:
-    """The state's leaves, with the rows that the update changes.
-
-    **Arguments:** `leaves`: the table's, by flat argument; `new`: what becomes of those that are written."""
-    given = {id(one): one for value in new.values() for one in value.arrays()}
-
-    def update(rows: RowSparse, state: dict[int, Any]) -> dict[int, Any]:
-        run = _on_devices(found, lambda view: view.leaves | written(view, new), state, {leaf: found.table.row_axes for leaf in state})
-        return run(rows, state, given)
-
-    return found.into(update, dict(leaves))
-
-
-def total(found: Exchanged, leaves: Mapping[int, Any], eqn: Any, value: Rows) -> Any:
-    """A reduction over all touched rows; the other rows have nothing to add."""
-    given = {id(one): one for one in value.arrays()}
-
-    def reduce(rows: RowSparse) -> Any:
-        run = _on_devices(found, lambda view: _compat.rebind(eqn, [view.rows(value)])[0], leaves, (), eqn.primitive.name)
-        return run(rows, dict(leaves), given)
-
-    return found.choose(reduce)
-
-
 # How partial results of devices that have some of the rows each are put together.
-_JOIN = {"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": lax.pmin}
+JOIN = {"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": lax.pmin}
 
 
 def _on_devices(found: Exchanged, function: Callable[[View], Any], leaves: Mapping[int, Any], out_axes: Any, join: str = "") -> Callable:
@@ -190,7 +195,7 @@ def _on_devices(found: Exchanged, function: Callable[[View], Any], leaves: Mappi
         mine = (ids >= 0) & (ids < size)
         values = jnp.where(mine.reshape(-1, *[1] * (rows.values.ndim - 1)), rows.values, 0)
         found = function(View(jnp.where(mine, ids, size), values, state, given, is_sorted=False))
-        return _JOIN[join](found, table.row_axes) if join else found
+        return JOIN[join](found, table.row_axes) if join else found
 
     if not manual:
         return body
@@ -225,7 +230,7 @@ def _parts(rows: RowSparse) -> tuple[Any, Any, Any]:
     return rows.ids, rows.values, rows.count
 
 
-def _cut(dim: int | None, axes: tuple[str, ...], num_ids_dims: int = 0, row_spec: tuple[Any, ...] = ()) -> PartitionSpec:
+def cut(dim: int | None, axes: tuple[str, ...], num_ids_dims: int = 0, row_spec: tuple[Any, ...] = ()) -> PartitionSpec:
     """The spec of a lookup's ids, or of its cotangents with `num_ids_dims` dims before the row's."""
     entries: list[Any] = [None] * max(num_ids_dims, 0 if dim is None else dim + 1)
     if dim is not None:

@@ -26,6 +26,7 @@ GRADIENT, MOVED, WEIGHT, STATE, STATISTIC, BATCH, VALUE = "gradient", "moved gra
 ROWS, FALLBACK = "rows", "fallback"
 _SCOPE = re.compile(r"splitjax:(?:enter|product|stored):([^/()]+)")
 _ROWS = re.compile(r"splitjax:(rows|fallback):([^/()]+)")
+_AGAIN = "splitjax:again"  # see `sync.owner`
 _STORED = re.compile(r"splitjax:stored:([^/()]+)")
 _SUMS = ("all_reduce", "reduce_scatter")
 _STATE = ("param", "optimizer", "statistic")
@@ -173,7 +174,8 @@ def gather_evidence(one: CompiledCollective, flow: Dataflow, step: Step) -> Evid
     node = flow.collective(one.name, one.member)
     if rows := _ROWS.search(one.op_name):
         leaf = step.dotted(rows.group(2))
-        return Evidence(one, BACKWARD, rows.group(1), leaf, one.op_name, one.frames, step.layer_of(leaf), "scope", node)
+        about = FALLBACK if _AGAIN in one.op_name else rows.group(1)
+        return Evidence(one, BACKWARD, about, leaf, one.op_name, one.frames, step.layer_of(leaf), "scope", node)
     op_name, frames = _served(one, node, flow)
     phase = _phase(op_name, step)
     about, leaf = _subject(one, node, phase, flow, step) if node is not None else (VALUE, "")

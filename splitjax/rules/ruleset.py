@@ -29,6 +29,7 @@ class RuleSet:
       the axis `data` only.
     - `description`, `source`: text for people.
     - `allow_replicated`: whether leaving every parameter whole is what the set is for.
+    - `sync`: how gradients of tables with row lookups are exchanged where `parallelize(sync=)` is left at `"dense"`: one of its names.
     - `axes`: axes, besides every one other than `data`, over which some parameter has to be sharded.
 
     Raises `RuleError` for a value of the wrong type, or a rule name that occurs twice.
@@ -41,11 +42,12 @@ class RuleSet:
     source: str = ""
     allow_replicated: bool = False
     axes: tuple[str, ...] = ()
+    sync: str = "dense"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
             self._fail("name", "a rule set needs a name", 'write name = "mine"')
-        for key in ("description", "source"):
+        for key in ("description", "source", "sync"):
             if not isinstance(getattr(self, key), str):
                 self._fail(key, f"{key} is text", "write it in a string")
         if self.replicated_batch not in BATCH:

@@ -1,4 +1,4 @@
-"""Owner-sharded tables: worker i stores the rows with id % n = i; a step pulls the rows that it reads and pushes their gradients.
+"""Owner-sharded tables: worker i stores a part of the rows (those with id % n = i, or the i-th range); a step pulls the rows that it reads and pushes their gradients.
 
 The least that can be sent: (n-1)/n k (w + ids) bytes each way for k rows of w bytes. Rows that no batch reads are neither sent
 nor held twice. Ids are sent once: owners remember who asked for what (`Requests`), so gradients travel as bare rows.
@@ -28,6 +28,7 @@ from splitjax.sync.scheme import Capacities, once, roomy
 from splitjax.sync.wire import Axis
 
 _FLAG_BYTES = 4
+AGAIN = "splitjax:again"  # the name scope of further passes, which hardly ever run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,8 @@ class OwnerSharded:
     **Attributes:**
 
     - `num_rows`: of the logical table. `capacities`: `push` and `pull` count; see `plan_owner`.
+    - `ownership`: `strided`, which balances ids that are sorted by frequency, or `range`, in which an array that is cut into equal parts
+      already lies.
     - `pattern`: `all_to_all`, or `ppermute` (also as `auto`). `wire_dtype`: dtype of rows on the wire; None: as they are. A smaller one
       changes the numbers.
     """
@@ -45,6 +48,7 @@ class OwnerSharded:
     capacities: Capacities
     pattern: str = "ppermute"
     wire_dtype: str | None = None
+    ownership: str = "strided"
 
     def request(self, ids: Array, axis: Axis) -> Requests:
         """Tells owners which rows this worker reads: ids i32[k], unique, sorted, filled up with `num_rows` (`RowSparse.ids`).
@@ -81,11 +85,12 @@ class OwnerSharded:
             return rows, waiting.at[order].set(False, mode="drop")
 
         waiting = (requests.ids < self.num_rows).at[requests.order].set(False, mode="drop")
-        _, rows, _ = lax.while_loop(
-            lambda state: state[0] < requests.num_passes,
-            lambda state: (state[0] + 1, *again(state[1:])),
-            (jnp.int32(1), rows, waiting),
-        )
+        with jax.named_scope(AGAIN):
+            _, rows, _ = lax.while_loop(
+                lambda state: state[0] < requests.num_passes,
+                lambda state: (state[0] + 1, *again(state[1:])),
+                (jnp.int32(1), rows, waiting),
+            )
         return rows, dataclasses.replace(requests, fits=good)
 
     def push(
@@ -101,28 +106,34 @@ class OwnerSharded:
 
         **Returns:** the new shard, and what a smaller `wire_dtype` rounded away, f[k, *row] (None without one).
         """
-        me = lax.axis_index(axis)
+        owned, lost = self.collect(values, requests, axis)
+        whole = lambda shard: then(shard, self.collect_all(requests.ids, values, axis))
+        new = once(~requests.fits, whole, once(requests.fits, lambda shard: then(shard, owned), shard))
+        return new, lost
+
+    def collect(self, values: Array, requests: Requests, axis: Axis) -> tuple[RowSparse, Array | None]:
+        """The sum of the gradients of this worker's rows, over their positions, where `requests.fits`; and what rounding took away."""
         partition, pull = self._partition(axis), self.capacities.pull
         rounded = values.astype(self.wire_dtype or values.dtype)
         (blocks,), sources = wire.exchange([take_rows(rounded, requests.order)], axis, self.pattern)
         flat = blocks.reshape(-1, *values.shape[1:])
         sums = sum_rows(flat, requests.slots[sources].reshape(-1), pull, values.dtype, has_no_gaps=True)
         owned = RowSparse(requests.owned, sums, requests.count, partition.size)
+        return owned, values - rounded.astype(values.dtype) if self.wire_dtype else None
 
-        def whole(shard: Any) -> Any:
-            ids, every = wire.gather([requests.ids, rounded], axis)
-            positions = jnp.where(partition.owner(ids) == me, partition.position(ids), partition.size)
-            room = min(ids.size, partition.size)
-            unique, slots, count = unite(positions, partition.size, room)
-            total = sum_rows(every.reshape(-1, *values.shape[1:]), slots.reshape(-1), room, values.dtype, has_no_gaps=True)
-            return then(shard, RowSparse(unique, total, count, partition.size))
-
-        new = once(~requests.fits, whole, once(requests.fits, lambda shard: then(shard, owned), shard))
-        return new, values - rounded.astype(values.dtype) if self.wire_dtype else None
+    def collect_all(self, ids: Array, values: Array, axis: Axis) -> RowSparse:
+        """The same from all rows of all workers, whatever their number: `ids` i32[k] and `values` f[k, *row] of this worker."""
+        partition = self._partition(axis)
+        ids, every = wire.gather([ids, values.astype(self.wire_dtype or values.dtype)], axis)
+        positions = jnp.where(partition.owner(ids) == lax.axis_index(axis), partition.position(ids), partition.size)
+        room = min(ids.size, partition.size)
+        unique, slots, count = unite(positions, partition.size, room)
+        total = sum_rows(every.reshape(-1, *values.shape[1:]), slots.reshape(-1), room, values.dtype, has_no_gaps=True)
+        return RowSparse(unique, total, count, partition.size)
 
     def predicted_bytes(self, table: Table) -> int:
         """What one worker sends in a request, a pull and a push that fit, padding included."""
-        code = always(self.capacities.push, Partition("strided", table.num_rows, table.num_workers).size)
+        code = always(self.capacities.push, Partition(self.ownership, table.num_rows, table.num_workers).size)
         row_bytes = table.row_size * (jnp.dtype(self.wire_dtype).itemsize if self.wire_dtype else table.itemsize)
         return (table.num_workers - 1) * (code.num_bytes + 2 * _FLAG_BYTES + 2 * self.capacities.push * row_bytes)
 
@@ -143,7 +154,7 @@ class OwnerSharded:
         return new, (flags > 0).all()
 
     def _partition(self, axis: Axis) -> Partition:
-        return Partition("strided", self.num_rows, lax.axis_size(axis))
+        return Partition(self.ownership, self.num_rows, lax.axis_size(axis))
 
 
 @jax.tree_util.register_dataclass
@@ -170,9 +181,9 @@ class Requests:
     fits: Array | None = None
 
 
-def plan_owner(sparsity: Sparsity) -> Capacities:
+def plan_owner(sparsity: Sparsity, ownership: str = "strided") -> Capacities:
     """Capacities for steps such as those measured, with some room for chance."""
-    partition = Partition("strided", sparsity.table.num_rows, sparsity.num_workers)
+    partition = Partition(ownership, sparsity.table.num_rows, sparsity.num_workers)
     pair = owned = 0
     for step in sparsity.samples:
         counts = [np.bincount(partition.owner(ids), minlength=partition.num_owners) for ids in (*step, np.unique(np.concatenate(step)))]

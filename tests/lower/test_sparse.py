@@ -121,6 +121,7 @@ LAYOUTS = {
     "one device": ({"data": 1}, "data_parallel", None), "three workers": ({"data": 3}, "data_parallel", None),
     "features split": ({"data": 2, "model": 4}, "splitbrain", None), "rows split over data": ({"data": 4}, "fsdp", None),
     "rows split over model": ({"data": 2, "model": 2}, "megatron", None),
+    "owned": ({"data": 4}, "embedding_owner", None), "owned over both axes, microbatches": ({"data": 2, "model": 2}, "embedding_owner", 2),
     "microbatches, features split": ({"data": 2, "model": 2}, "splitbrain", 2),
 }  # fmt: skip
 
@@ -128,11 +129,14 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_gives_the_numbers_of_one_device(name, reference):
     mesh, rules, microbatches = LAYOUTS[name]
-    *found, step = train(CLIPPED, microbatches, mesh=mesh, rules=rules, sync={"**/in": "row_exchange", "**/out": RowExchange(hot=True)})
+    sync = "dense" if rules == "embedding_owner" else {"**/in": "row_exchange", "**/out": RowExchange(hot=True)}  # the rules say it themselves
+    *found, step = train(CLIPPED, microbatches, mesh=mesh, rules=rules, sync=sync)
     assert_same(found, reference)
     plan = step.plan(found[1], next(batches()))
-    assert [one.scheme for one in plan.syncs] == ["row_exchange", "row_exchange"]
-    expected = {"features split": (None, "model"), "rows split over data": ("data", None), "rows split over model": ("model", None)}
+    scheme = "owner_sharded" if rules in ("embedding_owner", "fsdp") else "row_exchange"
+    assert [one.scheme for one in plan.syncs] == [scheme, scheme]
+    expected = {"features split": (None, "model"), "rows split over data": ("data", None), "rows split over model": ("model", None),
+                "owned": ("data", None), "owned over both axes, microbatches": (("data", "model"), None)}
     assert plan.leaf("params/in").spec == expected.get(name, (None, "model") if "features" in name else (None, None))
 
 

@@ -10,7 +10,7 @@ from splitjax.errors import RuleError, UnavailableError
 from splitjax.rules import Rule, RuleSet, available, load_rules
 from splitjax.rules import ruleset as module
 
-SHIPPED = ("data_parallel", "fsdp", "megatron", "splitbrain")
+SHIPPED = ("data_parallel", "embedding_owner", "fsdp", "megatron", "splitbrain")
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -26,6 +26,7 @@ def test_shipped_values():
     assert (splitbrain.replicated_batch, megatron.replicated_batch, fsdp.replicated_batch) == ("all", "data", "all")
     assert {rule.ties for rule in splitbrain.rules if rule.shard} == {"hard"}
     assert load_rules("data_parallel").allow_replicated and fsdp.axes == ("data",)
+    assert [name for name in SHIPPED if load_rules(name).sync != "dense"] == ["embedding_owner"]
 
 
 def test_found_inside_an_installed_package_first(tmp_path, monkeypatch):

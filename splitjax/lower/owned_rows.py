@@ -1,0 +1,206 @@
+"""Tables whose rows are split over the workers: a step pulls the rows that its lookups read, and pushes their gradients to their owners.
+
+No worker ever has the whole table, forward or backward: 1/n of its memory, and the least that can be sent (`sync.owner`). Which rows are
+read must be known before the forward pass runs: where ids depend on parameters, the table is gathered as XLA sees fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from splitjax import _compat
+from splitjax.lower.groups import scope
+from splitjax.lower.lookups import Lookup
+from splitjax.lower.row_values import Rows, View, written
+from splitjax.lower.table_rows import JOIN, TableSync, cut
+from splitjax.plan import spec_axes
+from splitjax.sync.local import sum_rows, take_rows, unite
+from splitjax.sync.owner import OwnerSharded, Requests
+from splitjax.sync.rows import RowSparse, normalised
+from splitjax.sync.scheme import Capacities, once
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pulled:
+    """What a step asked the owners for, by worker (leading dims of all arrays are cut over them).
+
+    - `rows`: per lookup f[*ids, *row]. `ids`: per lookup i[...].
+    - `slots`: where each looked-up id stands among the worker's own rows, those without a gradient past the end.
+    - `requests`: as `sync.owner` has them, each leaf with a leading dim of 1.
+    """
+
+    table: TableSync
+    mesh: Mesh
+    rows: tuple[Any, ...]
+    ids: tuple[Any, ...]
+    slots: Any
+    requests: Requests
+
+    def given(self, lookup: Lookup, number: int) -> Any:
+        """The rows of one lookup as its gather would give them."""
+        return _gathered(lookup, self.table, self.table.lookups[number].mode, self.ids[number], self.rows[number])
+
+
+def pull(table: TableSync, mesh: Mesh, array: Any, ids: Sequence[Any]) -> Pulled:
+    """The rows that all lookups read.
+
+    **Arguments:** `array`: the table f[num_rows, *row]. `ids`: per lookup i[...], as the gathers have them."""
+
+    def body(shard, numbers):
+        read, given = [], []
+        for one, found in zip(table.lookups, numbers, strict=True):
+            flat = found.reshape(-1)
+            # Reading out of bounds gives the nearest row, or what the gather fills in; a gradient goes to rows that exist.
+            read.append(normalised(flat, table.num_rows, "fill" if one.mode == "fill" else "clip", False))
+            given.append(read[-1] if one.mode == "clip" else normalised(flat, table.num_rows, "fill", False))
+        flat = jnp.concatenate(read)
+        capacity = min(flat.size, table.num_rows)
+        unique, slots, _ = unite(flat, table.num_rows, capacity)
+        exchange = _exchange(table, capacity)
+        requests = exchange.request(unique, table.axes)
+        rows, requests = exchange.pull(shard, requests, table.axes)
+        looked = take_rows(rows, slots)
+        out, start = [], 0
+        for one, number in zip(numbers, read, strict=True):
+            out.append(looked[start : start + one.size].reshape(*one.shape, *rows.shape[1:]))
+            start += number.size
+        has_gradient = jnp.concatenate(given) < table.num_rows
+        return tuple(out), jnp.where(has_gradient, slots, capacity), _lead(requests)
+
+    row_spec = table.row_spec
+    spec = PartitionSpec(table.axes)
+    run = jax.shard_map(
+        body, mesh=mesh, check_vma=False,
+        in_specs=(PartitionSpec(table.axes, *row_spec), [cut(one.dim, table.axes) for one in table.lookups]),
+        out_specs=(tuple(cut(one.dim, table.axes, x.ndim, row_spec) for one, x in zip(table.lookups, ids, strict=True)), spec, spec),
+    )
+    with jax.named_scope(scope("rows", table.param)):
+        rows, slots, requests = run(array, list(ids))
+    return Pulled(table, mesh, rows, tuple(ids), slots, requests)
+
+
+def _gathered(lookup: Lookup, table: TableSync, mode: str, ids: Any, rows: Any) -> Any:
+    numbers = lookup.params["dimension_numbers"]
+    if mode == "fill":
+        value = lookup.params["fill_value"]
+        value = jnp.nan if value is None else value
+        good = (ids >= 0) & (ids < table.num_rows)
+        rows = jnp.where(good.reshape(*good.shape, *[1] * (rows.ndim - good.ndim)), rows, jnp.asarray(value, rows.dtype))
+    num_offset = len(numbers.offset_dims)
+    inner = lookup.params["slice_sizes"] if num_offset == len(lookup.params["slice_sizes"]) else lookup.params["slice_sizes"][1:]
+    rows = rows.reshape(*ids.shape, *inner)
+    offset = [lookup.num_loops + dim for dim in numbers.offset_dims]
+    return jnp.moveaxis(rows, range(rows.ndim - num_offset, rows.ndim), offset).astype(lookup.delta.dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Owned:
+    """The sum of the gradients of each owner's rows: `positions` i32[n * pull] in its part, `values` f[n * pull, *row], where everything
+    had room (`fits`, bool[n], alike); otherwise found anew from `ids` and `local`, the rows of all workers."""
+
+    table: TableSync
+    mesh: Mesh
+    positions: Any
+    values: Any
+    fits: Any
+    ids: Any
+    local: Any
+
+    @property
+    def observed(self) -> dict[str, Any]:
+        """What the step returns of it: `fell_back` bool[], and while capacities are not known `touched`, the ids of all workers."""
+        if self.table.capacities is None:
+            num_workers = math.prod(self.mesh.shape[axis] for axis in self.table.axes)
+            return {"fell_back": jnp.bool_(False), "touched": self.ids.reshape(num_workers, -1)}
+        return {"fell_back": jnp.logical_not(self.fits.all())}
+
+    def write(self, leaves: Mapping[int, Any], new: Mapping[int, Rows]) -> dict[int, Any]:
+        """The state's leaves, with the rows that the update changes."""
+        given = {id(one): one for value in new.values() for one in value.arrays()}
+        spec = PartitionSpec(self.table.row_axes)
+
+        def body(owned, fits, every, state, others):
+            update = lambda rows, state: state | written(View(rows.ids, rows.values, state, others), new)
+            state = once(fits[0], lambda state: update(owned(), state), dict(state))
+            return once(~fits[0], lambda state: update(every(), state), state)
+
+        return self._run(body, leaves, given, {leaf: spec for leaf in leaves})
+
+    def total(self, leaves: Mapping[int, Any], eqn: Any, value: Rows) -> Any:
+        """A reduction over all touched rows."""
+        given = {id(one): one for one in value.arrays()}
+
+        def body(owned, fits, every, state, others):
+            part = lambda rows: _compat.rebind(eqn, [View(rows.ids, rows.values, state, others).rows(value)])[0]
+            mine = lax.cond(fits[0], lambda: part(owned()), lambda: part(every()))
+            return JOIN[eqn.primitive.name](mine, self.table.row_axes)
+
+        return self._run(body, leaves, given, PartitionSpec())
+
+    def _run(self, body: Callable, leaves: Mapping[int, Any], given: Mapping[int, Any], out_specs: Any) -> Any:
+        """`body(the owner's rows, fits, the same from all workers' rows, leaves, other arrays)`, on each owner."""
+        table = self.table
+        manual = table.row_axes if spec_axes(table.row_spec) else tuple(self.mesh.axis_names)
+        spec = PartitionSpec(table.row_axes)
+
+        def inside(positions, values, fits, ids, local, state, others):
+            owned = lambda: RowSparse(positions, values, jnp.int32(0), state[table.leaf].shape[0])
+            return body(owned, fits, lambda: _every(table, ids, local), state, others)
+
+        run = jax.shard_map(
+            inside, mesh=self.mesh, axis_names=frozenset(manual), check_vma=False,
+            in_specs=(spec, spec, spec, spec, spec, {leaf: spec for leaf in leaves}, PartitionSpec()), out_specs=out_specs,
+        )
+        return run(self.positions, self.values, self.fits, self.ids, self.local, dict(leaves), dict(given))
+
+
+def push(pulled: Pulled, values: Sequence[Any]) -> Owned:
+    """Sends the gradients of the pulled rows to their owners. `values`: per lookup f[*ids, *row]."""
+    table = pulled.table
+
+    def body(cotangents, slots, requests):
+        requests = _unlead(requests)
+        row_shape = cotangents[0].shape[cotangents[0].ndim - len(table.shape) + 1 :]
+        flat = jnp.concatenate([one.reshape(-1, *row_shape).astype(table.dtype) for one in cotangents])
+        local = sum_rows(flat, slots, requests.ids.size, table.dtype)
+        owned, _ = _exchange(table, requests.ids.size).collect(local, requests, table.axes)
+        return owned.ids, owned.values, requests.fits[None], requests.ids, local
+
+    spec, rows = PartitionSpec(table.axes), PartitionSpec(table.axes, *table.row_spec)
+    run = jax.shard_map(
+        body, mesh=pulled.mesh, check_vma=False, out_specs=(spec, rows, spec, spec, rows),
+        in_specs=(
+            [cut(one.dim, table.axes, x.ndim - len(table.shape) + 1, table.row_spec) for one, x in zip(table.lookups, values, strict=True)],
+            spec, spec,
+        ),
+    )
+    with jax.named_scope(scope("rows", table.param)):
+        return Owned(table, pulled.mesh, *run(list(values), pulled.slots, pulled.requests))
+
+
+def _exchange(table: TableSync, capacity: int) -> OwnerSharded:
+    """Without capacities from a profile, there is room for everything."""
+    size = table.num_rows // max(lax.axis_size(table.axes), 1)
+    room = Capacities(push=min(capacity, size), pull=min(capacity * lax.axis_size(table.axes), size))
+    return OwnerSharded(table.num_rows, table.capacities or room, ownership="range")
+
+
+def _every(table: TableSync, ids: Any, local: Any) -> RowSparse:
+    with jax.named_scope(scope("fallback", table.param)):
+        return OwnerSharded(table.num_rows, Capacities(), ownership="range").collect_all(ids, local, table.axes)
+
+
+def _lead(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+def _unlead(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], tree)
