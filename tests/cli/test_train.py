@@ -119,8 +119,12 @@ def test_click_models_train_on_criteo_s_lines(run, tmp_path):
     assert "eval_auc" in (tmp_path / "m.csv").read_text().splitlines()[0]
     status, _, err = run(f"{deepfm} --epochs 5 --rows 32")
     assert status == 2 and "another state" in err
-    status, out, _ = run(f"train --model dlrm {options} --bottom-features 8 --mesh data=2 --rules data_parallel --steps 2")
-    assert status == 0 and "test AUC" in out
+    losses = []
+    for number, how in enumerate(("data_parallel", "data_parallel --sync auto", "embedding_owner")):
+        status, out, _ = run(f"train --model dlrm {options} --rows 64 --bottom-features 8 --mesh data=2 --rules {how} --steps 6 --metrics {number}.jsonl")
+        assert status == 0 and "test AUC" in out
+        losses.append([row["loss"] for row in read_metrics(tmp_path / f"{number}.jsonl") if "loss" in row])
+    np.testing.assert_allclose(losses, [losses[0]] * 3, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
