@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from splitjax.errors import SyncError
+from splitjax.errors import SyncError, UnavailableError
 from splitjax.rules.match import glob_pattern
 from splitjax.sync.dense import Dense
 from splitjax.sync.scheme import SCHEMES, ByRows, Scheme, by_name
@@ -57,6 +57,11 @@ def parse(sync: Any, place: str) -> SyncRequest:
             raise SyncError(
                 "sync has no such value", value=sync, place=f"{place}, sync",
                 remedy=f'use one of {", ".join(SCHEMES)}, "auto", a scheme of splitjax.sync, splitjax.sync.ByRows, or {{parameter pattern: one of these}}',
+            )
+        if getattr(scheme, "wire_dtype", None) is not None:
+            raise UnavailableError(
+                "values rounded on the wire need a residual among the step's state, which this version does not keep", value=scheme,
+                place=f"{place}, sync", remedy="leave wire_dtype None, or use splitjax.sync.synchronise_rounded in a shard_map of your own",
             )
         choices.append((pattern, dataclasses.replace(choice, scheme=scheme if scheme == AUTO else by_name(scheme))))
     return SyncRequest(tuple(choices))

@@ -9,8 +9,9 @@ import optax
 import pytest
 
 import splitjax
-from splitjax.errors import SyncError
+from splitjax.errors import SyncError, UnavailableError
 from splitjax.lower import observing
+from splitjax.lower.arguments import bind
 from splitjax.sync import SCHEMES, ByRows, RowExchange
 
 ROWS, OUT_ROWS, WIDTH, EXAMPLES, LENGTH, STEPS = 128, 192, 8, 24, 5, 5
@@ -227,3 +228,39 @@ def test_what_cannot_be_had_is_a_typed_error():
             splitjax.parallelize(step, mesh={"data": 4}, rules="data_parallel", sync=sync).plan(init(CLIPPED), next(batches()))
     with pytest.raises(SyncError, match="no such value"):
         splitjax.parallelize(plain, sync={"**": 3})
+    with pytest.raises(UnavailableError, match="residual"):
+        splitjax.parallelize(plain, sync=RowExchange(wire_dtype="bfloat16"))
+
+
+def one_table(state, batch):
+    loss, grads = splitjax.value_and_grad(lambda params: jnp.mean(params["table"][batch["ids"]] ** 2))(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+
+def settled(mesh):
+    """The program of a step with one table after its first steps, for a mesh of four devices; its arguments."""
+    rows, width = 4096, 128
+    state, batch = {"table": np.zeros((rows, width), np.float32)}, {"ids": np.arange(32, dtype=np.int32).reshape(8, 4)}
+    step = splitjax.parallelize(one_table, mesh=mesh, rules="data_parallel", sync="row_exchange")
+    first = step._build(bind(one_table, step._recipe.options, (state, batch)))
+    samples = {"table": [batch["ids"].reshape(4, 8)]}
+    entry = step._build(first.bound, observing.decide(first.sparse, step._recipe.request, samples, step.mesh))
+    return entry.jitted, (state, batch)
+
+
+@pytest.mark.tpu_aot
+def test_a_tpu_s_train_step_consists_of_kernels():
+    from jax.experimental import topologies
+    from jax.sharding import AxisType, Mesh
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+    jitted, arguments = settled(Mesh(np.array(devices).reshape(4), ("data",), axis_types=(AxisType.Auto,)))
+    text = jitted.lower(*jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)).compile().as_text()
+    kernels = ("exchange_rows", "gather_rows", "scatter_rows", "segment_sum", "bitmap_encode")
+    assert "tpu_custom_call" in text and [name for name in kernels if f"splitjax_{name}" not in text] == []
+
+
+def test_a_gpu_s_train_step_contains_kernels():
+    jitted, arguments = settled({"data": 4})
+    text = jitted.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text and "splitjax_gather_rows" in text and "splitjax_segment_sum" in text
