@@ -92,7 +92,7 @@ def expand_microbatches(
       exchanged once, after the loop. Over the others XLA decides (it may exchange in every iteration).
     - `bind(eqn, operands, site) -> results`: evaluates one equation, for example with sharding constraints; inside the loop
       only constraints over axes that are not manual are possible. `site` is as in `trace.flatten`, within the forward.
-    - `eval_forward`: as `gradient.expand`'s, for a boundary that needs no loop (one microbatch, no examples).
+    - `eval_forward`: as `gradient.expand`'s, for a boundary that needs no loop (one microbatch without manual axes, no examples).
     - `fetches`: for operands (by position) whose slices are brought in one microbatch ahead, how.
     - `islands`: for a group of axes over which some differentiated operands are split and others are not: how the others' gradients
       are exchanged once, too.
@@ -101,7 +101,7 @@ def expand_microbatches(
     Raises `MicrobatchError` for a loss that cannot be accumulated.
     """
     job = None
-    if num_microbatches > 1:
+    if num_microbatches > 1 or manual_axes:
         job = prepare(
             params, operand_example_dims, local_forward, num_microbatches, batch_axes, mesh, manual_axes=manual_axes, bind=bind, islands=islands
         )

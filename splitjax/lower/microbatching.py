@@ -80,8 +80,16 @@ def boundary_hook(graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of:
             if turned is not None:
                 return evaluate_turns(turned, operands, layout)
         number = eqn.params["microbatches"]
+        if number in (None, 1) and graph.num_examples is not None and plan.mesh.size(manual) > 1 and _has_recurrence(graph, site):
+            try:
+                return accumulated(eqn, operands, site, forward, 1)
+            except MicrobatchError:  # its loss is no sum over examples, say: XLA sums in every iteration
+                pass
         if number in (None, 1) or graph.num_examples is None:
             return gradient.expand(eqn.params, operands, forward)
+        return accumulated(eqn, operands, site, forward, number)
+
+    def accumulated(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable, number: int) -> list[Any]:
         twin = twin_of(eqn, site, local_examples(graph.num_examples, number, plan.batch_axes, mesh, manual))
         copies: Copies = {}
         dims = [example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True)]
@@ -92,6 +100,13 @@ def boundary_hook(graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of:
         )
 
     return hook
+
+
+def _has_recurrence(graph: Graph, site: Site) -> bool:
+    """Whether a boundary differentiates weights that a recurrence uses in every iteration. Their gradients are added up over iterations,
+    and XLA adds them up over workers in each of them, too. In a loop of one microbatch they are exchanged once."""
+    recurrent = {layer.name for layer in graph.layers if layer.kind == "recurrent"}
+    return any(use.trips > 1 and use.layer in recurrent and use.site[: len(site)] == site for use in graph.uses)
 
 
 def _islands(
