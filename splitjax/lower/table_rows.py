@@ -174,8 +174,12 @@ def exchange(table: TableSync, mesh: Mesh, ids: Sequence[Any], values: Sequence[
     return Exchanged(table, mesh, total, True if is_static[-1] else fits, local_ids, local_values, touched)
 
 
-# How partial results of devices that have some of the rows each are put together.
-JOIN = {"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": lax.pmin}
+# How partial results of devices that have some of the rows each are put together: of the reductions that `trace.row_update` admits.
+JOIN: Mapping[str, Callable[[Any, tuple[str, ...]], Any]] = {
+    "reduce_sum": lax.psum,
+    "reduce_and": lambda part, axes: lax.pmin(part.astype(jnp.int32), axes).astype(part.dtype),
+    "reduce_or": lambda part, axes: lax.pmax(part.astype(jnp.int32), axes).astype(part.dtype),
+}
 
 
 def _on_devices(found: Exchanged, function: Callable[[View], Any], leaves: Mapping[int, Any], out_axes: Any, join: str = "") -> Callable:

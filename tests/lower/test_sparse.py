@@ -177,6 +177,32 @@ def test_auto_measures_the_links_and_says_what_it_chose(reference):
         assert sync.why.startswith("chosen: ") and "next: " in sync.why and "3 steps" in sync.why
 
 
+@pytest.mark.parametrize("rules", ["data_parallel", "embedding_owner"])
+def test_a_step_that_skips_updates_which_are_not_finite(rules):
+    """All rows of all owners count, and one number decides for all."""
+
+    def step(state, batch):
+        loss, grads = splitjax.value_and_grad(lambda params: jnp.mean(jnp.log(params["table"][batch["ids"]])))(state)
+        good = jnp.all(jnp.isfinite(grads["table"])) & jnp.logical_not(jnp.any(grads["table"] > 1))
+        return {"table": state["table"] - 0.1 * jnp.where(good, grads["table"], 0)}, good
+
+    found = []
+    for options in ({"mesh": {"data": 1}, "rules": "data_parallel"}, {"mesh": {"data": 4}, "rules": rules, "sync": "zen"}):
+        one = splitjax.parallelize(step, **options)
+        table = np.ones((64, 3), np.float32)
+        table[50] = 0
+        state, decided = {"table": table}, []
+        for number in range(6):
+            ids = np.random.default_rng(number).integers(0, 40, (8, 2)).astype(np.int32)
+            if number % 2:
+                ids[5, 1] = 50  # its gradient is infinite
+            state, good = one(state, {"ids": ids})
+            decided.append(bool(good))
+        found.append((decided, np.asarray(state["table"])))
+    assert found[0][0] == found[1][0] == [True, False] * 3
+    np.testing.assert_allclose(found[1][1], found[0][1], rtol=1e-6)
+
+
 def reasons(step, state, **options):
     plan = splitjax.parallelize(step, mesh={"data": 4}, sync="auto", **{"rules": "data_parallel"} | options).plan(state, next(batches()))
     return {sync.param: sync.why for sync in plan.syncs if sync.scheme == "dense"}, plan
