@@ -102,13 +102,18 @@ def with_syncs(plan: Plan, step: SparseStep, decision: Decision | None) -> Plan:
     syncs = sync_plans(plan, step, decision)
     names = {param: layer.name for layer in plan.layers for param in layer.params}
     sparse = {table.param for table in step.tables}
-    kept = tuple(one for one in plan.collectives if not any(one.why == f"gradient of {param}" for param in sparse))
+    kept = tuple(one for one in plan.collectives if one.why not in {_gradient_of(param) for param in sparse})
     exchanges = tuple(
         Collective(ROW_EXCHANGE, one.axis, one.bytes, names.get(one.param, one.param), f"rows of the gradient of {one.param}, by {one.scheme}")
         for one in syncs if one.param in sparse and one.bytes
     )
     notes = plan.notes if step.graph.tables else (*plan.notes, "sync: no parameter is only looked up by rows, so there is nothing to synchronise by rows")
     return dataclasses.replace(plan, syncs=syncs, collectives=kept + exchanges, notes=notes)
+
+
+def _gradient_of(param: str) -> str:
+    """The reason of the dense exchange of a parameter's gradient among a plan's collectives."""
+    return f"gradient of {param}"
 
 
 def sync_plans(plan: Plan, step: SparseStep, decision: Decision | None) -> tuple[SyncPlan, ...]:
@@ -119,7 +124,8 @@ def sync_plans(plan: Plan, step: SparseStep, decision: Decision | None) -> tuple
         table = tables.get(found.param)
         if table is None:
             why = decision.why[found.param] if decision is not None and found.param in decision.why else step.reasons[found.param]
-            entries.append(SyncPlan(found.param, Dense.name, "+".join(plan.batch_axes), found.num_rows, 0, 0, why))
+            sent = sum(one.bytes for one in plan.collectives if one.why == _gradient_of(found.param))
+            entries.append(SyncPlan(found.param, Dense.name, "+".join(plan.batch_axes), found.num_rows, sent, sent, why))
             continue
         sizes = Table(table.num_rows, table.row_size, itemsize(table.dtype), plan.mesh.size(table.axes))
         sent, why = 0, f"the first {OBSERVED_STEPS} steps are observed, with all rows gathered"
