@@ -133,6 +133,8 @@ def sync_plans(plan: Plan, step: SparseStep, decision: Decision | None) -> tuple
             sent, why = table.scheme.predicted_bytes(table.capacities, sizes), decision.why[found.param]
         if found.update is None:
             why = f"lazy, which changes the numbers: {found.reason}; {why}"
+        if table.scheme.rounding:
+            why = f"{table.scheme.rounding}, which changes the numbers; {why}"
         entries.append(SyncPlan(
             found.param, table.scheme.name, "+".join(table.axes), found.num_rows, sent if sizes.num_workers > 1 else 0,
             all_reduce_bytes(sizes.num_workers, sizes.num_bytes), why,

@@ -57,6 +57,10 @@ class RowExchange(Scheme):
                 remedy=f"one of {', '.join(OWNERSHIPS)}",
             )  # fmt: skip
 
+    @property
+    def rounding(self) -> str:
+        return f"values rounded to {self.wire_dtype} on the wire" if self.wire_dtype else ""
+
     def plan(self, sparsity: Sparsity) -> Capacities:
         table, n = sparsity.table, sparsity.num_workers
         local, union = local_capacity(sparsity), union_capacity(sparsity)

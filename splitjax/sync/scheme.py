@@ -107,6 +107,11 @@ class Scheme(abc.ABC):
     def num_messages(self, num_workers: int) -> int:
         """Messages that a worker sends one after the other: each costs a latency."""
 
+    @property
+    def rounding(self) -> str:
+        """What happens to the values on the wire, in words for the plan; empty for what is lossless."""
+        return ""
+
     def predicted_seconds(self, sparsity: Sparsity, link: Link, capacities: Capacities | None = None) -> float:
         """Bytes over the link's rate, and a latency per message; work on the worker itself is not counted."""
         sent = self.predicted_bytes(capacities or self.plan(sparsity), sparsity.table)

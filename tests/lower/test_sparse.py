@@ -168,7 +168,7 @@ def test_auto_measures_the_links_and_says_what_it_chose(reference):
 
 
 def reasons(step, state, **options):
-    plan = splitjax.parallelize(step, mesh={"data": 4}, sync="auto", **{"rules": "data_parallel"} | options).plan(state, next(batches()))
+    plan = splitjax.parallelize(step, mesh={"data": 4}, **{"rules": "data_parallel", "sync": "auto"} | options).plan(state, next(batches()))
     return {sync.param: sync.why for sync in plan.syncs if sync.scheme == "dense"}, plan
 
 
@@ -184,9 +184,12 @@ def test_what_stays_dense_says_why():
         return jax.lax.scan(lambda state, _: (make_step(CLIPPED)(state, batch)[0], None), state, None, length=2)[0], 0.0
 
     assert any("nothing to synchronise by rows" in note for note in reasons(twice, init(CLIPPED))[1].notes)
+    rounded = reasons(make_step(CLIPPED), init(CLIPPED), sync=RowExchange(wire_dtype="bfloat16"))[1]
+    assert all(sync.why.startswith("values rounded to bfloat16 on the wire, which changes the numbers; ") for sync in rounded.syncs)
     by_name = {"**/in": "zen"}
     plan = splitjax.parallelize(make_step(CLIPPED), mesh={"data": 4}, rules="data_parallel", sync=by_name).plan(init(CLIPPED), next(batches()))
     assert [(sync.param, sync.scheme, sync.why) for sync in plan.syncs][1] == ("params/out", "dense", "asked for")
+    assert plan.syncs[1].bytes == plan.syncs[1].dense_bytes == 2 * 3 * OUT_ROWS * WIDTH  # 2 (n-1)/n of 4 bytes each
 
 
 @pytest.mark.parametrize("mesh", [{"data": 1}, {"data": 4}], ids=str)
