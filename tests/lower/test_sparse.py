@@ -132,6 +132,10 @@ def test_every_layout_gives_the_numbers_of_one_device(name, reference):
     assert_same(found, reference)
     plan = step.plan(found[1], next(batches()))
     assert [one.scheme for one in plan.syncs] == ["row_exchange", "row_exchange"]
+    dense = splitjax.parallelize(make_step(CLIPPED, microbatches), mesh=mesh, rules=rules).plan(found[1], next(batches()))
+    sent = {one.param: sum(sent.bytes for sent in dense.collectives if sent.why == f"gradient of {one.param}") for one in plan.syncs}
+    assert sent == {one.param: one.dense_bytes for one in plan.syncs} and all(sent.values()) == (name != "one device")
+    assert not any("stored in pieces" in one.why for one in plan.collectives if "/w" not in one.why)
     expected = {"features split": (None, "model"), "rows split over data": ("data", None), "rows split over model": ("model", None)}
     assert plan.leaf("params/in").spec == expected.get(name, (None, "model") if "features" in name else (None, None))
 
