@@ -124,7 +124,7 @@ def sync_plans(plan: Plan, step: SparseStep, decision: Decision | None) -> tuple
     tables = {one.param: one for one in step.tables}
     for found in step.graph.tables:
         table = tables.get(found.param)
-        dense_bytes = sum(one.bytes for one in plan.collectives if one.why == _gradient_of(found.param))
+        dense_bytes = sum(one.bytes for one in plan.collectives if one.why.partition(", onto")[0] == _gradient_of(found.param))
         if table is None:
             why = decision.why[found.param] if decision is not None and found.param in decision.why else step.reasons[found.param]
             entries.append(SyncPlan(found.param, Dense.name, "+".join(plan.batch_axes), found.num_rows, dense_bytes, dense_bytes, why))

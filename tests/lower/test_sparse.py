@@ -183,6 +183,7 @@ def test_what_stays_dense_says_why():
     found, plan = reasons(make_step(CLIPPED), init(CLIPPED), shard_state=True)
     assert set(found.values()) == {"its gradient is summed into parts (shard_state)"}
     assert not any(one.op == "row_exchange" for one in plan.collectives)
+    assert all(sync.bytes == sync.dense_bytes > 0 for sync in plan.syncs)
 
     def twice(state, batch):
         return jax.lax.scan(lambda state, _: (make_step(CLIPPED)(state, batch)[0], None), state, None, length=2)[0], 0.0
