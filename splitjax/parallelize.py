@@ -61,7 +61,8 @@ def parallelize(
     - `shard_state`: also split optimizer state and summed gradients of parameters that are whole over some axes over these
       axes; the parameters stay whole (ZeRO stages 1 and 2; docs/sharded_state.md). A pinned plan decides for itself.
     - `sync`: how gradients of tables with row lookups are exchanged: `"dense"`, a scheme of `splitjax.sync` or its name, `"auto"`, or
-      `{parameter pattern: one of these}` (docs/sparse.md).
+      `{parameter pattern: one of these}`; with `splitjax.sync.ByRows(scheme, lazy=True)` also where that changes the numbers. The first
+      three steps are observed, then the step is compiled once more (docs/sparse.md).
     - `backprop`: only None in this version; other documented values raise `UnavailableError`.
 
     **Returns** a `ParallelStep`, called like the step itself.
@@ -156,7 +157,8 @@ class ParallelStep:
         return self._entry(positional(self._recipe.fn, args, kwargs)).graph
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As `jax.jit(fn).lower`: `.compile()`, `.as_text()`, `.compile().memory_analysis()`."""
+        """As `jax.jit(fn).lower`: `.compile()`, `.as_text()`, `.compile().memory_analysis()`. With another `sync` than `"dense"` the program
+        returns `(result, observed)` (docs/sparse.md)."""
         args = positional(self._recipe.fn, args, kwargs)
         return self._entry(args).jitted.lower(*args)
 

@@ -109,7 +109,7 @@ class SyncPlan:
     - `scheme`: its name; `dense` also where the table's gradient has to stay whole.
     - `axis`: the mesh axes of the workers, joined by "+"; empty where there is nothing to exchange.
     - `rows`: of the table. `bytes`: what each worker sends per step, padding included; 0 while the first steps are observed.
-    - `dense_bytes`: what an all-reduce of the whole table would send.
+    - `dense_bytes`: what the dense exchange of its gradient sends, or would send.
     - `why`: who chose it, or why it stays dense.
     """
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from splitjax.cost.ring import all_reduce_bytes
 from splitjax.lower.sparse import Chosen, SparseStep
 from splitjax.lower.sync_request import AUTO, SyncRequest
 from splitjax.lower.table_rows import TableSync
@@ -107,13 +106,14 @@ def sparsity_of(table: TableSync, samples: list[np.ndarray]) -> Sparsity:
 
 
 def with_syncs(plan: Plan, step: SparseStep, decision: Decision | None) -> Plan:
-    """The plan of a step whose tables are synchronised by rows: their dense all-reduces are replaced."""
+    """The plan of a step whose tables are synchronised by rows: the dense exchanges of their gradients are replaced, and the gathers of
+    tables that are stored in pieces: their rows are pulled, or left to XLA, which mostly finds them where they are."""
     syncs = sync_plans(plan, step, decision)
     names = {param: layer.name for layer in plan.layers for param in layer.params}
     sparse = {table.param for table in step.tables}
-    replaced = {f"gradient of {param}" for param in sparse}
-    replaced |= {f"{phase}: {table.param} is stored in pieces" for table in step.tables if table.is_owned for phase in ("forward", "backward")}
-    kept = tuple(one for one in plan.collectives if one.why not in replaced)
+    stored = {f"{phase}: {param} is stored in pieces" for param in sparse for phase in ("forward", "backward")}
+    gone = stored | {_gradient_of(param) for param in sparse}
+    kept = tuple(one for one in plan.collectives if one.why not in gone)
     exchanges = tuple(
         Collective(ROW_EXCHANGE, one.axis, one.bytes, names.get(one.param, one.param), f"rows of the gradient of {one.param}, by {one.scheme}")
         for one in syncs if one.param in sparse and one.bytes
@@ -122,15 +122,21 @@ def with_syncs(plan: Plan, step: SparseStep, decision: Decision | None) -> Plan:
     return dataclasses.replace(plan, syncs=syncs, collectives=kept + exchanges, notes=notes)
 
 
+def _gradient_of(param: str) -> str:
+    """The reason of the dense exchange of a parameter's gradient among a plan's collectives."""
+    return f"gradient of {param}"
+
+
 def sync_plans(plan: Plan, step: SparseStep, decision: Decision | None) -> tuple[SyncPlan, ...]:
     """The plan's entries for all tables with lookups."""
     entries = []
     tables = {one.param: one for one in step.tables}
     for found in step.graph.tables:
         table = tables.get(found.param)
+        dense_bytes = sum(one.bytes for one in plan.collectives if one.why.partition(", onto")[0] == _gradient_of(found.param))
         if table is None:
             why = decision.why[found.param] if decision is not None and found.param in decision.why else step.reasons[found.param]
-            entries.append(SyncPlan(found.param, Dense.name, "+".join(plan.batch_axes), found.num_rows, 0, 0, why))
+            entries.append(SyncPlan(found.param, Dense.name, "+".join(plan.batch_axes), found.num_rows, dense_bytes, dense_bytes, why))
             continue
         sizes = Table(table.num_rows, table.row_size, itemsize(table.dtype), plan.mesh.size(table.axes))
         sent, why = 0, f"the first {OBSERVED_STEPS} steps are observed, with all rows gathered"
@@ -142,6 +148,6 @@ def sync_plans(plan: Plan, step: SparseStep, decision: Decision | None) -> tuple
             why = f"lazy, which changes the numbers: {found.reason}; {why}"
         entries.append(SyncPlan(
             found.param, OWNED if table.is_owned else table.scheme.name, "+".join(table.axes), found.num_rows, sent if sizes.num_workers > 1 else 0,
-            all_reduce_bytes(sizes.num_workers, sizes.num_bytes), why,
+            dense_bytes, why,
         ))  # fmt: skip
     return tuple(entries)

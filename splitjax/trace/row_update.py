@@ -124,6 +124,8 @@ class _Walk:
                 self.behind.update(op.outputs)
             if op.primitive == "broadcast_in_dim" and 0 not in op.params["broadcast_dimensions"]:
                 # One number, or one row, laid out over rows; whether these are the table's shows where they meet it.
+                if self.flat.shapes[op.outputs[0]][:1] != (self.num_rows,):
+                    continue
                 self.rest.setdefault(op.outputs[0], self.numbers.get(op.inputs[0], Number()))
                 continue
             if op.primitive in _VALUES and len(op.outputs) == 1 and all(v in self.numbers for v in op.inputs):

@@ -141,6 +141,11 @@ def test_every_layout_gives_the_numbers_of_one_device(name, reference):
     plan = step.plan(found[1], next(batches()))
     scheme = "owner_sharded" if rules in ("embedding_owner", "fsdp") else "row_exchange"
     assert [one.scheme for one in plan.syncs] == [scheme, scheme]
+    if rules != "embedding_owner":
+        dense = splitjax.parallelize(make_step(CLIPPED, microbatches), mesh=mesh, rules=rules).plan(found[1], next(batches()))
+        sent = {one.param: sum(sent.bytes for sent in dense.collectives if sent.why == f"gradient of {one.param}") for one in plan.syncs}
+        assert sent == {one.param: one.dense_bytes for one in plan.syncs} and all(sent.values()) == (name != "one device")
+    assert not any("stored in pieces" in one.why for one in plan.collectives if "/w" not in one.why)
     expected = {"features split": (None, "model"), "rows split over data": ("data", None), "rows split over model": ("model", None),
                 "owned": ("data", None), "owned over both axes, microbatches": (("data", "model"), None)}
     assert plan.leaf("params/in").spec == expected.get(name, (None, "model") if "features" in name else (None, None))
@@ -204,7 +209,7 @@ def test_a_step_that_skips_updates_which_are_not_finite(rules):
 
 
 def reasons(step, state, **options):
-    plan = splitjax.parallelize(step, mesh={"data": 4}, sync="auto", **{"rules": "data_parallel"} | options).plan(state, next(batches()))
+    plan = splitjax.parallelize(step, mesh={"data": 4}, **{"rules": "data_parallel", "sync": "auto"} | options).plan(state, next(batches()))
     return {sync.param: sync.why for sync in plan.syncs if sync.scheme == "dense"}, plan
 
 
@@ -215,6 +220,7 @@ def test_what_stays_dense_says_why():
     found, plan = reasons(make_step(CLIPPED), init(CLIPPED), shard_state=True)
     assert set(found.values()) == {"its gradient is summed into parts (shard_state)"}
     assert not any(one.op == "row_exchange" for one in plan.collectives)
+    assert all(sync.bytes == sync.dense_bytes > 0 for sync in plan.syncs)
 
     def twice(state, batch):
         return jax.lax.scan(lambda state, _: (make_step(CLIPPED)(state, batch)[0], None), state, None, length=2)[0], 0.0
@@ -223,6 +229,7 @@ def test_what_stays_dense_says_why():
     by_name = {"**/in": "zen"}
     plan = splitjax.parallelize(make_step(CLIPPED), mesh={"data": 4}, rules="data_parallel", sync=by_name).plan(init(CLIPPED), next(batches()))
     assert [(sync.param, sync.scheme, sync.why) for sync in plan.syncs][1] == ("params/out", "dense", "asked for")
+    assert plan.syncs[1].bytes == plan.syncs[1].dense_bytes == 2 * 3 * OUT_ROWS * WIDTH  # 2 (n-1)/n of 4 bytes each
 
 
 @pytest.mark.parametrize("mesh", [pytest.param({"data": 1}, marks=pytest.mark.one_version), {"data": 4}], ids=str)

@@ -20,13 +20,14 @@ TOUCHED, EARLIER = (0, 3, 3, 11), (1, 3, 5, 7)
 def make_step(tx):
     def step(state, batch):
         def loss_fn(params):
-            return jnp.mean((params["table"][batch["ids"]] @ params["w"]) ** 2)
+            return jnp.mean((params["table"][batch["ids"]] @ params["w"] * params["scale"]) ** 2)
 
         loss, grads = splitjax.value_and_grad(loss_fn)(state["params"])
         updates, opt = tx.update(grads, state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss}
 
-    params = {"table": jnp.linspace(-1.0, 1.0, NUM_ROWS * WIDTH).reshape(NUM_ROWS, WIDTH), "w": jnp.ones((WIDTH, 2))}
+    table = jnp.linspace(-1.0, 1.0, NUM_ROWS * WIDTH).reshape(NUM_ROWS, WIDTH)
+    params = {"table": table, "w": jnp.ones((WIDTH, 2)), "scale": jnp.ones(1)}  # one number as an array: no row of a table
     return step, {"params": params, "opt": tx.init(params)}
 
 
@@ -64,8 +65,8 @@ ROW_BY_ROW = {
     "clipped norm": (optax.chain(optax.clip_by_global_norm(0.01), optax.adagrad(0.1)), 2),
     "signs": (optax.sign_sgd(0.1), 1),
     "centred rows": (optax.chain(optax.centralize(), optax.sgd(0.1)), 1),
-    "a trained part": (optax.masked(optax.adagrad(0.1), {"table": True, "w": False}), 2),
-    "multi transform": (optax.multi_transform({"a": optax.adagrad(0.1), "b": optax.adam(0.1)}, {"table": "a", "w": "b"}), 2),
+    "a trained part": (optax.masked(optax.adagrad(0.1), {"table": True, "w": False, "scale": False}), 2),
+    "multi transform": (optax.multi_transform({"a": optax.adagrad(0.1), "b": optax.adam(0.1)}, {"table": "a", "w": "b", "scale": "b"}), 2),
 }
 DECAYING = {
     "momentum": (optax.sgd(0.1, momentum=0.9), "opt/0/trace/table changes, by mul"),

@@ -1,0 +1,296 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Sparse embeddings: sending the rows that were touched
+#
+# The gradient of an embedding lookup is an array of the table's size, nearly all of it zeros, and data-parallel training sends and applies all of it.
+# With `sync=` the same step exchanges rows. This notebook measures how sparse the gradients of a small click model are, trains it both ways,
+# counts the bytes of every scheme, and asks which of them a network would want. [docs/sparse.md](../docs/sparse.md) says the rest.
+
+# %%
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)  # before JAX starts
+jax.config.update("jax_disable_most_optimizations", True)  # little is run here: compile it fast
+
+# %%
+# %matplotlib inline
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from flax import linen as nn
+
+import splitjax
+from splitjax import sync
+from splitjax.sync.choose import choose
+
+# %% [markdown]
+# ## A model, and clicks
+#
+# Three tables: users, items, and countries, which are few. Ids follow Zipf's law, as words and products do: item 0 is the most popular, the
+# numbers of users say nothing. Whether somebody clicks depends on both.
+
+# %%
+NUM_ROWS = {"user": 6000, "item": 10_000, "country": 24}
+rng = np.random.default_rng(0)
+shuffled = rng.permutation(NUM_ROWS["user"])
+taste = {name: rng.normal(size=(rows, 3)) for name, rows in NUM_ROWS.items()}
+
+
+def zipf(num_rows, size):
+    weights = 1.0 / np.arange(1, num_rows + 1)
+    return rng.choice(num_rows, size, p=weights / weights.sum()).astype(np.int32)
+
+
+def make_batch(num_examples=256):
+    ids = {"user": shuffled[zipf(NUM_ROWS["user"], num_examples)].astype(np.int32), "item": zipf(NUM_ROWS["item"], (num_examples, 4)),
+           "country": zipf(NUM_ROWS["country"], num_examples)}
+    score = np.sum(taste["user"][ids["user"]] * taste["item"][ids["item"]].mean(1), -1) + taste["country"][ids["country"], 0]
+    return {**ids, "click": (score > 0).astype(np.float32)}
+
+
+class ClickModel(nn.Module):
+    @nn.compact
+    def __call__(self, batch):
+        tables = {name: nn.Embed(rows, 16, name=name) for name, rows in NUM_ROWS.items()}
+        seen = [tables["user"](batch["user"]), tables["item"](batch["item"]).mean(1), tables["country"](batch["country"])]
+        hidden = nn.relu(nn.Dense(32)(jax.numpy.concatenate([*seen, seen[0] * seen[1]], -1)))
+        return nn.Dense(1)(hidden)[:, 0]
+
+
+model = ClickModel()
+batches = [make_batch() for _ in range(16)]
+
+
+def make_step(tx):
+    def init_fn(key):
+        params = model.init(key, batches[0])["params"]
+        return {"params": params, "opt": tx.init(params)}
+
+    def train_step(state, batch):
+        def loss_fn(params):
+            return optax.sigmoid_binary_cross_entropy(model.apply({"params": params}, batch), batch["click"]).mean()
+
+        loss, grads = splitjax.value_and_grad(loss_fn)(state["params"])
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss}
+
+    return train_step, init_fn
+
+
+def train(step, init_fn, batches):
+    state = step.init(init_fn, jax.random.key(0), example=(batches[0],))
+    losses = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+# %% [markdown]
+# ## How sparse the gradients are
+#
+# A profile cuts some batches over the workers and looks at which rows have a gradient on which of them. It updates nothing.
+
+# %%
+adagrad = optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1))
+train_step, init_fn = make_step(adagrad)
+options = {"mesh": {"data": 8}, "rules": "data_parallel"}
+dense_step = splitjax.parallelize(train_step, **options)
+state = dense_step.init(init_fn, jax.random.key(0), example=(batches[0],))
+profile = dense_step.profile(state, batches[:2])
+profile
+
+# %%
+profile.plot()
+
+# %% [markdown]
+# A worker touches one row in a hundred of the items, one in two hundred of the users, and more than half of the countries. The popular items are neighbours, so that
+# equal ranges of the table would be busy unequally (skewness); the users' numbers are shuffled, and their ranges much less so. Sums over more
+# workers get denser more slowly than they would if no two workers shared a row.
+#
+# ## What the plan says
+#
+# Nothing in the step changes. Before the first call nobody knows the sparsity, so the first steps are observed.
+
+# %%
+auto_step = splitjax.parallelize(train_step, sync="auto", **options)
+for one in auto_step.plan(state, batches[0]).syncs:
+    print(f"{one.param:26} {one.scheme:12} {one.why}")
+
+# %% [markdown]
+# ## The same numbers
+#
+# Both steps train on the same batches. The losses agree to rounding, with the clipping norm and Adagrad's accumulators computed from rows.
+
+# %%
+_, dense_losses = train(dense_step, init_fn, batches)
+auto_state, auto_losses = train(auto_step, init_fn, batches)
+np.testing.assert_allclose(auto_losses, dense_losses, rtol=1e-5)
+for number in range(0, len(batches), 5):
+    print(f"step {number:2}   dense {dense_losses[number]:.6f}   auto {auto_losses[number]:.6f}")
+
+# %% [markdown]
+# After the third step the schemes were chosen, each table's by itself, and the step was compiled once more:
+
+# %%
+print([record.reason for record in auto_step.compiles])
+for one in auto_step.plan(auto_state, batches[0]).syncs:
+    print(f"\n{one.param}: {one.scheme}, {one.bytes:,} bytes a step of each worker, dense {one.dense_bytes:,}\n  {one.why}")
+
+# %% [markdown]
+# ## Bytes of every scheme
+#
+# One step with a copy of a table for each scheme, all of them looked up alike: `sync=` takes a dict from patterns of paths to schemes. Whatever the
+# scheme, the copies must stay equal.
+
+# %%
+copies = list(sync.SCHEMES)
+
+
+def copies_step(tables, batch):
+    def loss_fn(tables):
+        return sum(jax.numpy.sin(table[batch["item"]]).mean() for table in tables.values())
+
+    grads = splitjax.grad(loss_fn)(tables)
+    return jax.tree.map(lambda table, grad: table - 10.0 * grad, tables, grads), None
+
+
+scheme_step = splitjax.parallelize(copies_step, sync={f"**/{name}": name for name in copies}, **options)
+table = np.asarray(jax.random.normal(jax.random.key(1), (NUM_ROWS["item"], 16)))
+tables = scheme_step.place(dict.fromkeys(copies, table), example=(batches[0],))
+for batch in batches[:4]:
+    tables, _ = scheme_step(tables, batch)
+for name in copies:
+    np.testing.assert_allclose(tables[name], tables["dense"], rtol=1e-5, atol=1e-6)
+plan = scheme_step.plan(tables, batches[0])
+report = scheme_step.report(tables, batches[0])
+planned = {one.param: one.bytes for one in plan.syncs}
+compiled = {name: sum(one.bytes for one in report.collectives if one.layer == name) for name in copies}
+assert planned == compiled and not report.missing
+sparsity = profile.sparsity("params/item/embedding")
+bound = sparsity.bound_bytes()
+
+
+def plot_bytes():
+    order = sorted(copies, key=compiled.get)
+    places = np.arange(len(order))
+    _, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    axes.barh(places - 0.2, [planned[name] / 1000 for name in order], 0.4, label="predicted by the plan", color="tab:blue")
+    bars = axes.barh(places + 0.2, [compiled[name] / 1000 for name in order], 0.4, label="in the compiled program", color="tab:orange")
+    axes.bar_label(bars, [f"{compiled[name] / 1000:,.1f} kB" + f", 1/{compiled['dense'] / compiled[name]:.1f}" * (name != "dense") for name in order], padding=4, fontsize=9)
+    axes.axvline(bound / 1000, color="black", linestyle=":", label="least for the values alone")
+    axes.set(yticks=places, yticklabels=order, xlabel="kB that each worker sends in a step", xlim=(0, 1.17 * compiled["dense"] / 1000),
+             title="The gradient of a table of 10,000 x 16 over 8 workers")
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper right", frameon=False)
+
+
+plot_bytes()
+
+# %% [markdown]
+# The plan's bytes are those of the compiled program, to the byte. Sizes are static, with some room above what the first steps needed; a step for which
+# they do not suffice gathers all rows instead, in the same program, and loses nothing. The dotted line is what any scheme has to send of values
+# alone; `blocks` (256 values, here 16 rows) and an owner of a popular range (`parameter_server`) do badly on such ids.
+#
+# ## Seconds, on which network?
+#
+# Measured here a step's time says nothing: eight devices of one machine send through its memory. What a scheme takes on a link can be predicted:
+# its bytes over the link's rate, and a latency for each message that waits for another. `sync="auto"` measures the links and takes
+# the least. Here are links of all rates, with a latency of 50 microseconds; on the left for the table above, on the right for one of a million items
+# with the same law, 16 workers and 2048 examples on each: sparsity comes from ids alone, no device is needed.
+
+# %%
+large = sync.measure([[zipf(1_000_000, 2048 * 4) for _ in range(16)] for _ in range(2)], num_rows=1_000_000, row_size=64)
+rates = np.geomspace(1e7, 1e11, 200)  # bits a second
+latency = 50e-6
+
+
+def candidates_of(sparsity):
+    """By scheme its bytes and messages; they do not depend on the link."""
+    found = choose(sparsity, sync.Link(latency, 1e9 / 8), [sync.by_name(name) for name in copies])
+    return {one.scheme.name: one for one in found.table}
+
+
+def plot_seconds(axes, sparsity, title):
+    seconds = {name: one.sent_bytes * 8 / rates + one.num_messages * latency for name, one in candidates_of(sparsity).items()}
+    for number, name in enumerate(copies):
+        axes.plot(rates, 1000 * seconds[name], label=name, color=f"C{number}", linestyle="--" if name == "recursive_doubling" else "-")
+    fastest = np.array(copies)[np.argmin([seconds[name] for name in copies], axis=0)]
+    starts = [0, *(1 + np.flatnonzero(fastest[1:] != fastest[:-1])), len(rates)]
+    low = 400 * min(one.min() for one in seconds.values())
+    for first, last in zip(starts, starts[1:]):
+        axes.plot(rates[[first, last - 1]], [low, low], linewidth=8, color=f"C{copies.index(fastest[first])}", solid_capstyle="butt")
+    axes.text(rates[0], low * 1.25, " the fastest", fontsize=9)
+    axes.set(xscale="log", yscale="log", xlabel="link rate, bit/s", title=title, xlim=(rates[0], rates[-1]))
+    axes.grid(alpha=0.3)
+
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
+plot_seconds(left, sparsity, "10,000 x 16, 8 workers")
+plot_seconds(right, large, "1,000,000 x 64, 16 workers")
+left.set_ylabel("ms a step, predicted")
+legend = figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=8, fontsize=9, frameon=False)
+
+# %%
+for rate in (1e9, 1e11):
+    choice = choose(large, sync.Link(latency, rate / 8))
+    print(f"{rate / 1e9:5.1f} Gbit/s: {choice.scheme.name}, {choice.reason}")
+
+# %% [markdown]
+# On slow links bytes count, and `row_exchange` sends the fewest. On fast ones messages count: `recursive_doubling` and `hierarchical`, alike for 8 and 16
+# workers, have the fewest. Links of memory, as between the devices here, are fast ones: hence the choices above.
+#
+# ## What stays dense, and why
+#
+# An update runs on touched rows alone where that gives the same numbers: SGD, Adagrad, clipping. Adam's moments decay in rows without gradient, too. A
+# table that the loss also reads as a whole has a dense gradient. The plan says so, with the line:
+
+# %%
+adam_step, adam_init = make_step(optax.adam(0.01))
+
+
+def decayed_step(state, batch):
+    def loss_fn(params):
+        loss = optax.sigmoid_binary_cross_entropy(model.apply({"params": params}, batch), batch["click"]).mean()
+        return loss + 1e-4 * (params["item"]["embedding"] ** 2).sum()
+
+    grads = splitjax.grad(loss_fn)(state["params"])
+    return {**state, "params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)}, None
+
+
+def print_reasons(name, fn, init_fn, **more):
+    step = splitjax.parallelize(fn, sync="auto", **options, **more)
+    abstract = step.abstract_state(init_fn, jax.random.key(0), example=(batches[0],))
+    one = next(one for one in step.plan(abstract, batches[0]).syncs if "item" in one.param)
+    print(f"{name}: {one.scheme}, {one.why}\n")
+
+
+print_reasons("Adam", adam_step, adam_init)
+print_reasons("weight decay in the loss", decayed_step, init_fn)
+print_reasons("sharded state", train_step, init_fn, shard_state=True)
+
+# %% [markdown]
+# ## Lazy Adam
+#
+# `lazy=True` leaves rows alone until they have a gradient again, as PyTorch's `SparseAdam` does. These are other numbers than Adam's: only on request,
+# and the plan says so.
+
+# %%
+lazy_step = splitjax.parallelize(adam_step, sync={"**/item/**": sync.ByRows("row_exchange", lazy=True)}, **options)
+lazy_state, lazy_losses = train(lazy_step, adam_init, batches)
+one = next(one for one in lazy_step.plan(lazy_state, batches[0]).syncs if "item" in one.param)
+print(f"{one.param}: {one.scheme}, {one.bytes:,} bytes instead of {one.dense_bytes:,}\n{one.why}")
+print(f"loss {lazy_losses[0]:.4f} -> {lazy_losses[-1]:.4f}")
