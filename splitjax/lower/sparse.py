@@ -93,7 +93,7 @@ def find_sparse(graph: Graph, jaxpr: Any, plan: Plan, request: SyncRequest, chos
     tables, reasons = [], {}
     for table in graph.tables:
         asked = request.of(table.param)
-        reason = _reason(table, graph, jaxpr, plan, leaves, asked)
+        reason = _reason(table, jaxpr, plan, asked) if request.names(table.param) else "no pattern of sync= fits it"
         if not reason and chosen is not None and isinstance(chosen[table.param][0], Dense):
             reason = "chosen"
         if reason:
@@ -106,7 +106,7 @@ def find_sparse(graph: Graph, jaxpr: Any, plan: Plan, request: SyncRequest, chos
     return dataclasses.replace(step, tables=tuple(dataclasses.replace(one, is_owned=one.is_owned and one.param not in late) for one in tables))
 
 
-def _reason(table: Table, graph: Graph, jaxpr: Any, plan: Plan, leaves: Mapping[str, LeafPlan], asked: ByRows) -> str:
+def _reason(table: Table, jaxpr: Any, plan: Plan, asked: ByRows) -> str:
     """Why a table stays dense; empty if it need not."""
     if isinstance(asked.scheme, Dense):
         return "asked for"

@@ -31,6 +31,10 @@ class SyncRequest:
         """What is asked for a parameter; its scheme is a `Scheme`, or `"auto"`."""
         return next((choice for pattern, choice in self.choices if glob_pattern(pattern).fullmatch(path)), ByRows(Dense()))
 
+    def names(self, path: str) -> bool:
+        """Whether a pattern fits a parameter."""
+        return any(glob_pattern(pattern).fullmatch(path) for pattern, _ in self.choices)
+
     def check(self, paths: Sequence[str]) -> None:
         """Raises `SyncError` for a pattern that fits none of a step's parameters."""
         for pattern, _ in self.choices:

@@ -228,7 +228,7 @@ def test_what_stays_dense_says_why():
     assert any("nothing to synchronise by rows" in note for note in reasons(twice, init(CLIPPED))[1].notes)
     by_name = {"**/in": "zen"}
     plan = splitjax.parallelize(make_step(CLIPPED), mesh={"data": 4}, rules="data_parallel", sync=by_name).plan(init(CLIPPED), next(batches()))
-    assert [(sync.param, sync.scheme, sync.why) for sync in plan.syncs][1] == ("params/out", "dense", "asked for")
+    assert [(sync.param, sync.scheme, sync.why) for sync in plan.syncs][1] == ("params/out", "dense", "no pattern of sync= fits it")
     assert plan.syncs[1].bytes == plan.syncs[1].dense_bytes == 2 * 3 * OUT_ROWS * WIDTH  # 2 (n-1)/n of 4 bytes each
 
 
