@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks._sparse_launch import Answers, Measured, over_workers, others_text, run_workers
+from benchmarks._sparse_launch import Answers, Measured, others_text, over_workers, run_workers
 
 WORKLOADS = ("lm1b_input", "lm1b_softmax", "criteo")
 ROUNDS, STEPS = 6, 3
@@ -69,7 +69,7 @@ def report(answers: Answers, num_workers: int, link: str) -> Any:
 
     lines, goals = [
         f"{num_workers} processes of one thread on one machine, each behind a link of {link} a second in each direction. From a worker's own rows to their "
-        f"sum on every worker; the processes take turns through all ways, with the same ids, {STEPS} steps a turn (one where a step takes "
+        f"sum on every worker; the processes take turns through all ways, with the same ids, {STEPS} to 40 steps a turn (one where a step takes "
         f"seconds). Milliseconds: of the slowest worker, median of the turns, with quartiles. Messages alone: the same messages, and no work on "
         f"the workers. Processor time: of one worker, which on this machine shares its cores with all others. Sums were compared with the exact "
         f"ones. MB: 10^6 bytes, from the worker's network device, TCP's headers included. The bound: the least that can be sent if each row is added up by a worker "

@@ -110,7 +110,7 @@ def scheme_way(scheme: sync.Scheme, batches: Batches, profiled: sync.Sparsity) -
         found = scheme.attempt(sync.RowSparse(ids[0], values[0], counts[0], workload.num_rows), "data", capacities)
         return found.rows.ids[None], found.rows.values[None], jnp.asarray(found.fits)[None]
 
-    program, messages = _compiled(worker, batches.mesh, batches.arrays[0])
+    program, messages = compiled(worker, batches.mesh, batches.arrays[0])
     run = lambda step: jax.block_until_ready(program(*_at(batches, step)))
     formula = None if isinstance(scheme, sync.RowExchange) and scheme.wire_dtype else scheme.formula_bytes(batches.sparsity)
     return Way(
@@ -131,8 +131,8 @@ def _feedback(batches: Batches, profiled: sync.Sparsity) -> Way:
         rows, _, errors = scheme.exchange_values(local.values, found, workload.num_rows, "data", capacities)
         return keep(rest, errors)[None], (rows.ids[None], rows.values[None], found.fits[None])
 
-    state = [_zeros(mesh, workload.num_rows, workload.width)]
-    program, messages = _compiled(worker, mesh, (state[0], *batches.arrays[0]), donate=True)
+    state = [zeros(mesh, workload.num_rows, workload.width)]
+    program, messages = compiled(worker, mesh, (state[0], *batches.arrays[0]), donate=True)
 
     def run(step: int) -> Any:
         state[0], found = program(state[0], *_at(batches, step))
@@ -157,9 +157,9 @@ def _ahead(batches: Batches, profiled: sync.Sparsity) -> Way:
         rows, _, _ = scheme.exchange_values(values[0], found, workload.num_rows, "data", capacities)
         return rows.ids[None], rows.values[None], found.fits[None]
 
-    ask, _ = _compiled(indices, mesh, (batches.arrays[0][0], batches.arrays[0][2]))
+    ask, _ = compiled(indices, mesh, (batches.arrays[0][0], batches.arrays[0][2]))
     routes = [jax.block_until_ready(ask(ids, counts)) for ids, _, counts in batches.arrays]
-    program, messages = _compiled(worker, mesh, (routes[0], batches.arrays[0][1]))
+    program, messages = compiled(worker, mesh, (routes[0], batches.arrays[0][1]))
     run = lambda step: jax.block_until_ready(program(routes[step % len(routes)], _at(batches, step)[1]))
     index_bytes = scheme.predicted_bytes(dataclasses.replace(capacities, push=0, pull=0, hot=0), table)
     predicted = scheme.predicted_bytes(capacities, table) - index_bytes
@@ -178,8 +178,8 @@ def _owner(batches: Batches, profiled: sync.Sparsity, wire_dtype: str | None) ->
         return new[None], (rows[None], requests.fits[None])
 
     size = -(-workload.num_rows // n)
-    state = [_zeros(mesh, size, workload.width)]
-    program, messages = _compiled(worker, mesh, (state[0], *batches.arrays[0]), donate=True)
+    state = [zeros(mesh, size, workload.width)]
+    program, messages = compiled(worker, mesh, (state[0], *batches.arrays[0]), donate=True)
 
     def run(step: int) -> Any:
         state[0], found = program(state[0], *_at(batches, step))
@@ -187,7 +187,7 @@ def _owner(batches: Batches, profiled: sync.Sparsity, wire_dtype: str | None) ->
 
     def check(step: int) -> bool:
         """On this worker's rows, from a table of zeros: pulled again after the update."""
-        state[0] = _zeros(mesh, size, workload.width)
+        state[0] = zeros(mesh, size, workload.width)
         _, fits = run(step)
         rows, _ = run(step)
         union, total = batches.expected(step)
@@ -252,11 +252,11 @@ def transfer(messages: Sequence[Message], mesh: Mesh) -> Callable[[int], Any]:
     sharding = NamedSharding(mesh, SPEC)
     zeros = lambda one: jax.jit(lambda: jnp.zeros((mesh.size, *one.shape), one.dtype), out_shardings=sharding)()
     arrays = [zeros(one) for one in messages]
-    program, _ = _compiled(worker, mesh, arrays)
+    program, _ = compiled(worker, mesh, arrays)
     return lambda step: jax.block_until_ready(program(*arrays))
 
 
-def _compiled(worker: Callable, mesh: Mesh, arguments: Sequence[Any], donate: bool = False) -> tuple[Any, list[Message]]:
+def compiled(worker: Callable, mesh: Mesh, arguments: Sequence[Any], donate: bool = False) -> tuple[Any, list[Message]]:
     """The program, and what it sends."""
     run = jax.shard_map(worker, mesh=mesh, in_specs=SPEC, out_specs=SPEC, check_vma=False)
     traced = jax.jit(run, donate_argnums=(0,) if donate else ()).trace(*arguments)
@@ -264,7 +264,7 @@ def _compiled(worker: Callable, mesh: Mesh, arguments: Sequence[Any], donate: bo
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _zeros(mesh: Mesh, rows: int, width: int) -> jax.Array:
+def zeros(mesh: Mesh, rows: int, width: int) -> jax.Array:
     return lax.with_sharding_constraint(jnp.zeros((mesh.size, rows, width), jnp.float32), NamedSharding(mesh, SPEC))
 
 

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 SLOW_SECONDS = 2.0  # a step of this length is taken once a turn, and in every other turn
+TURN_SECONDS, MOST_STEPS = 0.3, 40  # short steps are taken often, so that who begins a turn later than others hardly counts
 PROFILED, MEASURED = 3, 4  # steps: capacities come from the first, what is timed are others
 
 
@@ -42,7 +43,7 @@ def _measure(name: str, settings: dict[str, Any], team: Any, mesh: Any, is_first
         fitted[label] = [one.check(step) for step in range(1 if label == ways.DENSE else MEASURED)]
         made[label], runs[label] = one, one.run
         first = _slowest(team, team.turn(one.run, 1)["seconds"])
-        steps[label] = 1 if first > SLOW_SECONDS else settings["steps"]
+        steps[label] = steps_of(first, settings["steps"])
         team.say(f"{workload.name}, {label}: {1e3 * first:.0f} ms a step, all fitted: {all(fitted[label])}")
         if settings["transfer"] and first <= SLOW_SECONDS:
             alone = _alone(label)
@@ -66,6 +67,13 @@ def _measure(name: str, settings: dict[str, Any], team: Any, mesh: Any, is_first
         "ways": found, "choice": choice, "name": workload.name, "what": workload.what, "num_rows": workload.num_rows, "width": workload.width,
         "rows": sparsity.rows, "union": sparsity.union(mesh.size), "density": sparsity.density, "bound": sparsity.bound_bytes(),
     }  # fmt: skip
+
+
+def steps_of(seconds: float, least: int) -> int:
+    """Steps of a turn, from the seconds of one; `least` is 1 in a quick run."""
+    if seconds > SLOW_SECONDS or least == 1:
+        return 1
+    return max(least, min(round(TURN_SECONDS / seconds), MOST_STEPS))
 
 
 def _alone(label: str) -> str:
