@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks._sparse_launch import others_text, run_workers
 from benchmarks._sparse_schemes import rows_of
 
-REGIMES = ("lm1b_input", "criteo", "few", "all", "half", "same", "apart")
+REGIMES = ("lm1b_input", "criteo", "wikitext", "few", "all", "half", "same", "apart")
 ROUNDS, STEPS = 5, 3
 WITHIN = 1.05  # times the fastest: what two schemes of equal cost differ by from turn to turn
 LEAST_REGIMES = 4  # in which the fastest is chosen; one of them with dense

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-WORDS_FILE, CRITEO_FILE = "lm1b_word_counts.npy", "criteo_sample.npz"
-TOKENS, NEGATIVES = 1024 * 20, 8192  # of a worker and step
+WORDS_FILE, CRITEO_FILE, TEXT_FILE = "lm1b_word_counts.npy", "criteo_sample.npz", "wikitext2_valid.txt"
+BPTT = 20  # tokens of a sequence
+TOKENS, NEGATIVES = 1024 * BPTT, 8192  # of a worker and step
 CRITEO_ROWS = 1024  # of a worker and step
 
 
@@ -51,7 +52,7 @@ def lm1b(data_dir: pathlib.Path, table: str) -> Workload:
         return found.astype(np.int32)
 
     more = "" if table == "input" else f" and {NEGATIVES} log-uniform negatives"
-    return Workload(f"lm1b, {table} table", f"{TOKENS} tokens{more} of a worker, drawn by real word counts", counts.size, 32, ids)
+    return Workload(f"lm1b, {table} table", f"{TOKENS} tokens{more} of a worker, drawn by the words' real counts", counts.size, 32, ids)
 
 
 def criteo(data_dir: pathlib.Path) -> Workload:
@@ -67,6 +68,17 @@ def criteo(data_dir: pathlib.Path) -> Workload:
         return rows[np.take(order, range(worker * CRITEO_ROWS, (worker + 1) * CRITEO_ROWS), mode="wrap")].reshape(-1)
 
     return Workload("Criteo", f"{CRITEO_ROWS} real examples of a worker, 26 ids each", int(sizes.sum()), 16, ids)
+
+
+def wikitext(data_dir: pathlib.Path) -> Workload:
+    """A language model of WikiText-2's validation split: a worker's 1024 sequences of 20 tokens, from places drawn at random."""
+    words, tokens = np.unique(np.array(_file(data_dir, TEXT_FILE).read_text(encoding="utf-8").split()), return_inverse=True)
+
+    def ids(step: int, worker: int, num_workers: int) -> np.ndarray:
+        starts = np.random.default_rng([step, worker]).integers(0, tokens.size - BPTT, TOKENS // BPTT)
+        return tokens[starts[:, None] + np.arange(BPTT)].reshape(-1).astype(np.int32)
+
+    return Workload("WikiText-2", f"{TOKENS} tokens of a worker, real text", words.size, 32, ids)
 
 
 def made_up(name: str, what: str, num_rows: int, width: int, draw: Callable[[np.random.Generator, int], np.ndarray]) -> Workload:
@@ -100,6 +112,7 @@ def named(name: str, data_dir: pathlib.Path) -> Workload:
         "lm1b_input": lambda: lm1b(data_dir, "input"),
         "lm1b_softmax": lambda: lm1b(data_dir, "softmax"),
         "criteo": lambda: criteo(data_dir),
+        "wikitext": lambda: wikitext(data_dir),
         "few": lambda: made_up("few rows", "48 of 200,000 rows", 200_000, 16, _few),
         "all": lambda: made_up("all rows", "every row of a table of 4096", 4096, 64, _all),
         "half": lambda: made_up("half of the rows", "4096 of 8192 rows, others on each worker", 8192, 64, _half),

@@ -20,7 +20,7 @@ from benchmarks._sparse_launch import Answers, Measured, others_text, over_worke
 WAYS = ("dense", "all_gather", "blocks", "row_exchange", "auto")
 TORCH = ("PyTorch DDP, dense gradients", "PyTorch DDP, sparse gradients")
 MODELS = ("lstm", "deepfm")
-BPTT, HIDDEN = 20, 32  # tokens of a sequence; width of the LSTM
+BPTT, HIDDEN = data.BPTT, 32  # tokens of a sequence; width of the LSTM
 HEAD = (64, 32)  # of the DeepFM
 ROUNDS, STEPS, WARM = 4, 3, 5  # three steps are observed, the fourth compiles
 GOALS_AT, LEAST_OVER_DENSE, LEAST_OVER_BLOCKS = "200mbit", 3.1, 2.48

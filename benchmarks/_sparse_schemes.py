@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks._sparse_launch import Answers, Measured, others_text, over_workers, run_workers
 
-WORKLOADS = ("lm1b_input", "lm1b_softmax", "criteo")
+WORKLOADS = ("lm1b_input", "lm1b_softmax", "criteo", "wikitext")
 ROUNDS, STEPS = 6, 3
 GOALS_AT = (16, "100mbit")  # workers and link for which speeds are asked; bytes are asked for always
 MOST_OVER_BOUND, MOST_OFF_FORMULA = 1.08, 0.05

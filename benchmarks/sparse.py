@@ -4,8 +4,8 @@
     python -m benchmarks sparse --data-dir DIR --only schemes --workers 16           one part; the page keeps what was measured of the others
     python -m benchmarks sparse --data-dir DIR --only schemes --workers 4 --quick    a small part, printed only
 
-`--data-dir`: lm1b_word_counts.npy (int, occurrences of each word) and criteo_sample.npz (`ids` int[rows, 26]). What each part found is kept
-beside the page (sparse.json), with its date and machine. Links need Linux and root. Times want an idle machine: how busy others were is
+`--data-dir`: lm1b_word_counts.npy (int, occurrences of each word), criteo_sample.npz (`ids` int[rows, 26]) and wikitext2_valid.txt. What each part
+found is kept beside the page (sparse.json), with its date and machine. Links need Linux and root. Times want an idle machine: how busy others were is
 on the page.
 """
 
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("sparse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True, help="folder of lm1b_word_counts.npy and criteo_sample.npz")
+    parser.add_argument("--data-dir", type=pathlib.Path, required=True, help="folder of lm1b_word_counts.npy, criteo_sample.npz and wikitext2_valid.txt")
     parser.add_argument("--only", nargs="*", choices=PARTS, default=[], metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--workers", nargs="+", type=int, default=[], metavar="N", help="schemes: 4 8 16; end_to_end, choice: 4")
     parser.add_argument("--links", nargs="+", default=[], metavar="RATE", help="schemes: 100mbit; end_to_end: 100mbit 200mbit 1000mbit")

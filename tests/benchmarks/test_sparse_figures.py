@@ -54,6 +54,16 @@ def test_the_fields_of_an_example_have_rows_of_their_own_and_workers_share_none(
         data.named("lm1b_input", folder / "none")
 
 
+def test_sequences_are_pieces_of_the_text(folder):
+    text = [f"w{k % 700}" for k in range(3000)]
+    (folder / data.TEXT_FILE).write_text(" ".join(text))
+    table = data.named("wikitext", folder)
+    words = np.array(sorted(set(text)))
+    found = words[table.ids(0, 1, 4)].reshape(-1, data.BPTT)
+    assert table.num_rows == 700 and len(found) == 1024
+    assert all(int(word[1:]) == (int(line[0][1:]) + k) % 700 for line in found[:50] for k, word in enumerate(line))
+
+
 def test_regimes_are_what_they_say(folder):
     rows = {name: [set(data.named(name, folder).ids(0, rank, 4).tolist()) for rank in range(4)] for name in ("few", "all", "half", "same", "apart")}
     assert len(rows["few"][0]) <= 48 and rows["few"][0] != rows["few"][1]
