@@ -86,7 +86,7 @@ def _measure(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     exchange, _ = ways.compiled(values, mesh, (local.values, routes))
     rows = exchange(local.values, routes)
     table = [ways.zeros(mesh, workload.num_rows, workload.width)]
-    sgd = lambda table, rows: bare(rows).update(table[0], lambda old, new: old - 0.1 * new)[None]
+    sgd = lambda table, rows: bare(rows).update(table, lambda old, new: old - 0.1 * new)
     update, _ = ways.compiled(sgd, mesh, (table[0], rows), donate=True)
 
     def updated() -> Any:

@@ -126,10 +126,10 @@ def _feedback(batches: Batches, profiled: sync.Sparsity) -> Way:
 
     def worker(residual: Any, ids: Any, values: Any, counts: Any) -> Any:
         local = sync.RowSparse(ids[0], values[0], counts[0], workload.num_rows)
-        local, rest = with_residual(local, residual[0])
+        local, rest = with_residual(local, residual)
         found = scheme.exchange_indices(local.ids, local.count, workload.num_rows, "data", capacities)
         rows, _, errors = scheme.exchange_values(local.values, found, workload.num_rows, "data", capacities)
-        return keep(rest, errors)[None], (rows.ids[None], rows.values[None], found.fits[None])
+        return keep(rest, errors), (rows.ids[None], rows.values[None], found.fits[None])
 
     state = [zeros(mesh, workload.num_rows, workload.width)]
     program, messages = compiled(worker, mesh, (state[0], *batches.arrays[0]), donate=True)
@@ -172,10 +172,12 @@ def _owner(batches: Batches, profiled: sync.Sparsity, wire_dtype: str | None) ->
     exchange = sync.OwnerSharded(workload.num_rows, sync.plan_owner(profiled), wire_dtype=wire_dtype)
 
     def worker(shard: Any, ids: Any, values: Any, counts: Any) -> Any:
-        rows, requests = exchange.pull(shard[0], exchange.request(ids[0], "data"), "data")
+        rows, requests = exchange.pull(shard, exchange.request(ids[0], "data"), "data")
+        # As in training, gradients come from the rows that were read: the shard can then be updated in place.
+        gradients = values[0] + 0.0 * rows
         sgd = lambda shard, total: total.update(shard, lambda old, new: old - LEARNING_RATE * new)
-        new, _ = exchange.push(shard[0], values[0], requests, "data", sgd)
-        return new[None], (rows[None], requests.fits[None])
+        new, _ = exchange.push(shard, gradients, requests, "data", sgd)
+        return new, (rows[None], requests.fits[None])
 
     size = -(-workload.num_rows // n)
     state = [zeros(mesh, size, workload.width)]
@@ -265,7 +267,8 @@ def compiled(worker: Callable, mesh: Mesh, arguments: Sequence[Any], donate: boo
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def zeros(mesh: Mesh, rows: int, width: int) -> jax.Array:
-    return lax.with_sharding_constraint(jnp.zeros((mesh.size, rows, width), jnp.float32), NamedSharding(mesh, SPEC))
+    """f[rows, width] on every worker, one after the other: a leading dim of 1 would cost a copy of all of it a step."""
+    return lax.with_sharding_constraint(jnp.zeros((mesh.size * rows, width), jnp.float32), NamedSharding(mesh, SPEC))
 
 
 def _at(batches: Batches, step: int) -> tuple[jax.Array, jax.Array, jax.Array]:
