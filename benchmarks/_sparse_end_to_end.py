@@ -181,7 +181,7 @@ def report(answers: Answers, beside: Answers | None, note: str, num_workers: int
                 way, f"{num / took.seconds:.0f}", f"**{dense / took.seconds:.2f}**", f"{1e3 * took.seconds:.0f}", f"{1e3 * took.low:.0f} to {1e3 * took.high:.0f}",
                 f"{1e3 * took.cpu:.0f}", "" if took.sent is None else f"{took.sent / 1e6:.2f}", facts["chosen"].get(way, ""),
             ])  # fmt: skip
-        titles = ["", "examples/s", "over dense", "step, ms", "quartiles", "processor time of a worker, ms", "MB sent by a worker", "schemes of the tables"]
+        titles = ["", "examples/s", "over dense", "step, ms", "quartiles", "processor time of a worker, ms", "MB sent by the busiest worker", "schemes of the tables"]
         lines += [f"### {model}", "", f"Parameters: {facts['parameters']}.", "", *table(titles, out), "", f"Loss of the first and the last step: {facts['losses'][0]:.4f}, {facts['losses'][1]:.4f}.", ""]
         if link == GOALS_AT:
             for way, limit in (("dense", LEAST_OVER_DENSE), ("blocks", LEAST_OVER_BLOCKS)):

@@ -110,7 +110,7 @@ class Team:
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """One way over all workers: seconds of the slowest worker and their quartiles over the turns; processor seconds of a worker;
-    bytes that a worker sent, mean over workers (None on the loopback)."""
+    bytes that the busiest worker sent, as the formulas say (None on the loopback)."""
 
     seconds: float
     low: float
@@ -126,7 +126,7 @@ def over_workers(turns: Sequence[Sequence[Mapping[str, Any]]]) -> Measured:
     cpu = statistics.median(one["cpu"] for worker in turns for one in worker)
     by_worker = [[one["sent"] for one in worker] for worker in turns]
     known = all(sent is not None for worker in by_worker for sent in worker)
-    return Measured(middle, low, high, cpu, statistics.mean(statistics.median(worker) for worker in by_worker) if known else None)
+    return Measured(middle, low, high, cpu, max(statistics.median(worker) for worker in by_worker) if known else None)
 
 
 def others_text(others: float | None) -> str:
