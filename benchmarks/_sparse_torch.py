@@ -35,7 +35,6 @@ class LSTM(nn.Module):
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         hidden = self.projection(self.lstm(self.embedding(batch["tokens"]))[0])
-        # One lookup of all rows: DDP takes one gradient of a parameter.
         rows = self.softmax(torch.cat([batch["labels"], batch["negatives"]], dim=1))
         num_labels = batch["labels"].shape[1]
         true = (hidden * rows[:, :num_labels]).sum(-1)
