@@ -158,7 +158,10 @@ def section(quick: bool, data_dir: pathlib.Path, num_workers: int, link: str, to
     answers = run_workers("_sparse_end_to_end", settings, num_workers, link)
     beside, note = None, "PyTorch's DDP was not measured: no `--torch-python PATH` was given."
     if torch_python is not None:
-        beside, note = run_workers("_sparse_torch", settings, num_workers, link, python=torch_python), ""
+        try:
+            beside, note = run_workers("_sparse_torch", settings, num_workers, link, python=torch_python), ""
+        except RuntimeError as error:  # what was measured before stays
+            note = f"**PyTorch's DDP failed: {error}**"
     return report(answers, beside, note, num_workers, link)
 
 
