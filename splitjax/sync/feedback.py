@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from splitjax.sync.local import set_rows, take_rows
+from splitjax.sync.local import take_rows
 from splitjax.sync.row_exchange import RowExchange
 from splitjax.sync.rows import RowSparse
 from splitjax.sync.scheme import Attempt, Capacities, Stats, finish_into
@@ -47,7 +47,8 @@ def synchronise_rounded(
 def with_residual(local: RowSparse, residual: Array) -> tuple[RowSparse, Array]:
     """This worker's rows with what was kept back of them, and the residual f[num_rows, *row] without it."""
     kept = take_rows(residual, local.ids)
-    rest = set_rows(residual, local.ids, jnp.zeros_like(kept))
+    # Taken away and not set to zero: what is written then follows from what was read, so that XLA makes no copy of the table.
+    rest = residual.at[local.ids].add(-kept, mode="drop")
     return dataclasses.replace(local, values=local.values + kept.astype(local.values.dtype)), rest
 
 

@@ -111,6 +111,27 @@ def test_rounding_is_made_good_later():
     np.testing.assert_allclose(delivered + np.asarray(residual).sum(axis=0), exact, atol=1e-5)
 
 
+def test_the_residual_is_updated_in_place():
+    """Nothing of the table's size is made besides it."""
+    num_rows, width = 500_000, 8
+    capacities = sync.Capacities(local=8, union=16, push=8, pull=8, codes=8, code_bits=16)
+    scheme = sync.RowExchange(wire_dtype="bfloat16")
+
+    def worker(residual, ids, values):
+        local = sync.from_lookups(ids, values, num_rows)
+        total = lambda rows, carry: carry + rows.values.sum()
+        out, residual, _ = sync.synchronise_rounded(scheme, local, residual, "data", capacities, jnp.zeros(()), total)
+        return residual, out[None]
+
+    mesh, spec = Mesh(np.array(jax.devices()[:2]), ("data",)), PartitionSpec("data")
+    run = jax.shard_map(worker, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    shape = lambda *dims, dtype=jnp.float32: jax.ShapeDtypeStruct(dims, dtype)
+    arguments = (shape(2 * num_rows, width), shape(2 * 8, dtype=jnp.int32), shape(2 * 8, width))
+    memory = jax.jit(run, donate_argnums=0).lower(*arguments).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= num_rows * width * 4
+    assert memory.temp_size_in_bytes < num_rows * width
+
+
 def test_unknown_ownership_is_an_error():
     with pytest.raises(SyncError, match="unknown way to choose owners"):
         sync.RowExchange(ownership="nobody")

@@ -1,0 +1,242 @@
+"""What the benchmark of sparse synchronisation calculates: ids, goals, ratios to formulas, the page; and the ways themselves, on virtual devices."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from benchmarks import _sparse_big_table as big_table
+from benchmarks import _sparse_choice as choice
+from benchmarks import _sparse_data as data
+from benchmarks import _sparse_end_to_end as end_to_end
+from benchmarks import _sparse_launch as launch
+from benchmarks import _sparse_local as local
+from benchmarks import _sparse_schemes as schemes
+from benchmarks import _sparse_ways as ways
+from benchmarks import _sparse_worker as worker
+from benchmarks import sparse
+from splitjax import sync
+
+NAMES = [*ways.SCHEMES, ways.ROWS_AHEAD, ways.ROWS_BF16, ways.OWNER, ways.OWNER_BF16]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Files as in --data-dir, of made-up words and clicks."""
+    np.save(tmp_path / data.WORDS_FILE, np.arange(1, 2001, dtype=np.int32)[::-1])
+    np.savez(tmp_path / data.CRITEO_FILE, ids=np.random.default_rng(0).integers(0, 50, (4096, 26)).astype(np.int32))
+    return tmp_path
+
+
+def test_ids_are_drawn_alike_in_every_process_and_differ_by_worker_and_step(folder):
+    words = data.named("lm1b_softmax", folder)
+    one = words.ids(3, 1, 4)
+    assert one.shape == (data.TOKENS + data.NEGATIVES,) and one.min() >= 0 and one.max() < words.num_rows == 2000
+    np.testing.assert_array_equal(one, data.named("lm1b_softmax", folder).ids(3, 1, 4))
+    assert not np.array_equal(one, words.ids(3, 2, 4)) and not np.array_equal(one, words.ids(4, 1, 4))
+    np.testing.assert_array_equal(one[: data.TOKENS], data.named("lm1b_input", folder).ids(3, 1, 4))
+    assert np.mean(one[: data.TOKENS] < 500) == pytest.approx(0.4375, abs=0.02), "by count: 1 - (3/4)^2"
+    assert np.mean(one[data.TOKENS :] < 44) == pytest.approx(0.5, abs=0.03), "log-uniform: half of them below the root"
+
+
+def test_the_fields_of_an_example_have_rows_of_their_own_and_workers_share_none(folder):
+    clicks = data.named("criteo", folder)
+    ids = [clicks.ids(0, rank, 4).reshape(-1, 26) for rank in range(4)]
+    assert clicks.num_rows == 26 * 50
+    assert all((one // 50 == np.arange(26)).all() for one in ids)
+    with np.load(folder / data.CRITEO_FILE) as file:
+        assert np.sort(np.concatenate(ids).sum(axis=1)).tolist() == np.sort((file["ids"] + 50 * np.arange(26)).sum(axis=1)).tolist()
+    with pytest.raises(FileNotFoundError, match="lm1b_word_counts"):
+        data.named("lm1b_input", folder / "none")
+
+
+def test_sequences_are_pieces_of_the_text(folder):
+    text = [f"w{k % 700}" for k in range(3000)]
+    (folder / data.TEXT_FILE).write_text(" ".join(text))
+    table = data.named("wikitext", folder)
+    words = np.array(sorted(set(text)))
+    found = words[table.ids(0, 1, 4)].reshape(-1, data.BPTT)
+    assert table.num_rows == 700 and len(found) == 1024
+    assert all(int(word[1:]) == (int(line[0][1:]) + k) % 700 for line in found[:50] for k, word in enumerate(line))
+
+
+def test_regimes_are_what_they_say(folder):
+    rows = {name: [set(data.named(name, folder).ids(0, rank, 4).tolist()) for rank in range(4)] for name in ("few", "all", "half", "same", "apart")}
+    assert len(rows["few"][0]) <= 48 and rows["few"][0] != rows["few"][1]
+    assert all(len(one) == 4096 for one in rows["all"] + rows["half"]) and len(set.union(*rows["half"])) > 7000
+    assert rows["same"][0] == rows["same"][3] and len(rows["same"][0]) == 4000
+    assert len(set.union(*rows["apart"])) == 4 * 3000
+
+
+@pytest.fixture(scope="module")
+def batches():
+    def draw(rng, rank):
+        shared, own = rng.integers(0, 400, 25), np.random.default_rng([rank]).integers(0, 400, 15)
+        return np.tile(np.concatenate([shared, own, [0, 399]]), 3)
+
+    table = data.made_up("small", "", 400, 4, draw)
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    profiled = sync.measure(table.sets(range(1), 4), table.num_rows, table.width)
+    return ways.make_batches(table, mesh, range(1)), profiled
+
+
+@pytest.fixture(scope="module")
+def made_ways(batches):
+    """Those with programs of their own, and one scheme."""
+    return {name: ways.make_way(name, *batches) for name in (ways.DENSE, ways.AGSPARSE, ways.ROWS_AHEAD, ways.ROWS_BF16, ways.OWNER_BF16)}
+
+
+@pytest.mark.parametrize("name", [ways.DENSE, ways.AGSPARSE, ways.ROWS_AHEAD, ways.ROWS_BF16, ways.OWNER_BF16])
+def test_every_way_gives_the_exact_sum_and_sends_what_is_predicted(name, made_ways):
+    made = made_ways[name]
+    assert made.check(0), "the capacities are those of this very step"
+    sent = sum(_ring_bytes(one, 4) for one in made.messages)
+    assert sent == pytest.approx(made.predicted, abs=4 * 4 * 6), "but for a few verdicts of 4 bytes"
+    assert made.formula is None or made.formula < 1.8 * made.predicted
+
+
+def _ring_bytes(message, n):
+    size = int(np.prod(message.shape)) * np.dtype(message.dtype).itemsize
+    return size * {"all_gather": n - 1, "psum": 2 * (n - 1) / n, "pmax": 2 * (n - 1) / n, "ppermute": 1, "all_to_all": (n - 1) / n}[message.op]
+
+
+def test_a_wrong_sum_is_found(batches, made_ways):
+    made, _ = batches
+    ids, values, fits = made_ways[ways.AGSPARSE].run(0)
+    with pytest.raises(AssertionError):
+        ways._check((ids, values + 1, fits), made, 0)
+    with pytest.raises(AssertionError, match="rows are missing"):
+        ways._check((ids + 1, values, fits), made, 0)
+
+
+def test_messages_alone_are_all_of_them(batches, made_ways):
+    made, _ = batches
+    messages = made_ways[ways.ROWS_AHEAD].messages
+    assert [one.op for one in messages] == ["ppermute"] * 3 + ["all_gather"]
+    found = ways.transfer(messages, made.mesh)(0)
+    assert len(found) == 4 and all((np.asarray(one) == 0).all() for one in found)
+
+
+def turn(seconds, sent=1e6, cpu=0.01):
+    return {"seconds": seconds, "cpu": cpu, "sent": sent}
+
+
+def answers(milliseconds, num_workers=16, sent=None, formula=None, key="lm1b_input", choice=None):
+    """Two turns of every way; the last worker is 10 % slower in the second."""
+
+    def of(rank):
+        found = {
+            way: {
+                "turns": [turn(1e-3 * ms, (sent or {}).get(way, 1e6)), turn(1e-3 * ms * (1.1 if rank == num_workers - 1 else 1.0), (sent or {}).get(way, 1e6))],
+                "alone": [], "predicted": 1_000_000, "formula": (formula or {}).get(way, 1e6), "fitted": [True, True],
+            }
+            for way, ms in milliseconds.items()
+        }  # fmt: skip
+        facts = {"name": "words", "what": "ids", "num_rows": 1000, "width": 32, "rows": 10.0, "union": 90.0, "density": 0.01, "bound": 1e6}
+        return {"workloads": {key: {"ways": found, "choice": choice, **facts}}}
+
+    return launch.Answers(tuple(of(rank) for rank in range(num_workers)), 0.1)
+
+
+MILLISECONDS = dict.fromkeys(NAMES, 1000.0) | {ways.DENSE: 17_000.0, ways.ROWS: 400.0, ways.OWNER: 200.0, ways.OWNER_BF16: 80.0}
+
+
+def test_the_slowest_worker_counts_and_the_one_that_sends_most():
+    found = launch.over_workers([[turn(1.0, 10), turn(2.0, 20), turn(3.0, 90)], [turn(2.0, 40), turn(1.0, 40), turn(1.0, 40)]])
+    assert found.seconds == 2.0 and found.sent == 40
+    assert launch.over_workers([[turn(1.0, None)]]).sent is None
+
+
+def test_goals_on_speed_are_for_the_run_that_they_were_set_for():
+    goals = schemes.report(answers(MILLISECONDS), 16, "100mbit").goals
+    values = {goal.what: goal for goal in goals}
+    assert values[f"words: {ways.ROWS} over dense"].value == pytest.approx(42.5) and not values[f"words: {ways.ROWS} over dense"].ok
+    assert values[f"words: {ways.ROWS} over the better of AGsparse and SparCML"].ok
+    assert values[f"words: {ways.OWNER_BF16} over dense"].value == pytest.approx(212.5)
+    assert [goal.what for goal in schemes.report(answers(MILLISECONDS, 4), 4, "100mbit").goals] == [goal.what for goal in goals][-2:]
+    assert len(schemes.report(answers(MILLISECONDS, key="criteo"), 16, "100mbit").goals) == 3
+
+
+def test_bytes_are_held_against_bound_and_formula():
+    sent = {ways.ROWS: 1.09e6, ways.SPARCML: 1.06e6}
+    *_, bound, formula = schemes.report(answers(MILLISECONDS, sent=sent), 16, "100mbit").goals
+    assert bound.value == pytest.approx(1.09) and not bound.ok
+    assert formula.value == pytest.approx(0.06) and not formula.ok and "SparCML" in formula.what
+    *_, formula = schemes.report(answers(MILLISECONDS, sent={ways.ROWS: 1.09e6}), 16, "100mbit").goals
+    assert formula.value == 0, "our own ways have no published formula"
+
+
+def test_omnireduce_without_padding_takes_as_long_as_its_formula_s_bytes():
+    found = answers(MILLISECONDS, sent={ways.OMNIREDUCE: 2e6}, formula={ways.OMNIREDUCE: 1.5e6})
+    assert schemes.unpadded_seconds(schemes.rows_of(found, "lm1b_input")[ways.OMNIREDUCE]) == pytest.approx(1.05 * 0.75)
+    assert any(line.startswith(f"| {schemes.UNPADDED} | 788 |") for line in schemes.report(found, 16, "100mbit").lines)
+
+
+def test_steps_of_a_turn():
+    assert [worker.steps_of(seconds, 3) for seconds in (0.001, 0.03, 0.2, 3.0)] == [40, 10, 3, 1]
+    assert worker.steps_of(0.001, 1) == 1
+
+
+def test_a_choice_is_right_within_noise():
+    said = {"chosen": ways.ROWS, "predicted": dict.fromkeys(ways.SCHEMES, 0.4), "latency": 1e-3, "rate": 12.5e6, "reason": ""}
+    good, close, bad = ({**{way: 500.0 for way in ways.SCHEMES}, ways.ROWS: ms} for ms in (400.0, 520.0, 540.0))
+    kinds = [answers(one, key=str(k), choice=said) for k, one in enumerate((good, close, bad, bad))]
+    merged = [{"workloads": {key: value for one in kinds for key, value in one.workers[rank]["workloads"].items()}} for rank in range(4)]
+    section = choice.report(launch.Answers(tuple(merged), None), 4, "100mbit")
+    assert [goal.value for goal in section.goals] == [2, 0]
+    assert [line.split(" | ")[6] for line in section.lines if line.startswith("| words")] == ["1.00", "1.04", "1.08", "1.08"]
+
+
+def test_training_is_compared_in_the_run_with_goals():
+    milliseconds = {"dense": 1000.0, "all_gather": 400.0, "blocks": 500.0, "row_exchange": 250.0, "auto": 250.0}
+    facts = {"examples": 100, "chosen": {"auto": "row_exchange"}, "losses": [1.0, 0.5], "parameters": "w 3"}
+    found = launch.Answers(tuple({"models": {"lstm": {"ways": {way: [turn(1e-3 * ms)] for way, ms in milliseconds.items()}, **facts}}} for _ in range(2)), 0.0)
+    beside = launch.Answers(tuple({"models": {"lstm": {"ways": {end_to_end.TORCH[0]: [turn(2.0)]}}}} for _ in range(2)), None)
+    section = end_to_end.report(found, beside, "", 2, "200mbit")
+    assert [(goal.value, goal.ok) for goal in section.goals] == [(4.0, True), (2.0, False)]
+    assert any(line.startswith(f"| {end_to_end.TORCH[0]} | 100 | **0.50**") for line in section.lines)
+    assert not end_to_end.report(found, None, "absent", 2, "100mbit").goals
+
+
+@pytest.mark.parametrize("name", end_to_end.MODELS)
+def test_the_models_take_their_batches_and_their_tables_go_by_rows(name, folder):
+    import splitjax
+
+    made = end_to_end.workload(name, folder)
+    batch = made.batch(0, 0, 2)
+    assert {len(array) for array in batch.values()} == {made.examples}
+    state = jax.eval_shape(made.init, jax.random.key(0))
+    plan = splitjax.parallelize(made.step, mesh={"data": 2}, rules="data_parallel", sync="row_exchange").plan(state, batch)
+    assert [one.scheme for one in plan.syncs] == ["row_exchange"] * 2
+
+
+def test_local_work_is_all_but_the_update_over_the_transfer():
+    seconds = dict(zip(local.PARTS, (0.001, 0.0005, 0.0015, 9.0), strict=True))
+    (goal,) = local.report({"x": {"name": "x", "seconds": seconds, "predicted": 5_000_000}}, 16).goals
+    assert goal.value == pytest.approx(0.003 / 0.04) and goal.ok
+
+
+def test_a_dense_gradient_of_the_big_table_misses():
+    table = 20_000_000 * 64 * 4
+    sizes = lambda temporaries: {"arguments": table, "temporaries": temporaries, "fresh": 0}
+    found = {"rows": 20_000_000, "memory": {"dense": sizes(table), "row_exchange": sizes(10**8)}, "seconds": [1.0], "losses": [1.0, 0.5], "peak": table}
+    assert all(goal.ok for goal in big_table.report(found, 1).goals)
+    found["memory"]["row_exchange"] = sizes(table)
+    assert [goal.ok for goal in big_table.report(found, 1).goals] == [False, True, True, True]
+
+
+def test_sections_are_replaced_one_by_one_and_stand_in_order(tmp_path, monkeypatch):
+    def section(title):
+        return {"title": title, "lines": ["text", ""], "goals": [], "seconds": 1.0, "load": "load", "header": "- header"}
+
+    keys = ["local, 16 workers", "schemes, 16 workers, 100mbit", "schemes, 4 workers, 1000mbit", "schemes, 4 workers, 200mbit"]
+    (tmp_path / "sparse.json").write_text(json.dumps({key: section(f"old {key}") for key in keys}))
+    monkeypatch.setattr(sparse, "_run", lambda key, run: section(f"new {key}"))
+    arguments = ["--data-dir", str(tmp_path), "--only", "schemes", "--workers", "4", "--links", "200mbit", "--output", str(tmp_path)]
+    assert sparse.main(arguments) == 0
+    titles = [line for line in (tmp_path / "sparse.md").read_text().splitlines() if line.startswith("## ")]
+    assert titles == [f"## {age} {key}" for age, key in zip(("new", "old", "old", "old"), [keys[3], keys[2], keys[1], keys[0]], strict=True)]
