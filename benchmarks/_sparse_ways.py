@@ -32,7 +32,7 @@ OWNER, OWNER_BF16 = "owner-sharded, pull and push", "owner-sharded, bf16"
 SCHEMES: dict[str, sync.Scheme] = {
     DENSE: sync.Dense(), AGSPARSE: sync.AllGather(), SPARCML: sync.RecursiveDoubling(), HIERARCHICAL: sync.Hierarchical(),
     OMNIREDUCE: sync.Blocks(), SERVER: sync.ParameterServer(), ZEN: sync.Zen(), ZEN_ROWS: sync.Zen(granularity="row"),
-    ROWS: sync.RowExchange(), ROWS_HOT: sync.RowExchange(hot=True),
+    ROWS: sync.RowExchange(pattern="ppermute"), ROWS_HOT: sync.RowExchange(hot=True, pattern="ppermute"),
 }  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def scheme_way(scheme: sync.Scheme, batches: Batches, profiled: sync.Sparsity) -
 
 def _feedback(batches: Batches, profiled: sync.Sparsity) -> Way:
     """Rows of two bytes a value; what rounding takes away stays in a table of the worker's own."""
-    scheme, workload, mesh = sync.RowExchange(wire_dtype="bfloat16"), batches.workload, batches.mesh
+    scheme, workload, mesh = sync.RowExchange(pattern="ppermute", wire_dtype="bfloat16"), batches.workload, batches.mesh
     capacities = scheme.plan(profiled)
 
     def worker(residual: Any, ids: Any, values: Any, counts: Any) -> Any:

@@ -46,7 +46,7 @@ def dispatch(reference: Callable[..., Any], *operands: Any, tpu: Callable[..., A
     A kernel has to stand where every mesh axis is manual: XLA does not partition it. Where the mesh in use has other axes, the
     reference is evaluated.
     """
-    if not partitions_nothing():
+    if not partitions_nothing() or (tpu is None and gpu is None):
         return reference(*operands)
     axes = varying_axes(*operands)
 
