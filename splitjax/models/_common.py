@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,12 @@ RELU_INIT = jax.nn.initializers.he_normal()
 # He et al. 2015 offer the backward form as the equal alternative; it is the customary one for residual networks.
 RESIDUAL_INIT = jax.nn.initializers.variance_scaling(2.0, "fan_out", "truncated_normal")
 LINEAR_INIT = jax.nn.initializers.lecun_normal()
+
+
+def recurrent_init(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
+    """Flax's initialisation of recurrent kernels, orthogonal, in any dtype: JAX has no decomposition in half precision."""
+    wide = jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
+    return jax.nn.initializers.orthogonal()(key, shape, wide).astype(dtype)
 
 
 def at_least_float32(x: jax.Array) -> jax.Array:

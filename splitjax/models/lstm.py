@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from splitjax.models._common import LINEAR_INIT, ModelError, check_rate, check_widths
+from splitjax.models._common import LINEAR_INIT, ModelError, check_rate, check_widths, recurrent_init
 
 Sampled = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
@@ -111,7 +111,7 @@ class LinenLSTM(nn.Module):
         self.embedding = nn.Embed(config.vocab_size, config.embedding_width, **config.dtypes)
         self.dropout = nn.Dropout(config.dropout)
         for index in range(1, config.num_layers + 1):
-            setattr(self, f"lstm{index}", nn.RNN(nn.OptimizedLSTMCell(config.hidden_width, **config.dtypes)))
+            setattr(self, f"lstm{index}", nn.RNN(nn.OptimizedLSTMCell(config.hidden_width, recurrent_kernel_init=recurrent_init, **config.dtypes)))
             projection = nn.Dense(config.embedding_width, use_bias=False, kernel_init=LINEAR_INIT, **config.dtypes)
             setattr(self, f"projection{index}", projection)
         self.softmax = nn.Embed(config.vocab_size, config.embedding_width, **config.dtypes)
@@ -144,7 +144,7 @@ class NnxLSTM(nnx.Module):
         if config.dropout:
             self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
         for index in range(1, config.num_layers + 1):
-            cell = nnx.LSTMCell(config.embedding_width, config.hidden_width, **options)
+            cell = nnx.LSTMCell(config.embedding_width, config.hidden_width, recurrent_kernel_init=recurrent_init, **options)
             setattr(self, f"lstm{index}", nnx.RNN(cell, rngs=False))
             projection = nnx.Linear(config.hidden_width, config.embedding_width, use_bias=False, kernel_init=LINEAR_INIT, **options)
             setattr(self, f"projection{index}", projection)

@@ -48,6 +48,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(run, tmp_path):
     assert status == 0 and "the run is complete: it has 60 of 60 steps" in out
 
 
+@pytest.mark.one_version
 def test_a_run_resumes_on_another_mesh_to_the_same_numbers(run, tmp_path):
     assert run(f"{SMALL} --steps 20 --metrics whole.jsonl")[0] == 0
     assert run(f"{SMALL} --steps 10 --checkpoint-dir saved")[0] == 0
@@ -71,6 +72,7 @@ def test_another_run_s_checkpoints_are_refused(run):
         assert status == 2 and re.search(said, err) and "remedy" in err
 
 
+@pytest.mark.one_version
 def test_text_trains_a_transformer_in_bfloat16(run, tmp_path):
     (tmp_path / "corpus.txt").write_text("the cat sat on the mat and the dog sat on the cat\n" * 200)
     status, out, _ = run(
@@ -82,6 +84,7 @@ def test_text_trains_a_transformer_in_bfloat16(run, tmp_path):
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
+@pytest.mark.one_version
 def test_an_lstm_resumes_with_the_negatives_of_the_undisturbed_run(run, tmp_path):
     (tmp_path / "corpus.txt").write_text("the cat sat on the mat and the dog sat on the cat\n" * 200)
     options = (
@@ -100,6 +103,7 @@ def test_an_lstm_resumes_with_the_negatives_of_the_undisturbed_run(run, tmp_path
     assert "accuracy" not in last
 
 
+@pytest.mark.one_version
 def test_click_models_train_on_criteo_s_lines(run, tmp_path):
     rng = np.random.default_rng(0)
     categories = rng.integers(0, 1 << 32, (400, 26))

@@ -129,7 +129,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-ON_EVERY_VERSION = ("features split", "owned")
+ON_EVERY_VERSION = ("owned",)
 
 
 @pytest.mark.parametrize("name", [name if name in ON_EVERY_VERSION else pytest.param(name, marks=pytest.mark.one_version) for name in LAYOUTS])
@@ -163,6 +163,7 @@ def test_the_compiled_step_makes_nothing_of_the_table_s_size():
     assert compiled.temp_size_in_bytes < table_bytes / 20
 
 
+@pytest.mark.one_version
 def test_the_exchange_falls_back_without_a_loss_and_steps_are_observed_anew(reference, monkeypatch):
     monkeypatch.setattr(observing, "CHECKED_STEPS", 2)
     monkeypatch.setattr(observing, "MOST_FALLBACKS", 0)
@@ -175,6 +176,7 @@ def test_the_exchange_falls_back_without_a_loss_and_steps_are_observed_anew(refe
     assert [record.reason for record in step.compiles].count("its tables were observed") == 2
 
 
+@pytest.mark.one_version
 def test_auto_measures_the_links_and_says_what_it_chose(reference):
     *found, step = train(CLIPPED, mesh={"data": 4}, rules="data_parallel", sync="auto")
     assert_same(found, reference)
@@ -182,7 +184,7 @@ def test_auto_measures_the_links_and_says_what_it_chose(reference):
         assert sync.why.startswith("chosen: ") and "next: " in sync.why and "3 steps" in sync.why
 
 
-@pytest.mark.parametrize("rules", ["data_parallel", "embedding_owner"])
+@pytest.mark.parametrize("rules", [pytest.param("data_parallel", marks=pytest.mark.one_version), "embedding_owner"])
 def test_a_step_that_skips_updates_which_are_not_finite(rules):
     """All rows of all owners count, and one number decides for all."""
 
@@ -304,6 +306,7 @@ def test_a_gpu_s_train_step_contains_kernels():
     assert "mosaic_gpu" in text and "splitjax_gather_rows" in text and "splitjax_segment_sum" in text
 
 
+@pytest.mark.one_version
 def test_recurrent_weights_are_summed_over_workers_once_and_tables_by_rows():
     """An LSTM's gradients add up over time steps first: the compiled step sends what the plan says, scalars aside."""
     spec = build_small("lstm")

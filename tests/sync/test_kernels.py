@@ -98,6 +98,7 @@ def as_on_tpu(monkeypatch):
     monkeypatch.setattr(kernels, "dispatch", take)
 
 
+@pytest.mark.one_version
 def test_a_synchronisation_of_tpu_kernels_gives_the_same_table(as_on_tpu, request):
     """All of them in the interpreter, `row_exchange` with the kernel collective; the other program pushes by ppermute."""
     num_rows, lookups, width, workers = 30, 4, 16, 2
