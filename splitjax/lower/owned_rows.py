@@ -61,6 +61,8 @@ def pull(table: TableSync, mesh: Mesh, array: Any, ids: Sequence[Any]) -> Pulled
             # Reading out of bounds gives the nearest row, or what the gather fills in; a gradient goes to rows that exist.
             read.append(normalised(flat, table.num_rows, "fill" if one.mode == "fill" else "clip", False))
             given.append(read[-1] if one.mode == "clip" else normalised(flat, table.num_rows, "fill", False))
+            if one.dim is None:  # every worker reads the rows, and has all of their gradient: the first one pushes it
+                given[-1] = jnp.where(lax.axis_index(table.axes) == 0, given[-1], table.num_rows)
         flat = jnp.concatenate(read)
         capacity = min(flat.size, table.num_rows)
         unique, slots, _ = unite(flat, table.num_rows, capacity)

@@ -99,7 +99,7 @@ def find_sparse(graph: Graph, jaxpr: Any, plan: Plan, request: SyncRequest, chos
         if reason:
             reasons[table.param] = reason
             continue
-        tables.append(_table_sync(table, graph, plan, leaves[table.param], asked, chosen))
+        tables.append(_table_sync(table, graph, jaxpr, plan, leaves[table.param], asked, chosen))
     step = SparseStep(graph, jaxpr, tuple(tables), reasons)
     # Where the ids are known only with the parameters, rows cannot be brought before the forward pass.
     late = {one.param for one in tables if one.is_owned and ids_of(step.edited(equation_at(jaxpr, site := step.table_of(one).boundary), site)[0]) is None}
@@ -129,24 +129,25 @@ def _update(table: Table, asked: ByRows) -> RowUpdate | None:
     return table.update if table.update is not None or not asked.lazy else table.lazy_update
 
 
-def _table_sync(table: Table, graph: Graph, plan: Plan, leaf: LeafPlan, asked: ByRows, chosen: Chosen | None) -> TableSync:
+def _table_sync(table: Table, graph: Graph, jaxpr: Any, plan: Plan, leaf: LeafPlan, asked: ByRows, chosen: Chosen | None) -> TableSync:
     split = spec_axes(leaf.spec[1:])
     axes = tuple(axis for axis in plan.mesh.present(plan.batch_axes) if axis not in split)
     scheme, capacities = (asked.scheme if isinstance(asked.scheme, Scheme) else AllGather(), None) if chosen is None else chosen[table.param]
     is_owned = bool(axes) and spec_axes(leaf.spec[:1]) == axes
     row_size = math.prod(leaf.shape[1:]) // plan.mesh.size(split)
     index = next(index for index, one in enumerate(graph.leaves) if one.path == table.param)
-    lookups = tuple(Lookups(_example_dim(one, graph, plan.mesh.size(axes)), one.mode.removesuffix("_or_drop")) for one in table.lookups)
+    lookups = tuple(Lookups(_example_dim(one, graph, jaxpr, plan.mesh.size(axes)), one.mode.removesuffix("_or_drop")) for one in table.lookups)
     return TableSync(table.param, index, _update(table, asked).leaves, leaf.shape, leaf.dtype, leaf.spec, axes, lookups, is_owned, row_size, scheme, capacities)
 
 
-def _example_dim(lookup: Any, graph: Graph, num_workers: int) -> int | None:
+def _example_dim(lookup: Any, graph: Graph, jaxpr: Any, num_workers: int) -> int | None:
     """The dim of a lookup's ids, without the loops that it stands in, that is cut over the workers."""
     use = next((one for one in graph.uses if one.site == lookup.site), None)
     if use is None:
         return None
-    batch = [dim for dim in range(len(use.out_shape))]
-    return next((dim for dim in batch if graph.is_example(use.out_dims[dim]) and use.out_shape[dim] % num_workers == 0), None)
+    of_rows = equation_at(jaxpr, lookup.site).params["dimension_numbers"].offset_dims
+    of_ids = [dim for dim in range(len(use.out_shape)) if dim not in of_rows]
+    return next((k for k, dim in enumerate(of_ids) if graph.is_example(use.out_dims[dim]) and use.out_shape[dim] % num_workers == 0), None)
 
 
 @dataclasses.dataclass(eq=False)

@@ -324,3 +324,30 @@ def test_recurrent_weights_are_summed_over_workers_once_and_tables_by_rows():
     assert not report.missing and max(one.compiled.trips for one in report.collectives) == 1
     assert abs(report.total.compiled_bytes - report.total.predicted_bytes) < 100
     assert {sync.scheme for sync in step.plan(state, batch_for(spec, 8)).syncs} == {"row_exchange"}
+
+
+@pytest.mark.parametrize("rules", ["data_parallel", "embedding_owner"])
+@pytest.mark.parametrize("num_shared", [3, pytest.param(8, marks=pytest.mark.one_version)])
+def test_rows_that_all_workers_read_alike_count_once(rules, num_shared):
+    """Ids that no example has, whether or not they divide over four workers; and rows laid out before the examples."""
+
+    def step(state, batch):
+        def loss_fn(params):
+            shared = params["table"][jnp.arange(num_shared) * 7 % 64]
+            own = jax.vmap(lambda k: params["table"][k], out_axes=1)(batch["ids"])
+            return jnp.mean(jnp.sin(own.T @ shared.T))
+
+        loss, grads = splitjax.value_and_grad(loss_fn)(state)
+        return jax.tree.map(lambda p, g: p - 0.5 * g, state, grads), loss
+
+    found = []
+    for options in ({"mesh": {"data": 1}, "rules": "data_parallel"}, {"mesh": {"data": 4}, "rules": rules, "sync": "row_exchange"}):
+        one = splitjax.parallelize(step, **options)
+        state, losses = {"table": np.asarray(jax.random.normal(jax.random.key(0), (64, 5)))}, []
+        for number in range(5):
+            batch = {"ids": np.random.default_rng(number).integers(0, 64, 8).astype(np.int32)}
+            state, loss = one(state, batch)
+            losses.append(float(loss))
+        found.append((losses, jax.tree.map(np.asarray, state)))
+    assert [sync.scheme for sync in one.plan(state, batch).syncs] == ["owner_sharded" if rules == "embedding_owner" else "row_exchange"]
+    assert_same(found[1], found[0])
