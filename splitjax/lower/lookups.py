@@ -1,9 +1,9 @@
 """A gradient boundary whose tables give rows instead of dense gradients.
 
 Every lookup `rows = gather(table, ids)` of the forward becomes `gather(table, ids) + delta`, or `delta` alone where the rows were brought from
-elsewhere. The boundary differentiates with respect to the deltas, which are zero or these rows, and no longer the table; the ids are further results. So the table's gradient comes out as
-(ids, cotangents), one row per lookup, and nothing of the table's size is made. Calls that a lookup stands in (jit, remat,
-scan) hand its delta in and its ids out.
+elsewhere. The boundary differentiates with respect to the deltas, which are zero or these rows, and no longer the table; the ids are further
+results. So the table's gradient comes out as (ids, cotangents), one row per lookup, and nothing of the table's size is made. Calls that a
+lookup stands in (jit, remat, scan) hand its delta in and its ids out.
 
 Equations keep their places, so that sites (`trace.flatten`) mean the same in the edited forward: plans and layouts need not know.
 """

@@ -11,8 +11,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from splitjax import _compat
 from splitjax.sync.local import set_rows, take_rows
 from splitjax.trace.flatten import call_body
@@ -148,8 +146,3 @@ def written(view: View, new: Mapping[int, Rows]) -> dict[int, Any]:
     return {
         leaf: set_rows(view.leaves[leaf], view.ids, one.astype(view.leaves[leaf].dtype), is_sorted=view.is_sorted) for leaf, one in rows.items()
     }
-
-
-def zeros_like(delta: Any) -> Any:
-    """A delta as the boundary gets it."""
-    return jnp.zeros(delta.shape, delta.dtype)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from splitjax import _compat
@@ -20,9 +21,9 @@ from splitjax.lower.layout import BoundaryHook, Hooks, Layout, Site, evaluate, h
 from splitjax.lower.lookups import Edited, Lookup, edit_boundary, ids_of, rows_of
 from splitjax.lower.microbatching import Twin
 from splitjax.lower.owned_rows import Owned, Pulled, pull, push
-from splitjax.lower.row_values import Rows, RowWriter, dense, zeros_like
+from splitjax.lower.row_values import Rows, RowWriter, dense
 from splitjax.lower.sync_request import SyncRequest
-from splitjax.lower.table_rows import Exchanged, Lookups, TableSync, exchange
+from splitjax.lower.table_rows import Exchanged, IdCut, TableSync, exchange
 from splitjax.plan import LeafPlan, Plan, spec_axes
 from splitjax.sync.all_gather import AllGather
 from splitjax.sync.dense import Dense
@@ -136,7 +137,7 @@ def _table_sync(table: Table, graph: Graph, jaxpr: Any, plan: Plan, leaf: LeafPl
     is_owned = bool(axes) and spec_axes(leaf.spec[:1]) == axes
     row_size = math.prod(leaf.shape[1:]) // plan.mesh.size(split)
     index = next(index for index, one in enumerate(graph.leaves) if one.path == table.param)
-    lookups = tuple(Lookups(_example_dim(one, graph, jaxpr, plan.mesh.size(axes)), one.mode.removesuffix("_or_drop")) for one in table.lookups)
+    lookups = tuple(IdCut(_example_dim(one, graph, jaxpr, plan.mesh.size(axes)), one.mode.removesuffix("_or_drop")) for one in table.lookups)
     return TableSync(table.param, index, _update(table, asked).leaves, leaf.shape, leaf.dtype, leaf.spec, axes, lookups, is_owned, row_size, scheme, capacities)
 
 
@@ -209,7 +210,7 @@ class _Run:
     def _delta(self, lookup: Lookup, place: int, order: Sequence[tuple[int, int]], pulled: Mapping[int, Pulled]) -> Any:
         """What a lookup's rows are differentiated by: zeros that are added to them, or the pulled rows themselves."""
         number, k = order[place]
-        return pulled[number].given(lookup, k) if number in pulled else zeros_like(lookup.delta)
+        return pulled[number].given(lookup, k) if number in pulled else jnp.zeros(lookup.delta.shape, lookup.delta.dtype)
 
     def _placed(self, table: TableSync, loops: Sequence[int], ids: Sequence[Any]) -> TableSync:
         """The dims of lookups as they are here: behind those of loops. One that no example has is cut where it divides."""
@@ -234,7 +235,8 @@ def evaluate_sparse(
 
     **Arguments:** `arguments`: its flat arguments. `results_of`: flat argument of a state leaf -> its flat result.
 
-    **Returns:** its flat results, and by table what was observed: `num_rows` i32[], rows of the sum; `fell_back` bool[], whether the capacities did not suffice; `touched` i32[n, k], the ids, while there are no capacities.
+    **Returns:** its flat results, and by table what was observed: `fell_back` bool[], whether the capacities did not suffice; `touched` i32[n, k],
+    the ids of n workers, while there are no capacities.
     """
     run = _Run(step, mesh, hook, arguments, {})
     operands = list(arguments)

@@ -26,9 +26,9 @@ from splitjax.sync.scheme import Attempt, Capacities, Scheme, gather_all, once
 
 
 @dataclasses.dataclass(frozen=True)
-class Lookups:
-    """One lookup of a table in the exchange: the dim of its ids that is cut over the workers, None for a lookup that all workers
-    make alike; what ids outside the table mean."""
+class IdCut:
+    """How one lookup's ids are cut: the dim that lies over the workers, None for ids that all of them have; `mode`: what ids outside
+    the table mean."""
 
     dim: int | None
     mode: str
@@ -42,7 +42,8 @@ class TableSync:
     - `shape`, `dtype`: of the table. `spec`: its layout; `axes`: the mesh axes of its workers, over which its lookups are summed.
     - `is_owned`: its rows are split over its workers, which pull and push (`owned_rows`); otherwise every worker gets the sum.
     - `row_size`: values of a row on one device.
-    - `scheme`, `capacities`: of the exchange; None for the first steps, in which all rows are gathered and the ids returned.
+    - `scheme`, `capacities`: of the exchange; an owned table uses the capacities alone. No capacities in the first steps, in which all
+      rows are gathered and the ids returned.
     """
 
     param: str
@@ -52,7 +53,7 @@ class TableSync:
     dtype: Any
     spec: Spec
     axes: tuple[str, ...]
-    lookups: tuple[Lookups, ...]
+    lookups: tuple[IdCut, ...]
     is_owned: bool
     row_size: int
     scheme: Scheme
