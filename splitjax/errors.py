@@ -105,3 +105,7 @@ class SyncError(SplitjaxError, ValueError):
 
 class ProfileError(SplitjaxError, ValueError):
     """A profile that cannot be measured, read, written or drawn."""
+
+
+class PartialError(SplitjaxError, ValueError):
+    """A step that cannot be differentiated partially as asked, or an option of `PartialBackprop` that is none of its documented values."""
