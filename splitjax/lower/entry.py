@@ -18,11 +18,12 @@ from splitjax.lower.arguments import Bound, Options, abstract, bind, call_with, 
 from splitjax.lower.exchange import derive_exchanges, weight_uses
 from splitjax.lower.group_comm import choose, crosses
 from splitjax.lower.layout import Layout, named_sharding
+from splitjax.lower.lowered import Lowered
 from splitjax.lower.microbatching import boundary_hook, check_turns, make_twin, resized_trace
 from splitjax.lower.observing import Decision, with_syncs
 from splitjax.lower.partial_hooks import PartialHooks
 from splitjax.lower.partial_plan import with_partial
-from splitjax.lower.partial_programs import Lowered, turned
+from splitjax.lower.partial_programs import turned
 from splitjax.lower.partial_step import PartialStep, find_partial
 from splitjax.lower.planning import follow_plan, make_plan, pin_plan
 from splitjax.lower.processes import host_digests, on_mesh
@@ -160,11 +161,11 @@ def build_entry(
         twin_of = sparse.twin_of(twin_of)
     hook = boundary_hook(graph, mesh, plan, layout, twin_of)
     lowered = Lowered(mesh, layout, jaxpr, matched, sparse)
-    make = functools.partial(_compile, recipe, mesh, bound, jaxpr, result, matched, plan, sparse)
+    programs = Programs(recipe, mesh, bound, plan, jaxpr, result, matched, sparse is not None)
     if partial is None:
-        jitted = make(functools.partial(lowered.run, hook))
+        jitted = programs.whole(functools.partial(lowered.run, hook))
     else:
-        jitted = turned(partial, PartialHooks(partial, jaxpr, mesh, plan, layout, twin_of, sparse, hook), lowered, make)
+        jitted = turned(partial, PartialHooks(partial, jaxpr, mesh, plan, layout, twin_of, sparse, hook), lowered, programs)
     observes = sparse is not None and bool(sparse.tables) and decision is None
     return Entry(bound, graph, plan, jitted, mesh, jaxpr, trace, sparse, observes, partial)
 
@@ -227,43 +228,64 @@ def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> Layout:
     return Layout.of(mesh, (*plan.constraints, *pin_gradients(graph, plan.leaves)), sums, weight_uses(*arguments), names={use.site: use.layer for use in graph.uses})
 
 
-def _compile(
-    recipe: Recipe, mesh: Mesh, bound: Bound, jaxpr: Any, result: Any, matched: Mapping[int, int], plan: Plan, sparse: SparseStep | None,
-    evaluate_step: Callable[..., tuple[list[Any], Any]], num_turns: int = 0,
-) -> Any:
-    """A step for `jax.jit`. `evaluate_step(leaves, *turns) -> flat results, and what was observed of tables`; its program takes as many scalars
-    as `num_turns` says before the step's arguments."""
-    updated = updated_in_parts(jaxpr, plan.leaves, matched)
-    shardings = [named_sharding(mesh, leaf.spec) for leaf in plan.leaves]
-    tree = jax.tree.structure(result)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Programs:
+    """Makes programs of one signature of a step for `jax.jit`. `matched`: flat argument of a state leaf -> its flat result."""
 
-    def run(*args):
-        turns, args = args[:num_turns], args[num_turns:]
-        # jax.jit calls this only when it traces. A trace for other arguments than the plan's must not pass silently.
-        if args_signature(recipe, args) != signature_key(bound):
-            raise SignatureChanged
-        leaves = jax.tree.leaves([arg for n, arg in enumerate(args) if n not in recipe.options.static_argnums])
-        results, observed = evaluate_step(leaves, *turns)
-        for number, spec in updated.items():
-            results[number] = jax.lax.with_sharding_constraint(results[number], named_sharding(mesh, spec))
-        whole = jax.tree.unflatten(tree, results)
-        return whole if sparse is None else (whole, observed)
+    recipe: Recipe
+    mesh: Mesh
+    bound: Bound
+    plan: Plan
+    jaxpr: Any
+    result: Any
+    matched: Mapping[int, int]
+    observes: bool  # its programs return what was observed of tables, beside the result
 
-    run.__name__ = run.__qualname__ = recipe.name
-    into = [
-        jax.tree.unflatten(jax.tree.structure(arg), shardings[slice(*bound.spans[number])])
-        for number, arg in enumerate(bound.args) if number not in recipe.options.static_argnums
-    ]
-    out: list[Any] = [None] * tree.num_leaves
-    for source, target in matched.items():
-        out[target] = shardings[source]
-    placed = jax.tree.unflatten(tree, out) if matched else None
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    behind = lambda numbers: tuple(num_turns + number for number in numbers)
-    return jax.jit(
-        run, in_shardings=(*[everywhere] * num_turns, *into), out_shardings=placed if sparse is None else (placed, everywhere),
-        donate_argnums=behind(recipe.options.state_argnums) if recipe.donate else (), static_argnums=behind(recipe.options.static_argnums),
-    )
+    def whole(
+        self, evaluate_step: Callable[..., tuple[list[Any], Any]], extra: tuple[Any, ...] = (), donate_extra: tuple[int, ...] = ()
+    ) -> Any:
+        """The step. `evaluate_step(leaves, *extra) -> flat results, and what was observed`; its program takes further operands before the step's
+        arguments, whose shardings are `extra`."""
+        updated = updated_in_parts(self.jaxpr, self.plan.leaves, self.matched)
+        tree = jax.tree.structure(self.result)
+
+        def run(leaves: list[Any], *further: Any) -> Any:
+            results, observed = evaluate_step(leaves, *further)
+            for number, spec in updated.items():
+                results[number] = jax.lax.with_sharding_constraint(results[number], named_sharding(self.mesh, spec))
+            whole = jax.tree.unflatten(tree, results)
+            return (whole, observed) if self.observes else whole
+
+        shardings = [named_sharding(self.mesh, leaf.spec) for leaf in self.plan.leaves]
+        out: list[Any] = [None] * tree.num_leaves
+        for source, target in self.matched.items():
+            out[target] = shardings[source]
+        placed = jax.tree.unflatten(tree, out) if self.matched else None
+        states = tuple(len(extra) + number for number in self.recipe.options.state_argnums) if self.recipe.donate else ()
+        return self._jit(run, (placed, NamedSharding(self.mesh, PartitionSpec())) if self.observes else placed, extra, (*donate_extra, *states))
+
+    def part(self, evaluate_part: Callable[[list[Any]], Any], out_shardings: Any) -> Any:
+        """A program that takes the step's arguments and consumes none."""
+        return self._jit(evaluate_part, out_shardings, (), ())
+
+    def _jit(self, evaluate_leaves: Callable[..., Any], out_shardings: Any, extra: tuple[Any, ...], donated: tuple[int, ...]) -> Any:
+        recipe, bound = self.recipe, self.bound
+        shardings = [named_sharding(self.mesh, leaf.spec) for leaf in self.plan.leaves]
+
+        def run(*args: Any) -> Any:
+            further, args = args[: len(extra)], args[len(extra) :]
+            # jax.jit calls this only when it traces. A trace for other arguments than the plan's must not pass silently.
+            if args_signature(recipe, args) != signature_key(bound):
+                raise SignatureChanged
+            return evaluate_leaves(jax.tree.leaves([arg for n, arg in enumerate(args) if n not in recipe.options.static_argnums]), *further)
+
+        run.__name__ = run.__qualname__ = recipe.name
+        into = [
+            jax.tree.unflatten(jax.tree.structure(arg), shardings[slice(*bound.spans[number])])
+            for number, arg in enumerate(bound.args) if number not in recipe.options.static_argnums
+        ]
+        static = tuple(len(extra) + number for number in recipe.options.static_argnums)
+        return jax.jit(run, in_shardings=(*extra, *into), out_shardings=out_shardings, donate_argnums=donated, static_argnums=static)
 
 
 def signature_key(bound: Bound) -> Any:

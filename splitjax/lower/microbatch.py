@@ -31,9 +31,9 @@ from splitjax.lower.islands import Archipelago, Request, find_island, stages
 from splitjax.lower.loop import Job, MakeFetch
 from splitjax.lower.needs import PART, WHOLE, Marked, mark
 from splitjax.lower.pairing import Const, Program, pair
+from splitjax.lower.places import Runner
 from splitjax.lower.relation import EXAMPLES, LATER, Batch, Info, Reason
 from splitjax.lower.slices import Split
-from splitjax.lower.truncation import Truncation
 from splitjax.mesh import MeshShape
 
 
@@ -80,7 +80,7 @@ def expand_microbatches(
     fetches: Mapping[int, MakeFetch] | None = None,
     known_whole_over: Sequence[str] = (),
     islands: Request | None = None,
-    truncation: Truncation | None = None,
+    runner: Runner | None = None,
 ) -> list[Any]:
     """Evaluates a boundary in microbatches; the same results, in the same order, as `gradient.expand`. Call it under `jax.jit`.
 
@@ -98,7 +98,7 @@ def expand_microbatches(
     - `fetches`: for operands (by position) whose slices are brought in one microbatch ahead, how.
     - `islands`: for a group of axes over which some differentiated operands are split and others are not: how the others' gradients
       are exchanged once, too.
-    - `truncation`: places along the manual axes differentiate to different depths.
+    - `runner`: how the loops of the places along the manual axes run, if not all alike.
     - `known_whole_over`: batch axes over which slices that are not differentiated (labels) are wanted whole, as split layers see them.
 
     Raises `MicrobatchError` for a loss that cannot be accumulated.
@@ -110,9 +110,7 @@ def expand_microbatches(
         )
     if job is None:
         return expand(params, operands, eval_forward)
-    if truncation is not None:
-        job = dataclasses.replace(job, truncation=truncation)
-    return job.results(operands, params["positions"], fetches or {}, known_whole_over)
+    return job.results(operands, params["positions"], fetches or {}, known_whole_over, runner)
 
 
 def prepare(

@@ -12,9 +12,12 @@ from jax.sharding import Mesh
 from splitjax.errors import MicrobatchError, PartialError
 from splitjax.lower.layout import BoundaryHook, Layout, Site
 from splitjax.lower.microbatching import Twin, accumulated_boundary
+from splitjax.lower.own_loss import OwnLoss, own_loss
 from splitjax.lower.partial_step import PartialStep
+from splitjax.lower.places import Runner
 from splitjax.lower.sparse import SparseStep
-from splitjax.partial.request import COUNT
+from splitjax.lower.truncation import Truncation
+from splitjax.partial.request import COUNT, LOCAL
 from splitjax.plan import Plan
 from splitjax.trace.flatten import equation_at
 
@@ -51,25 +54,32 @@ class PartialHooks:
 
         return hook
 
-    def apart(self, turn: Any) -> BoundaryHook:
-        """Each worker differentiates to its own depth. `turn`: i32[]."""
+    def apart(self, turn: Any, runner: Callable[[Truncation], Runner] = lambda truncation: truncation) -> BoundaryHook:
+        """Each worker differentiates to its own depth. `turn`: i32[]. `runner`: how the workers' loops run, by default as branches."""
 
         def hook(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable) -> list[Any]:
             if site != self.step.site:
                 return self.hook(eqn, operands, site, forward)
-            truncation = self.step.truncation(self.mesh, self._segments(eqn, site), turn)
+            run = runner(self.step.truncation(self.mesh, self._segments(eqn, site), turn))
             number = eqn.params["microbatches"] or 1
             try:
                 return accumulated_boundary(
-                    eqn, operands, site, forward, number, self.step.graph, self.mesh, self.plan, self.layout, self.twin_of, self.step.axes, truncation
+                    eqn, operands, site, forward, number, self.step.graph, self.mesh, self.plan, self.layout, self.twin_of, self.step.axes, run
                 )
             except MicrobatchError as error:
+                if self.step.request.statistics == LOCAL and number == 1:
+                    return self._own_loss(eqn, operands, site).results(run)
                 raise PartialError(
                     f"workers cannot have depths of their own: {error.message}", value=error.value, place=error.place,
-                    remedy='use assignment="temporal", or PartialBackprop(statistics="local"), with which each worker has the loss of its own examples',
+                    remedy='use assignment="temporal", or PartialBackprop(statistics="local") with one microbatch, with which each worker has the loss of '
+                    "its own examples",
                 ) from error
 
         return hook
+
+    def _own_loss(self, eqn: Any, operands: Sequence[Any], site: Site) -> OwnLoss:
+        twin = self.twin_of(eqn, site, self.step.graph.num_examples // self.step.depths.num_slots)
+        return own_loss(eqn, twin, operands, site, self.layout, self.mesh, self.step.axes, self.plan.batch_axes)
 
     def _segments(self, eqn: Any, site: Site) -> dict[int, int]:
         """By position of an operand of the boundary its segment: of the tables' deltas, too."""

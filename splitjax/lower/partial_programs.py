@@ -8,46 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import NamedSharding, PartitionSpec
 
-from splitjax.lower.layout import BoundaryHook, Hooks, Layout, evaluate
+from splitjax.lower.lowered import Lowered
 from splitjax.lower.partial_hooks import PartialHooks
 from splitjax.lower.partial_step import PartialStep
-from splitjax.lower.sparse import SparseStep, evaluate_sparse
+from splitjax.lower.partial_workers import WorkerPrograms
 from splitjax.partial.request import BRANCH
-
-# (evaluator of the step, scalars before its arguments) -> its program.
-Make = Callable[..., Any]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Lowered:
-    """A step ready to be evaluated. `matched`: flat argument of a state leaf -> its flat result."""
-
-    mesh: Mesh
-    layout: Layout
-    jaxpr: Any
-    matched: Mapping[int, int]
-    sparse: SparseStep | None
-
-    def run(self, hook: BoundaryHook, leaves: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Flat arguments -> flat results, and by table what was observed."""
-        if self.sparse is None:
-            return evaluate(self.layout, self.jaxpr, leaves, Hooks(hook)), None
-        return evaluate_sparse(self.sparse, self.mesh, self.layout, leaves, hook, self.matched)
-
-    def run_keeping(self, hook: BoundaryHook, kept: Sequence[int], leaves: Sequence[Any]) -> tuple[list[Any], Any]:
-        """The same, where some flat arguments stay what they are."""
-        results, observed = self.run(hook, leaves)
-        for leaf in kept:
-            results[self.matched[leaf]] = jnp.asarray(leaves[leaf])
-        return results, observed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,18 +56,20 @@ class _WithTurn:
         return self.program.lower(np.int32(self.turn), *args)
 
 
-def turned(step: PartialStep, hooks: PartialHooks, lowered: Lowered, make: Make) -> Turned:
-    """The programs of a step. `make`: see `Make`."""
-    depths, deepest = step.depths, min(step.depths.first)
-    full = functools.cache(lambda: make(functools.partial(lowered.run, hooks.hook)))
+def turned(step: PartialStep, hooks: PartialHooks, lowered: Lowered, programs: Any) -> Turned:
+    """The programs of a step. `programs`: `entry.Programs`, which makes them."""
+    depths, kept = step.depths, step.kept_leaves(min(step.depths.first))
+    everywhere = NamedSharding(hooks.mesh, PartitionSpec())
+    full = functools.cache(lambda: programs.whole(functools.partial(lowered.run, hooks.hook)))
+    with_turn = lambda run: Turned(step, full, None, functools.cache(lambda: programs.whole(run, (everywhere,))))
+    if not step.is_temporal and step.request.execution == BRANCH:
+        return with_turn(lambda leaves, turn: lowered.run_keeping(hooks.apart(turn), kept, leaves))
     if not step.is_temporal:
-        kept = step.kept_leaves(deepest)
-        run = lambda leaves, turn: lowered.run_keeping(hooks.apart(turn), kept, leaves)
-        return Turned(step, full, None, functools.cache(lambda: make(run, 1)))
+        return Turned(step, full, None, functools.cache(lambda: WorkerPrograms(step, hooks, lowered, programs)))
     at_depth = {first: functools.partial(lowered.run_keeping, hooks.together(first), step.kept_leaves(first)) for first in depths.distinct}
     if step.request.execution != BRANCH:
-        programs = functools.cache(lambda first: make(at_depth[first]))
-        return Turned(step, full, lambda slot: programs(depths.first[slot]), None)
+        by_depth = functools.cache(lambda first: programs.whole(at_depth[first]))
+        return Turned(step, full, lambda slot: by_depth(depths.first[slot]), None)
 
     def branched(leaves: Sequence[Any], turn: Any) -> tuple[list[Any], Any]:
         distinct = list(at_depth)
@@ -103,4 +78,4 @@ def turned(step: PartialStep, hooks: PartialHooks, lowered: Lowered, make: Make)
         results, observed = jax.lax.switch(table[turn], [at_depth[first] for first in distinct], list(leaves))
         return list(results), observed
 
-    return Turned(step, full, None, functools.cache(lambda: make(branched, 1)))
+    return with_turn(branched)

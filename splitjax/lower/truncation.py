@@ -7,14 +7,15 @@ gradient is added up over the workers that computed it (`contributors.py`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from splitjax.lower.contributors import total_of_contributors
+from splitjax.lower.places import REPLICATED, Places, Sums
 from splitjax.partial.depths import Depths
 
 
@@ -51,14 +52,26 @@ class Truncation:
             number = number * self.mesh.shape[axis] + places[axis]
         return number
 
-    def branched(self, places: Mapping[str, Any], turn: Any, run: Callable[[frozenset[int]], Any]) -> Any:
-        """`run(operands to differentiate)` by this worker's depth."""
+    def run(self, places: Places) -> Sums:
+        """Each worker's loop by its depth (`places.Runner`)."""
         distinct = self.depths.distinct
         table = jnp.asarray([distinct.index(first) for first in self.depths.first], jnp.int32)
-        number = self.place(places)
-        slot = (number + turn) % self.num_workers if self.depths.request.rotate else number
-        branches = [lambda _, first=first: run(self.live(first)) for first in distinct]
-        return lax.switch(table[slot], branches, None)
+
+        def run(inputs: tuple[list[Any], ...], turn: Any) -> Sums:
+            number = self.place({name: place[0] for name, place in zip(places.axes, inputs[-1], strict=True)})
+            slot = (number + turn) % self.num_workers if self.depths.request.rotate else number
+            branches = [lambda given, first=first: places.at_place(given, self.live(first)) for first in distinct]
+            totals, unsummed, rows = lax.switch(table[slot], branches, inputs)
+            return self.summed(places, totals, turn), [one[None] for one in unsummed], rows
+
+        out_specs = REPLICATED, PartitionSpec(places.axes), places.row_specs()
+        return places.in_shard_map(run, out_specs, (REPLICATED,))(places.inputs(), self.turn)
+
+    def summed(self, places: Places, totals: Any, turn: Any) -> Any:
+        """(loss, sums, gradients) of this worker as those of all; inside a `shard_map` over the workers."""
+        value, sums, grads = totals
+        value, sums = lax.psum((value, sums), places.axes)
+        return value, sums, self.total(grads, [places.position(v) for v in places.contribution.same], turn)
 
     def total(self, values: Sequence[Any], positions: Sequence[int], turn: Any) -> list[Any]:
         """Gradients of some operands added up over their contributors, and scaled by the estimator."""
