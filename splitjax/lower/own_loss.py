@@ -88,6 +88,9 @@ class OwnLoss:
     def whole_row_specs(self) -> tuple[list[PartitionSpec], ...]:
         return [_at(self.aux_dims[k], self.batch_axes) for k in self.contribution.stacked], [], []
 
+    def without_values(self) -> OwnLoss:
+        return dataclasses.replace(self, operands=())
+
     def at_place(self, inputs: tuple[list[Any], ...], live: frozenset[int] | None = None) -> Sums:
         """One worker's loss, what it returns and its gradients, each as its part of the mean."""
         params, _, shared, cuts, _, _ = inputs

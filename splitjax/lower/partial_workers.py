@@ -60,7 +60,7 @@ class WorkerPrograms:
             return found[-1].places.inputs()
 
         types = jax.eval_shape(inputs, *leaves)
-        return RowPrograms(dataclasses.replace(found[-1].places, env={}), found[-1].truncation, self.hooks.mesh, types)
+        return RowPrograms(found[-1].places.without_values(), found[-1].truncation, self.hooks.mesh, types)
 
     def _captured(self, leaves: Sequence[Any]) -> Captured:
         """What the boundary meets."""

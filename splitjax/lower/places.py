@@ -94,6 +94,10 @@ class Places:
         """Of a cut value."""
         return self.split.cut_spec(len(self.job.evaluator.program.types[v][0].shape), self.job.info(v).layout)
 
+    def without_values(self) -> Places:
+        """The same for loops that are given what crosses into them."""
+        return dataclasses.replace(self, env={})
+
     def at_place(self, inputs: tuple[list[Any], ...], live: frozenset[int] | None = None) -> Sums:
         """The loop of one place. `live`: the operands of the boundary that it differentiates; None: all."""
         params, island_params, constants, scanned, ahead, places = inputs
