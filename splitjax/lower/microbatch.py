@@ -61,6 +61,11 @@ def local_examples(
     return num_local if num_local > 1 else 2 if num_examples != 2 else 4
 
 
+def traced_examples(share: int) -> int:
+    """With how many examples a forward is traced that runs with `share`."""
+    return max(share, 2)
+
+
 def _run_examples(num_examples: int, num_microbatches: int, mesh: Any, manual_axes: Sequence[str]) -> int:
     return num_examples // (num_microbatches * (1 if mesh is None else MeshShape.of(mesh).size(tuple(manual_axes))))
 
@@ -116,22 +121,25 @@ def expand_microbatches(
 def prepare(
     params: dict[str, Any], operand_example_dims: Sequence[int | None], local_forward: Any, num_microbatches: int,
     batch_axes: Sequence[str], mesh: Mesh | None, *, manual_axes: Sequence[str] = (), bind: Bind | None = None,
-    islands: Request | None = None,
+    islands: Request | None = None, share: int | None = None,
 ) -> Job | None:
     """A boundary analysed for `expand_microbatches`, whose arguments these are; None where it needs no loop: no operand holds
-    examples, or the loss does not depend on what is differentiated. Raises `MicrobatchError`."""
+    examples, or the loss does not depend on what is differentiated. Raises `MicrobatchError`.
+
+    `share`: the examples of a worker that does not have an equal part; `local_forward` is then traced with so many (but never with one)."""
     boundary = boundary_of(params)
     program = pair(boundary.forward, local_forward, boundary.label)
     sizes = _sizes(program, operand_example_dims, boundary)
     if sizes is None:
         return None
-    expected = local_examples(sizes[0], num_microbatches, batch_axes, mesh, manual_axes)
+    run = share or _run_examples(sizes[0], num_microbatches, mesh, manual_axes)
+    expected = traced_examples(share) if share else local_examples(sizes[0], num_microbatches, batch_axes, mesh, manual_axes)
     if sizes[1] != expected:
         raise MicrobatchError(
             f"the local forward was traced with {sizes[1]} examples instead of {expected}", value=sizes[1], place=boundary.label,
             remedy="trace it with as many examples as local_examples says",
         )
-    batch = Batch(*sizes, _run_examples(sizes[0], num_microbatches, mesh, manual_axes))
+    batch = Batch(*sizes, run)
     split = _split(num_microbatches, batch_axes, manual_axes, mesh)
     analysis = classify(program, program.body, _operand_infos(program, boundary, batch), batch)
     _require_sum(analysis, boundary, num_microbatches, batch)

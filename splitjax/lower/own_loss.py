@@ -91,6 +91,9 @@ class OwnLoss:
     def without_values(self) -> OwnLoss:
         return dataclasses.replace(self, operands=())
 
+    def with_share(self, share: int, offset: Any) -> OwnLoss:
+        return self
+
     def at_place(self, inputs: tuple[list[Any], ...], live: frozenset[int] | None = None) -> Sums:
         """One worker's loss, what it returns and its gradients, each as its part of the mean."""
         params, _, shared, cuts, _, _ = inputs

@@ -11,12 +11,13 @@ from jax.sharding import Mesh
 
 from splitjax.errors import MicrobatchError, PartialError
 from splitjax.lower.layout import BoundaryHook, Layout, Site
-from splitjax.lower.microbatching import Twin, accumulated_boundary
+from splitjax.lower.microbatching import Twin, accumulated_boundary, uneven_jobs
 from splitjax.lower.own_loss import OwnLoss, own_loss
 from splitjax.lower.partial_step import PartialStep
 from splitjax.lower.places import Runner
 from splitjax.lower.sparse import SparseStep
 from splitjax.lower.truncation import Truncation
+from splitjax.lower.uneven import Balancing
 from splitjax.partial.request import COUNT, LOCAL
 from splitjax.plan import Plan
 from splitjax.trace.flatten import equation_at
@@ -63,11 +64,13 @@ class PartialHooks:
             run = runner(self.step.truncation(self.mesh, self._segments(eqn, site), turn))
             number = eqn.params["microbatches"] or 1
             try:
+                if self.step.examples:
+                    run = self._balancing(run, eqn, site, number)
                 return accumulated_boundary(
                     eqn, operands, site, forward, number, self.step.graph, self.mesh, self.plan, self.layout, self.twin_of, self.step.axes, run
                 )
             except MicrobatchError as error:
-                if self.step.request.statistics == LOCAL and number == 1:
+                if self.step.request.statistics == LOCAL and number == 1 and not self.step.examples:
                     return self._own_loss(eqn, operands, site).results(run)
                 raise PartialError(
                     f"workers cannot have depths of their own: {error.message}", value=error.value, place=error.place,
@@ -76,6 +79,15 @@ class PartialHooks:
                 ) from error
 
         return hook
+
+    def _balancing(self, runner: Runner, eqn: Any, site: Site, num_microbatches: int) -> Runner:
+        if num_microbatches > 1:
+            raise PartialError(
+                "examples cannot be balanced among workers that accumulate over microbatches", value=num_microbatches, place=eqn.params["label"],
+                remedy="use rebalance=False, or microbatches=None",
+            )
+        jobs = uneven_jobs(eqn, site, self.step.examples, self.step.graph, self.mesh, self.plan, self.layout, self.twin_of, self.step.axes)
+        return Balancing(runner, jobs, self.step.graph.num_examples)
 
     def _own_loss(self, eqn: Any, operands: Sequence[Any], site: Site) -> OwnLoss:
         twin = self.twin_of(eqn, site, self.step.graph.num_examples // self.step.depths.num_slots)

@@ -118,7 +118,7 @@ class RowPrograms:
     @functools.cached_property
     def sum_types(self) -> Any:
         """Of one place's results, everything differentiated: shapes as on a mesh with one place."""
-        return jax.eval_shape(self._run(self.rows[self.mine[0]], 0), *self._local(self.input_types, self.in_specs))
+        return jax.eval_shape(self._run(self.rows[self.mine[0]], 0, self.truncation.variant(0)[1], 0), *self._local(self.input_types, self.in_specs))
 
     def sum_specs(self, input_specs: Any) -> Any:
         """Specs of the results, on a row's mesh and on the whole mesh alike: gradients lie as their parameters do. `input_specs`: of the inputs."""
@@ -149,13 +149,13 @@ class RowPrograms:
         local = lambda one, spec: jax.ShapeDtypeStruct(tuple(size // self._parts(entry) for size, entry in _with_entries(one.shape, spec)), one.dtype)
         return jax.tree.map(local, types, specs)
 
-    def _run(self, mesh: Mesh, first: int) -> Any:
-        """The loop of one place to a depth: results of what it does not differentiate are left out (None)."""
+    def _run(self, mesh: Mesh, first: int, share: int, offset: int) -> Any:
+        """The loop of one place to a depth, with its share of the examples (0: an equal one): results of what it does not differentiate are left out (None)."""
         live = self.truncation.live(first)
         same, on_islands = ([self.places.position(v) in live for v in group] for group in (self.places.contribution.same, self.places.contribution.on_islands))
 
         def run(inputs: Any) -> Any:
-            (value, sums, grads), unsummed, rows = self.places.at_place(inputs, live)
+            (value, sums, grads), unsummed, rows = self.places.with_share(share, offset).at_place(inputs, live)
             grads, unsummed = (
                 [one[None] if is_live else None for one, is_live in zip(group, lives, strict=True)]
                 for group, lives in ((grads, same), (unsummed, on_islands))
@@ -167,10 +167,15 @@ class RowPrograms:
         out_specs = (lead, [lead] * len(one.summed), some(same)), some(on_islands), self.places.row_specs()
         return lambda *inputs: self.places.in_shard_map(run, out_specs, mesh=mesh)(inputs)
 
+    def program(self, place: int, slot: int, specs: Specs) -> Any:
+        """The program of a place in a slot. `specs`: of the inputs."""
+        first, share = self.truncation.variant(slot)
+        turn = next((turn for turn in range(self.truncation.depths.num_turns) if self.truncation.depths.slot(place, turn) == slot), 0)
+        return self._program(place, first, share, self.truncation.offset(place, turn), specs)
+
     @functools.cache  # noqa: B019 (lives as long as the step's programs)
-    def program(self, place: int, first: int, specs: Specs) -> Any:
-        """The compiled program of a place and a depth, for `jax.jit`. `specs`: of the inputs."""
-        mesh, run = self.rows[place], self._run(self.rows[place], first)
+    def _program(self, place: int, first: int, share: int, offset: int, specs: Specs) -> Any:
+        mesh, run = self.rows[place], self._run(self.rows[place], first, share, offset)
         run.__name__ = f"worker_{place}_from_segment_{first}"
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.sum_specs(specs.tree), is_leaf=_is_spec)
         types = jax.eval_shape(run, *self._local(self.input_types, self.in_specs))
@@ -189,7 +194,7 @@ class RowPrograms:
         tree, by_place = jax.tree.structure(inputs), {}
         for place in self.mine:
             own = jax.tree.unflatten(tree, [self._of_place(one, place) for one in flat])
-            results = self.program(place, self.truncation.depths.first[slots[place]], specs)(*own)
+            results = self.program(place, slots[place], specs)(*own)
             by_place[place] = jax.tree.leaves(results, is_leaf=lambda value: value is None)
         found = []
         for index, spec in enumerate(jax.tree.leaves(self.sum_specs(specs.tree), is_leaf=_is_spec)):

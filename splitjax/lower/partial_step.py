@@ -18,6 +18,7 @@ from splitjax.errors import BatchError, PartialError
 from splitjax.lower import gradient
 from splitjax.lower.layout import Site, holds_boundary
 from splitjax.lower.truncation import Truncation
+from splitjax.partial.balance import balanced_examples
 from splitjax.partial.depths import Depths, choose_depths
 from splitjax.partial.request import TEMPORAL, PartialBackprop
 from splitjax.partial.stages import Stages, find_stages, with_times
@@ -41,6 +42,7 @@ class PartialStep:
     axes: tuple[str, ...]
     depths: Depths
     params: Mapping[int, str]
+    examples: tuple[int, ...] = ()  # by slot, where shares are balanced
 
     @property
     def request(self) -> PartialBackprop:
@@ -62,7 +64,7 @@ class PartialStep:
         return own | {first + k: by_param[param] for k, param in enumerate(more)}
 
     def truncation(self, mesh: Mesh, segments: Mapping[int, int], turn: Any) -> Truncation:
-        return Truncation(self.depths, segments, self.axes, mesh, turn)
+        return Truncation(self.depths, segments, self.axes, mesh, turn, self.examples)
 
     def skipped(self, first: int) -> frozenset[str]:
         """The parameters that nobody differentiates where the deepest worker begins with segment `first`."""
@@ -86,7 +88,15 @@ def find_partial(request: PartialBackprop, graph: Graph, jaxpr: Any, plan: Plan,
     found, params = stages_of(graph, jaxpr, site, request)
     depths = choose_depths(found, request, plan.mesh.size(axes), place)
     _check_examples(graph.num_examples, plan.mesh.size(axes), place)
-    return PartialStep(graph, site, axes, depths, params)
+    if not request.rebalance:
+        return PartialStep(graph, site, axes, depths, params)
+    if set(axes) != set(plan.mesh.present(plan.batch_axes)):
+        shared = "+".join(axis for axis in plan.mesh.present(plan.batch_axes) if axis not in axes)
+        raise PartialError(
+            f"examples cannot be balanced: devices along {shared} share those of one worker, in equal parts", value=shared, place=place,
+            remedy="use rebalance=False, or a rule set whose batch is split over the data axis only",
+        )
+    return PartialStep(graph, site, axes, depths, params, balanced_examples(depths, graph.num_examples, place))
 
 
 def _check_examples(num_examples: int | None, num_workers: int, place: str) -> None:

@@ -41,7 +41,7 @@ class WorkerPrograms:
             if place in self.rows.mine:
                 mesh = self.rows.rows[place]
                 typed = jax.tree.map(lambda one, spec, mesh=mesh: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=NamedSharding(mesh, spec)), local, specs.tree)
-                parts[f"worker {place}"] = self.rows.program(place, self.step.depths.first[slot], specs).lower(*typed)
+                parts[f"worker {place}"] = self.rows.program(place, slot, specs).lower(*typed)
         sums = self.rows.sum_types_everywhere(self.rows.sum_specs(specs.tree))
         parts["after"] = self.after(specs).lower(turn, sums, *args)
         return LoweredPrograms(parts)
@@ -82,8 +82,10 @@ class WorkerPrograms:
     def _pinned(self, value: Any, spec: PartitionSpec) -> Any:
         if set(self.step.axes) >= set(self.hooks.mesh.axis_names):
             return jax.lax.with_sharding_constraint(value, NamedSharding(self.hooks.mesh, spec))
-        entries = [entry or PartitionSpec.UNCONSTRAINED for entry in (*spec, *[None] * (value.ndim - len(spec)))]
-        return jax.lax.with_sharding_constraint(value, NamedSharding(self.hooks.mesh, PartitionSpec(*entries)))
+        # A constraint cannot say what lies over the workers' axes and leave the others open; a shard_map over the former can.
+        return jax.shard_map(
+            lambda one: one, mesh=self.hooks.mesh, in_specs=spec, out_specs=spec, axis_names=frozenset(self.step.axes), check_vma=False
+        )(value)
 
     @functools.cache  # noqa: B019 (lives as long as the step's programs)
     def after(self, specs: Specs) -> Any:

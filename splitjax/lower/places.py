@@ -98,6 +98,10 @@ class Places:
         """The same for loops that are given what crosses into them."""
         return dataclasses.replace(self, env={})
 
+    def with_share(self, share: int, offset: Any) -> Places:
+        """The same for a worker whose share of the examples begins at a number: all have equal shares here (`uneven.Balanced`)."""
+        return self
+
     def at_place(self, inputs: tuple[list[Any], ...], live: frozenset[int] | None = None) -> Sums:
         """The loop of one place. `live`: the operands of the boundary that it differentiates; None: all."""
         params, island_params, constants, scanned, ahead, places = inputs

@@ -25,6 +25,7 @@ class Truncation:
 
     - `segments`: by position of a differentiated operand, its segment. `axes`: the mesh axes of the workers, major first.
     - `turn`: i32[], the number of the step among those of `depths.num_turns`.
+    - `examples`: by slot how many it takes, where they differ.
     """
 
     depths: Depths
@@ -32,6 +33,7 @@ class Truncation:
     axes: tuple[str, ...]
     mesh: Mesh
     turn: Any
+    examples: tuple[int, ...] = ()  # by slot, where shares are balanced
 
     @property
     def num_workers(self) -> int:
@@ -54,18 +56,30 @@ class Truncation:
 
     def run(self, places: Places) -> Sums:
         """Each worker's loop by its depth (`places.Runner`)."""
-        distinct = self.depths.distinct
-        table = jnp.asarray([distinct.index(first) for first in self.depths.first], jnp.int32)
+        variants = sorted({self.variant(slot) for slot in range(self.num_workers)}, reverse=True)
+        table = jnp.asarray([variants.index(self.variant(slot)) for slot in range(self.num_workers)], jnp.int32)
+        offsets = jnp.asarray([[self.offset(worker, turn) for worker in range(self.num_workers)] for turn in range(self.depths.num_turns)], jnp.int32)
 
         def run(inputs: tuple[list[Any], ...], turn: Any) -> Sums:
             number = self.place({name: place[0] for name, place in zip(places.axes, inputs[-1], strict=True)})
             slot = (number + turn) % self.num_workers if self.depths.request.rotate else number
-            branches = [lambda given, first=first: places.at_place(given, self.live(first)) for first in distinct]
-            totals, unsummed, rows = lax.switch(table[slot], branches, inputs)
+            offset = offsets[turn % self.depths.num_turns, number]
+            branches = [
+                lambda given, start, first=first, share=share: places.with_share(share, start).at_place(given, self.live(first)) for first, share in variants
+            ]
+            totals, unsummed, rows = lax.switch(table[slot], branches, inputs, offset)
             return self.summed(places, totals, turn), [one[None] for one in unsummed], rows
 
         out_specs = REPLICATED, PartitionSpec(places.axes), places.row_specs()
         return places.in_shard_map(run, out_specs, (REPLICATED,))(places.inputs(), self.turn)
+
+    def variant(self, slot: int) -> tuple[int, int]:
+        """What a slot's loop depends on: the first segment that it differentiates, and its share of the examples (0 where all are equal)."""
+        return self.depths.first[slot], self.examples[slot] if self.examples else 0
+
+    def offset(self, worker: int, turn: int) -> int:
+        """The number of a worker's first example."""
+        return sum(self.examples[self.depths.slot(before, turn)] for before in range(worker)) if self.examples else 0
 
     def summed(self, places: Places, totals: Any, turn: Any) -> Any:
         """(loss, sums, gradients) of this worker as those of all; inside a `shard_map` over the workers."""
@@ -87,7 +101,8 @@ class Truncation:
 
     def scaled(self, value: Any, position: int) -> Any:
         """A sum of contributions as the estimate of the whole gradient."""
-        factor = self.depths.scale(self.segments[position])
+        shares = [one / sum(self.examples) for one in self.examples] or None
+        factor = self.depths.scale(self.segments[position], shares)
         return value if factor == 1.0 else value * jnp.asarray(factor, value.dtype)
 
     def _turned(self, values: Sequence[Any], found: Mapping[int, Sequence[int]], turn: int) -> list[Any]:
