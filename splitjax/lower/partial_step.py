@@ -7,7 +7,7 @@ Where every layer has a contributor, all state is updated as ever.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -74,6 +74,16 @@ class PartialStep:
         """The flat arguments that then stay what they are: skipped parameters and the state that follows them."""
         gone = self.skipped(first)
         return tuple(leaf.index for leaf in self.graph.leaves if leaf.is_state and (leaf.path in gone or leaf.follows in gone))
+
+    def contributes(self, slots: Collection[int], turn: int) -> list[bool]:
+        """Per example of the batch whether it belongs to a worker in one of these slots."""
+        depths = self.depths
+        equal = (self.graph.num_examples or 0) // depths.num_slots
+        found: list[bool] = []
+        for worker in range(depths.num_slots):
+            slot = depths.slot(worker, turn)
+            found += [slot in slots] * (self.examples[slot] if self.examples else equal)
+        return found
 
     def share_of_steps(self, segment: int) -> float:
         """The share of the steps of a temporal assignment in which a segment is differentiated."""
