@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from splitjax import _compat
 from splitjax.cost.flow import used_axes
-from splitjax.errors import BatchError, PartialError
+from splitjax.errors import PartialError
 from splitjax.lower import gradient
 from splitjax.lower.layout import Site, holds_boundary
 from splitjax.lower.truncation import Truncation
@@ -97,7 +97,6 @@ def find_partial(request: PartialBackprop, graph: Graph, jaxpr: Any, plan: Plan,
     axes = worker_axes(graph, plan)
     found, params = stages_of(graph, jaxpr, site, request)
     depths = choose_depths(found, request, plan.mesh.size(axes), place)
-    _check_examples(graph.num_examples, plan.mesh.size(axes), place)
     if not request.rebalance:
         return PartialStep(graph, site, axes, depths, params)
     if set(axes) != set(plan.mesh.present(plan.batch_axes)):
@@ -108,14 +107,6 @@ def find_partial(request: PartialBackprop, graph: Graph, jaxpr: Any, plan: Plan,
         )
     return PartialStep(graph, site, axes, depths, params, balanced_examples(depths, graph.num_examples, place))
 
-
-def _check_examples(num_examples: int | None, num_workers: int, place: str) -> None:
-    if num_examples is not None and num_examples % num_workers:
-        below, above = num_examples // num_workers * num_workers, -(-num_examples // num_workers) * num_workers
-        raise BatchError(
-            f"a batch of {num_examples} examples does not divide among {num_workers} workers", value=num_examples, place=place,
-            remedy=f"use {f'{below} or {above}' if below else above} examples",
-        )
 
 
 def stages_of(graph: Graph, jaxpr: Any, site: Site, request: PartialBackprop | None = None) -> tuple[Stages, dict[int, str]]:

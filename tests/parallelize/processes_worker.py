@@ -36,8 +36,8 @@ def steps(learning_rate: float = 0.01, **options):
     return init_fn, splitjax.parallelize(train_step, mesh=MESH, **options), eval_step
 
 
-def train(rules: str, start: str, batch) -> list[float]:
-    init_fn, step, eval_step = steps(rules=rules)
+def train(rules: str, start: str, batch, **options) -> list[float]:
+    init_fn, step, eval_step = steps(rules=rules, **options)
     key = jax.random.key(0)
     state = step.init(init_fn, key, example=(SPEC.example(8),)) if start == "init" else init_fn(key)
     if start == "place":
@@ -107,6 +107,9 @@ def lookups(sync: str) -> tuple[list[float], list[str]]:
 
 for sync in ("dense", "row_exchange", "auto"):
     say(f"sync {sync}", found=lookups(sync))
+
+for execution in ("branch", "program"):
+    say(f"partial {execution}", losses=train("splitbrain", "init", batch_of(), backprop=splitjax.PartialBackprop(execution=execution)))
 
 expect_error("plan", lambda: one_call(rules="splitbrain" if RANK == 0 else "data_parallel"))
 expect_error("program", lambda: one_call(learning_rate=0.01 * (1 + RANK)))

@@ -57,6 +57,23 @@ def test_tables_are_synchronised_by_rows_and_all_processes_choose_alike(said):
     assert all(said[1][name] == said[0][name] for name in said[0] if name.startswith("sync"))
 
 
+def test_workers_of_different_depths_in_several_processes(said):
+    """The losses of one process with as many devices, whichever process a worker is in."""
+    spec = models.build("mlp", input_shape=(32,), features=(64, 32), num_classes=4)
+    init_fn, train_step, eval_step = models.make_step(spec, optax.adam(0.01), value_and_grad=splitjax.value_and_grad)
+    step = splitjax.parallelize(train_step, mesh={"data": 2, "model": 2}, backprop=splitjax.PartialBackprop())
+    random = np.random.RandomState(0)
+    batch = {"image": random.randn(8, 32).astype(np.float32), "label": random.randint(0, 4, 8).astype(np.int32)}
+    state, losses = init_fn(jax.random.key(0)), []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    losses.append(float(step.like(eval_step)(state, batch)["loss"]))
+    for each in said:
+        for execution in ("branch", "program"):
+            np.testing.assert_allclose(each[f"partial {execution}"]["losses"], losses, rtol=2e-5)
+
+
 def test_every_process_gets_the_profile_of_one(said):
     assert said[0]["profile"] == said[1]["profile"]
     spec = models.build("mlp", input_shape=(32,), features=(64, 32), num_classes=4)
