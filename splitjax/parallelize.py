@@ -165,12 +165,15 @@ class ParallelStep:
 
     def report(self, *args: Any, **kwargs: Any) -> Report:
         """The plan for these arguments (arrays or `ShapeDtypeStruct`s) against what XLA compiles: memory, and every collective with
-        layer, source line and cause. Compiles the step; runs nothing."""
-        entry = self._entry(positional(self._recipe.fn, args, kwargs))
+        layer, source line and cause. Compiles the step; runs nothing. Of a step with partial backpropagation the program that runs after the
+        warm-up."""
+        args = positional(self._recipe.fn, args, kwargs)
+        entry = self._entry(args)
+        program = entry.program(max(self._num_calls, 0 if self._recipe.backprop is None else self._recipe.backprop.warmup_steps))
         with _compat.metadata_in_cache_key():
-            compiled = self.lower(*args, **kwargs).compile()
-        return make_report(compiled, entry.plan, entry.graph, argument_names(entry.bound), step=self._recipe.name,
-                           platform=self.mesh.devices.flat[0].platform)
+            compiled = program.lower(*args).compile()
+        names = argument_names(entry.bound, getattr(program, "num_before", 0))
+        return make_report(compiled, entry.plan, entry.graph, names, step=self._recipe.name, platform=self.mesh.devices.flat[0].platform)
 
     def profile(self, *args: Any, num_workers: int | None = None, **kwargs: Any) -> Profile:
         """How sparse every gradient is over the workers: density, overlap, densification, skewness (Zen, arXiv 2309.13254, section 2).

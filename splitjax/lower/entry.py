@@ -153,7 +153,7 @@ def build_entry(
     partial = None
     if recipe.returns_state and recipe.backprop is not None:
         partial = find_partial(recipe.backprop, graph, jaxpr, plan, mesh, f"parallelize({recipe.name}), backprop")
-        plan = with_partial(plan, partial)
+        plan = with_partial(plan, partial, mesh.devices.flat[0].platform)
     sparse = None
     if recipe.returns_state and not recipe.request.is_dense:
         sparse = find_sparse(graph, jaxpr, plan, recipe.request, None if decision is None else decision.chosen)
