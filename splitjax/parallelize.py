@@ -13,6 +13,7 @@ import jax
 
 from splitjax import _compat
 from splitjax.errors import DonatedStateError
+from splitjax.lower.advising import advise_calls, split_request
 from splitjax.lower.arguments import Bound, argument_names, bind, difference, make_options, positional
 from splitjax.lower.entry import CompileRecord, Entry, Recipe, SignatureChanged, build_entry, trace_error
 from splitjax.lower.measuring import per_batch, profile_calls
@@ -21,10 +22,13 @@ from splitjax.lower.options import check_options, reject_mutating_modules, resol
 from splitjax.lower.placement import abstract_state, init_state, place_state, unshare
 from splitjax.lower.sync_request import parse as parse_sync
 from splitjax.mesh import MeshShape, make_mesh
+from splitjax.partial.advice import Advice
+from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan
 from splitjax.report.value import Report, make_report
 from splitjax.rules import RuleSet, load_rules
 from splitjax.sync.analysis import Profile
+from splitjax.sync.scheme import Link
 
 # How many calls a step remembers, to name the one that consumed a state.
 _REMEMBERED_CALLS = 4096
@@ -189,6 +193,24 @@ class ParallelStep:
         """
         args = positional(self._recipe.fn, args, kwargs)
         return self._profile(per_batch(args, self._recipe.options.batch_argnums, self._recipe.name), num_workers)
+
+    def advise(self, *args: Any, backprop: PartialBackprop | None = None, link: Link | None = None, **kwargs: Any) -> Advice:
+        """What partial backpropagation would save and cost on this step, beside a smaller batch of equal cost; it says which to use.
+
+        `step.advise(state, batches, backprop)`: the step's arguments with an iterable of batches (values, not shapes) in place of each batch, then
+        what is asked about (by default what the step was decorated with). Measures on one device, with one worker's share of the batch: seconds and
+        compiled bytes of up to 12 truncated programs, and over all batches how much the workers' gradients differ, layer by layer. Nothing is
+        updated, and no state is consumed. `link`: between the workers, a `splitjax.sync.Link`; by default that of the mesh is measured.
+
+        **Returns** an `Advice`: prints as a table, renders in Jupyter, `to_json()`, `.recommendation`, `.measured` for `PartialBackprop(measured=...)`.
+
+        Raises `PartialError` for no batch, one worker, a step without gradient boundary or without a legal cut; `BatchError` for batches that do not
+        divide; see docs/partial_backpropagation.md.
+        """
+        given, wanted = split_request(args, backprop, self._recipe.backprop)
+        given = positional(self._recipe.fn, given, kwargs)
+        check = lambda call: self._own_states(call) if self._recipe.donate else None
+        return advise_calls(self._recipe, self.mesh, check, per_batch(given, self._recipe.options.batch_argnums, self._recipe.name, "advise"), wanted, link)
 
     def _profile(self, calls: Iterable[tuple], num_workers: int | None) -> Profile:
         """The profile of calls given by their arguments."""

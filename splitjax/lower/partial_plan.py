@@ -17,8 +17,8 @@ def with_partial(plan: Plan, step: PartialStep, platform: str) -> Plan:
     depths, axis = step.depths, "+".join(step.axes)
     num_workers, whole = depths.num_slots, sum(segment.backward for segment in depths.segments)
     sent: dict[str, tuple[float, float]] = {}  # by parameter
-    whole_bytes = {_gradient_of(one): one.bytes for one in plan.collectives if _gradient_of(one)}
-    wider = {_gradient_of(one) for one in plan.collectives if one.axis != axis}
+    whole_bytes = {gradient_of(one): one.bytes for one in plan.collectives if gradient_of(one)}
+    wider = {gradient_of(one) for one in plan.collectives if one.axis != axis}
     segments = []
     for number, segment in enumerate(depths.segments):
         count = len(depths.contributors(number))
@@ -51,7 +51,7 @@ def _bytes(plan: Plan, param: str, axes: tuple[str, ...]) -> int:
     return leaf.bytes_per_device * plan.mesh.size(tuple(axis for axis in axes if axis in spec_axes(leaf.spec)))
 
 
-def _gradient_of(one: Collective) -> str:
+def gradient_of(one: Collective) -> str:
     """The parameter whose gradient a collective sums; empty for none."""
     return one.why.removeprefix("gradient of ").partition(", onto")[0] if one.why.startswith("gradient of ") else ""
 
@@ -60,7 +60,7 @@ def _collectives(plan: Plan, step: PartialStep, sent: dict[str, tuple[float, flo
     """The exchanges of gradients, with what they send on average; all others as they are."""
     found = []
     for one in plan.collectives:
-        param = _gradient_of(one)
+        param = gradient_of(one)
         if param not in sent:
             # Stored weights of a spatial assignment are gathered once, in front of the branches.
             if step.is_temporal or not (one.why.startswith("backward: ") and one.why.endswith(" is stored in pieces")):
