@@ -199,7 +199,7 @@ class ParallelStep:
 
         `step.advise(state, batches, backprop)`: the step's arguments with an iterable of batches (values, not shapes) in place of each batch, then
         what is asked about (by default what the step was decorated with). Measures on one device, with one worker's share of the batch: seconds and
-        compiled bytes of up to 12 truncated programs, and over all batches how much the workers' gradients differ, layer by layer. Nothing is
+        compiled bytes of up to 8 truncated programs, and over all batches how much the workers' gradients differ, layer by layer. Nothing is
         updated, and no state is consumed. `link`: between the workers, a `splitjax.sync.Link`; by default that of the mesh is measured.
 
         **Returns** an `Advice`: prints as a table, renders in Jupyter, `to_json()`, `.recommendation`, `.measured` for `PartialBackprop(measured=...)`.

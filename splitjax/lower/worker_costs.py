@@ -25,7 +25,7 @@ from splitjax.lower.microbatching import resized_trace
 from splitjax.partial.stages import Stage, Stages
 
 # So many depths are compiled at most; what stands between two of them is divided by predicted time.
-MAX_CUTS = 12
+MAX_CUTS = 8
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 40
 _ENOUGH_SECONDS = 4.0  # of timing, once there are rounds enough
 
