@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,21 +14,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from splitjax import _compat
 from splitjax.errors import PlanError, SplitjaxError, StateError, TraceError
 from splitjax.lower.agreement import agree, program_text
-from splitjax.lower.arguments import Bound, Options, abstract, bind, call_with, keyword_only
+from splitjax.lower.arguments import Bound, Options, abstract, bind, call_with, keyword_only, with_static_defaults
 from splitjax.lower.exchange import derive_exchanges, weight_uses
 from splitjax.lower.group_comm import choose, crosses
 from splitjax.lower.layout import BoundaryHook, Hooks, Layout, evaluate, named_sharding
 from splitjax.lower.microbatching import boundary_hook, check_turns, make_twin, resized_trace
-from splitjax.lower.observing import Decision, with_syncs
+from splitjax.lower.observing import Decision
+from splitjax.lower.pinning import pins_tables, synchronised
 from splitjax.lower.planning import follow_plan, make_plan, pin_plan
 from splitjax.lower.processes import host_digests, on_mesh
 from splitjax.lower.scatter import derive_scatters, pin_gradients, updated_in_parts
-from splitjax.lower.sparse import SparseStep, evaluate_sparse, find_sparse
+from splitjax.lower.sparse import SparseStep, evaluate_sparse
 from splitjax.lower.states import match_states
 from splitjax.lower.sync_request import DENSE, SyncRequest
 from splitjax.lower.sync_request import parse as parse_sync
 from splitjax.mesh import MeshShape
-from splitjax.plan import LeafPlan, Plan
+from splitjax.plan import LeafPlan, Plan, SyncPlan
 from splitjax.rules import RuleSet
 from splitjax.trace.graph import Graph
 from splitjax.trace.tracer import build_graph
@@ -95,6 +96,19 @@ class Entry:
     trace: Callable[[list[Any]], Any]  # the step's closed jaxpr for other flat arguments (`ShapeDtypeStruct`s)
     sparse: SparseStep | None = None  # tables synchronised by rows: then `jitted` returns the step's result and what was observed
     observes: bool = False  # it is the program of the first steps: see `observing`
+    residual_shardings: Mapping[str, NamedSharding] = dataclasses.field(default_factory=dict)  # by table: then `jitted` takes and returns them too
+
+    @functools.cached_property
+    def residuals(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """What rounding took away, by table that is rounded on the wire: the last argument of `jitted`, and its last result."""
+        tables = () if self.sparse is None else self.sparse.rounded
+        return {
+            one.param: jax.ShapeDtypeStruct(one.residual_shape, one.dtype, sharding=self.residual_shardings[one.param]) for one in tables
+        }
+
+    def operands(self, recipe: Recipe, args: tuple, residuals: Mapping[str, Any]) -> tuple:
+        """What `jitted` takes."""
+        return (*with_static_defaults(recipe.options, args), dict(residuals)) if self.residuals else args
 
     @functools.cached_property
     def shardings(self) -> tuple[NamedSharding, ...]:
@@ -125,9 +139,13 @@ class SignatureChanged(Exception):
 
 
 def build_entry(
-    recipe: Recipe, mesh: Mesh, bound: Bound, layouts: Mapping[str, LeafPlan] | None, decision: Decision | None = None
+    recipe: Recipe, mesh: Mesh, bound: Bound, layouts: Mapping[str, LeafPlan] | None, decision: Decision | None = None,
+    carried: Sequence[SyncPlan] = (), observes: bool = False,
 ) -> Entry:
-    """trace -> match states -> graph -> plan -> jit. `decision`: how tables are synchronised, once their steps were observed."""
+    """trace -> match states -> graph -> plan -> jit.
+
+    **Arguments:** `decision`: how tables are synchronised, once their steps were observed; `carried`: what a run knew that is resumed.
+    `observes`: build the program of the first steps, whatever is known."""
     jaxpr, result = _trace(recipe, bound)
     matched = match_states(recipe.options, bound, result) if recipe.returns_state else {}
     graph = build_graph(jaxpr, bound.arguments, matched)
@@ -139,13 +157,20 @@ def build_entry(
         check = lambda kind: check_turns(kind, graph, mesh, plan, layout, jaxpr, twin_of)
         plan = choose(recipe.group_comm if recipe.pinned is None else recipe.pinned.group_comm, plan, graph, check, crosses(graph, plan))
     sparse = None
-    if recipe.returns_state and not recipe.request.is_dense:
-        sparse = find_sparse(graph, jaxpr, plan, recipe.request, None if decision is None else decision.chosen)
-        plan = with_syncs(plan, sparse, decision)
+    pinned = None if observes else recipe.pinned
+    if recipe.returns_state and (pins_tables(pinned) or not recipe.request.is_dense):
+        sparse, plan, decision = synchronised(
+            graph, jaxpr, plan, recipe.request, pinned=pinned, carried=() if observes else carried, decision=decision
+        )
         twin_of = sparse.twin_of(twin_of)
     hook = boundary_hook(graph, mesh, plan, layout, twin_of)
     jitted = _compile(recipe, mesh, bound, jaxpr, result, matched, plan, hook, layout, sparse)
-    return Entry(bound, graph, plan, jitted, mesh, jaxpr, trace, sparse, sparse is not None and bool(sparse.tables) and decision is None)
+    observing = sparse is not None and bool(sparse.tables) and decision is None
+    return Entry(bound, graph, plan, jitted, mesh, jaxpr, trace, sparse, observing, _residual_shardings(sparse, mesh))
+
+
+def _residual_shardings(sparse: SparseStep | None, mesh: Mesh) -> dict[str, NamedSharding]:
+    return {} if sparse is None else {one.param: NamedSharding(mesh, one.residual_spec) for one in sparse.rounded}
 
 
 def _trace(recipe: Recipe, bound: Bound, leaves: list[jax.ShapeDtypeStruct] | None = None) -> tuple[Any, Any]:
@@ -211,20 +236,22 @@ def _compile(recipe: Recipe, mesh: Mesh, bound: Bound, jaxpr, result, matched, p
     updated = updated_in_parts(jaxpr, plan.leaves, matched)
     shardings = [named_sharding(mesh, leaf.spec) for leaf in plan.leaves]
     tree = jax.tree.structure(result)
+    kept = _residual_shardings(sparse, mesh)
 
     def run(*args):
+        args, residuals = (args[:-1], args[-1]) if kept else (args, {})
         # jax.jit calls this only when it traces. A trace for other arguments than the plan's must not pass silently.
         if args_signature(recipe, args) != signature_key(bound):
             raise SignatureChanged
         leaves = jax.tree.leaves([arg for n, arg in enumerate(args) if n not in recipe.options.static_argnums])
         if sparse is None:
-            results, observed = evaluate(layout, jaxpr, leaves, Hooks(hook)), None
+            results = evaluate(layout, jaxpr, leaves, Hooks(hook))
         else:
-            results, observed = evaluate_sparse(sparse, mesh, layout, leaves, hook, matched)
+            results, observed, residuals = evaluate_sparse(sparse, mesh, layout, leaves, hook, matched, residuals)
         for number, spec in updated.items():
             results[number] = jax.lax.with_sharding_constraint(results[number], named_sharding(mesh, spec))
         whole = jax.tree.unflatten(tree, results)
-        return whole if sparse is None else (whole, observed)
+        return whole if sparse is None else (whole, observed, residuals) if kept else (whole, observed)
 
     run.__name__ = run.__qualname__ = recipe.name
     into = [
@@ -235,9 +262,12 @@ def _compile(recipe: Recipe, mesh: Mesh, bound: Bound, jaxpr, result, matched, p
     for source, target in matched.items():
         out[target] = shardings[source]
     placed = jax.tree.unflatten(tree, out) if matched else None
+    if sparse is not None:
+        placed = (placed, NamedSharding(mesh, PartitionSpec()), kept) if kept else (placed, NamedSharding(mesh, PartitionSpec()))
+    donated = (*recipe.options.state_argnums, *([len(bound.args)] if kept else ()))
     return jax.jit(
-        run, in_shardings=tuple(into), out_shardings=placed if sparse is None else (placed, NamedSharding(mesh, PartitionSpec())),
-        donate_argnums=recipe.options.state_argnums if recipe.donate else (), static_argnums=recipe.options.static_argnums,
+        run, in_shardings=(*into, kept) if kept else tuple(into), out_shardings=placed, donate_argnums=donated if recipe.donate else (),
+        static_argnums=recipe.options.static_argnums,
     )
 
 

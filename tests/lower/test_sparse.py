@@ -268,8 +268,11 @@ def test_what_cannot_be_had_is_a_typed_error():
             splitjax.parallelize(step, mesh={"data": 4}, rules="data_parallel", sync=sync).plan(init(CLIPPED), next(batches()))
     with pytest.raises(SyncError, match="no such value"):
         splitjax.parallelize(plain, sync={"**": 3})
-    with pytest.raises(UnavailableError, match="residual"):
-        splitjax.parallelize(plain, sync=RowExchange(wire_dtype="bfloat16"))
+    with pytest.raises(UnavailableError, match="bfloat16"):
+        splitjax.parallelize(plain, sync=RowExchange(wire_dtype="float16"))
+    for scheme in ("zen", "auto"):
+        with pytest.raises(UnavailableError, match="name a scheme that rounds and keeps the rest: row_exchange"):
+            splitjax.parallelize(plain, sync=ByRows(scheme, wire_dtype="bfloat16"))
 
 
 def one_table(state, batch):
