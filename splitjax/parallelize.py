@@ -253,7 +253,7 @@ class ParallelStep:
         for signature, entry in self._entries.items():
             if entry.sparse is None:
                 continue
-            seen = carried.seen.get(inputs_of(entry.bound))
+            seen = carried.seen.get(inputs_of(entry.bound, entry.mesh))
             if seen is not None and seen.syncs and seen.syncs != entry.plan.syncs:
                 new = self._build(entry.bound, carried=seen.syncs, reason="a run is resumed")
             elif (seen is None or not seen.syncs) and not entry.observes and not pins_tables(self._recipe.pinned):
@@ -311,7 +311,7 @@ class ParallelStep:
         bound = bind(self._recipe.fn, self._recipe.options, args)
         entry = self._entries.get(bound.signature)
         if entry is None:
-            seen = self._kept.resumed.get(inputs_of(bound))
+            seen = self._kept.resumed.get(inputs_of(bound, self.mesh))
             entry = self._build(bound, carried=() if seen is None else seen.syncs)
             self._entries[bound.signature] = entry
         self._last = entry

@@ -12,10 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from splitjax._plan_json import parse_sync
 from splitjax.errors import CheckpointError, PlanError
 from splitjax.lower.arguments import Bound
+from splitjax.mesh import MeshShape
 from splitjax.plan import SyncPlan
 
 _SAMPLES, _RESIDUALS = "samples", "residuals"
@@ -97,11 +99,11 @@ class Carried:
         return Carried(seen, {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)})
 
 
-def inputs_of(bound: Bound) -> str:
-    """A signature in words, the same in every run of a program: its arrays that are no states, and how many arrays the states have."""
+def inputs_of(bound: Bound, mesh: Mesh) -> str:
+    """A signature in words, the same in every run of a program: its arrays that are no states, how many arrays the states have, the mesh."""
     pairs = list(zip(bound.arguments, bound.signature.avals, strict=True))
     inputs = [f"{one.path}: {dtype}[{','.join(map(str, shape))}]" for one, (shape, dtype, _) in pairs if not one.is_state]
-    return "; ".join([*inputs, f"{sum(one.is_state for one, _ in pairs)} arrays of state"])
+    return "; ".join([*inputs, f"{sum(one.is_state for one, _ in pairs)} arrays of state", f"mesh {MeshShape.of(mesh)}"])
 
 
 def _plain(value: Any) -> Any:

@@ -28,7 +28,7 @@ class Kept:
 
     def observer(self, entry: Entry) -> Observer:
         """What was seen of an entry's steps: nothing, or what the resumed run saw of them."""
-        seen = self.resumed.get(inputs_of(entry.bound))
+        seen = self.resumed.get(inputs_of(entry.bound, entry.mesh))
         fits = seen is not None and entry.sparse is not None and bool(seen.syncs) != entry.observes
         if not fits or (entry.observes and not _observed_alike(seen, entry)):
             return Observer()
@@ -80,5 +80,5 @@ def merged(seen: Mapping[str, Seen], entries: Mapping[Any, Entry], observers: Ma
     found = dict(seen)
     for signature, observer in observers.items():
         entry = entries[signature]
-        found[inputs_of(entry.bound)] = observer.seen(entry.observes, entry.plan.syncs)
+        found[inputs_of(entry.bound, entry.mesh)] = observer.seen(entry.observes, entry.plan.syncs)
     return found
