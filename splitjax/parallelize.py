@@ -256,7 +256,7 @@ class ParallelStep:
             seen = carried.seen.get(inputs_of(entry.bound, entry.mesh))
             if seen is not None and seen.syncs and seen.syncs != entry.plan.syncs:
                 new = self._build(entry.bound, carried=seen.syncs, reason="a run is resumed")
-            elif (seen is None or not seen.syncs) and not entry.observes and not pins_tables(self._recipe.pinned):
+            elif (seen is None or not seen.syncs) and entry.is_decided and not pins_tables(self._recipe.pinned):
                 new = self._observing(entry)
             else:
                 continue

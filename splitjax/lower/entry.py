@@ -96,6 +96,7 @@ class Entry:
     trace: Callable[[list[Any]], Any]  # the step's closed jaxpr for other flat arguments (`ShapeDtypeStruct`s)
     sparse: SparseStep | None = None  # tables synchronised by rows: then `jitted` returns the step's result and what was observed
     observes: bool = False  # it is the program of the first steps: see `observing`
+    is_decided: bool = False  # schemes and capacities of its tables are known
     residual_shardings: Mapping[str, NamedSharding] = dataclasses.field(default_factory=dict)  # by table: then `jitted` takes and returns them too
 
     @functools.cached_property
@@ -166,7 +167,9 @@ def build_entry(
     hook = boundary_hook(graph, mesh, plan, layout, twin_of)
     jitted = _compile(recipe, mesh, bound, jaxpr, result, matched, plan, hook, layout, sparse)
     observing = sparse is not None and bool(sparse.tables) and decision is None
-    return Entry(bound, graph, plan, jitted, mesh, jaxpr, trace, sparse, observing, _residual_shardings(sparse, mesh))
+    return Entry(
+        bound, graph, plan, jitted, mesh, jaxpr, trace, sparse, observing, decision is not None, _residual_shardings(sparse, mesh)
+    )  # fmt: skip
 
 
 def _residual_shardings(sparse: SparseStep | None, mesh: Mesh) -> dict[str, NamedSharding]:

@@ -34,6 +34,8 @@ OBSERVED_STEPS = 3
 CHECKED_STEPS = 64
 MOST_FALLBACKS = 2  # of so many steps
 
+_KEPT = "each worker keeps what that takes away from gradients, in an array of the table's size"
+
 Observed = Mapping[str, Mapping[str, Any]]  # by table, see `sparse.evaluate_sparse`
 
 
@@ -197,7 +199,8 @@ def sync_plans(plan: Plan, step: SparseStep, decision: Decision | None) -> tuple
             sent = table.scheme.predicted_bytes(sizes) if table.is_owned else table.scheme.predicted_bytes(table.capacities, sizes)
             why = decision.why[found.param]
         if table.wire_dtype:
-            why = _once(f"values are rounded to {table.wire_dtype} on the wire, which changes the numbers: each worker keeps what that takes away", why)
+            read = ", and the rows that are read" if table.is_owned else ""
+            why = _once(f"gradients{read} are rounded to {table.wire_dtype} on the wire, which changes the numbers: {_KEPT}", why)
         if found.update is None:
             why = _once(f"lazy, which changes the numbers: {found.reason}", why)
         entries.append(SyncPlan(

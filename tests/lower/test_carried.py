@@ -84,7 +84,7 @@ def test_what_rounding_takes_away_comes_back_in_later_steps(saved, exact):
     one_rounding = np.abs(gradient).max() / 256
     assert off[False] < 3 * one_rounding and off[True] > 3 * off[False]
     one = step.plan(start(), batch_of(0)).syncs[0]
-    assert "rounded to bfloat16 on the wire, which changes the numbers" in one.why and one.options == {"wire_dtype": "bfloat16"}
+    assert "are rounded to bfloat16 on the wire, which changes the numbers" in one.why and one.options == {"wire_dtype": "bfloat16"}
     assert len(step.compiles) == 2
 
 

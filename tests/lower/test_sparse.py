@@ -165,6 +165,21 @@ def test_the_compiled_step_makes_nothing_of_the_table_s_size():
     assert compiled.temp_size_in_bytes < table_bytes / 20
 
 
+def test_the_plan_s_peak_has_no_dense_gradients_of_tables():
+    spec = models.build("lstm", vocab_size=20_000, max_len=8, embedding_width=32, hidden_width=16, negatives=8)
+    init_fn, train_step, _ = models.make_step(spec, optax.adagrad(0.1), value_and_grad=splitjax.value_and_grad)
+    peaks = {}
+    for sync in ("dense", "row_exchange", ByRows("row_exchange", wire_dtype="bfloat16")):
+        step = splitjax.parallelize(train_step, mesh={"data": 4}, rules="data_parallel", sync=sync)
+        state = jax.eval_shape(init_fn, jax.random.key(0))
+        peaks[str(sync)] = step.plan(state, spec.example(16)).memory.peak_bytes
+    compiled = step.report(state, spec.example(16)).memory.compiled
+    dense, by_rows, rounded = peaks.values()
+    tables = 2 * 20_000 * 32 * 4
+    assert dense - by_rows > 0.9 * tables and rounded - by_rows == tables  # a residual of each table's size
+    assert abs(rounded - compiled.total_bytes) < 0.05 * rounded
+
+
 @pytest.mark.one_version
 def test_the_exchange_falls_back_without_a_loss_and_steps_are_observed_anew(reference, monkeypatch):
     monkeypatch.setattr(observing, "CHECKED_STEPS", 2)

@@ -18,9 +18,10 @@ from tests.processes import run_processes
 
 
 @pytest.fixture(scope="module")
-def said() -> list[dict[str, dict]]:
+def said(tmp_path_factory) -> list[dict[str, dict]]:
     """Per process: scenario -> what was said."""
-    outputs = run_processes(pathlib.Path(__file__).with_name("processes_worker.py"), num=2, devices=2)
+    folder = str(tmp_path_factory.mktemp("run"))
+    outputs = run_processes(pathlib.Path(__file__).with_name("processes_worker.py"), folder, num=2, devices=2)
     lines = [[json.loads(line) for line in output.splitlines() if line.startswith("{")] for output in outputs]
     return [{line["scenario"]: line for line in each} for each in lines]
 
@@ -55,6 +56,11 @@ def test_tables_are_synchronised_by_rows_and_all_processes_choose_alike(said):
     np.testing.assert_allclose([found, chosen], [expected, expected], rtol=1e-5)
     assert (none, schemes) == ([], ["row_exchange"]) and len(of_auto) == 1
     assert all(said[1][name] == said[0][name] for name in said[0] if name.startswith("sync"))
+
+
+def test_residuals_are_saved_and_resumed_bit_for_bit_by_all_processes(said):
+    whole, resumed = said[0]["rounded"]["digests"]
+    assert whole == resumed and said[1]["rounded"]["digests"] == [whole, resumed]
 
 
 def test_every_process_gets_the_profile_of_one(said):
