@@ -43,7 +43,7 @@ class Kept:
             held = self.residuals.get(param)
             if held is None:
                 self.residuals[param] = jax.jit(lambda wanted=wanted: jnp.zeros(wanted.shape, wanted.dtype), out_shardings=wanted.sharding)()
-            elif not (isinstance(held, jax.Array) and held.shape == wanted.shape and held.sharding == wanted.sharding and not held.is_deleted()):
+            elif not _is_laid_out(held, wanted):
                 self.residuals[param] = _laid_out(param, held, wanted)
         return self.residuals
 
@@ -52,6 +52,12 @@ def _observed_alike(seen: Seen, entry: Entry) -> bool:
     """Whether a resumed run's samples are of the tables and workers that an entry observes."""
     workers = {one.param: one.num_workers for one in entry.sparse.tables}
     return {param: ids.shape[1] for param, ids in seen.samples.items()} == workers
+
+
+def _is_laid_out(held: Any, wanted: jax.ShapeDtypeStruct) -> bool:
+    if not isinstance(held, jax.Array) or held.is_deleted() or (held.shape, held.dtype) != (wanted.shape, wanted.dtype):
+        return False
+    return held.sharding.is_equivalent_to(wanted.sharding, held.ndim)
 
 
 def _laid_out(param: str, held: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
