@@ -206,3 +206,19 @@ def test_what_cannot_be_is_an_error(options, words):
     with pytest.raises(PartialError, match=words) as caught:
         step.plan({"params": parameters(), "opt": OPTIMIZER.init(parameters())}, examples())
     assert caught.value.remedy
+
+
+def test_a_resumed_run_goes_on_with_the_assignment():
+    make = lambda: splitjax.parallelize(train_step, mesh={"data": 4}, rules="data_parallel", backprop=PartialBackprop(), donate=False)
+    params = jax.tree.map(jnp.float32, parameters())
+    start = {"params": params, "opt": OPTIMIZER.init(params)}
+    first = make()
+    for number in range(3):
+        start, _ = first(start, examples(number))
+    carried = first.carried()
+    assert carried.num_steps == 3
+    _, metrics = first(start, examples(3))
+    second, third = make(), make()
+    second.resume(type(carried).parse(carried.to_json(), carried.arrays()))
+    np.testing.assert_array_equal(metrics["grads"]["d0"]["w"], second(start, examples(3))[1]["grads"]["d0"]["w"])
+    assert np.any(np.asarray(metrics["grads"]["d0"]["w"]) != np.asarray(third(start, examples(3))[1]["grads"]["d0"]["w"]))
