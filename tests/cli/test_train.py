@@ -141,6 +141,7 @@ def test_click_models_train_on_criteo_s_lines(run, tmp_path):
     [
         ("--data text", "mlp reads images"),
         ("--data criteo", "mlp reads images"),
+        ("--sync zen --wire-dtype bfloat16", "zen sends values as they are"),
         ("--model deepfm", "deepfm reads clicks"),
         ("--model dlrm --data criteo", "criteo is read from a file or folder"),
         ("--model lstm --data text", "text is read from a file or folder"),

@@ -11,6 +11,7 @@ import pytest
 
 import splitjax
 from splitjax.errors import CheckpointError, DonatedStateError, PlanError
+from splitjax.lower import observing
 from splitjax.lower.carried import Carried
 from splitjax.plan import Plan
 from splitjax.runtime.checkpoint import CheckpointOptions, Checkpoints
@@ -160,7 +161,21 @@ def test_a_pinned_plan_builds_the_final_program_at_once(plan):
     assert len(step.compiles) == 1
     small = {name: x[:4] for name, x in batch_of(9).items()}
     step(state, small)  # fewer examples than the plan was made from
-    assert [len(one.syncs[0].capacities) > 0 for one in (step.plan(start(), small), plan)] == [True, True]
+    assert step.plan(start(), small).syncs[0].capacities == plan.syncs[0].capacities
+
+
+@pytest.mark.one_version
+def test_a_pinned_plan_stays_and_warns_where_its_capacities_do_not_suffice(plan, monkeypatch, caplog):
+    monkeypatch.setattr(observing, "CHECKED_STEPS", 2)
+    monkeypatch.setattr(observing, "MOST_FALLBACKS", 0)
+    small = dataclasses.replace(plan, syncs=(dataclasses.replace(plan.syncs[0], capacities={"local": 2, "union": 4}),))
+    step, dense = make("dense", plan=small), make("dense", mesh={"data": 1})
+    batch = {"ids": np.arange(36, dtype=np.int32).reshape(12, 3), "by": np.ones((12, 3, 4), np.float32)}
+    state, expected = start(), start()
+    for _ in range(3):
+        (state, _), (expected, _) = step(state, batch), dense(expected, batch)
+    np.testing.assert_allclose(state["table"], expected["table"], atol=1e-6)
+    assert len(step.compiles) == 1 and "more rows than the pinned plan has room for" in caplog.text
 
 
 def test_a_pinned_plan_whose_tables_are_others_is_an_error(plan):
