@@ -14,6 +14,7 @@ import jax
 
 from splitjax import _compat
 from splitjax.errors import DonatedStateError
+from splitjax.lower.advising import advise_calls, split_request
 from splitjax.lower.arguments import Bound, argument_names, bind, difference, make_options, positional
 from splitjax.lower.carried import Carried, inputs_of
 from splitjax.lower.entry import CompileRecord, Entry, Recipe, build_entry, trace_error
@@ -26,10 +27,13 @@ from splitjax.lower.placement import abstract_state, init_state, place_state, un
 from splitjax.lower.programs import SignatureChanged
 from splitjax.lower.sync_request import parse as parse_sync
 from splitjax.mesh import MeshShape, make_mesh
+from splitjax.partial.advice import Advice
+from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan, SyncPlan
 from splitjax.report.value import Report, make_report
 from splitjax.rules import RuleSet, load_rules
 from splitjax.sync.analysis import Profile
+from splitjax.sync.scheme import Link
 
 logger = logging.getLogger("splitjax")
 
@@ -175,12 +179,15 @@ class ParallelStep:
 
     def report(self, *args: Any, **kwargs: Any) -> Report:
         """The plan for these arguments (arrays or `ShapeDtypeStruct`s) against what XLA compiles: memory, and every collective with
-        layer, source line and cause. Compiles the step; runs nothing."""
-        entry = self._entry(positional(self._recipe.fn, args, kwargs))
+        layer, source line and cause. Compiles the step; runs nothing. Of a step with partial backpropagation the program that runs after the
+        warm-up."""
+        args = positional(self._recipe.fn, args, kwargs)
+        entry = self._entry(args)
+        program = entry.program(max(self._num_calls, 0 if self._recipe.backprop is None else self._recipe.backprop.warmup_steps))
         with _compat.metadata_in_cache_key():
-            compiled = self.lower(*args, **kwargs).compile()
-        return make_report(compiled, entry.plan, entry.graph, argument_names(entry.bound), step=self._recipe.name,
-                           platform=self.mesh.devices.flat[0].platform)
+            compiled = program.lower(*args).compile()
+        names = argument_names(entry.bound, getattr(program, "num_before", 0))
+        return make_report(compiled, entry.plan, entry.graph, names, step=self._recipe.name, platform=self.mesh.devices.flat[0].platform)
 
     def profile(self, *args: Any, num_workers: int | None = None, **kwargs: Any) -> Profile:
         """How sparse every gradient is over the workers: density, overlap, densification, skewness (Zen, arXiv 2309.13254, section 2).
@@ -196,6 +203,24 @@ class ParallelStep:
         """
         args = positional(self._recipe.fn, args, kwargs)
         return self._profile(per_batch(args, self._recipe.options.batch_argnums, self._recipe.name), num_workers)
+
+    def advise(self, *args: Any, backprop: PartialBackprop | None = None, link: Link | None = None, **kwargs: Any) -> Advice:
+        """What partial backpropagation would save and cost on this step, beside a smaller batch of equal cost; it says which to use.
+
+        `step.advise(state, batches, backprop)`: the step's arguments with an iterable of batches (values, not shapes) in place of each batch, then
+        what is asked about (by default what the step was decorated with). Measures on one device, with one worker's share of the batch: seconds and
+        compiled bytes of up to 8 truncated programs, and over all batches how much the workers' gradients differ, layer by layer. Nothing is
+        updated, and no state is consumed. `link`: between the workers, a `splitjax.sync.Link`; by default that of the mesh is measured.
+
+        **Returns** an `Advice`: prints as a table, renders in Jupyter, `to_json()`, `.recommendation`, `.measured` for `PartialBackprop(measured=...)`.
+
+        Raises `PartialError` for no batch, one worker, a step without gradient boundary or without a legal cut; `BatchError` for batches that do not
+        divide; see docs/partial_backpropagation.md.
+        """
+        given, wanted = split_request(args, backprop, self._recipe.backprop)
+        given = positional(self._recipe.fn, given, kwargs)
+        check = lambda call: self._own_states(call) if self._recipe.donate else None
+        return advise_calls(self._recipe, self.mesh, check, per_batch(given, self._recipe.options.batch_argnums, self._recipe.name, "advise"), wanted, link)
 
     def _profile(self, calls: Iterable[tuple], num_workers: int | None) -> Profile:
         """The profile of calls given by their arguments."""

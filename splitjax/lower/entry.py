@@ -169,7 +169,7 @@ def build_entry(
     partial = None
     if recipe.returns_state and recipe.backprop is not None:
         partial = find_partial(recipe.backprop, graph, jaxpr, plan, mesh, f"parallelize({recipe.name}), backprop")
-        plan = with_partial(plan, partial)
+        plan = with_partial(plan, partial, mesh.devices.flat[0].platform)
     sparse = None
     pinned = None if observes else recipe.pinned
     if recipe.returns_state and (pins_tables(pinned) or not recipe.request.is_dense):

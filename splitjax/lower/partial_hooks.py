@@ -62,7 +62,7 @@ class PartialHooks:
         def hook(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable) -> list[Any]:
             if site != self.step.site:
                 return self.hook(eqn, operands, site, forward)
-            run = runner(self.step.truncation(self.mesh, self._segments(eqn, site), turn))
+            run = runner(self.step.truncation(self.mesh, eqn, self._further(site), turn))
             number = eqn.params["microbatches"] or 1
             try:
                 if self.step.examples:
@@ -124,7 +124,11 @@ class PartialHooks:
 
     def _segments(self, eqn: Any, site: Site) -> dict[int, int]:
         """By position of an operand of the boundary its segment: of the tables' deltas, too."""
-        return self.step.segments_for(eqn, [table.param for table in self._tables(site)])
+        return self.step.segments_for(eqn, self._further(site))
+
+    def _further(self, site: Site) -> list[str]:
+        """The parameters to which the boundary's further operands belong: the tables', whose lookups have deltas."""
+        return [table.param for table in self._tables(site)]
 
     def _scaled(self, eqn: Any, results: list[Any], site: Site) -> list[Any]:
         """Gradients of a temporal assignment divided by the share of steps that compute them."""

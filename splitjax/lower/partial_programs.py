@@ -20,6 +20,7 @@ from splitjax.lower.lowered import Evaluated, Lowered
 from splitjax.lower.partial_hooks import PartialHooks
 from splitjax.lower.partial_step import PartialStep
 from splitjax.lower.partial_workers import WorkerPrograms
+from splitjax.lower.truncation import turns_scope
 from splitjax.partial.request import BRANCH
 
 
@@ -48,6 +49,7 @@ class Turned:
 class _WithTurn:
     program: Any
     turn: int
+    num_before = 1  # operands before the step's arguments
 
     def __call__(self, *args: Any) -> Any:
         return self.program(np.int32(self.turn), *args)
@@ -74,7 +76,9 @@ def turned(step: PartialStep, hooks: PartialHooks, lowered: Lowered, programs: A
     def branched(leaves: Sequence[Any], residuals: Any, turn: Any) -> Evaluated:
         distinct = list(at_depth)
         slots = [depths.slot(0, number) for number in range(depths.num_turns)]
-        table = jnp.asarray([distinct.index(depths.first[slot]) for slot in slots], jnp.int32)
-        return jax.lax.switch(table[turn], [at_depth[first] for first in distinct], list(leaves), residuals)
+        numbers = [distinct.index(depths.first[slot]) for slot in slots]
+        with jax.named_scope(turns_scope([numbers.count(number) for number in range(len(distinct))])):
+            branches = [at_depth[first] for first in distinct]
+            return jax.lax.switch(jnp.asarray(numbers, jnp.int32)[turn], branches, list(leaves), residuals)
 
     return with_turn(branched)

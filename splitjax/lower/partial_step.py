@@ -60,11 +60,16 @@ class PartialStep:
         """The same for the boundary's equation with further operands behind its own, which belong to parameters `more`."""
         own = self.segment_of()
         by_param = {self.params[position]: segment for position, segment in own.items()}
-        first = len(eqn.invars) - len(more)
-        return own | {first + k: by_param[param] for k, param in enumerate(more)}
+        return own | {position: by_param[param] for position, param in self._further(eqn, more).items()}
 
-    def truncation(self, mesh: Mesh, segments: Mapping[int, int], turn: Any) -> Truncation:
-        return Truncation(self.depths, segments, self.axes, mesh, turn, self.examples)
+    def truncation(self, mesh: Mesh, eqn: Any, more: Sequence[str], turn: Any) -> Truncation:
+        """Of the boundary's equation. `more` as for `segments_for`; `turn`: i32[]."""
+        params = {**self.params, **self._further(eqn, more)}
+        return Truncation(self.depths, self.segments_for(eqn, more), params, self.axes, mesh, turn, self.examples)
+
+    def _further(self, eqn: Any, more: Sequence[str]) -> dict[int, str]:
+        first = len(eqn.invars) - len(more)
+        return {first + k: param for k, param in enumerate(more)}
 
     def skipped(self, first: int) -> frozenset[str]:
         """The parameters that nobody differentiates where the deepest worker begins with segment `first`."""

@@ -10,26 +10,34 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from splitjax.lower.contributors import total_of_contributors
+from splitjax.lower.contributors import in_groups, total_of_contributors
 from splitjax.lower.places import REPLICATED, Places, Sums
 from splitjax.partial.depths import Depths
+
+
+def turns_scope(num_turns: Sequence[int], what: str = "turns") -> str:
+    """The name scope of a choice among branches by the number of the turn, so many of which take each; or of `depths`, by worker, so many
+    of which take each. `report.hlo` counts by it."""
+    return f"splitjax:{what}:{'.'.join(map(str, num_turns))}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Truncation:
     """How one boundary is truncated.
 
-    - `segments`: by position of a differentiated operand, its segment. `axes`: the mesh axes of the workers, major first.
+    - `segments`, `params`: by position of a differentiated operand, its segment and the path of its parameter. `axes`: the mesh axes of the workers, major first.
     - `turn`: i32[], the number of the step among those of `depths.num_turns`.
     - `examples`: by slot how many it takes, where they differ.
     """
 
     depths: Depths
     segments: Mapping[int, int]
+    params: Mapping[int, str]
     axes: tuple[str, ...]
     mesh: Mesh
     turn: Any
@@ -58,6 +66,7 @@ class Truncation:
         """Each worker's loop by its depth (`places.Runner`)."""
         variants = sorted({self.variant(slot) for slot in range(self.num_workers)}, reverse=True)
         table = jnp.asarray([variants.index(self.variant(slot)) for slot in range(self.num_workers)], jnp.int32)
+        counts = [sum(self.variant(slot) == one for slot in range(self.num_workers)) for one in variants]
         offsets = jnp.asarray([[self.offset(worker, turn) for worker in range(self.num_workers)] for turn in range(self.depths.num_turns)], jnp.int32)
 
         def run(inputs: tuple[list[Any], ...], turn: Any) -> Sums:
@@ -67,7 +76,8 @@ class Truncation:
             branches = [
                 lambda given, start, first=first, share=share: places.with_share(share, start).at_place(given, self.live(first)) for first, share in variants
             ]
-            totals, unsummed, rows = lax.switch(table[slot], branches, inputs, offset)
+            with jax.named_scope(turns_scope(counts, "depths")):
+                totals, unsummed, rows = lax.switch(table[slot], branches, inputs, offset)
             return self.summed(places, totals, turn), [one[None] for one in unsummed], rows
 
         out_specs = REPLICATED, PartitionSpec(places.axes), places.row_specs()
@@ -92,11 +102,13 @@ class Truncation:
         values, found = list(values), {}
         for segment in range(len(self.depths.segments)):
             found[segment] = [k for k, position in enumerate(positions) if self.segments[position] == segment]
-        if len(self.axes) > 1:  # groups of workers are named along one axis only
-            values = lax.psum(values, self.axes)
+        names = [self.params.get(position, "") for position in positions]
+        turned = [lambda parts, number=number: self._turned(parts, names, found, number) for number in range(self.depths.num_turns)]
+        if len(turned) == 1 or not in_groups(self.axes, self.platform):  # all turns are alike
+            values = turned[0](values)
         else:
-            turned = [lambda parts, number=number: self._turned(parts, found, number) for number in range(self.depths.num_turns)]
-            values = lax.switch(turn % len(turned), turned, values) if len(turned) > 1 else turned[0](values)
+            with jax.named_scope(turns_scope([1] * len(turned))):
+                values = lax.switch(turn % len(turned), turned, values)
         return [self.scaled(value, position) for value, position in zip(values, positions, strict=True)]
 
     def scaled(self, value: Any, position: int) -> Any:
@@ -105,13 +117,14 @@ class Truncation:
         factor = self.depths.scale(self.segments[position], shares)
         return value if factor == 1.0 else value * jnp.asarray(factor, value.dtype)
 
-    def _turned(self, values: Sequence[Any], found: Mapping[int, Sequence[int]], turn: int) -> list[Any]:
+    def _turned(self, values: Sequence[Any], names: Sequence[str], found: Mapping[int, Sequence[int]], turn: int) -> list[Any]:
         """The sums in one turn, whose contributors are known."""
         results: dict[int, Any] = {}
         workers = range(self.num_workers)
         for segment, members in found.items():
             slots = set(self.depths.contributors(segment))
             who = [worker for worker in workers if self.depths.slot(worker, turn) in slots]
-            sums = total_of_contributors([values[k] for k in members], who, self.axes[0], self.num_workers, self.platform)
+            parts, called = [values[k] for k in members], [names[k] for k in members]
+            sums = total_of_contributors(parts, who, self.axes, self.num_workers, self.platform, called)
             results.update(zip(members, sums, strict=True))
         return [results[k] for k in range(len(values))]
