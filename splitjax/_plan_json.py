@@ -118,6 +118,9 @@ def _check(plan: Plan) -> None:
     for i, constraint in enumerate(plan.constraints):
         for axis in spec_axes(constraint.spec):
             _axis_size(axis, plan.mesh, f"constraints[{i}].spec")
+    for i, first in enumerate(() if plan.partial is None else plan.partial.first):
+        if first >= len(plan.partial.segments):
+            _fail("a depth begins behind the last segment", first, f"partial.first[{i}]", f"give 0 to {len(plan.partial.segments) - 1}")
     for i, layer in enumerate(plan.layers):
         if len(layer.params) != len(layer.specs):
             _fail("a layer needs one spec per parameter", layer.specs, f"layers[{i}].specs", f"give {len(layer.params)} specs")

@@ -167,8 +167,10 @@ def build_entry(
         check = lambda kind: check_turns(kind, graph, mesh, plan, layout, jaxpr, twin_of)
         plan = choose(recipe.group_comm if recipe.pinned is None else recipe.pinned.group_comm, plan, graph, check, crosses(graph, plan))
     partial = None
-    if recipe.returns_state and recipe.backprop is not None:
-        partial = find_partial(recipe.backprop, graph, jaxpr, plan, mesh, f"parallelize({recipe.name}), backprop")
+    if recipe.returns_state:
+        pinned_depths = None if recipe.pinned is None else recipe.pinned.partial
+        partial = find_partial(recipe.backprop, pinned_depths, graph, jaxpr, plan, f"parallelize({recipe.name}), backprop")
+    if partial is not None:
         plan = with_partial(plan, partial, mesh.devices.flat[0].platform)
     sparse = None
     pinned = None if observes else recipe.pinned
