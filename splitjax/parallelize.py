@@ -134,8 +134,7 @@ class ParallelStep:
         entry = self._last
         if entry is None:
             entry = self._entry(args)
-        if entry.sparse is not None:
-            entry = self._settled(entry)
+        entry = self._settled(entry)
         if self._recipe.donate:
             args = self._own_states(args)
         if self.mesh.is_multi_process:
@@ -144,9 +143,9 @@ class ParallelStep:
             try:
                 result = self._run(entry, args)
             except SignatureChanged:
-                result = self._run(self._entry(args), args)
+                result = self._run(self._settled(self._entry(args)), args)
             except ValueError:
-                other = self._entry(args)  # jax.jit compares the structure of the arguments before it traces
+                other = self._settled(self._entry(args))  # jax.jit compares the structure of the arguments before it traces
                 if other is entry:
                     raise
                 result = self._run(other, args)
@@ -307,7 +306,9 @@ class ParallelStep:
         return result
 
     def _settled(self, entry: Entry) -> Entry:
-        """The program that a step runs from now on: another one, once its tables' first steps were observed."""
+        """The program that a signature runs from now on: another one, once its tables' first steps were observed."""
+        if entry.sparse is None:
+            return entry
         signature = entry.bound.signature
         if signature not in self._observers and self._kept.resumed:
             self._observers[signature] = self._kept.observer(entry)
@@ -350,7 +351,7 @@ class ParallelStep:
 
     def _across_processes(self, args: tuple) -> tuple[tuple, Entry]:
         """Arguments and program of a call in a run of several processes, where `jax.jit` takes global arrays only."""
-        entry = self._entry(args)
+        entry = self._settled(self._entry(args))
         first = id(entry) not in self._agreed
         args = entry.across_processes(self._recipe, args, first)
         self._agreed.add(id(entry))

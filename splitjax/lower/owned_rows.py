@@ -182,7 +182,9 @@ def push(pulled: Pulled, values: Sequence[Any], residual: Any = None) -> Owned:
         mine, lost = _exchange(table, requests.ids.size).collect(local, requests, table.axes)
         if kept is not None:
             # Without room for all, everything is gathered as it is.
-            kept = kept if lost is None else keep(kept, RowSparse(jnp.where(requests.fits, requests.ids, table.num_rows), lost, jnp.int32(0), table.num_rows))
+            if lost is not None:
+                ids = jnp.where(requests.fits, requests.ids, table.num_rows)
+                kept = keep(kept, RowSparse(ids, lost, jnp.int32(0), table.num_rows))
             kept = kept[None]
         return mine.ids, mine.values, requests.fits[None], requests.ids, local, kept
 

@@ -94,7 +94,8 @@ def _first_difference(
         if table is None:
             return f"{one.param!r} is synchronised by {one.scheme} in the {where} and stays dense in the step: {here.why}"
         if (one.scheme == OWNED) != table.is_owned and one.scheme != Dense.name:
-            return f"{one.param!r} is {'' if one.scheme == OWNED else 'not '}owned by rows in the {where} and {'' if table.is_owned else 'not '}in the step"
+            there, here_too = ("", "not ") if one.scheme == OWNED else ("not ", "")
+            return f"{one.param!r} is {there}owned by rows in the {where} and {here_too}in the step"
         if one.scheme != Dense.name and one.axis != here.axis:
             return f"{one.param!r} is synchronised over {one.axis or 'nothing'} in the {where} and over {here.axis or 'nothing'} in the step"
         if one.scheme != Dense.name and one.lazy != here.lazy:
@@ -103,5 +104,6 @@ def _first_difference(
         exchange = decision.chosen[one.param][0]
         is_asked = not decides and (table.is_owned or request.of(one.param).scheme != AUTO)
         if is_asked and (name_of(exchange), options_of(exchange)) != (here.scheme, dict(here.options)):
-            return f"{one.param!r} is synchronised by {one.scheme} {dict(one.options)} in the {where}, and {here.scheme} {dict(here.options)} is asked for"
+            asked = f"{here.scheme} {dict(here.options)} is asked for"
+            return f"{one.param!r} is synchronised by {one.scheme} {dict(one.options)} in the {where}, and {asked}"
     return ""

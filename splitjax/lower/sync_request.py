@@ -81,6 +81,7 @@ def _rounded(scheme: Any, wire_dtype: str, place: str) -> Scheme:
     if scheme == AUTO or scheme.name not in rounding:
         problem = "auto chooses among schemes that keep the numbers" if scheme == AUTO else f"{scheme.name} sends values as they are"
         raise UnavailableError(
-            problem, value=scheme, place=f"{place}, sync, wire_dtype", remedy=f"name a scheme that rounds and keeps the rest: {', '.join(rounding)}",
+            problem, value=scheme, place=f"{place}, sync, wire_dtype",
+            remedy=f"name a scheme that rounds and keeps the rest: {', '.join(rounding)}",
         )  # fmt: skip
     return dataclasses.replace(scheme, wire_dtype=wire_dtype)

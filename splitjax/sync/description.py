@@ -55,7 +55,8 @@ def exchange_of(name: str, options: Mapping[str, Any], sizes: Mapping[str, Any],
     allowed = [one.name for one in dataclasses.fields(cls) if one.name not in _OF_THE_TABLE]
     for option in given:
         if option not in allowed:
-            raise SyncError(f"{name} has no such option", value=option, place="options", remedy=f"one of {', '.join(allowed)}" if allowed else "give none")
+            remedy = f"one of {', '.join(allowed)}" if allowed else "give none"
+            raise SyncError(f"{name} has no such option", value=option, place="options", remedy=remedy)
     if name == OWNED:
         return dataclasses.replace(by_owners(num_rows, capacities), **given), capacities
     return SCHEMES[name](**given), capacities

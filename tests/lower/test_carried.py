@@ -27,9 +27,10 @@ def one_table(state, batch):
     return {"table": state["table"] - grads["table"]}, loss
 
 
-def batch_of(number, spread=40):
-    rng = np.random.default_rng(number)
-    return {"ids": rng.integers(0, spread, (12, 3)).astype(np.int32), "by": rng.uniform(1.0, 1.1, (12, 3, 4)).astype(np.float32)}
+def batch_of(number):
+    """One in between has fewer examples."""
+    rng, examples = np.random.default_rng(number), 8 if number == 3 else 12
+    return {"ids": rng.integers(0, 40, (examples, 3)).astype(np.int32), "by": rng.uniform(1.0, 1.1, (examples, 3, 4)).astype(np.float32)}
 
 
 def make(sync, rules="data_parallel", mesh=None, **options):
@@ -86,7 +87,7 @@ def test_what_rounding_takes_away_comes_back_in_later_steps(saved, exact):
     assert off[False] < 3 * one_rounding and off[True] > 3 * off[False]
     one = step.plan(start(), batch_of(0)).syncs[0]
     assert "are rounded to bfloat16 on the wire, which changes the numbers" in one.why and one.options == {"wire_dtype": "bfloat16"}
-    assert len(step.compiles) == 2
+    assert len(step.compiles) == 3
 
 
 @pytest.mark.parametrize("number", [2, 5])
@@ -103,8 +104,8 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(saved, number):
     step.resume(restored.carried)
     state = train(step, restored.state, number, STEPS)
     assert np.asarray(state["table"]).tobytes() == table.tobytes()
-    reasons = [record.reason for record in step.compiles]
-    assert reasons == ["first call", "its tables were observed" if number == 2 else "a run is resumed"]
+    observed, resumed = (sum(record.reason == reason for record in step.compiles) for reason in ("its tables were observed", "a run is resumed"))
+    assert (observed, resumed, len(step.compiles)) == ((1, 0, 3) if number == 2 else (0, 1, 2))
     json.dumps(step.carried().to_json(), allow_nan=False)
 
 
@@ -157,11 +158,8 @@ def test_a_pinned_plan_builds_the_final_program_at_once(plan):
     _, observed = lowered.out_info
     assert set(observed["table"]) == {"fell_back"}  # the program of the first steps returns ids
     assert step.plan(start(), batch_of(0)).diff(plan) == () and step.plan(start(), batch_of(0)).digest == plan.digest
-    state = train(step, start(), 0, STEPS)
-    assert len(step.compiles) == 1
-    small = {name: x[:4] for name, x in batch_of(9).items()}
-    step(state, small)  # fewer examples than the plan was made from
-    assert step.plan(start(), small).syncs[0].capacities == plan.syncs[0].capacities
+    train(step, start(), 2, 5)  # one of these has fewer examples than the plan was made from
+    assert len(step.compiles) == 2 and step.plan(start(), batch_of(3)).syncs[0].capacities == plan.syncs[0].capacities
 
 
 @pytest.mark.one_version

@@ -21,7 +21,7 @@ from tests.processes import run_processes
 def said(tmp_path_factory) -> list[dict[str, dict]]:
     """Per process: scenario -> what was said."""
     folder = str(tmp_path_factory.mktemp("run"))
-    outputs = run_processes(pathlib.Path(__file__).with_name("processes_worker.py"), folder, num=2, devices=2)
+    outputs = run_processes(pathlib.Path(__file__).with_name("processes_worker.py"), folder, num=2, devices=2, timeout_seconds=400)
     lines = [[json.loads(line) for line in output.splitlines() if line.startswith("{")] for output in outputs]
     return [{line["scenario"]: line for line in each} for each in lines]
 
