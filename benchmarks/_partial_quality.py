@@ -139,7 +139,6 @@ class Trainer:
         import numpy as np
 
         step, state, curve = self.step, self.state(params, rate), []
-        step.carry = step.carry if not hasattr(step, "restart") else step.carry
         order, random = [], np.random.RandomState(seed)
         labels = self.task.train[1] if labels is None else labels
         for number in range(num_steps):
@@ -211,7 +210,7 @@ def _compare(task: Task, optimizer: str, seeds: Sequence[int], tuning: Sequence[
 
 def _fresh(trainer: Trainer) -> Trainer:
     """The same programs, with the assignment of depths from its beginning."""
-    trainer.step.restart()
+    trainer.step.resume(None)
     return trainer
 
 

@@ -35,7 +35,7 @@ import splitjax
 from splitjax import PartialBackprop
 from splitjax.data import load_digits
 
-NUM_WORKERS, BATCH_SIZE, NUM_STEPS, SEEDS = 4, 64, 120, range(3)
+NUM_WORKERS, BATCH_SIZE, NUM_STEPS, SEEDS = 4, 64, 60, range(3)
 
 # %% [markdown]
 # ## A step
@@ -57,7 +57,7 @@ class Model(nn.Module):
         return nn.Dense(10, name="logits")(x)
 
 
-model, tx = Model(), optax.adam(2e-3)
+model, tx = Model(), optax.adam(4e-3)
 
 
 def init_fn(key):
@@ -249,7 +249,7 @@ def plot_advice():
     right.set(yticks=places, yticklabels=[row.name for row in rows], xlabel="% of full backpropagation, to the same progress", title="what it takes")
     right.set_xlim(0, 1.12 * right.get_xlim()[1])
     right.invert_yaxis()
-    right.legend(frameon=False, fontsize=9, loc="lower right")
+    right.legend(frameon=False, fontsize=9, loc="upper right")
     for panel in (left, right):
         panel.spines[["top", "right"]].set_visible(False)
 

@@ -24,7 +24,9 @@ import jax.numpy as jnp
 from splitjax._static import Half, partition
 from splitjax.errors import DonatedStateError, PlanError, ProfileError, StateError
 from splitjax.lower.arguments import Options, keyword_only, make_options, parameter_names, positional
+from splitjax.lower.carried import Carried
 from splitjax.lower.entry import CompileRecord
+from splitjax.lower.keeping import Kept
 from splitjax.lower.layout import named_sharding
 from splitjax.lower.measuring import per_batch
 from splitjax.mesh import make_mesh
@@ -137,6 +139,7 @@ class FilteredStep(abc.ABC):
         self._donates = parent is None and keywords["donate"]
         self._steps: dict[Any, ParallelStep] = {}
         self._latest: ParallelStep | None = None
+        self._kept = Kept()
         self._num_calls = 0
         self._calls: collections.deque[tuple[int, int, Any, int]] = collections.deque(maxlen=_REMEMBERED_CALLS)
 
@@ -198,6 +201,20 @@ class FilteredStep(abc.ABC):
             return first.step._profile((call.args for call in itertools.chain((first,), calls)), num_workers)
         except DonatedStateError as error:
             raise self._donated(args, first) from error
+
+    def carried(self) -> Carried:
+        """What the step keeps between its calls besides its states; see `ParallelStep.carried`."""
+        seen = dict(self._kept.resumed)
+        for step in self._steps.values():
+            seen |= step.carried().seen
+        return Carried(seen, dict(self._kept.residuals))
+
+    def resume(self, carried: Carried | None) -> None:
+        """Puts back what `carried` gave; see `ParallelStep.resume`."""
+        carried = carried or Carried()
+        self._kept.residuals, self._kept.resumed = dict(carried.residuals), dict(carried.seen)
+        for step in self._steps.values():
+            step.resume(carried)
 
     def init(self, make_fn: Callable, *make_args: Any, example: Sequence[Any]) -> Any:
         """Creates the states already sharded: `make_fn(*make_args)` is compiled with the plan's shardings as its results', so
@@ -296,6 +313,7 @@ class FilteredStep(abc.ABC):
             else:
                 numbers.pop("state_outnums", None)
                 step = self._parent._latest.like(fn, **numbers)
+            step._kept = self._kept
             self._steps[key] = step
         self._latest = step
         return step

@@ -91,7 +91,7 @@ class _Measuring:
     def of(cls, entry: Entry, mesh: Mesh, backprop: PartialBackprop, place: str) -> _Measuring:
         depths = LINEAR if backprop.depths == OPTIMAL else backprop.depths  # the optimal ones need what is measured here
         simple = dataclasses.replace(backprop, depths=depths, measured=None, budget=None, rebalance=False)
-        base = find_partial(simple, entry.graph, entry.jaxpr, entry.plan, mesh, place)
+        base = find_partial(simple, None, entry.graph, entry.jaxpr, entry.plan, place)
         check_examples(entry, base.depths.num_slots, place)
         stages, _ = stages_of(entry.graph, entry.jaxpr, base.site)
         return cls(entry, mesh, base, stages, WorkerNoise(entry, mesh, base.depths.num_slots, stages, place), place, OnDevice(mesh))

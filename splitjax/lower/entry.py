@@ -5,36 +5,38 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from splitjax import _compat
 from splitjax.errors import PlanError, SplitjaxError, StateError, TraceError
 from splitjax.lower.agreement import agree, program_text
-from splitjax.lower.arguments import Bound, Options, abstract, bind, call_with, keyword_only
+from splitjax.lower.arguments import Bound, Options, abstract, call_with, keyword_only
 from splitjax.lower.exchange import derive_exchanges, weight_uses
 from splitjax.lower.group_comm import choose, crosses
 from splitjax.lower.layout import Layout, named_sharding
 from splitjax.lower.lowered import Lowered
 from splitjax.lower.microbatching import boundary_hook, check_turns, make_twin, resized_trace
-from splitjax.lower.observing import Decision, with_syncs
+from splitjax.lower.observing import Decision
 from splitjax.lower.partial_hooks import PartialHooks
 from splitjax.lower.partial_plan import with_partial
 from splitjax.lower.partial_programs import turned
 from splitjax.lower.partial_step import PartialStep, find_partial
+from splitjax.lower.pinning import pins_tables, synchronised
 from splitjax.lower.planning import follow_plan, make_plan, pin_plan
 from splitjax.lower.processes import host_digests, on_mesh
-from splitjax.lower.scatter import derive_scatters, pin_gradients, updated_in_parts
-from splitjax.lower.sparse import SparseStep, find_sparse
+from splitjax.lower.programs import Programs
+from splitjax.lower.scatter import derive_scatters, pin_gradients
+from splitjax.lower.sparse import SparseStep
 from splitjax.lower.states import match_states
 from splitjax.lower.sync_request import DENSE, SyncRequest
 from splitjax.lower.sync_request import parse as parse_sync
 from splitjax.mesh import MeshShape
 from splitjax.partial.request import PartialBackprop
-from splitjax.plan import LeafPlan, Plan
+from splitjax.plan import LeafPlan, Plan, SyncPlan
 from splitjax.rules import RuleSet
 from splitjax.trace.graph import Graph
 from splitjax.trace.tracer import build_graph
@@ -102,11 +104,25 @@ class Entry:
     trace: Callable[[list[Any]], Any]  # the step's closed jaxpr for other flat arguments (`ShapeDtypeStruct`s)
     sparse: SparseStep | None = None  # tables synchronised by rows: then `jitted` returns the step's result and what was observed
     observes: bool = False  # it is the program of the first steps: see `observing`
+    is_decided: bool = False  # schemes and capacities of its tables are known
+    residual_shardings: Mapping[str, NamedSharding] = dataclasses.field(default_factory=dict)  # by table: then `jitted` takes and returns them too
     partial: PartialStep | None = None  # then `jitted` is `partial_programs.Turned`: another program, or another operand, by step
 
     def program(self, step_number: int) -> Any:
-        """The program of a step, by its number since the beginning of training: takes the step's positional arguments, and has `lower`."""
+        """The program of a step, by its number since the beginning of training: takes `operands`, and has `lower`."""
         return self.jitted if self.partial is None else self.jitted.at(step_number)
+
+    @functools.cached_property
+    def residuals(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """What rounding took away, by table that is rounded on the wire: the first operand of a program, and its last result."""
+        tables = () if self.sparse is None else self.sparse.rounded
+        return {
+            one.param: jax.ShapeDtypeStruct(one.residual_shape, one.dtype, sharding=self.residual_shardings[one.param]) for one in tables
+        }
+
+    def operands(self, args: tuple, residuals: Mapping[str, Any]) -> tuple:
+        """What a program takes."""
+        return (dict(residuals), *args) if self.residuals else args
 
     @functools.cached_property
     def shardings(self) -> tuple[NamedSharding, ...]:
@@ -132,14 +148,14 @@ class Entry:
         return tuple(placed.get(number, arg) for number, arg in enumerate(args))
 
 
-class SignatureChanged(Exception):
-    """Raised while `jax.jit` traces a call whose signature is not the program's: the caller then looks for another one."""
-
-
 def build_entry(
-    recipe: Recipe, mesh: Mesh, bound: Bound, layouts: Mapping[str, LeafPlan] | None, decision: Decision | None = None
+    recipe: Recipe, mesh: Mesh, bound: Bound, layouts: Mapping[str, LeafPlan] | None, decision: Decision | None = None,
+    carried: Sequence[SyncPlan] = (), observes: bool = False,
 ) -> Entry:
-    """trace -> match states -> graph -> plan -> jit. `decision`: how tables are synchronised, once their steps were observed."""
+    """trace -> match states -> graph -> plan -> jit.
+
+    **Arguments:** `decision`: how tables are synchronised, once their steps were observed; `carried`: what a run knew that is resumed.
+    `observes`: build the program of the first steps, whatever is known."""
     jaxpr, result = _trace(recipe, bound)
     matched = match_states(recipe.options, bound, result) if recipe.returns_state else {}
     graph = build_graph(jaxpr, bound.arguments, matched)
@@ -151,23 +167,28 @@ def build_entry(
         check = lambda kind: check_turns(kind, graph, mesh, plan, layout, jaxpr, twin_of)
         plan = choose(recipe.group_comm if recipe.pinned is None else recipe.pinned.group_comm, plan, graph, check, crosses(graph, plan))
     partial = None
-    if recipe.returns_state and recipe.backprop is not None:
-        partial = find_partial(recipe.backprop, graph, jaxpr, plan, mesh, f"parallelize({recipe.name}), backprop")
+    if recipe.returns_state:
+        pinned_depths = None if recipe.pinned is None else recipe.pinned.partial
+        partial = find_partial(recipe.backprop, pinned_depths, graph, jaxpr, plan, f"parallelize({recipe.name}), backprop")
+    if partial is not None:
         plan = with_partial(plan, partial, mesh.devices.flat[0].platform)
     sparse = None
-    if recipe.returns_state and not recipe.request.is_dense:
-        sparse = find_sparse(graph, jaxpr, plan, recipe.request, None if decision is None else decision.chosen)
-        plan = with_syncs(plan, sparse, decision)
+    pinned = None if observes else recipe.pinned
+    if recipe.returns_state and (pins_tables(pinned) or not recipe.request.is_dense):
+        sparse, plan, decision = synchronised(
+            graph, jaxpr, plan, recipe.request, pinned=pinned, carried=() if observes else carried, decision=decision
+        )
         twin_of = sparse.twin_of(twin_of)
     hook = boundary_hook(graph, mesh, plan, layout, twin_of)
+    kept = {} if sparse is None else {one.param: NamedSharding(mesh, one.residual_spec) for one in sparse.rounded}
     lowered = Lowered(mesh, layout, jaxpr, matched, sparse)
-    programs = Programs(recipe, mesh, bound, plan, jaxpr, result, matched, sparse is not None)
+    programs = Programs(recipe, mesh, bound, plan, jaxpr, result, matched, sparse is not None, kept)
     if partial is None:
         jitted = programs.whole(functools.partial(lowered.run, hook))
     else:
         jitted = turned(partial, PartialHooks(partial, jaxpr, mesh, plan, layout, twin_of, sparse, hook), lowered, programs)
-    observes = sparse is not None and bool(sparse.tables) and decision is None
-    return Entry(bound, graph, plan, jitted, mesh, jaxpr, trace, sparse, observes, partial)
+    observing = sparse is not None and bool(sparse.tables) and decision is None
+    return Entry(bound, graph, plan, jitted, mesh, jaxpr, trace, sparse, observing, decision is not None, kept, partial)
 
 
 def _trace(recipe: Recipe, bound: Bound, leaves: list[jax.ShapeDtypeStruct] | None = None) -> tuple[Any, Any]:
@@ -228,73 +249,6 @@ def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> Layout:
     return Layout.of(mesh, (*plan.constraints, *pin_gradients(graph, plan.leaves)), sums, weight_uses(*arguments), names={use.site: use.layer for use in graph.uses})
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Programs:
-    """Makes programs of one signature of a step for `jax.jit`. `matched`: flat argument of a state leaf -> its flat result."""
-
-    recipe: Recipe
-    mesh: Mesh
-    bound: Bound
-    plan: Plan
-    jaxpr: Any
-    result: Any
-    matched: Mapping[int, int]
-    observes: bool  # its programs return what was observed of tables, beside the result
-
-    def whole(
-        self, evaluate_step: Callable[..., tuple[list[Any], Any]], extra: tuple[Any, ...] = (), donate_extra: tuple[int, ...] = ()
-    ) -> Any:
-        """The step. `evaluate_step(leaves, *extra) -> flat results, and what was observed`; its program takes further operands before the step's
-        arguments, whose shardings are `extra`."""
-        updated = updated_in_parts(self.jaxpr, self.plan.leaves, self.matched)
-        tree = jax.tree.structure(self.result)
-
-        def run(leaves: list[Any], *further: Any) -> Any:
-            results, observed = evaluate_step(leaves, *further)
-            for number, spec in updated.items():
-                results[number] = jax.lax.with_sharding_constraint(results[number], named_sharding(self.mesh, spec))
-            whole = jax.tree.unflatten(tree, results)
-            return (whole, observed) if self.observes else whole
-
-        shardings = [named_sharding(self.mesh, leaf.spec) for leaf in self.plan.leaves]
-        out: list[Any] = [None] * tree.num_leaves
-        for source, target in self.matched.items():
-            out[target] = shardings[source]
-        placed = jax.tree.unflatten(tree, out) if self.matched else None
-        states = tuple(len(extra) + number for number in self.recipe.options.state_argnums) if self.recipe.donate else ()
-        return self._jit(run, (placed, NamedSharding(self.mesh, PartitionSpec())) if self.observes else placed, extra, (*donate_extra, *states))
-
-    def part(self, evaluate_part: Callable[[list[Any]], Any], out_shardings: Any) -> Any:
-        """A program that takes the step's arguments and consumes none."""
-        return self._jit(evaluate_part, out_shardings, (), ())
-
-    def _jit(self, evaluate_leaves: Callable[..., Any], out_shardings: Any, extra: tuple[Any, ...], donated: tuple[int, ...]) -> Any:
-        recipe, bound = self.recipe, self.bound
-        shardings = [named_sharding(self.mesh, leaf.spec) for leaf in self.plan.leaves]
-
-        def run(*args: Any) -> Any:
-            further, args = args[: len(extra)], args[len(extra) :]
-            # jax.jit calls this only when it traces. A trace for other arguments than the plan's must not pass silently.
-            if args_signature(recipe, args) != signature_key(bound):
-                raise SignatureChanged
-            return evaluate_leaves(jax.tree.leaves([arg for n, arg in enumerate(args) if n not in recipe.options.static_argnums]), *further)
-
-        run.__name__ = run.__qualname__ = recipe.name
-        into = [
-            jax.tree.unflatten(jax.tree.structure(arg), shardings[slice(*bound.spans[number])])
-            for number, arg in enumerate(bound.args) if number not in recipe.options.static_argnums
-        ]
-        static = tuple(len(extra) + number for number in recipe.options.static_argnums)
-        return jax.jit(run, in_shardings=(*extra, *into), out_shardings=out_shardings, donate_argnums=donated, static_argnums=static)
-
-
-def signature_key(bound: Bound) -> Any:
-    """A signature up to weak types, which change no program that is already traced."""
-    return bound.signature.tree, tuple(aval[:2] for aval in bound.signature.avals), bound.signature.static
-
-
-def args_signature(recipe: Recipe, args: tuple) -> Any:
-    return signature_key(bind(recipe.fn, recipe.options, args))
 
 
 def trace_error(error: Exception, recipe: Recipe, mesh: Mesh, args: tuple) -> Exception:

@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 from splitjax.lower.layout import BoundaryHook, Hooks, Layout, evaluate
 from splitjax.lower.sparse import SparseStep, evaluate_sparse
 
+Evaluated = tuple[list[Any], Any, Any]  # flat results, by table what was observed, residuals
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lowered:
@@ -23,15 +25,15 @@ class Lowered:
     matched: Mapping[int, int]
     sparse: SparseStep | None
 
-    def run(self, hook: BoundaryHook, leaves: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Flat arguments -> flat results, and by table what was observed."""
+    def run(self, hook: BoundaryHook, leaves: Sequence[Any], residuals: Any) -> Evaluated:
+        """Flat arguments -> flat results, by table what was observed, and residuals."""
         if self.sparse is None:
-            return evaluate(self.layout, self.jaxpr, leaves, Hooks(hook)), None
-        return evaluate_sparse(self.sparse, self.mesh, self.layout, leaves, hook, self.matched)
+            return evaluate(self.layout, self.jaxpr, leaves, Hooks(hook)), None, residuals
+        return evaluate_sparse(self.sparse, self.mesh, self.layout, leaves, hook, self.matched, residuals)
 
-    def run_keeping(self, hook: BoundaryHook, kept: Sequence[int], leaves: Sequence[Any]) -> tuple[list[Any], Any]:
+    def run_keeping(self, hook: BoundaryHook, kept: Sequence[int], leaves: Sequence[Any], residuals: Any) -> Evaluated:
         """The same, where some flat arguments stay what they are."""
-        results, observed = self.run(hook, leaves)
+        results, observed, residuals = self.run(hook, leaves, residuals)
         for leaf in kept:
             results[self.matched[leaf]] = jnp.asarray(leaves[leaf])
-        return results, observed
+        return results, observed, residuals

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from splitjax.lower.lowered import Lowered
+from splitjax.lower.lowered import Evaluated, Lowered
 from splitjax.lower.partial_hooks import PartialHooks
 from splitjax.lower.partial_step import PartialStep
 from splitjax.lower.partial_workers import WorkerPrograms
@@ -65,7 +65,7 @@ def turned(step: PartialStep, hooks: PartialHooks, lowered: Lowered, programs: A
     full = functools.cache(lambda: programs.whole(functools.partial(lowered.run, hooks.hook)))
     with_turn = lambda run: Turned(step, full, None, functools.cache(lambda: programs.whole(run, (everywhere,))))
     if not step.is_temporal and step.request.execution == BRANCH:
-        return with_turn(lambda leaves, turn: lowered.run_keeping(hooks.apart(turn), kept, leaves))
+        return with_turn(lambda leaves, residuals, turn: lowered.run_keeping(hooks.apart(turn), kept, leaves, residuals))
     if not step.is_temporal:
         return Turned(step, full, None, functools.cache(lambda: WorkerPrograms(step, hooks, lowered, programs)))
     at_depth = {first: functools.partial(lowered.run_keeping, hooks.together(first), step.kept_leaves(first)) for first in depths.distinct}
@@ -73,13 +73,12 @@ def turned(step: PartialStep, hooks: PartialHooks, lowered: Lowered, programs: A
         by_depth = functools.cache(lambda first: programs.whole(at_depth[first]))
         return Turned(step, full, lambda slot: by_depth(depths.first[slot]), None)
 
-    def branched(leaves: Sequence[Any], turn: Any) -> tuple[list[Any], Any]:
+    def branched(leaves: Sequence[Any], residuals: Any, turn: Any) -> Evaluated:
         distinct = list(at_depth)
         slots = [depths.slot(0, number) for number in range(depths.num_turns)]
         numbers = [distinct.index(depths.first[slot]) for slot in slots]
         with jax.named_scope(turns_scope([numbers.count(number) for number in range(len(distinct))])):
             branches = [at_depth[first] for first in distinct]
-            results, observed = jax.lax.switch(jnp.asarray(numbers, jnp.int32)[turn], branches, list(leaves))
-        return list(results), observed
+            return jax.lax.switch(jnp.asarray(numbers, jnp.int32)[turn], branches, list(leaves), residuals)
 
     return with_turn(branched)

@@ -20,9 +20,10 @@ from splitjax.lower.layout import Site, holds_boundary
 from splitjax.lower.truncation import Truncation
 from splitjax.partial.balance import balanced_examples
 from splitjax.partial.depths import Depths, choose_depths
+from splitjax.partial.pinned import pinned_depths, pinned_request
 from splitjax.partial.request import TEMPORAL, PartialBackprop
 from splitjax.partial.stages import Stages, find_stages, with_times
-from splitjax.plan import Plan
+from splitjax.plan import PartialPlan, Plan
 from splitjax.trace.flatten import bodies, equation_at
 from splitjax.trace.graph import Graph
 
@@ -96,12 +97,19 @@ class PartialStep:
         return sum(self.depths.first[slot] <= segment for slot in turns) / len(turns)
 
 
-def find_partial(request: PartialBackprop, graph: Graph, jaxpr: Any, plan: Plan, mesh: Mesh, place: str) -> PartialStep:
-    """How a step is differentiated partially. Raises `PartialError` where it cannot be."""
+def find_partial(
+    request: PartialBackprop | None, pinned: PartialPlan | None, graph: Graph, jaxpr: Any, plan: Plan, place: str
+) -> PartialStep | None:
+    """How a step is differentiated partially: as a pinned plan says, or as asked for; None where neither does. Raises `PartialError` where it
+    cannot be, `PlanError` where the pinned plan is of another step."""
+    request = request if pinned is None else pinned_request(pinned)
+    if request is None:
+        return None
     site = _boundary(graph, jaxpr, place)
     axes = worker_axes(graph, plan)
     found, params = stages_of(graph, jaxpr, site, request)
-    depths = choose_depths(found, request, plan.mesh.size(axes), place)
+    num_workers = plan.mesh.size(axes)
+    depths = choose_depths(found, request, num_workers, place) if pinned is None else pinned_depths(found, pinned, request, num_workers)
     if not request.rebalance:
         return PartialStep(graph, site, axes, depths, params)
     if set(axes) != set(plan.mesh.present(plan.batch_axes)):

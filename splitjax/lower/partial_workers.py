@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from splitjax import _compat
-from splitjax.lower.lowered import Lowered
+from splitjax.lower.lowered import Evaluated, Lowered
 from splitjax.lower.partial_hooks import PartialHooks
 from splitjax.lower.partial_rows import Capture, Captured, Given, RowPrograms, Specs
 from splitjax.lower.partial_step import PartialStep
@@ -55,17 +56,19 @@ class WorkerPrograms:
         leaves = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _compat.open_jaxpr(self.hooks.jaxpr)[0].invars]
         found: list[Captured] = []
 
+        residuals = {} if self.lowered.sparse is None else {one.param: jax.ShapeDtypeStruct(one.residual_shape, one.dtype) for one in self.lowered.sparse.rounded}
+
         def inputs(*values: Any) -> Any:
-            found.append(self._captured(values))
+            found.append(self._captured(values, {name: jnp.zeros(one.shape, one.dtype) for name, one in residuals.items()}))
             return found[-1].places.inputs()
 
         types = jax.eval_shape(inputs, *leaves)
         return RowPrograms(found[-1].places.without_values(), found[-1].truncation, self.hooks.mesh, types)
 
-    def _captured(self, leaves: Sequence[Any]) -> Captured:
+    def _captured(self, leaves: Sequence[Any], residuals: Any) -> Captured:
         """What the boundary meets."""
         try:
-            self.lowered.run(self.hooks.apart(np.int32(0), Capture), leaves)
+            self.lowered.run(self.hooks.apart(np.int32(0), Capture), leaves, residuals)
         except Captured as met:
             return met
         raise AssertionError("a step with partial backpropagation has its boundary")
@@ -74,8 +77,8 @@ class WorkerPrograms:
     def before(self) -> Any:
         """What crosses into the loops lies over the workers as their loops want it; over other axes as it is used."""
 
-        def run(leaves: Sequence[Any]) -> Any:
-            return jax.tree.map(self._pinned, self._captured(leaves).places.inputs(), self.rows.in_specs)
+        def run(leaves: Sequence[Any], residuals: Any) -> Any:
+            return jax.tree.map(self._pinned, self._captured(leaves, residuals).places.inputs(), self.rows.in_specs)
 
         return self.programs.part(run, None)
 
@@ -94,8 +97,8 @@ class WorkerPrograms:
         here = lambda spec: NamedSharding(self.hooks.mesh, spec)
         shardings = jax.tree.map(here, self.rows.sum_specs(specs.tree), is_leaf=lambda one: isinstance(one, PartitionSpec))
 
-        def run(leaves: Sequence[Any], turn: Any, sums: Any) -> Any:
-            return self.lowered.run_keeping(self.hooks.apart(turn, lambda truncation: Given(truncation, sums)), kept, leaves)
+        def run(leaves: Sequence[Any], residuals: Any, turn: Any, sums: Any) -> Evaluated:
+            return self.lowered.run_keeping(self.hooks.apart(turn, lambda truncation: Given(truncation, sums)), kept, leaves, residuals)
 
         return self.programs.whole(run, (here(PartitionSpec()), shardings), (1,))
 

@@ -18,9 +18,10 @@ from tests.processes import run_processes
 
 
 @pytest.fixture(scope="module")
-def said() -> list[dict[str, dict]]:
+def said(tmp_path_factory) -> list[dict[str, dict]]:
     """Per process: scenario -> what was said."""
-    outputs = run_processes(pathlib.Path(__file__).with_name("processes_worker.py"), num=2, devices=2)
+    folder = str(tmp_path_factory.mktemp("run"))
+    outputs = run_processes(pathlib.Path(__file__).with_name("processes_worker.py"), folder, num=2, devices=2, timeout_seconds=400)
     lines = [[json.loads(line) for line in output.splitlines() if line.startswith("{")] for output in outputs]
     return [{line["scenario"]: line for line in each} for each in lines]
 
@@ -72,6 +73,10 @@ def test_workers_of_different_depths_in_several_processes(said):
     for each in said:
         for execution in ("branch", "program"):
             np.testing.assert_allclose(each[f"partial {execution}"]["losses"], losses, rtol=2e-5)
+
+def test_residuals_are_saved_and_resumed_bit_for_bit_by_all_processes(said):
+    whole, resumed = said[0]["rounded"]["digests"]
+    assert whole == resumed and said[1]["rounded"]["digests"] == [whole, resumed]
 
 
 def test_every_process_gets_the_profile_of_one(said):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 
 import splitjax
 from splitjax import PartialBackprop
-from splitjax.errors import PartialError
+from splitjax.errors import PartialError, PlanError
 
 NUM_LAYERS, NUM_EXAMPLES = 4, 16
 OPTIMIZER = optax.adam(1e-2)
@@ -206,3 +208,34 @@ def test_what_cannot_be_is_an_error(options, words):
     with pytest.raises(PartialError, match=words) as caught:
         step.plan({"params": parameters(), "opt": OPTIMIZER.init(parameters())}, examples())
     assert caught.value.remedy
+
+
+def test_a_pinned_plan_has_its_depths():
+    params = jax.tree.map(jnp.float32, parameters())
+    state = {"params": params, "opt": OPTIMIZER.init(params)}
+    make = lambda **options: splitjax.parallelize(train_step, mesh={"data": 4}, rules="data_parallel", donate=False, **options)
+    asked = make(backprop=PartialBackprop((0.2, 0.4, 0.4, 1.0)))
+    pinned = splitjax.Plan.from_json(asked.plan(state, examples()).to_json())
+    again = make(plan=pinned)
+    jax.tree.map(np.testing.assert_array_equal, again(state, examples())[1], asked(state, examples())[1])
+    assert again.plan(state, examples()).partial == pinned.partial
+    segments = pinned.partial.segments
+    other = dataclasses.replace(pinned.partial, segments=(dataclasses.replace(segments[0], layers=("params/d9",)), *segments[1:]))
+    with pytest.raises(PlanError, match="params/d9"):
+        make(plan=dataclasses.replace(pinned, partial=other)).plan(state, examples())
+
+
+def test_a_resumed_run_goes_on_with_the_assignment():
+    make = lambda: splitjax.parallelize(train_step, mesh={"data": 4}, rules="data_parallel", backprop=PartialBackprop(), donate=False)
+    params = jax.tree.map(jnp.float32, parameters())
+    start = {"params": params, "opt": OPTIMIZER.init(params)}
+    first = make()
+    for number in range(3):
+        start, _ = first(start, examples(number))
+    carried = first.carried()
+    assert carried.num_steps == 3
+    _, metrics = first(start, examples(3))
+    second, third = make(), make()
+    second.resume(type(carried).parse(carried.to_json(), carried.arrays()))
+    np.testing.assert_array_equal(metrics["grads"]["d0"]["w"], second(start, examples(3))[1]["grads"]["d0"]["w"])
+    assert np.any(np.asarray(metrics["grads"]["d0"]["w"]) != np.asarray(third(start, examples(3))[1]["grads"]["d0"]["w"]))
