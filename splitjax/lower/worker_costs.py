@@ -51,6 +51,8 @@ class WorkerCosts:
         ends, totals = [*self.cuts, len(found.stages)], [*self.seconds, self.forward_seconds]
         kept = [(ends[-1], totals[-1])]  # from the loss on
         for cut, total in list(zip(ends, totals, strict=True))[-2::-1]:
+            while cut == 0 and total <= kept[-1][1] and len(kept) > 1:  # the full pass has no further one to give its time to
+                kept.pop()
             if total > kept[-1][1] or cut == 0:
                 kept.append((cut, max(total, kept[-1][1])))
         seconds, timed = [0.0] * len(found.stages), [False] * len(found.stages)

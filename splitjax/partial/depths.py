@@ -127,7 +127,9 @@ def choose_depths(found: Stages, request: PartialBackprop, num_workers: int, pla
     if counts is not None:  # the slot that is k-th from the deepest covers what at least k contribute to
         ends = [next(j for j, count in enumerate(counts) if count >= num_workers - slot) for slot in range(num_workers)]
     else:
-        ends = [max(j for j in range(len(found.stages)) if found.share(j) >= fraction - _ENOUGH) for fraction in fractions]
+        # All of it is all of it, also where the first stages were measured to take no time.
+        reach = lambda fraction: [0] if fraction >= 1 else [j for j in range(len(found.stages)) if found.share(j) >= fraction - _ENOUGH]
+        ends = [max(reach(fraction)) for fraction in fractions]
     return _joined(found, ends, request)
 
 

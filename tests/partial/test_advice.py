@@ -205,5 +205,7 @@ def test_times_between_compiled_cuts_are_divided_by_predicted_time():
     costs = WorkerCosts(8, 1.0, 10, (0, 1, 2, 3), (9.0, 4.0, 4.5, 3.0), (300, 250, 200, 100))
     seconds, timed = costs.backward(four)
     assert sum(seconds) == pytest.approx(8.0) and timed == (False, False, True, True), "cut 1 in less time than cut 2 is noise"
+    seconds, timed = WorkerCosts(8, 1.0, 10, (0, 1, 2, 3), (5.0, 6.0, 5.5, 3.0), (300, 250, 200, 100)).backward(four)
+    assert seconds == pytest.approx((1.0, 1 / 3, 2 / 3, 2.0)) and timed == (False, False, False, True), "the whole takes no less than its part"
     assert [costs.bytes_from(stage) for stage in range(4)] == [300, 250, 200, 100]
     assert WorkerCosts(8, 1.0, 10, (0, 3), (9.0, 3.0), (300, 100)).bytes_from(2) == 300

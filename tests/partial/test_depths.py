@@ -44,6 +44,10 @@ def test_given_fractions_are_one_for_each_worker():
     assert nobody.scale(0) == 0.0
 
 
+def test_full_depth_has_the_layers_that_take_no_time():
+    assert first_stages(choose_depths(stages(0, 0, 1, 1), PartialBackprop(), 2, "here")) == ["l3", "l0"]
+
+
 @given(st.lists(st.floats(0.01, 10), min_size=2, max_size=6), st.lists(st.floats(0.01, 1), min_size=2, max_size=5))
 def test_every_worker_counts_alike_over_the_turns(times, fractions):
     """The estimator `count` is unbiased: over the rotations every worker's part of every gradient comes with factors that add up to their number."""
