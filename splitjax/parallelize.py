@@ -178,11 +178,11 @@ class ParallelStep:
 
     def report(self, *args: Any, **kwargs: Any) -> Report:
         """The plan for these arguments (arrays or `ShapeDtypeStruct`s) against what XLA compiles: memory, and every collective with
-        layer, source line and cause. Compiles the step; runs nothing. Of a step with partial backpropagation the program that runs after the
+        layer, source line and cause. Compiles the step; runs nothing. Of a step with partial backpropagation what runs first after the
         warm-up."""
         args = positional(self._recipe.fn, args, kwargs)
         entry = self._entry(args)
-        program = entry.program(max(self._num_calls, 0 if self._recipe.backprop is None else self._recipe.backprop.warmup_steps))
+        program = entry.program(0 if self._recipe.backprop is None else self._recipe.backprop.warmup_steps)
         with _compat.metadata_in_cache_key():
             compiled = program.lower(*args).compile()
         names = argument_names(entry.bound, getattr(program, "num_before", 0))

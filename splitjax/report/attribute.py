@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from splitjax.plan import Collective, Plan
 from splitjax.report.causes import cause_of
 from splitjax.report.dataflow import Dataflow
 from splitjax.report.evidence import FALLBACK, Evidence, Step, gather_evidence
-from splitjax.report.hlo import CompiledCollective, read_collectives
+from splitjax.report.hlo import CompiledCollective
 from splitjax.report.pairing import difference, pair
-from splitjax.report.wire import Module
+from splitjax.report.parts import Part
 from splitjax.trace.graph import Graph
 
 # Further away than this, a line says little about a collective.
@@ -72,18 +72,16 @@ class ReportedCollective:
 
 
 def attribute(
-    modules: tuple[Module, ...], plan: Plan, graph: Graph, argument_names: Mapping[str, str]
+    parts: Sequence[Part], plan: Plan, graph: Graph
 ) -> tuple[tuple[ReportedCollective, ...], tuple[Collective, ...]]:
-    """The collectives of a step's compiled modules in the order of the program, and the planned ones that none of them realises.
-
-    `argument_names`: JAX's name of every array among the step's arguments -> its path in the plan.
-    """
+    """The collectives of a step's compiled programs in their order, and the planned ones that none of them realises."""
     known: list[tuple[Evidence, Dataflow, Step]] = []
     step = None
-    for module in modules:
-        flow = Dataflow(module)
-        step = Step(plan, graph, argument_names, flow)
-        known += [(_counted(gather_evidence(one, flow, step)), flow, step) for one in read_collectives(module, plan.mesh)]
+    for part in parts:
+        for module in part.modules:
+            flow = Dataflow(module)
+            step = Step(plan, graph, part.argument_names, flow)
+            known += [(_counted(gather_evidence(one, flow, step)), flow, step) for one in part.collectives(module)]
     if step is None:
         return (), plan.collectives
     paired, missing = pair([one for one, _, _ in known], step)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from splitjax.plan import Plan
 from splitjax.report.evidence import primitive
 from splitjax.report.loops import num_turns
+from splitjax.report.parts import Part
 from splitjax.report.wire import Computation, Module
 
 _DEPTHS = re.compile(r"splitjax:depths:([\d.]+)/cond$")  # how many workers take each branch
@@ -27,8 +28,8 @@ class ReportedDepth:
     - `slot`: worker i is in slot i in the first step, and moves on by one each step where depths rotate.
     - `layer`: the layer nearest to the input that it differentiates.
     - `backward`: the share of the time of the full backward pass that this takes by the plan.
-    - `num_products`: products and convolutions, forward and backward, in the branch that XLA compiled for it, those in loops as often as they
-      run; None where the program has no such branches (a temporal assignment, or a program per depth).
+    - `num_products`: products and convolutions, forward and backward, in the branch, or the program, that XLA compiled for it, those in loops as
+      often as they run; None for a temporal assignment, which has no depths by worker.
     """
 
     slot: int
@@ -37,14 +38,16 @@ class ReportedDepth:
     num_products: int | None
 
 
-def read_depths(modules: Sequence[Module], plan: Plan) -> tuple[ReportedDepth, ...]:
+def read_depths(parts: Sequence[Part], plan: Plan) -> tuple[ReportedDepth, ...]:
     """By slot; none for a step that is not differentiated partially."""
     if plan.partial is None:
         return ()
     first = plan.partial.first
     shallowest = sorted(range(len(first)), key=first.__getitem__, reverse=True)  # as the branches stand
     found: dict[int, int] = collections.Counter()  # by slot
-    for module in modules:
+    for part, module in [(one, module) for one in parts for module in one.modules]:
+        if part.worker is not None:  # a program of its own; in the first turn worker i is in slot i
+            found[part.worker] += _products(module, module.computations[module.entry])
         for computation in module.computations.values():
             for one in computation.instructions.values():
                 scope = _DEPTHS.search(one.op_name) if one.opcode == "conditional" else None

@@ -8,14 +8,13 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from splitjax import _compat
 from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
 from splitjax.plan import Collective, Memory, Plan
 from splitjax.report.attribute import ReportedCollective, attribute
 from splitjax.report.depths import ReportedDepth, read_depths
 from splitjax.report.hlo import CompiledCollective
-from splitjax.report.wire import read_module
+from splitjax.report.parts import read_parts
 from splitjax.trace.graph import Graph
 
 FORMAT = 1
@@ -188,15 +187,15 @@ def make_report(compiled: Any, plan: Plan, graph: Graph, argument_names: Mapping
 
     **Arguments:**
 
-    - `compiled`: a `jax.stages.Compiled` with its metadata (`_compat.metadata_in_cache_key`).
+    - `compiled`: a `jax.stages.Compiled` with its metadata (`_compat.metadata_in_cache_key`), or the programs of several workers.
     - `plan`, `graph`: what it was compiled from.
     - `argument_names`: JAX's name of every array among the step's arguments -> its path in the plan.
     - `step`, `platform`: names for the report.
     """
-    modules = tuple(read_module(data) for data in _compat.serialized_modules(compiled))
-    collectives, missing = attribute(modules, plan, graph, argument_names)
+    parts = read_parts(compiled, plan, argument_names)
+    collectives, missing = attribute(parts, plan, graph)
     memory = ReportMemory(plan.memory, CompiledMemory.of(compiled))
-    return Report(step, plan.mesh, plan.rules, platform, plan.digest, memory, collectives, missing, read_depths(modules, plan))
+    return Report(step, plan.mesh, plan.rules, platform, plan.digest, memory, collectives, missing, read_depths(parts, plan))
 
 
 def _totals(report: Report, key: Any) -> dict[Any, Total]:

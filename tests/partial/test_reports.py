@@ -24,9 +24,9 @@ def sent(collectives, layer):
     return tuple(sum(one.bytes for one in mine if one.op == op) for op in ("all_reduce", "collective_permute"))
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["rotating", "fixed"])
+@pytest.fixture(scope="module", params=[{}, {"rotate": False}, {"execution": "program"}], ids=["rotating", "fixed", "programs"])
 def spatial(request):
-    return request.param, *report_of(PartialBackprop(rotate=request.param))
+    return request.param.get("rotate", True), *report_of(PartialBackprop(**request.param))
 
 
 def test_plan_and_program_send_the_same(spatial):

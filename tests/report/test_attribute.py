@@ -24,6 +24,7 @@ from splitjax.report.attribute import attribute
 from splitjax.report.evidence import Evidence, name_parts
 from splitjax.report.hlo import CompiledCollective
 from splitjax.report.pairing import pair, purpose
+from splitjax.report.parts import Part
 from splitjax.report.wire import read_module
 from tests.report.programs import BATCH, MESH, RULES, forward, line_of, mean_square, narrow, step_of
 
@@ -241,7 +242,7 @@ def test_without_names_lines_and_dataflow_there_is_no_cause():
             }) for number, computation in module.computations.items()
         }) for module in modules
     )
-    found, _ = attribute(blind, entry.plan, entry.graph, argument_names(entry.bound))
+    found, _ = attribute((Part(blind, argument_names(entry.bound), entry.plan.mesh),), entry.plan, entry.graph)
     assert len(found) > 50 and not any(one.is_attributed for one in found)
     # With the arguments' names alone, gradients and new state are still known.
     kept = tuple(
@@ -252,7 +253,7 @@ def test_without_names_lines_and_dataflow_there_is_no_cause():
             }) for number, computation in module.computations.items()
         }) for module in modules
     )
-    found, _ = attribute(kept, entry.plan, entry.graph, argument_names(entry.bound))
+    found, _ = attribute((Part(kept, argument_names(entry.bound), entry.plan.mesh),), entry.plan, entry.graph)
     gradients = {one.planned.why for one in found if one.planned and one.planned.why.startswith("gradient of")}
     assert gradients == {f"gradient of {leaf.path}" for leaf in entry.plan.leaves if leaf.role == "param"}
 
