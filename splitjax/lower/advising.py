@@ -89,7 +89,8 @@ class _Measuring:
 
     @classmethod
     def of(cls, entry: Entry, mesh: Mesh, backprop: PartialBackprop, place: str) -> _Measuring:
-        simple = dataclasses.replace(backprop, depths=LINEAR, measured=None, budget=None, rebalance=False)
+        depths = LINEAR if backprop.depths == OPTIMAL else backprop.depths  # the optimal ones need what is measured here
+        simple = dataclasses.replace(backprop, depths=depths, measured=None, budget=None, rebalance=False)
         base = find_partial(simple, None, entry.graph, entry.jaxpr, entry.plan, place)
         check_examples(entry, base.depths.num_slots, place)
         stages, _ = stages_of(entry.graph, entry.jaxpr, base.site)

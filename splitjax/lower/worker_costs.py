@@ -73,7 +73,7 @@ def choose_cuts(found: Stages, most: int = MAX_CUTS) -> tuple[int, ...]:
     if count <= most:
         return tuple(range(count))
     nearest = lambda share: min(range(count), key=lambda stage: abs(found.share(stage) - share))
-    return tuple(sorted({0, count - 1, *(nearest((k + 1) / most) for k in range(most - 1))})[:most])
+    return tuple(sorted({0, count - 1, *(nearest((k + 1) / (most - 1)) for k in range(most - 2))}))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
