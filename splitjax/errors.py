@@ -105,3 +105,11 @@ class SyncError(SplitjaxError, ValueError):
 
 class ProfileError(SplitjaxError, ValueError):
     """A profile that cannot be measured, read, written or drawn."""
+
+
+class ScheduleError(SplitjaxError, ValueError):
+    """A job, a cluster or a policy that cannot be, or a policy's decision that cannot be carried out."""
+
+
+class TraceFileError(ScheduleError):
+    """A trace of jobs that is missing or malformed; the place names file and line."""
