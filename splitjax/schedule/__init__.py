@@ -11,6 +11,7 @@ from splitjax.schedule.gang import gang
 from splitjax.schedule.jobs import Depth, Job, JobProfile, Stages
 from splitjax.schedule.policy import Assignment, Group, Member, Policy, View, get, names, register
 from splitjax.schedule.result import JobRecord, SimulationResult, Work
+from splitjax.schedule.simulator import Options, simulate
 
 __all__ = [
     "Assignment",
@@ -23,6 +24,7 @@ __all__ = [
     "JobProfile",
     "JobRecord",
     "Member",
+    "Options",
     "Policy",
     "Rates",
     "SimulationResult",
@@ -36,4 +38,5 @@ __all__ = [
     "names",
     "policies",
     "register",
+    "simulate",
 ]

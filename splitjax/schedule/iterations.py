@@ -48,6 +48,13 @@ def advance(group: Group, state: GroupState, iteration: Iteration) -> GroupState
     )  # fmt: skip
 
 
+def iteration_credit(job: Job, iteration: Iteration) -> float:
+    """What the iteration is worth if backward work that it skipped does not count: 1 for full backpropagation."""
+    profile = job.profile
+    skipped = sum(profile.task_seconds(0) - profile.task_seconds(task.depth) for task in iteration.tasks if task.resource == DEVICE)
+    return 1 - skipped / (profile.iteration_seconds * job.num_workers)
+
+
 def measure_rates(next_iteration: NextIteration, group: Group, jobs: Sequence[Job]) -> Rates:
     """Steady rates: the group is run with endless jobs past a warm-up, then over `_MEASURED` iterations of its slowest member."""
     count = len(jobs)
@@ -59,17 +66,15 @@ def measure_rates(next_iteration: NextIteration, group: Group, jobs: Sequence[Jo
     for _ in range(limit):
         iteration = next_iteration(group, jobs, state)
         state = advance(group, state, iteration)
-        member, profile = iteration.member, jobs[iteration.member].profile
+        member = iteration.member
         ends[member] = iteration.ready_seconds
         if begun is None:
             if min(state.iterations) >= _WARM_UP:
                 begun, started = state, list(ends)
             continue
         done[member] += 1
-        compute = [task for task in iteration.tasks if task.resource == DEVICE]
-        seconds[member] += sum(task.seconds for task in compute)
-        skipped = sum(profile.task_seconds(0) - profile.task_seconds(task.depth) for task in compute)
-        worth[member] += 1 - skipped / (profile.iteration_seconds * jobs[member].num_workers)
+        seconds[member] += sum(task.seconds for task in iteration.tasks if task.resource == DEVICE)
+        worth[member] += iteration_credit(jobs[member], iteration)
         if min(done) >= _MEASURED:
             break
     if begun is None or not all(done):
