@@ -41,7 +41,7 @@ __all__ = [
     "value_and_grad",
 ]
 
-_ON_FIRST_USE = ("data", "equinox", "models", "nnx")
+_ON_FIRST_USE = ("data", "equinox", "models", "nnx", "schedule")
 
 
 join_launched()  # in a worker of `splitjax launch`, and nowhere else; touches no device

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from splitjax._static import Half, partition
-from splitjax.errors import DonatedStateError, PlanError, ProfileError, StateError
+from splitjax.errors import DonatedStateError, PartialError, PlanError, ProfileError, StateError
+from splitjax.lower.advising import split_request
 from splitjax.lower.arguments import Options, keyword_only, make_options, parameter_names, positional
 from splitjax.lower.carried import Carried
 from splitjax.lower.entry import CompileRecord
@@ -32,9 +33,12 @@ from splitjax.lower.measuring import per_batch
 from splitjax.mesh import make_mesh
 from splitjax.parallelize import ParallelStep
 from splitjax.parallelize import parallelize as parallelize_arrays
+from splitjax.partial.advice import Advice
+from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan
 from splitjax.report.value import Report
 from splitjax.sync.analysis import Profile
+from splitjax.sync.scheme import Link
 
 # How many calls a step remembers, to name the one that consumed a state.
 _REMEMBERED_CALLS = 4096
@@ -202,17 +206,31 @@ class FilteredStep(abc.ABC):
         except DonatedStateError as error:
             raise self._donated(args, first) from error
 
+    def advise(self, *args: Any, backprop: PartialBackprop | None = None, link: Link | None = None, **kwargs: Any) -> Advice:
+        """What partial backpropagation would save and cost on this step, from its arguments with an iterable of batches in place of each
+        batch; see `ParallelStep.advise`. Nothing is updated."""
+        given, wanted = split_request(args, backprop, self._keywords["backprop"])
+        given = positional(self._fn, given, kwargs)
+        calls = (self._pack(one) for one in per_batch(given, self._batch_positions(given), self._name, "advise"))
+        first = next(calls, None)
+        if first is None:
+            raise PartialError("there is no batch to measure", place=f"{self._name}.advise", remedy="pass at least one batch")
+        try:
+            return first.step._advise((call.args for call in itertools.chain((first,), calls)), wanted, link)
+        except DonatedStateError as error:
+            raise self._donated(given, first) from error
+
     def carried(self) -> Carried:
         """What the step keeps between its calls besides its states; see `ParallelStep.carried`."""
         seen = dict(self._kept.resumed)
         for step in self._steps.values():
             seen |= step.carried().seen
-        return Carried(seen, dict(self._kept.residuals))
+        return Carried(seen, dict(self._kept.residuals), self._kept.num_steps)
 
     def resume(self, carried: Carried | None) -> None:
         """Puts back what `carried` gave; see `ParallelStep.resume`."""
         carried = carried or Carried()
-        self._kept.residuals, self._kept.resumed = dict(carried.residuals), dict(carried.seen)
+        self._kept.residuals, self._kept.resumed, self._kept.num_steps = dict(carried.residuals), dict(carried.seen), carried.num_steps
         for step in self._steps.values():
             step.resume(carried)
 

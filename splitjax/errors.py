@@ -109,3 +109,11 @@ class ProfileError(SplitjaxError, ValueError):
 
 class PartialError(SplitjaxError, ValueError):
     """A step that cannot be differentiated partially as asked, or an option of `PartialBackprop` that is none of its documented values."""
+
+
+class ScheduleError(SplitjaxError, ValueError):
+    """A job, a cluster or a policy that cannot be, or a policy's decision that cannot be carried out."""
+
+
+class TraceFileError(ScheduleError):
+    """A trace of jobs that is missing or malformed; the place names file and line."""

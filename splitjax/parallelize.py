@@ -218,8 +218,12 @@ class ParallelStep:
         """
         given, wanted = split_request(args, backprop, self._recipe.backprop)
         given = positional(self._recipe.fn, given, kwargs)
+        return self._advise(per_batch(given, self._recipe.options.batch_argnums, self._recipe.name, "advise"), wanted, link)
+
+    def _advise(self, calls: Iterable[tuple], backprop: PartialBackprop, link: Link | None) -> Advice:
+        """The advice from calls given by their arguments."""
         check = lambda call: self._own_states(call) if self._recipe.donate else None
-        return advise_calls(self._recipe, self.mesh, check, per_batch(given, self._recipe.options.batch_argnums, self._recipe.name, "advise"), wanted, link)
+        return advise_calls(self._recipe, self.mesh, check, calls, backprop, link)
 
     def _profile(self, calls: Iterable[tuple], num_workers: int | None) -> Profile:
         """The profile of calls given by their arguments."""

@@ -92,7 +92,7 @@ class Carried:
                 samples = {name.removeprefix(prefix): np.asarray(array) for name, array in arrays.items() if name.startswith(prefix)}
                 syncs = tuple(parse_sync(sync, f"seen[{k}].syncs[{number}]") for number, sync in enumerate(one["syncs"]))
                 seen[one["inputs"]] = Seen(syncs, samples, one["num_steps"], one["fell_back"])
-            num_steps = int(value["num_steps"])
+            num_steps = int(value.get("num_steps", 0))
         except (KeyError, TypeError, PlanError) as error:
             raise CheckpointError(
                 f"what the step carried cannot be read: {error}", place="checkpoint.json, carried",

@@ -1,0 +1,67 @@
+"""Many training jobs on one cluster: jobs, traces, policies, and a simulator. Pure Python and numpy; nothing here imports JAX.
+
+After Kumar et al., "Partial backpropagation and JigSaw" (arXiv 2111.10672): work is placed at the granularity of iterations, so that the holes
+that workers of unequal depth leave are filled with other jobs' tasks. `docs/scheduler.md` tells what can be asked.
+"""
+
+from splitjax.schedule import policies as policies
+from splitjax.schedule.cluster import Cluster
+from splitjax.schedule.compare import Comparison, compare
+from splitjax.schedule.discipline import GroupState, Iteration, Rates, Task, discipline
+from splitjax.schedule.gang import gang
+from splitjax.schedule.generate import generate, offered_load, rescale
+from splitjax.schedule.jobs import Depth, Job, JobProfile, Stages
+from splitjax.schedule.policy import Assignment, Group, Member, Policy, View, get, names, register
+from splitjax.schedule.result import JobRecord, SimulationResult, Work
+from splitjax.schedule.simulator import Options, simulate
+from splitjax.schedule.traces import (
+    Throughputs,
+    Trace,
+    read_gavel,
+    read_muri,
+    read_philly,
+    read_profiles,
+    read_trace,
+    write_profiles,
+)
+
+__all__ = [
+    "Assignment",
+    "Cluster",
+    "Comparison",
+    "Depth",
+    "Group",
+    "GroupState",
+    "Iteration",
+    "Job",
+    "JobProfile",
+    "JobRecord",
+    "Member",
+    "Options",
+    "Policy",
+    "Rates",
+    "SimulationResult",
+    "Stages",
+    "Task",
+    "Throughputs",
+    "Trace",
+    "View",
+    "Work",
+    "compare",
+    "discipline",
+    "gang",
+    "generate",
+    "get",
+    "names",
+    "offered_load",
+    "policies",
+    "read_gavel",
+    "read_muri",
+    "read_philly",
+    "read_profiles",
+    "read_trace",
+    "register",
+    "rescale",
+    "simulate",
+    "write_profiles",
+]

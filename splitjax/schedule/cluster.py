@@ -1,0 +1,52 @@
+"""A cluster as a value: nodes of equal devices, numbered through, node by node."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from splitjax.errors import ScheduleError
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """`num_nodes` nodes of `devices_per_node` devices; device d is on node d // devices_per_node.
+
+    **Attributes:**
+
+    - `memory_bytes`: of each device; 0 for memory that is not looked at.
+    - `node_bytes_per_second`, `network_bytes_per_second`: rate of a device's link within its node and between nodes; 0 for links that take no time
+      beyond what profiles say.
+
+    Raises `ScheduleError` for a cluster without devices.
+    """
+
+    num_nodes: int
+    devices_per_node: int
+    memory_bytes: int = 0
+    node_bytes_per_second: float = 0.0
+    network_bytes_per_second: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 1 or self.devices_per_node < 1 or min(self.memory_bytes, self.node_bytes_per_second, self.network_bytes_per_second) < 0:
+            raise ScheduleError("a cluster has a node and a device at least, and nothing less than none", value=self)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in all."""
+        return self.num_nodes * self.devices_per_node
+
+    def node_of(self, device: int) -> int:
+        """The node of a device."""
+        return device // self.devices_per_node
+
+    @staticmethod
+    def parse(text: str, *, memory_bytes: int = 0) -> Cluster:
+        """`"16x8"`: 16 nodes of 8 devices. Raises `ScheduleError`."""
+        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text.strip())
+        if found is None:
+            raise ScheduleError("a cluster is given as nodes x devices per node", value=text, place="cluster", remedy='write "16x8" for 16 nodes of 8 devices')
+        return Cluster(int(found[1]), int(found[2]), memory_bytes)
+
+    def __str__(self) -> str:
+        return f"{self.num_nodes}x{self.devices_per_node}"

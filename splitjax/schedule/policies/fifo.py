@@ -1,0 +1,10 @@
+"""First in, first out."""
+
+from splitjax.schedule.gang import gang
+from splitjax.schedule.policy import Assignment, View, register
+
+
+@register("gang-fifo", paper="The order of Kubernetes' and YARN's queues; baseline of Gu et al., Tiresias (NSDI'19, section 5)")
+def fifo(view: View) -> Assignment:
+    """In order of arrival; what runs is not preempted, and a job that does not fit lets later ones pass that do."""
+    return gang(view, view.group_of < 0, view.arrival_seconds)

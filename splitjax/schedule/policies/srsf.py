@@ -1,0 +1,10 @@
+"""Shortest remaining service first."""
+
+from splitjax.schedule.gang import gang
+from splitjax.schedule.policy import Assignment, View, register
+
+
+@register("gang-srsf", paper="Gu et al., Tiresias (NSDI'19, section 3.1): remaining time times devices; times known")
+def srsf(view: View) -> Assignment:
+    """The job with the least device time left first."""
+    return gang(view, view.remaining_seconds * view.num_workers)

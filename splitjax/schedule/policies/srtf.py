@@ -1,0 +1,10 @@
+"""Shortest remaining time first."""
+
+from splitjax.schedule.gang import gang
+from splitjax.schedule.policy import Assignment, View, register
+
+
+@register("gang-srtf", paper="Grandl et al., Multi-resource Packing for Cluster Schedulers (SIGCOMM'14, section 3.3); preemptive, times known")
+def srtf(view: View) -> Assignment:
+    """The job with the least time left first."""
+    return gang(view, view.remaining_seconds)
