@@ -17,7 +17,20 @@ import numpy as np
 
 from splitjax.errors import MeshError, PlanError
 from splitjax.mesh import MeshShape
-from splitjax.plan import FORMAT, Collective, Constraint, LayerPlan, LeafPlan, Memory, Plan, Spec, SyncPlan, spec_axes
+from splitjax.plan import (
+    FORMAT,
+    Collective,
+    Constraint,
+    LayerPlan,
+    LeafPlan,
+    Memory,
+    PartialPlan,
+    Plan,
+    SegmentPlan,
+    Spec,
+    SyncPlan,
+    spec_axes,
+)
 
 Reader = Callable[[Any, str], Any]  # (JSON value, key path) -> checked value
 _REMAKE = "make the plan anew with this version of splitjax: `step.plan(...).save(path)`"
@@ -161,6 +174,12 @@ def _count(value: Any, place: str) -> int:
     return value
 
 
+def _number(value: Any, place: str) -> float:
+    if type(value) not in (int, float):
+        _fail("the plan needs a number here", value, place, f"give a number, or {_REMAKE}")
+    return float(value)
+
+
 def _list(entry: Reader) -> Reader:
     def read(value: Any, place: str) -> tuple[Any, ...]:
         items = _array(value, place)
@@ -232,10 +251,19 @@ _CONSTRAINT = {"site": _list(_count), "operand": _whole, "spec": _spec, "layer":
 _SYNC = {
     "param": _text, "scheme": _text, "axis": _text, "rows": _count, "bytes": _count, "dense_bytes": _count, "why": _text,
 }
+_SEGMENT = {
+    "layers": _list(_text), "contributors": _count, "backward": _number, "num_bytes": _count, "summed_bytes": _count, "handed_bytes": _count,
+}
+_PARTIAL = {
+    "assignment": _choice("spatial", "temporal"), "estimator": _choice("count", "mean"), "rotate": _flag, "warmup_steps": _count,
+    "execution": _choice("branch", "program"), "rebalance": _flag, "statistics": _choice("global", "local"), "axis": _text, "first": _list(_count),
+    "device_time": _number, "times": _choice("predicted", "measured"), "segments": _list(_object(SegmentPlan, _SEGMENT)),
+}
 _PLAN = {
     "mesh": _mesh, "rules": _text, "replicated_batch": _choice("all", "data"), "batch_axes": _list(_text),
     "leaves": _list(_object(LeafPlan, _LEAF)), "layers": _list(_object(LayerPlan, _LAYER)),
     "constraints": _list(_object(Constraint, _CONSTRAINT)), "gathered": _list(_text), "memory": _object(Memory, _MEMORY),
     "collectives": _list(_object(Collective, _COLLECTIVE)), "notes": _list(_text),
     "group_comm": _choice("gather", "turns", "modulo"), "syncs": _list(_object(SyncPlan, _SYNC)),
+    "partial": lambda value, place: None if value is None else _object(PartialPlan, _PARTIAL)(value, place),
 }

@@ -113,3 +113,7 @@ class ScheduleError(SplitjaxError, ValueError):
 
 class TraceFileError(ScheduleError):
     """A trace of jobs that is missing or malformed; the place names file and line."""
+
+
+class PartialError(SplitjaxError, ValueError):
+    """A step that cannot be differentiated partially as asked, or an option of `PartialBackprop` that is none of its documented values."""

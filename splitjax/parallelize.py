@@ -63,7 +63,8 @@ def parallelize(
     - `sync`: how gradients of tables with row lookups are exchanged: `"dense"`, a scheme of `splitjax.sync` or its name, `"auto"`, or
       `{parameter pattern: one of these}`; with `splitjax.sync.ByRows(scheme, lazy=True)` also where that changes the numbers. The first
       three steps are observed, then the step is compiled once more (docs/sparse.md).
-    - `backprop`: only None in this version; other documented values raise `UnavailableError`.
+    - `backprop`: a `splitjax.PartialBackprop`: each worker differentiates the last layers only, to a depth of its own. It changes the numbers
+      (docs/partial_backpropagation.md).
 
     **Returns** a `ParallelStep`, called like the step itself.
 
@@ -79,7 +80,7 @@ def parallelize(
     options = make_options(fn, state_argnums, batch_argnums, static_argnums, static_argnames, state_outnums)
     recipe = Recipe(
         fn, options, load_rules(rules), resolve_plan(plan), donate, unknown, returns_state=True, group_comm=group_comm, shard_state=shard_state,
-        sync=parse_sync(sync, f"parallelize({getattr(fn, '__name__', fn)!s})"),
+        sync=parse_sync(sync, f"parallelize({getattr(fn, '__name__', fn)!s})"), backprop=backprop,
     )
     return ParallelStep(recipe, mesh)
 
@@ -160,7 +161,7 @@ class ParallelStep:
         """As `jax.jit(fn).lower`: `.compile()`, `.as_text()`, `.compile().memory_analysis()`. With another `sync` than `"dense"` the program
         returns `(result, observed)` (docs/sparse.md)."""
         args = positional(self._recipe.fn, args, kwargs)
-        return self._entry(args).jitted.lower(*args)
+        return self._entry(args).program(self._num_calls).lower(*args)
 
     def report(self, *args: Any, **kwargs: Any) -> Report:
         """The plan for these arguments (arrays or `ShapeDtypeStruct`s) against what XLA compiles: memory, and every collective with
@@ -229,9 +230,10 @@ class ParallelStep:
         return ParallelStep(recipe, None, parent=self)
 
     def _run(self, entry: Entry, args: tuple) -> Any:
+        program = entry.program(self._num_calls)
         if entry.sparse is None:
-            return entry.jitted(*args)
-        result, observed = entry.jitted(*args)
+            return program(*args)
+        result, observed = program(*args)
         self._observers.setdefault(entry.bound.signature, Observer()).note(observed)
         return result
 

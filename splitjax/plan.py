@@ -123,6 +123,48 @@ class SyncPlan:
 
 
 @dataclasses.dataclass(frozen=True)
+class SegmentPlan:
+    """Layers that the same workers differentiate, in partial backpropagation.
+
+    - `layers`: input side first. `contributors`: how many of the workers' slots differentiate them.
+    - `backward`: their share of the time of the full backward pass.
+    - `num_bytes`: of their gradients, as one worker holds them.
+    - `summed_bytes`, `handed_bytes`: what a worker sends per step on average: to add them up, and to hand the sum to workers that did not compute it.
+    """
+
+    layers: tuple[str, ...]
+    contributors: int
+    backward: float
+    num_bytes: int
+    summed_bytes: int
+    handed_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PartialPlan:
+    """How far back each worker differentiates (`splitjax.PartialBackprop`). It changes the numbers.
+
+    - `axis`: the mesh axes of the workers, joined by "+".
+    - `first`: by slot the number of the first segment that is differentiated. Workers move on by one slot a step if `rotate`; in a temporal
+      assignment all are in one slot.
+    - `device_time`: predicted time of all workers over that of full backpropagation. `times`: `"predicted"` or `"measured"`.
+    """
+
+    assignment: str
+    estimator: str
+    rotate: bool
+    warmup_steps: int
+    execution: str
+    rebalance: bool
+    statistics: str
+    axis: str
+    first: tuple[int, ...]
+    device_time: float
+    times: str
+    segments: tuple[SegmentPlan, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Constraint:
     """A sharding that lowering pins on one operand (or result) of one operation; dims marked `?` are left to XLA."""
 
@@ -161,6 +203,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     group_comm: str = "gather"  # how examples cross into split layers: gather, turns or modulo
     syncs: tuple[SyncPlan, ...] = ()  # tables with row lookups, where another synchronisation than the dense one was asked for
+    partial: PartialPlan | None = None  # partial backpropagation, where it was asked for
 
     @functools.cached_property
     def _by_path(self) -> Mapping[str, LeafPlan]:
@@ -310,7 +353,18 @@ def _differences(a: Plan, b: Plan) -> Iterator[str]:
         yield from _diff_value(f"memory.{field.name}", getattr(a.memory, field.name), getattr(b.memory, field.name))
     yield from _diff_entries("collective", a.collectives, b.collectives, lambda c: f"{c.op} over {c.axis} for {c.layer} ({c.why})")
     yield from _diff_entries("table", a.syncs, b.syncs, lambda one: one.param)
+    yield from _diff_partial(a.partial, b.partial)
     yield from _diff_entries("note", a.notes, b.notes, repr)
+
+
+def _diff_partial(a: PartialPlan | None, b: PartialPlan | None) -> Iterator[str]:
+    if a is None or b is None:
+        yield from _diff_value("partial", a and a.assignment, b and b.assignment)
+        return
+    for field in dataclasses.fields(PartialPlan):
+        if field.name != "segments":
+            yield from _diff_value(f"partial.{field.name}", getattr(a, field.name), getattr(b, field.name))
+    yield from _diff_entries("segment", a.segments, b.segments, lambda one: one.layers[0])
 
 
 def _diff_value(name: str, here: Any, there: Any, show: Callable[[Any], str] = repr) -> Iterator[str]:

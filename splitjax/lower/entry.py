@@ -17,17 +17,22 @@ from splitjax.lower.agreement import agree, program_text
 from splitjax.lower.arguments import Bound, Options, abstract, bind, call_with, keyword_only
 from splitjax.lower.exchange import derive_exchanges, weight_uses
 from splitjax.lower.group_comm import choose, crosses
-from splitjax.lower.layout import BoundaryHook, Hooks, Layout, evaluate, named_sharding
+from splitjax.lower.layout import Layout, named_sharding
 from splitjax.lower.microbatching import boundary_hook, check_turns, make_twin, resized_trace
 from splitjax.lower.observing import Decision, with_syncs
+from splitjax.lower.partial_hooks import PartialHooks
+from splitjax.lower.partial_plan import with_partial
+from splitjax.lower.partial_programs import Lowered, turned
+from splitjax.lower.partial_step import PartialStep, find_partial
 from splitjax.lower.planning import follow_plan, make_plan, pin_plan
 from splitjax.lower.processes import host_digests, on_mesh
 from splitjax.lower.scatter import derive_scatters, pin_gradients, updated_in_parts
-from splitjax.lower.sparse import SparseStep, evaluate_sparse, find_sparse
+from splitjax.lower.sparse import SparseStep, find_sparse
 from splitjax.lower.states import match_states
 from splitjax.lower.sync_request import DENSE, SyncRequest
 from splitjax.lower.sync_request import parse as parse_sync
 from splitjax.mesh import MeshShape
+from splitjax.partial.request import PartialBackprop
 from splitjax.plan import LeafPlan, Plan
 from splitjax.rules import RuleSet
 from splitjax.trace.graph import Graph
@@ -50,6 +55,7 @@ class Recipe:
     group_comm: str = "auto"
     shard_state: bool = False
     sync: SyncRequest = DENSE
+    backprop: PartialBackprop | None = None
 
     @functools.cached_property
     def request(self) -> SyncRequest:
@@ -95,6 +101,11 @@ class Entry:
     trace: Callable[[list[Any]], Any]  # the step's closed jaxpr for other flat arguments (`ShapeDtypeStruct`s)
     sparse: SparseStep | None = None  # tables synchronised by rows: then `jitted` returns the step's result and what was observed
     observes: bool = False  # it is the program of the first steps: see `observing`
+    partial: PartialStep | None = None  # then `jitted` is `partial_programs.Turned`: another program, or another operand, by step
+
+    def program(self, step_number: int) -> Any:
+        """The program of a step, by its number since the beginning of training: takes the step's positional arguments, and has `lower`."""
+        return self.jitted if self.partial is None else self.jitted.at(step_number)
 
     @functools.cached_property
     def shardings(self) -> tuple[NamedSharding, ...]:
@@ -138,14 +149,24 @@ def build_entry(
     if recipe.returns_state:
         check = lambda kind: check_turns(kind, graph, mesh, plan, layout, jaxpr, twin_of)
         plan = choose(recipe.group_comm if recipe.pinned is None else recipe.pinned.group_comm, plan, graph, check, crosses(graph, plan))
+    partial = None
+    if recipe.returns_state and recipe.backprop is not None:
+        partial = find_partial(recipe.backprop, graph, jaxpr, plan, mesh, f"parallelize({recipe.name}), backprop")
+        plan = with_partial(plan, partial)
     sparse = None
     if recipe.returns_state and not recipe.request.is_dense:
         sparse = find_sparse(graph, jaxpr, plan, recipe.request, None if decision is None else decision.chosen)
         plan = with_syncs(plan, sparse, decision)
         twin_of = sparse.twin_of(twin_of)
     hook = boundary_hook(graph, mesh, plan, layout, twin_of)
-    jitted = _compile(recipe, mesh, bound, jaxpr, result, matched, plan, hook, layout, sparse)
-    return Entry(bound, graph, plan, jitted, mesh, jaxpr, trace, sparse, sparse is not None and bool(sparse.tables) and decision is None)
+    lowered = Lowered(mesh, layout, jaxpr, matched, sparse)
+    make = functools.partial(_compile, recipe, mesh, bound, jaxpr, result, matched, plan, sparse)
+    if partial is None:
+        jitted = make(functools.partial(lowered.run, hook))
+    else:
+        jitted = turned(partial, PartialHooks(partial, jaxpr, mesh, plan, layout, twin_of, sparse, hook), lowered, make)
+    observes = sparse is not None and bool(sparse.tables) and decision is None
+    return Entry(bound, graph, plan, jitted, mesh, jaxpr, trace, sparse, observes, partial)
 
 
 def _trace(recipe: Recipe, bound: Bound, leaves: list[jax.ShapeDtypeStruct] | None = None) -> tuple[Any, Any]:
@@ -206,21 +227,23 @@ def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> Layout:
     return Layout.of(mesh, (*plan.constraints, *pin_gradients(graph, plan.leaves)), sums, weight_uses(*arguments), names={use.site: use.layer for use in graph.uses})
 
 
-def _compile(recipe: Recipe, mesh: Mesh, bound: Bound, jaxpr, result, matched, plan: Plan, hook: BoundaryHook, layout: Layout,
-             sparse: SparseStep | None):
+def _compile(
+    recipe: Recipe, mesh: Mesh, bound: Bound, jaxpr: Any, result: Any, matched: Mapping[int, int], plan: Plan, sparse: SparseStep | None,
+    evaluate_step: Callable[..., tuple[list[Any], Any]], num_turns: int = 0,
+) -> Any:
+    """A step for `jax.jit`. `evaluate_step(leaves, *turns) -> flat results, and what was observed of tables`; its program takes as many scalars
+    as `num_turns` says before the step's arguments."""
     updated = updated_in_parts(jaxpr, plan.leaves, matched)
     shardings = [named_sharding(mesh, leaf.spec) for leaf in plan.leaves]
     tree = jax.tree.structure(result)
 
     def run(*args):
+        turns, args = args[:num_turns], args[num_turns:]
         # jax.jit calls this only when it traces. A trace for other arguments than the plan's must not pass silently.
         if args_signature(recipe, args) != signature_key(bound):
             raise SignatureChanged
         leaves = jax.tree.leaves([arg for n, arg in enumerate(args) if n not in recipe.options.static_argnums])
-        if sparse is None:
-            results, observed = evaluate(layout, jaxpr, leaves, Hooks(hook)), None
-        else:
-            results, observed = evaluate_sparse(sparse, mesh, layout, leaves, hook, matched)
+        results, observed = evaluate_step(leaves, *turns)
         for number, spec in updated.items():
             results[number] = jax.lax.with_sharding_constraint(results[number], named_sharding(mesh, spec))
         whole = jax.tree.unflatten(tree, results)
@@ -235,9 +258,11 @@ def _compile(recipe: Recipe, mesh: Mesh, bound: Bound, jaxpr, result, matched, p
     for source, target in matched.items():
         out[target] = shardings[source]
     placed = jax.tree.unflatten(tree, out) if matched else None
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    behind = lambda numbers: tuple(num_turns + number for number in numbers)
     return jax.jit(
-        run, in_shardings=tuple(into), out_shardings=placed if sparse is None else (placed, NamedSharding(mesh, PartitionSpec())),
-        donate_argnums=recipe.options.state_argnums if recipe.donate else (), static_argnums=recipe.options.static_argnums,
+        run, in_shardings=(*[everywhere] * num_turns, *into), out_shardings=placed if sparse is None else (placed, everywhere),
+        donate_argnums=behind(recipe.options.state_argnums) if recipe.donate else (), static_argnums=behind(recipe.options.static_argnums),
     )
 
 

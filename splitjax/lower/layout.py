@@ -73,6 +73,8 @@ class Layout:
         """The same layout for the inside of a `shard_map` that is manual over some axes: they do not occur in its constraints."""
         if not manual:
             return self
+        if set(manual) >= set(self.mesh.axis_names):
+            return dataclasses.replace(self, by_site={}, manual=tuple(manual))
 
         def keep(entry: Any) -> Any:
             if isinstance(entry, tuple):

@@ -21,6 +21,7 @@ from splitjax.lower.islands import Archipelago
 from splitjax.lower.needs import PART, WHOLE, Marked
 from splitjax.lower.relation import EXAMPLES, PARTIAL, Info, Layout
 from splitjax.lower.slices import Slot, Split
+from splitjax.lower.truncation import Truncation
 
 # (how the batch is cut, where the operand's examples are, the size of that dim) -> `fetch.Modulo` or `fetch.Turns`.
 MakeFetch = Callable[[Split, Layout, int], Any]
@@ -35,6 +36,7 @@ class Job:
     evaluator: Evaluator
     holomorphic: bool
     islands: Archipelago | None
+    truncation: Truncation | None = None  # workers differentiate to different depths
 
     @property
     def split(self) -> Split:
@@ -109,13 +111,25 @@ class Job:
         summed = [v for v in returned if self.info(v).kind == PARTIAL]
         manual = [(name, size) for name, size in split.axes if name in split.manual]
 
-        def run(params, island_params, constants, scanned, ahead, places):
+        truncation, inputs_at = self.truncation, {v: p for p, v in enumerate(self.analysis.body.inputs)}
+
+        def run(params, island_params, constants, scanned, ahead, places, turn):
             slot_places = {name: place[0] for (name, _), place in zip(manual, places, strict=True)}
-            contribution = _Contribution(self, same, on_islands, sliced, shared, cuts, summed, stacked, fetches)
             copies = [self.islands.copies(value) for value in island_params] if self.islands else []
-            (*totals, unsummed), rows = contribution.accumulate((params, copies), constants, scanned, ahead, slot_places)
+
+            def accumulate(live: frozenset[int] | None) -> Any:
+                chosen = None if live is None else frozenset(v for v, p in inputs_at.items() if p in live)
+                contribution = _Contribution(self, same, on_islands, sliced, shared, cuts, summed, stacked, fetches, chosen)
+                return contribution.accumulate((params, copies), constants, scanned, ahead, slot_places)
+
+            if truncation is None:
+                (*totals, unsummed), rows = accumulate(None)
+                totals = lax.psum(totals, tuple(name for name, _ in manual)) if manual else totals
+            else:
+                (*totals, unsummed), rows = truncation.branched(slot_places, turn, accumulate)
+                grads = truncation.total(totals[-1], [inputs_at[v] for v in same], turn)
+                totals = [*lax.psum(totals[:-1], tuple(name for name, _ in manual)), grads]
             if manual:
-                totals = lax.psum(totals, tuple(name for name, _ in manual))
                 unsummed = [one[None] for one in unsummed]
             return totals, unsummed, rows
 
@@ -123,7 +137,7 @@ class Job:
             [env[v, WHOLE] for v in same], [env[v, WHOLE] for v in on_islands], [env[v, WHOLE] for v in shared],
             [split.cut(env[v, WHOLE], self.info(v).layout, () if v in worked else whole_over) for v in cuts],
             [one.cut(env[v, WHOLE]) for v, one in fetches.items()],
-            [jnp.arange(size, dtype=jnp.int32) for _, size in manual],
+            [jnp.arange(size, dtype=jnp.int32) for _, size in manual], jnp.zeros((), jnp.int32) if truncation is None else truncation.turn,
         )
         if manual:
             run = self.in_shard_map(run, inputs, cuts, fetched, (stacked, sliced, fetched))
@@ -133,8 +147,12 @@ class Job:
         by_operand = dict(zip(same, grads, strict=True)) | {v: self.joined(row, v) for v, row in zip(sliced, grad_rows, strict=True)}
         if self.islands:
             exchanged = self.islands.total(unsummed, [name for name, _ in manual])
+            if truncation is not None:
+                exchanged = [truncation.scaled(one, inputs_at[v]) for v, one in zip(on_islands, exchanged, strict=True)]
             by_operand |= {v: by_operand[v] + one if v in by_operand else one for v, one in zip(on_islands, exchanged, strict=True)}
         by_operand |= {v: one.join(row) for (v, one), row in zip(fetches.items(), fetched_rows, strict=True)}
+        if truncation is not None:
+            by_operand |= {v: truncation.scaled(by_operand[v], inputs_at[v]) for v in sliced}
         return value, [whole[v] for v in returned], [by_operand[v] for v in differentiated]
 
     def joined(self, rows: Any, v: int) -> Any:
@@ -148,7 +166,7 @@ class Job:
         names = [name for name, _ in split.axes if name in split.manual]
         in_specs = (
             [replicated] * len(inputs[0]), [replicated] * len(inputs[1]), [replicated] * len(inputs[2]), [spec(v) for v in cuts],
-            [spec(v) for v in fetched], [PartitionSpec(name) for name in names],
+            [spec(v) for v in fetched], [PartitionSpec(name) for name in names], replicated,
         )
         out_specs = (replicated, PartitionSpec(tuple(names)), tuple([spec(v) for v in group] for group in results))
         # check_vma=False: the body was traced outside, without the marks; the one psum is explicit.
@@ -170,6 +188,7 @@ class _Contribution:
     summed: Sequence[int]
     stacked: Sequence[int]
     fetches: Mapping[int, Any]
+    chosen: frozenset[int] | None = None  # the operands that this place differentiates; None: all
 
     def accumulate(self, params: tuple[list[Any], list[Any]], constants: list[Any], scanned: list[Any], ahead: list[Any], places: dict[str, Any]) -> Any:
         """Sums over the microbatches, and the rows of `stacked`, `sliced` and fetched operands. What is fetched comes one microbatch
@@ -201,11 +220,30 @@ class _Contribution:
         """One microbatch: new totals, its rows, and the cotangents of what was fetched for it."""
         split, job = self.job.split, self.job
         parts = {v: split.part(cut, job.info(v).layout) for v, cut in zip(self.cuts, slices, strict=True)}
-        differentiate = jax.value_and_grad(self.evaluate, has_aux=True, holomorphic=job.holomorphic)
         own = [parts.pop(v) for v in self.sliced]
-        (value, (sums, rows)), (grads, grad_rows, cotangents) = differentiate((params, own, fetched), constants, parts, Slot(number, places))
+        (value, (sums, rows)), (grads, grad_rows, cotangents) = self.differentiated((params, own, fetched), constants, parts, Slot(number, places))
         totals = jax.tree.map(lambda total, one: total + one.astype(total.dtype), totals, (value, sums, *grads))
         return totals, (self.unjoined(rows, self.stacked), self.unjoined(grad_rows, self.sliced)), cotangents
+
+    def differentiated(self, operands: Any, *rest: Any) -> Any:
+        """Value, what comes besides, and gradients; those of operands that are not chosen are zero, and nothing is computed for them."""
+        leaves, tree = jax.tree.flatten(operands)
+        (_, copies), _, fetched = operands
+        values = [*self.same, *(v for v, one in zip(self.on_islands, copies, strict=True) for _ in jax.tree.leaves(one)), *self.sliced]
+        values += [v for v, one in zip(self.fetches, fetched, strict=True) for _ in jax.tree.leaves(one)]
+        live = [k for k, v in enumerate(values) if self.chosen is None or v in self.chosen]
+
+        def evaluate(some: list[Any]) -> Any:
+            every = list(leaves)
+            for k, leaf in zip(live, some, strict=True):
+                every[k] = leaf
+            return self.evaluate(jax.tree.unflatten(tree, every), *rest)
+
+        found, grads = jax.value_and_grad(evaluate, has_aux=True, holomorphic=self.job.holomorphic)([leaves[k] for k in live])
+        every = [jnp.zeros_like(leaf) for leaf in leaves]
+        for k, grad in zip(live, grads, strict=True):
+            every[k] = grad
+        return found, jax.tree.unflatten(tree, every)
 
     def zeros(self) -> Any:
         type_of = self.job.evaluator.program.type_of

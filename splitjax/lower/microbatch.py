@@ -33,6 +33,7 @@ from splitjax.lower.needs import PART, WHOLE, Marked, mark
 from splitjax.lower.pairing import Const, Program, pair
 from splitjax.lower.relation import EXAMPLES, LATER, Batch, Info, Reason
 from splitjax.lower.slices import Split
+from splitjax.lower.truncation import Truncation
 from splitjax.mesh import MeshShape
 
 
@@ -79,6 +80,7 @@ def expand_microbatches(
     fetches: Mapping[int, MakeFetch] | None = None,
     known_whole_over: Sequence[str] = (),
     islands: Request | None = None,
+    truncation: Truncation | None = None,
 ) -> list[Any]:
     """Evaluates a boundary in microbatches; the same results, in the same order, as `gradient.expand`. Call it under `jax.jit`.
 
@@ -96,6 +98,7 @@ def expand_microbatches(
     - `fetches`: for operands (by position) whose slices are brought in one microbatch ahead, how.
     - `islands`: for a group of axes over which some differentiated operands are split and others are not: how the others' gradients
       are exchanged once, too.
+    - `truncation`: places along the manual axes differentiate to different depths.
     - `known_whole_over`: batch axes over which slices that are not differentiated (labels) are wanted whole, as split layers see them.
 
     Raises `MicrobatchError` for a loss that cannot be accumulated.
@@ -107,6 +110,8 @@ def expand_microbatches(
         )
     if job is None:
         return expand(params, operands, eval_forward)
+    if truncation is not None:
+        job = dataclasses.replace(job, truncation=truncation)
     return job.results(operands, params["positions"], fetches or {}, known_whole_over)
 
 

@@ -22,6 +22,7 @@ from splitjax.lower.groups import Copies, Where
 from splitjax.lower.islands import Request
 from splitjax.lower.layout import BoundaryHook, Layout, Site, evaluate_equation
 from splitjax.lower.microbatch import expand_microbatches, local_examples, manual_axes
+from splitjax.lower.truncation import Truncation
 from splitjax.lower.turns import Mode, Refused, Turned, evaluate_turns, take_turns
 from splitjax.plan import Plan
 from splitjax.trace.flatten import equation_at
@@ -90,16 +91,25 @@ def boundary_hook(graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of:
         return accumulated(eqn, operands, site, forward, number)
 
     def accumulated(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable, number: int) -> list[Any]:
-        twin = twin_of(eqn, site, local_examples(graph.num_examples, number, plan.batch_axes, mesh, manual))
-        copies: Copies = {}
-        dims = [example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True)]
-        return expand_microbatches(
-            eqn.params, operands, dims, gradient.boundary_forward(twin)[0], number, plan.batch_axes, mesh, manual_axes=manual,
-            bind=lambda inner, values, inside: evaluate_equation(layout.without(manual), inner, values, (*site, 0, *inside), copies),
-            eval_forward=forward, islands=_islands(eqn, site, graph, mesh, plan, layout, twin_of, number, manual),
-        )
+        return accumulated_boundary(eqn, operands, site, forward, number, graph, mesh, plan, layout, twin_of, manual)
 
     return hook
+
+
+def accumulated_boundary(
+    eqn: Any, operands: Sequence[Any], site: Site, forward: Callable, number: int, graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of: Twin,
+    manual: tuple[str, ...], truncation: Truncation | None = None,
+) -> list[Any]:
+    """A boundary's results from `number` microbatches, in a loop that handles the axes `manual` itself. Raises `MicrobatchError` where the loss is no sum
+    over examples. `truncation`: workers along these axes differentiate to different depths."""
+    twin = twin_of(eqn, site, local_examples(graph.num_examples, number, plan.batch_axes, mesh, manual))
+    copies: Copies = {}
+    dims = [example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True)]
+    return expand_microbatches(
+        eqn.params, operands, dims, gradient.boundary_forward(twin)[0], number, plan.batch_axes, mesh, manual_axes=manual,
+        bind=lambda inner, values, inside: evaluate_equation(layout.without(manual), inner, values, (*site, 0, *inside), copies),
+        eval_forward=forward, islands=_islands(eqn, site, graph, mesh, plan, layout, twin_of, number, manual), truncation=truncation,
+    )
 
 
 def _has_recurrence(graph: Graph, site: Site) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from splitjax.errors import SplitjaxError, TraceError, UnavailableError
+from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan
 
 _GROUP_COMM = ("auto", "gather", "turns", "modulo")
@@ -24,9 +25,12 @@ def check_options(fn: Callable, *, mesh: Any, rules: Any, group_comm: Any, backp
         raise OptionError("parallelize decorates a function", value=fn, place="parallelize", remedy="pass the training step")
     _one_of("unknown", unknown, ("error", "gather"), place)
     _one_of("group_comm", group_comm, _GROUP_COMM, place)
-    if backprop is not None:
-        raise UnavailableError("partial backpropagation is not part of this version", value=backprop, place=f"{place}, backprop",
-                               remedy="leave it None")
+    if backprop is not None and not isinstance(backprop, PartialBackprop):
+        raise OptionError("backprop has no such value", value=backprop, place=f"{place}, backprop",
+                          remedy="pass a splitjax.PartialBackprop, or None for full backpropagation")
+    if backprop is not None and group_comm in ("turns", "modulo"):
+        raise OptionError("partial backpropagation and group communication in turns both decide how a boundary runs", value=group_comm,
+                          place=f"{place}, group_comm", remedy='use group_comm="gather" or "auto" with backprop=')
     if not isinstance(shard_state, bool):
         raise OptionError("shard_state is true or false", value=shard_state, place=f"{place}, shard_state",
                           remedy="pass True to shard the optimizer state and gradients of whole parameters")

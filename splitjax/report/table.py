@@ -157,6 +157,7 @@ def summary(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
         ("predicted", _predicted(plan)),
         ("collectives", _collectives(plan)),
         ("tables", _tables(plan)),
+        ("backprop", _partial(plan)),
         ("constraints", [f"shardings pinned inside the step: {len(plan.constraints)}"] if plan.constraints else []),
         ("batch", [f"{leaf.path} {leaf.shape} {spec_text(leaf.spec)}" for leaf in plan.leaves if leaf.role == "batch"]),
         ("inputs", [f"{leaf.path} {leaf.shape} {spec_text(leaf.spec)}" for leaf in plan.leaves if leaf.role == "input"]),
@@ -225,6 +226,30 @@ def _tables(plan: Plan) -> list[str]:
     for one in plan.syncs:
         size = f", {bytes_text(one.bytes)} sent per device instead of {bytes_text(one.dense_bytes)}" if one.bytes and one.scheme != "dense" else ""
         lines.append(f"{one.param}, {one.rows:,} rows: {one.scheme}{f' over {one.axis}' if one.axis else ''}{size}; {one.why}")
+    return lines
+
+
+def _partial(plan: Plan) -> list[str]:
+    one = plan.partial
+    if one is None:
+        return []
+    num_slots = len(one.first)
+    shares = [sum(segment.backward for segment in one.segments[first:]) for first in one.first]
+    who = f"each of {num_slots} workers over {one.axis} to its own depth" if one.assignment == "spatial" else f"{num_slots} depths in turn, all workers alike"
+    turns = ", moving on by one every step" if one.rotate else ""
+    lines = [
+        f"partial, which changes the numbers: {who}{turns}; {', '.join(f'{100 * share:.0f} %' for share in shares)} of the backward pass; "
+        f"{100 * one.device_time:.1f} % of the device time of full backpropagation, {one.times}",
+        f"estimator {one.estimator}, execution {one.execution}" + (", examples balanced" if one.rebalance else "")
+        + (f", {one.warmup_steps} first steps in full" if one.warmup_steps else "")
+        + (", each worker with the loss and statistics of its own examples" if one.statistics == "local" else ""),
+    ]  # fmt: skip
+    for segment in one.segments:
+        names = segment.layers[0] if len(segment.layers) == 1 else f"{segment.layers[0]} to {segment.layers[-1]}"
+        size = f"{bytes_text(segment.summed_bytes)} sent per worker to add up {bytes_text(segment.num_bytes)}"
+        size += f", {bytes_text(segment.handed_bytes)} to hand on the sum" if segment.handed_bytes else ""
+        count = f"{segment.contributors} of {num_slots} {'workers' if one.assignment == 'spatial' else 'depths'}"
+        lines.append(f"{names}: {count}, {100 * segment.backward:.1f} % of the backward pass, {size}" if segment.contributors else f"{names}: never differentiated, kept as it is")
     return lines
 
 

@@ -44,7 +44,7 @@ def find_uses(flat: Flat, linked: Linked, flow: Flow, sources: Sequence[frozense
         weight, data = found
         size = {i: math.prod(flat.shapes[flat.inputs[i]]) for i in sources[op.inputs[weight]]}
         leaves = tuple(sorted(size, key=lambda i: (-size[i], i)))
-        raw.append(RawUse(index, weight, data, leaves, names_of(op, weight, flat), _flops(op, flat), op.phase == BACKWARD))
+        raw.append(RawUse(index, weight, data, leaves, names_of(op, weight, flat), product_flops(op, flat), op.phase == BACKWARD))
     at = {use.op: (use.weight, use.data) for use in raw if use.data is not None}
     recurrent = mark_recurrent(flat, linked, flow, at)
     attention = mark_attention(flat, linked, flow, at)
@@ -130,7 +130,7 @@ _WEIGHTS = {
 }
 
 
-def _flops(op: Op, flat: Flat) -> int:
+def product_flops(op: Op, flat: Flat) -> int:
     """Multiply-adds counted as two, of all repetitions of one operation."""
     out, left = math.prod(flat.shapes[op.outputs[0]]), flat.shapes[op.inputs[0]]
     if op.primitive in ("dot_general", "ragged_dot_general"):

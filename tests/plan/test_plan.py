@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
-from splitjax.plan import Collective, Constraint, LayerPlan, LeafPlan, Memory, Plan, SyncPlan, first_mismatch, spec_axes, spec_text
+from splitjax.plan import Collective, Constraint, LayerPlan, LeafPlan, Memory, PartialPlan, Plan, SegmentPlan, SyncPlan, first_mismatch, spec_axes, spec_text
 
 MESH = MeshShape((("data", 2), ("model", 4)))
 KERNEL = LeafPlan("params/Dense_0/kernel", (8, 16), "float32", "param", True, (None, "model"), "dense out", "", 128)
@@ -215,6 +215,7 @@ def test_digest_changes_with_any_field():
         "mesh": MeshShape((("data", 8),)), "rules": "x", "replicated_batch": "data", "batch_axes": (), "leaves": (), "layers": (),
         "constraints": (), "gathered": (), "memory": Memory(1, 2, 3), "collectives": (), "notes": (),
         "group_comm": "modulo", "syncs": (SyncPlan("p/t", "zen", "data", 5, 1, 2, "asked for"),),
+        "partial": PartialPlan("spatial", "count", True, 0, "branch", False, "global", "data", (1, 0), 0.75, "predicted", (SegmentPlan(("a",), 1, 1.0, 4, 0, 2),)),
     }
     assert changes.keys() == {field.name for field in dataclasses.fields(Plan)}
     others = [dataclasses.replace(PLAN, **{name: value}) for name, value in changes.items()]

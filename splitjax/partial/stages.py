@@ -1,0 +1,179 @@
+"""Where a backward pass can end: the layers of a traced forward pass by their distance from the loss, with times and what crosses between them.
+
+A *stage* is what one more step back differentiates: the operands of one layer. Stages are ordered by the predicted time of the longest way from the
+layer to the loss, so that the branches of a network are cut side by side. A parameter that is used twice counts where it is farthest from
+the loss. Differentiating the last stages alone needs no edit of the forward pass: automatic differentiation goes back to their operands and no
+further. Cuts: Kumar et al., arXiv 2111.10672; there by fractions of the parameters, here of time.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from splitjax.trace.flatten import Flat, Op, flatten
+from splitjax.trace.graph import itemsize
+from splitjax.trace.uses import product_flops
+
+# Predicted time counts in flops: an operation that only moves values takes as long as so many flops for each of its bytes. Devices of today are
+# between 5 (a CPU core) and 300; for cuts only the order of magnitude between convolutions and norms matters. Measured times replace it.
+FLOPS_PER_BYTE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One layer as a place where a backward pass can end, behind which it does not go.
+
+    - `name`: of the layer. `operands`: positions of its operands in the gradient boundary. `num_bytes`: of their gradients.
+    - `backward`: time that going back through this stage adds, its own weights' gradients and what they need of the stages behind; in flops
+      where it is predicted, in seconds where it is measured.
+    - `crossing_values`, `crossing_bytes`: what a cut in front of this stage separates: values of the front that it or later ones read, for the traced
+      number of examples.
+    """
+
+    name: str
+    operands: tuple[int, ...]
+    num_bytes: int
+    backward: float
+    crossing_values: int
+    crossing_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """The stages of one gradient boundary, input side first, and the time of its forward pass (in the unit of theirs)."""
+
+    stages: tuple[Stage, ...]
+    forward: float
+
+    @property
+    def backward(self) -> float:
+        """Time of the full backward pass."""
+        return sum(stage.backward for stage in self.stages)
+
+    def share(self, first: int) -> float:
+        """The share of the backward pass's time that goes back to stage `first` takes."""
+        whole = self.backward
+        return sum(stage.backward for stage in self.stages[first:]) / whole if whole else 1.0
+
+
+def find_stages(forward: Any, positions: Sequence[int], names: Mapping[int, str]) -> Stages:
+    """The stages of a boundary.
+
+    **Arguments:** `forward`: its closed jaxpr, operands -> value, *aux. `positions`: the operands that it differentiates. `names`: by position the layer
+    that the operand belongs to; those of one layer make one stage.
+
+    Operands that the loss does not depend on belong to the stage nearest to it: they cost nothing.
+    """
+    flat = flatten(forward)
+    walk = _Walk(flat, flat.outputs[0])
+    groups: dict[str, list[int]] = collections.defaultdict(list)
+    for position in positions:
+        groups[names[position]].append(position)
+    value_of = {position: flat.inputs[position] for position in positions}
+    distance = {name: max(walk.distance_from(value_of[p]) for p in found) for name, found in groups.items()}
+    order = sorted(groups, key=lambda name: (-distance[name], groups[name]))
+    costs = [0.0]  # of going back through the last 0, 1, 2, ... stages
+    for k in range(1, len(order) + 1):
+        chosen = {value_of[p] for name in order[len(order) - k :] for p in groups[name]}
+        costs.append(walk.backward(chosen))
+    stages = []
+    for index, name in enumerate(order):
+        behind = len(order) - 1 - index
+        crossing = walk.crossing(distance[name]) if index else []
+        size = lambda v: math.prod(flat.shapes[v]) * itemsize(flat.dtypes[v])
+        own = tuple(sorted(groups[name]))
+        stages.append(Stage(
+            name, own, sum(size(value_of[p]) for p in own), max(costs[behind + 1] - costs[behind], 0.0), len(crossing), sum(size(v) for v in crossing),
+        ))  # fmt: skip
+    return Stages(tuple(stages), walk.forward)
+
+
+def with_times(found: Stages, seconds: Mapping[str, float], forward_seconds: float) -> Stages:
+    """The same with measured times: by stage name, and of the forward pass."""
+    return Stages(tuple(dataclasses.replace(one, backward=seconds[one.name]) for one in found.stages), forward_seconds)
+
+
+class _Walk:
+    """The operations that the loss depends on, as nodes: all of one loop are one."""
+
+    def __init__(self, flat: Flat, loss: int) -> None:
+        self.flat = flat
+        self.ops = _needed(flat, loss)
+        self.node = {id(op): ("loop", op.loops[0]) if op.loops else ("op", number) for number, op in enumerate(self.ops)}
+        self.cost: dict[Any, float] = collections.defaultdict(float)
+        self.readers: dict[int, set[Any]] = collections.defaultdict(set)
+        made: dict[Any, set[int]] = collections.defaultdict(set)
+        for op in self.ops:
+            at = self.node[id(op)]
+            self.cost[at] += _cost(op, flat)
+            made[at].update(op.outputs)
+            for v in op.inputs:
+                self.readers[v].add(at)
+        self.forward = sum(self.cost.values())
+        # Nodes in program order: a loop stands where its first operation does, and what follows it reads its results.
+        self.distance: dict[Any, float] = {}
+        last = {self.node[id(op)]: number for number, op in enumerate(self.ops)}
+        for at in sorted(last, key=last.__getitem__, reverse=True):
+            behind = max((self.distance[r] for v in made[at] for r in self.readers[v] if r != at and r in self.distance), default=0.0)
+            self.distance[at] = behind + max(self.cost[at], 1.0)
+
+    def distance_from(self, value: int) -> float:
+        """Time from the first use of a value to the loss; 0 for what the loss does not depend on."""
+        return max((self.distance[at] for at in self.readers[value]), default=0.0)
+
+    def backward(self, chosen: set[int]) -> float:
+        """Predicted time of a backward pass to some values: products once for each operand that depends on them, the rest once."""
+        live, total, before = set(chosen), 0.0, -1
+        while before != len(live):  # a carried value is live once the loop's body makes it so
+            before, total = len(live), 0.0
+            for op in self.ops:
+                reached = [v for v in op.inputs if v in live]
+                if not reached or op.primitive == "stop_gradient":
+                    continue
+                if op.primitive == "_carry_back":
+                    live.update(op.inputs)
+                    continue
+                live.update(v for v in op.outputs if _is_inexact(self.flat.dtypes[v]))
+                flops = product_flops(op, self.flat)
+                total += flops * len(set(reached)) + (_cost(op, self.flat) - flops)
+        return total
+
+    def crossing(self, distance: float) -> list[int]:
+        """The values that nodes farther from the loss hand to those at most so far from it."""
+        found = []
+        for op in self.ops:
+            at = self.node[id(op)]
+            if self.distance[at] > distance:
+                found += [v for v in op.outputs if any(self.distance[r] <= distance for r in self.readers[v] if r in self.distance and r != at)]
+        return list(dict.fromkeys(found))
+
+
+def _needed(flat: Flat, loss: int) -> list[Op]:
+    """The operations that the loss depends on, in program order."""
+    wanted, kept = {loss}, []
+    again = True
+    while again:  # a loop's result depends on what its body writes later
+        again, kept = False, []
+        for op in reversed(flat.ops):
+            if any(v in wanted for v in op.outputs) or (op.primitive == "_carry_back" and op.inputs[1] in wanted):
+                kept.append(op)
+                new = set(op.inputs) - wanted
+                wanted |= new
+                again = again or (bool(new) and bool(op.loops))
+    return kept[::-1]
+
+
+def _cost(op: Op, flat: Flat) -> float:
+    """Predicted forward time of an operation, in flops."""
+    moved = sum(math.prod(flat.shapes[v]) * itemsize(flat.dtypes[v]) for v in op.outputs if flat.dtypes[v] != "token")
+    return product_flops(op, flat) + (0.0 if op.primitive.startswith("_") else float(FLOPS_PER_BYTE * moved * op.trips))
+
+
+def _is_inexact(dtype: str) -> bool:
+    return not dtype.startswith("key<") and dtype != "token" and (dtype.startswith(("bfloat16", "float8")) or np.issubdtype(np.dtype(dtype), np.inexact))
