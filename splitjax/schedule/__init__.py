@@ -7,16 +7,22 @@ that workers of unequal depth leave are filled with other jobs' tasks. `docs/sch
 from splitjax.schedule import policies as policies
 from splitjax.schedule.cluster import Cluster
 from splitjax.schedule.discipline import GroupState, Iteration, Rates, Task, discipline
+from splitjax.schedule.engine import Engine, Place, Program, StepOrder, WorkerTask
+from splitjax.schedule.executor import Execution, ExecutionOptions, TaskRecord, execute
 from splitjax.schedule.gang import gang
 from splitjax.schedule.jobs import Depth, Job, JobProfile, Stages
 from splitjax.schedule.policy import Assignment, Group, Member, Policy, View, get, names, register
 from splitjax.schedule.result import JobRecord, SimulationResult, Work
 from splitjax.schedule.simulator import Options, simulate
+from splitjax.schedule.threads import ThreadEngine
 
 __all__ = [
     "Assignment",
     "Cluster",
     "Depth",
+    "Engine",
+    "Execution",
+    "ExecutionOptions",
     "Group",
     "GroupState",
     "Iteration",
@@ -25,14 +31,21 @@ __all__ = [
     "JobRecord",
     "Member",
     "Options",
+    "Place",
     "Policy",
+    "Program",
     "Rates",
     "SimulationResult",
     "Stages",
+    "StepOrder",
     "Task",
+    "TaskRecord",
+    "ThreadEngine",
     "View",
     "Work",
+    "WorkerTask",
     "discipline",
+    "execute",
     "gang",
     "get",
     "names",

@@ -1,0 +1,86 @@
+"""What disciplines are told in a real run: where a group stands, from what its devices did and what they still have to do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from splitjax.errors import ScheduleError
+from splitjax.schedule.cluster import Cluster
+from splitjax.schedule.discipline import GroupState
+from splitjax.schedule.jobs import Job, resident_bytes
+from splitjax.schedule.policy import Assignment, Group
+from splitjax.schedule.tokens import Grant
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """A job as its discipline sees it: iterations done or granted, those still to be granted, and device time computed."""
+
+    iterations: int
+    remaining: int
+    device_seconds: float
+
+
+def group_state(group: Group, standings: Sequence[Standing], grants: Iterable[Grant], now: float) -> GroupState:
+    """The state of a group, times since the run's beginning.
+
+    What runs is taken to last as long as its discipline said, counted from its real start, and what waits for its turn follows; what takes longer than
+    that is taken to end now. So every answer of a discipline begins with the times that its earlier ones really took.
+
+    **Arguments:**
+
+    - `standings`: of the group's members, in their order.
+    - `grants`: all that are under way, those of other groups included, in the order in which they were granted.
+    """
+    free = {device: [now] * 4 for device in group.devices}
+    ready: dict[int, float] = {}
+    for grant in grants:
+        ends = []
+        for turns in grant.turns:
+            before = max(now, ready.get(grant.job, now))
+            for turn in turns:
+                times = free.get(turn.task.device, [now] * 4)
+                start = turn.started if turn.started is not None else max(before, times[turn.task.resource])
+                before = turn.ended if turn.ended is not None else max(now, start + turn.task.seconds)
+                times[turn.task.resource] = max(now, before)
+            ends.append(before)
+        planned = max(task.end_seconds for task in grant.iteration.tasks)
+        ready[grant.job] = max(now, max(ends) + grant.iteration.ready_seconds - planned)
+    return GroupState(
+        now, tuple(one.iterations for one in standings), tuple(float(one.remaining) for one in standings),
+        tuple(ready.get(member.job, now) for member in group.members), tuple(one.device_seconds for one in standings),
+        tuple((times[0], times[1], times[2], times[3]) for times in free.values()),
+    )  # fmt: skip
+
+
+def check_decision(decision: Assignment, jobs: Sequence[Job], cluster: Cluster, running: dict[int, Group], active: set[int], place: str) -> None:
+    """Raises `ScheduleError` for a decision that cannot be carried out: groups that do not run, devices or memory that are not there, jobs that are."""
+    unknown = [group for group in decision.stop if group not in running]
+    if unknown:
+        raise ScheduleError("a group is to stop that does not run", value=unknown[0], place=place)
+    kept = [group for number, group in running.items() if number not in decision.stop]
+    taken = {device for group in kept for device in group.devices}
+    busy = {member.job for group in kept for member in group.members}
+    for group in decision.start:
+        devices = set(group.devices)
+        if not group.members or devices & taken or not devices <= set(range(cluster.num_devices)):
+            raise ScheduleError("a group is to start on devices that are not free, or on none", value=group, place=place)
+        taken |= devices
+        load: dict[int, list[int]] = {}
+        for member in group.members:
+            job = jobs[member.job]
+            if member.job in busy or member.job not in active or len(set(member.devices)) != job.num_workers:
+                raise ScheduleError(
+                    "a job is to start that runs, is not there, or wants another number of devices", value=(job.name, member.devices), place=place,
+                )  # fmt: skip
+            busy.add(member.job)
+            for device in {*member.devices, *member.resident}:
+                load.setdefault(device, []).append(member.job)
+        for device, members in load.items() if cluster.memory_bytes else ():
+            needed = resident_bytes([jobs[job].profile for job in members])
+            if needed > cluster.memory_bytes:
+                raise ScheduleError(
+                    f"jobs that share a device need {needed} of its {cluster.memory_bytes} bytes", value=[jobs[job].name for job in members],
+                    place=f"device {device}, {place}",
+                )  # fmt: skip
