@@ -62,7 +62,7 @@ class Progress:
         ran = self.rate[active] * np.maximum(0.0, now - self.progress_from[active])
         arrays = (
             active.view(), np.maximum(0.0, self.remaining[active] - ran), self.seconds[active] + elapsed,
-            self.device_seconds[active] + self.held[active] * elapsed, fair - self.fair_at_arrival[active], self.group_of[active],
+            self.device_seconds[active] + self.held[active] * elapsed, self.held[active], fair - self.fair_at_arrival[active], self.group_of[active],
         )  # fmt: skip
         free = free.view()
         for array in (*arrays, free):

@@ -7,7 +7,7 @@ only jobs that come to run are placed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,24 @@ from numpy.typing import NDArray
 from splitjax.schedule.cluster import Cluster
 from splitjax.schedule.policy import Assignment, Group, Member, View
 
+TOLERANCE = 1e-6  # device-seconds: a threshold is reached where rounding alone is missing
 
-def gang(view: View, *keys: NDArray[Any], backfill: bool = True, wake_seconds: float = math.inf, memory: Any = None) -> Assignment:
+
+def gang(
+    view: View, *keys: NDArray[Any], backfill: bool = True, consolidate: bool = False, wake_seconds: float = math.inf, memory: Any = None
+) -> Assignment:
     """Whole devices for whole jobs, smallest keys first (the first key counts most; ties: first come).
 
     **Arguments:**
 
     - `backfill`: a job that does not fit is passed over for later ones that do; without, it holds up all behind it.
+    - `consolidate`: a job that fits on a node runs on one node, a larger one has whole nodes for all but the rest; where that cannot be, it does not fit.
+      All jobs are placed anew, in order, so what runs may move. Without, jobs stay where they are, on whatever devices.
     - `wake_seconds`, `memory`: as in `Assignment`.
     """
     order = np.lexsort(tuple(reversed(keys)))  # stable, and `active` is in order of arrival
+    if consolidate:
+        return _consolidated(view, order, backfill, wake_seconds, memory)
     chosen = admit(view.num_workers[order], view.cluster.num_devices, backfill=backfill)
     admitted = np.zeros(len(order), bool)
     admitted[order[chosen]] = True
@@ -71,6 +79,50 @@ def assign(
     return Assignment(stop, tuple(start), wake_seconds, memory)
 
 
+def _consolidated(view: View, order: NDArray[np.int64], backfill: bool, wake_seconds: float, memory: Any) -> Assignment:
+    free = np.ones((view.cluster.num_nodes, view.cluster.devices_per_node), bool)
+    counts = free.sum(axis=1)
+    held = {member.job: (number, member.devices) for number, group in view.groups.items() for member in group.members}
+    stop, start = {number for number, _ in held.values()}, []
+    num_workers = view.num_workers.tolist()
+    for position in order.tolist():
+        nodes = _nodes_for(counts, num_workers[position], view.cluster.devices_per_node)
+        if nodes is None:
+            if backfill:
+                continue
+            break
+        devices: list[int] = []
+        for node, count in nodes:
+            here = np.flatnonzero(free[node])[:count]
+            free[node, here] = False
+            counts[node] -= count
+            devices += (here + node * view.cluster.devices_per_node).tolist()
+        job = int(view.active[position])
+        number, before = held.get(job, (None, ()))
+        if before == tuple(devices):
+            stop.discard(number)
+        else:
+            start.append(Group((Member(job, tuple(devices)),)))
+        if not counts.any():
+            break
+    return Assignment(tuple(sorted(stop)), tuple(start), wake_seconds, memory)
+
+
+def _nodes_for(counts: NDArray[np.int64], num_workers: int, per_node: int) -> list[tuple[int, int]] | None:
+    """(node, devices there): the first nodes that do, free ones for all but the rest; None where there are none."""
+    whole, rest = divmod(num_workers, per_node)
+    empty = np.flatnonzero(counts == per_node)[:whole]
+    if len(empty) < whole:
+        return None
+    chosen = [(int(node), per_node) for node in empty]
+    if rest:
+        fitting = [node for node in np.flatnonzero(counts >= rest).tolist() if node not in set(empty.tolist())]
+        if not fitting:
+            return None
+        chosen.append((fitting[0], rest))
+    return chosen
+
+
 def place(free: NDArray[np.bool_], num_workers: int, cluster: Cluster) -> tuple[int, ...]:
     """Free devices for a job, on as few nodes as can be: the fullest node that holds it all, else whole nodes and the fullest that holds the
     rest. `free`: bool[num_devices], with at least `num_workers` true."""
@@ -87,11 +139,11 @@ def place(free: NDArray[np.bool_], num_workers: int, cluster: Cluster) -> tuple[
     return tuple(chosen)
 
 
-def crossing_seconds(view: View, jobs: NDArray[np.bool_] | Sequence[bool], values: NDArray[np.float64], rates: NDArray[np.float64], thresholds: Iterable[float]) -> float:
-    """The first time at which one of `jobs` (bool[active]), whose `values` grow by `rates` a second, reaches the next of ascending `thresholds`."""
-    limits = np.array([*thresholds, math.inf])
-    chosen = np.asarray(jobs) & (rates > 0)
-    if not chosen.any():
+def crossing_seconds(view: View, thresholds: Sequence[float]) -> float:
+    """The first time at which a job that runs now reaches the next of ascending `thresholds` of attained device-seconds."""
+    growing = view.attained_devices > 0
+    if not growing.any():
         return math.inf
-    reached = limits[np.searchsorted(limits, values[chosen] * (1 + 1e-12) + 1e-9, side="right")]
-    return view.now_seconds + float(np.min((reached - values[chosen]) / rates[chosen]))
+    attained, limits = view.attained_device_seconds[growing], np.array([*thresholds, math.inf])
+    following = limits[np.searchsorted(limits, attained + TOLERANCE, side="right")]
+    return view.now_seconds + float(np.min((following - attained) / view.attained_devices[growing]))

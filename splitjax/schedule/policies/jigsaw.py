@@ -1,0 +1,146 @@
+"""JigSaw: work placed at the granularity of iterations, aware of the unequal task lengths of structured partial backpropagation.
+
+Jobs share a set of devices on all of which each of them is resident. An iteration's tasks (forward, and backward down to the worker's depth) go,
+longest first, to the device that frees earliest, so the holes that shallow workers leave are filled with other jobs' tasks, or with further tasks of
+the job itself, and all-reduce is hidden behind others' computing. Which jobs share which devices is `schedule.packing`.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+from collections.abc import Sequence
+
+from splitjax.schedule.cluster import Cluster
+from splitjax.schedule.discipline import GroupState, Iteration, Rates, Task, discipline
+from splitjax.schedule.jobs import DEVICE, Job, JobProfile
+from splitjax.schedule.orders import fifo, las, srtf
+from splitjax.schedule.packing import pack
+from splitjax.schedule.policy import Assignment, Group, View, register
+
+_PAPER = "Kumar et al., Partial backpropagation and JigSaw (arXiv 2111.10672); list scheduling: Graham, Bounds on Multiprocessing Timing Anomalies (1969)"
+_RIVAL = "The packing of `jigsaw` without partial backpropagation, to tell what each contributes"
+_WARM_UP, _MEASURED = 4, 48  # iterations of the slowest member, before and while steady rates are measured
+
+
+@register("jigsaw", paper=_PAPER, order="srtf")
+def jigsaw(view: View) -> Assignment:
+    """Iteration-level packing of partial backpropagation, the job with the least time left first."""
+    return pack(view, srtf(view), "jigsaw")
+
+
+@register("jigsaw-las", paper=_PAPER, order="las")
+def jigsaw_las(view: View) -> Assignment:
+    """Iteration-level packing of partial backpropagation, the job that has had the least device time first."""
+    return pack(view, las(view), "jigsaw")
+
+
+@register("jigsaw-fifo", paper=_PAPER, order="fifo")
+def jigsaw_fifo(view: View) -> Assignment:
+    """Iteration-level packing of partial backpropagation, first in, first out."""
+    return pack(view, fifo(view), "jigsaw")
+
+
+@register("interleave", paper=_RIVAL, order="srtf")
+def interleave(view: View) -> Assignment:
+    """JigSaw's packing at full depth, the job with the least time left first."""
+    return pack(view, srtf(view), "interleave", partial=False)
+
+
+@register("interleave-las", paper=_RIVAL, order="las")
+def interleave_las(view: View) -> Assignment:
+    """JigSaw's packing at full depth, the job that has had the least device time first."""
+    return pack(view, las(view), "interleave", partial=False)
+
+
+@register("interleave-fifo", paper=_RIVAL, order="fifo")
+def interleave_fifo(view: View) -> Assignment:
+    """JigSaw's packing at full depth, first in, first out."""
+    return pack(view, fifo(view), "interleave", partial=False)
+
+
+def _depths(profile: JobProfile, num_workers: int, partial: bool) -> tuple[int, ...]:
+    return profile.partial_depths(num_workers) if partial else (0,) * num_workers
+
+
+def _choose(first_free: float, ready: Sequence[float], progress: Sequence[float], remaining: Sequence[float]) -> int:
+    """Of the members that are ready when the first device is free, the one that has progressed least (none starves); else the first to be ready."""
+    best, least = -1, (math.inf, math.inf)
+    for member, left in enumerate(remaining):
+        if left > 0:
+            key = (max(ready[member], first_free), progress[member])
+            if key < least:
+                best, least = member, key
+    return best
+
+
+def _next(group: Group, jobs: Sequence[Job], state: GroupState, partial: bool) -> Iteration:
+    now, devices = state.now_seconds, group.devices
+    first_free = max(now, min(times[DEVICE] for times in state.free_seconds))
+    progress = [done * job.profile.iteration_seconds for done, job in zip(state.iterations, jobs)]
+    member = _choose(first_free, [max(now, time) for time in state.ready_seconds], progress, state.remaining_iterations)
+    profile, num_workers, done = jobs[member].profile, jobs[member].num_workers, state.iterations[member]
+    ready = max(now, state.ready_seconds[member])
+    # Of devices that free at the same time another one comes first each time, and the worker with full depth is another one: nobody is always deep.
+    turn = sum(state.iterations)
+    free = [(max(now, times[DEVICE]), (index - turn) % len(devices), index) for index, times in enumerate(state.free_seconds)]
+    heapq.heapify(free)
+    tasks = []
+    for place, depth in enumerate(_depths(profile, num_workers, partial)):
+        time, rank, index = free[0]
+        start, seconds = max(time, ready), profile.task_seconds(depth)
+        heapq.heapreplace(free, (start + seconds, rank, index))
+        tasks.append(Task((place + done) % num_workers, devices[index], depth, start, seconds))
+    return Iteration(member, tuple(tasks), max(task.end_seconds for task in tasks) + profile.exposed_seconds)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _steady(members: tuple[tuple[JobProfile, int], ...], num_devices: int, partial: bool) -> tuple[float, ...]:
+    """Iterations per second of each member: the discipline's rule, on nothing but the times at which devices free."""
+    seconds = [[profile.task_seconds(depth) for depth in _depths(profile, num_workers, partial)] for profile, num_workers in members]
+    cost, exposed = [profile.iteration_seconds for profile, _ in members], [profile.exposed_seconds for profile, _ in members]
+    count = len(members)
+    free, ready, progress, done, ends = [0.0] * num_devices, [0.0] * count, [0.0] * count, [0] * count, [0.0] * count
+    begun: tuple[list[int], list[float]] | None = None
+    endless = [math.inf] * count
+    replace = heapq.heapreplace
+    while begun is None or min(now - before for now, before in zip(done, begun[0])) < _MEASURED:
+        member = _choose(free[0], ready, progress, endless)
+        when, last = ready[member], 0.0
+        for length in seconds[member]:
+            end = (free[0] if free[0] > when else when) + length
+            replace(free, end)
+            if end > last:
+                last = end
+        ready[member] = ends[member] = last + exposed[member]
+        progress[member] += cost[member]
+        done[member] += 1
+        if begun is None and min(done) >= _WARM_UP:
+            begun = list(done), list(ends)
+        if count == 1:  # its devices are all free when it begins, so every iteration is like the first
+            return (1 / ends[0],)
+    return tuple((now - before) / (end - start) for now, before, end, start in zip(done, begun[0], ends, begun[1]))
+
+
+def _rates(partial: bool, group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
+    computing, credit = [], []
+    for job in jobs:
+        profile = job.profile
+        seconds = profile.partial_seconds(job.num_workers) if partial else profile.task_seconds(0)
+        computing.append(seconds * job.num_workers)
+        credit.append(1 - (profile.task_seconds(0) - seconds) / profile.iteration_seconds)
+    speeds = _steady(tuple((job.profile, job.num_workers) for job in jobs), len(group.devices), partial)
+    return Rates(speeds, tuple(computing), tuple(credit))
+
+
+@discipline("jigsaw", functools.partial(_rates, True))
+def jigsaw_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iteration:
+    """The least advanced member that can start next, at depths 1/N to N/N; longest task first, onto the device that frees earliest."""
+    return _next(group, jobs, state, True)
+
+
+@discipline("interleave", functools.partial(_rates, False))
+def interleave_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iteration:
+    """The same at full depth."""
+    return _next(group, jobs, state, False)
