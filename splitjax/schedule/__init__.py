@@ -8,10 +8,12 @@ from splitjax.schedule import policies as policies
 from splitjax.schedule.cluster import Cluster
 from splitjax.schedule.discipline import GroupState, Iteration, Rates, Task, discipline
 from splitjax.schedule.engine import Engine, Place, Program, StepOrder, WorkerTask
-from splitjax.schedule.executor import Execution, ExecutionOptions, TaskRecord, execute
+from splitjax.schedule.execution import Execution, ExecutionOptions, TaskRecord
+from splitjax.schedule.executor import execute
 from splitjax.schedule.gang import gang
 from splitjax.schedule.jobs import Depth, Job, JobProfile, Stages
 from splitjax.schedule.policy import Assignment, Group, Member, Policy, View, get, names, register
+from splitjax.schedule.ray_engine import RayEngine, RayOptions
 from splitjax.schedule.result import JobRecord, SimulationResult, Work
 from splitjax.schedule.simulator import Options, simulate
 from splitjax.schedule.threads import ThreadEngine
@@ -35,6 +37,8 @@ __all__ = [
     "Policy",
     "Program",
     "Rates",
+    "RayEngine",
+    "RayOptions",
     "SimulationResult",
     "Stages",
     "StepOrder",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from splitjax.errors import ScheduleError
 from splitjax.schedule.cluster import Cluster
-from splitjax.schedule.discipline import GroupState
-from splitjax.schedule.jobs import Job, resident_bytes
+from splitjax.schedule.discipline import GroupState, Iteration, Task
+from splitjax.schedule.jobs import DEVICE, Job, resident_bytes
 from splitjax.schedule.policy import Assignment, Group
 from splitjax.schedule.tokens import Grant
 
@@ -54,6 +54,45 @@ def group_state(group: Group, standings: Sequence[Standing], grants: Iterable[Gr
     )  # fmt: skip
 
 
+def pinned(iteration: Iteration, devices: Sequence[int], free: Mapping[int, float], ready_seconds: float) -> Iteration:
+    """The iteration with every worker's task on the device that its process is on.
+
+    Disciplines may place a worker's task on any device of its group; a process cannot move from one iteration to the next. Its depth can: of the rotations of
+    the iteration's depths over the workers, in the direction that `PartialBackprop` has (a worker is deeper than the one before it), the one that is done first
+    is taken; of equal ones the one that leaves the deepest task with its worker, or the next.
+
+    **Arguments:**
+
+    - `devices`: of the job's processes, by worker. `free`: by device, from when it is. `ready_seconds`: from when the job can start.
+    """
+    tasks = iteration.tasks
+    if all(devices[task.worker] == task.device for task in tasks) or any(task.resource != DEVICE for task in tasks):
+        return iteration
+    count = len(devices)
+    deepest_first = sorted(tasks, key=lambda task: -task.seconds)
+    preferred = deepest_first[0].worker
+    exposed = iteration.ready_seconds - max(task.end_seconds for task in tasks)
+    best: tuple[float, int, tuple[Task, ...]] | None = None
+    for turn in range(count):
+        placed = _placed([(deepest_first[(preferred + turn - worker) % count], worker) for worker in range(count)], devices, free, ready_seconds)
+        end = max(task.end_seconds for task in placed)
+        if best is None or end < best[0] - 1e-9:
+            best = end, turn, placed
+    assert best is not None
+    return Iteration(iteration.member, best[2], best[0] + exposed)
+
+
+def _placed(tasks: Sequence[tuple[Task, int]], devices: Sequence[int], free: Mapping[int, float], ready_seconds: float) -> tuple[Task, ...]:
+    """Tasks as given to workers, longest first where several share a device."""
+    times, placed = dict(free), []
+    for task, worker in sorted(tasks, key=lambda one: -one[0].seconds):
+        device = devices[worker]
+        start = max(times[device], ready_seconds)
+        times[device] = start + task.seconds
+        placed.append(Task(worker, device, task.depth, start, task.seconds, task.resource))
+    return tuple(placed)
+
+
 def check_decision(decision: Assignment, jobs: Sequence[Job], cluster: Cluster, running: dict[int, Group], active: set[int], place: str) -> None:
     """Raises `ScheduleError` for a decision that cannot be carried out: groups that do not run, devices or memory that are not there, jobs that are."""
     unknown = [group for group in decision.stop if group not in running]
@@ -70,7 +109,7 @@ def check_decision(decision: Assignment, jobs: Sequence[Job], cluster: Cluster, 
         load: dict[int, list[int]] = {}
         for member in group.members:
             job = jobs[member.job]
-            if member.job in busy or member.job not in active or len(set(member.devices)) != job.num_workers:
+            if member.job in busy or member.job not in active or len(member.devices) != job.num_workers:
                 raise ScheduleError(
                     "a job is to start that runs, is not there, or wants another number of devices", value=(job.name, member.devices), place=place,
                 )  # fmt: skip

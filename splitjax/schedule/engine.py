@@ -22,7 +22,7 @@ class Place:
     - `job`: name of the job. `worker`, `num_workers`: which of its workers this is, of how many.
     - `device`: number of its device in the cluster; `local_device` of those on its node.
     - `attempt`: how many times the job's processes were started before.
-    - `meeting`: what `Program.meet` returned in worker 0's process.
+    - `meeting`: what `Program.meet` in worker 0's process has for all.
     """
 
     job: str
@@ -64,8 +64,9 @@ class WorkerTask(Protocol):
 class Program(Protocol):
     """What a job trains. Has to be picklable if its engine uses processes."""
 
-    def meet(self, place: Place) -> Any:
-        """Called in worker 0's process before any worker begins: returns what all need to find each other, such as an address; None for nothing."""
+    def meet(self, place: Place) -> tuple[Any, Any]:
+        """Called in worker 0's process before any worker begins. **Returns** what all need to find each other, such as an address, and what is to be kept
+        as long as that process is there, such as the service that listens on it; None for nothing."""
 
     def begin(self, place: Place) -> WorkerTask:
         """Called in every worker's process."""

@@ -19,11 +19,12 @@ import numpy as np
 
 from splitjax.errors import ScheduleError
 from splitjax.schedule._progress import Integrals, Progress, iteration_work
-from splitjax.schedule._real_groups import Standing, check_decision, group_state
+from splitjax.schedule._real_groups import Standing, check_decision, group_state, pinned
 from splitjax.schedule._real_jobs import JobRun, Status
 from splitjax.schedule.cluster import Cluster
 from splitjax.schedule.discipline import get_discipline
 from splitjax.schedule.engine import Engine, Kind, Place, Program, Report, StepOrder
+from splitjax.schedule.execution import Execution, ExecutionOptions, TaskRecord
 from splitjax.schedule.iterations import iteration_credit
 from splitjax.schedule.jobs import CPU, DEVICE, NETWORK, STORAGE, Job, JobColumns
 from splitjax.schedule.policy import Group, Policy, get
@@ -31,61 +32,6 @@ from splitjax.schedule.result import JobRecord, SimulationResult, Span
 from splitjax.schedule.tokens import Grant, Tokens, Turn
 
 logger = logging.getLogger("splitjax")
-
-
-@dataclasses.dataclass(frozen=True)
-class ExecutionOptions:
-    """How a real run goes.
-
-    **Attributes:**
-
-    - `checkpoint_every_seconds`: how much of a job's running time a process that dies may cost it. Checkpoints are also written before a job gives up its
-      devices and when it is done.
-    - `max_restarts`: how often a job begins again from its checkpoint because a process of it died; after that it has failed, and the others go on.
-    - `stall_seconds`: a process that has not answered for so long counts as dead.
-    """
-
-    checkpoint_every_seconds: float = 600.0
-    max_restarts: int = 3
-    stall_seconds: float = 600.0
-
-    def __post_init__(self) -> None:
-        if not (self.checkpoint_every_seconds > 0 and self.max_restarts >= 0 and self.stall_seconds > 0):
-            raise ScheduleError("times are above 0, and restarts are counted", value=self, place="options")
-
-
-@dataclasses.dataclass(frozen=True)
-class TaskRecord:
-    """One task that ran: `job` by name; it had the token of `resource` of `device` from `start_seconds` to `end_seconds`; `number` of its iteration,
-    `depth` number as in its job's profile."""
-
-    job: str
-    worker: int
-    device: int
-    resource: int
-    number: int
-    depth: int
-    start_seconds: float
-    end_seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Execution:
-    """A real run.
-
-    **Attributes:**
-
-    - `result`: its figures, as a simulation's; times in seconds since the first arrival.
-    - `tasks`: in the order in which they ended; of iterations that were lost with a process too.
-    - `metrics`: by job, those of its last iteration. `restarts`: by job, how often it began again because a process died.
-    - `failed`: jobs that were given up, and why.
-    """
-
-    result: SimulationResult
-    tasks: tuple[TaskRecord, ...]
-    metrics: Mapping[str, Mapping[str, float]]
-    restarts: Mapping[str, int]
-    failed: Mapping[str, str]
 
 
 def execute(
@@ -327,11 +273,8 @@ class _Executor:
         state = group_state(group, standings, self.grants, self.now)
         iteration = get_discipline(group.discipline).next_iteration(group, jobs, state)
         job, run = jobs[iteration.member], self.runs[ready[iteration.member].job]
-        if any(run.devices[task.worker] != task.device for task in iteration.tasks):
-            raise ScheduleError(
-                "a task is to run on another device than its worker's process", value=iteration, place=f"discipline {group.discipline!r}, job {job.name!r}",
-                remedy="a discipline for real runs leaves workers where Member.devices has them",
-            )  # fmt: skip
+        free = {device: times[DEVICE] for device, times in zip(group.devices, state.free_seconds)}
+        iteration = pinned(iteration, run.devices, free, max(self.now, state.ready_seconds[iteration.member]))
         depths = {task.worker: task.depth for task in iteration.tasks if task.resource == DEVICE}
         order = StepOrder(run.num_done + len(run.grants) + 1, tuple(job.profile.depths[depths[worker]].fraction for worker in range(job.num_workers)))
         grant = Grant(run.number, number, order, iteration, self.now)

@@ -87,12 +87,14 @@ class _Worker:
         self._job, self._program, self._place, self._reports, self._started = job, program, place, reports, started
         self._commands: queue.SimpleQueue[Callable[[], Report | None] | None] = queue.SimpleQueue()
         self._task: WorkerTask | None = None
+        self._kept: Any = None
         self._left = False
         threading.Thread(target=self._run, name=f"{place.job}-{place.worker}", daemon=True).start()
 
     def meet(self, then: Callable[[Any], Any]) -> None:
         def meet() -> None:
-            then(self._program.meet(self._place))
+            meeting, self._kept = self._program.meet(self._place)
+            then(meeting)
 
         self._commands.put(meet)
 

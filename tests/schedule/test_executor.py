@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 
 import numpy as np
@@ -27,6 +26,7 @@ from splitjax.schedule import (
     simulate,
 )
 from splitjax.schedule import executor as executor_module
+from splitjax.schedule._real_groups import pinned
 from splitjax.schedule.jobs import CPU, DEVICE, NETWORK, STORAGE
 from splitjax.schedule.tokens import Tokens
 from tests.schedule.toys import PROFILE, Toy, job
@@ -257,16 +257,17 @@ def test_what_cannot_be_run_is_an_error() -> None:
         jobs = [job("a", profile=big), job("b", profile=big)]
         execute(jobs, {"a": Toy(), "b": Toy()}, Cluster(1, 2, memory_bytes=100), policy(crowd), ThreadEngine())
 
-    @discipline("test-elsewhere")
-    def elsewhere(group, jobs, state):
-        planned = turns(group, jobs, state)
-        swapped = zip(planned.tasks, reversed(planned.tasks))
-        start = max(task.start_seconds for task in planned.tasks)
-        tasks = tuple(dataclasses.replace(task, device=other.device, start_seconds=start) for task, other in swapped)
-        return Iteration(0, tasks, start + 0.02)
 
-    with pytest.raises(ScheduleError, match="another device than its worker's process"):
-        execute([one], {"a": Toy()}, TWO, policy(lambda view: Assignment((), (Group((Member(0, (0, 1)),), "test-elsewhere"),))), ThreadEngine())
+def test_a_worker_stays_where_its_process_is_and_takes_the_depth_that_is_done_first() -> None:
+    planned = Iteration(0, (Task(0, 1, 0, 5.0, 3.0), Task(1, 1, 1, 8.0, 2.0), Task(2, 1, 2, 10.0, 1.0)), 12.0)
+    free = {0: 6.0, 1: 5.0, 2: 5.0}
+    moved = pinned(planned, (0, 1, 2), free, 5.0)
+    ends = {task.worker: (task.device, task.depth, task.end_seconds) for task in moved.tasks}
+    assert ends == {0: (0, 1, 8.0), 1: (1, 0, 8.0), 2: (2, 2, 6.0)} and moved.ready_seconds == 9.0
+    shared = pinned(planned, (0, 0, 2), free, 7.0)
+    assert sorted((task.device, task.start_seconds) for task in shared.tasks)[0] == (0, 7.0)
+    assert len({(task.device, task.start_seconds) for task in shared.tasks}) == 3
+    assert pinned(moved, (0, 1, 2), free, 5.0) is moved
 
 
 def test_a_run_that_was_cut_off_goes_on_where_its_checkpoints_are() -> None:

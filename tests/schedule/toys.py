@@ -35,8 +35,8 @@ class Toy:
     stages: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     places: list[Place] = dataclasses.field(default_factory=list)
 
-    def meet(self, place: Place) -> threading.Barrier:
-        return threading.Barrier(place.num_workers)
+    def meet(self, place: Place) -> tuple[threading.Barrier, None]:
+        return threading.Barrier(place.num_workers), None
 
     def begin(self, place: Place) -> ToyTask:
         self.places.append(place)
