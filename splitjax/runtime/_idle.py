@@ -38,9 +38,10 @@ def noticing_idle(notice: Callable[[], None]) -> Iterator[None]:
 def _watch(over: threading.Event, notice: Callable[[], None]) -> None:
     me = threading.get_native_id()
     has_computed, still = False, 0
-    wall, computed = time.perf_counter(), time.process_time()
+    others = lambda: time.process_time() - time.thread_time()  # looking costs time too
+    wall, computed = time.perf_counter(), others()
     while not over.wait(_LOOK_SECONDS):
-        now, until = time.perf_counter(), time.process_time()
+        now, until = time.perf_counter(), others()
         rests = until - computed < _STILL_SHARE * (now - wall)
         wall, computed = now, until
         if not rests:

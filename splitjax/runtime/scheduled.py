@@ -17,13 +17,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from splitjax.errors import TrainingError
+from splitjax.parallelize import ParallelStep
+from splitjax.partial import PartialBackprop
 from splitjax.runtime import initialize as joining
 from splitjax.runtime._idle import noticing_idle
+from splitjax.runtime.checkpoint import Checkpoints
+from splitjax.runtime.checkpoint_options import CheckpointOptions
+from splitjax.runtime.workers import Coordinator, one_core_variables
 from splitjax.schedule.engine import Place, StepOrder
 from splitjax.schedule.jobs import STORAGE
 
@@ -41,8 +48,10 @@ class Training:
     - `batch`: `batch(number)`: the global batch of iteration `number` (from 1 on), host arrays, the same in every process.
     - `read`: what of `batch` is input: `read(number)` comes first, and `batch` is called with its result too, `batch(number, read)`. Disciplines that give
       storage turns of its own call it in those.
-    - `at_depths`: for steps with `splitjax.PartialBackprop`, or whatever else trains partially: `at_depths(depths)` is the step that differentiates, on worker w,
-      at least the share `depths[w]` of the model. None: `step` itself, whatever depths are asked for.
+    - `at_depths`: for jobs that train partially: `at_depths(depths)` is the step that differentiates, on worker w, at least the share `depths[w]` of the model
+      (`partial_steps` makes it for `splitjax.PartialBackprop`). None: `step` itself, which does more than it is asked for.
+    - `warm_up`: depths of the programs that are compiled before the job counts as started, by running them once on a state that is thrown away. None: full
+      backpropagation; what is missing is compiled while the job holds its devices.
     """
 
     step: Any
@@ -51,6 +60,7 @@ class Training:
     batch: Callable[..., Any]
     read: Callable[[int], Any] | None = None
     at_depths: Callable[[tuple[float, ...]], Callable[[Any, Any], Any]] | None = None
+    warm_up: Sequence[tuple[float, ...]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +86,6 @@ class DecoratedJob:
         """The coordination service of JAX's distributed runtime is in worker 0's process."""
         if place.num_workers == 1:
             return None, None
-        from splitjax.runtime.workers import Coordinator
-
         coordinator = Coordinator(self.host, place.num_workers, _HEARTBEAT_SECONDS)
         return coordinator.address, coordinator
 
@@ -97,9 +105,6 @@ class DecoratedTask:
     """A `schedule.WorkerTask`: one worker of a `DecoratedJob`."""
 
     def __init__(self, training: Training, place: Place, directory: Path, release_early: bool):
-        from splitjax.runtime.checkpoint import Checkpoints
-        from splitjax.runtime.checkpoint_options import CheckpointOptions
-
         self._training, self._place, self._release_early = training, place, release_early
         self._checkpoints = Checkpoints(CheckpointOptions(directory, keep_last=2, keep_best=0))
         self._read: dict[int, Any] = {}
@@ -108,8 +113,11 @@ class DecoratedTask:
     def restore(self) -> int:
         training = self._training
         example = (self._batch(1),)
+        begin = lambda: training.step.init(training.init_fn, training.key, example=example)
+        for depths in [(1.0,) * self._place.num_workers] if training.warm_up is None else training.warm_up:
+            jax.block_until_ready(self._step_at(depths)(begin(), *example))
         if self._checkpoints.newest_good() is None:
-            self._state = training.step.init(training.init_fn, training.key, example=example)
+            self._state = begin()
             return 0
         restored = self._checkpoints.restore(training.step.abstract_state(training.init_fn, training.key, example=example))
         self._state = restored.state
@@ -120,10 +128,8 @@ class DecoratedTask:
             self._read[number] = self._training.read(number)
 
     def step(self, order: StepOrder, computed: Callable[[], None]) -> Mapping[str, float]:
-        import jax
-
         batch = self._batch(order.number)
-        step = self._training.step if self._training.at_depths is None else self._training.at_depths(order.depths)
+        step = self._step_at(order.depths)
         watched = self._release_early and self._place.num_workers > 1
         with noticing_idle(computed) if watched else contextlib.nullcontext():
             self._state, metrics = step(self._state, batch)
@@ -135,9 +141,47 @@ class DecoratedTask:
     def save(self, number: int) -> None:
         self._checkpoints.save(number, self._state, wait=True)
 
+    def _step_at(self, depths: tuple[float, ...]) -> Callable[[Any, Any], Any]:
+        return self._training.step if self._training.at_depths is None else self._training.at_depths(depths)
+
     def _batch(self, number: int) -> Any:
         if self._training.read is None:
             return self._training.batch(number)
         if number not in self._read:
             self._read[number] = self._training.read(number)
         return self._training.batch(number, self._read.pop(number))
+
+
+def one_core_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Variables for processes that have a processor core each (`RayOptions.environment`): one thread, one device. `base`: variables that they are added to, this
+    process's if not given."""
+    return one_core_variables(os.environ if base is None else base)
+
+
+def partial_steps(
+    decorate: Callable[[PartialBackprop | None], ParallelStep], num_workers: int, estimator: str = "count"
+) -> tuple[ParallelStep, Callable[[tuple[float, ...]], Callable[[Any, Any], Any]], tuple[tuple[float, ...], ...]]:
+    """`step`, `at_depths` and `warm_up` of a `Training` whose workers differentiate to the depths that a discipline hands out.
+
+    **Arguments:**
+
+    - `decorate`: `decorate(backprop)` is the step with that `backprop`. It is called with None and with spatial linear depths that rotate.
+    - `estimator`: as in `PartialBackprop`.
+
+    Depths that no rotation of the linear ones covers are rounded up to full backpropagation.
+    """
+    full = decorate(None)
+    every = (1.0,) * num_workers
+    if num_workers == 1:
+        return full, lambda depths: full, (every,)
+    partial = decorate(PartialBackprop(estimator=estimator, warmup_steps=0))
+    turns = [tuple(((worker + turn) % num_workers + 1) / num_workers for worker in range(num_workers)) for turn in range(num_workers)]
+
+    def at_depths(depths: tuple[float, ...]) -> Callable[[Any, Any], Any]:
+        for turn, covered in enumerate(turns):
+            if all(has >= wanted - 1e-6 for has, wanted in zip(covered, depths, strict=True)):
+                partial._num_calls = turn  # the number of the call decides on the turn, and the discipline's order need not be that of the calls
+                return partial
+        return full
+
+    return full, at_depths, (every, turns[0])

@@ -54,43 +54,29 @@ def group_state(group: Group, standings: Sequence[Standing], grants: Iterable[Gr
     )  # fmt: skip
 
 
-def pinned(iteration: Iteration, devices: Sequence[int], free: Mapping[int, float], ready_seconds: float) -> Iteration:
-    """The iteration with every worker's task on the device that its process is on.
+def pinned(iteration: Iteration, number: int, devices: Sequence[int], free: Mapping[int, float], ready_seconds: float) -> Iteration:
+    """The iteration as processes can run it: every worker's task on the device of its process, depths rotated by the `number` of the iteration.
 
-    Disciplines may place a worker's task on any device of its group; a process cannot move from one iteration to the next. Its depth can: of the rotations of
-    the iteration's depths over the workers, in the direction that `PartialBackprop` has (a worker is deeper than the one before it), the one that is done first
-    is taken; of equal ones the one that leaves the deepest task with its worker, or the next.
+    Disciplines may place a worker's task on any device of its group, and choose who is deep by what is free; a process cannot move from one iteration to the
+    next, and what a job learns shall not depend on what else runs. So in iteration 1 worker N-1 is the deepest, and each is deeper than the one before it, as in
+    `PartialBackprop`; then depths move on by one worker at a time. Iterations in stages are left as they are.
 
     **Arguments:**
 
     - `devices`: of the job's processes, by worker. `free`: by device, from when it is. `ready_seconds`: from when the job can start.
     """
-    tasks = iteration.tasks
-    if all(devices[task.worker] == task.device for task in tasks) or any(task.resource != DEVICE for task in tasks):
+    tasks, count = iteration.tasks, len(devices)
+    if any(task.resource != DEVICE for task in tasks):
         return iteration
-    count = len(devices)
-    deepest_first = sorted(tasks, key=lambda task: -task.seconds)
-    preferred = deepest_first[0].worker
-    exposed = iteration.ready_seconds - max(task.end_seconds for task in tasks)
-    best: tuple[float, int, tuple[Task, ...]] | None = None
-    for turn in range(count):
-        placed = _placed([(deepest_first[(preferred + turn - worker) % count], worker) for worker in range(count)], devices, free, ready_seconds)
-        end = max(task.end_seconds for task in placed)
-        if best is None or end < best[0] - 1e-9:
-            best = end, turn, placed
-    assert best is not None
-    return Iteration(iteration.member, best[2], best[0] + exposed)
-
-
-def _placed(tasks: Sequence[tuple[Task, int]], devices: Sequence[int], free: Mapping[int, float], ready_seconds: float) -> tuple[Task, ...]:
-    """Tasks as given to workers, longest first where several share a device."""
+    deepest_first = sorted(tasks, key=lambda task: task.depth)
     times, placed = dict(free), []
-    for task, worker in sorted(tasks, key=lambda one: -one[0].seconds):
-        device = devices[worker]
-        start = max(times[device], ready_seconds)
-        times[device] = start + task.seconds
-        placed.append(Task(worker, device, task.depth, start, task.seconds, task.resource))
-    return tuple(placed)
+    by_length = sorted(range(count), key=lambda worker: count - 1 - (worker + number - 1) % count)
+    for task, worker in zip(deepest_first, by_length, strict=True):  # longest first where several share a device
+        start = max(times[devices[worker]], ready_seconds)
+        placed.append(Task(worker, devices[worker], task.depth, start, task.seconds, task.resource))
+        times[devices[worker]] = placed[-1].end_seconds
+    exposed = iteration.ready_seconds - max(task.end_seconds for task in tasks)
+    return Iteration(iteration.member, tuple(placed), max(task.end_seconds for task in placed) + exposed)
 
 
 def check_decision(decision: Assignment, jobs: Sequence[Job], cluster: Cluster, running: dict[int, Group], active: set[int], place: str) -> None:

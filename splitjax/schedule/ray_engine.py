@@ -259,16 +259,14 @@ def _connect(options: RayOptions) -> tuple[Any, bool]:
     if not is_local:
         ray.init(address=options.address, **quiet)
         return ray, True
+    if options.node_ip == LOOPBACK and (found := ray.util.get_node_ip_address()) != LOOPBACK:
+        raise ScheduleError(
+            f"Ray would listen on {found}, not on the loopback only", value=os.environ.get(_CLUSTER), place=_CLUSTER,
+            remedy=f"make the engine before anything imports ray, with {_CLUSTER} unset or 0; or give the address as node_ip",
+        )  # fmt: skip
     ray.init(
         address="local", include_dashboard=False, _node_ip_address=options.node_ip, num_cpus=os.cpu_count(), object_store_memory=_STORE_BYTES, **quiet
     )
-    listening = ray.nodes()[0]["NodeManagerAddress"]
-    if options.node_ip == LOOPBACK and listening != LOOPBACK:
-        ray.shutdown()
-        raise ScheduleError(
-            f"Ray would listen on {listening}, not on the loopback only", value=os.environ.get(_CLUSTER), place=_CLUSTER,
-            remedy=f"make the engine before anything imports ray, with {_CLUSTER} unset or 0; or give the address as node_ip",
-        )  # fmt: skip
     return ray, True
 
 

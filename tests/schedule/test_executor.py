@@ -134,7 +134,7 @@ def test_tasks_of_different_depths_fill_each_others_holes_in_one_order_on_all_de
     shared = set(order[0]) & set(order[1])
     assert len(shared) == 12
     assert [one for one in order[0] if one in shared] == [one for one in order[1] if one in shared]
-    assert {depths for _, _, _, depths in programs["a"].log} == {(1.0, 0.5)}
+    assert {(number % 2, depths) for _, _, number, depths in programs["a"].log} == {(1, (0.5, 1.0)), (0, (1.0, 0.5))}
     work = execution.result.total
     assert work.credited_device_seconds < work.finished_device_seconds == pytest.approx(sum(one.device_seconds for one in jobs))
 
@@ -258,16 +258,17 @@ def test_what_cannot_be_run_is_an_error() -> None:
         execute(jobs, {"a": Toy(), "b": Toy()}, Cluster(1, 2, memory_bytes=100), policy(crowd), ThreadEngine())
 
 
-def test_a_worker_stays_where_its_process_is_and_takes_the_depth_that_is_done_first() -> None:
+def test_a_worker_stays_where_its_process_is_and_depths_rotate_with_the_iteration() -> None:
     planned = Iteration(0, (Task(0, 1, 0, 5.0, 3.0), Task(1, 1, 1, 8.0, 2.0), Task(2, 1, 2, 10.0, 1.0)), 12.0)
     free = {0: 6.0, 1: 5.0, 2: 5.0}
-    moved = pinned(planned, (0, 1, 2), free, 5.0)
-    ends = {task.worker: (task.device, task.depth, task.end_seconds) for task in moved.tasks}
-    assert ends == {0: (0, 1, 8.0), 1: (1, 0, 8.0), 2: (2, 2, 6.0)} and moved.ready_seconds == 9.0
-    shared = pinned(planned, (0, 0, 2), free, 7.0)
-    assert sorted((task.device, task.start_seconds) for task in shared.tasks)[0] == (0, 7.0)
-    assert len({(task.device, task.start_seconds) for task in shared.tasks}) == 3
-    assert pinned(moved, (0, 1, 2), free, 5.0) is moved
+    found = [pinned(planned, number, (0, 1, 2), free, 5.5) for number in (1, 2, 3, 4)]
+    assert [[next(task.depth for task in one.tasks if task.worker == worker) for worker in range(3)] for one in found] == [
+        [2, 1, 0], [1, 0, 2], [0, 2, 1], [2, 1, 0],
+    ]  # fmt: skip
+    assert [(task.worker, task.device, task.start_seconds, task.end_seconds) for task in found[0].tasks] == [(2, 2, 5.5, 8.5), (1, 1, 5.5, 7.5), (0, 0, 6.0, 7.0)]
+    assert found[0].ready_seconds == 9.5
+    shared = pinned(planned, 1, (0, 2, 2), free, 5.0)
+    assert [(task.device, task.start_seconds) for task in shared.tasks] == [(2, 5.0), (2, 8.0), (0, 6.0)]
 
 
 def test_a_run_that_was_cut_off_goes_on_where_its_checkpoints_are() -> None:
