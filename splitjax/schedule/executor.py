@@ -274,10 +274,10 @@ class _Executor:
         iteration = get_discipline(group.discipline).next_iteration(group, jobs, state)
         job, run = jobs[iteration.member], self.runs[ready[iteration.member].job]
         free = {device: times[DEVICE] for device, times in zip(group.devices, state.free_seconds)}
-        number_of_iteration = run.num_done + len(run.grants) + 1
-        iteration = pinned(iteration, number_of_iteration, run.devices, free, max(self.now, state.ready_seconds[iteration.member]))
+        next_number = run.num_done + len(run.grants) + 1
+        iteration = pinned(iteration, next_number, run.devices, free, max(self.now, state.ready_seconds[iteration.member]))
         depths = {task.worker: task.depth for task in iteration.tasks if task.resource == DEVICE}
-        order = StepOrder(number_of_iteration, tuple(job.profile.depths[depths[worker]].fraction for worker in range(job.num_workers)))
+        order = StepOrder(next_number, tuple(job.profile.depths[depths[worker]].fraction for worker in range(job.num_workers)))
         grant = Grant(run.number, number, order, iteration, self.now)
         self.last[number] = grant
         self.grants.append(grant)

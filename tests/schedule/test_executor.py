@@ -140,18 +140,18 @@ def test_tasks_of_different_depths_fill_each_others_holes_in_one_order_on_all_de
 
 
 class OpposedTokens(Tokens):
-    """As if every device chose by itself: even devices take the newest first of what has not begun there."""
+    """As if every device chose by itself: odd devices take the newest first of what has not begun there."""
 
     def grant(self, grant) -> None:
         for turn in grant.all_turns():
             queue = self._queues.setdefault(turn.place, collections.deque())
             begun = sum(one.started is not None for one in queue)
-            queue.insert(begun if turn.task.device % 2 == 0 else len(queue), turn)
+            queue.insert(begun if turn.task.device % 2 else len(queue), turn)
 
 
 @pytest.mark.parametrize("tokens", [Tokens, OpposedTokens])
 def test_opposed_orders_deadlock_without_the_global_order_and_not_with_it(tokens, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first job leaves device 1 before device 0. The second has its turn on 1, the third is granted; on 0 both wait, and with opposed orders the third comes
+    """The first job leaves device 0 before device 1. The second has its turn on 0, the third is granted; on 1 both wait, and with opposed orders the third comes
     first. Each then holds one device, waits in its exchange for the other, and gives up when its patience is over."""
     monkeypatch.setattr(executor_module, "Tokens", tokens)
     jobs = [job("first", num_iterations=1), job("second", num_iterations=1), job("third", num_iterations=1)]
