@@ -56,14 +56,15 @@ def pack(
     plan.keep()
     plan.join()
     last = plan.memory.get("packed", -math.inf)
-    wake = order.wake_seconds
+    wake = math.inf
     if plan.waste() > TOLERANCE:
         if view.now_seconds >= last + settle_seconds - 1e-6:
             plan.anew()
             last = view.now_seconds
         else:
-            wake = min(wake, last + settle_seconds)
-    return plan.assignment(wake, {"order": order.memory, "packed": last, "demand": plan.demands})
+            wake = last + settle_seconds
+    changes, memory = order.after(plan.devices())
+    return plan.assignment(min(wake, changes), {"order": memory, "packed": last, "demand": plan.demands})
 
 
 def demands(view: View, partial: bool) -> NDArray[np.float64]:
@@ -184,6 +185,13 @@ class _Plan:
             load, width = float(self.demand[cell.members].sum()), float(self.num_workers[cell.members].sum())
             have += width * min(1.0, len(cell.devices) / load)
         return 1 - have / best if best else 0.0
+
+    def devices(self) -> NDArray[np.float64]:
+        """f64[active], devices of its group by the share that it computes."""
+        found = np.zeros(len(self.view.active))
+        for cell in self.cells:
+            found[cell.members] = self.demand[cell.members] * (len(cell.devices) / self.demand[cell.members].sum())
+        return found
 
     def anew(self) -> None:
         """All groups again: jobs that are alike together, devices in proportion to demand."""
