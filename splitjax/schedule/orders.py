@@ -36,6 +36,11 @@ def srtf(view: View) -> Order:
     return Order(np.argsort(view.remaining_seconds, kind="stable"))
 
 
+def srsf(view: View) -> Order:
+    """Shortest remaining service first: time left times devices."""
+    return Order(np.argsort(view.remaining_seconds * view.num_workers, kind="stable"))
+
+
 def fifo(view: View) -> Order:
     """In order of arrival, after those that run."""
     return Order(np.argsort(view.group_of < 0, kind="stable"))
