@@ -8,10 +8,21 @@ from splitjax.schedule import policies as policies
 from splitjax.schedule.cluster import Cluster
 from splitjax.schedule.discipline import GroupState, Iteration, Rates, Task, discipline
 from splitjax.schedule.gang import gang
+from splitjax.schedule.generate import generate, offered_load, rescale
 from splitjax.schedule.jobs import Depth, Job, JobProfile, Stages
 from splitjax.schedule.policy import Assignment, Group, Member, Policy, View, get, names, register
 from splitjax.schedule.result import JobRecord, SimulationResult, Work
 from splitjax.schedule.simulator import Options, simulate
+from splitjax.schedule.traces import (
+    Throughputs,
+    Trace,
+    read_gavel,
+    read_muri,
+    read_philly,
+    read_profiles,
+    read_trace,
+    write_profiles,
+)
 
 __all__ = [
     "Assignment",
@@ -30,13 +41,24 @@ __all__ = [
     "SimulationResult",
     "Stages",
     "Task",
+    "Throughputs",
+    "Trace",
     "View",
     "Work",
     "discipline",
     "gang",
+    "generate",
     "get",
     "names",
+    "offered_load",
     "policies",
+    "read_gavel",
+    "read_muri",
+    "read_philly",
+    "read_profiles",
+    "read_trace",
     "register",
+    "rescale",
     "simulate",
+    "write_profiles",
 ]
