@@ -11,12 +11,23 @@ from splitjax.schedule.engine import Engine, Place, Program, StepOrder, WorkerTa
 from splitjax.schedule.execution import Execution, ExecutionOptions, TaskRecord
 from splitjax.schedule.executor import execute
 from splitjax.schedule.gang import gang
+from splitjax.schedule.generate import generate, offered_load, rescale
 from splitjax.schedule.jobs import Depth, Job, JobProfile, Stages
 from splitjax.schedule.policy import Assignment, Group, Member, Policy, View, get, names, register
 from splitjax.schedule.ray_engine import RayEngine, RayOptions
 from splitjax.schedule.result import JobRecord, SimulationResult, Work
 from splitjax.schedule.simulator import Options, simulate
 from splitjax.schedule.threads import ThreadEngine
+from splitjax.schedule.traces import (
+    Throughputs,
+    Trace,
+    read_gavel,
+    read_muri,
+    read_philly,
+    read_profiles,
+    read_trace,
+    write_profiles,
+)
 
 __all__ = [
     "Assignment",
@@ -45,15 +56,26 @@ __all__ = [
     "Task",
     "TaskRecord",
     "ThreadEngine",
+    "Throughputs",
+    "Trace",
     "View",
     "Work",
     "WorkerTask",
     "discipline",
     "execute",
     "gang",
+    "generate",
     "get",
     "names",
+    "offered_load",
     "policies",
+    "read_gavel",
+    "read_muri",
+    "read_philly",
+    "read_profiles",
+    "read_trace",
     "register",
+    "rescale",
     "simulate",
+    "write_profiles",
 ]

@@ -139,11 +139,19 @@ def place(free: NDArray[np.bool_], num_workers: int, cluster: Cluster) -> tuple[
     return tuple(chosen)
 
 
-def crossing_seconds(view: View, thresholds: Sequence[float]) -> float:
-    """The first time at which a job that runs now reaches the next of ascending `thresholds` of attained device-seconds."""
-    growing = view.attained_devices > 0
+def runs_after(view: View, decision: Assignment) -> NDArray[np.bool_]:
+    """bool[active], the jobs that are in a group once the decision is carried out."""
+    started = [member.job for group in decision.start for member in group.members]
+    kept = (view.group_of >= 0) & ~np.isin(view.group_of, decision.stop)
+    return kept | np.isin(view.active, started)
+
+
+def crossing_seconds(view: View, devices: NDArray[np.float64], thresholds: Sequence[float]) -> float:
+    """The first time at which a job reaches the next of ascending `thresholds` of attained device-seconds, if from now on they hold so many
+    `devices` (f64[active])."""
+    growing = devices > 0
     if not growing.any():
         return math.inf
     attained, limits = view.attained_device_seconds[growing], np.array([*thresholds, math.inf])
     following = limits[np.searchsorted(limits, attained + TOLERANCE, side="right")]
-    return view.now_seconds + float(np.min((following - attained) / view.attained_devices[growing]))
+    return view.now_seconds + float(np.min((following - attained) / devices[growing]))

@@ -24,9 +24,9 @@ from splitjax.schedule.orders import Order
 from splitjax.schedule.policy import Assignment, Group, Member, View
 
 MAX_MEMBERS = 4
-DENSITY = 1.2  # demand per device at which devices always have work: the list schedule's holes close between 1 and this
-TOLERANCE = 0.03
-SETTLE_SECONDS = 1800.0
+DENSITY = 1.4  # demand per device at which devices always have work: the list schedule's holes close between 1 and this
+TOLERANCE = 0.02
+SETTLE_SECONDS = 1200.0
 
 
 @dataclasses.dataclass
@@ -56,14 +56,15 @@ def pack(
     plan.keep()
     plan.join()
     last = plan.memory.get("packed", -math.inf)
-    wake = order.wake_seconds
+    wake = math.inf
     if plan.waste() > TOLERANCE:
         if view.now_seconds >= last + settle_seconds - 1e-6:
             plan.anew()
             last = view.now_seconds
         else:
-            wake = min(wake, last + settle_seconds)
-    return plan.assignment(wake, {"order": order.memory, "packed": last, "demand": plan.demands})
+            wake = last + settle_seconds
+    changes, memory = order.after(plan.devices())
+    return plan.assignment(min(wake, changes), {"order": memory, "packed": last, "demand": plan.demands})
 
 
 def demands(view: View, partial: bool) -> NDArray[np.float64]:
@@ -91,7 +92,8 @@ class _Plan:
         self.free = view.free.copy()
         self.cells: list[_Cell] = []
         self.stopped: list[int] = []
-        self.unplaced: list[int] = []
+        self.rank = np.empty(len(order.positions), np.int64)
+        self.rank[order.positions] = np.arange(len(order.positions))
 
     def keep(self) -> None:
         """What runs, without those that have to make way."""
@@ -134,7 +136,23 @@ class _Plan:
                 load[best] += demand
                 room[best] = len(cell.members) < self.max_members
             else:
-                self.unplaced.append(position)
+                self._replace(position, load)
+
+    def _replace(self, position: int, load: NDArray[np.float64]) -> None:
+        """A job that fits nowhere takes the place of one that is served later: of the last such, where it then fits."""
+        if not self.scarce:
+            return
+        rank = self.rank
+        for victim, index in sorted(((member, index) for index, cell in enumerate(self.cells[: len(load)]) for member in cell.members), key=lambda item: -rank[item[0]]):
+            if rank[victim] < rank[position]:
+                return
+            cell = self.cells[index]
+            after = load[index] - self.demand[victim] + self.demand[position]
+            others = [member for member in cell.members if member != victim]
+            if after <= 1.25 * self.density * len(cell.devices) and self._fits([*others, position]):
+                cell.members, cell.changed = [*others, position], True
+                load[index] = after
+                return
 
     def _alone(self, position: int, count: int) -> None:
         devices = place(self.free, count, self.view.cluster)
@@ -142,13 +160,17 @@ class _Plan:
         self.cells.append(_Cell([position], devices, changed=True))
 
     def _sparsest(self, position: int, densities: NDArray[np.float64]) -> int | None:
-        """Of the sparsest groups, in steps of a tenth, one whose jobs are like this one, and that has the memory."""
+        """Of the sparsest groups one whose jobs have this one's iteration time, if there is, and that has the memory."""
+        seconds, active = self.view.columns.iteration_seconds, self.view.active
+        found = None
         for index in np.argsort(densities, kind="stable")[:8].tolist():
-            if not math.isfinite(densities[index]):
-                return None
+            if not math.isfinite(densities[index]) or (found is not None and densities[index] > densities[found] + 0.15):
+                break
             if self._fits([*self.cells[index].members, position]):
-                return index
-        return None
+                if seconds[active[self.cells[index].members[0]]] == seconds[active[position]]:
+                    return index
+                found = index if found is None else found
+        return found
 
     def _fits(self, members: list[int]) -> bool:
         jobs = self.view.jobs
@@ -164,21 +186,29 @@ class _Plan:
             have += width * min(1.0, len(cell.devices) / load)
         return 1 - have / best if best else 0.0
 
+    def devices(self) -> NDArray[np.float64]:
+        """f64[active], devices of its group by the share that it computes."""
+        found = np.zeros(len(self.view.active))
+        for cell in self.cells:
+            found[cell.members] = self.demand[cell.members] * (len(cell.devices) / self.demand[cell.members].sum())
+        return found
+
     def anew(self) -> None:
         """All groups again: jobs that are alike together, devices in proportion to demand."""
         num_devices = self.view.cluster.num_devices
         columns, active = self.view.columns, self.view.active
         positions = np.flatnonzero(self.admitted)
-        positions = positions[np.lexsort((active[positions], columns.iteration_seconds[active[positions]], -self.num_workers[positions]))].tolist()
-        groups: list[list[int]] = []
+        seconds = columns.iteration_seconds[active]
         single: list[list[int]] = []
-        for position in positions:
+        classes: dict[float, list[int]] = {}
+        for position in positions[np.lexsort((active[positions], -self.num_workers[positions], seconds[positions]))].tolist():
             if not self.scarce or self.demand[position] > self.num_workers[position] - 1e-9:
                 single.append([position])
-            elif groups and len(groups[-1]) < self.max_members and self._fits([*groups[-1], position]):
-                groups[-1].append(position)
             else:
-                groups.append([position])
+                classes.setdefault(float(seconds[position]), []).append(position)
+        # Jobs in step pack best, so none is put to jobs of another iteration time unless it would be alone.
+        odd = [members.pop() for members in classes.values() if len(members) == 1]
+        groups = [part for members in [*classes.values(), odd] for part in self._parts(members)]
         sizes = [int(self.num_workers[members].sum()) for members in single]
         sizes += _shares([float(self.demand[members].sum()) for members in groups], [int(self.num_workers[members].sum()) for members in groups], num_devices - sum(sizes))
         before = {tuple(sorted(cell.members)): cell for cell in self.cells if cell.number >= 0 and not cell.changed}
@@ -198,6 +228,18 @@ class _Plan:
             self.free[list(devices)] = False
             cells.append(_Cell(members, devices, changed=True))
         self.cells = cells
+
+    def _parts(self, members: list[int]) -> list[list[int]]:
+        """Groups of as equal a number of jobs as can be, at most `max_members` and what memory holds; wide and narrow ones in each."""
+        count = -(-len(members) // self.max_members)
+        parts: list[list[int]] = [[] for _ in range(count)]
+        for index, member in enumerate(members):
+            part = parts[index % count]
+            if self._fits([*part, member]):
+                part.append(member)
+            else:
+                parts.append([member])
+        return [part for part in parts if part]
 
     def assignment(self, wake_seconds: float, memory: Any) -> Assignment:
         """The change from what runs."""

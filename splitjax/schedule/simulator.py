@@ -184,7 +184,7 @@ class _Run:
         view = self.progress.view(self.now, self.cluster, self.active, self.sums.fair, MappingProxyType(self.groups), self.free, self.memory)
         decision: Assignment = self.policy.decide(view)
         self.memory = decision.memory
-        self.wake_at = decision.wake_seconds if decision.wake_seconds > self.now else math.inf
+        self.wake_at = decision.wake_seconds if decision.wake_seconds > self.now and len(self.active) else math.inf
         held: dict[int, tuple[frozenset[int], float]] = {}  # where the jobs of ending groups are, and from when they compute
         states: list[tuple[_Running, float]] = []
         for group in decision.stop:

@@ -21,6 +21,7 @@ from splitjax.schedule.policy import Assignment, Group, View, register
 
 _PAPER = "Kumar et al., Partial backpropagation and JigSaw (arXiv 2111.10672); list scheduling: Graham, Bounds on Multiprocessing Timing Anomalies (1969)"
 _RIVAL = "The packing of `jigsaw` without partial backpropagation, to tell what each contributes"
+_FULL_DENSITY = 1.7  # best without partial backpropagation: all tasks are of full length, and more of them have to wait at a device to keep it busy
 _WARM_UP, _MEASURED = 4, 48  # iterations of the slowest member, before and while steady rates are measured
 
 
@@ -45,19 +46,19 @@ def jigsaw_fifo(view: View) -> Assignment:
 @register("interleave", paper=_RIVAL, order="srtf")
 def interleave(view: View) -> Assignment:
     """JigSaw's packing at full depth, the job with the least time left first."""
-    return pack(view, srtf(view), "interleave", partial=False)
+    return pack(view, srtf(view), "interleave", partial=False, density=_FULL_DENSITY)
 
 
 @register("interleave-las", paper=_RIVAL, order="las")
 def interleave_las(view: View) -> Assignment:
     """JigSaw's packing at full depth, the job that has had the least device time first."""
-    return pack(view, las(view), "interleave", partial=False)
+    return pack(view, las(view), "interleave", partial=False, density=_FULL_DENSITY)
 
 
 @register("interleave-fifo", paper=_RIVAL, order="fifo")
 def interleave_fifo(view: View) -> Assignment:
     """JigSaw's packing at full depth, first in, first out."""
-    return pack(view, fifo(view), "interleave", partial=False)
+    return pack(view, fifo(view), "interleave", partial=False, density=_FULL_DENSITY)
 
 
 def _depths(profile: JobProfile, num_workers: int, partial: bool) -> tuple[int, ...]:

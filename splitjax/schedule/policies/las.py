@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
-from splitjax.schedule.gang import TOLERANCE, crossing_seconds, gang
+from splitjax.schedule.gang import TOLERANCE, crossing_seconds, gang, runs_after
 from splitjax.schedule.memory import carry
 from splitjax.schedule.policy import Assignment, View, register
 
@@ -19,12 +20,15 @@ def las(view: View, *, thresholds: Sequence[float] = THRESHOLDS, consolidate: bo
 
     **Arguments:**
 
-    - `thresholds`: device-seconds at which a job falls into the next queue (default: those of the paper's public simulator); within a queue, first
-      to enter it is first served.
+    - `thresholds`: device-seconds at which a job falls into the next queue (default: those of the paper's public simulator). Within a queue what runs
+      goes on, before what waits in the order in which it came to wait there.
     - `consolidate`: as in `gang`.
     """
     queue = np.searchsorted(np.asarray(thresholds) - TOLERANCE, view.attained_device_seconds, side="right")
-    before = carry(view, view.memory, queue=-1, entered=0.0)
-    entered = np.where(before["queue"] == queue, before["entered"], np.where(queue == 0, view.arrival_seconds, view.now_seconds))
-    memory = {"jobs": view.active, "queue": queue, "entered": entered}
-    return gang(view, queue, entered, consolidate=consolidate, wake_seconds=crossing_seconds(view, thresholds), memory=memory)
+    before = carry(view, view.memory, queue=-1, place=np.inf)
+    place = np.where(before["queue"] == queue, before["place"], np.inf)
+    decision = gang(view, queue, place, consolidate=consolidate)
+    running = runs_after(view, decision)
+    place[np.lexsort((place, ~running, queue))] = np.arange(len(place))
+    wake = crossing_seconds(view, running * view.num_workers, thresholds)
+    return dataclasses.replace(decision, wake_seconds=wake, memory={"jobs": view.active, "queue": queue, "place": place})
