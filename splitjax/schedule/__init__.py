@@ -6,6 +6,7 @@ that workers of unequal depth leave are filled with other jobs' tasks. `docs/sch
 
 from splitjax.schedule import policies as policies
 from splitjax.schedule.cluster import Cluster
+from splitjax.schedule.compare import Comparison, compare
 from splitjax.schedule.discipline import GroupState, Iteration, Rates, Task, discipline
 from splitjax.schedule.engine import Engine, Place, Program, StepOrder, WorkerTask
 from splitjax.schedule.execution import Execution, ExecutionOptions, TaskRecord
@@ -32,6 +33,7 @@ from splitjax.schedule.traces import (
 __all__ = [
     "Assignment",
     "Cluster",
+    "Comparison",
     "Depth",
     "Engine",
     "Execution",
@@ -61,6 +63,7 @@ __all__ = [
     "View",
     "Work",
     "WorkerTask",
+    "compare",
     "discipline",
     "execute",
     "gang",
