@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import importlib.util
 import itertools
 
 import numpy as np
@@ -19,6 +20,7 @@ from splitjax.schedule import (
     JobProfile,
     Member,
     Policy,
+    RayEngine,
     Task,
     ThreadEngine,
     discipline,
@@ -276,3 +278,9 @@ def test_a_run_that_was_cut_off_goes_on_where_its_checkpoints_are() -> None:
     execution = execute([job("a", num_iterations=6)], {"a": toy}, TWO, "gang-fifo", ThreadEngine())
     assert [number for _, worker, number, _ in toy.log if worker == 0] == [5, 6]
     assert execution.metrics["a"] == {"loss": 21.0} and PROFILE.depths[0].fraction == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+def test_without_ray_its_engine_says_what_to_install() -> None:
+    with pytest.raises(ScheduleError, match=r"splitjax\[ray\]"):
+        RayEngine(TWO)

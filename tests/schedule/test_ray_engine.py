@@ -68,21 +68,40 @@ class CountedTask:
 @pytest.fixture(scope="module")
 def ray_started():
     """Ray for all tests here: their own engines find it and leave it alone."""
-    before = listening()
     engine = RayEngine(TWO)
-    yield before
+    yield
     engine.close()
 
 
-def listening() -> set[tuple[str, int]]:
-    """Address (hexadecimal, as the kernel has it) and port of all sockets that listen on this machine."""
+def descendants() -> set[int]:
+    """Processes that this one has started, and those that they have."""
+    parents = {}
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            pass  # it has ended
+    found = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {os.getpid()}
+
+
+def listening(pids: set[int]) -> set[str]:
+    """Addresses, in hexadecimal as the kernel has them, on which these processes listen."""
+    sockets = set()
+    for pid in pids:
+        for file in pathlib.Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                sockets.add(os.readlink(file))
+            except OSError:
+                pass
     found = set()
     for file in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in pathlib.Path(file).read_text().splitlines()[1:]:
-            _, local, _, state, *_ = line.split()
-            if state == "0A":
-                address, port = local.split(":")
-                found.add((address, int(port, 16)))
+            _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
+            if state == "0A" and f"socket:[{inode}]" in sockets:
+                found.add(local.split(":")[0])
     return found
 
 
@@ -92,8 +111,9 @@ def test_processes_are_pinned_and_one_that_is_killed_harms_nobody_else(ray_start
     jobs = [Job("killed", 0.0, 1, 30, PROFILE), Job("other", 0.0, 1, 30, PROFILE)]
     programs = {"killed": Counted(tmp_path, 0, 20), "other": Counted(tmp_path)}
     engine = RayEngine(TWO, RayOptions(cores=cores, environment=lambda place: {"MARK": str(place.device)}))
-    opened = {address for address, _ in listening() - ray_started}
+    addresses = listening(descendants())
     execution = execute(jobs, programs, TWO, "gang-fifo", engine, ExecutionOptions(checkpoint_every_seconds=0.1))
+    addresses |= listening(descendants())
     assert not execution.failed and execution.restarts == {"killed": 1, "other": 0}
     devices = {one.job: one.device for one in execution.tasks}
     for job in jobs:
@@ -102,7 +122,7 @@ def test_processes_are_pinned_and_one_that_is_killed_harms_nobody_else(ray_start
     assert records["killed"].num_starts == 2 and records["other"].num_starts == 1
     # On the loopback only: 127.0.0.1 or ::1, or the former as the latter's kind of address.
     loopback = {socket.inet_aton("127.0.0.1")[::-1].hex().upper(), "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
-    assert opened <= loopback, opened
+    assert addresses and addresses <= loopback
 
 
 @dataclasses.dataclass(frozen=True)
