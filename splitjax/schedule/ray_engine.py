@@ -265,8 +265,10 @@ def _connect(options: RayOptions) -> tuple[Any, bool]:
             remedy=f"make the engine before anything imports ray, with {_CLUSTER} unset or 0; or give the address as node_ip",
         )  # fmt: skip
     ray.init(
-        address="local", include_dashboard=False, _node_ip_address=options.node_ip, num_cpus=os.cpu_count(), object_store_memory=_STORE_BYTES, **quiet
-    )
+        address="local", include_dashboard=False, _node_ip_address=options.node_ip, num_cpus=os.cpu_count(), object_store_memory=_STORE_BYTES,
+        _system_config={"worker_niceness": 0},  # Ray's workers give way to everything else otherwise, and tokens would be held by processes that do not run
+        **quiet,
+    )  # fmt: skip
     return ray, True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import importlib.util
 import itertools
 
@@ -21,10 +22,12 @@ from splitjax.schedule import (
     Member,
     Policy,
     RayEngine,
+    Stages,
     Task,
     ThreadEngine,
     discipline,
     execute,
+    names,
     simulate,
 )
 from splitjax.schedule import executor as executor_module
@@ -139,6 +142,16 @@ def test_tasks_of_different_depths_fill_each_others_holes_in_one_order_on_all_de
     assert {(number % 2, depths) for _, _, number, depths in programs["a"].log} == {(1, (0.5, 1.0)), (0, (1.0, 0.5))}
     work = execution.result.total
     assert work.credited_device_seconds < work.finished_device_seconds == pytest.approx(sum(one.device_seconds for one in jobs))
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_policy_runs_for_real(name: str) -> None:
+    staged = dataclasses.replace(PROFILE, name="staged", stages=Stages(0.002, 0.002, 0.01, 0.002))
+    jobs = [job("a", 2, 4, profile=staged), job("b", 1, 4, 0.02), job("c", 2, 4, 0.02, profile=staged)]
+    programs = {one.name: Toy(seconds=0.002) for one in jobs}
+    execution = execute(jobs, programs, TWO, name, ThreadEngine())
+    assert not execution.failed and not overlaps(execution)
+    assert execution.metrics == {one.name: {"loss": 10.0} for one in jobs}
 
 
 class OpposedTokens(Tokens):
