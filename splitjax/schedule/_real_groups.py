@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from splitjax.errors import ScheduleError
 from splitjax.schedule.cluster import Cluster
@@ -109,3 +109,18 @@ def check_decision(decision: Assignment, jobs: Sequence[Job], cluster: Cluster, 
                     f"jobs that share a device need {needed} of its {cluster.memory_bytes} bytes", value=[jobs[job].name for job in members],
                     place=f"device {device}, {place}",
                 )  # fmt: skip
+
+
+def check_jobs(jobs: Sequence[Job], programs: Collection[str], cluster: Cluster) -> None:
+    """Raises `ScheduleError` for jobs that have no program (`programs`: names) or are too wide."""
+    if not jobs:
+        raise ScheduleError("there is no job to run", place="jobs")
+    names = [job.name for job in jobs]
+    if len(set(names)) < len(names) or set(names) - set(programs):
+        raise ScheduleError("every job needs a name and a program of its own", value=names, place="programs", remedy="give programs={job.name: program, ...}")
+    for job in jobs:
+        if job.num_workers > cluster.num_devices:
+            raise ScheduleError(
+                f"job {job.name!r} wants {job.num_workers} devices, the cluster has {cluster.num_devices}", value=job.num_workers, place=f"cluster {cluster}",
+                remedy="take a larger cluster",
+            )  # fmt: skip

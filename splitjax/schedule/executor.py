@@ -19,7 +19,7 @@ import numpy as np
 
 from splitjax.errors import ScheduleError
 from splitjax.schedule._progress import Integrals, Progress, iteration_work
-from splitjax.schedule._real_groups import Standing, check_decision, group_state, pinned
+from splitjax.schedule._real_groups import Standing, check_decision, check_jobs, group_state, pinned
 from splitjax.schedule._real_jobs import JobRun, Status
 from splitjax.schedule.cluster import Cluster
 from splitjax.schedule.discipline import get_discipline
@@ -57,7 +57,7 @@ def execute(
 class _Executor:
     def __init__(self, jobs: tuple[Job, ...], programs: Mapping[str, Program], cluster: Cluster, policy: Policy, engine: Engine, options: ExecutionOptions):
         self.jobs, self.cluster, self.policy, self.engine, self.options = jobs, cluster, policy, engine, options
-        _check(jobs, programs, cluster)
+        check_jobs(jobs, programs, cluster)
         self.columns = JobColumns.of(jobs)
         self.progress, self.sums, self.tokens = Progress(jobs, self.columns), Integrals(cluster.num_devices), Tokens()
         self.runs = [JobRun(number, job, programs[job.name]) for number, job in enumerate(jobs)]
@@ -387,17 +387,3 @@ class _Executor:
         by_name = lambda value: {run.job.name: value(run) for run in self.runs}
         failed = {run.job.name: run.failed for run in self.runs if run.failed}
         return Execution(result, tuple(self.tasks), by_name(lambda run: run.metrics), by_name(lambda run: run.restarts), failed)
-
-
-def _check(jobs: Sequence[Job], programs: Mapping[str, Program], cluster: Cluster) -> None:
-    if not jobs:
-        raise ScheduleError("there is no job to run", place="jobs")
-    names = [job.name for job in jobs]
-    if len(set(names)) < len(names) or set(names) - set(programs):
-        raise ScheduleError("every job needs a name and a program of its own", value=names, place="programs", remedy="give programs={job.name: program, ...}")
-    for job in jobs:
-        if job.num_workers > cluster.num_devices:
-            raise ScheduleError(
-                f"job {job.name!r} wants {job.num_workers} devices, the cluster has {cluster.num_devices}", value=job.num_workers, place=f"cluster {cluster}",
-                remedy="take a larger cluster",
-            )  # fmt: skip
