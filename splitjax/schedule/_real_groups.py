@@ -15,11 +15,12 @@ from splitjax.schedule.tokens import Grant
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """A job as its discipline sees it: iterations done or granted, those still to be granted, and device time computed."""
+    """A job as its discipline sees it: iterations done or granted, those still to be granted, device time computed, and since when it has nothing under way."""
 
     iterations: int
     remaining: int
     device_seconds: float
+    ready_seconds: float
 
 
 def group_state(group: Group, standings: Sequence[Standing], grants: Iterable[Grant], now: float) -> GroupState:
@@ -49,7 +50,7 @@ def group_state(group: Group, standings: Sequence[Standing], grants: Iterable[Gr
         ready[grant.job] = max(now, max(ends) + grant.iteration.ready_seconds - planned)
     return GroupState(
         now, tuple(one.iterations for one in standings), tuple(float(one.remaining) for one in standings),
-        tuple(ready.get(member.job, now) for member in group.members), tuple(one.device_seconds for one in standings),
+        tuple(ready.get(member.job, one.ready_seconds) for member, one in zip(group.members, standings)), tuple(one.device_seconds for one in standings),
         tuple((times[0], times[1], times[2], times[3]) for times in free.values()),
     )  # fmt: skip
 

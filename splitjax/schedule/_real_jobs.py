@@ -32,7 +32,7 @@ class JobRun:
     - `wanted`: where its policy wants it; None to wait. `devices`: where its processes are.
     - `attempt`: tells reports of different starts apart. `asked`: since when an answer is due.
     - `num_done`, `num_saved`: iterations, and those of them in the newest checkpoint, of `saved_at`; `unsaved`: the work of the rest.
-    - `grants`: under way; only the first one's tasks can run. `device_seconds`: computed.
+    - `grants`: under way; only the first one's tasks can run. `ready_at`: when the last one was over. `device_seconds`: computed.
     """
 
     def __init__(self, number: int, job: Job, program: Program):
@@ -42,7 +42,7 @@ class JobRun:
         self.devices: tuple[int, ...] = ()
         self.attempt, self.restarts, self.failed = -1, 0, ""
         self.num_done = self.num_saved = 0
-        self.saved_at = self.asked = self.device_seconds = 0.0
+        self.saved_at = self.asked = self.ready_at = self.device_seconds = 0.0
         self.grants: list[Grant] = []
         self.metrics: Mapping[str, float] = {}
         self.unsaved: list[NDArray[np.float64]] = []

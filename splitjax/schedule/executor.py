@@ -288,7 +288,7 @@ class _Executor:
     def _standing(self, run: JobRun) -> Standing:
         flying = sum(turn.task.seconds for turn in self._under_way(run) if turn.task.resource == DEVICE)
         granted = run.num_done + len(run.grants)
-        return Standing(granted, run.job.num_iterations - granted, run.device_seconds + flying)
+        return Standing(granted, run.job.num_iterations - granted, run.device_seconds + flying, run.ready_at)
 
     def _under_way(self, run: JobRun) -> list[Turn]:
         return [turn for grant in run.grants for turn in grant.all_turns() if turn.ended is None]
@@ -338,7 +338,7 @@ class _Executor:
             self._died(run, f"worker {report.worker}: {report.reason}")
         elif report.kind is Kind.STARTED:
             self._set_done(run, report.number)
-            run.num_saved, run.status, run.saved_at = report.number, Status.RUNNING, self.now
+            run.num_saved, run.status, run.saved_at, run.ready_at = report.number, Status.RUNNING, self.now, self.now
         elif report.kind is Kind.SAVED:
             run.saved(report.number, self.now)
         elif run.grants and run.grants[0].order.number == report.number:
@@ -362,7 +362,7 @@ class _Executor:
     def _over(self, run: JobRun, grant: Grant) -> None:
         run.grants.remove(grant)
         self.grants.remove(grant)
-        run.num_done += 1
+        run.num_done, run.ready_at = run.num_done + 1, self.now
         run.metrics = grant.metrics
         self.progress.remaining[run.number] -= 1
         seconds = sum(turn.ended - turn.started for turn in grant.all_turns() if turn.task.resource == DEVICE)
