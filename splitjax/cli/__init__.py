@@ -22,6 +22,7 @@ from splitjax.cli.lint import Lint
 from splitjax.cli.plan import ShowPlan
 from splitjax.cli.profile import ShowProfile
 from splitjax.cli.report import ShowReport
+from splitjax.cli.simulate import Simulate
 from splitjax.cli.train import Train
 from splitjax.errors import SplitjaxError
 
@@ -35,6 +36,7 @@ Command = (
     | Annotated[ShowReport, tyro.conf.subcommand("report")]
     | Annotated[ShowProfile, tyro.conf.subcommand("profile")]
     | Annotated[Launch, tyro.conf.subcommand("launch")]
+    | Annotated[Simulate, tyro.conf.subcommand("simulate")]
     | Annotated[Lint, tyro.conf.subcommand("lint")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )

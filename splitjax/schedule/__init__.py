@@ -6,6 +6,7 @@ that workers of unequal depth leave are filled with other jobs' tasks. `docs/sch
 
 from splitjax.schedule import policies as policies
 from splitjax.schedule.cluster import Cluster
+from splitjax.schedule.compare import Comparison, compare
 from splitjax.schedule.discipline import GroupState, Iteration, Rates, Task, discipline
 from splitjax.schedule.gang import gang
 from splitjax.schedule.generate import generate, offered_load, rescale
@@ -27,6 +28,7 @@ from splitjax.schedule.traces import (
 __all__ = [
     "Assignment",
     "Cluster",
+    "Comparison",
     "Depth",
     "Group",
     "GroupState",
@@ -45,6 +47,7 @@ __all__ = [
     "Trace",
     "View",
     "Work",
+    "compare",
     "discipline",
     "gang",
     "generate",

@@ -72,19 +72,19 @@ class Work:
 
     @property
     def rate(self) -> float:
-        """Finished full-backpropagation device-seconds per device-second."""
-        return self.finished_device_seconds / self.device_seconds if self.device_seconds else 0.0
+        """Finished full-backpropagation device-seconds per device-second; NaN over no time."""
+        return self.finished_device_seconds / self.device_seconds if self.device_seconds else math.nan
 
     @property
     def credited_rate(self) -> float:
         """The same, only backward work really done counted."""
-        return self.credited_device_seconds / self.device_seconds if self.device_seconds else 0.0
+        return self.credited_device_seconds / self.device_seconds if self.device_seconds else math.nan
 
     @property
     def bound(self) -> float:
         """The rate that perfect packing of just these iterations would have: no policy of partial backpropagation exceeds it."""
         floor = max(self.floor_device_seconds)
-        return self.finished_device_seconds / floor if floor else math.inf
+        return self.finished_device_seconds / floor if floor else math.nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,25 +153,34 @@ class SimulationResult:
 
     def iteration_efficiency(self, baseline: SimulationResult | None = None) -> float:
         """Finished iterations, each at its full-backpropagation device-seconds, per device-second over the busy part; relative to the same of
-        `baseline`, gang scheduling with the same order, where given."""
-        return self.busy_part.rate / (baseline.busy_part.rate if baseline else 1.0)
+        `baseline`, gang scheduling with the same order, where given. NaN if the cluster was never busy."""
+        return _over(self.busy_part.rate, baseline and baseline.busy_part.rate)
 
     def cost_efficiency(self, baseline: SimulationResult | None = None) -> float:
         """The same, but an iteration counts only for the work really done, skipped backward work left out."""
-        return self.busy_part.credited_rate / (baseline.busy_part.credited_rate if baseline else 1.0)
+        return _over(self.busy_part.credited_rate, baseline and baseline.busy_part.credited_rate)
 
     def bound(self, baseline: SimulationResult | None = None) -> float:
         """The `iteration_efficiency` that perfect packing of the iterations finished in the busy part would have had."""
-        return self.busy_part.bound / (baseline.busy_part.rate if baseline else 1.0)
+        return _over(self.busy_part.bound, baseline and baseline.busy_part.rate)
 
     def figures(self, baseline: SimulationResult | None = None) -> dict[str, Any]:
-        """The figures as JSON values."""
+        """The figures as JSON values; null where the cluster was never busy."""
         unfair = self.unfairness
         return {
             "policy": self.policy, "cluster": str(self.cluster), "num_jobs": len(self.records),
             "avg_jct": self.avg_jct, "p99_jct": self.p99_jct, "makespan": self.makespan, "queueing": self.queueing, "busy": self.busy,
-            "iteration_efficiency": self.iteration_efficiency(baseline), "cost_efficiency": self.cost_efficiency(baseline), "bound": self.bound(baseline),
+            "iteration_efficiency": _known(self.iteration_efficiency(baseline)), "cost_efficiency": _known(self.cost_efficiency(baseline)),
+            "bound": _known(self.bound(baseline)),
             "baseline": baseline.policy if baseline else None, "busy_part_seconds": self.busy_part.seconds,
             "unfairness_mean": float(unfair.mean()), "unfairness_max": float(unfair.max()),
             "restarts": sum(record.num_starts - 1 for record in self.records), "decisions": self.num_decisions,
         }  # fmt: skip
+
+
+def _over(value: float, base: float | None) -> float:
+    return value if base is None else value / base if base else math.nan
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None

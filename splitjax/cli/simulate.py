@@ -1,0 +1,114 @@
+"""`splitjax simulate`: many training jobs on one cluster, under one policy after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+
+from rich.console import Console
+
+from splitjax.cli._model_command import write_file
+from splitjax.cli._options import OptionValueError, Traceback, check_positive
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulate(Traceback):
+    """Simulate scheduling policies on a trace of training jobs (Philly or Muri tables, plain or gzip): completion times, makespan, efficiency."""
+
+    trace: pathlib.Path | None = None
+    """The trace."""
+    cluster: str = "16x8"
+    """Nodes x devices per node."""
+    policy: str = "gang-srtf,gang-las"
+    """Names of policies, with commas between; `--list` shows them."""
+    load: float | None = None
+    """Draw Poisson arrivals at this load (device time that jobs ask for, with full backpropagation, over that of the cluster); the trace's own if not given."""
+    seed: int = 0
+    """Decides arrivals and order of jobs that are drawn."""
+    jobs: int | None = None
+    """With `--load`: draw so many jobs, with replacement; every job of the trace once if not given."""
+    tags: str | None = None
+    """Take only jobs of these virtual clusters (Philly) or models (Muri), with commas between."""
+    min_workers: int = 1
+    """Leave out jobs with fewer workers."""
+    max_workers: int | None = None
+    """Leave out jobs with more workers; those that exceed the cluster are left out, and counted, either way."""
+    skip_malformed: bool = False
+    """Leave out rows that cannot be read instead of stopping at the first."""
+    memory_gb: float | None = None
+    """Memory of each device in GB (1e9 bytes); not looked at if not given."""
+    restart_seconds: float = 30.0
+    """What a job loses whenever it gets devices."""
+    interval_seconds: float = 0.0
+    """Decide on multiples of this only."""
+    exact: bool = False
+    """Run iteration by iteration (small cases)."""
+    json: pathlib.Path | None = None
+    """Write the figures to this file too."""
+    plot: pathlib.Path | None = None
+    """Draw completion times and a Gantt chart for each policy to this file too (PNG, SVG, PDF; needs matplotlib)."""
+    list: bool = False
+    """Show the policies and their papers, and stop."""
+
+    def run(self, console: Console) -> int:
+        from splitjax import schedule
+
+        if self.list:
+            for name in schedule.names():
+                policy = schedule.get(name)
+                console.print(f"[bold]{name}[/bold]  {policy.summary}\n    {policy.paper}", highlight=False, soft_wrap=True)
+            return 0
+        if self.trace is None:
+            raise OptionValueError("there is nothing to simulate", place="--trace", remedy="name a trace, or --list for the policies")
+        check_positive(load=self.load, jobs=self.jobs, min_workers=self.min_workers, max_workers=self.max_workers, memory_gb=self.memory_gb)
+        if self.jobs is not None and self.load is None:
+            raise OptionValueError("--jobs draws jobs, which takes a load", value=self.jobs, place="--jobs", remedy="give --load too")
+        cluster = schedule.Cluster.parse(self.cluster, memory_bytes=round(1e9 * (self.memory_gb or 0)))
+        names = _split(self.policy)
+        if not names:
+            raise OptionValueError("no policy is named", place="--policy", remedy="name one of " + ", ".join(schedule.names()))
+        for name in names:
+            schedule.get(name)  # a mistake is told before a long trace is read
+        options = schedule.Options(self.restart_seconds, self.interval_seconds, exact=self.exact, spans=self.plot is not None)
+        jobs = self._jobs(cluster, console)
+        console.print(
+            f"{len(jobs):,} jobs on {cluster} = {cluster.num_devices:,} devices, load {schedule.offered_load(jobs, cluster):.2f}", highlight=False, soft_wrap=True
+        )
+        with console.status("simulating") as status:
+            found = schedule.compare(jobs, cluster, names, options, on_start=lambda name: status.update(f"simulating {name}"))
+        console.print(*found.tables())
+        if self.json is not None:
+            settings = {
+                "trace": str(self.trace), "cluster": str(cluster), "num_jobs": len(jobs), "load": schedule.offered_load(jobs, cluster), "seed": self.seed,
+                "restart_seconds": self.restart_seconds, "interval_seconds": self.interval_seconds, "exact": self.exact,
+            }  # fmt: skip
+            settings["load"] = settings["load"] if settings["load"] < float("inf") else None
+            write_file(self.json, json.dumps({**settings, "policies": found.to_json()}, indent=1) + "\n", "--json")
+            console.print(f"figures: {self.json}", highlight=False)
+        if self.plot is not None:
+            from splitjax.schedule.plot import write_plot
+
+            write_plot(self.plot, found.results)
+            console.print(f"plot: {self.plot}", highlight=False)
+        return 0
+
+    def _jobs(self, cluster, console: Console):  # type: ignore[no-untyped-def]
+        from splitjax import schedule
+
+        trace = schedule.read_trace(self.trace, skip_malformed=self.skip_malformed)
+        if trace.skipped:
+            (line, why), count = trace.skipped[0], len(trace.skipped)
+            console.print(f"skipped {count} malformed row{'s' * (count > 1)}; the first, line {line}: {why}", highlight=False, soft_wrap=True, markup=False)
+        limit = min(cluster.num_devices, self.max_workers or cluster.num_devices)
+        chosen = trace.only(tags=_split(self.tags or ""), min_workers=self.min_workers, max_workers=self.max_workers).jobs
+        jobs = tuple(job for job in chosen if job.num_workers <= limit)
+        if len(jobs) < len(chosen):
+            console.print(f"left out {len(chosen) - len(jobs)} jobs that are wider than the cluster", highlight=False, soft_wrap=True)
+        if not jobs:
+            raise OptionValueError("no job of the trace is left", value=str(self.trace), place="--trace", remedy="ask for other tags or numbers of workers")
+        return jobs if self.load is None else schedule.generate(jobs, cluster, load=self.load, seed=self.seed, num_jobs=self.jobs)
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
