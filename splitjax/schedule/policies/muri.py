@@ -213,11 +213,14 @@ def muri_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iter
         lag = [sum(phases[: (_KINDS - offset) % _KINDS]) for offset in offsets]  # into the first cycle, when a member is on the first resource
         cycle = sum(phases)
         known = [ready - lag[index] - done * cycle for index, (done, ready) in enumerate(zip(state.iterations, state.ready_seconds)) if done]
-        first = known[0] if known else max(begin, *state.ready_seconds)
+        first = max(known) if known else max(begin, *state.ready_seconds)
         begin = first + lag[member] + state.iterations[member] * cycle
         at = (_KINDS - offsets[member]) % _KINDS
         starts = [begin + sum(phases[(at + index) % _KINDS] for index in range(kind)) for kind in range(_KINDS)]
         end = begin + cycle
+    index_of = {device: index for index, device in enumerate(group.devices)}  # what is still under way from before the group began is let out first
+    late = max([0.0, *(state.free_seconds[index_of[device]][kind] - starts[kind] for device in devices for kind in range(_KINDS) if times[kind] > 0)])
+    starts, end = [start + late for start in starts], end + late
     tasks = tuple(
         Task(worker, device, 0, starts[kind], times[kind], kind)
         for worker, device in enumerate(devices) for kind in range(_KINDS) if times[kind] > 0
