@@ -200,10 +200,10 @@ def _rates(group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
 @discipline("muri", _rates)
 def muri_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iteration:
     """One cycle after the other; the stages of an iteration are a phase apart. A job alone overlaps its own stages as its iteration time says."""
-    member = min((index for index, left in enumerate(state.remaining_iterations) if left > 0), key=lambda index: (state.ready_seconds[index], index))
+    left = [index for index, remaining in enumerate(state.remaining_iterations) if remaining > 0]
     begin = max(state.now_seconds, max(map(max, state.free_seconds)) if not any(state.iterations) else 0.0)
-    times, devices = stage_seconds(jobs[member].profile), group.members[member].devices
     if len(jobs) == 1:
+        member, times = 0, stage_seconds(jobs[0].profile)
         begin = max(begin, state.ready_seconds[0])
         squeeze = min(1.0, jobs[0].profile.iteration_seconds / sum(times))
         starts = [begin + squeeze * sum(times[:kind]) for kind in range(_KINDS)]
@@ -214,10 +214,13 @@ def muri_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iter
         cycle = sum(phases)
         known = [ready - lag[index] - done * cycle for index, (done, ready) in enumerate(zip(state.iterations, state.ready_seconds)) if done]
         first = max(known) if known else max(begin, *state.ready_seconds)
-        begin = first + lag[member] + state.iterations[member] * cycle
+        begins = [first + lag[index] + done * cycle for index, done in enumerate(state.iterations)]
+        member = min(left, key=lambda index: (begins[index], index))
+        times, begin = stage_seconds(jobs[member].profile), begins[member]
         at = (_KINDS - offsets[member]) % _KINDS
         starts = [begin + sum(phases[(at + index) % _KINDS] for index in range(kind)) for kind in range(_KINDS)]
         end = begin + cycle
+    devices = group.members[member].devices
     index_of = {device: index for index, device in enumerate(group.devices)}  # what is still under way from before the group began is let out first
     late = max([0.0, *(state.free_seconds[index_of[device]][kind] - starts[kind] for device in devices for kind in range(_KINDS) if times[kind] > 0)])
     starts, end = [start + late for start in starts], end + late
