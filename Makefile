@@ -7,9 +7,9 @@ JOBS ?= 2
 
 BIN := $(VENV)/bin
 # Tests of the package itself, without notebooks and without the TPU compiler: what is repeated on another Python.
-# Nor what knows nothing of JAX's versions: readers of data, figures of benchmarks, and the faults, which are those of processes and files. Nor `one_version`:
+# Nor what knows nothing of JAX's versions: readers of data, the scheduler, figures of benchmarks, and the faults, which are those of processes and files. Nor `one_version`:
 # where a test has many sizes (meshes, numbers of workers), one of each kind calls the same functions of JAX as the others do.
-CORE_SUITE := -m "not slow and not gpu and not network and not tpu_aot and not one_version" --ignore=tests/notebooks --ignore=tests/data --ignore=tests/faults --ignore=tests/benchmarks
+CORE_SUITE := -m "not slow and not gpu and not network and not tpu_aot and not one_version" --ignore=tests/notebooks --ignore=tests/data --ignore=tests/schedule --ignore=tests/faults --ignore=tests/benchmarks
 MARKED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help

@@ -54,6 +54,11 @@ def test_the_training_script_trains_and_resumes(tmp_path):
     assert (tmp_path / "run" / "120").is_dir()
 
 
+def test_the_script_of_many_jobs_runs(tmp_path):
+    out = run_script("".join(blocks("docs/scheduler.md", "python")), tmp_path)
+    assert re.search(r"gang-srtf: \d+ s on average", out) and out.strip().endswith("gang-srtf")
+
+
 def test_the_options_file_of_the_docs_is_read(tmp_path):
     from splitjax.cli._train_options import expand_config
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from splitjax.errors import ScheduleError
-from splitjax.schedule.cluster import Cluster
 from splitjax.schedule.discipline import GroupState, Iteration, Task
-from splitjax.schedule.jobs import DEVICE, Job, resident_bytes
-from splitjax.schedule.policy import Assignment, Group
+from splitjax.schedule.jobs import DEVICE
+from splitjax.schedule.policy import Group
 from splitjax.schedule.tokens import Grant
 
 
@@ -78,50 +76,3 @@ def pinned(iteration: Iteration, number: int, devices: Sequence[int], free: Mapp
         times[devices[worker]] = placed[-1].end_seconds
     exposed = iteration.ready_seconds - max(task.end_seconds for task in tasks)
     return Iteration(iteration.member, tuple(placed), max(task.end_seconds for task in placed) + exposed)
-
-
-def check_decision(decision: Assignment, jobs: Sequence[Job], cluster: Cluster, running: dict[int, Group], active: set[int], place: str) -> None:
-    """Raises `ScheduleError` for a decision that cannot be carried out: groups that do not run, devices or memory that are not there, jobs that are."""
-    unknown = [group for group in decision.stop if group not in running]
-    if unknown:
-        raise ScheduleError("a group is to stop that does not run", value=unknown[0], place=place)
-    kept = [group for number, group in running.items() if number not in decision.stop]
-    taken = {device for group in kept for device in group.devices}
-    busy = {member.job for group in kept for member in group.members}
-    for group in decision.start:
-        devices = set(group.devices)
-        if not group.members or devices & taken or not devices <= set(range(cluster.num_devices)):
-            raise ScheduleError("a group is to start on devices that are not free, or on none", value=group, place=place)
-        taken |= devices
-        load: dict[int, list[int]] = {}
-        for member in group.members:
-            job = jobs[member.job]
-            if member.job in busy or member.job not in active or len(member.devices) != job.num_workers:
-                raise ScheduleError(
-                    "a job is to start that runs, is not there, or wants another number of devices", value=(job.name, member.devices), place=place,
-                )  # fmt: skip
-            busy.add(member.job)
-            for device in {*member.devices, *member.resident}:
-                load.setdefault(device, []).append(member.job)
-        for device, members in load.items() if cluster.memory_bytes else ():
-            needed = resident_bytes([jobs[job].profile for job in members])
-            if needed > cluster.memory_bytes:
-                raise ScheduleError(
-                    f"jobs that share a device need {needed} of its {cluster.memory_bytes} bytes", value=[jobs[job].name for job in members],
-                    place=f"device {device}, {place}",
-                )  # fmt: skip
-
-
-def check_jobs(jobs: Sequence[Job], programs: Collection[str], cluster: Cluster) -> None:
-    """Raises `ScheduleError` for jobs that have no program (`programs`: names) or are too wide."""
-    if not jobs:
-        raise ScheduleError("there is no job to run", place="jobs")
-    names = [job.name for job in jobs]
-    if len(set(names)) < len(names) or set(names) - set(programs):
-        raise ScheduleError("every job needs a name and a program of its own", value=names, place="programs", remedy="give programs={job.name: program, ...}")
-    for job in jobs:
-        if job.num_workers > cluster.num_devices:
-            raise ScheduleError(
-                f"job {job.name!r} wants {job.num_workers} devices, the cluster has {cluster.num_devices}", value=job.num_workers, place=f"cluster {cluster}",
-                remedy="take a larger cluster",
-            )  # fmt: skip

@@ -54,9 +54,9 @@ class GroupState:
     **Attributes:**
 
     - `now_seconds`: nothing starts earlier.
-    - `iterations`: finished or granted ones of each member. `remaining_iterations`: those that are left; a member with none is not to be chosen.
+    - `iterations`: finished or granted ones of each member in this group. `remaining_iterations`: those that are left; a member with none is not to be chosen.
     - `ready_seconds`: from when each member's next iteration can start.
-    - `attained_device_seconds`: device time that each member has had.
+    - `attained_device_seconds`: device time that each member has had in this group (a group whose members change is another one).
     - `free_seconds`: [device][resource], from when each is free.
     """
 

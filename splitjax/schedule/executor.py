@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from splitjax.errors import ScheduleError
+from splitjax.schedule._checks import check_group, check_jobs
 from splitjax.schedule._progress import Integrals, Progress, iteration_work
-from splitjax.schedule._real_groups import Standing, check_decision, check_jobs, group_state, pinned
+from splitjax.schedule._real_groups import Standing, group_state, pinned
 from splitjax.schedule._real_jobs import JobRun, Status
 from splitjax.schedule.cluster import Cluster
 from splitjax.schedule.discipline import get_discipline
@@ -57,7 +58,10 @@ def execute(
 class _Executor:
     def __init__(self, jobs: tuple[Job, ...], programs: Mapping[str, Program], cluster: Cluster, policy: Policy, engine: Engine, options: ExecutionOptions):
         self.jobs, self.cluster, self.policy, self.engine, self.options = jobs, cluster, policy, engine, options
-        check_jobs(jobs, programs, cluster)
+        check_jobs(jobs, cluster)
+        names = [job.name for job in jobs]
+        if len(set(names)) < len(names) or set(names) - set(programs):
+            raise ScheduleError("every job needs a name and a program of its own", value=names, place="programs", remedy="give programs={job.name: program, ...}")
         self.columns = JobColumns.of(jobs)
         self.progress, self.sums, self.tokens = Progress(jobs, self.columns), Integrals(cluster.num_devices), Tokens()
         self.runs = [JobRun(number, job, programs[job.name]) for number, job in enumerate(jobs)]
@@ -133,23 +137,29 @@ class _Executor:
     def _decide(self) -> None:
         self.must_decide, self.wake_at = False, math.inf
         self.num_decisions += 1
-        free = np.ones(self.cluster.num_devices, bool)
-        for group in self.groups.values():
-            free[list(group.devices)] = False
-        active = np.array(self.active, np.int64)
-        view = self.progress.view(self.now, self.cluster, active, self.sums.fair, MappingProxyType(dict(self.groups)), free, self.memory)
+        view = self.progress.view(
+            self.now, self.cluster, np.array(self.active, np.int64), self.sums.fair, MappingProxyType(dict(self.groups)), self._free(), self.memory
+        )
         decision = self.policy.decide(view)
-        check_decision(decision, self.jobs, self.cluster, self.groups, set(self.active), f"policy {self.policy.name!r} at {self.now:.1f} s")
         self.memory = decision.memory
         self.wake_at = decision.wake_seconds if decision.wake_seconds > self.now else math.inf
+        place = f"policy {self.policy.name!r} at {self.now:.1f} s"
         for number in decision.stop:
-            members = self._dissolve(number)
-            for member in members:
+            if number not in self.groups:
+                raise ScheduleError("a group is to stop that does not run", value=number, place=place)
+            for member in self._dissolve(number):
                 self.runs[member.job].wanted = None
         for group in decision.start:
+            check_group(group, self.jobs, self.cluster, self.now, self._free(), self.progress, place)
             for member in group.members:
                 self.runs[member.job].wanted = member.devices
             self._enter(group)
+
+    def _free(self) -> np.ndarray:
+        free = np.ones(self.cluster.num_devices, bool)
+        for group in self.groups.values():
+            free[list(group.devices)] = False
+        return free
 
     def _enter(self, group: Group) -> None:
         number = self.num_groups = self.num_groups + 1

@@ -68,10 +68,11 @@ def pack(
 
 
 def demands(view: View, partial: bool) -> NDArray[np.float64]:
-    """f64[all jobs], devices that each keeps computing at its full speed."""
-    if partial:
-        return view.columns.resource_seconds[:, DEVICE] / view.columns.iteration_seconds
-    return np.array([job.num_workers * job.profile.task_seconds(0) / job.profile.iteration_seconds for job in view.jobs])
+    """f64[all jobs], devices that each keeps computing at its full speed (or whose storage, CPU or network it does, if that is more)."""
+    seconds = view.columns.resource_seconds.copy()
+    if not partial:
+        seconds[:, DEVICE] = [job.num_workers * job.profile.task_seconds(0) for job in view.jobs]
+    return seconds.max(axis=1) / view.columns.iteration_seconds
 
 
 class _Plan:

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from splitjax.errors import ScheduleError
+from splitjax.schedule._checks import check_group, check_jobs
 from splitjax.schedule._progress import Integrals, Progress, iteration_work
 from splitjax.schedule.cluster import Cluster
 from splitjax.schedule.discipline import GroupState, Rates, get_discipline
 from splitjax.schedule.iterations import advance, iteration_credit, start_state
-from splitjax.schedule.jobs import DEVICE, Job, JobColumns, resident_bytes
+from splitjax.schedule.jobs import DEVICE, Job, JobColumns
 from splitjax.schedule.policy import Assignment, Group, Policy, get
 from splitjax.schedule.result import JobRecord, SimulationResult, Span
 
@@ -71,12 +72,13 @@ class _Running:
         self.devices = list(group.devices)
         self.state: GroupState | None = None  # exact mode
         self.version = 0  # exact mode: events of an earlier one are void
+        self.granting = False  # exact mode: an event is on its way at which the next iteration is asked for
 
 
 class _Run:
     def __init__(self, jobs: tuple[Job, ...], cluster: Cluster, policy: Policy, options: Options):
         self.jobs, self.cluster, self.policy, self.options = jobs, cluster, policy, options
-        _check(jobs, cluster)
+        check_jobs(jobs, cluster)
         self.columns = JobColumns.of(jobs)
         self.progress = Progress(jobs, self.columns)
         self.sums = Integrals(cluster.num_devices)
@@ -103,29 +105,39 @@ class _Run:
     def step(self) -> bool:
         """To the next moment at which something happens; False when all jobs are done."""
         arrival = self.arrival_times[self.arrivals[self.next_arrival]] if self.next_arrival < len(self.arrivals) else math.inf
+        if not len(self.active) and arrival == math.inf:
+            return False
+        while self.heap and not self._stands(self.heap[0]):
+            heapq.heappop(self.heap)
         event = self.heap[0][0] if self.heap else math.inf
         now = min(arrival, event, self.decide_at, self._tick(self.wake_at))
         if now == math.inf:
-            if len(self.active):
-                raise ScheduleError(
-                    "the policy leaves jobs waiting though nothing else will happen", value=[self.jobs[job].name for job in self.active[:5].tolist()],
-                    place=f"policy {self.policy.name!r} at {self.now:.0f} s",
-                )  # fmt: skip
-            return False
+            raise ScheduleError(
+                "the policy leaves jobs waiting though nothing else will happen", value=[self.jobs[job].name for job in self.active[:5].tolist()],
+                place=f"policy {self.policy.name!r} at {self.now:.0f} s",
+            )  # fmt: skip
         self.sums.advance(now - self.now)
         self.now = max(now, self.now)
         if arrival <= now:
             self._arrive(now)
         while self.heap and self.heap[0][0] <= now:
-            _, _, kind, item, stamp, what = heapq.heappop(self.heap)
-            if kind in (_BEGIN, _FINISH):
-                if self.stamp[item] == stamp:
+            entry = heapq.heappop(self.heap)
+            if self._stands(entry):
+                _, _, kind, item, _, what = entry
+                if kind in (_BEGIN, _FINISH):
                     (self._begin if kind == _BEGIN else self._finish)(item)
-            elif item in self.running and self.running[item].version == stamp:
-                (self._grant if kind == _GRANT else self._done)(item, what)
+                else:
+                    (self._grant if kind == _GRANT else self._done)(item, what)
         if min(self.decide_at, self._tick(self.wake_at)) <= now:
             self._decide()
         return True
+
+    def _stands(self, entry: tuple[float, int, int, int, int, Any]) -> bool:
+        """Whether an event is not void: its job or group has not changed since."""
+        _, _, kind, item, stamp, _ = entry
+        if kind in (_BEGIN, _FINISH):
+            return self.stamp[item] == stamp
+        return item in self.running and self.running[item].version == stamp
 
     def _push(self, time: float, kind: int, item: int, stamp: int, what: Any = None) -> None:
         self.num_pushed += 1
@@ -159,6 +171,11 @@ class _Run:
             self.work[job] = speed * iteration_work(self.columns, job, running.rates.device_seconds[member], running.rates.credit[member])
             self.sums.speed += self.work[job]
             self._push(max(self.now, self.progress.progress_from[job]) + self.progress.remaining[job] / speed, _FINISH, job, self.stamp[job])
+        elif running.state is not None:
+            remaining = list(running.state.remaining_iterations)
+            remaining[member] = float(self.progress.remaining[job])
+            running.state = dataclasses.replace(running.state, remaining_iterations=tuple(remaining))
+            self._ask(group, running, self.now)
         if np.isnan(self.progress.started[job]):
             self.progress.started[job] = self.now
 
@@ -203,7 +220,7 @@ class _Run:
             self._start(group, held, states)
 
     def _start(self, group: Group, held: dict[int, tuple[frozenset[int], float]], before: list[tuple[_Running, float]]) -> None:
-        self._validate(group)
+        check_group(group, self.jobs, self.cluster, self.now, self.free, self.progress, f"policy {self.policy.name!r} at {self.now:.0f} s")
         number = self.num_groups = self.num_groups + 1
         running = self._enter(number, group)
         for member in group.members:
@@ -224,29 +241,8 @@ class _Run:
             self.progress.starts[member.job] += 1
             self._join(group, running, member.job, self.now + self.options.restart_seconds)
         if self.options.exact:
-            running.version += 1
+            running.version, running.granting = running.version + 1, False
             self._prime(group, running, [])
-
-    def _validate(self, group: Group) -> None:
-        place = f"policy {self.policy.name!r} at {self.now:.0f} s"
-        devices = list(group.devices)
-        if not group.members or not all(0 <= device < self.cluster.num_devices for device in devices) or not self.free[devices].all():
-            raise ScheduleError("a group is to start on devices that are not free, or on none", value=group, place=place)
-        load: dict[int, list[Any]] = {}
-        for member in group.members:
-            job = self.jobs[member.job]
-            if len(member.devices) != job.num_workers or self.progress.group_of[member.job] >= 0 or not np.isnan(self.progress.finished[member.job]):
-                raise ScheduleError("a job is to start that runs, is done, or wants another number of devices", value=(job.name, member.devices), place=place)
-            if self.arrival_times[member.job] > self.now:
-                raise ScheduleError("a job is to start that has not arrived", value=job.name, place=place)
-            for device in {*member.devices, *member.resident} if self.cluster.memory_bytes else ():
-                load.setdefault(device, []).append(job.profile)
-        for device, profiles in load.items():
-            if (needed := resident_bytes(profiles)) > self.cluster.memory_bytes:
-                raise ScheduleError(
-                    f"jobs that share a device need {needed} of its {self.cluster.memory_bytes} bytes", value=[profile.name for profile in profiles],
-                    place=f"device {device}, {place}",
-                )  # fmt: skip
 
     # Groups
 
@@ -342,21 +338,28 @@ class _Run:
                 for device, times in zip(earlier.group.devices, earlier.state.free_seconds):
                     if device in free:
                         free[device] = tuple(max(self.now, time) for time in times)
-        remaining = list(state.remaining_iterations)
+        # Members that are only starting are not to be chosen yet: `_begin` adds them.
+        starting = [self.progress.progress_from[member.job] > self.now for member in group.members]
+        remaining = [0.0 if late else left for late, left in zip(starting, state.remaining_iterations)]
         for time, index in flying:
             remaining[index] -= 1
             job = group.members[index].job
             seconds, credit = running.rates.device_seconds[index], running.rates.credit[index]
             self._push(time, _DONE, number, running.version, (index, iteration_work(self.columns, job, seconds, credit)))
         running.state = dataclasses.replace(
-            state, ready_seconds=tuple(ready), free_seconds=tuple(free.values()), remaining_iterations=tuple(remaining),
-            attained_device_seconds=tuple(float(self.progress.device_seconds[member.job]) for member in group.members),
-        )  # fmt: skip
-        self._push(self.now, _GRANT, number, running.version)
+            state, ready_seconds=tuple(ready), free_seconds=tuple(free.values()), remaining_iterations=tuple(remaining)
+        )
+        self._ask(number, running, self.now)
+
+    def _ask(self, number: int, running: _Running, time: float) -> None:
+        if not running.granting:
+            running.granting = True
+            self._push(time, _GRANT, number, running.version)
 
     def _grant(self, number: int, _: Any) -> None:
         """Asks the discipline for the next iteration, once the last one that it gave has started."""
         running = self.running[number]
+        running.granting = False
         if running.state is None or max(running.state.remaining_iterations) <= 0:
             return
         running.state = dataclasses.replace(running.state, now_seconds=self.now)
@@ -367,7 +370,7 @@ class _Run:
         seconds = sum(task.seconds for task in iteration.tasks if task.resource == DEVICE)
         work = iteration_work(self.columns, job, seconds, iteration_credit(jobs[iteration.member], iteration))
         self._push(iteration.ready_seconds, _DONE, number, running.version, (iteration.member, work))
-        self._push(max(self.now, min(task.start_seconds for task in iteration.tasks)), _GRANT, number, running.version)
+        self._ask(number, running, max(self.now, min(task.start_seconds for task in iteration.tasks)))
 
     def _done(self, number: int, what: tuple[int, np.ndarray]) -> None:
         member, work = what
@@ -391,19 +394,3 @@ class _Run:
             for number, job in enumerate(self.jobs)
         )  # fmt: skip
         return SimulationResult(self.policy.name, self.cluster, records, total, busy, self.num_decisions, tuple(self.spans))
-
-
-def _check(jobs: Sequence[Job], cluster: Cluster) -> None:
-    if not jobs:
-        raise ScheduleError("there is no job to run", place="jobs")
-    for job in jobs:
-        if job.num_workers > cluster.num_devices:
-            raise ScheduleError(
-                f"job {job.name!r} wants {job.num_workers} devices, the cluster has {cluster.num_devices}", value=job.num_workers, place=f"cluster {cluster}",
-                remedy="take a larger cluster, or leave such jobs out (max_workers)",
-            )  # fmt: skip
-        if cluster.memory_bytes and resident_bytes([job.profile]) > cluster.memory_bytes:
-            raise ScheduleError(
-                f"job {job.name!r} needs {resident_bytes([job.profile])} bytes of a device's {cluster.memory_bytes}", value=job.profile.name,
-                place=f"cluster {cluster}", remedy="give the devices more memory, or leave such jobs out",
-            )  # fmt: skip

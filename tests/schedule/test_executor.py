@@ -169,9 +169,9 @@ def test_opposed_orders_deadlock_without_the_global_order_and_not_with_it(tokens
     """The first job leaves device 0 before device 1. The second has its turn on 0, the third is granted; on 1 both wait, and with opposed orders the third comes
     first. Each then holds one device, waits in its exchange for the other, and gives up when its patience is over."""
     monkeypatch.setattr(executor_module, "Tokens", tokens)
-    jobs = [job("first", num_iterations=1), job("second", num_iterations=1), job("third", num_iterations=1)]
+    jobs = [job("first", num_iterations=3), job("second", num_iterations=4), job("third", num_iterations=4)]  # whoever has started first: in the third round all have
     programs = {one.name: Toy(overlap=False, patience_seconds=20.0 if tokens is Tokens else 0.5) for one in jobs}
-    programs["first"].seconds, programs["first"].overlap = 0.4, True
+    programs["first"].seconds, programs["first"].overlap = 0.3, True
     execution = execute(jobs, programs, TWO, policy(together), ThreadEngine(), ExecutionOptions(max_restarts=0))
     if tokens is Tokens:
         assert not execution.failed

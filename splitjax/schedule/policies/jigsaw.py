@@ -7,6 +7,7 @@ the job itself, and all-reduce is hidden behind others' computing. Which jobs sh
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import heapq
 import math
@@ -14,10 +15,11 @@ from collections.abc import Sequence
 
 from splitjax.schedule.cluster import Cluster
 from splitjax.schedule.discipline import GroupState, Iteration, Rates, Task, discipline
-from splitjax.schedule.jobs import DEVICE, Job, JobProfile
+from splitjax.schedule.iterations import measure_rates
+from splitjax.schedule.jobs import CPU, DEVICE, NETWORK, STORAGE, Job, JobProfile
 from splitjax.schedule.orders import fifo, las, srtf
 from splitjax.schedule.packing import pack
-from splitjax.schedule.policy import Assignment, Group, View, register
+from splitjax.schedule.policy import Assignment, Group, Member, View, register
 
 _PAPER = "Kumar et al., Partial backpropagation and JigSaw (arXiv 2111.10672); list scheduling: Graham, Bounds on Multiprocessing Timing Anomalies (1969)"
 _RIVAL = "The packing of `jigsaw` without partial backpropagation, to tell what each contributes"
@@ -84,16 +86,50 @@ def _next(group: Group, jobs: Sequence[Job], state: GroupState, partial: bool) -
     profile, num_workers, done = jobs[member].profile, jobs[member].num_workers, state.iterations[member]
     ready = max(now, state.ready_seconds[member])
     # Of devices that free at the same time another one comes first each time, and the worker with full depth is another one: nobody is always deep.
-    turn = sum(state.iterations)
+    turn, depths = sum(state.iterations), _depths(profile, num_workers, partial)
+    workers = [(place + done) % num_workers for place in range(num_workers)]
+    if profile.stages is not None:
+        return _staged(member, profile, workers, depths, group, state, ready, turn)
     free = [(max(now, times[DEVICE]), (index - turn) % len(devices), index) for index, times in enumerate(state.free_seconds)]
     heapq.heapify(free)
     tasks = []
-    for place, depth in enumerate(_depths(profile, num_workers, partial)):
+    for worker, depth in zip(workers, depths):
         time, rank, index = free[0]
         start, seconds = max(time, ready), profile.task_seconds(depth)
         heapq.heapreplace(free, (start + seconds, rank, index))
-        tasks.append(Task((place + done) % num_workers, devices[index], depth, start, seconds))
+        tasks.append(Task(worker, devices[index], depth, start, seconds))
     return Iteration(member, tuple(tasks), max(task.end_seconds for task in tasks) + profile.exposed_seconds)
+
+
+def _staged(
+    member: int, profile: JobProfile, workers: Sequence[int], depths: Sequence[int], group: Group, state: GroupState, ready: float, turn: int
+) -> Iteration:
+    """A job whose stages are known occupies the storage, CPU and network beside each device too. It overlaps its own stages as far as its iteration
+    time alone says: the next stage begins once a share of the one before has passed."""
+    seconds = profile.stages.seconds
+    outside = sum(seconds) - seconds[DEVICE]
+    share = min(1.0, profile.exposed_seconds / outside) if outside else 0.0
+    now, count = state.now_seconds, len(group.devices)
+    free = [[max(now, time) for time in times] for times in state.free_seconds]
+
+    def starts(times: Sequence[float]) -> tuple[float, float, float]:
+        storage = max(ready, times[STORAGE]) if seconds[STORAGE] else ready
+        cpu = storage + share * seconds[STORAGE]
+        cpu = max(cpu, times[CPU]) if seconds[CPU] else cpu
+        return storage, cpu, max(cpu + share * seconds[CPU], times[DEVICE])
+
+    tasks, end = [], 0.0
+    for worker, depth in zip(workers, depths):
+        index = min(range(count), key=lambda index: (starts(free[index])[2], (index - turn) % count))
+        *before, start = starts(free[index])
+        length = profile.task_seconds(depth)
+        network = max(start + length, free[index][NETWORK]) if seconds[NETWORK] else start + length
+        for kind, time, busy in ((STORAGE, before[0], seconds[STORAGE]), (CPU, before[1], seconds[CPU]), (DEVICE, start, length), (NETWORK, network, seconds[NETWORK])):
+            if busy:
+                tasks.append(Task(worker, group.devices[index], depth, time, busy, kind))
+                free[index][kind] = time + busy
+        end = max(end, network + share * seconds[NETWORK])
+    return Iteration(member, tuple(tasks), end)
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -124,7 +160,16 @@ def _steady(members: tuple[tuple[JobProfile, int], ...], num_devices: int, parti
     return tuple((now - before) / (end - start) for now, before, end, start in zip(done, begun[0], ends, begun[1]))
 
 
+@functools.lru_cache(maxsize=1 << 12)
+def _measured(jobs: tuple[Job, ...], num_devices: int, partial: bool) -> Rates:
+    devices = tuple(range(num_devices))
+    group = Group(tuple(Member(number, devices) for number in range(len(jobs))))
+    return measure_rates(functools.partial(_next, partial=partial), group, jobs)
+
+
 def _rates(partial: bool, group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
+    if any(job.profile.stages is not None for job in jobs):
+        return _measured(tuple(dataclasses.replace(job, name="", arrival_seconds=0.0, num_iterations=1, tag="") for job in jobs), len(group.devices), partial)
     computing, credit = [], []
     for job in jobs:
         profile = job.profile

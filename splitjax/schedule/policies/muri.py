@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import math
@@ -21,6 +22,7 @@ Times = tuple[float, ...]  # seconds of one iteration on each of RESOURCES
 _PAPER = "Zhao et al., Multi-Resource Interleaving for Deep Learning Training (Muri, SIGCOMM'22, sections 3 and 4)"
 _KINDS = len(RESOURCES)
 MAX_MEMBERS = 4
+GAIN = 0.02  # jobs whose cycle is not shorter by this than one after the other do not share
 
 
 @register("muri-s", paper=_PAPER, order="srsf")
@@ -82,66 +84,53 @@ def _muri(view: View, order: Order, overhead: float, max_members: int) -> Assign
     running: dict[int, list[int]] = {}
     for position in np.flatnonzero(view.group_of >= 0).tolist():
         running.setdefault(int(view.group_of[position]), []).append(position)
-    together = {position: frozenset(members) for members in running.values() for position in members}
-    grouping = _Grouping(view, together)
-    nodes = [(position,) for position in candidates]
-    size = 1
-    while size < max_members and sum(int(num_workers[node[0]]) for node in nodes) > num_devices:
-        nodes = grouping.matched(nodes)
+    demand, level = int(num_workers[candidates].sum()), 1
+    while level < max_members and demand > level * num_devices:
+        level *= 2
+    wanted = set(candidates)
+    # Groups that are complete stay: matching all anew would move, and so restart, jobs that are alike.
+    nodes = [tuple(members) for members in running.values() if 1 < len(members) == level and wanted.issuperset(members)]
+    loose = sorted(wanted.difference(*nodes), key=lambda position: int(rank[position]))
+    parts, size = [(position,) for position in loose], 1
+    while size < level:
+        parts = _matched(view, parts)
         size *= 2
+    nodes += parts
     nodes.sort(key=lambda node: min(int(rank[position]) for position in node))
     chosen = [nodes[index] for index in admit(np.array([int(num_workers[node[0]]) for node in nodes], np.int64), num_devices).tolist()]
     return _assignment(view, order, chosen, running, overhead)
 
 
-class _Grouping:
-    """Rounds of matching (section 4.2). Jobs of equal stages are alike, so a round is a matching of few kinds with counts, solved exactly."""
+def _matched(view: View, nodes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """One round of matching (section 4.2): groups of equal width, joined in pairs where sharing pays. Jobs of equal stages are alike, so it is a
+    matching of few kinds with counts, solved exactly."""
+    limit = view.cluster.memory_bytes
+    profiles = {position: view.jobs[int(view.active[position])].profile for node in nodes for position in node}
 
-    def __init__(self, view: View, together: dict[int, frozenset[int]]):
-        self.view, self.together, self.limit = view, together, view.cluster.memory_bytes
+    def kind(position: int) -> tuple[Times, float, int]:
+        profile = profiles[position]
+        return stage_seconds(profile), profile.iteration_seconds, resident_bytes([profile]) if limit else 0
 
-    def matched(self, nodes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Groups of equal width, joined in pairs."""
-        buckets: dict[int, dict[tuple, list[tuple[int, ...]]]] = {}
-        for node in nodes:
-            width = int(self.view.num_workers[node[0]])
-            buckets.setdefault(width, {}).setdefault(tuple(sorted(self._key(position) for position in node)), []).append(node)
-        found = []
-        for kinds in buckets.values():
-            keys = sorted(kinds)
-            weights = {
-                (a, b): efficiency(tuple(sorted(times for times, _ in (*keys[a], *keys[b]))))
-                for a, b in itertools.combinations_with_replacement(range(len(keys)), 2)
-                if self._fits([*kinds[keys[a]][0], *kinds[keys[b]][0]])
-            }
-            counts = _matching(tuple(len(kinds[key]) for key in keys), tuple(sorted(weights.items())))
-            for (a, b), count in counts:
-                found += self._pairs(kinds[keys[a]], kinds[keys[b]], count)
-            found += [node for key in keys for node in kinds[key]]
-        return found
+    def fits(positions: tuple[int, ...]) -> bool:
+        return not limit or resident_bytes(profiles[position] for position in positions) <= limit
 
-    def _pairs(self, first: list[tuple[int, ...]], second: list[tuple[int, ...]], count: int) -> list[tuple[int, ...]]:
-        """`count` pairs out of two kinds, which lose them: those that run together before others, else first come."""
-        pairs = []
-        for node in list(first):
-            if len(pairs) == count:
-                break
-            partner = next((other for other in second if other != node and self.together.get(node[0], frozenset()) >= {*node, *other}), None)
-            if partner is not None and node in first and partner in second:
-                first.remove(node)
-                second.remove(partner)
-                pairs.append((*node, *partner))
-        while len(pairs) < count:
-            pairs.append((*first.pop(0), *second.pop(0)))
-        return pairs
-
-    def _key(self, position: int) -> tuple[Times, int]:
-        profile = self.view.jobs[int(self.view.active[position])].profile
-        return stage_seconds(profile), resident_bytes([profile]) if self.limit else 0
-
-    def _fits(self, positions: list[int]) -> bool:
-        jobs = self.view.jobs
-        return not self.limit or resident_bytes(jobs[int(self.view.active[position])].profile for position in positions) <= self.limit
+    buckets: dict[int, dict[tuple, list[tuple[int, ...]]]] = {}
+    for node in nodes:
+        buckets.setdefault(int(view.num_workers[node[0]]), {}).setdefault(tuple(sorted(map(kind, node))), []).append(node)
+    found = []
+    for kinds in buckets.values():
+        keys = sorted(kinds)
+        left = {key: collections.deque(kinds[key]) for key in keys}
+        weights = {}
+        for a, b in itertools.combinations_with_replacement(range(len(keys)), 2):
+            members = (*keys[a], *keys[b])
+            times = tuple(sorted(stages for stages, _, _ in members))
+            if interleave(times)[0] < (1 - GAIN) * sum(alone for _, alone, _ in members) and fits((*kinds[keys[a]][0], *kinds[keys[b]][0])):
+                weights[a, b] = efficiency(times)
+        for (a, b), count in _matching(tuple(len(kinds[key]) for key in keys), tuple(sorted(weights.items()))):
+            found += [(*left[keys[a]].popleft(), *left[keys[b]].popleft()) for _ in range(count)]
+        found += [node for key in keys for node in left[key]]
+    return found
 
 
 @functools.lru_cache(maxsize=4096)
@@ -211,10 +200,10 @@ def _rates(group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
 @discipline("muri", _rates)
 def muri_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iteration:
     """One cycle after the other; the stages of an iteration are a phase apart. A job alone overlaps its own stages as its iteration time says."""
-    member = min((index for index, left in enumerate(state.remaining_iterations) if left > 0), key=lambda index: (state.ready_seconds[index], index))
+    left = [index for index, remaining in enumerate(state.remaining_iterations) if remaining > 0]
     begin = max(state.now_seconds, max(map(max, state.free_seconds)) if not any(state.iterations) else 0.0)
-    times, devices = stage_seconds(jobs[member].profile), group.members[member].devices
     if len(jobs) == 1:
+        member, times = 0, stage_seconds(jobs[0].profile)
         begin = max(begin, state.ready_seconds[0])
         squeeze = min(1.0, jobs[0].profile.iteration_seconds / sum(times))
         starts = [begin + squeeze * sum(times[:kind]) for kind in range(_KINDS)]
@@ -224,11 +213,17 @@ def muri_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iter
         lag = [sum(phases[: (_KINDS - offset) % _KINDS]) for offset in offsets]  # into the first cycle, when a member is on the first resource
         cycle = sum(phases)
         known = [ready - lag[index] - done * cycle for index, (done, ready) in enumerate(zip(state.iterations, state.ready_seconds)) if done]
-        first = known[0] if known else max(begin, *state.ready_seconds)
-        begin = first + lag[member] + state.iterations[member] * cycle
+        first = max(known) if known else max(begin, *state.ready_seconds)
+        begins = [first + lag[index] + done * cycle for index, done in enumerate(state.iterations)]
+        member = min(left, key=lambda index: (begins[index], index))
+        times, begin = stage_seconds(jobs[member].profile), begins[member]
         at = (_KINDS - offsets[member]) % _KINDS
         starts = [begin + sum(phases[(at + index) % _KINDS] for index in range(kind)) for kind in range(_KINDS)]
         end = begin + cycle
+    devices = group.members[member].devices
+    index_of = {device: index for index, device in enumerate(group.devices)}  # what is still under way from before the group began is let out first
+    late = max([0.0, *(state.free_seconds[index_of[device]][kind] - starts[kind] for device in devices for kind in range(_KINDS) if times[kind] > 0)])
+    starts, end = [start + late for start in starts], end + late
     tasks = tuple(
         Task(worker, device, 0, starts[kind], times[kind], kind)
         for worker, device in enumerate(devices) for kind in range(_KINDS) if times[kind] > 0
