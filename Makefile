@@ -7,9 +7,14 @@ JOBS ?= 2
 
 BIN := $(VENV)/bin
 # Tests of the package itself, without notebooks and without the TPU compiler: what is repeated on another Python.
-# Nor what knows nothing of JAX's versions: readers of data, the scheduler, figures of benchmarks, and the faults, which are those of processes and files. Nor `one_version`:
+# Nor what knows nothing of JAX's versions: readers of data, the scheduler, figures of benchmarks, the launcher's own tests (what it is to JAX, test_initialize.py tries) and the faults,
+# which are those of processes and files. Nor `one_version`:
 # where a test has many sizes (meshes, numbers of workers), one of each kind calls the same functions of JAX as the others do.
-CORE_SUITE := -m "not slow and not gpu and not network and not tpu_aot and not one_version" --ignore=tests/notebooks --ignore=tests/data --ignore=tests/schedule --ignore=tests/faults --ignore=tests/benchmarks
+CORE_SUITE := -m "not slow and not gpu and not network and not tpu_aot and not one_version" --ignore=tests/notebooks --ignore=tests/data --ignore=tests/schedule --ignore=tests/faults --ignore=tests/benchmarks \
+	--ignore=tests/runtime/test_launch.py
+# One file's tests run in one process, which shares what their fixtures compile. The order is the folders': the short ones are last, so that no process
+# is left alone with a long one.
+IN_PROCESSES = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 MARKED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -22,11 +27,14 @@ help: ## list what can be made
 demo: $(MARKED)-demo ## train a VGG on 8 virtual devices on this machine
 	$(BIN)/splitjax demo $(DEMO_ARGS)
 
+install-%: $(MARKED)-%
+	@:
+
 test: $(MARKED)-test ## run all tests that need no accelerator
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(IN_PROCESSES) $(PYTEST_ARGS)
 
 test-core: $(MARKED)-test-core ## run the tests of the package alone
-	SPLITJAX_TEST_OPTIMISED=1 $(BIN)/python -m pytest $(CORE_SUITE) $(PYTEST_ARGS)
+	SPLITJAX_TEST_OPTIMISED=1 $(BIN)/python -m pytest $(IN_PROCESSES) $(CORE_SUITE) $(PYTEST_ARGS)
 
 test-slow: $(MARKED)-test ## run the tests marked slow
 	$(BIN)/python -m pytest -m "slow and not gpu and not network" $(PYTEST_ARGS)

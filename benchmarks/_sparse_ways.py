@@ -36,6 +36,18 @@ SCHEMES: dict[str, sync.Scheme] = {
 }  # fmt: skip
 
 
+def label_of(scheme: sync.Scheme) -> str:
+    """The page's name of a scheme, the same for every way to move its messages that the CPU has no other program for ("auto" is ppermute
+    there); of options that the page has no name for, the scheme's name with what differs from its defaults."""
+    moved = lambda one: dataclasses.replace(one, pattern="ppermute") if getattr(one, "pattern", "") == "auto" else one
+    found = next((name for name, known in SCHEMES.items() if moved(known) == moved(scheme)), None)
+    if found is not None:
+        return found
+    usual = moved(type(scheme)())
+    fields = [(one.name, getattr(moved(scheme), one.name)) for one in dataclasses.fields(scheme)]
+    return ", ".join([scheme.name, *(f"{name}={value}" for name, value in fields if value != getattr(usual, name))])
+
+
 @dataclasses.dataclass
 class Batches:
     """Some steps' rows of all workers, as arrays on the mesh, and the sparsity of these steps."""

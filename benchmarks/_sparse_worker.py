@@ -89,24 +89,20 @@ def _slowest(team: Any, seconds: float) -> float:
 
 
 def _choice(profiled: Any, mesh: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `auto` chooses for a table, and every scheme that it chose from, by label."""
+    """What `auto` chooses for a table, and every scheme that it chose from, as it would run, by label."""
+    from benchmarks._sparse_ways import label_of
     from splitjax.sync.choose import choose
     from splitjax.sync.link import measure_link
 
     link = measure_link(mesh, ("data",))
     choice = choose(profiled, link)
-    label = lambda scheme: _label(scheme)
-    predicted = {label(one.scheme): one.seconds for one in choice.table}
+    schemes = {label_of(one.scheme): one.scheme for one in choice.table}
+    assert len(schemes) == len(choice.table), "two schemes of one name"
+    predicted = {label_of(one.scheme): one.seconds for one in choice.table}
     facts = {
-        "chosen": label(choice.scheme), "predicted": predicted, "latency": link.latency_seconds, "rate": link.bytes_per_second, "reason": choice.reason,
+        "chosen": label_of(choice.scheme), "predicted": predicted, "latency": link.latency_seconds, "rate": link.bytes_per_second, "reason": choice.reason,
     }  # fmt: skip
-    return facts, {label(one.scheme): one.scheme for one in choice.table}
-
-
-def _label(scheme: Any) -> str:
-    from benchmarks._sparse_ways import SCHEMES
-
-    return next(name for name, known in SCHEMES.items() if known == scheme)
+    return facts, schemes
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from splitjax.errors import SplitjaxError
 from splitjax.lower.gradient import grad, value_and_grad
 from splitjax.lower.processes import global_batch
 from splitjax.parallelize import parallelize
-from splitjax.partial import PartialBackprop
+from splitjax.partial import Advice, PartialBackprop
 from splitjax.plan import Plan
 from splitjax.report.value import Report
 from splitjax.rules import Rule, RuleSet
@@ -24,6 +24,7 @@ from splitjax.trace.dims import register_dims
 __version__ = "0.1.0"
 
 __all__ = [
+    "Advice",
     "PartialBackprop",
     "Plan",
     "Profile",

@@ -90,11 +90,14 @@ def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def equation_context(eqn: Any) -> Any:
-    """A context manager under which a re-bound equation keeps its own source line, name stack and settings."""
-    stack = contextlib.ExitStack()
+    """A context manager under which a re-bound equation keeps its own source line, name stack and settings, but for the mesh in context where
+    there is one: inside a `shard_map` it is that of the evaluation, not the tracing."""
+    stack, mesh = contextlib.ExitStack(), jax.sharding.get_abstract_mesh()
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     stack.enter_context(source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack))
     stack.enter_context(eqn.ctx.manager)
+    if not mesh.empty:
+        stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
     return stack
 
 

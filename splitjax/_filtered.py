@@ -22,17 +22,23 @@ import jax
 import jax.numpy as jnp
 
 from splitjax._static import Half, partition
-from splitjax.errors import DonatedStateError, PlanError, ProfileError, StateError
+from splitjax.errors import DonatedStateError, PartialError, PlanError, ProfileError, StateError
+from splitjax.lower.advising import split_request
 from splitjax.lower.arguments import Options, keyword_only, make_options, parameter_names, positional
+from splitjax.lower.carried import Carried
 from splitjax.lower.entry import CompileRecord
+from splitjax.lower.keeping import Kept
 from splitjax.lower.layout import named_sharding
 from splitjax.lower.measuring import per_batch
 from splitjax.mesh import make_mesh
 from splitjax.parallelize import ParallelStep
 from splitjax.parallelize import parallelize as parallelize_arrays
+from splitjax.partial.advice import Advice
+from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan
 from splitjax.report.value import Report
 from splitjax.sync.analysis import Profile
+from splitjax.sync.scheme import Link
 
 # How many calls a step remembers, to name the one that consumed a state.
 _REMEMBERED_CALLS = 4096
@@ -137,6 +143,7 @@ class FilteredStep(abc.ABC):
         self._donates = parent is None and keywords["donate"]
         self._steps: dict[Any, ParallelStep] = {}
         self._latest: ParallelStep | None = None
+        self._kept = Kept()
         self._num_calls = 0
         self._calls: collections.deque[tuple[int, int, Any, int]] = collections.deque(maxlen=_REMEMBERED_CALLS)
 
@@ -198,6 +205,34 @@ class FilteredStep(abc.ABC):
             return first.step._profile((call.args for call in itertools.chain((first,), calls)), num_workers)
         except DonatedStateError as error:
             raise self._donated(args, first) from error
+
+    def advise(self, *args: Any, backprop: PartialBackprop | None = None, link: Link | None = None, **kwargs: Any) -> Advice:
+        """What partial backpropagation would save and cost on this step, from its arguments with an iterable of batches in place of each
+        batch; see `ParallelStep.advise`. Nothing is updated."""
+        given, wanted = split_request(args, backprop, self._keywords["backprop"])
+        given = positional(self._fn, given, kwargs)
+        calls = (self._pack(one) for one in per_batch(given, self._batch_positions(given), self._name, "advise"))
+        first = next(calls, None)
+        if first is None:
+            raise PartialError("there is no batch to measure", place=f"{self._name}.advise", remedy="pass at least one batch")
+        try:
+            return first.step._advise((call.args for call in itertools.chain((first,), calls)), wanted, link)
+        except DonatedStateError as error:
+            raise self._donated(given, first) from error
+
+    def carried(self) -> Carried:
+        """What the step keeps between its calls besides its states; see `ParallelStep.carried`."""
+        seen = dict(self._kept.resumed)
+        for step in self._steps.values():
+            seen |= step.carried().seen
+        return Carried(seen, dict(self._kept.residuals), self._kept.num_steps)
+
+    def resume(self, carried: Carried | None) -> None:
+        """Puts back what `carried` gave; see `ParallelStep.resume`."""
+        carried = carried or Carried()
+        self._kept.residuals, self._kept.resumed, self._kept.num_steps = dict(carried.residuals), dict(carried.seen), carried.num_steps
+        for step in self._steps.values():
+            step.resume(carried)
 
     def init(self, make_fn: Callable, *make_args: Any, example: Sequence[Any]) -> Any:
         """Creates the states already sharded: `make_fn(*make_args)` is compiled with the plan's shardings as its results', so
@@ -296,6 +331,7 @@ class FilteredStep(abc.ABC):
             else:
                 numbers.pop("state_outnums", None)
                 step = self._parent._latest.like(fn, **numbers)
+            step._kept = self._kept
             self._steps[key] = step
         self._latest = step
         return step

@@ -88,6 +88,11 @@ def _parse(text: str) -> Plan:
     return plan
 
 
+def parse_sync(value: Any, place: str) -> SyncPlan:
+    """An entry of `Plan.syncs` from what `dataclasses.asdict` made of it. Raises `PlanError`."""
+    return _object(SyncPlan, _SYNC)(value, place)
+
+
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
@@ -113,6 +118,9 @@ def _check(plan: Plan) -> None:
     for i, constraint in enumerate(plan.constraints):
         for axis in spec_axes(constraint.spec):
             _axis_size(axis, plan.mesh, f"constraints[{i}].spec")
+    for i, first in enumerate(() if plan.partial is None else plan.partial.first):
+        if first >= len(plan.partial.segments):
+            _fail("a depth begins behind the last segment", first, f"partial.first[{i}]", f"give 0 to {len(plan.partial.segments) - 1}")
     for i, layer in enumerate(plan.layers):
         if len(layer.params) != len(layer.specs):
             _fail("a layer needs one spec per parameter", layer.specs, f"layers[{i}].specs", f"give {len(layer.params)} specs")
@@ -230,11 +238,33 @@ def _object(kind: type, readers: Mapping[str, Reader]) -> Reader:
             if name not in fields:
                 _fail("the plan has an unknown key", name, f"{dot}{name}", _similar(name, fields))
         for name, field in fields.items():
-            if name not in value and field.default is dataclasses.MISSING:
+            if name not in value and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
                 _fail("the plan lacks a key", name, f"{dot}{name}", f"add {name!r}, or {_REMAKE}")
         return kind(**{name: readers[name](item, f"{dot}{name}") for name, item in value.items()})
 
     return read
+
+
+def _mapping(entry: Reader) -> Reader:
+    def read(value: Any, place: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            _fail("the plan needs an object here", value, place, "give an object, such as {}")
+        return {name: entry(item, f"{place}.{name}") for name, item in value.items()}
+
+    return read
+
+
+def _plain(value: Any, place: str) -> Any:
+    """An option's value: null, a flag, a number, a string, or a list of these."""
+    if isinstance(value, list):
+        return [_plain(item, f"{place}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        _fail("an option is a number, a string, true, false, null, or a list of these", value, place, _REMAKE)
+    return value
+
+
+def _sizes(value: Any, place: str) -> Any:
+    return list(_list(_count)(value, place)) if isinstance(value, list) else _count(value, place)
 
 
 _text, _whole = _typed(str, "a string"), _typed(int, "a whole number")
@@ -250,6 +280,7 @@ _COLLECTIVE = {"op": _text, "axis": _text, "bytes": _count, "layer": _text, "why
 _CONSTRAINT = {"site": _list(_count), "operand": _whole, "spec": _spec, "layer": _text, "why": _text}
 _SYNC = {
     "param": _text, "scheme": _text, "axis": _text, "rows": _count, "bytes": _count, "dense_bytes": _count, "why": _text,
+    "lazy": _flag, "options": _mapping(_plain), "capacities": _mapping(_sizes),
 }
 _SEGMENT = {
     "layers": _list(_text), "contributors": _count, "backward": _number, "num_bytes": _count, "summed_bytes": _count, "handed_bytes": _count,

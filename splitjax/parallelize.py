@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,18 +14,28 @@ import jax
 
 from splitjax import _compat
 from splitjax.errors import DonatedStateError
+from splitjax.lower.advising import advise_calls, split_request
 from splitjax.lower.arguments import Bound, argument_names, bind, difference, make_options, positional
-from splitjax.lower.entry import CompileRecord, Entry, Recipe, SignatureChanged, build_entry, trace_error
+from splitjax.lower.carried import Carried, inputs_of
+from splitjax.lower.entry import CompileRecord, Entry, Recipe, build_entry, trace_error
+from splitjax.lower.keeping import Kept, merged
 from splitjax.lower.measuring import per_batch, profile_calls
 from splitjax.lower.observing import Decision, Observer, decide
 from splitjax.lower.options import check_options, reject_mutating_modules, resolve_plan
+from splitjax.lower.pinning import pins_tables
 from splitjax.lower.placement import abstract_state, init_state, place_state, unshare
+from splitjax.lower.programs import SignatureChanged
 from splitjax.lower.sync_request import parse as parse_sync
 from splitjax.mesh import MeshShape, make_mesh
-from splitjax.plan import Plan
+from splitjax.partial.advice import Advice
+from splitjax.partial.request import PartialBackprop
+from splitjax.plan import Plan, SyncPlan
 from splitjax.report.value import Report, make_report
 from splitjax.rules import RuleSet, load_rules
 from splitjax.sync.analysis import Profile
+from splitjax.sync.scheme import Link
+
+logger = logging.getLogger("splitjax")
 
 # How many calls a step remembers, to name the one that consumed a state.
 _REMEMBERED_CALLS = 4096
@@ -49,7 +60,8 @@ def parallelize(
     - `mesh`: `{"axis": size}`, a `jax.sharding.Mesh`, or None for all devices on the axis `data`.
     - `rules`: the name of a rule set, the path of a TOML file, or a `RuleSet`. It gives every parameter its sharding.
     - `donate`: whether a call consumes its states (their memory is reused for the new ones).
-    - `plan`: a `Plan` or its JSON file, pinned: layouts come from it, and a step that it does not fit is an error.
+    - `plan`: a `Plan` or its JSON file, pinned: layouts come from it, and how tables are synchronised if it says so; a step that it does not
+      fit is an error.
     - `state_argnums`: positions of the states, any pytrees. They are found again among the results by structure.
     - `batch_argnums`: positions of the batches: pytrees of arrays whose leading dim is the example dim. Everything else
       (keys, step numbers) is replicated.
@@ -100,6 +112,7 @@ class ParallelStep:
         self._last: Entry | None = None
         self._agreed: set[int] = set()  # programs that all processes were found to share
         self._observers: dict[Any, Observer] = {}  # by signature, where tables are synchronised by rows
+        self._kept = Kept()
         self._first: dict[Any, Entry] = {}  # the programs of their first steps
         self._num_calls = 0
         self._calls: collections.deque[tuple[int, int, Any, int]] = collections.deque(maxlen=_REMEMBERED_CALLS)
@@ -121,8 +134,7 @@ class ParallelStep:
         entry = self._last
         if entry is None:
             entry = self._entry(args)
-        if entry.sparse is not None:
-            entry = self._settled(entry)
+        entry = self._settled(entry)
         if self._recipe.donate:
             args = self._own_states(args)
         if self.mesh.is_multi_process:
@@ -131,9 +143,9 @@ class ParallelStep:
             try:
                 result = self._run(entry, args)
             except SignatureChanged:
-                result = self._run(self._entry(args), args)
+                result = self._run(self._settled(self._entry(args)), args)
             except ValueError:
-                other = self._entry(args)  # jax.jit compares the structure of the arguments before it traces
+                other = self._settled(self._entry(args))  # jax.jit compares the structure of the arguments before it traces
                 if other is entry:
                     raise
                 result = self._run(other, args)
@@ -159,18 +171,22 @@ class ParallelStep:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fn).lower`: `.compile()`, `.as_text()`, `.compile().memory_analysis()`. With another `sync` than `"dense"` the program
-        returns `(result, observed)` (docs/sparse.md)."""
+        returns `(result, observed)`, and where values are rounded it also takes and returns residuals (docs/sparse.md)."""
         args = positional(self._recipe.fn, args, kwargs)
-        return self._entry(args).program(self._num_calls).lower(*args)
+        entry = self._entry(args)
+        return entry.program(self._kept.num_steps).lower(*entry.operands(args, entry.residuals))
 
     def report(self, *args: Any, **kwargs: Any) -> Report:
         """The plan for these arguments (arrays or `ShapeDtypeStruct`s) against what XLA compiles: memory, and every collective with
-        layer, source line and cause. Compiles the step; runs nothing."""
-        entry = self._entry(positional(self._recipe.fn, args, kwargs))
+        layer, source line and cause. Compiles the step; runs nothing. Of a step with partial backpropagation the program that runs after the
+        warm-up."""
+        args = positional(self._recipe.fn, args, kwargs)
+        entry = self._entry(args)
+        program = entry.program(max(self._num_calls, 0 if self._recipe.backprop is None else self._recipe.backprop.warmup_steps))
         with _compat.metadata_in_cache_key():
-            compiled = self.lower(*args, **kwargs).compile()
-        return make_report(compiled, entry.plan, entry.graph, argument_names(entry.bound), step=self._recipe.name,
-                           platform=self.mesh.devices.flat[0].platform)
+            compiled = program.lower(*args).compile()
+        names = argument_names(entry.bound, getattr(program, "num_before", 0))
+        return make_report(compiled, entry.plan, entry.graph, names, step=self._recipe.name, platform=self.mesh.devices.flat[0].platform)
 
     def profile(self, *args: Any, num_workers: int | None = None, **kwargs: Any) -> Profile:
         """How sparse every gradient is over the workers: density, overlap, densification, skewness (Zen, arXiv 2309.13254, section 2).
@@ -186,6 +202,28 @@ class ParallelStep:
         """
         args = positional(self._recipe.fn, args, kwargs)
         return self._profile(per_batch(args, self._recipe.options.batch_argnums, self._recipe.name), num_workers)
+
+    def advise(self, *args: Any, backprop: PartialBackprop | None = None, link: Link | None = None, **kwargs: Any) -> Advice:
+        """What partial backpropagation would save and cost on this step, beside a smaller batch of equal cost; it says which to use.
+
+        `step.advise(state, batches, backprop)`: the step's arguments with an iterable of batches (values, not shapes) in place of each batch, then
+        what is asked about (by default what the step was decorated with). Measures on one device, with one worker's share of the batch: seconds and
+        compiled bytes of up to 8 truncated programs, and over all batches how much the workers' gradients differ, layer by layer. Nothing is
+        updated, and no state is consumed. `link`: between the workers, a `splitjax.sync.Link`; by default that of the mesh is measured.
+
+        **Returns** an `Advice`: prints as a table, renders in Jupyter, `to_json()`, `.recommendation`, `.measured` for `PartialBackprop(measured=...)`.
+
+        Raises `PartialError` for no batch, one worker, a step without gradient boundary or without a legal cut; `BatchError` for batches that do not
+        divide; see docs/partial_backpropagation.md.
+        """
+        given, wanted = split_request(args, backprop, self._recipe.backprop)
+        given = positional(self._recipe.fn, given, kwargs)
+        return self._advise(per_batch(given, self._recipe.options.batch_argnums, self._recipe.name, "advise"), wanted, link)
+
+    def _advise(self, calls: Iterable[tuple], backprop: PartialBackprop, link: Link | None) -> Advice:
+        """The advice from calls given by their arguments."""
+        check = lambda call: self._own_states(call) if self._recipe.donate else None
+        return advise_calls(self._recipe, self.mesh, check, calls, backprop, link)
 
     def _profile(self, calls: Iterable[tuple], num_workers: int | None) -> Profile:
         """The profile of calls given by their arguments."""
@@ -229,28 +267,79 @@ class ParallelStep:
         recipe = Recipe(fn, options, self._recipe.rules, None, False, self._recipe.unknown, returns_state=False)
         return ParallelStep(recipe, None, parent=self)
 
+    def carried(self) -> Carried:
+        """What the step keeps between its calls besides its states: how tables are synchronised, what was seen of them, what rounding
+        on the wire took away, and whose turn it is in partial backpropagation (docs/checkpoints.md). Waits for the last call. In a run of several processes all of them ask."""
+        return Carried(merged(self._kept.resumed, self._entries, self._observers), dict(self._kept.residuals), self._kept.num_steps)
+
+    def resume(self, carried: Carried | None) -> None:
+        """Puts back what `carried` gave, in another run of the same program perhaps: the step goes on as the one that gave it. On
+        another mesh, or with another `sync`, tables are observed anew. In a run of several processes all of them do so.
+
+        Raises `SyncError` at the next call for residuals of other tables."""
+        carried = carried or Carried()
+        self._kept.residuals, self._kept.resumed, self._kept.num_steps = dict(carried.residuals), dict(carried.seen), carried.num_steps
+        self._observers = {}
+        for signature, entry in self._entries.items():
+            if entry.sparse is None:
+                continue
+            seen = carried.seen.get(inputs_of(entry.bound, entry.mesh))
+            if seen is not None and seen.syncs and seen.syncs != entry.plan.syncs:
+                new = self._build(entry.bound, carried=seen.syncs, reason="a run is resumed")
+            elif (seen is None or not seen.syncs) and entry.is_decided and not pins_tables(self._recipe.pinned):
+                new = self._observing(entry)
+            else:
+                continue
+            self._entries[signature] = new
+            if self._last is entry:
+                self._last = new
+
     def _run(self, entry: Entry, args: tuple) -> Any:
-        program = entry.program(self._num_calls)
+        program = entry.program(self._kept.num_steps)
         if entry.sparse is None:
-            return program(*args)
-        result, observed = program(*args)
-        self._observers.setdefault(entry.bound.signature, Observer()).note(observed)
+            result = program(*args)
+            self._kept.num_steps += entry.partial is not None
+            return result
+        result, observed, *residuals = program(*entry.operands(args, self._kept.residuals_of(entry)))
+        self._kept.num_steps += entry.partial is not None
+        if residuals:
+            self._kept.residuals = dict(residuals[0])
+        if entry.bound.signature not in self._observers:
+            self._observers[entry.bound.signature] = self._kept.observer(entry)
+        self._observers[entry.bound.signature].note(observed)
         return result
 
     def _settled(self, entry: Entry) -> Entry:
-        """The program that a step runs from now on: another one, once its tables' first steps were observed."""
+        """The program that a signature runs from now on: another one, once its tables' first steps were observed."""
+        if entry.sparse is None:
+            return entry
         signature = entry.bound.signature
+        if signature not in self._observers and self._kept.resumed:
+            self._observers[signature] = self._kept.observer(entry)
         observer = self._observers.get(signature)
         if observer is None or not observer.is_ready(entry.observes):
             return entry
         if entry.observes:
+            self._first.setdefault(signature, entry)
             decision = decide(entry.sparse, self._recipe.request, observer.take_samples(), self.mesh)
             entry = self._build(entry.bound, decision, "its tables were observed")
-            self._first.setdefault(signature, self._entries[signature])
         elif observer.overflows():
-            entry = self._first[signature]
+            if pins_tables(self._recipe.pinned):
+                logger.warning(
+                    "splitjax: more rows than the pinned plan has room for are exchanged whole, step after step: %s; make the plan anew",
+                    ", ".join(one.param for one in entry.sparse.tables),
+                )
+                return entry
+            entry = self._observing(entry)
         self._entries[signature] = self._last = entry
         return entry
+
+    def _observing(self, entry: Entry) -> Entry:
+        """The program of an entry's first steps."""
+        signature = entry.bound.signature
+        if signature not in self._first:
+            self._first[signature] = self._build(entry.bound, observes=True, reason="its tables are observed anew")
+        return self._first[signature]
 
     def _entry(self, args: tuple) -> Entry:
         """The plan and program for a call's signature, made when it is new."""
@@ -258,25 +347,29 @@ class ParallelStep:
         bound = bind(self._recipe.fn, self._recipe.options, args)
         entry = self._entries.get(bound.signature)
         if entry is None:
-            entry = self._build(bound)
+            seen = self._kept.resumed.get(inputs_of(bound, self.mesh))
+            entry = self._build(bound, carried=() if seen is None else seen.syncs)
             self._entries[bound.signature] = entry
         self._last = entry
         return entry
 
     def _across_processes(self, args: tuple) -> tuple[tuple, Entry]:
         """Arguments and program of a call in a run of several processes, where `jax.jit` takes global arrays only."""
-        entry = self._entry(args)
+        entry = self._settled(self._entry(args))
         first = id(entry) not in self._agreed
         args = entry.across_processes(self._recipe, args, first)
         self._agreed.add(id(entry))
         return args, entry
 
-    def _build(self, bound: Bound, decision: Decision | None = None, reason: str = "first call") -> Entry:
+    def _build(
+        self, bound: Bound, decision: Decision | None = None, reason: str = "", *, carried: Sequence[SyncPlan] = (), observes: bool = False
+    ) -> Entry:
         started = time.perf_counter()
         layouts = self._parent._layouts() if self._parent is not None else None
-        entry = build_entry(self._recipe, self.mesh, bound, layouts, decision)
-        if self._entries and decision is None:
-            reason = min(difference(bound, old.bound) for old in self._entries.values())[1]
+        entry = build_entry(self._recipe, self.mesh, bound, layouts, decision, carried, observes)
+        if not reason:
+            others = [difference(bound, old.bound) for old in self._entries.values()]
+            reason = min(others)[1] if others else "first call"
         self._compiles.append(CompileRecord(len(self._compiles) + 1, reason, time.perf_counter() - started))
         self._compiles[-1].log(self._recipe.name)
         return entry

@@ -111,6 +111,9 @@ class SyncPlan:
     - `rows`: of the table. `bytes`: what each worker sends per step, padding included; 0 while the first steps are observed.
     - `dense_bytes`: what the dense exchange of its gradient sends, or would send.
     - `why`: who chose it, or why it stays dense.
+    - `lazy`: rows without gradient are left alone where the update would change them.
+    - `options`: of the scheme, those that are not its defaults. `capacities`: its static sizes (`splitjax.sync.Capacities`) without zeros;
+      empty while the first steps are observed, and for dense tables. A pinned plan that has them decides for the step.
     """
 
     param: str
@@ -120,6 +123,14 @@ class SyncPlan:
     bytes: int
     dense_bytes: int
     why: str
+    lazy: bool = False
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    capacities: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether its first steps need not be observed."""
+        return bool(self.capacities) or self.scheme == "dense"
 
 
 @dataclasses.dataclass(frozen=True)

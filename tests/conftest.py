@@ -6,13 +6,14 @@ import importlib.metadata
 import importlib.util
 import os
 
-# Most of the suite's time is the CPU backend's: without LLVM's optimisations a third of all time is gone, and the programs are the
-# same down to LLVM. `make test-core`, which CI runs beside this on another Python, has them on.
-FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+# Most of the suite's time is the CPU backend's. Without LLVM's optimisations, and with each program compiled in one piece (by default
+# it is cut into up to 32, for many threads), more than half of it is gone; the programs are the same down to LLVM. Processes that tests start
+# inherit it. Tests marked `optimised` have the optimisations on in `make test-core`, which CI runs on another Python.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1"
 # The older of XLA's two ways to write a fusion's code compiles a step in half the time. Newer releases have one, and no such flag.
 if importlib.metadata.version("jaxlib").startswith("0.10."):
-    FAST_COMPILE += " --xla_cpu_use_fusion_emitters=false"
-FLAGS = "--xla_force_host_platform_device_count=8" + ("" if os.environ.get("SPLITJAX_TEST_OPTIMISED") else f" {FAST_COMPILE}")
+    FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", FLAGS)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # All virtual devices share one pool of threads, by default as many as there are devices. Steps in flight can take all of them
@@ -25,6 +26,9 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+# A plugin may have imported JAX before the variable was set.
+jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,3 +44,15 @@ def strict_promotion():
     """Mixed dtypes are an error inside the test, so that no operation widens a dtype by accident."""
     with jax.numpy_dtype_promotion("strict"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _optimised(request: pytest.FixtureRequest):
+    if not (os.environ.get("SPLITJAX_TEST_OPTIMISED") and request.node.get_closest_marker("optimised")):
+        yield
+        return
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0")

@@ -17,12 +17,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def compile_flags() -> str:
+    """`XLA_FLAGS` for a process that makes its own devices: what lets it compile as quickly as the tests do."""
+    return " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag)
+
+
 def run_processes(script: pathlib.Path, *arguments: str, num: int, devices: int, timeout_seconds: float = 180) -> list[str]:
     """What each process printed. The script is called as `script RANK NUM PORT ARGUMENTS...`; fails if one does not exit with 0."""
-    # Compiled as quickly as here, but for another number of devices.
-    flags = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag)
     environment = {
-        **os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY), "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": flags,
+        **os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY), "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": compile_flags(),
     }
     port = str(free_port())
     workers = [

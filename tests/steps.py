@@ -15,9 +15,9 @@ import optax
 import splitjax
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """A step with its initial state and batches. `step(state, batch) -> (state, metrics)`."""
+    """A step with its initial state and batches. `step(state, batch) -> (state, metrics)`. Equal to itself alone, so that its numbers can be kept."""
 
     step: Callable
     init: Callable  # key -> state

@@ -14,6 +14,7 @@ import pytest
 
 import splitjax
 from splitjax import errors
+from tests.processes import compile_flags
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -23,8 +24,9 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-def run_script(script: str, folder: pathlib.Path) -> str:
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+def run_script(script: str, folder: pathlib.Path, xla_flags: str | None = None) -> str:
+    """What it printed. Without `xla_flags` it has those that make compiling quick, and makes its own devices."""
+    environment = {**os.environ, "XLA_FLAGS": compile_flags() if xla_flags is None else xla_flags}
     path = os.pathsep.join(part for part in (str(ROOT), environment.get("PYTHONPATH")) if part)
     done = subprocess.run([sys.executable, "-W", "error", "-c", script], env={**environment, "PYTHONPATH": path}, cwd=folder,
                           capture_output=True, text=True, timeout=240)
@@ -82,7 +84,7 @@ def test_the_example_of_the_page_on_reports_is_what_the_command_prints(tmp_path)
     (example,) = blocks("docs/reports.md", "text")
     command = re.search(r"`splitjax (report [^`]*--batch-size \d+)`", (ROOT / "docs/reports.md").read_text()).group(1)
     script = f"import os; os.environ['SPLITJAX_CACHE'] = 'cache'; from splitjax.cli import main; main({command.split()!r})"
-    assert [text.rstrip() for text in run_script(script, tmp_path).splitlines()] == example.splitlines()
+    assert [text.rstrip() for text in run_script(script, tmp_path, xla_flags="").splitlines()] == example.splitlines()
 
 
 def test_every_typed_error_has_its_place_in_troubleshooting():

@@ -117,6 +117,8 @@ class LayoutOptions:
     """How gradients of tables with row lookups are exchanged; auto chooses by what the first steps touch and how fast the links are."""
     lazy: bool = False
     """Update only the rows with a gradient where the optimizer would change others too (momentum, Adam): other numbers, less work."""
+    wire_dtype: Literal["bfloat16"] | None = None
+    """Send the rows' values rounded to this, and keep what that takes away for the next time (with --sync row_exchange): other numbers."""
     platform: Literal["auto", "cpu"] = "auto"
     """auto: what JAX finds; cpu: this machine's processor, with virtual devices for the mesh."""
 

@@ -141,7 +141,7 @@ def make_steps(spec: models.ModelSpec, dataset: data.Dataset, batch_size: int, m
     )
     step = splitjax.parallelize(
         train_step, mesh=mesh, rules=layout.rules, group_comm=layout.group_comm, shard_state=layout.shard_state,
-        sync=ByRows(layout.sync, lazy=layout.lazy),
+        sync=ByRows(layout.sync, lazy=layout.lazy, wire_dtype=layout.wire_dtype),
     )
     one = next(dataset.train_batches(1))
     example = {name: jax.ShapeDtypeStruct((batch_size, *array.shape[1:]), array.dtype) for name, array in one.items()}

@@ -137,6 +137,7 @@ class _Run:
         for step, reason in restored.skipped:
             self.console.print(f"warning: the checkpoint of step {step} is damaged and left aside: {reason}", style="yellow", markup=False)
         self._check_same_run(restored.extra.get("options", {}))
+        self.steps.train_step.resume(restored.carried)
         self.console.print(f"resumed from the checkpoint of step {restored.step}", highlight=False)
         return restored.state, Position.from_json(restored.extra["position"]), restored.step
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from splitjax.cost.flow import flows
 from splitjax.mesh import MeshShape
@@ -12,7 +13,7 @@ from splitjax.trace.graph import Graph
 
 def predict_memory(
     graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: Sequence[str], replicated_batch: str = "all", *,
-    group_comm: str = "gather",
+    group_comm: str = "gather", by_rows: Mapping[str, int] = MappingProxyType({}),
 ) -> Memory:
     """Bytes per device of a step under this layout.
 
@@ -26,14 +27,17 @@ def predict_memory(
       where gradients are summed into parts, the largest of them once more, as each device has it before it is sent; in turns
       also the largest of a split layer, before it is added to those of earlier turns. XLA may reach less by consuming gradients as they come.
 
+    `by_rows`: of tables whose gradients are rows, by path, the bytes that a device has of these rows; they take the gradient's place.
+
     In turns (`group_comm`) a split layer sees one turn's examples at a time. `replicated_batch` as for `predict_collectives`: it says
     which weights stay split over axes that split the batch.
     """
     state = sum(leaf.bytes_per_device for leaf in leaves if leaf.is_state)
-    gradients = _gradient_bytes(leaves, mesh)
+    gradients = _gradient_bytes([leaf for leaf in leaves if leaf.path not in by_rows], mesh) + sum(by_rows.values())
     activations = graph.activation_bytes // mesh.size(tuple(batch_axes))
     if group_comm != "gather":
-        gradients += max((leaf.bytes_per_device for leaf in leaves if leaf.role == "param" and spec_axes(leaf.spec)), default=0)
+        split = [leaf for leaf in leaves if leaf.role == "param" and spec_axes(leaf.spec) and leaf.path not in by_rows]
+        gradients += max((leaf.bytes_per_device for leaf in split), default=0)
     for flow in flows(graph, leaves, mesh, batch_axes, replicated_batch):
         if not flow.free:
             continue

@@ -211,13 +211,14 @@ def leaf_path(options: Options, number: int, path: Any) -> str:
     return f"{name}/{inner}" if inner else name
 
 
-def argument_names(bound: Bound) -> dict[str, str]:
-    """JAX's name of every array among a call's arguments, as compiled programs have it (`args[0]['params']['kernel']`) -> its path."""
+def argument_names(bound: Bound, num_before: int = 0) -> dict[str, str]:
+    """JAX's name of every array among a call's arguments, as compiled programs have it (`args[0]['params']['kernel']`) -> its path.
+    `num_before`: operands that the program takes before the call's arguments."""
     names: list[str] = []
     for number, (start, stop) in enumerate(bound.spans):
         if start < stop:
             paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(bound.args[number])]
-            names += [f"args[{number}]{jax.tree_util.keystr(path)}" for path in paths]
+            names += [f"args[{num_before + number}]{jax.tree_util.keystr(path)}" for path in paths]
     return {name: argument.path for name, argument in zip(names, bound.arguments, strict=True)}
 
 

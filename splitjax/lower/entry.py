@@ -5,35 +5,38 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from splitjax import _compat
 from splitjax.errors import PlanError, SplitjaxError, StateError, TraceError
 from splitjax.lower.agreement import agree, program_text
-from splitjax.lower.arguments import Bound, Options, abstract, bind, call_with, keyword_only
+from splitjax.lower.arguments import Bound, Options, abstract, call_with, keyword_only
 from splitjax.lower.exchange import derive_exchanges, weight_uses
 from splitjax.lower.group_comm import choose, crosses
 from splitjax.lower.layout import Layout, named_sharding
+from splitjax.lower.lowered import Lowered
 from splitjax.lower.microbatching import boundary_hook, check_turns, make_twin, resized_trace
-from splitjax.lower.observing import Decision, with_syncs
+from splitjax.lower.observing import Decision
 from splitjax.lower.partial_hooks import PartialHooks
 from splitjax.lower.partial_plan import with_partial
-from splitjax.lower.partial_programs import Lowered, turned
+from splitjax.lower.partial_programs import turned
 from splitjax.lower.partial_step import PartialStep, find_partial
+from splitjax.lower.pinning import pins_tables, synchronised
 from splitjax.lower.planning import follow_plan, make_plan, pin_plan
 from splitjax.lower.processes import host_digests, on_mesh
-from splitjax.lower.scatter import derive_scatters, pin_gradients, updated_in_parts
-from splitjax.lower.sparse import SparseStep, find_sparse
+from splitjax.lower.programs import Programs
+from splitjax.lower.scatter import derive_scatters, pin_gradients
+from splitjax.lower.sparse import SparseStep
 from splitjax.lower.states import match_states
 from splitjax.lower.sync_request import DENSE, SyncRequest
 from splitjax.lower.sync_request import parse as parse_sync
 from splitjax.mesh import MeshShape
 from splitjax.partial.request import PartialBackprop
-from splitjax.plan import LeafPlan, Plan
+from splitjax.plan import LeafPlan, Plan, SyncPlan
 from splitjax.rules import RuleSet
 from splitjax.trace.graph import Graph
 from splitjax.trace.tracer import build_graph
@@ -101,11 +104,25 @@ class Entry:
     trace: Callable[[list[Any]], Any]  # the step's closed jaxpr for other flat arguments (`ShapeDtypeStruct`s)
     sparse: SparseStep | None = None  # tables synchronised by rows: then `jitted` returns the step's result and what was observed
     observes: bool = False  # it is the program of the first steps: see `observing`
+    is_decided: bool = False  # schemes and capacities of its tables are known
+    residual_shardings: Mapping[str, NamedSharding] = dataclasses.field(default_factory=dict)  # by table: then `jitted` takes and returns them too
     partial: PartialStep | None = None  # then `jitted` is `partial_programs.Turned`: another program, or another operand, by step
 
     def program(self, step_number: int) -> Any:
-        """The program of a step, by its number since the beginning of training: takes the step's positional arguments, and has `lower`."""
+        """The program of a step, by its number since the beginning of training: takes `operands`, and has `lower`."""
         return self.jitted if self.partial is None else self.jitted.at(step_number)
+
+    @functools.cached_property
+    def residuals(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """What rounding took away, by table that is rounded on the wire: the first operand of a program, and its last result."""
+        tables = () if self.sparse is None else self.sparse.rounded
+        return {
+            one.param: jax.ShapeDtypeStruct(one.residual_shape, one.dtype, sharding=self.residual_shardings[one.param]) for one in tables
+        }
+
+    def operands(self, args: tuple, residuals: Mapping[str, Any]) -> tuple:
+        """What a program takes."""
+        return (dict(residuals), *args) if self.residuals else args
 
     @functools.cached_property
     def shardings(self) -> tuple[NamedSharding, ...]:
@@ -131,14 +148,14 @@ class Entry:
         return tuple(placed.get(number, arg) for number, arg in enumerate(args))
 
 
-class SignatureChanged(Exception):
-    """Raised while `jax.jit` traces a call whose signature is not the program's: the caller then looks for another one."""
-
-
 def build_entry(
-    recipe: Recipe, mesh: Mesh, bound: Bound, layouts: Mapping[str, LeafPlan] | None, decision: Decision | None = None
+    recipe: Recipe, mesh: Mesh, bound: Bound, layouts: Mapping[str, LeafPlan] | None, decision: Decision | None = None,
+    carried: Sequence[SyncPlan] = (), observes: bool = False,
 ) -> Entry:
-    """trace -> match states -> graph -> plan -> jit. `decision`: how tables are synchronised, once their steps were observed."""
+    """trace -> match states -> graph -> plan -> jit.
+
+    **Arguments:** `decision`: how tables are synchronised, once their steps were observed; `carried`: what a run knew that is resumed.
+    `observes`: build the program of the first steps, whatever is known."""
     jaxpr, result = _trace(recipe, bound)
     matched = match_states(recipe.options, bound, result) if recipe.returns_state else {}
     graph = build_graph(jaxpr, bound.arguments, matched)
@@ -150,23 +167,28 @@ def build_entry(
         check = lambda kind: check_turns(kind, graph, mesh, plan, layout, jaxpr, twin_of)
         plan = choose(recipe.group_comm if recipe.pinned is None else recipe.pinned.group_comm, plan, graph, check, crosses(graph, plan))
     partial = None
-    if recipe.returns_state and recipe.backprop is not None:
-        partial = find_partial(recipe.backprop, graph, jaxpr, plan, mesh, f"parallelize({recipe.name}), backprop")
-        plan = with_partial(plan, partial)
+    if recipe.returns_state:
+        pinned_depths = None if recipe.pinned is None else recipe.pinned.partial
+        partial = find_partial(recipe.backprop, pinned_depths, graph, jaxpr, plan, f"parallelize({recipe.name}), backprop")
+    if partial is not None:
+        plan = with_partial(plan, partial, mesh.devices.flat[0].platform)
     sparse = None
-    if recipe.returns_state and not recipe.request.is_dense:
-        sparse = find_sparse(graph, jaxpr, plan, recipe.request, None if decision is None else decision.chosen)
-        plan = with_syncs(plan, sparse, decision)
+    pinned = None if observes else recipe.pinned
+    if recipe.returns_state and (pins_tables(pinned) or not recipe.request.is_dense):
+        sparse, plan, decision = synchronised(
+            graph, jaxpr, plan, recipe.request, pinned=pinned, carried=() if observes else carried, decision=decision
+        )
         twin_of = sparse.twin_of(twin_of)
     hook = boundary_hook(graph, mesh, plan, layout, twin_of)
+    kept = {} if sparse is None else {one.param: NamedSharding(mesh, one.residual_spec) for one in sparse.rounded}
     lowered = Lowered(mesh, layout, jaxpr, matched, sparse)
-    make = functools.partial(_compile, recipe, mesh, bound, jaxpr, result, matched, plan, sparse)
+    programs = Programs(recipe, mesh, bound, plan, jaxpr, result, matched, sparse is not None, kept)
     if partial is None:
-        jitted = make(functools.partial(lowered.run, hook))
+        jitted = programs.whole(functools.partial(lowered.run, hook))
     else:
-        jitted = turned(partial, PartialHooks(partial, jaxpr, mesh, plan, layout, twin_of, sparse, hook), lowered, make)
-    observes = sparse is not None and bool(sparse.tables) and decision is None
-    return Entry(bound, graph, plan, jitted, mesh, jaxpr, trace, sparse, observes, partial)
+        jitted = turned(partial, PartialHooks(partial, jaxpr, mesh, plan, layout, twin_of, sparse, hook), lowered, programs)
+    observing = sparse is not None and bool(sparse.tables) and decision is None
+    return Entry(bound, graph, plan, jitted, mesh, jaxpr, trace, sparse, observing, decision is not None, kept, partial)
 
 
 def _trace(recipe: Recipe, bound: Bound, leaves: list[jax.ShapeDtypeStruct] | None = None) -> tuple[Any, Any]:
@@ -227,52 +249,6 @@ def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> Layout:
     return Layout.of(mesh, (*plan.constraints, *pin_gradients(graph, plan.leaves)), sums, weight_uses(*arguments), names={use.site: use.layer for use in graph.uses})
 
 
-def _compile(
-    recipe: Recipe, mesh: Mesh, bound: Bound, jaxpr: Any, result: Any, matched: Mapping[int, int], plan: Plan, sparse: SparseStep | None,
-    evaluate_step: Callable[..., tuple[list[Any], Any]], num_turns: int = 0,
-) -> Any:
-    """A step for `jax.jit`. `evaluate_step(leaves, *turns) -> flat results, and what was observed of tables`; its program takes as many scalars
-    as `num_turns` says before the step's arguments."""
-    updated = updated_in_parts(jaxpr, plan.leaves, matched)
-    shardings = [named_sharding(mesh, leaf.spec) for leaf in plan.leaves]
-    tree = jax.tree.structure(result)
-
-    def run(*args):
-        turns, args = args[:num_turns], args[num_turns:]
-        # jax.jit calls this only when it traces. A trace for other arguments than the plan's must not pass silently.
-        if args_signature(recipe, args) != signature_key(bound):
-            raise SignatureChanged
-        leaves = jax.tree.leaves([arg for n, arg in enumerate(args) if n not in recipe.options.static_argnums])
-        results, observed = evaluate_step(leaves, *turns)
-        for number, spec in updated.items():
-            results[number] = jax.lax.with_sharding_constraint(results[number], named_sharding(mesh, spec))
-        whole = jax.tree.unflatten(tree, results)
-        return whole if sparse is None else (whole, observed)
-
-    run.__name__ = run.__qualname__ = recipe.name
-    into = [
-        jax.tree.unflatten(jax.tree.structure(arg), shardings[slice(*bound.spans[number])])
-        for number, arg in enumerate(bound.args) if number not in recipe.options.static_argnums
-    ]
-    out: list[Any] = [None] * tree.num_leaves
-    for source, target in matched.items():
-        out[target] = shardings[source]
-    placed = jax.tree.unflatten(tree, out) if matched else None
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    behind = lambda numbers: tuple(num_turns + number for number in numbers)
-    return jax.jit(
-        run, in_shardings=(*[everywhere] * num_turns, *into), out_shardings=placed if sparse is None else (placed, everywhere),
-        donate_argnums=behind(recipe.options.state_argnums) if recipe.donate else (), static_argnums=behind(recipe.options.static_argnums),
-    )
-
-
-def signature_key(bound: Bound) -> Any:
-    """A signature up to weak types, which change no program that is already traced."""
-    return bound.signature.tree, tuple(aval[:2] for aval in bound.signature.avals), bound.signature.static
-
-
-def args_signature(recipe: Recipe, args: tuple) -> Any:
-    return signature_key(bind(recipe.fn, recipe.options, args))
 
 
 def trace_error(error: Exception, recipe: Recipe, mesh: Mesh, args: tuple) -> Exception:

@@ -106,8 +106,10 @@ def evaluate(layout: Layout, jaxpr: Any, operands: Sequence[Any], hooks: Hooks |
     return _run(layout, jaxpr, operands, (), hooks, None)
 
 
-def evaluate_part(layout: Layout, jaxpr: Any, operands: Sequence[Any], prefix: Site, sites: Sequence[Site], copies: Copies) -> list[Any]:
-    """Evaluates some equations of a boundary's forward, which stand at `sites` behind `prefix`."""
+def evaluate_part(
+    layout: Layout, jaxpr: Any, operands: Sequence[Any], prefix: Site, sites: Sequence[Site] | None, copies: Copies
+) -> list[Any]:
+    """Evaluates some equations of a boundary's forward, which stand at `sites` behind `prefix`; None: all of them, in order."""
     return _run(layout, jaxpr, operands, prefix, None, copies, sites)
 
 

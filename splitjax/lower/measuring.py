@@ -28,7 +28,7 @@ from splitjax.sync.analysis import Measured, Profile, StepMasks, Tensor, analyse
 _ROWS_COUNTED = 1024
 
 
-def per_batch(args: Sequence[Any], batch_argnums: Sequence[int], name: str) -> Iterator[tuple[Any, ...]]:
+def per_batch(args: Sequence[Any], batch_argnums: Sequence[int], name: str, method: str = "profile") -> Iterator[tuple[Any, ...]]:
     """The arguments of one call per batch: what stands at `batch_argnums` are batches, in iterables of one length.
 
     Raises `BatchError` for an argument that is a batch itself, and for iterables of different lengths."""
@@ -36,13 +36,13 @@ def per_batch(args: Sequence[Any], batch_argnums: Sequence[int], name: str) -> I
     if not numbers:
         raise BatchError(
             "the step has no batch, so its gradients cannot be divided among workers", value=f"{len(args)} arguments",
-            place=f"{name}.profile", remedy="name the arguments that hold examples in batch_argnums, and pass their batches",
+            place=f"{name}.{method}", remedy="name the arguments that hold examples in batch_argnums, and pass their batches",
         )
     for number in numbers:
         given = args[number]
         if isinstance(given, (Mapping, str)) or hasattr(given, "shape") or not isinstance(given, Iterable):
             raise BatchError(
-                "profile takes several batches in place of one", value=type(given).__name__, place=f"{name}.profile, argument {number}",
+                f"{method} takes several batches in place of one", value=type(given).__name__, place=f"{name}.{method}, argument {number}",
                 remedy="pass a list or an iterator of batches; for a single one, [batch]",
             )
     iterators, missing = [iter(args[number]) for number in numbers], object()
@@ -53,7 +53,7 @@ def per_batch(args: Sequence[Any], batch_argnums: Sequence[int], name: str) -> I
         if any(batch is missing for batch in batches):
             shortest = next(number for number, batch in zip(numbers, batches, strict=True) if batch is missing)
             raise BatchError(
-                "the batch arguments hold different numbers of batches", value=f"argument {shortest} ends first", place=f"{name}.profile",
+                "the batch arguments hold different numbers of batches", value=f"argument {shortest} ends first", place=f"{name}.{method}",
                 remedy="give as many batches for every batch argument",
             )
         by_number = dict(zip(numbers, batches, strict=True))
@@ -79,12 +79,12 @@ def profile_calls(
     programs: dict[int, _Program] = {}
     steps: list[list[Measured]] = []
     tensors: tuple[Tensor, ...] = ()
-    sizes, notes, on_device = [], [], _OnDevice(mesh)
+    sizes, notes, on_device = [], [], OnDevice(mesh)
     for args in calls:
         entry = entry_of(args)
         if num_workers is None:
             num_workers = entry.plan.mesh.size(entry.plan.batch_axes)
-        _check_examples(entry, num_workers, place)
+        check_examples(entry, num_workers, place)
         program = programs.get(id(entry)) or _Program.of(entry, mesh, num_workers, place)
         programs[id(entry)] = program
         if tensors and program.tensors != tensors:
@@ -112,7 +112,7 @@ def _check_number(num_workers: Any, place: str) -> None:
         )
 
 
-def _check_examples(entry: Entry, num_workers: int, place: str) -> None:
+def check_examples(entry: Entry, num_workers: int, place: str) -> None:
     num_examples = entry.graph.num_examples
     if entry.graph.num_boundaries == 0:
         raise ProfileError(
@@ -133,7 +133,7 @@ def _check_examples(entry: Entry, num_workers: int, place: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _OnDevice:
+class OnDevice:
     """Arguments on one device of this process."""
 
     mesh: Mesh

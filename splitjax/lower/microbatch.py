@@ -31,9 +31,9 @@ from splitjax.lower.islands import Archipelago, Request, find_island, stages
 from splitjax.lower.loop import Job, MakeFetch
 from splitjax.lower.needs import PART, WHOLE, Marked, mark
 from splitjax.lower.pairing import Const, Program, pair
+from splitjax.lower.places import Runner
 from splitjax.lower.relation import EXAMPLES, LATER, Batch, Info, Reason
 from splitjax.lower.slices import Split
-from splitjax.lower.truncation import Truncation
 from splitjax.mesh import MeshShape
 
 
@@ -61,6 +61,11 @@ def local_examples(
     return num_local if num_local > 1 else 2 if num_examples != 2 else 4
 
 
+def traced_examples(share: int) -> int:
+    """With how many examples a forward is traced that runs with `share`."""
+    return max(share, 2)
+
+
 def _run_examples(num_examples: int, num_microbatches: int, mesh: Any, manual_axes: Sequence[str]) -> int:
     return num_examples // (num_microbatches * (1 if mesh is None else MeshShape.of(mesh).size(tuple(manual_axes))))
 
@@ -80,7 +85,7 @@ def expand_microbatches(
     fetches: Mapping[int, MakeFetch] | None = None,
     known_whole_over: Sequence[str] = (),
     islands: Request | None = None,
-    truncation: Truncation | None = None,
+    runner: Runner | None = None,
 ) -> list[Any]:
     """Evaluates a boundary in microbatches; the same results, in the same order, as `gradient.expand`. Call it under `jax.jit`.
 
@@ -98,7 +103,7 @@ def expand_microbatches(
     - `fetches`: for operands (by position) whose slices are brought in one microbatch ahead, how.
     - `islands`: for a group of axes over which some differentiated operands are split and others are not: how the others' gradients
       are exchanged once, too.
-    - `truncation`: places along the manual axes differentiate to different depths.
+    - `runner`: how the loops of the places along the manual axes run, if not all alike.
     - `known_whole_over`: batch axes over which slices that are not differentiated (labels) are wanted whole, as split layers see them.
 
     Raises `MicrobatchError` for a loss that cannot be accumulated.
@@ -110,30 +115,31 @@ def expand_microbatches(
         )
     if job is None:
         return expand(params, operands, eval_forward)
-    if truncation is not None:
-        job = dataclasses.replace(job, truncation=truncation)
-    return job.results(operands, params["positions"], fetches or {}, known_whole_over)
+    return job.results(operands, params["positions"], fetches or {}, known_whole_over, runner)
 
 
 def prepare(
     params: dict[str, Any], operand_example_dims: Sequence[int | None], local_forward: Any, num_microbatches: int,
     batch_axes: Sequence[str], mesh: Mesh | None, *, manual_axes: Sequence[str] = (), bind: Bind | None = None,
-    islands: Request | None = None,
+    islands: Request | None = None, share: int | None = None,
 ) -> Job | None:
     """A boundary analysed for `expand_microbatches`, whose arguments these are; None where it needs no loop: no operand holds
-    examples, or the loss does not depend on what is differentiated. Raises `MicrobatchError`."""
+    examples, or the loss does not depend on what is differentiated. Raises `MicrobatchError`.
+
+    `share`: the examples of a worker that does not have an equal part; `local_forward` is then traced with so many (but never with one)."""
     boundary = boundary_of(params)
     program = pair(boundary.forward, local_forward, boundary.label)
     sizes = _sizes(program, operand_example_dims, boundary)
     if sizes is None:
         return None
-    expected = local_examples(sizes[0], num_microbatches, batch_axes, mesh, manual_axes)
+    run = share or _run_examples(sizes[0], num_microbatches, mesh, manual_axes)
+    expected = traced_examples(share) if share else local_examples(sizes[0], num_microbatches, batch_axes, mesh, manual_axes)
     if sizes[1] != expected:
         raise MicrobatchError(
             f"the local forward was traced with {sizes[1]} examples instead of {expected}", value=sizes[1], place=boundary.label,
             remedy="trace it with as many examples as local_examples says",
         )
-    batch = Batch(*sizes, _run_examples(sizes[0], num_microbatches, mesh, manual_axes))
+    batch = Batch(*sizes, run)
     split = _split(num_microbatches, batch_axes, manual_axes, mesh)
     analysis = classify(program, program.body, _operand_infos(program, boundary, batch), batch)
     _require_sum(analysis, boundary, num_microbatches, batch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +21,9 @@ from splitjax.lower.exchange import EXAMPLES, SWAP
 from splitjax.lower.groups import Copies, Where
 from splitjax.lower.islands import Request
 from splitjax.lower.layout import BoundaryHook, Layout, Site, evaluate_equation
-from splitjax.lower.microbatch import expand_microbatches, local_examples, manual_axes
-from splitjax.lower.truncation import Truncation
+from splitjax.lower.loop import Job
+from splitjax.lower.microbatch import expand_microbatches, local_examples, manual_axes, prepare, traced_examples
+from splitjax.lower.places import Runner
 from splitjax.lower.turns import Mode, Refused, Turned, evaluate_turns, take_turns
 from splitjax.plan import Plan
 from splitjax.trace.flatten import equation_at
@@ -98,18 +99,36 @@ def boundary_hook(graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of:
 
 def accumulated_boundary(
     eqn: Any, operands: Sequence[Any], site: Site, forward: Callable, number: int, graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of: Twin,
-    manual: tuple[str, ...], truncation: Truncation | None = None,
+    manual: tuple[str, ...], runner: Runner | None = None,
 ) -> list[Any]:
     """A boundary's results from `number` microbatches, in a loop that handles the axes `manual` itself. Raises `MicrobatchError` where the loss is no sum
-    over examples. `truncation`: workers along these axes differentiate to different depths."""
+    over examples. `runner`: how the loops of the places along these axes run, if not all alike."""
     twin = twin_of(eqn, site, local_examples(graph.num_examples, number, plan.batch_axes, mesh, manual))
     copies: Copies = {}
     dims = [example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True)]
     return expand_microbatches(
         eqn.params, operands, dims, gradient.boundary_forward(twin)[0], number, plan.batch_axes, mesh, manual_axes=manual,
         bind=lambda inner, values, inside: evaluate_equation(layout.without(manual), inner, values, (*site, 0, *inside), copies),
-        eval_forward=forward, islands=_islands(eqn, site, graph, mesh, plan, layout, twin_of, number, manual), truncation=truncation,
+        eval_forward=forward, islands=_islands(eqn, site, graph, mesh, plan, layout, twin_of, number, manual), runner=runner,
     )
+
+
+def uneven_jobs(
+    eqn: Any, site: Site, shares: Collection[int], graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of: Twin, manual: tuple[str, ...]
+) -> dict[int, Job]:
+    """A boundary prepared for workers with so many examples each, by their number. Raises `MicrobatchError`."""
+    found = {}
+    for share in sorted(set(shares)):
+        twin = twin_of(eqn, site, traced_examples(share))
+        dims = [example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True)]
+        copies: Copies = {}
+        bind = lambda inner, values, inside, copies=copies: evaluate_equation(layout.without(manual), inner, values, (*site, 0, *inside), copies)
+        job = prepare(
+            eqn.params, dims, gradient.boundary_forward(twin)[0], 1, plan.batch_axes, mesh, manual_axes=manual, bind=bind, share=share
+        )
+        if job is not None:
+            found[share] = job
+    return found
 
 
 def _has_recurrence(graph: Graph, site: Site) -> bool:

@@ -7,7 +7,6 @@ read must be known before the forward pass runs: where ids depend on parameters,
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,8 @@ from splitjax.lower.lookups import Lookup
 from splitjax.lower.row_values import Rows, View, written
 from splitjax.lower.table_rows import JOIN, TableSync, cut
 from splitjax.plan import spec_axes
+from splitjax.sync.description import by_owners
+from splitjax.sync.feedback import keep, with_residual
 from splitjax.sync.local import sum_rows, take_rows, unite
 from splitjax.sync.owner import OwnerSharded, Requests
 from splitjax.sync.rows import RowSparse, normalised
@@ -106,7 +107,8 @@ def _gathered(lookup: Lookup, table: TableSync, mode: str, ids: Any, rows: Any) 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Owned:
     """The sum of the gradients of each owner's rows: `positions` i32[n * pull] in its part, `values` f[n * pull, *row], where everything
-    had room (`fits`, bool[n], alike); otherwise found anew from `ids` and `local`, the rows of all workers."""
+    had room (`fits`, bool[n], alike); otherwise found anew from `ids` and `local`, the rows of all workers.
+    `residual`: f[n, num_rows, *row], what rounding took away, of a table that has a `wire_dtype`."""
 
     table: TableSync
     mesh: Mesh
@@ -115,13 +117,13 @@ class Owned:
     fits: Any
     ids: Any
     local: Any
+    residual: Any = None
 
     @property
     def observed(self) -> dict[str, Any]:
         """What the step returns of it: `fell_back` bool[], and while capacities are not known `touched`, the ids of all workers."""
         if self.table.capacities is None:
-            num_workers = math.prod(self.mesh.shape[axis] for axis in self.table.axes)
-            return {"fell_back": jnp.bool_(False), "touched": self.ids.reshape(num_workers, -1)}
+            return {"fell_back": jnp.bool_(False), "touched": self.ids.reshape(self.table.num_workers, -1)}
         return {"fell_back": jnp.logical_not(self.fits.all())}
 
     def write(self, leaves: Mapping[int, Any], new: Mapping[int, Rows]) -> dict[int, Any]:
@@ -154,8 +156,8 @@ class Owned:
         spec = PartitionSpec(table.row_axes)
 
         def inside(positions, values, fits, ids, local, state, others):
-            owned = lambda: RowSparse(positions, values, jnp.int32(0), state[table.leaf].shape[0])
-            return body(owned, fits, lambda: _every(table, ids, local), state, others)
+            mine = lambda: RowSparse(positions, values, jnp.int32(0), state[table.leaf].shape[0])
+            return body(mine, fits, lambda: _every(table, ids, local), state, others)
 
         run = jax.shard_map(
             inside, mesh=self.mesh, axis_names=frozenset(manual), check_vma=False,
@@ -164,40 +166,52 @@ class Owned:
         return run(self.positions, self.values, self.fits, self.ids, self.local, dict(leaves), dict(given))
 
 
-def push(pulled: Pulled, values: Sequence[Any]) -> Owned:
-    """Sends the gradients of the pulled rows to their owners. `values`: per lookup f[*ids, *row]."""
+def push(pulled: Pulled, values: Sequence[Any], residual: Any = None) -> Owned:
+    """Sends the gradients of the pulled rows to their owners. `values`: per lookup f[*ids, *row]. `residual`: as `Owned` has it, of earlier
+    steps; every worker keeps what was rounded away of all that it sends, its own rows' gradients too."""
     table = pulled.table
 
-    def body(cotangents, slots, requests):
+    def body(cotangents, slots, requests, kept):
         requests = _unlead(requests)
         row_shape = cotangents[0].shape[cotangents[0].ndim - len(table.shape) + 1 :]
         flat = jnp.concatenate([one.reshape(-1, *row_shape).astype(table.dtype) for one in cotangents])
         local = sum_rows(flat, slots, requests.ids.size, table.dtype)
-        owned, _ = _exchange(table, requests.ids.size).collect(local, requests, table.axes)
-        return owned.ids, owned.values, requests.fits[None], requests.ids, local
+        if kept is not None:
+            rows, kept = with_residual(RowSparse(requests.ids, local, jnp.int32(0), table.num_rows), kept[0])
+            local = rows.values
+        mine, lost = _exchange(table, requests.ids.size).collect(local, requests, table.axes)
+        if kept is not None:
+            # Without room for all, everything is gathered as it is.
+            if lost is not None:
+                ids = jnp.where(requests.fits, requests.ids, table.num_rows)
+                kept = keep(kept, RowSparse(ids, lost, jnp.int32(0), table.num_rows))
+            kept = kept[None]
+        return mine.ids, mine.values, requests.fits[None], requests.ids, local, kept
 
     spec, rows = PartitionSpec(table.axes), PartitionSpec(table.axes, *table.row_spec)
+    of_residual = None if residual is None else table.residual_spec
     run = jax.shard_map(
-        body, mesh=pulled.mesh, check_vma=False, out_specs=(spec, rows, spec, spec, rows),
+        body, mesh=pulled.mesh, check_vma=False, out_specs=(spec, rows, spec, spec, rows, of_residual),
         in_specs=(
             [cut(one.dim, table.axes, x.ndim - len(table.shape) + 1, table.row_spec) for one, x in zip(table.lookups, values, strict=True)],
-            spec, spec,
+            spec, spec, of_residual,
         ),
     )
     with jax.named_scope(scope("rows", table.param)):
-        return Owned(table, pulled.mesh, *run(list(values), pulled.slots, pulled.requests))
+        return Owned(table, pulled.mesh, *run(list(values), pulled.slots, pulled.requests, residual))
 
 
 def _exchange(table: TableSync, capacity: int) -> OwnerSharded:
-    """Without capacities from a profile, there is room for everything."""
+    """Without capacities from a profile, there is room for everything, and nothing is rounded."""
+    if table.capacities is not None:
+        return table.scheme
     size = table.num_rows // max(lax.axis_size(table.axes), 1)
-    room = Capacities(push=min(capacity, size), pull=min(capacity * lax.axis_size(table.axes), size))
-    return OwnerSharded(table.num_rows, table.capacities or room, ownership="range")
+    return by_owners(table.num_rows, Capacities(push=min(capacity, size), pull=min(capacity * lax.axis_size(table.axes), size)))
 
 
 def _every(table: TableSync, ids: Any, local: Any) -> RowSparse:
     with jax.named_scope(scope("fallback", table.param)):
-        return OwnerSharded(table.num_rows, Capacities(), ownership="range").collect_all(ids, local, table.axes)
+        return by_owners(table.num_rows).collect_all(ids, local, table.axes)
 
 
 def _lead(tree: Any) -> Any:

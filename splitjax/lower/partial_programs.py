@@ -8,46 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import NamedSharding, PartitionSpec
 
-from splitjax.lower.layout import BoundaryHook, Hooks, Layout, evaluate
+from splitjax.lower.lowered import Evaluated, Lowered
 from splitjax.lower.partial_hooks import PartialHooks
 from splitjax.lower.partial_step import PartialStep
-from splitjax.lower.sparse import SparseStep, evaluate_sparse
+from splitjax.lower.partial_workers import WorkerPrograms
+from splitjax.lower.truncation import turns_scope
 from splitjax.partial.request import BRANCH
-
-# (evaluator of the step, scalars before its arguments) -> its program.
-Make = Callable[..., Any]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Lowered:
-    """A step ready to be evaluated. `matched`: flat argument of a state leaf -> its flat result."""
-
-    mesh: Mesh
-    layout: Layout
-    jaxpr: Any
-    matched: Mapping[int, int]
-    sparse: SparseStep | None
-
-    def run(self, hook: BoundaryHook, leaves: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Flat arguments -> flat results, and by table what was observed."""
-        if self.sparse is None:
-            return evaluate(self.layout, self.jaxpr, leaves, Hooks(hook)), None
-        return evaluate_sparse(self.sparse, self.mesh, self.layout, leaves, hook, self.matched)
-
-    def run_keeping(self, hook: BoundaryHook, kept: Sequence[int], leaves: Sequence[Any]) -> tuple[list[Any], Any]:
-        """The same, where some flat arguments stay what they are."""
-        results, observed = self.run(hook, leaves)
-        for leaf in kept:
-            results[self.matched[leaf]] = jnp.asarray(leaves[leaf])
-        return results, observed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,6 +49,7 @@ class Turned:
 class _WithTurn:
     program: Any
     turn: int
+    num_before = 1  # operands before the step's arguments
 
     def __call__(self, *args: Any) -> Any:
         return self.program(np.int32(self.turn), *args)
@@ -83,24 +58,27 @@ class _WithTurn:
         return self.program.lower(np.int32(self.turn), *args)
 
 
-def turned(step: PartialStep, hooks: PartialHooks, lowered: Lowered, make: Make) -> Turned:
-    """The programs of a step. `make`: see `Make`."""
-    depths, deepest = step.depths, min(step.depths.first)
-    full = functools.cache(lambda: make(functools.partial(lowered.run, hooks.hook)))
+def turned(step: PartialStep, hooks: PartialHooks, lowered: Lowered, programs: Any) -> Turned:
+    """The programs of a step. `programs`: `entry.Programs`, which makes them."""
+    depths, kept = step.depths, step.kept_leaves(min(step.depths.first))
+    everywhere = NamedSharding(hooks.mesh, PartitionSpec())
+    full = functools.cache(lambda: programs.whole(functools.partial(lowered.run, hooks.hook)))
+    with_turn = lambda run: Turned(step, full, None, functools.cache(lambda: programs.whole(run, (everywhere,))))
+    if not step.is_temporal and step.request.execution == BRANCH:
+        return with_turn(lambda leaves, residuals, turn: lowered.run_keeping(hooks.apart(turn), kept, leaves, residuals))
     if not step.is_temporal:
-        kept = step.kept_leaves(deepest)
-        run = lambda leaves, turn: lowered.run_keeping(hooks.apart(turn), kept, leaves)
-        return Turned(step, full, None, functools.cache(lambda: make(run, 1)))
+        return Turned(step, full, None, functools.cache(lambda: WorkerPrograms(step, hooks, lowered, programs)))
     at_depth = {first: functools.partial(lowered.run_keeping, hooks.together(first), step.kept_leaves(first)) for first in depths.distinct}
     if step.request.execution != BRANCH:
-        programs = functools.cache(lambda first: make(at_depth[first]))
-        return Turned(step, full, lambda slot: programs(depths.first[slot]), None)
+        by_depth = functools.cache(lambda first: programs.whole(at_depth[first]))
+        return Turned(step, full, lambda slot: by_depth(depths.first[slot]), None)
 
-    def branched(leaves: Sequence[Any], turn: Any) -> tuple[list[Any], Any]:
+    def branched(leaves: Sequence[Any], residuals: Any, turn: Any) -> Evaluated:
         distinct = list(at_depth)
         slots = [depths.slot(0, number) for number in range(depths.num_turns)]
-        table = jnp.asarray([distinct.index(depths.first[slot]) for slot in slots], jnp.int32)
-        results, observed = jax.lax.switch(table[turn], [at_depth[first] for first in distinct], list(leaves))
-        return list(results), observed
+        numbers = [distinct.index(depths.first[slot]) for slot in slots]
+        with jax.named_scope(turns_scope([numbers.count(number) for number in range(len(distinct))])):
+            branches = [at_depth[first] for first in distinct]
+            return jax.lax.switch(jnp.asarray(numbers, jnp.int32)[turn], branches, list(leaves), residuals)
 
-    return Turned(step, full, None, functools.cache(lambda: make(branched, 1)))
+    return with_turn(branched)

@@ -7,7 +7,7 @@ Where every layer has a contributor, all state is updated as ever.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -18,10 +18,12 @@ from splitjax.errors import PartialError
 from splitjax.lower import gradient
 from splitjax.lower.layout import Site, holds_boundary
 from splitjax.lower.truncation import Truncation
+from splitjax.partial.balance import balanced_examples
 from splitjax.partial.depths import Depths, choose_depths
+from splitjax.partial.pinned import pinned_depths, pinned_request
 from splitjax.partial.request import TEMPORAL, PartialBackprop
 from splitjax.partial.stages import Stages, find_stages, with_times
-from splitjax.plan import Plan
+from splitjax.plan import PartialPlan, Plan
 from splitjax.trace.flatten import bodies, equation_at
 from splitjax.trace.graph import Graph
 
@@ -41,6 +43,7 @@ class PartialStep:
     axes: tuple[str, ...]
     depths: Depths
     params: Mapping[int, str]
+    examples: tuple[int, ...] = ()  # by slot, where shares are balanced
 
     @property
     def request(self) -> PartialBackprop:
@@ -58,11 +61,16 @@ class PartialStep:
         """The same for the boundary's equation with further operands behind its own, which belong to parameters `more`."""
         own = self.segment_of()
         by_param = {self.params[position]: segment for position, segment in own.items()}
-        first = len(eqn.invars) - len(more)
-        return own | {first + k: by_param[param] for k, param in enumerate(more)}
+        return own | {position: by_param[param] for position, param in self._further(eqn, more).items()}
 
-    def truncation(self, mesh: Mesh, segments: Mapping[int, int], turn: Any) -> Truncation:
-        return Truncation(self.depths, segments, self.axes, mesh, turn)
+    def truncation(self, mesh: Mesh, eqn: Any, more: Sequence[str], turn: Any) -> Truncation:
+        """Of the boundary's equation. `more` as for `segments_for`; `turn`: i32[]."""
+        params = {**self.params, **self._further(eqn, more)}
+        return Truncation(self.depths, self.segments_for(eqn, more), params, self.axes, mesh, turn, self.examples)
+
+    def _further(self, eqn: Any, more: Sequence[str]) -> dict[int, str]:
+        first = len(eqn.invars) - len(more)
+        return {first + k: param for k, param in enumerate(more)}
 
     def skipped(self, first: int) -> frozenset[str]:
         """The parameters that nobody differentiates where the deepest worker begins with segment `first`."""
@@ -73,18 +81,45 @@ class PartialStep:
         gone = self.skipped(first)
         return tuple(leaf.index for leaf in self.graph.leaves if leaf.is_state and (leaf.path in gone or leaf.follows in gone))
 
+    def contributes(self, slots: Collection[int], turn: int) -> list[bool]:
+        """Per example of the batch whether it belongs to a worker in one of these slots."""
+        depths = self.depths
+        equal = (self.graph.num_examples or 0) // depths.num_slots
+        found: list[bool] = []
+        for worker in range(depths.num_slots):
+            slot = depths.slot(worker, turn)
+            found += [slot in slots] * (self.examples[slot] if self.examples else equal)
+        return found
+
     def share_of_steps(self, segment: int) -> float:
         """The share of the steps of a temporal assignment in which a segment is differentiated."""
         turns = [self.depths.slot(0, turn) for turn in range(self.depths.num_turns)]
         return sum(self.depths.first[slot] <= segment for slot in turns) / len(turns)
 
 
-def find_partial(request: PartialBackprop, graph: Graph, jaxpr: Any, plan: Plan, mesh: Mesh, place: str) -> PartialStep:
-    """How a step is differentiated partially. Raises `PartialError` where it cannot be."""
+def find_partial(
+    request: PartialBackprop | None, pinned: PartialPlan | None, graph: Graph, jaxpr: Any, plan: Plan, place: str
+) -> PartialStep | None:
+    """How a step is differentiated partially: as a pinned plan says, or as asked for; None where neither does. Raises `PartialError` where it
+    cannot be, `PlanError` where the pinned plan is of another step."""
+    request = request if pinned is None else pinned_request(pinned)
+    if request is None:
+        return None
     site = _boundary(graph, jaxpr, place)
     axes = worker_axes(graph, plan)
     found, params = stages_of(graph, jaxpr, site, request)
-    return PartialStep(graph, site, axes, choose_depths(found, request, plan.mesh.size(axes), place), params)
+    num_workers = plan.mesh.size(axes)
+    depths = choose_depths(found, request, num_workers, place) if pinned is None else pinned_depths(found, pinned, request, num_workers)
+    if not request.rebalance:
+        return PartialStep(graph, site, axes, depths, params)
+    if set(axes) != set(plan.mesh.present(plan.batch_axes)):
+        shared = "+".join(axis for axis in plan.mesh.present(plan.batch_axes) if axis not in axes)
+        raise PartialError(
+            f"examples cannot be balanced: devices along {shared} share those of one worker, in equal parts", value=shared, place=place,
+            remedy="use rebalance=False, or a rule set whose batch is split over the data axis only",
+        )
+    return PartialStep(graph, site, axes, depths, params, balanced_examples(depths, graph.num_examples, place))
+
 
 
 def stages_of(graph: Graph, jaxpr: Any, site: Site, request: PartialBackprop | None = None) -> tuple[Stages, dict[int, str]]:

@@ -27,13 +27,15 @@ from splitjax.lower.table_rows import Exchanged, IdCut, TableSync, exchange
 from splitjax.plan import LeafPlan, Plan, spec_axes
 from splitjax.sync.all_gather import AllGather
 from splitjax.sync.dense import Dense
+from splitjax.sync.description import Exchange, by_owners
+from splitjax.sync.owner import OwnerSharded
 from splitjax.sync.scheme import ByRows, Capacities, Scheme
-from splitjax.trace.flatten import equation_at
-from splitjax.trace.graph import Graph, RowUpdate, Table
+from splitjax.trace.flatten import call_body, equation_at
+from splitjax.trace.graph import Graph, RowUpdate, Table, itemsize
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 LAZY_HINT = "; lazy=True would leave these rows alone"
-Chosen = Mapping[str, tuple[Scheme, Capacities]]  # by the path of the table
+Chosen = Mapping[str, tuple[Exchange, Capacities]]  # by the path of the table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,11 @@ class SparseStep:
 
     def table_of(self, sync: TableSync) -> Table:
         return next(one for one in self.graph.tables if one.param == sync.param)
+
+    @property
+    def rounded(self) -> tuple[TableSync, ...]:
+        """The tables whose values are rounded on the wire: each has a residual."""
+        return tuple(one for one in self.tables if one.wire_dtype)
 
     def at(self, boundary: Site) -> list[int]:
         """The numbers of the tables that a boundary differentiates."""
@@ -104,7 +111,8 @@ def find_sparse(graph: Graph, jaxpr: Any, plan: Plan, request: SyncRequest, chos
     step = SparseStep(graph, jaxpr, tuple(tables), reasons)
     # Where the ids are known only with the parameters, rows cannot be brought before the forward pass.
     late = {one.param for one in tables if one.is_owned and ids_of(step.edited(equation_at(jaxpr, site := step.table_of(one).boundary), site)[0]) is None}
-    return dataclasses.replace(step, tables=tuple(dataclasses.replace(one, is_owned=one.is_owned and one.param not in late) for one in tables))
+    again = lambda one: _table_sync(step.table_of(one), graph, jaxpr, plan, leaves[one.param], request.of(one.param), chosen, may_own=False)
+    return dataclasses.replace(step, tables=tuple(again(one) if one.param in late else one for one in tables))
 
 
 def _reason(table: Table, jaxpr: Any, plan: Plan, asked: ByRows) -> str:
@@ -115,9 +123,9 @@ def _reason(table: Table, jaxpr: Any, plan: Plan, asked: ByRows) -> str:
     if update is None:
         return f"{table.reason}{LAZY_HINT if table.lazy_update is not None else ''}"
     for depth in range(1, len(table.boundary), 2):
-        name = equation_at(jaxpr, table.boundary[:depth]).primitive.name
-        if name not in _CALLS:
-            return f"its gradient is taken inside {name}, more than once a step"
+        around = equation_at(jaxpr, table.boundary[:depth])
+        if around.primitive.name not in _CALLS:
+            return _inside(around)
     planned = [plan.leaves[index] for index in update.leaves]
     if any(one.gradient is not None for one in planned):
         return "its gradient is summed into parts (shard_state)"
@@ -126,19 +134,55 @@ def _reason(table: Table, jaxpr: Any, plan: Plan, asked: ByRows) -> str:
     return ""
 
 
+def _inside(loop: Any) -> str:
+    """Why a gradient that is taken inside an equation stays dense."""
+    line = _compat.source_line(loop)
+    return f"its gradient is taken inside {loop.primitive.name}, more than once a step{f' ({line})' if line else ''}"
+
+
+def gradient_in_loop(jaxpr: Any) -> str:
+    """In words, the first loop or condition of a step that takes a gradient inside; empty without one."""
+    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
+        if is_boundary(eqn) or not holds_boundary(eqn):
+            continue
+        body = call_body(eqn)
+        return gradient_in_loop(body) if body is not None else _inside(eqn)
+    return ""
+
+
 def _update(table: Table, asked: ByRows) -> RowUpdate | None:
     return table.update if table.update is not None or not asked.lazy else table.lazy_update
 
 
-def _table_sync(table: Table, graph: Graph, jaxpr: Any, plan: Plan, leaf: LeafPlan, asked: ByRows, chosen: Chosen | None) -> TableSync:
+def _table_sync(
+    table: Table, graph: Graph, jaxpr: Any, plan: Plan, leaf: LeafPlan, asked: ByRows, chosen: Chosen | None, may_own: bool = True
+) -> TableSync:
     split = spec_axes(leaf.spec[1:])
     axes = tuple(axis for axis in plan.mesh.present(plan.batch_axes) if axis not in split)
-    scheme, capacities = (asked.scheme if isinstance(asked.scheme, Scheme) else AllGather(), None) if chosen is None else chosen[table.param]
-    is_owned = bool(axes) and spec_axes(leaf.spec[:1]) == axes
+    num_workers = plan.mesh.size(axes)
+    is_owned = may_own and bool(axes) and spec_axes(leaf.spec[:1]) == axes
+    if chosen is not None:
+        scheme, capacities = chosen[table.param]
+        is_owned = is_owned and isinstance(scheme, OwnerSharded)
+    else:
+        scheme, capacities = _asked(asked, table.num_rows, leaf, num_workers, is_owned), None
     row_size = math.prod(leaf.shape[1:]) // plan.mesh.size(split)
     index = next(index for index, one in enumerate(graph.leaves) if one.path == table.param)
-    lookups = tuple(IdCut(_example_dim(one, graph, jaxpr, plan.mesh.size(axes)), one.mode.removesuffix("_or_drop")) for one in table.lookups)
-    return TableSync(table.param, index, _update(table, asked).leaves, leaf.shape, leaf.dtype, leaf.spec, axes, lookups, is_owned, row_size, scheme, capacities)
+    lookups = tuple(IdCut(_example_dim(one, graph, jaxpr, num_workers), one.mode.removesuffix("_or_drop")) for one in table.lookups)
+    return TableSync(
+        table.param, index, _update(table, asked).leaves, leaf.shape, leaf.dtype, leaf.spec, axes, num_workers, lookups, is_owned, row_size,
+        scheme, capacities,
+    )  # fmt: skip
+
+
+def _asked(asked: ByRows, num_rows: int, leaf: LeafPlan, num_workers: int, is_owned: bool) -> Exchange:
+    """How a table's rows are added up as far as that is known before steps were observed. What is not sent, or has no more digits than
+    are sent, is not rounded."""
+    scheme = asked.scheme if isinstance(asked.scheme, Scheme) else AllGather()
+    wire_dtype = getattr(scheme, "wire_dtype", None)
+    if wire_dtype is not None and (num_workers == 1 or itemsize(leaf.dtype) <= itemsize(wire_dtype)):
+        scheme, wire_dtype = dataclasses.replace(scheme, wire_dtype=None), None
+    return by_owners(num_rows, wire_dtype=wire_dtype) if is_owned else scheme
 
 
 def _example_dim(lookup: Any, graph: Graph, jaxpr: Any, num_workers: int) -> int | None:
@@ -159,6 +203,7 @@ class _Run:
     mesh: Mesh
     hook: BoundaryHook
     arguments: Sequence[Any]
+    residuals: Mapping[str, Any]
     found: dict[int, Exchanged | Owned]
 
     def boundary(self, eqn: Any, operands: Sequence[Any], site: Site, forward: Callable) -> list[Any]:
@@ -177,12 +222,14 @@ class _Run:
                 rows_of(lookup, one, cotangent)
                 for (table, _), lookup, one, cotangent in zip(order, edited.lookups, ids, cotangents, strict=True) if table == number
             ]
+            residual = self.residuals.get(self.step.tables[number].param)
             if number in pulled:
-                self.found[number] = push(pulled[number], [one for _, one in rows])
+                self.found[number] = push(pulled[number], [one for _, one in rows], residual)
                 continue
             loops = [lookup.num_loops for (table, _), lookup in zip(order, edited.lookups, strict=True) if table == number]
             self.found[number] = exchange(
-                self._placed(self.step.tables[number], loops, [one for one, _ in rows]), self.mesh, [one for one, _ in rows], [one for _, one in rows]
+                self._placed(self.step.tables[number], loops, [one for one, _ in rows]), self.mesh, [one for one, _ in rows], [one for _, one in rows],
+                residual,
             )
         whole: dict[int, Any] = dict(zip(edited.kept, kept, strict=True))
         table_at = {position: number for number, position in positions.items()}
@@ -214,12 +261,11 @@ class _Run:
 
     def _placed(self, table: TableSync, loops: Sequence[int], ids: Sequence[Any]) -> TableSync:
         """The dims of lookups as they are here: behind those of loops. One that no example has is cut where it divides."""
-        num_workers = math.prod(self.mesh.shape[axis] for axis in table.axes)
         lookups = []
         for one, num_loops, found in zip(table.lookups, loops, ids, strict=True):
             dim = None if one.dim is None else one.dim + num_loops
             if dim is None:
-                dim = next((d for d, size in enumerate(found.shape) if size % num_workers == 0), None)
+                dim = next((d for d, size in enumerate(found.shape) if size % table.num_workers == 0), None)
             lookups.append(dataclasses.replace(one, dim=dim))
         return dataclasses.replace(table, lookups=tuple(lookups))
 
@@ -229,16 +275,18 @@ class _Run:
 
 
 def evaluate_sparse(
-    step: SparseStep, mesh: Mesh, layout: Layout, arguments: Sequence[Any], hook: BoundaryHook, results_of: Mapping[int, int]
-) -> tuple[list[Any], dict[str, dict[str, Any]]]:
+    step: SparseStep, mesh: Mesh, layout: Layout, arguments: Sequence[Any], hook: BoundaryHook, results_of: Mapping[int, int],
+    residuals: Mapping[str, Any],
+) -> tuple[list[Any], dict[str, dict[str, Any]], dict[str, Any]]:
     """Evaluates a step whose tables are synchronised by rows.
 
-    **Arguments:** `arguments`: its flat arguments. `results_of`: flat argument of a state leaf -> its flat result.
+    **Arguments:** `arguments`: its flat arguments. `results_of`: flat argument of a state leaf -> its flat result. `residuals`: by table that is
+    rounded on the wire f[n, num_rows, *row], what rounding took away from each of n workers.
 
-    **Returns:** its flat results, and by table what was observed: `fell_back` bool[], whether the capacities did not suffice; `touched` i32[n, k],
-    the ids of n workers, while there are no capacities.
+    **Returns:** its flat results; by table what was observed: `fell_back` bool[], whether the capacities did not suffice; `touched` i32[n, k],
+    the ids of n workers, while there are no capacities; and the new residuals.
     """
-    run = _Run(step, mesh, hook, arguments, {})
+    run = _Run(step, mesh, hook, arguments, residuals, {})
     operands = list(arguments)
     for number, table in enumerate(step.tables):
         for leaf in table.leaves:
@@ -254,4 +302,5 @@ def evaluate_sparse(
         for leaf in new:
             results[results_of[leaf]] = changed[leaf]
         observed[table.param] = found.observed
-    return [dense(one) for one in results], observed
+    kept = {one.param: run.found[number].residual for number, one in enumerate(step.tables) if one.wire_dtype}
+    return [dense(one) for one in results], observed, kept

@@ -62,10 +62,26 @@ def parse(sync: Any, place: str) -> SyncRequest:
                 "sync has no such value", value=sync, place=f"{place}, sync",
                 remedy=f'use one of {", ".join(SCHEMES)}, "auto", a scheme of splitjax.sync, splitjax.sync.ByRows, or {{parameter pattern: one of these}}',
             )
-        if getattr(scheme, "wire_dtype", None) is not None:
+        scheme = scheme if scheme == AUTO else by_name(scheme)
+        if choice.wire_dtype is not None:
+            scheme = _rounded(scheme, choice.wire_dtype, place)
+        wire_dtype = getattr(scheme, "wire_dtype", None)
+        if wire_dtype not in (None, "bfloat16"):
             raise UnavailableError(
-                "values rounded on the wire need a residual among the step's state, which this version does not keep", value=scheme,
-                place=f"{place}, sync", remedy="leave wire_dtype None, or use splitjax.sync.synchronise_rounded in a shard_map of your own",
-            )
-        choices.append((pattern, dataclasses.replace(choice, scheme=scheme if scheme == AUTO else by_name(scheme))))
+                "values are sent as they are or as bfloat16, which has float32's range: a residual could not make up for infinities",
+                value=wire_dtype, place=f"{place}, sync, wire_dtype", remedy='pass wire_dtype="bfloat16" or leave it None',
+            )  # fmt: skip
+        choices.append((pattern, dataclasses.replace(choice, scheme=scheme, wire_dtype=None)))
     return SyncRequest(tuple(choices))
+
+
+def _rounded(scheme: Any, wire_dtype: str, place: str) -> Scheme:
+    """A scheme with its values rounded on the wire."""
+    rounding = [name for name, cls in SCHEMES.items() if any(one.name == "wire_dtype" for one in dataclasses.fields(cls))]
+    if scheme == AUTO or scheme.name not in rounding:
+        problem = "auto chooses among schemes that keep the numbers" if scheme == AUTO else f"{scheme.name} sends values as they are"
+        raise UnavailableError(
+            problem, value=scheme, place=f"{place}, sync, wire_dtype",
+            remedy=f"name a scheme that rounds and keeps the rest: {', '.join(rounding)}",
+        )  # fmt: skip
+    return dataclasses.replace(scheme, wire_dtype=wire_dtype)

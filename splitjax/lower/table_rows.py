@@ -21,8 +21,10 @@ from splitjax import _compat
 from splitjax.lower.groups import scope
 from splitjax.lower.row_values import Rows, View, written
 from splitjax.plan import Spec, spec_axes
+from splitjax.sync.description import Exchange
+from splitjax.sync.feedback import keep, with_residual
 from splitjax.sync.rows import RowSparse, from_lookups, normalised
-from splitjax.sync.scheme import Attempt, Capacities, Scheme, gather_all, once
+from splitjax.sync.scheme import Attempt, Capacities, gather_all, once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +43,9 @@ class TableSync:
     - `param`: its path. `leaf`: its flat argument; `leaves`: the flat arguments whose rows its update reads or writes, itself first.
     - `shape`, `dtype`: of the table. `spec`: its layout; `axes`: the mesh axes of its workers, over which its lookups are summed.
     - `is_owned`: its rows are split over its workers, which pull and push (`owned_rows`); otherwise every worker gets the sum.
-    - `row_size`: values of a row on one device.
-    - `scheme`, `capacities`: of the exchange; an owned table uses the capacities alone. No capacities in the first steps, in which all
-      rows are gathered and the ids returned.
+    - `num_workers`: of the axes. `row_size`: values of a row on one device.
+    - `scheme`, `capacities`: of the exchange, an `OwnerSharded` for an owned table. No capacities in the first steps, in which all rows are
+      gathered and the ids returned.
     """
 
     param: str
@@ -53,15 +55,31 @@ class TableSync:
     dtype: Any
     spec: Spec
     axes: tuple[str, ...]
+    num_workers: int
     lookups: tuple[IdCut, ...]
     is_owned: bool
     row_size: int
-    scheme: Scheme
+    scheme: Exchange
     capacities: Capacities | None
 
     @property
     def num_rows(self) -> int:
         return self.shape[0]
+
+    @property
+    def wire_dtype(self) -> str | None:
+        """The dtype to which values are rounded on the wire; then each worker has a residual."""
+        return getattr(self.scheme, "wire_dtype", None)
+
+    @property
+    def residual_shape(self) -> tuple[int, ...]:
+        """Of all workers' residuals: by worker, like the table."""
+        return (self.num_workers, *self.shape)
+
+    @property
+    def residual_spec(self) -> PartitionSpec:
+        """Each worker has its own; rows are split as the table's."""
+        return PartitionSpec(self.axes, None, *self.row_spec)
 
     @property
     def row_spec(self) -> tuple[Any, ...]:
@@ -81,6 +99,7 @@ class Exchanged:
     - `rows`: the same on all workers; `fits`: bool[], or True where nothing can be missing.
     - `local_ids`, `local_values`: of all workers, [n * k] and [n * k, *row].
     - `touched`: while capacities are not known: the ids of all workers, i32[n, k].
+    - `residual`: f[n, num_rows, *row], what rounding took away, of a table that has a `wire_dtype`.
     """
 
     table: TableSync
@@ -90,6 +109,7 @@ class Exchanged:
     local_ids: Any
     local_values: Any
     touched: Any
+    residual: Any = None
 
     @property
     def observed(self) -> dict[str, Any]:
@@ -142,37 +162,49 @@ class Exchanged:
         return RowSparse(ids, values, count, self.table.num_rows)
 
 
-def exchange(table: TableSync, mesh: Mesh, ids: Sequence[Any], values: Sequence[Any]) -> Exchanged:
+def exchange(table: TableSync, mesh: Mesh, ids: Sequence[Any], values: Sequence[Any], residual: Any = None) -> Exchanged:
     """Adds up the rows of all lookups over all workers.
 
-    **Arguments:** per lookup `ids` i[...] and `values` f[..., *row], the cotangents of its rows.
+    **Arguments:** per lookup `ids` i[...] and `values` f[..., *row], the cotangents of its rows. `residual`: f[n, num_rows, *row], what rounding
+    took away in earlier steps, of a table that has a `wire_dtype`.
     """
     is_static = []
 
-    def body(numbers, cotangents):
-        local = _local(table, numbers, cotangents)
+    def body(numbers, cotangents, kept):
+        local, errors, touched = _local(table, numbers, cotangents), None, None
+        if kept is not None:
+            local, kept = with_residual(local, kept[0])
         if table.capacities is None:
             total, touched = gather_all(local, table.axes), lax.all_gather(local.ids, table.axes) if table.axes else local.ids[None]
             attempt = Attempt(total, True, jnp.int32(0))
-        elif lax.axis_size(table.axes) == 1 or not local.capacity:
-            attempt, touched = Attempt(local, True, jnp.int32(0)), None
+        elif table.num_workers == 1 or not local.capacity:
+            attempt = Attempt(local, True, jnp.int32(0))
+        elif kept is not None:
+            attempt, errors = table.scheme.attempt_rounded(local, table.axes, table.capacities)
         else:
-            attempt, touched = table.scheme.attempt(local, table.axes, table.capacities), None
+            attempt = table.scheme.attempt(local, table.axes, table.capacities)
+        if kept is not None:
+            kept = (kept if errors is None else keep(kept, errors))[None]
         is_static.append(attempt.fits is True)
-        return _parts(attempt.rows), jnp.asarray(attempt.fits), local.ids, local.values, touched
+        return _parts(attempt.rows), jnp.asarray(attempt.fits), local.ids, local.values, touched, kept
 
+    of_residual = None if residual is None else table.residual_spec
     run = _in_shard_map(
         table, mesh, body,
-        ([cut(one.dim, table.axes) for one in table.lookups], [cut(one.dim, table.axes, x.ndim - len(table.shape) + 1, table.row_spec) for one, x in zip(table.lookups, values, strict=True)]),
+        (
+            [cut(one.dim, table.axes) for one in table.lookups],
+            [cut(one.dim, table.axes, x.ndim - len(table.shape) + 1, table.row_spec) for one, x in zip(table.lookups, values, strict=True)],
+            of_residual,
+        ),
         (
             (PartitionSpec(), PartitionSpec(None, *table.row_spec), PartitionSpec()), PartitionSpec(), PartitionSpec(table.axes),
-            PartitionSpec(table.axes, *table.row_spec), PartitionSpec() if table.capacities is None else None,
+            PartitionSpec(table.axes, *table.row_spec), PartitionSpec() if table.capacities is None else None, of_residual,
         ),
     )
     with jax.named_scope(scope("rows", table.param)):
-        rows, fits, local_ids, local_values, touched = run(list(ids), list(values))
+        rows, fits, local_ids, local_values, touched, residual = run(list(ids), list(values), residual)
     total = RowSparse(*rows, table.num_rows)
-    return Exchanged(table, mesh, total, True if is_static[-1] else fits, local_ids, local_values, touched)
+    return Exchanged(table, mesh, total, True if is_static[-1] else fits, local_ids, local_values, touched, residual)
 
 
 # How partial results of devices that have some of the rows each are put together: of the reductions that `trace.row_update` admits.

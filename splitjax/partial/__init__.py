@@ -4,6 +4,7 @@ Pure values over a traced forward pass; `splitjax.lower` makes programs of them.
 at the granularity of iterations with structured partial backpropagation" (arXiv 2111.10672).
 """
 
+from splitjax.partial.advice import Advice
 from splitjax.partial.request import Measured, PartialBackprop
 
-__all__ = ["Measured", "PartialBackprop"]
+__all__ = ["Advice", "Measured", "PartialBackprop"]

@@ -140,7 +140,7 @@ class _Walk:
                     live.update(op.inputs)
                     continue
                 live.update(v for v in op.outputs if _is_inexact(self.flat.dtypes[v]))
-                flops = product_flops(op, self.flat)
+                flops = _flops(op, self.flat)
                 total += flops * len(set(reached)) + (_cost(op, self.flat) - flops)
         return total
 
@@ -172,7 +172,12 @@ def _needed(flat: Flat, loss: int) -> list[Op]:
 def _cost(op: Op, flat: Flat) -> float:
     """Predicted forward time of an operation, in flops."""
     moved = sum(math.prod(flat.shapes[v]) * itemsize(flat.dtypes[v]) for v in op.outputs if flat.dtypes[v] != "token")
-    return product_flops(op, flat) + (0.0 if op.primitive.startswith("_") else float(FLOPS_PER_BYTE * moved * op.trips))
+    return _flops(op, flat) + (0.0 if op.primitive.startswith("_") else float(FLOPS_PER_BYTE * moved * op.trips))
+
+
+def _flops(op: Op, flat: Flat) -> float:
+    """Of a product; what a loop carries around is none, nor what has no operands."""
+    return product_flops(op, flat) if op.inputs and op.outputs else 0.0
 
 
 def _is_inexact(dtype: str) -> bool:

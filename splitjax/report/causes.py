@@ -14,10 +14,12 @@ from splitjax.report.evidence import (
     BATCH,
     FALLBACK,
     GRADIENT,
+    HANDED,
     MOVED,
     ROWS,
     STATE,
     STATISTIC,
+    SUMMED,
     WEIGHT,
     Evidence,
     Step,
@@ -45,6 +47,10 @@ def cause_of(one: Evidence, flow: Dataflow, step: Step) -> str:
         return f"all rows of the gradient of {one.leaf}, in steps for which its capacities do not suffice: not counted"
     if one.about == ROWS:
         return f"rows of the gradient of {one.leaf}"
+    if one.about == SUMMED:
+        return f"gradient of {one.leaf}"
+    if one.about == HANDED:
+        return f"gradient of {one.leaf}, handed to workers that did not compute it"
     if one.about == MOVED:
         return f"the gradient of {one.leaf} is summed in another layout than its update needs"
     if one.about == WEIGHT:

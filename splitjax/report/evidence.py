@@ -24,8 +24,9 @@ from splitjax.trace.graph import Graph
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 GRADIENT, MOVED, WEIGHT, STATE, STATISTIC, BATCH, VALUE = "gradient", "moved gradient", "weight", "state", "statistic", "batch", "value"
 ROWS, FALLBACK = "rows", "fallback"
+SUMMED, HANDED = "summed", "handed"
 _SCOPE = re.compile(r"splitjax:(?:enter|product|stored):([^/()]+)")
-_ROWS = re.compile(r"splitjax:(rows|fallback):([^/()]+)")
+_ROWS = re.compile(r"splitjax:(rows|fallback|summed|handed):([^/()]+)")
 _AGAIN = "splitjax:again"  # see `sync.owner`
 _STORED = re.compile(r"splitjax:stored:([^/()]+)")
 _SUMS = ("all_reduce", "reduce_scatter")
@@ -49,7 +50,8 @@ class Evidence:
     - `phase`: `forward` (of the differentiated function, or of a step without a derivative), `backward`, or `update`.
     - `about`: `gradient` (it sums one), `moved gradient` (it lays out one that is summed), `weight` (it brings the parts of one
       together), `state` (it lays out state, old or new), `statistic`, `batch`, `rows` (it synchronises a table's rows) or `fallback` (all of
-      them, where the capacities of that did not suffice), or `value` for any other value.
+      them, where the capacities of that did not suffice), `summed` (a gradient, over the workers that computed it) or `handed` (that sum, to
+      one that did not), or `value` for any other value.
     - `leaf`: the path of the state or batch leaf that `about` speaks of; empty for a value.
     - `op_name`, `frames`: name and lines of the operation that it serves: what reads its result, or whose partial results it sums.
       XLA names a change of layout after either side of it, by version, or not at all.

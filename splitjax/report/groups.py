@@ -46,6 +46,12 @@ def axes_of(groups: Groups, mesh: MeshShape) -> tuple[str, ...] | None:
     return tuple(mesh.names[axis] for axis in axes or ())
 
 
+def varying_axes(groups: Groups, mesh: MeshShape) -> tuple[str, ...] | None:
+    """The mesh axes in which devices of any one group differ, whatever part of them the groups are: a sum over some of an axis's
+    workers. None where a device is not the mesh's."""
+    return permuted_axes(((group[0], device) for group in groups for device in group), mesh)
+
+
 def permuted_axes(pairs: Iterable[tuple[int, int]], mesh: MeshShape) -> tuple[str, ...] | None:
     """The mesh axes along which a permutation moves data; None where a device is not the mesh's."""
     coordinates, moved = _coordinates(mesh), set()

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping
 
 from splitjax import _compat
 from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
 from splitjax.mesh import MeshShape
-from splitjax.report.groups import OTHER, axes_of, expand, permuted_axes
+from splitjax.report.groups import OTHER, axes_of, expand, permuted_axes, varying_axes
 from splitjax.report.loops import num_turns
 from splitjax.report.wire import Computation, Frame, Groups, Instruction, Module, Shape, read_module
 
@@ -42,6 +43,10 @@ _DTYPES = {
 }  # fmt: skip
 
 
+# A choice among branches of which splitjax knows how many of so many steps, or of so many workers, take each (`lower.truncation.turns_scope`).
+_TURNS = re.compile(r"splitjax:(?:turns|depths):([\d.]+)/cond$")
+
+
 @dataclasses.dataclass(frozen=True)
 class CompiledCollective:
     """One collective of a compiled step, or one member of a combined one.
@@ -51,13 +56,19 @@ class CompiledCollective:
     - `op`: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `collective_permute`, `collective_broadcast` or
       `ragged_all_to_all`.
     - `axis`: the mesh axes it runs over, joined by `+` in the mesh's order; `other` for groups that are no set of axes.
-    - `groups`: device numbers of each group where `axis` is `other`, else empty. Of a permutation: its (from, to) pairs.
-    - `group_size`: devices that take part together.
-    - `bytes`: what each device sends per step by the ring formulas (`cost.ring`), all `trips` together.
+    - `groups`: device numbers of each group where `axis` is `other` or groups are of unequal size, else empty. Of a permutation
+      over `other`: its (from, to) pairs.
+    - `group_size`: devices that take part together; of groups of unequal size, in the largest.
+    - `bytes`: what each device sends per step by the ring formulas (`cost.ring`), all `trips` together; where groups are of unequal size, or
+      some devices do not send, the mean over all devices.
     - `dtype`, `shape`: of what a device puts in, once.
     - `trips`: how often it runs per step.
     - `trips_known`: False inside a loop whose number of turns XLA does not know: `trips` then counts one turn.
     - `conditional`: it stands in a branch, so that a step may do without it.
+    - `share`: how much of the time it runs, where splitjax knows how often a branch is taken (partial backpropagation: the share of its turns,
+      which repeat, or of the workers, each of which takes the branch of its depth); `bytes` is then the mean over turns and workers. 1 for
+      everything else: what XLA may skip is counted as if it ran.
+    - `branch`: of one with a share, which branch it stands in.
     - `op_name`: the path of scopes and transformations that JAX gave the operation it belongs to.
     - `source`: the user's `file:line (function)`; empty where XLA has none.
     - `frames`: all of the user's lines on the stack, innermost first, as `source`.
@@ -82,6 +93,8 @@ class CompiledCollective:
     num_combined: int = 1
     member: int = 0
     groups: Groups = ()
+    share: float = 1.0
+    branch: str = ""
 
     @property
     def local_bytes(self) -> int:
@@ -96,6 +109,17 @@ class _Context:
     trips: int = 1
     known: bool = True
     conditional: bool = False
+    share: float = 1.0
+    branch: str = ""
+
+    def into(self, one: Instruction, number: int) -> _Context:
+        """Into a conditional's branch."""
+        turns = _TURNS.search(one.op_name)
+        weights = [int(weight) for weight in turns.group(1).split(".")] if turns else []
+        if len(weights) != len(one.called):
+            return dataclasses.replace(self, conditional=True)
+        share = self.share * weights[number] / sum(weights)
+        return dataclasses.replace(self, conditional=True, share=share, branch=f"{one.name}:{number}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,24 +170,29 @@ def _walk(
         if one.opcode == "while":
             turns = num_turns(reader.module, computation, one)
             inner = dataclasses.replace(context, trips=context.trips * (turns or 1), known=context.known and turns is not None)
-        elif one.opcode == "conditional":
-            inner = dataclasses.replace(context, conditional=True)
-        for called in one.called:
+        for number, called in enumerate(one.called):
             if called in reader.module.computations:
-                yield from _walk(reader, reader.module.computations[called], inner, inside if one.opcode == "fusion" else None)
+                where = context.into(one, number) if one.opcode == "conditional" else inner
+                yield from _walk(reader, reader.module.computations[called], where, inside if one.opcode == "fusion" else None)
 
 
 def _collective(reader: _Reader, computation: Computation, one: Instruction, context: _Context) -> Iterator[CompiledCollective]:
-    op = _OPS[one.opcode]
+    op, num_devices = _OPS[one.opcode], max(reader.mesh.num_devices, 1)
     if op == "collective_permute":
         size, axes = 2, permuted_axes(one.pairs, reader.mesh)
-        groups = one.pairs
-        sends = any(source != target for source, target in one.pairs)
+        groups, kept = one.pairs, one.pairs if axes is None else ()
+        sending = sum(source != target for source, target in one.pairs) / num_devices
+        send = lambda local: sending * local
     else:
         groups = expand(one.groups, reader.mesh.num_devices)
         size, axes = max(map(len, groups)), axes_of(groups, reader.mesh)
-        sends = size > 1
-    if not sends:
+        uneven = len(set(map(len, groups))) > 1
+        kept = groups if axes is None or uneven else ()
+        if axes is None and uneven:
+            axes = varying_axes(groups, reader.mesh)
+        sending = size - 1
+        send = lambda local: sum(len(group) * _sent(op, len(group), local) for group in groups) / num_devices if uneven else _sent(op, size, local)
+    if not sending:
         return
     members = _members(computation, one, op)
     for position, (shape, member) in enumerate(members):
@@ -171,10 +200,10 @@ def _collective(reader: _Reader, computation: Computation, one: Instruction, con
         op_name, frame, direct = _cause(reader.module, computation, one, position, len(members))
         frames = user_lines(reader.module.frames, frame) or direct
         yield CompiledCollective(
-            op=op, axis=OTHER if axes is None else "+".join(axes), bytes=context.trips * _sent(op, size, num_bytes(dtype, member)),
+            op=op, axis=OTHER if axes is None else "+".join(axes), bytes=round(context.share * context.trips * send(num_bytes(dtype, member))),
             dtype=dtype, shape=member, group_size=size, trips=context.trips, trips_known=context.known,
             conditional=context.conditional, op_name=op_name, source=frames[0] if frames else "", frames=frames, name=one.name,
-            num_combined=len(members), member=position, groups=() if axes is not None else groups,
+            num_combined=len(members), member=position, groups=kept, share=context.share, branch=context.branch,
         )
 
 
@@ -209,7 +238,7 @@ def _sent(op: str, size: int, local_bytes: int) -> int:
         return reduce_scatter_bytes(size, local_bytes)
     if op in ("all_to_all", "ragged_all_to_all"):
         return all_to_all_bytes(size, local_bytes)
-    return local_bytes  # a permutation; a broadcast that every device hands on
+    return local_bytes  # a broadcast that every device hands on
 
 
 def _cause(module: Module, computation: Computation, one: Instruction, position: int, count: int) -> tuple[str, int, tuple[str, ...]]:

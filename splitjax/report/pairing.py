@@ -8,6 +8,7 @@ up to it: each then stands beside its part of the planned bytes.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import re
@@ -15,9 +16,24 @@ from collections.abc import Callable, Mapping, Sequence
 
 from splitjax.mesh import MeshShape
 from splitjax.plan import Collective
-from splitjax.report.evidence import BACKWARD, FORWARD, GRADIENT, ROWS, STATE, UPDATE, VALUE, WEIGHT, Evidence, Step, primitive
+from splitjax.report.evidence import (
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    HANDED,
+    ROWS,
+    STATE,
+    SUMMED,
+    UPDATE,
+    VALUE,
+    WEIGHT,
+    Evidence,
+    Step,
+    primitive,
+)
 
 _GRADIENT = re.compile(r"gradient of (.+?)(?:, onto its split optimizer state)?")
+_HANDED = re.compile(r"gradient of (.+), handed to workers that did not compute it")
 _STORED = re.compile(r"(forward|backward): (.+) is stored in pieces")
 _ROWS = re.compile(r"rows of the gradient of (.+), by \w+")
 _NEW = re.compile(r"new value of (.+?)(?:, from its split optimizer state)?")
@@ -39,6 +55,8 @@ class Purpose:
 
 def purpose(planned: Collective) -> Purpose:
     """Reads the reason that `cost.collectives` gave."""
+    if match := _HANDED.fullmatch(planned.why):
+        return Purpose(HANDED, BACKWARD, match.group(1))
     if match := _GRADIENT.fullmatch(planned.why):
         return Purpose(GRADIENT, BACKWARD, match.group(1))
     if match := _ROWS.fullmatch(planned.why):
@@ -51,10 +69,48 @@ def purpose(planned: Collective) -> Purpose:
 
 
 def pair(found: Sequence[Evidence], step: Step) -> tuple[tuple[Collective | None, ...], tuple[Collective, ...]]:
-    """Per compiled collective the planned one that it realises, or None; and the planned ones that none realises."""
+    """Per compiled collective the planned one that it realises, or None; and the planned ones that none realises.
+
+    Branches of which a step takes one are whole programs by turns: each is compared with the plan by itself, and what realises a planned
+    collective in some of them shares its bytes, which are a mean over the turns."""
     left = dict(enumerate(step.plan.collectives))
-    purposes = {number: purpose(one) for number, one in left.items()}
+    branches: dict[str, list[int]] = collections.defaultdict(list)
+    for position, one in enumerate(found):
+        branches["" if one.about in (SUMMED, HANDED) else one.collective.branch].append(position)
+    last = branches.pop("", [])
+    realised: dict[int, list[int]] = collections.defaultdict(list)
+    for positions in branches.values():
+        for k, (number, _) in _pair([_unshared(found[position]) for position in positions], left, step).items():
+            realised[number].append(positions[k])
     paired: dict[int, Collective] = {}
+    for number, positions in realised.items():
+        paired |= _dealt(left.pop(number), positions, found)
+    for k, (number, planned) in _pair([found[position] for position in last], left, step).items():
+        paired[last[k]] = planned
+        left.pop(number, None)
+    return tuple(paired.get(position) for position in range(len(found))), tuple(left.values())
+
+
+def _unshared(one: Evidence) -> Evidence:
+    """As in a step that takes its branch."""
+    collective = one.collective
+    return dataclasses.replace(one, collective=dataclasses.replace(collective, bytes=round(collective.bytes / (collective.share or 1.0)), share=1.0))
+
+
+def _dealt(planned: Collective, positions: Sequence[int], found: Sequence[Evidence]) -> dict[int, Collective]:
+    """A planned collective among those that realise it together: each beside its own bytes, and the largest beside what the others
+    leave of the plan's."""
+    sizes = {position: found[position].collective.bytes for position in positions}
+    largest = max(positions, key=sizes.__getitem__)
+    rest = planned.bytes - sum(size for position, size in sizes.items() if position != largest)
+    return {position: dataclasses.replace(planned, bytes=max(rest, 0) if position == largest else size) for position, size in sizes.items()}
+
+
+def _pair(found: Sequence[Evidence], planned_ones: Mapping[int, Collective], step: Step) -> dict[int, tuple[int, Collective]]:
+    """By position of a compiled collective the number of the planned one that it realises, and that with its share of the bytes."""
+    left = dict(planned_ones)
+    purposes = {number: purpose(one) for number, one in left.items()}
+    paired: dict[int, tuple[int, Collective]] = {}
 
     def match(fits: Callable[[Evidence, Collective, Purpose], bool], cost: Callable[[Evidence, Collective], object]) -> None:
         for position, one in enumerate(found):
@@ -63,7 +119,7 @@ def pair(found: Sequence[Evidence], step: Step) -> tuple[tuple[Collective | None
             fitting = [number for number, planned in left.items() if fits(one, planned, purposes[number])]
             if fitting:
                 best = min(fitting, key=lambda number: (cost(one, left[number]), number))
-                paired[position] = left.pop(best)
+                paired[position] = best, left.pop(best)
 
     def same(one: Evidence, planned: Collective) -> bool:
         return (one.collective.op, one.collective.axis) == (planned.op, planned.axis)
@@ -78,13 +134,12 @@ def pair(found: Sequence[Evidence], step: Step) -> tuple[tuple[Collective | None
         return abs(step.order.get(one.layer, 0) - step.order.get(planned.layer, 0))
 
     for number, planned in list(left.items()):
-        messages = [k for k, one in enumerate(found) if purposes[number].about == ROWS and (one.about, one.leaf) == (ROWS, purposes[number].leaf)]
-        if messages:  # each beside its own bytes, and the largest beside what the others leave of the plan's
+        wanted = {ROWS: ROWS, GRADIENT: SUMMED, HANDED: HANDED}.get(purposes[number].about)
+        messages = [k for k, one in enumerate(found) if wanted is not None and (one.about, one.leaf) == (wanted, purposes[number].leaf)]
+        if messages:
             del left[number]
-            paired |= {k: dataclasses.replace(planned, op=found[k].collective.op, bytes=found[k].collective.bytes) for k in messages}
-            largest = max(messages, key=lambda k: found[k].collective.bytes)
-            rest = planned.bytes - sum(found[k].collective.bytes for k in messages if k != largest)
-            paired[largest] = dataclasses.replace(paired[largest], bytes=max(rest, 0))
+            for k, one in _dealt(planned, messages, found).items():
+                paired[k] = number, dataclasses.replace(one, op=found[k].collective.op) if wanted == ROWS else one
 
     by_leaf = lambda one, planned, why: one.leaf != "" and (one.about, one.leaf) == (why.about, why.leaf)
     match(lambda one, planned, why: by_leaf(one, planned, why) and same(one, planned) and why.phase in (one.phase, BACKWARD, UPDATE), _nothing)
@@ -104,17 +159,17 @@ def pair(found: Sequence[Evidence], step: Step) -> tuple[tuple[Collective | None
         parts = _parts(found, paired, planned, purposes[number])
         if parts:
             del left[number]
-            paired |= {position: dataclasses.replace(planned, bytes=found[position].collective.bytes) for position in parts}
+            paired |= {position: (number, dataclasses.replace(planned, bytes=found[position].collective.bytes)) for position in parts}
     match(lambda one, planned, why: activation(one, why) and same_size(one, planned) and one.layer == planned.layer, _nothing)
     match(lambda one, planned, why: activation(one, why) and alike(one, planned) and bool(one.layer), distance)
     match(
         lambda one, planned, why: activation(one, why) and same_size(one, planned) and one.collective.axis == planned.axis
         and bool(one.layer) and distance(one, planned) <= 2, distance,
     )
-    return tuple(paired.get(position) for position in range(len(found))), tuple(left.values())
+    return paired
 
 
-def _parts(found: Sequence[Evidence], paired: Mapping[int, Collective], planned: Collective, why: Purpose) -> tuple[int, ...]:
+def _parts(found: Sequence[Evidence], paired: Mapping[int, object], planned: Collective, why: Purpose) -> tuple[int, ...]:
     """The positions of explicit collectives that together are a planned one: turns in a loop, say, and the last beside it. Their bytes
     add up to the byte, or there are none. Outside a derivative both passes read `update`, and come in the program's order."""
     parts: list[int] = []
@@ -138,7 +193,9 @@ def difference(compiled: Evidence, planned: Collective) -> str:
         parts.append(f"{one.op} for {planned.op}")
     if one.axis != planned.axis:
         parts.append(f"over {one.axis} for {planned.axis}")
-    if not parts and one.bytes != planned.bytes:
+    # Means over turns and over workers are rounded, each by itself.
+    rounding = 2 / one.share if one.share and (one.share < 1 or compiled.about in (SUMMED, HANDED)) else 0
+    if not parts and abs(one.bytes - planned.bytes) > rounding:
         parts.append("fewer bytes" if one.bytes < planned.bytes else "more bytes")
     return ", ".join(parts)
 

@@ -74,6 +74,15 @@ def layer_rows(report: Report) -> tuple[tuple[str, ...], ...]:
     )
 
 
+def depth_rows(report: Report) -> tuple[tuple[str, str, str, str], ...]:
+    """(worker in the first step, the first layer that it differentiates, its share of the backward pass, products in its branch)."""
+    count = lambda one: "" if one.num_products is None else str(one.num_products)
+    return tuple((str(one.slot), one.layer, f"{100 * one.backward:.1f} %", count(one)) for one in report.depths)
+
+
+DEPTH_COLUMNS = ("worker", "differentiates from", "planned backward", "compiled products")
+
+
 def planned_rows(report: Report) -> tuple[CollectiveRow, ...]:
     return _fold(_row(one) for one in report.collectives if one.planned is not None)
 
@@ -111,7 +120,9 @@ def _row(one: ReportedCollective) -> CollectiveRow:
     notes = [one.differs]
     if not one.compiled.trips_known:
         notes.append("bytes of one turn of a loop of unknown length")
-    if one.compiled.conditional:
+    if one.compiled.share < 1:
+        notes.append(f"runs {100 * one.compiled.share:.3g} % of the time")
+    elif one.compiled.conditional:
         notes.append("in a branch")
     why = "; ".join(part for part in (one.cause or "unattributed", *notes) if part)
     return CollectiveRow(

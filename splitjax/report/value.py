@@ -13,6 +13,7 @@ from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
 from splitjax.plan import Collective, Memory, Plan
 from splitjax.report.attribute import ReportedCollective, attribute
+from splitjax.report.depths import ReportedDepth, read_depths
 from splitjax.report.hlo import CompiledCollective
 from splitjax.report.wire import read_module
 from splitjax.trace.graph import Graph
@@ -67,7 +68,8 @@ class ReportMemory:
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """Sums over collectives: how many run per step, and the bytes that each device sends for them."""
+    """Sums over collectives: how many run per step, and the bytes that each device sends for them. What runs in some steps only
+    (`CompiledCollective.share`) counts for its share."""
 
     predicted_count: int
     predicted_bytes: int
@@ -90,6 +92,7 @@ class Report:
     - `collectives`: every collective of the compiled step, in the order of the program, with op, axis, bytes, layer, source line,
       cause and rule; those that the plan foresaw with their prediction.
     - `missing`: planned collectives that XLA did without.
+    - `depths`: how far back each worker differentiates, where that is partial; else none.
     """
 
     step: str
@@ -100,6 +103,7 @@ class Report:
     memory: ReportMemory
     collectives: tuple[ReportedCollective, ...]
     missing: tuple[Collective, ...]
+    depths: tuple[ReportedDepth, ...] = ()
 
     @property
     def unplanned(self) -> tuple[ReportedCollective, ...]:
@@ -134,6 +138,7 @@ class Report:
             "plan_digest": self.plan_digest, "memory": dataclasses.asdict(self.memory),
             "by_op": [{"op": op, "axis": axis, **dataclasses.asdict(total)} for (op, axis), total in self.by_op.items()],
             "by_layer": [{"layer": layer, **dataclasses.asdict(total)} for layer, total in self.by_layer.items()],
+            "depths": [dataclasses.asdict(one) for one in self.depths],
         }
         lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
         for name, values in (("collectives", self.collectives), ("missing", self.missing)):
@@ -154,6 +159,7 @@ class Report:
                 data["plan_digest"],
                 ReportMemory(Memory(**data["memory"]["predicted"]), None if compiled is None else CompiledMemory(**compiled)),
                 tuple(_reported(one) for one in data["collectives"]), tuple(Collective(**one) for one in data["missing"]),
+                tuple(ReportedDepth(**one) for one in data.get("depths", ())),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise PlanError(
@@ -190,19 +196,21 @@ def make_report(compiled: Any, plan: Plan, graph: Graph, argument_names: Mapping
     modules = tuple(read_module(data) for data in _compat.serialized_modules(compiled))
     collectives, missing = attribute(modules, plan, graph, argument_names)
     memory = ReportMemory(plan.memory, CompiledMemory.of(compiled))
-    return Report(step, plan.mesh, plan.rules, platform, plan.digest, memory, collectives, missing)
+    return Report(step, plan.mesh, plan.rules, platform, plan.digest, memory, collectives, missing, read_depths(modules, plan))
 
 
 def _totals(report: Report, key: Any) -> dict[Any, Total]:
     """Sums by key, largest first. A planned collective counts under its own op, axis and layer, however XLA realised it."""
-    sums: dict[Any, list[int]] = {}
-    planned: Iterable[Any] = (*(one.planned for one in report.collectives if one.planned is not None), *report.missing)
-    for offset, entries in ((0, planned), (2, report.collectives)):
-        for one in entries:
+    sums: dict[Any, list[float]] = {}
+    realised = [(one.planned, one.compiled.share) for one in report.collectives if one.planned is not None]
+    planned: Iterable[tuple[Any, float]] = (*realised, *((one, 1.0) for one in report.missing))
+    for offset, entries in ((0, planned), (2, [(one, one.compiled.share) for one in report.collectives])):
+        for one, share in entries:
             entry = sums.setdefault(key(one), [0, 0, 0, 0])
-            entry[offset] += 1
+            entry[offset] += share
             entry[offset + 1] += one.bytes
-    return {name: Total(*entry) for name, entry in sorted(sums.items(), key=lambda item: -max(item[1][1], item[1][3]))}
+    totals = {name: Total(*map(round, entry)) for name, entry in sums.items()}
+    return dict(sorted(totals.items(), key=lambda item: -max(item[1].predicted_bytes, item[1].compiled_bytes)))
 
 
 def _flat(one: ReportedCollective | Collective) -> dict[str, Any]:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from splitjax.report.html import STYLE, html_table, safe
 from splitjax.report.rows import (
+    DEPTH_COLUMNS,
     CollectiveRow,
+    depth_rows,
     headline,
     layer_rows,
     memory_rows,
@@ -29,6 +31,7 @@ def render_report_html(report: Report) -> str:
         html_table("memory per device", ("predicted", "", "compiled", ""), memory_rows(report), numbers=(1, 3)),
         html_table("sent per device and step", ("", "", "predicted", "", "compiled"), total_rows(report), numbers=(1, 2, 3, 4)),
         html_table("by layer", ("layer", "", "predicted", "", "compiled"), layer_rows(report), numbers=(1, 2, 3, 4)),
+        html_table("depths in the first step", DEPTH_COLUMNS, depth_rows(report), numbers=(2, 3)),
         _collectives("as planned", planned_rows(report), ("layer", "collective", "predicted", "compiled", "why", "rule", "line")),
         _collectives("unplanned", unplanned_rows(report), ("layer", "collective", "compiled", "why", "rule", "line")),
         _collectives("planned, but not in the compiled step", missing_rows(report), ("layer", "collective", "predicted", "why")),

@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from splitjax.report.rows import (
+    DEPTH_COLUMNS,
     CollectiveRow,
+    depth_rows,
     headline,
     layer_rows,
     memory_rows,
@@ -35,6 +37,7 @@ def render_report_text(report: Report, width: int | None = None) -> str:
     section(console, "memory per device", ("predicted", "", "compiled", ""), memory_rows(report), numbers=(1, 3))
     section(console, "sent per device and step", ("", "", "predicted", "", "compiled"), total_rows(report), numbers=(1, 2, 3, 4))
     section(console, "by layer", ("layer", "", "predicted", "", "compiled"), layer_rows(report), numbers=(1, 2, 3, 4))
+    section(console, "depths in the first step", DEPTH_COLUMNS, depth_rows(report), numbers=(2, 3))
     _collectives(console, "as planned", planned_rows(report), ("layer", "collective", "predicted", "compiled", "why", "rule", "line"))
     _collectives(console, "unplanned", unplanned_rows(report), ("layer", "collective", "compiled", "why", "line"))
     _collectives(console, "planned, but not in the compiled step", missing_rows(report), ("layer", "collective", "predicted", "why"))

@@ -18,8 +18,10 @@ from types import TracebackType
 from typing import Any
 
 from splitjax.errors import CheckpointError
+from splitjax.lower.carried import Carried
 from splitjax.runtime import folder as folders
 from splitjax.runtime import integrity
+from splitjax.runtime.carrying import put_together, taken_apart, targets
 from splitjax.runtime.checkpoint_choice import choose, complete, newest_good, remove_old
 from splitjax.runtime.checkpoint_options import CheckpointOptions, Restored
 from splitjax.runtime.description import Description
@@ -80,7 +82,7 @@ class Checkpoints:
         return tuple(self._failures)
 
     def save(self, step: int, state: Any, extra: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None, *,
-             wait: bool = False) -> bool:
+             carried: Carried | None = None, wait: bool = False) -> bool:
         """Saves a state. Returns once it is copied off the devices, so that it may be donated; the rest happens in the background.
         Waits for an earlier save that is still in progress.
 
@@ -98,6 +100,7 @@ class Checkpoints:
         - `state`: any pytree of arrays, typed PRNG keys, numbers and strings. What is no global `jax.Array` is taken from process 0.
         - `extra`: JSON values: data position, schedule, identity of the run. Taken from process 0.
         - `metrics`: by which the best are kept.
+        - `carried`: `parallel_step.carried()`, what the step keeps besides its states.
         - `wait`: return when the checkpoint is complete, and raise if it fails.
 
         **Returns:** whether this state is being saved; False for a step that is there already, or a save that failed at once.
@@ -109,9 +112,9 @@ class Checkpoints:
             raise CheckpointError("the folder was opened to restore only", place=str(self._folder), remedy="open it without read_only=True")
         begin, end = self._peers.new_topic(), self._peers.new_topic()
         step = _checked_step(step)
-        leaves = describe(state)
+        leaves, more = describe(state), taken_apart(carried)
         reject_consumed(leaves, state)
-        description = Description(step, leaves, dict(extra or {})).to_json()
+        description = Description(step, leaves, dict(extra or {}), more.entry).to_json()
         values = {name: float(value) for name, value in (metrics or {}).items()}
         self._join()
         try:
@@ -124,7 +127,7 @@ class Checkpoints:
         if name is None:
             return False
         save = _Save(step, self._folder / name, end, time.monotonic(), description, values)
-        writer, problem = self._start(save, leaves, state)
+        writer, problem = self._start(save, (*leaves, *more.leaves), (state, more.arrays))
         thread = threading.Thread(target=self._finish, args=(save, writer, problem), name=f"checkpoint-{step}")
         self._pending = save, thread
         thread.start()
@@ -171,7 +174,10 @@ class Checkpoints:
         try:
             description = Description.read(path / folders.DESCRIPTION)
             metrics = integrity.read_about(path)["metrics"]
-            state = read_arrays(path / folders.STATE, description.leaves, like, wanted)
+            more = targets(description.carried, like)
+            saved = (*description.leaves, *more.leaves)
+            state, arrays = read_arrays(path / folders.STATE, saved, (like, more.arrays), (*wanted, *more.leaves))
+            carried = put_together(description.carried, arrays)
         except Exception as error:  # said to the other processes before it is raised: they would wait for this one
             problem, cause = _shorten(f"{type(error).__name__}: {error}"), error
         problem = self._peers.agree(end, problem, self._seconds)
@@ -184,7 +190,7 @@ class Checkpoints:
         self._resumed_at = chosen if step is not None else None
         for bad, damage in skipped:
             logger.warning("checkpoint of step %s is damaged and was skipped: %s", bad, damage)
-        return Restored(chosen, state, description.extra, metrics, tuple(map(tuple, skipped)))
+        return Restored(chosen, state, description.extra, metrics, tuple(map(tuple, skipped)), carried)
 
     def wait(self) -> None:
         """Waits for the save in progress. Raises `CheckpointError` if the last save failed."""

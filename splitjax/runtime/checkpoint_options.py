@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from splitjax.errors import CheckpointError
+from splitjax.lower.carried import Carried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Restored:
     - `state`: bit for bit what was saved, in the structure and the shardings that were asked for.
     - `extra`: as given to `save`.
     - `metrics`: as given to `save`.
+    - `carried`: as given to `save`, for `parallel_step.resume`; None if it was not given.
     - `skipped`: newer checkpoints that are damaged, newest first: pairs of step and what is wrong, naming the first file.
     """
 
@@ -70,3 +72,4 @@ class Restored:
     extra: Mapping[str, Any]
     metrics: Mapping[str, float]
     skipped: tuple[tuple[int, str], ...]
+    carried: Carried | None = None

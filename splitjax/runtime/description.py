@@ -14,22 +14,25 @@ from splitjax.runtime.state_match import Leaf
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """The step, the leaves of the state, and what the training loop wanted kept beside them."""
+    """The step, the leaves of the state, what the training loop wanted kept beside them, and what the step carried (`carrying`)."""
 
     step: int
     leaves: tuple[Leaf, ...]
     extra: Mapping[str, Any]
+    carried: Mapping[str, Any] | None = None
 
     def to_json(self) -> str:
         """Raises `CheckpointError` for an `extra` that would not come back equal."""
         _check_json(self.extra, "extra")
         value = {"step": self.step, "leaves": [leaf.to_json() for leaf in self.leaves], "extra": self.extra}
+        if self.carried is not None:
+            value["carried"] = self.carried
         return json.dumps(value, indent=1) + "\n"
 
     @staticmethod
     def read(file: Path) -> Description:
         value = json.loads(file.read_text(encoding="utf-8"))
-        return Description(value["step"], tuple(map(Leaf.from_json, value["leaves"])), value["extra"])
+        return Description(value["step"], tuple(map(Leaf.from_json, value["leaves"])), value["extra"], value.get("carried"))
 
 
 def _check_json(value: Any, place: str) -> None:

@@ -35,7 +35,9 @@ class Position(Protocol):
 class Saves(Protocol):
     """What the loop needs of `runtime.checkpoint.Checkpoints`."""
 
-    def save(self, step: int, state: Any, extra: Mapping[str, Any], metrics: Mapping[str, float], *, wait: bool = False) -> bool: ...
+    def save(
+        self, step: int, state: Any, extra: Mapping[str, Any], metrics: Mapping[str, float], *, carried: Any = None, wait: bool = False
+    ) -> bool: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +94,7 @@ def train(
     - `state`: as `step.init` or a restore gave it. It is donated.
     - `batches`: gives, from the first batch that this start has to do, the position behind it and the batch on the devices.
     - `first_step`: the number of the first step to do.
-    - `checkpoints`: where the state is saved, with `extra`, the position, and the metrics (`loss`: the mean since the last save; those
+    - `checkpoints`: where the state is saved, with what the step carries (`ParallelStep.carried`), `extra`, the position, and the metrics (`loss`: the mean since the last save; those
       of `evaluate` under `eval_`).
     - `learning_rates`: of every step from 1 on, for the metrics.
     - `observers`: told about every step; on process 0 alone, or wherever they are given.
@@ -124,7 +126,7 @@ def train(
             if evaluate is not None and _due(number, options.evaluate_every, number == options.num_steps):
                 loop.evaluated(evaluate, state)
             if checkpoints is not None and _due(number, options.checkpoint_every, last):
-                loop.save(number, state, position, wait=last)
+                loop.save(number, state, position, getattr(step, "carried", None), wait=last)
             loop.ledger.step_done(number)
         loop.drain()
     finally:
@@ -178,13 +180,15 @@ class _Loop:
         with self.ledger.during("evaluate"):
             self._evaluation = {f"eval_{name}": float(value) for name, value in evaluate(state).items()}
 
-    def save(self, number: int, state: Any, position: Position, wait: bool) -> None:
+    def save(self, number: int, state: Any, position: Position, carried: Callable[[], Any] | None, wait: bool) -> None:
         evaluation = dict(self._evaluation)
         self.drain()
+        carries = carried() if carried is not None else None
+        more = {"carried": carries} if carries else {}
         metrics = {**evaluation, "loss": self._loss_sum / self._num_losses, **{k: v for k, v in self.row.items() if k == "accuracy"}}
         assert self.checkpoints is not None
         with self.ledger.during("checkpoint"):
-            self.checkpoints.save(number, state, {**self.extra, "position": position.to_json()}, metrics, wait=wait)
+            self.checkpoints.save(number, state, {**self.extra, "position": position.to_json()}, metrics, wait=wait, **more)
         self._loss_sum, self._num_losses = 0.0, 0
 
     def _tell(self, number: int, metrics: Mapping[str, jax.Array]) -> None:

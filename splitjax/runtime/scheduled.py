@@ -24,6 +24,7 @@ from typing import Any
 import jax
 
 from splitjax.errors import TrainingError
+from splitjax.lower.carried import Carried
 from splitjax.parallelize import ParallelStep
 from splitjax.partial import PartialBackprop
 from splitjax.runtime import initialize as joining
@@ -116,11 +117,13 @@ class DecoratedTask:
         begin = lambda: training.step.init(training.init_fn, training.key, example=example)
         for depths in [(1.0,) * self._place.num_workers] if training.warm_up is None else training.warm_up:
             jax.block_until_ready(self._step_at(depths)(begin(), *example))
+        training.step.resume(None)  # as if it had not been called
         if self._checkpoints.newest_good() is None:
             self._state = begin()
             return 0
         restored = self._checkpoints.restore(training.step.abstract_state(training.init_fn, training.key, example=example))
         self._state = restored.state
+        training.step.resume(restored.carried)
         return restored.step
 
     def stage(self, number: int, resource: int) -> None:
@@ -139,7 +142,7 @@ class DecoratedTask:
         return {name: float(value) for name, value in metrics.items()}
 
     def save(self, number: int) -> None:
-        self._checkpoints.save(number, self._state, wait=True)
+        self._checkpoints.save(number, self._state, carried=self._training.step.carried(), wait=True)
 
     def _step_at(self, depths: tuple[float, ...]) -> Callable[[Any, Any], Any]:
         return self._training.step if self._training.at_depths is None else self._training.at_depths(depths)
@@ -168,7 +171,8 @@ def partial_steps(
     - `decorate`: `decorate(backprop)` is the step with that `backprop`. It is called with None and with spatial linear depths that rotate.
     - `estimator`: as in `PartialBackprop`.
 
-    Depths that no rotation of the linear ones covers are rounded up to full backpropagation.
+    Depths that no rotation of the linear ones covers are rounded up to full backpropagation. For steps whose gradients are exchanged densely: what a step with
+    `sync=` has seen of its tables is not carried from one of the two to the other.
     """
     full = decorate(None)
     every = (1.0,) * num_workers
@@ -180,7 +184,7 @@ def partial_steps(
     def at_depths(depths: tuple[float, ...]) -> Callable[[Any, Any], Any]:
         for turn, covered in enumerate(turns):
             if all(has >= wanted - 1e-6 for has, wanted in zip(covered, depths, strict=True)):
-                partial._num_calls = turn  # the number of the call decides on the turn, and the discipline's order need not be that of the calls
+                partial.resume(Carried(num_steps=turn))  # the number of a job's iteration decides, not how often this process has called the step
                 return partial
         return full
 

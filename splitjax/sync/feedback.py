@@ -10,13 +10,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array
 
 from splitjax.sync.local import take_rows
 from splitjax.sync.row_exchange import RowExchange
 from splitjax.sync.rows import RowSparse
-from splitjax.sync.scheme import Attempt, Capacities, Stats, finish_into
+from splitjax.sync.scheme import Capacities, Stats, finish_into
 from splitjax.sync.wire import Axis
 
 
@@ -36,12 +35,9 @@ def synchronise_rounded(
     **Returns:** as `synchronise_into`, and the new residual in the middle. Where the fallback runs nothing is rounded.
     """
     local, rest = with_residual(local, residual)
-    found = which.exchange_indices(local.ids, local.count, local.num_rows, axis, capacities)
-    rows, sent, errors = which.exchange_values(local.values, found, local.num_rows, axis, capacities)
-    out, stats = finish_into(Attempt(rows, found.fits, sent), local, axis, carry, then)
-    if errors is not None:
-        rest = keep(rest, dataclasses.replace(errors, ids=jnp.where(found.fits, errors.ids, local.num_rows)))
-    return out, rest, stats
+    attempt, errors = which.attempt_rounded(local, axis, capacities)
+    out, stats = finish_into(attempt, local, axis, carry, then)
+    return out, rest if errors is None else keep(rest, errors), stats
 
 
 def with_residual(local: RowSparse, residual: Array) -> tuple[RowSparse, Array]:

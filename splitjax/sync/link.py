@@ -31,11 +31,11 @@ def measure_link(mesh: Mesh, axes: tuple[str, ...]) -> Link:
     num_bytes, seconds = _LARGE_BYTES, 0.0
     while True:
         seconds = _median_seconds(_ring(mesh, axes, size, num_bytes))
-        (seconds,) = _of_process_0([seconds])  # all must agree on whether to go on
+        (seconds,) = of_process_0([seconds])  # all must agree on whether to go on
         if seconds > _WORTHWHILE_SECONDS or num_bytes >= _MOST_BYTES:
             break
         num_bytes *= 4
-    (small,) = _of_process_0([small])
+    (small,) = of_process_0([small])
     return Link(float(small), num_bytes / max(float(seconds - small), 1e-9))
 
 
@@ -57,7 +57,7 @@ def _median_seconds(run: Callable[[], jax.Array]) -> float:
     return statistics.median(found)
 
 
-def _of_process_0(values: list[float]) -> list[float]:
+def of_process_0(values: list[float]) -> list[float]:
     if jax.process_count() == 1:
         return values
     return [float(one) for one in multihost_utils.broadcast_one_to_all(np.asarray(values, np.float32))]

@@ -83,6 +83,14 @@ def take_rows(values: Array, slots: Array) -> Array:
     return kernels.gather_rows(as_matrix(values), slots.reshape(-1)).reshape(*slots.shape, *values.shape[1:])
 
 
+def rounded_away(values: Array, rounded: Array) -> Array:
+    """What a conversion to a shorter dtype took away; nothing of values that are not finite, which would stay for ever."""
+    kind = jnp.finfo(rounded.dtype)
+    # XLA may leave out a conversion there and back, but no `reduce_precision`.
+    lost = values - lax.reduce_precision(rounded.astype(values.dtype), kind.nexp, kind.nmant)
+    return jnp.where(jnp.isfinite(lost), lost, 0)
+
+
 def set_rows(table: Array, rows: Array, values: Array, *, is_sorted: bool = True) -> Array:
     """`kernels.scatter_rows` of rows of any shape: `rows` i32[m], ascending (`is_sorted`) and different, past the end for none."""
     return kernels.scatter_rows(as_matrix(table), rows, as_matrix(values), is_sorted).reshape(table.shape)

@@ -20,7 +20,7 @@ from jax import Array, lax
 
 from splitjax.sync import wire
 from splitjax.sync.codes import IdCode, always
-from splitjax.sync.local import send_order, set_rows, sum_rows, take_rows, unite
+from splitjax.sync.local import rounded_away, send_order, set_rows, sum_rows, take_rows, unite
 from splitjax.sync.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.rows import RowSparse
@@ -119,7 +119,7 @@ class OwnerSharded:
         flat = blocks.reshape(-1, *values.shape[1:])
         sums = sum_rows(flat, requests.slots[sources].reshape(-1), pull, values.dtype, has_no_gaps=True)
         owned = RowSparse(requests.owned, sums, requests.count, partition.size)
-        return owned, values - rounded.astype(values.dtype) if self.wire_dtype else None
+        return owned, rounded_away(values, rounded) if self.wire_dtype else None
 
     def collect_all(self, ids: Array, values: Array, axis: Axis) -> RowSparse:
         """The same from all rows of all workers, whatever their number: `ids` i32[k] and `values` f[k, *row] of this worker."""

@@ -20,7 +20,7 @@ from splitjax.cost.ring import all_reduce_bytes
 from splitjax.errors import SyncError
 from splitjax.sync import wire
 from splitjax.sync.codes import IdCode, shortest
-from splitjax.sync.local import compact, positions, send_order, sum_rows, take_rows
+from splitjax.sync.local import compact, positions, rounded_away, send_order, sum_rows, take_rows
 from splitjax.sync.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.routes import OWNERSHIPS, Routes, contributors, exchange_indices
@@ -78,6 +78,15 @@ class RowExchange(Scheme):
         rows, sent, _ = self.exchange_values(local.values, found, local.num_rows, axis, capacities)
         return Attempt(rows, found.fits, sent)
 
+    def attempt_rounded(self, local: RowSparse, axis: Axis, capacities: Capacities) -> tuple[Attempt, RowSparse | None]:
+        """The same, and what rounding took away here (`feedback.keep`), of a scheme with a `wire_dtype`: nothing where capacities did not
+        suffice, for then all rows are gathered as they are."""
+        found = self.exchange_indices(local.ids, local.count, local.num_rows, axis, capacities)
+        rows, sent, errors = self.exchange_values(local.values, found, local.num_rows, axis, capacities)
+        if errors is not None:
+            errors = dataclasses.replace(errors, ids=jnp.where(found.fits, errors.ids, local.num_rows))
+        return Attempt(rows, found.fits, sent), errors
+
     def exchange_indices(self, ids: Array, count: Array, num_rows: int, axis: Axis, capacities: Capacities) -> Routes:
         """The first half, which needs no values: `RowSparse.ids` and `.count` of this worker -> `Routes`, alike on all workers."""
         ids = _resized(ids, capacities.local, num_rows)
@@ -115,7 +124,8 @@ class RowExchange(Scheme):
         source = jnp.where(found.owner < n, found.owner * capacities.pull + found.place, parts.shape[0] + capacities.hot)
         if capacities.hot:
             hot_slots = jnp.where((owner == n) & (slots < capacities.union), place, capacities.hot)
-            parts = jnp.concatenate([parts, lax.psum(sum_rows(values, hot_slots, capacities.hot), axis).astype(wire_dtype)])
+            # Hot rows are not rounded: what an all-reduce rounds on its way nobody could keep.
+            parts = jnp.concatenate([parts.astype(full), lax.psum(sum_rows(values, hot_slots, capacities.hot), axis)])
             source = jnp.where((found.owner == n) & (found.ids < num_rows), n * capacities.pull + found.place, source)
         rows = RowSparse(found.ids, take_rows(parts, source).astype(full), found.count, num_rows)
         return rows, sent, self._error(values, rounded, sums, owner, slots, found, num_rows, me)
@@ -145,13 +155,13 @@ class RowExchange(Scheme):
     ) -> RowSparse | None:
         if not self.wire_dtype:
             return None
-        n, full = found.slots.shape[0], values.dtype
+        n = found.slots.shape[0]
         sent = (owner != me) & (owner < n)
         ids = jnp.where(sent, found.ids.at[slots].get(mode="fill", fill_value=num_rows), num_rows)
-        lost = jnp.where(sent.reshape(-1, *[1] * (values.ndim - 1)), values - rounded.astype(full), 0)
+        lost = jnp.where(sent.reshape(-1, *[1] * (values.ndim - 1)), rounded_away(values, rounded), 0)
         mine = jnp.where(found.owner == me, found.place, sums.shape[0])
         owned = jnp.full((sums.shape[0],), num_rows, jnp.int32).at[mine].set(found.ids, mode="drop")
-        rest = sums - sums.astype(rounded.dtype).astype(full)
+        rest = rounded_away(sums, sums.astype(rounded.dtype))
         return RowSparse(jnp.concatenate([ids, owned]), jnp.concatenate([lost, rest]), jnp.int32(ids.size + owned.size), num_rows)
 
 

@@ -134,10 +134,13 @@ class ByRows:
     - `scheme`: a scheme, its name, or `"auto"`.
     - `lazy`: also for updates that change rows without gradient (momentum, Adam, weight decay): these rows are then left alone until they
       have one. Changes the numbers, as PyTorch's `SparseAdam` and TensorFlow's `LazyAdam` do.
+    - `wire_dtype`: "bfloat16" for values rounded on the wire, with error feedback: each worker keeps what that takes away, in an array of the
+      table's size. Changes the numbers. For `row_exchange`, and for tables whose workers own the rows.
     """
 
     scheme: str | Scheme = "auto"
     lazy: bool = False
+    wire_dtype: str | None = None
 
 
 SCHEMES: dict[str, type[Scheme]] = {}

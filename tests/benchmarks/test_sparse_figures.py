@@ -240,3 +240,12 @@ def test_sections_are_replaced_one_by_one_and_stand_in_order(tmp_path, monkeypat
     assert sparse.main(arguments) == 0
     titles = [line for line in (tmp_path / "sparse.md").read_text().splitlines() if line.startswith("## ")]
     assert titles == [f"## {age} {key}" for age, key in zip(("new", "old", "old", "old"), [keys[3], keys[2], keys[1], keys[0]], strict=True)]
+
+
+def test_every_scheme_that_auto_chooses_from_has_a_name_of_its_own():
+    from splitjax.sync import RowExchange
+    from splitjax.sync.choose import candidates
+
+    labels = [ways.label_of(one) for one in candidates()]
+    assert len(set(labels)) == len(labels) and set(labels) <= set(ways.SCHEMES)
+    assert ways.label_of(RowExchange(ownership="hashed")) == "row_exchange, ownership=hashed"

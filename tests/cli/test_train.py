@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -85,17 +87,20 @@ def test_text_trains_a_transformer_in_bfloat16(run, tmp_path):
 
 
 @pytest.mark.one_version
-def test_an_lstm_resumes_with_the_negatives_of_the_undisturbed_run(run, tmp_path):
+def test_an_lstm_resumes_with_the_negatives_and_the_schemes_of_the_undisturbed_run(run, tmp_path):
     (tmp_path / "corpus.txt").write_text("the cat sat on the mat and the dog sat on the cat\n" * 200)
     options = (
         "train --model lstm --data text --data-dir corpus.txt --seq-len 8 --bptt 4 --embedding-width 8 --hidden-width 16 --negatives 4 "
         "--mesh data=4 --rules data_parallel --platform cpu --batch-size 16 --optimizer adagrad --learning-rate 0.5 --schedule constant "
-        "--clip-norm 1 --evaluate-every 6"
+        "--clip-norm 1 --evaluate-every 6 --sync auto --steps 12 --checkpoint-dir saved --checkpoint-every 6"
     )
-    status, out, _ = run(f"{options} --steps 12 --metrics whole.jsonl")
+    status, out, _ = run(f"{options} --metrics whole.jsonl")
     assert status == 0 and re.search(r"test accuracy .*, test perplexity \d\.\d\d", out)
-    assert run(f"{options} --steps 6 --metrics parts.jsonl --checkpoint-dir saved")[0] == 0
-    status, out, _ = run(f"{options} --steps 12 --metrics parts.jsonl --checkpoint-dir saved")
+    carried = json.loads((tmp_path / "saved/6/checkpoint.json").read_text())["carried"]
+    assert [len(one["syncs"]) for one in carried["seen"]] == [2]  # the resumed run measures no links and observes no steps
+    shutil.rmtree(tmp_path / "saved/12")
+    shutil.copy(tmp_path / "whole.jsonl", tmp_path / "parts.jsonl")
+    status, out, _ = run(f"{options} --metrics parts.jsonl")
     assert status == 0 and "resumed from the checkpoint of step 6" in out
     assert curve(tmp_path / "parts.jsonl") == curve(tmp_path / "whole.jsonl")
     first, last = [row for row in read_metrics(tmp_path / "whole.jsonl") if "eval_loss" in row]
@@ -136,6 +141,7 @@ def test_click_models_train_on_criteo_s_lines(run, tmp_path):
     [
         ("--data text", "mlp reads images"),
         ("--data criteo", "mlp reads images"),
+        ("--sync zen --wire-dtype bfloat16", "zen sends values as they are"),
         ("--model deepfm", "deepfm reads clicks"),
         ("--model dlrm --data criteo", "criteo is read from a file or folder"),
         ("--model lstm --data text", "text is read from a file or folder"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +86,15 @@ LAYOUTS = {"groups": (GROUPS, "splitbrain"), "one group": (ONE_GROUP, "splitbrai
            "megatron": (GROUPS, "megatron")}
 
 
+@functools.cache
+def one_device(tx):
+    """A case in float64, its state, and what one device makes of them: the state behind and the losses."""
+    # Batch norm cancels a bias before it: an adaptive optimizer would amplify the rounding noise that is its gradient.
+    case = conv_case(tx, steps=3, dtype=np.float64, batch_norm=tx is CLIPPED)
+    state = case.init(jax.random.key(0))
+    return case, state, *train(jax.jit(case.step), state, case.batches)
+
+
 @pytest.mark.parametrize(
     ("layout", "tx"),
     [("groups", CLIPPED), ("one group", optax.adam(1e-3)), ("data", CLIPPED), ("megatron", CLIPPED),
@@ -94,10 +104,7 @@ LAYOUTS = {"groups": (GROUPS, "splitbrain"), "one group": (ONE_GROUP, "splitbrai
 def test_numbers_are_those_of_one_device(layout, tx):
     mesh, rules = LAYOUTS[layout]
     with jax.enable_x64(True):
-        # Batch norm cancels a bias before it: an adaptive optimizer would amplify the rounding noise that is its gradient.
-        case = conv_case(tx, steps=3, dtype=np.float64, batch_norm=tx is CLIPPED)
-        state = case.init(jax.random.key(0))
-        want_state, want = train(jax.jit(case.step), state, case.batches)
+        case, state, want_state, want = one_device(tx)
         step = splitjax.parallelize(case.step, mesh=mesh, rules=rules, shard_state=True)
         got_state, got = train(step, step.place(state, example=(case.batches[0],)), case.batches)
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ import splitjax
 from splitjax import models
 from splitjax.errors import SyncError, UnavailableError
 from splitjax.lower import observing
-from splitjax.lower.arguments import bind
+from splitjax.plan import Plan
 from splitjax.sync import SCHEMES, ByRows, RowExchange
 from tests.models.test_model_steps import batch_for, build_small
 
@@ -163,6 +165,21 @@ def test_the_compiled_step_makes_nothing_of_the_table_s_size():
     assert compiled.temp_size_in_bytes < table_bytes / 20
 
 
+def test_the_plan_s_peak_has_no_dense_gradients_of_tables():
+    spec = models.build("lstm", vocab_size=20_000, max_len=8, embedding_width=32, hidden_width=16, negatives=8)
+    init_fn, train_step, _ = models.make_step(spec, optax.adagrad(0.1), value_and_grad=splitjax.value_and_grad)
+    peaks = {}
+    for sync in ("dense", "row_exchange", ByRows("row_exchange", wire_dtype="bfloat16")):
+        step = splitjax.parallelize(train_step, mesh={"data": 4}, rules="data_parallel", sync=sync)
+        state = jax.eval_shape(init_fn, jax.random.key(0))
+        peaks[str(sync)] = step.plan(state, spec.example(16)).memory.peak_bytes
+    compiled = step.report(state, spec.example(16)).memory.compiled
+    dense, by_rows, rounded = peaks.values()
+    tables = 2 * 20_000 * 32 * 4
+    assert dense - by_rows > 0.9 * tables and rounded - by_rows == tables  # a residual of each table's size
+    assert abs(rounded - compiled.total_bytes) < 0.05 * rounded
+
+
 @pytest.mark.one_version
 def test_the_exchange_falls_back_without_a_loss_and_steps_are_observed_anew(reference, monkeypatch):
     monkeypatch.setattr(observing, "CHECKED_STEPS", 2)
@@ -227,7 +244,8 @@ def test_what_stays_dense_says_why():
     def twice(state, batch):
         return jax.lax.scan(lambda state, _: (make_step(CLIPPED)(state, batch)[0], None), state, None, length=2)[0], 0.0
 
-    assert any("nothing to synchronise by rows" in note for note in reasons(twice, init(CLIPPED))[1].notes)
+    note = next(note for note in reasons(twice, init(CLIPPED))[1].notes if "nothing to synchronise by rows" in note)
+    assert re.search(r"its gradient is taken inside scan, more than once a step \(.*test_sparse.py:\d+ \(.*twice\)\)", note)
     by_name = {"**/in": "zen"}
     plan = splitjax.parallelize(make_step(CLIPPED), mesh={"data": 4}, rules="data_parallel", sync=by_name).plan(init(CLIPPED), next(batches()))
     assert [(sync.param, sync.scheme, sync.why) for sync in plan.syncs][1] == ("params/out", "dense", "no pattern of sync= fits it")
@@ -268,8 +286,11 @@ def test_what_cannot_be_had_is_a_typed_error():
             splitjax.parallelize(step, mesh={"data": 4}, rules="data_parallel", sync=sync).plan(init(CLIPPED), next(batches()))
     with pytest.raises(SyncError, match="no such value"):
         splitjax.parallelize(plain, sync={"**": 3})
-    with pytest.raises(UnavailableError, match="residual"):
-        splitjax.parallelize(plain, sync=RowExchange(wire_dtype="bfloat16"))
+    with pytest.raises(UnavailableError, match="bfloat16"):
+        splitjax.parallelize(plain, sync=RowExchange(wire_dtype="float16"))
+    for scheme in ("zen", "auto"):
+        with pytest.raises(UnavailableError, match="name a scheme that rounds and keeps the rest: row_exchange"):
+            splitjax.parallelize(plain, sync=ByRows(scheme, wire_dtype="bfloat16"))
 
 
 def one_table(state, batch):
@@ -277,32 +298,34 @@ def one_table(state, batch):
     return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
 
 
-def settled(mesh):
-    """The program of a step with one table after its first steps, for a mesh of four devices; its arguments."""
+@pytest.fixture(scope="module")
+def settled():
+    """A step with one table after its first steps on four devices: its plan, as a file has it, and its arguments."""
     rows, width = 4096, 128
     state, batch = {"table": np.zeros((rows, width), np.float32)}, {"ids": np.arange(32, dtype=np.int32).reshape(8, 4)}
-    step = splitjax.parallelize(one_table, mesh=mesh, rules="data_parallel", sync="row_exchange")
-    first = step._build(bind(one_table, step._recipe.options, (state, batch)))
-    samples = {"table": [batch["ids"].reshape(4, 8)]}
-    entry = step._build(first.bound, observing.decide(first.sparse, step._recipe.request, samples, step.mesh))
-    return entry.jitted, (state, batch)
+    step = splitjax.parallelize(one_table, mesh={"data": 4}, rules="data_parallel", sync="row_exchange", donate=False)
+    for _ in range(4):
+        step(state, batch)
+    return Plan.from_json(step.plan(state, batch).to_json()), (state, batch)
 
 
 @pytest.mark.tpu_aot
-def test_a_tpu_s_train_step_consists_of_kernels():
+def test_a_tpu_s_train_step_consists_of_kernels(settled):
+    """The final program, compiled ahead of time by a pinned plan that knows schemes and capacities."""
     from jax.experimental import topologies
     from jax.sharding import AxisType, Mesh
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
-    jitted, arguments = settled(Mesh(np.array(devices).reshape(4), ("data",), axis_types=(AxisType.Auto,)))
-    text = jitted.lower(*jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)).compile().as_text()
+    mesh = Mesh(np.array(devices).reshape(4), ("data",), axis_types=(AxisType.Auto,))
+    step = splitjax.parallelize(one_table, mesh=mesh, rules="data_parallel", plan=settled[0])
+    text = step.lower(*jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), settled[1])).compile().as_text()
     kernels = ("exchange_rows", "gather_rows", "scatter_rows", "segment_sum", "bitmap_encode")
     assert "tpu_custom_call" in text and [name for name in kernels if f"splitjax_{name}" not in text] == []
 
 
-def test_a_gpu_s_train_step_contains_kernels():
-    jitted, arguments = settled({"data": 4})
-    text = jitted.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+def test_a_gpu_s_train_step_contains_kernels(settled):
+    step = splitjax.parallelize(one_table, mesh={"data": 4}, rules="data_parallel", plan=settled[0])
+    text = step._entry(settled[1]).jitted.trace(*settled[1]).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text and "splitjax_gather_rows" in text and "splitjax_segment_sum" in text
 
 

@@ -7,6 +7,8 @@ import pathlib
 
 import pytest
 
+from tests.processes import compile_flags
+
 jupytext = pytest.importorskip("jupytext")
 nbclient = pytest.importorskip("nbclient")
 
@@ -31,9 +33,9 @@ def test_notebook_and_script_are_twins(path):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_client", "ignore::DeprecationWarning:zmq")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, monkeypatch):
-    # A reader's kernel has none of the test run's settings.
-    for variable in ("XLA_FLAGS", "NPROC"):
-        monkeypatch.delenv(variable, raising=False)
+    # A reader's kernel has none of the test run's settings, but for those that only make compiling quick.
+    monkeypatch.setenv("XLA_FLAGS", compile_flags())
+    monkeypatch.delenv("NPROC", raising=False)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(FOLDER.parent), os.environ.get("PYTHONPATH")))))
     notebook = jupytext.read(path)
     nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}).execute()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 
 import jax
 
 RANK, NUM, PORT = (int(argument) for argument in sys.argv[1:4])
+FOLDER = sys.argv[4]
 jax.distributed.initialize(f"127.0.0.1:{PORT}", NUM, RANK)
 
 import numpy as np  # noqa: E402
@@ -17,6 +19,8 @@ from flax import nnx  # noqa: E402
 import splitjax  # noqa: E402
 from splitjax import models  # noqa: E402
 from splitjax.lower.agreement import agree  # noqa: E402
+from splitjax.runtime.checkpoint import CheckpointOptions, Checkpoints  # noqa: E402
+from splitjax.sync import ByRows  # noqa: E402
 
 MESH = {"data": 2, "model": 2}
 SPEC = models.build("mlp", input_shape=(32,), features=(64, 32), num_classes=4)
@@ -36,8 +40,8 @@ def steps(learning_rate: float = 0.01, **options):
     return init_fn, splitjax.parallelize(train_step, mesh=MESH, **options), eval_step
 
 
-def train(rules: str, start: str, batch) -> list[float]:
-    init_fn, step, eval_step = steps(rules=rules)
+def train(rules: str, start: str, batch, **options) -> list[float]:
+    init_fn, step, eval_step = steps(rules=rules, **options)
     key = jax.random.key(0)
     state = step.init(init_fn, key, example=(SPEC.example(8),)) if start == "init" else init_fn(key)
     if start == "place":
@@ -107,6 +111,37 @@ def lookups(sync: str) -> tuple[list[float], list[str]]:
 
 for sync in ("dense", "row_exchange", "auto"):
     say(f"sync {sync}", found=lookups(sync))
+
+for execution in ("branch", "program"):
+    say(f"partial {execution}", losses=train("splitbrain", "init", batch_of(), backprop=splitjax.PartialBackprop(execution=execution)))
+
+
+def rounded(checkpoints: Checkpoints, resumed: bool) -> str:
+    """The digest of a table after six steps with values rounded on the wire: of a whole run, which saves after five, or of its last step."""
+
+    def step(state, batch):
+        loss, grads = splitjax.value_and_grad(lambda params: (params["table"][batch["ids"]] * 1.003).mean())(state)
+        return jax.tree.map(lambda p, g: p - g, state, grads), loss
+
+    step = splitjax.parallelize(step, mesh={"data": 4}, rules="data_parallel", sync=ByRows("row_exchange", wire_dtype="bfloat16"))
+    first, state = 0, {"table": np.zeros((50, 4), np.float32)}
+    batch_at = lambda number: {"ids": np.random.RandomState(number).randint(0, 50, (8, 4)).astype(np.int32)}
+    if resumed:
+        restored = checkpoints.restore(step.abstract_state(lambda: state, example=(batch_at(0),)))
+        step.resume(restored.carried)
+        first, state = restored.step, restored.state
+        assert not restored.carried.residuals["table"].is_fully_addressable
+    for number in range(first, 6):
+        state, _ = step(state, batch_at(number))
+        if number == 4 and not resumed:
+            checkpoints.save(5, state, carried=step.carried(), wait=True)
+    residuals = step.carried().residuals["table"]
+    assert any(np.asarray(shard.data).any() for shard in residuals.addressable_shards)
+    return hashlib.sha256(np.asarray(state["table"]).tobytes()).hexdigest()
+
+
+with Checkpoints(CheckpointOptions(FOLDER)) as checkpoints:
+    say("rounded", digests=[rounded(checkpoints, resumed) for resumed in (False, True)])
 
 expect_error("plan", lambda: one_call(rules="splitbrain" if RANK == 0 else "data_parallel"))
 expect_error("program", lambda: one_call(learning_rate=0.01 * (1 + RANK)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -16,17 +18,23 @@ from tests.steps import attention_case, conv_case, largest_difference, train
 MESH = {"data": 2, "model": 4}
 
 
+@functools.cache
+def whole_batch():
+    """The step in parts, a state, batches, and what one device makes of them whole: the state behind and the losses."""
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.05, momentum=0.9))
+    options = {"dtype": np.float64, "batch_norm": False, "dropout": 0.3, "size": 32, "steps": 4}
+    whole, parts = conv_case(tx, **options), conv_case(tx, microbatches=4, **options)
+    state = whole.init(jax.random.key(0))
+    return parts.step, state, whole.batches, *train(jax.jit(whole.step), state, whole.batches)
+
+
 @pytest.mark.parametrize("rules", ["splitbrain", "megatron", "fsdp", "data_parallel"])
 def test_same_numbers_as_the_whole_batch(rules):
     """Dropout slices the global bits, the mask's sum is the whole batch's, clipping sees the whole gradient."""
     with jax.enable_x64(True):
-        tx = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.05, momentum=0.9))
-        options = {"dtype": np.float64, "batch_norm": False, "dropout": 0.3, "size": 32, "steps": 4}
-        whole, parts = conv_case(tx, **options), conv_case(tx, microbatches=4, **options)
-        state = whole.init(jax.random.key(0))
-        want_state, want = train(jax.jit(whole.step), state, whole.batches)
-        step = splitjax.parallelize(parts.step, mesh=MESH, rules=rules)
-        got_state, got = train(step, step.place(state, example=(whole.batches[0],)), whole.batches)
+        in_parts, state, batches, want_state, want = whole_batch()
+        step = splitjax.parallelize(in_parts, mesh=MESH, rules=rules)
+        got_state, got = train(step, step.place(state, example=(batches[0],)), batches)
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)
         assert largest_difference(got_state, want_state) < 1e-10
 

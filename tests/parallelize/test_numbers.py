@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -14,9 +16,31 @@ RULES = ("splitbrain", "megatron", "fsdp", "data_parallel")
 MESHES = ({"data": 2, "model": 4}, {"data": 8}, {"data": 4, "model": 2}, {"data": 1, "model": 8})
 
 
-def compare(case, rules, mesh, tolerance):
+@functools.cache
+def one_device(case):
+    """A state, and what one device makes of it: the state behind and the losses."""
     state = case.init(jax.random.key(0))
-    want_state, want = train(jax.jit(case.step), state, case.batches)
+    return state, *train(jax.jit(case.step), state, case.batches)
+
+
+@functools.cache
+def float64_case(make):
+    options = {"dtype": np.float64} if make is conv_case else {}
+    return make(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.05, momentum=0.9)), steps=20, dropout=0.3, **options)
+
+
+@functools.cache
+def float32_case():
+    return conv_case(dropout=0.3)
+
+
+@functools.cache
+def plain_jax_case(make):
+    return make(value_and_grad=jax.value_and_grad)
+
+
+def compare(case, rules, mesh, tolerance):
+    state, want_state, want = one_device(case)
     step = splitjax.parallelize(case.step, mesh=mesh, rules=rules)
     got_state, got = train(step, step.place(state, example=(case.batches[0],)), case.batches)
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)
@@ -25,27 +49,26 @@ def compare(case, rules, mesh, tolerance):
     return step, got_state
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("make", [conv_case, attention_case])
 def test_twenty_steps_in_float64(make, rules):
     with jax.enable_x64(True):
-        options = {"dtype": np.float64} if make is conv_case else {}
-        tx = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.05, momentum=0.9))
-        compare(make(tx, steps=20, dropout=0.3, **options), rules, MESHES[0], 1e-10)
+        compare(float64_case(make), rules, MESHES[0], 1e-10)
 
 
 @pytest.mark.one_version
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
 def test_three_steps_in_float32(rules, mesh):
-    compare(conv_case(dropout=0.3), rules, mesh, 1e-5)
+    compare(float32_case(), rules, mesh, 1e-5)
 
 
 @pytest.mark.parametrize("rules", ["splitbrain", "megatron"])
 def test_plain_jax_gradients_get_layouts_too(rules):
-    step, state = compare(conv_case(value_and_grad=jax.value_and_grad), rules, MESHES[0], 1e-5)
+    step, state = compare(plain_jax_case(conv_case), rules, MESHES[0], 1e-5)
     assert not state["params"]["Dense_0"]["kernel"].sharding.is_fully_replicated
-    step, state = compare(attention_case(value_and_grad=jax.value_and_grad), rules, MESHES[0], 1e-5)
+    step, state = compare(plain_jax_case(attention_case), rules, MESHES[0], 1e-5)
     assert not state["params"]["Dense_0"]["kernel"].sharding.is_fully_replicated
 
 

@@ -18,9 +18,10 @@ from tests.processes import run_processes
 
 
 @pytest.fixture(scope="module")
-def said() -> list[dict[str, dict]]:
+def said(tmp_path_factory) -> list[dict[str, dict]]:
     """Per process: scenario -> what was said."""
-    outputs = run_processes(pathlib.Path(__file__).with_name("processes_worker.py"), num=2, devices=2)
+    folder = str(tmp_path_factory.mktemp("run"))
+    outputs = run_processes(pathlib.Path(__file__).with_name("processes_worker.py"), folder, num=2, devices=2, timeout_seconds=400)
     lines = [[json.loads(line) for line in output.splitlines() if line.startswith("{")] for output in outputs]
     return [{line["scenario"]: line for line in each} for each in lines]
 
@@ -55,6 +56,27 @@ def test_tables_are_synchronised_by_rows_and_all_processes_choose_alike(said):
     np.testing.assert_allclose([found, chosen], [expected, expected], rtol=1e-5)
     assert (none, schemes) == ([], ["row_exchange"]) and len(of_auto) == 1
     assert all(said[1][name] == said[0][name] for name in said[0] if name.startswith("sync"))
+
+
+def test_workers_of_different_depths_in_several_processes(said):
+    """The losses of one process with as many devices, whichever process a worker is in."""
+    spec = models.build("mlp", input_shape=(32,), features=(64, 32), num_classes=4)
+    init_fn, train_step, eval_step = models.make_step(spec, optax.adam(0.01), value_and_grad=splitjax.value_and_grad)
+    step = splitjax.parallelize(train_step, mesh={"data": 2, "model": 2}, backprop=splitjax.PartialBackprop())
+    random = np.random.RandomState(0)
+    batch = {"image": random.randn(8, 32).astype(np.float32), "label": random.randint(0, 4, 8).astype(np.int32)}
+    state, losses = init_fn(jax.random.key(0)), []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    losses.append(float(step.like(eval_step)(state, batch)["loss"]))
+    for each in said:
+        for execution in ("branch", "program"):
+            np.testing.assert_allclose(each[f"partial {execution}"]["losses"], losses, rtol=2e-5)
+
+def test_residuals_are_saved_and_resumed_bit_for_bit_by_all_processes(said):
+    whole, resumed = said[0]["rounded"]["digests"]
+    assert whole == resumed and said[1]["rounded"]["digests"] == [whole, resumed]
 
 
 def test_every_process_gets_the_profile_of_one(said):

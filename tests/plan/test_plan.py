@@ -14,7 +14,20 @@ from jax.sharding import PartitionSpec as P
 
 from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
-from splitjax.plan import Collective, Constraint, LayerPlan, LeafPlan, Memory, PartialPlan, Plan, SegmentPlan, SyncPlan, first_mismatch, spec_axes, spec_text
+from splitjax.plan import (
+    Collective,
+    Constraint,
+    LayerPlan,
+    LeafPlan,
+    Memory,
+    PartialPlan,
+    Plan,
+    SegmentPlan,
+    SyncPlan,
+    first_mismatch,
+    spec_axes,
+    spec_text,
+)
 
 MESH = MeshShape((("data", 2), ("model", 4)))
 KERNEL = LeafPlan("params/Dense_0/kernel", (8, 16), "float32", "param", True, (None, "model"), "dense out", "", 128)

@@ -110,6 +110,7 @@ def test_without_a_network_no_bytes_are_counted(monkeypatch):
     assert network.bytes_sent() is None
 
 
+@pytest.mark.one_version
 @needs_namespaces
 def test_a_link_has_its_rate_and_its_bytes_are_counted(launched):
     run = launched(TRANSFER, num_processes=2, bandwidth="8mbit")
@@ -127,6 +128,7 @@ def test_a_link_has_its_rate_and_its_bytes_are_counted(launched):
     until(lambda: are_gone(mine), seconds=5)
 
 
+@pytest.mark.one_version
 @needs_namespaces
 def test_bytes_of_a_killed_worker_count_and_restarts_add_up(launched):
     # Without the launcher's variable, so that importing splitjax does not wait for the other worker at each start.
@@ -142,6 +144,7 @@ def test_bytes_of_a_killed_worker_count_and_restarts_add_up(launched):
     assert outcome.traffic[1].sent_bytes >= own[1] and outcome.traffic[1].sent_bytes < 60_000
 
 
+@pytest.mark.one_version
 @needs_namespaces
 def test_a_link_can_be_cut_and_joined(launched):
     script = RANK + (
@@ -159,6 +162,7 @@ def test_a_link_can_be_cut_and_joined(launched):
     run.until("answer", run.out.getvalue().count("answer") + 5)
 
 
+@pytest.mark.one_version
 @needs_namespaces
 def test_the_command_reports_and_leaves_nothing_when_killed(tmp_path):
     file = tmp_path / "network.json"

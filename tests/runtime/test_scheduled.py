@@ -94,18 +94,21 @@ class Recorded:
     """Stands for a decorated step: only which one is called when is looked at."""
 
     def __init__(self, backprop):
-        self.backprop, self._num_calls = backprop, 0
+        self.backprop, self.turn = backprop, None
+
+    def resume(self, carried) -> None:
+        self.turn = carried.num_steps
 
 
 def test_depths_choose_the_turn_of_a_step_with_partial_backpropagation() -> None:
     full, at_depths, warm_up = partial_steps(Recorded, 4)
     assert full.backprop is None and at_depths((1.0,) * 4) is full and warm_up == ((1.0,) * 4, (0.25, 0.5, 0.75, 1.0))
     partial = at_depths((0.25, 0.5, 0.75, 1.0))
-    assert partial.backprop == splitjax.PartialBackprop() and partial._num_calls == 0
+    assert partial.backprop == splitjax.PartialBackprop() and partial.turn == 0
     for turn in (3, 1, 2):
         depths = tuple(((worker + turn) % 4 + 1) / 4 for worker in range(4))
-        assert at_depths(depths) is partial and partial._num_calls == turn
-        assert at_depths(tuple(depth - 0.2 for depth in depths)) is partial and partial._num_calls == turn
+        assert at_depths(depths) is partial and partial.turn == turn
+        assert at_depths(tuple(depth - 0.2 for depth in depths)) is partial and partial.turn == turn
     assert at_depths((1.0, 1.0, 0.25, 0.25)) is full  # no rotation of the linear depths is as deep: never shallower than asked
     alone, at_depths, warm_up = partial_steps(Recorded, 1)
     assert at_depths((0.5,)) is alone and warm_up == ((1.0,),)

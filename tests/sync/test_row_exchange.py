@@ -14,6 +14,7 @@ from splitjax import sync
 from splitjax.errors import SyncError
 from splitjax.mesh import MeshShape
 from splitjax.report.hlo import compiled_collectives
+from splitjax.sync.local import rounded_away
 from splitjax.sync.routes import contributors
 
 NUM_ROWS, WIDTH, LOOKUPS, WORKERS = 60, 4, 12, 4
@@ -82,9 +83,10 @@ def test_indices_may_go_first_and_over_two_axes():
     assert set(sent.values()) == {"float32"}  # nothing but values
 
 
-def test_rounding_is_made_good_later():
-    scheme = sync.RowExchange(wire_dtype="bfloat16")
-    capacities = dataclasses.replace(plan(scheme), union=46, pull=12)
+@pytest.mark.parametrize("hot", [0, pytest.param(3, marks=pytest.mark.one_version)])
+def test_rounding_is_made_good_later(hot):
+    scheme = sync.RowExchange(hot=bool(hot), wire_dtype="bfloat16")
+    capacities = dataclasses.replace(plan(scheme), union=46, pull=12, hot=hot)
 
     def worker(ids, values, residual):
         local = sync.from_lookups(ids[0], values[0], NUM_ROWS)
@@ -97,11 +99,13 @@ def test_rounding_is_made_good_later():
     mesh = Mesh(np.array(jax.devices()[:WORKERS]), ("data",))
     run = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=spec, out_specs=(spec, spec, PartitionSpec()), check_vma=False))
     batches = [random_batch(seed) for seed in range(6)]
+    for ids, _ in batches:
+        ids[:, :hot] = np.arange(hot)  # on all workers
     crowded = np.arange(WORKERS * LOOKUPS, dtype=np.int32).reshape(WORKERS, LOOKUPS)  # more rows than there is room for: nothing is rounded
     batches = [*batches[:3], (crowded, batches[0][1]), *batches[3:]]
     step = run.lower(*batches[0], jnp.zeros((WORKERS, NUM_ROWS, WIDTH))).compile()
     collectives = [one for one in compiled_collectives(step, MeshShape((("data", WORKERS),))) if not one.conditional]
-    assert {one.dtype for one in collectives if one.shape[-1:] == (WIDTH,)} == {"uint16"}
+    assert {one.dtype for one in collectives if one.shape[-1:] == (WIDTH,) and one.op != "all_reduce"} == {"uint16"}
     residual, delivered, exact = jnp.zeros((WORKERS, NUM_ROWS, WIDTH)), 0.0, 0.0
     for ids, values in batches:
         dense, residual, fell_back = step(ids, values, residual)
@@ -109,6 +113,12 @@ def test_rounding_is_made_good_later():
         delivered, exact = delivered + np.asarray(dense[0], np.float64), exact + dense_sum(ids, values)
     assert np.abs(delivered - exact).max() > 1e-3  # it does round
     np.testing.assert_allclose(delivered + np.asarray(residual).sum(axis=0), exact, atol=1e-5)
+
+
+def test_what_is_not_finite_is_not_kept():
+    values = jnp.array([jnp.inf, jnp.nan, 1.01, -3.0])
+    lost = np.asarray(jax.jit(lambda x: rounded_away(x, x.astype(jnp.bfloat16)))(values))
+    np.testing.assert_array_equal(lost, [0, 0, np.float32(1.01) - np.float32(1.0078125), 0])
 
 
 def test_the_residual_is_updated_in_place():

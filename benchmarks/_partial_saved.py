@@ -1,0 +1,174 @@
+"""What partial backpropagation saves each worker: flops, processor time, memory, bytes of gradients.
+
+A worker's programs (`execution="program"`) are compiled for every depth and run alone on one device, one after the other. Flops are those of the lowered
+program; memory is what the compiled one needs (arguments, temporaries, results).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import statistics
+import time
+from typing import Any
+
+EXAMPLES = 64  # a worker, as in the published prototype's profile
+CLOSE = 1.05  # of the ideal device time
+LEAST_MEMORY = {"ResNet-18": 0.13, "ResNet-101": 0.23}  # the published prototype's figures (FACTS: 4 workers, batches of 64)
+TURNS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """`timed`: its processor time is measured, too (seconds a step on one core)."""
+
+    name: str
+    model: str
+    options: dict[str, Any]
+    workers: tuple[int, ...]
+    timed: bool = True
+
+
+NETWORKS = (
+    Network("ResNet-18", "resnet18", {}, (4, 8)),
+    Network("VGG-16", "vgg16", {}, (4, 8)),
+    Network("ResNet-101", "resnet50", {"stage_sizes": (3, 4, 23, 3)}, (4,), timed=False),
+)
+
+
+def section(quick: bool, data_dir: pathlib.Path) -> Any:
+    """The section on savings."""
+    networks = (Network("ResNet-18, narrow", "resnet18", {"width": 0.25}, (4,)),) if quick else NETWORKS
+    return _report([(network, workers, _measure(network, workers, 8 if quick else EXAMPLES)) for network in networks for workers in network.workers])
+
+
+@dataclasses.dataclass(frozen=True)
+class Depth:
+    """One slot's programs. `peak_bytes`: of its own program; `seconds`: of one turn of it, 0 where it was not measured."""
+
+    share: float  # of the backward pass, as planned
+    flops: float
+    peak_bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Of one network and number of workers. `forward_*`: of the forward pass alone. `update_bytes`: peak of the program that adds up and updates."""
+
+    depths: tuple[Depth, ...]
+    forward_flops: float
+    forward_seconds: float
+    full_bytes: int  # peak of a worker's program at full depth
+    update_bytes: int
+    sent_bytes: int  # mean of a worker
+    full_sent_bytes: int
+    formula_bytes: float
+    planned_time: float
+
+
+def _measure(network: Network, workers: int, examples: int) -> Found:
+    import jax
+    import numpy as np
+    import optax
+
+    import splitjax
+    from splitjax.lower.contributors import sent_bytes
+    from splitjax.lower.partial_workers import peak_bytes
+    from splitjax.models import build, make_step
+
+    spec = build(network.model, num_classes=10, **network.options)
+    init, train_step, eval_step = make_step(spec, optax.sgd(0.01, momentum=0.9), value_and_grad=splitjax.value_and_grad)
+    backprop = splitjax.PartialBackprop(execution="program", rotate=False, statistics="local")
+    step = splitjax.parallelize(train_step, mesh={"data": workers}, rules="data_parallel", backprop=backprop)
+    batch = spec.example(examples * workers)
+    state = step.abstract_state(init, jax.random.key(0), example=(batch,))
+    plan = step.plan(state, batch)
+    lowered = step.lower(state, batch)
+    parts = {slot: lowered.parts[f"worker {slot}"] for slot in range(workers)}
+    compiled = {slot: part.compile() for slot, part in parts.items()}
+    update = lowered.parts["after"].compile()
+    seconds = {slot: _seconds(program, lowered.parts[f"worker {slot}"]) if network.timed else 0.0 for slot, program in compiled.items()}
+    one = spec.example(examples)
+    forward = jax.jit(lambda state, batch: eval_step(state, batch)["loss"]).lower(jax.eval_shape(init, jax.random.key(0)), one)
+    forward_seconds = _seconds(forward.compile(), forward) if network.timed else 0.0
+    shares = [sum(segment.backward for segment in plan.partial.segments[first:]) for first in plan.partial.first]
+    depths = tuple(
+        Depth(shares[slot], parts[slot].cost_analysis()["flops"], peak_bytes(compiled[slot].memory_analysis()), seconds[slot]) for slot in range(workers)
+    )
+    segments = plan.partial.segments
+    formula = sum(sum(sent_bytes(segment.num_bytes, segment.contributors, workers)) for segment in segments)
+    over = lambda found: sum(collective.bytes for collective in found.collectives if collective.why.startswith("gradient of"))
+    whole = splitjax.parallelize(train_step, mesh={"data": workers}, rules="data_parallel").plan(state, batch)
+    del np
+    return Found(
+        depths, forward.cost_analysis()["flops"], forward_seconds, depths[-1].peak_bytes, peak_bytes(update.memory_analysis()),
+        over(plan), over(whole), formula, plan.partial.device_time,
+    )  # fmt: skip
+
+
+def _seconds(compiled: Any, lowered: Any) -> float:
+    """Processor seconds of a program on one device, the median of some turns; its operands are zeros (whole numbers too: class 0)."""
+    import jax
+    import jax.numpy as jnp
+
+    args, kwargs = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), lowered.in_avals)
+    shardings, _ = compiled.input_shardings
+    given = jax.tree.map(jax.device_put, tuple(args), tuple(shardings))
+    jax.block_until_ready(compiled(*given, **kwargs))
+    turns = []
+    for _ in range(TURNS):
+        started = time.process_time()
+        jax.block_until_ready(compiled(*given, **kwargs))
+        turns.append(time.process_time() - started)
+    return statistics.median(turns)
+
+
+def _report(results: list[tuple[Network, int, Found]]) -> Any:
+    from benchmarks._common import table
+    from benchmarks._splitbrain_common import Goal, Section, mib
+
+    rows, slots, goals = [], [], []
+    for network, workers, found in results:
+        name = f"{network.name}, {workers} workers"
+        flops, ideal_flops = _device_time([one.flops for one in found.depths], found.forward_flops)
+        seconds, ideal_seconds = _device_time([one.seconds for one in found.depths], found.forward_seconds) if network.timed else (0.0, 0.0)
+        mean = statistics.fmean(max(one.peak_bytes, found.update_bytes) for one in found.depths)
+        saved = 1 - mean / max(found.full_bytes, found.update_bytes)
+        ratio = (found.depths[-1].flops - found.forward_flops) / found.forward_flops
+        rows.append([
+            network.name, str(workers), f"1:{ratio:.2f}", f"{flops:.3f}", f"{ideal_flops:.3f}", f"{seconds:.3f}" if network.timed else "",
+            f"{ideal_seconds:.3f}" if network.timed else "", f"{mib(found.full_bytes)}", f"{mib(round(mean))}", f"{100 * saved:.1f} %",
+            f"{found.full_sent_bytes / 1e6:.1f}", f"{found.sent_bytes / 1e6:.1f}",
+        ])  # fmt: skip
+        slots += [
+            [name, str(slot), f"{100 * one.share:.1f} %", f"{(one.flops - found.forward_flops) / (found.depths[-1].flops - found.forward_flops):.3f}",
+             f"{1e3 * one.seconds:.0f}" if network.timed else "", f"{mib(one.peak_bytes)}"]
+            for slot, one in enumerate(found.depths)
+        ]  # fmt: skip
+        goals.append(Goal(f"{name}: device time by flops over the ideal", flops / ideal_flops, CLOSE, True))
+        if network.timed:
+            goals.append(Goal(f"{name}: device time by processor seconds over the ideal", seconds / ideal_seconds, CLOSE, True))
+        if network.name in LEAST_MEMORY and workers == 4:
+            goals.append(Goal(f"{name}: peak memory of the mean worker, less", saved, LEAST_MEMORY[network.name], False))
+        goals.append(Goal(f"{name}: planned bytes of gradients over the formula", found.sent_bytes / found.formula_bytes, 1.01, True))
+    lines = [
+        f"Linear depths, {EXAMPLES} examples of 32 x 32 a worker, SGD with momentum, float32. Device time: of all workers over that of full backpropagation; ideal: the same for "
+        "depths that could be cut anywhere, (f + b (N+1)/(2N)) / (f + b) with the measured forward f and backward b. Processor seconds are those of one device, without the "
+        "update. Memory: of a worker's largest program, the update's among them; the mean is over the depths. With `rotate=True` every device meets every depth and has to fit the "
+        "deepest (the column before it). MB sent: gradients of a mean worker, the sums handed to those who did not compute them included.",
+        "",
+        *table(["network", "workers", "forward:backward", "device time, flops", "ideal", "device time, seconds", "ideal", "peak at full depth, MiB", "peak of the mean worker, MiB",
+                "less", "MB sent, full", "MB sent, partial"], rows),
+        "", "Every depth:", "",
+        *table(["network", "slot", "of the backward pass, planned", "of its flops", "processor time, ms", "peak, MiB"], slots), "",
+    ]  # fmt: skip
+    facts = {f"{network.name}, {workers}": dataclasses.asdict(found) for network, workers, found in results}
+    return Section("What it saves", lines, goals), facts
+
+
+def _device_time(depths: list[float], forward: float) -> tuple[float, float]:
+    """Of all workers over that of full backpropagation, and the ideal; `depths`: with the forward pass, the last is full."""
+    workers, full = len(depths), depths[-1]
+    backward = full - forward
+    return statistics.fmean(depths) / full, (forward + backward * (workers + 1) / (2 * workers)) / full

@@ -1,0 +1,267 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Partial backpropagation: what it saves, and whether it pays
+#
+# With `backprop=splitjax.PartialBackprop()` each of N workers differentiates only the last part of the network, worker i the last (i+1)/N of the
+# backward pass, and every layer's gradient is the mean over the workers that reached it (Kumar et al., [arXiv 2111.10672](https://arxiv.org/abs/2111.10672)).
+# That saves time, bytes and memory, and it changes the numbers. The fair rival costs as much: full backpropagation with a smaller batch. This
+# notebook shows what each worker saves, trains both ways on digits, and asks `step.advise`. [docs/partial_backpropagation.md](../docs/partial_backpropagation.md) says the rest.
+
+# %%
+import jax
+
+jax.config.update("jax_num_cpu_devices", 4)  # before JAX starts
+
+# %%
+# %matplotlib inline
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from flax import linen as nn
+
+import splitjax
+from splitjax import PartialBackprop
+from splitjax.data import load_digits
+
+NUM_WORKERS, BATCH_SIZE, NUM_STEPS, SEEDS = 4, 64, 60, range(3)
+
+# %% [markdown]
+# ## A step
+#
+# Six dense layers over images of digits, Adam. Nothing in the step knows about partial backpropagation, except that its gradient is taken by
+# `splitjax.value_and_grad`.
+
+# %%
+digits = load_digits(image_size=None, channels=1)
+images = {part: rows["image"].reshape(len(rows["image"]), -1) / 255.0 for part, rows in (("train", digits.train), ("test", digits.test))}
+labels = {part: rows["label"] for part, rows in (("train", digits.train), ("test", digits.test))}
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for number in range(5):
+            x = nn.relu(nn.Dense(128, name=f"dense{number}")(x))
+        return nn.Dense(10, name="logits")(x)
+
+
+model, tx = Model(), optax.adam(4e-3)
+
+
+def init_fn(key):
+    params = model.init(key, images["train"][:1])["params"]
+    return {"params": params, "opt": tx.init(params)}
+
+
+def train_step(state, batch):
+    def loss_fn(params):
+        logits = model.apply({"params": params}, batch["image"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+    loss, grads = splitjax.value_and_grad(loss_fn)(state["params"])
+    updates, opt = tx.update(grads, state["opt"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss}
+
+
+def make_batch(rng, size=BATCH_SIZE):
+    chosen = rng.choice(len(labels["train"]), size, replace=False)
+    return {"image": images["train"][chosen].astype(np.float32), "label": labels["train"][chosen].astype(np.int32)}
+
+
+def parallel(backprop=None):
+    return splitjax.parallelize(train_step, mesh={"data": NUM_WORKERS}, rules="data_parallel", backprop=backprop)
+
+
+rng = np.random.default_rng(0)
+batch = make_batch(rng)
+steps = {"full": parallel(), "branches": parallel(PartialBackprop()), "programs": parallel(PartialBackprop(execution="program"))}
+states = {name: step.init(init_fn, jax.random.key(0), example=(batch,)) for name, step in steps.items()}
+
+# %% [markdown]
+# ## What the plan says
+#
+# Cuts stand between layers, placed by the predicted time of the backward pass. A layer's sum is taken among the workers that computed it, and handed
+# on to the others, who update their parameters too.
+
+# %%
+plan = steps["branches"].plan(states["branches"], batch)
+for segment in plan.partial.segments:
+    layers = ", ".join(layer.removeprefix("params/") for layer in segment.layers)
+    print(f"{layers}: {segment.contributors} of {NUM_WORKERS} workers, {100 * segment.backward:.1f} % of the backward pass, {segment.num_bytes:,} bytes;", end=" ")
+    print(f"a worker sends {segment.summed_bytes:,} to add them up and {segment.handed_bytes:,} to hand on the sum, on average")
+
+# %% [markdown]
+# The report compares it with the compiled program, in which the exchange has a branch for every turn. Only the loss is not in the plan.
+
+# %%
+report = steps["branches"].report(states["branches"], batch)
+for (op, axis), total in report.by_op.items():
+    print(f"{op} over {axis}: {total.predicted_bytes:,} bytes planned, {total.compiled_bytes:,} compiled")
+assert not report.missing and all(one.compiled.shape == () for one in report.unplanned)
+for one in report.depths:
+    print(f"worker {one.slot} differentiates from {one.layer} on: {100 * one.backward:.0f} % of the backward pass, {one.num_products} products in its branch")
+
+# %% [markdown]
+# ## What each worker saves
+#
+# Time and bytes from the plan, memory from the compiled programs. As branches of one program all workers have the memory of the deepest; with a program for each
+# depth (`execution="program"`) shallow workers need less. Depths rotate, so that every worker is the deepest in its turn: memory falls on average, not at most.
+
+# %%
+compiled = steps["programs"].lower(states["programs"], batch).compile()
+memory = [compiled.parts[f"worker {worker}"].memory_analysis() for worker in range(NUM_WORKERS)]
+memory_bytes = [one.temp_size_in_bytes + one.output_size_in_bytes for one in memory]
+partial = plan.partial
+backward_share = [sum(segment.backward for segment in partial.segments[first:]) for first in partial.first]
+# Who contributes to a segment sends 2 (n - 1) / n of it, and hands on what the plan says, in equal parts.
+sent_bytes = [
+    sum((segment.summed_bytes + segment.handed_bytes) * NUM_WORKERS / segment.contributors for segment in partial.segments[first:]) for first in partial.first
+]
+full_plan = steps["full"].plan(states["full"], batch)
+full_bytes = sum(one.bytes for one in full_plan.collectives)
+
+
+def plot_savings():
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
+    shares = {
+        "time of the backward pass": np.array(backward_share), "bytes sent": np.array(sent_bytes) / full_bytes,
+        "memory of its program": np.array(memory_bytes) / max(memory_bytes),
+    }
+    for panel, (title, values), color in zip(axes, shares.items(), ("tab:blue", "tab:orange", "tab:green")):
+        bars = panel.bar(range(NUM_WORKERS), 100 * values, color=color, alpha=0.85)
+        panel.bar_label(bars, [f"{100 * value:.0f} %" for value in values], fontsize=9)
+        panel.axhline(100, color="black", linestyle=":", linewidth=1)
+        panel.axhline(100 * values.mean(), color=color, linestyle="--", linewidth=1, label=f"mean {100 * values.mean():.0f} %")
+        panel.set(title=title, xticks=range(NUM_WORKERS), xlabel="worker, in the first step", ylim=(0, max(118, 112 * values.max())))
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(loc="lower right", frameon=True, fontsize=9)
+    axes[0].set_ylabel("% of full backpropagation")
+
+
+plot_savings()
+
+# %% [markdown]
+# The bytes of the deepest worker do not fall: front layers that few workers compute are summed among these few, and then handed on by them.
+#
+# ## Quality at equal cost
+#
+# With the forward pass, which all workers do in full, the whole costs this share of the device time of full backpropagation:
+
+# %%
+fraction = partial.device_time
+smaller_size = round(fraction * BATCH_SIZE / NUM_WORKERS) * NUM_WORKERS
+print(f"{100 * fraction:.1f} % of the device time; the batch of equal cost has {smaller_size} instead of {BATCH_SIZE} examples")
+ways = {
+    "full": (steps["full"], BATCH_SIZE), "smaller batch": (steps["full"], smaller_size), "partial, count": (steps["branches"], BATCH_SIZE),
+    "partial, mean": (parallel(PartialBackprop(estimator="mean")), BATCH_SIZE), "in turn": (parallel(PartialBackprop(assignment="temporal")), BATCH_SIZE),
+}
+
+
+@jax.jit
+def evaluate(params, image, label):
+    logits = model.apply({"params": params}, image)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, label).mean(), (logits.argmax(-1) == label).mean()
+
+
+def train(step, size, seed):
+    draw = np.random.default_rng(seed)
+    state = step.init(init_fn, jax.random.key(seed), example=(make_batch(draw, size),))
+    for _ in range(NUM_STEPS):
+        state, metrics = step(state, make_batch(draw, size))
+        metrics["loss"].block_until_ready()  # virtual devices share their threads: one step at a time
+    params = jax.device_get(state["params"])
+    return float(evaluate(params, images["train"], labels["train"])[0]), float(evaluate(params, images["test"], labels["test"])[1])
+
+
+results = {name: np.array([train(step, size, seed) for seed in SEEDS]) for name, (step, size) in ways.items()}
+for name, found in results.items():
+    print(f"{name:15} train loss {found[:, 0].mean():.4f} +- {found[:, 0].std(ddof=1):.4f}, test accuracy {100 * found[:, 1].mean():.1f} %")
+
+
+# %%
+def plot_quality():
+    _, axes = plt.subplots(1, 2, figsize=(11, 3.2), layout="constrained")
+    for panel, column, scale, label in zip(axes, (0, 1), (1, 100), ("train loss", "test accuracy, %")):
+        for place, (_name, found) in enumerate(results.items()):
+            values = scale * found[:, column]
+            panel.plot(values, [place] * len(values), "o", color=f"C{place}", alpha=0.45)
+            panel.plot([values.mean()] * 2, [place - 0.28, place + 0.28], color=f"C{place}", linewidth=3)
+        panel.set(yticks=range(len(results)), yticklabels=list(results) if column == 0 else [], xlabel=label)
+        panel.invert_yaxis()
+        panel.grid(axis="x", alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[0].set_title(f"after {NUM_STEPS} steps, {len(SEEDS)} seeds; bars are means; all but full cost {100 * fraction:.0f} %", loc="left", fontsize=10)
+
+
+plot_quality()
+
+# %% [markdown]
+# A handful of seeds on a small problem settles nothing; `python -m benchmarks partial` has more of both. They do show what to expect: partial backpropagation learns, and
+# it has a hard time beating a smaller batch that costs the same.
+#
+# ## Ask first
+#
+# `step.advise` measures a step instead of guessing: on one device it times truncated programs and compiles their memory, and over some batches it measures how much
+# the workers' gradients differ, layer by layer. The gradient of a layer that n workers compute has the variance sigma^2 / n. In *compute to go*, device time times
+# variance, a smaller batch comes out at 100 % always: half of the batch, half of the cost, twice the variance. What is above that is worse.
+
+# %%
+batches = [make_batch(rng) for _ in range(8)]
+advice = steps["full"].advise(states["full"], batches, PartialBackprop(execution="program"), link=splitjax.sync.Link(latency_seconds=1e-4, bytes_per_second=1e9 / 8))
+advice
+
+# %%
+print(advice.recommendation)
+
+
+# %%
+def plot_advice():
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+    names = [stage.name.removeprefix("params/") for stage in advice.stages]
+    noise = np.array([stage.noise for stage in advice.stages])
+    cost = np.array([stage.backward_seconds for stage in advice.stages])
+    cost[-1] += advice.forward_seconds
+    places = np.arange(len(names))
+    left.bar(places - 0.2, 100 * noise / noise.sum(), 0.4, label="noise of the gradient")
+    left.bar(places + 0.2, 100 * cost / cost.sum(), 0.4, label="time, the forward pass with the last layer")
+    left.set(xticks=places, xticklabels=names, ylabel="% of all layers", title="who should contribute where: where noise is high for its time")
+    left.tick_params(axis="x", rotation=20)
+    left.legend(frameon=False, fontsize=9)
+    rows = [row for row in advice.rows if advice.compute(row) is not None]
+    places = np.arange(len(rows))
+    bars = right.barh(places - 0.2, [100 * advice.compute(row) for row in rows], 0.4, label="compute to go")
+    right.bar_label(bars, fmt="%.0f", fontsize=9, padding=3)
+    bars = right.barh(places + 0.2, [100 * advice.alone(row) for row in rows], 0.4, label="time to go, at 1 Gbit/s")
+    right.bar_label(bars, fmt="%.0f", fontsize=9, padding=3)
+    right.axvline(100, color="black", linestyle=":")
+    right.set(yticks=places, yticklabels=[row.name for row in rows], xlabel="% of full backpropagation, to the same progress", title="what it takes")
+    right.set_xlim(0, 1.12 * right.get_xlim()[1])
+    right.invert_yaxis()
+    right.legend(frameon=False, fontsize=9, loc="upper right")
+    for panel in (left, right):
+        panel.spines[["top", "right"]].set_visible(False)
+
+
+plot_advice()
+
+# %% [markdown]
+# Front layers have as much noise for their time as the last ones, with which the forward pass counts: there is nothing to gain by leaving them out more often. That is
+# what the advice says, and in which other respects partial backpropagation does better: bytes, memory of the mean worker, and workers that wait, on
+# whose devices another job can run. What it measured can be used anyway, for cuts by time or the best depths under a budget:
+
+# %%
+best = parallel(PartialBackprop(depths="optimal", measured=advice.measured, budget=0.8))
+for segment in best.plan(states["full"], batch).partial.segments:
+    print(f"{segment.contributors} of {NUM_WORKERS} workers: {', '.join(layer.removeprefix('params/') for layer in segment.layers)}")

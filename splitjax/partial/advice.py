@@ -1,0 +1,338 @@
+"""`Advice`: what partial backpropagation would save and cost on one step, beside a smaller batch of equal cost. Numbers only; `lower.advising` measures.
+
+What a way to train costs is compared by the variance of its gradient. With sigma_j^2 the variance of one worker's gradient of layer j, of N workers that
+differentiate everything the mean has sum_j sigma_j^2 / N; where n_j workers differentiate layer j, sum_j sigma_j^2 / n_j; with a fraction f of the
+batch, sum_j sigma_j^2 / (N f). Steps that noise keeps from being longer are needed in proportion to it: time x variance is the time to the same progress.
+A smaller batch costs f and has 1 / f of the variance, whatever f is: partial backpropagation is worth its compute where its product is below 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from splitjax.errors import PartialError
+from splitjax.partial.depths import Depths
+from splitjax.partial.request import PROGRAM, Measured
+
+FORMAT = 1
+FULL, SMALLER, SPATIAL_ROW, OPTIMAL_ROW, TEMPORAL_ROW = "full", "smaller batch", "spatial", "optimal", "temporal"
+# Gradients are estimated from few batches: a difference of this share is none.
+_MARGIN = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class StageAdvice:
+    """One layer, or what stands between two cuts that were compared.
+
+    - `name`: of the layer. `num_bytes`: of its gradient.
+    - `noise`: sigma_j^2, the variance of one worker's gradient around the mean over workers, summed over its elements.
+    - `squared_norm`: of the whole gradient, without what noise adds to it (not below 0).
+    - `backward_seconds`: what going back through it adds for one worker's share of the batch. `is_measured`: whether both its ends were timed; else
+      it has its predicted part of the time between the cuts around it.
+    - `memory_bytes`: temporaries and results of a worker that differentiates from here on, as compiled; of the next deeper cut that was compiled.
+    """
+
+    name: str
+    num_bytes: int
+    noise: float
+    squared_norm: float
+    backward_seconds: float
+    is_measured: bool
+    memory_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class AdviceRow:
+    """One way to train.
+
+    - `name`: `full`, `smaller batch` (of the cost of what was asked for), `spatial`, `optimal` (under the same budget) or `temporal`. `what`: in words.
+    - `device_time`: compute of all workers over that of full backpropagation.
+    - `compute_seconds`: of a worker, mean over workers and turns. `busiest_seconds`: of the worker that computes most, for which the others wait.
+    - `sent_bytes`: gradients and sums that a worker sends in a step, mean. `communication_seconds`: predicted from the link: what the worker
+      that sends most sends, and messages that wait for each other.
+    - `mean_memory_bytes`, `max_memory_bytes`: temporaries and results of a worker's program, over workers.
+    - `variance`: of the gradient; None where some layer never has one.
+    - `cuts`: by worker in the first step the layer at which its backward pass ends; none for all of it.
+    """
+
+    name: str
+    what: str
+    device_time: float
+    compute_seconds: float
+    busiest_seconds: float
+    sent_bytes: float
+    communication_seconds: float
+    mean_memory_bytes: float
+    max_memory_bytes: float
+    variance: float | None
+    cuts: tuple[str, ...] = ()
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a job that has its workers for itself: they wait for the busiest, then for the exchange."""
+        return self.busiest_seconds + self.communication_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Recommendation:
+    """What to do. Prints as a paragraph.
+
+    - `option`: the `AdviceRow.name` that costs least compute for the same progress. `fastest`: the one whose steps take least time for it where the job
+      has workers and link for itself.
+    - `reasons`: for `option`, sentences. `wins`: in which respects partial backpropagation does better than the smaller batch of equal cost.
+    """
+
+    option: str
+    fastest: str
+    reasons: tuple[str, ...]
+    wins: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join((*self.reasons, *self.wins))
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """What partial backpropagation would save and cost on this model and these links. Print it, show it in a notebook, keep it with `to_json`.
+
+    **Attributes:**
+
+    - `step`: the step's name. `num_workers`: of the data axes. `num_examples`: of a worker's share of the batch. `num_batches`: that were measured.
+    - `platform`: of the device that was timed. `latency_seconds`, `bytes_per_second`: of the link.
+    - `forward_seconds`: of a worker's forward pass. `stages`: all layers, input side first.
+    - `rows`: the ways to train, full backpropagation first.
+    - `is_uniform`: whether the square-root rule, were it free to leave workers out of the forward pass too, would give all layers the same
+      contributors: a smaller batch, that is.
+    - `recommendation`: see `Recommendation`.
+    - `notes`: what to know about how it was measured.
+    """
+
+    step: str
+    num_workers: int
+    num_examples: int
+    num_batches: int
+    platform: str
+    latency_seconds: float
+    bytes_per_second: float
+    forward_seconds: float
+    stages: tuple[StageAdvice, ...]
+    rows: tuple[AdviceRow, ...]
+    is_uniform: bool
+    recommendation: Recommendation
+    notes: tuple[str, ...] = ()
+
+    @property
+    def measured(self) -> Measured:
+        """For `PartialBackprop(measured=...)`: cuts by measured times, and `depths="optimal"`."""
+        return Measured(
+            tuple(one.name for one in self.stages), tuple(one.backward_seconds for one in self.stages), self.forward_seconds,
+            tuple(one.noise for one in self.stages),
+        )  # fmt: skip
+
+    def row(self, name: str) -> AdviceRow:
+        """Raises `PartialError` for a row that is not there."""
+        for one in self.rows:
+            if one.name == name:
+                return one
+        raise PartialError("the advice has no such row", value=name, place="Advice.row", remedy=f"give one of {', '.join(one.name for one in self.rows)}")
+
+    def compute(self, row: AdviceRow) -> float | None:
+        """Device time to the progress of one full step, over that of full backpropagation: time x variance. None where it never gets there."""
+        return compute_to_progress(row, self.rows[0])
+
+    def alone(self, row: AdviceRow) -> float | None:
+        """The same of the time of a job's steps, exchange included."""
+        return time_to_progress(row, self.rows[0])
+
+    def to_json(self) -> str:
+        """As JSON text (ASCII), read back by `Advice.from_json`."""
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Advice:
+        """Reads what `to_json` wrote. Raises `PartialError` for anything else."""
+        try:
+            data = json.loads(text)
+            if data.pop("format") != FORMAT:
+                raise ValueError("another format")
+            lists = {"stages": StageAdvice, "rows": AdviceRow}
+            made = {name: tuple(kind(**_tuples(one)) for one in data.pop(name)) for name, kind in lists.items()}
+            said = Recommendation(**_tuples(data.pop("recommendation")))
+            return cls(**made, recommendation=said, **_tuples(data))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PartialError(
+                f"this is not the JSON of an advice: {error}", place="Advice.from_json", remedy="pass what `advice.to_json()` returned",
+            ) from error  # fmt: skip
+
+    def __str__(self) -> str:
+        from splitjax.report.advice_text import render_advice_text  # rendering stands on a higher floor: loaded when something is printed
+
+        return render_advice_text(self)
+
+    def __repr__(self) -> str:
+        return f"<Advice on {self.step}: {self.num_workers} workers, {len(self.stages)} layers, recommends {self.recommendation.option}>"
+
+    def _repr_html_(self) -> str:
+        from splitjax.report.advice_html import render_advice_html
+
+        return render_advice_html(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What is sent in a step: mean bytes of a worker, and predicted seconds until all have the sums."""
+
+    sent_bytes: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurements:
+    """What rows are made from. `noise`, `memory`: by stage name; `memory` of a worker that differentiates from there on."""
+
+    num_workers: int
+    noise: Mapping[str, float]
+    memory: Mapping[str, float]
+
+    def full(self, depths: Depths, exchange: Exchange) -> AdviceRow:
+        """Everybody differentiates everything. `depths`: any of the step's."""
+        seconds = depths.forward + sum(segment.backward for segment in depths.segments)
+        memory = self._memory(depths, 0)
+        return AdviceRow(FULL, "everything, on all workers", 1.0, seconds, seconds, exchange.sent_bytes, exchange.seconds, memory, memory, self._full())
+
+    def smaller(self, fraction: float, full: AdviceRow, memory: float) -> AdviceRow:
+        """Full backpropagation with a fraction of the batch, for that fraction of the compute. `memory`: of its program, in bytes."""
+        seconds = fraction * full.compute_seconds
+        return AdviceRow(
+            SMALLER, f"full, with {100 * fraction:.1f} % of the batch", fraction, seconds, seconds, full.sent_bytes, full.communication_seconds, memory, memory,
+            self._full() / fraction,
+        )  # fmt: skip
+
+    def spatial(self, name: str, what: str, depths: Depths, exchange: Exchange, shares: Sequence[float] | None = None) -> AdviceRow:
+        """Workers of different depths. `shares`: by slot, of the examples, where they are balanced."""
+        slots = range(self.num_workers)
+        shares = tuple(shares or (1 / self.num_workers for _ in slots))
+        seconds = [shares[slot] * self.num_workers * (depths.forward + depths.backward(slot)) for slot in slots]
+        whole = depths.forward + sum(segment.backward for segment in depths.segments)
+        covered = [sum(shares[slot] for slot in depths.contributors(number)) for number in range(len(depths.segments))]
+        memory = [self._memory(depths, depths.first[slot]) * max(1.0, shares[slot] * self.num_workers) for slot in slots]
+        mean = sum(memory) / len(memory) if depths.request.execution == PROGRAM else max(memory)
+        return AdviceRow(
+            name, what, sum(seconds) / (self.num_workers * whole), sum(seconds) / self.num_workers, max(seconds), exchange.sent_bytes, exchange.seconds, mean,
+            max(memory), self._variance(depths, covered), self._cuts(depths),
+        )  # fmt: skip
+
+    def temporal(self, what: str, depths: Depths, exchange: Exchange) -> AdviceRow:
+        """All workers share the depth of a slot, slots take turns. The variance is that of the mean over a whole cycle, at the same parameters."""
+        slots = range(self.num_workers)
+        seconds = [depths.forward + depths.backward(slot) for slot in slots]
+        whole = depths.forward + sum(segment.backward for segment in depths.segments)
+        covered = [len(depths.contributors(number)) / self.num_workers for number in range(len(depths.segments))]
+        memory = [self._memory(depths, depths.first[slot]) for slot in slots]
+        mean = sum(memory) / len(memory) if depths.request.execution == PROGRAM else max(memory)
+        compute = sum(seconds) / self.num_workers
+        return AdviceRow(
+            TEMPORAL_ROW, what, compute / whole, compute, compute, exchange.sent_bytes, exchange.seconds, mean, max(memory), self._variance(depths, covered),
+            self._cuts(depths),
+        )  # fmt: skip
+
+    def _full(self) -> float:
+        return sum(self.noise.values()) / self.num_workers
+
+    def _variance(self, depths: Depths, covered: Sequence[float]) -> float | None:
+        """`covered`: by segment the share of the examples (of the steps) that reach it."""
+        if not all(covered):
+            return None
+        return sum(self.noise[stage.name] / (self.num_workers * share) for segment, share in zip(depths.segments, covered, strict=True) for stage in segment.stages)
+
+    def _memory(self, depths: Depths, first: int) -> float:
+        return self.memory[depths.segments[first].stages[0].name]
+
+    def _cuts(self, depths: Depths) -> tuple[str, ...]:
+        return tuple(depths.segments[first].stages[0].name for first in depths.first)
+
+
+def compute_to_progress(row: AdviceRow, full: AdviceRow) -> float | None:
+    """See `Advice.compute`."""
+    return None if row.variance is None else row.device_time * _ratio(row.variance, full.variance)
+
+
+def time_to_progress(row: AdviceRow, full: AdviceRow) -> float | None:
+    """See `Advice.alone`."""
+    return None if row.variance is None else _ratio(row.step_seconds, full.step_seconds) * _ratio(row.variance, full.variance)
+
+
+def uniform_is_optimal(noise: Sequence[float], costs: Sequence[float]) -> bool:
+    """Whether contributors in proportion to sqrt(noise / cost), which must not fall towards the loss, come out alike for all segments: then no
+    assignment beats a smaller batch. `costs`: of the last segment with the forward pass."""
+    blocks: list[tuple[float, float]] = []
+    for one, cost in zip(noise, costs, strict=True):
+        blocks.append((one, cost))
+        while len(blocks) > 1 and blocks[-2][0] * blocks[-1][1] >= blocks[-1][0] * blocks[-2][1]:
+            (a, b), (c, d) = blocks[-2:]
+            blocks[-2:] = [(a + c, b + d)]
+    return len(blocks) == 1
+
+
+def recommend(rows: Sequence[AdviceRow], is_uniform: bool) -> Recommendation:
+    """From the table: the smaller batch unless some partial backpropagation needs less compute for the same progress."""
+    full, smaller = (next(one for one in rows if one.name == name) for name in (FULL, SMALLER))
+    partial = [one for one in rows if one.name not in (FULL, SMALLER)]
+    scored = [(score, one) for one in partial if (score := compute_to_progress(one, full)) is not None]
+    best = min(scored, key=lambda pair: pair[0], default=None)
+    reasons: list[str] = []
+    if best is not None and best[0] < 1 - _MARGIN:
+        option = best[1].name
+        reasons.append(
+            f"Partial backpropagation ({option}) is worth its compute here: to the same progress it needs {100 * best[0]:.1f} % of the device time of full "
+            f"backpropagation, and of a smaller batch, which needs as much."
+        )  # fmt: skip
+    else:
+        option = SMALLER
+        reasons.append(f"Use a smaller batch with full backpropagation ({smaller.what}): at equal compute its gradient is at least as good.")
+        if best is not None:
+            reasons.append(f"The best partial backpropagation here ({best[1].name}) needs {100 * best[0]:.1f} % of its device time to the same progress.")
+        if is_uniform:
+            reasons.append("With the forward pass charged to the last layers, the square-root rule gives every layer the same contributors, which is a smaller batch.")
+    timed = [(score, one) for one in rows if (score := time_to_progress(one, full)) is not None]
+    fastest = min(timed, key=lambda pair: (pair[0], pair[1] is not smaller))[1]
+    if fastest.name != option:
+        reasons.append(f"Counting the exchange, for a job that has its workers to itself: {fastest.name} ({fastest.what}).")
+    return Recommendation(option, fastest.name, tuple(reasons), _wins(partial, smaller))
+
+
+def _wins(partial: Sequence[AdviceRow], smaller: AdviceRow) -> tuple[str, ...]:
+    """In which respects partial backpropagation does better than the smaller batch, whatever is recommended."""
+    wins = []
+    for one in partial:
+        found = []
+        if one.sent_bytes < (1 - _MARGIN) * smaller.sent_bytes:
+            slower = one.communication_seconds > (1 + _MARGIN) * smaller.communication_seconds
+            found.append(f"{_less(one.sent_bytes, smaller.sent_bytes, 'fewer')} bytes sent" + (", though in more time (group after group, then sums are handed on)" if slower else ""))
+        if one.communication_seconds < (1 - _MARGIN) * smaller.communication_seconds:
+            found.append(f"{_less(one.communication_seconds, smaller.communication_seconds)} time for the exchange")
+        if one.mean_memory_bytes < (1 - _MARGIN) * smaller.mean_memory_bytes:
+            found.append(f"{_less(one.mean_memory_bytes, smaller.mean_memory_bytes)} memory on the mean worker")
+        if one.busiest_seconds > (1 + _MARGIN) * one.compute_seconds:
+            found.append(f"room for another job: workers are idle {100 * (1 - one.compute_seconds / one.busiest_seconds):.0f} % of the time")
+        if found:
+            wins.append(f"Against it {one.name} has {', '.join(found)}.")
+    return tuple(wins) or ("In no other respect does partial backpropagation do better here.",)
+
+
+def _less(here: float, there: float, word: str = "less") -> str:
+    return f"{100 * (1 - here / there):.0f} % {word}"
+
+
+def _ratio(here: float, there: float | None) -> float:
+    return here / there if there else (1.0 if here == there else math.inf)
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_tuples(one) for one in value)
+    return {name: _tuples(one) for name, one in value.items()} if isinstance(value, dict) else value
