@@ -24,7 +24,7 @@ from splitjax.schedule.policy import Assignment, Group, Member, View, register
 _PAPER = "Kumar et al., Partial backpropagation and JigSaw (arXiv 2111.10672); list scheduling: Graham, Bounds on Multiprocessing Timing Anomalies (1969)"
 _RIVAL = "The packing of `jigsaw` without partial backpropagation, to tell what each contributes"
 _FULL_DENSITY = 1.7  # best without partial backpropagation: all tasks are of full length, and more of them have to wait at a device to keep it busy
-_WARM_UP, _MEASURED = 4, 48  # iterations of the slowest member, before and while steady rates are measured
+_WARM_UP, _MEASURED = 4, 32  # iterations of the slowest member, before and while steady rates are measured
 
 
 @register("jigsaw", paper=_PAPER, order="srtf")
@@ -69,12 +69,14 @@ def _depths(profile: JobProfile, num_workers: int, partial: bool) -> tuple[int, 
 
 def _choose(first_free: float, ready: Sequence[float], progress: Sequence[float], remaining: Sequence[float]) -> int:
     """Of the members that are ready when the first device is free, the one that has progressed least (none starves); else the first to be ready."""
-    best, least = -1, (math.inf, math.inf)
+    best, soonest, least = -1, math.inf, math.inf
     for member, left in enumerate(remaining):
         if left > 0:
-            key = (max(ready[member], first_free), progress[member])
-            if key < least:
-                best, least = member, key
+            time, advance = ready[member], progress[member]
+            if time < first_free:
+                time = first_free
+            if time < soonest or (time == soonest and advance < least):
+                best, soonest, least = member, time, advance
     return best
 
 
@@ -140,9 +142,9 @@ def _steady(members: tuple[tuple[JobProfile, int], ...], num_devices: int, parti
     count = len(members)
     free, ready, progress, done, ends = [0.0] * num_devices, [0.0] * count, [0.0] * count, [0] * count, [0.0] * count
     begun: tuple[list[int], list[float]] | None = None
-    endless = [math.inf] * count
+    endless, slow = [math.inf] * count, count  # how many members have not done so many iterations yet
     replace = heapq.heapreplace
-    while begun is None or min(now - before for now, before in zip(done, begun[0])) < _MEASURED:
+    while True:
         member = _choose(free[0], ready, progress, endless)
         when, last = ready[member], 0.0
         for length in seconds[member]:
@@ -151,13 +153,15 @@ def _steady(members: tuple[tuple[JobProfile, int], ...], num_devices: int, parti
             if end > last:
                 last = end
         ready[member] = ends[member] = last + exposed[member]
-        progress[member] += cost[member]
-        done[member] += 1
-        if begun is None and min(done) >= _WARM_UP:
-            begun = list(done), list(ends)
         if count == 1:  # its devices are all free when it begins, so every iteration is like the first
             return (1 / ends[0],)
-    return tuple((now - before) / (end - start) for now, before, end, start in zip(done, begun[0], ends, begun[1]))
+        progress[member] += cost[member]
+        done[member] += 1
+        slow -= done[member] == (_WARM_UP if begun is None else begun[0][member] + _MEASURED)
+        if not slow:
+            if begun is not None:
+                return tuple((now - before) / (end - start) for now, before, end, start in zip(done, begun[0], ends, begun[1]))
+            begun, slow = (list(done), list(ends)), count
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -176,8 +180,10 @@ def _rates(partial: bool, group: Group, jobs: Sequence[Job], cluster: Cluster) -
         seconds = profile.partial_seconds(job.num_workers) if partial else profile.task_seconds(0)
         computing.append(seconds * job.num_workers)
         credit.append(1 - (profile.task_seconds(0) - seconds) / profile.iteration_seconds)
-    speeds = _steady(tuple((job.profile, job.num_workers) for job in jobs), len(group.devices), partial)
-    return Rates(speeds, tuple(computing), tuple(credit))
+    ordered = sorted(range(len(jobs)), key=lambda member: (jobs[member].profile.iteration_seconds, jobs[member].num_workers, jobs[member].profile.name))
+    found = _steady(tuple((jobs[member].profile, jobs[member].num_workers) for member in ordered), len(group.devices), partial)
+    speed = dict(zip(ordered, found))
+    return Rates(tuple(speed[member] for member in range(len(jobs))), tuple(computing), tuple(credit))
 
 
 @discipline("jigsaw", functools.partial(_rates, True))
