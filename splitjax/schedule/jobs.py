@@ -118,7 +118,9 @@ class JobProfile:
         compute = self.partial_seconds(num_workers)
         if self.stages is None:
             return 0.0, 0.0, compute, self.exposed_seconds
-        return self.stages.storage_seconds, self.stages.cpu_seconds, compute, self.stages.network_seconds
+        # Stages are measured apart: one can be said to take longer than the iteration that it is part of.
+        storage, cpu, _, network = (min(seconds, self.iteration_seconds) for seconds in self.stages.seconds)
+        return storage, cpu, compute, network
 
     def to_json(self) -> dict[str, Any]:
         """The profile as JSON values."""

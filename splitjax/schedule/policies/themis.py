@@ -11,7 +11,7 @@ from splitjax.schedule.gang import gang, runs_after
 from splitjax.schedule.memory import carry
 from splitjax.schedule.policy import Assignment, View, register
 
-_HALVINGS = 50
+_STEPS = 60  # of which each halves the interval at least
 
 
 @register(
@@ -60,10 +60,24 @@ def fair_shares(
         return np.ones(len(waited))
     # A job whose ratio exceeds the common one even at a share of 1 has that share: the others' common ratio is the root of one equation.
     needed = lambda ratio: np.minimum(1.0, remaining / np.maximum(ratio * isolated - waited, 1e-12))
+    excess = lambda ratio: float(needed(ratio) @ num_workers) - num_devices
     low, high = 0.0, float(np.max((waited + remaining) / isolated))
-    while float(needed(high) @ num_workers) > num_devices:
-        low, high = high, 2 * high
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if float(needed(middle) @ num_workers) <= num_devices else (middle, high)
+    above, below = float(num_workers.sum() - num_devices), excess(high)
+    while below > 0:
+        low, above, high = high, below, 2 * high
+        below = excess(high)
+    # Between the two: false position, a halving wherever it does not shrink the interval by half (it is flat where most shares are 1).
+    for _ in range(_STEPS):
+        if high - low <= 1e-12 * high or below == 0:
+            break
+        width = high - low
+        guess = high - below * width / (below - above)
+        for ratio in (guess, None):
+            ratio = (low + high) / 2 if ratio is None else ratio
+            if not low < ratio < high:
+                continue
+            value = excess(ratio)
+            low, above, high, below = (ratio, value, high, below) if value > 0 else (low, above, ratio, value)
+            if high - low <= width / 2:
+                break
     return needed(high)
