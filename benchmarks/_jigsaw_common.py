@@ -13,7 +13,8 @@ from splitjax.schedule.packing import demands
 
 CLUSTER = Cluster(16, 8)
 ORDERS = ("srtf", "las", "fifo")
-PHILLY = {"ee9e8c": 1500, "7f04ca": 1500, "103959": 2000, "6c71a0": 4000, "4+ GPUs": 3000, "all": 4000}  # trace -> jobs drawn
+PHILLY = ("ee9e8c", "7f04ca", "103959", "6c71a0", "4+ GPUs", "all")
+DRAWN = {"6c71a0": 3000, "4+ GPUs": 2000, "all": 3000, "muri 2": 2000}  # jobs drawn of the longer traces; of the others each job once
 MURI = {"muri 1": "trace1.csv", "muri 2": "trace2.csv", "muri 3": "trace3.csv"}
 TRACES = (*PHILLY, *MURI)
 _SECONDS = (0.2, 0.35, 0.5, 0.7, 0.9)  # Philly tells no iteration times: jobs take these in turn, so that not all are in step
@@ -40,8 +41,7 @@ def sizes(trace: str, data_dir: pathlib.Path, *, exposed: float = 0.0, memory_by
 
 def draw(jobs: Sequence[Job], trace: str, load: float, seed: int, quick: bool = False) -> tuple[Job, ...]:
     """Poisson arrivals at `load` on `CLUSTER`."""
-    fitting = sum(job.num_workers <= CLUSTER.num_devices for job in jobs)
-    return generate(jobs, CLUSTER, load=load, seed=seed, num_jobs=300 if quick else PHILLY.get(trace, fitting))
+    return generate(jobs, CLUSTER, load=load, seed=seed, num_jobs=300 if quick else DRAWN.get(trace))
 
 
 @dataclasses.dataclass(frozen=True)
