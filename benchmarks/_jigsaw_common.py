@@ -66,7 +66,7 @@ def outcome(jobs: Sequence[Job], policy: str, baseline: SimulationResult, cluste
     watched, attainable = _watched(get(policy))
     result = simulate(jobs, cluster, watched)
     efficiency, bound = result.iteration_efficiency(baseline), result.bound(baseline)
-    reachable = attainable(result) / baseline.busy_part.rate if baseline.busy_part.rate else 1.0
+    reachable = attainable(result) / baseline.busy_part.rate if baseline.busy_part.seconds else 1.0
     if efficiency > bound * (1 + 1e-9) or efficiency > reachable * (1 + 1e-6):
         raise AssertionError(f"{policy} is above a bound: {efficiency} > {bound} or {reachable}")
     return Outcome(result, efficiency, result.cost_efficiency(baseline), bound, min(bound, reachable))

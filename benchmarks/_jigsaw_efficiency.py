@@ -35,7 +35,7 @@ def measure(trace: str, load: float, order: str, seed: int, quick: bool, data_di
     """None where the cluster was never busy."""
     jobs = common.draw(common.sizes(trace, data_dir), trace, load, seed, quick)
     base = simulate(jobs, common.CLUSTER, f"gang-{order}")  # the same with exposed communication: an iteration takes as long
-    if not base.busy_part.rate:
+    if not base.busy_part.seconds:
         return None
     outcomes, completion = {}, 1.0
     for exposed in EXPOSED:

@@ -92,13 +92,15 @@ def _next(group: Group, jobs: Sequence[Job], state: GroupState, partial: bool) -
     workers = [(place + done) % num_workers for place in range(num_workers)]
     if profile.stages is not None:
         return _staged(member, profile, workers, depths, group, state, ready, turn)
-    free = [(max(now, times[DEVICE]), (index - turn) % len(devices), index) for index, times in enumerate(state.free_seconds)]
+    times = [max(now, device[DEVICE]) for device in state.free_seconds]
+    free = [(round(time, 9), (index - turn) % len(devices), index) for index, time in enumerate(times)]  # rounded: equal sums tie
     heapq.heapify(free)
     tasks = []
     for worker, depth in zip(workers, depths):
-        time, rank, index = free[0]
-        start, seconds = max(time, ready), profile.task_seconds(depth)
-        heapq.heapreplace(free, (start + seconds, rank, index))
+        _, rank, index = free[0]
+        start, seconds = max(times[index], ready), profile.task_seconds(depth)
+        times[index] = start + seconds
+        heapq.heapreplace(free, (round(times[index], 9), rank, index))
         tasks.append(Task(worker, devices[index], depth, start, seconds))
     return Iteration(member, tuple(tasks), max(task.end_seconds for task in tasks) + profile.exposed_seconds)
 
