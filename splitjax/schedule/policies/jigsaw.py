@@ -26,6 +26,8 @@ _RIVAL = "The packing of `jigsaw` without partial backpropagation, to tell what 
 _FULL_DENSITY = 1.7  # best without partial backpropagation: all tasks are of full length, and more of them have to wait at a device to keep it busy
 _WARM_UP, _MEASURED = 4, 32  # iterations of the slowest member, before and while steady rates are measured
 
+_TIE = 1e-9  # seconds: sums of the same terms in another order differ by rounding, and must not decide who comes first
+
 
 @register("jigsaw", paper=_PAPER, order="srtf")
 def jigsaw(view: View) -> Assignment:
@@ -75,7 +77,7 @@ def _choose(first_free: float, ready: Sequence[float], progress: Sequence[float]
             time, advance = ready[member], progress[member]
             if time < first_free:
                 time = first_free
-            if time < soonest or (time == soonest and advance < least):
+            if time < soonest - _TIE or (time <= soonest + _TIE and advance < least - _TIE):
                 best, soonest, least = member, time, advance
     return best
 
@@ -182,10 +184,8 @@ def _rates(partial: bool, group: Group, jobs: Sequence[Job], cluster: Cluster) -
         seconds = profile.partial_seconds(job.num_workers) if partial else profile.task_seconds(0)
         computing.append(seconds * job.num_workers)
         credit.append(1 - (profile.task_seconds(0) - seconds) / profile.iteration_seconds)
-    ordered = sorted(range(len(jobs)), key=lambda member: (jobs[member].profile.iteration_seconds, jobs[member].num_workers, jobs[member].profile.name))
-    found = _steady(tuple((jobs[member].profile, jobs[member].num_workers) for member in ordered), len(group.devices), partial)
-    speed = dict(zip(ordered, found))
-    return Rates(tuple(speed[member] for member in range(len(jobs))), tuple(computing), tuple(credit))
+    speeds = _steady(tuple((job.profile, job.num_workers) for job in jobs), len(group.devices), partial)
+    return Rates(speeds, tuple(computing), tuple(credit))
 
 
 @discipline("jigsaw", functools.partial(_rates, True))
