@@ -249,8 +249,13 @@ class _Plan:
             if cell.changed:
                 if cell.number >= 0:
                     stop.append(cell.number)
-                start.append(Group(tuple(self._member(position, cell.devices) for position in cell.members), self.discipline))
+                start.append(Group(tuple(self._member(position, cell.devices) for position in sorted(cell.members, key=self._kind)), self.discipline))
         return Assignment(tuple(stop), tuple(start), wake_seconds, memory)
+
+    def _kind(self, position: int) -> tuple[float, int, str]:
+        """Groups of like jobs have them in the same order, so that their steady rates need to be found only once."""
+        profile = self.view.jobs[int(self.view.active[position])].profile
+        return profile.iteration_seconds, int(self.num_workers[position]), profile.name
 
     def _member(self, position: int, devices: tuple[int, ...]) -> Member:
         """On all devices of its group: its workers on the first, or several on each where it has more."""

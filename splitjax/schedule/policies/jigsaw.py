@@ -24,7 +24,9 @@ from splitjax.schedule.policy import Assignment, Group, Member, View, register
 _PAPER = "Kumar et al., Partial backpropagation and JigSaw (arXiv 2111.10672); list scheduling: Graham, Bounds on Multiprocessing Timing Anomalies (1969)"
 _RIVAL = "The packing of `jigsaw` without partial backpropagation, to tell what each contributes"
 _FULL_DENSITY = 1.7  # best without partial backpropagation: all tasks are of full length, and more of them have to wait at a device to keep it busy
-_WARM_UP, _MEASURED = 4, 48  # iterations of the slowest member, before and while steady rates are measured
+_WARM_UP, _MEASURED = 4, 32  # iterations of the slowest member, before and while steady rates are measured
+
+_TIE = 1e-9  # seconds: sums of the same terms in another order differ by rounding, and must not decide who comes first
 
 
 @register("jigsaw", paper=_PAPER, order="srtf")
@@ -69,12 +71,14 @@ def _depths(profile: JobProfile, num_workers: int, partial: bool) -> tuple[int, 
 
 def _choose(first_free: float, ready: Sequence[float], progress: Sequence[float], remaining: Sequence[float]) -> int:
     """Of the members that are ready when the first device is free, the one that has progressed least (none starves); else the first to be ready."""
-    best, least = -1, (math.inf, math.inf)
+    best, soonest, least = -1, math.inf, math.inf
     for member, left in enumerate(remaining):
         if left > 0:
-            key = (max(ready[member], first_free), progress[member])
-            if key < least:
-                best, least = member, key
+            time, advance = ready[member], progress[member]
+            if time < first_free:
+                time = first_free
+            if time < soonest - _TIE or (time <= soonest + _TIE and advance < least - _TIE):
+                best, soonest, least = member, time, advance
     return best
 
 
@@ -90,13 +94,15 @@ def _next(group: Group, jobs: Sequence[Job], state: GroupState, partial: bool) -
     workers = [(place + done) % num_workers for place in range(num_workers)]
     if profile.stages is not None:
         return _staged(member, profile, workers, depths, group, state, ready, turn)
-    free = [(max(now, times[DEVICE]), (index - turn) % len(devices), index) for index, times in enumerate(state.free_seconds)]
+    times = [max(now, device[DEVICE]) for device in state.free_seconds]
+    free = [(round(time, 9), (index - turn) % len(devices), index) for index, time in enumerate(times)]  # rounded: equal sums tie
     heapq.heapify(free)
     tasks = []
     for worker, depth in zip(workers, depths):
-        time, rank, index = free[0]
-        start, seconds = max(time, ready), profile.task_seconds(depth)
-        heapq.heapreplace(free, (start + seconds, rank, index))
+        _, rank, index = free[0]
+        start, seconds = max(times[index], ready), profile.task_seconds(depth)
+        times[index] = start + seconds
+        heapq.heapreplace(free, (round(times[index], 9), rank, index))
         tasks.append(Task(worker, devices[index], depth, start, seconds))
     return Iteration(member, tuple(tasks), max(task.end_seconds for task in tasks) + profile.exposed_seconds)
 
@@ -140,9 +146,9 @@ def _steady(members: tuple[tuple[JobProfile, int], ...], num_devices: int, parti
     count = len(members)
     free, ready, progress, done, ends = [0.0] * num_devices, [0.0] * count, [0.0] * count, [0] * count, [0.0] * count
     begun: tuple[list[int], list[float]] | None = None
-    endless = [math.inf] * count
+    endless, slow = [math.inf] * count, count  # how many members have not done so many iterations yet
     replace = heapq.heapreplace
-    while begun is None or min(now - before for now, before in zip(done, begun[0])) < _MEASURED:
+    while True:
         member = _choose(free[0], ready, progress, endless)
         when, last = ready[member], 0.0
         for length in seconds[member]:
@@ -151,13 +157,15 @@ def _steady(members: tuple[tuple[JobProfile, int], ...], num_devices: int, parti
             if end > last:
                 last = end
         ready[member] = ends[member] = last + exposed[member]
-        progress[member] += cost[member]
-        done[member] += 1
-        if begun is None and min(done) >= _WARM_UP:
-            begun = list(done), list(ends)
         if count == 1:  # its devices are all free when it begins, so every iteration is like the first
             return (1 / ends[0],)
-    return tuple((now - before) / (end - start) for now, before, end, start in zip(done, begun[0], ends, begun[1]))
+        progress[member] += cost[member]
+        done[member] += 1
+        slow -= done[member] == (_WARM_UP if begun is None else begun[0][member] + _MEASURED)
+        if not slow:
+            if begun is not None:
+                return tuple((now - before) / (end - start) for now, before, end, start in zip(done, begun[0], ends, begun[1]))
+            begun, slow = (list(done), list(ends)), count
 
 
 @functools.lru_cache(maxsize=1 << 12)
