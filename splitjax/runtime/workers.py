@@ -19,6 +19,7 @@ from splitjax.runtime import initialize as variables
 _HERE = pathlib.Path(__file__).parent
 # Python without the user's site, path or start files: it starts in 20 ms and cannot pick up a module from the working directory.
 _PYTHON = (sys.executable, "-I", "-S")
+_ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 _DEVICE_COUNT_FLAG = re.compile(r"--xla_force_host_platform_device_count=\S*")
 
 
@@ -96,7 +97,7 @@ def environment(config: Any, rank: int, *, coordinator: str, attempt: int, faile
         # The size of XLA's thread pools. The flags alone no longer bound products of matrices (measured with jax 0.10.2).
         values["NPROC"] = str(config.threads)
         if config.threads == 1:
-            flags = f"{flags} --xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1".strip()
+            flags = f"{flags} {_ONE_THREAD}".strip()
     if config.devices_per_process is not None:
         values["JAX_NUM_CPU_DEVICES"] = str(config.devices_per_process)
         flags = _DEVICE_COUNT_FLAG.sub("", flags).strip()  # JAX refuses both
@@ -106,6 +107,12 @@ def environment(config: Any, rank: int, *, coordinator: str, attempt: int, faile
         first = rank * config.gpus_per_process
         values[variables.LOCAL_DEVICE_IDS] = ",".join(map(str, range(first, first + config.gpus_per_process)))
     return values
+
+
+def one_core_variables(base: Mapping[str, str]) -> dict[str, str]:
+    """What a process with one processor core and one device has other than `base`."""
+    flags = _DEVICE_COUNT_FLAG.sub("", base.get("XLA_FLAGS", "")).replace(_ONE_THREAD, "").split()
+    return {"NPROC": "1", "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": " ".join([*flags, _ONE_THREAD])}
 
 
 def spawn(rank: int, command: Sequence[str], values: Mapping[str, str], *, exit_file: int, enter: Sequence[str] = (), address: str = "-",

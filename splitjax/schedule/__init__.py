@@ -8,12 +8,17 @@ from splitjax.schedule import policies as policies
 from splitjax.schedule.cluster import Cluster
 from splitjax.schedule.compare import Comparison, compare
 from splitjax.schedule.discipline import GroupState, Iteration, Rates, Task, discipline
+from splitjax.schedule.engine import Engine, Place, Program, StepOrder, WorkerTask
+from splitjax.schedule.execution import Execution, ExecutionOptions, TaskRecord
+from splitjax.schedule.executor import execute
 from splitjax.schedule.gang import gang
 from splitjax.schedule.generate import generate, offered_load, rescale
 from splitjax.schedule.jobs import Depth, Job, JobProfile, Stages
 from splitjax.schedule.policy import Assignment, Group, Member, Policy, View, get, names, register
+from splitjax.schedule.ray_engine import RayEngine, RayOptions
 from splitjax.schedule.result import JobRecord, SimulationResult, Work
 from splitjax.schedule.simulator import Options, simulate
+from splitjax.schedule.threads import ThreadEngine
 from splitjax.schedule.traces import (
     Throughputs,
     Trace,
@@ -30,6 +35,9 @@ __all__ = [
     "Cluster",
     "Comparison",
     "Depth",
+    "Engine",
+    "Execution",
+    "ExecutionOptions",
     "Group",
     "GroupState",
     "Iteration",
@@ -38,17 +46,26 @@ __all__ = [
     "JobRecord",
     "Member",
     "Options",
+    "Place",
     "Policy",
+    "Program",
     "Rates",
+    "RayEngine",
+    "RayOptions",
     "SimulationResult",
     "Stages",
+    "StepOrder",
     "Task",
+    "TaskRecord",
+    "ThreadEngine",
     "Throughputs",
     "Trace",
     "View",
     "Work",
+    "WorkerTask",
     "compare",
     "discipline",
+    "execute",
     "gang",
     "generate",
     "get",

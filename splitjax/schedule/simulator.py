@@ -202,14 +202,14 @@ class _Run:
         decision: Assignment = self.policy.decide(view)
         self.memory = decision.memory
         self.wake_at = decision.wake_seconds if decision.wake_seconds > self.now and len(self.active) else math.inf
-        held: dict[int, tuple[tuple[int, ...], float]] = {}  # where the jobs of ending groups are, and from when they compute
+        held: dict[int, tuple[frozenset[int], float]] = {}  # where the jobs of ending groups are, and from when they compute
         states: list[tuple[_Running, float]] = []
         for group in decision.stop:
             if group not in self.running:
                 raise ScheduleError("a group is to stop that does not run", value=group, place=f"policy {self.policy.name!r}")
             running = self.running[group]
             for member in running.group.members:
-                held[member.job] = (member.devices, float(self.progress.progress_from[member.job]))
+                held[member.job] = (frozenset((*member.devices, *member.resident)), float(self.progress.progress_from[member.job]))
                 self._leave(member.job)
             states.append((running, self.now))
             self._dissolve(group)
@@ -219,13 +219,13 @@ class _Run:
         for group in decision.start:
             self._start(group, held, states)
 
-    def _start(self, group: Group, held: dict[int, tuple[tuple[int, ...], float]], before: list[tuple[_Running, float]]) -> None:
+    def _start(self, group: Group, held: dict[int, tuple[frozenset[int], float]], before: list[tuple[_Running, float]]) -> None:
         check_group(group, self.jobs, self.cluster, self.now, self.free, self.progress, f"policy {self.policy.name!r} at {self.now:.0f} s")
         number = self.num_groups = self.num_groups + 1
         running = self._enter(number, group)
         for member in group.members:
-            devices, computes_from = held.get(member.job, ((), 0.0))
-            if devices == member.devices and not self.options.restart_all:
+            devices, computes_from = held.get(member.job, (frozenset(), 0.0))
+            if devices == {*member.devices, *member.resident} and not self.options.restart_all:
                 progress_from = max(self.now, computes_from)
             else:
                 progress_from = self.now + self.options.restart_seconds

@@ -1,0 +1,278 @@
+"""Which jobs share which devices: what the policies with iteration-level packing have in common, as `gang` is for whole devices.
+
+While the jobs there ask for no more devices than there are, each has its own. When they ask for more, jobs are put together in groups, up to
+`max_members` on a common set of devices, fewer than they have workers. A job's *demand* is the device time of an iteration over the time of an
+iteration alone, all workers together: an eight-worker job under partial backpropagation keeps 5.7 devices computing, so four of them fill 24
+devices, or less where more jobs wait. All groups get devices in proportion to their demand, so none is sparser than others.
+
+A job that comes joins the sparsest group, and nobody else restarts. Where that leaves more than `TOLERANCE` of the throughput unused, all is grouped
+anew, jobs of equal width and iteration time together, but not more often than each `settle_seconds`: jobs that move restart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from splitjax.schedule.gang import admit, place
+from splitjax.schedule.jobs import DEVICE, resident_bytes
+from splitjax.schedule.orders import Order
+from splitjax.schedule.policy import Assignment, Group, Member, View
+
+MAX_MEMBERS = 4
+DENSITY = 1.4  # demand per device at which devices always have work: the list schedule's holes close between 1 and this
+TOLERANCE = 0.02
+SETTLE_SECONDS = 1200.0
+
+
+@dataclasses.dataclass
+class _Cell:
+    """A group to be: its jobs, by position in `View.active`, and devices."""
+
+    members: list[int]
+    devices: tuple[int, ...]
+    number: int = -1  # of the running group that it was
+    changed: bool = False
+
+
+def pack(
+    view: View, order: Order, discipline: str, *, partial: bool = True, max_members: int = MAX_MEMBERS, density: float = DENSITY,
+    settle_seconds: float = SETTLE_SECONDS,
+) -> Assignment:  # fmt: skip
+    """Groups of jobs that share devices from iteration to iteration.
+
+    **Arguments:**
+
+    - `order`: in which jobs are served. `discipline`: how the jobs of a group take turns; whichever it is, tasks may be on any of its devices.
+    - `partial`: demands are those of partial backpropagation, else of full.
+    - `max_members`: jobs in a group, fewer where memory does not suffice. `density`: demand per device up to which jobs are admitted.
+    - `settle_seconds`: the least time between two times that all is grouped anew.
+    """
+    plan = _Plan(view, order, discipline, partial, max_members, density)
+    plan.keep()
+    plan.join()
+    last = plan.memory.get("packed", -math.inf)
+    wake = math.inf
+    if plan.waste() > TOLERANCE:
+        if view.now_seconds >= last + settle_seconds - 1e-6:
+            plan.anew()
+            last = view.now_seconds
+        else:
+            wake = last + settle_seconds
+    changes, memory = order.after(plan.devices())
+    return plan.assignment(min(wake, changes), {"order": memory, "packed": last, "demand": plan.demands})
+
+
+def demands(view: View, partial: bool) -> NDArray[np.float64]:
+    """f64[all jobs], devices that each keeps computing at its full speed (or whose storage, CPU or network it does, if that is more)."""
+    seconds = view.columns.resource_seconds.copy()
+    if not partial:
+        seconds[:, DEVICE] = [job.num_workers * job.profile.task_seconds(0) for job in view.jobs]
+    return seconds.max(axis=1) / view.columns.iteration_seconds
+
+
+class _Plan:
+    def __init__(self, view: View, order: Order, discipline: str, partial: bool, max_members: int, density: float):
+        self.view, self.order, self.discipline, self.max_members, self.density = view, order, discipline, max_members, density
+        self.memory: dict[str, Any] = view.memory or {}
+        self.demands = self.memory["demand"] if self.memory else demands(view, partial)
+        self.num_workers, self.demand = view.num_workers, self.demands[view.active]
+        self.limit = view.cluster.memory_bytes
+        self.scarce = int(self.num_workers.sum()) > view.cluster.num_devices
+        self.admitted = np.ones(len(view.active), bool)
+        if self.scarce:
+            fixed = self.demand > self.num_workers - 1e-9  # nothing to gain by packing
+            need = np.where(fixed, self.num_workers, self.demand / density)
+            chosen = admit(np.ceil(need[order.positions] * 1000 - 1e-6).astype(np.int64), view.cluster.num_devices * 1000)
+            self.admitted[:] = False
+            self.admitted[order.positions[chosen]] = True
+        self.free = view.free.copy()
+        self.cells: list[_Cell] = []
+        self.stopped: list[int] = []
+        self.rank = np.empty(len(order.positions), np.int64)
+        self.rank[order.positions] = np.arange(len(order.positions))
+
+    def keep(self) -> None:
+        """What runs, without those that have to make way."""
+        by_group: dict[int, list[int]] = {}
+        for position in np.flatnonzero((self.view.group_of >= 0) & self.admitted).tolist():
+            by_group.setdefault(int(self.view.group_of[position]), []).append(position)
+        for number, group in self.view.groups.items():
+            members = by_group.get(number, [])
+            if members:
+                self.cells.append(_Cell(members, group.devices, number, len(members) < len(group.members)))
+            else:
+                self.stopped.append(number)
+                self.free[list(group.devices)] = True
+
+    def join(self) -> None:
+        """Jobs that wait, in order: on devices of their own where there are enough, else in the sparsest group."""
+        waiting = self.order.positions[(self.admitted & (self.view.group_of < 0))[self.order.positions]].tolist()
+        if not waiting:
+            return
+        num_free = int(self.free.sum())
+        size = np.array([len(cell.devices) for cell in self.cells], np.float64)
+        load = np.array([self.demand[cell.members].sum() for cell in self.cells])
+        room = np.array([len(cell.members) < self.max_members for cell in self.cells], bool)
+        for position in waiting:
+            demand, wanted = float(self.demand[position]), int(self.num_workers[position])
+            if num_free >= wanted:
+                self._alone(position, wanted)
+                num_free -= wanted
+                continue
+            densities = np.where(room, (load + demand) / np.maximum(size, 1), math.inf)
+            alone = demand / num_free if num_free and self.scarce else math.inf
+            best = self._sparsest(position, densities)
+            if alone <= 1.25 * self.density and (best is None or alone <= densities[best]):
+                self._alone(position, num_free)
+                num_free = 0
+            elif best is not None and densities[best] <= 1.25 * self.density:
+                cell = self.cells[best]
+                cell.members.append(position)
+                cell.changed = True
+                load[best] += demand
+                room[best] = len(cell.members) < self.max_members
+            else:
+                self._replace(position, load)
+
+    def _replace(self, position: int, load: NDArray[np.float64]) -> None:
+        """A job that fits nowhere takes the place of one that is served later: of the last such, where it then fits."""
+        if not self.scarce:
+            return
+        rank = self.rank
+        for victim, index in sorted(((member, index) for index, cell in enumerate(self.cells[: len(load)]) for member in cell.members), key=lambda item: -rank[item[0]]):
+            if rank[victim] < rank[position]:
+                return
+            cell = self.cells[index]
+            after = load[index] - self.demand[victim] + self.demand[position]
+            others = [member for member in cell.members if member != victim]
+            if after <= 1.25 * self.density * len(cell.devices) and self._fits([*others, position]):
+                cell.members, cell.changed = [*others, position], True
+                load[index] = after
+                return
+
+    def _alone(self, position: int, count: int) -> None:
+        devices = place(self.free, count, self.view.cluster)
+        self.free[list(devices)] = False
+        self.cells.append(_Cell([position], devices, changed=True))
+
+    def _sparsest(self, position: int, densities: NDArray[np.float64]) -> int | None:
+        """Of the sparsest groups one whose jobs have this one's iteration time, if there is, and that has the memory."""
+        seconds, active = self.view.columns.iteration_seconds, self.view.active
+        found = None
+        for index in np.argsort(densities, kind="stable")[:8].tolist():
+            if not math.isfinite(densities[index]) or (found is not None and densities[index] > densities[found] + 0.15):
+                break
+            if self._fits([*self.cells[index].members, position]):
+                if seconds[active[self.cells[index].members[0]]] == seconds[active[position]]:
+                    return index
+                found = index if found is None else found
+        return found
+
+    def _fits(self, members: list[int]) -> bool:
+        jobs = self.view.jobs
+        return not self.limit or resident_bytes(jobs[int(self.view.active[member])].profile for member in members) <= self.limit
+
+    def waste(self) -> float:
+        """Share of the admitted jobs' throughput, perfectly packed, that the groups as they are do not have."""
+        total = float(self.demand[self.admitted].sum())
+        best = float(self.num_workers[self.admitted].sum()) * min(1.0, self.view.cluster.num_devices / max(total, 1e-9))
+        have = 0.0
+        for cell in self.cells:
+            load, width = float(self.demand[cell.members].sum()), float(self.num_workers[cell.members].sum())
+            have += width * min(1.0, len(cell.devices) / load)
+        return 1 - have / best if best else 0.0
+
+    def devices(self) -> NDArray[np.float64]:
+        """f64[active], devices of its group by the share that it computes."""
+        found = np.zeros(len(self.view.active))
+        for cell in self.cells:
+            found[cell.members] = self.demand[cell.members] * (len(cell.devices) / self.demand[cell.members].sum())
+        return found
+
+    def anew(self) -> None:
+        """All groups again: jobs that are alike together, devices in proportion to demand."""
+        num_devices = self.view.cluster.num_devices
+        columns, active = self.view.columns, self.view.active
+        positions = np.flatnonzero(self.admitted)
+        seconds = columns.iteration_seconds[active]
+        single: list[list[int]] = []
+        classes: dict[float, list[int]] = {}
+        for position in positions[np.lexsort((active[positions], -self.num_workers[positions], seconds[positions]))].tolist():
+            if not self.scarce or self.demand[position] > self.num_workers[position] - 1e-9:
+                single.append([position])
+            else:
+                classes.setdefault(float(seconds[position]), []).append(position)
+        # Jobs in step pack best, so none is put to jobs of another iteration time unless it would be alone.
+        odd = [members.pop() for members in classes.values() if len(members) == 1]
+        groups = [part for members in [*classes.values(), odd] for part in self._parts(members)]
+        sizes = [int(self.num_workers[members].sum()) for members in single]
+        sizes += _shares([float(self.demand[members].sum()) for members in groups], [int(self.num_workers[members].sum()) for members in groups], num_devices - sum(sizes))
+        before = {tuple(sorted(cell.members)): cell for cell in self.cells if cell.number >= 0 and not cell.changed}
+        self.stopped += [cell.number for cell in self.cells if cell.number >= 0]
+        self.free[:] = True
+        cells, rest = [], []
+        for members, size in zip([*single, *groups], sizes):
+            cell = before.get(tuple(sorted(members)))
+            if cell is not None and len(cell.devices) == size:
+                cells.append(cell)
+                self.stopped.remove(cell.number)
+                self.free[list(cell.devices)] = False
+            elif size:
+                rest.append((members, size))
+        for members, size in sorted(rest, key=lambda item: -item[1]):
+            devices = place(self.free, size, self.view.cluster)
+            self.free[list(devices)] = False
+            cells.append(_Cell(members, devices, changed=True))
+        self.cells = cells
+
+    def _parts(self, members: list[int]) -> list[list[int]]:
+        """Groups of as equal a number of jobs as can be, at most `max_members` and what memory holds; wide and narrow ones in each."""
+        count = -(-len(members) // self.max_members)
+        parts: list[list[int]] = [[] for _ in range(count)]
+        for index, member in enumerate(members):
+            part = parts[index % count]
+            if self._fits([*part, member]):
+                part.append(member)
+            else:
+                parts.append([member])
+        return [part for part in parts if part]
+
+    def assignment(self, wake_seconds: float, memory: Any) -> Assignment:
+        """The change from what runs."""
+        stop, start = list(self.stopped), []
+        for cell in self.cells:
+            if cell.changed:
+                if cell.number >= 0:
+                    stop.append(cell.number)
+                start.append(Group(tuple(self._member(position, cell.devices) for position in sorted(cell.members, key=self._kind)), self.discipline))
+        return Assignment(tuple(stop), tuple(start), wake_seconds, memory)
+
+    def _kind(self, position: int) -> tuple[float, int, str]:
+        """Groups of like jobs have them in the same order, so that their steady rates need to be found only once."""
+        profile = self.view.jobs[int(self.view.active[position])].profile
+        return profile.iteration_seconds, int(self.num_workers[position]), profile.name
+
+    def _member(self, position: int, devices: tuple[int, ...]) -> Member:
+        """On all devices of its group: its workers on the first, or several on each where it has more."""
+        count, job = int(self.num_workers[position]), int(self.view.active[position])
+        held = tuple(sorted(devices))
+        return Member(job, tuple(held[worker % len(held)] for worker in range(count)), held[count:])
+
+
+def _shares(loads: list[float], widths: list[int], num_devices: int) -> list[int]:
+    """Devices for each group in proportion to its load, at least one, no more than it has workers."""
+    if not loads:
+        return []
+    exact = np.minimum(np.array(loads) * (num_devices / sum(loads)), widths)
+    sizes = np.maximum(1, np.floor(exact + 1e-9)).astype(np.int64)
+    for index in np.argsort(-(exact - sizes), kind="stable").tolist():
+        if sizes.sum() < num_devices and sizes[index] < widths[index]:
+            sizes[index] += 1
+    while sizes.sum() > num_devices:
+        sizes[int(np.argmax(sizes - exact))] -= 1
+    return sizes.tolist()

@@ -1,0 +1,200 @@
+"""JigSaw: work placed at the granularity of iterations, aware of the unequal task lengths of structured partial backpropagation.
+
+Jobs share a set of devices on all of which each of them is resident. An iteration's tasks (forward, and backward down to the worker's depth) go,
+longest first, to the device that frees earliest, so the holes that shallow workers leave are filled with other jobs' tasks, or with further tasks of
+the job itself, and all-reduce is hidden behind others' computing. Which jobs share which devices is `schedule.packing`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+import math
+from collections.abc import Sequence
+
+from splitjax.schedule.cluster import Cluster
+from splitjax.schedule.discipline import GroupState, Iteration, Rates, Task, discipline
+from splitjax.schedule.iterations import measure_rates
+from splitjax.schedule.jobs import CPU, DEVICE, NETWORK, STORAGE, Job, JobProfile
+from splitjax.schedule.orders import fifo, las, srtf
+from splitjax.schedule.packing import pack
+from splitjax.schedule.policy import Assignment, Group, Member, View, register
+
+_PAPER = "Kumar et al., Partial backpropagation and JigSaw (arXiv 2111.10672); list scheduling: Graham, Bounds on Multiprocessing Timing Anomalies (1969)"
+_RIVAL = "The packing of `jigsaw` without partial backpropagation, to tell what each contributes"
+_FULL_DENSITY = 1.7  # best without partial backpropagation: all tasks are of full length, and more of them have to wait at a device to keep it busy
+_WARM_UP, _MEASURED = 4, 32  # iterations of the slowest member, before and while steady rates are measured
+
+_TIE = 1e-9  # seconds: sums of the same terms in another order differ by rounding, and must not decide who comes first
+
+
+@register("jigsaw", paper=_PAPER, order="srtf")
+def jigsaw(view: View) -> Assignment:
+    """Iteration-level packing of partial backpropagation, the job with the least time left first."""
+    return pack(view, srtf(view), "jigsaw")
+
+
+@register("jigsaw-las", paper=_PAPER, order="las")
+def jigsaw_las(view: View) -> Assignment:
+    """Iteration-level packing of partial backpropagation, the job that has had the least device time first."""
+    return pack(view, las(view), "jigsaw")
+
+
+@register("jigsaw-fifo", paper=_PAPER, order="fifo")
+def jigsaw_fifo(view: View) -> Assignment:
+    """Iteration-level packing of partial backpropagation, first in, first out."""
+    return pack(view, fifo(view), "jigsaw")
+
+
+@register("interleave", paper=_RIVAL, order="srtf")
+def interleave(view: View) -> Assignment:
+    """JigSaw's packing at full depth, the job with the least time left first."""
+    return pack(view, srtf(view), "interleave", partial=False, density=_FULL_DENSITY)
+
+
+@register("interleave-las", paper=_RIVAL, order="las")
+def interleave_las(view: View) -> Assignment:
+    """JigSaw's packing at full depth, the job that has had the least device time first."""
+    return pack(view, las(view), "interleave", partial=False, density=_FULL_DENSITY)
+
+
+@register("interleave-fifo", paper=_RIVAL, order="fifo")
+def interleave_fifo(view: View) -> Assignment:
+    """JigSaw's packing at full depth, first in, first out."""
+    return pack(view, fifo(view), "interleave", partial=False, density=_FULL_DENSITY)
+
+
+def _depths(profile: JobProfile, num_workers: int, partial: bool) -> tuple[int, ...]:
+    return profile.partial_depths(num_workers) if partial else (0,) * num_workers
+
+
+def _choose(first_free: float, ready: Sequence[float], progress: Sequence[float], remaining: Sequence[float]) -> int:
+    """Of the members that are ready when the first device is free, the one that has progressed least (none starves); else the first to be ready."""
+    best, soonest, least = -1, math.inf, math.inf
+    for member, left in enumerate(remaining):
+        if left > 0:
+            time, advance = ready[member], progress[member]
+            if time < first_free:
+                time = first_free
+            if time < soonest - _TIE or (time <= soonest + _TIE and advance < least - _TIE):
+                best, soonest, least = member, time, advance
+    return best
+
+
+def _next(group: Group, jobs: Sequence[Job], state: GroupState, partial: bool) -> Iteration:
+    now, devices = state.now_seconds, group.devices
+    first_free = max(now, min(times[DEVICE] for times in state.free_seconds))
+    progress = [done * job.profile.iteration_seconds for done, job in zip(state.iterations, jobs)]
+    member = _choose(first_free, [max(now, time) for time in state.ready_seconds], progress, state.remaining_iterations)
+    profile, num_workers, done = jobs[member].profile, jobs[member].num_workers, state.iterations[member]
+    ready = max(now, state.ready_seconds[member])
+    # Of devices that free at the same time another one comes first each time, and the worker with full depth is another one: nobody is always deep.
+    turn, depths = sum(state.iterations), _depths(profile, num_workers, partial)
+    workers = [(place + done) % num_workers for place in range(num_workers)]
+    if profile.stages is not None:
+        return _staged(member, profile, workers, depths, group, state, ready, turn)
+    times = [max(now, device[DEVICE]) for device in state.free_seconds]
+    free = [(round(time, 9), (index - turn) % len(devices), index) for index, time in enumerate(times)]  # rounded: equal sums tie
+    heapq.heapify(free)
+    tasks = []
+    for worker, depth in zip(workers, depths):
+        _, rank, index = free[0]
+        start, seconds = max(times[index], ready), profile.task_seconds(depth)
+        times[index] = start + seconds
+        heapq.heapreplace(free, (round(times[index], 9), rank, index))
+        tasks.append(Task(worker, devices[index], depth, start, seconds))
+    return Iteration(member, tuple(tasks), max(task.end_seconds for task in tasks) + profile.exposed_seconds)
+
+
+def _staged(
+    member: int, profile: JobProfile, workers: Sequence[int], depths: Sequence[int], group: Group, state: GroupState, ready: float, turn: int
+) -> Iteration:
+    """A job whose stages are known occupies the storage, CPU and network beside each device too. It overlaps its own stages as far as its iteration
+    time alone says: the next stage begins once a share of the one before has passed."""
+    seconds = profile.stages.seconds
+    outside = sum(seconds) - seconds[DEVICE]
+    share = min(1.0, profile.exposed_seconds / outside) if outside else 0.0
+    now, count = state.now_seconds, len(group.devices)
+    free = [[max(now, time) for time in times] for times in state.free_seconds]
+
+    def starts(times: Sequence[float]) -> tuple[float, float, float]:
+        storage = max(ready, times[STORAGE]) if seconds[STORAGE] else ready
+        cpu = storage + share * seconds[STORAGE]
+        cpu = max(cpu, times[CPU]) if seconds[CPU] else cpu
+        return storage, cpu, max(cpu + share * seconds[CPU], times[DEVICE])
+
+    tasks, end = [], 0.0
+    for worker, depth in zip(workers, depths):
+        index = min(range(count), key=lambda index: (starts(free[index])[2], (index - turn) % count))
+        *before, start = starts(free[index])
+        length = profile.task_seconds(depth)
+        network = max(start + length, free[index][NETWORK]) if seconds[NETWORK] else start + length
+        for kind, time, busy in ((STORAGE, before[0], seconds[STORAGE]), (CPU, before[1], seconds[CPU]), (DEVICE, start, length), (NETWORK, network, seconds[NETWORK])):
+            if busy:
+                tasks.append(Task(worker, group.devices[index], depth, time, busy, kind))
+                free[index][kind] = time + busy
+        end = max(end, network + share * seconds[NETWORK])
+    return Iteration(member, tuple(tasks), end)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _steady(members: tuple[tuple[JobProfile, int], ...], num_devices: int, partial: bool) -> tuple[float, ...]:
+    """Iterations per second of each member: the discipline's rule, on nothing but the times at which devices free."""
+    seconds = [[profile.task_seconds(depth) for depth in _depths(profile, num_workers, partial)] for profile, num_workers in members]
+    cost, exposed = [profile.iteration_seconds for profile, _ in members], [profile.exposed_seconds for profile, _ in members]
+    count = len(members)
+    free, ready, progress, done, ends = [0.0] * num_devices, [0.0] * count, [0.0] * count, [0] * count, [0.0] * count
+    begun: tuple[list[int], list[float]] | None = None
+    endless, slow = [math.inf] * count, count  # how many members have not done so many iterations yet
+    replace = heapq.heapreplace
+    while True:
+        member = _choose(free[0], ready, progress, endless)
+        when, last = ready[member], 0.0
+        for length in seconds[member]:
+            end = (free[0] if free[0] > when else when) + length
+            replace(free, end)
+            if end > last:
+                last = end
+        ready[member] = ends[member] = last + exposed[member]
+        if count == 1:  # its devices are all free when it begins, so every iteration is like the first
+            return (1 / ends[0],)
+        progress[member] += cost[member]
+        done[member] += 1
+        slow -= done[member] == (_WARM_UP if begun is None else begun[0][member] + _MEASURED)
+        if not slow:
+            if begun is not None:
+                return tuple((now - before) / (end - start) for now, before, end, start in zip(done, begun[0], ends, begun[1]))
+            begun, slow = (list(done), list(ends)), count
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _measured(jobs: tuple[Job, ...], num_devices: int, partial: bool) -> Rates:
+    devices = tuple(range(num_devices))
+    group = Group(tuple(Member(number, devices) for number in range(len(jobs))))
+    return measure_rates(functools.partial(_next, partial=partial), group, jobs)
+
+
+def _rates(partial: bool, group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
+    if any(job.profile.stages is not None for job in jobs):
+        return _measured(tuple(dataclasses.replace(job, name="", arrival_seconds=0.0, num_iterations=1, tag="") for job in jobs), len(group.devices), partial)
+    computing, credit = [], []
+    for job in jobs:
+        profile = job.profile
+        seconds = profile.partial_seconds(job.num_workers) if partial else profile.task_seconds(0)
+        computing.append(seconds * job.num_workers)
+        credit.append(1 - (profile.task_seconds(0) - seconds) / profile.iteration_seconds)
+    speeds = _steady(tuple((job.profile, job.num_workers) for job in jobs), len(group.devices), partial)
+    return Rates(speeds, tuple(computing), tuple(credit))
+
+
+@discipline("jigsaw", functools.partial(_rates, True))
+def jigsaw_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iteration:
+    """The least advanced member that can start next, at depths 1/N to N/N; longest task first, onto the device that frees earliest."""
+    return _next(group, jobs, state, True)
+
+
+@discipline("interleave", functools.partial(_rates, False))
+def interleave_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iteration:
+    """The same at full depth."""
+    return _next(group, jobs, state, False)

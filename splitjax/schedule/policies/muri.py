@@ -1,0 +1,231 @@
+"""Muri: jobs of complementary needs share devices, each on another resource at any moment."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from splitjax.schedule.cluster import Cluster
+from splitjax.schedule.discipline import GroupState, Iteration, Rates, Task, discipline
+from splitjax.schedule.gang import admit, place
+from splitjax.schedule.jobs import DEVICE, RESOURCES, Job, JobProfile, resident_bytes
+from splitjax.schedule.orders import Order, las, srsf
+from splitjax.schedule.policy import Assignment, Group, Member, View, register
+
+Times = tuple[float, ...]  # seconds of one iteration on each of RESOURCES
+_PAPER = "Zhao et al., Multi-Resource Interleaving for Deep Learning Training (Muri, SIGCOMM'22, sections 3 and 4)"
+_KINDS = len(RESOURCES)
+MAX_MEMBERS = 4
+GAIN = 0.02  # jobs whose cycle is not shorter by this than one after the other do not share
+
+
+@register("muri-s", paper=_PAPER, order="srsf")
+def muri_s(view: View, *, overhead: float = 0.0, max_members: int = MAX_MEMBERS) -> Assignment:
+    """Interleaving of resource stages, groups by matching; the job with the least device time left first.
+
+    **Arguments:**
+
+    - `overhead`: by how much a cycle of interleaved jobs takes longer than its stages say. `max_members`: 2 or 4 jobs in a group.
+    """
+    return _muri(view, srsf(view), overhead, max_members)
+
+
+@register("muri-l", paper=_PAPER, order="las")
+def muri_l(view: View, *, overhead: float = 0.0, max_members: int = MAX_MEMBERS) -> Assignment:
+    """The same where times are not known; the job that has had the least device time first."""
+    return _muri(view, las(view), overhead, max_members)
+
+
+def stage_seconds(profile: JobProfile) -> Times:
+    """Seconds of an iteration on each resource; without measured stages, computing and what the device waits, taken for network."""
+    return profile.stages.seconds if profile.stages else (0.0, 0.0, profile.task_seconds(0), profile.exposed_seconds)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def interleave(times: tuple[Times, ...]) -> tuple[float, tuple[int, ...]]:
+    """The best interleaving of jobs with these stages (section 4.1): at any moment each job is on another resource, and all go on to the next together.
+
+    **Returns:** seconds of a cycle, in which each job does one iteration, and the resource on which each job begins a cycle.
+    """
+    best = (math.inf, ())
+    for offsets in itertools.permutations(range(1, _KINDS), len(times) - 1):
+        offsets = (0, *offsets)
+        seconds = sum(_phases(times, offsets))
+        if seconds < best[0] - 1e-12:
+            best = (seconds, offsets)
+    return best
+
+
+def _phases(times: Sequence[Times], offsets: Sequence[int]) -> list[float]:
+    return [max(job[(phase + offset) % _KINDS] for job, offset in zip(times, offsets)) for phase in range(_KINDS)]
+
+
+def efficiency(times: tuple[Times, ...]) -> float:
+    """Mean share of a cycle in which a resource is used (section 4.1, equation 4); in (0, 1]."""
+    cycle, _ = interleave(times)
+    return sum(map(sum, times)) / (_KINDS * cycle) if cycle else 0.0
+
+
+# Grouping
+
+
+def _muri(view: View, order: Order, overhead: float, max_members: int) -> Assignment:
+    num_devices = view.cluster.num_devices
+    num_workers = view.num_workers
+    rank = np.empty(len(order.positions), np.int64)
+    rank[order.positions] = np.arange(len(rank))
+    candidates = order.positions[admit(num_workers[order.positions], max_members * num_devices)].tolist()
+    running: dict[int, list[int]] = {}
+    for position in np.flatnonzero(view.group_of >= 0).tolist():
+        running.setdefault(int(view.group_of[position]), []).append(position)
+    demand, level = int(num_workers[candidates].sum()), 1
+    while level < max_members and demand > level * num_devices:
+        level *= 2
+    wanted = set(candidates)
+    # Groups that are complete stay: matching all anew would move, and so restart, jobs that are alike.
+    nodes = [tuple(members) for members in running.values() if 1 < len(members) == level and wanted.issuperset(members)]
+    loose = sorted(wanted.difference(*nodes), key=lambda position: int(rank[position]))
+    parts, size = [(position,) for position in loose], 1
+    while size < level:
+        parts = _matched(view, parts)
+        size *= 2
+    nodes += parts
+    nodes.sort(key=lambda node: min(int(rank[position]) for position in node))
+    chosen = [nodes[index] for index in admit(np.array([int(num_workers[node[0]]) for node in nodes], np.int64), num_devices).tolist()]
+    return _assignment(view, order, chosen, running, overhead)
+
+
+def _matched(view: View, nodes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """One round of matching (section 4.2): groups of equal width, joined in pairs where sharing pays. Jobs of equal stages are alike, so it is a
+    matching of few kinds with counts, solved exactly."""
+    limit = view.cluster.memory_bytes
+    profiles = {position: view.jobs[int(view.active[position])].profile for node in nodes for position in node}
+
+    def kind(position: int) -> tuple[Times, float, int]:
+        profile = profiles[position]
+        return stage_seconds(profile), profile.iteration_seconds, resident_bytes([profile]) if limit else 0
+
+    def fits(positions: tuple[int, ...]) -> bool:
+        return not limit or resident_bytes(profiles[position] for position in positions) <= limit
+
+    buckets: dict[int, dict[tuple, list[tuple[int, ...]]]] = {}
+    for node in nodes:
+        buckets.setdefault(int(view.num_workers[node[0]]), {}).setdefault(tuple(sorted(map(kind, node))), []).append(node)
+    found = []
+    for kinds in buckets.values():
+        keys = sorted(kinds)
+        left = {key: collections.deque(kinds[key]) for key in keys}
+        weights = {}
+        for a, b in itertools.combinations_with_replacement(range(len(keys)), 2):
+            members = (*keys[a], *keys[b])
+            times = tuple(sorted(stages for stages, _, _ in members))
+            if interleave(times)[0] < (1 - GAIN) * sum(alone for _, alone, _ in members) and fits((*kinds[keys[a]][0], *kinds[keys[b]][0])):
+                weights[a, b] = efficiency(times)
+        for (a, b), count in _matching(tuple(len(kinds[key]) for key in keys), tuple(sorted(weights.items()))):
+            found += [(*left[keys[a]].popleft(), *left[keys[b]].popleft()) for _ in range(count)]
+        found += [node for key in keys for node in left[key]]
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _matching(counts: tuple[int, ...], weights: tuple[tuple[tuple[int, int], float], ...]) -> tuple[tuple[tuple[int, int], int], ...]:
+    """Maximum-weight matching where node kinds have `counts` nodes: how many pairs of which kinds, as an integer program."""
+    if not weights:
+        return ()
+    uses = np.zeros((len(counts), len(weights)))
+    for index, ((a, b), _) in enumerate(weights):
+        uses[a, index] += 1
+        uses[b, index] += 1
+    gains = -np.array([weight for _, weight in weights])
+    solved = milp(gains, constraints=LinearConstraint(uses, ub=np.array(counts)), integrality=np.ones(len(weights)), bounds=Bounds(0, np.inf))
+    return tuple((pair, round(count)) for (pair, _), count in zip(weights, solved.x) if round(count))
+
+
+def _assignment(view: View, order: Order, chosen: list[tuple[int, ...]], running: dict[int, list[int]], overhead: float) -> Assignment:
+    """The change from what runs; a group takes over the devices of one whose members it has."""
+    number_of = {frozenset(members): number for number, members in running.items()}
+    kept = {number_of[frozenset(node)] for node in chosen if frozenset(node) in number_of}
+    stop = tuple(number for number in running if number not in kept)
+    free = view.free.copy()
+    for number in stop:
+        free[list(view.groups[number].devices)] = True
+    beginning = [node for node in chosen if number_of.get(frozenset(node)) not in kept]
+    devices: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for node in beginning:
+        held = next((view.groups[int(view.group_of[position])].members[0].devices for position in node if view.group_of[position] >= 0), None)
+        if held is not None and free[list(held)].all():
+            devices[node] = held
+            free[list(held)] = False
+    start = []
+    for node in sorted(beginning, key=lambda node: -int(view.num_workers[node[0]])):
+        if node not in devices:
+            devices[node] = place(free, int(view.num_workers[node[0]]), view.cluster)
+            free[list(devices[node])] = False
+        start.append(Group(tuple(Member(int(view.active[position]), devices[node]) for position in node), "muri", overhead))
+    share = np.zeros(len(view.active))
+    for node in chosen:
+        seconds = [stage_seconds(view.jobs[int(view.active[position])].profile)[DEVICE] for position in node]
+        for position, part in zip(node, seconds):
+            share[position] = int(view.num_workers[position]) * (part / sum(seconds) if sum(seconds) else 1 / len(node))
+    wake_seconds, memory = order.after(share)
+    return Assignment(stop, tuple(start), wake_seconds, {"order": memory})
+
+
+# How the jobs of a group take turns
+
+
+def _cycle(group: Group, jobs: Sequence[Job]) -> tuple[list[float], tuple[int, ...]]:
+    """Seconds of each phase of a cycle, and the resource on which each member begins it."""
+    times = tuple(stage_seconds(job.profile) for job in jobs)
+    stretch = 1 + (group.option or 0.0) * (len(jobs) > 1)
+    ordered = sorted(range(len(jobs)), key=lambda member: times[member])
+    _, offsets = interleave(tuple(times[member] for member in ordered))
+    offset = dict(zip(ordered, offsets))
+    mine = tuple(offset[member] for member in range(len(jobs)))
+    return [stretch * seconds for seconds in _phases(times, mine)], mine
+
+
+def _rates(group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
+    seconds = [stage_seconds(job.profile)[DEVICE] * job.num_workers for job in jobs]
+    cycle = sum(_cycle(group, jobs)[0]) if len(jobs) > 1 else jobs[0].profile.iteration_seconds
+    return Rates((1 / cycle,) * len(jobs), tuple(seconds), (1.0,) * len(jobs))
+
+
+@discipline("muri", _rates)
+def muri_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iteration:
+    """One cycle after the other; the stages of an iteration are a phase apart. A job alone overlaps its own stages as its iteration time says."""
+    left = [index for index, remaining in enumerate(state.remaining_iterations) if remaining > 0]
+    begin = max(state.now_seconds, max(map(max, state.free_seconds)) if not any(state.iterations) else 0.0)
+    if len(jobs) == 1:
+        member, times = 0, stage_seconds(jobs[0].profile)
+        begin = max(begin, state.ready_seconds[0])
+        squeeze = min(1.0, jobs[0].profile.iteration_seconds / sum(times))
+        starts = [begin + squeeze * sum(times[:kind]) for kind in range(_KINDS)]
+        end = begin + jobs[0].profile.iteration_seconds
+    else:
+        phases, offsets = _cycle(group, jobs)
+        lag = [sum(phases[: (_KINDS - offset) % _KINDS]) for offset in offsets]  # into the first cycle, when a member is on the first resource
+        cycle = sum(phases)
+        known = [ready - lag[index] - done * cycle for index, (done, ready) in enumerate(zip(state.iterations, state.ready_seconds)) if done]
+        first = max(known) if known else max(begin, *state.ready_seconds)
+        begins = [first + lag[index] + done * cycle for index, done in enumerate(state.iterations)]
+        member = min(left, key=lambda index: (begins[index], index))
+        times, begin = stage_seconds(jobs[member].profile), begins[member]
+        at = (_KINDS - offsets[member]) % _KINDS
+        starts = [begin + sum(phases[(at + index) % _KINDS] for index in range(kind)) for kind in range(_KINDS)]
+        end = begin + cycle
+    devices = group.members[member].devices
+    index_of = {device: index for index, device in enumerate(group.devices)}  # what is still under way from before the group began is let out first
+    late = max([0.0, *(state.free_seconds[index_of[device]][kind] - starts[kind] for device in devices for kind in range(_KINDS) if times[kind] > 0)])
+    starts, end = [start + late for start in starts], end + late
+    tasks = tuple(
+        Task(worker, device, 0, starts[kind], times[kind], kind)
+        for worker, device in enumerate(devices) for kind in range(_KINDS) if times[kind] > 0
+    )  # fmt: skip
+    return Iteration(member, tasks, end)
