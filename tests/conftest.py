@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import importlib.util
 import os
 
 # Most of the suite's time is the CPU backend's. Without LLVM's optimisations, and with each program compiled in one piece (by default
-# it is cut into up to 32, for many threads), more than half of it is gone; the programs are the same down to LLVM. Processes that tests start
-# inherit it. Tests marked `optimised` have the optimisations on in `make test-core`, which CI runs on another Python.
+# it is cut into up to 32, for many threads), about half of it is gone; the programs are the same down to LLVM. Processes that tests start inherit
+# it. Tests marked `optimised` have the optimisations on in `make test-core`, which CI runs on another Python.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1"
 # The older of XLA's two ways to write a fusion's code compiles a step in half the time. Newer releases have one, and no such flag.
@@ -37,6 +38,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("tpu_aot"):
                 item.add_marker(absent)
+
+
+def pytest_collection_finish() -> None:
+    """What imports have made stays until the end: each full collection would look through all of it for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
