@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from splitjax.lower.contributors import in_groups, total_of_contributors
+from splitjax.lower.convolutions import with_cpu_layouts
 from splitjax.lower.places import REPLICATED, Places, Sums
 from splitjax.partial.depths import Depths
 
@@ -76,6 +77,8 @@ class Truncation:
             branches = [
                 lambda given, start, first=first, share=share: places.with_share(share, start).at_place(given, self.live(first)) for first, share in variants
             ]
+            if self.platform == "cpu":
+                branches = [with_cpu_layouts(branch) for branch in branches]
             with jax.named_scope(turns_scope(counts, "depths")):
                 totals, unsummed, rows = lax.switch(table[slot], branches, inputs, offset)
             return self.summed(places, totals, turn), [one[None] for one in unsummed], rows
