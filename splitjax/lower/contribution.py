@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from splitjax.lower.accumulate import LOOP, Env
+from splitjax.lower.convolutions import with_cpu_layouts
 from splitjax.lower.needs import PART, WHOLE
 from splitjax.lower.relation import PARTIAL
 from splitjax.lower.slices import Slot
@@ -38,6 +39,9 @@ class Contribution:
         count, zeros = self.job.split.num_microbatches, self.zeros()
         numbers = jnp.arange(count, dtype=jnp.int32)
         run = functools.partial(self.microbatch, params, constants, places)
+        mesh = self.job.split.mesh
+        if count > 1 and mesh is not None and mesh.devices.flat[0].platform == "cpu":
+            run = with_cpu_layouts(run)
         if not self.fetches and count == 1:  # XLA's CPU compiler makes convolutions slow that it meets in a loop, if only of one turn
             totals, rows, _ = run(zeros, numbers[0], [cut[0] for cut in scanned], [])
             rows, grad_rows = jax.tree.map(lambda one: one[None], rows)
