@@ -231,7 +231,7 @@ class _Plan:
                 stay.add(index)
                 self.stopped.remove(int(self.ids[index]))
                 self.free[list(self.view.groups[int(self.ids[index])].devices)] = False
-            else:
+            elif size:
                 rest.append((members, size))
         for index in range(len(self.size)):
             if index not in stay:
@@ -264,7 +264,7 @@ class _Plan:
                 self.devices[index] = self.view.groups[int(self.ids[index])].devices
             devices = tuple(sorted(self.devices[index]))
             members = tuple(self._member(position, devices) for position in sorted(self.members[index], key=self._kind))
-            start.append(Group(members, self.discipline, len(devices)))
+            start.append(Group(members, self.discipline, len(devices)))  # the option: steady rates depend on how many there are
         return Assignment(tuple(stop), tuple(start), wake_seconds, memory)
 
     def _kind(self, position: int) -> tuple[float, int, str]:
