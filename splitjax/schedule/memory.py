@@ -20,7 +20,9 @@ def carry(view: View, memory: Mapping[str, NDArray[Any]] | None, **defaults: flo
     """
     if memory is None:
         return {name: np.full(len(view.active), value) for name, value in defaults.items()}
-    left = np.flatnonzero(np.isin(memory["jobs"], view.active, assume_unique=True))
+    there = np.zeros(len(view.jobs), bool)  # sorting, as np.isin does, costs ten times as much
+    there[view.active] = True
+    left = np.flatnonzero(there[memory["jobs"]])
     found = {}
     for name, value in defaults.items():
         kept = memory[name][left]
