@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Sequence
 
@@ -25,11 +26,17 @@ def named(policy: str, order: str) -> str:
     return policy if order == "srtf" else f"{policy}-{order}"
 
 
+@functools.lru_cache(maxsize=4)
+def _philly(path: pathlib.Path):
+    return read_philly(path, skip_malformed=True)
+
+
+@functools.lru_cache(maxsize=32)
 def sizes(trace: str, data_dir: pathlib.Path, *, exposed: float = 0.0, memory_bytes: int = 0) -> tuple[Job, ...]:
     """The jobs of one of `TRACES`, computing all the time but `exposed` of it, in equal layers."""
     if trace in MURI:
         return read_muri(data_dir / "muri" / MURI[trace], stages=False, exposed_fraction=exposed).jobs
-    read = read_philly(data_dir / "philly_jobs.csv.gz", skip_malformed=True)
+    read = _philly(data_dir / "philly_jobs.csv.gz")
     read = read.only(min_workers=4) if trace == "4+ GPUs" else read if trace == "all" else read.only(tags=[trace])
     profiles = [JobProfile.uniform(f"{seconds} s", seconds, exposed_fraction=exposed, memory_bytes=memory_bytes) for seconds in _SECONDS]
     found = []
