@@ -11,7 +11,6 @@ anew, jobs of equal width and iteration time together, but not more often than e
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -27,16 +26,6 @@ MAX_MEMBERS = 4
 DENSITY = 1.4  # demand per device at which devices always have work: the list schedule's holes close between 1 and this
 TOLERANCE = 0.02
 SETTLE_SECONDS = 1200.0
-
-
-@dataclasses.dataclass
-class _Cell:
-    """A group to be: its jobs, by position in `View.active`, and devices."""
-
-    members: list[int]
-    devices: tuple[int, ...]
-    number: int = -1  # of the running group that it was
-    changed: bool = False
 
 
 def pack(
@@ -63,7 +52,7 @@ def pack(
             last = view.now_seconds
         else:
             wake = last + settle_seconds
-    changes, memory = order.after(plan.devices())
+    changes, memory = order.after(plan.share())
     return plan.assignment(min(wake, changes), {"order": memory, "packed": last, "demand": plan.demands})
 
 
@@ -91,74 +80,93 @@ class _Plan:
             self.admitted[:] = False
             self.admitted[order.positions[chosen]] = True
         self.free = view.free.copy()
-        self.cells: list[_Cell] = []
         self.stopped: list[int] = []
         self.rank = np.empty(len(order.positions), np.int64)
         self.rank[order.positions] = np.arange(len(order.positions))
+        # Groups as arrays, one entry each: those that run, then those that are to begin. Members and devices are looked up only of those that change.
+        numbers = sorted(view.groups)
+        self.ids = np.array(numbers, np.int64)
+        self.size = np.array([view.groups[number].option for number in numbers], np.float64)
+        running = view.group_of >= 0
+        self.slot = np.where(running, np.searchsorted(self.ids, view.group_of), -1)
+        self.had = np.bincount(self.slot[running], minlength=len(self.ids))
+        kept = self.slot[running & self.admitted]
+        self.load, self.width = (np.bincount(kept, values[running & self.admitted], len(self.ids)).astype(np.float64) for values in (self.demand, self.num_workers))
+        self.count = np.bincount(kept, minlength=len(self.ids))
+        self.members: dict[int, list[int]] = {}
+        self.devices: dict[int, tuple[int, ...]] = {}
+        self.changed: set[int] = set()
 
     def keep(self) -> None:
         """What runs, without those that have to make way."""
-        by_group: dict[int, list[int]] = {}
-        for position in np.flatnonzero((self.view.group_of >= 0) & self.admitted).tolist():
-            by_group.setdefault(int(self.view.group_of[position]), []).append(position)
-        for number, group in self.view.groups.items():
-            members = by_group.get(number, [])
-            if members:
-                self.cells.append(_Cell(members, group.devices, number, len(members) < len(group.members)))
+        for index in np.flatnonzero(self.count < self.had).tolist():
+            if self.count[index]:
+                self._of(index)
+                self.changed.add(index)
             else:
-                self.stopped.append(number)
-                self.free[list(group.devices)] = True
+                self.stopped.append(int(self.ids[index]))
+                self.free[list(self.view.groups[int(self.ids[index])].devices)] = True
 
     def join(self) -> None:
         """Jobs that wait, in order: on devices of their own where there are enough, else in the sparsest group."""
         waiting = self.order.positions[(self.admitted & (self.view.group_of < 0))[self.order.positions]].tolist()
-        if not waiting:
-            return
         num_free = int(self.free.sum())
-        size = np.array([len(cell.devices) for cell in self.cells], np.float64)
-        load = np.array([self.demand[cell.members].sum() for cell in self.cells])
-        room = np.array([len(cell.members) < self.max_members for cell in self.cells], bool)
         for position in waiting:
             demand, wanted = float(self.demand[position]), int(self.num_workers[position])
             if num_free >= wanted:
                 self._alone(position, wanted)
                 num_free -= wanted
                 continue
-            densities = np.where(room, (load + demand) / np.maximum(size, 1), math.inf)
+            room = (self.count > 0) & (self.count < self.max_members)
+            densities = np.where(room, (self.load + demand) / np.maximum(self.size, 1), math.inf)
             alone = demand / num_free if num_free and self.scarce else math.inf
             best = self._sparsest(position, densities)
             if alone <= 1.25 * self.density and (best is None or alone <= densities[best]):
                 self._alone(position, num_free)
                 num_free = 0
             elif best is not None and densities[best] <= 1.25 * self.density:
-                cell = self.cells[best]
-                cell.members.append(position)
-                cell.changed = True
-                load[best] += demand
-                room[best] = len(cell.members) < self.max_members
-            else:
-                self._replace(position, load)
+                self._put(best, [*self._of(best), position])
+            elif self.scarce:
+                self._replace(position)
 
-    def _replace(self, position: int, load: NDArray[np.float64]) -> None:
+    def _replace(self, position: int) -> None:
         """A job that fits nowhere takes the place of one that is served later: of the last such, where it then fits."""
-        if not self.scarce:
-            return
-        rank = self.rank
-        for victim, index in sorted(((member, index) for index, cell in enumerate(self.cells[: len(load)]) for member in cell.members), key=lambda item: -rank[item[0]]):
-            if rank[victim] < rank[position]:
+        for victim in self.order.positions[::-1].tolist():
+            if self.rank[victim] < self.rank[position]:
                 return
-            cell = self.cells[index]
-            after = load[index] - self.demand[victim] + self.demand[position]
-            others = [member for member in cell.members if member != victim]
-            if after <= 1.25 * self.density * len(cell.devices) and self._fits([*others, position]):
-                cell.members, cell.changed = [*others, position], True
-                load[index] = after
+            index = int(self.slot[victim])
+            if index < 0 or not self.admitted[victim]:
+                continue
+            others = [member for member in self._of(index) if member != victim]
+            after = self.load[index] - self.demand[victim] + self.demand[position]
+            if after <= 1.25 * self.density * self.size[index] and self._fits([*others, position]):
+                self._put(index, [*others, position])
+                self.slot[victim] = -1
                 return
+
+    def _of(self, index: int) -> list[int]:
+        """Members of a group, by position in `View.active`."""
+        if index not in self.members:
+            self.members[index] = np.flatnonzero((self.slot == index) & self.admitted).tolist()
+        return self.members[index]
+
+    def _put(self, index: int, members: list[int]) -> None:
+        self.members[index] = members
+        self.changed.add(index)
+        self.slot[members] = index
+        self.load[index], self.width[index], self.count[index] = self.demand[members].sum(), self.num_workers[members].sum(), len(members)
 
     def _alone(self, position: int, count: int) -> None:
         devices = place(self.free, count, self.view.cluster)
         self.free[list(devices)] = False
-        self.cells.append(_Cell([position], devices, changed=True))
+        self._begin([position], devices)
+
+    def _begin(self, members: list[int], devices: tuple[int, ...]) -> None:
+        index = len(self.size)
+        self.size = np.append(self.size, float(len(devices)))
+        self.load, self.width, self.count = (np.append(values, 0) for values in (self.load, self.width, self.count))
+        self.devices[index] = devices
+        self._put(index, members)
 
     def _sparsest(self, position: int, densities: NDArray[np.float64]) -> int | None:
         """Of the sparsest groups one whose jobs have this one's iteration time, if there is, and that has the memory."""
@@ -167,8 +175,9 @@ class _Plan:
         for index in np.argsort(densities, kind="stable")[:8].tolist():
             if not math.isfinite(densities[index]) or (found is not None and densities[index] > densities[found] + 0.15):
                 break
-            if self._fits([*self.cells[index].members, position]):
-                if seconds[active[self.cells[index].members[0]]] == seconds[active[position]]:
+            members = self._of(index)
+            if self._fits([*members, position]):
+                if seconds[active[members[0]]] == seconds[active[position]]:
                     return index
                 found = index if found is None else found
         return found
@@ -181,17 +190,15 @@ class _Plan:
         """Share of the admitted jobs' throughput, perfectly packed, that the groups as they are do not have."""
         total = float(self.demand[self.admitted].sum())
         best = float(self.num_workers[self.admitted].sum()) * min(1.0, self.view.cluster.num_devices / max(total, 1e-9))
-        have = 0.0
-        for cell in self.cells:
-            load, width = float(self.demand[cell.members].sum()), float(self.num_workers[cell.members].sum())
-            have += width * min(1.0, len(cell.devices) / load)
+        have = float((self.width * np.minimum(1.0, self.size / np.maximum(self.load, 1e-9))).sum())
         return 1 - have / best if best else 0.0
 
-    def devices(self) -> NDArray[np.float64]:
+    def share(self) -> NDArray[np.float64]:
         """f64[active], devices of its group by the share that it computes."""
-        found = np.zeros(len(self.view.active))
-        for cell in self.cells:
-            found[cell.members] = self.demand[cell.members] * (len(cell.devices) / self.demand[cell.members].sum())
+        held = (self.slot >= 0) & self.admitted
+        found = np.zeros(len(held))
+        slot = self.slot[held]
+        found[held] = self.demand[held] * self.size[slot] / self.load[slot]
         return found
 
     def anew(self) -> None:
@@ -212,23 +219,29 @@ class _Plan:
         groups = [part for members in [*classes.values(), odd] for part in self._parts(members)]
         sizes = [int(self.num_workers[members].sum()) for members in single]
         sizes += _shares([float(self.demand[members].sum()) for members in groups], [int(self.num_workers[members].sum()) for members in groups], num_devices - sum(sizes))
-        before = {tuple(sorted(cell.members)): cell for cell in self.cells if cell.number >= 0 and not cell.changed}
-        self.stopped += [cell.number for cell in self.cells if cell.number >= 0]
+        running = [index for index in range(len(self.ids)) if self.count[index] and index not in self.changed]
+        before = {tuple(self._of(index)): index for index in running}
+        self.stopped = [int(number) for number in self.ids]
         self.free[:] = True
-        cells, rest = [], []
+        rest = []
+        stay = set()
         for members, size in zip([*single, *groups], sizes):
-            cell = before.get(tuple(sorted(members)))
-            if cell is not None and len(cell.devices) == size:
-                cells.append(cell)
-                self.stopped.remove(cell.number)
-                self.free[list(cell.devices)] = False
+            index = before.get(tuple(sorted(members)))
+            if index is not None and self.size[index] == size:
+                stay.add(index)
+                self.stopped.remove(int(self.ids[index]))
+                self.free[list(self.view.groups[int(self.ids[index])].devices)] = False
             elif size:
                 rest.append((members, size))
+        for index in range(len(self.size)):
+            if index not in stay:
+                self.load[index] = self.width[index] = self.count[index] = 0
+        self.slot[~np.isin(self.slot, list(stay))] = -1
+        self.changed.clear()
         for members, size in sorted(rest, key=lambda item: -item[1]):
             devices = place(self.free, size, self.view.cluster)
             self.free[list(devices)] = False
-            cells.append(_Cell(members, devices, changed=True))
-        self.cells = cells
+            self._begin(members, devices)
 
     def _parts(self, members: list[int]) -> list[list[int]]:
         """Groups of as equal a number of jobs as can be, at most `max_members` and what memory holds; wide and narrow ones in each."""
@@ -245,11 +258,13 @@ class _Plan:
     def assignment(self, wake_seconds: float, memory: Any) -> Assignment:
         """The change from what runs."""
         stop, start = list(self.stopped), []
-        for cell in self.cells:
-            if cell.changed:
-                if cell.number >= 0:
-                    stop.append(cell.number)
-                start.append(Group(tuple(self._member(position, cell.devices) for position in sorted(cell.members, key=self._kind)), self.discipline))
+        for index in sorted(self.changed):
+            if index < len(self.ids):
+                stop.append(int(self.ids[index]))
+                self.devices[index] = self.view.groups[int(self.ids[index])].devices
+            devices = tuple(sorted(self.devices[index]))
+            members = tuple(self._member(position, devices) for position in sorted(self.members[index], key=self._kind))
+            start.append(Group(members, self.discipline, len(devices)))  # the option: steady rates depend on how many there are
         return Assignment(tuple(stop), tuple(start), wake_seconds, memory)
 
     def _kind(self, position: int) -> tuple[float, int, str]:
@@ -260,8 +275,9 @@ class _Plan:
     def _member(self, position: int, devices: tuple[int, ...]) -> Member:
         """On all devices of its group: its workers on the first, or several on each where it has more."""
         count, job = int(self.num_workers[position]), int(self.view.active[position])
-        held = tuple(sorted(devices))
-        return Member(job, tuple(held[worker % len(held)] for worker in range(count)), held[count:])
+        if count <= len(devices):
+            return Member(job, devices[:count], devices[count:])
+        return Member(job, tuple(devices[worker % len(devices)] for worker in range(count)))
 
 
 def _shares(loads: list[float], widths: list[int], num_devices: int) -> list[int]:

@@ -25,6 +25,7 @@ MAX_MEMBERS = 4
 GAIN = 0.02  # jobs whose cycle is not shorter by this than one after the other do not share
 
 
+@register("muri", paper=_PAPER, order="srsf")
 @register("muri-s", paper=_PAPER, order="srsf")
 def muri_s(view: View, *, overhead: float = 0.0, max_members: int = MAX_MEMBERS) -> Assignment:
     """Interleaving of resource stages, groups by matching; the job with the least device time left first.
