@@ -131,16 +131,14 @@ class _Plan:
 
     def _replace(self, position: int) -> None:
         """A job that fits nowhere takes the place of one that is served later: of the last such, where it then fits."""
-        for victim in self.order.positions[::-1].tolist():
-            if self.rank[victim] < self.rank[position]:
-                return
+        victims = np.flatnonzero((self.slot >= 0) & self.admitted & (self.rank > self.rank[position]))
+        slot = self.slot[victims]
+        victims = victims[self.load[slot] - self.demand[victims] + self.demand[position] <= 1.25 * self.density * self.size[slot]]
+        for victim in victims[np.argsort(-self.rank[victims])].tolist():
             index = int(self.slot[victim])
-            if index < 0 or not self.admitted[victim]:
-                continue
-            others = [member for member in self._of(index) if member != victim]
-            after = self.load[index] - self.demand[victim] + self.demand[position]
-            if after <= 1.25 * self.density * self.size[index] and self._fits([*others, position]):
-                self._put(index, [*others, position])
+            members = [*(member for member in self._of(index) if member != victim), position]
+            if self._fits(members):
+                self._put(index, members)
                 self.slot[victim] = -1
                 return
 
