@@ -115,14 +115,12 @@ def test_collectives_of_pmap():
     complains(TraceError, "global batch|pmap", lambda: splitjax.parallelize(pmapped, mesh=MESH)(fresh(), BATCH))
 
 
-@pytest.mark.parametrize(
-    "options", [{"backprop": "linear"}, {"mesh": "auto"}, {"rules": "auto"}], ids=str,
-)
+@pytest.mark.parametrize("options", [{"mesh": "auto"}, {"rules": "auto"}], ids=str)
 def test_documented_options_of_later_versions(options):
     complains(UnavailableError, "not part of this version|planner", lambda: splitjax.parallelize(step, **options))
 
 
-@pytest.mark.parametrize("options", [{"group_comm": "all"}, {"sync": "denze"}, {"unknown": "ignore"}, {"mesh": "data=8"}], ids=str)
+@pytest.mark.parametrize("options", [{"group_comm": "all"}, {"sync": "denze"}, {"backprop": "linear"}, {"unknown": "ignore"}, {"mesh": "data=8"}], ids=str)
 def test_undocumented_options(options):
     complains(ValueError, "no such value|no string", lambda: splitjax.parallelize(step, **options))
 
