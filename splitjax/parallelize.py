@@ -184,7 +184,7 @@ class ParallelStep:
         entry = self._entry(args)
         program = entry.program(0 if self._recipe.backprop is None else self._recipe.backprop.warmup_steps)
         with _compat.metadata_in_cache_key():
-            compiled = program.lower(*args).compile()
+            compiled = program.lower(*entry.operands(args, entry.residuals)).compile()
         names = argument_names(entry.bound, getattr(program, "num_before", 0))
         return make_report(compiled, entry.plan, entry.graph, names, step=self._recipe.name, platform=self.mesh.devices.flat[0].platform)
 

@@ -57,7 +57,8 @@ def test_the_training_script_trains_and_resumes(tmp_path):
 
 
 def test_the_script_of_many_jobs_runs(tmp_path):
-    out = run_script("".join(blocks("docs/scheduler.md", "python")), tmp_path)
+    simulated = [block for block in blocks("docs/scheduler.md", "python") if "RayEngine" not in block]  # which has a step of the reader's
+    out = run_script("".join(simulated), tmp_path)
     assert re.search(r"gang-srtf: \d+ s on average", out) and out.strip().endswith("gang-srtf")
 
 

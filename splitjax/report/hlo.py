@@ -47,6 +47,9 @@ _DTYPES = {
 _TURNS = re.compile(r"splitjax:(?:turns|depths):([\d.]+)/cond$")
 
 
+_HANDED = "splitjax:handed:"  # `lower.contributors`
+
+
 @dataclasses.dataclass(frozen=True)
 class CompiledCollective:
     """One collective of a compiled step, or one member of a combined one.
@@ -59,8 +62,8 @@ class CompiledCollective:
     - `groups`: device numbers of each group where `axis` is `other` or groups are of unequal size, else empty. Of a permutation
       over `other`: its (from, to) pairs.
     - `group_size`: devices that take part together; of groups of unequal size, in the largest.
-    - `bytes`: what each device sends per step by the ring formulas (`cost.ring`), all `trips` together; where groups are of unequal size, or
-      some devices do not send, the mean over all devices.
+    - `bytes`: what each device sends per step by the ring formulas (`cost.ring`), all `trips` together; where groups are of unequal size, and
+      of hand-overs of partial sums, the mean over all devices; else of those that send.
     - `dtype`, `shape`: of what a device puts in, once.
     - `trips`: how often it runs per step.
     - `trips_known`: False inside a loop whose number of turns XLA does not know: `trips` then counts one turn.
@@ -181,7 +184,9 @@ def _collective(reader: _Reader, computation: Computation, one: Instruction, con
     if op == "collective_permute":
         size, axes = 2, permuted_axes(one.pairs, reader.mesh)
         groups, kept = one.pairs, one.pairs if axes is None else ()
-        sending = sum(source != target for source, target in one.pairs) / num_devices
+        sends = [source for source, target in one.pairs if source != target]
+        # What a scheme of sparse synchronisation sends counts by the worker that sends most; hand-overs of partial sums by the mean.
+        sending = len(sends) / num_devices if _HANDED in one.op_name else min(len(sends), 1)
         send = lambda local: sending * local
     else:
         groups = expand(one.groups, reader.mesh.num_devices)
