@@ -63,21 +63,22 @@ class Found:
     update_bytes: int
     sent_bytes: int  # mean of a worker
     full_sent_bytes: int
-    formula_bytes: float
     planned_time: float
 
 
 def _measure(network: Network, workers: int, examples: int) -> Found:
     import jax
-    import numpy as np
     import optax
 
     import splitjax
-    from splitjax.lower.contributors import sent_bytes
     from splitjax.lower.partial_workers import peak_bytes
     from splitjax.models import build, make_step
+    from splitjax.models.resnet import LinenResNet
 
-    spec = build(network.model, num_classes=10, **network.options)
+    spec = build(network.model, num_classes=10, **{name: value for name, value in network.options.items() if name != "stage_sizes"})
+    if "stage_sizes" in network.options:  # a deeper one of the family
+        config = dataclasses.replace(spec.config, stage_sizes=network.options["stage_sizes"])
+        spec = dataclasses.replace(spec, config=config, module=LinenResNet(config))
     init, train_step, eval_step = make_step(spec, optax.sgd(0.01, momentum=0.9), value_and_grad=splitjax.value_and_grad)
     backprop = splitjax.PartialBackprop(execution="program", rotate=False, statistics="local")
     step = splitjax.parallelize(train_step, mesh={"data": workers}, rules="data_parallel", backprop=backprop)
@@ -96,14 +97,11 @@ def _measure(network: Network, workers: int, examples: int) -> Found:
     depths = tuple(
         Depth(shares[slot], parts[slot].cost_analysis()["flops"], peak_bytes(compiled[slot].memory_analysis()), seconds[slot]) for slot in range(workers)
     )
-    segments = plan.partial.segments
-    formula = sum(sum(sent_bytes(segment.num_bytes, segment.contributors, workers)) for segment in segments)
     over = lambda found: sum(collective.bytes for collective in found.collectives if collective.why.startswith("gradient of"))
     whole = splitjax.parallelize(train_step, mesh={"data": workers}, rules="data_parallel").plan(state, batch)
-    del np
     return Found(
         depths, forward.cost_analysis()["flops"], forward_seconds, depths[-1].peak_bytes, peak_bytes(update.memory_analysis()),
-        over(plan), over(whole), formula, plan.partial.device_time,
+        over(plan), over(whole), plan.partial.device_time,
     )  # fmt: skip
 
 
@@ -151,12 +149,11 @@ def _report(results: list[tuple[Network, int, Found]]) -> Any:
             goals.append(Goal(f"{name}: device time by processor seconds over the ideal", seconds / ideal_seconds, CLOSE, True))
         if network.name in LEAST_MEMORY and workers == 4:
             goals.append(Goal(f"{name}: peak memory of the mean worker, less", saved, LEAST_MEMORY[network.name], False))
-        goals.append(Goal(f"{name}: planned bytes of gradients over the formula", found.sent_bytes / found.formula_bytes, 1.01, True))
     lines = [
         f"Linear depths, {EXAMPLES} examples of 32 x 32 a worker, SGD with momentum, float32. Device time: of all workers over that of full backpropagation; ideal: the same for "
         "depths that could be cut anywhere, (f + b (N+1)/(2N)) / (f + b) with the measured forward f and backward b. Processor seconds are those of one device, without the "
         "update. Memory: of a worker's largest program, the update's among them; the mean is over the depths. With `rotate=True` every device meets every depth and has to fit the "
-        "deepest (the column before it). MB sent: gradients of a mean worker, the sums handed to those who did not compute them included.",
+        "deepest (the column before it). MB sent: gradients of a mean worker as planned, the sums handed to those who did not compute them included (reports hold the plan against the compiled program).",
         "",
         *table(["network", "workers", "forward:backward", "device time, flops", "ideal", "device time, seconds", "ideal", "peak at full depth, MiB", "peak of the mean worker, MiB",
                 "less", "MB sent, full", "MB sent, partial"], rows),
