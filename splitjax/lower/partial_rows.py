@@ -98,7 +98,7 @@ class RowPrograms:
 
     @functools.cached_property
     def rows(self) -> tuple[Mesh, ...]:
-        """The mesh of every place, with size 1 along the axes of the places: those that this process has devices of, the others empty."""
+        """The mesh of every place: its devices, with size 1 along the axes of the places."""
         names = self.mesh.axis_names
         moved = np.moveaxis(self.mesh.devices, [names.index(axis) for axis in self.places.axes], range(len(self.places.axes)))
         shape = tuple(1 if name in self.places.axes else self.mesh.shape[name] for name in names)
