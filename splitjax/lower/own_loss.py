@@ -117,11 +117,6 @@ class OwnLoss:
         value = jnp.asarray(value)
         return value / jnp.asarray(self.num_workers, value.dtype) if jnp.issubdtype(value.dtype, jnp.inexact) else value
 
-    def in_shard_map(self, run: Any, out_specs: Any, extra_specs: tuple[Any, ...] = (), mesh: Mesh | None = None) -> Any:
-        return jax.shard_map(
-            run, mesh=mesh or self.mesh, in_specs=(self.in_specs(), *extra_specs), out_specs=out_specs, axis_names=frozenset(self.axes), check_vma=False,
-        )  # fmt: skip
-
     def results(self, runner: Runner) -> list[Any]:
         """The boundary's results."""
         (value, sums, grads), _, (rows, _, _) = runner.run(self)

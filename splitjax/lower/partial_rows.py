@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from splitjax.lower.places import REPLICATED, Places, Sums
+from splitjax.lower.places import REPLICATED, Places, Sums, over_places
 from splitjax.lower.truncation import Truncation
 
 
@@ -165,7 +165,7 @@ class RowPrograms:
         lead, one = PartitionSpec(self.places.axes), self.places.contribution
         some = lambda lives: [lead if is_live else None for is_live in lives]
         out_specs = (lead, [lead] * len(one.summed), some(same)), some(on_islands), self.places.row_specs()
-        return lambda *inputs: self.places.in_shard_map(run, out_specs, mesh=mesh)(inputs)
+        return lambda *inputs: over_places(self.places, run, out_specs, mesh=mesh)(inputs)
 
     def program(self, place: int, slot: int, specs: Specs) -> Any:
         """The program of a place in a slot. `specs`: of the inputs."""

@@ -114,14 +114,6 @@ class Places:
         (*totals, unsummed), rows = contribution.accumulate((params, copies), constants, scanned, ahead, at)
         return totals, unsummed, rows
 
-    def in_shard_map(self, run: Any, out_specs: Any, extra_specs: tuple[Any, ...] = (), mesh: Mesh | None = None) -> Any:
-        """`run(inputs, *extra)` as a `shard_map` over the places."""
-        # check_vma=False: the body was traced outside, without the marks; sums over places are explicit.
-        return jax.shard_map(
-            run, mesh=mesh or self.mesh, in_specs=(self.in_specs(), *extra_specs), out_specs=out_specs, axis_names=frozenset(self.axes),
-            check_vma=False,
-        )  # fmt: skip
-
     def joined(self, totals: Any, unsummed: Any, rows: Any, runner: Runner) -> tuple[Any, dict[int, Any], dict[int, Any]]:
         """The results of all places as those of the boundary: the loss, returned values and gradients by value number."""
         one, islands = self.contribution, self.job.islands
@@ -141,6 +133,15 @@ class Places:
     def _whole(self, rows: Any, v: int) -> Any:
         layout = self.job.info(v).layout
         return self.split.join(rows, layout, self.job.evaluator.program.types[v][0].shape[layout.dim])
+
+
+def over_places(places: Any, run: Any, out_specs: Any, extra_specs: tuple[Any, ...] = (), mesh: Mesh | None = None) -> Any:
+    """`run(inputs, *extra)` as a `shard_map` over the places: `Places`, or what stands in for them. `mesh`: another one than theirs."""
+    # check_vma=False: the body was traced outside, without the marks; sums over places are explicit.
+    return jax.shard_map(
+        run, mesh=mesh or places.mesh, in_specs=(places.in_specs(), *extra_specs), out_specs=out_specs, axis_names=frozenset(places.axes),
+        check_vma=False,
+    )  # fmt: skip
 
 
 class Runner(Protocol):
@@ -166,7 +167,7 @@ class Together:
             totals, unsummed, rows = places.at_place(inputs)
             return lax.psum(totals, places.axes), [one[None] for one in unsummed], rows
 
-        return places.in_shard_map(run, (REPLICATED, PartitionSpec(places.axes), places.row_specs()))(places.inputs())
+        return over_places(places, run, (REPLICATED, PartitionSpec(places.axes), places.row_specs()))(places.inputs())
 
     def scaled(self, value: Any, position: int) -> Any:
         return value

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from splitjax.lower.contributors import in_groups, total_of_contributors
 from splitjax.lower.convolutions import with_cpu_layouts
-from splitjax.lower.places import REPLICATED, Places, Sums
+from splitjax.lower.places import REPLICATED, Places, Sums, over_places
 from splitjax.partial.depths import Depths
 
 
@@ -84,7 +84,7 @@ class Truncation:
             return self.summed(places, totals, turn), [one[None] for one in unsummed], rows
 
         out_specs = REPLICATED, PartitionSpec(places.axes), places.row_specs()
-        return places.in_shard_map(run, out_specs, (REPLICATED,))(places.inputs(), self.turn)
+        return over_places(places, run, out_specs, (REPLICATED,))(places.inputs(), self.turn)
 
     def variant(self, slot: int) -> tuple[int, int]:
         """What a slot's loop depends on: the first segment that it differentiates, and its share of the examples (0 where all are equal)."""

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -73,11 +72,15 @@ class Balanced:
     num_examples: int
     share: int = 0
     offset: Any = 0
-
-    axes = property(lambda self: self.places.axes)
-    mesh = property(lambda self: self.places.mesh)
-    manual = property(lambda self: self.places.manual)
     island_axes: tuple[str, ...] = ()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.places.axes
+
+    @property
+    def mesh(self) -> Any:
+        return self.places.mesh
 
     @property
     def contribution(self) -> Contribution:
@@ -116,11 +119,6 @@ class Balanced:
         params, islands, constants, cuts, ahead, places = inputs
         (value, sums, grads), unsummed, (stacked, sliced, _) = one.at_place((params, islands, constants, [cut[None] for cut in cuts], ahead, places), live)
         return (value, [*sums, *(row[0] for row in (*stacked, *sliced))], grads), unsummed, ([], [], [])
-
-    def in_shard_map(self, run: Any, out_specs: Any, extra_specs: tuple[Any, ...] = (), mesh: Any = None) -> Any:
-        return jax.shard_map(
-            run, mesh=mesh or self.mesh, in_specs=(self.in_specs(), *extra_specs), out_specs=out_specs, axis_names=frozenset(self.axes), check_vma=False,
-        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

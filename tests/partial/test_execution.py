@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -239,3 +240,28 @@ def test_a_resumed_run_goes_on_with_the_assignment():
     second.resume(type(carried).parse(carried.to_json(), carried.arrays()))
     np.testing.assert_array_equal(metrics["grads"]["d0"]["w"], second(start, examples(3))[1]["grads"]["d0"]["w"])
     assert np.any(np.asarray(metrics["grads"]["d0"]["w"]) != np.asarray(third(start, examples(3))[1]["grads"]["d0"]["w"]))
+
+
+def test_convolutions_in_branches_are_in_the_layout_of_the_fast_kernel():
+    """XLA's CPU compiler transposes those of the entry computation only; elsewhere other layouts run through a loop nest."""
+
+    def conv_step(state, batch):
+        def loss_fn(params):
+            x = batch["x"]
+            for name in ("a", "b"):
+                x = jnp.tanh(jax.lax.conv_general_dilated(x, params[name], (1, 1), "SAME", dimension_numbers=("NCHW", "OIHW", "NCHW")))
+            return jnp.square(x).sum((1, 2, 3)).mean()
+
+        _, grads = splitjax.value_and_grad(loss_fn, **({} if state.get("whole") is None else {"microbatches": 2}))(state["params"])
+        return {**state, "params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)}, grads
+
+    random = np.random.default_rng(0)
+    params = {"a": random.normal(size=(5, 3, 3, 3)).astype(np.float32), "b": random.normal(size=(4, 5, 3, 3)).astype(np.float32)}
+    batch = {"x": random.normal(size=(8, 3, 6, 6)).astype(np.float32)}
+    options = {"mesh": {"data": 2}, "rules": "data_parallel", "donate": False}
+    full = splitjax.parallelize(conv_step, **options)({"params": params}, batch)[1]
+    for extra, state in (({"backprop": PartialBackprop((0.1, 1.0))}, {"params": params}), ({}, {"params": params, "whole": np.ones(())})):
+        step = splitjax.parallelize(conv_step, **options, **extra)
+        np.testing.assert_allclose(step(state, batch)[1]["b"], full["b"], rtol=1e-4, atol=1e-5)  # which all workers differentiate
+        labels = set(re.findall(r"dim_labels=([^\s,]+)", step.lower(state, batch).compile().as_text()))
+        assert labels == {"b01f_01io->b01f"}
