@@ -289,6 +289,7 @@ _PARTIAL = {
     "assignment": _choice("spatial", "temporal"), "estimator": _choice("count", "mean"), "rotate": _flag, "warmup_steps": _count,
     "execution": _choice("branch", "program"), "rebalance": _flag, "statistics": _choice("global", "local"), "axis": _text, "first": _list(_count),
     "device_time": _number, "times": _choice("predicted", "measured"), "segments": _list(_object(SegmentPlan, _SEGMENT)),
+    "examples": _list(_count),
 }
 _PLAN = {
     "mesh": _mesh, "rules": _text, "replicated_batch": _choice("all", "data"), "batch_axes": _list(_text),

@@ -173,6 +173,7 @@ class PartialPlan:
     device_time: float
     times: str
     segments: tuple[SegmentPlan, ...]
+    examples: tuple[int, ...] = ()  # by slot, where `rebalance` gives them different shares
 
 
 @dataclasses.dataclass(frozen=True)

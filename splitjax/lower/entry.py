@@ -166,12 +166,11 @@ def build_entry(
     if recipe.returns_state:
         check = lambda kind: check_turns(kind, graph, mesh, plan, layout, jaxpr, twin_of)
         plan = choose(recipe.group_comm if recipe.pinned is None else recipe.pinned.group_comm, plan, graph, check, crosses(graph, plan))
-    partial = None
+    partial, pinned_depths = None, None if recipe.pinned is None else recipe.pinned.partial
     if recipe.returns_state:
-        pinned_depths = None if recipe.pinned is None else recipe.pinned.partial
         partial = find_partial(recipe.backprop, pinned_depths, graph, jaxpr, plan, f"parallelize({recipe.name}), backprop")
     if partial is not None:
-        plan = with_partial(plan, partial, mesh.devices.flat[0].platform)
+        plan = with_partial(plan, partial, mesh.devices.flat[0].platform, pinned_depths)
     sparse = None
     pinned = None if observes else recipe.pinned
     if recipe.returns_state and (pins_tables(pinned) or not recipe.request.is_dense):

@@ -11,9 +11,9 @@ from splitjax.plan import Collective, PartialPlan, Plan, SegmentPlan, spec_axes
 HANDED = "collective_permute"
 
 
-def with_partial(plan: Plan, step: PartialStep, platform: str) -> Plan:
+def with_partial(plan: Plan, step: PartialStep, platform: str, pinned: PartialPlan | None = None) -> Plan:
     """The plan of a step that is differentiated partially: the segments, and the exchange of their gradients among those who computed them.
-    `platform`: of the mesh's devices."""
+    `platform`: of the mesh's devices. `pinned`: whose depths these are; its times stay, which may have been measured."""
     depths, axis = step.depths, "+".join(step.axes)
     num_workers, whole = depths.num_slots, sum(segment.backward for segment in depths.segments)
     sent: dict[str, tuple[float, float]] = {}  # by parameter
@@ -38,8 +38,11 @@ def with_partial(plan: Plan, step: PartialStep, platform: str) -> Plan:
     request = step.request
     found = PartialPlan(
         request.assignment, request.estimator, request.rotate, request.warmup_steps, request.execution, request.rebalance, request.statistics, axis,
-        depths.first, depths.device_time, "predicted" if request.measured is None else "measured", tuple(segments),
+        depths.first, depths.device_time, "predicted" if request.measured is None else "measured", tuple(segments), step.examples,
     )  # fmt: skip
+    if pinned is not None:
+        timed = [dataclasses.replace(one, backward=known.backward) for one, known in zip(segments, pinned.segments, strict=True)]
+        found = dataclasses.replace(found, segments=tuple(timed), device_time=pinned.device_time, times=pinned.times)
     return dataclasses.replace(plan, partial=found, collectives=_collectives(plan, step, sent, axis))
 
 

@@ -118,7 +118,10 @@ def find_partial(
             f"examples cannot be balanced: devices along {shared} share those of one worker, in equal parts", value=shared, place=place,
             remedy="use rebalance=False, or a rule set whose batch is split over the data axis only",
         )
-    return PartialStep(graph, site, axes, depths, params, balanced_examples(depths, graph.num_examples, place))
+    examples = () if pinned is None else pinned.examples
+    if sum(examples) != graph.num_examples:  # the plan was made for another batch, or for none
+        examples = balanced_examples(depths, graph.num_examples, place)
+    return PartialStep(graph, site, axes, depths, params, examples)
 
 
 

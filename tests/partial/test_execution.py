@@ -14,6 +14,7 @@ import pytest
 import splitjax
 from splitjax import PartialBackprop
 from splitjax.errors import PartialError, PlanError
+from splitjax.partial import Measured
 
 NUM_LAYERS, NUM_EXAMPLES = 4, 16
 OPTIMIZER = optax.adam(1e-2)
@@ -220,6 +221,13 @@ def test_a_pinned_plan_has_its_depths():
     again = make(plan=pinned)
     jax.tree.map(np.testing.assert_array_equal, again(state, examples())[1], asked(state, examples())[1])
     assert again.plan(state, examples()).partial == pinned.partial
+    seconds = Measured(tuple(f"params/d{k}" for k in range(4)), (1.0, 1.0, 1.0, 9.0), 2.0, (1.0,) * 4)
+    balanced = make(backprop=PartialBackprop(rebalance=True, measured=seconds))
+    timed = balanced.plan(state, examples())
+    assert timed.partial.times == "measured" and timed.partial.examples != make(backprop=PartialBackprop(rebalance=True)).plan(state, examples()).partial.examples
+    timed_again = make(plan=splitjax.Plan.from_json(timed.to_json()))
+    assert timed_again.plan(state, examples()).partial == timed.partial
+    jax.tree.map(np.testing.assert_array_equal, timed_again(state, examples())[1], balanced(state, examples())[1])
     segments = pinned.partial.segments
     other = dataclasses.replace(pinned.partial, segments=(dataclasses.replace(segments[0], layers=("params/d9",)), *segments[1:]))
     with pytest.raises(PlanError, match="params/d9"):
