@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+from typing import Annotated
 
+import tyro
 from rich.console import Console
 
 from splitjax.cli._model_command import write_file
@@ -14,10 +16,13 @@ from splitjax.cli._options import OptionValueError, Traceback, check_positive
 
 @dataclasses.dataclass(frozen=True)
 class Simulate(Traceback):
-    """Simulate scheduling policies on a trace of training jobs (Philly or Muri tables, plain or gzip): completion times, makespan, efficiency."""
+    """Simulate scheduling policies on a trace of training jobs (Philly or Muri tables, or jobs of one's own, plain or gzip): completion times, makespan,
+    efficiency."""
 
     trace: pathlib.Path | None = None
     """The trace."""
+    profiles: pathlib.Path | None = None
+    """What iterations cost, a JSON file such as `splitjax profile --job --json` writes: Philly's jobs get its profiles in turn, others the one of their model."""
     cluster: str = "16x8"
     """Nodes x devices per node."""
     policy: str = "gang-srtf,gang-las"
@@ -38,6 +43,10 @@ class Simulate(Traceback):
     """Leave out rows that cannot be read instead of stopping at the first."""
     memory_gb: float | None = None
     """Memory of each device in GB (1e9 bytes); not looked at if not given."""
+    node_bandwidth: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None
+    """Of a device's link within its node, such as 300gbit: iterations wait for their exchange, as far as profiles have gradient bytes; not looked at if not given."""
+    network_bandwidth: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None
+    """The same between nodes, for jobs that are wider than one."""
     restart_seconds: float = 30.0
     """What a job loses whenever it gets devices."""
     interval_seconds: float = 0.0
@@ -53,6 +62,7 @@ class Simulate(Traceback):
 
     def run(self, console: Console) -> int:
         from splitjax import schedule
+        from splitjax.runtime.network import parse_bandwidth
 
         if self.list:
             for name in schedule.names():
@@ -64,7 +74,11 @@ class Simulate(Traceback):
         check_positive(load=self.load, jobs=self.jobs, min_workers=self.min_workers, max_workers=self.max_workers, memory_gb=self.memory_gb)
         if self.jobs is not None and self.load is None:
             raise OptionValueError("--jobs draws jobs, which takes a load", value=self.jobs, place="--jobs", remedy="give --load too")
-        cluster = schedule.Cluster.parse(self.cluster, memory_bytes=round(1e9 * (self.memory_gb or 0)))
+        rate = lambda text: 0.0 if text is None else parse_bandwidth(text) / 8
+        cluster = schedule.Cluster.parse(
+            self.cluster, memory_bytes=round(1e9 * (self.memory_gb or 0)), node_bytes_per_second=rate(self.node_bandwidth),
+            network_bytes_per_second=rate(self.network_bandwidth),
+        )
         names = _split(self.policy)
         if not names:
             raise OptionValueError("no policy is named", place="--policy", remedy="name one of " + ", ".join(schedule.names()))
@@ -80,7 +94,8 @@ class Simulate(Traceback):
         console.print(*found.tables())
         if self.json is not None:
             settings = {
-                "trace": str(self.trace), "cluster": str(cluster), "num_jobs": len(jobs), "load": schedule.offered_load(jobs, cluster), "seed": self.seed,
+                "trace": str(self.trace), "profiles": None if self.profiles is None else str(self.profiles), "cluster": str(cluster), "num_jobs": len(jobs), "load": schedule.offered_load(jobs, cluster), "seed": self.seed,
+                "node_bandwidth": self.node_bandwidth, "network_bandwidth": self.network_bandwidth,
                 "restart_seconds": self.restart_seconds, "interval_seconds": self.interval_seconds, "exact": self.exact,
             }  # fmt: skip
             settings["load"] = settings["load"] if settings["load"] < float("inf") else None
@@ -96,7 +111,8 @@ class Simulate(Traceback):
     def _jobs(self, cluster, console: Console):  # type: ignore[no-untyped-def]
         from splitjax import schedule
 
-        trace = schedule.read_trace(self.trace, skip_malformed=self.skip_malformed)
+        profiles = None if self.profiles is None else schedule.read_profiles(self.profiles)
+        trace = schedule.read_trace(self.trace, profiles=profiles, skip_malformed=self.skip_malformed)
         if trace.skipped:
             (line, why), count = trace.skipped[0], len(trace.skipped)
             console.print(f"skipped {count} malformed row{'s' * (count > 1)}; the first, line {line}: {why}", highlight=False, soft_wrap=True, markup=False)
@@ -107,6 +123,7 @@ class Simulate(Traceback):
             console.print(f"left out {len(chosen) - len(jobs)} jobs that are wider than the cluster", highlight=False, soft_wrap=True)
         if not jobs:
             raise OptionValueError("no job of the trace is left", value=str(self.trace), place="--trace", remedy="ask for other tags or numbers of workers")
+        jobs = schedule.over_links(jobs, cluster)  # the load is that of iterations as they run here
         return jobs if self.load is None else schedule.generate(jobs, cluster, load=self.load, seed=self.seed, num_jobs=self.jobs)
 
 

@@ -37,7 +37,7 @@ def noticing_idle(notice: Callable[[], None]) -> Iterator[None]:
 
 def _watch(over: threading.Event, notice: Callable[[], None]) -> None:
     me = threading.get_native_id()
-    has_computed, still = False, 0
+    has_computed, still, known = False, 0, ""
     others = lambda: time.process_time() - time.thread_time()  # looking costs time too
     wall, computed = time.perf_counter(), others()
     while not over.wait(_LOOK_SECONDS):
@@ -48,20 +48,23 @@ def _watch(over: threading.Event, notice: Callable[[], None]) -> None:
             has_computed, still = True, 0
         elif has_computed:
             # The clock stands still for a process too that others keep from running: its threads then want to.
-            still = still + 1 if not _wants_to_run(me) else 0
+            known = _that_wants_to_run(str(me), known)
+            still = still + 1 if not known else 0
             if still >= _STILL_LOOKS:
                 notice()
                 return
 
 
-def _wants_to_run(me: int) -> bool:
-    for name in os.listdir(_TASKS):
-        if int(name) == me:
-            continue
-        try:
-            stat = (_TASKS / name / "stat").read_text()
-        except OSError:
-            continue  # it has ended
-        if stat.rpartition(")")[2].split()[0] in "RD":
-            return True
-    return False
+def _that_wants_to_run(me: str, first: str) -> str:
+    """A thread other than `me` that does; empty where there is none. `first`: one to ask first, as there can be a hundred, and each costs time to ask."""
+    if first and _wants_to_run(first):
+        return first
+    return next((name for name in os.listdir(_TASKS) if name != me and _wants_to_run(name)), "")
+
+
+def _wants_to_run(name: str) -> bool:
+    try:
+        stat = (_TASKS / name / "stat").read_bytes()
+    except OSError:
+        return False  # it has ended
+    return stat.rpartition(b")")[2].split(maxsplit=1)[0] in (b"R", b"D")

@@ -106,13 +106,13 @@ class DecoratedTask:
     """A `schedule.WorkerTask`: one worker of a `DecoratedJob`."""
 
     def __init__(self, training: Training, place: Place, directory: Path, release_early: bool):
-        self._training, self._place, self._release_early = training, place, release_early
+        self.training, self._place, self._release_early = training, place, release_early
         self._checkpoints = Checkpoints(CheckpointOptions(directory, keep_last=2, keep_best=0))
         self._read: dict[int, Any] = {}
         self._state: Any = None
 
     def restore(self) -> int:
-        training = self._training
+        training = self.training
         example = (self._batch(1),)
         begin = lambda: training.step.init(training.init_fn, training.key, example=example)
         for depths in [(1.0,) * self._place.num_workers] if training.warm_up is None else training.warm_up:
@@ -127,8 +127,8 @@ class DecoratedTask:
         return restored.step
 
     def stage(self, number: int, resource: int) -> None:
-        if resource == STORAGE and self._training.read is not None:
-            self._read[number] = self._training.read(number)
+        if resource == STORAGE and self.training.read is not None:
+            self._read[number] = self.training.read(number)
 
     def step(self, order: StepOrder, computed: Callable[[], None]) -> Mapping[str, float]:
         batch = self._batch(order.number)
@@ -142,17 +142,17 @@ class DecoratedTask:
         return {name: float(value) for name, value in metrics.items()}
 
     def save(self, number: int) -> None:
-        self._checkpoints.save(number, self._state, carried=self._training.step.carried(), wait=True)
+        self._checkpoints.save(number, self._state, carried=self.training.step.carried(), wait=True)
 
     def _step_at(self, depths: tuple[float, ...]) -> Callable[[Any, Any], Any]:
-        return self._training.step if self._training.at_depths is None else self._training.at_depths(depths)
+        return self.training.step if self.training.at_depths is None else self.training.at_depths(depths)
 
     def _batch(self, number: int) -> Any:
-        if self._training.read is None:
-            return self._training.batch(number)
+        if self.training.read is None:
+            return self.training.batch(number)
         if number not in self._read:
-            self._read[number] = self._training.read(number)
-        return self._training.batch(number, self._read.pop(number))
+            self._read[number] = self.training.read(number)
+        return self.training.batch(number, self._read.pop(number))
 
 
 def one_core_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -14,7 +14,9 @@ from splitjax.schedule.executor import execute
 from splitjax.schedule.gang import gang
 from splitjax.schedule.generate import generate, offered_load, rescale
 from splitjax.schedule.jobs import Depth, Job, JobProfile, Stages
+from splitjax.schedule.links import exchange_seconds, over_links
 from splitjax.schedule.policy import Assignment, Group, Member, Policy, View, get, names, register
+from splitjax.schedule.profile_table import profile_table
 from splitjax.schedule.ray_engine import RayEngine, RayOptions
 from splitjax.schedule.result import JobRecord, SimulationResult, Work
 from splitjax.schedule.simulator import Options, simulate
@@ -23,6 +25,7 @@ from splitjax.schedule.traces import (
     Throughputs,
     Trace,
     read_gavel,
+    read_jobs,
     read_muri,
     read_philly,
     read_profiles,
@@ -65,14 +68,18 @@ __all__ = [
     "WorkerTask",
     "compare",
     "discipline",
+    "exchange_seconds",
     "execute",
     "gang",
     "generate",
     "get",
     "names",
     "offered_load",
+    "over_links",
     "policies",
+    "profile_table",
     "read_gavel",
+    "read_jobs",
     "read_muri",
     "read_philly",
     "read_profiles",

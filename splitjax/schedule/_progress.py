@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from splitjax.schedule.cluster import Cluster
 from splitjax.schedule.jobs import Job, JobColumns
 from splitjax.schedule.policy import Group, View
-from splitjax.schedule.result import Work
+from splitjax.schedule.result import JobRecord, Work
 
 _BUSY, _FINISHED, _CREDITED, _FLOOR = 0, 1, 2, 3  # positions in a vector of work; the floors are its last four
 _LENGTH = 7
@@ -62,12 +62,23 @@ class Progress:
         ran = self.rate[active] * np.maximum(0.0, now - self.progress_from[active])
         arrays = (
             active.view(), np.maximum(0.0, self.remaining[active] - ran), self.seconds[active] + elapsed,
-            self.device_seconds[active] + self.held[active] * elapsed, self.held[active], fair - self.fair_at_arrival[active], self.group_of[active],
+            self.device_seconds[active] + self.held[active] * elapsed, fair - self.fair_at_arrival[active], self.group_of[active],
         )  # fmt: skip
         free = free.view()
         for array in (*arrays, free):
             array.setflags(write=False)
         return View(now, cluster, self.jobs, self.columns, *arrays, groups, free, memory)
+
+    def records(self) -> tuple[JobRecord, ...]:
+        """Of all jobs, in the order of the trace."""
+        return tuple(
+            JobRecord(
+                job.name, job.tag, job.num_workers, job.arrival_seconds, float(self.started[number]), float(self.finished[number]), job.exclusive_seconds,
+                float(self.seconds[number]), float(self.device_seconds[number]), float(self.fair_at_finish[number] - self.fair_at_arrival[number]),
+                int(self.starts[number]),
+            )
+            for number, job in enumerate(self.jobs)
+        )  # fmt: skip
 
 
 class Integrals:

@@ -10,6 +10,8 @@ from splitjax.schedule.jobs import DEVICE
 from splitjax.schedule.policy import Group
 from splitjax.schedule.tokens import Grant
 
+_NOT_YET = 1e-6  # seconds: a job whose iteration should be over by now, but is not, comes after those that are ready
+
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
@@ -45,7 +47,7 @@ def group_state(group: Group, standings: Sequence[Standing], grants: Iterable[Gr
                 times[turn.task.resource] = max(now, before)
             ends.append(before)
         planned = max(task.end_seconds for task in grant.iteration.tasks)
-        ready[grant.job] = max(now, max(ends) + grant.iteration.ready_seconds - planned)
+        ready[grant.job] = max(now + _NOT_YET, max(ends) + grant.iteration.ready_seconds - planned)
     return GroupState(
         now, tuple(one.iterations for one in standings), tuple(float(one.remaining) for one in standings),
         tuple(ready.get(member.job, one.ready_seconds) for member, one in zip(group.members, standings)), tuple(one.device_seconds for one in standings),

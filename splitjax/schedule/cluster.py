@@ -15,8 +15,8 @@ class Cluster:
     **Attributes:**
 
     - `memory_bytes`: of each device; 0 for memory that is not looked at.
-    - `node_bytes_per_second`, `network_bytes_per_second`: rate of a device's link within its node and between nodes; 0 for links that take no time
-      beyond what profiles say.
+    - `node_bytes_per_second`, `network_bytes_per_second`: rate of a device's link within its node and between nodes (`links.exchange_seconds`); 0 for
+      links that take no time beyond what profiles say.
 
     Raises `ScheduleError` for a cluster without devices.
     """
@@ -41,12 +41,12 @@ class Cluster:
         return device // self.devices_per_node
 
     @staticmethod
-    def parse(text: str, *, memory_bytes: int = 0) -> Cluster:
+    def parse(text: str, *, memory_bytes: int = 0, node_bytes_per_second: float = 0.0, network_bytes_per_second: float = 0.0) -> Cluster:
         """`"16x8"`: 16 nodes of 8 devices. Raises `ScheduleError`."""
         found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text.strip())
         if found is None:
             raise ScheduleError("a cluster is given as nodes x devices per node", value=text, place="cluster", remedy='write "16x8" for 16 nodes of 8 devices')
-        return Cluster(int(found[1]), int(found[2]), memory_bytes)
+        return Cluster(int(found[1]), int(found[2]), memory_bytes, node_bytes_per_second, network_bytes_per_second)
 
     def __str__(self) -> str:
         return f"{self.num_nodes}x{self.devices_per_node}"

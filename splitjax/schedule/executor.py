@@ -29,7 +29,7 @@ from splitjax.schedule.execution import Execution, ExecutionOptions, TaskRecord
 from splitjax.schedule.iterations import iteration_credit
 from splitjax.schedule.jobs import CPU, DEVICE, NETWORK, STORAGE, Job, JobColumns
 from splitjax.schedule.policy import Group, Policy, get
-from splitjax.schedule.result import JobRecord, SimulationResult, Span
+from splitjax.schedule.result import SimulationResult, Span
 from splitjax.schedule.tokens import Grant, Tokens, Turn
 
 logger = logging.getLogger("splitjax")
@@ -69,7 +69,6 @@ class _Executor:
         self.active: list[int] = []
         self.groups: dict[int, Group] = {}
         self.since: dict[int, float] = {}
-        self.last: dict[int, Grant] = {}  # by group
         self.grants: list[Grant] = []  # under way, in the order in which they were granted
         self.num_groups = self.num_decisions = 0
         self.memory: Any = None
@@ -173,7 +172,6 @@ class _Executor:
 
     def _dissolve(self, number: int) -> Sequence[Any]:
         group = self.groups.pop(number)
-        self.last.pop(number, None)
         self.sums.num_held -= len(group.devices)
         self.spans.append(Span(tuple(member.job for member in group.members), group.devices, self.since.pop(number), self.now))
         for grant in [grant for grant in self.grants if grant.group == number and not grant.has_started]:
@@ -204,7 +202,7 @@ class _Executor:
         while any([self._settle(run) for run in self.runs]):  # one that leaves makes room for another
             pass
         self._dispatch()
-        for number in list(self.groups):  # a discipline is asked for the next iteration once the last has begun
+        for number in list(self.groups):
             while self._grant(number):
                 self._dispatch()
 
@@ -267,15 +265,16 @@ class _Executor:
     # Iterations
 
     def _grant(self, number: int) -> bool:
-        """Asks a group's discipline for its next iteration, once the last one has begun. Members whose processes are not up are left out."""
-        group, last = self.groups.get(number), self.last.get(number)
-        if group is None or (last is not None and last in self.grants and not last.has_started):
+        """Asks a group's discipline for its next iteration, and grants it if one of its tasks can begin at once: what is granted earlier could only stand in
+        the way of a member that turns out to be ready first. Members whose processes are not up are left out."""
+        group = self.groups.get(number)
+        if group is None:
             return False
         every = self.options.checkpoint_every_seconds
         ready = tuple(
             member for member in group.members if (run := self.runs[member.job]).can_go_on(member.devices) and run.checkpoint_due(every) > self.now
         )
-        if not ready:
+        if all(self.runs[member.job].grants for member in ready):
             return False
         group = dataclasses.replace(group, members=ready)
         jobs = [self.jobs[member.job] for member in ready]
@@ -283,13 +282,16 @@ class _Executor:
         state = group_state(group, standings, self.grants, self.now)
         iteration = get_discipline(group.discipline).next_iteration(group, jobs, state)
         job, run = jobs[iteration.member], self.runs[ready[iteration.member].job]
+        if run.grants:
+            return False
         free = {device: times[DEVICE] for device, times in zip(group.devices, state.free_seconds)}
         next_number = run.num_done + len(run.grants) + 1
         iteration = pinned(iteration, next_number, run.devices, free, max(self.now, state.ready_seconds[iteration.member]))
         depths = {task.worker: task.depth for task in iteration.tasks if task.resource == DEVICE}
         order = StepOrder(next_number, tuple(job.profile.depths[depths[worker]].fraction for worker in range(job.num_workers)))
         grant = Grant(run.number, number, order, iteration, self.now)
-        self.last[number] = grant
+        if not any(self.tokens.is_free(turns[0]) for turns in grant.turns):
+            return False
         self.grants.append(grant)
         run.grants.append(grant)
         self.tokens.grant(grant)
@@ -384,16 +386,7 @@ class _Executor:
 
     def _execution(self) -> Execution:
         total, busy = self.sums.parts()
-        done = self.progress
-        records = tuple(
-            JobRecord(
-                job.name, job.tag, job.num_workers, job.arrival_seconds, float(done.started[number]), float(done.finished[number]), job.exclusive_seconds,
-                float(done.seconds[number]), float(done.device_seconds[number]), float(done.fair_at_finish[number] - done.fair_at_arrival[number]),
-                int(done.starts[number]),
-            )
-            for number, job in enumerate(self.jobs)
-        )  # fmt: skip
-        result = SimulationResult(self.policy.name, self.cluster, records, total, busy, self.num_decisions, tuple(self.spans))
+        result = SimulationResult(self.policy.name, self.cluster, self.progress.records(), total, busy, self.num_decisions, tuple(self.spans))
         by_name = lambda value: {run.job.name: value(run) for run in self.runs}
         failed = {run.job.name: run.failed for run in self.runs if run.failed}
         return Execution(result, tuple(self.tasks), by_name(lambda run: run.metrics), by_name(lambda run: run.restarts), failed)

@@ -86,7 +86,7 @@ def _consolidated(view: View, order: NDArray[np.int64], backfill: bool, wake_sec
     stop, start = {number for number, _ in held.values()}, []
     num_workers = view.num_workers.tolist()
     for position in order.tolist():
-        nodes = _nodes_for(counts, num_workers[position], view.cluster.devices_per_node)
+        nodes = nodes_for(counts, num_workers[position], view.cluster.devices_per_node)
         if nodes is None:
             if backfill:
                 continue
@@ -108,7 +108,7 @@ def _consolidated(view: View, order: NDArray[np.int64], backfill: bool, wake_sec
     return Assignment(tuple(sorted(stop)), tuple(start), wake_seconds, memory)
 
 
-def _nodes_for(counts: NDArray[np.int64], num_workers: int, per_node: int) -> list[tuple[int, int]] | None:
+def nodes_for(counts: NDArray[np.int64], num_workers: int, per_node: int) -> list[tuple[int, int]] | None:
     """(node, devices there): the first nodes that do, free ones for all but the rest; None where there are none."""
     whole, rest = divmod(num_workers, per_node)
     empty = np.flatnonzero(counts == per_node)[:whole]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitjax.errors import ScheduleError
+from splitjax.schedule._json import checked_fields
 
 RESOURCES = ("storage", "cpu", "device", "network")
 STORAGE, CPU, DEVICE, NETWORK = range(4)
@@ -32,12 +32,14 @@ class Depth:
     - `backward_seconds`: the backward pass down to here.
     - `memory_bytes`: what a worker needs resident while it trains at this depth (parameters, optimizer state, activations).
     - `gradient_bytes`: bytes of the gradients that it makes, before any exchange.
+    - `layer`: at which the backward pass ends, where known.
     """
 
     fraction: float
     backward_seconds: float
     memory_bytes: int = 0
     gradient_bytes: int = 0
+    layer: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +70,9 @@ class JobProfile:
     - `exposed_seconds`: time of an iteration, job alone, in which the device waits: input and all-reduce that computing does not hide.
     - `state_bytes`: of `Depth.memory_bytes`, what stays on a device while other jobs compute there (parameters, optimizer state).
     - `stages`: time on each resource, where known.
+    - `update_seconds`: the update of the parameters, which every worker computes at whatever depth.
 
-    Raises `ScheduleError` for times or fractions that cannot be.
+    Raises `ScheduleError` for times, fractions or sizes that cannot be.
     """
 
     name: str
@@ -78,23 +81,27 @@ class JobProfile:
     exposed_seconds: float = 0.0
     state_bytes: int = 0
     stages: Stages | None = None
+    update_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        times = [self.forward_seconds, self.exposed_seconds, *(depth.backward_seconds for depth in self.depths), *(self.stages.seconds if self.stages else ())]
+        times = [self.forward_seconds, self.exposed_seconds, self.update_seconds, *(depth.backward_seconds for depth in self.depths), *(self.stages.seconds if self.stages else ())]
         fractions = [depth.fraction for depth in self.depths]
-        if not self.depths or fractions[0] != 1 or any(deep <= shallow for deep, shallow in zip(fractions, fractions[1:])) or fractions[-1] <= 0:
+        if not self.depths or fractions[0] != 1 or not all(deep > shallow for deep, shallow in zip(fractions, [*fractions[1:], 0.0])):
             raise ScheduleError("depths have to fall from 1, full backpropagation, and stay above 0", value=fractions, place=f"profile {self.name!r}")
         if not all(math.isfinite(time) and time >= 0 for time in times) or self.iteration_seconds <= 0:
             raise ScheduleError("an iteration takes time, and no part of it less than none", value=times, place=f"profile {self.name!r}")
+        sizes = [self.state_bytes, *(depth.memory_bytes for depth in self.depths), *(depth.gradient_bytes for depth in self.depths)]
+        if min(sizes) < 0:
+            raise ScheduleError("nothing needs less memory than none", value=min(sizes), place=f"profile {self.name!r}")
 
     @property
     def iteration_seconds(self) -> float:
         """One iteration of the job alone, with full backpropagation."""
-        return self.forward_seconds + self.depths[0].backward_seconds + self.exposed_seconds
+        return self.task_seconds(0) + self.exposed_seconds
 
     def task_seconds(self, depth: int) -> float:
-        """Forward, and backward down to depth number `depth`: how long the iteration keeps a device computing."""
-        return self.forward_seconds + self.depths[depth].backward_seconds
+        """Forward, backward down to depth number `depth`, and the update: how long the iteration keeps a device computing."""
+        return self.forward_seconds + self.depths[depth].backward_seconds + self.update_seconds
 
     def depth_at(self, fraction: float) -> int:
         """Number of the shallowest depth that covers `fraction` of the model: wanted depths are rounded up to real ones, never down."""
@@ -127,13 +134,15 @@ class JobProfile:
         return dataclasses.asdict(self)
 
     @staticmethod
-    def from_json(values: dict[str, Any]) -> JobProfile:
-        """What `to_json` wrote. Raises `ScheduleError` for anything else."""
-        try:
-            known = {**values, "depths": tuple(Depth(**depth) for depth in values["depths"])}
-            return JobProfile(**{**known, "stages": Stages(**values["stages"]) if values.get("stages") else None})
-        except (TypeError, KeyError) as error:
-            raise ScheduleError(f"not a job profile: {error}", value=json.dumps(values), remedy="write profiles with JobProfile.to_json") from error
+    def from_json(values: Any) -> JobProfile:
+        """What `to_json` wrote. Raises `ScheduleError` for anything else; its place says where in `values`."""
+        known = checked_fields(JobProfile, values, "")
+        if not isinstance(known["depths"], (list, tuple)):
+            raise ScheduleError("depths are a list", value=known["depths"], place="depths", remedy="give them, full backpropagation first")
+        known["depths"] = tuple(Depth(**checked_fields(Depth, one, f"depths[{number}]")) for number, one in enumerate(known["depths"]))
+        if known.get("stages") is not None:
+            known["stages"] = Stages(**checked_fields(Stages, known["stages"], "stages"))
+        return JobProfile(**known)
 
     @staticmethod
     def uniform(

@@ -5,8 +5,8 @@ While the jobs there ask for no more devices than there are, each has its own. W
 iteration alone, all workers together: an eight-worker job under partial backpropagation keeps 5.7 devices computing, so four of them fill 24
 devices, or less where more jobs wait. All groups get devices in proportion to their demand, so none is sparser than others.
 
-A job that comes joins the sparsest group, and nobody else restarts. Where that leaves more than `TOLERANCE` of the throughput unused, all is grouped
-anew, jobs of equal width and iteration time together, but not more often than each `settle_seconds`: jobs that move restart.
+A job that comes joins the sparsest group, and nobody else restarts. Where grouping all anew, jobs of equal width and iteration time together, gains more
+than `TOLERANCE` of the throughput, that is done, but not more often than each `settle_seconds`: jobs that move restart.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from splitjax.schedule.jobs import DEVICE, resident_bytes
 from splitjax.schedule.orders import Order
 from splitjax.schedule.policy import Assignment, Group, Member, View
 
-MAX_MEMBERS = 4
+MAX_MEMBERS = 8
 DENSITY = 1.4  # demand per device at which devices always have work: the list schedule's holes close between 1 and this
-TOLERANCE = 0.02
-SETTLE_SECONDS = 1200.0
+TOLERANCE = 0.005
+SETTLE_SECONDS = 300.0
 
 
 def pack(
@@ -39,7 +39,7 @@ def pack(
     - `order`: in which jobs are served. `discipline`: how the jobs of a group take turns; whichever it is, tasks may be on any of its devices.
     - `partial`: demands are those of partial backpropagation, else of full.
     - `max_members`: jobs in a group, fewer where memory does not suffice. `density`: demand per device up to which jobs are admitted.
-    - `settle_seconds`: the least time between two times that all is grouped anew.
+    - `settle_seconds`: the least time between two looks at whether all is to be grouped anew.
     """
     plan = _Plan(view, order, discipline, partial, max_members, density)
     plan.keep()
@@ -47,11 +47,11 @@ def pack(
     last = plan.memory.get("packed", -math.inf)
     wake = math.inf
     if plan.waste() > TOLERANCE:
-        if view.now_seconds >= last + settle_seconds - 1e-6:
-            plan.anew()
-            last = view.now_seconds
-        else:
+        if view.now_seconds < last + settle_seconds - 1e-6:
             wake = last + settle_seconds
+        else:
+            plan.anew()
+            last = view.now_seconds  # of a look that changed nothing too: it costs as much as one that does
     changes, memory = order.after(plan.share())
     return plan.assignment(min(wake, changes), {"order": memory, "packed": last, "demand": plan.demands})
 
@@ -79,6 +79,7 @@ class _Plan:
             chosen = admit(np.ceil(need[order.positions] * 1000 - 1e-6).astype(np.int64), view.cluster.num_devices * 1000)
             self.admitted[:] = False
             self.admitted[order.positions[chosen]] = True
+            self._fill()
         self.free = view.free.copy()
         self.stopped: list[int] = []
         self.rank = np.empty(len(order.positions), np.int64)
@@ -96,6 +97,14 @@ class _Plan:
         self.members: dict[int, list[int]] = {}
         self.devices: dict[int, tuple[int, ...]] = {}
         self.changed: set[int] = set()
+
+    def _fill(self) -> None:
+        """On few devices a job more or less is much: where those admitted cannot keep all devices computing, the next that may still join them is too."""
+        waiting = self.order.positions[~self.admitted[self.order.positions]]
+        while len(waiting) and (load := float(self.demand[self.admitted].sum())) < self.view.cluster.num_devices - 1e-9:
+            waiting = waiting[load + self.demand[waiting] <= 1.25 * self.density * self.view.cluster.num_devices]
+            self.admitted[waiting[:1]] = True
+            waiting = waiting[1:]
 
     def keep(self) -> None:
         """What runs, without those that have to make way."""
@@ -186,10 +195,13 @@ class _Plan:
 
     def waste(self) -> float:
         """Share of the admitted jobs' throughput, perfectly packed, that the groups as they are do not have."""
+        best = self._best()
+        return 1 - _throughput(self.width, self.load, self.size) / best if best else 0.0
+
+    def _best(self) -> float:
+        """Throughput of the admitted jobs, in full-speed workers, perfectly packed at one density."""
         total = float(self.demand[self.admitted].sum())
-        best = float(self.num_workers[self.admitted].sum()) * min(1.0, self.view.cluster.num_devices / max(total, 1e-9))
-        have = float((self.width * np.minimum(1.0, self.size / np.maximum(self.load, 1e-9))).sum())
-        return 1 - have / best if best else 0.0
+        return float(self.num_workers[self.admitted].sum()) * min(1.0, self.view.cluster.num_devices / max(total, 1e-9))
 
     def share(self) -> NDArray[np.float64]:
         """f64[active], devices of its group by the share that it computes."""
@@ -200,7 +212,8 @@ class _Plan:
         return found
 
     def anew(self) -> None:
-        """All groups again: jobs that are alike together, devices in proportion to demand."""
+        """All groups again: jobs that are alike together, devices in proportion to demand. Nothing changes where that gains less than `TOLERANCE`:
+        jobs that hold whole devices, and whole numbers of devices, leave some of the throughput unused however often all is grouped."""
         num_devices = self.view.cluster.num_devices
         columns, active = self.view.columns, self.view.active
         positions = np.flatnonzero(self.admitted)
@@ -217,13 +230,17 @@ class _Plan:
         groups = [part for members in [*classes.values(), odd] for part in self._parts(members)]
         sizes = [int(self.num_workers[members].sum()) for members in single]
         sizes += _shares([float(self.demand[members].sum()) for members in groups], [int(self.num_workers[members].sum()) for members in groups], num_devices - sum(sizes))
+        every = [*single, *groups]
+        width, load = (np.array([values[members].sum() for members in every], np.float64) for values in (self.num_workers, self.demand))
+        if _throughput(width, load, np.array(sizes)) - _throughput(self.width, self.load, self.size) <= TOLERANCE * self._best():
+            return
         running = [index for index in range(len(self.ids)) if self.count[index] and index not in self.changed]
         before = {tuple(self._of(index)): index for index in running}
         self.stopped = [int(number) for number in self.ids]
         self.free[:] = True
         rest = []
         stay = set()
-        for members, size in zip([*single, *groups], sizes):
+        for members, size in zip(every, sizes):
             index = before.get(tuple(sorted(members)))
             if index is not None and self.size[index] == size:
                 stay.add(index)
@@ -276,6 +293,11 @@ class _Plan:
         if count <= len(devices):
             return Member(job, devices[:count], devices[count:])
         return Member(job, tuple(devices[worker % len(devices)] for worker in range(count)))
+
+
+def _throughput(width: NDArray[np.float64], load: NDArray[np.float64], size: NDArray[np.float64]) -> float:
+    """In full-speed workers, of groups of so many workers, demand and devices."""
+    return float((width * np.minimum(1.0, size / np.maximum(load, 1e-9))).sum())
 
 
 def _shares(loads: list[float], widths: list[int], num_devices: int) -> list[int]:

@@ -66,7 +66,7 @@ class View:
     - `active`: i64, numbers of the jobs that have arrived and are not done, in order of arrival.
     - `remaining_iterations`: f64[active], fractions of an iteration included.
     - `attained_seconds`: f64[active], how long it has held devices. `attained_device_seconds`: f64[active], the same times devices, shared devices
-      counted by the share that it computed. `attained_devices`: f64[active], how fast these grow: the devices that it holds now, likewise.
+      counted by the share that it computed.
     - `fair_seconds`: f64[active], time since arrival, each moment multiplied by how many times over its devices the cluster was asked for (at least 1).
     - `group_of`: i64[active], id of the group that it is in, -1 while it waits.
     - `groups`: id -> group, of those that run.
@@ -82,7 +82,6 @@ class View:
     remaining_iterations: NDArray[np.float64]
     attained_seconds: NDArray[np.float64]
     attained_device_seconds: NDArray[np.float64]
-    attained_devices: NDArray[np.float64]
     fair_seconds: NDArray[np.float64]
     group_of: NDArray[np.int64]
     groups: Mapping[int, Group]

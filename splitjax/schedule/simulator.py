@@ -22,8 +22,9 @@ from splitjax.schedule.cluster import Cluster
 from splitjax.schedule.discipline import GroupState, Rates, get_discipline
 from splitjax.schedule.iterations import advance, iteration_credit, start_state
 from splitjax.schedule.jobs import DEVICE, Job, JobColumns
+from splitjax.schedule.links import over_links
 from splitjax.schedule.policy import Assignment, Group, Policy, get
-from splitjax.schedule.result import JobRecord, SimulationResult, Span
+from splitjax.schedule.result import SimulationResult, Span
 
 _BEGIN, _FINISH, _GRANT, _DONE = range(4)
 
@@ -53,12 +54,13 @@ class Options:
 
 
 def simulate(jobs: Sequence[Job], cluster: Cluster, policy: str | Policy, options: Options | None = None) -> SimulationResult:
-    """Runs all `jobs` on `cluster` under a policy (or the name of a registered one). The same arguments give the same result.
+    """Runs all `jobs` on `cluster` under a policy (or the name of a registered one). The same arguments give the same result. Where the cluster's
+    links have rates, iterations wait for their exchange (`over_links`).
 
     Raises `ScheduleError` for a job that the cluster is too small for, a policy that leaves jobs waiting for ever, or a decision that cannot be carried
     out (devices that are not free, memory that does not suffice).
     """
-    run = _Run(tuple(jobs), cluster, get(policy) if isinstance(policy, str) else policy, options or Options())
+    run = _Run(over_links(jobs, cluster), cluster, get(policy) if isinstance(policy, str) else policy, options or Options())
     while run.step():
         pass
     return run.result()
@@ -300,7 +302,7 @@ class _Run:
         per_node, devices = self.cluster.devices_per_node, {device: index for index, device in enumerate(group.devices)}
         first = min(devices) // per_node if devices else 0
         if len(group.members) == 1 and not group.members[0].resident:
-            layout: Any = len({device // per_node for device in devices})
+            layout: Any = len(devices), len({device // per_node for device in devices})  # more workers than devices: some of these take two
         else:
             layout = tuple(
                 tuple(tuple((devices[device], device // per_node - first) for device in held) for held in (member.devices, member.resident))
@@ -384,13 +386,4 @@ class _Run:
 
     def result(self) -> SimulationResult:
         total, busy = self.sums.parts()
-        done = self.progress
-        records = tuple(
-            JobRecord(
-                job.name, job.tag, job.num_workers, job.arrival_seconds, float(done.started[number]), float(done.finished[number]), job.exclusive_seconds,
-                float(done.seconds[number]), float(done.device_seconds[number]), float(done.fair_at_finish[number] - done.fair_at_arrival[number]),
-                int(done.starts[number]),
-            )
-            for number, job in enumerate(self.jobs)
-        )  # fmt: skip
-        return SimulationResult(self.policy.name, self.cluster, records, total, busy, self.num_decisions, tuple(self.spans))
+        return SimulationResult(self.policy.name, self.cluster, self.progress.records(), total, busy, self.num_decisions, tuple(self.spans))

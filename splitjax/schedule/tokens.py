@@ -91,6 +91,10 @@ class Tokens:
         for turn in grant.all_turns():
             self._queues.setdefault(turn.place, collections.deque()).append(turn)
 
+    def is_free(self, turn: Turn) -> bool:
+        """Whether nobody has, or waits for, the token that this turn needs."""
+        return not self._queues.get(turn.place)
+
     def holders(self) -> Iterable[Turn]:
         """The first turn of every queue."""
         return [queue[0] for queue in self._queues.values() if queue]

@@ -1,4 +1,4 @@
-"""Readers of public traces. Arrivals count from the first one; a malformed row is an error that names file and line, or is left out and listed if asked."""
+"""Readers of public traces, of jobs and of profiles of one's own. A malformed row is an error that names file and line, or is left out and listed if asked."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import gzip
 import io
+import itertools
 import json
 import math
 import pathlib
@@ -19,6 +20,7 @@ from splitjax.schedule.jobs import Job, JobProfile, Stages
 
 PHILLY_COLUMNS = ("timestamp", "duration", "num_gpus", "cluster")
 MURI_COLUMNS = ("job_id", "num_gpu", "submit_time", "iterations", "model_name", "iteration_time")
+JOB_COLUMNS = ("name", "arrival_seconds", "num_workers", "num_iterations", "profile")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,17 +38,54 @@ class Trace:
         return dataclasses.replace(self, jobs=jobs)
 
 
-def read_trace(path: str | pathlib.Path, *, skip_malformed: bool = False) -> Trace:
-    """A trace of either kind, told by its header. Raises `TraceFileError`."""
+def read_trace(path: str | pathlib.Path, *, profiles: Mapping[str, JobProfile] | None = None, skip_malformed: bool = False) -> Trace:
+    """A trace of any kind, told by its header.
+
+    **Arguments:**
+
+    - `profiles`: by name, such as `read_profiles` reads. Jobs of Philly's tables, which say nothing of their models, get them in turn; Muri's and one's own the one of their model.
+    - `skip_malformed`: leave malformed rows out and list them, instead of an error.
+
+    Raises `TraceFileError`.
+    """
     _, header = next(_rows(pathlib.Path(path)), (1, []))
+    if profiles is not None and not profiles:
+        raise TraceFileError("there is no profile to give to its jobs", value={}, place=str(path), remedy="leave profiles out, or give one")
     if set(PHILLY_COLUMNS) <= set(header):
-        return read_philly(path, skip_malformed=skip_malformed)
+        turns = itertools.cycle(profiles.values()) if profiles else None
+        return read_philly(path, profile=None if turns is None else lambda num_workers: next(turns), skip_malformed=skip_malformed)
     if set(MURI_COLUMNS) <= set(header):
-        return read_muri(path, skip_malformed=skip_malformed)
+        return read_muri(path, profiles=profiles, skip_malformed=skip_malformed)
+    if set(JOB_COLUMNS) <= set(header):
+        if profiles is None:
+            raise TraceFileError("its jobs name profiles, and none are given", place=f"{path}:1", remedy="give the profiles that it names (profiles=, --profiles)")
+        return read_jobs(path, profiles, skip_malformed=skip_malformed)
     raise TraceFileError(
         "a trace of a kind that is not known", value=header, place=f"{path}:1",
-        remedy=f"columns are {', '.join(PHILLY_COLUMNS)} (Philly) or {', '.join(MURI_COLUMNS)} (Muri)",
+        remedy=f"columns are {', '.join(PHILLY_COLUMNS)} (Philly), {', '.join(MURI_COLUMNS)} (Muri) or {', '.join(JOB_COLUMNS)} (one's own)",
     )  # fmt: skip
+
+
+def read_jobs(path: str | pathlib.Path, profiles: Mapping[str, JobProfile], *, skip_malformed: bool = False) -> Trace:
+    """Jobs of one's own, a CSV, plain or gzip: `name` (unique), `arrival_seconds`, `num_workers`, `num_iterations`, `profile` (a name in `profiles`), and, if one
+    likes, `tag`. Raises `TraceFileError`."""
+    seen: set[str] = set()
+
+    def parse(row: Mapping[str, str], line: int) -> Job:
+        if row["name"] in seen:
+            raise ValueError(f"a second job {row['name']!r}")
+        counts = (_count(row[column], column) for column in ("num_workers", "num_iterations"))
+        job = Job(row["name"], float(row["arrival_seconds"]), *counts, _profile_named(row["profile"], profiles), row.get("tag", ""))
+        seen.add(row["name"])
+        return job
+
+    return _read(pathlib.Path(path), JOB_COLUMNS, parse, skip_malformed, from_zero=False)
+
+
+def _profile_named(name: str, profiles: Mapping[str, JobProfile]) -> JobProfile:
+    if name not in profiles:
+        raise ValueError(f"no profile {name!r}; there are {', '.join(map(repr, profiles))}")
+    return profiles[name]
 
 
 def read_philly(
@@ -81,7 +120,9 @@ def read_philly(
     return _read(pathlib.Path(path), PHILLY_COLUMNS, parse, skip_malformed)
 
 
-def read_muri(path: str | pathlib.Path, *, stages: bool = True, exposed_fraction: float = 0.0, skip_malformed: bool = False) -> Trace:
+def read_muri(
+    path: str | pathlib.Path, *, stages: bool = True, exposed_fraction: float = 0.0, profiles: Mapping[str, JobProfile] | None = None, skip_malformed: bool = False
+) -> Trace:
     """Traces of Muri (Zhao et al., SIGCOMM'22): `job_id`, `num_gpu`, `iterations`, `model_name`; milliseconds in `submit_time`, `iteration_time` and
     `resource_time_0..`, which are input (storage and CPU in one), device and network, or those four apart.
 
@@ -90,11 +131,12 @@ def read_muri(path: str | pathlib.Path, *, stages: bool = True, exposed_fraction
     **Arguments:**
 
     - `stages`: an iteration computes for its time on the device and waits for the rest; without, it computes all the time but `exposed_fraction` of it.
+    - `profiles`: by `model_name`, what an iteration costs, instead of the trace's times.
     - `skip_malformed`: leave malformed rows out and list them, instead of an error.
 
     Raises `TraceFileError`.
     """
-    known: dict[tuple[object, ...], JobProfile] = {}
+    known: dict[tuple[str, float, tuple[float, ...]], JobProfile] = {}
 
     def parse(row: Mapping[str, str], line: int) -> Job:
         seconds = float(row["iteration_time"]) / 1e3
@@ -106,7 +148,8 @@ def read_muri(path: str | pathlib.Path, *, stages: bool = True, exposed_fraction
             raise ValueError("times that are no times")
         key = (row["model_name"], seconds, resources)
         if key not in known:
-            known[key] = _muri_profile(row["model_name"], seconds, resources, exposed_fraction)
+            given = profiles is not None
+            known[key] = _profile_named(key[0], profiles) if given else _muri_profile(key[0], seconds, resources, exposed_fraction)
         moment = float(row["submit_time"]) / 1e3
         if not 0 <= moment < math.inf:
             raise ValueError(f"a submit_time of {row['submit_time']!r}")
@@ -175,16 +218,29 @@ def read_gavel(path: str | pathlib.Path) -> Throughputs:
 
 
 def read_profiles(path: str | pathlib.Path) -> dict[str, JobProfile]:
-    """Name -> profile, from a JSON file of one profile or a list of them (`write_profiles`). Raises `TraceFileError`."""
+    """Name -> profile, from a JSON file of one profile or a list of them, such as `write_profiles` and `splitjax profile --job` write; plain or gzip.
+
+    Raises `TraceFileError`, whose place is the file, the entry (from 0) and the field."""
     path = pathlib.Path(path)
     try:
         values = json.loads(_text(path))
-        found = [JobProfile.from_json(one) for one in (values if isinstance(values, list) else [values])]
     except json.JSONDecodeError as error:
-        raise TraceFileError(f"not JSON: {error.msg}", place=f"{path}:{error.lineno}") from error
-    except (ScheduleError, TypeError, AttributeError) as error:
-        raise TraceFileError(f"not job profiles: {str(error).splitlines()[0]}", place=str(path), remedy="write them with write_profiles") from error
-    return {profile.name: profile for profile in found}
+        raise TraceFileError(f"not JSON: {error.msg}", place=f"{path}:{error.lineno}", remedy="write profiles with write_profiles, or splitjax profile --job") from error
+    found: dict[str, JobProfile] = {}
+    for number, one in enumerate(values if isinstance(values, list) else [values]):
+        try:
+            profile = JobProfile.from_json(one)
+        except ScheduleError as error:
+            raise TraceFileError(
+                f"not a job profile: {error.message}", value=error.value, place=f"{path}, entry {number}, {error.place}",
+                remedy=error.remedy or "mend it, or write profiles with write_profiles or splitjax profile --job",
+            ) from error  # fmt: skip
+        if profile.name in found:
+            raise TraceFileError("two profiles of one name", value=profile.name, place=f"{path}, entry {number}, name", remedy="give each a name of its own")
+        found[profile.name] = profile
+    if not found:
+        raise TraceFileError("no profile is in it", value=values, place=str(path), remedy="write profiles with write_profiles, or splitjax profile --job")
+    return found
 
 
 def write_profiles(path: str | pathlib.Path, profiles: Sequence[JobProfile]) -> None:

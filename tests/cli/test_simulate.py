@@ -32,6 +32,17 @@ def test_policies_side_by_side(run, trace, tmp_path):
     assert (tmp_path / "o.json").read_text() == before
 
 
+def test_links_take_time(run, tmp_path):
+    profile = {"name": "wide", "forward_seconds": 0.1, "depths": [{"fraction": 1.0, "backward_seconds": 0.2, "gradient_bytes": 10**9}]}
+    (tmp_path / "p.json").write_text(json.dumps([profile]))
+    (tmp_path / "j.csv").write_text("name,arrival_seconds,num_workers,num_iterations,profile\nj,0,4,100,wide\n")
+    times = []
+    for options in ("", "--network-bandwidth 8gbit", "--node-bandwidth 8gbit"):
+        assert run(f"simulate --trace j.csv --profiles p.json --cluster 2x2 --policy gang-fifo --restart-seconds 0 --json o.json {options}")[0] == 0
+        times.append(json.loads((tmp_path / "o.json").read_text())["policies"]["gang-fifo"]["makespan"])
+    assert times == pytest.approx([30.0, 180.0, 30.0])  # 1.5 GB an iteration from each worker, between nodes
+
+
 def test_the_traces_own_arrivals_and_a_part_of_it(run, trace, tmp_path):
     (tmp_path / "t.csv").write_text(PHILLY + "broken\n2017-10-09 06:59:00,60,64,1,a\n")
     status, out, _ = run(f"{trace} --skip-malformed --tags a --min-workers 2")
@@ -46,7 +57,7 @@ def test_the_list_names_papers(run):
 @pytest.mark.parametrize(
     ("options", "said"),
     [("--policy gang-srft", "did you mean 'gang-srtf'"), ("--policy ,", "no policy is named"), ("--cluster 2", "nodes x devices"), ("--load -1", "--load must be above 0"),
-     ("--jobs 5", "takes a load"), ("--tags nobody", "no job of the trace is left"), ("--trace absent.csv", "cannot be read"), ("--restart-seconds -1", "times are finite")],
+     ("--jobs 5", "takes a load"), ("--network-bandwidth fast", "fast"), ("--tags nobody", "no job of the trace is left"), ("--trace absent.csv", "cannot be read"), ("--restart-seconds -1", "times are finite")],
 )  # fmt: skip
 def test_mistakes_are_short_and_exit_with_2(run, trace, options, said):
     status, _, err = run(f"{trace} {options}")

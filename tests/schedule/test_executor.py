@@ -166,13 +166,13 @@ class OpposedTokens(Tokens):
 
 @pytest.mark.parametrize("tokens", [Tokens, OpposedTokens])
 def test_opposed_orders_deadlock_without_the_global_order_and_not_with_it(tokens, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first job leaves device 0 before device 1. The second has its turn on 0, the third is granted; on 1 both wait, and with opposed orders the third comes
-    first. Each then holds one device, waits in its exchange for the other, and gives up when its patience is over."""
+    """The first job leaves devices 0 and 2 before device 1. The second runs on both, gives 0 back early, and the third begins there; on 1 both wait, and with
+    opposed orders the third comes first. It holds 1 and waits in its exchange for 2, which the second holds until it has been on 1; they give up in the end."""
     monkeypatch.setattr(executor_module, "Tokens", tokens)
-    jobs = [job("first", num_iterations=3), job("second", num_iterations=4), job("third", num_iterations=4)]  # whoever has started first: in the third round all have
-    programs = {one.name: Toy(overlap=False, patience_seconds=20.0 if tokens is Tokens else 0.5) for one in jobs}
+    jobs = [job("first", 3, 3), job("second", 3, 5), job("third", 3, 5)]  # each worker of the first is the deep one once
+    programs = {one.name: Toy(overlap=(0,), patience_seconds=20.0 if tokens is Tokens else 0.5) for one in jobs}
     programs["first"].seconds, programs["first"].overlap = 0.3, True
-    execution = execute(jobs, programs, TWO, policy(together), ThreadEngine(), ExecutionOptions(max_restarts=0))
+    execution = execute(jobs, programs, Cluster(1, 3), policy(together), ThreadEngine(), ExecutionOptions(max_restarts=0))
     if tokens is Tokens:
         assert not execution.failed
     else:
@@ -229,6 +229,15 @@ def test_stages_have_tokens_of_their_own_and_overlap_those_of_other_jobs() -> No
         chain.sort(key=lambda one: one[2])
         assert [resource for _, _, resource in chain] == [STORAGE, CPU, DEVICE, NETWORK]
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(chain))
+
+
+def test_a_device_goes_to_the_job_that_is_ready_not_to_one_that_should_be() -> None:
+    """The slow job's exchange takes far longer than its profile says; the other one's iterations run meanwhile."""
+    jobs = [job("slow", num_iterations=2), job("quick", num_iterations=8)]
+    programs = {"slow": Toy(exchange_seconds=1.0), "quick": Toy()}
+    execution = execute(jobs, programs, TWO, "jigsaw-fifo", ThreadEngine())
+    ends = {(one.job, one.number): one.end_seconds for one in execution.tasks if one.worker == 0}
+    assert not execution.failed and ends["quick", 8] < ends["slow", 2]
 
 
 def test_disciplines_are_told_the_times_that_iterations_really_took() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import pathlib
 
 import pytest
 
 import splitjax.schedule
 from splitjax.errors import ScheduleError
-from splitjax.schedule import Cluster, Depth, Job, JobProfile, Stages
+from splitjax.schedule import Cluster, Depth, Job, JobProfile, Stages, profile_table
 from splitjax.schedule.jobs import JobColumns, resident_bytes
 
 RESNET = JobProfile("resnet101", 0.033, tuple(Depth(*one) for one in [(1.0, 0.0749, 656), (0.9, 0.0742, 653), (0.5, 0.0518, 486), (0.1, 0.0083, 305)]), 0.01, 200)
@@ -29,6 +30,8 @@ def test_depths_are_rounded_up_to_real_cuts():
         assert all(have >= (num_workers - index) / num_workers - 1e-9 for index, have in enumerate(covered))
     assert RESNET.iteration_seconds == pytest.approx(0.033 + 0.0749 + 0.01)
     assert RESNET.partial_seconds(2) == pytest.approx(0.033 + (0.0749 + 0.0518) / 2)
+    updated = dataclasses.replace(RESNET, update_seconds=0.002)  # which every worker does
+    assert updated.iteration_seconds == pytest.approx(RESNET.iteration_seconds + 0.002) and updated.partial_seconds(2) == pytest.approx(RESNET.partial_seconds(2) + 0.002)
 
 
 def test_resources_and_memory():
@@ -44,10 +47,17 @@ def test_resources_and_memory():
         columns.num_workers[0] = 1
 
 
+def test_a_profile_as_a_table():
+    table = profile_table(RESNET, 4)
+    assert table.row_count == 4 and list(table.columns[-1].cells) == ["1", "1", "2", ""] and list(table.columns[2].cells)[0] == "74.900"
+    many = profile_table(JobProfile.uniform("m", 0.3, num_depths=96), 4)
+    assert list(many.columns[1].cells) == ["100.0%", "75.0%", "50.0%", "25.0%", "1.0%"] and "91 more depths" in many.caption
+
+
 def test_profiles_as_json():
     for profile in (RESNET, JobProfile.uniform("s", 1.0, num_depths=3, stages=Stages(network_seconds=0.2))):
         assert JobProfile.from_json(profile.to_json()) == profile
-    with pytest.raises(ScheduleError, match="not a job profile"):
+    with pytest.raises(ScheduleError, match="a field is missing"):
         JobProfile.from_json({"name": "x"})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitjax.errors import ScheduleError
-from splitjax.schedule import Cluster, Group, Job, JobProfile, Member, Options, Policy, Stages, get, names, simulate
+from splitjax.schedule import Assignment, Cluster, Group, Job, JobProfile, Member, Options, Policy, Stages, get, names, simulate
 from splitjax.schedule.discipline import get_discipline
 from splitjax.schedule.iterations import advance, measure_rates, start_state
 from splitjax.schedule.jobs import resident_bytes
@@ -189,10 +190,45 @@ def test_packing_beats_gangs_when_the_cluster_is_asked_for_more():
         assert 1 + 0.7 * (bound - 1) <= packed.iteration_efficiency(base) <= bound
 
 
+def test_all_is_grouped_anew_only_where_that_gains():
+    # 4 + 3 workers of jobs of one and two, on 6 devices: what runs alone keeps whole devices however often all is grouped.
+    starts = []
+    jobs = [job(str(number), number * 10.0, workers, 9000, FOUR) for number, workers in enumerate((2, 2, 1, 1, 1))]
+
+    def decide(view):
+        decision = get("jigsaw").decide(view)
+        starts.append(len(decision.start))
+        return dataclasses.replace(decision, wake_seconds=min(decision.wake_seconds, view.now_seconds + 100))
+
+    simulate(jobs, Cluster(1, 6), dataclasses.replace(get("jigsaw"), decide=decide))
+    assert len(starts) > 50 and sum(starts) <= 12
+
+
+def test_steady_rates_are_kept_by_the_number_of_devices():
+    # Two tasks of a job on each of two devices, then one on each of four: the same job, discipline and node.
+    job_of_four = job("a", 0, 4, 100, FOUR)
+
+    def decide(view):
+        if not len(view.active):
+            return Assignment()
+        devices = (0, 1, 0, 1) if view.now_seconds < 50 else (0, 1, 2, 3)
+        return Assignment(tuple(view.groups), (Group((Member(0, devices),), "jigsaw"),), 50.0 if view.now_seconds < 50 else math.inf)
+
+    result = simulate([job_of_four], Cluster(1, 4), Policy("moves", decide, "", "", "", ""), FREE)
+    assert result.makespan == pytest.approx(50 + (100 - 50 / 1.8) * 1.2)
+
+
 def test_jobs_of_one_device_neither_gain_nor_block():
     jobs = [job(str(number), 0, 1, 500) for number in range(12)]
     packed, gangs = (simulate(jobs, Cluster(1, 4), name, FREE) for name in ("jigsaw", "gang-srtf"))
     assert packed.makespan == pytest.approx(gangs.makespan)
+
+
+@pytest.mark.parametrize("num_devices", [2, 4, 8])
+def test_few_devices_are_shared_too(num_devices):
+    jobs = [job(str(number), 0, num_devices, 400, (FOUR, COMM)[number % 2]) for number in range(4)]
+    base, packed = (simulate(jobs, Cluster(1, num_devices), name, FREE) for name in ("gang-fifo", "jigsaw-fifo"))
+    assert packed.busy > 0.85 and packed.makespan < 0.87 * base.makespan
 
 
 # The optimum

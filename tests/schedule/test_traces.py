@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 
 import pytest
 
@@ -127,9 +128,62 @@ def test_profile_files(write, tmp_path):
     profiles = [JobProfile.uniform("a", 0.3, num_depths=3, memory_bytes=10), JobProfile.uniform("b", 0.1, num_depths=1, stages=Stages(0.1))]
     write_profiles(tmp_path / "p.json", profiles)
     assert read_profiles(tmp_path / "p.json") == {"a": profiles[0], "b": profiles[1]}
-    for text in ('{"name": "a"}', "[3]", '{"name": "a", "forward_seconds": 1, "depths": [{"fraction": 0.5, "backward_seconds": 1}]}'):
-        with pytest.raises(TraceFileError, match="not job profiles"):
-            read_profiles(write(text, "bad.json"))
+    write_profiles(tmp_path / "p.json", profiles[1:])
+    (tmp_path / "one.json").write_text(json.dumps(profiles[0].to_json()))
+    assert list(read_profiles(tmp_path / "one.json")) == ["a"] and list(read_profiles(tmp_path / "p.json")) == ["b"]
+
+
+DEPTH = '{"fraction": 1, "backward_seconds": 1}'
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "place"),
+    [
+        ('{"name": "a"}', "a field is missing", "entry 0, forward_seconds"), ("[3]", "is a JSON object", "entry 0, the whole"), ("{", "not JSON", ":1"),
+        ("[]", "no profile is in it", "bad.json"), ('{"name": "a", "forward_seconds": 1, "depths": 3}', "depths are a list", "entry 0, depths"),
+        ('{"name": "a", "forward_seconds": 1, "depths": [{"fraction": 0.5, "backward_seconds": 1}]}', "depths have to fall", "entry 0, profile 'a'"),
+        ('{"name": "a", "forward_seconds": 1, "depths": [{"fraction": "x", "backward_seconds": 1}]}', "fraction is a number", "entry 0, depths[0].fraction"),
+        (f'{{"name": "a", "forward_seconds": NaN, "depths": [{DEPTH}]}}', "forward_seconds is a number", "entry 0, forward_seconds"),
+        (f'{{"name": "a", "forward_seconds": 1, "state_bytes": 0.5, "depths": [{DEPTH}]}}', "is a whole number", "entry 0, state_bytes"),
+        (f'{{"name": "a", "forward_seconds": 1, "state_bytes": -5, "depths": [{DEPTH}]}}', "less memory than none", "entry 0, profile 'a'"),
+        (f'{{"name": "a", "forward_second": 1, "depths": [{DEPTH}]}}', "did you mean 'forward_seconds'", "entry 0, forward_second"),
+        (f'{{"name": "a", "forward_seconds": 1, "stages": {{"cpu": 1}}, "depths": [{DEPTH}]}}', "no such field", "entry 0, stages.cpu"),
+        (f'[{{"name": "a", "forward_seconds": 1, "depths": [{DEPTH}]}}, {{"name": "a", "forward_seconds": 1, "depths": [{DEPTH}]}}]', "two profiles of one name", "entry 1, name"),
+    ],
+)  # fmt: skip
+def test_malformed_profiles_are_told_with_entry_and_field(write, text, said, place):
+    with pytest.raises(TraceFileError, match=re.escape(said)) as caught:
+        read_profiles(write(text, "bad.json"))
+    assert "bad.json" in caught.value.place and caught.value.place.endswith(place) and caught.value.remedy
+
+
+def test_profiles_for_the_jobs_of_a_trace(write):
+    profiles = {"gpt2": JobProfile.uniform("gpt2", 0.1), "vgg16": JobProfile.uniform("vgg16", 0.2)}
+    assert [job.profile.name for job in read_trace(write(PHILLY), profiles=profiles).jobs] == ["vgg16", "gpt2", "gpt2"]  # in turn, by row
+    philly = read_trace(write(PHILLY), profiles=profiles).jobs
+    assert philly[0].num_iterations == round(2951 / 0.2) and philly[1].num_iterations == 1000
+    muri = read_trace(write(MURI), profiles=profiles).jobs
+    assert [job.profile for job in muri] == [profiles["gpt2"], profiles["vgg16"], profiles["vgg16"]] and muri[0].num_iterations == 10956
+    with pytest.raises(TraceFileError, match="no profile 'vgg16'; there are 'gpt2'"):
+        read_trace(write(MURI), profiles={"gpt2": profiles["gpt2"]})
+    with pytest.raises(TraceFileError, match="no profile to give"):
+        read_trace(write(MURI), profiles={})
+
+
+def test_jobs_of_ones_own(write):
+    profiles = {"gpt2": JobProfile.uniform("gpt2", 0.1)}
+    own = "name,arrival_seconds,num_workers,num_iterations,profile,tag\nb,7.5,2,30,gpt2,x\na,3,1,40,gpt2,\n"
+    first, second = read_trace(write(own), profiles=profiles).jobs
+    assert (first.name, first.arrival_seconds, first.num_workers, first.num_iterations, first.profile) == ("a", 3, 1, 40, profiles["gpt2"])
+    assert second.tag == "x" and second.arrival_seconds == 7.5
+    with pytest.raises(TraceFileError, match="none are given") as caught:
+        read_trace(write(own))
+    assert "--profiles" in caught.value.remedy
+    for row, said in (("a,1,1,1,gpt2,", "a second job 'a'"), ("c,1,1,1,bert,", "no profile 'bert'"), ("c,1,0,1,gpt2,", "a worker and an iteration"), ("c,x,1,1,gpt2,", "could not convert")):
+        with pytest.raises(TraceFileError, match=said) as caught:
+            read_trace(write(own + row + "\n"), profiles=profiles)
+        assert caught.value.place.endswith(":4")
+        assert len(read_trace(write(own + row + "\n"), profiles=profiles, skip_malformed=True).skipped) == 1
 
 
 def test_drawn_jobs_ask_for_the_load_and_depend_on_the_seed_alone(write):

@@ -20,13 +20,14 @@ def job(name: str, num_workers: int = 2, num_iterations: int = 6, arrival_second
 class Toy:
     """One job.
 
-    - `seconds`: of an iteration at full depth. `overlap`: whether the device is given back before the exchange.
+    - `seconds`: of an iteration at full depth. `exchange_seconds`: of what follows. `overlap`: whether, or by which workers, the device is given back before the exchange.
     - `dies`: {(attempt, worker): number of the iteration in which it raises}. `hangs`: the same, and it never answers.
     - `saved`: iterations of every checkpoint; `log`: what ran.
     """
 
     seconds: float = 0.01
-    overlap: bool = True
+    exchange_seconds: float = 0.0
+    overlap: bool | tuple[int, ...] = True
     patience_seconds: float = 20.0
     dies: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
     hangs: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
@@ -63,9 +64,10 @@ class ToyTask:
             raise RuntimeError("killed by the test")
         if toy.hangs.get(where) == order.number:
             threading.Event().wait(60)
-        if toy.overlap:
+        if toy.overlap is True or (toy.overlap and place.worker in toy.overlap):
             computed()
         place.meeting.wait(toy.patience_seconds)
+        time.sleep(toy.exchange_seconds)
         self.loss += order.number
         toy.log.append((place.attempt, place.worker, order.number, order.depths))
         return {"loss": self.loss}

@@ -115,7 +115,8 @@ def _staged(
     seconds = profile.stages.seconds
     outside = sum(seconds) - seconds[DEVICE]
     share = min(1.0, profile.exposed_seconds / outside) if outside else 0.0
-    now, count = state.now_seconds, len(group.devices)
+    now, devices = state.now_seconds, group.devices
+    count = len(devices)
     free = [[max(now, time) for time in times] for times in state.free_seconds]
 
     def starts(times: Sequence[float]) -> tuple[float, float, float]:
@@ -125,15 +126,20 @@ def _staged(
         return storage, cpu, max(cpu + share * seconds[CPU], times[DEVICE])
 
     tasks, end = [], 0.0
+    found = [starts(times) for times in free]
+    begins = [start for *_, start in found]
+    rotated = [(turn + place) % count for place in range(count)]
     for worker, depth in zip(workers, depths):
-        index = min(range(count), key=lambda index: (starts(free[index])[2], (index - turn) % count))
-        *before, start = starts(free[index])
+        index = min(rotated, key=begins.__getitem__)
+        *before, start = found[index]
         length = profile.task_seconds(depth)
         network = max(start + length, free[index][NETWORK]) if seconds[NETWORK] else start + length
         for kind, time, busy in ((STORAGE, before[0], seconds[STORAGE]), (CPU, before[1], seconds[CPU]), (DEVICE, start, length), (NETWORK, network, seconds[NETWORK])):
             if busy:
-                tasks.append(Task(worker, group.devices[index], depth, time, busy, kind))
+                tasks.append(Task(worker, devices[index], depth, time, busy, kind))
                 free[index][kind] = time + busy
+        found[index] = starts(free[index])
+        begins[index] = found[index][2]
         end = max(end, network + share * seconds[NETWORK])
     return Iteration(member, tuple(tasks), end)
 

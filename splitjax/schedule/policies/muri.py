@@ -128,14 +128,14 @@ def _matched(view: View, nodes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
             times = tuple(sorted(stages for stages, _, _ in members))
             if interleave(times)[0] < (1 - GAIN) * sum(alone for _, alone, _ in members) and fits((*kinds[keys[a]][0], *kinds[keys[b]][0])):
                 weights[a, b] = efficiency(times)
-        for (a, b), count in _matching(tuple(len(kinds[key]) for key in keys), tuple(sorted(weights.items()))):
+        for (a, b), count in maximum_matching(tuple(len(kinds[key]) for key in keys), tuple(sorted(weights.items()))):
             found += [(*left[keys[a]].popleft(), *left[keys[b]].popleft()) for _ in range(count)]
         found += [node for key in keys for node in left[key]]
     return found
 
 
 @functools.lru_cache(maxsize=4096)
-def _matching(counts: tuple[int, ...], weights: tuple[tuple[tuple[int, int], float], ...]) -> tuple[tuple[tuple[int, int], int], ...]:
+def maximum_matching(counts: tuple[int, ...], weights: tuple[tuple[tuple[int, int], float], ...]) -> tuple[tuple[tuple[int, int], int], ...]:
     """Maximum-weight matching where node kinds have `counts` nodes: how many pairs of which kinds, as an integer program."""
     if not weights:
         return ()
