@@ -16,7 +16,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,9 @@ from splitjax.plan import Plan
 from splitjax.report.value import Report
 from splitjax.sync.analysis import Profile
 from splitjax.sync.scheme import Link
+
+if TYPE_CHECKING:
+    from splitjax.schedule.jobs import JobProfile
 
 # How many calls a step remembers, to name the one that consumed a state.
 _REMEMBERED_CALLS = 4096
@@ -219,6 +222,19 @@ class FilteredStep(abc.ABC):
             return first.step._advise((call.args for call in itertools.chain((first,), calls)), wanted, link)
         except DonatedStateError as error:
             raise self._donated(given, first) from error
+
+    def job_profile(
+        self, *args: Any, name: str | None = None, num_workers: int | None = None, link: Link | None = None, input_seconds: float = 0.0, stages: bool | None = None,
+        **kwargs: Any,
+    ) -> JobProfile:
+        """What one iteration costs each worker, measured, as a profile for `splitjax.schedule`; see `ParallelStep.job_profile`. Nothing is updated."""
+        args = positional(self._fn, args, kwargs)
+        call = self._pack(args)
+        told = {"name": name or self._name, "num_workers": num_workers, "link": link, "input_seconds": input_seconds, "stages": stages}
+        try:
+            return call.step.job_profile(*call.args, **told)
+        except DonatedStateError as error:
+            raise self._donated(args, call) from error
 
     def carried(self) -> Carried:
         """What the step keeps between its calls besides its states; see `ParallelStep.carried`."""

@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -34,6 +34,9 @@ from splitjax.report.value import Report, make_report
 from splitjax.rules import RuleSet, load_rules
 from splitjax.sync.analysis import Profile
 from splitjax.sync.scheme import Link
+
+if TYPE_CHECKING:
+    from splitjax.schedule.jobs import JobProfile
 
 logger = logging.getLogger("splitjax")
 
@@ -219,6 +222,37 @@ class ParallelStep:
         given, wanted = split_request(args, backprop, self._recipe.backprop)
         given = positional(self._recipe.fn, given, kwargs)
         return self._advise(per_batch(given, self._recipe.options.batch_argnums, self._recipe.name, "advise"), wanted, link)
+
+    def job_profile(
+        self, *args: Any, name: str | None = None, num_workers: int | None = None, link: Link | None = None, input_seconds: float = 0.0, stages: bool | None = None,
+        **kwargs: Any,
+    ) -> JobProfile:
+        """What one iteration of this step costs each worker, measured, as a profile for `splitjax.schedule`: forward seconds, backward seconds, memory and gradient
+        bytes of every depth at which its backward pass can end, the update, and the exchange.
+
+        `step.job_profile(state, batch)`: the step's arguments, values and not shapes. Measures on one device, with one worker's share of the batch: up to 9 truncated
+        programs, with the time between two of them divided by predicted time. Nothing is updated, and no state is consumed.
+
+        **Arguments:**
+
+        - `name`: of the profile; the step's if not given.
+        - `num_workers`: among which the batch is divided; by default the plan's.
+        - `link`: between the workers, a `splitjax.sync.Link`, for the time that they wait for their exchange; by default the mesh's is measured. Where the
+          mesh has one worker, and no link is given, nothing is waited for.
+        - `input_seconds`: that one worker's share of the input takes the processor, if it is to be known; it hides behind the rest of the iteration as far as it can.
+        - `stages`: whether to give the seconds on each resource, for policies that share links and processors too (simulations with them take much longer); by default
+          where the device is not what an iteration with partial backpropagation needs most.
+
+        Raises `ProfileError` for a step without one gradient boundary or with layers that are split over devices; `BatchError` for a batch that does not
+        divide; see docs/scheduler.md.
+        """
+        args = positional(self._recipe.fn, args, kwargs)
+        from splitjax.lower.job_profiling import profile_job  # the scheduler is loaded when it is first used
+
+        check = lambda call: self._own_states(call) if self._recipe.donate else None
+        return profile_job(
+            self._recipe, self.mesh, check, args, name=name, num_workers=num_workers, link=link, input_seconds=input_seconds, stages=stages,
+        )
 
     def _advise(self, calls: Iterable[tuple], backprop: PartialBackprop, link: Link | None) -> Advice:
         """The advice from calls given by their arguments."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from splitjax.cli._options import GroupComm, ModelName, OptionValueError
 
+Optimizer = Literal["adam", "adamw", "sgd", "momentum", "adafactor", "adagrad"]
 # The schemes of `splitjax.sync`, by name (a test compares them).
 Sync = Literal[
     "dense", "auto", "all_gather", "recursive_doubling", "blocks", "parameter_server", "hierarchical", "zen", "row_exchange"
@@ -83,7 +84,7 @@ class ModelOptions:
 class OptimizerOptions:
     """How to train."""
 
-    optimizer: Literal["adam", "adamw", "sgd", "momentum", "adafactor", "adagrad"] = "adamw"
+    optimizer: Optimizer = "adamw"
     """Which optimizer. Tables are updated row by row by sgd and adagrad alone."""
     learning_rate: float = 1e-3
     """Highest learning rate."""

@@ -19,7 +19,7 @@ from splitjax.lower.contributors import handing, in_groups
 from splitjax.lower.entry import Entry, Recipe, build_entry
 from splitjax.lower.measuring import OnDevice, check_examples
 from splitjax.lower.partial_plan import gradient_of, with_partial
-from splitjax.lower.partial_step import PartialStep, find_partial, stages_of
+from splitjax.lower.partial_step import PartialStep, devices_of_worker, find_partial, stages_of
 from splitjax.lower.worker_costs import WorkerCosts, WorkerPrograms, measure_costs, temporary_bytes
 from splitjax.lower.worker_noise import WorkerNoise
 from splitjax.partial.advice import (
@@ -116,7 +116,8 @@ class _Measuring:
         seconds = of_process_0([*costs.seconds, costs.forward_seconds])
         costs = dataclasses.replace(costs, seconds=tuple(seconds[:-1]), forward_seconds=seconds[-1])
         backward, timed = costs.backward(self.stages)
-        noise, norms = (np.mean([one[k] for one in self.found], axis=0) for k in (0, 1))
+        # The last digits differ between kinds of processors, and with them depths would: all go by what process 0 has.
+        noise, norms = (of_process_0(list(np.mean([one[k] for one in self.found], axis=0))) for k in (0, 1))
         stages = tuple(
             StageAdvice(stage.name, stage.num_bytes, float(noise[k]), max(float(norms[k]), 0.0), backward[k], timed[k], costs.bytes_from(k))
             for k, stage in enumerate(self.stages.stages)
@@ -173,7 +174,8 @@ class _Comparison:
         spatial = self._depths(dataclasses.replace(asked, assignment=SPATIAL))
         shares = None
         if asked.rebalance:
-            examples = balanced_examples(spatial, self.measuring.entry.graph.num_examples, self.measuring.place)
+            unit = devices_of_worker(self.measuring.entry.plan, self.step.axes)
+            examples = balanced_examples(spatial, self.measuring.entry.graph.num_examples, self.measuring.place, unit)
             shares = [one / sum(examples) for one in examples]
         told = f"{asked.depths if isinstance(asked.depths, str) else 'given'} depths"
         full = made.full(spatial, self._full_exchange())

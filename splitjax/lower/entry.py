@@ -178,7 +178,7 @@ def build_entry(
             graph, jaxpr, plan, recipe.request, pinned=pinned, carried=() if observes else carried, decision=decision
         )
         twin_of = sparse.twin_of(twin_of)
-    hook = boundary_hook(graph, mesh, plan, layout, twin_of)
+    hook = boundary_hook(graph, mesh, plan, layout, twin_of, None if sparse is None else sparse.pulled_at)
     kept = {} if sparse is None else {one.param: NamedSharding(mesh, one.residual_spec) for one in sparse.rounded}
     lowered = Lowered(mesh, layout, jaxpr, matched, sparse)
     programs = Programs(recipe, mesh, bound, plan, jaxpr, result, matched, sparse is not None, kept)

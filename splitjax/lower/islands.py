@@ -170,19 +170,20 @@ class Archipelago:
 
     def run(self, stage: int, env: Env, copies: Mapping[int, Any], split: Split, slot: Slot) -> None:
         """Runs the island of a stage, from and into the loop's values."""
-        island, own = self.islands[stage], self.evaluator.split
+        island, outside = self.islands[stage], self.evaluator.split
         layout = lambda v: self.marked.analysis.infos[v].layout
         size = lambda v: self.evaluator.program.types[v][0].shape[layout(v).dim]
         rank = lambda v: len(self.evaluator.program.types[v][0].shape)
         names = [name for name, _ in split.axes if name in self.axes]
 
-        def local(params, inputs, known, number, places, own_places):
+        def local(params, inputs, known, number, places, own_places, held):
+            own = outside.holding(held)
             here: Env = {(v, PART): value[0] for v, value in zip(island.params, params, strict=True)}
-            here.update({(v, PART): own.part(value, layout(v)) for v, value in zip(island.inputs, inputs, strict=True)})
+            here.update({(v, PART): own.together(value, layout(v)) for v, value in zip(island.inputs, inputs, strict=True)})
             here.update({(v, WHOLE): value for v, value in zip(island.known, known, strict=True)})
             numbers = {**places, **{name: place[0] for name, place in zip(names, own_places, strict=True)}}
-            self.evaluator.run(self.marked, here, LOOP, Slot(number, numbers), island.nodes)
-            return [own.uncut_local(here[v, PART], layout(v), size(v)) for v in island.outputs]
+            dataclasses.replace(self.evaluator, split=own).run(self.marked, here, LOOP, Slot(number, numbers), island.nodes)
+            return [own.apart(here[v, PART], layout(v), size(v)) for v in island.outputs]
 
         def spec(v: int) -> PartitionSpec:
             entries: list[Any] = [None] * (rank(v) + len(split.axes) + 2)
@@ -195,15 +196,15 @@ class Archipelago:
         results = self._map(
             local,
             ([PartitionSpec(self.axes)] * len(island.params), [spec(v) for v in island.inputs], [whole] * len(island.known), whole,
-             dict.fromkeys(slot.places, whole), [PartitionSpec(name) for name in names]),
+             dict.fromkeys(slot.places, whole), [PartitionSpec(name) for name in names], tuple(whole for _ in outside.held)),
             [spec(v) for v in island.outputs],
         )(
             [copies[v] for v in island.params],
-            [split.uncut_local(env[v, PART], layout(v), size(v)) for v in island.inputs],
+            [split.apart(env[v, PART], layout(v), size(v)) for v in island.inputs],
             [env[v, WHOLE] for v in island.known], slot.microbatch, dict(slot.places),
-            [jnp.arange(dict(split.axes)[name], dtype=jnp.int32) for name in names],
+            [jnp.arange(dict(split.axes)[name], dtype=jnp.int32) for name in names], outside.held,
         )
-        env.update({(v, PART): split.part(value, layout(v)) for v, value in zip(island.outputs, results, strict=True)})
+        env.update({(v, PART): split.together(value, layout(v)) for v, value in zip(island.outputs, results, strict=True)})
 
     def total(self, gradients: Sequence[Any], manual: Sequence[str]) -> list[Any]:
         """The sum of unsummed gradients: one exchange over the group, and over what else the loop handled. They come with a leading

@@ -75,7 +75,7 @@ def profile_calls(
     `BatchError` for batches without examples, or that do not divide.
     """
     place = f"{recipe.name}.profile"
-    _check_number(num_workers, place)
+    check_number(num_workers, place)
     programs: dict[int, _Program] = {}
     steps: list[list[Measured]] = []
     tensors: tuple[Tensor, ...] = ()
@@ -104,7 +104,7 @@ def profile_calls(
     return Profile(recipe.name, int(num_workers), tuple(sizes), found, tuple(notes))
 
 
-def _check_number(num_workers: Any, place: str) -> None:
+def check_number(num_workers: Any, place: str) -> None:
     if num_workers is not None and (isinstance(num_workers, bool) or not isinstance(num_workers, (int, np.integer)) or num_workers < 1):
         raise ProfileError(
             "num_workers must be a positive whole number, or None for the plan's", value=num_workers, place=place,

@@ -149,7 +149,8 @@ def prepare(
     found = None
     if islands is not None:
         local, manual = pair(boundary.forward, islands.forward, boundary.label), (*manual_axes, *islands.axes)
-        own = Batch(*_sizes(local, operand_example_dims, boundary), _run_examples(sizes[0], num_microbatches, mesh, manual))
+        run = share // MeshShape.of(mesh).size(tuple(islands.axes)) if share else _run_examples(sizes[0], num_microbatches, mesh, manual)
+        own = Batch(*_sizes(local, operand_example_dims, boundary), run)
         worker = Evaluator(local, own, _split(num_microbatches, batch_axes, manual, mesh), islands.bind)
         found = _archipelago(islands, boundary, worker, analysis, marked)
     return Job(analysis, marked, Evaluator(program, batch, split, bind or plain_bind), boundary.holomorphic, found)

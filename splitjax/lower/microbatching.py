@@ -72,26 +72,29 @@ def make_twin(graph: Graph, resized: Callable[[int], Any]) -> Twin:
     return twin_of
 
 
-def boundary_hook(graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of: Twin) -> BoundaryHook:
-    """The evaluator of gradient boundaries: whole, in microbatches, or in turns."""
-    manual = whole_axes(plan, mesh)
+def boundary_hook(
+    graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of: Twin, pulled_at: Callable[[Site], Collection[str]] | None = None
+) -> BoundaryHook:
+    """The evaluator of gradient boundaries: whole, in microbatches, or in turns. `pulled_at`: the tables whose rows a boundary at a site is given;
+    None where there are none."""
 
     def hook(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable) -> list[Any]:
         if plan.group_comm != "gather":
             turned = turned_boundary(eqn, site, graph, mesh, plan, layout, twin_of)
             if turned is not None:
                 return evaluate_turns(turned, operands, layout)
+        manual = whole_axes(plan, mesh, () if pulled_at is None else pulled_at(site))
         number = eqn.params["microbatches"]
         if number in (None, 1) and graph.num_examples is not None and plan.mesh.size(manual) > 1 and _has_recurrence(graph, site):
             try:
-                return accumulated(eqn, operands, site, forward, 1)
+                return accumulated(eqn, operands, site, forward, 1, manual)
             except MicrobatchError:  # its loss is no sum over examples, say: XLA sums in every iteration
                 pass
         if number in (None, 1) or graph.num_examples is None:
             return gradient.expand(eqn.params, operands, forward)
-        return accumulated(eqn, operands, site, forward, number)
+        return accumulated(eqn, operands, site, forward, number, manual)
 
-    def accumulated(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable, number: int) -> list[Any]:
+    def accumulated(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable, number: int, manual: tuple[str, ...]) -> list[Any]:
         return accumulated_boundary(eqn, operands, site, forward, number, graph, mesh, plan, layout, twin_of, manual)
 
     return hook
@@ -124,7 +127,8 @@ def uneven_jobs(
         copies: Copies = {}
         bind = lambda inner, values, inside, copies=copies: evaluate_equation(layout.without(manual), inner, values, (*site, 0, *inside), copies)
         job = prepare(
-            eqn.params, dims, gradient.boundary_forward(twin)[0], 1, plan.batch_axes, mesh, manual_axes=manual, bind=bind, share=share
+            eqn.params, dims, gradient.boundary_forward(twin)[0], 1, plan.batch_axes, mesh, manual_axes=manual, bind=bind, share=share,
+            islands=_islands(eqn, site, graph, mesh, plan, layout, twin_of, 1, manual, share),
         )
         if job is not None:
             found[share] = job
@@ -139,16 +143,18 @@ def _has_recurrence(graph: Graph, site: Site) -> bool:
 
 
 def _islands(
-    eqn: Any, site: Site, graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of: Twin, number: int, manual: tuple[str, ...]
+    eqn: Any, site: Site, graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of: Twin, number: int, manual: tuple[str, ...], share: int | None = None
 ) -> Request | None:
-    """What a loop is told of replicated layers whose examples are over the axes that split other layers; None where there are none."""
+    """What a loop is told of replicated layers whose examples are over the axes that split other layers; None where there are none. `share`: the examples
+    of the place, where places have different numbers of them."""
     prefix = (*site, 0)
     group = tuple(axis for axis in plan.mesh.present(plan.batch_axes) if axis not in manual)
     here = [(one.site[len(prefix) :], one.axes) for one in layout.uses if one.site[: len(prefix)] == prefix]
     crosses = any(one.site[: len(prefix)] == prefix for one in layout.exchanges.values())
     if not group or not crosses or all(axes for _, axes in here):
         return None
-    twin = twin_of(eqn, site, local_examples(graph.num_examples, number, plan.batch_axes, mesh, (*manual, *group)))
+    even = lambda: local_examples(graph.num_examples, number, plan.batch_axes, mesh, (*manual, *group))
+    twin = twin_of(eqn, site, traced_examples(share // plan.mesh.size(group)) if share else even())
     bare = Layout(layout.mesh, {}, frozenset(), manual=(*manual, *group))  # nothing is shared inside an island
     return Request(
         group, gradient.boundary_forward(twin)[0],
@@ -157,9 +163,9 @@ def _islands(
     )
 
 
-def whole_axes(plan: Plan, mesh: Mesh) -> tuple[str, ...]:
-    """The batch axes over which every parameter is whole: over them a loop can exchange gradients once."""
-    return manual_axes(plan.batch_axes, mesh, [leaf.spec for leaf in plan.leaves if leaf.role == "param"])
+def whole_axes(plan: Plan, mesh: Mesh, apart: Collection[str] = ()) -> tuple[str, ...]:
+    """The batch axes over which every parameter is whole: over them a loop can exchange gradients once. `apart`: parameters that a loop does not read."""
+    return manual_axes(plan.batch_axes, mesh, [leaf.spec for leaf in plan.leaves if leaf.role == "param" and leaf.path not in apart])
 
 
 def check_turns(kind: str, graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, jaxpr: Any, twin_of: Twin) -> bool:

@@ -105,24 +105,22 @@ def find_partial(
     request = request if pinned is None else pinned_request(pinned)
     if request is None:
         return None
-    site = _boundary(graph, jaxpr, place)
+    site = find_boundary(graph, jaxpr, place)
     axes = worker_axes(graph, plan)
     found, params = stages_of(graph, jaxpr, site, request)
     num_workers = plan.mesh.size(axes)
     depths = choose_depths(found, request, num_workers, place) if pinned is None else pinned_depths(found, pinned, request, num_workers)
     if not request.rebalance:
         return PartialStep(graph, site, axes, depths, params)
-    if set(axes) != set(plan.mesh.present(plan.batch_axes)):
-        shared = "+".join(axis for axis in plan.mesh.present(plan.batch_axes) if axis not in axes)
-        raise PartialError(
-            f"examples cannot be balanced: devices along {shared} share those of one worker, in equal parts", value=shared, place=place,
-            remedy="use rebalance=False, or a rule set whose batch is split over the data axis only",
-        )
-    examples = () if pinned is None else pinned.examples
-    if sum(examples) != graph.num_examples:  # the plan was made for another batch, or for none
-        examples = balanced_examples(depths, graph.num_examples, place)
+    examples, unit = () if pinned is None else pinned.examples, devices_of_worker(plan, axes)
+    if sum(examples) != graph.num_examples or any(one % unit for one in examples):  # the plan was made for another batch, or for none
+        examples = balanced_examples(depths, graph.num_examples, place, unit)
     return PartialStep(graph, site, axes, depths, params, examples)
 
+
+def devices_of_worker(plan: Plan, axes: tuple[str, ...]) -> int:
+    """How many devices share the examples of one worker, in equal parts: the places along the other batch axes."""
+    return plan.mesh.size(tuple(axis for axis in plan.mesh.present(plan.batch_axes) if axis not in axes))
 
 
 def stages_of(graph: Graph, jaxpr: Any, site: Site, request: PartialBackprop | None = None) -> tuple[Stages, dict[int, str]]:
@@ -155,7 +153,8 @@ def worker_axes(graph: Graph, plan: Plan) -> tuple[str, ...]:
     return tuple(axis for axis in plan.mesh.present(plan.batch_axes) if axis not in used)
 
 
-def _boundary(graph: Graph, jaxpr: Any, place: str) -> Site:
+def find_boundary(graph: Graph, jaxpr: Any, place: str) -> Site:
+    """The step's one gradient boundary. Raises `PartialError` where it has none, or several, or takes it in a loop."""
     if graph.num_boundaries == 0:
         raise PartialError(
             "the step takes its gradient with plain JAX, or none at all, so there is nothing to end early", value=graph.num_boundaries, place=place,

@@ -52,6 +52,15 @@ class Split:
         """How many parts are added up: one a microbatch and place along the manual axes."""
         return self.num_microbatches * math.prod(size for name, size in self.axes if name in self.manual)
 
+    @property
+    def held(self) -> tuple[Any, ...]:
+        """Traced values that it works with: a `shard_map` has to be given them (`holding`)."""
+        return ()
+
+    def holding(self, held: tuple[Any, ...]) -> Split:
+        """The same with these."""
+        return self
+
     def _factors(self, size: int, layout: Layout) -> tuple[int, ...]:
         sizes = tuple(size for _, size in self.axes)
         examples = size // (layout.major * layout.minor)
@@ -107,6 +116,14 @@ class Split:
         factors = self._local(self._factors(whole_size, layout))
         without = (*factors[: len(self.axes) + 1], *factors[len(self.axes) + 2 :])
         return jnp.reshape(part, (*shape[:dim], *without, *shape[dim + 1 :]))
+
+    def apart(self, part: Any, layout: Layout, whole_size: int) -> Any:
+        """A part with its example dim taken apart by axes, so that it can cross into an island (`islands.py`), or out of it."""
+        return self.uncut_local(part, layout, whole_size)
+
+    def together(self, apart: Any, layout: Layout) -> Any:
+        """A part again, from the other side."""
+        return self.part(apart, layout)
 
     def join(self, stacked: Any, layout: Layout, whole_size: int) -> Any:
         """Stacked results of all microbatches and workers as the whole value, examples in their original order."""

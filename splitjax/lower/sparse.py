@@ -59,6 +59,10 @@ class SparseStep:
         """The numbers of the tables that a boundary differentiates."""
         return [number for number, one in enumerate(self.tables) if self.table_of(one).boundary == boundary]
 
+    def pulled_at(self, boundary: Site) -> frozenset[str]:
+        """The tables whose rows a boundary is given, which does not read them itself: their workers own them."""
+        return frozenset(self.tables[number].param for number in self.at(boundary) if self.tables[number].is_owned)
+
     def edited(self, eqn: Any, site: Site) -> tuple[Edited, list[tuple[int, int]], dict[int, int]]:
         """A boundary with its lookups edited; per lookup (table, its number there); per table the operand."""
         numbers = self.at(site)

@@ -1,11 +1,13 @@
 """Workers with different numbers of examples: each takes its range out of the whole batch, which every worker is given.
 
-As `slices.Split`, for one microbatch. Rows that come out stand in zeros of the whole batch's size, to be added up over the workers.
+As `slices.Split`, for one microbatch. Rows that come out stand in zeros of the whole batch's size, to be added up over the workers. Where devices share a
+worker's examples (`islands.py`), they do so in equal parts: shares are multiples of their number.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from splitjax.lower.accumulate import Evaluator
 from splitjax.lower.contribution import Contribution
 from splitjax.lower.needs import WHOLE
 from splitjax.lower.places import REPLICATED, Places, Runner, Sums
@@ -22,16 +25,28 @@ from splitjax.lower.slices import Slot, Split
 
 @dataclasses.dataclass(frozen=True)
 class UnevenSplit(Split):
-    """`share` of `whole` examples, from number `offset` (i32[]) on."""
+    """`share` of `whole` examples, from number `offset` (i32[]) on, of a place along the axes `workers`; other axes that are manual divide it."""
 
     share: int = 0
     whole: int = 0
     offset: Any = 0
+    workers: tuple[str, ...] = ()
 
     @property
     def num_contributions(self) -> float:  # type: ignore[override]
         """By what a value that is the same for all workers is divided to be this worker's part of it."""
-        return self.whole / self.share
+        return self.whole / self.share * math.prod(self._sizes(inside=True))
+
+    def _sizes(self, inside: bool) -> tuple[int, ...]:
+        """Of the axes that divide a worker's share: those that are manual (or not)."""
+        return tuple(size for name, size in self.axes if name not in self.workers and (name in self.manual) == inside)
+
+    @property
+    def held(self) -> tuple[Any, ...]:
+        return (self.offset,)
+
+    def holding(self, held: tuple[Any, ...]) -> Split:
+        return dataclasses.replace(self, offset=held[0])
 
     def cut(self, value: Any, layout: Layout, whole_over: Any = ()) -> Any:
         return jnp.asarray(value)[None]
@@ -43,7 +58,27 @@ class UnevenSplit(Split):
         return self._range(cut, layout)
 
     def take(self, whole: Any, layout: Layout, slot: Slot) -> Any:
-        return self._range(jnp.asarray(whole), layout)
+        own = self._range(jnp.asarray(whole), layout)
+        parts = self._sizes(inside=True)
+        if not parts:
+            return own
+        number = jnp.zeros((), jnp.int32)
+        for name, size in self.axes:
+            if name in self.manual and name not in self.workers:
+                number = number * size + slot.places[name]
+        shape, dim, each = own.shape, layout.dim, self.share // math.prod(parts)
+        own = jnp.reshape(own, (*shape[:dim], layout.major, self.share, layout.minor, *shape[dim + 1 :]))
+        own = lax.dynamic_slice_in_dim(own, number * each, each, dim + 1)
+        return jnp.reshape(own, (*shape[:dim], layout.major * each * layout.minor, *shape[dim + 1 :]))
+
+    def apart(self, part: Any, layout: Layout, whole_size: int) -> Any:
+        shape, dim = part.shape, layout.dim
+        sizes = [1 if name in self.workers or name in self.manual else size for name, size in self.axes]
+        each = self.share // math.prod((*self._sizes(inside=True), *self._sizes(inside=False)))
+        return jnp.reshape(part, (*shape[:dim], layout.major, *sizes, each, layout.minor, *shape[dim + 1 :]))
+
+    def together(self, apart: Any, layout: Layout) -> Any:
+        return Split.part(self, apart, layout)
 
     def uncut_local(self, part: Any, layout: Layout, whole_size: int) -> Any:
         shape, dim = part.shape, layout.dim
@@ -72,7 +107,10 @@ class Balanced:
     num_examples: int
     share: int = 0
     offset: Any = 0
-    island_axes: tuple[str, ...] = ()
+
+    @property
+    def island_axes(self) -> tuple[str, ...]:
+        return self.places.island_axes
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -113,12 +151,18 @@ class Balanced:
 
     def at_place(self, inputs: tuple[list[Any], ...], live: frozenset[int] | None = None) -> Sums:
         job, split = self.jobs[self.share], self.places.split
-        own = UnevenSplit(split.num_microbatches, split.axes, split.manual, split.mesh, self.share, self.num_examples, self.offset)
-        job = dataclasses.replace(job, evaluator=dataclasses.replace(job.evaluator, split=own))
+        own = UnevenSplit(split.num_microbatches, split.axes, split.manual, split.mesh, self.share, self.num_examples, self.offset, self.axes)
+        islands = job.islands and dataclasses.replace(job.islands, evaluator=_divided(job.islands.evaluator, own, {*split.manual, *job.islands.axes}))
+        job = dataclasses.replace(job, evaluator=dataclasses.replace(job.evaluator, split=own), islands=islands)
         one = dataclasses.replace(self.places, job=job, contribution=dataclasses.replace(self.places.contribution, job=job))
         params, islands, constants, cuts, ahead, places = inputs
         (value, sums, grads), unsummed, (stacked, sliced, _) = one.at_place((params, islands, constants, [cut[None] for cut in cuts], ahead, places), live)
         return (value, [*sums, *(row[0] for row in (*stacked, *sliced))], grads), unsummed, ([], [], [])
+
+
+def _divided(evaluator: Evaluator, split: UnevenSplit, manual: set[str]) -> Evaluator:
+    """The evaluator of an island, in which more axes are manual."""
+    return dataclasses.replace(evaluator, split=dataclasses.replace(split, manual=frozenset(manual)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

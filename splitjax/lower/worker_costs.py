@@ -1,7 +1,7 @@
 """What one worker's share of a step takes on one device, differentiated to several depths: seconds, and bytes as compiled.
 
 Each depth is a program of its own: the step traced with a worker's examples, whose boundary differentiates the last layers only, without what no gradient
-needs (the update). Programs take turns in being timed, so that a machine's moods meet all of them, and medians count.
+needs (the update). Programs take turns in being timed, so that a machine's moods meet all of them, and medians count unless asked otherwise.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,9 +24,11 @@ from splitjax.lower.layout import Hooks, Layout, Site, evaluate
 from splitjax.lower.microbatching import resized_trace
 from splitjax.partial.stages import Stage, Stages
 
-# So many depths are compiled at most; what stands between two of them is divided by predicted time.
-MAX_CUTS = 8
-_MIN_ROUNDS, _MAX_ROUNDS = 5, 40
+# So many depths are compiled at most; what stands between two of them is divided by predicted time. The first ones stand at equal parts of the predicted
+# time; the others where most measured time is undivided: small convolutions take many times what their flops suggest.
+MAX_CUTS, FIRST_CUTS = 9, 5
+_STEP = "step"  # among the programs that are timed, the whole step
+_FEW_ROUNDS, _MIN_ROUNDS, _MAX_ROUNDS = 2, 5, 40
 _ENOUGH_SECONDS = 4.0  # of timing, once there are rounds enough
 
 
@@ -34,16 +36,17 @@ _ENOUGH_SECONDS = 4.0  # of timing, once there are rounds enough
 class WorkerCosts:
     """Of a worker with `num_examples`.
 
-    - `forward_seconds`, `forward_bytes`: of the forward pass. `cuts`: the stages from which on programs differentiate, ascending, the first 0.
+    - `forward_seconds`: of the forward pass. `cuts`: the stages from which on programs differentiate, ascending, the first 0.
     - `seconds`: forward and backward to each cut. `num_bytes`: temporaries and results of its program.
+    - `update_seconds`: what the whole step takes beyond the full backward pass; 0 unless asked for.
     """
 
     num_examples: int
     forward_seconds: float
-    forward_bytes: int
     cuts: tuple[int, ...]
     seconds: tuple[float, ...]
     num_bytes: tuple[int, ...]
+    update_seconds: float = 0.0
 
     def backward(self, found: Stages) -> tuple[tuple[float, ...], tuple[bool, ...]]:
         """By stage the seconds that going back through it adds, and whether both its ends were timed. Cuts whose times stand in the wrong order
@@ -69,13 +72,24 @@ class WorkerCosts:
         return dict(zip(self.cuts, self.num_bytes, strict=True))[max(cut for cut in self.cuts if cut <= stage)]
 
 
-def choose_cuts(found: Stages, most: int = MAX_CUTS) -> tuple[int, ...]:
-    """The stages from which on to differentiate: all, or those nearest to equal parts of the predicted time."""
+def choose_cuts(found: Stages, most: int = FIRST_CUTS) -> tuple[int, ...]:
+    """The stages from which on to differentiate first: all, or those nearest to equal parts of the predicted time."""
     count = len(found.stages)
     if count <= most:
         return tuple(range(count))
     nearest = lambda share: min(range(count), key=lambda stage: abs(found.share(stage) - share))
     return tuple(sorted({0, count - 1, *(nearest((k + 1) / (most - 1)) for k in range(most - 2))}))
+
+
+def next_cut(costs: WorkerCosts, found: Stages) -> int | None:
+    """The stage to cut at next: about the middle, by predicted time, of the stages between two cuts that take most measured time; None if all are cut."""
+    ends, totals = [*costs.cuts, len(found.stages)], [*costs.seconds, costs.forward_seconds]
+    between = [(before - after, start, stop) for start, stop, before, after in zip(ends, ends[1:], totals, totals[1:], strict=False) if stop - start > 1]
+    if not between:
+        return None
+    _, start, stop = max(between)
+    bounds = found.share(start), found.share(stop) if stop < len(found.stages) else 0.0
+    return min(range(start + 1, stop), key=lambda stage: abs(found.share(stage) - sum(bounds) / 2))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,10 +107,18 @@ class WorkerPrograms:
         """The compiled program of a worker with so many examples that differentiates from a stage on (None: its forward pass), and its arguments.
 
         Raises `BatchError` where the step cannot be traced with so few examples."""
-        jaxpr, own = self._traced(num_examples), self._own(num_examples)
         stages: Sequence[Stage] = () if first is None else self.found.stages[first:]
         positions = tuple(position for stage in stages for position in stage.operands)
-        run = functools.partial(_truncated, Layout(self.mesh, {}, frozenset()), jaxpr, self.site, positions)
+        jaxpr = self._traced(num_examples)
+        return self._compiled(num_examples, functools.partial(_truncated, Layout(self.mesh, {}, frozenset()), jaxpr, self.site, positions))
+
+    def compile_step(self, num_examples: int) -> tuple[Any, list[Any]]:
+        """The same of the whole step, with its update."""
+        jaxpr = self._traced(num_examples)
+        return self._compiled(num_examples, lambda *leaves: evaluate(Layout(self.mesh, {}, frozenset()), jaxpr, leaves))
+
+    def _compiled(self, num_examples: int, run: Any) -> tuple[Any, list[Any]]:
+        jaxpr, own = self._traced(num_examples), self._own(num_examples)
         closed = _compat.trace(run, *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _compat.open_jaxpr(jaxpr)[0].invars])[0]
         closed, used = _compat.drop_unused(closed)
         values = [value for value, is_used in zip(own, used, strict=True) if is_used]
@@ -119,13 +141,30 @@ class WorkerPrograms:
         ]
 
 
-def measure_costs(programs: WorkerPrograms, num_examples: int) -> WorkerCosts:
-    """Compiles and times a worker's program for up to `MAX_CUTS` depths, and its forward pass."""
-    cuts = choose_cuts(programs.found)
-    compiled = {first: programs.compile(num_examples, first) for first in (None, *cuts)}
-    seconds = _medians({first: functools.partial(program, *values) for first, (program, values) in compiled.items()})
-    sizes = {first: temporary_bytes(program) for first, (program, _) in compiled.items()}
-    return WorkerCosts(num_examples, seconds[None], sizes[None], cuts, tuple(seconds[cut] for cut in cuts), tuple(sizes[cut] for cut in cuts))
+def measure_costs(
+    programs: WorkerPrograms, num_examples: int, *, with_update: bool = False, statistic: Callable[[Sequence[float]], float] = statistics.median
+) -> WorkerCosts:
+    """Compiles and times a worker's program for up to `MAX_CUTS` depths, its forward pass, and, if asked to, the whole step. `statistic`: of a program's times."""
+    compiled: dict[Any, Any] = {first: programs.compile(num_examples, first) for first in (None, *choose_cuts(programs.found))}
+    runs = {first: functools.partial(program, *values) for first, (program, values) in compiled.items()}
+    all_are_cut = len(compiled) > len(programs.found.stages)
+    seconds = {} if all_are_cut else _timed(runs, statistic, _FEW_ROUNDS)
+    while not all_are_cut and len(runs) <= MAX_CUTS and (cut := next_cut(_costs(num_examples, seconds, dict.fromkeys(seconds, 0)), programs.found)) is not None:
+        compiled[cut] = programs.compile(num_examples, cut)
+        runs[cut] = functools.partial(compiled[cut][0], *compiled[cut][1])
+        seconds |= _timed({cut: runs[cut]}, statistic, _FEW_ROUNDS)
+    if with_update:
+        program, values = programs.compile_step(num_examples)
+        runs[_STEP] = functools.partial(program, *values)
+    seconds = _timed(runs, statistic, _MIN_ROUNDS, _MAX_ROUNDS)
+    update_seconds = max(0.0, seconds.pop(_STEP, 0.0) - seconds[0])
+    return _costs(num_examples, seconds, {first: temporary_bytes(program) for first, (program, _) in compiled.items()}, update_seconds)
+
+
+def _costs(num_examples: int, seconds: Mapping[int | None, float], num_bytes: Mapping[int | None, int], update_seconds: float = 0.0) -> WorkerCosts:
+    """By cut; None: of the forward pass."""
+    cuts = tuple(sorted(cut for cut in seconds if cut is not None))
+    return WorkerCosts(num_examples, seconds[None], cuts, tuple(seconds[cut] for cut in cuts), tuple(num_bytes[cut] for cut in cuts), update_seconds)
 
 
 def temporary_bytes(compiled: Any) -> int:
@@ -134,19 +173,20 @@ def temporary_bytes(compiled: Any) -> int:
     return 0 if stats is None else int(stats.temp_size_in_bytes + stats.output_size_in_bytes)
 
 
-def _medians(programs: Mapping[Any, Any]) -> dict[Any, float]:
+def _timed(programs: Mapping[Any, Any], statistic: Callable[[Sequence[float]], float], least: int, most: int | None = None) -> dict[Any, float]:
+    """Seconds of each, over `least` rounds, and on to `most` until enough time was spent."""
     for run in programs.values():
         jax.block_until_ready(run())
     found: dict[Any, list[float]] = {name: [] for name in programs}
     begun = time.perf_counter()
-    for number in range(_MAX_ROUNDS):
+    for number in range(least if most is None else most):
         for name, run in programs.items():
             started = time.perf_counter()
             jax.block_until_ready(run())
             found[name].append(time.perf_counter() - started)
-        if number + 1 >= _MIN_ROUNDS and time.perf_counter() - begun > _ENOUGH_SECONDS:
+        if number + 1 >= least and time.perf_counter() - begun > _ENOUGH_SECONDS:
             break
-    return {name: statistics.median(times) for name, times in found.items()}
+    return {name: statistic(times) for name, times in found.items()}
 
 
 def _truncated(bare: Layout, jaxpr: Any, site: Site, positions: tuple[int, ...], *leaves: Any) -> list[Any]:

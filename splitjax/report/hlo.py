@@ -45,8 +45,6 @@ _DTYPES = {
 
 # A choice among branches of which splitjax knows how many of so many steps, or of so many workers, take each (`lower.truncation.turns_scope`).
 _TURNS = re.compile(r"splitjax:(?:turns|depths):([\d.]+)/cond$")
-
-
 _HANDED = "splitjax:handed:"  # `lower.contributors`
 
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from splitjax.mesh import MeshShape
-from splitjax.plan import Collective
+from splitjax.plan import Collective, PartialPlan
 from splitjax.report.evidence import (
     BACKWARD,
     FORWARD,
@@ -80,7 +80,7 @@ def pair(found: Sequence[Evidence], step: Step) -> tuple[tuple[Collective | None
     last = branches.pop("", [])
     realised: dict[int, list[int]] = collections.defaultdict(list)
     for positions in branches.values():
-        for k, (number, _) in _pair([_unshared(found[position]) for position in positions], left, step).items():
+        for k, (number, _) in _pair([_unshared(found[position], step.plan.partial) for position in positions], left, step).items():
             realised[number].append(positions[k])
     paired: dict[int, Collective] = {}
     for number, positions in realised.items():
@@ -91,10 +91,22 @@ def pair(found: Sequence[Evidence], step: Step) -> tuple[tuple[Collective | None
     return tuple(paired.get(position) for position in range(len(found))), tuple(left.values())
 
 
-def _unshared(one: Evidence) -> Evidence:
-    """As in a step that takes its branch."""
-    collective = one.collective
-    return dataclasses.replace(one, collective=dataclasses.replace(collective, bytes=round(collective.bytes / (collective.share or 1.0)), share=1.0))
+def _unshared(one: Evidence, partial: PartialPlan | None) -> Evidence:
+    """As in a step that takes its branch, whose examples are those of a mean worker."""
+    collective, times = one.collective, 1.0
+    if partial is not None and partial.examples and one.about == VALUE:
+        times = sum(partial.examples) / len(partial.examples) / _examples(collective.branch, partial)
+    bytes_alone = round(collective.bytes / (collective.share or 1.0) * times)
+    return dataclasses.replace(one, collective=dataclasses.replace(collective, bytes=bytes_alone, share=1.0))
+
+
+def _examples(branch: str, partial: PartialPlan) -> int:
+    """How many a worker has that takes a branch, or runs a program of its own (in the first turn worker i is in slot i)."""
+    number = int(re.split("[ :]", branch)[-1])
+    if branch.startswith("worker "):
+        return partial.examples[number]
+    # As `lower.truncation` orders the branches: shallow ones first.
+    return sorted(set(zip(partial.first, partial.examples, strict=True)), reverse=True)[number][1]
 
 
 def _dealt(planned: Collective, positions: Sequence[int], found: Sequence[Evidence]) -> dict[int, Collective]:
@@ -191,7 +203,9 @@ def difference(compiled: Evidence, planned: Collective) -> str:
     parts = []
     if one.op != planned.op:
         parts.append(f"{one.op} for {planned.op}")
-    if one.axis != planned.axis:
+    # A shift along several axes together moves some places along a few of them only: half the places of 2 x 2, along the first.
+    is_shift = one.op == "collective_permute" and set(one.axis.split("+")) <= set(planned.axis.split("+"))
+    if one.axis != planned.axis and not is_shift:
         parts.append(f"over {one.axis} for {planned.axis}")
     # Means over turns and over workers are rounded, each by itself.
     rounding = 2 / one.share if one.share and (one.share < 1 or compiled.about in (SUMMED, HANDED)) else 0

@@ -630,3 +630,26 @@ def test_static_fields_without_a_hash():
     model.sizes.append(3)
     model.options["a"][0] = 1
     assert step(model, np.ones(16, np.float32)) == 16 * 6 and len(step.compiles) == 2
+
+
+def test_partial_backpropagation():
+    """One worker of two goes to the front: its examples alone train the first layer, all examples the head. The assignment is carried on."""
+    step = splitjax.nnx.parallelize(train_step, mesh={"data": 2}, rules="data_parallel", backprop=splitjax.PartialBackprop((0.01, 1.0)))
+    (model, optimizer), batch = make(), flat_batch()
+    second_half = {name: array[8:] for name, array in batch.items()}
+    (whole, of_whole), (half, of_half) = make(), make()
+    expected = nnx.jit(step_with(nnx.value_and_grad))(whole, of_whole, batch)
+    nnx.jit(step_with(nnx.value_and_grad))(half, of_half, second_half)
+    np.testing.assert_allclose(step(model, optimizer, batch), expected, rtol=1e-5)
+    assert_same(values(model.head), values(whole.head))
+    assert_same(values(model.layers[0]), values(half.layers[0]))
+    assert not np.allclose(values(half.layers[0])[1], values(whole.layers[0])[1], atol=1e-4)
+    assert step.carried().num_steps == 1
+    again = splitjax.nnx.parallelize(train_step, mesh={"data": 2}, rules="data_parallel", backprop=splitjax.PartialBackprop((0.01, 1.0)))
+    again.resume(step.carried())
+    step(model, optimizer, batch)
+    before = values(model, optimizer)
+    advice = again.advise(model, optimizer, [flat_batch(number) for number in range(2)], link=splitjax.sync.Link(1e-4, 1e8))
+    assert_same(values(model, optimizer), before, 0)
+    assert again.carried().num_steps == 1 and step.carried().num_steps == 2, "an advice is no step"
+    assert len(advice.row("spatial").cuts) == 2 and "head" in str(advice) and advice.recommendation.option

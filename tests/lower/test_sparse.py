@@ -153,6 +153,14 @@ def test_every_layout_gives_the_numbers_of_one_device(name, reference):
     assert plan.leaf("params/in").spec == expected.get(name, (None, "model") if "features" in name else (None, None))
 
 
+@pytest.mark.one_version
+@pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 2, "model": 2}], ids=str)
+def test_dense_gradients_beside_owned_tables_are_exchanged_once_for_all_microbatches(mesh):
+    *found, step = train(CLIPPED, 2, mesh=mesh, rules="embedding_owner")
+    report = step.report(found[1], next(batches()))
+    assert not report.unattributed and not report.missing and not [one for one in report.collectives if one.differs]
+
+
 def test_the_compiled_step_makes_nothing_of_the_table_s_size():
     """But for the tables themselves, which are updated in place."""
     rows = 1_000_000

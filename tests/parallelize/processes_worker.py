@@ -112,6 +112,10 @@ def lookups(sync: str) -> tuple[list[float], list[str]]:
 for sync in ("dense", "row_exchange", "auto"):
     say(f"sync {sync}", found=lookups(sync))
 
+advised = steps(rules="data_parallel")[1]
+advice = advised.advise(state, [splitjax.global_batch(mine), batch_of(1)], splitjax.PartialBackprop())
+say("advice", json=advice.to_json(), consumed=any(leaf.is_deleted() for leaf in jax.tree.leaves(state)))
+
 for execution in ("branch", "program"):
     say(f"partial {execution}", losses=train("splitbrain", "init", batch_of(), backprop=splitjax.PartialBackprop(execution=execution)))
 

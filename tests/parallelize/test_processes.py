@@ -74,6 +74,19 @@ def test_workers_of_different_depths_in_several_processes(said):
         for execution in ("branch", "program"):
             np.testing.assert_allclose(each[f"partial {execution}"]["losses"], losses, rtol=2e-5)
 
+
+def test_every_process_gets_the_advice_of_the_first(said):
+    assert said[0]["advice"] == said[1]["advice"] and not said[0]["advice"]["consumed"]
+    advice = splitjax.Advice.from_json(said[0]["advice"]["json"])
+    assert advice.num_workers == 4 and advice.bytes_per_second > 0 and advice.recommendation.option
+    spec = models.build("mlp", input_shape=(32,), features=(64, 32), num_classes=4)
+    init_fn, train_step, _ = models.make_step(spec, optax.adam(0.01), value_and_grad=splitjax.value_and_grad)
+    batches = [{"image": random.randn(8, 32).astype(np.float32), "label": random.randint(0, 4, 8).astype(np.int32)} for random in map(np.random.RandomState, (0, 1))]
+    step = splitjax.parallelize(train_step, mesh={"data": 4}, rules="data_parallel")
+    alone = step.advise(init_fn(jax.random.key(0)), batches, splitjax.PartialBackprop(), link=splitjax.sync.Link(1e-4, 1e8))
+    np.testing.assert_allclose([one.noise for one in advice.stages], [one.noise for one in alone.stages], rtol=1e-4)
+
+
 def test_residuals_are_saved_and_resumed_bit_for_bit_by_all_processes(said):
     whole, resumed = said[0]["rounded"]["digests"]
     assert whole == resumed and said[1]["rounded"]["digests"] == [whole, resumed]

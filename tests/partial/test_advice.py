@@ -12,7 +12,7 @@ import pytest
 import splitjax
 from splitjax import Advice, PartialBackprop
 from splitjax.errors import BatchError, PartialError, SplitjaxError
-from splitjax.lower.worker_costs import WorkerCosts, choose_cuts
+from splitjax.lower.worker_costs import WorkerCosts, choose_cuts, next_cut
 from splitjax.partial.advice import Exchange, Measurements, compute_to_progress, recommend, uniform_is_optimal
 from splitjax.partial.depths import choose_depths
 from splitjax.sync import Link
@@ -200,12 +200,17 @@ def test_times_between_compiled_cuts_are_divided_by_predicted_time():
     cuts = choose_cuts(found, 5)
     assert 3 <= len(cuts) <= 5 and cuts[0] == 0 and cuts[-1] == 19 and choose_cuts(stages(1, 1, 1), 5) == (0, 1, 2)
     four = stages(3, 1, 2, 2)
-    seconds, timed = WorkerCosts(8, 1.0, 10, (0, 2, 3), (9.0, 5.0, 3.0), (300, 200, 100)).backward(four)
+    found = stages(1, 1, 1, 1, 4, 4, 4)
+    costs = WorkerCosts(8, 1.0, (0, 4, 6), (9.0, 4.0, 3.0), (300, 200, 100))
+    assert next_cut(costs, found) == 2, "where measured time is, which is not where it was predicted"
+    assert next_cut(WorkerCosts(8, 1.0, (0, 4, 6), (6.0, 4.0, 1.1), (300, 200, 100)), found) == 5
+    assert next_cut(WorkerCosts(8, 1.0, tuple(range(7)), (1.0,) * 7, (300,) * 7), found) is None, "all are cut"
+    seconds, timed = WorkerCosts(8, 1.0, (0, 2, 3), (9.0, 5.0, 3.0), (300, 200, 100)).backward(four)
     assert seconds == pytest.approx((3.0, 1.0, 2.0, 2.0)) and timed == (False, False, True, True)
-    costs = WorkerCosts(8, 1.0, 10, (0, 1, 2, 3), (9.0, 4.0, 4.5, 3.0), (300, 250, 200, 100))
+    costs = WorkerCosts(8, 1.0, (0, 1, 2, 3), (9.0, 4.0, 4.5, 3.0), (300, 250, 200, 100))
     seconds, timed = costs.backward(four)
     assert sum(seconds) == pytest.approx(8.0) and timed == (False, False, True, True), "cut 1 in less time than cut 2 is noise"
-    seconds, timed = WorkerCosts(8, 1.0, 10, (0, 1, 2, 3), (5.0, 6.0, 5.5, 3.0), (300, 250, 200, 100)).backward(four)
+    seconds, timed = WorkerCosts(8, 1.0, (0, 1, 2, 3), (5.0, 6.0, 5.5, 3.0), (300, 250, 200, 100)).backward(four)
     assert seconds == pytest.approx((1.0, 1 / 3, 2 / 3, 2.0)) and timed == (False, False, False, True), "the whole takes no less than its part"
     assert [costs.bytes_from(stage) for stage in range(4)] == [300, 250, 200, 100]
-    assert WorkerCosts(8, 1.0, 10, (0, 3), (9.0, 3.0), (300, 100)).bytes_from(2) == 300
+    assert WorkerCosts(8, 1.0, (0, 3), (9.0, 3.0), (300, 100)).bytes_from(2) == 300

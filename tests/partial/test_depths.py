@@ -6,12 +6,13 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from splitjax import PartialBackprop
-from splitjax.errors import PartialError
+from splitjax.errors import BatchError, PartialError
 from splitjax.partial import Measured, optimal
+from splitjax.partial.balance import balanced_examples
 from splitjax.partial.depths import choose_depths
 from splitjax.partial.optimal import optimal_contributors
 from splitjax.partial.stages import Stage, Stages
@@ -127,3 +128,18 @@ def test_values_that_are_none_of_the_documented_ones(options, words):
 
 def test_values_of_numpy_are_values():
     assert PartialBackprop(depths=[np.float32(0.5), 1], warmup_steps=np.int64(3)).depths == (0.5, 1.0)
+
+
+@given(st.integers(2, 6), st.integers(1, 4), st.integers(0, 40), st.floats(0.1, 10))
+@settings(max_examples=100, deadline=None)
+@example(5, 1, 0, 0.125)
+def test_shares_finish_together_in_whole_units(num_workers, unit, more, forward):
+    depths = choose_depths(stages(*[1] * 8, forward=forward), PartialBackprop(), num_workers, "here")
+    num_examples = unit * (num_workers + more)
+    shares = balanced_examples(depths, num_examples, "here", unit)
+    assert sum(shares) == num_examples and min(shares) >= unit and all(share % unit == 0 for share in shares)
+    rates = [1 / (depths.forward + depths.backward(slot)) for slot in range(num_workers)]
+    if min(rates) / sum(rates) * num_examples >= unit:
+        assert all(abs(share - num_examples * rate / sum(rates)) <= unit for share, rate in zip(shares, rates, strict=True))
+    with pytest.raises(BatchError):
+        balanced_examples(depths, unit * (num_workers - 1), "here", unit)

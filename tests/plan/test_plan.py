@@ -214,6 +214,27 @@ def test_repeated_key_is_an_error():
         Plan.from_json(PLAN.to_json().replace('"rules": "splitbrain"', '"rules": "splitbrain", "rules": "fsdp"'))
 
 
+PARTIAL = PartialPlan("spatial", "count", True, 0, "branch", False, "global", "data", (1, 0), 0.75, "predicted",
+                      tuple(SegmentPlan((name,), 1, 0.5, 4, 0, 2) for name in "ab"))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "place", "words"),
+    [
+        ({"first": [1, 2]}, "partial.first[1]", "behind the last segment"), ({"segments": [], "first": [0]}, "partial.first[0]", "behind the last segment"),
+        ({"first": [0, -1]}, "partial.first[1]", "not negative"), ({"execution": "brunch"}, "partial.execution", "did you mean 'branch'"),
+    ],
+)  # fmt: skip
+def test_depths_begin_with_one_of_the_segments(change, place, words):
+    plan = dataclasses.replace(PLAN, partial=PARTIAL)
+    assert Plan.from_json(plan.to_json()) == plan
+    data = json.loads(plan.to_json())
+    data["partial"].update(change)
+    with pytest.raises(PlanError, match=words) as caught:
+        Plan.from_json(json.dumps(data))
+    assert caught.value.place == place and caught.value.remedy
+
+
 def test_keys_with_defaults_may_be_left_out():
     def edit(data):
         for name in ("constraints", "gathered", "memory", "collectives", "notes"):
@@ -228,7 +249,7 @@ def test_digest_changes_with_any_field():
         "mesh": MeshShape((("data", 8),)), "rules": "x", "replicated_batch": "data", "batch_axes": (), "leaves": (), "layers": (),
         "constraints": (), "gathered": (), "memory": Memory(1, 2, 3), "collectives": (), "notes": (),
         "group_comm": "modulo", "syncs": (SyncPlan("p/t", "zen", "data", 5, 1, 2, "asked for"),),
-        "partial": PartialPlan("spatial", "count", True, 0, "branch", False, "global", "data", (1, 0), 0.75, "predicted", (SegmentPlan(("a",), 1, 1.0, 4, 0, 2),)),
+        "partial": PARTIAL,
     }
     assert changes.keys() == {field.name for field in dataclasses.fields(Plan)}
     others = [dataclasses.replace(PLAN, **{name: value}) for name, value in changes.items()]
