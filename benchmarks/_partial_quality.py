@@ -16,7 +16,7 @@ from typing import Any
 
 NUM_WORKERS, BATCH = 4, 64
 SEEDS, TUNING_SEEDS = (1, 2, 3, 4, 5), (101, 102)
-RATES = {"sgd": (0.01, 0.03, 0.1), "adam": (3e-4, 1e-3, 3e-3)}
+RATES = {"sgd": (0.01, 0.03, 0.1, 0.3), "adam": (3e-4, 1e-3, 3e-3, 1e-2)}
 CLOSE = {"sgd": 0.05, "adam": 0.02}  # train loss of `count` above the smaller batch's, at most
 CURVE_STEPS = 20
 SMALLER = "full, smaller batch"
@@ -58,12 +58,12 @@ def tasks(quick: bool, data_dir: pathlib.Path) -> list[Task]:
     digits = load_digits(image_size=None, channels=1)
     small = lambda images: np.asarray(images, np.float32).reshape(-1, 16, 2, 16, 2, 3).mean((2, 4)) / 255 * 2 - 1
     eights = lambda images: np.asarray(images, np.float32).reshape(-1, 8, 8, 1)
-    of = lambda data, images: ((images(data.train_images[:]), np.asarray(data.train_labels)), (images(data.test_images[:]), np.asarray(data.test_labels)))
-    scaled = lambda images: eights(images) / float(np.max(digits.train_images[:])) * 2 - 1
+    of = lambda data, images: tuple((images(split["image"][:]), np.asarray(split["label"][:])) for split in (data.train, data.test))
+    scaled = lambda images: eights(images) / 255 * 2 - 1
     steps = 30 if quick else 400
     found = [Task("digits", *of(digits, scaled), (8, 8, 16, 16), 10, steps), Task("digits, fine-tuned", *of(digits, scaled), (8, 8, 16, 16), 10, steps // 2, steps)]
     if not quick:
-        found.append(Task("CIFAR-10 sample", *of(load_cifar10(data_dir), small), (12, 12, 16, 16, 24, 24, 32, 32), 10, 360))
+        found.append(Task("CIFAR-10 sample", *of(load_cifar10(data_dir), small), (12, 12, 16, 16, 24, 24, 32, 32), 10, 480))
     return found
 
 

@@ -31,7 +31,8 @@ def run_workers(
 ) -> Answers:
     """Runs `python -m benchmarks.MODULE SETTINGS` in that many processes of one XLA thread, each behind a link of this rate.
 
-    Raises `RuntimeError` where there can be no such network, or a worker failed."""
+    Raises `RuntimeError` where there can be no such network, or a worker failed. A worker that starts a process leaves its id in a file `pid*` of the
+    folder, so that it does not count among others."""
     from benchmarks._training_common import Meter
     from splitjax.errors import LaunchError
     from splitjax.runtime import launch
@@ -48,7 +49,7 @@ def run_workers(
         while (outcome := run.wait(0.1)) is None:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # of a worker that failed
                 if meter is None and (folder / "begin").exists():
-                    meter = Meter(*(worker.pid for worker in run.workers))
+                    meter = Meter(*(worker.pid for worker in run.workers), *(int(file.read_text()) for file in folder.glob("pid*")))
                 if meter is not None and others is None and (folder / "end").exists():
                     others = meter.others()
         if outcome.status:
@@ -71,6 +72,10 @@ class Team:
     def together(self) -> None:
         """Returns when all are here. By messages: who waits sleeps."""
         self._peers.agree(self._peers.new_topic(), None, _WAIT_SECONDS)
+
+    def decide(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns in the first worker (a JSON value), in all."""
+        return self._peers.decide(self._peers.new_topic(), make, _WAIT_SECONDS)
 
     def say(self, text: str) -> None:
         if self.rank == 0:

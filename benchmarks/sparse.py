@@ -12,17 +12,14 @@ on the page.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import os
 import pathlib
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks._common import RESULTS, quiet_tpu_compiler, write_page
+from benchmarks._common import quiet_tpu_compiler
+from benchmarks._kept import Page, add_options, run_part, run_parts
 
 PARTS = ("schemes", "choice", "end_to_end", "local", "big_table")
 LINKS = ("100mbit", "200mbit", "1000mbit")
@@ -33,32 +30,15 @@ def main(argv: list[str] | None = None) -> int:
     options = _options(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     quiet_tpu_compiler()
-    options.output.mkdir(parents=True, exist_ok=True)  # before anything is measured that would be lost
-    kept, failed, found = {} if options.quick else _kept(options.output), [], []
-    for key, run in _jobs(options).items():
-        one = _run(key, run)
-        if one is None:
-            failed.append(key)
-            continue
-        kept[key] = one
-        found += goals_of(one)
-        if not options.quick:
-            _file(options.output).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-            print("wrote", write_page("sparse", page(kept), options.output))
-    print("\n" + "\n".join(map(str, found)))
-    print(f"{sum(goal.ok for goal in found)} of {len(found)} goals met" + (f"; failed: {', '.join(failed)}" if failed else ""))
-    return 0 if all(goal.ok for goal in found) and not failed else 1
+    return run_parts(PAGE, {key: lambda key=key, run=run: _run(key, run) for key, run in _jobs(options).items()}, options)
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("sparse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True, help="folder of lm1b_word_counts.npy, criteo_sample.npz and wikitext2_valid.txt")
-    parser.add_argument("--only", nargs="*", choices=PARTS, default=[], metavar="PART", help=", ".join(PARTS))
+    add_options(parser, "folder of lm1b_word_counts.npy, criteo_sample.npz and wikitext2_valid.txt", PARTS)
     parser.add_argument("--workers", nargs="+", type=int, default=[], metavar="N", help="schemes: 4 8 16; end_to_end, choice: 4")
     parser.add_argument("--links", nargs="+", default=[], metavar="RATE", help="schemes: 100mbit; end_to_end: 100mbit 200mbit 1000mbit")
     parser.add_argument("--torch-python", type=pathlib.Path, help="a Python that has torch, for PyTorch's DDP beside it")
-    parser.add_argument("--quick", action="store_true", help="a small part of each, printed only")
-    parser.add_argument("--output", type=pathlib.Path, default=RESULTS, help="folder of the page instead of benchmarks/results")
     options = parser.parse_args(argv)
     options.data_dir = options.data_dir.absolute()
     return options
@@ -89,55 +69,18 @@ def _jobs(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
 
 
 def _run(key: str, measure: Callable[[], Any]) -> dict[str, Any] | None:
-    """What a job found, as JSON values; None where it failed."""
-    from benchmarks._splitbrain_common import busy
-
-    started, load = time.perf_counter(), busy()
-    print(f"{key}: {load} before", flush=True)
-    try:
-        section = measure()
-    except Exception:  # the others are measured, and this one's earlier figures stay
-        traceback.print_exc()
-        return None
-    from benchmarks import machine
-
-    print("\n".join(["", f"## {section.title}", "", *section.lines]), flush=True)
     part, _, rest = key.partition(", ")
     workers, _, link = rest.partition(" workers, ")
     command = f"python -m benchmarks sparse --data-dir DIR --only {part}" + (f" --workers {workers} --links {link}" if link else "")
-    return {**dataclasses.asdict(section), "seconds": time.perf_counter() - started, "load": load,
-            "header": machine.header(machine.this_machine(), command)}  # fmt: skip
-
-
-def page(kept: dict[str, dict[str, Any]]) -> list[str]:
-    """The lines of the page, parts in their order, more workers and faster links later."""
-    goals = [goal for one in kept.values() for goal in goals_of(one)]
-    lines = ["# Sparse gradient synchronisation", "", f"**{sum(goal.ok for goal in goals)} of {len(goals)} goals met.**", ""]
-    for key in sorted(kept, key=_order):
-        one = kept[key]
-        lines += [f"## {one['title']}", "", one["header"].rstrip(), f"- {one['seconds']:.0f} s; {one['load']} before it began", "", *one["lines"]]
-        lines += [*(f"- {'**' if not goal.ok else ''}{goal}{'**' if not goal.ok else ''}" for goal in goals_of(one)), ""]
-    return lines
+    return run_part(key, measure, command)
 
 
 def _order(key: str) -> tuple[int, list[int], str]:
+    """More workers and faster links later."""
     return PARTS.index(key.partition(",")[0]), [int("".join(filter(str.isdigit, word))) for word in key.split() if any(map(str.isdigit, word))], key
 
 
-def goals_of(one: dict[str, Any]) -> list[Any]:
-    """The goals of a section, as kept."""
-    from benchmarks._splitbrain_common import Goal
-
-    return [Goal(**goal) for goal in one["goals"]]
-
-
-def _file(folder: pathlib.Path) -> pathlib.Path:
-    return folder / "sparse.json"
-
-
-def _kept(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """What was measured before."""
-    return json.loads(_file(folder).read_text(encoding="utf-8")) if _file(folder).is_file() else {}
+PAGE = Page("sparse", "Sparse gradient synchronisation", _order)
 
 
 if __name__ == "__main__":

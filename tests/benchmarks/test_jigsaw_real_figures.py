@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pathlib
+import types
+
 import pytest
 
-from benchmarks._jigsaw_real import MODELS, POLICIES, _profile, starting_seconds
+from benchmarks._jigsaw_jobs import Lasting, LastingEngine
+from benchmarks._jigsaw_real import ALL, ALONE, FULL, JIGSAW, MODELS, PARTIAL, POLICIES, _profile
 from splitjax.schedule import Cluster, Depth, Execution, Job, JobProfile, TaskRecord, ThreadEngine, execute
 from splitjax.schedule.jobs import DEVICE, NETWORK
 from tests.schedule.toys import Toy
@@ -30,22 +35,67 @@ def test_a_profile_is_what_full_and_half_depth_took() -> None:
     assert profile.exposed_seconds == pytest.approx(0.05)
 
 
-def test_starting_is_time_without_any_task() -> None:
-    tasks = [task(1, 0, 0, 3.0, 1.0), task(1, 1, 0, 3.5, 2.0), task(2, 0, 0, 5.7, 0.3), task(3, 0, 0, 8.0, 1.0)]
-    assert starting_seconds(execution(tasks)) == pytest.approx(3.0 + 2.0)  # 0.2 s between iterations are no start
-
-
-def test_under_jigsaw_all_four_jobs_are_there_at_once_and_their_depths_are_those_of_partial_backpropagation_alone() -> None:
+def test_jobs_are_packed_where_they_should_be_and_at_the_depths_of_partial_backpropagation_alone() -> None:
     profile = JobProfile("toy", 0.004, (Depth(1.0, 0.008), Depth(0.5, 0.004)), exposed_seconds=0.004)
     jobs = [Job(name, 0.0, 2, 6, profile) for name in MODELS]
     depths = {}
-    for title, policy, partial in POLICIES:
+    for title, policy in POLICIES.items():
         programs = {job.name: Toy(seconds=0.004) for job in jobs}
         found = execute(jobs, programs, Cluster(1, 2), policy, ThreadEngine())
         depths[title] = {name: {(number, given) for _, _, number, given in toy.log} for name, toy in programs.items()}
         assert not found.failed
-        assert all(min(given) < 1 if partial else min(given) == 1 for log in depths[title].values() for _, given in log)
-        first = [min(one.end_seconds for one in found.tasks if one.job == name) for name in MODELS]
-        last = [max(one.end_seconds for one in found.tasks if one.job == name) for name in MODELS]
-        assert (max(first) < min(last)) == (title in ("Muri", "JigSaw"))  # together, or one after the other
-    assert depths["JigSaw"] == depths["partial backpropagation alone"]
+        assert all(min(given) < 1 if title in PARTIAL else min(given) == 1 for log in depths[title].values() for _, given in log)
+        first = sorted(min(one.end_seconds for one in found.tasks if one.job == name) for name in MODELS)
+        last = sorted(max(one.end_seconds for one in found.tasks if one.job == name) for name in MODELS)
+        assert (first[1] < last[0]) == (title in ("Muri", FULL, JIGSAW, ALL))  # together, or one after the other
+        assert first[3] < last[0] or title != ALL
+    assert depths[JIGSAW] == depths[ALL] == depths[ALONE]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """Adds up what its seed and the numbers of its iterations give; checkpoints are files."""
+
+    folder: pathlib.Path
+
+    def meet(self, place):
+        return None, None
+
+    def begin(self, place):
+        return DrawnTask(self.folder)
+
+
+class DrawnTask:
+    def __init__(self, folder):
+        self.file, self.total = folder / "checkpoint", 0
+        self.training = types.SimpleNamespace(batch=types.SimpleNamespace(seed=0))
+
+    def restore(self):
+        done, self.total = map(int, self.file.read_text().split()) if self.file.exists() else (0, 0)
+        return done
+
+    def stage(self, number, resource):
+        pass
+
+    def step(self, order, computed):
+        self.total += order.number + 100 * self.training.batch.seed
+        return {"loss": self.total}
+
+    def save(self, number):
+        self.file.write_text(f"{number} {self.total}")
+
+
+def test_every_run_begins_anew_in_the_processes_of_the_first(tmp_path) -> None:
+    profile = JobProfile("toy", 0.001, (Depth(1.0, 0.002),))
+    jobs = [Job(name, 0.0, 1, 4, profile) for name in "ab"]
+    folders = {job.name: tmp_path / job.name for job in jobs}
+    for folder in folders.values():
+        folder.mkdir()
+    programs = {name: Lasting(Drawn(folder)) for name, folder in folders.items()}
+    engine = LastingEngine(ThreadEngine(), jobs, programs, folders)
+    for seed, order in ((0, jobs), (0, jobs[::-1]), (3, jobs)):
+        engine.rewind(order, seed)
+        found = execute(order, programs, Cluster(1, 1), "gang-fifo", engine)
+        assert {name: metrics["loss"] for name, metrics in found.metrics.items()} == {"a": 10 + 400 * seed, "b": 10 + 400 * seed}
+        assert min(found.tasks, key=lambda one: one.start_seconds).job == order[0].name and not any(found.restarts.values())
+    engine.end()
