@@ -117,7 +117,7 @@ class Launched:
         self._reader.start()
         self._workers: dict[int, int] = {}
         self._attempt_line = 0  # of the output, from which on it is this attempt's
-        self._file_before = self._file()
+        self._file_before, self._complete_before = self._file(), self.complete()
 
     def __enter__(self) -> Launched:
         return self
@@ -169,7 +169,7 @@ class Launched:
     def new_attempt(self) -> None:
         """From here on, what the workers say and write is that of the next attempt."""
         self._workers = {}
-        self._attempt_line, self._file_before = len(self.lines), self._file()
+        self._attempt_line, self._file_before, self._complete_before = len(self.lines), self._file(), self.complete()
 
     def resumed_step(self) -> int | None:
         """Where this attempt went on from, once it says so; None until then."""
@@ -180,7 +180,11 @@ class Launched:
         """Whether this attempt has written a step. It may write over what an earlier one wrote: into a new file then."""
         file, step = self._file_before
         now, last = self._file()
-        begin = self.resumed_step() or 0
+        begin = self.resumed_step()
+        if begin is None:
+            # Its word of where it went on from can come after the rows that it keeps of earlier attempts. One that begins anew, and should not, is seen once
+            # it is past all of those.
+            begin = max(self._complete_before) + self.recipe.checkpoint_every if self._complete_before else 0
         return last > begin and (now != file or last > step)
 
     def sight(self) -> Sight:

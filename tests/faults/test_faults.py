@@ -17,7 +17,7 @@ from benchmarks import _faults_disk as disk
 from benchmarks import _faults_kills as kills
 from benchmarks import faults
 from benchmarks._faults_checks import Fault, arrays, compare, differences, lost, own_problems
-from benchmarks._faults_run import TRAINING, Recipe, last_step
+from benchmarks._faults_run import TRAINING, Launched, Recipe, last_step
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at the processes of a run in /proc")
 
@@ -115,6 +115,27 @@ def test_arrays_are_compared_bit_for_bit(undisturbed):
     assert differences(ours, theirs) == [f"1 of {len(ours)} arrays differ, the first {path}"]
     assert differences({"w": np.zeros(2)}, {"w": -np.zeros(2)}) != []  # equal as numbers
     assert "other arrays" in differences({}, theirs)[0]
+
+
+def test_rows_that_an_attempt_keeps_are_not_its_steps(copy):
+    for step in ("60", "80", "100"):
+        shutil.rmtree(copy.checkpoints / step)
+    lines = copy.metrics.read_text().splitlines(keepends=True)
+    with Launched(copy, launcher=[sys.executable, "-uc", "print(input()); input()"]) as run:
+        kept = copy.metrics.with_name("kept")
+        kept.write_text("".join(lines[:40]))
+        kept.replace(copy.metrics)
+        assert not run.has_stepped()  # nor has it said where it goes on from
+        run.tell("resumed from the checkpoint of step 40")
+        run.until("its word", lambda: run.resumed_step() == 40, 30)
+        assert not run.has_stepped()
+        copy.metrics.write_text("".join(lines[:41]))
+        assert run.has_stepped()
+        run.new_attempt()
+        copy.metrics.unlink()
+        kept.write_text("".join(lines[:61]))
+        kept.replace(copy.metrics)
+        assert run.has_stepped()  # without a word, but past all that was there
 
 
 def test_what_a_fault_may_cost():
