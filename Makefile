@@ -13,8 +13,8 @@ BIN := $(VENV)/bin
 CORE_SUITE := -m "not slow and not gpu and not network and not tpu_aot and not one_version" --ignore=tests/notebooks --ignore=tests/data --ignore=tests/schedule --ignore=tests/faults --ignore=tests/benchmarks \
 	--ignore=tests/runtime/test_launch.py
 # One file's tests run in one process, which shares what their fixtures compile. The order is the folders': the short ones are last, so that no process
-# is left alone with a long one.
-IN_PROCESSES = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+# is left alone with a long one. A process that dies ends the run: one in its place can be left without work, waiting for ever.
+IN_PROCESSES = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 MARKED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from splitjax.errors import ScheduleError
 from splitjax.schedule.cluster import Cluster
 from splitjax.schedule.policy import Assignment, Group, Member, View
 
@@ -125,7 +126,11 @@ def nodes_for(counts: NDArray[np.int64], num_workers: int, per_node: int) -> lis
 
 def place(free: NDArray[np.bool_], num_workers: int, cluster: Cluster) -> tuple[int, ...]:
     """Free devices for a job, on as few nodes as can be: the fullest node that holds it all, else whole nodes and the fullest that holds the
-    rest. `free`: bool[num_devices], with at least `num_workers` true."""
+    rest. `free`: bool[num_devices].
+
+    Raises `ScheduleError` if fewer than `num_workers` are free."""
+    if (num_free := int(np.count_nonzero(free))) < num_workers:
+        raise ScheduleError(f"{num_workers} devices are wanted, {num_free} are free", value=num_workers, place="schedule.gang.place")
     by_node = free.reshape(cluster.num_nodes, cluster.devices_per_node)
     counts = by_node.sum(axis=1)
     chosen: list[int] = []

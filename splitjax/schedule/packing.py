@@ -66,16 +66,17 @@ def demands(view: View, partial: bool) -> NDArray[np.float64]:
 
 class _Plan:
     def __init__(self, view: View, order: Order, discipline: str, partial: bool, max_members: int, density: float):
-        self.view, self.order, self.discipline, self.max_members, self.density = view, order, discipline, max_members, density
+        self.view, self.order, self.discipline, self.max_members = view, order, discipline, max_members
+        self.densest = 1.25 * density  # a group takes further jobs up to this demand per device
         self.memory: dict[str, Any] = view.memory or {}
         self.demands = self.memory["demand"] if self.memory else demands(view, partial)
         self.num_workers, self.demand = view.num_workers, self.demands[view.active]
         self.limit = view.cluster.memory_bytes
         self.scarce = int(self.num_workers.sum()) > view.cluster.num_devices
+        self._is_fixed = self.demand > self.num_workers - 1e-9  # nothing to gain by packing
         self.admitted = np.ones(len(view.active), bool)
         if self.scarce:
-            fixed = self.demand > self.num_workers - 1e-9  # nothing to gain by packing
-            need = np.where(fixed, self.num_workers, self.demand / density)
+            need = np.where(self._is_fixed, self.num_workers, self.demand / density)
             chosen = admit(np.ceil(need[order.positions] * 1000 - 1e-6).astype(np.int64), view.cluster.num_devices * 1000)
             self.admitted[:] = False
             self.admitted[order.positions[chosen]] = True
@@ -102,7 +103,7 @@ class _Plan:
         """On few devices a job more or less is much: where those admitted cannot keep all devices computing, the next that may still join them is too."""
         waiting = self.order.positions[~self.admitted[self.order.positions]]
         while len(waiting) and (load := float(self.demand[self.admitted].sum())) < self.view.cluster.num_devices - 1e-9:
-            waiting = waiting[load + self.demand[waiting] <= 1.25 * self.density * self.view.cluster.num_devices]
+            waiting = waiting[load + self.demand[waiting] <= self.densest * self.view.cluster.num_devices]
             self.admitted[waiting[:1]] = True
             waiting = waiting[1:]
 
@@ -130,10 +131,10 @@ class _Plan:
             densities = np.where(room, (self.load + demand) / np.maximum(self.size, 1), math.inf)
             alone = demand / num_free if num_free and self.scarce else math.inf
             best = self._sparsest(position, densities)
-            if alone <= 1.25 * self.density and (best is None or alone <= densities[best]):
+            if alone <= self.densest and (best is None or alone <= densities[best]):
                 self._alone(position, num_free)
                 num_free = 0
-            elif best is not None and densities[best] <= 1.25 * self.density:
+            elif best is not None and densities[best] <= self.densest:
                 self._put(best, [*self._of(best), position])
             elif self.scarce:
                 self._replace(position)
@@ -142,7 +143,7 @@ class _Plan:
         """A job that fits nowhere takes the place of one that is served later: of the last such, where it then fits."""
         victims = np.flatnonzero((self.slot >= 0) & self.admitted & (self.rank > self.rank[position]))
         slot = self.slot[victims]
-        victims = victims[self.load[slot] - self.demand[victims] + self.demand[position] <= 1.25 * self.density * self.size[slot]]
+        victims = victims[self.load[slot] - self.demand[victims] + self.demand[position] <= self.densest * self.size[slot]]
         for victim in victims[np.argsort(-self.rank[victims])].tolist():
             index = int(self.slot[victim])
             members = [*(member for member in self._of(index) if member != victim), position]
@@ -220,8 +221,9 @@ class _Plan:
         seconds = columns.iteration_seconds[active]
         single: list[list[int]] = []
         classes: dict[float, list[int]] = {}
+        whole = self._whole(positions)
         for position in positions[np.lexsort((active[positions], -self.num_workers[positions], seconds[positions]))].tolist():
-            if not self.scarce or self.demand[position] > self.num_workers[position] - 1e-9:
+            if position in whole:
                 single.append([position])
             else:
                 classes.setdefault(float(seconds[position]), []).append(position)
@@ -257,6 +259,18 @@ class _Plan:
             devices = place(self.free, size, self.view.cluster)
             self.free[list(devices)] = False
             self._begin(members, devices)
+
+    def _whole(self, positions: NDArray[np.int64]) -> set[int]:
+        """Jobs with devices of their own: all while there are enough, else those that gain nothing by packing. Of these the last to be served share
+        devices too where the rest would not have enough."""
+        if not self.scarce:
+            return set(positions.tolist())
+        fixed = self._is_fixed[positions]
+        whole, shared = positions[fixed][np.argsort(self.rank[positions[fixed]])], float(self.demand[positions[~fixed]].sum())
+        while len(whole) and shared > self.densest * (self.view.cluster.num_devices - self.num_workers[whole].sum()) + 1e-9:
+            shared += float(self.demand[whole[-1]])
+            whole = whole[:-1]
+        return set(whole.tolist())
 
     def _parts(self, members: list[int]) -> list[list[int]]:
         """Groups of as equal a number of jobs as can be, at most `max_members` and what memory holds; wide and narrow ones in each."""

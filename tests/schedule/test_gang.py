@@ -107,6 +107,8 @@ def test_placement_prefers_few_nodes():
     free[:2] = free[4] = False  # 2, 3 and 4 are free
     assert place(free, 2, cluster) == (2, 3) and place(free, 3, cluster) == (5, 6, 7)
     assert {cluster.node_of(device) for device in place(free, 6, cluster)} == {2, 0}
+    with pytest.raises(ScheduleError, match="are free"):
+        place(free, int(free.sum()) + 1, cluster)
 
 
 def test_consolidated_jobs_stay_within_a_node():

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from splitjax.errors import ScheduleError
@@ -168,6 +168,9 @@ def watched(policy: Policy, cluster: Cluster, jobs):
 
 @settings(max_examples=40, deadline=None)
 @given(traces, st.sampled_from(OURS))
+# Jobs that gain nothing by packing, more of them than there are devices.
+@example([(0.0, 3, 1000, 0, 0), (0.0, 4, 1000, 0, 0), (0.0, 2, 500, 0, 0)], "interleave-fifo")
+@example([(0.0, 8, 2000, 0, 0), (0.0, 4, 1000, 1, 4), (0.0, 2, 500, 0, 4)], "interleave")
 def test_every_job_ends_within_memory_and_below_the_bound(rows, name):
     cluster = Cluster(2, 4, memory_bytes=100)
     profiles = [JobProfile.uniform(f"{kind} {size}", 1.0 + kind / 2, num_depths=8, exposed_fraction=0.15 * kind, memory_bytes=20 * size) for kind in (0, 1) for size in range(5)]
