@@ -1,7 +1,8 @@
 """What partial backpropagation saves each worker: flops, processor time, memory, bytes of gradients.
 
 A worker's programs (`execution="program"`) are compiled for every depth and run alone on one device, one after the other. Flops are those of the lowered
-program; memory is what the compiled one needs (arguments, temporaries, results).
+program; memory is what the compiled one needs (arguments, temporaries, results). Processor time is taken in turns through all programs, so that what
+disturbs this machine for a while disturbs all of them alike.
 """
 
 from __future__ import annotations
@@ -11,22 +12,26 @@ import functools
 import pathlib
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 EXAMPLES = 64  # a worker, as in the published prototype's profile
 CLOSE = 1.05  # of the ideal device time
 LEAST_MEMORY = {"ResNet-18": 0.13, "ResNet-101": 0.23}  # the published prototype's figures (FACTS: 4 workers, batches of 64)
 TURNS = 3
+CONVOLUTIONS = (2, 4)  # positions along a side
 
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """`timed`: its processor time is measured, too (seconds a step on one core). `cut_by_measured`: depths from the times that `step.advise` measures."""
+    """`examples`: of a worker. `timed`: its processor time is measured, too (seconds a step on one core). `cut_by_measured`: depths from the times that
+    `step.advise` measures."""
 
     name: str
     model: str
     options: dict[str, Any]
     workers: tuple[int, ...]
+    examples: int = EXAMPLES
     timed: bool = True
     cut_by_measured: bool = False
 
@@ -35,14 +40,17 @@ NETWORKS = (
     Network("ResNet-18", "resnet18", {}, (4, 8)),
     Network("VGG-16", "vgg16", {}, (4, 8)),
     Network("VGG-16, cut by measured times", "vgg16", {}, (4, 8), cut_by_measured=True),
+    # The same without positions fewer than the window's, over which XLA's CPU compiler has no fast kernel: a quarter of the examples is as many positions.
+    Network("VGG-16, 16 examples of 64 x 64", "vgg16", {"image_size": 64}, (4, 8), examples=EXAMPLES // 4),
     Network("ResNet-101", "resnet50", {"stage_sizes": (3, 4, 23, 3)}, (4,), timed=False),
 )
 
 
 def section(quick: bool, data_dir: pathlib.Path) -> Any:
     """The section on savings."""
-    networks = (Network("ResNet-18, narrow", "resnet18", {"width": 0.25}, (4,)),) if quick else NETWORKS
-    return _report([(network, workers, _measure(network, workers, 8 if quick else EXAMPLES)) for network in networks for workers in network.workers])
+    networks = (Network("ResNet-18, narrow", "resnet18", {"width": 0.25}, (4,), examples=8),) if quick else NETWORKS
+    convolutions = _seconds([_convolution(size) for size in CONVOLUTIONS])
+    return _report([(network, workers, _measure(network, workers)) for network in networks for workers in network.workers], convolutions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +77,7 @@ class Found:
     planned_time: float
 
 
-def _measure(network: Network, workers: int, examples: int) -> Found:
+def _measure(network: Network, workers: int) -> Found:
     import jax
     import optax
 
@@ -84,9 +92,9 @@ def _measure(network: Network, workers: int, examples: int) -> Found:
         spec = dataclasses.replace(spec, config=config, module=LinenResNet(config))
     init, train_step, eval_step = make_step(spec, optax.sgd(0.01, momentum=0.9), value_and_grad=splitjax.value_and_grad)
     backprop = splitjax.PartialBackprop(execution="program", rotate=False, statistics="local")
-    batch = spec.example(examples * workers)
+    batch = spec.example(network.examples * workers)
     if network.cut_by_measured:
-        backprop = dataclasses.replace(backprop, measured=_measured_times(network.model, examples))
+        backprop = dataclasses.replace(backprop, measured=_measured_times(network.model, network.examples))
     step = splitjax.parallelize(train_step, mesh={"data": workers}, rules="data_parallel", backprop=backprop)
     state = step.abstract_state(init, jax.random.key(0), example=(batch,))
     plan = step.plan(state, batch)
@@ -94,10 +102,10 @@ def _measure(network: Network, workers: int, examples: int) -> Found:
     parts = {slot: lowered.parts[f"worker {slot}"] for slot in range(workers)}
     compiled = {slot: part.compile() for slot, part in parts.items()}
     update = lowered.parts["after"].compile()
-    seconds = {slot: _seconds(program, lowered.parts[f"worker {slot}"]) if network.timed else 0.0 for slot, program in compiled.items()}
-    one = spec.example(examples)
+    one = spec.example(network.examples)
     forward = jax.jit(lambda state, batch: eval_step(state, batch)["loss"]).lower(jax.eval_shape(init, jax.random.key(0)), one)
-    forward_seconds = _seconds(forward.compile(), forward) if network.timed else 0.0
+    timed = [_run(forward.compile(), forward), *(_run(compiled[slot], parts[slot]) for slot in range(workers))] if network.timed else []
+    forward_seconds, *seconds = _seconds(timed) if timed else [0.0] * (workers + 1)
     shares = [sum(segment.backward for segment in plan.partial.segments[first:]) for first in plan.partial.first]
     depths = tuple(
         Depth(shares[slot], parts[slot].cost_analysis()["flops"], peak_bytes(compiled[slot].memory_analysis()), seconds[slot]) for slot in range(workers)
@@ -129,24 +137,42 @@ def _measured_times(model: str, examples: int) -> Any:
     return step.advise(state, [batch], backprop, link=Link(1e-4, 125e6)).measured
 
 
-def _seconds(compiled: Any, lowered: Any) -> float:
-    """Processor seconds of a program on one device, the median of some turns; its operands are zeros (whole numbers too: class 0)."""
+def _run(compiled: Any, lowered: Any) -> Callable[[], Any]:
+    """Runs a program on one device; its operands are zeros (whole numbers too: class 0)."""
     import jax
     import jax.numpy as jnp
 
     args, kwargs = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), lowered.in_avals)
     shardings, _ = compiled.input_shardings
     given = jax.tree.map(jax.device_put, tuple(args), tuple(shardings))
-    jax.block_until_ready(compiled(*given, **kwargs))
-    turns = []
+    return lambda: jax.block_until_ready(compiled(*given, **kwargs))
+
+
+def _seconds(programs: Sequence[Callable[[], Any]]) -> list[float]:
+    """Processor seconds of each, the median of some turns through all of them."""
+    for program in programs:
+        program()
+    turns: list[list[float]] = [[] for _ in programs]
     for _ in range(TURNS):
-        started = time.process_time()
-        jax.block_until_ready(compiled(*given, **kwargs))
-        turns.append(time.process_time() - started)
-    return statistics.median(turns)
+        for program, found in zip(programs, turns, strict=True):
+            started = time.process_time()
+            program()
+            found.append(time.process_time() - started)
+    return [statistics.median(found) for found in turns]
 
 
-def _report(results: list[tuple[Network, int, Found]]) -> Any:
+def _convolution(size: int) -> Callable[[], Any]:
+    """Runs one of VGG-16's last convolutions over so many positions along each side."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    data, weight = jnp.zeros((EXAMPLES, size, size, 512)), jnp.zeros((3, 3, 512, 512))
+    program = jax.jit(lambda data, weight: lax.conv_general_dilated(data, weight, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
+    return lambda: jax.block_until_ready(program(data, weight))
+
+
+def _report(results: list[tuple[Network, int, Found]], convolutions: Sequence[float]) -> Any:
     from benchmarks._common import table
     from benchmarks._splitbrain_common import Goal, Section, mib
 
@@ -175,10 +201,12 @@ def _report(results: list[tuple[Network, int, Found]]) -> Any:
         if network.name in LEAST_MEMORY and workers == 4:
             goals.append(Goal(f"{name}: peak memory of the mean worker, less", saved, LEAST_MEMORY[network.name], False))
     lines = [
-        f"Linear depths, {EXAMPLES} examples of 32 x 32 a worker, SGD with momentum, float32. Device time: of all workers over that of full backpropagation; ideal: the same for "
+        f"Linear depths, {EXAMPLES} examples of 32 x 32 a worker if not said otherwise, SGD with momentum, float32. Device time: of all workers over that of full backpropagation; ideal: the same for "
         "depths that could be cut anywhere, (f + b (N+1)/(2N)) / (f + b) with the measured forward f and backward b. Processor seconds are those of one device, without the "
         "update. Cuts are placed by predicted times, or by those that `step.advise` measures (`PartialBackprop(measured=...)`). Memory: of a worker's largest program, the update's among them; the mean is over the depths. With `rotate=True` every device meets every depth and has to fit the "
-        "deepest (the column before it). MB sent: gradients of a mean worker as planned, the sums handed to those who did not compute them included (reports hold the plan against the compiled program).",
+        "deepest (the column before it). VGG-16's last three convolutions have windows of 3 x 3 over 2 x 2 positions, for which XLA's CPU compiler has no fast kernel "
+        f"({convolutions[0]:.3f} s each, forward; {convolutions[1]:.3f} s for four times the work, over 4 x 4): what they need, forward and back, is most of its processor time, and can be cut in "
+        "few places. Hence the rows of 64 x 64. MB sent: gradients of a mean worker as planned, the sums handed to those who did not compute them included (reports hold the plan against the compiled program).",
         "",
         *table(["network", "workers", "forward:backward", "device time, flops", "ideal", "device time, seconds", "ideal", "peak at full depth, MiB", "peak of the mean worker, MiB",
                 "less", "MB sent, full", "MB sent, partial"], rows),

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _WAIT_SECONDS = 1800
+_WHOLE = "--xla_cpu_parallel_codegen_split_count=1"  # a process of one thread gains nothing from compiling a program in 32 pieces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ def run_workers(
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         command = [python, "-m", f"benchmarks.{module}", json.dumps({**settings, "folder": name})]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", **(environment or {})}
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": _WHOLE, **(environment or {})}
         try:
             run = launch.start(launch.LaunchConfig(num_workers, threads=1, bandwidth=bandwidth), command, environment=environment)
         except LaunchError as error:
