@@ -40,6 +40,7 @@ def _measure(name: str, settings: dict[str, Any], team: Any, mesh: Any, is_first
     made, fitted, runs, steps = {}, {}, {}, {}
     for label, scheme in schemes.items():
         one = ways.scheme_way(scheme, batches, profiled) if scheme else ways.make_way(label, batches, profiled)
+        team.together()  # who is compiled first would wait in the exchange for the others, and not for long
         fitted[label] = [one.check(step) for step in range(1 if label == ways.DENSE else MEASURED)]
         made[label], runs[label] = one, one.run
         first = _slowest(team, team.turn(one.run, 1)["seconds"])
