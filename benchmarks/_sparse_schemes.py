@@ -9,7 +9,6 @@ from typing import Any
 
 from benchmarks._sparse_launch import Answers, Measured, others_text, over_workers, run_workers
 
-WORKLOADS = ("lm1b_input", "lm1b_softmax", "criteo", "wikitext")
 ROUNDS, STEPS = 6, 3
 MOST_ALONE = 8  # workers up to which messages are timed alone too: that is twice as much to compile, for every worker on this machine
 GOALS_AT = (16, "100mbit")  # workers and link for which speeds are asked; bytes are asked for always
@@ -36,17 +35,17 @@ class Row:
 def jobs(options: Any) -> dict[str, dict[str, Any]]:
     """Key of a section -> what it is measured with."""
     return {
-        f"schemes, {num_workers} workers, {link}": {"num_workers": num_workers, "link": link}
+        f"schemes, {num_workers} workers, {link}": {"num_workers": num_workers, "link": link, "tables": options.tables}
         for num_workers in options.workers for link in options.links
     }  # fmt: skip
 
 
-def section(quick: bool, data_dir: pathlib.Path, num_workers: int, link: str) -> Any:
+def section(quick: bool, data_dir: pathlib.Path, num_workers: int, link: str, tables: Sequence[str]) -> Any:
     """The section of one number of workers and one link."""
     from benchmarks import _sparse_ways as ways
 
     settings = {
-        "workloads": ["criteo"] if quick else list(WORKLOADS), "choose": False, "transfer": num_workers <= MOST_ALONE, "rounds": 2 if quick else ROUNDS,
+        "workloads": ["criteo"] if quick else list(tables), "choose": False, "transfer": num_workers <= MOST_ALONE, "rounds": 2 if quick else ROUNDS,
         "steps": 1 if quick else STEPS, "data_dir": str(data_dir),
         "ways": [*ways.SCHEMES, ways.ROWS_AHEAD, ways.ROWS_BF16, ways.OWNER, ways.OWNER_BF16],
     }  # fmt: skip

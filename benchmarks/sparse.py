@@ -3,6 +3,7 @@
     python -m benchmarks sparse --data-dir DIR                                       everything, and its page (hours)
     python -m benchmarks sparse --data-dir DIR --only schemes --workers 16           one part; the page keeps what was measured of the others
     python -m benchmarks sparse --data-dir DIR --only schemes --workers 4 --quick    a small part, printed only
+    (sixteen processes compile for a quarter of an hour for each table: `--tables lm1b_input criteo` leaves two out)
 
 `--data-dir`: lm1b_word_counts.npy (int, occurrences of each word), criteo_sample.npz (`ids` int[rows, 26]) and wikitext2_valid.txt. What each part
 found is kept beside the page (sparse.json), with its date and machine. Links need Linux and root. Times want an idle machine: how busy others were is
@@ -22,6 +23,7 @@ from benchmarks._common import quiet_tpu_compiler
 from benchmarks._kept import Page, add_options, run_part, run_parts
 
 PARTS = ("schemes", "choice", "end_to_end", "local", "big_table")
+TABLES = ("lm1b_input", "lm1b_softmax", "criteo", "wikitext")
 LINKS = ("100mbit", "200mbit", "1000mbit")
 
 
@@ -30,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     options = _options(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     quiet_tpu_compiler()
-    return run_parts(PAGE, {key: lambda key=key, run=run: _run(key, run) for key, run in _jobs(options).items()}, options)
+    return run_parts(PAGE, {key: lambda key=key, run=run: _run(key, run, options.tables) for key, run in _jobs(options).items()}, options)
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
@@ -38,6 +40,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     add_options(parser, "folder of lm1b_word_counts.npy, criteo_sample.npz and wikitext2_valid.txt", PARTS)
     parser.add_argument("--workers", nargs="+", type=int, default=[], metavar="N", help="schemes: 4 8 16; end_to_end, choice: 4")
     parser.add_argument("--links", nargs="+", default=[], metavar="RATE", help="schemes: 100mbit; end_to_end: 100mbit 200mbit 1000mbit")
+    parser.add_argument("--tables", nargs="+", default=[], choices=TABLES, metavar="NAME", help=f"schemes: {' '.join(TABLES)}")
     parser.add_argument("--torch-python", type=pathlib.Path, help="a Python that has torch, for PyTorch's DDP beside it")
     options = parser.parse_args(argv)
     options.data_dir = options.data_dir.absolute()
@@ -52,7 +55,7 @@ def _jobs(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
         quick = options.quick
         return argparse.Namespace(
             workers=options.workers or ([2] if quick else workers), links=options.links or (links[-1:] if quick else links),
-            torch_python=options.torch_python,
+            tables=options.tables or list(TABLES), torch_python=options.torch_python,
         )  # fmt: skip
 
     plans = {
@@ -68,10 +71,11 @@ def _jobs(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def _run(key: str, measure: Callable[[], Any]) -> dict[str, Any] | None:
+def _run(key: str, measure: Callable[[], Any], tables: list[str]) -> dict[str, Any] | None:
     part, _, rest = key.partition(", ")
     workers, _, link = rest.partition(" workers, ")
     command = f"python -m benchmarks sparse --data-dir DIR --only {part}" + (f" --workers {workers} --links {link}" if link else "")
+    command += f" --tables {' '.join(tables)}" if tables and part == "schemes" else ""
     return run_part(key, measure, command)
 
 
