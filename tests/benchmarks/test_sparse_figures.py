@@ -235,11 +235,19 @@ def test_sections_are_replaced_one_by_one_and_stand_in_order(tmp_path, monkeypat
 
     keys = ["local, 16 workers", "schemes, 16 workers, 100mbit", "schemes, 4 workers, 1000mbit", "schemes, 4 workers, 200mbit"]
     (tmp_path / "sparse.json").write_text(json.dumps({key: section(f"old {key}") for key in keys}))
-    monkeypatch.setattr(sparse, "_run", lambda key, run: section(f"new {key}"))
+    monkeypatch.setattr(sparse, "_run", lambda key, run, tables: section(f"new {key}"))
     arguments = ["--data-dir", str(tmp_path), "--only", "schemes", "--workers", "4", "--links", "200mbit", "--output", str(tmp_path)]
     assert sparse.main(arguments) == 0
     titles = [line for line in (tmp_path / "sparse.md").read_text().splitlines() if line.startswith("## ")]
     assert titles == [f"## {age} {key}" for age, key in zip(("new", "old", "old", "old"), [keys[3], keys[2], keys[1], keys[0]], strict=True)]
+
+
+@pytest.mark.parametrize("chosen", [["criteo"], []])
+def test_tables_can_be_chosen(chosen, tmp_path, monkeypatch):
+    monkeypatch.setattr(schemes, "section", lambda quick, data_dir, **what: what["tables"])
+    arguments = ["--data-dir", str(tmp_path), "--only", "schemes", "--workers", "4", *(["--tables", *chosen] if chosen else [])]
+    [run] = sparse._jobs(sparse._options(arguments)).values()
+    assert run() == (chosen or list(sparse.TABLES))
 
 
 def test_every_scheme_that_auto_chooses_from_has_a_name_of_its_own():
