@@ -69,14 +69,15 @@ class Outcome:
         return (self.efficiency - 1) / (self.bound - 1) if self.bound > 1 else 1.0
 
 
-def outcome(jobs: Sequence[Job], policy: str, baseline: SimulationResult, cluster: Cluster = CLUSTER) -> Outcome:
+def outcome(jobs: Sequence[Job], policy: str | Policy, baseline: SimulationResult, cluster: Cluster = CLUSTER) -> Outcome:
     """Simulates `policy`. Raises `AssertionError` if it is above a bound."""
-    watched, attainable = _watched(get(policy))
+    policy = get(policy) if isinstance(policy, str) else policy
+    watched, attainable = _watched(policy)
     result = simulate(jobs, cluster, watched)
     efficiency, bound = result.iteration_efficiency(baseline), result.bound(baseline)
     reachable = attainable(result) / baseline.busy_part.rate if baseline.busy_part.seconds else 1.0
     if efficiency > bound * (1 + 1e-9) or efficiency > reachable * (1 + 1e-6):
-        raise AssertionError(f"{policy} is above a bound: {efficiency} > {bound} or {reachable}")
+        raise AssertionError(f"{policy.name} is above a bound: {efficiency} > {bound} or {reachable}")
     return Outcome(result, efficiency, result.cost_efficiency(baseline), bound, min(bound, reachable))
 
 

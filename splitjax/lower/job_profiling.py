@@ -13,6 +13,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from splitjax.cost.ring import all_reduce_bytes
 from splitjax.errors import PartialError, ProfileError
 from splitjax.lower.arguments import bind
 from splitjax.lower.entry import Entry, Recipe, build_entry
@@ -119,5 +120,5 @@ def _exchange_seconds(entry: Entry, mesh: Mesh, axes: tuple[str, ...], workers: 
     if workers == 1 or (link is None and across == 1):
         return 0.0
     known = measure_link(mesh, axes) if link is None else link
-    sent = sum(one.bytes for one in entry.plan.collectives) if workers == across else 2 * (workers - 1) / workers * gradient_bytes
+    sent = sum(one.bytes for one in entry.plan.collectives) if workers == across else all_reduce_bytes(workers, gradient_bytes)
     return sent / known.bytes_per_second + 2 * (workers - 1) * known.latency_seconds

@@ -6,7 +6,7 @@ iteration alone, all workers together: an eight-worker job under partial backpro
 devices, or less where more jobs wait. All groups get devices in proportion to their demand, so none is sparser than others.
 
 A job that comes joins the sparsest group, and nobody else restarts. Where grouping all anew, jobs of equal width and iteration time together, gains more
-than `TOLERANCE` of the throughput, that is done, but not more often than each `settle_seconds`: jobs that move restart.
+than `least_gain` of the throughput, that is done, but not more often than each `settle_seconds`: jobs that move restart.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from splitjax.schedule.policy import Assignment, Group, Member, View
 
 MAX_MEMBERS = 8
 DENSITY = 1.4  # demand per device at which devices always have work: the list schedule's holes close between 1 and this
-TOLERANCE = 0.005
+LEAST_GAIN = 0.005
 SETTLE_SECONDS = 300.0
 
 
 def pack(
     view: View, order: Order, discipline: str, *, partial: bool = True, max_members: int = MAX_MEMBERS, density: float = DENSITY,
-    settle_seconds: float = SETTLE_SECONDS,
+    settle_seconds: float = SETTLE_SECONDS, least_gain: float = LEAST_GAIN,
 ) -> Assignment:  # fmt: skip
     """Groups of jobs that share devices from iteration to iteration.
 
@@ -39,18 +39,18 @@ def pack(
     - `order`: in which jobs are served. `discipline`: how the jobs of a group take turns; whichever it is, tasks may be on any of its devices.
     - `partial`: demands are those of partial backpropagation, else of full.
     - `max_members`: jobs in a group, fewer where memory does not suffice. `density`: demand per device up to which jobs are admitted.
-    - `settle_seconds`: the least time between two looks at whether all is to be grouped anew.
+    - `settle_seconds`: the least time between two looks at whether all is to be grouped anew. `least_gain`: share of the throughput that this has to gain.
     """
     plan = _Plan(view, order, discipline, partial, max_members, density)
     plan.keep()
     plan.join()
     last = plan.memory.get("packed", -math.inf)
     wake = math.inf
-    if plan.waste() > TOLERANCE:
+    if plan.waste() > least_gain:
         if view.now_seconds < last + settle_seconds - 1e-6:
             wake = last + settle_seconds
         else:
-            plan.anew()
+            plan.anew(least_gain)
             last = view.now_seconds  # of a look that changed nothing too: it costs as much as one that does
     changes, memory = order.after(plan.share())
     return plan.assignment(min(wake, changes), {"order": memory, "packed": last, "demand": plan.demands})
@@ -212,8 +212,8 @@ class _Plan:
         found[held] = self.demand[held] * self.size[slot] / self.load[slot]
         return found
 
-    def anew(self) -> None:
-        """All groups again: jobs that are alike together, devices in proportion to demand. Nothing changes where that gains less than `TOLERANCE`:
+    def anew(self, least_gain: float) -> None:
+        """All groups again: jobs that are alike together, devices in proportion to demand. Nothing changes where that gains less than `least_gain`:
         jobs that hold whole devices, and whole numbers of devices, leave some of the throughput unused however often all is grouped."""
         num_devices = self.view.cluster.num_devices
         columns, active = self.view.columns, self.view.active
@@ -234,7 +234,7 @@ class _Plan:
         sizes += _shares([float(self.demand[members].sum()) for members in groups], [int(self.num_workers[members].sum()) for members in groups], num_devices - sum(sizes))
         every = [*single, *groups]
         width, load = (np.array([values[members].sum() for members in every], np.float64) for values in (self.num_workers, self.demand))
-        if _throughput(width, load, np.array(sizes)) - _throughput(self.width, self.load, self.size) <= TOLERANCE * self._best():
+        if _throughput(width, load, np.array(sizes)) - _throughput(self.width, self.load, self.size) <= least_gain * self._best():
             return
         running = [index for index in range(len(self.ids)) if self.count[index] and index not in self.changed]
         before = {tuple(self._of(index)): index for index in running}
