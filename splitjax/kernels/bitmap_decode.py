@@ -60,8 +60,8 @@ def decode_reference(words: jax.Array, capacity: int) -> tuple[jax.Array, jax.Ar
 def ranks_reference(words: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`ranks` in plain JAX."""
     counts = lax.population_count(words).astype(jnp.int32)
-    sums = running_sum(counts)
-    return sums - counts, sums[..., -1]
+    before = running_sum(counts, exclusive=True)
+    return before, before[..., -1] + counts[..., -1]
 
 
 def _ranks_tpu_of_sets(words: jax.Array) -> tuple[jax.Array, jax.Array]:

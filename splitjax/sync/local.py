@@ -17,6 +17,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from splitjax import kernels
@@ -39,8 +40,8 @@ class Ranked:
         """How many ids of the set are smaller, for each of `ids` (any shape; ids past the bitmap give anything)."""
         word = ids // _WORD_BITS
         below = (jnp.uint32(1) << (ids % _WORD_BITS).astype(jnp.uint32)) - jnp.uint32(1)
-        inside = lax.population_count(self.words.at[word].get(mode="clip") & below).astype(jnp.int32)
-        return self.before.at[word].get(mode="clip") + inside
+        look = lambda table: table.at[word].get(mode="clip", wrap_negative_indices=False)
+        return look(self.before) + lax.population_count(look(self.words) & below).astype(jnp.int32)
 
 
 def ranked(words: Array) -> Ranked:
@@ -57,7 +58,7 @@ def unite(ids: Array, size: int, capacity: int) -> tuple[Array, Array, Array]:
     if size <= _SPARSEST * max(ids.size, 1):
         found = ranked(kernels.encode_ids(ids.reshape(-1), size))
         slots = jnp.where(ids < size, found.rank(ids), capacity)
-        by_slot = lambda ids, slots, *_: jnp.full((capacity,), size, jnp.int32).at[slots].set(ids, mode="drop")
+        by_slot = lambda ids, slots, *_: jnp.full((capacity,), size, jnp.int32).at[slots].set(ids, mode="drop", wrap_negative_indices=False)
         by_bits = lambda ids, slots, *found: kernels.select(*found, capacity, size)
         # Every id writes itself where it belongs; on TPU, where a scatter goes one by one, they are looked up in the bitmap.
         operands = ids.astype(jnp.int32), slots, found.words, found.before, found.count
@@ -67,7 +68,7 @@ def unite(ids: Array, size: int, capacity: int) -> tuple[Array, Array, Array]:
     ascending = flat[order]
     first = (ascending < size) & (ascending != jnp.concatenate([jnp.full((1,), -1, ascending.dtype), ascending[:-1]]))
     rank = jnp.cumsum(first.astype(jnp.int32)) - 1
-    unique = jnp.full((capacity,), size, jnp.int32).at[jnp.where(first, rank, capacity)].set(ascending, mode="drop")
+    unique = jnp.full((capacity,), size, jnp.int32).at[jnp.where(first, rank, capacity)].set(ascending, mode="drop", wrap_negative_indices=False)
     slots = jnp.zeros(flat.shape, jnp.int32).at[order].set(jnp.where(ascending < size, rank, capacity))
     return unique, slots.reshape(ids.shape), rank[-1] + 1
 
@@ -101,8 +102,10 @@ def as_matrix(rows: Array) -> Array:
     return rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
 
 
-def group_ranks(groups: Array, num_groups: int) -> tuple[Array, Array]:
-    """How many earlier entries have the same group: `groups` i32[m] (>= num_groups: none, with any rank) -> i32[m].
+def group_ranks(groups: Array, num_groups: int, first: Array | None = None) -> tuple[Array, Array]:
+    """How many entries of the same group come before: `groups` i32[m] (>= num_groups: none, with any rank) -> i32[m].
+
+    `first`, bool[m]: those entries of a group that come before its others; None: they come in their order.
 
     **Returns:** also the size of each group, i32[num_groups]. One bitmap for each group, so that the running counts are over words.
     """
@@ -110,12 +113,21 @@ def group_ranks(groups: Array, num_groups: int) -> tuple[Array, Array]:
     padded = jnp.concatenate([groups, jnp.full((-m % _WORD_BITS,), num_groups, groups.dtype)]).reshape(-1, _WORD_BITS)
     member = padded[None] == jnp.arange(num_groups, dtype=groups.dtype)[:, None, None]
     words = (member.astype(jnp.uint32) << jnp.arange(_WORD_BITS, dtype=jnp.uint32)).sum(axis=-1, dtype=jnp.uint32)
-    before, counts = kernels.ranks(words)
-    place, group = jnp.arange(m, dtype=jnp.int32), jnp.minimum(groups, num_groups - 1)
+    group = jnp.minimum(groups, num_groups - 1)
+    if first is None:
+        before, counts = kernels.ranks(words)
+    else:
+        early = words & kernels.encode(first)
+        words = jnp.concatenate([early, words & ~early])
+        before, counts = kernels.ranks(words)
+        before = before.at[num_groups:].add(counts[:num_groups, None])
+        counts = counts[:num_groups] + counts[num_groups:]
+        group = jnp.where(first, group, group + num_groups)
+    place = jnp.arange(m, dtype=jnp.int32)
     below = (jnp.uint32(1) << (place % _WORD_BITS).astype(jnp.uint32)) - jnp.uint32(1)
-    word = place // _WORD_BITS
-    inside = lax.population_count(words[group, word] & below).astype(jnp.int32)
-    return before[group, word] + inside, counts
+    word = group * words.shape[1] + place // _WORD_BITS
+    look = lambda table: table.reshape(-1).at[word].get(mode="promise_in_bounds")
+    return look(before) + lax.population_count(look(words) & below).astype(jnp.int32), counts
 
 
 def send_order(groups: Array, num_groups: int, capacity: int) -> tuple[Array, Array]:
@@ -128,19 +140,14 @@ def send_order(groups: Array, num_groups: int, capacity: int) -> tuple[Array, Ar
     return order.at[groups, rank].set(jnp.arange(groups.size, dtype=jnp.int32), mode="drop", wrap_negative_indices=False), counts
 
 
-def positions(holds: Array, capacity: int) -> tuple[Array, Array]:
-    """Where each row of bool[n, m] is true, ascending: i32[n, capacity], filled up with m; and how often, i32[n]."""
-    n, m = holds.shape
-    words = kernels.encode(jnp.pad(holds, ((0, 0), (0, -m % _WORD_BITS))).reshape(-1))
-    return kernels.decode(words.reshape(n, kernels.num_words(m)), capacity, m)
-
-
 def compact(ids: Array, capacity: int, size: int) -> Array:
-    """The ids below `size` of i32[..., m], in their order: i32[..., capacity], filled up with `size`."""
+    """The ids below `size` of i32[..., m], in their order: i32[..., capacity], filled up with `size`. Of a numpy vector in numpy."""
+    if isinstance(ids, np.ndarray):
+        return np.pad(ids[ids < size][:capacity], (0, max(0, capacity - (ids < size).sum())), constant_values=size)
     if ids.ndim == 2:
         return jax.vmap(lambda one: compact(one, capacity, size))(ids)
     slots = jnp.where(ids < size, kernels.running_sum((ids < size).astype(jnp.int32)) - 1, capacity)
-    return jnp.full((capacity,), size, jnp.int32).at[slots].set(ids, mode="drop")
+    return jnp.full((capacity,), size, jnp.int32).at[slots].set(ids, mode="drop", wrap_negative_indices=False)
 
 
 def encode_gaps(ids: Array, count: Array, num_codes: int, dtype: jnp.dtype) -> tuple[Array, Array]:

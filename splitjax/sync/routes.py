@@ -7,6 +7,7 @@ arithmetic on the same numbers everywhere: no further agreement is needed, and c
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,15 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from splitjax import kernels
 from splitjax.kernels import running_sum
 from splitjax.sync import wire
 from splitjax.sync.codes import IdCode
-from splitjax.sync.local import group_ranks, unite
+from splitjax.sync.local import compact, group_ranks, unite
 from splitjax.sync.partition import Partition
 from splitjax.sync.wire import Axis
 
-# How often rows ask for an owner: with the third time, nearly all have one (measured on word counts, 4 to 16 workers).
-_ASKED = 3
+_WORD_BITS = 32
+# How often rows ask for an owner: with the third time, nearly all have one (measured on word counts, 4 to 16 workers). One row in so
+# many may ask more than once; the first time leaves one in a hundred there.
+_ASKED, _AGAIN = 3, 8
 OWNERSHIPS = ("contributor", "strided", "hashed")
 
 
@@ -34,8 +38,7 @@ class Routes:
     **Attributes:**
 
     - `ids`: i32[u], the union, sorted, filled up with the number of rows; `count`: i32[], its exact size.
-    - `slots`: i32[n, c], where in the union each worker's rows stand, in their order (u: no row, between them too; there are never more
-      than k). `counts`: i32[n], rows of each worker.
+    - `held`: u32[n, ceil(u / 32)], for each worker the bitmap of its rows over the union. `counts`: i32[n], how many these are.
     - `owner`: i32[u], the row's owner; n for a row that is summed densely, or none.
     - `place`: i32[u], where among its owner's rows, or among the densely summed ones, it stands.
     - `fits`: bool[], alike on all workers: everything has room.
@@ -43,7 +46,7 @@ class Routes:
 
     ids: Array
     count: Array
-    slots: Array
+    held: Array
     counts: Array
     owner: Array
     place: Array
@@ -69,79 +72,139 @@ def exchange_indices(
     ids, num_rows = code.spread(codes), code.size
     unique, slots, count = unite(ids, num_rows, union)
     workers = jnp.arange(n, dtype=jnp.int32)[:, None]
-    held = jnp.zeros((n, union), jnp.bool_).at[workers, slots].set(True, mode="drop", wrap_negative_indices=False)
-    holders = held.sum(axis=0, dtype=jnp.int32)
+    holders = _holders(slots, union)
+    num_holders = _population(holders, jnp)
     is_hot, hot_rank = jnp.zeros((union,), jnp.bool_), jnp.zeros((union,), jnp.int32)
     if hot and n > 1:
-        is_hot = holders == n
+        is_hot = num_holders == n
         hot_rank = running_sum(is_hot.astype(jnp.int32)) - 1
         is_hot &= hot_rank < hot
-    cold = (holders > 0) & ~is_hot
+    cold = (num_holders > 0) & ~is_hot
     if ownership == "contributor":
-        owner = contributors(held, cold, pull)
+        owner, rank = contributors(holders, cold, n, pull)
+        has_room = True
     else:
         owner = jnp.where(cold, Partition(ownership, num_rows, n).owner(unique), n)
-    rank, owned = group_ranks(owner, n)
-    place = jnp.where(is_hot, hot_rank, rank)
+        rank, owned = group_ranks(owner, n)
+        has_room = owned.max() <= pull
     # One flat index, and a column for rows without an owner: twice as fast on CPU as pairs of indices that may be outside.
-    target = workers * (n + 1) + owner.at[slots].get(mode="fill", fill_value=n)
+    target = workers * (n + 1) + owner.at[slots].get(mode="fill", fill_value=n, wrap_negative_indices=False)
     pairs = jnp.zeros((n * (n + 1),), jnp.int32).at[target].add(1, mode="promise_in_bounds").reshape(n, n + 1)[:, :n]
     pairs = jnp.where(workers == workers.T, 0, pairs)
-    fits = (counts >= 0).all() & (count <= union) & (pairs.max() <= push) & (owned.max() <= pull)
+    fits = (counts >= 0).all() & (count <= union) & (pairs.max() <= push) & has_room
     fits &= (cold & (owner == n)).sum() == 0  # more rows than all owners have room for
-    return Routes(unique, count, slots, counts, owner, place, fits)
+    return Routes(unique, count, _by_worker(holders, n), counts, owner, jnp.where(is_hot, hot_rank, rank), fits)
 
 
-def contributors(held: Array, cold: Array, quota: int, xp: Any = jnp) -> Array:
+def contributors(holders: Array, cold: Array, n: int, quota: int, xp: Any = jnp) -> tuple[Array, Array]:
     """An owner for each row, of at most `quota` rows each: one that holds the row, as far as that goes.
 
-    Rows that one worker holds stay with it. The others ask their holders, each row in an order of its own, so that every pair of
+    Rows that one worker holds stay with it. The others ask one of their holders, each with equal probability, so that every pair of
     workers gets about as many; who is full sends the rest on. What is left over goes to whoever has room.
 
-    **Arguments:** `held`: bool[n, u], who holds which row; `cold`: bool[u], rows that need an owner; `xp`: `jax.numpy` or `numpy`.
+    **Arguments:** `holders`: u32[ceil(n / 32), u], bit w % 32 of word w // 32 says whether worker w holds the row; `cold`: bool[u], rows
+    that need an owner; `xp`: `jax.numpy` or `numpy`.
 
-    **Returns:** i32[u]; n for rows that need none, or for which there is no room.
+    **Returns:** the owners, i32[u], n for rows that need none, or for which there is no room; where among its owner's rows each stands
+    that has one, i32[u], all different and below the quota.
     """
-    n, union = held.shape
+    union = cold.size
     ranks = _ranks_on_host if xp is np else group_ranks
-    workers = xp.arange(n, dtype=xp.int32)[:, None]
-    mixed = (xp.arange(union, dtype=xp.uint32) * xp.uint32(n) + workers.astype(xp.uint32)) * xp.uint32(0x9E3779B9)
-    mixed = (mixed ^ (mixed >> 15)) * xp.uint32(0x85EBCA6B)
-    turn = ((mixed ^ (mixed >> 13)) >> 1).astype(xp.int32) // n * n + workers  # no two alike in a row
-    never = np.iinfo(np.int32).max
+    numbers = xp.arange(union, dtype=xp.int32)
+    asked = xp.where(cold, _one_of(holders, numbers, 0, n, xp), n)
+    place, counts = ranks(asked, n, _population(holders, xp) == 1)  # who alone has a row comes first: nobody else could keep it
+    taken = (asked < n) & (place < quota)
+    owner, load = xp.where(taken, asked, n), xp.minimum(counts, quota)
 
-    def ask(_: int, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        owner, load = state
-        first = xp.where(held & ((load < quota)[:, None]), turn, never).min(axis=0)
-        return settle(xp.where((owner == n) & cold & (first != never), first % n, n), owner, load)
-
-    def settle(asked: Array, owner: Array, load: Array) -> tuple[Array, Array]:
-        """Of the rows that ask a worker (n: none), the first ones get it, as far as it has room."""
+    room = -(-union // _AGAIN)
+    waiting = compact(xp.where(cold & ~taken, numbers, union), room, union)
+    their = xp.concatenate([holders, xp.zeros((holders.shape[0], 1), holders.dtype)], axis=1)[:, waiting]
+    settled, spot = xp.full((room,), n, dtype=xp.int32), xp.zeros((room,), dtype=xp.int32)
+    for time in range(1, _ASKED):
+        with_room = xp.pad(load < quota, (0, -n % _WORD_BITS)).reshape(-1, _WORD_BITS).astype(xp.uint32) << xp.arange(_WORD_BITS, dtype=xp.uint32)
+        asked = _one_of(xp.where(settled == n, their & with_room.sum(axis=1, dtype=xp.uint32)[:, None], 0), waiting, time, n, xp)
         rank, counts = ranks(asked, n)
-        room = quota - load
-        taken = (asked < n) & (rank < room[xp.minimum(asked, n - 1)])
-        return xp.where(taken, asked, owner).astype(xp.int32), load + xp.minimum(counts, room).astype(xp.int32)
+        rank += load[xp.minimum(asked, n - 1)]
+        taken = (asked < n) & (rank < quota)
+        settled, spot = xp.where(taken, asked, settled), xp.where(taken, rank, spot)
+        load = xp.minimum(load + counts, quota)
+    owner, place = _put(owner, waiting, settled, xp), _put(place, waiting, spot, xp)
 
-    alone = xp.where(cold & (held.sum(axis=0) == 1), xp.where(held, workers, 0).sum(axis=0), n)
-    state = settle(alone, xp.full((union,), n, dtype=xp.int32), xp.zeros((n,), dtype=xp.int32))
-    if xp is np:
-        for _ in range(_ASKED):
-            state = ask(_, state)
-    else:
-        state = lax.fori_loop(0, _ASKED, ask, state)
-    owner, load = state
     left = cold & (owner == n)
-    room = xp.cumsum(quota - load)
-    if xp is np:
-        other = np.searchsorted(room, np.cumsum(left) - 1, side="right").astype(np.int32)
-    else:
-        other = jnp.searchsorted(room, running_sum(left.astype(jnp.int32)) - 1, side="right", method="compare_all")
-    return xp.where(left, other, owner)
+    number = (np.cumsum(left) if xp is np else running_sum(left.astype(jnp.int32))) - 1
+    ends = xp.cumsum(quota - load)
+    other = np.searchsorted(ends, number, side="right") if xp is np else jnp.searchsorted(ends, number, side="right", method="compare_all")
+    start = quota - ends  # place and number of an owner's rows differ by as much
+    place = xp.where(left, start[xp.minimum(other, n - 1)] + number, place)
+    return xp.where(left, other, owner).astype(xp.int32), place.astype(xp.int32)
 
 
-def _ranks_on_host(groups: np.ndarray, num_groups: int) -> tuple[np.ndarray, np.ndarray]:
+def holders_on_host(slots: Sequence[np.ndarray], union: int) -> np.ndarray:
+    """Who holds which row, as `contributors` wants it: of each worker its rows' numbers in the union."""
+    holders = np.zeros((-(-len(slots) // _WORD_BITS), union), np.uint32)
+    for worker, one in enumerate(slots):
+        holders[worker // _WORD_BITS, one] |= np.uint32(1 << worker % _WORD_BITS)
+    return holders
+
+
+def _holders(slots: Array, union: int) -> Array:
+    """The same from i32[n, c], entries from `union` on being none. A worker has no row twice, so adding sets bits."""
+    n = slots.shape[0]
+    workers = jnp.arange(n, dtype=jnp.int32)[:, None]
+    # A column for none, as above.
+    target = workers // _WORD_BITS * (union + 1) + jnp.minimum(slots, union)
+    bits = jnp.broadcast_to(jnp.uint32(1) << (workers % _WORD_BITS).astype(jnp.uint32), slots.shape)
+    words = -(-n // _WORD_BITS)
+    return jnp.zeros((words * (union + 1),), jnp.uint32).at[target].add(bits, mode="promise_in_bounds").reshape(words, union + 1)[:, :union]
+
+
+def _by_worker(holders: Array, n: int) -> Array:
+    """u32[ceil(n / 32), u] -> u32[n, ceil(u / 32)]: a bitmap over the rows for each worker."""
+    padded = jnp.pad(holders, ((0, 0), (0, -holders.shape[1] % _WORD_BITS)))
+    workers = jnp.arange(n, dtype=jnp.uint32)
+    bits = padded[workers // _WORD_BITS] >> (workers % _WORD_BITS)[:, None] & 1
+    return kernels.encode((bits == 1).reshape(-1)).reshape(n, -1)
+
+
+def _one_of(holders: Array, rows: Array, time: int, n: int, xp: Any) -> Array:
+    """One holder of each row, by a hash of the row's number and of how often it has asked; n where there is none: u32[w, m] -> i32[m]."""
+    mixed = (rows.astype(xp.uint32) + xp.uint32(time << 28)) * xp.uint32(0x9E3779B9)
+    mixed = (mixed ^ (mixed >> 15)) * xp.uint32(0x85EBCA6B)
+    total = _population(holders, xp)
+    # The how-many-eth: the hash's upper 16 bits as a fraction of the total.
+    rest = ((mixed >> 16) * total.astype(xp.uint32) >> 16).astype(xp.int32)
+    bits, bit, start = holders[0], xp.zeros_like(rest), xp.zeros_like(rest)
+    for word in range(1, holders.shape[0]):
+        before = _population(holders[:word], xp)
+        is_later = rest >= before
+        bits, bit, start = (xp.where(is_later, new, old) for new, old in ((holders[word], bits), (word * _WORD_BITS, bit), (before, start)))
+    rest = rest - start
+    for width in (16, 8, 4, 2, 1):
+        low = _population(bits[None] & xp.uint32(2**width - 1), xp)
+        is_above = rest >= low
+        rest, bit = xp.where(is_above, rest - low, rest), xp.where(is_above, bit + width, bit)
+        bits = xp.where(is_above, bits >> width, bits)
+    return xp.where(total > 0, bit, n).astype(xp.int32)
+
+
+def _population(holders: Array, xp: Any) -> Array:
+    """How many bits are set in all words: u32[w, m] -> i32[m]."""
+    counts = np.bitwise_count(holders) if xp is np else lax.population_count(holders)
+    return counts.sum(axis=0, dtype=xp.int32) if holders.shape[0] != 1 else counts[0].astype(xp.int32)
+
+
+def _put(array: Array, places: Array, values: Array, xp: Any) -> Array:
+    """`array` with `values` at different places; places past the end are none."""
+    if xp is not np:
+        return array.at[places].set(values, mode="drop", wrap_negative_indices=False)
+    out, inside = array.copy(), places < array.size
+    out[places[inside]] = values[inside]
+    return out
+
+
+def _ranks_on_host(groups: np.ndarray, num_groups: int, first: np.ndarray | bool = True) -> tuple[np.ndarray, np.ndarray]:
     """`local.group_ranks` in numpy."""
-    order = np.argsort(groups, kind="stable")
+    order = np.argsort(2 * groups + np.logical_not(first), kind="stable")
     counts = np.bincount(groups, minlength=num_groups + 1)
     ranks = np.empty(groups.size, np.int32)
     ranks[order] = np.arange(groups.size) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -16,14 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from splitjax import kernels
 from splitjax.cost.ring import all_reduce_bytes
 from splitjax.errors import SyncError
 from splitjax.sync import wire
 from splitjax.sync.codes import IdCode, shortest
-from splitjax.sync.local import compact, positions, rounded_away, send_order, sum_rows, take_rows
+from splitjax.sync.local import rounded_away, send_order, sum_rows, take_rows
 from splitjax.sync.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
-from splitjax.sync.routes import OWNERSHIPS, Routes, contributors, exchange_indices
+from splitjax.sync.routes import OWNERSHIPS, Routes, contributors, exchange_indices, holders_on_host
 from splitjax.sync.rows import RowSparse
 from splitjax.sync.scheme import Attempt, Capacities, Scheme, bucket, local_capacity, register, roomy, union_capacity
 from splitjax.sync.wire import Axis
@@ -107,7 +108,7 @@ class RowExchange(Scheme):
         k, full = capacities.local, values.dtype
         wire_dtype = jnp.dtype(self.wire_dtype) if self.wire_dtype else full
         values = _resized(values, k, 0)
-        slots = compact(found.slots[me], k, capacities.union)
+        (slots,), _ = kernels.decode(found.held[me][None], k, capacities.union)
         owner, place = (take.at[slots].get(mode="fill", fill_value=fill) for take, fill in ((found.owner, n), (found.place, 0)))
         sums = sum_rows(values, jnp.where(owner == me, place, capacities.pull), capacities.pull)
         if n > 1 and capacities.push:
@@ -155,7 +156,7 @@ class RowExchange(Scheme):
     ) -> RowSparse | None:
         if not self.wire_dtype:
             return None
-        n = found.slots.shape[0]
+        n = found.held.shape[0]
         sent = (owner != me) & (owner < n)
         ids = jnp.where(sent, found.ids.at[slots].get(mode="fill", fill_value=num_rows), num_rows)
         lost = jnp.where(sent.reshape(-1, *[1] * (values.ndim - 1)), rounded_away(values, rounded), 0)
@@ -167,11 +168,10 @@ class RowExchange(Scheme):
 
 def _targets(found: Routes, me: Array, capacities: Capacities) -> tuple[Array, Array]:
     """Where in this owner's part each row belongs that a worker sends: i32[n, push]; and how many each sends: i32[n]."""
-    workers = jnp.arange(found.slots.shape[0], dtype=jnp.int32)[:, None]
-    mine = found.owner.at[found.slots].get(mode="fill", fill_value=-1) == me
-    sent, incoming = positions(mine & (workers != me), capacities.push)
-    slots = found.slots.at[workers, sent].get(mode="fill", fill_value=capacities.union)
-    return found.place.at[slots].get(mode="fill", fill_value=capacities.pull), incoming
+    workers = jnp.arange(found.held.shape[0], dtype=jnp.int32)[:, None]
+    mine = kernels.encode(found.owner == me)
+    slots, incoming = kernels.decode(jnp.where(workers == me, 0, found.held & mine), capacities.push, capacities.union)
+    return found.place.at[slots].get(mode="fill", fill_value=capacities.pull, wrap_negative_indices=False), incoming
 
 
 def _resized(array: Array, length: int, fill: int) -> Array:
@@ -185,12 +185,10 @@ def _largest(step: tuple[np.ndarray, ...], num_rows: int, pull: int, hot: int, o
     """The most rows from one worker to one owner, and of one owner, in a profiled step: as `routes.exchange_indices` routes them."""
     n, union = len(step), np.unique(np.concatenate(step))
     slots = [np.searchsorted(union, ids) for ids in step]
-    held = np.zeros((n, union.size), np.bool_)
-    for row, one in zip(held, slots):
-        row[one] = True
-    is_hot = held.all(axis=0) & (n > 1)
+    holders = holders_on_host(slots, union.size)
+    is_hot = (np.bitwise_count(holders).sum(axis=0) == n) & (n > 1)
     is_hot &= np.cumsum(is_hot) <= hot
-    owner = contributors(held, ~is_hot, pull, np) if ownership == "contributor" else Partition(ownership, num_rows, n).owner(union)
+    owner = contributors(holders, ~is_hot, n, pull, np)[0] if ownership == "contributor" else Partition(ownership, num_rows, n).owner(union)
     owner = np.where(is_hot, n, owner)
     pairs = [np.bincount(owner[one][owner[one] != worker], minlength=n)[:n].max(initial=0) for worker, one in enumerate(slots)]
     return int(max(pairs)), int(np.bincount(owner, minlength=n)[:n].max(initial=0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from splitjax.errors import KernelError
 from splitjax.kernels import FILLER, bitmap_decode, bitmap_encode, decode, encode, encode_ids, running_sum
-from splitjax.kernels.running_sum import by_columns
+from splitjax.kernels.running_sum import by_blocks, by_columns
 from tests.kernels.interpreting import interpreting
 
 
@@ -83,12 +85,15 @@ def test_several_sets_at_a_time():
             np.testing.assert_array_equal(one, oracle)
 
 
-@pytest.mark.parametrize("shape", [(0,), (5,), (9000,), (3, 4096), (2, 4500)])
+@pytest.mark.parametrize("shape", [(0,), (5,), (700,), (9000,), (3, 4096), (2, 4500)])
 def test_running_sums(shape):
     values = np.random.default_rng(0).integers(-9, 10, shape).astype(np.int32)
-    np.testing.assert_array_equal(jax.jit(running_sum)(values), np.cumsum(values, axis=-1))
+    sums = np.cumsum(values, axis=-1)
+    np.testing.assert_array_equal(jax.jit(running_sum)(values), sums)
+    np.testing.assert_array_equal(jax.jit(functools.partial(running_sum, exclusive=True))(values), sums - values)
     if values.size:
-        np.testing.assert_array_equal(jax.jit(by_columns)(values), np.cumsum(values, axis=-1))
+        np.testing.assert_array_equal(jax.jit(by_columns)(values), sums)
+        np.testing.assert_array_equal(jax.jit(by_blocks)(values), sums)
 
 
 def test_no_slots_and_no_words():

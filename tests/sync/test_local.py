@@ -98,14 +98,11 @@ def test_send_order_keeps_the_order_and_counts_what_does_not_fit():
     np.testing.assert_array_equal(counts, [2, 0, 3])
 
 
-def test_positions_and_what_is_left_of_lists_with_holes():
+def test_what_is_left_of_lists_with_holes():
     holds = np.random.default_rng(0).random((3, 70)) < 0.2
-    found, counts = local.positions(jnp.asarray(holds), 12)
     compacted = local.compact(jnp.where(holds, jnp.arange(70, dtype=jnp.int32), 99), 12, 99)
     for row in range(3):
         expected = np.flatnonzero(holds[row])
-        assert counts[row] == expected.size
-        np.testing.assert_array_equal(found[row], np.append(expected, [70] * 12)[:12])
         np.testing.assert_array_equal(compacted[row], np.append(expected, [99] * 12)[:12])
 
 
@@ -115,3 +112,13 @@ def test_group_ranks_count_earlier_members():
     expected = [np.sum(groups[:i] == g) for i, g in enumerate(groups)]
     np.testing.assert_array_equal(np.asarray(rank)[groups < 5], np.array(expected)[groups < 5])
     np.testing.assert_array_equal(counts, np.bincount(groups, minlength=6)[:5])
+
+
+def test_group_ranks_with_members_that_come_first():
+    rng = np.random.default_rng(0)
+    groups, first = rng.integers(0, 6, 100).astype(np.int32), rng.random(100) < 0.3
+    rank, counts = jax.jit(local.group_ranks, static_argnums=1)(groups, 5, first)
+    for group in range(5):
+        order = [*np.flatnonzero((groups == group) & first), *np.flatnonzero((groups == group) & ~first)]
+        assert counts[group] == len(order)
+        np.testing.assert_array_equal(np.asarray(rank)[order], np.arange(len(order)))

@@ -15,30 +15,65 @@ from splitjax.errors import SyncError
 from splitjax.mesh import MeshShape
 from splitjax.report.hlo import compiled_collectives
 from splitjax.sync.local import rounded_away
-from splitjax.sync.routes import contributors
+from splitjax.sync.routes import contributors, holders_on_host
 
 NUM_ROWS, WIDTH, LOOKUPS, WORKERS = 60, 4, 12, 4
 
 
-def test_owners_hold_their_rows_and_own_equally_many():
-    rng = np.random.default_rng(0)
-    held = rng.random((8, 4000)) < (1.0 + np.arange(4000)) ** -0.3
-    held[rng.integers(0, 8, 4000), np.arange(4000)] = True
-    cold = rng.random(4000) < 0.95
-    quota = -(-int(cold.sum()) // 8) + 10
-    owner = contributors(held, cold, quota, np)
-    np.testing.assert_array_equal(owner, jax.jit(contributors, static_argnums=2)(held, cold, quota))
-    assert (owner[~cold] == 8).all() and (owner[cold] < 8).all()
-    assert np.bincount(owner, minlength=8)[:8].max() <= quota
+@pytest.mark.parametrize("n", [8, 40])
+def test_owners_hold_their_rows_and_own_equally_many(n):
+    rng, rows = np.random.default_rng(0), 16_000
+    held = rng.random((n, rows)) < (1.0 + np.arange(rows)) ** -0.3 * 8 / n
+    held[rng.integers(0, n, rows), np.arange(rows)] = True
+    cold = rng.random(rows) < 0.95
+    quota = -(-int(cold.sum()) // n) + 10
+    owner, place = found = owners_of(held, cold, quota)
+    for ours, theirs in zip(jax.jit(contributors, static_argnums=(2, 3))(holders_of(held), cold, n, quota), found, strict=True):
+        np.testing.assert_array_equal(ours[cold], theirs[cold])
+    assert (owner[~cold] == n).all() and (owner[cold] < n).all()
+    assert np.bincount(owner, minlength=n)[:n].max() <= quota
+    assert np.unique(owner[cold] * quota + place[cold]).size == cold.sum() and place[cold].max() < quota
     holds = held[owner[cold], np.flatnonzero(cold)]
     assert holds.mean() > 0.97
-    pairs = np.array([[np.sum(held[worker] & (owner == other)) for other in range(8) if other != worker] for worker in range(8)])
-    assert pairs.max() < 1.25 * pairs.mean()
+    alone = cold & (held.sum(axis=0) == 1)
+    assert held[owner[alone], np.flatnonzero(alone)].mean() > 0.97
+    if n == 8:
+        pairs = np.array([[np.sum(held[worker] & (owner == other)) for other in range(n) if other != worker] for worker in range(n)])
+        assert pairs.max() < 1.25 * pairs.mean()
+
+
+def test_a_row_that_many_hold_goes_to_any_of_them_alike():
+    held = np.zeros((40, 20_000), bool)
+    held[[3, 4, 31, 32, 39]] = True
+    owner, _ = owners_of(held, np.ones(20_000, bool), 20_000)
+    counts = np.bincount(owner, minlength=41)
+    assert counts[[3, 4, 31, 32, 39]].sum() == 20_000
+    assert abs(counts[[3, 4, 31, 32, 39]] - 4000).max() < 5 * 4000**0.5
 
 
 def test_rows_without_room_have_no_owner():
-    owner = contributors(np.ones((2, 9), bool), np.ones(9, bool), 4, np)
+    owner, _ = owners_of(np.ones((2, 9), bool), np.ones(9, bool), 4)
     assert np.bincount(owner, minlength=3).tolist() == [4, 4, 1]
+
+
+def test_rows_of_few_workers_go_to_others_that_have_room():
+    """More than may ask again: half of the workers hold everything, so that half of it has to go elsewhere."""
+    held = np.zeros((4, 4000), bool)
+    held[:2] = True
+    found = owners_of(held, np.ones(4000, bool), 1000)
+    owner, place = found
+    assert np.bincount(owner, minlength=5).tolist() == [1000, 1000, 1000, 1000, 0]
+    assert np.unique(owner * 1000 + place).size == 4000 and place.max() == 999
+    for ours, theirs in zip(jax.jit(contributors, static_argnums=(2, 3))(holders_of(held), np.ones(4000, bool), 4, 1000), found, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def holders_of(held):
+    return holders_on_host([np.flatnonzero(one) for one in held], held.shape[1])
+
+
+def owners_of(held, cold, quota):
+    return contributors(holders_of(held), cold, len(held), quota, np)
 
 
 def random_batch(seed):
