@@ -69,7 +69,7 @@ def _measure(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     workload = data.named(name, pathlib.Path(settings["data_dir"]))
     mesh = Mesh(np.array(jax.devices()[: settings["num_workers"]]), ("data",))
     profiled = sync.measure(workload.sets(range(3), mesh.size), workload.num_rows, workload.width)
-    scheme = sync.RowExchange(pattern="ppermute")
+    scheme = sync.RowExchange()
     capacities = scheme.plan(profiled)
     lookups = np.stack([workload.ids(3, worker, mesh.size).reshape(-1) for worker in range(mesh.size)])
     sharding = jax.sharding.NamedSharding(mesh, ways.SPEC)

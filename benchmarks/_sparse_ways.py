@@ -32,19 +32,17 @@ OWNER, OWNER_BF16 = "owner-sharded, pull and push", "owner-sharded, bf16"
 SCHEMES: dict[str, sync.Scheme] = {
     DENSE: sync.Dense(), AGSPARSE: sync.AllGather(), SPARCML: sync.RecursiveDoubling(), HIERARCHICAL: sync.Hierarchical(),
     OMNIREDUCE: sync.Blocks(), SERVER: sync.ParameterServer(), ZEN: sync.Zen(), ZEN_ROWS: sync.Zen(granularity="row"),
-    ROWS: sync.RowExchange(pattern="ppermute"), ROWS_HOT: sync.RowExchange(hot=True, pattern="ppermute"),
+    ROWS: sync.RowExchange(), ROWS_HOT: sync.RowExchange(hot=True),
 }  # fmt: skip
 
 
 def label_of(scheme: sync.Scheme) -> str:
-    """The page's name of a scheme, the same for every way to move its messages that the CPU has no other program for ("auto" is ppermute
-    there); of options that the page has no name for, the scheme's name with what differs from its defaults."""
-    moved = lambda one: dataclasses.replace(one, pattern="ppermute") if getattr(one, "pattern", "") == "auto" else one
-    found = next((name for name, known in SCHEMES.items() if moved(known) == moved(scheme)), None)
+    """The page's name of a scheme; of options that the page has no name for, the scheme's name with what differs from its defaults."""
+    found = next((name for name, known in SCHEMES.items() if known == scheme), None)
     if found is not None:
         return found
-    usual = moved(type(scheme)())
-    fields = [(one.name, getattr(moved(scheme), one.name)) for one in dataclasses.fields(scheme)]
+    usual = type(scheme)()
+    fields = [(one.name, getattr(scheme, one.name)) for one in dataclasses.fields(scheme)]
     return ", ".join([scheme.name, *(f"{name}={value}" for name, value in fields if value != getattr(usual, name))])
 
 
@@ -133,7 +131,7 @@ def scheme_way(scheme: sync.Scheme, batches: Batches, profiled: sync.Sparsity) -
 
 def _feedback(batches: Batches, profiled: sync.Sparsity) -> Way:
     """Rows of two bytes a value; what rounding takes away stays in a table of the worker's own."""
-    scheme, workload, mesh = sync.RowExchange(pattern="ppermute", wire_dtype="bfloat16"), batches.workload, batches.mesh
+    scheme, workload, mesh = sync.RowExchange(wire_dtype="bfloat16"), batches.workload, batches.mesh
     capacities = scheme.plan(profiled)
 
     def worker(residual: Any, ids: Any, values: Any, counts: Any) -> Any:
@@ -237,13 +235,16 @@ _SENT: dict[str, Callable[[Message, jax.Array], jax.Array]] = {
 
 
 def messages_of(jaxpr: Any) -> list[Message]:
-    """What a program sends, in its order. What stands in branches and loops is left out: it runs where capacities did not suffice."""
+    """What a program sends on CPU, in its order. What stands in branches and loops is left out: it runs where capacities did not suffice."""
     found = []
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
+        platforms = eqn.params.get("branches_platforms")
         if name in _SENT:
             pairs = tuple(map(tuple, eqn.params.get("perm", ())))
             found += [Message(name, one.aval.shape, one.aval.dtype, pairs) for one in eqn.invars]
+        elif platforms is not None:
+            found += messages_of(next(branch.jaxpr for branch, of in zip(eqn.params["branches"], platforms, strict=True) if of is None or "cpu" in of))
         elif name not in ("cond", "while"):
             for value in eqn.params.values():
                 inner = getattr(value, "jaxpr", value)

@@ -31,12 +31,12 @@ class Blocks(Scheme):
 
     **Attributes:**
 
-    - `block_values`: values of a block. `pattern`: `all_to_all`, or `ppermute` (also as `auto`) for the push.
+    - `block_values`: values of a block. `pattern`: how the push goes, `all_to_all`, `ppermute` or `auto`: see `wire.PATTERNS`.
     """
 
     name: ClassVar[str] = "blocks"
     block_values: int = 256
-    pattern: str = "ppermute"
+    pattern: str = "auto"
 
     def plan(self, sparsity: Sparsity) -> Capacities:
         table = sparsity.table

@@ -40,13 +40,13 @@ class OwnerSharded:
     - `num_rows`: of the logical table. `capacities`: `push` and `pull` count; see `plan_owner`.
     - `ownership`: `strided`, which balances ids that are sorted by frequency, or `range`, in which an array that is cut into equal parts
       already lies.
-    - `pattern`: `all_to_all`, or `ppermute` (also as `auto`). `wire_dtype`: dtype of rows on the wire; None: as they are. A smaller one
+    - `pattern`: `all_to_all`, `ppermute` or `auto`: see `wire.PATTERNS`. `wire_dtype`: dtype of rows on the wire; None: as they are. A smaller one
       changes the numbers.
     """
 
     num_rows: int
     capacities: Capacities
-    pattern: str = "ppermute"
+    pattern: str = "auto"
     wire_dtype: str | None = None
     ownership: str = "strided"
 

@@ -43,7 +43,7 @@ class OwnerExchange:
     partition: Partition
     push: IdCode
     pull: IdCode
-    pattern: str = "ppermute"
+    pattern: str = "auto"
 
     def run(self, items: Array, values: Array, good: Array, axis: Axis) -> Owned:
         """The exchange.

@@ -23,11 +23,11 @@ _ID_BYTES = 4
 class ParameterServer(Scheme):
     """(n-1)/n s (k + U) (w + 4) bytes: Zen's 2(n-1)(d + d_n) s M / n with an index a row (arXiv 2309.13254), s the skewness.
 
-    **Attributes:** `pattern`: `all_to_all`, or `ppermute` (also as `auto`) for the push.
+    **Attributes:** `pattern`: how the push goes, `all_to_all`, `ppermute` or `auto`: see `wire.PATTERNS`.
     """
 
     name: ClassVar[str] = "parameter_server"
-    pattern: str = "ppermute"
+    pattern: str = "auto"
 
     def plan(self, sparsity: Sparsity) -> Capacities:
         push, pull = pair_and_owner_rooms(sparsity, Partition("range", sparsity.table.num_rows, sparsity.num_workers))

@@ -24,8 +24,8 @@ from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.rows import RowSparse, merge
 from splitjax.sync.wire import Axis
 
-# Capacities are factors of 2^(1/64) apart: 1 % too much at most, and sizes that drift meet few recompiles.
-_PER_OCTAVE = 64
+# Capacities are factors of 2^(1/128) apart: half a percent too much at most, and sizes that drift meet few recompiles.
+_PER_OCTAVE = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +261,7 @@ def gather_all(local: RowSparse, axis: Axis) -> RowSparse:
 
 
 def bucket(size: float, most: int | None = None) -> int:
-    """The next size of the series 1, 2, ... 64, and on in steps of 2^(1/64), but not more than `most`."""
+    """The next size of the series 1, 2, ... 128, and on in steps of 2^(1/128), but not more than `most`."""
     size = max(math.ceil(size), 0)
     found = size if size <= _PER_OCTAVE else math.ceil(2 ** (math.ceil(math.log2(size) * _PER_OCTAVE - 1e-9) / _PER_OCTAVE))
     return found if most is None else min(found, most)

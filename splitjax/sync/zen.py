@@ -37,14 +37,14 @@ class Zen(Scheme):
     - `partition`: how a worker finds the place of each index in what it sends. `hash`, as published (section 3.1): k further hashes into
       the owner's r1 slots, what still collides to a serial memory of r1/10, then compaction; `pack`: running counts. The messages
       hold the same; where there are no atomics, running counts are faster.
-    - `num_hashes`: k. `pattern`: `all_to_all`, or `ppermute` (also as `auto`) for the push.
+    - `num_hashes`: k. `pattern`: how the push goes, `all_to_all`, `ppermute` or `auto`: see `wire.PATTERNS`.
     """
 
     name: ClassVar[str] = "zen"
     granularity: str = "element"
     partition: str = "hash"
     num_hashes: int = 3
-    pattern: str = "ppermute"
+    pattern: str = "auto"
 
     def __post_init__(self) -> None:
         for value, known in ((self.granularity, GRANULARITIES), (self.partition, ("hash", "pack"))):

@@ -24,7 +24,7 @@ SCHEMES = {
     "recursive_doubling": sync.RecursiveDoubling(),
     "recursive_doubling filling": sync.RecursiveDoubling(dense_above=0.25),
     "blocks": sync.Blocks(block_values=8),
-    "parameter_server": sync.ParameterServer(),
+    "parameter_server": sync.ParameterServer("ppermute"),
     "hierarchical": sync.Hierarchical(),
     "zen": sync.Zen(),
     "zen by row": sync.Zen(granularity="row", partition="pack", pattern="all_to_all"),
