@@ -36,10 +36,13 @@ class AllGather(Scheme):
         return Attempt(rows, fits, jnp.minimum(local.count, sent.capacity) * (n - 1))
 
     def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
-        return (table.num_workers - 1) * (capacities.local * (table.row_bytes + _ID_BYTES) + _ID_BYTES)
+        return (table.num_workers - 1) * self._message_bytes(capacities, table)
 
     def formula_bytes(self, sparsity: Sparsity) -> float:
         return (sparsity.num_workers - 1) * sparsity.rows * (sparsity.table.row_bytes + _ID_BYTES)
 
-    def num_messages(self, num_workers: int) -> int:
-        return num_workers - 1
+    def num_messages(self, capacities: Capacities, table: Table) -> int:
+        return wire.gather_messages(table.num_workers, self._message_bytes(capacities, table))
+
+    def _message_bytes(self, capacities: Capacities, table: Table) -> int:
+        return capacities.local * (table.row_bytes + _ID_BYTES) + _ID_BYTES

@@ -77,8 +77,9 @@ class Blocks(Scheme):
         n, block = sparsity.num_workers, self._block_rows(sparsity.table.row_size)
         return (n - 1) / n * range_load(sparsity, block) * (block * sparsity.table.row_bytes + _ID_BYTES)
 
-    def num_messages(self, num_workers: int) -> int:
-        return 2 * (num_workers - 1)
+    def num_messages(self, capacities: Capacities, table: Table) -> int:
+        block_bytes = self._block_rows(table.row_size) * table.row_bytes
+        return self._exchange(capacities, table.num_rows, table.row_size, table.num_workers).num_messages(block_bytes)
 
     def _block_rows(self, row_size: int) -> int:
         return max(1, self.block_values // max(row_size, 1))

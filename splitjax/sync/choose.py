@@ -80,7 +80,7 @@ def choose(sparsity: Sparsity, link: Link, schemes: Sequence[Scheme] | None = No
     for scheme in schemes or candidates():
         capacities, n = scheme.plan(sparsity), sparsity.num_workers
         sent = scheme.predicted_bytes(capacities, sparsity.table) if n > 1 else 0
-        messages = scheme.num_messages(n) if n > 1 else 0
+        messages = scheme.num_messages(capacities, sparsity.table) if n > 1 else 0
         found.append(Candidate(scheme, capacities, scheme.predicted_seconds(sparsity, link, capacities) if n > 1 else 0.0, sent, messages))
     best = found[0]
     for one in found[1:]:

@@ -39,5 +39,5 @@ class Dense(Scheme):
         n = sparsity.num_workers
         return 2 * (n - 1) / n * sparsity.table.num_bytes
 
-    def num_messages(self, num_workers: int) -> int:
-        return 2 * (num_workers - 1)
+    def num_messages(self, capacities: Capacities, table: Table) -> int:
+        return 2 * (table.num_workers - 1)

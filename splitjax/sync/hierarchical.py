@@ -75,8 +75,8 @@ class Hierarchical(Scheme):
             m *= factor
         return total
 
-    def num_messages(self, num_workers: int) -> int:
-        return sum(factor - 1 for factor in self._factors(num_workers))
+    def num_messages(self, capacities: Capacities, table: Table) -> int:
+        return sum(factor - 1 for factor in self._factors(table.num_workers))
 
     def _factors(self, num_workers: int) -> tuple[int, ...]:
         if self.factors and math.prod(self.factors) != num_workers:

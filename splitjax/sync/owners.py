@@ -70,9 +70,17 @@ class OwnerExchange:
 
     def num_bytes(self, item_bytes: int) -> int:
         """What one worker sends, padding included."""
-        n = self.partition.num_owners
-        push = self.push.num_bytes + self.push.capacity * item_bytes
-        return (n - 1) * (push + self.pull.num_bytes + self.pull.capacity * item_bytes + _COUNT_BYTES)
+        return (self.partition.num_owners - 1) * sum(self._message_bytes(item_bytes))
+
+    def num_messages(self, item_bytes: int) -> int:
+        """Messages that one worker sends one after the other."""
+        n, (push, pull) = self.partition.num_owners, self._message_bytes(item_bytes)
+        return wire.exchange_messages(n, push, self.pattern) + wire.gather_messages(n, pull)
+
+    def _message_bytes(self, item_bytes: int) -> tuple[int, int]:
+        """Of the message to one owner, and of the one that an owner sends to all."""
+        push, pull = (code.num_bytes + code.capacity * item_bytes for code in (self.push, self.pull))
+        return push, pull + _COUNT_BYTES
 
 
 def pair_and_owner_rooms(sparsity: Sparsity, partition: Partition, factor: int = 1) -> tuple[int, int]:

@@ -46,8 +46,8 @@ class ParameterServer(Scheme):
         n = sparsity.num_workers
         return (n - 1) / n * range_load(sparsity) * (sparsity.table.row_bytes + _ID_BYTES)
 
-    def num_messages(self, num_workers: int) -> int:
-        return 2 * (num_workers - 1)
+    def num_messages(self, capacities: Capacities, table: Table) -> int:
+        return self._exchange(capacities, table.num_rows, table.num_workers).num_messages(table.row_bytes)
 
     def _exchange(self, capacities: Capacities, num_rows: int, num_workers: int) -> OwnerExchange:
         partition = Partition("range", num_rows, num_workers)

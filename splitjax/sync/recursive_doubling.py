@@ -82,9 +82,9 @@ class RecursiveDoubling(Scheme):
         doubled = sum(min(sparsity.union(min(1 << i, n)) * per_row, sparsity.table.num_bytes) for i in range(rounds))
         return doubled + (min(sparsity.union(n) * per_row, sparsity.table.num_bytes) if n > 1 << rounds else 0)
 
-    def num_messages(self, num_workers: int) -> int:
-        rounds = _num_rounds(num_workers)
-        return rounds + (2 if num_workers > 1 << rounds else 0)
+    def num_messages(self, capacities: Capacities, table: Table) -> int:
+        rounds = _num_rounds(table.num_workers)
+        return rounds + (2 if table.num_workers > 1 << rounds else 0)
 
     def _is_dense(self, rows: int, num_rows: int) -> bool:
         return rows > self.dense_above * num_rows

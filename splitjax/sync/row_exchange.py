@@ -133,7 +133,7 @@ class RowExchange(Scheme):
 
     def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
         n = table.num_workers
-        row_bytes = table.row_size * (jnp.dtype(self.wire_dtype).itemsize if self.wire_dtype else table.itemsize)
+        row_bytes = self._row_bytes(table)
         index_bytes = (n - 1) * (self._code(capacities, table.num_rows).num_bytes + _COUNT_BYTES)
         hot_bytes = all_reduce_bytes(n, capacities.hot * table.row_bytes)
         return index_bytes + (n - 1) * (capacities.push + capacities.pull) * row_bytes + hot_bytes
@@ -145,8 +145,16 @@ class RowExchange(Scheme):
             return sparsity.bound_bytes() + index_bytes
         return (n - 1) / n * sparsity.table.row_bytes * (sparsity.rows + sparsity.union(n)) + index_bytes
 
-    def num_messages(self, num_workers: int) -> int:
-        return 3 * (num_workers - 1)
+    def num_messages(self, capacities: Capacities, table: Table) -> int:
+        n, row_bytes = table.num_workers, self._row_bytes(table)
+        indices = wire.gather_messages(n, self._code(capacities, table.num_rows).num_bytes + _COUNT_BYTES)
+        push = wire.exchange_messages(n, capacities.push * row_bytes, self.pattern) if capacities.push else 0
+        hot = 2 * (n - 1) if capacities.hot else 0
+        return indices + push + wire.gather_messages(n, capacities.pull * row_bytes) + hot
+
+    def _row_bytes(self, table: Table) -> int:
+        """Of a row on the wire."""
+        return table.row_size * (jnp.dtype(self.wire_dtype).itemsize if self.wire_dtype else table.itemsize)
 
     def _code(self, capacities: Capacities, num_rows: int) -> IdCode:
         return IdCode(capacities.code_bits, capacities.local, num_rows, capacities.codes)

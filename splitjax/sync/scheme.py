@@ -104,13 +104,14 @@ class Scheme(abc.ABC):
         """What the busiest link carries by the published formula, without padding; the class says which formula."""
 
     @abc.abstractmethod
-    def num_messages(self, num_workers: int) -> int:
-        """Messages that a worker sends one after the other: each costs a latency."""
+    def num_messages(self, capacities: Capacities, table: Table) -> int:
+        """Messages that a worker sends one after the other in `attempt`, on CPU: each costs a latency (`wire.gather_messages`)."""
 
     def predicted_seconds(self, sparsity: Sparsity, link: Link, capacities: Capacities | None = None) -> float:
         """Bytes over the link's rate, and a latency per message; work on the worker itself is not counted."""
-        sent = self.predicted_bytes(capacities or self.plan(sparsity), sparsity.table)
-        return sent / link.bytes_per_second + self.num_messages(sparsity.num_workers) * link.latency_seconds
+        capacities = capacities or self.plan(sparsity)
+        sent = self.predicted_bytes(capacities, sparsity.table)
+        return sent / link.bytes_per_second + self.num_messages(capacities, sparsity.table) * link.latency_seconds
 
 
 @dataclasses.dataclass(frozen=True)

@@ -128,10 +128,24 @@ def gather(parts: Sequence[Array], axis: Axis) -> list[Array]:
         return [part[None] for part in parts]
     message = pack(parts, 0)
     at_once = lambda message: lax.all_gather(message, axis)
-    is_short = n // 2 * _num_bytes(message, 0) <= _MOST_DOUBLED
     doubling = functools.partial(_gather_by_doubling, axis=axis)
-    received = kernels.dispatch(doubling, message, tpu=at_once, gpu=at_once) if is_short and n > 2 else at_once(message)
+    received = kernels.dispatch(doubling, message, tpu=at_once, gpu=at_once) if _doubles(n, _num_bytes(message, 0)) else at_once(message)
     return unpack(received, [part[None] for part in parts], 1)
+
+
+def gather_messages(n: int, num_bytes: int) -> int:
+    """How many messages of a `gather` a worker waits for one after the other on CPU, for parts of so many bytes."""
+    return math.ceil(math.log2(n)) if _doubles(n, num_bytes) else n - 1
+
+
+def exchange_messages(n: int, num_bytes: int, pattern: str) -> int:
+    """The same for an `exchange` or `push_rows`, for one worker's part of so many bytes. At once they take half the time."""
+    at_once = pattern == "all_to_all" or (pattern in ("auto", "kernel") and num_bytes <= _MOST_AT_ONCE)
+    return n // 2 if at_once else n - 1
+
+
+def _doubles(n: int, num_bytes: int) -> bool:
+    return n > 2 and n // 2 * num_bytes <= _MOST_DOUBLED
 
 
 def _gather_by_doubling(message: Array, *, axis: Axis) -> Array:

@@ -90,8 +90,9 @@ class Zen(Scheme):
         push = sparsity.rows * items * (table.row_bytes / items + _ID_BYTES)
         return (n - 1) / n * (push + sparsity.union(n) * table.row_bytes + table.num_rows * items / 8)
 
-    def num_messages(self, num_workers: int) -> int:
-        return 2 * (num_workers - 1)
+    def num_messages(self, capacities: Capacities, table: Table) -> int:
+        items = self._items_per_row(table.row_size)
+        return self._exchange(capacities, table.num_rows, items, table.num_workers).num_messages(table.row_bytes // items)
 
     def _items_per_row(self, row_size: int) -> int:
         return row_size if self.granularity == "element" else 1

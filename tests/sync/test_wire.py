@@ -52,3 +52,11 @@ def test_every_worker_gets_what_is_for_it(size, pattern, ops):
     for me in range(n):
         np.testing.assert_array_equal(np.asarray(received[me]).astype(np.float32), values[np.asarray(sources[me]), me])
     assert found_ops == ops
+
+
+def test_messages_are_counted_as_they_are_sent():
+    assert [wire.gather_messages(n, 7000) for n in (1, 2, 3, 4, 16, 17)] == [0, 1, 2, 2, 4, 5]
+    assert [wire.gather_messages(n, 1 << 20) for n in (1, 2, 16)] == [0, 1, 15]
+    assert [wire.exchange_messages(16, size, "auto") for size in (100, 1 << 20)] == [8, 15]
+    assert [wire.exchange_messages(16, 100, pattern) for pattern in ("ppermute", "all_to_all")] == [15, 8]
+    assert [wire.exchange_messages(n, 100, "auto") for n in (1, 2, 3)] == [0, 1, 1]
