@@ -64,9 +64,8 @@ class Hierarchical(Scheme):
         return Attempt(rows, fits & ~rows.overflowed, sent)
 
     def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
-        per_row = table.row_bytes + _ID_BYTES
         factors = self._factors(table.num_workers)
-        return sum((factor - 1) * (capacity * per_row + 4) for factor, capacity in zip(factors, capacities.levels))
+        return sum((factor - 1) * self._message_bytes(capacity, table) for factor, capacity in zip(factors, capacities.levels))
 
     def formula_bytes(self, sparsity: Sparsity) -> float:
         total, m = 0.0, 1
@@ -76,7 +75,15 @@ class Hierarchical(Scheme):
         return total
 
     def num_messages(self, capacities: Capacities, table: Table) -> int:
-        return sum(factor - 1 for factor in self._factors(table.num_workers))
+        factors = self._factors(table.num_workers)
+        return sum(
+            wire.shift_messages(factor, shift, self._message_bytes(capacity, table))
+            for factor, capacity in zip(factors, capacities.levels) for shift in range(1, factor)
+        )  # fmt: skip
+
+    @staticmethod
+    def _message_bytes(capacity: int, table: Table) -> int:
+        return capacity * (table.row_bytes + _ID_BYTES) + 4
 
     def _factors(self, num_workers: int) -> tuple[int, ...]:
         if self.factors and math.prod(self.factors) != num_workers:

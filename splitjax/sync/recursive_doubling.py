@@ -65,16 +65,27 @@ class RecursiveDoubling(Scheme):
         return Attempt(rows, fits & ~rows.overflowed, sent)
 
     def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
-        rest = table.num_workers - (1 << _num_rounds(table.num_workers))
-        levels = capacities.levels[1:] if rest else capacities.levels
+        return sum(self._swapped_bytes(capacities, table)) + sum(self._folded_bytes(capacities, table))
+
+    def _swapped_bytes(self, capacities: Capacities, table: Table) -> list[int]:
+        """Of each round's message."""
+        levels = capacities.levels[1:] if self._folded(table) else capacities.levels
+        return [_message_bytes(level, table, whole) for level, whole in zip(levels, self._dense_rounds(levels, table))]
+
+    def _folded_bytes(self, capacities: Capacities, table: Table) -> list[int]:
+        """Of the message that a worker past the last power of two sends first, and of the one that it gets in the end."""
+        if not self._folded(table):
+            return []
+        is_dense = any(self._dense_rounds(capacities.levels[1:], table))
+        return [_message_bytes(capacities.levels[0], table, False), _message_bytes(capacities.union, table, is_dense)]
+
+    def _dense_rounds(self, levels: tuple[int, ...], table: Table) -> list[bool]:
         dense = [self._is_dense(level, table.num_rows) for level in levels]
-        dense = [any(dense[: i + 1]) for i in range(len(dense))]
-        sparse_bytes = lambda rows: rows * (table.row_bytes + _ID_BYTES) + 4 + _VERDICT_BYTES
-        dense_bytes = table.num_bytes + 4 * kernels.num_words(table.num_rows) + _VERDICT_BYTES
-        total = sum(dense_bytes if whole else sparse_bytes(level) for level, whole in zip(levels, dense))
-        if rest:
-            total += sparse_bytes(capacities.levels[0]) + (dense_bytes if any(dense) else sparse_bytes(capacities.union))
-        return total
+        return [any(dense[: i + 1]) for i in range(len(dense))]
+
+    @staticmethod
+    def _folded(table: Table) -> int:
+        return table.num_workers - (1 << _num_rounds(table.num_workers))
 
     def formula_bytes(self, sparsity: Sparsity) -> float:
         per_row, n = sparsity.table.row_bytes + _ID_BYTES, sparsity.num_workers
@@ -83,11 +94,16 @@ class RecursiveDoubling(Scheme):
         return doubled + (min(sparsity.union(n) * per_row, sparsity.table.num_bytes) if n > 1 << rounds else 0)
 
     def num_messages(self, capacities: Capacities, table: Table) -> int:
-        rounds = _num_rounds(table.num_workers)
-        return rounds + (2 if table.num_workers > 1 << rounds else 0)
+        return sum(wire.shift_messages(2, 1, size) for size in self._swapped_bytes(capacities, table)) + len(self._folded_bytes(capacities, table))
 
     def _is_dense(self, rows: int, num_rows: int) -> bool:
         return rows > self.dense_above * num_rows
+
+
+def _message_bytes(rows: int, table: Table, is_dense: bool) -> int:
+    if is_dense:
+        return table.num_bytes + 4 * kernels.num_words(table.num_rows) + _VERDICT_BYTES
+    return rows * (table.row_bytes + _ID_BYTES) + 4 + _VERDICT_BYTES
 
 
 def _num_rounds(num_workers: int) -> int:

@@ -57,6 +57,24 @@ def test_every_worker_gets_what_is_for_it(size, pattern, ops):
 def test_messages_are_counted_as_they_are_sent():
     assert [wire.gather_messages(n, 7000) for n in (1, 2, 3, 4, 16, 17)] == [0, 1, 2, 2, 4, 5]
     assert [wire.gather_messages(n, 1 << 20) for n in (1, 2, 16)] == [0, 1, 15]
-    assert [wire.exchange_messages(16, size, "auto") for size in (100, 1 << 20)] == [8, 15]
+    assert [wire.exchange_messages(16, size, "auto") for size in (100, 100_000, 1 << 20)] == [8, 15, 18]
     assert [wire.exchange_messages(16, 100, pattern) for pattern in ("ppermute", "all_to_all")] == [15, 8]
     assert [wire.exchange_messages(n, 100, "auto") for n in (1, 2, 3)] == [0, 1, 1]
+
+
+def test_large_messages_that_two_workers_swap_go_in_parts():
+    n = 4
+
+    def worker(values):
+        (swapped,) = wire.permute([values[0]], "data", [(i, i ^ 1) for i in range(n)])
+        (shifted,) = wire.permute([values[0]], "data", [(i, (i + 1) % n) for i in range(n)])
+        return swapped[None], shifted[None]
+
+    values = np.random.default_rng(0).normal(size=(n, 70, 2001)).astype(np.float32)  # 560 kB
+    run, ops = compiled(worker, n, values)
+    swapped, shifted = run(values)
+    np.testing.assert_array_equal(swapped, values[[1, 0, 3, 2]])
+    np.testing.assert_array_equal(shifted, values[[3, 0, 1, 2]])
+    assert ops == ["collective_permute"] * 4
+    assert wire.shift_messages(2, 1, values[0].nbytes) == 3 and wire.shift_messages(4, 1, values[0].nbytes) == 1
+    assert wire.exchange_messages(4, values[0].nbytes, "auto") == 5
