@@ -10,10 +10,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from splitjax.sync import wire
 from splitjax.sync.scheme import Link
 
 _SMALL_BYTES, _LARGE_BYTES, _MOST_BYTES = 4, 1 << 20, 1 << 23
@@ -42,7 +42,7 @@ def measure_link(mesh: Mesh, axes: tuple[str, ...]) -> Link:
 def _ring(mesh: Mesh, axes: tuple[str, ...], size: int, num_bytes: int) -> Callable[[], jax.Array]:
     spec = PartitionSpec(axes)
     pairs = [(i, (i + 1) % size) for i in range(size)]
-    run = jax.jit(jax.shard_map(lambda x: lax.ppermute(x, axes, pairs), mesh=mesh, in_specs=spec, out_specs=spec))
+    run = jax.jit(jax.shard_map(lambda x: wire.permute([x], axes, pairs)[0], mesh=mesh, in_specs=spec, out_specs=spec))
     message = jax.jit(lambda: jnp.zeros((size * num_bytes // 4,), jnp.float32), out_shardings=NamedSharding(mesh, spec))()
     return lambda: run(message)
 

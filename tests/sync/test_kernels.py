@@ -51,8 +51,7 @@ def cpu_mesh(workers=WORKERS):
     return Mesh(np.array(jax.devices()[:workers]), ("data",), axis_types=(AxisType.Auto,))
 
 
-def compiled_for_tpu(scheme, num_rows, lookups, width):
-    mesh = Mesh(tpu_mesh("v5e:2x2", WORKERS).devices, ("data",), axis_types=(AxisType.Auto,))
+def compiled_for(mesh, scheme, num_rows, lookups, width):
     place = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
     types = [
         jax.ShapeDtypeStruct((num_rows, width), jnp.float32, sharding=place()),
@@ -72,7 +71,8 @@ def compiled_for_tpu(scheme, num_rows, lookups, width):
 )
 def test_tpu_programs_of_whole_synchronisations_consist_of_kernels(scheme, names):
     num_rows, width = 20_000, 128
-    compiled = compiled_for_tpu(scheme, num_rows, 40, width)
+    mesh = Mesh(tpu_mesh("v5e:2x2", WORKERS).devices, ("data",), axis_types=(AxisType.Auto,))
+    compiled = compiled_for(mesh, scheme, num_rows, 40, width)
     text = compiled.as_text()
     assert "tpu_custom_call" in text
     assert {name for name in names | {"exchange_rows"} if f"splitjax_{name}" in text} == names

@@ -1,0 +1,114 @@
+"""An NVIDIA H200 for XLA's GPU compiler, which needs no such device: `devices(count)`, with the CUDA plugin installed.
+
+Run as a program, in a process of its own (the suite's has CPU devices only), it compiles what its argument names and prints the program:
+
+    JAX_PLATFORMS=cpu,cuda JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m tests.kernels.h200 gather_rows
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+# NVIDIA's data sheet and the limits of compute capability 9.0 in the CUDA C++ Programming Guide.
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 151397597184
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  device_vendor: "NVIDIA Corporation"
+  name: "NVIDIA H200"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+def devices(count: int) -> Any:
+    """So many H200s of one host, as an array."""
+    import numpy as np
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(platform="cuda", topology_name="h200", topology=f"1x1x{count}", target_config=TARGET)
+    return np.array(topology.devices).reshape(-1)
+
+
+def _kernel(function: Any, *types: tuple[tuple[int, ...], Any]) -> str:
+    import jax
+    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+    place = NamedSharding(Mesh(devices(1), ("x",), axis_types=(AxisType.Auto,)), PartitionSpec())
+    arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in types]
+    return jax.jit(function).lower(*arguments).compile().as_text()
+
+
+def gather_rows(width: int = 128, dtype: str = "float32") -> str:
+    from splitjax.kernels import gather_rows
+
+    return _kernel(gather_rows, ((5000, int(width)), dtype), ((700,), "int32"))
+
+
+def segment_sum(width: int = 128, dtype: str = "float32") -> str:
+    from splitjax.kernels import segment_sum
+
+    return _kernel(segment_sum, ((700,), "int32"), ((700, int(width)), dtype))
+
+
+def sum_rows(width: int = 256, dtype: str = "float32") -> str:
+    import functools
+
+    from splitjax.kernels import sum_rows
+
+    return _kernel(functools.partial(sum_rows, capacity=300), ((700, int(width)), dtype), ((700,), "int32"))
+
+
+def synchronisation(name: str) -> str:
+    """A scheme with the update of a table, on four devices."""
+    from jax.sharding import AxisType, Mesh
+
+    from splitjax.sync import by_name
+    from tests.sync.test_kernels import WORKERS, compiled_for
+
+    return compiled_for(Mesh(devices(WORKERS), ("data",), axis_types=(AxisType.Auto,)), by_name(name), 20_000, 40, 128).as_text()
+
+
+def train_step(plan: str) -> str:
+    """The final program of a step, by a pinned plan that knows schemes and capacities. `plan`: a file of it."""
+    import pathlib
+
+    import jax
+    import numpy as np
+    from jax.sharding import AxisType, Mesh
+
+    import splitjax
+    from splitjax.plan import Plan
+    from tests.lower.test_sparse import one_table
+
+    pinned = Plan.from_json(pathlib.Path(plan).read_text(encoding="utf-8"))
+    mesh = Mesh(devices(4), ("data",), axis_types=(AxisType.Auto,))
+    step = splitjax.parallelize(one_table, mesh=mesh, rules="data_parallel", plan=pinned)
+    types = {"table": jax.ShapeDtypeStruct((4096, 128), np.float32)}, {"ids": jax.ShapeDtypeStruct((8, 4), np.int32)}
+    return step.lower(*types).compile().as_text()
+
+
+if __name__ == "__main__":
+    print(globals()[sys.argv[1]](*sys.argv[2:]))
