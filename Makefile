@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # Nor what knows nothing of JAX's versions: readers of data, the scheduler, figures of benchmarks, the launcher's own tests (what it is to JAX, test_initialize.py tries) and the faults,
 # which are those of processes and files. Nor `one_version`:
 # where a test has many sizes (meshes, numbers of workers), one of each kind calls the same functions of JAX as the others do.
-CORE_SUITE := -m "not slow and not gpu and not network and not tpu_aot and not one_version" --ignore=tests/notebooks --ignore=tests/data --ignore=tests/schedule --ignore=tests/faults --ignore=tests/benchmarks \
+CORE_SUITE := -m "not slow and not gpu and not network and not tpu_aot and not gpu_aot and not one_version" --ignore=tests/notebooks --ignore=tests/data --ignore=tests/schedule --ignore=tests/faults --ignore=tests/benchmarks \
 	--ignore=tests/runtime/test_launch.py
 # One file's tests run in one process, which shares what their fixtures compile. The order is the folders': the short ones are last, so that no process
 # is left alone with a long one. A process that dies ends the run: one in its place can be left without work, waiting for ever.
@@ -18,7 +18,7 @@ IN_PROCESSES = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --m
 MARKED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-core test-slow lint notebooks clean
+.PHONY: help demo test test-core test-slow test-gpu-aot lint notebooks clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -38,6 +38,9 @@ test-core: $(MARKED)-test-core ## run the tests of the package alone
 
 test-slow: $(MARKED)-test ## run the tests marked slow
 	$(BIN)/python -m pytest -m "slow and not gpu and not network" $(PYTEST_ARGS)
+
+test-gpu-aot: $(MARKED)-test,gpu ## compile the GPU kernels for an H200 (downloads 4 GB, needs no GPU)
+	$(BIN)/python -m pytest $(IN_PROCESSES) -m gpu_aot $(PYTEST_ARGS)
 
 lint: $(MARKED)-test ## check the style
 	$(BIN)/python -m ruff check .

@@ -33,10 +33,13 @@ jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if importlib.util.find_spec("libtpu") is None:
-        absent = pytest.mark.skip(reason="needs libtpu: pip install 'splitjax[tpu]'")
+    compilers = {"tpu_aot": ("libtpu", ["libtpu"], "tpu"), "gpu_aot": ("the CUDA plugin", ["jax_cuda12_plugin", "jax_cuda13_plugin"], "gpu")}
+    for marker, (what, modules, extra) in compilers.items():
+        if any(importlib.util.find_spec(module) for module in modules):
+            continue
+        absent = pytest.mark.skip(reason=f"needs {what}: pip install 'splitjax[{extra}]'")
         for item in items:
-            if item.get_closest_marker("tpu_aot"):
+            if item.get_closest_marker(marker):
                 item.add_marker(absent)
 
 

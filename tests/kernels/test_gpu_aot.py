@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pathlib
 import subprocess
@@ -14,11 +13,7 @@ import pytest
 import splitjax
 from tests.lower.test_sparse import one_table
 
-PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-pytestmark = [
-    pytest.mark.one_version,
-    pytest.mark.skipif(not any(importlib.util.find_spec(name) for name in PLUGINS), reason="needs the CUDA plugin: pip install 'splitjax[gpu]'"),
-]
+pytestmark = pytest.mark.gpu_aot
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
