@@ -25,7 +25,7 @@ from splitjax.sync.wire import Axis
 
 _WORD_BITS = 32
 # How often rows ask for an owner: with the third time, nearly all have one (measured on word counts, 4 to 16 workers). One row in so
-# many may ask more than once; the first time leaves one in a hundred there.
+# many may ask more than once; the first time leaves fewer than one in a hundred there.
 _ASKED, _AGAIN = 3, 8
 OWNERSHIPS = ("contributor", "strided", "hashed")
 
