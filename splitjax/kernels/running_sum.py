@@ -2,7 +2,7 @@
 
 XLA's CPU backend has no scan: its cumulative sum is log n passes over all. Here rows are summed, and then columns are added up one after the
 other, each a sum of vectors that begins with the sums of the rows before ("reduce then scan" of Blelloch, "Prefix sums and their applications",
-1990). Long inclusive sums go by blocks of eight first, three passes each, which is twice as fast again.
+1990). Long inclusive sums go by blocks of eight first, three passes each, so that the loop adds up an eighth of the entries.
 """
 
 from __future__ import annotations
