@@ -1,4 +1,4 @@
-"""Whether exchanging only the rows that were touched pays: schemes, training, local work, a table of 5 GB, and what `auto` chooses.
+"""Whether exchanging only the rows that were touched pays: schemes, training, messages, local work, a table of 5 GB, and what `auto` chooses.
 
     python -m benchmarks sparse --data-dir DIR                                       everything, and its page (hours)
     python -m benchmarks sparse --data-dir DIR --only schemes --workers 16           one part; the page keeps what was measured of the others
@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks._common import quiet_tpu_compiler
 from benchmarks._kept import Page, add_options, run_part, run_parts
 
-PARTS = ("schemes", "choice", "end_to_end", "local", "big_table")
+PARTS = ("schemes", "choice", "end_to_end", "messages", "local", "big_table")
 TABLES = ("lm1b_input", "lm1b_softmax", "criteo", "wikitext")
 LINKS = ("100mbit", "200mbit", "1000mbit")
 
@@ -38,8 +38,8 @@ def main(argv: list[str] | None = None) -> int:
 def _options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("sparse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, "folder of lm1b_word_counts.npy, criteo_sample.npz and wikitext2_valid.txt", PARTS)
-    parser.add_argument("--workers", nargs="+", type=int, default=[], metavar="N", help="schemes: 4 8 16; end_to_end, choice: 4")
-    parser.add_argument("--links", nargs="+", default=[], metavar="RATE", help="schemes: 100mbit; end_to_end: 100mbit 200mbit 1000mbit")
+    parser.add_argument("--workers", nargs="+", type=int, default=[], metavar="N", help="schemes: 4 8 16; messages: 4 16; end_to_end, choice: 4")
+    parser.add_argument("--links", nargs="+", default=[], metavar="RATE", help="schemes, messages: 100mbit; end_to_end: 100mbit 200mbit 1000mbit")
     parser.add_argument("--tables", nargs="+", default=[], choices=TABLES, metavar="NAME", help=f"schemes: {' '.join(TABLES)}")
     parser.add_argument("--torch-python", type=pathlib.Path, help="a Python that has torch, for PyTorch's DDP beside it")
     options = parser.parse_args(argv)
@@ -49,7 +49,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
 
 def _jobs(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     """Key of a section -> what measures it. Each starts processes of its own: devices and flags are what it asks for."""
-    from benchmarks import _sparse_big_table, _sparse_choice, _sparse_end_to_end, _sparse_local, _sparse_schemes
+    from benchmarks import _sparse_big_table, _sparse_choice, _sparse_end_to_end, _sparse_local, _sparse_messages, _sparse_schemes
 
     def given(workers: list[int], links: list[str]) -> argparse.Namespace:
         quick = options.quick
@@ -61,6 +61,7 @@ def _jobs(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     plans = {
         "schemes": (_sparse_schemes, given([4, 8, 16], ["100mbit"])), "choice": (_sparse_choice, given([4], ["100mbit", "1000mbit"])),
         "end_to_end": (_sparse_end_to_end, given([4], list(LINKS))), "local": (_sparse_local, given([16], [])),
+        "messages": (_sparse_messages, given([4, 16], ["100mbit"])),
         "big_table": (_sparse_big_table, given([1], [])),
     }  # fmt: skip
     found: dict[str, Callable[[], Any]] = {}

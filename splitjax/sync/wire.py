@@ -21,7 +21,7 @@ Axis = str | tuple[str, ...]
 # once (the kernel for rows, on TPU, where it pays). On CPU, by gloo, all-to-all waits for nobody in between, and permutations come nearer
 # to the link's rate.
 PATTERNS = ("auto", "ppermute", "all_to_all", "kernel")
-# Measured with 16 processes behind links of 100 Mb/s: 15 messages of 14 KiB take 21 ms by all-to-all and 44 by permutations, of 27 KiB
+# Measured with 16 processes behind links of 100 Mb/s (`benchmarks sparse --only messages` measures it again): 15 messages of 14 KiB take 21 ms by all-to-all and 44 by permutations, of 27 KiB
 # 39 and 42, of 37 KiB 59 and 49. A gather in rounds that double takes 14 ms for 7 KiB, where the ring takes 33; for 32 KiB 87 and 44.
 _MOST_AT_ONCE, _MOST_DOUBLED = 28 << 10, 64 << 10  # bytes of one message
 # Two workers that swap messages with each other have one connection. Who comes second finds the other ready, sends at once, and what says that
@@ -131,7 +131,7 @@ def gather(parts: Sequence[Array], axis: Axis) -> list[Array]:
         return [part[None] for part in parts]
     message = pack(parts, 0)
     at_once = lambda message: lax.all_gather(message, axis)
-    doubling = functools.partial(_gather_by_doubling, axis=axis)
+    doubling = functools.partial(gather_by_doubling, axis=axis)
     received = kernels.dispatch(doubling, message, tpu=at_once, gpu=at_once) if _doubles(n, _num_bytes(message, 0)) else at_once(message)
     return unpack(received, [part[None] for part in parts], 1)
 
@@ -156,7 +156,8 @@ def _doubles(n: int, num_bytes: int) -> bool:
     return n > 2 and n // 2 * num_bytes <= _MOST_DOUBLED
 
 
-def _gather_by_doubling(message: Array, *, axis: Axis) -> Array:
+def gather_by_doubling(message: Array, *, axis: Axis) -> Array:
+    """`gather` of one array in rounds that double: [...] -> [n, ...]."""
     n, known = lax.axis_size(axis), message[None]  # of this worker, the next one, and so on
     while known.shape[0] < n:
         distance = known.shape[0]
