@@ -31,7 +31,7 @@ ROWS, ROWS_HOT, ROWS_AHEAD, ROWS_BF16 = "row_exchange", "row_exchange, hot rows 
 OWNER, OWNER_BF16 = "owner-sharded, pull and push", "owner-sharded, bf16"
 SCHEMES: dict[str, sync.Scheme] = {
     DENSE: sync.Dense(), AGSPARSE: sync.AllGather(), SPARCML: sync.RecursiveDoubling(), HIERARCHICAL: sync.Hierarchical(),
-    OMNIREDUCE: sync.Blocks(), SERVER: sync.ParameterServer(), ZEN: sync.Zen(), ZEN_ROWS: sync.Zen(granularity="row"),
+    OMNIREDUCE: sync.Blocks(), SERVER: sync.ParameterServer(), ZEN: sync.Zen(partition="pack"), ZEN_ROWS: sync.Zen("row", "pack"),
     ROWS: sync.RowExchange(), ROWS_HOT: sync.RowExchange(hot=True),
 }  # fmt: skip
 

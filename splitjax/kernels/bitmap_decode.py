@@ -1,8 +1,8 @@
 """The ids in a bitmap, ascending: population counts, their running sum, and one bit picked for each id.
 
 The work is in words and ids, not in bits: with 3 % of the bits set it is a tenth of what `jnp.nonzero` on the booleans does. Word of
-slot j: the last whose running sum does not exceed j; bit: the (j - sum)-th that is set, by halving with population counts ("select"
-of succinct rank/select structures: Jacobson, "Space-efficient static trees and graphs", FOCS 1989).
+slot j: the last whose running sum does not exceed j, so how many have begun by then; bit: the (j - sum)-th that is set, by halving with
+population counts ("select" of succinct rank/select structures: Jacobson, "Space-efficient static trees and graphs", FOCS 1989).
 """
 
 from __future__ import annotations
@@ -126,17 +126,20 @@ def select(words: jax.Array, before: jax.Array, count: jax.Array, capacity: int,
     check_capacity(capacity)
     if 0 in words.shape or capacity == 0:
         return jnp.full((*words.shape[:-1], capacity), filler, jnp.int32)
-    if words.ndim == 2:
-        return jax.vmap(lambda *one: select(*one, capacity, filler))(words, before, count)
-    # Each word that is not empty writes its number into its first slot; later slots take it over by a running maximum.
-    numbers = jnp.arange(words.shape[0], dtype=jnp.int32)
-    first_slot = jnp.where(words == 0, capacity, before)
-    word = lax.cummax(jnp.zeros(capacity, jnp.int32).at[first_slot].set(numbers, mode="drop"))
+    num_words = words.shape[-1]
+    word_table, before_table = words.reshape(-1, num_words), before.reshape(-1, num_words)
+    sets = jnp.arange(word_table.shape[0], dtype=jnp.int32)[:, None]
+    # How many words begin at each slot, and a column for those past the end. Of words that begin at the same one only the last has bits.
+    start = jnp.minimum(before_table[:, 1:], capacity) + sets * (capacity + 1)
+    begun = jnp.zeros((sets.size * (capacity + 1),), jnp.int32).at[start].add(1, mode="promise_in_bounds")
+    word = running_sum(begun.reshape(-1, capacity + 1)[:, :capacity])
+    look = lambda table: table.reshape(-1).at[word + sets * num_words].get(mode="promise_in_bounds")
     slot = jnp.arange(capacity, dtype=jnp.int32)
-    rest, bits, bit = slot - before[word], words[word], jnp.zeros(capacity, jnp.int32)
+    rest, bits, bit = slot - look(before_table), look(word_table), jnp.zeros(word.shape, jnp.int32)
     for width in (16, 8, 4, 2, 1):
         low = lax.population_count(bits & jnp.uint32(2**width - 1)).astype(jnp.int32)
         is_above = rest >= low
         rest, bit = jnp.where(is_above, rest - low, rest), jnp.where(is_above, bit + width, bit)
         bits = jnp.where(is_above, bits >> width, bits)
-    return jnp.where(slot < count, 32 * word + bit, filler)
+    ids = jnp.where(slot < count.reshape(-1, 1), 32 * word + bit, filler)
+    return ids.reshape(*words.shape[:-1], capacity)

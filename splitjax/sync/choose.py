@@ -51,10 +51,12 @@ class Choice:
 
 
 def candidates(pattern: str = "auto") -> tuple[Scheme, ...]:
-    """All schemes with their default options, the simplest first. `pattern`: how those with owners push, see `wire.PATTERNS`."""
+    """All schemes with their default options, the simplest first; Zen by running counts, which send what its hashes send, sooner.
+
+    `pattern`: how those with owners push, see `wire.PATTERNS`."""
     return (
         Dense(), AllGather(), RecursiveDoubling(), Hierarchical(), RowExchange(pattern=pattern), RowExchange(hot=True, pattern=pattern),
-        Zen(pattern=pattern), Zen(granularity="row", pattern=pattern), ParameterServer(pattern), Blocks(pattern=pattern),
+        Zen(partition="pack", pattern=pattern), Zen("row", "pack", pattern=pattern), ParameterServer(pattern), Blocks(pattern=pattern),
     )  # fmt: skip
 
 

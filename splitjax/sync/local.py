@@ -136,8 +136,11 @@ def send_order(groups: Array, num_groups: int, capacity: int) -> tuple[Array, Ar
     **Returns:** also the exact number in each group, i32[num_groups], which may exceed `capacity`.
     """
     rank, counts = group_ranks(groups, num_groups)
-    order = jnp.full((num_groups, capacity), groups.size, jnp.int32)
-    return order.at[groups, rank].set(jnp.arange(groups.size, dtype=jnp.int32), mode="drop", wrap_negative_indices=False), counts
+    # One flat index, and an entry for what has no place: on CPU faster than pairs of indices that may be outside.
+    place = jnp.where((groups < num_groups) & (rank < capacity), groups * capacity + rank, num_groups * capacity)
+    order = jnp.full((num_groups * capacity + 1,), groups.size, jnp.int32)
+    order = order.at[place].set(jnp.arange(groups.size, dtype=jnp.int32), mode="promise_in_bounds")
+    return order[:-1].reshape(num_groups, capacity), counts
 
 
 def compact(ids: Array, capacity: int, size: int) -> Array:
