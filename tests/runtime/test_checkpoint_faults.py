@@ -309,6 +309,7 @@ def _kill_once(folder, rng, reached, said, *, may_only_start):
     return reached
 
 
+@pytest.mark.one_version
 @pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
 def test_a_process_killed_at_any_moment_leaves_whole_checkpoints(tmp_path):
     _kill_at_random_moments(tmp_path, 4, seed=0)
