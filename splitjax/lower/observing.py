@@ -19,15 +19,15 @@ from splitjax.lower.carried import Seen
 from splitjax.lower.sparse import Chosen, SparseStep, gradient_in_loop
 from splitjax.lower.sync_request import AUTO, SyncRequest
 from splitjax.lower.table_rows import TableSync
-from splitjax.plan import ROW_EXCHANGE, Collective, Plan, SyncPlan
-from splitjax.sync.choose import choose
+from splitjax.plan import ROW_EXCHANGE, Collective, Plan, SyncPlan, spec_axes
+from splitjax.sync.choose import candidates, choose
 from splitjax.sync.dense import Dense
 from splitjax.sync.description import Exchange, name_of, options_of, sizes_of
 from splitjax.sync.link import measure_link
 from splitjax.sync.owner import plan_owner
 from splitjax.sync.profile import Sparsity, measure
 from splitjax.sync.profile import Table as Costs
-from splitjax.sync.scheme import Capacities, Link
+from splitjax.sync.scheme import Capacities, Link, Scheme
 from splitjax.trace.graph import Table, itemsize
 
 OBSERVED_STEPS = 3
@@ -125,10 +125,16 @@ def decide(step: SparseStep, request: SyncRequest, samples: Mapping[str, list[np
             continue
         if sparsity.num_workers > 1 and table.axes not in links:
             links[table.axes] = measure_link(mesh, table.axes)
-        found = choose(sparsity, links.get(table.axes, Link(0.0, float("inf"))))
+        found = choose(sparsity, links.get(table.axes, Link(0.0, float("inf"))), _candidates(step, table))
         chosen[table.param] = found.scheme, found.best.capacities
         why[table.param] = f"chosen: {found.reason}; {seen}"
     return Decision(chosen, why)
+
+
+def _candidates(step: SparseStep, table: TableSync) -> list[Scheme]:
+    """The schemes that `auto` may choose for a table: no dense one where that would change what a lazy update computes."""
+    is_lazy, is_split = step.table_of(table).update is None, bool(spec_axes(table.row_spec))
+    return [one for one in candidates() if not (is_lazy and isinstance(one, Dense)) and not (is_split and one.needs_whole_rows)]
 
 
 def sparsity_of(table: TableSync, samples: list[np.ndarray]) -> Sparsity:

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from splitjax import _compat
 from splitjax.lower.groups import scope
 from splitjax.lower.lookups import Lookup
 from splitjax.lower.row_values import Rows, View, written
@@ -143,7 +142,7 @@ class Owned:
         given = {id(one): one for one in value.arrays()}
 
         def body(owned, fits, every, state, others):
-            part = lambda rows: _compat.rebind(eqn, [View(rows.ids, rows.values, state, others).rows(value)])[0]
+            part = lambda rows: View(rows.ids, rows.values, state, others).reduced(eqn, value, rows.num_rows)
             mine = lax.cond(fits[0], lambda: part(owned()), lambda: part(every()))
             return JOIN[eqn.primitive.name](mine, self.table.row_axes)
 

@@ -11,10 +11,12 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from splitjax import _compat
 from splitjax.sync.local import set_rows, take_rows
 from splitjax.trace.flatten import call_body
-from splitjax.trace.row_update import ELEMENTWISE, REDUCTIONS, SHAPES
+from splitjax.trace.row_update import ELEMENTWISE, NEUTRAL, REDUCTIONS, SHAPES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,6 +68,12 @@ class View:
         if id(value) not in self.made:
             self.made[id(value)] = self._compute(value)
         return self.made[id(value)]
+
+    def reduced(self, eqn: Any, value: Rows, num_rows: int) -> Any:
+        """A reduction over these rows of `num_rows`. Ids past the end take no part: what is computed from zeros for them may be no number."""
+        rows = self.rows(value)
+        is_row = (self.ids < num_rows).reshape(-1, *[1] * (rows.ndim - 1))
+        return _compat.rebind(eqn, [jnp.where(is_row, rows, jnp.asarray(NEUTRAL[eqn.primitive.name], rows.dtype))])[0]
 
     def _compute(self, value: Rows) -> Any:
         if value.array is not None:

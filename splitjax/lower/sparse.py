@@ -23,7 +23,7 @@ from splitjax.lower.microbatching import Twin
 from splitjax.lower.owned_rows import Owned, Pulled, pull, push
 from splitjax.lower.row_values import Rows, RowWriter, dense
 from splitjax.lower.sync_request import SyncRequest
-from splitjax.lower.table_rows import Exchanged, IdCut, TableSync, exchange
+from splitjax.lower.table_rows import Exchanged, IdCut, TableSync, Turns, exchange
 from splitjax.plan import LeafPlan, Plan, spec_axes
 from splitjax.sync.all_gather import AllGather
 from splitjax.sync.dense import Dense
@@ -131,6 +131,8 @@ def _reason(table: Table, jaxpr: Any, plan: Plan, asked: ByRows) -> str:
         if around.primitive.name not in _CALLS:
             return _inside(around)
     planned = [plan.leaves[index] for index in update.leaves]
+    if isinstance(asked.scheme, Scheme) and asked.scheme.needs_whole_rows and any(spec_axes(one.spec[1:]) for one in planned):
+        return f"its rows are split, and {asked.scheme.name} tells rows by their values, of which each device has a part"
     if any(one.gradient is not None for one in planned):
         return "its gradient is summed into parts (shard_state)"
     if len({spec_axes(one.spec[:1]) for one in planned}) > 1:
@@ -209,6 +211,7 @@ class _Run:
     arguments: Sequence[Any]
     residuals: Mapping[str, Any]
     found: dict[int, Exchanged | Owned]
+    turns: Turns = dataclasses.field(default_factory=Turns)
 
     def boundary(self, eqn: Any, operands: Sequence[Any], site: Site, forward: Callable) -> list[Any]:
         operands = [dense(one) for one in operands]
@@ -232,8 +235,8 @@ class _Run:
                 continue
             loops = [lookup.num_loops for (table, _), lookup in zip(order, edited.lookups, strict=True) if table == number]
             self.found[number] = exchange(
-                self._placed(self.step.tables[number], loops, [one for one, _ in rows]), self.mesh, [one for one, _ in rows], [one for _, one in rows],
-                residual,
+                self._placed(self.step.tables[number], loops, [one for one, _ in rows]), self.mesh, self.turns, [one for one, _ in rows],
+                [one for _, one in rows], residual,
             )
         whole: dict[int, Any] = dict(zip(edited.kept, kept, strict=True))
         table_at = {position: number for number, position in positions.items()}

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from splitjax import _compat
 from splitjax.lower.groups import scope
 from splitjax.lower.row_values import Rows, View, written
 from splitjax.plan import Spec, spec_axes
@@ -92,6 +91,25 @@ class TableSync:
         return spec_axes(self.spec[:1])
 
 
+@dataclasses.dataclass(eq=False)
+class Turns:
+    """Puts the branches in which tables exchange once more in an order: one after the other, behind the first exchanges of all.
+
+    XLA's CPU backend orders the collectives of a computation, but not those inside a branch against others: on each device they would come as
+    it happens, and devices that meet in different ones wait forever. An optimisation barrier is gone by then; `token`, i32[] from 0 on, is
+    data that every branch waits for and hands on."""
+
+    token: Any = None
+
+    def join(self, fits: Any) -> None:
+        """Of a first exchange: bool[], known when it has ended."""
+        self.token = fits.astype(jnp.int32) + (0 if self.token is None else self.token)
+
+    def next(self, fits: Any) -> Any:
+        """`fits`, known when all before have ended."""
+        return fits & (self.token != -1)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Exchanged:
     """The sum of all workers' rows within the capacities, and what is needed where they did not suffice.
@@ -100,10 +118,12 @@ class Exchanged:
     - `local_ids`, `local_values`: of all workers, [n * k] and [n * k, *row].
     - `touched`: while capacities are not known: the ids of all workers, i32[n, k].
     - `residual`: f[n, num_rows, *row], what rounding took away, of a table that has a `wire_dtype`.
+    - `turns`: of all tables of the step.
     """
 
     table: TableSync
     mesh: Mesh
+    turns: Turns
     rows: RowSparse
     fits: Any
     local_ids: Any
@@ -133,7 +153,8 @@ class Exchanged:
         given = {id(one): one for one in value.arrays()}
 
         def reduce(rows: RowSparse) -> Any:
-            run = _on_devices(self, lambda view: _compat.rebind(eqn, [view.rows(value)])[0], leaves, (), eqn.primitive.name)
+            reduced = lambda view: view.reduced(eqn, value, view.leaves[self.table.leaf].shape[0])
+            run = _on_devices(self, reduced, leaves, (), eqn.primitive.name)
             return run(rows, dict(leaves), given)
 
         return self._choose(reduce)
@@ -142,14 +163,18 @@ class Exchanged:
         """A function of the whole sum, the same for any capacity, such as a norm."""
         if self.fits is True:
             return function(self.rows)
-        return lax.cond(self.fits, lambda: function(self.rows), lambda: function(self._all()))
+        whole = lambda rows: (function(rows), rows.count)
+        out, self.turns.token = lax.cond(self.turns.next(self.fits), lambda: (function(self.rows), jnp.int32(0)), lambda: whole(self._all()))
+        return out
 
     def _into(self, function: Callable[[RowSparse, Any], Any], carry: Any) -> Any:
         """A carry, such as tables, changed in place by a function of the whole sum."""
         if self.fits is True:
             return function(self.rows, carry)
         carry = once(self.fits, lambda state: function(self.rows, state), carry)
-        return once(~self.fits, lambda state: function(self._all(), state), carry)
+        whole = lambda rows, state: (function(rows, state), rows.count)
+        carry, self.turns.token = once(~self.turns.next(self.fits), lambda state: whole(self._all(), state[0]), (carry, jnp.int32(0)))
+        return carry
 
     def _all(self) -> RowSparse:
         run = _in_shard_map(
@@ -162,10 +187,10 @@ class Exchanged:
         return RowSparse(ids, values, count, self.table.num_rows)
 
 
-def exchange(table: TableSync, mesh: Mesh, ids: Sequence[Any], values: Sequence[Any], residual: Any = None) -> Exchanged:
+def exchange(table: TableSync, mesh: Mesh, turns: Turns, ids: Sequence[Any], values: Sequence[Any], residual: Any = None) -> Exchanged:
     """Adds up the rows of all lookups over all workers.
 
-    **Arguments:** per lookup `ids` i[...] and `values` f[..., *row], the cotangents of its rows. `residual`: f[n, num_rows, *row], what rounding
+    **Arguments:** `turns`: of all tables of the step, which this one joins; per lookup `ids` i[...] and `values` f[..., *row], the cotangents of its rows. `residual`: f[n, num_rows, *row], what rounding
     took away in earlier steps, of a table that has a `wire_dtype`.
     """
     is_static = []
@@ -186,7 +211,7 @@ def exchange(table: TableSync, mesh: Mesh, ids: Sequence[Any], values: Sequence[
         if kept is not None:
             kept = (kept if errors is None else keep(kept, errors))[None]
         is_static.append(attempt.fits is True)
-        return _parts(attempt.rows), jnp.asarray(attempt.fits), local.ids, local.values, touched, kept
+        return _parts(attempt.rows), _known_at_the_end(attempt), local.ids, local.values, touched, kept
 
     of_residual = None if residual is None else table.residual_spec
     run = _in_shard_map(
@@ -203,8 +228,19 @@ def exchange(table: TableSync, mesh: Mesh, ids: Sequence[Any], values: Sequence[
     )
     with jax.named_scope(scope("rows", table.param)):
         rows, fits, local_ids, local_values, touched, residual = run(list(ids), list(values), residual)
+    if not is_static[-1]:
+        turns.join(fits)
     total = RowSparse(*rows, table.num_rows)
-    return Exchanged(table, mesh, total, True if is_static[-1] else fits, local_ids, local_values, touched, residual)
+    return Exchanged(table, mesh, turns, total, True if is_static[-1] else fits, local_ids, local_values, touched, residual)
+
+
+def _known_at_the_end(attempt: Attempt) -> Any:
+    """Whether it fits, but not before its values are there, which may be sent after that is decided."""
+    values = attempt.rows.values
+    if attempt.fits is True or not values.size:
+        return jnp.asarray(attempt.fits)
+    bits = lax.bitcast_convert_type(values.reshape(-1)[0], jnp.dtype(f"uint{8 * values.dtype.itemsize}"))
+    return attempt.fits & (lax.population_count(bits) <= 8 * values.dtype.itemsize)
 
 
 # How partial results of devices that have some of the rows each are put together: of the reductions that `trace.row_update` admits.

@@ -35,6 +35,7 @@ class Blocks(Scheme):
     """
 
     name: ClassVar[str] = "blocks"
+    needs_whole_rows: ClassVar[bool] = True
     block_values: int = 256
     pattern: str = "auto"
 
@@ -48,7 +49,7 @@ class Blocks(Scheme):
         return Capacities(local=local_capacity(sparsity), union=union_capacity(sparsity), push=push, pull=pull, levels=levels)
 
     def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:
-        row_size = local.row_size
+        local, row_size = local.padded(min(capacities.local, local.capacity)), local.row_size
         block, n = self._block_rows(row_size), lax.axis_size(axis)
         check_levels(self, capacities, 1)
         exchange = self._exchange(capacities, local.num_rows, row_size, n)

@@ -69,7 +69,7 @@ def choose(sparsity: Sparsity, link: Link, schemes: Sequence[Scheme] | None = No
     - `link`: as measured between the workers.
     - `schemes`: what to choose from, simplest first; by default `candidates()`.
 
-    **Returns:** a `Choice`. One worker alone needs nothing: the first scheme.
+    **Returns:** a `Choice`. One worker alone exchanges nothing: the first scheme that leaves its rows as they are.
 
     Raises `SyncError` for a sparsity without samples, such as one that was read from JSON: capacities come from them.
     """
@@ -80,11 +80,15 @@ def choose(sparsity: Sparsity, link: Link, schemes: Sequence[Scheme] | None = No
         )
     found = []
     for scheme in schemes or candidates():
+        if not scheme.takes(sparsity.table):
+            continue
         capacities, n = scheme.plan(sparsity), sparsity.num_workers
         sent = scheme.predicted_bytes(capacities, sparsity.table) if n > 1 else 0
         messages = scheme.num_messages(capacities, sparsity.table) if n > 1 else 0
         found.append(Candidate(scheme, capacities, scheme.predicted_seconds(sparsity, link, capacities) if n > 1 else 0.0, sent, messages))
     best = found[0]
+    if sparsity.num_workers == 1:  # nothing is sent, but a dense gradient has the table's size
+        best = next((one for one in found if not isinstance(one.scheme, Dense)), best)
     for one in found[1:]:
         if one.seconds < best.seconds * _CLEARLY:
             best = one

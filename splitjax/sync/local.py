@@ -70,7 +70,7 @@ def unite(ids: Array, size: int, capacity: int) -> tuple[Array, Array, Array]:
     rank = jnp.cumsum(first.astype(jnp.int32)) - 1
     unique = jnp.full((capacity,), size, jnp.int32).at[jnp.where(first, rank, capacity)].set(ascending, mode="drop", wrap_negative_indices=False)
     slots = jnp.zeros(flat.shape, jnp.int32).at[order].set(jnp.where(ascending < size, rank, capacity))
-    return unique, slots.reshape(ids.shape), rank[-1] + 1
+    return unique, slots.reshape(ids.shape), first.sum(dtype=jnp.int32)
 
 
 def sum_rows(values: Array, slots: Array, capacity: int, dtype: jnp.dtype | None = None, *, has_no_gaps: bool = False) -> Array:

@@ -83,14 +83,14 @@ class OwnerExchange:
         return push, pull + _COUNT_BYTES
 
 
-def pair_and_owner_rooms(sparsity: Sparsity, partition: Partition, factor: int = 1) -> tuple[int, int]:
+def pair_and_owner_rooms(sparsity: Sparsity, partition: Partition, factor: int = 1, items: int = 1) -> tuple[int, int]:
     """Items that a pair of workers, and an owner, must have room for, by the samples.
 
-    **Arguments:** `factor`: rows (or blocks of them) of the samples are divided by it to give items.
+    **Arguments:** `factor`: so many rows of the samples are one item; `items`: each of these is so many.
     """
     pair = owned = 0
     for step in sparsity.samples:
-        sets = [np.unique(ids // factor) for ids in step]
+        sets = [(np.unique(ids // factor)[:, None] * np.int64(items) + np.arange(items)).reshape(-1) for ids in step]
         pair = max(pair, *(int(np.bincount(partition.owner(ids), minlength=partition.num_owners).max(initial=0)) for ids in sets))
         union = np.unique(np.concatenate(sets))
         owned = max(owned, int(np.bincount(partition.owner(union), minlength=partition.num_owners).max(initial=0)))

@@ -35,6 +35,7 @@ class ParameterServer(Scheme):
 
     def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:
         exchange = self._exchange(capacities, local.num_rows, lax.axis_size(axis))
+        local = local.padded(min(capacities.local, local.capacity))
         owned = exchange.run(local.ids, local.values, ~local.overflowed, axis)
         rows = merge(owned.items, owned.values, local.num_rows, capacities.union)
         return Attempt(rows, owned.fits & ~rows.overflowed, owned.sent_items)
@@ -53,5 +54,3 @@ class ParameterServer(Scheme):
         partition = Partition("range", num_rows, num_workers)
         codes = [IdCode(NUMBERS, capacity, partition.size) for capacity in (capacities.push, capacities.pull)]
         return OwnerExchange(partition, *codes, self.pattern)
-
-

@@ -38,7 +38,7 @@ class Routes:
     **Attributes:**
 
     - `ids`: i32[u], the union, sorted, filled up with the number of rows; `count`: i32[], its exact size.
-    - `held`: u32[n, ceil(u / 32)], for each worker the bitmap of its rows over the union. `counts`: i32[n], how many these are.
+    - `held`: u32[n, ceil(u / 32)], for each worker the bitmap of its rows over the union.
     - `owner`: i32[u], the row's owner; n for a row that is summed densely, or none.
     - `place`: i32[u], where among its owner's rows, or among the densely summed ones, it stands.
     - `fits`: bool[], alike on all workers: everything has room.
@@ -47,7 +47,6 @@ class Routes:
     ids: Array
     count: Array
     held: Array
-    counts: Array
     owner: Array
     place: Array
     fits: Array
@@ -93,7 +92,7 @@ def exchange_indices(
     pairs = jnp.where(workers == workers.T, 0, pairs)
     fits = (counts >= 0).all() & (count <= union) & (pairs.max() <= push) & has_room
     fits &= (cold & (owner == n)).sum() == 0  # more rows than all owners have room for
-    return Routes(unique, count, _by_worker(holders, n), counts, owner, jnp.where(is_hot, hot_rank, rank), fits)
+    return Routes(unique, count, _by_worker(holders, n), owner, jnp.where(is_hot, hot_rank, rank), fits)
 
 
 def contributors(holders: Array, cold: Array, n: int, quota: int, xp: Any = jnp) -> tuple[Array, Array]:

@@ -62,7 +62,9 @@ class RowExchange(Scheme):
     def plan(self, sparsity: Sparsity) -> Capacities:
         table, n = sparsity.table, sparsity.num_workers
         local, union = local_capacity(sparsity), union_capacity(sparsity)
-        hot = bucket(0.9 * sparsity.hot_rows) if self.hot and n > 1 else 0
+        # No more than every step has: where there are fewer, the others would be more than owners have room for.
+        least = min(map(_num_hot, sparsity.samples), default=0) if self.hot and n > 1 else 0
+        hot = bucket(0.9 * least, least)
         code = shortest([ids for step in sparsity.samples for ids in step], local, table.num_rows)
         pull = -(-(union - hot) // n) if self.ownership == "contributor" else union
         push = owned = 0
@@ -106,20 +108,20 @@ class RowExchange(Scheme):
         """
         n, me = lax.axis_size(axis), lax.axis_index(axis)
         k, full = capacities.local, values.dtype
-        wire_dtype = jnp.dtype(self.wire_dtype) if self.wire_dtype else full
+        wire_dtype = jnp.dtype(self.wire_dtype) if self.wire_dtype and n > 1 else full  # one worker alone sends nothing
         values = _resized(values, k, 0)
+        rounded = values.astype(wire_dtype)
         (slots,), _ = kernels.decode(found.held[me][None], k, capacities.union)
         owner, place = (take.at[slots].get(mode="fill", fill_value=fill) for take, fill in ((found.owner, n), (found.place, 0)))
         sums = sum_rows(values, jnp.where(owner == me, place, capacities.pull), capacities.pull)
         if n > 1 and capacities.push:
             order, counts = send_order(jnp.where(owner == me, n, owner), n, capacities.push)
-            rounded = values.astype(wire_dtype)
             target, incoming = _targets(found, me, capacities)
             blocks, sources = wire.push_rows(rounded, order, counts, incoming, axis, self.pattern)
             sums += sum_rows(blocks.reshape(-1, *values.shape[1:]), target[sources].reshape(-1), capacities.pull, full)
             sent = counts.sum() + (n - 1) * (found.owner == me).sum(dtype=jnp.int32)
         else:
-            rounded, sent = values, jnp.int32(0)
+            sent = jnp.int32(0)
         (parts,) = wire.gather([sums.astype(wire_dtype)], axis)
         parts = parts.reshape(-1, *values.shape[1:])
         source = jnp.where(found.owner < n, found.owner * capacities.pull + found.place, parts.shape[0] + capacities.hot)
@@ -172,6 +174,12 @@ class RowExchange(Scheme):
         owned = jnp.full((sums.shape[0],), num_rows, jnp.int32).at[mine].set(found.ids, mode="drop")
         rest = rounded_away(sums, sums.astype(rounded.dtype))
         return RowSparse(jnp.concatenate([ids, owned]), jnp.concatenate([lost, rest]), jnp.int32(ids.size + owned.size), num_rows)
+
+
+def _num_hot(step: tuple[np.ndarray, ...]) -> int:
+    """Rows that all workers have."""
+    _, counts = np.unique(np.concatenate(step), return_counts=True)
+    return int((counts == len(step)).sum())
 
 
 def _targets(found: Routes, me: Array, capacities: Capacities) -> tuple[Array, Array]:

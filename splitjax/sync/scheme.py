@@ -86,6 +86,11 @@ class Scheme(abc.ABC):
     """One way to synchronise a row-sparse gradient."""
 
     name: ClassVar[str]
+    needs_whole_rows: ClassVar[bool] = False  # it tells rows by their values, so that devices that have parts of rows would not agree
+
+    def takes(self, table: Table) -> bool:
+        """Whether it can exchange a table of this size."""
+        return True
 
     @abc.abstractmethod
     def plan(self, sparsity: Sparsity) -> Capacities:

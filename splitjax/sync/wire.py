@@ -1,6 +1,6 @@
 """Messages between workers: several arrays as one array of bytes, and the patterns that move them, by size on CPU.
 
-One message instead of several saves latency, which on gloo is tens of milliseconds for each. Call inside `shard_map`.
+One message instead of several saves latency and processor time, on gloo some tenths of a millisecond each. Call inside `shard_map`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PATTERNS = ("auto", "ppermute", "all_to_all", "kernel")
 _MOST_AT_ONCE, _MOST_DOUBLED = 28 << 10, 64 << 10  # bytes of one message
 # Two workers that swap messages with each other have one connection. Who comes second finds the other ready, sends at once, and what says that
 # it can receive waits behind that: large messages go one after the other (at 100 Mb/s 1 MiB each way takes 155 ms, 256 KiB 24).
-_MOST_SWAPPED = 256 << 10
+_MOST_SWAPPED, _MOST_PARTS = 256 << 10, 512  # bytes of one part; parts, each of which is an operation of the program
 
 
 def pack(arrays: Sequence[Array], num_lead: int) -> Array:
@@ -143,13 +143,17 @@ def gather_messages(n: int, num_bytes: int) -> int:
 
 def exchange_messages(n: int, num_bytes: int, pattern: str) -> int:
     """The same for an `exchange` or `push_rows`, for one worker's part of so many bytes. At once they take half the time."""
-    at_once = pattern == "all_to_all" or (pattern in ("auto", "kernel") and num_bytes <= _MOST_AT_ONCE)
+    at_once = pattern in ("all_to_all", "kernel") or (pattern == "auto" and num_bytes <= _MOST_AT_ONCE)
     return n // 2 if at_once else sum(shift_messages(n, shift, num_bytes) for shift in range(1, n))
 
 
 def shift_messages(n: int, shift: int, num_bytes: int) -> int:
     """The same where every one of n workers sends so many bytes to the one `shift` places further on: parts of what two swap."""
-    return max(1, math.ceil(num_bytes / _MOST_SWAPPED)) if 2 * shift == n else 1
+    return _swapped_parts(num_bytes) if 2 * shift == n else 1
+
+
+def _swapped_parts(num_bytes: int) -> int:
+    return max(1, min(math.ceil(num_bytes / _MOST_SWAPPED), _MOST_PARTS))
 
 
 def _doubles(n: int, num_bytes: int) -> bool:
@@ -175,7 +179,7 @@ def permute(parts: Sequence[Array], axis: Axis, pairs: Sequence[tuple[int, int]]
 def _permuted(message: Array, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Array:
     """`lax.ppermute`; on CPU in parts where it is large and workers swap."""
     whole = lambda message: lax.ppermute(message, axis, pairs)
-    num_parts = math.ceil(message.size * message.dtype.itemsize / _MOST_SWAPPED)
+    num_parts = _swapped_parts(_num_bytes(message, 0))
     if num_parts < 2 or not any((to, start) in pairs for start, to in pairs if start != to):
         return whole(message)
 

@@ -53,13 +53,16 @@ class Zen(Scheme):
                     "no such way of Zen", value=value, place="Zen(granularity=..., partition=...)", remedy=f"one of {', '.join(known)}"
                 )
 
+    def takes(self, table: Table) -> bool:
+        return table.num_rows * self._items_per_row(table.row_size) < np.iinfo(np.int32).max
+
     def plan(self, sparsity: Sparsity) -> Capacities:
         items, local, union = self._items_per_row(sparsity.table.row_size), local_capacity(sparsity), union_capacity(sparsity)
-        if items == 1:
-            push, pull = pair_and_owner_rooms(sparsity, Partition("hashed", sparsity.table.num_rows, sparsity.num_workers))
+        n = sparsity.num_workers
+        if items % n:
+            push, pull = pair_and_owner_rooms(sparsity, Partition("hashed", sparsity.table.num_rows * items, n), items=items)
         else:
-            # Owners share the values of a row evenly, to within one.
-            n = sparsity.num_workers
+            # Owners share the values of every row evenly.
             push, pull = (bucket(rows * items / n, -(-sparsity.table.num_rows * items // n)) for rows in (local, union))
         return Capacities(local=local, union=union, push=push, pull=pull)
 

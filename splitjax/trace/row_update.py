@@ -165,7 +165,7 @@ class _Walk:
             self.rest[op.outputs[0]] = rest if rest == ZERO and op.primitive != "reduce_and" else _after(op, rest)
             self.origin[op.outputs[0]] = self.origin.get(value, frozenset())
             return None
-        if rest != Number(_NEUTRAL.get(op.primitive)) or rest.value is None:
+        if rest != Number(NEUTRAL.get(op.primitive)) or rest.value is None:
             return f"{op.primitive} takes rows without gradient in, where they count"
         if behind:
             self.totals.update(op.outputs)
@@ -243,8 +243,8 @@ def _unlike(op: Op, rests: Sequence[Rest]) -> Other:
 
 
 # What a reduction over rows may meet in resting rows, of which it then takes any number.
-_NEUTRAL = {"reduce_sum": 0.0, "reduce_and": 1.0, "reduce_or": 0.0}
-REDUCTIONS = frozenset(_NEUTRAL) | {"reduce_max", "reduce_min", "reduce_prod"}
+NEUTRAL = {"reduce_sum": 0.0, "reduce_and": 1.0, "reduce_or": 0.0}
+REDUCTIONS = frozenset(NEUTRAL) | {"reduce_max", "reduce_min", "reduce_prod"}
 
 # Elementwise operations on known numbers.
 _VALUES: dict[str, Callable[..., Any]] = {

@@ -15,7 +15,7 @@ from splitjax import models
 from splitjax.errors import SyncError, UnavailableError
 from splitjax.lower import observing
 from splitjax.plan import Plan
-from splitjax.sync import SCHEMES, ByRows, RowExchange
+from splitjax.sync import SCHEMES, ByRows, Link, RowExchange
 from tests.models.test_model_steps import batch_for, build_small
 
 ROWS, OUT_ROWS, WIDTH, EXAMPLES, LENGTH, STEPS = 128, 192, 8, 24, 5, 5
@@ -235,8 +235,31 @@ def test_a_step_that_skips_updates_which_are_not_finite(rules):
     np.testing.assert_allclose(found[1][1], found[0][1], rtol=1e-6)
 
 
+@pytest.mark.parametrize("rules", ["data_parallel", pytest.param("fsdp", marks=pytest.mark.one_version), "embedding_owner"])
+def test_room_that_no_row_fills_takes_no_part_in_a_sum(rules):
+    """Adagrad as one writes it, without an epsilon: for rows of zeros, which no table has here, it divides by 0."""
+
+    def step(state, batch):
+        loss, grads = splitjax.value_and_grad(lambda table: jnp.mean(jnp.sin(table[batch["ids"]])))(state["table"])
+        total = state["total"] + grads**2
+        update = grads * jax.lax.rsqrt(total)
+        update = jnp.where(jnp.all(jnp.isfinite(update)), update / jnp.maximum(1.0, jnp.sqrt(jnp.sum(update**2))), 0.0)
+        return {"table": state["table"] - 0.1 * update, "total": total}, loss
+
+    found = []
+    for options in ({"mesh": {"data": 1}, "rules": "data_parallel"}, {"mesh": {"data": 4}, "rules": rules, "sync": "all_gather"}):
+        one = splitjax.parallelize(step, **options)
+        state = {"table": jax.random.normal(jax.random.key(0), (512, 3)), "total": jnp.full((512, 3), 0.1)}
+        for number in range(5):
+            state, loss = one(state, {"ids": np.random.default_rng(number).integers(0, 40, (8, 2)).astype(np.int32)})
+        found.append(([float(loss)], jax.tree.map(np.asarray, state)))
+    assert "dense" not in {sync.scheme for sync in one.plan(state, {"ids": np.zeros((8, 2), np.int32)}).syncs}
+    assert np.abs(found[0][1]["table"]).max() > 0
+    assert_same(found[1], found[0])
+
+
 def reasons(step, state, **options):
-    plan = splitjax.parallelize(step, mesh={"data": 4}, **{"rules": "data_parallel", "sync": "auto"} | options).plan(state, next(batches()))
+    plan = splitjax.parallelize(step, **{"mesh": {"data": 4}, "rules": "data_parallel", "sync": "auto"} | options).plan(state, next(batches()))
     return {sync.param: sync.why for sync in plan.syncs if sync.scheme == "dense"}, plan
 
 
@@ -282,6 +305,39 @@ def test_lazy_updates_leave_rows_without_gradient_alone(mesh):
 
         state = jax.tree_util.tree_map_with_path(keep, state, new)
     assert_same(found, (losses, jax.tree.map(np.asarray, state)))
+
+
+@pytest.mark.parametrize("mesh", [{"data": 1}, {"data": 4}], ids=str)
+def test_auto_never_makes_rows_dense_where_that_would_change_the_numbers(mesh, monkeypatch):
+    """Every row is touched in every step, which a dense exchange does best; but the update is lazy. One worker has no exchange at all."""
+    monkeypatch.setattr(observing, "measure_link", lambda *_: Link(0.0, 1e6))
+    adam = optax.adam(0.1)
+
+    def step(state, batch):
+        loss, grads = splitjax.value_and_grad(lambda params: jnp.mean(params["table"][batch["ids"]] ** 2))(state["params"])
+        updates, opt = adam.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    chosen = []
+    for lazy, tx in ((True, adam), (False, None)):
+        one = splitjax.parallelize(step if tx else one_table, mesh=mesh, rules="data_parallel", sync=ByRows("auto", lazy=lazy))
+        params = {"table": np.ones((16, 8), np.float32)}
+        state = {"params": params, "opt": adam.init(params)} if tx else params
+        batch = {"ids": np.tile(np.arange(16, dtype=np.int32), (4, 1))}
+        for _ in range(4):
+            state, _ = one(state, batch)
+        (sync,) = one.plan(state, batch).syncs
+        assert sync.lazy == lazy
+        chosen.append(sync.scheme)
+    assert chosen[0] != "dense" and (chosen[1] == "dense") == (mesh["data"] > 1)
+
+
+def test_blocks_needs_whole_rows():
+    options = {"mesh": {"data": 2, "model": 2}, "rules": "splitbrain"}
+    found, plan = reasons(make_step(CLIPPED), init(CLIPPED), sync="blocks", **options)
+    split = {leaf.path for leaf in plan.leaves if any(leaf.spec[1:])}
+    assert split & set(found) and all(("tells rows by their values" in why) == (param in split) for param, why in found.items())
+    assert not split & set(reasons(make_step(CLIPPED), init(CLIPPED), sync="zen", **options)[0])
 
 
 def test_what_cannot_be_had_is_a_typed_error():

@@ -8,6 +8,7 @@ import pytest
 from splitjax import sync
 from splitjax.errors import SyncError
 from splitjax.sync.choose import candidates, choose
+from splitjax.sync.partition import Partition
 
 
 def profile(num_rows, rows, workers, row_size, seed=0, power=0.0, steps=2):
@@ -85,6 +86,39 @@ def test_another_regime_another_scheme(regime, link, name):
 def test_one_worker_exchanges_nothing():
     chosen = choose(profile(100, 10, 1, 4), FAST)
     assert chosen.best.sent_bytes == 0 and "one worker" in chosen.reason
+    assert chosen.scheme.name != "dense"  # whose gradient would have the table's size
+
+
+def test_elements_that_a_number_cannot_tell_apart_are_no_choice():
+    found = profile(20_000_000, 100, 2, 128, power=0.0)
+    assert not sync.Zen().takes(found.table) and sync.Zen(granularity="row").takes(found.table)
+    with pytest.raises(SyncError, match="32-bit index"):
+        sync.Zen().predicted_bytes(sync.Zen("row").plan(found), found.table)
+    shown = [one.scheme for one in choose(found, SLOW).table]
+    assert len(shown) == len(candidates()) - 1 and not any(isinstance(one, sync.Zen) and one.granularity == "element" for one in shown)
+
+
+@pytest.mark.parametrize("row_size", [3, 8, 24, 32])
+def test_zen_has_room_for_the_elements_of_short_rows(row_size):
+    """Owners have equal shares of a row only where these divide it; of many rows chance makes shares that differ."""
+    num_rows, workers = 5000, 16
+    room = sync.Zen().plan(profile(num_rows, 1000, workers, row_size, steps=3))
+    partition = Partition("hashed", num_rows * row_size, workers)
+    elements = lambda ids: (ids[:, None].astype(np.int64) * row_size + np.arange(row_size)).reshape(-1)
+    most = lambda ids: np.bincount(partition.owner(elements(ids)), minlength=workers).max()
+    fitted = 0
+    for seed in range(1, 11):
+        (step,) = profile(num_rows, 1000, workers, row_size, seed=seed, steps=1).samples
+        fitted += max(map(most, step)) <= room.push and most(np.unique(np.concatenate(step))) <= room.pull
+    assert fitted >= 8
+
+
+def test_the_profiled_steps_fit_whatever_their_hot_rows():
+    """Two steps whose workers have the same rows, and one in which nobody has another's."""
+    shared, apart = [np.arange(400)] * 4, [np.arange(100) + 100 * worker for worker in range(4)]
+    capacities = sync.RowExchange(hot=True).plan(sync.measure([shared, shared, apart], 1000, 8))
+    assert capacities.hot + 4 * capacities.pull >= 400 and 4 * capacities.pull >= 400
+    assert sync.RowExchange(hot=True).plan(sync.measure([shared, shared], 1000, 8)).hot > 300
 
 
 def test_a_link_without_rate_is_an_error():

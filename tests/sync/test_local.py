@@ -44,6 +44,12 @@ def test_unite(sparse):
     check()
 
 
+@pytest.mark.parametrize("size", [8, 1000])
+def test_nothing_united_is_nothing(size):
+    unique, slots, count = jax.jit(lambda ids: local.unite(ids, size, 3))(jnp.zeros((0,), jnp.int32))
+    assert (list(unique), slots.shape, int(count)) == ([size] * 3, (0,), 0)
+
+
 @pytest.mark.parametrize("bits", [NUMBERS, pytest.param(GAPS16, marks=pytest.mark.one_version), GAPS8, BITMAP])
 def test_codes_are_inverted_or_say_that_they_do_not_fit(bits):
     code = IdCode(bits, CAPACITY, SIZE, 13)

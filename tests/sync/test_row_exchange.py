@@ -163,6 +163,24 @@ def test_rounding_is_made_good_later(hot):
     np.testing.assert_allclose(delivered + np.asarray(residual).sum(axis=0), exact, atol=1e-5)
 
 
+@pytest.mark.parametrize("push", [0, 4])
+def test_one_worker_rounds_nothing(push):
+    scheme = sync.RowExchange(wire_dtype="bfloat16")
+    capacities = dataclasses.replace(plan(scheme), push=push)
+
+    def worker(ids, values, residual):
+        local = sync.from_lookups(ids, values, NUM_ROWS)
+        add = lambda rows, table: rows.update(table, jnp.add)
+        return sync.synchronise_rounded(scheme, local, residual, "data", capacities, jnp.zeros((NUM_ROWS, WIDTH)), add)[:2]
+
+    mesh, spec = Mesh(np.array(jax.devices()[:1]), ("data",)), PartitionSpec("data")
+    run = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    ids, values = (one[0] for one in random_batch(0))
+    dense, residual = run(ids, values, jnp.zeros((NUM_ROWS, WIDTH)))
+    np.testing.assert_allclose(dense, dense_sum(ids, values), rtol=1e-6, atol=1e-6)
+    assert not np.asarray(residual).any()
+
+
 def test_what_is_not_finite_is_not_kept():
     values = jnp.array([jnp.inf, jnp.nan, 1.01, -3.0])
     lost = np.asarray(jax.jit(lambda x: rounded_away(x, x.astype(jnp.bfloat16)))(values))

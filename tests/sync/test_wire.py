@@ -60,6 +60,8 @@ def test_messages_are_counted_as_they_are_sent():
     assert [wire.exchange_messages(16, size, "auto") for size in (100, 100_000, 1 << 20)] == [8, 15, 18]
     assert [wire.exchange_messages(16, 100, pattern) for pattern in ("ppermute", "all_to_all")] == [15, 8]
     assert [wire.exchange_messages(n, 100, "auto") for n in (1, 2, 3)] == [0, 1, 1]
+    assert wire.exchange_messages(16, 1 << 20, "kernel") == 8  # without a TPU, all at once whatever their size
+    assert wire.shift_messages(2, 1, 1 << 40) == 512  # an operation each
 
 
 def test_large_messages_that_two_workers_swap_go_in_parts():
