@@ -68,7 +68,7 @@ def _train(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     make, batch_of = _MODELS[name]
     batch, table = batch_of(pathlib.Path(settings["data_dir"]))
     rank, count = dist.get_rank(), dist.get_world_size()
-    batches = [{key: _tensor(array) for key, array in batch(number, rank, count).items()} for number in range(4)]
+    batches = [{key: _tensor(array) for key, array in batch(number, rank, count).items()} for number in range(models.OBSERVED, models.OBSERVED + models.TIMED)]
     ways = {}
     for way, sparse in zip(models.TORCH, (False, True), strict=True):
         turns, run = [], _runner(make(table.num_rows, table.width, sparse), batches)
