@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from splitjax.lower.groups import scope
 from splitjax.lower.lookups import Lookup
 from splitjax.lower.row_values import Rows, View, written
-from splitjax.lower.table_rows import JOIN, TableSync, cut
+from splitjax.lower.table_rows import JOIN, TableSync, Turns, cut, known_at_the_end
 from splitjax.plan import spec_axes
 from splitjax.sync.description import by_owners
 from splitjax.sync.feedback import keep, with_residual
@@ -106,11 +106,12 @@ def _gathered(lookup: Lookup, table: TableSync, mode: str, ids: Any, rows: Any) 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Owned:
     """The sum of the gradients of each owner's rows: `positions` i32[n * pull] in its part, `values` f[n * pull, *row], where everything
-    had room (`fits`, bool[n], alike); otherwise found anew from `ids` and `local`, the rows of all workers.
+    had room (`fits`, bool[]); otherwise found anew from `ids` and `local`, the rows of all workers.
     `residual`: f[n, num_rows, *row], what rounding took away, of a table that has a `wire_dtype`."""
 
     table: TableSync
     mesh: Mesh
+    turns: Turns
     positions: Any
     values: Any
     fits: Any
@@ -123,7 +124,7 @@ class Owned:
         """What the step returns of it: `fell_back` bool[], and while capacities are not known `touched`, the ids of all workers."""
         if self.table.capacities is None:
             return {"fell_back": jnp.bool_(False), "touched": self.ids.reshape(self.table.num_workers, -1)}
-        return {"fell_back": jnp.logical_not(self.fits.all())}
+        return {"fell_back": jnp.logical_not(self.fits)}
 
     def write(self, leaves: Mapping[int, Any], new: Mapping[int, Rows]) -> dict[int, Any]:
         """The state's leaves, with the rows that the update changes."""
@@ -132,8 +133,9 @@ class Owned:
 
         def body(owned, fits, every, state, others):
             update = lambda rows, state: state | written(View(rows.ids, rows.values, state, others), new)
-            state = once(fits[0], lambda state: update(owned(), state), dict(state))
-            return once(~fits[0], lambda state: update(every(), state), state)
+            state = once(fits, lambda state: update(owned(), state), dict(state))
+            whole = lambda rows, state: (update(rows, state), _ended(rows))
+            return once(~fits, lambda state: whole(every(), state[0]), (state, jnp.int32(0)))
 
         return self._run(body, leaves, given, {leaf: spec for leaf in leaves})
 
@@ -143,13 +145,14 @@ class Owned:
 
         def body(owned, fits, every, state, others):
             part = lambda rows: View(rows.ids, rows.values, state, others).reduced(eqn, value, rows.num_rows)
-            mine = lax.cond(fits[0], lambda: part(owned()), lambda: part(every()))
-            return JOIN[eqn.primitive.name](mine, self.table.row_axes)
+            whole = lambda rows: (part(rows), _ended(rows))
+            mine, ended = lax.cond(fits, lambda: (part(owned()), jnp.int32(0)), lambda: whole(every()))
+            return JOIN[eqn.primitive.name](mine, self.table.row_axes), ended
 
         return self._run(body, leaves, given, PartitionSpec())
 
     def _run(self, body: Callable, leaves: Mapping[int, Any], given: Mapping[int, Any], out_specs: Any) -> Any:
-        """`body(the owner's rows, fits, the same from all workers' rows, leaves, other arrays)`, on each owner."""
+        """`body(the owner's rows, fits, the same from all workers' rows, leaves, other arrays)`, on each owner: its result, and `_ended`."""
         table = self.table
         manual = table.row_axes if spec_axes(table.row_spec) else tuple(self.mesh.axis_names)
         spec = PartitionSpec(table.row_axes)
@@ -160,12 +163,19 @@ class Owned:
 
         run = jax.shard_map(
             inside, mesh=self.mesh, axis_names=frozenset(manual), check_vma=False,
-            in_specs=(spec, spec, spec, spec, spec, {leaf: spec for leaf in leaves}, PartitionSpec()), out_specs=out_specs,
+            in_specs=(spec, spec, PartitionSpec(), spec, spec, {leaf: spec for leaf in leaves}, PartitionSpec()), out_specs=(out_specs, PartitionSpec()),
         )
-        return run(self.positions, self.values, self.fits, self.ids, self.local, dict(leaves), dict(given))
+        fits = self.turns.next(self.fits)
+        out, self.turns.token = run(self.positions, self.values, fits, self.ids, self.local, dict(leaves), dict(given))
+        return out
 
 
-def push(pulled: Pulled, values: Sequence[Any], residual: Any = None) -> Owned:
+def _ended(rows: RowSparse) -> Any:
+    """0 on all owners, known when these rows are."""
+    return jnp.minimum(rows.count, 0)
+
+
+def push(pulled: Pulled, turns: Turns, values: Sequence[Any], residual: Any = None) -> Owned:
     """Sends the gradients of the pulled rows to their owners. `values`: per lookup f[*ids, *row]. `residual`: as `Owned` has it, of earlier
     steps; every worker keeps what was rounded away of all that it sends, its own rows' gradients too."""
     table = pulled.table
@@ -185,19 +195,21 @@ def push(pulled: Pulled, values: Sequence[Any], residual: Any = None) -> Owned:
                 ids = jnp.where(requests.fits, requests.ids, table.num_rows)
                 kept = keep(kept, RowSparse(ids, lost, jnp.int32(0), table.num_rows))
             kept = kept[None]
-        return mine.ids, mine.values, requests.fits[None], requests.ids, local, kept
+        return mine.ids, mine.values, known_at_the_end(requests.fits, mine.values), requests.ids, local, kept
 
     spec, rows = PartitionSpec(table.axes), PartitionSpec(table.axes, *table.row_spec)
     of_residual = None if residual is None else table.residual_spec
     run = jax.shard_map(
-        body, mesh=pulled.mesh, check_vma=False, out_specs=(spec, rows, spec, spec, rows, of_residual),
+        body, mesh=pulled.mesh, check_vma=False, out_specs=(spec, rows, PartitionSpec(), spec, rows, of_residual),
         in_specs=(
             [cut(one.dim, table.axes, x.ndim - len(table.shape) + 1, table.row_spec) for one, x in zip(table.lookups, values, strict=True)],
             spec, spec, of_residual,
         ),
     )
     with jax.named_scope(scope("rows", table.param)):
-        return Owned(table, pulled.mesh, *run(list(values), pulled.slots, pulled.requests, residual))
+        found = Owned(table, pulled.mesh, turns, *run(list(values), pulled.slots, pulled.requests, residual))
+    turns.join(found.fits)
+    return found
 
 
 def _exchange(table: TableSync, capacity: int) -> OwnerSharded:

@@ -231,7 +231,7 @@ class _Run:
             ]
             residual = self.residuals.get(self.step.tables[number].param)
             if number in pulled:
-                self.found[number] = push(pulled[number], [one for _, one in rows], residual)
+                self.found[number] = push(pulled[number], self.turns, [one for _, one in rows], residual)
                 continue
             loops = [lookup.num_loops for (table, _), lookup in zip(order, edited.lookups, strict=True) if table == number]
             self.found[number] = exchange(

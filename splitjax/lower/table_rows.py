@@ -211,7 +211,8 @@ def exchange(table: TableSync, mesh: Mesh, turns: Turns, ids: Sequence[Any], val
         if kept is not None:
             kept = (kept if errors is None else keep(kept, errors))[None]
         is_static.append(attempt.fits is True)
-        return _parts(attempt.rows), _known_at_the_end(attempt), local.ids, local.values, touched, kept
+        fits = jnp.asarray(True) if attempt.fits is True else known_at_the_end(attempt.fits, attempt.rows.values)
+        return _parts(attempt.rows), fits, local.ids, local.values, touched, kept
 
     of_residual = None if residual is None else table.residual_spec
     run = _in_shard_map(
@@ -234,13 +235,12 @@ def exchange(table: TableSync, mesh: Mesh, turns: Turns, ids: Sequence[Any], val
     return Exchanged(table, mesh, turns, total, True if is_static[-1] else fits, local_ids, local_values, touched, residual)
 
 
-def _known_at_the_end(attempt: Attempt) -> Any:
-    """Whether it fits, but not before its values are there, which may be sent after that is decided."""
-    values = attempt.rows.values
-    if attempt.fits is True or not values.size:
-        return jnp.asarray(attempt.fits)
+def known_at_the_end(fits: Any, values: Any) -> Any:
+    """`fits`, bool[], but not before the exchange's values are there, which may be sent after that is decided."""
+    if not values.size:
+        return fits
     bits = lax.bitcast_convert_type(values.reshape(-1)[0], jnp.dtype(f"uint{8 * values.dtype.itemsize}"))
-    return attempt.fits & (lax.population_count(bits) <= 8 * values.dtype.itemsize)
+    return fits & (lax.population_count(bits) <= 8 * values.dtype.itemsize)
 
 
 # How partial results of devices that have some of the rows each are put together: of the reductions that `trace.row_update` admits.
