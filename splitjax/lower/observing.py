@@ -132,7 +132,8 @@ def decide(step: SparseStep, request: SyncRequest, samples: Mapping[str, list[np
 
 
 def _candidates(step: SparseStep, table: TableSync) -> list[Scheme]:
-    """The schemes that `auto` may choose for a table: no dense one where that would change what a lazy update computes."""
+    """The schemes that `auto` may choose for a table: no dense one where that would change what a lazy update computes, and of rows that are
+    split none whose devices would not agree on what was touched."""
     is_lazy, is_split = step.table_of(table).update is None, bool(spec_axes(table.row_spec))
     return [one for one in candidates() if not (is_lazy and isinstance(one, Dense)) and not (is_split and one.needs_whole_rows)]
 

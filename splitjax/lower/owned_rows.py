@@ -171,7 +171,7 @@ class Owned:
 
 
 def _ended(rows: RowSparse) -> Any:
-    """0 on all owners, known when these rows are."""
+    """0 on all owners, though XLA does not know that: it waits for the rows."""
     return jnp.minimum(rows.count, 0)
 
 

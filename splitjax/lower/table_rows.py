@@ -239,6 +239,7 @@ def known_at_the_end(fits: Any, values: Any) -> Any:
     """`fits`, bool[], but not before the exchange's values are there, which may be sent after that is decided."""
     if not values.size:
         return fits
+    # A word has no more bits than that; but XLA does not know, and has to wait for it.
     bits = lax.bitcast_convert_type(values.reshape(-1)[0], jnp.dtype(f"uint{8 * values.dtype.itemsize}"))
     return fits & (lax.population_count(bits) <= 8 * values.dtype.itemsize)
 

@@ -21,11 +21,12 @@ Axis = str | tuple[str, ...]
 # once (the kernel for rows, on TPU, where it pays). On CPU, by gloo, all-to-all waits for nobody in between, and permutations come nearer
 # to the link's rate.
 PATTERNS = ("auto", "ppermute", "all_to_all", "kernel")
-# Measured with 16 processes behind links of 100 Mb/s (`benchmarks sparse --only messages` measures it again): 15 messages of 14 KiB take 21 ms by all-to-all and 44 by permutations, of 27 KiB
-# 39 and 42, of 37 KiB 59 and 49. A gather in rounds that double takes 14 ms for 7 KiB, where the ring takes 33; for 32 KiB 87 and 44.
+# By `benchmarks sparse --only messages`, 16 processes behind links of 100 Mb/s: 15 messages of 14 KiB take 22 ms by all-to-all and 40 by
+# permutations, of 27 KiB 38 and 42, of 37 KiB 57 and 51. A gather in rounds that double takes 13 ms for 7 KiB, where the ring takes 36; for
+# 32 KiB 77 and 44.
 _MOST_AT_ONCE, _MOST_DOUBLED = 28 << 10, 64 << 10  # bytes of one message
 # Two workers that swap messages with each other have one connection. Who comes second finds the other ready, sends at once, and what says that
-# it can receive waits behind that: large messages go one after the other (at 100 Mb/s 1 MiB each way takes 155 ms, 256 KiB 24).
+# it can receive waits behind that: large messages go one after the other (1 MiB each way takes 156 ms, in parts 94; 256 KiB 24).
 _MOST_SWAPPED, _MOST_PARTS = 256 << 10, 512  # bytes of one part; parts, each of which is an operation of the program
 
 
