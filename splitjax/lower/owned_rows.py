@@ -49,12 +49,12 @@ class Pulled:
         return _gathered(lookup, self.table, self.table.lookups[number].mode, self.ids[number], self.rows[number])
 
 
-def pull(table: TableSync, mesh: Mesh, array: Any, ids: Sequence[Any]) -> Pulled:
+def pull(table: TableSync, mesh: Mesh, turns: Turns, array: Any, ids: Sequence[Any]) -> Pulled:
     """The rows that all lookups read.
 
-    **Arguments:** `array`: the table f[num_rows, *row]. `ids`: per lookup i[...], as the gathers have them."""
+    **Arguments:** `turns`: of all tables of the step; `array`: the table f[num_rows, *row]. `ids`: per lookup i[...], as the gathers have them."""
 
-    def body(shard, numbers):
+    def body(shard, numbers, ready):
         read, given = [], []
         for one, found in zip(table.lookups, numbers, strict=True):
             flat = found.reshape(-1)
@@ -67,7 +67,7 @@ def pull(table: TableSync, mesh: Mesh, array: Any, ids: Sequence[Any]) -> Pulled
         capacity = min(flat.size, table.num_rows)
         unique, slots, _ = unite(flat, table.num_rows, capacity)
         exchange = _exchange(table, capacity)
-        requests = exchange.request(unique, table.axes)
+        requests = exchange.request(jnp.where(ready, unique, table.num_rows), table.axes)
         rows, requests = exchange.pull(shard, requests, table.axes)
         looked = take_rows(rows, slots)
         out, start = [], 0
@@ -75,17 +75,19 @@ def pull(table: TableSync, mesh: Mesh, array: Any, ids: Sequence[Any]) -> Pulled
             out.append(looked[start : start + one.size].reshape(*one.shape, *rows.shape[1:]))
             start += number.size
         has_gradient = jnp.concatenate(given) < table.num_rows
-        return tuple(out), jnp.where(has_gradient, slots, capacity), _lead(requests)
+        ended = known_at_the_end(requests.fits, rows)
+        return tuple(out), jnp.where(has_gradient, slots, capacity), _lead(requests), ended
 
     row_spec = table.row_spec
     spec = PartitionSpec(table.axes)
     run = jax.shard_map(
         body, mesh=mesh, check_vma=False,
-        in_specs=(PartitionSpec(table.axes, *row_spec), [cut(one.dim, table.axes) for one in table.lookups]),
-        out_specs=(tuple(cut(one.dim, table.axes, x.ndim, row_spec) for one, x in zip(table.lookups, ids, strict=True)), spec, spec),
+        in_specs=(PartitionSpec(table.axes, *row_spec), [cut(one.dim, table.axes) for one in table.lookups], PartitionSpec()),
+        out_specs=(tuple(cut(one.dim, table.axes, x.ndim, row_spec) for one, x in zip(table.lookups, ids, strict=True)), spec, spec, PartitionSpec()),
     )
     with jax.named_scope(scope("rows", table.param)):
-        rows, slots, requests = run(array, list(ids))
+        rows, slots, requests, ended = run(array, list(ids), turns.ready())
+    turns.join(ended)
     return Pulled(table, mesh, rows, tuple(ids), slots, requests)
 
 
@@ -175,13 +177,15 @@ def _ended(rows: RowSparse) -> Any:
     return jnp.minimum(rows.count, 0)
 
 
-def push(pulled: Pulled, turns: Turns, values: Sequence[Any], residual: Any = None) -> Owned:
-    """Sends the gradients of the pulled rows to their owners. `values`: per lookup f[*ids, *row]. `residual`: as `Owned` has it, of earlier
-    steps; every worker keeps what was rounded away of all that it sends, its own rows' gradients too."""
+def push(pulled: Pulled, turns: Turns, ready: Any, values: Sequence[Any], residual: Any = None) -> Owned:
+    """Sends the gradients of the pulled rows to their owners. `ready`: bool[], True once all pulls have ended. `values`: per lookup
+    f[*ids, *row]. `residual`: as `Owned` has it, of earlier steps; every worker keeps what was rounded away of all that it sends, its own
+    rows' gradients too."""
     table = pulled.table
 
-    def body(cotangents, slots, requests, kept):
+    def body(cotangents, slots, requests, kept, ready):
         requests = _unlead(requests)
+        slots = jnp.where(ready, slots, requests.ids.size)
         row_shape = cotangents[0].shape[cotangents[0].ndim - len(table.shape) + 1 :]
         flat = jnp.concatenate([one.reshape(-1, *row_shape).astype(table.dtype) for one in cotangents])
         local = sum_rows(flat, slots, requests.ids.size, table.dtype)
@@ -203,11 +207,11 @@ def push(pulled: Pulled, turns: Turns, values: Sequence[Any], residual: Any = No
         body, mesh=pulled.mesh, check_vma=False, out_specs=(spec, rows, PartitionSpec(), spec, rows, of_residual),
         in_specs=(
             [cut(one.dim, table.axes, x.ndim - len(table.shape) + 1, table.row_spec) for one, x in zip(table.lookups, values, strict=True)],
-            spec, spec, of_residual,
+            spec, spec, of_residual, PartitionSpec(),
         ),
     )
     with jax.named_scope(scope("rows", table.param)):
-        found = Owned(table, pulled.mesh, turns, *run(list(values), pulled.slots, pulled.requests, residual))
+        found = Owned(table, pulled.mesh, turns, *run(list(values), pulled.slots, pulled.requests, residual, ready))
     turns.join(found.fits)
     return found
 

@@ -224,6 +224,7 @@ class _Run:
         num_results, count = len(eqn.outvars) - len(eqn.params["positions"]), len(order)
         ids, gradients = results[num_results : num_results + count], results[num_results + count :]
         kept, cotangents = gradients[: len(edited.kept)], gradients[len(edited.kept) :]
+        ready = self.turns.ready()
         for number in positions:
             rows = [
                 rows_of(lookup, one, cotangent)
@@ -231,11 +232,11 @@ class _Run:
             ]
             residual = self.residuals.get(self.step.tables[number].param)
             if number in pulled:
-                self.found[number] = push(pulled[number], self.turns, [one for _, one in rows], residual)
+                self.found[number] = push(pulled[number], self.turns, ready, [one for _, one in rows], residual)
                 continue
             loops = [lookup.num_loops for (table, _), lookup in zip(order, edited.lookups, strict=True) if table == number]
             self.found[number] = exchange(
-                self._placed(self.step.tables[number], loops, [one for one, _ in rows]), self.mesh, self.turns, [one for one, _ in rows],
+                self._placed(self.step.tables[number], loops, [one for one, _ in rows]), self.mesh, self.turns, ready, [one for one, _ in rows],
                 [one for _, one in rows], residual,
             )
         whole: dict[int, Any] = dict(zip(edited.kept, kept, strict=True))
@@ -258,7 +259,7 @@ class _Run:
             mine = [place for place, (table, _) in enumerate(order) if table == number]
             ids = [rows_of(edited.lookups[place], every[place])[0] for place in mine]
             table = self._placed(self.step.tables[number], [edited.lookups[place].num_loops for place in mine], ids)
-            pulled[number] = pull(table, self.mesh, operands[positions[number]], ids)
+            pulled[number] = pull(table, self.mesh, self.turns, operands[positions[number]], ids)
         return pulled
 
     def _delta(self, lookup: Lookup, place: int, order: Sequence[tuple[int, int]], pulled: Mapping[int, Pulled]) -> Any:

@@ -93,7 +93,8 @@ class TableSync:
 
 @dataclasses.dataclass(eq=False)
 class Turns:
-    """Puts the branches in which tables exchange once more in an order: one after the other, behind the first exchanges of all.
+    """Puts the branches in which tables exchange once more in an order: pulls one after the other, each with its further passes; then the
+    exchanges of gradients; behind all of them, one after the other, those that gather everything.
 
     XLA's CPU backend orders the collectives of a computation, but not those inside a branch against others: on each device they would come as
     it happens, and devices that meet in different ones wait forever. An optimisation barrier is gone by then; `token`, i32[] from 0 on, is
@@ -105,9 +106,13 @@ class Turns:
         """Of a first exchange: bool[], known when it has ended."""
         self.token = fits.astype(jnp.int32) + (0 if self.token is None else self.token)
 
+    def ready(self) -> Any:
+        """True, known when all before have ended: bool[]."""
+        return jnp.bool_(True) if self.token is None else self.token != -1
+
     def next(self, fits: Any) -> Any:
         """`fits`, known when all before have ended."""
-        return fits & (self.token != -1)
+        return fits & self.ready()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -187,16 +192,20 @@ class Exchanged:
         return RowSparse(ids, values, count, self.table.num_rows)
 
 
-def exchange(table: TableSync, mesh: Mesh, turns: Turns, ids: Sequence[Any], values: Sequence[Any], residual: Any = None) -> Exchanged:
+def exchange(
+    table: TableSync, mesh: Mesh, turns: Turns, ready: Any, ids: Sequence[Any], values: Sequence[Any], residual: Any = None
+) -> Exchanged:
     """Adds up the rows of all lookups over all workers.
 
-    **Arguments:** `turns`: of all tables of the step, which this one joins; per lookup `ids` i[...] and `values` f[..., *row], the cotangents of its rows. `residual`: f[n, num_rows, *row], what rounding
-    took away in earlier steps, of a table that has a `wire_dtype`.
+    **Arguments:** `turns`: of all tables of the step, which this one joins; `ready`: bool[], True once all pulls have ended; per lookup
+    `ids` i[...] and `values` f[..., *row], the cotangents of its rows. `residual`: f[n, num_rows, *row], what rounding took away in
+    earlier steps, of a table that has a `wire_dtype`.
     """
     is_static = []
 
-    def body(numbers, cotangents, kept):
+    def body(numbers, cotangents, kept, ready):
         local, errors, touched = _local(table, numbers, cotangents), None, None
+        local = dataclasses.replace(local, ids=jnp.where(ready, local.ids, table.num_rows))
         if kept is not None:
             local, kept = with_residual(local, kept[0])
         if table.capacities is None:
@@ -220,7 +229,7 @@ def exchange(table: TableSync, mesh: Mesh, turns: Turns, ids: Sequence[Any], val
         (
             [cut(one.dim, table.axes) for one in table.lookups],
             [cut(one.dim, table.axes, x.ndim - len(table.shape) + 1, table.row_spec) for one, x in zip(table.lookups, values, strict=True)],
-            of_residual,
+            of_residual, PartitionSpec(),
         ),
         (
             (PartitionSpec(), PartitionSpec(None, *table.row_spec), PartitionSpec()), PartitionSpec(), PartitionSpec(table.axes),
@@ -228,7 +237,7 @@ def exchange(table: TableSync, mesh: Mesh, turns: Turns, ids: Sequence[Any], val
         ),
     )
     with jax.named_scope(scope("rows", table.param)):
-        rows, fits, local_ids, local_values, touched, residual = run(list(ids), list(values), residual)
+        rows, fits, local_ids, local_values, touched, residual = run(list(ids), list(values), residual, ready)
     if not is_static[-1]:
         turns.join(fits)
     total = RowSparse(*rows, table.num_rows)

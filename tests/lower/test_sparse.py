@@ -201,6 +201,40 @@ def test_the_exchange_falls_back_without_a_loss_and_steps_are_observed_anew(refe
     assert [record.reason for record in step.compiles].count("its tables were observed") == 2
 
 
+def exchanges_in(eqns, is_in_branch=False):
+    """Of every exchange of rows in these equations, whether it stands in a branch or a loop. What the platform decides is no branch."""
+    of_platform = set()
+    for eqn in eqns:
+        name = eqn.primitive.name
+        if name in ("all_gather", "all_to_all", "ppermute"):
+            yield is_in_branch
+        if name == "platform_index" or (name != "cond" and any(not hasattr(v, "val") and v in of_platform for v in eqn.invars)):
+            of_platform |= set(eqn.outvars)
+        branches = name == "while" or (name == "cond" and eqn.invars[0] not in of_platform)
+        for value in jax.tree.leaves(list(eqn.params.values())):
+            body = getattr(value, "jaxpr", value)
+            if hasattr(body, "eqns"):
+                yield from exchanges_in(body.eqns, is_in_branch or branches)
+
+
+@pytest.mark.parametrize("rules", ["data_parallel", "embedding_owner"])
+def test_exchanges_in_branches_wait_for_all_others(rules):
+    """XLA's CPU backend does not order them: devices would meet in different ones, and wait forever."""
+    *_, step = train(CLIPPED, mesh={"data": 4}, rules=rules, sync="zen")
+    arguments = (init(CLIPPED), next(batches()))
+    waits, found = {}, []  # by variable, the exchanges that it waits for; of each exchange, whether it has branches
+    for eqn in step._entry(arguments).jitted.trace(*arguments).jaxpr.eqns:
+        before = set().union(*(waits.get(v, ()) for v in eqn.invars if not hasattr(v, "val")))
+        places = list(exchanges_in([eqn]))
+        if places:
+            unordered = [k for k, has_branches in enumerate(found) if (has_branches or any(places)) and k not in before]
+            assert not unordered, (eqn.primitive.name, len(found), unordered)
+            before.add(len(found))
+            found.append(any(places))
+        waits |= dict.fromkeys(eqn.outvars, before)
+    assert sum(found) >= 4  # of two tables, in a norm and in an update
+
+
 @pytest.mark.one_version
 def test_auto_measures_the_links_and_says_what_it_chose(reference):
     *found, step = train(CLIPPED, mesh={"data": 4}, rules="data_parallel", sync="auto")
