@@ -182,11 +182,12 @@ def _owner(batches: Batches, profiled: sync.Sparsity, wire_dtype: str | None) ->
     exchange = sync.OwnerSharded(workload.num_rows, sync.plan_owner(profiled), wire_dtype=wire_dtype)
 
     def worker(shard: Any, ids: Any, values: Any, counts: Any) -> Any:
-        rows, requests = exchange.pull(shard, exchange.request(ids[0], "data"), "data")
+        room = exchange.room(ids[0].size)
+        rows, requests = exchange.pull(shard, exchange.request(ids[0, :room], "data", counts[0]), "data")
         # As in training, gradients come from the rows that were read: the shard can then be updated in place.
-        gradients = values[0] + 0.0 * rows
+        gradients = values[0, :room] + 0.0 * rows
         sgd = lambda shard, total: total.update(shard, lambda old, new: old - LEARNING_RATE * new)
-        new, _ = exchange.push(shard, gradients, requests, "data", sgd)
+        new, _ = exchange.push(shard, gradients, requests, "data", sgd, every=(ids[0], values[0]))
         return new, (rows[None], requests.fits[None])
 
     size = -(-workload.num_rows // n)
@@ -205,7 +206,8 @@ def _owner(batches: Batches, profiled: sync.Sparsity, wire_dtype: str | None) ->
         union, total = batches.expected(step)
         for place, found in _local(rows):
             ids = batches.sets[step][place]
-            np.testing.assert_array_equal(found[: ids.size], -LEARNING_RATE * total[np.searchsorted(union, ids)])
+            asked = ids[: len(found)]
+            np.testing.assert_array_equal(found[: ids.size], -LEARNING_RATE * total[np.searchsorted(union, asked)])
         return all(found.all() for _, found in _local(fits))
 
     table = batches.sparsity.table

@@ -22,7 +22,7 @@ from splitjax.lower.table_rows import JOIN, TableSync, Turns, cut, known_at_the_
 from splitjax.plan import spec_axes
 from splitjax.sync.description import by_owners
 from splitjax.sync.feedback import keep, with_residual
-from splitjax.sync.local import sum_rows, take_rows, unite
+from splitjax.sync.local import sum_rows
 from splitjax.sync.owner import OwnerSharded, Requests
 from splitjax.sync.rows import RowSparse, normalised
 from splitjax.sync.scheme import Capacities, once
@@ -33,7 +33,7 @@ class Pulled:
     """What a step asked the owners for, by worker (leading dims of all arrays are cut over them).
 
     - `rows`: per lookup f[*ids, *row]. `ids`: per lookup i[...].
-    - `slots`: where each looked-up id stands among the worker's own rows, those without a gradient past the end.
+    - `slots`: where each looked-up id stands among the rows that the worker asked for, those without a gradient past the end.
     - `requests`: as `sync.owner` has them, each leaf with a leading dim of 1.
     """
 
@@ -55,28 +55,15 @@ def pull(table: TableSync, mesh: Mesh, turns: Turns, array: Any, ids: Sequence[A
     **Arguments:** `turns`: of all tables of the step; `array`: the table f[num_rows, *row]. `ids`: per lookup i[...], as the gathers have them."""
 
     def body(shard, numbers, ready):
-        read, given = [], []
-        for one, found in zip(table.lookups, numbers, strict=True):
-            flat = found.reshape(-1)
-            # Reading out of bounds gives the nearest row, or what the gather fills in; a gradient goes to rows that exist.
-            read.append(normalised(flat, table.num_rows, "fill" if one.mode == "fill" else "clip", False))
-            given.append(read[-1] if one.mode == "clip" else normalised(flat, table.num_rows, "fill", False))
-            if one.dim is None:  # every worker reads the rows, and has all of their gradient: the first one pushes it
-                given[-1] = jnp.where(lax.axis_index(table.axes) == 0, given[-1], table.num_rows)
-        flat = jnp.concatenate(read)
-        capacity = min(flat.size, table.num_rows)
-        unique, slots, _ = unite(flat, table.num_rows, capacity)
-        exchange = _exchange(table, capacity)
-        requests = exchange.request(jnp.where(ready, unique, table.num_rows), table.axes)
-        rows, requests = exchange.pull(shard, requests, table.axes)
-        looked = take_rows(rows, slots)
+        read, has_gradient = _read(table, numbers)
+        exchange = _exchange(table, min(read.size, table.num_rows))
+        looked, slots, requests = exchange.read(shard, jnp.where(ready, read, table.num_rows), table.axes)
         out, start = [], 0
-        for one, number in zip(numbers, read, strict=True):
-            out.append(looked[start : start + one.size].reshape(*one.shape, *rows.shape[1:]))
-            start += number.size
-        has_gradient = jnp.concatenate(given) < table.num_rows
-        ended = known_at_the_end(requests.fits, rows)
-        return tuple(out), jnp.where(has_gradient, slots, capacity), _lead(requests), ended
+        for one in numbers:
+            out.append(looked[start : start + one.size].reshape(*one.shape, *looked.shape[1:]))
+            start += one.size
+        ended = known_at_the_end(requests.fits, looked)
+        return tuple(out), jnp.where(has_gradient, slots, requests.ids.size), _lead(requests), ended
 
     row_spec = table.row_spec
     spec = PartitionSpec(table.axes)
@@ -89,6 +76,19 @@ def pull(table: TableSync, mesh: Mesh, turns: Turns, array: Any, ids: Sequence[A
         rows, slots, requests, ended = run(array, list(ids), turns.ready())
     turns.join(ended)
     return Pulled(table, mesh, rows, tuple(ids), slots, requests)
+
+
+def _read(table: TableSync, ids: Sequence[Any]) -> tuple[Any, Any]:
+    """The rows that all lookups of a worker read, i32[m], `num_rows` for none; and whether they have a gradient here, bool[m]."""
+    read, given = [], []
+    for one, found in zip(table.lookups, ids, strict=True):
+        flat = found.reshape(-1)
+        # Reading out of bounds gives the nearest row, or what the gather fills in; a gradient goes to rows that exist.
+        read.append(normalised(flat, table.num_rows, "fill" if one.mode == "fill" else "clip", False))
+        given.append(read[-1] if one.mode == "clip" else normalised(flat, table.num_rows, "fill", False))
+        if one.dim is None:  # every worker reads the rows, and has all of their gradient: the first one pushes it
+            given[-1] = jnp.where(lax.axis_index(table.axes) == 0, given[-1], table.num_rows)
+    return jnp.concatenate(read), jnp.concatenate(given) < table.num_rows
 
 
 def _gathered(lookup: Lookup, table: TableSync, mode: str, ids: Any, rows: Any) -> Any:
@@ -108,24 +108,28 @@ def _gathered(lookup: Lookup, table: TableSync, mode: str, ids: Any, rows: Any) 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Owned:
     """The sum of the gradients of each owner's rows: `positions` i32[n * pull] in its part, `values` f[n * pull, *row], where everything
-    had room (`fits`, bool[]); otherwise found anew from `ids` and `local`, the rows of all workers.
-    `residual`: f[n, num_rows, *row], what rounding took away, of a table that has a `wire_dtype`."""
+    had room (`fits`, bool[]); otherwise found anew from `lookups`, per lookup ids and cotangents, and what was `added`.
+
+    - `asked`: the ids that all workers asked for, i32[n * k].
+    - `added`: f[n * k, *row], of a table that has a `wire_dtype`: what rounding took away in earlier steps of the rows asked for.
+      `residual`: f[n, num_rows, *row], what it has taken away now."""
 
     table: TableSync
     mesh: Mesh
     turns: Turns
+    lookups: tuple[Sequence[Any], Sequence[Any]]
     positions: Any
     values: Any
     fits: Any
-    ids: Any
-    local: Any
+    asked: Any
+    added: Any = None
     residual: Any = None
 
     @property
     def observed(self) -> dict[str, Any]:
         """What the step returns of it: `fell_back` bool[], and while capacities are not known `touched`, the ids of all workers."""
         if self.table.capacities is None:
-            return {"fell_back": jnp.bool_(False), "touched": self.ids.reshape(self.table.num_workers, -1)}
+            return {"fell_back": jnp.bool_(False), "touched": self.asked.reshape(self.table.num_workers, -1)}
         return {"fell_back": jnp.logical_not(self.fits)}
 
     def write(self, leaves: Mapping[int, Any], new: Mapping[int, Rows]) -> dict[int, Any]:
@@ -157,18 +161,18 @@ class Owned:
         """`body(the owner's rows, fits, the same from all workers' rows, leaves, other arrays)`, on each owner: its result, and `_ended`."""
         table = self.table
         manual = table.row_axes if spec_axes(table.row_spec) else tuple(self.mesh.axis_names)
-        spec = PartitionSpec(table.row_axes)
+        spec, lookups = PartitionSpec(table.row_axes), [cut(one.dim, table.axes) for one in table.lookups]
 
-        def inside(positions, values, fits, ids, local, state, others):
+        def inside(positions, values, fits, looked, asked, state, others):
             mine = lambda: RowSparse(positions, values, jnp.int32(0), state[table.leaf].shape[0])
-            return body(mine, fits, lambda: _every(table, ids, local), state, others)
+            return body(mine, fits, lambda: _every(table, *looked, *asked), state, others)
 
         run = jax.shard_map(
-            inside, mesh=self.mesh, axis_names=frozenset(manual), check_vma=False,
-            in_specs=(spec, spec, PartitionSpec(), spec, spec, {leaf: spec for leaf in leaves}, PartitionSpec()), out_specs=(out_specs, PartitionSpec()),
+            inside, mesh=self.mesh, axis_names=frozenset(manual), check_vma=False, out_specs=(out_specs, PartitionSpec()),
+            in_specs=(spec, spec, PartitionSpec(), (lookups, lookups), (spec, spec), {leaf: spec for leaf in leaves}, PartitionSpec()),
         )
-        fits = self.turns.next(self.fits)
-        out, self.turns.token = run(self.positions, self.values, fits, self.ids, self.local, dict(leaves), dict(given))
+        fits, looked = self.turns.next(self.fits), tuple(map(list, self.lookups))
+        out, self.turns.token = run(self.positions, self.values, fits, looked, (self.asked, self.added), dict(leaves), dict(given))
         return out
 
 
@@ -186,12 +190,11 @@ def push(pulled: Pulled, turns: Turns, ready: Any, values: Sequence[Any], residu
     def body(cotangents, slots, requests, kept, ready):
         requests = _unlead(requests)
         slots = jnp.where(ready, slots, requests.ids.size)
-        row_shape = cotangents[0].shape[cotangents[0].ndim - len(table.shape) + 1 :]
-        flat = jnp.concatenate([one.reshape(-1, *row_shape).astype(table.dtype) for one in cotangents])
-        local = sum_rows(flat, slots, requests.ids.size, table.dtype)
+        local, added = sum_rows(_flat(table, cotangents), slots, requests.ids.size, table.dtype), None
         if kept is not None:
-            rows, kept = with_residual(RowSparse(requests.ids, local, jnp.int32(0), table.num_rows), kept[0])
-            local = rows.values
+            rows, kept = with_residual(RowSparse(requests.ids, jnp.zeros_like(local), jnp.int32(0), table.num_rows), kept[0])
+            added = rows.values
+            local += added
         mine, lost = _exchange(table, requests.ids.size).collect(local, requests, table.axes)
         if kept is not None:
             # Without room for all, everything is gathered as it is.
@@ -199,7 +202,7 @@ def push(pulled: Pulled, turns: Turns, ready: Any, values: Sequence[Any], residu
                 ids = jnp.where(requests.fits, requests.ids, table.num_rows)
                 kept = keep(kept, RowSparse(ids, lost, jnp.int32(0), table.num_rows))
             kept = kept[None]
-        return mine.ids, mine.values, known_at_the_end(requests.fits, mine.values), requests.ids, local, kept
+        return mine.ids, mine.values, known_at_the_end(requests.fits, mine.values), requests.ids, added, kept
 
     spec, rows = PartitionSpec(table.axes), PartitionSpec(table.axes, *table.row_spec)
     of_residual = None if residual is None else table.residual_spec
@@ -211,7 +214,7 @@ def push(pulled: Pulled, turns: Turns, ready: Any, values: Sequence[Any], residu
         ),
     )
     with jax.named_scope(scope("rows", table.param)):
-        found = Owned(table, pulled.mesh, turns, *run(list(values), pulled.slots, pulled.requests, residual, ready))
+        found = Owned(table, pulled.mesh, turns, (pulled.ids, values), *run(list(values), pulled.slots, pulled.requests, residual, ready))
     turns.join(found.fits)
     return found
 
@@ -224,9 +227,21 @@ def _exchange(table: TableSync, capacity: int) -> OwnerSharded:
     return by_owners(table.num_rows, Capacities(push=min(capacity, size), pull=min(capacity * lax.axis_size(table.axes), size)))
 
 
-def _every(table: TableSync, ids: Any, local: Any) -> RowSparse:
+def _every(table: TableSync, ids: Sequence[Any], cotangents: Sequence[Any], asked: Any, added: Any) -> RowSparse:
+    """The sum of all rows that workers read, whether there was room to ask for them or not."""
     with jax.named_scope(scope("fallback", table.param)):
-        return by_owners(table.num_rows).collect_all(ids, local, table.axes)
+        read, has_gradient = _read(table, ids)
+        flat = _flat(table, cotangents)
+        values = jnp.where(has_gradient.reshape(-1, *[1] * (flat.ndim - 1)), flat, 0)
+        if added is not None:
+            read, values = jnp.concatenate([read, asked]), jnp.concatenate([values, added])
+        return by_owners(table.num_rows).collect_all(read, values, table.axes)
+
+
+def _flat(table: TableSync, cotangents: Sequence[Any]) -> Any:
+    """The cotangents of all lookups, f[m, *row], in the table's own dtype: those in half precision are added up without losing digits."""
+    row_shape = cotangents[0].shape[cotangents[0].ndim - len(table.shape) + 1 :]
+    return jnp.concatenate([one.reshape(-1, *row_shape).astype(table.dtype) for one in cotangents])
 
 
 def _lead(tree: Any) -> Any:

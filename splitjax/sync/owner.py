@@ -3,8 +3,9 @@
 The least that can be sent: (n-1)/n k (w + ids) bytes each way for k rows of w bytes. Rows that no batch reads are neither sent
 nor held twice. Ids are sent once: owners remember who asked for what (`Requests`), so gradients travel as bare rows.
 
-Capacities are per pair of workers. Where more rows are asked for, the exchange runs again for the rest: all workers alike,
-as often as the fullest pair needs, in a loop in the same program. Call inside `shard_map` with `check_vma=False`.
+Capacities are per worker and per pair of workers. Where more rows are asked for of one owner, the exchange runs again for the rest: all
+workers alike, as often as the fullest pair needs, in a loop in the same program; where a worker reads more rows in all, with room for
+everything. Call inside `shard_map` with `check_vma=False`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from splitjax.sync.local import rounded_away, send_order, set_rows, sum_rows, ta
 from splitjax.sync.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.rows import RowSparse
-from splitjax.sync.scheme import Capacities, once, roomy
+from splitjax.sync.scheme import Capacities, local_capacity, once, roomy
 from splitjax.sync.wire import Axis
 
 _FLAG_BYTES = 4
@@ -37,7 +38,7 @@ class OwnerSharded:
 
     **Attributes:**
 
-    - `num_rows`: of the logical table. `capacities`: `push` and `pull` count; see `plan_owner`.
+    - `num_rows`: of the logical table. `capacities`: `push`, `pull` and `local` (0: room for all) count; see `plan_owner`.
     - `ownership`: `strided`, which balances ids that are sorted by frequency, or `range`, in which an array that is cut into equal parts
       already lies.
     - `pattern`: `all_to_all`, `ppermute` or `auto`: see `wire.PATTERNS`. `wire_dtype`: dtype of rows on the wire; None: as they are. A smaller one
@@ -50,18 +51,46 @@ class OwnerSharded:
     wire_dtype: str | None = None
     ownership: str = "strided"
 
-    def request(self, ids: Array, axis: Axis) -> Requests:
+    def read(self, shard: Array, ids: Array, axis: Axis) -> tuple[Array, Array, Requests]:
+        """What lookups read, however many rows that is: `unite`, `request` and `pull` in one.
+
+        **Arguments:** `shard`: as `pull` has it. `ids`: i32[m], those looked up, in any order (`num_rows`: none).
+
+        **Returns:** f[m, *row]; where each id stands among the rows asked for, i32[m] (past their end for none, and for those that
+        there was no room to ask for); and the requests.
+        """
+        most = min(ids.size, self.num_rows)
+        unique, slots, count = unite(ids, self.num_rows, self.room(most))
+        rows, requests = self.pull(shard, self.request(unique, axis, count), axis)
+        looked = take_rows(rows, slots)
+        if unique.size == most:
+            return looked, slots, requests
+
+        def whole(_: Array) -> Array:
+            unlimited = dataclasses.replace(self, capacities=dataclasses.replace(self.capacities, local=0))
+            return unlimited.read(shard, ids, axis)[0]
+
+        with jax.named_scope(AGAIN):
+            return once(requests.lacks, whole, looked), slots, requests
+
+    def room(self, most: int) -> int:
+        """For how many rows of a worker a request has room, where there are at most so many."""
+        return min(self.capacities.local or most, most)
+
+    def request(self, ids: Array, axis: Axis, count: Array | None = None) -> Requests:
         """Tells owners which rows this worker reads: ids i32[k], unique, sorted, filled up with `num_rows` (`RowSparse.ids`).
 
+        `count`, i32[]: the exact number of rows, where it may exceed k; then some are missing, which `Requests.lacks` says.
         Needs no parameters or gradients, so that it can run ahead of the step that reads the rows.
         """
         n, partition = lax.axis_size(axis), self._partition(axis)
         code = always(self.capacities.push, partition.size)
         order, codes, passes = self._ask(ids, ids < self.num_rows, partition, code)
+        passes = passes if count is None else jnp.where(count > ids.size, -passes, passes)
         (codes, passes), sources = wire.exchange([codes, jnp.full((n,), passes)], axis, self.pattern)
         asked = code.decode(codes)[jnp.argsort(sources)]
         owned, slots, count = unite(asked, partition.size, self.capacities.pull)
-        return Requests(ids, order, asked, owned, slots, count, passes.max())
+        return Requests(ids, order, asked, owned, slots, count, jnp.abs(passes).max(), (passes < 0).any())
 
     def pull(self, shard: Array, requests: Requests, axis: Axis) -> tuple[Array, Requests]:
         """The rows that were asked for.
@@ -73,7 +102,7 @@ class OwnerSharded:
         """
         partition = self._partition(axis)
         code = always(self.capacities.push, partition.size)
-        fits = (requests.count <= self.capacities.pull) & (requests.num_passes <= 1)
+        fits = (requests.count <= self.capacities.pull) & (requests.num_passes <= 1) & ~requests.lacks
         rows = jnp.zeros((requests.ids.size, *shard.shape[1:]), shard.dtype)
         rows, good = self._answer(rows, shard, requests.asked, requests.order, fits, axis)
 
@@ -94,7 +123,13 @@ class OwnerSharded:
         return rows, dataclasses.replace(requests, fits=good)
 
     def push(
-        self, shard: Any, values: Array, requests: Requests, axis: Axis, then: Callable[[Any, RowSparse], Any]
+        self,
+        shard: Any,
+        values: Array,
+        requests: Requests,
+        axis: Axis,
+        then: Callable[[Any, RowSparse], Any],
+        every: tuple[Array, Array] | None = None,
     ) -> tuple[Any, Array | None]:
         """Sends the rows' gradients to their owners, which add them up and update.
 
@@ -103,11 +138,12 @@ class OwnerSharded:
         - `shard`: a pytree that `then` takes and returns, such as this worker's rows of parameter and optimizer state.
         - `values`: f[k, *row], in the order of the requested ids. `requests`: as `pull` returned them.
         - `then`: (shard, the sum as `RowSparse` over this worker's positions) -> the new shard.
+        - `every`: where requests may lack rows, all rows of this worker, (i32[m], f[m, *row]) as `collect_all` takes them.
 
         **Returns:** the new shard, and what a smaller `wire_dtype` rounded away, f[k, *row] (None without one).
         """
         owned, lost = self.collect(values, requests, axis)
-        whole = lambda shard: then(shard, self.collect_all(requests.ids, values, axis))
+        whole = lambda shard: then(shard, self.collect_all(*(every or (requests.ids, values)), axis))
         new = once(~requests.fits, whole, once(requests.fits, lambda shard: then(shard, owned), shard))
         return new, lost
 
@@ -122,7 +158,7 @@ class OwnerSharded:
         return owned, rounded_away(values, rounded) if self.wire_dtype else None
 
     def collect_all(self, ids: Array, values: Array, axis: Axis) -> RowSparse:
-        """The same from all rows of all workers, whatever their number: `ids` i32[k] and `values` f[k, *row] of this worker."""
+        """The same from all rows of all workers, whatever their number: `ids` i32[m], duplicates allowed, and `values` f[m, *row] of this worker."""
         partition = self._partition(axis)
         ids, every = wire.gather([ids, values.astype(self.wire_dtype or values.dtype)], axis)
         positions = jnp.where(partition.owner(ids) == lax.axis_index(axis), partition.position(ids), partition.size)
@@ -167,8 +203,8 @@ class Requests:
     - `ids`: i32[k], the rows that this worker reads. `order`: i32[n, push], for each owner where in `ids` they stand (k: none).
     - `asked`: i32[n, push], for each worker the positions that it reads here. `owned`: i32[pull], all of them, sorted; `slots`:
       i32[n, push], where in `owned` each stands; `count`: i32[], their exact number.
-    - `num_passes`: i32[], how often the fullest pair must be served. `fits`: bool[], set by `pull`: one pass, and all owners have room.
-      Both alike on all workers.
+    - `num_passes`: i32[], how often the fullest pair must be served. `lacks`: bool[], some worker reads rows that it had no room to ask
+      for. `fits`: bool[], set by `pull`: one pass, nothing lacks, and all owners have room. All alike on all workers.
     """
 
     ids: Array
@@ -178,6 +214,7 @@ class Requests:
     slots: Array
     count: Array
     num_passes: Array
+    lacks: Array
     fits: Array | None = None
 
 
@@ -188,7 +225,8 @@ def plan_owner(sparsity: Sparsity, ownership: str = "strided") -> Capacities:
     for step in sparsity.samples:
         counts = [np.bincount(partition.owner(ids), minlength=partition.num_owners) for ids in (*step, np.unique(np.concatenate(step)))]
         pair, owned = max(pair, *(int(one.max()) for one in counts[:-1])), max(owned, int(counts[-1].max()))
-    return Capacities(push=roomy(pair, partition.size, of_many=True), pull=roomy(owned, partition.size, of_many=True))
+    push, pull = (roomy(one, partition.size, of_many=True) for one in (pair, owned))
+    return Capacities(local=local_capacity(sparsity), push=push, pull=pull)
 
 
 def shard_table(table: Array, num_workers: int) -> Array:

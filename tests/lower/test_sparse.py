@@ -201,6 +201,31 @@ def test_the_exchange_falls_back_without_a_loss_and_steps_are_observed_anew(refe
     assert [record.reason for record in step.compiles].count("its tables were observed") == 2
 
 
+@pytest.mark.parametrize("sync", ["row_exchange", ByRows("row_exchange", wire_dtype="bfloat16")], ids=["whole", "bfloat16"])
+def test_owners_serve_steps_that_read_more_rows_than_there_is_room_for(sync):
+    """They get all gradients unrounded, and what was rounded away of them before."""
+
+    def step(state, batch):
+        loss, grads = splitjax.value_and_grad(lambda table: jnp.sum(table[batch["ids"]] * batch["weights"]))(state["table"])
+        return {"table": state["table"] - 0.5 * grads}, loss
+
+    rng, found, steps = np.random.default_rng(0), [], []
+    for number in range(6):  # three are observed, two are rounded, and one reads every row on every worker
+        ids = np.tile(rng.permutation(64), 4) if number == 5 else np.tile(rng.permutation(4), 64)
+        steps.append({"ids": ids.astype(np.int32), "weights": rng.normal(size=(256, 3)).astype(np.float32)})
+    for options in ({"mesh": {"data": 1}, "rules": "data_parallel"}, {"mesh": {"data": 4}, "rules": "embedding_owner", "sync": sync}):
+        one, state = splitjax.parallelize(step, **options), {"table": np.ones((64, 3), np.float32)}
+        losses = []
+        for batch in steps:
+            state, loss = one(state, batch)
+            losses.append(float(loss))
+        found.append((losses, np.asarray(state["table"])))
+    (plan,) = one.plan(state, steps[0]).syncs
+    assert plan.scheme == "owner_sharded" and plan.capacities["local"] < 64
+    np.testing.assert_allclose(found[1][1], found[0][1], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-4 if isinstance(sync, str) else 3e-2, atol=1e-4 if isinstance(sync, str) else 0.3)
+
+
 def exchanges_in(eqns, is_in_branch=False):
     """Of every exchange of rows in these equations, whether it stands in a branch or a loop. What the platform decides is no branch."""
     of_platform = set()

@@ -15,12 +15,14 @@ from jax.sharding import Mesh, PartitionSpec
 from splitjax import sync
 from splitjax.mesh import MeshShape
 from splitjax.report.hlo import compiled_collectives
+from splitjax.sync.local import sum_rows
+from splitjax.sync.rows import normalised
 
 NUM_ROWS, WIDTH, LOOKUPS = 23, 3, 8
 
 
 batches = st.lists(st.integers(-NUM_ROWS - 1, NUM_ROWS), min_size=LOOKUPS, max_size=LOOKUPS)
-CAPACITIES = sync.Capacities(push=2, pull=4)
+CAPACITIES = sync.Capacities(local=6, push=2, pull=4)
 
 
 def adagrad(state, gradient):
@@ -33,12 +35,13 @@ def compiled(num_workers, pattern="ppermute"):
     exchange = sync.OwnerSharded(NUM_ROWS, CAPACITIES, pattern)
 
     def worker(shard, ids, weights):
-        local = sync.from_lookups(ids[0], weights[0], NUM_ROWS)
-        rows, requests = exchange.pull(shard["w"], exchange.request(local.ids, "data"), "data")
-        gradient = local.values * rows  # of sum(weights * w ** 2) / 2
-        new, error = exchange.push(shard, gradient, requests, "data", lambda shard, grad: grad.update(shard, adagrad))
+        read = normalised(ids[0], NUM_ROWS, "fill", True)
+        rows, slots, requests = exchange.read(shard["w"], read, "data")
+        gradient = weights[0] * rows  # of sum(weights * w ** 2) / 2
+        local = sum_rows(gradient, slots, requests.ids.size)
+        new, error = exchange.push(shard, local, requests, "data", lambda shard, grad: grad.update(shard, adagrad), (read, gradient))
         assert error is None
-        return new, rows[None], local.ids[None], requests.fits[None]
+        return new, rows[None], read[None], jnp.stack([requests.fits, requests.lacks])[None]
 
     spec = PartitionSpec("data")
     mesh = Mesh(np.array(jax.devices()[:num_workers]), ("data",))
@@ -71,16 +74,20 @@ def check(num_workers, ids, seed):
 
 @pytest.mark.parametrize("num_workers", [2, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 8))])
 def test_trains_as_the_logical_table(num_workers):
-    assert check(num_workers, [[0, 0, NUM_ROWS - 1, -1, 3, 3, NUM_ROWS, -99]] * num_workers, 0).all() == (num_workers > 1)
+    fits, lacks = check(num_workers, [[0, 0, NUM_ROWS - 1, -1, 3, 3, NUM_ROWS, -99]] * num_workers, 0).T
+    assert fits.all() == (num_workers > 1) and not lacks.any()
     # All ids of one owner: many passes for its pairs, and more rows than it has room for.
-    crowded = [[num_workers * i % NUM_ROWS for i in range(LOOKUPS)]] * num_workers
+    crowded = [[num_workers * (i % 5) % NUM_ROWS for i in range(LOOKUPS)]] * num_workers
     assert not check(num_workers, crowded, 1).any()
+    # One worker reads more rows than it has room to ask for.
+    _, lacks = check(num_workers, [[0] * LOOKUPS] * (num_workers - 1) + [list(range(LOOKUPS))], 3).T
+    assert lacks.all()
 
     @settings(max_examples=10, deadline=None, derandomize=True, database=None)
     @given(st.lists(batches, min_size=num_workers, max_size=num_workers))
     def run(ids):
         fits = check(num_workers, ids, 2)
-        assert np.unique(fits).size == 1
+        assert len(np.unique(fits, axis=0)) == 1
 
     run()
 
@@ -95,6 +102,7 @@ def test_plan_has_room_for_the_profile():
     ids = [[np.arange(0, 40, 2), np.arange(20)], [np.arange(10), np.arange(10, 30)]]
     capacities = sync.plan_owner(sync.measure(ids, 40, WIDTH))
     assert capacities.push == capacities.pull == 20  # all of the even rows, and there are no more
+    assert 20 < capacities.local <= 25  # 20, and chance
     assert 110 <= sync.plan_owner(sync.measure([[np.arange(0, 400, 4)] * 4], 4000, WIDTH)).push <= 112  # 100 and chance
 
 
