@@ -45,7 +45,7 @@ class Blocks(Scheme):
         partition = self._partition(table.num_rows, table.row_size, table.num_workers)
         push, pull = pair_and_owner_rooms(sparsity, partition, block)
         blocks = max((np.unique(ids // block).size for step in sparsity.samples for ids in step), default=0)
-        levels = (roomy(blocks, partition.num_items, of_many=True),)
+        levels = (roomy(blocks, partition.num_items),)
         return Capacities(local=local_capacity(sparsity), union=union_capacity(sparsity), push=push, pull=pull, levels=levels)
 
     def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:

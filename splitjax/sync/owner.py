@@ -225,7 +225,7 @@ def plan_owner(sparsity: Sparsity, ownership: str = "strided") -> Capacities:
     for step in sparsity.samples:
         counts = [np.bincount(partition.owner(ids), minlength=partition.num_owners) for ids in (*step, np.unique(np.concatenate(step)))]
         pair, owned = max(pair, *(int(one.max()) for one in counts[:-1])), max(owned, int(counts[-1].max()))
-    push, pull = (roomy(one, partition.size, of_many=True) for one in (pair, owned))
+    push, pull = (roomy(one, partition.size) for one in (pair, owned))
     return Capacities(local=local_capacity(sparsity), push=push, pull=pull)
 
 

@@ -94,7 +94,7 @@ def pair_and_owner_rooms(sparsity: Sparsity, partition: Partition, factor: int =
         pair = max(pair, *(int(np.bincount(partition.owner(ids), minlength=partition.num_owners).max(initial=0)) for ids in sets))
         union = np.unique(np.concatenate(sets))
         owned = max(owned, int(np.bincount(partition.owner(union), minlength=partition.num_owners).max(initial=0)))
-    return roomy(pair, partition.size, of_many=True), roomy(owned, partition.size, of_many=True)
+    return roomy(pair, partition.size), roomy(owned, partition.size)
 
 
 def range_load(sparsity: Sparsity, factor: int = 1) -> float:

@@ -72,8 +72,8 @@ class RowExchange(Scheme):
             pair, most = _largest(step, table.num_rows, pull, hot, self.ownership)
             push, owned = max(push, pair), max(owned, most)
         if self.ownership != "contributor":
-            pull = roomy(owned, union, of_many=True)
-        push = roomy(push, local, of_many=True) if n > 1 else 0
+            pull = roomy(owned, union)
+        push = roomy(push, local) if n > 1 else 0
         return Capacities(local, union, push, pull, code.num_codes, code.bits, hot)
 
     def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:

@@ -273,13 +273,13 @@ def bucket(size: float, most: int | None = None) -> int:
     return found if most is None else min(found, most)
 
 
-def roomy(largest: float, most: int, *, of_many: bool = False) -> int:
-    """A capacity for a count of which `largest` was the largest seen, as much above it as lets about one step in a thousand overflow.
+def roomy(largest: float, most: int) -> int:
+    """A capacity for a count of which `largest` was the largest seen: 1.5 standard deviations of a Poisson count above it.
 
-    Two standard deviations of a Poisson count; one where the count is itself the largest `of_many` (workers, or pairs of them), which
-    varies a third as much (measured on word counts, 16 workers).
+    After three steps, that lets one step in some hundreds overflow where examples are drawn alone (word counts, 4 to 16 workers; with one
+    deviation one in fifty, with two hardly any), and more where they are not.
     """
-    return max(bucket(largest + (1 if of_many else 2) * math.sqrt(largest), most), 1)
+    return max(bucket(largest + 1.5 * math.sqrt(largest), most), 1)
 
 
 def union_capacity(sparsity: Sparsity) -> int:
@@ -308,4 +308,4 @@ def partial_capacity(sparsity: Sparsity, num_workers: int) -> int:
         for step in sparsity.samples
         for first in range(0, len(step), num_workers)
     )
-    return roomy(max(unions, default=0), sparsity.table.num_rows, of_many=num_workers < sparsity.num_workers)
+    return roomy(max(unions, default=0), sparsity.table.num_rows)
