@@ -15,7 +15,7 @@ MOST_ALONE = 8  # workers up to which messages are timed alone too: that is twic
 # for the network; at 25 Mb/s for the network alone, nearly.
 GOALS_AT = (16, "25mbit"), (16, "100mbit")
 MOST_OVER_BOUND, MOST_OFF_FORMULA = 1.08, 0.05
-UNPADDED = "blocks, without padding (scaled)"
+UNPADDED = ", without padding (scaled)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,15 +101,16 @@ def _table(rows: Mapping[str, Row], bound: float) -> list[str]:
             f"{1e3 * took.cpu:.1f}", f"**{dense / took.seconds:.1f}**", _mb(sent), _mb(row.predicted), _mb(row.formula),
             "" if sent is None else f"{sent / bound:.2f}", "" if not row.missed else str(row.missed),
         ])  # fmt: skip
-        if way == ways.OMNIREDUCE:
-            out.append([UNPADDED, f"{1e3 * unpadded_seconds(row):.0f}", "", "", "", f"{dense / unpadded_seconds(row):.1f}", "", "", _mb(row.formula), f"{row.formula / bound:.2f}", ""])
+        if way == ways.OMNIREDUCE or (way in rivals(rows) and sent and row.off_formula > MOST_OFF_FORMULA):
+            seconds = unpadded_seconds(row)
+            out.append([f"{way}{UNPADDED}", f"{1e3 * seconds:.0f}", "", "", "", f"{dense / seconds:.1f}", "", "", _mb(row.formula), f"{row.formula / bound:.2f}", ""])
     titles = ["", "ms", "quartiles", "messages alone, ms", "processor time, ms", "times as fast as dense", "MB sent", "predicted", "by formula", "sent / bound", "steps that did not fit"]
     return table(titles, out)
 
 
-def unpadded_seconds(blocks: Row) -> float:
-    """Of OmniReduce if it sent no padding, which static shapes need: its time in proportion to the bytes of its formula."""
-    return blocks.took.seconds * min(1.0, blocks.formula / (blocks.took.sent or blocks.predicted))
+def unpadded_seconds(rival: Row) -> float:
+    """Of a rival if it sent no padding, which static shapes need: its time in proportion to the bytes of its formula."""
+    return rival.took.seconds * min(1.0, rival.formula / (rival.took.sent or rival.predicted))
 
 
 def goals_of(key: str, name: str, rows: Mapping[str, Row], bound: float, at: tuple[int, str]) -> list[Any]:

@@ -173,7 +173,13 @@ def test_bytes_are_held_against_bound_and_formula():
 def test_omnireduce_without_padding_takes_as_long_as_its_formula_s_bytes():
     found = answers(MILLISECONDS, sent={ways.OMNIREDUCE: 2e6}, formula={ways.OMNIREDUCE: 1.5e6})
     assert schemes.unpadded_seconds(schemes.rows_of(found, "lm1b_input")[ways.OMNIREDUCE]) == pytest.approx(1.05 * 0.75)
-    assert any(line.startswith(f"| {schemes.UNPADDED} | 788 |") for line in schemes.report(found, 16, "100mbit").lines)
+    assert any(line.startswith(f"| {ways.OMNIREDUCE}{schemes.UNPADDED} | 788 |") for line in schemes.report(found, 16, "100mbit").lines)
+
+
+def test_a_rival_that_sends_much_padding_is_there_without_it_too():
+    found = answers(MILLISECONDS, sent={ways.ZEN_ROWS: 1.25e6, ways.SPARCML: 1.04e6, ways.ROWS: 1.25e6})
+    lines = [line for line in schemes.report(found, 16, "100mbit").lines if schemes.UNPADDED in line]
+    assert len(lines) == 2 and lines[1].startswith(f"| {ways.ZEN_ROWS}{schemes.UNPADDED} | 840 |")
 
 
 def test_steps_of_a_turn():
