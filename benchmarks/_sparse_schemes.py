@@ -37,17 +37,17 @@ class Row:
 def jobs(options: Any) -> dict[str, dict[str, Any]]:
     """Key of a section -> what it is measured with."""
     return {
-        f"schemes, {num_workers} workers, {link}": {"num_workers": num_workers, "link": link, "tables": options.tables}
-        for num_workers in options.workers for link in options.links
+        f"schemes, {num_workers} workers, {link}, {table}": {"num_workers": num_workers, "link": link, "table": table}
+        for num_workers in options.workers for link in options.links for table in options.tables
     }  # fmt: skip
 
 
-def section(quick: bool, data_dir: pathlib.Path, num_workers: int, link: str, tables: Sequence[str]) -> Any:
-    """The section of one number of workers and one link."""
+def section(quick: bool, data_dir: pathlib.Path, num_workers: int, link: str, table: str) -> Any:
+    """The section of one number of workers, one link and one table."""
     from benchmarks import _sparse_ways as ways
 
     settings = {
-        "workloads": ["criteo"] if quick else list(tables), "choose": False, "transfer": num_workers <= MOST_ALONE, "rounds": 2 if quick else ROUNDS,
+        "workloads": [table], "choose": False, "transfer": num_workers <= MOST_ALONE, "rounds": 2 if quick else ROUNDS,
         "steps": 1 if quick else STEPS, "data_dir": str(data_dir),
         "ways": [*ways.SCHEMES, ways.ROWS_AHEAD, ways.ROWS_BF16, ways.OWNER, ways.OWNER_BF16],
     }  # fmt: skip
@@ -69,24 +69,21 @@ def report(answers: Answers, num_workers: int, link: str) -> Any:
     """What the workers measured, as a section."""
     from benchmarks._splitbrain_common import Section
 
-    lines, goals = [
+    ((name, facts),) = answers.workers[0]["workloads"].items()
+    rows = rows_of(answers, name)
+    lines = [
         f"{num_workers} processes of one thread on one machine, each behind a link of {link} a second in each direction. From a worker's own rows to their "
         f"sum on every worker; the processes take turns through all ways, with the same ids, {STEPS} to 40 steps a turn (one where a step takes "
         f"seconds). Milliseconds: of the slowest worker, median of the turns, with quartiles. Messages alone: the same messages, and no work on "
         f"the workers (up to {MOST_ALONE} workers). Processor time: of one worker, which on this machine shares its cores with all others. Sums were compared with the exact "
         f"ones. MB: 10^6 bytes of the busiest worker, from its network device, TCP's headers included. The bound: the least that can be sent if each row is added up by a worker "
         f"that has it, values only. Zen finds what goes where by running counts, which is faster here than its hashes and sends the same. {others_text(answers.others)}", "",
-    ], []  # fmt: skip
-    for name, facts in answers.workers[0]["workloads"].items():
-        rows = rows_of(answers, name)
-        lines += [
-            f"### {facts['name']}", "",
-            f"{facts['what']}; {facts['num_rows']:,} rows x {facts['width']}; {facts['rows']:,.0f} rows of a worker (density {facts['density']:.2%}), "
-            f"{facts['union']:,.0f} of all; bound {facts['bound'] / 1e6:.3f} MB.", "",
-            *_table(rows, facts["bound"]), "",
-        ]  # fmt: skip
-        goals += goals_of(name, facts["name"], rows, facts["bound"], (num_workers, link))
-    return Section(f"Schemes: {num_workers} workers, {link}", lines, goals)
+        f"{facts['what']}; {facts['num_rows']:,} rows x {facts['width']}; {facts['rows']:,.0f} rows of a worker (density {facts['density']:.2%}), "
+        f"{facts['union']:,.0f} of all; bound {facts['bound'] / 1e6:.3f} MB.", "",
+        *_table(rows, facts["bound"]), "",
+    ]  # fmt: skip
+    goals = goals_of(name, facts["name"], rows, facts["bound"], (num_workers, link))
+    return Section(f"Schemes: {num_workers} workers, {link}: {facts['name']}", lines, goals)
 
 
 def _table(rows: Mapping[str, Row], bound: float) -> list[str]:

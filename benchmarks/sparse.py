@@ -3,7 +3,7 @@
     python -m benchmarks sparse --data-dir DIR                                       everything, and its page (hours)
     python -m benchmarks sparse --data-dir DIR --only schemes --workers 16           one part; the page keeps what was measured of the others
     python -m benchmarks sparse --data-dir DIR --only schemes --workers 4 --quick    a small part, printed only
-    (sixteen processes compile for a quarter of an hour for each table: `--tables lm1b_input criteo` leaves two out)
+    (sixteen processes need a quarter of an hour for each table: `--tables lm1b_input` measures one, the page keeps the others)
 
 `--data-dir`: lm1b_word_counts.npy (int, occurrences of each word), criteo_sample.npz (`ids` int[rows, 26]) and wikitext2_valid.txt. What each part
 found is kept beside the page (sparse.json), with its date and machine. Links need Linux and root. Times want an idle machine: how busy others were is
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     options = _options(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     quiet_tpu_compiler()
-    return run_parts(PAGE, {key: lambda key=key, run=run: _run(key, run, options.tables) for key, run in _jobs(options).items()}, options)
+    return run_parts(PAGE, {key: lambda key=key, run=run: _run(key, run) for key, run in _jobs(options).items()}, options)
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
@@ -55,7 +55,7 @@ def _jobs(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
         quick = options.quick
         return argparse.Namespace(
             workers=options.workers or ([2] if quick else workers), links=options.links or (links[-1:] if quick else links),
-            tables=options.tables or list(TABLES), torch_python=options.torch_python,
+            tables=options.tables or (["criteo"] if quick else list(TABLES)), torch_python=options.torch_python,
         )  # fmt: skip
 
     plans = {
@@ -72,17 +72,19 @@ def _jobs(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def _run(key: str, measure: Callable[[], Any], tables: list[str]) -> dict[str, Any] | None:
-    part, _, rest = key.partition(", ")
-    workers, _, link = rest.partition(" workers, ")
-    command = f"python -m benchmarks sparse --data-dir DIR --only {part}" + (f" --workers {workers} --links {link}" if link else "")
-    command += f" --tables {' '.join(tables)}" if tables and part == "schemes" else ""
-    return run_part(key, measure, command)
+def _run(key: str, measure: Callable[[], Any]) -> dict[str, Any] | None:
+    """`key`: part, workers, link and table, as far as the part has them."""
+    part, *given = key.split(", ")
+    values = given if len(given) > 1 else []  # without a link the number of workers is fixed
+    options = [f"{option} {value.removesuffix(' workers')}" for option, value in zip(("--workers", "--links", "--tables"), values)]
+    return run_part(key, measure, " ".join(["python -m benchmarks sparse --data-dir DIR --only", part, *options]))
 
 
-def _order(key: str) -> tuple[int, list[int], str]:
-    """More workers and faster links later."""
-    return PARTS.index(key.partition(",")[0]), [int("".join(filter(str.isdigit, word))) for word in key.split() if any(map(str.isdigit, word))], key
+def _order(key: str) -> tuple[int, list[int], int]:
+    """More workers and faster links later, tables as they are named."""
+    part, *given = key.split(", ")
+    numbers = [int("".join(filter(str.isdigit, one))) for one in given[:2]]
+    return PARTS.index(part), numbers, TABLES.index(given[2]) if given[2:] else 0
 
 
 PAGE = Page("sparse", "Sparse gradient synchronisation", _order)

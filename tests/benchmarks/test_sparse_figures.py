@@ -239,21 +239,27 @@ def test_sections_are_replaced_one_by_one_and_stand_in_order(tmp_path, monkeypat
     def section(title):
         return {"title": title, "lines": ["text", ""], "goals": [], "seconds": 1.0, "load": "load", "header": "- header"}
 
-    keys = ["local, 16 workers", "schemes, 16 workers, 100mbit", "schemes, 4 workers, 1000mbit", "schemes, 4 workers, 200mbit"]
+    keys = ["local, 16 workers", *(f"schemes, {rest}" for rest in ("16 workers, 100mbit, criteo", "4 workers, 1000mbit, lm1b_input", "4 workers, 200mbit, criteo",
+                                                                   "4 workers, 200mbit, lm1b_input"))]  # fmt: skip
     (tmp_path / "sparse.json").write_text(json.dumps({key: section(f"old {key}") for key in keys}))
-    monkeypatch.setattr(sparse, "_run", lambda key, run, tables: section(f"new {key}"))
-    arguments = ["--data-dir", str(tmp_path), "--only", "schemes", "--workers", "4", "--links", "200mbit", "--output", str(tmp_path)]
+    monkeypatch.setattr(sparse, "_run", lambda key, run: section(f"new {key}"))
+    arguments = ["--data-dir", str(tmp_path), "--only", "schemes", "--workers", "4", "--links", "200mbit", "--tables", "criteo", "--output", str(tmp_path)]
     assert sparse.main(arguments) == 0
     titles = [line for line in (tmp_path / "sparse.md").read_text().splitlines() if line.startswith("## ")]
-    assert titles == [f"## {age} {key}" for age, key in zip(("new", "old", "old", "old"), [keys[3], keys[2], keys[1], keys[0]], strict=True)]
+    assert titles == [f"## {age} {key}" for age, key in zip(("old", "new", "old", "old", "old"), reversed(keys), strict=True)]
 
 
 @pytest.mark.parametrize("chosen", [["criteo"], []])
 def test_tables_can_be_chosen(chosen, tmp_path, monkeypatch):
-    monkeypatch.setattr(schemes, "section", lambda quick, data_dir, **what: what["tables"])
+    monkeypatch.setattr(schemes, "section", lambda quick, data_dir, **what: what["table"])
     arguments = ["--data-dir", str(tmp_path), "--only", "schemes", "--workers", "4", *(["--tables", *chosen] if chosen else [])]
-    [run] = sparse._jobs(sparse._options(arguments)).values()
-    assert run() == (chosen or list(sparse.TABLES))
+    jobs = sparse._jobs(sparse._options(arguments))
+    assert [run() for run in jobs.values()] == (chosen or list(sparse.TABLES))
+    asked = []
+    monkeypatch.setattr(sparse, "run_part", lambda key, measure, command: asked.append(command))
+    for key, run in jobs.items():
+        sparse._run(key, run)
+    assert asked[0] == f"python -m benchmarks sparse --data-dir DIR --only schemes --workers 4 --links 100mbit --tables {(chosen or sparse.TABLES)[0]}"
 
 
 def test_every_scheme_that_auto_chooses_from_has_a_name_of_its_own():
