@@ -192,6 +192,7 @@ def push(pulled: Pulled, turns: Turns, ready: Any, values: Sequence[Any], residu
         slots = jnp.where(ready, slots, requests.ids.size)
         local, added = sum_rows(_flat(table, cotangents), slots, requests.ids.size, table.dtype), None
         if kept is not None:
+            # Apart from the gradients: where there is no room, these come from the lookups themselves.
             rows, kept = with_residual(RowSparse(requests.ids, jnp.zeros_like(local), jnp.int32(0), table.num_rows), kept[0])
             added = rows.values
             local += added
@@ -228,7 +229,8 @@ def _exchange(table: TableSync, capacity: int) -> OwnerSharded:
 
 
 def _every(table: TableSync, ids: Sequence[Any], cotangents: Sequence[Any], asked: Any, added: Any) -> RowSparse:
-    """The sum of all rows that workers read, whether there was room to ask for them or not."""
+    """The sum of all rows that workers read, whether there was room to ask for them or not: per lookup `ids` i[...] and `cotangents`
+    f[..., *row]; `asked` i32[k] and `added` f[k, *row] as `Owned` has them, of this worker."""
     with jax.named_scope(scope("fallback", table.param)):
         read, has_gradient = _read(table, ids)
         flat = _flat(table, cotangents)

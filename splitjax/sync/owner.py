@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from splitjax.errors import SyncError
 from splitjax.sync import wire
 from splitjax.sync.codes import IdCode, always
 from splitjax.sync.local import rounded_away, send_order, set_rows, sum_rows, take_rows, unite
@@ -61,9 +62,9 @@ class OwnerSharded:
         """
         most = min(ids.size, self.num_rows)
         unique, slots, count = unite(ids, self.num_rows, self.room(most))
-        rows, requests = self.pull(shard, self.request(unique, axis, count), axis)
+        rows, requests = self.pull(shard, self.request(unique, axis, count if unique.size < most else None), axis)
         looked = take_rows(rows, slots)
-        if unique.size == most:
+        if requests.lacks is None:
             return looked, slots, requests
 
         def whole(_: Array) -> Array:
@@ -80,17 +81,19 @@ class OwnerSharded:
     def request(self, ids: Array, axis: Axis, count: Array | None = None) -> Requests:
         """Tells owners which rows this worker reads: ids i32[k], unique, sorted, filled up with `num_rows` (`RowSparse.ids`).
 
-        `count`, i32[]: the exact number of rows, where it may exceed k; then some are missing, which `Requests.lacks` says.
+        `count`, i32[]: the exact number of rows, where it may exceed k; then some are not asked for, as `Requests.lacks` says. None: `ids` are all.
         Needs no parameters or gradients, so that it can run ahead of the step that reads the rows.
         """
         n, partition = lax.axis_size(axis), self._partition(axis)
         code = always(self.capacities.push, partition.size)
         order, codes, passes = self._ask(ids, ids < self.num_rows, partition, code)
-        passes = passes if count is None else jnp.where(count > ids.size, -passes, passes)
+        is_cut = count is not None
+        if is_cut:  # said by the sign, as a number of its own would be one more array in the message
+            passes = jnp.where(count > ids.size, -passes, passes)
         (codes, passes), sources = wire.exchange([codes, jnp.full((n,), passes)], axis, self.pattern)
         asked = code.decode(codes)[jnp.argsort(sources)]
         owned, slots, count = unite(asked, partition.size, self.capacities.pull)
-        return Requests(ids, order, asked, owned, slots, count, jnp.abs(passes).max(), (passes < 0).any())
+        return Requests(ids, order, asked, owned, slots, count, jnp.abs(passes).max(), (passes < 0).any() if is_cut else None)
 
     def pull(self, shard: Array, requests: Requests, axis: Axis) -> tuple[Array, Requests]:
         """The rows that were asked for.
@@ -102,7 +105,8 @@ class OwnerSharded:
         """
         partition = self._partition(axis)
         code = always(self.capacities.push, partition.size)
-        fits = (requests.count <= self.capacities.pull) & (requests.num_passes <= 1) & ~requests.lacks
+        fits = (requests.count <= self.capacities.pull) & (requests.num_passes <= 1)
+        fits = fits if requests.lacks is None else fits & ~requests.lacks
         rows = jnp.zeros((requests.ids.size, *shard.shape[1:]), shard.dtype)
         rows, good = self._answer(rows, shard, requests.asked, requests.order, fits, axis)
 
@@ -138,10 +142,17 @@ class OwnerSharded:
         - `shard`: a pytree that `then` takes and returns, such as this worker's rows of parameter and optimizer state.
         - `values`: f[k, *row], in the order of the requested ids. `requests`: as `pull` returned them.
         - `then`: (shard, the sum as `RowSparse` over this worker's positions) -> the new shard.
-        - `every`: where requests may lack rows, all rows of this worker, (i32[m], f[m, *row]) as `collect_all` takes them.
+        - `every`: all rows of this worker, (i32[m], f[m, *row]) as `collect_all` takes them. None: those that were requested.
 
         **Returns:** the new shard, and what a smaller `wire_dtype` rounded away, f[k, *row] (None without one).
+
+        Raises `SyncError` without `every` for requests that may lack rows: their gradients would be lost.
         """
+        if every is None and requests.lacks is not None:
+            raise SyncError(
+                "the gradients of rows that there was no room to ask for would be lost", value=f"room for {requests.ids.size} rows", place="push(every=...)",
+                remedy="pass all ids and gradients of this worker, or request all rows (without count)",
+            )  # fmt: skip
         owned, lost = self.collect(values, requests, axis)
         whole = lambda shard: then(shard, self.collect_all(*(every or (requests.ids, values)), axis))
         new = once(~requests.fits, whole, once(requests.fits, lambda shard: then(shard, owned), shard))
@@ -204,7 +215,8 @@ class Requests:
     - `asked`: i32[n, push], for each worker the positions that it reads here. `owned`: i32[pull], all of them, sorted; `slots`:
       i32[n, push], where in `owned` each stands; `count`: i32[], their exact number.
     - `num_passes`: i32[], how often the fullest pair must be served. `lacks`: bool[], some worker reads rows that it had no room to ask
-      for. `fits`: bool[], set by `pull`: one pass, nothing lacks, and all owners have room. All alike on all workers.
+      for; None where every worker asked for all. `fits`: bool[], set by `pull`: one pass, nothing lacks, and all owners have room. All alike on
+      all workers.
     """
 
     ids: Array
@@ -214,7 +226,7 @@ class Requests:
     slots: Array
     count: Array
     num_passes: Array
-    lacks: Array
+    lacks: Array | None = None
     fits: Array | None = None
 
 

@@ -276,8 +276,8 @@ def bucket(size: float, most: int | None = None) -> int:
 def roomy(largest: float, most: int) -> int:
     """A capacity for a count of which `largest` was the largest seen: 1.5 standard deviations of a Poisson count above it.
 
-    After three steps, that lets one step in some hundreds overflow where examples are drawn alone (word counts, 4 to 16 workers; with one
-    deviation one in fifty, with two hardly any), and more where they are not.
+    Less would let more steps overflow, and a step that falls back sends many times as much; more would be padding in every message. Where
+    examples vary together, more steps overflow: those are observed anew, with more room after each time.
     """
     return max(bucket(largest + 1.5 * math.sqrt(largest), most), 1)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from splitjax import sync
+from splitjax.errors import SyncError
 from splitjax.mesh import MeshShape
 from splitjax.report.hlo import compiled_collectives
 from splitjax.sync.local import sum_rows
@@ -90,6 +91,19 @@ def test_trains_as_the_logical_table(num_workers):
         assert len(np.unique(fits, axis=0)) == 1
 
     run()
+
+
+def test_gradients_of_rows_that_were_not_asked_for_are_not_left_out():
+    exchange = sync.OwnerSharded(NUM_ROWS, CAPACITIES)
+
+    def worker(shard, ids):
+        rows, requests = exchange.pull(shard, exchange.request(ids[0], "data", jnp.int32(LOOKUPS)), "data")
+        return exchange.push(shard, rows, requests, "data", lambda shard, grad: grad.update(shard, jnp.add))[0]
+
+    mesh, spec = Mesh(np.array(jax.devices()[:2]), ("data",)), PartitionSpec("data")
+    run = jax.shard_map(worker, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    with pytest.raises(SyncError, match="(?s)would be lost.*room for 6 rows"):
+        jax.eval_shape(run, jnp.ones((24, WIDTH)), jnp.zeros((2, 6), jnp.int32))
 
 
 def test_compiled_collectives_send_the_predicted_bytes():
