@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from splitjax import kernels
+from splitjax.errors import SyncError
 from splitjax.sync import wire
 from splitjax.sync.local import take_rows
 from splitjax.sync.profile import Sparsity, Table
@@ -25,12 +27,19 @@ class RecursiveDoubling(Scheme):
     """Sum over rounds i of U(2^i) (w + 4) bytes: Zen's 2dM sum gamma^(2^(i-1)) with an index a row (arXiv 2309.13254).
 
     In round i partners 2^i apart swap the sums of 2^i workers each. With n workers, not a power of two, those from the largest power
-    on hand their rows to a partner first, and get the result from it at the end (section 5.3 of SparCML). Rounds whose partial sums
-    fill more than `dense_above` of the rows swap whole tables, and so do all later ones.
+    on hand their rows to a partner first, and get the result from it at the end (section 5.3 of SparCML).
+
+    `dense_above`: rounds whose partial sums fill more than this share of the rows swap whole tables, and so do all later ones. None:
+    where that is fewer bytes, which is SparCML's threshold: half of the values where each has an index, nearly all rows where a row has one.
     """
 
     name: ClassVar[str] = "recursive_doubling"
-    dense_above: float = 0.5
+    dense_above: float | None = None
+
+    def __post_init__(self) -> None:
+        share = self.dense_above
+        if share is not None and not (isinstance(share, (int, float)) and 0 <= share <= 1):
+            raise SyncError("not a share of the rows", value=share, place="RecursiveDoubling(dense_above=...)", remedy="a number from 0 to 1, or None")
 
     def plan(self, sparsity: Sparsity) -> Capacities:
         n, rounds = sparsity.num_workers, _num_rounds(sparsity.num_workers)
@@ -44,6 +53,7 @@ class RecursiveDoubling(Scheme):
         n, me = lax.axis_size(axis), lax.axis_index(axis)
         power = 1 << _num_rounds(n)
         check_levels(self, capacities, _num_rounds(n) + (n > power))
+        table = Table(local.num_rows, math.prod(local.values.shape[1:]), local.values.dtype.itemsize, n)
         rest, rooms = n - power, (*capacities.levels, capacities.union)
         state = _Partial.sparse(local.padded(rooms[0]), ~local.overflowed)
         sent = jnp.int32(0)
@@ -52,7 +62,7 @@ class RecursiveDoubling(Scheme):
             state = state.plus(state.permuted(axis, [(power + i, i) for i in range(rest)]), me < power, rooms[1])
             rooms = rooms[1:]
         for i, room in enumerate(rooms[1:]):
-            if self._is_dense(rooms[i], local.num_rows):
+            if self._is_dense(rooms[i], table):
                 state = state.dense()
             sent += jnp.where(me < power, state.num_sent(), 0)
             pairs = [(j, j ^ (1 << i)) for j in range(power)]
@@ -80,7 +90,7 @@ class RecursiveDoubling(Scheme):
         return [_message_bytes(capacities.levels[0], table, False), _message_bytes(capacities.union, table, is_dense)]
 
     def _dense_rounds(self, levels: tuple[int, ...], table: Table) -> list[bool]:
-        dense = [self._is_dense(level, table.num_rows) for level in levels]
+        dense = [self._is_dense(level, table) for level in levels]
         return [any(dense[: i + 1]) for i in range(len(dense))]
 
     @staticmethod
@@ -96,8 +106,10 @@ class RecursiveDoubling(Scheme):
     def num_messages(self, capacities: Capacities, table: Table) -> int:
         return sum(wire.shift_messages(2, 1, size) for size in self._swapped_bytes(capacities, table)) + len(self._folded_bytes(capacities, table))
 
-    def _is_dense(self, rows: int, num_rows: int) -> bool:
-        return rows > self.dense_above * num_rows
+    def _is_dense(self, rows: int, table: Table) -> bool:
+        if self.dense_above is None:
+            return _message_bytes(rows, table, True) < _message_bytes(rows, table, False)
+        return rows > self.dense_above * table.num_rows
 
 
 def _message_bytes(rows: int, table: Table, is_dense: bool) -> int:

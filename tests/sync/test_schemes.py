@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
-from splitjax import sync
+from splitjax import kernels, sync
 from splitjax.errors import SyncError
 from splitjax.mesh import MeshShape
 from splitjax.report.hlo import compiled_collectives
@@ -121,6 +121,37 @@ def test_equals_the_dense_sum_and_sends_what_is_predicted(name, num_workers):
     sent = [one.bytes for one in collectives if not one.conditional and not (one.op == "all_reduce" and one.shape == ())]
     scheme, found = SCHEMES[name], profile(num_workers)
     assert sum(sent) == (scheme.predicted_bytes(scheme.plan(found), found.table) if num_workers > 1 else 0)
+
+
+@pytest.mark.parametrize("width", [1, 32])
+@pytest.mark.parametrize("room", [1, 20, 21, 22, 38, 39, 40, NUM_ROWS])
+def test_partial_sums_turn_dense_where_that_is_fewer_bytes(width, room):
+    """SparCML's threshold: rows of one value, whose index is as long, are worth it up to half of them, long rows nearly to the last."""
+    table, scheme = sync.Table(NUM_ROWS, width, 4, 2), sync.RecursiveDoubling()
+    capacities = sync.Capacities(local=room, union=NUM_ROWS, levels=(room,))
+    whole = table.num_bytes + 4 * kernels.num_words(NUM_ROWS) + 4
+    assert scheme.predicted_bytes(capacities, table) == min(whole, room * (table.row_bytes + 4) + 8)
+
+    def worker(ids, values):
+        rows = sync.RowSparse(ids[0], values[0], jnp.int32(0), NUM_ROWS)
+        return jax.tree.map(lambda x: x[None], scheme.attempt(rows, "data", capacities).rows)
+
+    run = jax.shard_map(worker, mesh=mesh_of(2), in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=False)
+    shapes = jax.ShapeDtypeStruct((2, room), jnp.int32), jax.ShapeDtypeStruct((2, room, width), jnp.float32)
+    assert sent_in(jax.make_jaxpr(run)(*shapes).jaxpr) == scheme.predicted_bytes(capacities, table)
+
+
+def sent_in(jaxpr):
+    """Bytes of all permutations, those of inner programs among them."""
+    sent = sum(v.aval.size * v.aval.dtype.itemsize for eqn in jaxpr.eqns if eqn.primitive.name == "ppermute" for v in eqn.invars)
+    inner = [getattr(value, "jaxpr", value) for eqn in jaxpr.eqns for value in jax.tree.leaves(list(eqn.params.values()))]
+    return sent + sum(sent_in(one) for one in inner if hasattr(one, "eqns"))
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, "half"])
+def test_a_share_of_the_rows_is_checked(share):
+    with pytest.raises(SyncError, match="not a share of the rows"):
+        sync.RecursiveDoubling(dense_above=share)
 
 
 def in_order(*rows):
