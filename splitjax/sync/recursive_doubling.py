@@ -31,6 +31,7 @@ class RecursiveDoubling(Scheme):
 
     `dense_above`: rounds whose partial sums fill more than this share of the rows swap whole tables, and so do all later ones. None:
     where that is fewer bytes, which is SparCML's threshold: half of the values where each has an index, nearly all rows where a row has one.
+    Raises `SyncError` for what is no share.
     """
 
     name: ClassVar[str] = "recursive_doubling"

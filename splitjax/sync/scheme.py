@@ -276,8 +276,8 @@ def bucket(size: float, most: int | None = None) -> int:
 def roomy(largest: float, most: int) -> int:
     """A capacity for a count of which `largest` was the largest seen: 1.5 standard deviations of a Poisson count above it.
 
-    Less would let more steps overflow, and a step that falls back sends many times as much; more would be padding in every message. Where
-    examples vary together, more steps overflow: those are observed anew, with more room after each time.
+    Less would let more steps overflow, and a step that falls back sends many times as much; more would be padding in every message. A table
+    that overflows often, as where examples vary together, is observed again, and gets the room of all that was seen.
     """
     return max(bucket(largest + 1.5 * math.sqrt(largest), most), 1)
 
