@@ -11,7 +11,9 @@ from splitjax.schedule.discipline import GroupState, Iteration, NextIteration, R
 from splitjax.schedule.jobs import DEVICE, Job
 from splitjax.schedule.policy import Group
 
-_WARM_UP, _MEASURED = 8, 64  # iterations per member, before and while rates are measured
+_WARM_UP, _WINDOW = 4, 16  # iterations of the slowest member, before and in the first window over which rates are measured
+_MOST_MARKS = 7  # after 4, 20, 36, 68, 132, 260 and 516 of them
+_AGREE = 0.02  # by how much rates of two windows may differ
 
 
 def start_state(group: Group, jobs: Sequence[Job], now_seconds: float = 0.0, remaining: Sequence[float] | None = None) -> GroupState:
@@ -55,34 +57,69 @@ def iteration_credit(job: Job, iteration: Iteration) -> float:
     return 1 - skipped / (profile.iteration_seconds * job.num_workers)
 
 
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """Where the members of a group that runs stand at one moment: how many iterations each has done, and when the last of them ended."""
+
+    done: tuple[int, ...]
+    ends_seconds: tuple[float, ...]
+
+    def rates_until(self, later: Mark) -> tuple[float, ...]:
+        """Iterations per second of each member between the two."""
+        return tuple(
+            (now - before) / (end - start) for before, now, start, end in zip(self.done, later.done, self.ends_seconds, later.ends_seconds)
+        )  # fmt: skip
+
+
+def iterations_to_next(num_marks: int) -> int:
+    """How many iterations every member has to do until the next mark: a warm-up, then windows of 16, 16, 32, 64, ..."""
+    return _WARM_UP if num_marks == 0 else _WINDOW << max(0, num_marks - 2)
+
+
+def settled(marks: Sequence[Mark]) -> tuple[Mark, Mark] | None:
+    """The marks between which rates are steady: once the last two windows agree, all of both. None: go on.
+
+    A group can hold one pattern for long and then another one: jobs that were ahead wait until the others have caught up, and from then on all take
+    turns. In the few that still change after `_MOST_MARKS`, the last window, as long as all before it, decides.
+    """
+    if len(marks) < 3:
+        return None
+    before, last = marks[-3].rates_until(marks[-2]), marks[-2].rates_until(marks[-1])
+    if all(abs(new - old) <= _AGREE * old for old, new in zip(before, last)):
+        return marks[-3], marks[-1]
+    return (marks[-2], marks[-1]) if len(marks) == _MOST_MARKS else None
+
+
 def measure_rates(next_iteration: NextIteration, group: Group, jobs: Sequence[Job]) -> Rates:
-    """Steady rates: the group is run with endless jobs past a warm-up, then over `_MEASURED` iterations of its slowest member."""
+    """Steady rates: the group is run with endless jobs until they have `settled`."""
     count = len(jobs)
     state = start_state(group, jobs, remaining=[math.inf] * count)
-    begun: GroupState | None = None
-    seconds, worth, done = [0.0] * count, [0.0] * count, [0] * count
-    ends = [0.0] * count
-    limit = (_WARM_UP + _MEASURED) * 64 * count
-    for _ in range(limit):
-        iteration = next_iteration(group, jobs, state)
-        state = advance(group, state, iteration)
-        member = iteration.member
-        ends[member] = iteration.ready_seconds
-        if begun is None:
-            if min(state.iterations) >= _WARM_UP:
-                begun, started = state, list(ends)
-            continue
-        done[member] += 1
-        seconds[member] += sum(task.seconds for task in iteration.tasks if task.resource == DEVICE)
-        worth[member] += iteration_credit(jobs[member], iteration)
-        if min(done) >= _MEASURED:
-            break
-    if begun is None or not all(done):
-        raise ScheduleError(
-            "a member of the group is never served", value=list(state.iterations), place=f"discipline {group.discipline!r}",
-            remedy="serve every member, such as by attained service",
-        )  # fmt: skip
+    seconds, worth, ends = [0.0] * count, [0.0] * count, [0.0] * count
+    marks: list[Mark] = []
+    totals: list[tuple[list[float], list[float]]] = []
+    while (found := settled(marks)) is None:
+        begun = state.iterations
+        window = iterations_to_next(len(marks))
+        for _ in range(max(window, 64) * 64 * count):
+            iteration = next_iteration(group, jobs, state)
+            state = advance(group, state, iteration)
+            member = iteration.member
+            ends[member] = iteration.ready_seconds
+            seconds[member] += sum(task.seconds for task in iteration.tasks if task.resource == DEVICE)
+            worth[member] += iteration_credit(jobs[member], iteration)
+            if min(now - before for now, before in zip(state.iterations, begun)) >= window:
+                break
+        else:
+            raise ScheduleError(
+                "a member of the group is never served", value=list(state.iterations), place=f"discipline {group.discipline!r}",
+                remedy="serve every member, such as by attained service",
+            )  # fmt: skip
+        marks.append(Mark(state.iterations, tuple(ends)))
+        totals.append((list(seconds), list(worth)))
+    first, last = found
+    (seconds_before, worth_before), (seconds, worth) = totals[marks.index(first)], totals[marks.index(last)]
+    done = [now - before for now, before in zip(last.done, first.done)]
     return Rates(
-        tuple(count / (end - start) for count, end, start in zip(done, ends, started)),
-        tuple(total / count for total, count in zip(seconds, done)), tuple(total / count for total, count in zip(worth, done)),
+        first.rates_until(last), tuple((now - before) / num for now, before, num in zip(seconds, seconds_before, done)),
+        tuple((now - before) / num for now, before, num in zip(worth, worth_before, done)),
     )  # fmt: skip

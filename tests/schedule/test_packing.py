@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from splitjax.errors import ScheduleError
 from splitjax.schedule import Assignment, Cluster, Group, Job, JobProfile, Member, Options, Policy, Stages, get, names, simulate
 from splitjax.schedule.discipline import get_discipline
-from splitjax.schedule.iterations import advance, measure_rates, start_state
+from splitjax.schedule.iterations import Mark, advance, measure_rates, settled, start_state
 from splitjax.schedule.jobs import resident_bytes
 from splitjax.schedule.optimal import compare_round
 from splitjax.schedule.policies.muri import efficiency, interleave
@@ -22,6 +22,7 @@ from tests.schedule.helpers import finishes, job
 FREE = Options(restart_seconds=0.0)
 FOUR = JobProfile.uniform("four", 1.2, num_depths=4)  # forward 0.4; backward 0.2 to 0.8: tasks of 1.2, 1, 0.8, 0.6
 COMM = JobProfile.uniform("comm", 1.0, num_depths=4, exposed_fraction=0.2)
+FAST = JobProfile.uniform("fast", 0.35, exposed_fraction=0.1)
 PACKING = [name for name in names() if name.startswith(("jigsaw", "interleave"))]
 OURS = [name for name in names() if not name.startswith("gang-")]
 
@@ -105,20 +106,65 @@ def test_partial_backpropagation_alone_saves_nothing_temporal_does():
 
 # Steady rates and exact mode
 
-members = st.lists(st.tuples(st.integers(1, 5), st.sampled_from([FOUR, COMM, JobProfile.uniform("fast", 0.35, exposed_fraction=0.1)])), min_size=1, max_size=4)
+members = st.lists(st.tuples(st.integers(1, 5), st.sampled_from([FOUR, COMM, FAST])), min_size=1, max_size=4)
+CHANGES = [(1, FAST), (5, COMM), (5, FAST), (5, FAST)]  # on six devices: "comm" waits for 24 s, until the others have caught up, then all take turns
 
 
 @settings(max_examples=25, deadline=None)
 @given(members, st.integers(1, 9), st.sampled_from(["jigsaw", "interleave"]))
+@example(CHANGES, 6, "interleave")
 def test_steady_rates_are_those_of_the_iterations(shapes, num_devices, discipline):
     jobs = [job(str(number), 0, workers, 9, profile) for number, (workers, profile) in enumerate(shapes)]
     shared = group(jobs, num_devices, discipline)
     steady = get_discipline(discipline).rates(shared, jobs, Cluster(1, num_devices))
     measured = measure_rates(get_discipline(discipline).next_iteration, shared, jobs)
-    assert steady.iterations_per_second == pytest.approx(measured.iterations_per_second, rel=0.1)
+    assert steady.iterations_per_second == pytest.approx(measured.iterations_per_second, rel=1e-6)
+    assert steady.device_seconds == pytest.approx(measured.device_seconds, rel=1e-6) and steady.credit == pytest.approx(measured.credit, rel=1e-6)
     # No device computes more than all the time, and no job is faster than alone.
     assert sum(rate * busy for rate, busy in zip(measured.iterations_per_second, measured.device_seconds)) <= num_devices * 1.05
     assert all(rate <= 1 / one.profile.iteration_seconds * 1.001 for rate, one in zip(measured.iterations_per_second, jobs))
+
+
+def long_run(shared, jobs):
+    """Iterations per second of a group's members once the slowest has done 300, until it has done 300 more."""
+    jobs = [dataclasses.replace(one, num_iterations=10**6) for one in jobs]
+    state, marks = start_state(shared, jobs), []
+    for least in (300, 600):
+        while min(state.iterations) < least:
+            state = advance(shared, state, get_discipline(shared.discipline).next_iteration(shared, jobs, state))
+        marks.append(state)
+    before, after = marks
+    return [
+        (now - then) / (end - start) for then, now, start, end in zip(before.iterations, after.iterations, before.ready_seconds, after.ready_seconds)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [None, *range(12)])
+def test_steady_rates_are_those_of_the_long_run(seed):
+    random = np.random.default_rng(seed)
+    shapes, num_devices, discipline = CHANGES, 6, "interleave"
+    if seed is not None:
+        shapes = [(int(random.integers(1, 6)), (FOUR, COMM, FAST)[random.integers(3)]) for _ in range(random.integers(2, 5))]
+        num_devices, discipline = int(random.integers(1, 10)), ("jigsaw", "interleave")[seed % 2]
+    jobs = [job(str(number), 0, workers, 9, profile) for number, (workers, profile) in enumerate(shapes)]
+    shared = group(jobs, num_devices, discipline)
+    steady = get_discipline(discipline).rates(shared, jobs, Cluster(1, num_devices))
+    assert steady.iterations_per_second == pytest.approx(long_run(shared, jobs), rel=0.03)
+
+
+def test_rates_settle_where_two_windows_agree_or_at_the_last_mark():
+    def marks(*rates):
+        found, now = [Mark((0,), (0.0,))], 0.0
+        for rate in rates:
+            now += 1 / rate
+            found.append(Mark((found[-1].done[0] + 1,), (now,)))
+        return found
+
+    assert settled(marks(1.0)) is None and settled(marks(1.0, 1.1)) is None
+    same = marks(2.0, 1.0, 1.01)
+    assert settled(same) == (same[1], same[3])
+    never = marks(1.0, 2.0, 1.0, 2.0, 1.0, 2.0)
+    assert all(settled(never[:count]) is None for count in range(7)) and settled(never) == (never[5], never[6])
 
 
 @settings(max_examples=25, deadline=None)

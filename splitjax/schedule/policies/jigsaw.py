@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from splitjax.schedule.cluster import Cluster
 from splitjax.schedule.discipline import GroupState, Iteration, Rates, Task, discipline
-from splitjax.schedule.iterations import measure_rates
+from splitjax.schedule.iterations import Mark, iterations_to_next, measure_rates, settled
 from splitjax.schedule.jobs import CPU, DEVICE, NETWORK, STORAGE, Job, JobProfile
 from splitjax.schedule.orders import fifo, las, srtf
 from splitjax.schedule.packing import pack
@@ -24,7 +24,6 @@ from splitjax.schedule.policy import Assignment, Group, Member, View, register
 _PAPER = "Kumar et al., Partial backpropagation and JigSaw (arXiv 2111.10672); list scheduling: Graham, Bounds on Multiprocessing Timing Anomalies (1969)"
 _RIVAL = "The packing of `jigsaw` without partial backpropagation, to tell what each contributes"
 _FULL_DENSITY = 1.7  # best without partial backpropagation: all tasks are of full length, and more of them have to wait at a device to keep it busy
-_WARM_UP, _MEASURED = 4, 32  # iterations of the slowest member, before and while steady rates are measured
 
 _TIE = 1e-9  # seconds: sums of the same terms in another order differ by rounding, and must not decide who comes first
 
@@ -151,27 +150,27 @@ def _steady(members: tuple[tuple[JobProfile, int], ...], num_devices: int, parti
     cost, exposed = [profile.iteration_seconds for profile, _ in members], [profile.exposed_seconds for profile, _ in members]
     count = len(members)
     free, ready, progress, done, ends = [0.0] * num_devices, [0.0] * count, [0.0] * count, [0] * count, [0.0] * count
-    begun: tuple[list[int], list[float]] | None = None
-    endless, slow = [math.inf] * count, count  # how many members have not done so many iterations yet
-    replace = heapq.heapreplace
-    while True:
-        member = _choose(free[0], ready, progress, endless)
-        when, last = ready[member], 0.0
-        for length in seconds[member]:
-            end = (free[0] if free[0] > when else when) + length
-            replace(free, end)
-            if end > last:
-                last = end
-        ready[member] = ends[member] = last + exposed[member]
-        if count == 1:  # its devices are all free when it begins, so every iteration is like the first
-            return (1 / ends[0],)
-        progress[member] += cost[member]
-        done[member] += 1
-        slow -= done[member] == (_WARM_UP if begun is None else begun[0][member] + _MEASURED)
-        if not slow:
-            if begun is not None:
-                return tuple((now - before) / (end - start) for now, before, end, start in zip(done, begun[0], ends, begun[1]))
-            begun, slow = (list(done), list(ends)), count
+    endless, replace = [math.inf] * count, heapq.heapreplace
+    marks: list[Mark] = []
+    while (found := settled(marks)) is None:
+        window, slow = iterations_to_next(len(marks)), count  # how many members have not done so many iterations yet
+        due = [num + window for num in done]
+        while slow:
+            member = _choose(free[0], ready, progress, endless)
+            when, last = ready[member], 0.0
+            for length in seconds[member]:
+                end = (free[0] if free[0] > when else when) + length
+                replace(free, end)
+                if end > last:
+                    last = end
+            ready[member] = ends[member] = last + exposed[member]
+            if count == 1:  # its devices are all free when it begins, so every iteration is like the first
+                return (1 / ends[0],)
+            progress[member] += cost[member]
+            done[member] += 1
+            slow -= done[member] == due[member]
+        marks.append(Mark(tuple(done), tuple(ends)))
+    return found[0].rates_until(found[1])
 
 
 @functools.lru_cache(maxsize=1 << 12)
