@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-import time
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ import pytest
 
 import splitjax
 from splitjax.errors import TrainingError
-from splitjax.runtime._idle import noticing_idle
 from splitjax.runtime.scheduled import DecoratedJob, Training, one_core_environment, partial_steps
 from splitjax.schedule import Cluster, Depth, ExecutionOptions, Job, JobProfile, Place, StepOrder, ThreadEngine, execute
 from splitjax.schedule.jobs import CPU, STORAGE
@@ -114,24 +113,34 @@ def test_depths_choose_the_turn_of_a_step_with_partial_backpropagation() -> None
     assert at_depths((0.5,)) is alone and warm_up == ((1.0,),)
 
 
-def test_waiting_is_told_from_computing_and_from_being_kept_from_it() -> None:
-    def compute(seconds: float) -> None:
-        until = time.thread_time() + seconds
-        while time.thread_time() < until:
-            sum(range(1000))
+WATCHED = """
+import threading, time
+from splitjax.runtime._idle import noticing_idle
 
-    waits = threading.Event()
-    with noticing_idle(waits.set):
-        compute(0.05)
-        assert waits.wait(30)
-    busy = threading.Event()
-    with noticing_idle(busy.set):
-        compute(0.3)  # its own time: on a loaded machine much longer by the clock
-    assert not busy.is_set()
-    never = threading.Event()
-    with noticing_idle(never.set):
-        time.sleep(0.1)  # it has not begun
-    assert not never.is_set()
+def compute(seconds):
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        sum(range(1000))
+
+waits = threading.Event()
+with noticing_idle(waits.set):
+    compute(0.05)
+    print("waits", waits.wait(30))
+busy = threading.Event()
+with noticing_idle(busy.set):
+    compute(0.3)  # its own time: on a loaded machine much longer by the clock
+print("busy", busy.is_set())
+never = threading.Event()
+with noticing_idle(never.set):
+    time.sleep(0.1)  # it has not begun
+print("never", never.is_set())
+"""
+
+
+def test_waiting_is_told_from_computing_and_from_being_kept_from_it() -> None:
+    # In a process of its own: threads that other tests have left here compute too, now and then.
+    found = subprocess.run([sys.executable, "-c", WATCHED], capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout.split() == ["waits", "True", "busy", "False", "never", "False"]
 
 
 def test_one_core_is_one_thread_and_one_device() -> None:
