@@ -34,7 +34,7 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
                 gaps.append(found.gap)
                 floors.append(found.optimal_seconds / found.floor_seconds - 1)
                 steady.append(_steady(jobs, num_devices))
-            rows.append([what, num_jobs, len(gaps), *(f"{value:.1%}" for value in (np.mean(gaps), np.median(gaps), max(gaps), np.mean(floors), np.mean(steady)))])
+            rows.append([what, num_jobs, len(gaps), *(f"{round(value, 3) + 0.0:.1%}" for value in (np.mean(gaps), np.median(gaps), max(gaps), np.mean(floors), np.mean(steady)))])
             means[what, num_jobs] = gaps
     every = [gap for gaps in means.values() for gap in gaps]
     goals = [Goal(f"optimum, {len(every)} small instances: mean gap of one round", float(np.mean(every)), LIMIT, True, ".1%")]
