@@ -34,6 +34,7 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
                 gaps.append(found.gap)
                 floors.append(found.optimal_seconds / found.floor_seconds - 1)
                 steady.append(_steady(jobs, num_devices))
+            # Rounded first, plus 0: what an integer program or a rate is short of exact would be printed as -0.0%.
             rows.append([what, num_jobs, len(gaps), *(f"{round(value, 3) + 0.0:.1%}" for value in (np.mean(gaps), np.median(gaps), max(gaps), np.mean(floors), np.mean(steady)))])
             means[what, num_jobs] = gaps
     every = [gap for gaps in means.values() for gap in gaps]

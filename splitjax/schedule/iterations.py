@@ -11,6 +11,7 @@ from splitjax.schedule.discipline import GroupState, Iteration, NextIteration, R
 from splitjax.schedule.jobs import DEVICE, Job
 from splitjax.schedule.policy import Group
 
+_UNEQUAL = 64  # iterations of others for one of the slowest member: beyond, it counts as never served
 _WARM_UP, _WINDOW = 4, 16  # iterations of the slowest member, before and in the first window over which rates are measured
 _MOST_MARKS = 7  # after 4, 20, 36, 68, 132, 260 and 516 of them
 _AGREE = 0.02  # by how much rates of two windows may differ
@@ -91,7 +92,7 @@ def settled(marks: Sequence[Mark]) -> tuple[Mark, Mark] | None:
 
 
 def measure_rates(next_iteration: NextIteration, group: Group, jobs: Sequence[Job]) -> Rates:
-    """Steady rates: the group is run with endless jobs until they have `settled`."""
+    """Steady rates: the group is run with endless jobs until they have `settled`. Raises `ScheduleError` if a member is never served."""
     count = len(jobs)
     state = start_state(group, jobs, remaining=[math.inf] * count)
     seconds, worth, ends = [0.0] * count, [0.0] * count, [0.0] * count
@@ -100,7 +101,8 @@ def measure_rates(next_iteration: NextIteration, group: Group, jobs: Sequence[Jo
     while (found := settled(marks)) is None:
         begun = state.iterations
         window = iterations_to_next(len(marks))
-        for _ in range(max(window, 64) * 64 * count):
+        # Short windows wait as long as middling ones: a member that was ahead can stand still for long without starving.
+        for _ in range(max(window, 64) * _UNEQUAL * count):
             iteration = next_iteration(group, jobs, state)
             state = advance(group, state, iteration)
             member = iteration.member
