@@ -6,9 +6,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from splitjax.errors import ScheduleError
 from splitjax.schedule.discipline import GroupState, Iteration, NextIteration, Rates
-from splitjax.schedule.jobs import DEVICE, Job
+from splitjax.schedule.jobs import DEVICE, RESOURCES, Job
 from splitjax.schedule.policy import Group
 
 _UNEQUAL = 64  # iterations of others for one of the slowest member: beyond, it counts as never served
@@ -91,13 +94,24 @@ def settled(marks: Sequence[Mark]) -> tuple[Mark, Mark] | None:
     return (marks[-2], marks[-1]) if len(marks) == _MOST_MARKS else None
 
 
+def within_capacity(speeds: Sequence[float], busy_seconds: Sequence[Sequence[float]], num_devices: int) -> tuple[float, ...]:
+    """The speeds (iterations per second of each member), all lower by one factor if together they take more than there is of a resource.
+
+    `busy_seconds`: [member][resource], of one iteration on all devices. Members end their iterations at different moments, so each one's window is
+    another, and an iteration's worth of work can be counted in windows into which it does not fit.
+    """
+    taken = max(sum(speed * seconds for speed, seconds in zip(speeds, each)) for each in zip(*busy_seconds))
+    return tuple(speed * num_devices / taken for speed in speeds) if taken > num_devices else tuple(speeds)
+
+
 def measure_rates(next_iteration: NextIteration, group: Group, jobs: Sequence[Job]) -> Rates:
-    """Steady rates: the group is run with endless jobs until they have `settled`. Raises `ScheduleError` if a member is never served."""
+    """Steady rates: the group is run with endless jobs until they have `settled`, and kept `within_capacity`. Raises `ScheduleError` if a member is never served."""
     count = len(jobs)
     state = start_state(group, jobs, remaining=[math.inf] * count)
-    seconds, worth, ends = [0.0] * count, [0.0] * count, [0.0] * count
+    busy = np.zeros((count, len(RESOURCES)))  # seconds
+    worth, ends = np.zeros(count), [0.0] * count
     marks: list[Mark] = []
-    totals: list[tuple[list[float], list[float]]] = []
+    totals: list[tuple[NDArray, NDArray]] = []
     while (found := settled(marks)) is None:
         begun = state.iterations
         window = iterations_to_next(len(marks))
@@ -107,7 +121,8 @@ def measure_rates(next_iteration: NextIteration, group: Group, jobs: Sequence[Jo
             state = advance(group, state, iteration)
             member = iteration.member
             ends[member] = iteration.ready_seconds
-            seconds[member] += sum(task.seconds for task in iteration.tasks if task.resource == DEVICE)
+            for task in iteration.tasks:
+                busy[member, task.resource] += task.seconds
             worth[member] += iteration_credit(jobs[member], iteration)
             if min(now - before for now, before in zip(state.iterations, begun)) >= window:
                 break
@@ -117,11 +132,10 @@ def measure_rates(next_iteration: NextIteration, group: Group, jobs: Sequence[Jo
                 remedy="serve every member, such as by attained service",
             )  # fmt: skip
         marks.append(Mark(state.iterations, tuple(ends)))
-        totals.append((list(seconds), list(worth)))
+        totals.append((busy.copy(), worth.copy()))
     first, last = found
-    (seconds_before, worth_before), (seconds, worth) = totals[marks.index(first)], totals[marks.index(last)]
-    done = [now - before for now, before in zip(last.done, first.done)]
-    return Rates(
-        first.rates_until(last), tuple((now - before) / num for now, before, num in zip(seconds, seconds_before, done)),
-        tuple((now - before) / num for now, before, num in zip(worth, worth_before, done)),
-    )  # fmt: skip
+    (busy_before, worth_before), (busy, worth) = totals[marks.index(first)], totals[marks.index(last)]
+    done = np.subtract(last.done, first.done)
+    each = ((busy - busy_before) / done[:, None]).tolist()
+    speeds = within_capacity(first.rates_until(last), each, len(group.devices))
+    return Rates(speeds, tuple(seconds[DEVICE] for seconds in each), tuple(((worth - worth_before) / done).tolist()))

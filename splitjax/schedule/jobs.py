@@ -121,10 +121,11 @@ class JobProfile:
         return self.partial_seconds(num_workers) / self.iteration_seconds
 
     def resource_seconds(self, num_workers: int) -> tuple[float, float, float, float]:
-        """What an iteration under partial backpropagation takes at least of each of a worker's resources, in the order of `RESOURCES`."""
+        """What an iteration under partial backpropagation takes at least of each of a worker's resources, in the order of `RESOURCES`. Without stages,
+        what is exposed is waiting of which nobody knows for what: any number of jobs may wait at a time."""
         compute = self.partial_seconds(num_workers)
         if self.stages is None:
-            return 0.0, 0.0, compute, self.exposed_seconds
+            return 0.0, 0.0, compute, 0.0
         # Stages are measured apart: one can be said to take longer than the iteration that it is part of.
         storage, cpu, _, network = (min(seconds, self.iteration_seconds) for seconds in self.stages.seconds)
         return storage, cpu, compute, network

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from splitjax.schedule.cluster import Cluster
-from splitjax.schedule.jobs import Job, JobProfile
+from splitjax.schedule.jobs import Job, JobProfile, Stages
 
 
 def exchange_seconds(cluster: Cluster, num_workers: int, num_bytes: int) -> float:
@@ -22,23 +22,25 @@ def exchange_seconds(cluster: Cluster, num_workers: int, num_bytes: int) -> floa
 
 def over_links(jobs: Sequence[Job], cluster: Cluster) -> tuple[Job, ...]:
     """The jobs with iterations that wait for their exchange over the cluster's links, or for longer where their profiles say so. With shallower
-    depths it is still that of the full gradient, which is an upper bound. A second call changes nothing."""
+    depths it is still that of the full gradient, which is an upper bound. Where it takes longer than computing does, no two of a device's jobs exchange
+    at a time (`Stages.network_seconds`). A second call changes nothing."""
     known: dict[tuple[JobProfile, int], JobProfile] = {}
 
     def linked(job: Job) -> Job:
         key = job.profile, job.num_workers
         if key not in known:
-            known[key] = _waiting(job.profile, exchange_seconds(cluster, job.num_workers, job.profile.depths[0].gradient_bytes))
-        return job if known[key] is job.profile else dataclasses.replace(job, profile=known[key])
+            known[key] = _waiting(job.profile, job.num_workers, exchange_seconds(cluster, job.num_workers, job.profile.depths[0].gradient_bytes))
+        return job if known[key] == job.profile else dataclasses.replace(job, profile=known[key])
 
     if not cluster.node_bytes_per_second and not cluster.network_bytes_per_second:
         return tuple(jobs)
     return tuple(map(linked, jobs))
 
 
-def _waiting(profile: JobProfile, seconds: float) -> JobProfile:
-    network = 0.0 if profile.stages is None else profile.stages.network_seconds
-    if seconds <= profile.exposed_seconds and (profile.stages is None or seconds <= network):
-        return profile
-    stages = profile.stages and dataclasses.replace(profile.stages, network_seconds=max(network, seconds))
+def _waiting(profile: JobProfile, num_workers: int, seconds: float) -> JobProfile:
+    stages = profile.stages
+    if stages is None and seconds > profile.partial_seconds(num_workers):  # links, not devices, are what jobs compete for
+        stages = Stages(device_seconds=profile.task_seconds(0))
+    if stages is not None and seconds > stages.network_seconds:
+        stages = dataclasses.replace(stages, network_seconds=seconds)
     return dataclasses.replace(profile, exposed_seconds=max(profile.exposed_seconds, seconds), stages=stages)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from splitjax.schedule.cluster import Cluster
 from splitjax.schedule.discipline import GroupState, Iteration, Rates, Task, discipline
-from splitjax.schedule.iterations import Mark, iterations_to_next, measure_rates, settled
+from splitjax.schedule.iterations import Mark, iterations_to_next, measure_rates, settled, within_capacity
 from splitjax.schedule.jobs import CPU, DEVICE, NETWORK, STORAGE, Job, JobProfile
 from splitjax.schedule.orders import fifo, las, srtf
 from splitjax.schedule.packing import pack
@@ -170,7 +170,7 @@ def _steady(members: tuple[tuple[JobProfile, int], ...], num_devices: int, parti
             done[member] += 1
             slow -= done[member] == due[member]
         marks.append(Mark(tuple(done), tuple(ends)))
-    return found[0].rates_until(found[1])
+    return within_capacity(found[0].rates_until(found[1]), [(sum(each),) for each in seconds], num_devices)
 
 
 @functools.lru_cache(maxsize=1 << 12)

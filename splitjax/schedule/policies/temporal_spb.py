@@ -32,11 +32,19 @@ def temporal_spb_fifo(view: View) -> Assignment:
     return with_discipline(fifo.fifo(view), "temporal-spb")
 
 
+def _iteration_seconds(job: Job, depth: int) -> float:
+    """A shallow iteration computes for less time than a full one, but its input and exchange, hidden or not, take as long."""
+    profile = job.profile
+    storage, cpu, _, network = profile.resource_seconds(job.num_workers)
+    return max(profile.task_seconds(depth) + profile.exposed_seconds, storage, cpu, network)
+
+
 def _rates(group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
     (job,) = jobs
     profile, seconds = job.profile, job.profile.partial_seconds(job.num_workers)
     credit = 1 - (profile.task_seconds(0) - seconds) / profile.iteration_seconds
-    return Rates((1 / (seconds + profile.exposed_seconds),), (seconds * job.num_workers,), (credit,))
+    turns = [_iteration_seconds(job, depth) for depth in profile.partial_depths(job.num_workers)]
+    return Rates((len(turns) / sum(turns),), (seconds * job.num_workers,), (credit,))
 
 
 @discipline("temporal-spb", _rates)
@@ -49,4 +57,4 @@ def temporal_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> 
     depth = depths[state.iterations[0] % len(depths)]
     seconds = job.profile.task_seconds(depth)
     tasks = tuple(Task(worker, device, depth, start, seconds) for worker, device in enumerate(member.devices))
-    return Iteration(0, tasks, start + seconds + job.profile.exposed_seconds)
+    return Iteration(0, tasks, start + _iteration_seconds(job, depth))
