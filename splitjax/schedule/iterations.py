@@ -14,7 +14,7 @@ from splitjax.schedule.discipline import GroupState, Iteration, NextIteration, R
 from splitjax.schedule.jobs import DEVICE, RESOURCES, Job
 from splitjax.schedule.policy import Group
 
-_UNEQUAL = 64  # iterations of others for one of the slowest member: beyond, it counts as never served
+_STARVED_AFTER = 64  # iterations of others for one of its own: a member that gets less counts as never served
 _WARM_UP, _WINDOW = 4, 16  # iterations of the slowest member, before and in the first window over which rates are measured
 _MOST_MARKS = 7  # after 4, 20, 36, 68, 132, 260 and 516 of them
 _AGREE = 0.02  # by how much rates of two windows may differ
@@ -105,10 +105,11 @@ def within_capacity(speeds: Sequence[float], busy_seconds: Sequence[Sequence[flo
 
 
 def measure_rates(next_iteration: NextIteration, group: Group, jobs: Sequence[Job]) -> Rates:
-    """Steady rates: the group is run with endless jobs until they have `settled`, and kept `within_capacity`. Raises `ScheduleError` if a member is never served."""
+    """Steady rates: the group is run with endless jobs until they have `settled`, and kept `within_capacity`. Raises `ScheduleError`
+    if a member is never served."""
     count = len(jobs)
     state = start_state(group, jobs, remaining=[math.inf] * count)
-    busy = np.zeros((count, len(RESOURCES)))  # seconds
+    busy_seconds = np.zeros((count, len(RESOURCES)))
     worth, ends = np.zeros(count), [0.0] * count
     marks: list[Mark] = []
     totals: list[tuple[NDArray, NDArray]] = []
@@ -116,13 +117,13 @@ def measure_rates(next_iteration: NextIteration, group: Group, jobs: Sequence[Jo
         begun = state.iterations
         window = iterations_to_next(len(marks))
         # Short windows wait as long as middling ones: a member that was ahead can stand still for long without starving.
-        for _ in range(max(window, 64) * _UNEQUAL * count):
+        for _ in range(max(window, 64) * _STARVED_AFTER * count):
             iteration = next_iteration(group, jobs, state)
             state = advance(group, state, iteration)
             member = iteration.member
             ends[member] = iteration.ready_seconds
             for task in iteration.tasks:
-                busy[member, task.resource] += task.seconds
+                busy_seconds[member, task.resource] += task.seconds
             worth[member] += iteration_credit(jobs[member], iteration)
             if min(now - before for now, before in zip(state.iterations, begun)) >= window:
                 break
@@ -132,10 +133,10 @@ def measure_rates(next_iteration: NextIteration, group: Group, jobs: Sequence[Jo
                 remedy="serve every member, such as by attained service",
             )  # fmt: skip
         marks.append(Mark(state.iterations, tuple(ends)))
-        totals.append((busy.copy(), worth.copy()))
+        totals.append((busy_seconds.copy(), worth.copy()))
     first, last = found
-    (busy_before, worth_before), (busy, worth) = totals[marks.index(first)], totals[marks.index(last)]
+    (busy_before, worth_before), (busy_seconds, worth) = totals[marks.index(first)], totals[marks.index(last)]
     done = np.subtract(last.done, first.done)
-    each = ((busy - busy_before) / done[:, None]).tolist()
+    each = ((busy_seconds - busy_before) / done[:, None]).tolist()
     speeds = within_capacity(first.rates_until(last), each, len(group.devices))
     return Rates(speeds, tuple(seconds[DEVICE] for seconds in each), tuple(((worth - worth_before) / done).tolist()))

@@ -110,7 +110,7 @@ def _staged(
     member: int, profile: JobProfile, workers: Sequence[int], depths: Sequence[int], group: Group, state: GroupState, ready: float, turn: int
 ) -> Iteration:
     """A job whose stages are known occupies the storage, CPU and network beside each device too. It overlaps its own stages as far as its iteration
-    time alone says: the next stage begins once a share of the one before has passed."""
+    time alone says: the next stage begins once a share of the one before has passed. What it waits for longer than all of them take comes last."""
     seconds = profile.stages.seconds
     outside = sum(seconds) - seconds[DEVICE]
     share = min(1.0, profile.exposed_seconds / outside) if outside else 0.0
@@ -140,7 +140,7 @@ def _staged(
         found[index] = starts(free[index])
         begins[index] = found[index][2]
         end = max(end, network + share * seconds[NETWORK])
-    return Iteration(member, tuple(tasks), end)
+    return Iteration(member, tuple(tasks), end + max(0.0, profile.exposed_seconds - outside))
 
 
 @functools.lru_cache(maxsize=1 << 16)
