@@ -184,12 +184,15 @@ def _assignment(view: View, order: Order, chosen: list[tuple[int, ...]], running
 def _cycle(group: Group, jobs: Sequence[Job]) -> tuple[list[float], tuple[int, ...]]:
     """Seconds of each phase of a cycle, and the resource on which each member begins it."""
     times = tuple(stage_seconds(job.profile) for job in jobs)
-    stretch = 1 + (group.option or 0.0) * (len(jobs) > 1)
     ordered = sorted(range(len(jobs)), key=lambda member: times[member])
     _, offsets = interleave(tuple(times[member] for member in ordered))
     offset = dict(zip(ordered, offsets))
     mine = tuple(offset[member] for member in range(len(jobs)))
-    return [stretch * seconds for seconds in _phases(times, mine)], mine
+    phases = _phases(times, mine)
+    # Stages need not explain all that an iteration takes, and nobody is faster than alone.
+    longest = max(job.profile.iteration_seconds for job in jobs)
+    stretch = max(1 + (group.option or 0.0) * (len(jobs) > 1), longest / sum(phases))
+    return [stretch * seconds for seconds in phases], mine
 
 
 def _rates(group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
