@@ -51,6 +51,10 @@ class PlanError(SplitjaxError, ValueError):
     """A plan that does not fit the step, or that cannot be read."""
 
 
+class PartitionerError(PlanError):
+    """A plan under which XLA's partitioner would compute wrong numbers, and no other way to evaluate the operation is known."""
+
+
 class StateError(SplitjaxError, ValueError):
     """The step's state does not come back, or comes back ambiguously or changed."""
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from splitjax.cost.convolutions import derive_convolutions
 from splitjax.cost.flow import Axes, Flow, flows, linked, used_axes
 from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
 from splitjax.mesh import MeshShape
@@ -78,11 +79,13 @@ def predict_collectives(
         layer = names.get(flow.use.param, flow.use.layer)
         for event in _activations(i, chain, mesh):
             events += [(layer, one) for one in (_in_turns(event, mesh) if group_comm == "turns" else (event,))]
+    parts = {one.param: one.gathered for one in derive_convolutions(graph, leaves, mesh, tuple(batch_axes), replicated_batch) if one.gathered}
     behind = {flow.use.param for i, flow in enumerate(chain) if i or flow.use.trips > 1} | {leaf.path for leaf in leaves if leaf.path not in experts}
     for leaf in leaves:
         if leaf.role == "param":
             found = _gradients(
-                leaf, states.get(leaf.path, ()), experts.get(leaf.path, ()), mesh, tuple(batch_axes), replicated_batch, leaf.path in behind
+                leaf, states.get(leaf.path, ()), experts.get(leaf.path, ()), mesh, tuple(batch_axes), replicated_batch, leaf.path in behind,
+                parts.get(leaf.path, ()),
             )
             events += [(names.get(leaf.path, leaf.path), event) for event in found]
     return tuple(
@@ -213,14 +216,15 @@ def _states(graph: Graph, leaves: Sequence[LeafPlan]) -> dict[str, list[LeafPlan
 
 
 def _gradients(
-    leaf: LeafPlan, states: Sequence[LeafPlan], experts: Axes, mesh: MeshShape, batch_axes: Axes, replicated_batch: str, read_back: bool
+    leaf: LeafPlan, states: Sequence[LeafPlan], experts: Axes, mesh: MeshShape, batch_axes: Axes, replicated_batch: str, read_back: bool, parts: Axes
 ) -> Iterator[_Event]:
     """One parameter's weight gathers and gradient sums.
 
     Over batch axes that split it for storage alone: gathered for the forward and again for the backward pass, the gradient
     reduce-scattered (Rajbhandari et al., "ZeRO", arXiv 1910.02054, stage 3). Over batch axes that do not split it: an
     all-reduce of the device's shard; where its gradient or its optimizer state is split over them, a reduce-scatter of the
-    gradient and an all-gather of the new values instead (stages 1 and 2), as many bytes.
+    gradient and an all-gather of the new values instead (stages 1 and 2), as many bytes. `parts`: axes over which devices have
+    the gradient of other groups of a whole convolution weight: an all-gather puts them together.
     """
     split = mesh.present(spec_axes(leaf.spec))
     used = used_axes(leaf.spec, mesh, batch_axes, replicated_batch)
@@ -240,4 +244,6 @@ def _gradients(
         yield "reduce_scatter", zero, shard, f"gradient of {leaf.path}, onto its split optimizer state", BACKWARD
         yield "all_gather", zero, shard, f"new value of {leaf.path}, from its split optimizer state", BACKWARD
     if rest:
-        yield "all_reduce", rest, shard // mesh.size(zero), f"gradient of {leaf.path}", BACKWARD
+        yield "all_reduce", rest, shard // mesh.size((*zero, *parts)), f"gradient of {leaf.path}", BACKWARD
+    if parts:
+        yield "all_gather", parts, shard, f"gradient of {leaf.path}, its groups put together", BACKWARD

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from splitjax import _compat
+from splitjax.cost.convolutions import derive_convolutions
 from splitjax.errors import PlanError, SplitjaxError, StateError, TraceError
 from splitjax.lower.agreement import agree, program_text
 from splitjax.lower.arguments import Bound, Options, abstract, call_with, keyword_only
@@ -245,9 +246,10 @@ def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> Layout:
     arguments = graph, plan.leaves, plan.mesh, plan.batch_axes, plan.replicated_batch
     exchanges = derive_exchanges(*arguments)
     sums = derive_scatters(*arguments, exchanges)
-    return Layout.of(mesh, (*plan.constraints, *pin_gradients(graph, plan.leaves)), sums, weight_uses(*arguments), names={use.site: use.layer for use in graph.uses})
-
-
+    return Layout.of(
+        mesh, (*plan.constraints, *pin_gradients(graph, plan.leaves)), sums, weight_uses(*arguments),
+        names={use.site: use.layer for use in graph.uses}, convolutions=derive_convolutions(*arguments),
+    )
 
 
 def trace_error(error: Exception, recipe: Recipe, mesh: Mesh, args: tuple) -> Exception:

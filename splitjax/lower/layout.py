@@ -17,9 +17,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from splitjax import _compat
+from splitjax.cost.convolutions import LocalConvolution
 from splitjax.lower import gradient
 from splitjax.lower.exchange import Exchange, WeightUse
 from splitjax.lower.groups import Copies, Where, evaluate_product, fits, scope
+from splitjax.lower.local_convolution import evaluate_local
 from splitjax.lower.row_values import Rows
 from splitjax.lower.scatter import Scatter, Summed
 from splitjax.lower.scattering import evaluate_scatter, evaluate_summed
@@ -52,22 +54,24 @@ class Layout:
     uses: tuple[WeightUse, ...] = ()
     manual: tuple[str, ...] = ()  # the axes of a surrounding shard_map: shardings refer to the mesh in context
     names: Mapping[Site, str] = dataclasses.field(default_factory=dict)  # layers of products, for profiles
+    convolutions: Mapping[Site, LocalConvolution] = dataclasses.field(default_factory=dict)  # those that XLA is not asked to partition
     rematerialised: bool = False  # inside a function that the backward pass runs again
 
     @classmethod
     def of(
         cls, mesh: Mesh, constraints: Sequence[Constraint], explicit: Sequence[Exchange | Scatter | Summed] = (), uses: Sequence[WeightUse] = (),
-        names: Mapping[Site, str] | None = None,
+        names: Mapping[Site, str] | None = None, convolutions: Sequence[LocalConvolution] = (),
     ) -> Layout:
         by_site: dict[Site, list[Constraint]] = collections.defaultdict(list)
         for one in constraints:
             by_site[one.site].append(one)
-        sites = {*by_site, *(one.site for one in explicit)}
+        sites = {*by_site, *(one.site for one in (*explicit, *convolutions))}
         inside = frozenset(site[:depth] for site in sites for depth in range(1, len(site)))
         pinned = {site: tuple(found) for site, found in by_site.items()}
         exchanges = {one.site: one for one in explicit if isinstance(one, Exchange)}
         sums = {one.site: one for one in explicit if not isinstance(one, Exchange)}
-        return cls(mesh, pinned, inside, exchanges, sums, tuple(uses), names=dict(names or {}))
+        local = {one.site: one for one in convolutions}
+        return cls(mesh, pinned, inside, exchanges, sums, tuple(uses), names=dict(names or {}), convolutions=local)
 
     def without(self, manual: Sequence[str]) -> Layout:
         """The same layout for the inside of a `shard_map` that is manual over some axes: they do not occur in its constraints."""
@@ -154,9 +158,13 @@ def _placed(
         if isinstance(summed, Summed):
             return evaluate_summed(summed, eqn, values, Where(layout.mesh))
         if summed.fits(eqn):
-            return evaluate_scatter(summed, eqn, values, Where(layout.mesh), layout.rematerialised)
+            return evaluate_scatter(summed, eqn, values, Where(layout.mesh), layout.rematerialised, layout.convolutions.get(site))
     values = _pin(layout, site, values, results=False)
-    return _pin(layout, site, _equation(layout, eqn, values, site, hooks, copies), results=True)
+    if site in layout.convolutions and eqn.primitive.name == "conv_general_dilated":
+        results = evaluate_local(layout.convolutions[site], eqn, values, Where(layout.mesh, layout.manual))
+    else:
+        results = _equation(layout, eqn, values, site, hooks, copies)
+    return _pin(layout, site, results, results=True)
 
 
 def _pin(layout: Layout, site: Site, values: list[Any], results: bool) -> list[Any]:

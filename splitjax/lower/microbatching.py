@@ -155,7 +155,8 @@ def _islands(
         return None
     even = lambda: local_examples(graph.num_examples, number, plan.batch_axes, mesh, (*manual, *group))
     twin = twin_of(eqn, site, traced_examples(share // plan.mesh.size(group)) if share else even())
-    bare = Layout(layout.mesh, {}, frozenset(), manual=(*manual, *group))  # nothing is shared inside an island
+    # Nothing is shared inside an island.
+    bare = Layout(layout.mesh, {}, frozenset(), manual=(*manual, *group), convolutions=layout.convolutions)
     return Request(
         group, gradient.boundary_forward(twin)[0],
         tuple(at for at, axes in here if axes), tuple(at for at, axes in here if not axes),

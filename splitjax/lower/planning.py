@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from splitjax.cost import predict_collectives, predict_memory
 from splitjax.errors import PlanError, UnknownPrimitiveError
 from splitjax.lower.constraints import derive_constraints, place_batches
+from splitjax.lower.remedies import apply_remedies
 from splitjax.mesh import MeshShape
 from splitjax.plan import Constraint, LayerPlan, LeafPlan, Plan, Spec, first_mismatch, spec_axes
 from splitjax.rules import RuleSet, assign
 from splitjax.rules.sharded_state import shard_state
-from splitjax.trace.graph import Graph, Unknown
+from splitjax.trace.graph import Graph, Suspect, Unknown
 
 
 def make_plan(graph: Graph, rules: RuleSet, mesh: MeshShape, unknown: str = "error", sharded_state: bool = False) -> Plan:
@@ -75,9 +76,9 @@ def _complete(graph: Graph, mesh: MeshShape, rules: str, replicated_batch: str, 
     if reached and unknown == "error":
         raise _unknown_error(reached[0])
     extra = tuple(constraint for one in reached for constraint in _gather_around(one, f"{one.primitive} has no dim rule: gathered around it"))
-    if batch_axes and graph.per_example_convs:
-        extra += tuple(c for one in graph.per_example_convs for c in _gather_around(one, _PER_EXAMPLE))
-        notes += tuple(f"convolution at {one.source or 'an unknown line'}: {_PER_EXAMPLE}" for one in graph.per_example_convs)
+    remedies = apply_remedies(graph, mesh, lambda one: _reaches_sharded(graph, one, leaves, batch_axes))
+    extra += remedies.constraints
+    notes += tuple(note for note in remedies.notes if note not in notes)  # a pinned plan has them already
     return Plan(
         mesh=mesh, rules=rules, replicated_batch=replicated_batch, batch_axes=batch_axes, leaves=leaves, layers=layers,
         constraints=constraints + extra,
@@ -88,8 +89,8 @@ def _complete(graph: Graph, mesh: MeshShape, rules: str, replicated_batch: str, 
     )
 
 
-def _reaches_sharded(graph: Graph, one: Unknown, leaves: tuple[LeafPlan, ...], batch_axes: tuple[str, ...]) -> bool:
-    """Whether an operand (or result) dim of an unknown operation is sharded: an example dim, or one in the local class of a
+def _reaches_sharded(graph: Graph, one: Unknown | Suspect, leaves: tuple[LeafPlan, ...], batch_axes: tuple[str, ...]) -> bool:
+    """Whether an operand (or result) dim of an operation is sharded: an example dim, or one in the local class of a
     sharded parameter dim. Inside a boundary the parameters' own layout counts: what only their state has does not get there."""
     inside = any(one.site[: len(gradient.site)] == gradient.site for gradient in graph.gradients)
     sharded = {
@@ -111,10 +112,6 @@ def _unknown_error(one: Unknown) -> UnknownPrimitiveError:
         remedy=f'teach it with splitjax.register_dims({one.primitive!r}, "b i, i o -> b o"), or pass unknown="gather" to run the '
         "operation replicated on every device",
     )
-
-
-# jax.jit alone gives wrong gradients there: see `trace.tracer`.
-_PER_EXAMPLE = "its groups run over examples, which XLA does not partition correctly: it runs whole on every device"
 
 
 def _gather_around(one: Unknown, why: str) -> list[Constraint]:

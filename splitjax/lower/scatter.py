@@ -76,7 +76,7 @@ def derive_scatters(
         leaf = planned.get(use.param)
         parts = gained_dims(graph, use.weight_dims, leaf, one.rest) if leaf is not None else ()
         found.append(dataclasses.replace(one, scatter=parts))
-    taken = {one.site for one in exchanges} | {one.site for one in graph.per_example_convs}
+    taken = {one.site for one in exchanges}
     for use in graph.uses:
         if use.site not in taken and use.param in planned:
             scatter = _scatter(graph, use, planned[use.param], mesh, batch_axes, replicated_batch)

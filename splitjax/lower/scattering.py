@@ -20,7 +20,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from splitjax import _compat
+from splitjax.cost.convolutions import LocalConvolution
 from splitjax.lower.groups import Where, scope, sum_into_parts
+from splitjax.lower.local_convolution import evaluate_local
 from splitjax.lower.scatter import Parts, Scatter, Summed
 
 
@@ -32,6 +34,7 @@ class _Product:
     where: Where
     eqn: Any
     keeps: bool  # a weight that was gathered for the forward pass serves the backward pass, too
+    convolution: LocalConvolution | None  # how it is evaluated where XLA's partitioner must not be asked over the other axes
 
     @property
     def data_spec(self) -> PartitionSpec:
@@ -54,14 +57,18 @@ class _Product:
 
     def local(self, data: Any, weight: Any) -> Any:
         operands = (weight, data) if self.scatter.weight == 0 else (data, weight)
+        if self.convolution is not None:
+            return evaluate_local(self.convolution, self.eqn, operands, Where(self.where.mesh, self.scatter.axes))[0]
         return _compat.bind_equation(self.eqn, operands)[0]
 
 
-def evaluate_scatter(one: Scatter, eqn: Any, operands: Sequence[Any], where: Where, rematerialised: bool) -> list[Any]:
+def evaluate_scatter(
+    one: Scatter, eqn: Any, operands: Sequence[Any], where: Where, rematerialised: bool, convolution: LocalConvolution | None = None
+) -> list[Any]:
     """The result of the product, differentiated as planned. `rematerialised`: the backward pass runs the forward once more, and
-    gathers a stored weight in doing so."""
+    gathers a stored weight in doing so. `convolution`: as the layout has it at this site."""
     with jax.named_scope(scope("product", one.layer)):
-        return [multiply(_Product(one, where, eqn, rematerialised), operands[one.data], operands[one.weight])]
+        return [multiply(_Product(one, where, eqn, rematerialised, convolution), operands[one.data], operands[one.weight])]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -21,6 +21,7 @@ from splitjax.report.evidence import (
     FORWARD,
     GRADIENT,
     HANDED,
+    MOVED,
     ROWS,
     STATE,
     SUMMED,
@@ -34,6 +35,7 @@ from splitjax.report.evidence import (
 
 _GRADIENT = re.compile(r"gradient of (.+?)(?:, onto its split optimizer state)?")
 _HANDED = re.compile(r"gradient of (.+), handed to workers that did not compute it")
+_GROUPS = re.compile(r"gradient of (.+), its groups put together")
 _STORED = re.compile(r"(forward|backward): (.+) is stored in pieces")
 _ROWS = re.compile(r"rows of the gradient of (.+), by \w+")
 _NEW = re.compile(r"new value of (.+?)(?:, from its split optimizer state)?")
@@ -57,6 +59,8 @@ def purpose(planned: Collective) -> Purpose:
     """Reads the reason that `cost.collectives` gave."""
     if match := _HANDED.fullmatch(planned.why):
         return Purpose(HANDED, BACKWARD, match.group(1))
+    if match := _GROUPS.fullmatch(planned.why):
+        return Purpose(MOVED, BACKWARD, match.group(1))
     if match := _GRADIENT.fullmatch(planned.why):
         return Purpose(GRADIENT, BACKWARD, match.group(1))
     if match := _ROWS.fullmatch(planned.why):

@@ -121,14 +121,52 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Unknown:
-    """An operation that has to run replicated if something sharded reaches it: its primitive has no dim rule, or XLA cannot
-    be trusted to partition it."""
+    """An operation that has to run replicated if something sharded reaches it, because its primitive has no dim rule."""
 
     primitive: str
     site: tuple[int, ...]
     source: str
     operand_dims: tuple[tuple[Dim, ...], ...]
     result_dims: tuple[tuple[Dim, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvolutionDims:
+    """The atoms behind the dims of a convolution; a kind of dim that it lacks, or whose size is 1, has none.
+
+    - `groups`: of feature groups or batch groups; data, weight and result share them.
+    - `batch`: of the data (in each batch group) that the result keeps.
+    - `contracted`: of the features (in each feature group) that data and weight share and the result lacks.
+    - `features`: of the weight's output (in each group) that the result keeps.
+    """
+
+    groups: Dim
+    batch: Dim
+    contracted: Dim
+    features: Dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Suspect:
+    """An operation that a row of `splitjax.partitioner.DEFECTS` covers: XLA's partitioner may compute it wrongly.
+
+    - `defect`: the name of the row; `primitive`, `site`, `source`: of the operation; `trips`: how often it runs per step.
+    - `operand_dims`, `result_dims`: in atoms, per operand and result.
+    - `editable`: whether lowering can reach it: it does not stand inside a custom derivative rule.
+    - `backward`: whether it belongs to a backward pass that plain JAX already traced.
+    - `convolution`: the atoms of a convolution that lowering evaluates device by device; None for other operations.
+    """
+
+    defect: str
+    primitive: str
+    site: tuple[int, ...]
+    source: str
+    operand_dims: tuple[tuple[Dim, ...], ...]
+    result_dims: tuple[tuple[Dim, ...], ...]
+    editable: bool
+    backward: bool
+    trips: int
+    convolution: ConvolutionDims | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +238,7 @@ class Graph:
     flops: int  # forward flops of all layers
     activation_bytes: int  # forward values that a backward pass may keep alive, whole batch
     notes: tuple[str, ...] = ()
-    per_example_convs: tuple[Unknown, ...] = ()  # convolutions whose groups run over examples
+    suspects: tuple[Suspect, ...] = ()  # operations that XLA's partitioner may compute wrongly, in program order
     gradients: tuple[Gradient, ...] = ()  # of parameters, by every boundary
     spreads: tuple[Spread, ...] = ()  # in program order
     tables: tuple[Table, ...] = ()  # parameters that rows are looked up in

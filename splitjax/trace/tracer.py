@@ -22,6 +22,7 @@ from splitjax.trace.lookups import find_tables
 from splitjax.trace.names import name_dims
 from splitjax.trace.state import fallback_ties, follow
 from splitjax.trace.strengths import strengths
+from splitjax.trace.suspects import find_suspects
 from splitjax.trace.uses import RawUse, find_uses, weight_sources
 
 
@@ -81,7 +82,7 @@ def _assemble(flat: Flat, linked: Linked, flow: Flow, arguments, classes: Classe
         num_boundaries=flat.num_boundaries,
         flops=sum(use.flops for use in uses if not use.backward),
         activation_bytes=_activation_bytes(flat, flow),
-        per_example_convs=tuple(_unknown(flat, i, classes) for i in _per_example_convs(flat, classes, examples)),
+        suspects=find_suspects(flat, classes),
         gradients=_gradients(flat, arguments, sources),
         spreads=tuple(_spreads(flat, arguments, sources, names, classes, example_atoms)),
     )
@@ -124,25 +125,6 @@ def _gradients(flat: Flat, arguments: Sequence[Argument], sources: Sequence[froz
             (index,) = sources[op.inputs[0]]
             found.append(Gradient(op.site, op.params["result"], arguments[index].path, flat.shapes[op.outputs[0]]))
     return tuple(found)
-
-
-def _per_example_convs(flat: Flat, classes: Classes, examples: frozenset[int]) -> list[int]:
-    """Convolutions whose feature or batch groups run over examples: what `vmap` makes of a convolution with one kernel per example,
-    and of the kernel's gradient per example. XLA's partitioner splits the groups and computes wrong numbers (seen on jax
-    0.10.2 and 0.12.0.1, plain `jax.jit` with a sharded batch)."""
-    found = []
-    for index, op in enumerate(flat.ops):
-        if op.primitive != "conv_general_dilated":
-            continue
-        numbers, params = op.params["dimension_numbers"], op.params
-        sides = []
-        if params["feature_group_count"] > 1:
-            sides += [(op.inputs[0], numbers.lhs_spec[1]), (op.inputs[1], numbers.rhs_spec[0])]
-        if params["batch_group_count"] > 1:
-            sides += [(op.inputs[0], numbers.lhs_spec[0]), (op.inputs[1], numbers.rhs_spec[0])]
-        if any(classes.soft(atom) in examples for value, dim in sides for atom in classes.atoms.dim(value, dim)):
-            found.append(index)
-    return found
 
 
 def _leaf(index: int, flat: Flat, flow: Flow, arguments, classes: Classes, dim_names, layers: Mapping[int, str]) -> Leaf:

@@ -1,0 +1,121 @@
+"""Over which mesh axes a convolution is split that lowering evaluates device by device: graph + leaf specs -> axes.
+
+XLA's partitioner is not asked about the convolutions that a row of `splitjax.partitioner.DEFECTS` covers, so what it would
+decide is decided here, for predictions (`cost.collectives`) and for lowering (`lower.local_convolution`) alike. A convolution is
+bilinear in data and weight, and has four kinds of dims. In the letters of an einsum, without positions:
+
+    data[b, g i] * weight[g o, i] -> result[b, g o]            with feature groups g
+    data[g b, i] * weight[g o, i] -> result[b, g o]            with batch groups g
+
+`b` is the batch, `g` the groups, `i` the contracted features, `o` the free ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from splitjax.cost.flow import Axes, used_axes
+from splitjax.mesh import MeshShape
+from splitjax.plan import LeafPlan, spec_axes
+from splitjax.trace.graph import Dim, Graph, Suspect
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalConvolution:
+    """The mesh axes over which a convolution's dims are split, by kind of dim (see the module's docstring).
+
+    - `site`: of the equation; `layer`: whose weight it reads, or its source line; `param`: that weight's path, if it is one.
+    - `groups`, `batch`, `contracted`, `features`: the axes.
+    - `gathered`: those axes of `groups` over which the weight itself is whole: each device has the gradient of its groups
+      alone, and an all-gather puts them together. Without `param`, the equation computes such a gradient itself, in a
+      backward pass that plain JAX traced.
+    """
+
+    site: tuple[int, ...]
+    layer: str
+    param: str | None
+    groups: Axes
+    batch: Axes
+    contracted: Axes
+    features: Axes
+    gathered: Axes
+
+
+def derive_convolutions(
+    graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: Axes, replicated_batch: str
+) -> tuple[LocalConvolution, ...]:
+    """The convolutions of a step that are evaluated device by device, in program order.
+
+    Examples lie over the batch axes that the weight leaves free; groups, contracted and free features lie as the weight is
+    used. Groups of a weight that is whole lie as the layers before it leave them, over axes that do not split the batch."""
+    if mesh.num_devices == 1:
+        return ()
+    weights = {use.param for use in graph.uses if use.primitive == "conv_general_dilated"}
+    planned = [leaf for leaf in leaves if leaf.role == "param"]
+    axes_of = {leaf.path: used_axes(leaf.spec, mesh, batch_axes, replicated_batch) for leaf in planned}
+    tables = {
+        labels: (_by_class(graph, [leaf for leaf in planned if leaf.path in weights], axes_of, labels),
+                 _by_class(graph, planned, axes_of, labels))
+        for labels in (graph.local, graph.soft)
+    }
+    uses = {use.site: use for use in graph.uses}
+    found = []
+    for suspect in graph.suspects:
+        if suspect.convolution is None:
+            continue
+        use = uses.get(suspect.site)
+        labels = graph.soft if suspect.backward else graph.local
+        of_weights, of_all = tables[labels]
+        if use is not None and not suspect.backward:
+            of_weights = _by_class(graph, [leaf for leaf in planned if leaf.path == use.param], axes_of, labels)
+        split = _split(graph, suspect, labels, of_weights, of_all, batch_axes)
+        layer, param = (suspect.source, None) if use is None else (use.layer, use.param)
+        if suspect.backward != (param is None):  # neither reads a weight forward nor computes a weight's gradient
+            split["gathered"] = ()
+        found.append(LocalConvolution(suspect.site, layer, param, **split))
+    return tuple(found)
+
+
+def _by_class(graph: Graph, leaves: Sequence[LeafPlan], axes_of: Mapping[str, Axes], labels: Sequence[int]) -> dict[int, Axes]:
+    """Dim class (by its label) -> the axes over which parameters are split along dims that it leads; classes in which
+    parameters disagree are left out."""
+    found: dict[int, set[Axes]] = {}
+    for leaf in leaves:
+        for dim, entry in zip(graph.leaf(leaf.path).dims, leaf.spec, strict=False):
+            axes = tuple(axis for axis in spec_axes((entry,)) if axis in axes_of[leaf.path])
+            if dim and axes:
+                found.setdefault(labels[dim[0]], set()).add(axes)
+    return {label: next(iter(several)) for label, several in found.items() if len(several) == 1}
+
+
+def _split(
+    graph: Graph, suspect: Suspect, labels: Sequence[int], of_weights: Mapping[int, Axes], of_all: Mapping[int, Axes], batch_axes: Axes
+) -> dict[str, Axes]:
+    """How one convolution is split, by field of `LocalConvolution`. No axis splits two kinds of dims: weights come first."""
+    kinds = suspect.convolution
+    taken: list[str] = []
+
+    def take(axes: Axes) -> Axes:
+        left = tuple(axis for axis in axes if axis not in taken)
+        taken.extend(left)
+        return left
+
+    def as_used(dim: Dim, table: Mapping[int, Axes]) -> Axes:
+        return take(table.get(labels[dim[0]], ())) if dim and not graph.is_example(dim) else ()
+
+    split = {
+        "groups": as_used(kinds.groups, of_weights),
+        "features": as_used(kinds.features, of_weights),
+        "contracted": as_used(kinds.contracted, of_weights),
+        "batch": as_used(kinds.batch, of_weights),
+    }
+    for kind, dim in (("batch", kinds.batch), ("groups", kinds.groups), ("contracted", kinds.contracted), ("features", kinds.features)):
+        if graph.is_example(dim):
+            split[kind] = take(batch_axes)
+            break
+    split["gathered"] = () if split["groups"] else as_used(
+        kinds.groups, {label: tuple(axis for axis in axes if axis not in batch_axes) for label, axes in of_all.items()}
+    )
+    split["groups"] = split["groups"] or split["gathered"]
+    return split

@@ -1,0 +1,7 @@
+"""What XLA's SPMD partitioner computes wrongly, as a table, and what splitjax does instead.
+
+See `defects.py` for the table, docs/partitioner.md for how it came about, and `benchmarks/partitioner.py` for the search."""
+
+from splitjax.partitioner.defects import DEFECTS, Action, Defect, defect_named, defect_of
+
+__all__ = ["DEFECTS", "Action", "Defect", "defect_named", "defect_of"]
