@@ -9,11 +9,12 @@ from splitjax.cost import predict_collectives, predict_memory
 from splitjax.errors import PlanError, UnknownPrimitiveError
 from splitjax.lower.constraints import derive_constraints, place_batches
 from splitjax.lower.remedies import apply_remedies
+from splitjax.lower.sharded_dims import ShardedDims
 from splitjax.mesh import MeshShape
 from splitjax.plan import Constraint, LayerPlan, LeafPlan, Plan, Spec, first_mismatch, spec_axes
 from splitjax.rules import RuleSet, assign
 from splitjax.rules.sharded_state import shard_state
-from splitjax.trace.graph import Graph, Suspect, Unknown
+from splitjax.trace.graph import Graph, Unknown
 
 
 def make_plan(graph: Graph, rules: RuleSet, mesh: MeshShape, unknown: str = "error", sharded_state: bool = False) -> Plan:
@@ -72,11 +73,12 @@ def _complete(graph: Graph, mesh: MeshShape, rules: str, replicated_batch: str, 
               backward: bool = True) -> Plan:
     by_path = {leaf.path: leaf for leaf in leaves}
     constraints = derive_constraints(graph, by_path, mesh, batch_axes)
-    reached = [one for one in graph.unknown if _reaches_sharded(graph, one, leaves, batch_axes)]
+    sharded = ShardedDims.of(graph, leaves, batch_axes)
+    reached = [one for one in graph.unknown if sharded.reaches((*one.operand_dims, *one.result_dims), one.site)]
     if reached and unknown == "error":
         raise _unknown_error(reached[0])
     extra = tuple(constraint for one in reached for constraint in _gather_around(one, f"{one.primitive} has no dim rule: gathered around it"))
-    remedies = apply_remedies(graph, mesh, lambda one: _reaches_sharded(graph, one, leaves, batch_axes))
+    remedies = apply_remedies(graph, mesh, sharded)
     extra += remedies.constraints
     notes += tuple(note for note in remedies.notes if note not in notes)  # a pinned plan has them already
     return Plan(
@@ -87,22 +89,6 @@ def _complete(graph: Graph, mesh: MeshShape, rules: str, replicated_batch: str, 
         collectives=predict_collectives(graph, leaves, layers, mesh, batch_axes, replicated_batch, backward=backward),
         notes=notes,
     )
-
-
-def _reaches_sharded(graph: Graph, one: Unknown | Suspect, leaves: tuple[LeafPlan, ...], batch_axes: tuple[str, ...]) -> bool:
-    """Whether an operand (or result) dim of an operation is sharded: an example dim, or one in the local class of a
-    sharded parameter dim. Inside a boundary the parameters' own layout counts: what only their state has does not get there."""
-    inside = any(one.site[: len(gradient.site)] == gradient.site for gradient in graph.gradients)
-    sharded = {
-        graph.local[dim[0]]
-        for leaf, planned in zip(graph.leaves, leaves, strict=True) if planned.is_state and not (inside and planned.role == "optimizer")
-        for dim, entry in zip(leaf.dims, planned.spec, strict=False) if entry is not None and dim
-    }
-    for dims in (*one.operand_dims, *one.result_dims):
-        for dim in dims:
-            if dim and (graph.local[dim[0]] in sharded or (batch_axes and graph.is_example(dim))):
-                return True
-    return False
 
 
 def _unknown_error(one: Unknown) -> UnknownPrimitiveError:

@@ -1,17 +1,19 @@
 """What a plan does about operations that XLA's partitioner computes wrongly: graph + table -> constraints and notes, or an error.
 
 An operation of the table (`splitjax.partitioner.DEFECTS`) that nothing sharded reaches is left alone. For the others the
-row's action is taken: convolutions are evaluated device by device (`local_convolution.py`), other operations run whole on
-every device, and where neither is possible the plan is refused.
+row's action is taken: convolutions are evaluated device by device (`local_convolution.py`), start indices are clamped
+(`clamped_starts.py`), other operations have the dims in question gathered, and where nothing helps the plan is refused.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from splitjax.errors import PartitionerError
+from splitjax.lower.constraints import FREE
+from splitjax.lower.sharded_dims import ShardedDims
 from splitjax.mesh import MeshShape
 from splitjax.partitioner import Action, Defect, defect_named
 from splitjax.plan import Constraint
@@ -26,15 +28,15 @@ class Remedies:
     notes: tuple[str, ...] = ()
 
 
-def apply_remedies(graph: Graph, mesh: MeshShape, is_reached: Callable[[Suspect], bool]) -> Remedies:
-    """What is done about the suspects of a step on a mesh. `is_reached`: whether something sharded reaches an operation.
+def apply_remedies(graph: Graph, mesh: MeshShape, sharded: ShardedDims) -> Remedies:
+    """What is done about the suspects of a step on a mesh. `sharded`: what the plan splits.
 
     Raises `PartitionerError` for an operation that would be computed wrongly and cannot be evaluated otherwise."""
     if mesh.num_devices == 1:
         return Remedies()
     reached: dict[str, list[Suspect]] = collections.defaultdict(list)
     for suspect in graph.suspects:
-        if is_reached(suspect):
+        if sharded.reaches((one.chosen for one in suspect.touched), suspect.site):
             reached[suspect.defect].append(suspect)
     constraints: list[Constraint] = []
     notes = []
@@ -43,8 +45,16 @@ def apply_remedies(graph: Graph, mesh: MeshShape, is_reached: Callable[[Suspect]
         _refuse(row, suspects)
         if row.action is Action.WHOLE:
             constraints += [constraint for suspect in suspects for constraint in _whole(row, suspect)]
-        notes.append(f"{_places(graph, suspects)}: {row.remedy}, because XLA's partitioner computes it wrongly ({row.name})")
+        notes.append(f"{_places(graph, suspects)}: {row.remedy}, because XLA's partitioner gets it wrong ({row.name})")
     return Remedies(tuple(constraints), tuple(notes))
+
+
+def clamped_sites(graph: Graph, mesh: MeshShape) -> frozenset[tuple[int, ...]]:
+    """The sites of operations whose start indices are brought into their range, whether something sharded reaches them or not:
+    where it does not, the indices are in range or clamped by XLA alike."""
+    if mesh.num_devices == 1:
+        return frozenset()
+    return frozenset(one.site for one in graph.suspects if one.editable and defect_named(one.defect).action is Action.CLAMP)
 
 
 def _refuse(row: Defect, suspects: Sequence[Suspect]) -> None:
@@ -61,12 +71,13 @@ def _refuse(row: Defect, suspects: Sequence[Suspect]) -> None:
 
 
 def _whole(row: Defect, suspect: Suspect) -> list[Constraint]:
-    """Pins all operands and results of an operation to be whole on every device."""
-    operands = [(position, dims) for position, dims in enumerate(suspect.operand_dims)]
-    results = [(-1 - position, dims) for position, dims in enumerate(suspect.result_dims)]
+    """Pins the dims in question to be whole on every device; XLA decides about the others."""
     return [
-        Constraint(suspect.site, position, (None,) * len(dims), suspect.primitive, f"{row.name}: {row.remedy}")
-        for position, dims in (*operands, *results) if dims
+        Constraint(
+            suspect.site, one.position, tuple(None if dim in one.dims else FREE for dim in range(len(one.atoms))), suspect.primitive,
+            f"{row.name}: {row.remedy}",
+        )
+        for one in suspect.touched
     ]
 
 

@@ -16,13 +16,29 @@ import enum
 from collections.abc import Callable, Mapping
 from typing import Any
 
+Shape = tuple[int, ...]
+Touched = Mapping[int, tuple[int, ...]]
+
 
 class Action(enum.Enum):
     """What is done with an operation that XLA's partitioner cannot be trusted with."""
 
     LOCAL = "local"  # every device evaluates its own part; the collectives are written out, and planned
-    WHOLE = "whole"  # its operands are gathered, and every device computes the whole result
+    CLAMP = "clamp"  # its start indices are brought into their range before XLA sees them; nothing is sent
+    WHOLE = "whole"  # the dims in question are gathered for it, and leave it whole
     REFUSE = "refuse"  # the plan is refused: nothing else is known to give the right numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation of a traced step: its primitive with the equation's parameters, the shapes of operands and results, and the
+    operands (by position) that are numbers in the program."""
+
+    primitive: str
+    params: Mapping[str, Any]
+    operands: tuple[Shape, ...]
+    results: tuple[Shape, ...]
+    literals: Mapping[int, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +50,8 @@ class Defect:
     - `consequence`: what the split program does instead of computing the right numbers.
     - `versions`: of JAX, in which it was seen; `partitioners`: Shardy, GSPMD, or both.
     - `remedy`: what splitjax does, in words; `action` is the same for `lower`.
-    - `matches(primitive, params)`: whether an operation of a traced step may be affected, whatever its layout.
+    - `touches(operation)`: which dims of an operation must not be split while XLA partitions it: operand position (-1 for the
+      first result) -> dims. Empty for an operation that the row does not cover.
     """
 
     name: str
@@ -45,15 +62,62 @@ class Defect:
     partitioners: str
     remedy: str
     action: Action
-    matches: Callable[[str, Mapping[str, Any]], bool]
+    touches: Callable[[Operation], Touched]
 
 
-def _is_grouped(primitive: str, params: Mapping[str, Any]) -> bool:
-    return primitive == "conv_general_dilated" and max(params["feature_group_count"], params["batch_group_count"]) > 1
+def _all_dims(operation: Operation) -> Touched:
+    shapes = {**dict(enumerate(operation.operands)), -1: operation.results[0]}
+    return {position: tuple(range(len(shape))) for position, shape in shapes.items()}
 
 
-def _is_transposed(primitive: str, params: Mapping[str, Any]) -> bool:
-    return primitive == "conv_general_dilated" and any(step > 1 for step in params["lhs_dilation"])
+def _grouped(operation: Operation) -> Touched:
+    is_one = operation.primitive == "conv_general_dilated"
+    groups = max(operation.params["feature_group_count"], operation.params["batch_group_count"]) if is_one else 1
+    return _all_dims(operation) if groups > 1 else {}
+
+
+def _transposed(operation: Operation) -> Touched:
+    is_one = operation.primitive == "conv_general_dilated" and any(step > 1 for step in operation.params["lhs_dilation"])
+    return _all_dims(operation) if is_one else {}
+
+
+# Primitive -> the position of the operand whose shape is the window's (None: `slice_sizes`), and of the first start index.
+_WINDOWS = {"dynamic_slice": (None, 1), "dynamic_update_slice": (1, 2)}
+
+
+def _unbounded_starts(operation: Operation) -> Touched:
+    """The dims of which a dynamic slice takes or writes a part that starts at an index that the program computes."""
+    if operation.primitive not in _WINDOWS:
+        return {}
+    window, first = _WINDOWS[operation.primitive]
+    sizes = operation.params["slice_sizes"] if window is None else operation.operands[window]
+
+    def is_safe(dim: int) -> bool:
+        largest, start = operation.operands[0][dim] - sizes[dim], operation.literals.get(first + dim)
+        return largest == 0 or (start is not None and 0 <= int(start) <= largest)
+
+    dims = tuple(dim for dim in range(len(sizes)) if not is_safe(dim))
+    return {0: dims, -1: dims} if dims else {}
+
+
+def _dilated_and_cut(operation: Operation) -> Touched:
+    """The dims that a pad dilates and cuts at their beginning."""
+    if operation.primitive != "pad":
+        return {}
+    dims = tuple(dim for dim, (low, _, interior) in enumerate(operation.params["padding_config"]) if interior > 0 and low < 0)
+    return {0: dims, -1: dims} if dims else {}
+
+
+_BITWISE = frozenset({"reduce_and", "reduce_or", "reduce_xor"})
+
+
+def _reduced(operation: Operation) -> Touched:
+    """The dims that a reduction without a collective of its own sums up: bitwise ones, and those with a computation of the user's."""
+    if operation.primitive in _BITWISE:
+        return {0: tuple(operation.params["axes"])}
+    if operation.primitive == "reduce":
+        return {position: tuple(operation.params["dimensions"]) for position, shape in enumerate(operation.operands) if shape}
+    return {}
 
 
 _EVALUATED_LOCALLY = "each device convolves its own examples and groups, and sums what it contributes by planned collectives"
@@ -70,7 +134,7 @@ DEFECTS: tuple[Defect, ...] = (
         partitioners="Shardy and GSPMD",
         remedy=_EVALUATED_LOCALLY,
         action=Action.LOCAL,
-        matches=_is_grouped,
+        touches=_grouped,
     ),
     Defect(
         name="transposed-convolution",
@@ -81,14 +145,53 @@ DEFECTS: tuple[Defect, ...] = (
         partitioners="Shardy and GSPMD",
         remedy=_EVALUATED_LOCALLY,
         action=Action.LOCAL,
-        matches=_is_transposed,
+        touches=_transposed,
+    ),
+    Defect(
+        name="start-index-out-of-range",
+        operation="a dynamic_update_slice of one element along a dim, and the gradient of such a dynamic_slice",
+        condition="the dim is split, and the start index lies behind its end",
+        consequence="the update is dropped, where one device moves it to the end",
+        versions="0.10.2 to 0.12.0.1",
+        partitioners="Shardy and GSPMD",
+        remedy="start indices are brought into their range before XLA sees them",
+        action=Action.CLAMP,
+        touches=_unbounded_starts,
+    ),
+    Defect(
+        name="dilated-pad-with-negative-edge",
+        operation="a pad with interior padding and a negative low edge",
+        condition="the padded dim is split",
+        consequence="a check inside the partitioner fails, and the compiler ends the process",
+        versions="0.10.2 to 0.12.0.1",
+        partitioners="Shardy and GSPMD",
+        remedy="the padded dims are gathered for it",
+        action=Action.WHOLE,
+        touches=_dilated_and_cut,
+    ),
+    Defect(
+        name="reduction-without-collective",
+        operation="a bitwise reduction of integers, or a reduction with a computation of its own",
+        condition="a reduced dim is split",
+        consequence="the compiler of the CPU backend has no such collective, and fails with an internal error",
+        versions="0.10.2 to 0.12.0.1",
+        partitioners="Shardy and GSPMD",
+        remedy="the reduced dims are gathered for it",
+        action=Action.WHOLE,
+        touches=_reduced,
     ),
 )
 
 
-def defect_of(primitive: str, params: Mapping[str, Any]) -> Defect | None:
-    """The first row that covers an operation, by its primitive and the equation's parameters; None for all others."""
-    return next((row for row in DEFECTS if row.matches(primitive, params)), None)
+def defect_of(operation: Operation) -> tuple[Defect, Touched] | None:
+    """The first row that covers an operation, with the dims that it touches; None for an operation that no row covers."""
+    if operation.primitive not in COVERED:
+        return None
+    return next(((row, touched) for row in DEFECTS if (touched := row.touches(operation))), None)
+
+
+# Most operations of a step are looked up here and no further.
+COVERED = frozenset({"conv_general_dilated", "pad", "reduce", *_WINDOWS, *_BITWISE})
 
 
 def defect_named(name: str) -> Defect:

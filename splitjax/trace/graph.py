@@ -147,11 +147,25 @@ class ConvolutionDims:
 
 
 @dataclasses.dataclass(frozen=True)
+class TouchedDims:
+    """Some `dims` of an operand (by its position) or a result (-1 is the first) of an operation; `atoms`: of all of its dims."""
+
+    position: int
+    dims: tuple[int, ...]
+    atoms: tuple[Dim, ...]
+
+    @property
+    def chosen(self) -> tuple[Dim, ...]:
+        """The atoms of the chosen dims."""
+        return tuple(self.atoms[dim] for dim in self.dims)
+
+
+@dataclasses.dataclass(frozen=True)
 class Suspect:
     """An operation that a row of `splitjax.partitioner.DEFECTS` covers: XLA's partitioner may compute it wrongly.
 
-    - `defect`: the name of the row; `primitive`, `site`, `source`: of the operation; `trips`: how often it runs per step.
-    - `operand_dims`, `result_dims`: in atoms, per operand and result.
+    - `defect`: the name of the row; `primitive`, `site`, `source`: of the operation.
+    - `touched`: the dims that must not be split while XLA partitions it.
     - `editable`: whether lowering can reach it: it does not stand inside a custom derivative rule.
     - `backward`: whether it belongs to a backward pass that plain JAX already traced.
     - `convolution`: the atoms of a convolution that lowering evaluates device by device; None for other operations.
@@ -161,11 +175,9 @@ class Suspect:
     primitive: str
     site: tuple[int, ...]
     source: str
-    operand_dims: tuple[tuple[Dim, ...], ...]
-    result_dims: tuple[tuple[Dim, ...], ...]
+    touched: tuple[TouchedDims, ...]
     editable: bool
     backward: bool
-    trips: int
     convolution: ConvolutionDims | None = None
 
 

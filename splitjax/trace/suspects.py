@@ -1,7 +1,7 @@
 """Finds the operations of a step that XLA's partitioner may compute wrongly (`splitjax.partitioner`).
 
-What lowering needs to evaluate them otherwise is where their examples, groups and features are: the dims of operands and
-results in atoms and, for a convolution, the atoms behind each of its four kinds of dims.
+What lowering needs to evaluate them otherwise: the atoms of the dims that must not be split while XLA partitions them and,
+for a convolution, the atoms behind each of its four kinds of dims.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from splitjax.partitioner import Action, defect_of
+from splitjax.partitioner import COVERED, Action, Operation, defect_of
 from splitjax.trace.classes import Classes
 from splitjax.trace.flatten import BACKWARD, Flat, Op
-from splitjax.trace.graph import ConvolutionDims, Dim, Suspect
+from splitjax.trace.graph import ConvolutionDims, Dim, Suspect, TouchedDims
 from splitjax.trace.links import qualified_name
 
 
@@ -20,20 +20,28 @@ def find_suspects(flat: Flat, classes: Classes) -> tuple[Suspect, ...]:
     """The operations that a row of the table covers, in program order."""
     found = []
     for op in flat.ops:
-        defect = defect_of(op.primitive, op.params)
-        if defect is not None:
-            convolution = _convolution_dims(op, flat, classes) if defect.action is Action.LOCAL else None
-            found.append(
-                Suspect(
-                    defect.name, qualified_name(op), op.site, op.source, _dims(op.inputs, flat, classes), _dims(op.outputs, flat, classes),
-                    op.editable, op.phase == BACKWARD, op.trips, convolution,
-                )
+        covered = defect_of(_operation(op, flat)) if op.primitive in COVERED else None
+        if covered is None:
+            continue
+        defect, touched = covered
+        touched_dims = [
+            TouchedDims(position, dims, classes.dims(value, len(flat.shapes[value])))
+            for position, dims in touched.items() for value in (op.inputs[position] if position >= 0 else op.outputs[-1 - position],)
+        ]
+        found.append(
+            Suspect(
+                defect.name, qualified_name(op), op.site, op.source, tuple(touched_dims), op.editable, op.phase == BACKWARD,
+                _convolution_dims(op, flat, classes) if defect.action is Action.LOCAL else None,
             )
+        )
     return tuple(found)
 
 
-def _dims(values: Sequence[int], flat: Flat, classes: Classes) -> tuple[tuple[Dim, ...], ...]:
-    return tuple(classes.dims(value, len(flat.shapes[value])) for value in values)
+def _operation(op: Op, flat: Flat) -> Operation:
+    literals = {position: flat.literals[value] for position, value in enumerate(op.inputs) if value in flat.literals}
+    return Operation(
+        op.primitive, op.params, tuple(flat.shapes[v] for v in op.inputs), tuple(flat.shapes[v] for v in op.outputs), literals
+    )
 
 
 def _convolution_dims(op: Op, flat: Flat, classes: Classes) -> ConvolutionDims:
