@@ -47,6 +47,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "vgg11": {**NARROW, "batch_norm": True},
     "vgg16": NARROW,
     "resnet18": {"width": 1 / 16, "dropout": 0.2},
+    "mobilenet_v2": {"width": 1 / 8, "depth": 0.3, "head_features": 64, "dropout": 0.2},
+    "efficientnet_b0": {"width": 1 / 8, "depth": 0.3, "dropout": 0.2, "drop_path": 0.2},
+    "convnext_tiny": {"width": 1 / 12, "stage_sizes": (1, 2), "stage_channels": (96, 192), "dropout": 0.2, "drop_path": 0.2},
     "transformer": {"vocab_size": 64, "max_len": 16, "d_model": 32, "num_heads": 4, "dropout": 0.2},
 }
 
@@ -274,7 +277,7 @@ def _result(losses: list[float], arrays: dict[str, jax.Array], parallel: Any) ->
 def _line(cell: Cell) -> str:
     verdict = "pass" if cell.ok else "MISS"
     what = cell.error or f"loss {cell.loss_difference:.1e} state {cell.state_difference:.1e} ({cell.worst})"
-    return (f"{verdict} {cell.model:11} {cell.library:5} {cell.check.name:12} {cell.rules:13} {cell.seconds:5.1f} s "
+    return (f"{verdict} {cell.model:15} {cell.library:5} {cell.check.name:12} {cell.rules:13} {cell.seconds:5.1f} s "
             f"{cell.num_sharded:3} sharded  {what}")  # fmt: skip
 
 

@@ -10,7 +10,10 @@ import tyro
 from splitjax.errors import MeshError, SplitjaxError
 from splitjax.mesh import MeshShape
 
-ModelName = Literal["vgg11", "vgg16", "resnet18", "resnet50", "mlp", "transformer", "lstm", "deepfm", "dlrm"]
+ModelName = Literal[
+    "vgg11", "vgg16", "resnet18", "resnet50", "mobilenet_v2", "mobilenet_v3_large", "mobilenet_v3_small", "efficientnet_b0",
+    "convnext_tiny", "mlp", "transformer", "lstm", "deepfm", "dlrm",
+]  # fmt: skip
 Library = Literal["linen", "nnx"]
 GroupComm = Literal["auto", "gather", "turns", "modulo"]
 OptimizerName = Literal["adam", "momentum", "adafactor", "adagrad"]

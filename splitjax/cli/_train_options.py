@@ -47,9 +47,11 @@ class ModelOptions:
     model: ModelName = "vgg16"
     """Which model."""
     width: float | None = None
-    """VGG, ResNet: multiplies the channels of every convolution."""
+    """VGG, ResNet, MobileNet, EfficientNet, ConvNeXt: multiplies the channels of every convolution."""
+    depth: float | None = None
+    """MobileNet, EfficientNet: multiplies the number of blocks of each stage."""
     head_features: int | None = None
-    """VGG: width of the two dense layers before the last."""
+    """VGG: width of the two dense layers before the last; MobileNet: channels before the last layer."""
     features: tuple[int, ...] | None = None
     """MLP: widths of the hidden layers; DeepFM: of its deep network; DLRM: of the one over the dot products."""
     bottom_features: tuple[int, ...] | None = None
@@ -70,6 +72,8 @@ class ModelOptions:
     """Transformer: attention heads."""
     dropout: float | None = None
     """Rate of dropout, for models that have it."""
+    drop_path: float | None = None
+    """EfficientNet, ConvNeXt: stochastic depth, the rate at which examples skip a block."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """What is computed in; parameters and optimizer state are float32 either way."""
 

@@ -1,15 +1,18 @@
-"""Models to train, each in Flax Linen and in Flax NNX: VGG, ResNet, an MLP and a small decoder Transformer; and those whose gradients are
-mostly tables: an LSTM with a sampled softmax, DeepFM and DLRM.
+"""Models to train, each in Flax Linen and in Flax NNX: VGG, ResNet, MobileNet, EfficientNet, ConvNeXt, an MLP and a small decoder
+Transformer; and those whose gradients are mostly tables: an LSTM with a sampled softmax, DeepFM and DLRM.
 
 They are ordinary Flax models, and `make_step` makes ordinary training steps of them: nothing here knows about
 parallelism. The demo, the benchmarks and the tests decorate these steps as a user would decorate their own.
 """
 
 from splitjax.models._common import ModelError
+from splitjax.models.convnext import ConvNeXtConfig, LinenConvNeXt, NnxConvNeXt
 from splitjax.models.deepfm import DeepFMConfig, LinenDeepFM, NnxDeepFM
 from splitjax.models.dlrm import DLRMConfig, LinenDLRM, NnxDLRM
+from splitjax.models.efficientnet import EfficientNetConfig, LinenEfficientNet, NnxEfficientNet
 from splitjax.models.lstm import LinenLSTM, LSTMConfig, NnxLSTM
 from splitjax.models.mlp import LinenMLP, MLPConfig, NnxMLP
+from splitjax.models.mobilenet import LinenMobileNet, MobileNetConfig, NnxMobileNet
 from splitjax.models.objectives import area_under_curve
 from splitjax.models.registry import LIBRARIES, NAMES, ModelSpec, build, reads
 from splitjax.models.resnet import LinenResNet, NnxResNet, ResNetConfig
@@ -21,23 +24,32 @@ from splitjax.models.vgg import LinenVGG, NnxVGG, VGGConfig
 __all__ = [
     "LIBRARIES",
     "NAMES",
+    "ConvNeXtConfig",
     "DLRMConfig",
     "DeepFMConfig",
+    "EfficientNetConfig",
     "LSTMConfig",
+    "LinenConvNeXt",
     "LinenDLRM",
     "LinenDeepFM",
+    "LinenEfficientNet",
     "LinenLSTM",
     "LinenMLP",
+    "LinenMobileNet",
     "LinenResNet",
     "LinenTransformer",
     "LinenVGG",
     "MLPConfig",
+    "MobileNetConfig",
     "ModelError",
     "ModelSpec",
+    "NnxConvNeXt",
     "NnxDLRM",
     "NnxDeepFM",
+    "NnxEfficientNet",
     "NnxLSTM",
     "NnxMLP",
+    "NnxMobileNet",
     "NnxResNet",
     "NnxTransformer",
     "NnxVGG",

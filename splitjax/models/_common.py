@@ -70,14 +70,14 @@ def check_widths(place: str, **options: Sequence[int]) -> None:
                 )
 
 
-def check_rate(place: str, dropout: float) -> None:
-    """Raise `ModelError` unless `dropout` is a probability below 1."""
-    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+def check_rate(place: str, rate: float, name: str = "dropout") -> None:
+    """Raise `ModelError` unless the option `name` is a probability below 1."""
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
         raise ModelError(
-            "dropout is the fraction of values set to zero: it lies in [0, 1)",
-            value=dropout,
-            place=f"{place}, option 'dropout'",
-            remedy="pass dropout=0.0 for none, 0.5 as in VGG",
+            f"{name} is the fraction of values set to zero: it lies in [0, 1)",
+            value=rate,
+            place=f"{place}, option {name!r}",
+            remedy=f"pass {name}=0.0 for none, {'0.5 as in VGG' if name == 'dropout' else '0.1 as in ConvNeXt-T'}",
         )
 
 

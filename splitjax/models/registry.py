@@ -12,15 +12,21 @@ from flax import linen as nn
 from flax import nnx
 
 from splitjax.models._common import ModelError
+from splitjax.models.convnext import ConvNeXtConfig, LinenConvNeXt, NnxConvNeXt
 from splitjax.models.deepfm import DeepFMConfig, LinenDeepFM, NnxDeepFM
 from splitjax.models.dlrm import DLRMConfig, LinenDLRM, NnxDLRM
+from splitjax.models.efficientnet import EfficientNetConfig, LinenEfficientNet, NnxEfficientNet
 from splitjax.models.lstm import LinenLSTM, LSTMConfig, NnxLSTM
 from splitjax.models.mlp import LinenMLP, MLPConfig, NnxMLP
+from splitjax.models.mobilenet import LinenMobileNet, MobileNetConfig, NnxMobileNet
 from splitjax.models.resnet import LinenResNet, NnxResNet, ResNetConfig
 from splitjax.models.transformer import LinenTransformer, NnxTransformer, TransformerConfig
 from splitjax.models.vgg import LinenVGG, NnxVGG, VGGConfig
 
-Config = VGGConfig | ResNetConfig | MLPConfig | TransformerConfig | LSTMConfig | DeepFMConfig | DLRMConfig
+Config = (
+    VGGConfig | ResNetConfig | MobileNetConfig | EfficientNetConfig | ConvNeXtConfig | MLPConfig | TransformerConfig | LSTMConfig
+    | DeepFMConfig | DLRMConfig
+)  # fmt: skip
 Reads = Literal["images", "text", "clicks"]
 
 
@@ -43,6 +49,11 @@ _FAMILIES = {
     "vgg16": _Family(VGGConfig, LinenVGG, NnxVGG, (("letter", "D"),)),
     "resnet18": _Family(ResNetConfig, LinenResNet, NnxResNet, (("stage_sizes", (2, 2, 2, 2)), ("bottleneck", False))),
     "resnet50": _Family(ResNetConfig, LinenResNet, NnxResNet, (("stage_sizes", (3, 4, 6, 3)), ("bottleneck", True))),
+    "mobilenet_v2": _Family(MobileNetConfig, LinenMobileNet, NnxMobileNet, (("version", "v2"),)),
+    "mobilenet_v3_large": _Family(MobileNetConfig, LinenMobileNet, NnxMobileNet, (("version", "v3_large"),)),
+    "mobilenet_v3_small": _Family(MobileNetConfig, LinenMobileNet, NnxMobileNet, (("version", "v3_small"),)),
+    "efficientnet_b0": _Family(EfficientNetConfig, LinenEfficientNet, NnxEfficientNet),
+    "convnext_tiny": _Family(ConvNeXtConfig, LinenConvNeXt, NnxConvNeXt),
     "mlp": _Family(MLPConfig, LinenMLP, NnxMLP),
     "transformer": _Family(TransformerConfig, LinenTransformer, NnxTransformer, reads="text"),
     "lstm": _Family(LSTMConfig, LinenLSTM, NnxLSTM, reads="text"),
@@ -112,11 +123,13 @@ class ModelSpec:
     @property
     def has_batch_stats(self) -> bool:
         """Whether training updates running statistics (batch norm)."""
-        return isinstance(self.config, ResNetConfig) or getattr(self.config, "batch_norm", False)
+        normed = (ResNetConfig, MobileNetConfig, EfficientNetConfig)
+        return isinstance(self.config, normed) or getattr(self.config, "batch_norm", False)
 
     @property
     def has_dropout(self) -> bool:
-        return self.config.dropout > 0
+        """Whether training draws random bits: for dropout, or for stochastic depth."""
+        return self.config.dropout > 0 or getattr(self.config, "drop_path", 0) > 0
 
     def example(self, batch_size: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of a training batch: enough to plan a step without data.
@@ -189,7 +202,8 @@ def build(name: str, *, library: str = "linen", num_classes: int | None = None, 
 
     **Arguments:**
 
-    - `name`: `"vgg11"`, `"vgg16"`, `"resnet18"`, `"resnet50"`, `"mlp"`, `"transformer"`, `"lstm"`, `"deepfm"` or `"dlrm"`.
+    - `name`: `"vgg11"`, `"vgg16"`, `"resnet18"`, `"resnet50"`, `"mobilenet_v2"`, `"mobilenet_v3_large"`, `"mobilenet_v3_small"`,
+      `"efficientnet_b0"`, `"convnext_tiny"`, `"mlp"`, `"transformer"`, `"lstm"`, `"deepfm"` or `"dlrm"`.
     - `library`: `"linen"` or `"nnx"`.
     - `num_classes`: width of the last layer, default 10; for models of text the same as their `vocab_size`; those of clicks have none.
     - `options`: the fields of the model's config, such as `VGGConfig` or `LSTMConfig`. `dtype` and `param_dtype` may be names, such as

@@ -17,6 +17,11 @@ NARROW = {
     "vgg16": {"width": 1 / 16, "head_features": (24, 16), "batch_norm": True},
     "resnet18": {"width": 1 / 16},
     "resnet50": {"width": 1 / 16},
+    "mobilenet_v2": {"width": 1 / 8, "depth": 0.25, "head_features": 16, "image_size": 8},
+    "mobilenet_v3_large": {"width": 1 / 8, "depth": 0.25, "head_features": 16, "image_size": 8},
+    "mobilenet_v3_small": {"width": 1 / 8, "depth": 0.25, "head_features": 16, "image_size": 8},
+    "efficientnet_b0": {"width": 1 / 8, "depth": 0.25, "image_size": 8},
+    "convnext_tiny": {"width": 1 / 12, "stage_sizes": (1, 1, 2, 1), "image_size": 16},
     "mlp": {"features": 16},
     "transformer": {"vocab_size": 17, "max_len": 8, "d_model": 16, "num_heads": 4, "num_layers": 1},
     "lstm": {"vocab_size": 17, "max_len": 8, "embedding_width": 8, "hidden_width": 12, "num_layers": 2},
@@ -102,6 +107,15 @@ def given_to(spec, batch):
         ("resnet50", {"num_classes": 1000, "image_size": 224, "stem": "imagenet"}, 25_557_032),
         # The same blocks between a 3x3 stem and ten classes: 9,408 fewer values by 1,728, 2,049,000 by 20,490
         ("resnet50", {}, 25_557_032 - 9_408 + 1_728 - 2_049_000 + 20_490),
+        # Published: 3.5 million (Sandler et al. 2018, table 4), 5.4 and 2.5 million (Howard et al. 2019, table 3), 5.3, 7.8 and 9.2
+        # million for EfficientNet-B0, B1 and B2 (Tan and Le 2019, table 2), 28.6 million (Liu et al. 2022, table 1).
+        ("mobilenet_v2", {"num_classes": 1000, "image_size": 224, "stem": "imagenet"}, 3_504_872),
+        ("mobilenet_v3_large", {"num_classes": 1000, "image_size": 224, "stem": "imagenet"}, 5_483_032),
+        ("mobilenet_v3_small", {"num_classes": 1000, "image_size": 224, "stem": "imagenet"}, 2_542_856),
+        ("efficientnet_b0", {"num_classes": 1000, "image_size": 224, "stem": "imagenet"}, 5_288_548),
+        ("efficientnet_b0", {"num_classes": 1000, "image_size": 240, "depth": 1.1, "stem": "imagenet"}, 7_794_184),
+        ("efficientnet_b0", {"num_classes": 1000, "image_size": 260, "width": 1.1, "depth": 1.2, "stem": "imagenet"}, 9_109_994),
+        ("convnext_tiny", {"num_classes": 1000, "image_size": 224, "stem": "imagenet"}, 28_589_128),
         ("mlp", {"features": (512,)}, 3072 * 512 + 512 + 512 * 10 + 10),
     ],
 )
@@ -142,7 +156,7 @@ def test_logits_have_the_right_shape_at_full_size(name):
     logits = jax.eval_shape(spec.apply, variables, *given_to(spec, batch))
     shape = {"transformer": (3, 128, 256), "lstm": (3, 21, 10_000), "deepfm": (3,), "dlrm": (3,)}.get(name, (3, 10))
     assert (logits.shape, logits.dtype) == (shape, jnp.float32)
-    assert ("batch_stats" in variables) == spec.has_batch_stats == name.startswith("resnet")
+    assert ("batch_stats" in variables) == spec.has_batch_stats == name.startswith(("resnet", "mobilenet", "efficientnet"))
 
 
 @pytest.mark.parametrize(
@@ -191,6 +205,7 @@ def test_bfloat16_computes_in_it_and_keeps_float32_parameters(name, library):
 @pytest.mark.parametrize(
     ("name", "library"),
     [(name, library) for name in ("vgg11", "resnet18", "mlp", "transformer") for library in models.LIBRARIES]
+    + [("mobilenet_v2", "nnx"), ("efficientnet_b0", "linen"), ("convnext_tiny", "nnx")]
     + [("lstm", "linen"), ("deepfm", "linen"), ("dlrm", "nnx")],
 )
 def test_dropout_acts_in_training_only(name, library):
@@ -218,6 +233,25 @@ def test_dropout_acts_in_training_only(name, library):
         still = [evaluate(model, x) for _ in range(2)]
     assert not np.allclose(first, other)
     np.testing.assert_array_equal(*still)
+
+
+@pytest.mark.parametrize("name", ["efficientnet_b0", "convnext_tiny"])
+def test_stochastic_depth_skips_blocks_for_whole_examples(name):
+    """An example either skips a block or has all of it: of examples that are alike there are at most two kinds for each block."""
+    spec = models.build(name, drop_path=0.5, **NARROW[name])
+    assert spec.has_dropout and not models.build(name, **NARROW[name]).has_dropout
+    twin = nnx.eval_shape(lambda: models.build(name, library="nnx", drop_path=0.5, **NARROW[name]).make(nnx.Rngs(0)))
+    num_drops = sum(isinstance(node, nnx.Dropout) for _, node in nnx.iter_graph(twin))
+    # The first block has rate 0, and one without a shortcut is never skipped.
+    assert num_drops == {"efficientnet_b0": 2, "convnext_tiny": 4}[name]
+    x = jnp.broadcast_to(inputs_for(spec, 1)[0], (64, *spec.input_shape))
+
+    @jax.jit
+    def train(variables, x):
+        return spec.apply(variables, x, train=True, rngs={"dropout": jax.random.key(0)}, mutable=["batch_stats"])[0]
+
+    kinds = {tuple(np.round(row, 4)) for row in np.asarray(train(filled(spec), x)).tolist()}
+    assert 2 ** (num_drops - 1) < len(kinds) <= 2**num_drops
 
 
 @pytest.mark.parametrize("library", models.LIBRARIES)

@@ -36,6 +36,11 @@ def test_an_unknown_model_lists_the_known_ones():
         ("vgg16", {"num_classes": 2.5}, "num_classes must hold whole numbers"),
         ("vgg16", {"image_size": 8}, "smaller than 32.*8.*load_digits"),
         ("resnet18", {"stem": "none"}, "no such ResNet stem.*'cifar', 'imagenet'"),
+        ("mobilenet_v2", {"version": "v3_large"}, "no such option.*'version'"),  # the name settles it
+        ("mobilenet_v2", {"depth": 0}, "depth must be a number above 0"),
+        ("mobilenet_v3_small", {"stem": "none"}, "no such stem.*'cifar', 'imagenet'"),
+        ("efficientnet_b0", {"drop_path": 1.0}, "drop_path is the fraction.*1.0.*ConvNeXt-T"),
+        ("convnext_tiny", {"stage_sizes": (1, 1)}, "same length.*'stage_sizes'.*channels of every stage"),
         ("mlp", {"features": -1}, "features must hold whole numbers above 0"),
         ("transformer", {"d_model": 30, "num_heads": 4}, "num_heads must divide d_model, 30"),
         ("transformer", {"num_classes": 5, "vocab_size": 6}, r"differ.*\(5, 6\)"),

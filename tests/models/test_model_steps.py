@@ -16,6 +16,9 @@ from splitjax.models.objectives import cross_entropy
 NARROW = {
     "vgg11": {"width": 1 / 16, "head_features": 32},
     "resnet18": {"width": 1 / 16},
+    "mobilenet_v2": {"width": 1 / 8, "depth": 0.1, "head_features": 32, "image_size": 8},
+    "efficientnet_b0": {"width": 1 / 8, "depth": 0.1, "image_size": 8},
+    "convnext_tiny": {"width": 1 / 12, "stage_sizes": (1, 2), "stage_channels": (96, 192), "image_size": 16, "layer_scale": 0.1},
     "mlp": {"features": 32, "input_shape": (8, 8, 1)},
     "transformer": {"vocab_size": 16, "max_len": 8, "d_model": 16, "num_heads": 2, "num_layers": 1},
     "lstm": {"vocab_size": 16, "max_len": 8, "embedding_width": 8, "hidden_width": 12, "negatives": 4},
@@ -53,7 +56,7 @@ def close(ours, theirs, **tolerance):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["vgg11", "resnet18", "mlp", "transformer"])
+@pytest.mark.parametrize("name", ["vgg11", "resnet18", "mobilenet_v2", "efficientnet_b0", "convnext_tiny", "mlp", "transformer"])
 def test_training_reduces_the_loss(name):
     spec = build_small(name)
     init_fn, train_step, eval_step = models.make_step(spec, optax.sgd(0.05, momentum=0.9))
@@ -80,7 +83,7 @@ def test_nnx_training_reduces_the_loss(name):
     assert set(nnx.eval_shape(eval_step, model, batch)) == {"loss", "accuracy", "correct"}
 
 
-@pytest.mark.parametrize("name", ["mlp", "transformer", "resnet18", "deepfm", "dlrm"])
+@pytest.mark.parametrize("name", ["mlp", "transformer", "resnet18", "mobilenet_v2", "efficientnet_b0", "convnext_tiny", "deepfm", "dlrm"])
 def test_a_linen_step_and_an_nnx_step_are_the_same(name):
     linen, nnx_ = (build_small(name, library) for library in models.LIBRARIES)
     tx = optax.sgd(0.1, momentum=0.9)
