@@ -157,6 +157,24 @@ def test_gradients_under_options(rules, options):
     assert max(found.values()) < 1e-12, found
 
 
+@pytest.mark.parametrize("execution", ["branch", "program"])
+def test_partial_backpropagation(execution):
+    """Two workers of different depths: the same gradients whether a worker is one device, or four with the same examples."""
+    def gradients(mesh, rules):
+        request = splitjax.PartialBackprop(execution=execution, rotate=False)
+        parallel = splitjax.parallelize(make_step(between_dense), mesh=mesh, rules=rules, backprop=request)
+        got, _ = parallel(parallel.place(state, example=(batch,)), batch)
+        return jax.tree.map(np.asarray, got["trace"]), parallel.plan(state, batch).partial.first
+
+    with jax.enable_x64(True):
+        params, batch = example(between_dense)
+        state = {"params": params, "trace": jax.tree.map(jnp.zeros_like, params)}
+        want, first = gradients({"data": 2}, "data_parallel")
+        got, first_of_four = gradients(TWO_BY_FOUR, "megatron")
+    assert first == first_of_four and len(set(first)) == 2
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-13), got, want)
+
+
 def columns(replicated_batch):
     rules = (
         splitjax.Rule(name="columns", path="**/kernel", shard=({"out": "model"},)), splitjax.Rule(name="rest", path="**", shard=()),
