@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from splitjax.cost import predict_collectives, predict_memory
 from splitjax.errors import PlanError, UnknownPrimitiveError
 from splitjax.lower.constraints import derive_constraints, place_batches
-from splitjax.lower.remedies import apply_remedies
+from splitjax.lower.remedies import apply_remedies, check_orders
 from splitjax.lower.sharded_dims import ShardedDims
 from splitjax.mesh import MeshShape
 from splitjax.plan import Constraint, LayerPlan, LeafPlan, Plan, Spec, first_mismatch, spec_axes
@@ -71,6 +71,7 @@ def _bytes_per_device(leaf: LeafPlan, spec: Spec, mesh: MeshShape) -> int:
 def _complete(graph: Graph, mesh: MeshShape, rules: str, replicated_batch: str, batch_axes: tuple[str, ...],
               leaves: tuple[LeafPlan, ...], layers: tuple[LayerPlan, ...], notes: tuple[str, ...], unknown: str,
               backward: bool = True) -> Plan:
+    check_orders(leaves, mesh)
     by_path = {leaf.path: leaf for leaf in leaves}
     constraints = derive_constraints(graph, by_path, mesh, batch_axes)
     sharded = ShardedDims.of(graph, leaves, batch_axes)

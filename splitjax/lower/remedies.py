@@ -15,8 +15,8 @@ from splitjax.errors import PartitionerError
 from splitjax.lower.constraints import FREE
 from splitjax.lower.sharded_dims import ShardedDims
 from splitjax.mesh import MeshShape
-from splitjax.partitioner import Action, Defect, defect_named
-from splitjax.plan import Constraint
+from splitjax.partitioner import Action, Defect, defect_named, in_mesh_order
+from splitjax.plan import Constraint, LeafPlan, spec_axes, spec_text
 from splitjax.trace.graph import Graph, Suspect
 
 
@@ -47,6 +47,20 @@ def apply_remedies(graph: Graph, mesh: MeshShape, sharded: ShardedDims) -> Remed
             constraints += [constraint for suspect in suspects for constraint in _whole(row, suspect)]
         notes.append(f"{_places(graph, suspects)}: {row.remedy}, because XLA's partitioner gets it wrong ({row.name})")
     return Remedies(tuple(constraints), tuple(notes))
+
+
+def check_orders(leaves: Sequence[LeafPlan], mesh: MeshShape) -> None:
+    """Raises `PartitionerError` for a leaf, or its gradient, that several axes split along one dim in another order than the mesh's,
+    beside another split dim. Rules never give such a layout; a plan that was edited, or sharded state on three axes, may."""
+    for leaf in leaves:
+        for spec in (leaf.spec, leaf.gradient or ()):
+            split = [axes for entry in spec if (axes := mesh.present(spec_axes((entry,))))]
+            if len(split) > 1 and any(in_mesh_order(axes, mesh) != axes for axes in split):
+                row = defect_named("axes-out-of-mesh-order")
+                raise PartitionerError(
+                    f"XLA's partitioner computes {row.operation} wrongly if {row.condition}", value=spec_text(spec), place=leaf.path,
+                    remedy=f"list the axes of a dim in the order of the mesh ({', '.join(mesh.names)}), or split one dim alone",
+                )
 
 
 def clamped_sites(graph: Graph, mesh: MeshShape) -> frozenset[tuple[int, ...]]:

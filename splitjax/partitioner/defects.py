@@ -26,6 +26,7 @@ class Action(enum.Enum):
     LOCAL = "local"  # every device evaluates its own part; the collectives are written out, and planned
     CLAMP = "clamp"  # its start indices are brought into their range before XLA sees them; nothing is sent
     WHOLE = "whole"  # the dims in question are gathered for it, and leave it whole
+    ORDER = "order"  # axes that split one dim together are listed in the order of the mesh; a pinned plan that does not is refused
     REFUSE = "refuse"  # the plan is refused: nothing else is known to give the right numbers
 
 
@@ -101,10 +102,11 @@ def _unbounded_starts(operation: Operation) -> Touched:
 
 
 def _dilated_and_cut(operation: Operation) -> Touched:
-    """The dims that a pad dilates and cuts at their beginning."""
+    """The dims that a pad dilates and cuts at their beginning, but not between two elements of the operand."""
     if operation.primitive != "pad":
         return {}
-    dims = tuple(dim for dim, (low, _, interior) in enumerate(operation.params["padding_config"]) if interior > 0 and low < 0)
+    config = operation.params["padding_config"]
+    dims = tuple(dim for dim, (low, _, interior) in enumerate(config) if low < 0 and -low % (interior + 1))
     return {0: dims, -1: dims} if dims else {}
 
 
@@ -148,6 +150,18 @@ DEFECTS: tuple[Defect, ...] = (
         touches=_transposed,
     ),
     Defect(
+        name="axes-out-of-mesh-order",
+        operation="a product whose result is split over several axes along one dim, in another order than the mesh lists them",
+        condition="the mesh has three axes or more, and another dim of the result is split over an axis that splits the contracted dim; such a "
+        "result is the gradient of a weight that a rule splits so",
+        consequence="the parts of the result are wrong, by up to itself",
+        versions="0.10.2 to 0.12.0.1",
+        partitioners="Shardy and GSPMD",
+        remedy="axes that split one dim together are listed in the order of the mesh",
+        action=Action.ORDER,
+        touches=lambda operation: {},
+    ),
+    Defect(
         name="start-index-out-of-range",
         operation="a dynamic_update_slice of one element along a dim, and the gradient of such a dynamic_slice",
         condition="the dim is split, and the start index lies behind its end",
@@ -160,7 +174,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         name="dilated-pad-with-negative-edge",
-        operation="a pad with interior padding and a negative low edge",
+        operation="a pad with interior padding and a negative low edge that is no multiple of the dilated step",
         condition="the padded dim is split",
         consequence="a check inside the partitioner fails, and the compiler ends the process",
         versions="0.10.2 to 0.12.0.1",

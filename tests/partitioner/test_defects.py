@@ -5,6 +5,7 @@ What XLA alone does is run in a process of its own: two of the rows end it.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 import splitjax
+from splitjax.errors import PartitionerError
 from splitjax.partitioner import DEFECTS, Action, Operation, defect_named, defect_of
 
 # By hand: a function of arrays and the spec of each on a mesh of data=2 x model=4. Prints `right` or `wrong`, or dies.
@@ -28,6 +30,12 @@ BY_HAND = {
         arguments = [normal(8, 4, 4, 8), normal(3, 3, 1, 8)], [P("data"), P()]
     """,
     "transposed-convolution": None,
+    "axes-out-of-mesh-order": """
+        def function(data, cotangent):
+            return jax.numpy.einsum("bli,blo->io", data, cotangent)
+        arguments = [normal(4, 8, 8), normal(4, 8, 8)], [P("data"), P("data")]
+        names, sizes, result = ("data", "model", "expert"), (2, 2, 2), P(("expert", "model"), "data")
+    """,
     "start-index-out-of-range": """
         def function(array, update, start):
             return jax.lax.dynamic_update_slice_in_dim(array, update, start, axis=0)
@@ -50,13 +58,15 @@ PREAMBLE = """
     jax.config.update("jax_enable_x64", True)
     random = np.random.default_rng(0)
     normal = lambda *shape: random.normal(size=shape)
+    names, sizes, result = ("data", "model"), (2, 4), None
 """
 COMPARISON = """
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
     values, specs = arguments
     shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
     want = jax.jit(function)(*values)
-    out = NamedSharding(mesh, specs[0]) if want.shape == values[0].shape else None
+    result = result or (specs[0] if want.shape == values[0].shape else None)
+    out = None if result is None else NamedSharding(mesh, result)
     got = jax.jit(function, in_shardings=shardings, out_shardings=out)(*values)
     print("right" if np.allclose(got, want, rtol=1e-9, atol=1e-9) else "wrong")
 """
@@ -142,6 +152,51 @@ def test_bitwise_reductions():
     assert jax.tree.map(int, got[1]["bits"]) == jax.tree.map(int, want[1]["bits"])
     assert int(got[1]["most"]) == int(want[1]["most"])
     assert any("reduction-without-collective" in note for note in plan.notes)
+
+
+def attention_step(state, batch):
+    def loss(weights):
+        query, key, value = (batch @ weight for weight in weights)
+        return (jnp.einsum("bqk,bkv->bqv", jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", query, key)), value) ** 2).sum()
+
+    value, gradients = splitjax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda w, g: w - 1e-2 * g, state, gradients), {"loss": value}
+
+
+def three_axes():
+    """Weights of attention and a batch; the key's weight is to be split over three axes."""
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=(4, 8))) for _ in range(3)], jnp.asarray(rng.normal(size=(4, 8, 4)))
+
+
+THREE_AXES = {"data": 2, "model": 2, "expert": 2}
+BACKWARDS = splitjax.RuleSet(
+    "backwards", replicated_batch="data", allow_replicated=True,
+    rules=(splitjax.Rule(name="key", path="**/1", shard=({"in": ["expert", "model"], "out": "data"},)),
+           splitjax.Rule(name="rest", path="**", shard=())),
+)  # fmt: skip
+
+
+def test_axes_are_listed_in_the_order_of_the_mesh():
+    with jax.enable_x64(True):
+        weights, batch = three_axes()
+        got, want, plan = parallel_and_alone(attention_step, weights, batch, BACKWARDS, THREE_AXES)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), got[0], want[0])
+    assert plan.leaves[1].spec == (("model", "expert"), "data")
+    assert "axes-out-of-mesh-order" in plan.leaves[1].note
+
+
+def test_a_pinned_plan_with_axes_out_of_order_is_refused():
+    with jax.enable_x64(True):
+        weights, batch = three_axes()
+        plan = splitjax.parallelize(attention_step, mesh=THREE_AXES, rules=BACKWARDS).plan(weights, batch)
+        leaves = tuple(
+            dataclasses.replace(leaf, spec=(("expert", "model"), "data")) if number == 1 else leaf for number, leaf in enumerate(plan.leaves)
+        )
+        step = splitjax.parallelize(attention_step, mesh=THREE_AXES, plan=dataclasses.replace(plan, leaves=leaves))
+        with pytest.raises(PartitionerError, match="in another order than the mesh lists them") as caught:
+            step.plan(weights, batch)
+    assert caught.value.place == plan.leaves[1].path
 
 
 def test_rows_read_as_sentences():
