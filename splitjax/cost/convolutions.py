@@ -20,6 +20,8 @@ from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan, spec_axes
 from splitjax.trace.graph import Dim, Graph, Suspect
 
+ORDINARY = "convolution"  # the row of convolutions without groups
+
 
 @dataclasses.dataclass(frozen=True)
 class LocalConvolution:
@@ -53,6 +55,8 @@ def derive_convolutions(
         return ()
     weights = {use.param for use in graph.uses if use.primitive == "conv_general_dilated"}
     planned = [leaf for leaf in leaves if leaf.role == "param"]
+    # XLA is right about ordinary convolutions where every device has examples of its own and whole weights.
+    trusted = set(batch_axes) == set(mesh.present(mesh.names)) and not any(mesh.present(spec_axes(leaf.spec)) for leaf in planned if leaf.path in weights)
     axes_of = {leaf.path: used_axes(leaf.spec, mesh, batch_axes, replicated_batch) for leaf in planned}
     tables = {
         labels: (_by_class(graph, [leaf for leaf in planned if leaf.path in weights], axes_of, labels),
@@ -62,7 +66,7 @@ def derive_convolutions(
     uses = {use.site: use for use in graph.uses}
     found = []
     for suspect in graph.suspects:
-        if suspect.convolution is None:
+        if suspect.convolution is None or (trusted and suspect.defect == ORDINARY):
             continue
         use = uses.get(suspect.site)
         labels = graph.soft if suspect.backward else graph.local

@@ -11,6 +11,7 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
+from splitjax.cost.convolutions import LocalConvolution
 from splitjax.errors import PartitionerError
 from splitjax.lower.constraints import FREE
 from splitjax.lower.sharded_dims import ShardedDims
@@ -28,14 +29,18 @@ class Remedies:
     notes: tuple[str, ...] = ()
 
 
-def apply_remedies(graph: Graph, mesh: MeshShape, sharded: ShardedDims) -> Remedies:
-    """What is done about the suspects of a step on a mesh. `sharded`: what the plan splits.
+def apply_remedies(graph: Graph, mesh: MeshShape, sharded: ShardedDims, convolutions: Sequence[LocalConvolution]) -> Remedies:
+    """What is done about the suspects of a step on a mesh. `sharded`: what the plan splits; `convolutions`: those of the suspects that
+    are evaluated device by device.
 
     Raises `PartitionerError` for an operation that would be computed wrongly and cannot be evaluated otherwise."""
     if mesh.num_devices == 1:
         return Remedies()
     reached: dict[str, list[Suspect]] = collections.defaultdict(list)
+    local = {one.site for one in convolutions}
     for suspect in graph.suspects:
+        if suspect.convolution is not None and suspect.site not in local:
+            continue
         if sharded.reaches((one.chosen for one in suspect.touched), suspect.site):
             reached[suspect.defect].append(suspect)
     constraints: list[Constraint] = []

@@ -77,9 +77,8 @@ def _grouped(operation: Operation) -> Touched:
     return _all_dims(operation) if groups > 1 else {}
 
 
-def _transposed(operation: Operation) -> Touched:
-    is_one = operation.primitive == "conv_general_dilated" and any(step > 1 for step in operation.params["lhs_dilation"])
-    return _all_dims(operation) if is_one else {}
+def _convolution(operation: Operation) -> Touched:
+    return _all_dims(operation) if operation.primitive == "conv_general_dilated" else {}
 
 
 # Primitive -> the position of the operand whose shape is the window's (None: `slice_sizes`), and of the first start index.
@@ -139,15 +138,16 @@ DEFECTS: tuple[Defect, ...] = (
         touches=_grouped,
     ),
     Defect(
-        name="transposed-convolution",
-        operation="a transposed convolution (one whose input is dilated), and its gradients",
-        condition="the weight, or its gradient, is split over an axis that splits the examples as well",
-        consequence="the weight's gradient is wrong by one to two times itself",
+        name="convolution",
+        operation="any other convolution, and its gradients: plain, strided, dilated, transposed, one whose window is a point or all there is",
+        condition="the examples are whole over an axis of the mesh, or some convolution's weight is split or stored in parts",
+        consequence="the gradient of weight or data is wrong, by up to several times itself, or the compiler ends the process; which sizes and "
+        "layouts are hit follows no rule that could be relied on",
         versions="0.10.2 to 0.12.0.1",
         partitioners="Shardy and GSPMD",
         remedy=_EVALUATED_LOCALLY,
         action=Action.LOCAL,
-        touches=_transposed,
+        touches=_convolution,
     ),
     Defect(
         name="axes-out-of-mesh-order",

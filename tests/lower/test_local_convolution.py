@@ -45,6 +45,14 @@ def causal(p, x):
     return convolve(sequence, p["kernel"], 8, **options)
 
 
+def plain(p, x):
+    return convolve(x, p["kernel"], window_strides=(1, 2))
+
+
+def point(p, x):
+    return convolve(x, p["kernel"])
+
+
 def transposed(p, x):
     return convolve(x, p["kernel"], lhs_dilation=(2, 2), padding=((1, 2), (1, 2)))
 
@@ -77,7 +85,7 @@ def between_dense(p, x):
 
 SHAPES = {
     depthwise: (3, 3, 1, 8), strided: (3, 3, 1, 8), grouped: (3, 3, 4, 16), groups_of_four: (3, 3, 2, 24), causal: (4, 1, 8),
-    transposed: (3, 3, 8, 8), transposed_in_groups: (3, 3, 2, 8), features_first: (8, 2, 3, 3), scanned: (2, 3, 3, 1, 8),
+    plain: (3, 2, 8, 16), point: (1, 1, 8, 1), transposed: (3, 3, 8, 8), transposed_in_groups: (3, 3, 2, 8), features_first: (8, 2, 3, 3), scanned: (2, 3, 3, 1, 8),
     rematerialised: (3, 3, 1, 8), one_kernel_an_example: (8, 8), between_dense: (3, 3, 1, 16),
 }  # fmt: skip
 
@@ -130,7 +138,7 @@ TWO_BY_FOUR = {"data": 2, "model": 4}
 def test_gradients_where_examples_are_whole_over_an_axis(operation, boundary):
     found, plan = errors(operation, TWO_BY_FOUR, "megatron", boundary)
     assert max(found.values()) < 1e-12, found
-    name = "transposed-convolution" if operation is transposed else "grouped-convolution"
+    name = "convolution" if operation in (plain, point, transposed) else "grouped-convolution"
     assert any(f"({name})" in note for note in plan.notes)
 
 
@@ -183,7 +191,7 @@ def columns(replicated_batch):
 
 
 @pytest.mark.parametrize("replicated_batch", ["all", "data"])
-@pytest.mark.parametrize("operation", [depthwise, groups_of_four, transposed, between_dense], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("operation", [depthwise, groups_of_four, plain, transposed, between_dense], ids=lambda f: f.__name__)
 def test_kernels_that_are_split_themselves(operation, replicated_batch):
     for boundary in (True, False):
         found, plan = errors(operation, TWO_BY_FOUR, columns(replicated_batch), boundary)
@@ -243,6 +251,29 @@ def test_inside_a_custom_derivative_rule_the_plan_is_refused():
     finally:
         del SHAPES[hidden]
     assert caught.value.value == "grouped-convolution" and "test_local_convolution.py" in caught.value.place
+
+
+def test_ordinary_convolutions_are_left_to_xla_where_it_is_right():
+    """With examples of their own and whole weights on all devices; not where weights are stored in parts."""
+    def is_noted(rules, operation):
+        with jax.enable_x64(True):
+            params, batch = example(operation)
+            state = {"params": params, "trace": jax.tree.map(jnp.zeros_like, params)}
+            notes = splitjax.parallelize(make_step(operation), mesh=TWO_BY_FOUR, rules=rules).plan(state, batch).notes
+        return any("convolution)" in note for note in notes)
+
+    assert not is_noted("splitbrain", plain) and not is_noted("data_parallel", plain)
+    assert is_noted("megatron", plain) and is_noted("splitbrain", depthwise)
+
+
+def test_kernels_split_along_their_window():
+    rules = splitjax.RuleSet("window", replicated_batch="data", rules=(
+        splitjax.Rule(name="window", path="**/kernel", shard=({"width": "data"},)),
+        splitjax.Rule(name="rest", path="**", shard=({"out": "model"}, {"in": "model"})),
+    ))  # fmt: skip
+    for boundary in (True, False):
+        found, _ = errors(plain, TWO_BY_FOUR, rules, boundary)
+        assert max(found.values()) < 1e-12, found
 
 
 def test_one_device_is_left_alone():
