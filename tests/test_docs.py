@@ -62,6 +62,14 @@ def test_the_script_of_many_jobs_runs(tmp_path):
     assert re.search(r"gang-srtf: \d+ s on average", out) and out.strip().endswith("gang-srtf")
 
 
+def test_the_index_lists_every_command():
+    from splitjax import cli
+
+    listed = set(re.findall(r"^\| `splitjax (\w+)", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE))
+    shown = re.findall(r'subcommand\("(\w+)"\)', inspect.getsource(cli))
+    assert len(shown) > 8 and listed == set(shown)
+
+
 def test_the_options_file_of_the_docs_is_read(tmp_path):
     from splitjax.cli._train_options import expand_config
 
