@@ -173,7 +173,7 @@ class _Executor:
     def _dissolve(self, number: int) -> Sequence[Any]:
         group = self.groups.pop(number)
         self.sums.num_held -= len(group.devices)
-        self.spans.append(Span(tuple(member.job for member in group.members), group.devices, self.since.pop(number), self.now))
+        self.spans.append(Span(tuple(member.job for member in group.members), group.computing_devices, self.since.pop(number), self.now))
         for grant in [grant for grant in self.grants if grant.group == number and not grant.has_started]:
             self._cancel(grant)
         for member in group.members:

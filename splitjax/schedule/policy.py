@@ -54,6 +54,12 @@ class Group:
             return tuple(sorted(set(self.members[0].devices)))
         return tuple(sorted({device for member in self.members for device in (*member.devices, *member.resident)}))
 
+    @property
+    def computing_devices(self) -> tuple[int, ...]:
+        """What a chart draws them on, ascending: all devices while jobs share them, and of a job that is left alone its workers' own, one each. On the further
+        ones it is only resident, until the policy is asked again."""
+        return tuple(sorted(set(self.members[0].devices))) if len(self.members) == 1 else self.devices
+
 
 @dataclasses.dataclass(frozen=True)
 class View:

@@ -89,7 +89,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """For Gantt charts: `jobs` held `devices` together from `start_seconds` to `end_seconds`."""
+    """For Gantt charts: `jobs` computed on `devices`, which they shared if they are several, from `start_seconds` to `end_seconds`."""
 
     jobs: tuple[int, ...]
     devices: tuple[int, ...]
@@ -105,7 +105,7 @@ class SimulationResult:
 
     - `records`: the jobs, in the trace's order. `total`: the whole run. `busy_part`: the times at which the jobs there asked for at least as many
       devices as there are.
-    - `num_decisions`: how often the policy was asked. `spans`: who held what, where asked for.
+    - `num_decisions`: how often the policy was asked. `spans`: who computed where, where asked for.
     """
 
     policy: str

@@ -261,7 +261,7 @@ class _Run:
         self.free[running.devices] = True
         self.sums.num_held -= len(running.devices)
         if self.options.spans and self.now > running.since:
-            self.spans.append(Span(tuple(member.job for member in running.group.members), tuple(running.devices), running.since, self.now))
+            self.spans.append(Span(tuple(member.job for member in running.group.members), running.group.computing_devices, running.since, self.now))
 
     def _replace(self, number: int, group: Group) -> None:
         """The group goes on with fewer members."""

@@ -93,8 +93,10 @@ def _next(group: Group, jobs: Sequence[Job], state: GroupState, partial: bool) -
     workers = [(place + done) % num_workers for place in range(num_workers)]
     if profile.stages is not None:
         return _staged(member, profile, workers, depths, group, state, ready, turn)
-    times = [max(now, device[DEVICE]) for device in state.free_seconds]
-    free = [(round(time, 9), (index - turn) % len(devices), index) for index, time in enumerate(times)]  # rounded: equal sums tie
+    alone = len(group.members) == 1
+    # Alone, a job finds all devices that are free by then alike, and so stays on the same ones.
+    times = [max(ready if alone else now, device[DEVICE]) for device in state.free_seconds]
+    free = [(round(time, 9), rank, index) for index, (time, rank) in enumerate(zip(times, _ranks(group, num_workers, turn)))]  # rounded: equal sums tie
     heapq.heapify(free)
     tasks = []
     for worker, depth in zip(workers, depths):
@@ -104,6 +106,14 @@ def _next(group: Group, jobs: Sequence[Job], state: GroupState, partial: bool) -
         heapq.heapreplace(free, (round(times[index], 9), rank, index))
         tasks.append(Task(worker, devices[index], depth, start, seconds))
     return Iteration(member, tuple(tasks), max(task.end_seconds for task in tasks) + profile.exposed_seconds)
+
+
+def _ranks(group: Group, num_workers: int, turn: int) -> list[int]:
+    """By index of a device of the group: which comes first among those that are free at the same time. They come first in turn; a job that is left alone
+    on more devices than it has workers stays on its workers' own."""
+    count = len(group.devices)
+    own = min(count, num_workers) if len(group.members) == 1 else count
+    return [(index - turn) % own if index < own else index for index in range(count)]
 
 
 def _staged(
