@@ -38,7 +38,7 @@ from splitjax.schedule import Cluster, Group, Job, JobProfile, Member, Options
 from splitjax.schedule.discipline import get_discipline
 from splitjax.schedule.iterations import advance, start_state
 from splitjax.schedule.jobs import DEVICE
-from splitjax.schedule.plot import gantt
+from splitjax.schedule.plot import draw_gantt
 
 # %% [markdown]
 # ## Jobs and clusters are values
@@ -237,18 +237,10 @@ def plot_comparison():
     axes[0].legend(frameon=False, fontsize=8)
     axes[0].spines[["top", "right"]].set_visible(False)
     longest = max(result.makespan for result in compared.results)
-    hues = np.delete(plt.get_cmap("tab20")(np.arange(20)), (14, 15), axis=0)  # without its greys
     for panel, name in zip(axes[1:], ("gang-srtf", "jigsaw")):
         result = next(one for one in compared.results if one.policy == name)
-        picture = gantt(result, 800)  # 0: free, 1: shared, from 2 on a job that has the device for itself
-        colours = np.where((picture > 1)[..., None], hues[picture % len(hues)], 1.0)
-        end = max(span.end_seconds for span in result.spans)
-        for span in result.spans:
-            if len(span.jobs) > 1:
-                first, last = (int(np.ceil(800 * time / end - 0.5)) for time in (span.start_seconds, span.end_seconds))
-                colours[list(span.devices), first:last, :3] = 0.95 - 0.2 * len(span.jobs)
-        panel.imshow(colours, aspect="auto", interpolation="nearest", extent=(0, end / 3600, len(picture) - 0.5, -0.5))
-        panel.set(title=f"{name}, busy {result.busy:.0%}", xlabel="hours", xlim=(0, longest / 3600))
+        draw_gantt(panel, result, end_seconds=longest)
+        panel.set_title(f"{name}, busy {result.busy:.0%}")
     axes[1].set_ylabel("device")
     axes[2].set_yticks([])
 
@@ -256,7 +248,7 @@ def plot_comparison():
 plot_comparison()
 
 # %% [markdown]
-# Colours are jobs with devices of their own, white is free; grey are devices that jobs share, the darker the more (two to four). JigSaw shares devices only while the cluster is asked for more
+# Colours are jobs with devices of their own, white is idle; grey are devices that jobs share, the darker the more (two to eight). JigSaw shares devices only while the cluster is asked for more
 # than it has, and is done sooner though its devices compute for less of the time: what partial backpropagation skips need not be computed.
 #
 # ## What the gain is worth
@@ -315,14 +307,14 @@ for result in calm:
 # ## Memory
 #
 # Jobs that share a device keep their state there, and of one at a time the rest has to fit too. Here every job needs 12 GB at full depth, half of it state. Smaller devices hold fewer of
-# them, and JigSaw has fewer to pack; from four on a device more memory does not help, as it groups no more than four.
+# them, and JigSaw has fewer to pack; with room for eight on a device more memory does not help, as it groups no more than eight.
 
 # %%
 large = {one.name: dataclasses.replace(
     one, state_bytes=6 * 10**9, depths=tuple(dataclasses.replace(depth, memory_bytes=round((6 + 6 * depth.fraction) * 1e9)) for depth in one.depths)
 ) for one in profiles}  # fmt: skip
 heavy = [dataclasses.replace(job, profile=large[job.profile.name]) for job in jobs]
-for gigabytes in (12, 18, 24, 40):
+for gigabytes in (12, 18, 24, 36, 54, 96):
     limited = schedule.compare(heavy, dataclasses.replace(cluster, memory_bytes=gigabytes * 10**9), ["jigsaw", "temporal-spb"]).to_json()
     found = ", ".join(f"{name} {one['iteration_efficiency']:.2f}" for name, one in limited.items())
     print(f"{gigabytes} GB, room for {1 + (gigabytes - 12) // 6} on a device: iterations {found}")

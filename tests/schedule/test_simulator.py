@@ -28,8 +28,10 @@ from splitjax.schedule import (
 )
 from splitjax.schedule.discipline import get_discipline
 from splitjax.schedule.gang import runs_after
+from splitjax.schedule.iterations import advance, start_state
 from splitjax.schedule.jobs import DEVICE
-from splitjax.schedule.plot import gantt, write_plot
+from splitjax.schedule.plot import draw_gantt, gantt, gantt_colours, time_unit, write_plot
+from splitjax.schedule.result import Span
 from tests.schedule.helpers import finishes, job
 
 TWO = Cluster(1, 2)
@@ -217,6 +219,43 @@ def test_gantt_chart(tmp_path):
     assert (tmp_path / "p.png").stat().st_size > 5000
     with pytest.raises(ScheduleError, match="cannot be written"):
         write_plot(tmp_path / "p.nonsense", [result])
+
+
+def test_greys_of_a_gantt_chart_stay_lighter_than_black_and_darken_with_every_job():
+    spans = tuple(Span(tuple(range(count)), (0,), float(count), count + 1.0) for count in range(1, 13))
+    result = dataclasses.replace(simulate([job("a", 0, 1, 1)], TWO, "gang-fifo"), spans=spans)
+    picture = gantt_colours(result, 13)
+    assert picture.min() >= 0 and picture.max() <= 1 and (picture[1] == 1).all()
+    greys = picture[0, 2:]
+    assert (greys == greys[:, :1]).all() and (np.diff(greys[:, 0]) < 0).all() and greys[6, 0] > 0.3  # six on: eight jobs
+
+
+def test_a_job_left_alone_in_a_wide_group_is_drawn_on_as_many_devices_as_it_has_workers():
+    cluster = Cluster(4, 4)
+    jobs = [job(str(number), 0, 2, 40 + 160 * (number == 0)) for number in range(16)]
+    for exact in (False, True):
+        result = simulate(jobs, cluster, "jigsaw", Options(restart_seconds=0.0, spans=True, exact=exact))
+        alone = [span for span in result.spans if span.jobs == (0,)]
+        assert alone and all(len(span.devices) <= 2 for span in alone)
+    # Nor does the discipline move it about: its iterations are on these devices.
+    group = Group((Member(0, (3, 4), (5, 6, 7)),), "jigsaw")
+    state = start_state(group, jobs[:1])
+    for _ in range(5):
+        iteration = get_discipline("jigsaw").next_iteration(group, jobs[:1], state)
+        state = advance(group, state, iteration)
+        assert {task.device for task in iteration.tasks} == {3, 4} == set(group.computing_devices)
+
+
+@pytest.mark.parametrize(("seconds", "unit"), [(36, "seconds"), (119, "seconds"), (120, "minutes"), (7000, "minutes"), (7200, "hours")])
+def test_an_axis_has_the_unit_that_suits_its_span(seconds, unit):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    assert time_unit(seconds)[1] == unit
+    axes = Figure().subplots()
+    result = simulate([job("a", 0, 1, 10)], TWO, "gang-fifo", Options(spans=True))
+    draw_gantt(axes, result, end_seconds=seconds)
+    assert axes.get_xlabel() == unit and 2 <= axes.get_xlim()[1] < 120
 
 
 def test_what_runs_after_a_decision():
