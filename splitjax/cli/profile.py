@@ -66,6 +66,7 @@ class ShowProfile(Traceback):
 
         dataset = parts.load(self.data, self.model.model, self.seed, True)
         spec, size = parts.build_model(self.model, self.data, dataset), self.data.batch_size
+        dataset = parts.with_negatives(dataset, spec)
         parts.num_steps(TrainingOptions(), dataset, size)  # an error for a batch that the data do not fill
         # Of sparsity nothing is updated.
         options = OptimizerOptions(optimizer=self.optimizer if self.job else "sgd", schedule="constant", microbatches=self.microbatches)

@@ -40,6 +40,22 @@ def test_profile_of_a_job_that_is_simulated(run, tmp_path):
     assert found["profiles"] == "p.json" and found["policies"]["gang-fifo"]["makespan"] > 500 * profile.iteration_seconds
 
 
+@pytest.mark.parametrize("more", ["--num-workers 4 --batches 1", "--job --num-workers 2 --batches 1"])
+def test_profile_of_a_sampled_softmax(run, tmp_path, more):
+    # Its training batches bring drawn words, which the data set alone does not have.
+    (tmp_path / "corpus.txt").write_text("\n".join(" ".join(f"word{(7 * line + 3 * place) % 300}" for place in range(9)) for line in range(200)))
+    status, out, err = run(
+        "profile --model lstm --embedding-width 4 --hidden-width 8 --negatives 4 --data text --data-dir corpus.txt --seq-len 8 --batch-size 8 --json p.json " + more
+    )
+    assert status == 0, err
+    assert "profile: p.json" in out
+    if "--job" in more:
+        assert read_profiles(tmp_path / "p.json")["lstm"].iteration_seconds > 0
+    else:
+        words = Profile.load(tmp_path / "p.json").tensor("params/softmax/embedding")
+        assert 0 < words.density < 1  # labels and drawn words, not all of the vocabulary
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [(f"{SMALL} --job --html p.html", "a job's profile is a table and JSON"), (f"{SMALL} --bandwidth 1gbit", "--bandwidth belongs to a job's profile"),
