@@ -29,7 +29,7 @@ from splitjax import _filtered
 from splitjax._filtered import Call, FilteredStep
 from splitjax._static import ARRAY, Fixed, Half, Static, is_array, partition
 from splitjax.lower import gradient
-from splitjax.lower.arguments import Default, call_with, make_options, with_static_defaults
+from splitjax.lower.arguments import Default, call_with, check_batch, leaf_path, make_options, with_static_defaults
 from splitjax.plan import Plan
 from splitjax.rules import RuleSet
 
@@ -89,6 +89,8 @@ class EquinoxStep(FilteredStep):
                 arrays, half = None, _whole(arg)
             else:
                 arrays, half = partition(arg)
+                if number in self._options.batch_argnums and any(leaf is not ARRAY for leaf in half.leaves):
+                    check_batch(arg, functools.partial(leaf_path, self._options, number), static=True)
             dynamic.append(arrays)
             halves.append(half)
         key = tuple((half.tree, half.leaves) for half in halves)

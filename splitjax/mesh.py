@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from splitjax.errors import MeshError
 
@@ -26,10 +27,10 @@ class MeshShape:
 
     @classmethod
     def of(cls, mesh: Mesh | Mapping[str, int] | MeshShape) -> MeshShape:
-        """Reads the shape of a `jax.sharding.Mesh` or of a mapping axis -> size."""
+        """Reads the shape of a `jax.sharding.Mesh` or of a mapping axis -> size. Raises `MeshError` for anything else."""
         if isinstance(mesh, MeshShape):
             return mesh
-        shape = dict(mesh.shape) if isinstance(mesh, Mesh) else dict(mesh)
+        shape = dict(mesh.shape) if isinstance(mesh, Mesh) else _sizes(mesh)
         for axis, size in shape.items():
             if not isinstance(axis, str) or not axis:
                 raise MeshError("a mesh axis needs a name", value=axis, place="mesh", remedy='use {"data": 2, "model": 4}')
@@ -70,6 +71,27 @@ class MeshShape:
 
     def __str__(self) -> str:
         return " x ".join(f"{axis}={size}" for axis, size in self.axes)
+
+
+def _sizes(mesh: Any) -> dict[Any, Any]:
+    """Axis -> size of a mapping, or of the pairs of one. Raises `MeshError` for what names no axes, saying what to write for it."""
+    if isinstance(mesh, Mapping):
+        return dict(mesh)
+    entries = mesh.ravel().tolist() if isinstance(mesh, np.ndarray) else list(mesh) if isinstance(mesh, Sequence) else [mesh]
+    if entries and isinstance(mesh, Sequence) and all(isinstance(entry, tuple) and len(entry) == 2 for entry in entries):
+        return dict(entries)
+    are_sizes = all(isinstance(entry, (int, np.integer)) and not isinstance(entry, bool) for entry in entries)
+    if entries and are_sizes and len(entries) <= 2:
+        remedy = f"name the axes: mesh={dict(zip(KNOWN_AXES, map(int, entries), strict=False))}"
+    elif entries and are_sizes:
+        remedy = f'name the axes: mesh={{"data": {entries[0]}, "model": {entries[1]}, ...}}, or jax.make_mesh({tuple(map(int, entries))}, names)'
+    elif entries and all(isinstance(entry, jax.Device) for entry in entries):
+        remedy = 'name the axes of the devices: jax.sharding.Mesh(devices, ("data",))'
+    else:
+        remedy = 'give {"data": 2, "model": 4}, or what jax.make_mesh((2, 4), ("data", "model")) returns'
+    if isinstance(mesh, AbstractMesh):
+        raise MeshError("an abstract mesh has no devices to run on", value=mesh, place="mesh", remedy=f"give {dict(mesh.shape)}, or a jax.sharding.Mesh")
+    raise MeshError(f"a mesh has named axes, and this {type(mesh).__name__} names none", value=mesh, place="mesh", remedy=remedy)
 
 
 def make_mesh(mesh: Mesh | Mapping[str, int] | None) -> Mesh:

@@ -147,8 +147,8 @@ class ParallelStep:
                 result = self._run(entry, args)
             except SignatureChanged:
                 result = self._run(self._settled(self._entry(args)), args)
-            except ValueError:
-                other = self._settled(self._entry(args))  # jax.jit compares the structure of the arguments before it traces
+            except (TypeError, ValueError):
+                other = self._settled(self._entry(args))  # jax.jit looks at leaves and structure of the arguments before it traces
                 if other is entry:
                     raise
                 result = self._run(other, args)

@@ -173,7 +173,8 @@ def with_static_defaults(options: Options, args: tuple) -> tuple:
 
 def bind(fn: Callable, options: Options, args: tuple) -> Bound:
     """Takes a call apart. Raises `StateError` where a state argument is missing or a static one cannot be hashed,
-    `TraceError` for a leaf that is not an array, `BatchError` where batch arrays disagree on the number of examples."""
+    `TraceError` for a leaf that is not an array, `BatchError` for such a leaf or a list of numbers in a batch, and where batch arrays disagree on
+    the number of examples."""
     args = with_static_defaults(options, args)
     for number in options.state_argnums:
         if number >= len(args) or isinstance(args[number], Default):
@@ -191,6 +192,8 @@ def bind(fn: Callable, options: Options, args: tuple) -> Bound:
             spans.append((start, start))
             continue
         is_state, is_batch = number in options.state_argnums, number in options.batch_argnums
+        if is_batch:
+            check_batch(arg, lambda path, number=number: leaf_path(options, number, path))
         for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
             arguments.append(Argument(leaf_path(options, number, path), is_state, is_batch))
             leaves.append(leaf)
@@ -200,6 +203,27 @@ def bind(fn: Callable, options: Options, args: tuple) -> Bound:
     _check_examples(fn, avals, arguments)
     signature = Signature(tree, avals, tuple(static))
     return Bound(tuple(args), tuple(leaves), tuple(spans), signature, tuple(arguments))
+
+
+def check_batch(batch: Any, path_of: Callable[[Any], str], static: bool = False) -> None:
+    """Raises `BatchError` for what cannot hold examples: a list of Python numbers, which is a pytree of scalars and no array, and leaves that are neither
+    arrays nor numbers. `static`: these are part of the program, as in steps over modules."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_list_of_numbers):
+        if isinstance(leaf, list):
+            raise BatchError(
+                "a list of numbers in a batch is no array, but as many scalars", value=leaf, place=path_of(path),
+                remedy="make it an array: numpy.asarray(...); lists of arrays may stay",
+            )
+        if not static and (isinstance(leaf, (str, bytes)) or (isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "US")):
+            raise BatchError(
+                "a batch holds text, which no device takes", value=leaf, place=path_of(path),
+                remedy="give arrays of numbers, such as ids of words or of classes, and leave names out of the batch",
+            )
+
+
+def _is_list_of_numbers(node: Any) -> bool:
+    """Of numbers, or of such lists."""
+    return isinstance(node, list) and bool(node) and all(isinstance(one, (int, float, complex, np.generic)) or _is_list_of_numbers(one) for one in node)
 
 
 def leaf_path(options: Options, number: int, path: Any) -> str:

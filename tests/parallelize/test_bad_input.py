@@ -53,6 +53,22 @@ def test_malformed_mesh(mesh):
     complains(MeshError, "mesh axis|axis .* needs", lambda: splitjax.parallelize(step, mesh=mesh))
 
 
+@pytest.mark.parametrize(
+    ("mesh", "remedy"),
+    [(8, "mesh={'data': 8}"), (np.int64(8), "mesh={'data': 8}"), ((2, 4), "mesh={'data': 2, 'model': 4}"), ([2, 4], "{'data': 2, 'model': 4}"), (np.array([2, 4]), "{'data': 2, 'model': 4}"),
+     ((2, 2, 2), 'jax.make_mesh((2, 2, 2), names)'), (8.0, "jax.make_mesh"), ({"data", "model"}, "jax.make_mesh"), (True, "jax.make_mesh")], ids=str)  # fmt: skip
+def test_a_mesh_without_names(mesh, remedy):
+    for decorate in (splitjax.parallelize, splitjax.nnx.parallelize, splitjax.equinox.parallelize):
+        error = complains(MeshError, "named axes", lambda decorate=decorate: decorate(step, mesh=mesh))
+        assert error.value is mesh and remedy in error.remedy
+
+
+def test_a_mesh_of_devices_alone_and_one_without_devices():
+    error = complains(MeshError, "named axes", lambda: splitjax.parallelize(step, mesh=jax.devices()))
+    assert "jax.sharding.Mesh(devices" in error.remedy
+    complains(MeshError, "no devices", lambda: splitjax.parallelize(step, mesh=jax.sharding.AbstractMesh((8,), ("data",))))
+
+
 def test_unknown_rule_set_and_axis():
     complains(RuleError, "splitbrian", lambda: splitjax.parallelize(step, rules="splitbrian"))
     rules = splitjax.RuleSet("mine", (splitjax.Rule("all", shard=({"out": "modle"},)),))
@@ -95,6 +111,40 @@ def test_batch_arrays_that_disagree():
 
     batch = {"a": np.ones((8, 2)), "b": np.ones((4, 2))}
     complains(BatchError, "disagree", lambda: splitjax.parallelize(two, mesh=MESH)(fresh(), batch))
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["first call", "later call"])
+@pytest.mark.parametrize(
+    ("batch", "place", "remedy"),
+    [({"x": BATCH.tolist()}, "batch/x", "numpy.asarray"), (BATCH.tolist(), "batch", "numpy.asarray"), ({"x": [1.0] * 8}, "batch/x", "numpy.asarray"), ({"x": list(np.ones(8))}, "batch/x", "numpy.asarray"),
+     ({"x": [BATCH, [1, 2]]}, "batch/x/1", "numpy.asarray"), ("text", "batch", "ids of words"), ({"x": BATCH, "name": ["a", "b"]}, "batch/name/0", "ids of words"),
+     ({"x": BATCH, "name": np.array(["a"] * 8)}, "batch/name", "ids of words"), ({"x": BATCH, "name": b"a"}, "batch/name", "ids of words")],
+    ids=["rows", "bare rows", "numbers", "numbers of NumPy", "beside an array", "text", "texts", "an array of text", "bytes"],
+)  # fmt: skip
+def test_lists_of_numbers_and_text_in_a_batch(batch, place, remedy, called):
+    def sums(state, batch):
+        return state, sum(leaf.sum() for leaf in jax.tree.leaves(batch))
+
+    parallel = splitjax.parallelize(sums, mesh=MESH, rules="data_parallel")
+    if called:
+        parallel(fresh(), BATCH)  # a later call goes another way, past the compiled step of the first
+    error = complains(BatchError, "list of numbers|text", lambda: parallel(fresh(), batch))
+    assert error.place == place and remedy in error.remedy
+
+
+def test_lists_of_arrays_and_single_numbers_in_a_batch_are_legal():
+    def sums(state, batch):
+        return state, sum(leaf.sum() for leaf in batch["parts"]) * batch["scale"]
+
+    parallel = splitjax.parallelize(sums, mesh=MESH, rules="data_parallel")
+    assert float(parallel(fresh(), {"parts": [BATCH, BATCH], "scale": 0.5})[1]) == 64
+
+
+def test_a_list_of_numbers_in_a_batch_of_a_step_over_modules():
+    # Numbers are part of the program there: each batch would compile anew.
+    parallel = splitjax.equinox.parallelize(lambda model, opt, batch: (model, opt, batch["x"][0]), mesh=MESH)
+    error = complains(BatchError, "list of numbers", lambda: parallel(fresh(), {}, {"x": [1.0, 2.0], "name": "train"}))
+    assert error.place == "batch/x"
 
 
 def test_missing_and_overlapping_arguments():
