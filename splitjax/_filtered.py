@@ -133,6 +133,8 @@ class Call:
 class FilteredStep(abc.ABC):
     """A decorated step over modules. Call it like the function it wraps."""
 
+    changes_states = False  # in place, as NNX does; else it returns new ones
+
     def __init__(self, fn: Callable, options: Options, keywords: dict[str, Any], state_outnums: Any = None,
                  parent: FilteredStep | None = None) -> None:
         functools.update_wrapper(self, fn)
@@ -154,6 +156,13 @@ class FilteredStep(abc.ABC):
     def mesh(self) -> jax.sharding.Mesh:
         """The mesh, made when it is first needed."""
         return self._parent.mesh if self._parent is not None else make_mesh(self._keywords["mesh"])
+
+    @property
+    def options(self) -> Options:
+        """Which arguments are states, batches and static, and which results are states; no state or batch arguments where the frontend finds them in a call."""
+        given = self._state_outnums
+        outnums = None if given is None else (given,) if hasattr(given, "__index__") else tuple(given)
+        return dataclasses.replace(self._options, state_outnums=outnums)
 
     @property
     def compiles(self) -> tuple[CompileRecord, ...]:

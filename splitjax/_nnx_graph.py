@@ -231,10 +231,34 @@ def static_changes(graph: Graph, after: Any, name: str) -> tuple[tuple[tuple, An
 
 
 def assign(objects: Sequence[Any], path: Sequence[Any], value: Any) -> None:
-    node: Any = objects
-    for key in path[:-1]:
-        node = node[key] if isinstance(node, (tuple, list, dict)) else getattr(node, str(key))
+    node = _at(objects, path[:-1])
     if isinstance(node, (list, dict)):
         node[path[-1]] = value
     else:
         setattr(node, str(path[-1]), value)
+
+
+def _at(objects: Sequence[Any], path: Sequence[Any]) -> Any:
+    node: Any = objects
+    for key in path:
+        node = node[key] if isinstance(node, (tuple, list, dict)) else getattr(node, str(key))
+    return node
+
+
+def shared_as(like: Any, copies: Any) -> Any:
+    """A pytree that was put together from the leaves of `like`, with every variable that `like` has in several places (tied weights) one again: as pytrees, NNX objects
+    have such a variable in each place."""
+    is_variable = lambda value: isinstance(value, nnx.Variable)
+    variables, copied = (jax.tree.leaves(tree, is_leaf=is_variable) for tree in (like, copies))
+    by_id = {id(old): new for old, new in reversed(list(zip(variables, copied, strict=True))) if is_variable(old)}  # the first place counts
+    if len(by_id) == sum(map(is_variable, variables)):
+        return copies
+    leaves, tree = jax.tree.flatten(like, is_leaf=is_object)
+    places = [k for k, leaf in enumerate(leaves) if is_object(leaf)]
+    new = jax.tree.leaves(copies, is_leaf=is_object)
+    old_objects, new_objects = ([found[k] for k in places] for found in (leaves, new))
+    graphdef, flat = nnx.flatten(tuple(old_objects))
+    values = [raw(by_id[id(leaf)]) if is_variable(leaf) else _at(new_objects, path) for path, leaf in zip(flat.paths, flat.leaves, strict=True)]
+    for k, one in zip(places, nnx.unflatten(graphdef, values), strict=True):
+        new[k] = one
+    return jax.tree.unflatten(tree, new)

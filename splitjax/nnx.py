@@ -107,6 +107,8 @@ class NNXStep(FilteredStep):
     """A decorated step over NNX objects. Call it like the function it wraps; the methods show, place, compile and reuse its
     plan. Arguments of `plan` and `lower` may be abstract, as `nnx.eval_shape` makes them."""
 
+    changes_states = True
+
     def __init__(self, fn: Callable, options: Options, keywords: dict[str, Any], state_outnums: Any, given: _Given,
                  parent: NNXStep | None = None) -> None:
         super().__init__(fn, options, keywords, state_outnums, parent)
@@ -271,10 +273,8 @@ class NNXStep(FilteredStep):
             return (new, made, *_filtered.attach(result, more=(changes, made_graph)))
 
         over_arrays.__signature__ = _filtered.signature(("graph", "state", "constants", "read"), fn, num_args)
-        outnums = None
-        if self._state_outnums is not None:
-            given = (self._state_outnums,) if hasattr(self._state_outnums, "__index__") else tuple(self._state_outnums)
-            outnums = (0, *(n + 2 for n in given))
+        given = self.options.state_outnums
+        outnums = None if given is None else (0, *(n + 2 for n in given))
         return over_arrays, {"state_argnums": states, "batch_argnums": tuple(n + FIRST for n in batch), "static_argnums": (0,),
                              "state_outnums": outnums}  # fmt: skip
 

@@ -15,7 +15,7 @@ import jax
 from splitjax import _compat
 from splitjax.errors import DonatedStateError
 from splitjax.lower.advising import advise_calls, split_request
-from splitjax.lower.arguments import Bound, argument_names, bind, difference, make_options, positional
+from splitjax.lower.arguments import Bound, Options, argument_names, bind, difference, make_options, positional
 from splitjax.lower.carried import Carried, inputs_of
 from splitjax.lower.entry import CompileRecord, Entry, Recipe, build_entry, trace_error
 from splitjax.lower.keeping import Kept, merged
@@ -124,6 +124,11 @@ class ParallelStep:
     def mesh(self) -> jax.sharding.Mesh:
         """The mesh, made when it is first needed."""
         return self._parent.mesh if self._parent is not None else make_mesh(self._mesh_request)
+
+    @property
+    def options(self) -> Options:
+        """Which arguments are states, batches and static, and which results are states."""
+        return self._recipe.options
 
     @property
     def compiles(self) -> tuple[CompileRecord, ...]:

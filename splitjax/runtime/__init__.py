@@ -11,7 +11,7 @@ from typing import Any
 _PLACES = {
     "CheckpointOptions": "checkpoint_options", "Checkpoints": "checkpoint", "JsonLines": "metrics", "Ledger": "ledger",
     "LoopOptions": "loop", "Placement": "placing", "Profile": "profiling", "StopRequest": "stopping", "Table": "metrics",
-    "TensorBoard": "metrics", "TrainingProgress": "progress", "batch_layout": "placing", "read_metrics": "metrics", "train": "loop",
+    "TensorBoard": "metrics", "TrainingProgress": "progress", "batch_layout": "placing", "read_metrics": "metrics", "restore": "stepping", "train": "loop",
 }  # fmt: skip
 
 __all__ = sorted(_PLACES)

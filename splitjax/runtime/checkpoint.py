@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import operator
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -177,6 +178,7 @@ class Checkpoints:
             more = targets(description.carried, like)
             saved = (*description.leaves, *more.leaves)
             state, arrays = read_arrays(path / folders.STATE, saved, (like, more.arrays), (*wanted, *more.leaves))
+            state = _shared_as(like, state)
             carried = put_together(description.carried, arrays)
         except Exception as error:  # said to the other processes before it is raised: they would wait for this one
             problem, cause = _shorten(f"{type(error).__name__}: {error}"), error
@@ -349,6 +351,15 @@ class Checkpoints:
     def _require_open(self) -> None:
         if self._is_closed:
             raise CheckpointError("these checkpoints are closed", place=str(self._folder), remedy="use them inside the `with` block")
+
+
+def _shared_as(like: Any, state: Any) -> Any:
+    """The state, with variables of NNX objects shared as in `like`."""
+    if "flax.nnx" not in sys.modules:
+        return state
+    from splitjax._nnx_graph import shared_as
+
+    return shared_as(like, state)
 
 
 def _checked_step(step: Any) -> int:

@@ -23,7 +23,7 @@ class Description:
 
     def to_json(self) -> str:
         """Raises `CheckpointError` for an `extra` that would not come back equal."""
-        _check_json(self.extra, "extra")
+        check_json(self.extra, "extra")
         value = {"step": self.step, "leaves": [leaf.to_json() for leaf in self.leaves], "extra": self.extra}
         if self.carried is not None:
             value["carried"] = self.carried
@@ -35,15 +35,16 @@ class Description:
         return Description(value["step"], tuple(map(Leaf.from_json, value["leaves"])), value["extra"], value.get("carried"))
 
 
-def _check_json(value: Any, place: str) -> None:
+def check_json(value: Any, place: str) -> None:
+    """Raises `CheckpointError` for a value that would not come back equal from JSON: what is no dict by strings, list, string, number, boolean or None, tuples among it."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if type(key) is not str:
                 raise CheckpointError("keys of JSON objects are strings", value=key, place=place, remedy="use str(key)")
-            _check_json(inner, f"{place}[{key!r}]")
+            check_json(inner, f"{place}[{key!r}]")
     elif isinstance(value, list):
         for number, inner in enumerate(value):
-            _check_json(inner, f"{place}[{number}]")
+            check_json(inner, f"{place}[{number}]")
     elif value is not None and type(value) not in (bool, int, float, str):
         raise CheckpointError(
             "`extra` holds JSON values: dicts, lists, strings, numbers, booleans, None", value=value, place=place,

@@ -14,22 +14,18 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 
 from splitjax.errors import TrainingError
+from splitjax.runtime.feeding import Feed, position_json
 from splitjax.runtime.ledger import Ledger
 from splitjax.runtime.metrics import Observer
 from splitjax.runtime.profiling import Profile
+from splitjax.runtime.stepping import as_loop_step, stored_state
 from splitjax.runtime.stopping import StopRequest
-
-
-class Position(Protocol):
-    """Where in the data a run is: what comes with a batch, and is saved with the state that has seen it."""
-
-    def to_json(self) -> Any: ...
 
 
 class Saves(Protocol):
@@ -71,9 +67,9 @@ class Outcome:
 
 
 def train(
-    step: Callable[[Any, Any], tuple[Any, Mapping[str, jax.Array]]],
+    step: Callable[..., Any],
     state: Any,
-    batches: Iterator[tuple[Position, Any]],
+    batches: Iterable[Any],
     options: LoopOptions,
     *,
     first_step: int = 1,
@@ -90,33 +86,37 @@ def train(
 
     **Arguments:**
 
-    - `step`: `step(state, batch) -> (state, {"loss": f32[], ...})`, decorated or not; metrics are scalars.
-    - `state`: as `step.init` or a restore gave it. It is donated.
-    - `batches`: gives, from the first batch that this start has to do, the position behind it and the batch on the devices.
+    - `step`: decorated by `splitjax.parallelize`, `splitjax.equinox.parallelize` or `splitjax.nnx.parallelize`, or a plain `step(state, batch) -> (state, metrics)`.
+      Beside its states it returns its metrics, `{"loss": f32[], ...}`, all of them scalars, or its loss alone. A step with several batch arguments gets tuples for batches.
+    - `state`: as `step.init` or a restore gave it, a tuple where the step has several states. It is donated; NNX objects are changed in place.
+    - `batches`: pairs `(position, batch)`, from the first batch on that this start has to do; a position is JSON or has `to_json()`, and is where the data go on behind the batch.
+      Or plain batches, from the first one of the run on: their position is how many the run has taken, and a start with `first_step` n reads n - 1 of them and drops
+      them. `runtime.feeding` says how the two are told apart. A batch is a pytree of arrays, of the host or of the devices.
     - `first_step`: the number of the first step to do.
-    - `checkpoints`: where the state is saved, with what the step carries (`ParallelStep.carried`), `extra`, the position, and the metrics (`loss`: the mean since the last save; those
-      of `evaluate` under `eval_`).
+    - `checkpoints`: where the state is saved (of Equinox modules the arrays; `runtime.restore` reads it back), with what the step carries (`ParallelStep.carried`), `extra`, the
+      position, and the metrics (`loss`: the mean since the last save; those of `evaluate` under `eval_`).
     - `learning_rates`: of every step from 1 on, for the metrics.
     - `observers`: told about every step; on process 0 alone, or wherever they are given.
     - `stop`, `ledger`, `profile`: see their modules.
 
     **Returns** an `Outcome`. A run that is asked to stop has saved when this returns.
 
-    Raises `TrainingError` when the loss is not finite (before that state is saved) or the batches end early, and what `step` and
-    `checkpoints` raise.
+    Raises `TrainingError` for a state, batch, position or result of the step that is none of these, when the loss is not finite (before that state is
+    saved) or the batches end early, and what `step` and `checkpoints` raise.
     """
-    loop = _Loop(options, checkpoints, dict(extra or {}), observers, ledger or Ledger(None), learning_rates)
+    loop = _Loop(step, options, checkpoints, dict(extra or {}), observers, ledger or Ledger(None), learning_rates)
+    loop_step, feed = as_loop_step(step, state), Feed(batches, first_step - 1)
     profile = profile or Profile()
     number, stopped, position = first_step - 1, False, None
     loop.ledger.started(first_step)
     try:
         while number < options.num_steps and not stopped:
             with loop.ledger.during("input"):
-                position, batch = _next(batches, number, options)
+                position, batch = _next(feed, number, options)
             number += 1
             compiling = number == first_step
             with profile.step(number), loop.ledger.during("compile") if compiling else contextlib.nullcontext():
-                state, metrics = step(state, batch)
+                state, metrics = loop_step(state, batch)
                 if compiling:
                     jax.block_until_ready(metrics)
             profile.step_done(metrics)
@@ -126,7 +126,7 @@ def train(
             if evaluate is not None and _due(number, options.evaluate_every, number == options.num_steps):
                 loop.evaluated(evaluate, state)
             if checkpoints is not None and _due(number, options.checkpoint_every, last):
-                loop.save(number, state, position, getattr(step, "carried", None), wait=last)
+                loop.save(number, state, position, wait=last)
             loop.ledger.step_done(number)
         loop.drain()
     finally:
@@ -139,9 +139,9 @@ def _due(number: int, every: int | None, last: bool) -> bool:
     return last or (every is not None and number % every == 0)
 
 
-def _next(batches: Iterator[tuple[Position, Any]], number: int, options: LoopOptions) -> tuple[Position, Any]:
+def _next(feed: Feed, number: int, options: LoopOptions) -> tuple[Any, Any]:
     try:
-        return next(batches)
+        return feed.next()
     except StopIteration:
         raise TrainingError(
             f"the batches ended after step {number}", value=options.num_steps, place="num_steps",
@@ -152,9 +152,9 @@ def _next(batches: Iterator[tuple[Position, Any]], number: int, options: LoopOpt
 class _Loop:
     """What the loop keeps beside the state: metrics on their way from the devices, and the mean loss since the last save."""
 
-    def __init__(self, options: LoopOptions, checkpoints: Saves | None, extra: dict[str, Any], observers: Sequence[Observer],
+    def __init__(self, step: Callable[..., Any], options: LoopOptions, checkpoints: Saves | None, extra: dict[str, Any], observers: Sequence[Observer],
                  ledger: Ledger, learning_rates: Sequence[float] | None):
-        self.options, self.checkpoints, self.extra, self.observers = options, checkpoints, extra, observers
+        self.step, self.options, self.checkpoints, self.extra, self.observers = step, options, checkpoints, extra, observers
         self.ledger, self.learning_rates = ledger, learning_rates
         self.row: dict[str, Any] = {}
         self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
@@ -180,26 +180,21 @@ class _Loop:
         with self.ledger.during("evaluate"):
             self._evaluation = {f"eval_{name}": float(value) for name, value in evaluate(state).items()}
 
-    def save(self, number: int, state: Any, position: Position, carried: Callable[[], Any] | None, wait: bool) -> None:
+    def save(self, number: int, state: Any, position: Any, wait: bool) -> None:
         evaluation = dict(self._evaluation)
         self.drain()
-        carries = carried() if carried is not None else None
+        carries = self.step.carried() if hasattr(self.step, "carried") else None
         more = {"carried": carries} if carries else {}
         metrics = {**evaluation, "loss": self._loss_sum / self._num_losses, **{k: v for k, v in self.row.items() if k == "accuracy"}}
         assert self.checkpoints is not None
         with self.ledger.during("checkpoint"):
-            self.checkpoints.save(number, state, {**self.extra, "position": position.to_json()}, metrics, wait=wait, **more)
+            self.checkpoints.save(number, stored_state(self.step, state), {**self.extra, "position": position_json(position)}, metrics, wait=wait, **more)
         self._loss_sum, self._num_losses = 0.0, 0
 
     def _tell(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
         values = {name: float(value) for name, value in metrics.items()}
         now = time.perf_counter()
         seconds, self._told = now - self._told, now
-        if "loss" not in values:
-            raise TrainingError(
-                "the step's metrics have no loss", value=sorted(values), place="the step's second result",
-                remedy='return a mapping with a scalar "loss" beside the state',
-            )
         if not math.isfinite(values["loss"]) and not self.options.allow_nonfinite:
             raise TrainingError(
                 f"the loss of step {number} is {values['loss']}", value=values["loss"], place=f"step {number}",

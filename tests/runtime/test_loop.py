@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from splitjax.errors import TrainingError
@@ -114,6 +116,53 @@ def test_batches_that_end_early_and_metrics_without_loss_are_errors():
         train(step, jnp.float32(0), batches(3), options())
     with pytest.raises(TrainingError, match="no loss"):
         train(lambda state, batch: (state, {"accuracy": batch}), jnp.float32(0), batches(3), options())
+
+
+POSITIONS = [0, 7, 1.5, "shard-3", None, True, [1, "a", None], {"epoch": 1, "batch": [2]}, [], {}, At(5)]
+
+
+@pytest.mark.parametrize("position", POSITIONS, ids=str)
+def test_a_position_is_any_json(position):
+    seen = Recorder()
+    train(step, jnp.float32(0), iter([(position, jnp.float32(1))] * 2), options(num_steps=2), checkpoints=seen)
+    (saved,) = seen.saved
+    assert saved[2] == {"position": 5 if isinstance(position, At) else position} and saved[1] == 2
+
+
+@pytest.mark.parametrize("batch", [np.float32(1), {"x": np.ones(2)}, (np.ones(2), np.ones(2)), [1, np.ones(2)], (3, np.ones(2), "a")], ids=["array", "dict", "pair of arrays", "list", "triple"])
+def test_what_holds_arrays_is_a_batch_and_counted(batch):
+    seen, given = Recorder(), []
+
+    def takes(state, batch):
+        given.append(batch)
+        return state + 1, {"loss": 1.0}
+
+    train(takes, jnp.float32(0), [batch] * 3, options(num_steps=3, checkpoint_every=2), checkpoints=seen)
+    assert [extra["position"] for _, _, extra, _, _ in seen.saved] == [2, 3]
+    assert len(given) == 3 and all(one is batch for one in given)
+
+
+def test_a_resumed_loop_drops_the_plain_batches_that_it_has_seen():
+    seen = Recorder()
+    train(step, jnp.float32(6), (jnp.float32(number) for number in range(1, 11)), options(), first_step=4, checkpoints=seen)
+    assert seen.saved[-1][1] == 6 + sum(range(4, 11)) and seen.saved[-1][2] == {"position": 10}
+    with pytest.raises(TrainingError, match="ended after step 3"):
+        train(step, jnp.float32(6), [jnp.float32(1)] * 2, options(), first_step=4)
+
+
+@pytest.mark.parametrize(
+    ("batches", "pattern", "remedy"),
+    [({"x": np.ones(3)}, "none that follow each other", "itertools.repeat"), (np.ones((3, 2)), "none that follow each other", "itertools.repeat"), (5, "none that follow each other", "generator"),
+     ("abc", "none that follow each other", "generator"), (iter([None]), "holds no array", "pytrees of arrays"), (range(9), "holds no array", "position, batch"),
+     (iter([(np.int64(3), np.ones(2))]), "this position is not JSON", r"int\(position\)"), (iter([((1, 2), np.ones(2))]), "this position is not JSON", "a list"),
+     (iter([(object(), np.ones(2))]), "this position is not JSON", "to_json"), (iter([({1: 2}, np.ones(2))]), "this position is not JSON", "by strings"),
+     (iter([(1, np.float32(1)), np.float32(1)]), "some batches come with a position", "every time"), (iter([np.float32(1), (1, np.float32(1))]), "some batches come with a position", "every time")],
+    ids=["one dict", "one array", "a number", "text", "None", "numbers", "a number of NumPy", "a tuple", "an object", "keys that are numbers", "pairs, then none", "none, then pairs"],
+)  # fmt: skip
+def test_what_is_neither_is_refused(batches, pattern, remedy):
+    with pytest.raises(TrainingError, match=pattern) as caught:
+        train(step, jnp.float32(0), batches, options())
+    assert caught.value.place and re.search(remedy, caught.value.remedy)
 
 
 def test_the_ledger_knows_the_steps(tmp_path):
