@@ -101,5 +101,21 @@ def _reason(best: Candidate, table: Sequence[Candidate], sparsity: Sparsity) -> 
         return "one worker: nothing to exchange"
     other = next((one for one in table if one.scheme.name != best.scheme.name), None)
     facts = f"density {sparsity.density:.3g}, densification {sparsity.densification(sparsity.num_workers):.3g}"
-    text = f"{best.seconds:.3g} s a step predicted for {best.sent_bytes:,} bytes in {best.num_messages} messages ({facts})"
-    return text if other is None else f"{text}; next: {other.scheme.name}, {other.seconds:.3g} s for {other.sent_bytes:,} bytes"
+    text = f"{best.seconds:.3g} s a step predicted for {_sent(best)} ({facts})"
+    # Who sees more bytes than of an all-reduce, or a faster candidate, asks why.
+    dense = next((one for one in table if isinstance(one.scheme, Dense) and one.sent_bytes < best.sent_bytes and one.seconds > best.seconds), None)
+    if dense is not None:
+        more = "in more messages that wait for each other " if dense.num_messages > best.num_messages else ""
+        text += f"; dense sends fewer bytes, but {more}and takes longer: {_costs(dense)}"
+    if other is None or other is dense:
+        return text
+    text += f"; next: {other.scheme.name}, {_costs(other)}"
+    return text if other.seconds >= best.seconds else f"{text}, not {100 * (1 - _CLEARLY):.0f} % faster: the simpler scheme is kept"
+
+
+def _costs(one: Candidate) -> str:
+    return f"{one.seconds:.3g} s for {_sent(one)}"
+
+
+def _sent(one: Candidate) -> str:
+    return f"{one.sent_bytes:,} bytes in {one.num_messages} message{'s' * (one.num_messages != 1)}"

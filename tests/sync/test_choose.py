@@ -83,6 +83,29 @@ def test_another_regime_another_scheme(regime, link, name):
     assert {one.scheme.name for one in chosen.table} == set(sync.SCHEMES)
 
 
+def test_a_choice_that_sends_more_than_dense_says_what_for():
+    found = profile(24, 16, 8, 16)
+    chosen = choose(found, sync.Link(4e-4, 1e9))
+    dense = next(one for one in chosen.table if one.scheme.name == "dense")
+    assert dense.sent_bytes < chosen.best.sent_bytes and dense.seconds > chosen.best.seconds
+    said = f"dense sends fewer bytes, but in more messages that wait for each other and takes longer: {dense.seconds:.3g} s for {dense.sent_bytes:,} bytes in 14 messages"
+    assert said in chosen.reason
+    slow = choose(found, sync.Link(1e-6, 1e6))
+    assert slow.best.sent_bytes <= dense.sent_bytes and "dense sends fewer" not in slow.reason
+
+
+def test_a_choice_that_is_slower_than_the_next_says_why_it_is_kept():
+    found, kept = profile(10_000, 100, 8, 16), 0
+    for latency in np.geomspace(1e-6, 1e-2, 9):
+        chosen = choose(found, sync.Link(latency, 1e8))
+        following = next(one for one in chosen.table if one.scheme.name != chosen.scheme.name)
+        assert f"next: {following.scheme.name}, {following.seconds:.3g} s for {following.sent_bytes:,} bytes in {following.num_messages} messages" in chosen.reason
+        is_slower = following.seconds < chosen.best.seconds
+        assert ("not 2 % faster: the simpler scheme is kept" in chosen.reason) == is_slower
+        kept += is_slower
+    assert kept
+
+
 def test_one_worker_exchanges_nothing():
     chosen = choose(profile(100, 10, 1, 4), FAST)
     assert chosen.best.sent_bytes == 0 and "one worker" in chosen.reason
