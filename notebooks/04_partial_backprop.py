@@ -259,9 +259,11 @@ def plot_advice():
 plot_advice()
 
 # %% [markdown]
-# Front layers have as much noise for their time as the last ones, with which the forward pass counts: there is nothing to gain by leaving them out more often. That is
-# what the advice says, and in which other respects partial backpropagation does better: bytes, memory of the mean worker, and workers that wait, on
-# whose devices another job can run. What it measured can be used anyway, for cuts by time or the best depths under a budget:
+# Front layers have as much noise for their time as the last ones, with which the forward pass counts: there is nothing to gain by leaving them out more often, and the advice recommends the
+# smaller batch. Its other lines are no further recommendations. They say under which other aim another way would be the better one, and in which respects
+# partial backpropagation does better whatever is recommended: bytes, memory of the mean worker, and workers that wait, on whose devices another job can run.
+#
+# What was measured also serves whoever decides for partial backpropagation: for cuts by time, or for the best depths under a budget.
 
 # %%
 best = parallel(PartialBackprop(depths="optimal", measured=advice.measured, budget=0.8))

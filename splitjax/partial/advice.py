@@ -79,20 +79,22 @@ class AdviceRow:
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """What to do. Prints as a paragraph.
+    """What to do. Prints as paragraphs: what is recommended, under which other aim something else would be, what else differs.
 
-    - `option`: the `AdviceRow.name` that costs least compute for the same progress. `fastest`: the one whose steps take least time for it where the job
+    - `option`: the `AdviceRow.name` that is recommended: it costs least compute for the same progress. `fastest`: the one whose steps take least time for it where the job
       has workers and link for itself.
     - `reasons`: for `option`, sentences. `wins`: in which respects partial backpropagation does better than the smaller batch of equal cost.
+    - `unless`: the aim under which `fastest` is the better choice, where that is another; else empty.
     """
 
     option: str
     fastest: str
     reasons: tuple[str, ...]
     wins: tuple[str, ...]
+    unless: str = ""
 
     def __str__(self) -> str:
-        return " ".join((*self.reasons, *self.wins))
+        return "\n".join(filter(None, (f"Recommended: {self.option}. {' '.join(self.reasons)}", self.unless, " ".join(self.wins))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,16 +295,22 @@ def recommend(rows: Sequence[AdviceRow], is_uniform: bool) -> Recommendation:
         )  # fmt: skip
     else:
         option = SMALLER
-        reasons.append(f"Use a smaller batch with full backpropagation ({smaller.what}): at equal compute its gradient is at least as good.")
+        reasons.append(f"Full backpropagation with a smaller batch ({smaller.what}) has at equal compute a gradient that is at least as good.")
         if best is not None:
             reasons.append(f"The best partial backpropagation here ({best[1].name}) needs {100 * best[0]:.1f} % of its device time to the same progress.")
         if is_uniform:
             reasons.append("With the forward pass charged to the last layers, the square-root rule gives every layer the same contributors, which is a smaller batch.")
     timed = [(score, one) for one in rows if (score := time_to_progress(one, full)) is not None]
-    fastest = min(timed, key=lambda pair: (pair[0], pair[1] is not smaller))[1]
+    shortest, fastest = min(timed, key=lambda pair: (pair[0], pair[1] is not smaller))
+    unless = ""
     if fastest.name != option:
-        reasons.append(f"Counting the exchange, for a job that has its workers to itself: {fastest.name} ({fastest.what}).")
-    return Recommendation(option, fastest.name, tuple(reasons), _wins(partial, smaller))
+        own = next(score for score, one in timed if one.name == option)
+        share = f"takes {100 * shortest / own:.1f} % of the time of {option}" if own > 0 else f"takes less time than {option}"
+        unless = (
+            "This goes by the device time of all workers. Only if the time until this job is done is all that counts, and the job has its workers and their link to itself, "
+            f"{fastest.name} ({fastest.what}) is better: with the exchange counted it {share}."
+        )  # fmt: skip
+    return Recommendation(option, fastest.name, tuple(reasons), _wins(partial, smaller), unless)
 
 
 def _wins(partial: Sequence[AdviceRow], smaller: AdviceRow) -> tuple[str, ...]:
@@ -320,7 +328,7 @@ def _wins(partial: Sequence[AdviceRow], smaller: AdviceRow) -> tuple[str, ...]:
         if one.busiest_seconds > (1 + _MARGIN) * one.compute_seconds:
             found.append(f"room for another job: workers are idle {100 * (1 - one.compute_seconds / one.busiest_seconds):.0f} % of the time")
         if found:
-            wins.append(f"Against it {one.name} has {', '.join(found)}.")
+            wins.append(f"Compared with the smaller batch, {one.name} has {', '.join(found)}.")
     return tuple(wins) or ("In no other respect does partial backpropagation do better here.",)
 
 

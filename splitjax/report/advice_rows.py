@@ -64,7 +64,8 @@ def remarks(advice: Advice) -> tuple[tuple[str, str], ...]:
     """(title, text): what each way is, what to do, and what to know."""
     said = advice.recommendation
     ways = tuple((one.name, one.what) for one in advice.rows)
-    return (*ways, ("recommended", f"{said.option}. {' '.join(said.reasons)}"), *(("besides", one) for one in said.wins), *(("note", one) for one in advice.notes))
+    unless = (("unless", said.unless),) if said.unless else ()
+    return (*ways, ("recommended", f"{said.option}. {' '.join(said.reasons)}"), *unless, *(("besides", one) for one in said.wins), *(("note", one) for one in advice.notes))
 
 
 def seconds_text(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -180,6 +181,18 @@ def test_the_smaller_batch_is_recommended_where_it_is_better():
     assert said.option == "smaller batch" and compute_to_progress(one, full) > 1
     assert "square-root rule gives every layer the same contributors" in str(said)
     assert "25 % fewer bytes sent, though in more time" in str(said) and "room for another job" in str(said)
+
+
+def test_it_recommends_one_way_and_says_under_which_other_aim_another_is_better():
+    found, measurements, full = made((1.0, 1.0, 1.0))
+    slow_link = dataclasses.replace(full, communication_seconds=20.0)  # most of a step, however small the batch
+    smaller = measurements.smaller(0.75, slow_link, 250.0)
+    said = recommend((slow_link, smaller, spatial(found, measurements)), False)
+    assert said.option == "smaller batch" and said.fastest != said.option
+    recommended, unless, *besides = str(said).split("\n")
+    assert recommended.startswith("Recommended: smaller batch.") and said.fastest not in recommended.removeprefix("Recommended: smaller batch.").split()
+    assert unless == said.unless and unless.startswith("This goes by the device time") and "Only if" in unless and said.fastest in unless and "% of the time of smaller batch" in unless
+    assert len(besides) == 1 and "Recommended" not in besides[0]
 
 
 def test_partial_backpropagation_is_recommended_where_noise_is_in_the_last_layers():
