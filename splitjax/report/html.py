@@ -9,20 +9,21 @@ from splitjax.plan import Plan
 from splitjax.report.table import Row, bytes_text, clean, percent_saved, summary, table
 from splitjax.report.text import row_bytes
 
-# Only currentColor and translucent fills: a notebook's theme decides what they look like.
+# Only currentColor and translucent fills: a notebook's theme decides what they look like. The class is named twice because Jupyter aligns all cells on the right, by a selector of
+# two classes and an element, `:not(.jp-RenderedMarkdown).jp-RenderedHTMLCommon td`: this one has to weigh more.
 STYLE = """
 .splitjax-plan { font-size: 13px; line-height: 1.45; color: inherit; overflow-x: auto; }
-.splitjax-plan table { border-collapse: collapse; margin: 0 0 10px 0; background: transparent; }
-.splitjax-plan th, .splitjax-plan td { padding: 2px 12px 2px 0; text-align: left; vertical-align: top; border: 0;
+div.splitjax-plan.splitjax-plan table { border-collapse: collapse; margin: 0 0 10px 0; background: transparent; }
+div.splitjax-plan.splitjax-plan th, div.splitjax-plan.splitjax-plan td { padding: 2px 12px 2px 0; text-align: left; vertical-align: top; border: 0;
   background: transparent; white-space: nowrap; color: inherit; font-size: 13px; }
-.splitjax-plan thead th { border-bottom: 1px solid currentColor; font-weight: 600; }
-.splitjax-plan tr.first td { border-top: 1px solid rgba(128, 128, 128, 0.3); }
-.splitjax-plan td.number, .splitjax-plan th.number { text-align: right; font-variant-numeric: tabular-nums; }
-.splitjax-plan code { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: 12px; background: transparent; color: inherit; }
-.splitjax-plan .bar { display: inline-block; height: 9px; background: rgba(128, 128, 128, 0.3); vertical-align: middle; }
-.splitjax-plan .bar span { display: block; height: 9px; background: rgb(66, 133, 214); }
-.splitjax-plan .summary th { font-weight: 600; }
-.splitjax-plan .summary td { white-space: normal; }
+div.splitjax-plan.splitjax-plan thead th { border-bottom: 1px solid currentColor; font-weight: 600; }
+div.splitjax-plan.splitjax-plan tr.first td { border-top: 1px solid rgba(128, 128, 128, 0.3); }
+div.splitjax-plan.splitjax-plan td.number, div.splitjax-plan.splitjax-plan th.number { text-align: right; font-variant-numeric: tabular-nums; }
+div.splitjax-plan.splitjax-plan code { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: 12px; background: transparent; color: inherit; }
+div.splitjax-plan.splitjax-plan .bar { display: inline-block; height: 9px; background: rgba(128, 128, 128, 0.3); vertical-align: middle; }
+div.splitjax-plan.splitjax-plan .bar span { display: block; height: 9px; background: rgb(66, 133, 214); }
+div.splitjax-plan.splitjax-plan .summary th { font-weight: 600; }
+div.splitjax-plan.splitjax-plan .summary td { white-space: normal; }
 """
 _COLUMNS = ("layer", "parameter", "kind", "shape", "spec", "rule")
 _BAR_PIXELS = 160

@@ -11,8 +11,8 @@ from splitjax.sync.analysis import Profile, TensorProfile
 # Overlaps of more workers than this are not shown as a matrix: nobody reads 4096 cells.
 _MAX_MATRIX = 32
 _STYLE = """
-.splitjax-plan .matrix td { width: 14px; height: 14px; padding: 0; border: 1px solid rgba(128, 128, 128, 0.15); }
-.splitjax-plan .matrix th { padding: 0 4px 0 0; font-weight: 400; font-size: 11px; text-align: right; opacity: 0.7; }
+div.splitjax-plan.splitjax-plan .matrix td { width: 14px; height: 14px; padding: 0; border: 1px solid rgba(128, 128, 128, 0.15); }
+div.splitjax-plan.splitjax-plan .matrix th { padding: 0 4px 0 0; font-weight: 400; font-size: 11px; text-align: right; opacity: 0.7; }
 """
 
 
