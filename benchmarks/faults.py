@@ -220,8 +220,8 @@ def _page(parts: dict[str, Part], reference: Recipe, undisturbed_seconds: float)
         "and are in brackets (the interval of these runs is half a second, and a save takes as long on a busy machine). A start that had not done a step yet had none to lose (-).",
         "- Answered: from the fault until the launcher had ended the attempt, or the fault was reported; stated is what the options and "
         f"defaults promise for it: `--grace-seconds` {kills.GRACE_SECONDS:g}, {kills.DRAIN_SECONDS:g} s for last words; "
-        f"`--heartbeat-seconds` {hang.HEARTBEAT_SECONDS}, and half as much again where the worker is cut off, since it asks twice in that "
-        f"time; `--stop-timeout-seconds` {hang.STOP_SECONDS:g}, and {kills.SLACK_SECONDS:g} s for a busy machine; "
+        f"`--heartbeat-seconds` {hang.HEARTBEAT_SECONDS}, and one and a half times that for a worker that is cut off, which asks every half of that time "
+        f"whether the coordinator is there; `--stop-timeout-seconds` {hang.STOP_SECONDS:g}, and {kills.SLACK_SECONDS:g} s for a busy machine; "
         f"{disk.REPORTED_WITHIN_SECONDS:g} s for a report of a failed save.",
         "- A step again: from the fault (from the start by hand, where there was one) to the first step after it.", "",
     ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import pathlib
@@ -68,6 +69,31 @@ def test_the_index_lists_every_command():
     listed = set(re.findall(r"^\| `splitjax (\w+)", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE))
     shown = re.findall(r'subcommand\("(\w+)"\)', inspect.getsource(cli))
     assert len(shown) > 8 and listed == set(shown)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("plan", splitjax.Plan), ("report", splitjax.Report), ("advice", splitjax.Advice)])
+def test_attributes_that_the_docs_name_are_there(name, kind):
+    named = {(page.name, attribute) for page in PAGES for attribute in re.findall(rf"`{name}\.(?!py\b)([a-z_]+)", page.read_text())}
+    assert named and not [one for one in named if one[1] not in {field.name for field in dataclasses.fields(kind)} and not hasattr(kind, one[1])]
+    # What a plan prints under a title of its own is no attribute: pages say where it is printed, and what it is in Python.
+    assert not [page.name for page in PAGES if re.search(r"plan's exceptions|`exceptions`", page.read_text())]
+
+
+def test_a_line_of_the_figures_of_sparse_training_has_one_figure():
+    rows = [line.split(" | ") for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| training throughput with `sync=")]
+    assert len(rows) == 6
+    for _, figures, _ in rows:
+        assert [len(re.findall(r"[\d.]+x", line)) for line in figures.split("<br>")] == [1, 1]
+
+
+# Nobody understood them; each has a plain sentence in its place.
+RIDDLES = ("split theirs over", "realised otherwise", "not over arguments", "are those of long ones", "has no turns", "fall towards the loss", "half as much later", "since it asks twice")
+
+
+def test_riddles_are_gone():
+    files = [*PAGES, *ROOT.glob("benchmarks/**/*.md"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("splitjax/**/*.py"), *ROOT.glob("notebooks/*.py")]
+    files.remove(ROOT / "docs" / "architecture.md")
+    assert not [(str(file.relative_to(ROOT)), riddle) for file in files for riddle in RIDDLES if riddle in file.read_text()]
 
 
 def test_the_options_file_of_the_docs_is_read(tmp_path):

@@ -5,7 +5,7 @@ as a group has workers, each with its own slice of the crossing activations (`fe
 parameters (`microbatch.py`); then the front is differentiated with the cotangents of all turns. Activations of the split layers
 exist for one turn at a time. Lai et al., "SplitBrain" (arXiv 2112.15317); Krizhevsky (arXiv 1404.5997, section 4.1).
 
-What cannot run in turns is refused with the reason (`Refused`): a loss that is no sum over examples behind the crossing, say.
+What cannot run in turns is refused with the reason (`Refused`): a loss that mixes examples after they have crossed, say.
 """
 
 from __future__ import annotations

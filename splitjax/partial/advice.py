@@ -269,7 +269,7 @@ def time_to_progress(row: AdviceRow, full: AdviceRow) -> float | None:
 
 
 def uniform_is_optimal(noise: Sequence[float], costs: Sequence[float]) -> bool:
-    """Whether contributors in proportion to sqrt(noise / cost), which must not fall towards the loss, come out alike for all segments: then no
+    """Whether contributors in proportion to sqrt(noise / cost) come out alike for all segments, given that their number can only stay or grow from the input to the loss: then no
     assignment beats a smaller batch. `costs`: of the last segment with the forward pass."""
     blocks: list[tuple[float, float]] = []
     for one, cost in zip(noise, costs, strict=True):

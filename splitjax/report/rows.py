@@ -43,7 +43,7 @@ def memory_rows(report: Report) -> tuple[tuple[str, str, str, str], ...]:
     rows = [
         ("state", bytes_text(predicted.state_bytes), "arguments", bytes_text(compiled.argument_bytes)),
         ("activations", bytes_text(predicted.activation_bytes), "temporaries", bytes_text(compiled.temporary_bytes)),
-        ("", "", "results not over arguments", bytes_text(compiled.output_bytes - compiled.alias_bytes)),
+        ("", "", "results in buffers of their own", bytes_text(compiled.output_bytes - compiled.alias_bytes)),
         ("peak", bytes_text(predicted.peak_bytes), "total", bytes_text(compiled.total_bytes)),
     ]
     if compiled.peak_bytes is not None:
@@ -99,9 +99,10 @@ def verdict(report: Report) -> str:
     """One line: how many collectives, and what became of the plan's."""
     realised = [one for one in report.collectives if one.planned is not None]
     differing = sum(bool(one.differs) for one in realised)
+    how = f" ({differing} with another operation, axis or size)" if differing else ""
     return (
-        f"{len(report.collectives)} collectives a step: {len(realised)} planned ({differing} realised otherwise), "
-        f"{len(report.unplanned)} unplanned, {len(report.unattributed)} unattributed; {len(report.missing)} of the plan missing"
+        f"{len(report.collectives)} collectives a step: {len(realised)} planned{how}, {len(report.unplanned)} unplanned, "
+        f"{len(report.unattributed)} unattributed; {len(report.missing)} planned but missing"
     )
 
 

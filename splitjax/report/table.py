@@ -149,7 +149,7 @@ def summary(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
     replicated = "every axis" if plan.replicated_batch == "all" else "the data axis"
     sections = (
         ("mesh", [f"{plan.mesh} ({plan.mesh.num_devices} devices)"]),
-        ("rules", [f"{plan.rules}; batch split over {batch}; replicated layers split theirs over {replicated}"]),
+        ("rules", [f"{plan.rules}; batch split over {batch}; replicated layers have the batch split over {replicated}"]),
         ("crossing", [_CROSSINGS[plan.group_comm]] if plan.group_comm != "gather" else []),
         ("state", _state(plan)),
         ("optimizer", _optimizer(plan)),

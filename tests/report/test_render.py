@@ -102,7 +102,7 @@ def test_text_table_of_a_small_plan():
     held, whole = 2 * 256 * 1024 + 1024 + 40960 + 4 + 256, 2 * 1024 * 1024 + 4096 + 40960 + 4 + 256
     assert footer == {
         "mesh": "data=2 x model=4 (8 devices)",
-        "rules": "splitbrain; batch split over data x model; replicated layers split theirs over every axis",
+        "rules": "splitbrain; batch split over data x model; replicated layers have the batch split over every axis",
         "state": f"{bytes_text(held)} per device, {bytes_text(whole)} on one device: {percent_saved(held, whole)} saved",
         "optimizer": "2 arrays, 1 split: 256.0 KiB per device of 1.0 MiB",
         "statistics": "1 arrays, 0 split: 256 B per device of 256 B",

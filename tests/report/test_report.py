@@ -105,7 +105,7 @@ def test_parts_of_a_report():
     assert [one.op for one in report.unplanned] == ["all_gather", "all_to_all"]
     assert [one.op for one in report.unattributed] == ["all_to_all"]
     assert report.collectives[0].predicted_bytes == 2048 and report.collectives[1].predicted_bytes == 0
-    # What was realised otherwise counts as planned under its own op.
+    # What has another operation, axis or size than planned counts as planned under its own op.
     assert report.by_op["reduce_scatter", "data"].predicted_bytes == 2048 and report.by_op["reduce_scatter", "data"].compiled_bytes == 0
     assert "1 unattributed" in repr(report)
 
@@ -119,7 +119,9 @@ def test_text_shows_every_part():
     assert "sort over a dim that is split over data" in words and "train.py:7" in words
     assert "unattributed; bytes of one turn of a loop of unknown length" in words
     assert "total 4.0 KiB" in words.replace("  ", " ") and bytes_text(4100) == "4.0 KiB"  # 1000 + 3000 + 900 - 800
-    assert "3 collectives a step: 1 planned (1 realised otherwise), 2 unplanned, 1 unattributed; 1 of the plan missing" in words
+    assert "3 collectives a step: 1 planned (1 with another operation, axis or size), 2 unplanned, 1 unattributed; 1 planned but missing" in words
+    assert "1 planned, 2 unplanned" in str(made(collectives=tuple(dataclasses.replace(one, differs="") for one in made().collectives)))
+    assert "results in buffers of their own" in words
     assert all(len(line) <= 120 for line in text.splitlines())
 
 
