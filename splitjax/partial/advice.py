@@ -305,7 +305,8 @@ def recommend(rows: Sequence[AdviceRow], is_uniform: bool) -> Recommendation:
     unless = ""
     if fastest.name != option:
         own = next(score for score, one in timed if one.name == option)
-        share = f"takes {100 * shortest / own:.1f} % of the time of {option}" if own > 0 else f"takes less time than {option}"
+        rival = f"the {option}" if option == SMALLER else option
+        share = f"takes {100 * shortest / own:.1f} % of the time of {rival}" if own > 0 else f"takes less time than {rival}"
         unless = (
             "This goes by the device time of all workers. Only if the time until this job is done is all that counts, and the job has its workers and their link to itself, "
             f"{fastest.name} ({fastest.what}) is better: with the exchange counted it {share}."

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 
 import pytest
 
+from splitjax.schedule.packing import MAX_MEMBERS
 from tests.processes import compile_flags
 
 jupytext = pytest.importorskip("jupytext")
@@ -28,6 +30,11 @@ def test_notebook_and_script_are_twins(path):
     assert cells(path) == cells(path.with_suffix(".py")), "run `make notebooks`"
     # Outputs would go stale, and hold paths of the machine that they were made on.
     assert all(not cell.get("outputs") for cell in jupytext.read(path).cells)
+
+
+def test_the_scheduler_s_notebook_knows_how_many_jobs_share_devices():
+    (number,) = re.findall(r"as it groups no more than (\w+)", (FOLDER / "05_scheduler.py").read_text())
+    assert ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight").index(number) == MAX_MEMBERS
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_client", "ignore::DeprecationWarning:zmq")

@@ -191,7 +191,7 @@ def test_it_recommends_one_way_and_says_under_which_other_aim_another_is_better(
     assert said.option == "smaller batch" and said.fastest != said.option
     recommended, unless, *besides = str(said).split("\n")
     assert recommended.startswith("Recommended: smaller batch.") and said.fastest not in recommended.removeprefix("Recommended: smaller batch.").split()
-    assert unless == said.unless and unless.startswith("This goes by the device time") and "Only if" in unless and said.fastest in unless and "% of the time of smaller batch" in unless
+    assert unless == said.unless and unless.startswith("This goes by the device time") and "Only if" in unless and said.fastest in unless and "% of the time of the smaller batch" in unless
     assert len(besides) == 1 and "Recommended" not in besides[0]
 
 
