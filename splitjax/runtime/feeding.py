@@ -1,8 +1,9 @@
 """What the training loop is fed: batches with the position behind each, or plain batches, which the loop counts.
 
-An item is a pair `(position, batch)` if it is a tuple of two whose first has `to_json()` (`splitjax.data.Position`) or is a JSON value: None, a boolean, a number, a
-string, a list of such, or a dict of such by strings. Everything else that holds an array is a plain batch: a dict, an array, a tuple `(images, labels)`. No batch can
-be taken for a pair, for what holds an array is not JSON; and what is neither is an error.
+An item is a pair `(position, batch)` if it is a tuple of two whose first has `to_json()` (`splitjax.data.Position`) or
+is a JSON value: None, a boolean, a number, a string, a list of such, or a dict of such by strings. Everything else that
+holds an array is a plain batch: a dict, an array, a tuple `(images, labels)`. No batch can be taken for a pair, for
+what holds an array is not JSON; and what is neither is an error.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ class Feed:
     """
 
     def __init__(self, batches: Iterable[Any], num_done: int):
-        if isinstance(batches, (Mapping, str, bytes, *_ARRAYS)) or not (hasattr(batches, "__iter__") or hasattr(batches, "__next__")):
+        is_one_batch = isinstance(batches, (Mapping, str, bytes, *_ARRAYS))
+        if is_one_batch or not (hasattr(batches, "__iter__") or hasattr(batches, "__next__")):
             raise TrainingError(
-                "the batches are none that follow each other", value=type(batches).__name__, place="train(..., batches)",
-                remedy="give an iterator of batches, such as splitjax.data.prefetch(...) or a generator; itertools.repeat(batch) for one batch again and again",
+                "the batches are none that follow each other", value=type(batches).__name__,
+                place="train(..., batches)",
+                remedy="give an iterator of batches, such as splitjax.data.prefetch(...) or a generator; "
+                "itertools.repeat(batch) gives one batch again and again",
             )
         self._items = iter(batches)
         self._num_done = num_done
@@ -42,8 +46,9 @@ class Feed:
         self._has_positions: bool | None = None
 
     def next(self) -> tuple[Any, Any]:
-        """The next position and batch; of plain batches the position is how many of them the run has taken. Raises `StopIteration` at the end, `TrainingError` for an
-        item that is neither."""
+        """The next position and batch; of plain batches the position is how many of them the run has taken.
+
+        Raises `StopIteration` at the end, `TrainingError` for an item that is neither."""
         item = self._take()
         if self._has_positions is False and self._count == 1:
             for _ in range(self._num_done):
@@ -78,12 +83,14 @@ def _is_pair(item: Any, place: str) -> bool:
         if isinstance(position, np.generic) or not _has_arrays(position):
             raise TrainingError(
                 "a tuple of two is (position, batch), and this position is not JSON", value=position, place=place,
-                remedy="give a number (int(position)), a string, None, a list or a dict by strings of such, or an object with to_json(); a batch of two has an array first",
+                remedy="give a number (int(position)), a string, None, a list or a dict by strings of such, or an "
+                "object with to_json(); a batch of two has an array first",
             )
         return False
     if not _has_arrays(item):
         raise TrainingError(
-            "what comes as a batch holds no array", value=item, place=place, remedy="give batches, pytrees of arrays, or pairs (position, batch)",
+            "what comes as a batch holds no array", value=item, place=place,
+            remedy="give batches, pytrees of arrays, or pairs (position, batch)",
         )
     return False
 

@@ -1,4 +1,4 @@
-"""The training loop with steps of every frontend: it trains, tells, saves, and goes on from a checkpoint to the same numbers."""
+"""The training loop with steps of every frontend: it trains, tells, saves, and resumes to the same numbers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ NUM_STEPS, SAVED = 6, 3
 
 def make_batch(number, size=8):
     rng = np.random.default_rng(number)
-    return {"x": rng.standard_normal((size, 8)).astype(np.float32), "y": rng.standard_normal((size, 4)).astype(np.float32)}
+    return {name: rng.standard_normal((size, width)).astype(np.float32) for name, width in (("x", 8), ("y", 4))}
 
 
+WEIGHT = {"w": np.zeros((8, 4), np.float32)}
 EXAMPLE = (jax.eval_shape(lambda: make_batch(0)),)
 
 
@@ -52,21 +53,25 @@ def plain(parts):
 
     def init_fn(key):
         params = {"hidden": jax.random.normal(key, (8, 16)), "out": jnp.zeros((16, 4))}
-        return {"params": params, "opt": TX.init(params), "key": jax.random.key(7)} if parts == 1 else (params, TX.init(params))
+        opt = TX.init(params)
+        return {"params": params, "opt": opt, "key": jax.random.key(7)} if parts == 1 else (params, opt)
 
     def loss_fn(params, batch, mask):
-        return jnp.mean((jnp.tanh(batch["x"] @ params["hidden"]) * mask @ params["out"] - batch["y"]) ** 2)
+        hidden = jnp.tanh(batch["x"] @ params["hidden"]) * mask
+        return jnp.mean((hidden @ params["out"] - batch["y"]) ** 2)
 
     def together(state, batch):
         key, noise = jax.random.split(state["key"])
-        loss, grads = splitjax.value_and_grad(loss_fn)(state["params"], batch, jax.random.bernoulli(noise, 0.5, (8, 16)))
+        mask = jax.random.bernoulli(noise, 0.5, (8, 16))
+        loss, grads = splitjax.value_and_grad(loss_fn)(state["params"], batch, mask)
         updates, opt = TX.update(grads, state["opt"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt, "key": key}, {"loss": loss, "half": loss / 2}
+        new = {"params": optax.apply_updates(state["params"], updates), "opt": opt, "key": key}
+        return new, {"loss": loss, "half": loss / 2}
 
     def apart(params, opt, batch):
         loss, grads = splitjax.value_and_grad(loss_fn)(params, batch, 1.0)
         updates, opt = TX.update(grads, opt, params)
-        return {"loss": loss}, optax.apply_updates(params, updates), opt  # states are found by structure, wherever they are
+        return {"loss": loss}, optax.apply_updates(params, updates), opt  # states are found by structure
 
     if parts == 1:
         return splitjax.parallelize(together, mesh=MESH), init_fn
@@ -131,7 +136,10 @@ def modules():
     return splitjax.equinox.parallelize(train_step, mesh=MESH), make
 
 
-FRONTENDS = {"plain": lambda: plain(1), "two states": lambda: plain(2), "nnx": in_place, "nnx and plain": in_place_and_returned, "equinox": modules}
+FRONTENDS = {
+    "plain": lambda: plain(1), "two states": lambda: plain(2), "nnx": in_place, "nnx and plain": in_place_and_returned,
+    "equinox": modules,
+}  # fmt: skip
 
 
 def by_position(start):
@@ -150,7 +158,9 @@ def test_a_resumed_run_has_the_numbers_of_an_undisturbed_one(tmp_path, frontend,
     def run(state, step, done, start):
         rows = Rows()
         with Checkpoints(CheckpointOptions(tmp_path)) as checkpoints:
-            outcome = runtime.train(step, state, data(start), LoopOptions(NUM_STEPS, 8, checkpoint_every=SAVED), first_step=done + 1, checkpoints=checkpoints, observers=[rows])
+            options = LoopOptions(NUM_STEPS, 8, checkpoint_every=SAVED)
+            more = {"first_step": done + 1, "checkpoints": checkpoints, "observers": [rows]}
+            outcome = runtime.train(step, state, data(start), options, **more)
         return outcome, rows.losses
 
     step, make = FRONTENDS[frontend]()
@@ -190,7 +200,8 @@ def called(frontend, state, step, batch):
 def test_the_losses_are_those_of_calls_of_the_step(frontend):
     step, make = FRONTENDS[frontend]()
     rows = Rows()
-    runtime.train(step, step.init(make, jax.random.key(0), example=EXAMPLE), map(make_batch, range(3)), LoopOptions(3, 8), observers=[rows])
+    state = step.init(make, jax.random.key(0), example=EXAMPLE)
+    runtime.train(step, state, map(make_batch, range(3)), LoopOptions(3, 8), observers=[rows])
     state = step.init(make, jax.random.key(0), example=EXAMPLE)
     for number, loss in enumerate(rows.losses):
         state, expected = called(frontend, state, step, make_batch(number))
@@ -231,7 +242,8 @@ def test_a_step_with_two_batch_arguments_gets_tuples():
 
 def refused(pattern, step, state, batches=None, **more):
     with pytest.raises(TrainingError, match=pattern) as caught:
-        runtime.train(step, state, map(make_batch, range(9)) if batches is None else batches, LoopOptions(3, 8), **more)
+        batches = map(make_batch, range(9)) if batches is None else batches
+        runtime.train(step, state, batches, LoopOptions(3, 8), **more)
     assert caught.value.place and caught.value.remedy and caught.value.value is not None
     return caught.value
 
@@ -239,15 +251,16 @@ def refused(pattern, step, state, batches=None, **more):
 def test_states_and_results_that_are_none():
     step, make = in_place()
     model, optimizer = step.init(make, jax.random.key(0), example=EXAMPLE)
-    assert "splitjax.nnx.parallelize" in refused("new state and its metrics", nnx.jit(lambda state, batch: jnp.float32(0)), (model, optimizer)).remedy
+    undecorated = nnx.jit(lambda state, batch: jnp.float32(0))
+    assert "splitjax.nnx.parallelize" in refused("new state and its metrics", undecorated, (model, optimizer)).remedy
     step, make = modules()
     model, opt = step.init(make, jax.random.key(0), example=EXAMPLE)
     assert "what step.init returned" in refused("the step has 2 states", step, model).remedy
     refused("the step has 2 states", step, (model, opt, opt))
     evaluate = step.like(lambda model, batch: {"loss": jnp.mean(jax.vmap(model)(batch["x"]))})
     assert "like" in refused("returns its new states", evaluate, model).remedy
-    aux = splitjax.parallelize(lambda params, batch: (params, batch["x"].mean(), batch["y"].mean()), mesh=MESH, rules="data_parallel")
-    refused("and nothing else", aux, {"w": np.zeros((8, 4), np.float32)})
+    three = lambda params, batch: (params, batch["x"].mean(), batch["y"].mean())
+    refused("and nothing else", splitjax.parallelize(three, mesh=MESH, rules="data_parallel"), WEIGHT)
 
 
 def test_metrics_that_are_none():
@@ -257,7 +270,7 @@ def test_metrics_that_are_none():
     refused("no loss", step_with({"accuracy": 1.0}), 0)
     refused("no loss", step_with(None), 0)
     refused("no loss", step_with(np.zeros(3)), 0)
-    assert "logits" in refused("'logits' is no single number", step_with({"loss": 1.0, "logits": np.zeros(3)}), 0).message
+    refused("'logits' is no single number", step_with({"loss": 1.0, "logits": np.zeros(3)}), 0)
     refused("'name' is no single number", step_with({"loss": 1.0, "name": "a"}), 0)
 
 
@@ -266,12 +279,12 @@ def test_arguments_that_the_loop_does_not_have():
         return state, batch["x"].mean()
 
     step = splitjax.parallelize(train_step, mesh=MESH, rules="data_parallel")
-    assert "in the state" in refused("nothing to give for the argument 'key'", step, {"w": np.zeros((8, 4), np.float32)}).remedy
+    assert "in the state" in refused("nothing to give for the argument 'key'", step, WEIGHT).remedy
 
     def with_default(state, scale=2.0, *, batch):
         return state, scale * batch["x"].mean()
 
     step = splitjax.parallelize(with_default, mesh=MESH, rules="data_parallel", batch_argnums=2)
     rows = Rows()
-    runtime.train(step, {"w": np.zeros((8, 4), np.float32)}, map(make_batch, range(2)), LoopOptions(2, 8), observers=[rows])
+    runtime.train(step, WEIGHT, map(make_batch, range(2)), LoopOptions(2, 8), observers=[rows])
     np.testing.assert_allclose(rows.losses, [2 * make_batch(number)["x"].mean() for number in range(2)], rtol=1e-5)
