@@ -99,7 +99,7 @@ def verdict(report: Report) -> str:
     """One line: how many collectives, and what became of the plan's."""
     realised = [one for one in report.collectives if one.planned is not None]
     differing = sum(bool(one.differs) for one in realised)
-    how = f" ({differing} with another operation, axis or size)" if differing else ""
+    how = f" ({differing} with another op, axis or size)" if differing else ""
     return (
         f"{len(report.collectives)} collectives a step: {len(realised)} planned{how}, {len(report.unplanned)} unplanned, "
         f"{len(report.unattributed)} unattributed; {len(report.missing)} planned but missing"

@@ -119,7 +119,7 @@ def test_text_shows_every_part():
     assert "sort over a dim that is split over data" in words and "train.py:7" in words
     assert "unattributed; bytes of one turn of a loop of unknown length" in words
     assert "total 4.0 KiB" in words.replace("  ", " ") and bytes_text(4100) == "4.0 KiB"  # 1000 + 3000 + 900 - 800
-    assert "3 collectives a step: 1 planned (1 with another operation, axis or size), 2 unplanned, 1 unattributed; 1 planned but missing" in words
+    assert "3 collectives a step: 1 planned (1 with another op, axis or size), 2 unplanned, 1 unattributed; 1 planned but missing" in words
     assert "1 planned, 2 unplanned" in str(made(collectives=tuple(dataclasses.replace(one, differs="") for one in made().collectives)))
     assert "results in buffers of their own" in words
     assert all(len(line) <= 120 for line in text.splitlines())
