@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import subprocess
 
 PACKAGES = ("splitjax", "jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -25,6 +26,7 @@ class Machine:
     python: str
     versions: tuple[tuple[str, str], ...]  # (package, version)
     xla_flags: str
+    commit: str  # of the checkout, such as "1a2b3c4", or "1a2b3c4 with changes"; empty outside a checkout
 
 
 def this_machine(packages: tuple[str, ...] = PACKAGES) -> Machine:
@@ -43,7 +45,24 @@ def this_machine(packages: tuple[str, ...] = PACKAGES) -> Machine:
         python=platform.python_version(),
         versions=tuple((package, version(package)) for package in packages),
         xla_flags=os.environ.get("XLA_FLAGS", ""),
+        commit=this_commit(),
     )
+
+
+def this_commit() -> str:
+    """The commit that the benchmarks' checkout stands at, and whether its files differ from it (result pages apart)."""
+    folder = pathlib.Path(__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    try:
+        commit = git("rev-parse", "--short", "HEAD")
+        changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+    except OSError:  # no git on this machine
+        return ""
+    return f"{commit} with changes" if commit and changed else commit
 
 
 def version(package: str) -> str:
@@ -61,7 +80,7 @@ def version(package: str) -> str:
 def header(machine: Machine, command: str) -> str:
     """Markdown lines that a result page starts with. `command`: what makes the page anew."""
     lines = [
-        f"- {machine.date}, {machine.system}, {machine.processor}, {machine.num_cores} cores, {machine.memory_bytes / 2**30:.0f} GiB",
+        f"- {machine.date}{f', commit {machine.commit}' if machine.commit else ''}, {machine.system}, {machine.processor}, {machine.num_cores} cores, {machine.memory_bytes / 2**30:.0f} GiB",
         f"- devices: {machine.devices}; Python {machine.python}; " + ", ".join(f"{name} {number}" for name, number in machine.versions),
         f"- command: `{command}`" + (f"; `XLA_FLAGS={machine.xla_flags}`" if machine.xla_flags else ""),
     ]
