@@ -69,6 +69,14 @@ class MeshShape:
         """The given axes that this mesh has with a size above 1, in the given order."""
         return tuple(axis for axis in axes if self.size(axis) > 1)
 
+    def in_order(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """The axes that split one dim together, in the order in which XLA can be trusted with them: this mesh's, where it has
+        three axes or more of a size above 1 (row `axes-out-of-mesh-order` of `splitjax.partitioner.DEFECTS`). Two axes are right
+        in either order. Every device has a part of the same size either way; which part differs."""
+        if len(axes) < 2 or len(self.present(self.names)) < 3:
+            return tuple(axes)
+        return tuple(sorted(axes, key=self.names.index))
+
     def __str__(self) -> str:
         return " x ".join(f"{axis}={size}" for axis, size in self.axes)
 

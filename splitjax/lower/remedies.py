@@ -16,7 +16,7 @@ from splitjax.errors import PartitionerError
 from splitjax.lower.constraints import FREE
 from splitjax.lower.sharded_dims import ShardedDims
 from splitjax.mesh import MeshShape
-from splitjax.partitioner import Action, Defect, defect_named, in_mesh_order
+from splitjax.partitioner import Action, Defect, defect_named
 from splitjax.plan import Constraint, LeafPlan, spec_axes, spec_text
 from splitjax.trace.graph import Graph, Suspect
 
@@ -41,7 +41,8 @@ def apply_remedies(graph: Graph, mesh: MeshShape, sharded: ShardedDims, convolut
     for suspect in graph.suspects:
         if suspect.convolution is not None and suspect.site not in local:
             continue
-        if sharded.reaches((one.chosen for one in suspect.touched), suspect.site):
+        always = defect_named(suspect.defect).action is Action.REFUSE  # it cannot be compiled for several devices, split or not
+        if always or sharded.reaches((one.chosen for one in suspect.touched), suspect.site):
             reached[suspect.defect].append(suspect)
     constraints: list[Constraint] = []
     notes = []
@@ -60,7 +61,7 @@ def check_orders(leaves: Sequence[LeafPlan], mesh: MeshShape) -> None:
     for leaf in leaves:
         for spec in (leaf.spec, leaf.gradient or ()):
             split = [axes for entry in spec if (axes := mesh.present(spec_axes((entry,))))]
-            if len(split) > 1 and any(in_mesh_order(axes, mesh) != axes for axes in split):
+            if len(split) > 1 and any(mesh.in_order(axes) != axes for axes in split):
                 row = defect_named("axes-out-of-mesh-order")
                 raise PartitionerError(
                     f"XLA's partitioner computes {row.operation} wrongly if {row.condition}", value=spec_text(spec), place=leaf.path,

@@ -3,6 +3,5 @@
 See `defects.py` for the table, docs/partitioner.md for how it came about, and `benchmarks/partitioner.py` for the search."""
 
 from splitjax.partitioner.defects import COVERED, DEFECTS, Action, Defect, Operation, defect_named, defect_of
-from splitjax.partitioner.orders import in_mesh_order
 
-__all__ = ["COVERED", "DEFECTS", "Action", "Defect", "Operation", "defect_named", "defect_of", "in_mesh_order"]
+__all__ = ["COVERED", "DEFECTS", "Action", "Defect", "Operation", "defect_named", "defect_of"]

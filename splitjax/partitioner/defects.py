@@ -109,6 +109,10 @@ def _dilated_and_cut(operation: Operation) -> Touched:
     return {0: dims, -1: dims} if dims else {}
 
 
+def _upper_half(operation: Operation) -> Touched:
+    return _all_dims(operation) if operation.primitive == "mulhi" else {}
+
+
 _BITWISE = frozenset({"reduce_and", "reduce_or", "reduce_xor"})
 
 
@@ -194,6 +198,17 @@ DEFECTS: tuple[Defect, ...] = (
         action=Action.WHOLE,
         touches=_reduced,
     ),
+    Defect(
+        name="high-half-of-product",
+        operation="jax.lax.mulhi, the upper half of a product of integers",
+        condition="the program is compiled for several devices",
+        consequence="the compiler fails with an internal error",
+        versions="0.10.2 to 0.12.0.1",
+        partitioners="Shardy",
+        remedy="the plan is refused",
+        action=Action.REFUSE,
+        touches=_upper_half,
+    ),
 )
 
 
@@ -205,7 +220,7 @@ def defect_of(operation: Operation) -> tuple[Defect, Touched] | None:
 
 
 # Most operations of a step are looked up here and no further.
-COVERED = frozenset({"conv_general_dilated", "pad", "reduce", *_WINDOWS, *_BITWISE})
+COVERED = frozenset({"conv_general_dilated", "mulhi", "pad", "reduce", *_WINDOWS, *_BITWISE})
 
 
 def defect_named(name: str) -> Defect:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 from splitjax.errors import BatchError, MeshError, RuleError
 from splitjax.mesh import DATA, MeshShape
-from splitjax.partitioner import in_mesh_order
 from splitjax.plan import LayerPlan, LeafPlan, Spec, SpecEntry, spec_axes
 from splitjax.rules.decide import Axes, Decisions, decide
 from splitjax.rules.match import axes_text, dim_text, divides, sized_text
@@ -157,7 +156,7 @@ def _leaf(graph: Graph, mesh: MeshShape, decisions: Decisions, batch_axes: tuple
         spec, rule = (None,) * len(leaf.shape), "input"
     else:
         spec, rule, note = _follow(graph, mesh, decisions, leaf)
-    ordered = tuple(spec_entry(in_mesh_order(spec_axes((entry,)), mesh)) for entry in spec)
+    ordered = tuple(spec_entry(mesh.in_order(spec_axes((entry,)))) for entry in spec)
     if ordered != spec:
         note = "; ".join(filter(None, (note, "several axes along one dim are in the mesh's order (axes-out-of-mesh-order)")))
     return LeafPlan(

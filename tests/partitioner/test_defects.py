@@ -51,6 +51,11 @@ BY_HAND = {
             return jax.lax.pad(array, 0.0, [(-1, 0, 1)])
         arguments = [normal(8)], [P("data")]
     """,
+    "high-half-of-product": """
+        def function(array):
+            return jax.lax.mulhi(array, array)
+        arguments = [np.arange(8, dtype=np.uint32)], [P("data")]
+    """,
     "reduction-without-collective": """
         def function(array):
             return jax.lax.reduce_or(array, axes=(0,))
@@ -157,6 +162,16 @@ def test_bitwise_reductions():
     assert jax.tree.map(int, got[1]["bits"]) == jax.tree.map(int, want[1]["bits"])
     assert int(got[1]["most"]) == int(want[1]["most"])
     assert any("reduction-without-collective" in note for note in plan.notes)
+
+
+def test_upper_halves_of_products_are_refused():
+    def step(state, batch):
+        return state + jax.lax.mulhi(batch, batch).sum().astype(state.dtype), {}
+
+    step = splitjax.parallelize(step, mesh={"data": 8}, rules="data_parallel")
+    with pytest.raises(PartitionerError, match="mulhi") as caught:
+        step.plan(jnp.zeros(()), jnp.arange(8, dtype=jnp.uint32))
+    assert "test_defects.py" in caught.value.place and caught.value.value == "high-half-of-product"
 
 
 def attention_step(state, batch):
