@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from splitjax.cost.convolutions import LocalConvolution
@@ -18,7 +19,7 @@ from splitjax.lower.sharded_dims import ShardedDims
 from splitjax.mesh import MeshShape
 from splitjax.partitioner import Action, Defect, defect_named
 from splitjax.plan import Constraint, LeafPlan, spec_axes, spec_text
-from splitjax.trace.graph import Graph, Suspect
+from splitjax.trace.graph import Dim, Graph, Suspect
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +40,15 @@ def apply_remedies(graph: Graph, mesh: MeshShape, sharded: ShardedDims, convolut
     reached: dict[str, list[Suspect]] = collections.defaultdict(list)
     local = {one.site for one in convolutions}
     for suspect in graph.suspects:
-        if suspect.convolution is not None and suspect.site not in local:
-            continue
-        always = defect_named(suspect.defect).action is Action.REFUSE  # it cannot be compiled for several devices, split or not
-        if always or sharded.reaches((one.chosen for one in suspect.touched), suspect.site):
+        row = defect_named(suspect.defect)
+        if row.uneven:
+            suspect = _unevenly_split(suspect, graph, mesh)
+            is_reached = bool(suspect.touched) and suspect.editable
+        elif suspect.convolution is not None:
+            is_reached = suspect.site in local and _is_split(suspect, sharded)
+        else:  # what is refused cannot be compiled for several devices, split or not
+            is_reached = row.action is Action.REFUSE or _is_split(suspect, sharded)
+        if is_reached:
             reached[suspect.defect].append(suspect)
     constraints: list[Constraint] = []
     notes = []
@@ -53,6 +59,27 @@ def apply_remedies(graph: Graph, mesh: MeshShape, sharded: ShardedDims, convolut
             constraints += [constraint for suspect in suspects for constraint in _whole(row, suspect)]
         notes.append(f"{_places(graph, suspects)}: {row.remedy}, because XLA's partitioner gets it wrong ({row.name})")
     return Remedies(tuple(constraints), tuple(notes))
+
+
+def _is_split(suspect: Suspect, sharded: ShardedDims) -> bool:
+    return sharded.reaches((one.chosen for one in suspect.touched), suspect.site)
+
+
+def _unevenly_split(suspect: Suspect, graph: Graph, mesh: MeshShape) -> Suspect:
+    """The suspect with those of its dims that XLA could split unevenly: not the examples', which the batch's axes divide, and
+    none on a mesh of one axis, which splits right."""
+    sizes = [mesh.size(axis) for axis in mesh.present(mesh.names)]
+
+    def is_uneven(dim: Dim) -> bool:
+        size = math.prod(graph.atom_sizes[atom] for atom in dim)
+        return not graph.is_example(dim) and size > 1 and any(size % count for count in sizes)
+
+    touched = []
+    for one in suspect.touched if len(sizes) > 1 else ():
+        dims = tuple(dim for dim in one.dims if is_uneven(one.atoms[dim]))
+        if dims:
+            touched.append(dataclasses.replace(one, dims=dims))
+    return dataclasses.replace(suspect, touched=tuple(touched))
 
 
 def check_orders(leaves: Sequence[LeafPlan], mesh: MeshShape) -> None:

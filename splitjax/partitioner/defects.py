@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 Shape = tuple[int, ...]
@@ -53,6 +53,8 @@ class Defect:
     - `remedy`: what splitjax does, in words; `action` is the same for `lower`.
     - `touches(operation)`: which dims of an operation must not be split while XLA partitions it: operand position (-1 for the
       first result) -> dims. Empty for an operation that the row does not cover.
+    - `uneven`: whether these are dims that an axis of the mesh does not divide. No plan splits such a dim, but XLA may, where it
+      carries the layout of another value on; so the row is applied to all of them, on meshes of two axes or more.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Defect:
     remedy: str
     action: Action
     touches: Callable[[Operation], Touched]
+    uneven: bool = False
 
 
 def _all_dims(operation: Operation) -> Touched:
@@ -111,6 +114,26 @@ def _dilated_and_cut(operation: Operation) -> Touched:
 
 def _upper_half(operation: Operation) -> Touched:
     return _all_dims(operation) if operation.primitive == "mulhi" else {}
+
+
+_SCATTERS = frozenset({"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
+
+
+def _indexed(operation: Operation) -> Touched:
+    """The dims that a lookup (whose gradient is a scatter) or a scatter has from its indices."""
+    if operation.primitive == "gather":
+        rows = len(operation.results[0])
+        offsets = operation.params["dimension_numbers"].offset_dims
+        return _without_none({1: range(len(operation.operands[1]) - 1), -1: [dim for dim in range(rows) if dim not in offsets]})
+    if operation.primitive in _SCATTERS:
+        rows = len(operation.operands[2])
+        windows = operation.params["dimension_numbers"].update_window_dims
+        return _without_none({1: range(len(operation.operands[1]) - 1), 2: [dim for dim in range(rows) if dim not in windows]})
+    return {}
+
+
+def _without_none(touched: Mapping[int, Iterable[int]]) -> Touched:
+    return {position: tuple(dims) for position, dims in touched.items() if tuple(dims)}
 
 
 _BITWISE = frozenset({"reduce_and", "reduce_or", "reduce_xor"})
@@ -199,6 +222,18 @@ DEFECTS: tuple[Defect, ...] = (
         touches=_reduced,
     ),
     Defect(
+        name="unevenly-split-indices",
+        operation="a scatter, and the gradient of a lookup",
+        condition="XLA splits a dim of the indices, which some axis does not divide, and an axis of the mesh is unused",
+        consequence="what fills the last device's part up is added at index 0",
+        versions="0.10.2 to 0.12.0.1",
+        partitioners="Shardy and GSPMD",
+        remedy="dims of indices that some axis of the mesh does not divide are kept whole",
+        action=Action.WHOLE,
+        touches=_indexed,
+        uneven=True,
+    ),
+    Defect(
         name="high-half-of-product",
         operation="jax.lax.mulhi, the upper half of a product of integers",
         condition="the program is compiled for several devices",
@@ -220,7 +255,7 @@ def defect_of(operation: Operation) -> tuple[Defect, Touched] | None:
 
 
 # Most operations of a step are looked up here and no further.
-COVERED = frozenset({"conv_general_dilated", "mulhi", "pad", "reduce", *_WINDOWS, *_BITWISE})
+COVERED = frozenset({"conv_general_dilated", "mulhi", "pad", "reduce", "gather", *_SCATTERS, *_WINDOWS, *_BITWISE})
 
 
 def defect_named(name: str) -> Defect:

@@ -51,6 +51,13 @@ BY_HAND = {
             return jax.lax.pad(array, 0.0, [(-1, 0, 1)])
         arguments = [normal(8)], [P("data")]
     """,
+    "unevenly-split-indices": """
+        def function(array):
+            split = lambda value: jax.lax.with_sharding_constraint(value, NamedSharding(mesh, P(None, "data")))
+            return jax.numpy.zeros((1, 4)).at[:, np.array([1, 2, 3])].add(split(jax.numpy.cos(split(array))))
+        arguments = [normal(1, 3)], [P()]
+        alone = lambda array: jax.numpy.zeros((1, 4)).at[:, np.array([1, 2, 3])].add(jax.numpy.cos(array))
+    """,
     "high-half-of-product": """
         def function(array):
             return jax.lax.mulhi(array, array)
@@ -68,13 +75,13 @@ PREAMBLE = """
     jax.config.update("jax_enable_x64", True)
     random = np.random.default_rng(0)
     normal = lambda *shape: random.normal(size=shape)
-    names, sizes, result = ("data", "model"), (2, 4), None
+    names, sizes, result, alone = ("data", "model"), (2, 4), None, None
 """
 COMPARISON = """
     mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
     values, specs = arguments
     shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
-    want = jax.jit(function)(*values)
+    want = jax.jit(alone or function)(*values)
     result = result or (specs[0] if want.shape == values[0].shape else None)
     out = None if result is None else NamedSharding(mesh, result)
     got = jax.jit(function, in_shardings=shardings, out_shardings=out)(*values)
@@ -162,6 +169,34 @@ def test_bitwise_reductions():
     assert jax.tree.map(int, got[1]["bits"]) == jax.tree.map(int, want[1]["bits"])
     assert int(got[1]["most"]) == int(want[1]["most"])
     assert any("reduction-without-collective" in note for note in plan.notes)
+
+
+def test_indices_that_no_axis_divides():
+    """Interactions of a recommendation model: three features an example, whose three products are looked up. The table is split by
+    columns over `data`, and `model` is unused."""
+    rows, columns = np.tril_indices(3, -1)
+
+    def step(state, batch):
+        def loss(params):
+            dense = (batch["x"] @ params["u"])[:, None]
+            features = jnp.concatenate([params["table"][batch["ids"]], dense], 1)
+            products = jnp.einsum("bik,bjk->bij", features, features)[:, rows, columns]
+            return (jnp.concatenate([dense[:, 0], jnp.cos(products)], 1) ** 2).sum()
+
+        value, gradients = splitjax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 1e-2 * g, state, gradients), {"loss": value}
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        state = {"table": jnp.asarray(rng.normal(size=(2, 2))), "u": jnp.asarray(rng.normal(size=(3, 2)))}
+        batch = {"x": jnp.asarray(rng.normal(size=(8, 3))), "ids": jnp.asarray(rng.integers(0, 2, (8, 2)))}
+        rules = splitjax.RuleSet("columns", replicated_batch="data", allow_replicated=True, rules=(
+            splitjax.Rule(name="table", path="**/table", shard=({"features": "data"},)), splitjax.Rule(name="rest", path="**", shard=()),
+        ))  # fmt: skip
+        got, want, plan = parallel_and_alone(step, state, batch, rules, {"data": 2, "model": 2})
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), got[0], want[0])
+    assert any("unevenly-split-indices" in note for note in plan.notes)
+    assert {len(one.spec) for one in plan.constraints if one.why.startswith("unevenly")} <= {2, 3, 4}
 
 
 def test_upper_halves_of_products_are_refused():
