@@ -86,7 +86,9 @@ class Dice(random.Random):
 class Draw:
     """A program. `params`: pairs, sorted by name; `layouts`: one for each input; `pinned`: whether gradients are to have the layout of what they are
     taken for; `reuse`: "once", "result" (results are used a second time), "operand" (the operation runs a second time on the same weights) or "fixed" (it
-    runs a second time without a derivative, of which some operations have another form); `boundary`: whether the step calls `splitjax.value_and_grad` under splitjax, or JAX's."""
+    runs a second time without a derivative, of which some operations have another form); `boundary`: whether the step calls `splitjax.value_and_grad` under splitjax, or JAX's; `rules`: under splitjax,
+    "own/all" or "own/data" for a rule set that gives the drawn layouts to weights and spreads the examples over all axes or `data`, or the name of a
+    shipped one."""
 
     seed: str
     number: int
@@ -99,6 +101,7 @@ class Draw:
     layouts: tuple[Layout, ...]
     pinned: bool = False
     boundary: bool = False
+    rules: str = "own/data"
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
+import math
 
 from benchmarks._partitioner_draw import Dice, Draw, Family, case_of
 from benchmarks._partitioner_layouts import draw_layouts, mesh_of
 from benchmarks._partitioner_wrappers import SHARES
 
 _MODULES = ("products", "lookups", "shapes", "values", "blocks")
+
+# Of the programs under splitjax half have a rule set of their own, with the drawn layouts.
+_RULES = ("own",) * 5 + ("splitbrain", "megatron", "fsdp", "data_parallel", "embedding_owner")
 
 
 @functools.cache
@@ -36,4 +41,24 @@ def draw(seed: str, number: int, only: str = "") -> Draw:
             case = case_of(chosen, families())
         except ValueError:
             continue
-        return Draw(**{**vars(chosen), "layouts": draw_layouts(dice, mesh, case)})
+        chosen = dataclasses.replace(chosen, layouts=draw_layouts(dice, mesh, case))
+        examples = next((one.shape[0] for one in case.inputs if one.role == "data"), 0)
+        return _with_rules(chosen, examples)
+
+
+def _with_rules(chosen: Draw, examples: int) -> Draw:
+    """With the rule set that it has under splitjax: one that can divide its examples, if there is one."""
+    workers, sizes = math.prod(size for _, size in chosen.mesh), dict(chosen.mesh)
+    if examples % workers == 0:
+        names = _RULES
+    else:
+        names = ("own", "megatron")
+    rules = Dice(f"rules {chosen.seed}:{chosen.number}").pick(*names)
+    if rules == "own":
+        axes = {axis for axis, size in chosen.mesh if size > 1}
+        spread = any(set(dim) == axes for layout in chosen.layouts for dim in layout[:1])
+        rules = "own/all" if spread and examples % workers == 0 and len(axes) > 1 else "own/data"
+    if examples % sizes["data"]:
+        rules = "own/data"  # refused, as it should be
+    # What embeddings are owned by is known at the boundary of the gradient only.
+    return dataclasses.replace(chosen, rules=rules, boundary=chosen.boundary or rules == "embedding_owner")

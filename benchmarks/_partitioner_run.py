@@ -37,7 +37,9 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ready:
+class Ready:
+    """A traced program with its arguments."""
+
     draw: Draw
     case: Case
     function: Callable[..., Any]  # of (state, batch, others), jitted and traced
@@ -50,10 +52,10 @@ def run_by_hand(draws: Sequence[Draw], planted: str = "") -> list[Outcome]:
     """Compiles the programs together, with shardings on arguments (and on the gradients of those that are pinned); what differs from one device
     there, or cannot be compiled, is run again alone, which decides. All of them have one mesh. `planted` names a family whose results are spoiled on
     the mesh where there is more than one example: a search has to find that."""
-    ready: list[tuple[int, _Ready]] = []
+    ready: list[tuple[int, Ready]] = []
     outcomes: dict[int, Outcome] = {}
     for k, draw in enumerate(draws):
-        prepared = _prepare(draw)
+        prepared = prepare(draw)
         if isinstance(prepared, Outcome):
             outcomes[k] = prepared
         else:
@@ -61,9 +63,9 @@ def run_by_hand(draws: Sequence[Draw], planted: str = "") -> list[Outcome]:
     alone = len(draws) == 1
     expected: Any = None
     try:
-        expected = _on_one_device([one for _, one in ready])
+        expected = on_one_device([one for _, one in ready])
         got = _on_mesh([one for _, one in ready], expected)
-        verdicts = [_differences(one, right, value, planted) for (_, one), right, value in zip(ready, expected, got, strict=True)]
+        verdicts = [verdict(one, right, value, planted) for (_, one), right, value in zip(ready, expected, got, strict=True)]
     except Exception as error:  # whatever it is, it belongs to some of the programs
         for k, one in ready:
             status = "invalid" if expected is None else "failed"  # what one device cannot do either says nothing of the partitioner
@@ -84,7 +86,8 @@ def mesh(shape: Mesh) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(devices, tuple(axis for axis, _ in shape), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def _prepare(draw: Draw) -> _Ready | Outcome:
+def prepare(draw: Draw) -> Ready | Outcome:
+    """Builds and traces a program; an "invalid" outcome where that cannot be done."""
     try:
         case = case_of(draw, families())
         arguments = arguments_of(draw, case)
@@ -94,7 +97,7 @@ def _prepare(draw: Draw) -> _Ready | Outcome:
         return Outcome(draw.number, draw.family, "invalid", message=_line(error))
     primitives, dtypes = contents_of(traced.jaxpr)
     rounding = next(dtype for dtype in ("bfloat16", "float32", "float64") if dtype in dtypes | {draw.dtype})
-    return _Ready(draw, case, function, arguments, tuple(sorted(primitives)), rounding)
+    return Ready(draw, case, function, arguments, tuple(sorted(primitives)), rounding)
 
 
 def contents_of(jaxpr: Any) -> tuple[set[str], set[str]]:
@@ -112,16 +115,17 @@ def contents_of(jaxpr: Any) -> tuple[set[str], set[str]]:
     return names, dtypes
 
 
-def _together(ready: Sequence[_Ready]) -> Callable[..., Any]:
+def _together(ready: Sequence[Ready]) -> Callable[..., Any]:
     functions = [one.function for one in ready]
     return lambda operands: [function(*args) for function, args in zip(functions, operands, strict=True)]
 
 
-def _on_one_device(ready: Sequence[_Ready]) -> Any:
+def on_one_device(ready: Sequence[Ready]) -> Any:
+    """What the programs give on one device, compiled together."""
     return jax.device_get(jax.jit(_together(ready))([one.arguments for one in ready]))
 
 
-def _on_mesh(ready: Sequence[_Ready], expected: Any) -> Any:
+def _on_mesh(ready: Sequence[Ready], expected: Any) -> Any:
     if not ready:
         return []
     devices = mesh(ready[0].draw.mesh)
@@ -130,17 +134,17 @@ def _on_mesh(ready: Sequence[_Ready], expected: Any) -> Any:
     return jax.device_get(jax.jit(_together(ready), out_shardings=out)(placed))
 
 
-def _shardings(one: _Ready, devices: jax.sharding.Mesh) -> dict[str, NamedSharding]:
+def _shardings(one: Ready, devices: jax.sharding.Mesh) -> dict[str, NamedSharding]:
     specs = zip(names_of(one.case), one.draw.layouts, strict=True)
     return {name: NamedSharding(devices, PartitionSpec(*(axes or None for axes in layout))) for name, layout in specs}
 
 
-def _place(one: _Ready, part: dict[str, Any], devices: jax.sharding.Mesh) -> dict[str, Any]:
+def _place(one: Ready, part: dict[str, Any], devices: jax.sharding.Mesh) -> dict[str, Any]:
     shardings = _shardings(one, devices)
     return {name: jax.device_put(value, shardings[name]) for name, value in part.items()}
 
 
-def _out_shardings(one: _Ready, result: Any, devices: jax.sharding.Mesh) -> Any:
+def _out_shardings(one: Ready, result: Any, devices: jax.sharding.Mesh) -> Any:
     free = jax.tree.map(lambda _: None, result)
     if not one.draw.pinned:
         return free
@@ -151,7 +155,7 @@ def _out_shardings(one: _Ready, result: Any, devices: jax.sharding.Mesh) -> Any:
     return pinned, {**results, **of_data}
 
 
-def _differences(one: _Ready, expected: Any, got: Any, planted: str) -> tuple[tuple[str, float], ...]:
+def verdict(one: Ready, expected: Any, got: Any, planted: str = "") -> tuple[tuple[str, float], ...]:
     """What differs. In a narrow dtype one device's own sums can be far off: there it counts only where the mesh is further from the truth, which is
     the same program on one device in float64."""
     if one.draw.family == planted and one.draw.settings["batch"] > 1:

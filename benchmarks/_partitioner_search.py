@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -38,6 +39,12 @@ def run_one(worker: Worker, program: Draw) -> Outcome:
 def _outcome(each: dict[str, Any]) -> Outcome:
     wrong = tuple((leaf, math.inf if error is None else error) for leaf, error in each["wrong"])
     return Outcome(**{**each, "wrong": wrong, "primitives": tuple(each["primitives"])})
+
+
+def same_kind(first: Outcome, second: Outcome) -> bool:
+    """Whether two outcomes are of one cause, as far as can be told: both wrong, or the same death or error but for the numbers in it."""
+    cause = lambda outcome: re.sub(r"[0-9a-f]*[0-9][0-9a-f]*", "", outcome.message.partition("Check failed")[0][:60] + outcome.message.partition("Check failed")[2][:80])
+    return first.status == second.status and (first.status == "wrong" or cause(first) == cause(second))
 
 
 def shrink(program: Draw, still: Callable[[Draw], bool], limit_seconds: float = 120.0) -> Draw:
@@ -99,7 +106,9 @@ def _candidates(program: Draw) -> Iterator[Draw]:
             yield program.with_params({**settings, key: value})
     for key, value in settings.items():
         for smaller in _smaller(value):
-            yield program.with_params({**settings, key: smaller})
+            # Empty arrays are another story: only what may be nothing to begin with becomes so.
+            if smaller != 0 or isinstance(smaller, (bool, float)) or family.simplest.get(key) == 0 or key in _MAY_BE_NOTHING:
+                yield program.with_params({**settings, key: smaller})
     for axis, size in program.mesh:
         if size > 2:
             yield change(program, mesh=tuple((a, 2 if a == axis else s) for a, s in program.mesh))
@@ -135,6 +144,9 @@ def _without(layouts: Any, gone: set[str]) -> Any:
     return tuple(tuple(tuple(axis for axis in axes if axis not in gone) for axes in layout) for layout in layouts)
 
 
+_MAY_BE_NOTHING = frozenset({"low", "high", "shift", "at", "keys", "classes", "axis", "interior"})
+
+
 def _smaller(value: Any) -> Iterator[Any]:
     if isinstance(value, bool) or value is None:
         if value:
@@ -152,4 +164,5 @@ def _smaller(value: Any) -> Iterator[Any]:
         for k, part in enumerate(value):
             yield (*value[:k], *value[k + 1 :])
             for less in _smaller(part):
-                yield (*value[:k], less, *value[k + 1 :])
+                if less != 0 or isinstance(part, tuple):
+                    yield (*value[:k], less, *value[k + 1 :])

@@ -120,9 +120,10 @@ class Worker:
 
 
 def _telling(lines: Sequence[str]) -> str:
-    """The line that says why: a failed check, else the last."""
-    checks = [line for line in lines if "Check fail" in line or "F0000" in line or " F " in line]
-    return (checks or list(lines) or [""])[-1][-300:]
+    """The line that says why: a failed check, else the last that is no part of a stack."""
+    checks = [line for line in lines if "Check failed" in line]
+    plain = [line for line in lines if not line.startswith((" ", "\t", "***", "Extension modules", "Current thread", "@"))]
+    return (checks or plain or list(lines) or [""])[-1][-300:]
 
 
 def main(settings: Settings) -> int:

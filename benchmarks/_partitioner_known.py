@@ -1,0 +1,60 @@
+"""Kinds of defects of XLA's partitioner that the search has met, and which kind an outcome is of."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks._partitioner_draw import Draw
+from benchmarks._partitioner_run import Outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """`name`: what the page calls it; `covers`: whether an outcome is of this kind; `row`: the name of its row in `splitjax.partitioner.DEFECTS`."""
+
+    name: str
+    covers: Callable[[Draw, Outcome], bool]
+    row: str = ""
+
+
+def _convolves(draw: Draw, outcome: Outcome) -> bool:
+    return draw.family == "conv" or "conv_general_dilated" in outcome.primitives
+
+
+def _has(draw: Draw, key: str, least: int = 2) -> bool:
+    value = draw.settings.get(key, 1)
+    return max(value if isinstance(value, tuple) else (value,), default=1) >= least
+
+
+KINDS = (
+    Kind("reduction that the backend's all-reduce has not", lambda draw, outcome: "Unsupported reduction computation" in outcome.message),
+    Kind("Fourier transform of an array in another layout", lambda draw, outcome: "fft_thunk" in outcome.message),
+    Kind("convolution: the compiler dies", lambda draw, outcome: _convolves(draw, outcome) and outcome.status == "crash"),
+    Kind("transposed convolution", lambda draw, outcome: _convolves(draw, outcome) and _has(draw, "lhs_dilation")),
+    Kind("convolution with feature groups", lambda draw, outcome: _convolves(draw, outcome) and (_has(draw, "groups") or draw.family == "chain")),
+    Kind("convolution with batch groups", lambda draw, outcome: _convolves(draw, outcome) and _has(draw, "batch_groups")),
+    Kind("convolution: other", lambda draw, outcome: _convolves(draw, outcome)),
+    Kind("update of one element beyond the end", lambda draw, outcome: draw.family == "slice" and "dynamic" in str(draw.settings["form"]) + " ".join(outcome.primitives)),
+    Kind("strided slice of one element", lambda draw, outcome: draw.family == "slice" and _has(draw, "stride", 3)),
+    Kind("pad with a negative edge between interior padding", lambda draw, outcome: draw.settings.get("form") == "pad" and _has(draw, "interior", 1)),
+)
+
+
+def kind_of(draw: Draw, outcome: Outcome) -> str:
+    """The kind of what went wrong, or "new: " with the family and form where no kind covers it."""
+    for kind in KINDS:
+        if kind.covers(draw, outcome):
+            return kind.name
+    return f"new: {draw.family} {draw.settings.get('form', '')} {outcome.status}".strip()
+
+
+def rows() -> dict[str, Any]:
+    """The package's own table of defects, by name; empty where the package has none."""
+    if importlib.util.find_spec("splitjax.partitioner") is None:
+        return {}
+    from splitjax.partitioner import DEFECTS
+
+    return {defect.name: defect for defect in DEFECTS}
