@@ -31,6 +31,7 @@ def _has(draw: Draw, key: str, least: int = 2) -> bool:
 
 KINDS = (
     Kind("reduction that the backend's all-reduce has not", lambda draw, outcome: "Unsupported reduction computation" in outcome.message),
+    Kind("high half of an integer product", lambda draw, outcome: "mulhi" in outcome.primitives and "MHLO" in outcome.message),
     Kind("Fourier transform of an array in another layout", lambda draw, outcome: "fft_thunk" in outcome.message),
     Kind("convolution: the compiler dies", lambda draw, outcome: _convolves(draw, outcome) and outcome.status == "crash"),
     Kind("transposed convolution", lambda draw, outcome: _convolves(draw, outcome) and _has(draw, "lhs_dilation")),

@@ -34,6 +34,7 @@ class Outcome:
     wrong: tuple[tuple[str, float], ...] = ()
     message: str = ""
     primitives: tuple[str, ...] = ()
+    kept: bool = False  # read from what an earlier run left
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,37 +24,89 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from benchmarks import _partitioner_page as pages
 from benchmarks import _partitioner_worker as workers
+from benchmarks._common import RESULTS
+from benchmarks._partitioner_draw import Draw
 from benchmarks._partitioner_families import draw
+from benchmarks._partitioner_known import kind_of
 from benchmarks._partitioner_layouts import RUN
 from benchmarks._partitioner_run import Outcome
-from benchmarks._partitioner_search import run_numbers, run_one, shrink
+from benchmarks._partitioner_search import run_numbers, run_one, same_kind, shrink
 
 SEED = "1"
+# Of each kind of mismatch so many programs are shrunk.
+NUM_SHRUNK = 2
 WORK = pathlib.Path(tempfile.gettempdir()) / "splitjax-partitioner"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs what the options say; returns 1 where a program is wrong that no known defect covers."""
+    """Runs what the options say; returns 1 where a program by hand is wrong in a way that is not known, or any under splitjax."""
+    workers.environment()
     options = _options(argv)
     if options.program:
         return _one(options)
+    if options.page:
+        print("wrote", pages.write(options.output))
+        return 0
+    new = 0
     for settings in _settings(options):
         numbers = range(64 if options.quick else options.programs)
-        path = options.work / f"{jax.__version__}-{settings.partitioner}-{settings.way}-{options.seed}{options.only}.jsonl"
-        for outcome in run_kept(settings, options.seed, numbers, path, options.only):
-            if outcome.status not in ("right", "invalid", "refused"):
-                print(f"{options.seed}:{outcome.number}  {outcome.family}  {outcome.status}  {outcome.message}{outcome.wrong[:2] or ''}", flush=True)
-    return 0
+        with tempfile.TemporaryDirectory() as folder:
+            work = pathlib.Path(folder) if options.quick else options.work
+            path = work / f"{jax.__version__}-{settings.partitioner}-{settings.way}-{options.seed}{options.only}.jsonl"
+            pairs = []
+            for outcome in run_kept(settings, options.seed, numbers, path, options.only):
+                program = draw(options.seed, outcome.number, options.only)
+                pairs.append((program, outcome))
+                if outcome.status in pages.BAD and not outcome.kept:
+                    print(f"{options.seed}:{outcome.number}  {kind_of(program, outcome)}  {outcome.status}  {outcome.message}{outcome.wrong[:2] or ''}", flush=True)
+            least = least_forms(settings, pairs, path.with_suffix(".least.json"))
+            run = pages.summary(jax.__version__, settings.partitioner, settings.way, options.seed, _header(settings, options), pairs, least)
+        print(f"jax {run.jax}, {run.partitioner}, {run.way}: {run.num_programs} programs, {run.statuses}")
+        new += sum(entry["programs"] for kind, entry in run.findings.items() if kind.startswith("new") or settings.way == "splitjax")
+        if not (options.quick or options.only):
+            print("wrote", pages.store(run, options.output), pages.write(options.output))
+    return 1 if new else 0
+
+
+def least_forms(settings: workers.Settings, pairs: Sequence[tuple[Draw, Outcome]], path: pathlib.Path) -> dict[str, list[dict[str, str]]]:
+    """Of every kind of mismatch the least forms of its first programs, kept in a file as shrinking takes minutes."""
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    worker = workers.Worker(settings)
+    for program, outcome in pairs:
+        if outcome.status not in pages.BAD:
+            continue
+        kind = kind_of(program, outcome)
+        mine = kept.setdefault(kind, [])
+        number = f"{program.seed}:{program.number}"
+        if len(mine) >= NUM_SHRUNK or any(number == each["number"] for each in mine):
+            continue
+        least = shrink(program, lambda candidate, outcome=outcome: same_kind(run_one(worker, candidate), outcome))
+        after = run_one(worker, least)
+        text = ", ".join(f"{leaf} {error:.2g}" for leaf, error in after.wrong) or after.message
+        mine.append({"number": number, "draw": least.to_json(), "outcome": f"{after.status} {text}"})
+        print(f"{number}  {kind}  least form  {mine[-1]['outcome']}\n    {least}", flush=True)
+        path.write_text(json.dumps(kept), encoding="utf-8")
+    worker.close()
+    return kept
+
+
+def _header(settings: workers.Settings, options: argparse.Namespace) -> str:
+    from benchmarks import machine
+
+    command = f"python -m benchmarks partitioner --way {settings.way} --partitioner {settings.partitioner} --programs {options.programs} --seed {options.seed}"
+    return machine.header(machine.this_machine(), command)
 
 
 def run_kept(settings: workers.Settings, seed: str, numbers: Sequence[int], path: pathlib.Path, only: str = "") -> Iterator[Outcome]:
-    """Runs those of the numbers that the file at `path` does not have, appends them to it, and gives their outcomes."""
+    """Runs those of the numbers that the file at `path` does not have, appends them to it, and gives the outcomes of all; `kept` says which were there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    done = {outcome.number for outcome in read_kept(path)}
+    done = {outcome.number: outcome for outcome in read_kept(path)}
     worker = workers.Worker(settings)
     try:
         for start in range(0, len(numbers), RUN):
+            yield from (done[number] for number in numbers[start : start + RUN] if number in done)
             todo = [number for number in numbers[start : start + RUN] if number not in done]
             if not todo:
                 continue
@@ -77,8 +129,8 @@ def read_kept(path: pathlib.Path) -> list[Outcome]:
             fields = json.loads(line)
         except json.JSONDecodeError:
             continue
-        fields.pop("seconds", None)
-        outcomes.append(Outcome(**{**fields, "wrong": tuple((leaf, error) for leaf, error in fields["wrong"]), "primitives": tuple(fields["primitives"])}))
+        fields = {name: value for name, value in fields.items() if name not in ("seconds", "kept")}
+        outcomes.append(Outcome(**{**fields, "kept": True, "wrong": tuple((leaf, error) for leaf, error in fields["wrong"]), "primitives": tuple(fields["primitives"])}))
     return outcomes
 
 
@@ -92,7 +144,7 @@ def _one(options: argparse.Namespace) -> int:
         print(f"{settings.way}, {settings.partitioner}, jax {jax.__version__}: {outcome.status} {outcome.message} {outcome.wrong}\n{program}")
         if outcome.status not in ("right", "invalid", "refused"):
             failed = 1
-            least = shrink(program, lambda candidate, worker=worker, status=outcome.status: run_one(worker, candidate).status == status)
+            least = shrink(program, lambda candidate, worker=worker, outcome=outcome: same_kind(run_one(worker, candidate), outcome))
             print(f"least form: {run_one(worker, least)}\n{least}")
         worker.close()
     return failed
@@ -113,6 +165,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="one family of operations")
     parser.add_argument("--quick", action="store_true", help="64 programs, printed only")
     parser.add_argument("--program", metavar="SEED:NUMBER", help="one program, shrunk if it is wrong")
+    parser.add_argument("--page", action="store_true", help="write the page anew, and run nothing")
+    parser.add_argument("--output", type=pathlib.Path, default=RESULTS, help="folder of the page and of what it is made from")
     parser.add_argument("--work", type=pathlib.Path, default=WORK, help="folder of what is done already")
     return parser.parse_args(argv)
 
