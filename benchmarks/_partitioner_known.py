@@ -29,6 +29,12 @@ def _has(draw: Draw, key: str, least: int = 2) -> bool:
     return max(value if isinstance(value, tuple) else (value,), default=1) >= least
 
 
+def _reversed(draw: Draw) -> bool:
+    """Whether some dim is split over axes in another order than the mesh's."""
+    order = [axis for axis, _ in draw.mesh]
+    return any(list(axes) != sorted(axes, key=order.index) for layout in draw.layouts for axes in layout)
+
+
 KINDS = (
     Kind("reduction that the backend's all-reduce has not", lambda draw, outcome: "Unsupported reduction computation" in outcome.message),
     Kind("high half of an integer product", lambda draw, outcome: "mulhi" in outcome.primitives and "MHLO" in outcome.message),
@@ -38,6 +44,8 @@ KINDS = (
     Kind("convolution with feature groups", lambda draw, outcome: _convolves(draw, outcome) and (_has(draw, "groups") or draw.family == "chain")),
     Kind("convolution with batch groups", lambda draw, outcome: _convolves(draw, outcome) and _has(draw, "batch_groups")),
     Kind("convolution: other", lambda draw, outcome: _convolves(draw, outcome)),
+    Kind("scatter with an uneven split of its updates", lambda draw, outcome: draw.settings.get("form") == "dlrm"),
+    Kind("gradient with a layout of two axes in reverse order", lambda draw, outcome: draw.family in ("attention", "dot", "experts", "recurrent", "ragged_dot") and _reversed(draw)),
     Kind("update of one element beyond the end", lambda draw, outcome: draw.family == "slice" and "dynamic" in str(draw.settings["form"]) + " ".join(outcome.primitives)),
     Kind("strided slice of one element", lambda draw, outcome: draw.family == "slice" and _has(draw, "stride", 3)),
     Kind("pad with a negative edge between interior padding", lambda draw, outcome: draw.settings.get("form") == "pad" and _has(draw, "interior", 1)),
