@@ -11,6 +11,7 @@ _EFFECT = "it prints or orders, and computes nothing"
 _CUDNN = "it needs an NVIDIA GPU and cuDNN"
 _EQUINOX = "Equinox's own, a reduction to one flag over a vmap; reduce_or and reduce_and are drawn"
 _OLD = "no function of the supported JAX releases makes it"
+_NEW = "only the newest of the supported JAX releases make it"
 
 NOT_DRAWN: Mapping[str, str] = MappingProxyType(
     dict.fromkeys("_branch _carry_back _carry_in _gradient _scan_in _scan_index _scan_out".split(), _OWN)
@@ -20,7 +21,8 @@ NOT_DRAWN: Mapping[str, str] = MappingProxyType(
         "dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fwd dot_product_attention_fwd_wrapper scaled_matmul scaled_matmul_wrapper".split(), _CUDNN
     )
     | dict.fromkeys("unvmap_all unvmap_any unvmap_max".split(), _EQUINOX)
-    | dict.fromkeys("copy_p polynomial one_minus_square zeros_like tile rng_uniform empty2 stack unstack reduce_window".split(), _OLD)
+    | dict.fromkeys("copy_p zeros_like tile rng_uniform empty2 stack unstack reciprocal random_gamma_grad eq_to".split(), _OLD)
+    | dict.fromkeys("log2 polynomial one_minus_square".split(), _NEW)
     | {
         "shard_map": "its body is partitioned by hand: XLA's partitioner leaves it alone",
         "xla_metadata_value": "it annotates, and computes nothing",

@@ -78,6 +78,13 @@ def _build_elementwise(params: Mapping[str, Any]) -> Case:
     return Case((Input(shape, "data", params["kind"]), others[params["shape"]]), run)
 
 
+def every_elementwise() -> list[dict[str, Any]]:
+    """Parameters of programs that together hold every function that elementwise programs are drawn from."""
+    names = [(kind, name) for kind, text in _UNARY.items() for name in text.split()]
+    base = {"batch": 2, "sizes": (), "shape": "same"}
+    return [{**base, "kind": kind, "unary": name, "binary": "add"} for kind, name in names] + [{**base, "kind": "normal", "unary": "sin", "binary": name} for name in _BINARY]
+
+
 def _draw_integer(dice: Dice) -> dict[str, Any]:
     return {"batch": dice.batch(), "sizes": dice.sizes(dice.pick(0, 1, 2)), "first": dice.pick(*_INTEGER), "form": dice.pick("two", "reduce", "one_hot", "cumsum", "sum_by_float", "count"), "axis": dice.pick(0, 0, 1)}
 

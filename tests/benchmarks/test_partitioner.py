@@ -18,6 +18,7 @@ from benchmarks._partitioner_layouts import RUN, fits, mesh_of
 from benchmarks._partitioner_primitives import NOT_DRAWN
 from benchmarks._partitioner_run import Outcome, prepare, relative_error
 from benchmarks._partitioner_search import run_numbers, run_one, same_kind, shrink, simpler
+from benchmarks._partitioner_values import every_elementwise
 from benchmarks._partitioner_worker import Died, Settings, Worker
 from splitjax.trace.dims import DIM_RULES
 
@@ -110,12 +111,21 @@ def test_simpler_programs_can_be_built():
 
 
 def test_every_primitive_is_drawn_or_has_a_reason_not_to_be():
-    """From the page's own counts: what ten thousand programs held."""
+    """By the page's own counts, and by those elementwise functions of which any one run may miss some."""
     drawn = {name for run in pages.load() for name in run.primitives}
+    elementwise = draw("every", 0, "elementwise")
+    for params in every_elementwise():
+        ready = prepare(plainest(dataclasses.replace(elementwise, dtype="float32").with_params(params)))
+        assert not isinstance(ready, Outcome), ready
+        drawn.update(ready.primitives)
     missing = [name for name in DIM_RULES.names() if name not in drawn and name not in NOT_DRAWN]
     assert not missing
     assert all(len(reason) > 10 for reason in NOT_DRAWN.values())
     assert set(NOT_DRAWN) <= set(DIM_RULES.names())
+
+
+def plainest(program: Draw) -> Draw:
+    return dataclasses.replace(program, wrapper="plain", reuse="fixed", layouts=((("data",),), ((),)))
 
 
 def test_relative_error():
