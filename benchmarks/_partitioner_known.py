@@ -36,19 +36,19 @@ def _reversed(draw: Draw) -> bool:
 
 
 KINDS = (
-    Kind("reduction that the backend's all-reduce has not", lambda draw, outcome: "Unsupported reduction computation" in outcome.message),
-    Kind("high half of an integer product", lambda draw, outcome: "mulhi" in outcome.primitives and "MHLO" in outcome.message),
+    Kind("reduction that the backend's all-reduce has not", lambda draw, outcome: "Unsupported reduction computation" in outcome.message, row="reduction-without-collective"),
+    Kind("high half of an integer product", lambda draw, outcome: "mulhi" in outcome.primitives and "MHLO" in outcome.message, row="high-half-of-product"),
     Kind("Fourier transform of an array in another layout", lambda draw, outcome: "fft_thunk" in outcome.message),
-    Kind("convolution: the compiler dies", lambda draw, outcome: _convolves(draw, outcome) and outcome.status == "crash"),
-    Kind("transposed convolution", lambda draw, outcome: _convolves(draw, outcome) and _has(draw, "lhs_dilation")),
-    Kind("convolution with feature groups", lambda draw, outcome: _convolves(draw, outcome) and (_has(draw, "groups") or draw.family == "chain")),
-    Kind("convolution with batch groups", lambda draw, outcome: _convolves(draw, outcome) and _has(draw, "batch_groups")),
-    Kind("convolution: other", lambda draw, outcome: _convolves(draw, outcome)),
-    Kind("scatter with an uneven split of its updates", lambda draw, outcome: draw.settings.get("form") == "dlrm"),
-    Kind("gradient with a layout of two axes in reverse order", lambda draw, outcome: draw.family in ("attention", "dot", "experts", "recurrent", "ragged_dot") and _reversed(draw)),
-    Kind("update of one element beyond the end", lambda draw, outcome: draw.family == "slice" and "dynamic" in str(draw.settings["form"]) + " ".join(outcome.primitives)),
-    Kind("strided slice of one element", lambda draw, outcome: draw.family == "slice" and _has(draw, "stride", 3)),
-    Kind("pad with a negative edge between interior padding", lambda draw, outcome: draw.settings.get("form") == "pad" and _has(draw, "interior", 1)),
+    Kind("convolution: the compiler dies", lambda draw, outcome: _convolves(draw, outcome) and outcome.status == "crash", row="convolution"),
+    Kind("transposed convolution", lambda draw, outcome: _convolves(draw, outcome) and _has(draw, "lhs_dilation"), row="convolution"),
+    Kind("convolution with feature groups", lambda draw, outcome: _convolves(draw, outcome) and (_has(draw, "groups") or draw.family == "chain"), row="grouped-convolution"),
+    Kind("convolution with batch groups", lambda draw, outcome: _convolves(draw, outcome) and _has(draw, "batch_groups"), row="grouped-convolution"),
+    Kind("convolution: other", lambda draw, outcome: _convolves(draw, outcome), row="convolution"),
+    Kind("scatter with an uneven split of its updates", lambda draw, outcome: draw.settings.get("form") == "dlrm", row="unevenly-split-indices"),
+    Kind("gradient with a layout of two axes in reverse order", lambda draw, outcome: draw.family in ("attention", "dot", "experts", "recurrent", "ragged_dot") and _reversed(draw), row="axes-out-of-mesh-order"),
+    Kind("update of one element beyond the end", lambda draw, outcome: draw.family == "slice" and "dynamic" in str(draw.settings["form"]) + " ".join(outcome.primitives), row="start-index-out-of-range"),
+    Kind("strided slice of one element", lambda draw, outcome: draw.family == "slice" and _has(draw, "stride", 3), row="strided-slice-of-one-element"),
+    Kind("pad with a negative edge between interior padding", lambda draw, outcome: draw.settings.get("form") == "pad" and _has(draw, "interior", 1), row="dilated-pad-with-negative-edge"),
 )
 
 

@@ -30,7 +30,7 @@ from splitjax.lower.pinning import pins_tables, synchronised
 from splitjax.lower.planning import follow_plan, make_plan, pin_plan
 from splitjax.lower.processes import host_digests, on_mesh
 from splitjax.lower.programs import Programs
-from splitjax.lower.remedies import clamped_sites
+from splitjax.lower.remedies import rewritten_sites
 from splitjax.lower.scatter import derive_scatters, pin_gradients
 from splitjax.lower.sparse import SparseStep
 from splitjax.lower.states import match_states
@@ -250,7 +250,7 @@ def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> Layout:
     return Layout.of(
         mesh, (*plan.constraints, *pin_gradients(graph, plan.leaves)), sums, weight_uses(*arguments),
         names={use.site: use.layer for use in graph.uses}, convolutions=derive_convolutions(*arguments),
-        clamped=clamped_sites(graph, plan.mesh),
+        rewrites=rewritten_sites(graph, plan.mesh),
     )
 
 

@@ -19,10 +19,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from splitjax import _compat
 from splitjax.cost.convolutions import LocalConvolution
 from splitjax.lower import gradient
-from splitjax.lower.clamped_starts import clamp_starts
 from splitjax.lower.exchange import Exchange, WeightUse
 from splitjax.lower.groups import Copies, Where, evaluate_product, fits, scope
 from splitjax.lower.local_convolution import evaluate_local
+from splitjax.lower.rewrites import rewritten
 from splitjax.lower.row_values import Rows
 from splitjax.lower.scatter import Scatter, Summed
 from splitjax.lower.scattering import evaluate_scatter, evaluate_summed
@@ -56,24 +56,24 @@ class Layout:
     manual: tuple[str, ...] = ()  # the axes of a surrounding shard_map: shardings refer to the mesh in context
     names: Mapping[Site, str] = dataclasses.field(default_factory=dict)  # layers of products, for profiles
     convolutions: Mapping[Site, LocalConvolution] = dataclasses.field(default_factory=dict)  # those that XLA is not asked to partition
-    clamped: frozenset[Site] = frozenset()  # dynamic slices whose start indices are brought into their range
+    rewritten: frozenset[Site] = frozenset()  # operations that are evaluated as others of the same meaning
     rematerialised: bool = False  # inside a function that the backward pass runs again
 
     @classmethod
     def of(
         cls, mesh: Mesh, constraints: Sequence[Constraint], explicit: Sequence[Exchange | Scatter | Summed] = (), uses: Sequence[WeightUse] = (),
-        names: Mapping[Site, str] | None = None, convolutions: Sequence[LocalConvolution] = (), clamped: Collection[Site] = (),
+        names: Mapping[Site, str] | None = None, convolutions: Sequence[LocalConvolution] = (), rewrites: Collection[Site] = (),
     ) -> Layout:
         by_site: dict[Site, list[Constraint]] = collections.defaultdict(list)
         for one in constraints:
             by_site[one.site].append(one)
-        sites = {*by_site, *clamped, *(one.site for one in (*explicit, *convolutions))}
+        sites = {*by_site, *rewrites, *(one.site for one in (*explicit, *convolutions))}
         inside = frozenset(site[:depth] for site in sites for depth in range(1, len(site)))
         pinned = {site: tuple(found) for site, found in by_site.items()}
         exchanges = {one.site: one for one in explicit if isinstance(one, Exchange)}
         sums = {one.site: one for one in explicit if not isinstance(one, Exchange)}
         local = {one.site: one for one in convolutions}
-        return cls(mesh, pinned, inside, exchanges, sums, tuple(uses), names=dict(names or {}), convolutions=local, clamped=frozenset(clamped))
+        return cls(mesh, pinned, inside, exchanges, sums, tuple(uses), names=dict(names or {}), convolutions=local, rewritten=frozenset(rewrites))
 
     def without(self, manual: Sequence[str]) -> Layout:
         """The same layout for the inside of a `shard_map` that is manual over some axes: they do not occur in its constraints."""
@@ -162,11 +162,10 @@ def _placed(
         if summed.fits(eqn):
             return evaluate_scatter(summed, eqn, values, Where(layout.mesh), layout.rematerialised, layout.convolutions.get(site))
     values = _pin(layout, site, values, results=False)
-    if site in layout.clamped:
-        values = clamp_starts(eqn, values)
-    if site in layout.convolutions and eqn.primitive.name == "conv_general_dilated":
+    results = rewritten(eqn, values) if site in layout.rewritten else None
+    if results is None and site in layout.convolutions and eqn.primitive.name == "conv_general_dilated":
         results = evaluate_local(layout.convolutions[site], eqn, values, Where(layout.mesh, layout.manual))
-    else:
+    if results is None:
         results = _equation(layout, eqn, values, site, hooks, copies)
     return _pin(layout, site, results, results=True)
 

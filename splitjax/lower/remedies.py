@@ -1,8 +1,8 @@
 """What a plan does about operations that XLA's partitioner computes wrongly: graph + table -> constraints and notes, or an error.
 
 An operation of the table (`splitjax.partitioner.DEFECTS`) that nothing sharded reaches is left alone. For the others the
-row's action is taken: convolutions are evaluated device by device (`local_convolution.py`), start indices are clamped
-(`clamped_starts.py`), other operations have the dims in question gathered, and where nothing helps the plan is refused.
+row's action is taken: convolutions are evaluated device by device (`local_convolution.py`), some operations as others of the same
+meaning (`rewrites.py`), others have the dims in question gathered, and where nothing helps the plan is refused.
 """
 
 from __future__ import annotations
@@ -96,12 +96,11 @@ def check_orders(leaves: Sequence[LeafPlan], mesh: MeshShape) -> None:
                 )
 
 
-def clamped_sites(graph: Graph, mesh: MeshShape) -> frozenset[tuple[int, ...]]:
-    """The sites of operations whose start indices are brought into their range, whether something sharded reaches them or not:
-    where it does not, the indices are in range or clamped by XLA alike."""
+def rewritten_sites(graph: Graph, mesh: MeshShape) -> frozenset[tuple[int, ...]]:
+    """The sites of operations that are evaluated as others of the same meaning (`rewrites.py`), split or not: it costs nothing."""
     if mesh.num_devices == 1:
         return frozenset()
-    return frozenset(one.site for one in graph.suspects if one.editable and defect_named(one.defect).action is Action.CLAMP)
+    return frozenset(one.site for one in graph.suspects if one.editable and defect_named(one.defect).action is Action.REWRITE)
 
 
 def _refuse(row: Defect, suspects: Sequence[Suspect]) -> None:

@@ -24,7 +24,7 @@ class Action(enum.Enum):
     """What is done with an operation that XLA's partitioner cannot be trusted with."""
 
     LOCAL = "local"  # every device evaluates its own part; the collectives are written out, and planned
-    CLAMP = "clamp"  # its start indices are brought into their range before XLA sees them; nothing is sent
+    REWRITE = "rewrite"  # it is evaluated as another operation of the same meaning; nothing is sent
     WHOLE = "whole"  # the dims in question are gathered for it, and leave it whole
     ORDER = "order"  # axes that split one dim together are listed in the order of the mesh; a pinned plan that does not is refused
     REFUSE = "refuse"  # the plan is refused: nothing else is known to give the right numbers
@@ -112,6 +112,17 @@ def _dilated_and_cut(operation: Operation) -> Touched:
     return {0: dims, -1: dims} if dims else {}
 
 
+def _strided_to_one(operation: Operation) -> Touched:
+    """The dims of which a strided slice takes one element."""
+    if operation.primitive != "slice" or not operation.params["strides"]:
+        return {}
+    dims = tuple(
+        dim for dim, (stride, taken, size) in enumerate(zip(operation.params["strides"], operation.results[0], operation.operands[0], strict=True))
+        if stride > 2 and taken == 1 < size
+    )
+    return {0: dims} if dims else {}
+
+
 def _upper_half(operation: Operation) -> Touched:
     return _all_dims(operation) if operation.primitive == "mulhi" else {}
 
@@ -196,7 +207,7 @@ DEFECTS: tuple[Defect, ...] = (
         versions="0.10.2 to 0.12.0.1",
         partitioners="Shardy and GSPMD",
         remedy="start indices are brought into their range before XLA sees them",
-        action=Action.CLAMP,
+        action=Action.REWRITE,
         touches=_unbounded_starts,
     ),
     Defect(
@@ -206,9 +217,20 @@ DEFECTS: tuple[Defect, ...] = (
         consequence="a check inside the partitioner fails, and the compiler ends the process",
         versions="0.10.2 to 0.12.0.1",
         partitioners="Shardy and GSPMD",
-        remedy="the padded dims are gathered for it",
-        action=Action.WHOLE,
+        remedy="the edge is cut off in a step of its own",
+        action=Action.REWRITE,
         touches=_dilated_and_cut,
+    ),
+    Defect(
+        name="strided-slice-of-one-element",
+        operation="a slice with a stride of three or more that takes one element of a dim",
+        condition="the dim is split",
+        consequence="the element is another one, or the compiler fails with an internal error",
+        versions="0.10.2 to 0.12.0.1",
+        partitioners="Shardy and GSPMD",
+        remedy="the element is taken with stride 1",
+        action=Action.REWRITE,
+        touches=_strided_to_one,
     ),
     Defect(
         name="reduction-without-collective",
@@ -255,7 +277,7 @@ def defect_of(operation: Operation) -> tuple[Defect, Touched] | None:
 
 
 # Most operations of a step are looked up here and no further.
-COVERED = frozenset({"conv_general_dilated", "mulhi", "pad", "reduce", "gather", *_SCATTERS, *_WINDOWS, *_BITWISE})
+COVERED = frozenset({"conv_general_dilated", "mulhi", "pad", "reduce", "gather", "slice", *_SCATTERS, *_WINDOWS, *_BITWISE})
 
 
 def defect_named(name: str) -> Defect:

@@ -63,6 +63,11 @@ BY_HAND = {
             return jax.lax.mulhi(array, array)
         arguments = [np.arange(8, dtype=np.uint32)], [P("data")]
     """,
+    "strided-slice-of-one-element": """
+        def function(array):
+            return array[1:2:4]
+        arguments = [normal(4)], [P("model")]
+    """,
     "reduction-without-collective": """
         def function(array):
             return jax.lax.reduce_or(array, axes=(0,))
@@ -133,7 +138,7 @@ def test_start_indices_in_the_program_are_left_alone():
     operation = lambda start: Operation("dynamic_slice", {"slice_sizes": (1, 4)}, ((8, 4), (), ()), ((1, 4),), {1: start, 2: 0})
     assert defect_of(operation(7)) is None
     row, touched = defect_of(operation(8))
-    assert row.action is Action.CLAMP and touched == {0: (0,), -1: (0,)}
+    assert row.action is Action.REWRITE and touched == {0: (0,), -1: (0,)}
 
 
 def test_dilated_pads():
@@ -150,6 +155,23 @@ def test_dilated_pads():
         got, want, plan = parallel_and_alone(step, state, batch)
         np.testing.assert_allclose(got[0]["w"], want[0]["w"], rtol=1e-10)
     assert any("dilated-pad-with-negative-edge" in note for note in plan.notes)
+
+
+def test_strided_slices_of_one_element():
+    def step(state, batch):
+        def loss(w):
+            hidden = jnp.tanh(batch @ w)
+            return (hidden[5::16] ** 2).sum() + (hidden[:, 1::7] ** 2).mean()
+
+        value, gradient = splitjax.value_and_grad(loss)(state["w"])
+        return {"w": state["w"] - gradient}, {"loss": value}
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        state, batch = {"w": jnp.asarray(rng.normal(size=(8, 4)))}, jnp.asarray(rng.normal(size=(16, 8)))
+        got, want, plan = parallel_and_alone(step, state, batch)
+        np.testing.assert_allclose(got[0]["w"], want[0]["w"], rtol=1e-10)
+    assert any("strided-slice-of-one-element" in note for note in plan.notes)
 
 
 def test_bitwise_reductions():
