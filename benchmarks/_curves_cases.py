@@ -62,7 +62,9 @@ class Case:
         dataset = self.dataset(folder)
         epochs = (dataset.train_batches(self.batch_size, seed=seed, epoch=epoch) for epoch in itertools.count())
         every: Iterator[Any] = itertools.chain.from_iterable(epochs)
-        return [{name: np.asarray(value) for name, value in batch.items()} for batch in itertools.islice(every, num_steps)]
+        return [
+            {name: np.asarray(value) for name, value in batch.items()} for batch in itertools.islice(every, num_steps)
+        ]
 
 
 def _dtypes(dtype: Dtype) -> dict[str, Any]:
@@ -96,7 +98,9 @@ def _adam(num_steps: int) -> optax.GradientTransformation:
 
 
 def _momentum(num_steps: int) -> optax.GradientTransformation:
-    return optax.sgd(optax.warmup_cosine_decay_schedule(0.0, 0.05, max(1, num_steps // 10), max(2, num_steps)), momentum=0.9)
+    return optax.sgd(
+        optax.warmup_cosine_decay_schedule(0.0, 0.05, max(1, num_steps // 10), max(2, num_steps)), momentum=0.9
+    )
 
 
 def _adagrad(num_steps: int) -> optax.GradientTransformation:
@@ -114,7 +118,9 @@ def _text(vocab_size: int, num_negatives: int = 0) -> Callable[[pathlib.Path | N
         dataset = data.load_text(file, seq_len=16, vocab_size=vocab_size)
         if not num_negatives:
             return dataset
-        return dataclasses.replace(dataset, draws={"negatives": data.Negatives(data.LogUniform(vocab_size), num_negatives)})
+        return dataclasses.replace(
+            dataset, draws={"negatives": data.Negatives(data.LogUniform(vocab_size), num_negatives)}
+        )
 
     return load
 

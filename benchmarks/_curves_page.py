@@ -22,7 +22,9 @@ def judged(result: Mapping[str, Any]) -> dict[str, Equality | Within]:
     """What the run under each rule set comes to."""
     if "tolerance" in result:
         return {rules: _equality(run) for rules, run in result["runs"].items()}
-    return {rules: within(np.array(run["losses"]), np.array(result["one_device"])) for rules, run in result["runs"].items()}
+    return {
+        rules: within(np.array(run["losses"]), np.array(result["one_device"])) for rules, run in result["runs"].items()
+    }
 
 
 def goals(results: Results) -> dict[str, bool]:
@@ -36,20 +38,22 @@ def goals(results: Results) -> dict[str, bool]:
 
 def lines_of(key: str, result: Mapping[str, Any]) -> list[str]:
     """A model in one dtype, for the terminal."""
-    lines = []
     if "tolerance" in result:
-        lines.append(f"     {key:20} one device    loss {result['control']['loss']:.1e} state {result['control']['state']:.1e} (seed {result['seed']})")
+        control = f"loss {result['control']['loss']:.1e} state {result['control']['state']:.1e}"
     else:
         wrong = within(np.array(result["wrong"]), np.array(result["one_device"]))
         allowed = spread(np.array(result["one_device"]))
-        lines.append(f"     {key:20} one device    spread {allowed[0]:.1e} to {allowed[-1]:.1e}; {WRONG:g} of the update leaves at step {wrong.first_outside}")
+        control = f"spread {allowed[0]:.1e} to {allowed[-1]:.1e}; "
+        control += f"{WRONG:g} of the update is outside at {wrong.first_outside}"
+    lines = [f"     {key:20} one device      {control} (seed {result['seed']})"]
     met = goals({key: result})
     for rules, outcome in judged(result).items():
         verdict, run = "pass" if met[f"{key}/{rules}"] else "MISS", result["runs"][rules]
         if isinstance(outcome, Equality):
             what = f"loss {outcome.loss:.1e} state {outcome.state:.1e} ({outcome.worst})"
         else:
-            what = f"{outcome.ratio:.2f} of the spread at step {outcome.step} ({outcome.distance:.1e} of {outcome.spread:.1e})"
+            share = f"{outcome.distance:.1e} of {outcome.spread:.1e}"
+            what = f"{outcome.ratio:.2f} of the spread at step {outcome.step} ({share})"
         lines.append(f"{verdict} {key:20} {rules:15} {run['seconds']:6.1f} s {run['num_sharded']:3} sharded  {what}")
     return lines
 
@@ -60,8 +64,13 @@ def pictures(results: Results) -> dict[str, str]:
     for case in CASES:
         curves = {dtype: results[f"{case.name}/{dtype}"] for dtype in _DTYPES if f"{case.name}/{dtype}" in results}
         if len(curves) == len(_DTYPES):
-            by_dtype = {dtype: (np.array(one["one_device"]), {rules: np.array(run["losses"]) for rules, run in one["runs"].items()})
-                        for dtype, one in curves.items()}  # fmt: skip
+            by_dtype = {
+                dtype: (
+                    np.array(result["one_device"]),
+                    {rules: np.array(run["losses"]) for rules, run in result["runs"].items()},
+                )
+                for dtype, result in curves.items()
+            }
             drawn[case.name] = draw(f"{case.title[0].upper()}{case.title[1:]}, {MESH_TEXT}", by_dtype)
     return drawn
 
@@ -79,14 +88,16 @@ def page(header: str, results: Results) -> list[str]:
         "",
         header.rstrip(),
         "",
-        f"Narrow models on real data, {num_steps} steps each, on a mesh of {MESH_TEXT} (8 virtual devices) and on one device, from the same "
-        "first parameters on the same batches: " + "; ".join(f"`{case.name}`: {case.title}" for case in CASES) + ". Images are scikit-learn's "
-        "digits, text is the validation text of WikiText-2. Each step is a call of the decorated step. What is trained: "
-        "`benchmarks/_curves_cases.py`.",
+        f"Narrow models on real data, {num_steps} steps each, on a mesh of {MESH_TEXT} (8 virtual devices) and on one "
+        "device, from the same first parameters on the same batches: "
+        + "; ".join(f"`{case.name}`: {case.title}" for case in CASES)
+        + ". Images are scikit-learn's "
+        "digits, text is the validation text of WikiText-2. Each step is a call of the decorated step. Sizes and "
+        "optimizers are in `benchmarks/_curves_cases.py`.",
         "",
-        "*One device with its sums in other orders* is the same step, traced, with the terms of every matrix product, convolution and sum "
-        "permuted at random along the dims that are summed over (`benchmarks/_curves_reorder.py`). Terms and random bits are the same; only "
-        "rounding differs.",
+        "*One device with its sums in other orders* is the same step, traced, with the terms of every matrix product, "
+        "convolution and sum permuted at random along the dims that are summed over "
+        "(`benchmarks/_curves_reorder.py`). Terms and random bits are the same; only rounding differs.",
         "",
         *_exact_section(results),
         *_rounded_section(results, num_orders),
@@ -103,16 +114,23 @@ def _exact_section(results: Results) -> list[str]:
     lines = [
         f"## float64: every loss and every parameter to {tolerance:.0e}",
         "",
-        "Differences are absolute, and relative where the value is larger than 1. Seed 0, save where one device with its sums in another "
-        f"order moves by more than a quarter of the bound (a ReLU on its edge): {', '.join(skipped) or 'none'}.",
+        "Differences are absolute, and relative where the value is larger than 1. Seed 0, save where one device with "
+        f"its sums in another order moves by more than a quarter of the bound (a ReLU on its edge): "
+        f"{', '.join(skipped) or 'none'}.",
         "",
     ]
     rules = _rules(found)
     for title, field in (("Losses", "loss"), ("Parameters and batch statistics after the last step", "state")):
         rows = [
-            [name, f"{result['control'][field]:.0e}", *(_exact_text(result, rule, field) for rule in rules)] for name, result in found.items()
+            [name, f"{result['control'][field]:.0e}", *(_exact_text(result, rule, field) for rule in rules)]
+            for name, result in found.items()
         ]
-        lines += [f"{title}, the largest difference of any:", "", *table(["model", "one device, another order", *rules], rows), ""]
+        lines += [
+            f"{title}, the largest difference of any:",
+            "",
+            *table(["model", "one device, another order", *rules], rows),
+            "",
+        ]
     return lines
 
 
@@ -126,20 +144,27 @@ def _exact_text(result: Mapping[str, Any], rules: str, field: str) -> str:
 def _rounded_section(results: Results, num_orders: int) -> list[str]:
     if not any(_by_case(results, dtype) for dtype in _DTYPES):
         return []
-    skipped = [f"{name} has seed {result['seed']}" for name, result in _by_case(results, "float32").items() if result["seed"]]
+    skipped = [
+        f"{name} (seed {result['seed']})" for name, result in _by_case(results, "float32").items() if result["seed"]
+    ]
     lines = [
         "## float32 and bf16: within the spread of one-device runs",
         "",
-        f"For each model {num_orders + 1} one-device runs: the step as it is, and its sums in {num_orders} other orders. The *spread* at a "
-        f"step is how far the two furthest of them are apart at any step up to it and the next {AHEAD} (and at least {ROUNDINGS} units in the "
-        "last place of the loss). A run passes if at every step its loss is no further from the nearest of them than that. The rule was settled "
-        "on other seeds than those of this page, and is the same for all.",
+        f"For each model {num_orders + 1} one-device runs: the step as it is, and its sums in {num_orders} other "
+        "orders. The *spread* at a step is how far the two furthest of them are apart at any step up to it and the "
+        f"next {AHEAD} (and at least {ROUNDINGS} units in the last place of the loss). A run passes if at every step "
+        "its loss is no further from the nearest of them than that. The rule was settled on other seeds than those of "
+        "this page, and is the same for all.",
         "",
-        f"The next {AHEAD}, because in bf16 distances grow twentyfold a step at first, from a sum that rounds to the neighbouring value, and which "
-        "run has the first such sum is chance. In float32 seeds are the first, from 0 on, in which one-device runs never part "
-        f"by more than {PARTED:g}, relative where the loss is larger than 1: where a ReLU stands on its edge, rounding decides which way it "
-        "falls, and from then on runs part on one device as well. "
-        f"{', '.join(skipped) or 'That is seed 0 for all'}. bf16 computes in bfloat16 and keeps parameters and optimizer state in float32.",
+        f"The next {AHEAD}: in bf16 distances grow twentyfold a step at first, from a sum that rounds to the "
+        "neighbouring value, and which run has the first such sum is chance.",
+        "",
+        "In float32 seeds are the first, from 0 on, in which one-device runs never part by more than "
+        f"{PARTED:g}, relative where the loss is larger than 1. Where a ReLU stands on its edge, rounding decides "
+        "which way it falls, and from then on runs part on one device as well. "
+        f"Not seed 0: {', '.join(skipped) or 'none'}.",
+        "",
+        "bf16 computes in bfloat16 and keeps parameters and optimizer state in float32.",
         "",
     ]
     for dtype in _DTYPES:
@@ -151,15 +176,24 @@ def _rounded_section(results: Results, num_orders: int) -> list[str]:
         for name, result in found.items():
             outcomes = judged(result)
             rows.append([name, *(_rounded_text(outcomes.get(rule)) for rule in rules)])
-        lines += [f"### {dtype}", "", "The largest distance of a run, as a multiple of the spread at that step (up to 1 is within):", ""]
+        lines += [
+            f"### {dtype}",
+            "",
+            "The largest distance of a run, as a multiple of the spread at that step (up to 1 is within):",
+            "",
+        ]
         lines += [*table(["model", *rules], rows), ""]
         lines += ["What they are compared with, in nats:", "", *_spreads(found), ""]
-    every = [(f"{key}, {rules}", outcome) for key, result in results.items() for rules, outcome in judged(result).items()
-             if isinstance(outcome, Within)]  # fmt: skip
+    every = [
+        (f"{key} under {rules}", outcome)
+        for key, result in results.items()
+        for rules, outcome in judged(result).items()
+        if isinstance(outcome, Within)
+    ]
     name, outcome = max(every, key=lambda pair: pair[1].ratio)
     lines += [
-        f"The worst case is {name}: at step {outcome.step} it is {outcome.distance:.2g} nats from the nearest one-device run, "
-        f"where one-device runs have been {outcome.spread:.2g} apart.",
+        f"The worst case is {name}: at step {outcome.step} it is {outcome.distance:.2g} nats from the nearest "
+        f"one-device run, where the spread is {outcome.spread:.2g}.",
         "",
     ]
     for case in CASES:
@@ -171,7 +205,10 @@ def _rounded_section(results: Results, num_orders: int) -> list[str]:
 def _spreads(found: Results) -> list[str]:
     rows = []
     for name, result in found.items():
-        controls, wrong = np.array(result["one_device"]), within(np.array(result["wrong"]), np.array(result["one_device"]))
+        controls, wrong = (
+            np.array(result["one_device"]),
+            within(np.array(result["wrong"]), np.array(result["one_device"])),
+        )
         allowed = spread(controls)
         apart = parts_at(controls)
         rows.append([
@@ -180,7 +217,13 @@ def _spreads(found: Results) -> list[str]:
             "never" if wrong.first_outside is None else f"{wrong.first_outside}",
         ])  # fmt: skip
     places = _places(len(allowed))
-    titles = ["model", "first loss", "last loss", f"step at which one-device runs are {PARTED:g} apart", *(f"spread at step {step}" for step in places)]
+    titles = [
+        "model",
+        "first loss",
+        "last loss",
+        f"step at which one-device runs are {PARTED:g} apart",
+        *(f"spread at step {step}" for step in places),
+    ]
     return table([*titles, f"first step outside, of a run whose updates are {WRONG - 1:.0%} too large"], rows)
 
 
@@ -196,9 +239,7 @@ def _rounded_text(outcome: Any) -> str:
 
 def _missed(results: Results) -> list[str]:
     met = goals(results)
-    lines = [
-        line for key, result in results.items() for line in lines_of(key, result) if line.startswith("MISS")
-    ]
+    lines = [line for key, result in results.items() for line in lines_of(key, result) if line.startswith("MISS")]
     return ["## What misses", "", *(f"- {line}" for line in lines)] if not all(met.values()) else []
 
 

@@ -1,8 +1,9 @@
 """The same step on one device with every sum taken in another order.
 
-A step is traced, and its jaxpr evaluated with the operands of each sum permuted along the dims that it sums over: matrix products and
-convolutions along what they contract (features forward, examples in a weight's gradient), plain sums along what they reduce. Which terms
-are added is unchanged, so is every random bit: in exact arithmetic the result is the same, and what differs is rounding.
+A step is traced, and its jaxpr evaluated with the operands of each sum permuted along the dims that it sums over:
+matrix products and convolutions along what they contract (features forward, examples in a weight's gradient), plain
+sums along what they reduce. Which terms are added is unchanged, so is every random bit: in exact arithmetic the result
+is the same, and what differs is rounding.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from splitjax import _compat
 Orders = Mapping[int, jax.Array]
 # Calls whose body stands for them once nothing is to be differentiated any more; the parameters that hold it.
 _CALLS = {
-    "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr",
+    "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr",
 }  # fmt: skip
 
 
@@ -47,7 +48,8 @@ def draw_orders(lengths: Sequence[int], seed: int) -> dict[int, np.ndarray]:
 
 
 def summed_dims(eqn: Any) -> tuple[tuple[int, int], ...]:
-    """The dims that an equation sums over, as (operand, dim); those of both operands of a product side by side. Empty for others."""
+    """The dims that an equation sums over, as (operand, dim); those of both operands of a product side by side. Empty
+    for others."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (left, right), _ = params["dimension_numbers"]
@@ -100,7 +102,11 @@ def _evaluate(eqn: Any, operands: list[Any], orders: Orders) -> list[Any]:
 def _scan(eqn: Any, operands: list[Any], orders: Orders) -> list[Any]:
     params = eqn.params
     num_consts, num_carry = _compat.scan_counts(params)
-    consts, carry, xs = operands[:num_consts], operands[num_consts : num_consts + num_carry], operands[num_consts + num_carry :]
+    consts, carry, xs = (
+        operands[:num_consts],
+        operands[num_consts : num_consts + num_carry],
+        operands[num_consts + num_carry :],
+    )
 
     def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         results = _run(params["jaxpr"], [*consts, *carry, *x], orders)

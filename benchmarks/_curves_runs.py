@@ -1,4 +1,5 @@
-"""Training runs of a case: on one device as it is, on one device with its sums in other orders, and under a rule set."""
+"""Training runs of a case: on one device as it is, on one device with its sums in other orders, and under a rule
+set."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ WRONG = 1.1
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run came to: the loss of every step, [steps], and parameters and batch statistics by path after the last."""
+    """What a run came to: the loss of every step, [steps], and parameters and batch statistics by path after the
+    last."""
 
     losses: np.ndarray
     arrays: dict[str, np.ndarray]
@@ -33,8 +35,8 @@ class Run:
 
 
 class Training:
-    """A case in one dtype: every run begins with the same numbers, which `seed` decides, as it does the batches. What runs on one device
-    is compiled once for all seeds."""
+    """A case in one dtype: every run begins with the same numbers, which `seed` decides, as it does the batches. What
+    runs on one device is compiled once for all seeds."""
 
     def __init__(self, case: Case, dtype: Dtype, num_steps: int, folder: pathlib.Path | None):
         self.case, self.dtype, self.num_steps, self.folder = case, dtype, num_steps, folder
@@ -83,7 +85,9 @@ def _run(step: Callable[..., Any], state: Any, batches: list[Any]) -> Run:
         losses.append(np.asarray(metrics["loss"], np.float64))
     arrays = {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path({part: state[part] for part in ("params", "batch_stats") if part in state})
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            {part: state[part] for part in ("params", "batch_stats") if part in state}
+        )
     }
     num_sharded = sum(not leaf.sharding.is_fully_replicated for leaf in arrays.values())
     values = {path: np.asarray(leaf, np.float64) for path, leaf in arrays.items()}

@@ -1,15 +1,17 @@
 """Whether 200 steps of training under every rule set have the losses and the parameters of one device.
 
-    python -m benchmarks curves --data-dir DIR                      everything, its page and its pictures (about half an hour on two cores)
-    python -m benchmarks curves --data-dir DIR --only resnet        one model; the page keeps what was measured of the others
-    python -m benchmarks curves --quick                             a few steps of the demo's model, printed only
-    python -m benchmarks curves --page                              measures nothing: the page and its pictures again, from what was kept
+    python -m benchmarks curves --data-dir DIR                  everything, its page and its pictures
+    python -m benchmarks curves --data-dir DIR --only resnet    one model; the page keeps what it has of the others
+    python -m benchmarks curves --quick                         a few steps of the demo's model, printed only
+    python -m benchmarks curves --page                          measures nothing: the page again, from what was kept
 
-`--data-dir`: the folder of wikitext2_valid.txt; the text models of --quick read this project's own prose without it. Images are
-scikit-learn's digits. What was measured is kept beside the page (curves.json).
+The whole takes about half an hour on two cores.
 
-In float64 every loss and every parameter is compared. In float32 and bf16 rounding moves one device's own run as well, so the loss curves
-are compared with those of runs on one device whose sums are taken in other orders.
+`--data-dir`: the folder of wikitext2_valid.txt; the text models of --quick read this project's own prose without it.
+Images are scikit-learn's digits. What was measured is kept beside the page (curves.json).
+
+In float64 every loss and every parameter is compared. In float32 and bf16 rounding moves one device's own run as well,
+so the loss curves are compared with those of runs on one device whose sums are taken in other orders.
 """
 
 from __future__ import annotations
@@ -75,9 +77,13 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="*", choices=tuple(DTYPES), default=[])
     parser.add_argument("--steps", type=int, help=f"other than {NUM_STEPS}; what they come to is printed only")
     parser.add_argument("--seed", type=int, help="first seed, other than 0; what it comes to is printed only")
-    parser.add_argument("--quick", action="store_true", help="ten steps of the demo's model under splitbrain, printed only")
+    parser.add_argument(
+        "--quick", action="store_true", help="ten steps of the demo's model under splitbrain, printed only"
+    )
     parser.add_argument("--page", action="store_true", help="only the page and its pictures, from what was kept")
-    parser.add_argument("--output", type=pathlib.Path, default=RESULTS, help="folder of the page instead of benchmarks/results")
+    parser.add_argument(
+        "--output", type=pathlib.Path, default=RESULTS, help="folder of the page instead of benchmarks/results"
+    )
     options = parser.parse_args(argv)
     if options.quick:
         options.only, options.rules = options.only or ["demo"], options.rules or ["splitbrain"]
@@ -102,9 +108,11 @@ def _measure(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]
             jax.clear_caches()
 
 
-def exact(case: Case, dtype: Dtype, rules: list[str], num_steps: int, seed: int, folder: pathlib.Path | None) -> dict[str, Any]:
-    """In float64: how far losses and parameters of every run are from one device's. The seed is the first, from `seed` on, in which
-    one device itself is steady."""
+def exact(
+    case: Case, dtype: Dtype, rules: list[str], num_steps: int, seed: int, folder: pathlib.Path | None
+) -> dict[str, Any]:
+    """In float64: how far losses and parameters of every run are from one device's. The seed is the first, from `seed`
+    on, in which one device itself is steady."""
     training = Training(case, dtype, num_steps, folder)
     for draw in range(seed, seed + NUM_SEEDS):
         training.start(draw)
@@ -126,10 +134,12 @@ def exact(case: Case, dtype: Dtype, rules: list[str], num_steps: int, seed: int,
     }  # fmt: skip
 
 
-def rounded(case: Case, dtype: Dtype, rules: list[str], num_steps: int, seed: int, folder: pathlib.Path | None) -> dict[str, Any]:
-    """In float32 or bf16: the loss curves of one device, of one device with its sums in other orders, of one device with a slightly
-    wrong update, and under the rule sets. In float32 the seed is the first, from `seed` on, in which no ReLU on its edge makes one-device
-    runs part."""
+def rounded(
+    case: Case, dtype: Dtype, rules: list[str], num_steps: int, seed: int, folder: pathlib.Path | None
+) -> dict[str, Any]:
+    """In float32 or bf16: the loss curves of one device, of one device with its sums in other orders, of one device
+    with a slightly wrong update, and under the rule sets. In float32 the seed is the first, from `seed` on, in which no
+    ReLU on its edge makes one-device runs part."""
     training = Training(case, dtype, num_steps, folder)
     for draw in range(seed, seed + NUM_SEEDS):
         training.start(draw)

@@ -1,12 +1,13 @@
 """The inverted residual block that MobileNet and EfficientNet are made of, in Flax Linen and in Flax NNX.
 
-A 1x1 convolution widens, a depthwise one mixes pixels (each channel for itself: a convolution of as many groups as channels),
-squeeze-and-excitation may weigh the channels, and a 1x1 convolution narrows again, after which there is no activation.
+A 1x1 convolution widens, a depthwise one mixes pixels (each channel for itself: a convolution of as many groups as
+channels), squeeze-and-excitation may weigh the channels, and a 1x1 convolution narrows again, after which there is no
+activation.
 
-Sources: Sandler et al. 2018, "MobileNetV2: inverted residuals and linear bottlenecks" (arXiv 1801.04381), section 3.3; Howard et
-al. 2019, "Searching for MobileNetV3" (arXiv 1905.02244), section 5.3; Tan and Le 2019, "EfficientNet" (arXiv 1905.11946),
-section 4; Hu et al. 2017, "Squeeze-and-excitation networks" (arXiv 1709.01507), figure 2; Huang et al. 2016, "Deep networks with
-stochastic depth" (arXiv 1603.09382), section 3.
+Sources: Sandler et al. 2018, "MobileNetV2: inverted residuals and linear bottlenecks" (arXiv 1801.04381), section 3.3;
+Howard et al. 2019, "Searching for MobileNetV3" (arXiv 1905.02244), section 5.3; Tan and Le 2019, "EfficientNet" (arXiv
+1905.11946), section 4; Hu et al. 2017, "Squeeze-and-excitation networks" (arXiv 1709.01507), figure 2; Huang et al.
+2016, "Deep networks with stochastic depth" (arXiv 1603.09382), section 3.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ class InvertedResidual:
     **Arguments:**
 
     - `name`: such as `"stage2_block1"`.
-    - `inputs`, `expanded`, `outputs`: channels before, inside and behind; where `expanded == inputs` nothing is widened.
+    - `inputs`, `expanded`, `outputs`: channels before, inside and behind; where `expanded == inputs` nothing is
+      widened.
     - `kernel`, `stride`: of the depthwise convolution.
     - `squeezed`: channels between the two layers of squeeze-and-excitation; 0 for none.
-    - `activation`, `squeeze_activation`, `gate`: functions of `jax.nn`; the last two are those of squeeze-and-excitation.
+    - `activation`, `squeeze_activation`, `gate`: functions of `jax.nn`; the last two are those of
+      squeeze-and-excitation.
     - `momentum`, `epsilon`: of batch norm; running statistics keep `momentum` of the old value a step.
     - `drop_path`: probability that an example skips the block in training, where it has a shortcut.
     - `dtype`, `param_dtype`: of the computation, of the parameters.
@@ -74,7 +77,11 @@ class InvertedResidual:
     @property
     def depthwise(self) -> dict[str, Any]:
         """The options of the depthwise convolution. One channel feeds one: its fan-in is the kernel's area alone."""
-        options = {"kernel_size": (self.kernel, self.kernel), "strides": (self.stride, self.stride), "kernel_init": RELU_INIT}
+        options = {
+            "kernel_size": (self.kernel, self.kernel),
+            "strides": (self.stride, self.stride),
+            "kernel_init": RELU_INIT,
+        }
         return {**self.conv, **options, "padding": around(self.kernel), "feature_group_count": self.expanded}
 
     @property
@@ -92,12 +99,14 @@ class InvertedResidual:
 
 
 def around(kernel: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The padding that keeps the size at stride 1, as much on both sides: "SAME" pads strided convolutions on one side only."""
+    """The padding that keeps the size at stride 1, as much on both sides: "SAME" pads strided convolutions on one side
+    only."""
     return ((kernel // 2, kernel // 2),) * 2
 
 
 def divisible(channels: float, width: float = 1.0) -> int:
-    """`channels` times the width multiplier, rounded to a multiple of 8, but not below nine tenths of it, and at least 8.
+    """`channels` times the width multiplier, rounded to a multiple of 8, but not below nine tenths of it, and at least
+    8.
 
     Source: the authors' code of MobileNetV2 and of EfficientNet (`_make_divisible`, `round_filters`)."""
     wanted = channels * width
@@ -115,7 +124,10 @@ def check_stem(place: str, stem: str) -> None:
     """Raises `ModelError` for a stem that does not exist."""
     if stem not in STEMS:
         raise ModelError(
-            "no such stem", value=stem, place=f"{place}, option 'stem'", remedy=f"choose one of {', '.join(map(repr, STEMS))}"
+            "no such stem",
+            value=stem,
+            place=f"{place}, option 'stem'",
+            remedy=f"choose one of {', '.join(map(repr, STEMS))}",
         )
 
 
@@ -139,9 +151,13 @@ class LinenInvertedResidual(nn.Module):
         if block.squeezed:
             # Convolutions on one pixel, as in the authors' code of both families.
             weights = jnp.mean(y, axis=(1, 2), keepdims=True)
-            weights = nn.Conv(block.squeezed, (1, 1), kernel_init=RELU_INIT, name="squeeze_conv", **block.dtypes)(weights)
+            weights = nn.Conv(block.squeezed, (1, 1), kernel_init=RELU_INIT, name="squeeze_conv", **block.dtypes)(
+                weights
+            )
             weights = getattr(jax.nn, block.squeeze_activation)(weights)
-            weights = nn.Conv(block.expanded, (1, 1), kernel_init=RESIDUAL_INIT, name="excite_conv", **block.dtypes)(weights)
+            weights = nn.Conv(block.expanded, (1, 1), kernel_init=RESIDUAL_INIT, name="excite_conv", **block.dtypes)(
+                weights
+            )
             y = y * getattr(jax.nn, block.gate)(weights)
         y = norm("project_norm", nn.Conv(block.outputs, (1, 1), name="project_conv", **block.conv)(y))
         if block.drops:

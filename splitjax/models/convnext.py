@@ -1,9 +1,10 @@
 """ConvNeXt in Flax Linen and in Flax NNX.
 
-Source: Liu et al. 2022, "A ConvNet for the 2020s" (arXiv 2201.03545), figure 4 (the block), table 9 and section 3 (the stem and the
-downsampling layers); layer scale is Touvron et al. 2021 (arXiv 2103.17239), stochastic depth Huang et al. 2016 (arXiv 1603.09382).
-The 1x1 convolutions of a block are dense layers over the channels, as in the authors' code. Both libraries name their layers
-alike (`stem_conv`, `stage1_block1.depthwise_conv`, `stage2_downsample.conv`, `logits`).
+Source: Liu et al. 2022, "A ConvNet for the 2020s" (arXiv 2201.03545), figure 4 (the block), table 9 and section 3 (the
+stem and the downsampling layers); layer scale is Touvron et al. 2021 (arXiv 2103.17239), stochastic depth Huang et al.
+2016 (arXiv 1603.09382). The 1x1 convolutions of a block are dense layers over the channels, as in the authors' code.
+Both libraries name their layers alike (`stem_conv`, `stage1_block1.depthwise_conv`, `stage2_downsample.conv`,
+`logits`).
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class ConvNeXtConfig:
     - `image_size`, `channels`: images are f32[B, image_size, image_size, channels].
     - `layer_scale`: first value of the weights of a block's channels before it is added.
     - `dropout`: rate before the last layer; the paper has none.
-    - `drop_path`: stochastic depth, the probability that an example skips a block, rising from 0 at the first block to this at
-      the last; the paper's is 0.1 for ConvNeXt-T, the default is none.
+    - `drop_path`: stochastic depth, the probability that an example skips a block, rising from 0 at the first block to
+      this at the last; the paper's is 0.1 for ConvNeXt-T, the default is none.
     - `dtype`, `param_dtype`: of the computation, of the parameters.
     """
 
@@ -114,7 +115,8 @@ def _depthwise(channels: int) -> dict[str, Any]:
 
 
 class LinenConvNeXtBlock(nn.Module):
-    """A 7x7 depthwise convolution and two dense layers, scaled and added to their input: [B, H, W, C] -> [B, H, W, C]."""
+    """A 7x7 depthwise convolution and two dense layers, scaled and added to their input: [B, H, W, C] -> [B, H, W,
+    C]."""
 
     config: ConvNeXtConfig
     drop_path: float
@@ -126,7 +128,9 @@ class LinenConvNeXtBlock(nn.Module):
         y = nn.LayerNorm(name="norm", **config.dtypes)(y)
         y = jax.nn.gelu(nn.Dense(_EXPANSION * features, name="up", **config.options)(y), approximate=False)
         y = nn.Dense(features, name="down", **config.options)(y)
-        scale = self.param("layer_scale", jax.nn.initializers.constant(config.layer_scale), (features,), config.param_dtype)
+        scale = self.param(
+            "layer_scale", jax.nn.initializers.constant(config.layer_scale), (features,), config.param_dtype
+        )
         y = y * scale.astype(config.dtype)
         if self.drop_path:
             y = nn.Dropout(self.drop_path, broadcast_dims=(1, 2, 3), deterministic=not train)(y)
@@ -168,7 +172,8 @@ class LinenConvNeXt(nn.Module):
 
 
 class NnxConvNeXtBlock(nnx.Module):
-    """A 7x7 depthwise convolution and two dense layers, scaled and added to their input: [B, H, W, C] -> [B, H, W, C]."""
+    """A 7x7 depthwise convolution and two dense layers, scaled and added to their input: [B, H, W, C] -> [B, H, W,
+    C]."""
 
     def __init__(self, config: ConvNeXtConfig, features: int, drop_path: float, *, rngs: nnx.Rngs):
         options = {"rngs": rngs, **config.options}

@@ -1,9 +1,9 @@
 """EfficientNet in Flax Linen and in Flax NNX.
 
-Source: Tan and Le 2019, "EfficientNet: rethinking model scaling for convolutional neural networks" (arXiv 1905.11946), table 1
-(B0) and section 5.2 (batch norm, SiLU, dropout, stochastic depth). The larger ones are B0 with its compound scaling: B1 is
-`depth=1.1`, B2 is `width=1.1, depth=1.2`, and so on, each with larger images. Both libraries name their layers alike
-(`stem_conv`, `stage2_block1.depthwise_conv`, `last_conv`, `logits`).
+Source: Tan and Le 2019, "EfficientNet: rethinking model scaling for convolutional neural networks" (arXiv 1905.11946),
+table 1 (B0) and section 5.2 (batch norm, SiLU, dropout, stochastic depth). The larger ones are B0 with its compound
+scaling: B1 is `depth=1.1`, B2 is `width=1.1, depth=1.2`, and so on, each with larger images. Both libraries name their
+layers alike (`stem_conv`, `stage2_block1.depthwise_conv`, `last_conv`, `logits`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,15 @@ from splitjax.models._inverted_residual import (
 )
 
 # Of each stage: its kernel, its expansion, its channels, its number of blocks, the stride of its first.
-STAGES = ((3, 1, 16, 1, 1), (3, 6, 24, 2, 2), (5, 6, 40, 2, 2), (3, 6, 80, 3, 2), (5, 6, 112, 3, 1), (5, 6, 192, 4, 2), (3, 6, 320, 1, 1))
+STAGES = (
+    (3, 1, 16, 1, 1),
+    (3, 6, 24, 2, 2),
+    (5, 6, 40, 2, 2),
+    (3, 6, 80, 3, 2),
+    (5, 6, 112, 3, 1),
+    (5, 6, 192, 4, 2),
+    (3, 6, 320, 1, 1),
+)
 _FIRST_STRIDED_STAGE = 2
 _STEM_CHANNELS, _LAST_CHANNELS = 32, 1280
 _NORM = {"momentum": 0.99, "epsilon": 1e-3}
@@ -46,8 +54,8 @@ class EfficientNetConfig:
     - `stem`: `"cifar"`, for 32x32 images: the first two strides of 2 are 1; `"imagenet"`, as in the paper.
     - `image_size`, `channels`: images are f32[B, image_size, image_size, channels].
     - `dropout`: rate before the last layer; the paper's is 0.2 for B0, the default is none.
-    - `drop_path`: stochastic depth, the probability that an example skips a block that has a shortcut, rising from 0 at the
-      first block; the paper's is 0.2, the default is none.
+    - `drop_path`: stochastic depth, the probability that an example skips a block that has a shortcut, rising from 0 at
+      the first block; the paper's is 0.2, the default is none.
     - `dtype`, `param_dtype`: of the computation, of the parameters.
     """
 
@@ -94,7 +102,8 @@ class EfficientNetConfig:
             stride = 1 if self.stem == "cifar" and stage == _FIRST_STRIDED_STAGE else stride
             for number in range(1, math.ceil(self.depth * count) + 1):
                 blocks.append(InvertedResidual(
-                    f"stage{stage}_block{number}", inputs, expansion * inputs, outputs, kernel, stride if number == 1 else 1,
+                    f"stage{stage}_block{number}", inputs, expansion * inputs, outputs, kernel,
+                    stride if number == 1 else 1,
                     max(1, inputs // 4), "silu", "silu", "sigmoid", **_NORM, **self.dtypes,
                 ))  # fmt: skip
                 inputs = outputs
@@ -144,7 +153,9 @@ class NnxEfficientNet(nnx.Module):
     def __init__(self, config: EfficientNetConfig, *, rngs: nnx.Rngs):
         self.config = config
         blocks = config.blocks
-        self.stem_conv = nnx.Conv(config.channels, config.stem_channels, rngs=rngs, **config.stem_convolution, **config.conv_options)
+        self.stem_conv = nnx.Conv(
+            config.channels, config.stem_channels, rngs=rngs, **config.stem_convolution, **config.conv_options
+        )
         self.stem_norm = nnx.BatchNorm(config.stem_channels, rngs=rngs, **config.norm_options)
         for block in blocks:
             setattr(self, block.name, NnxInvertedResidual(block, rngs=rngs))
@@ -152,7 +163,9 @@ class NnxEfficientNet(nnx.Module):
         self.last_norm = nnx.BatchNorm(config.last_channels, rngs=rngs, **config.norm_options)
         if config.dropout:
             self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
-        self.logits = nnx.Linear(config.last_channels, config.num_classes, kernel_init=LINEAR_INIT, rngs=rngs, **config.dtypes)
+        self.logits = nnx.Linear(
+            config.last_channels, config.num_classes, kernel_init=LINEAR_INIT, rngs=rngs, **config.dtypes
+        )
 
     def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:
         x = jax.nn.silu(self.stem_norm(self.stem_conv(x), use_running_average=not train))

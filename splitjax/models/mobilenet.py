@@ -1,8 +1,8 @@
 """MobileNet, versions 2 and 3, in Flax Linen and in Flax NNX.
 
-Sources: Sandler et al. 2018, "MobileNetV2: inverted residuals and linear bottlenecks" (arXiv 1801.04381), table 2; Howard et al.
-2019, "Searching for MobileNetV3" (arXiv 1905.02244), tables 1 (large) and 2 (small). Both libraries name their layers alike
-(`stem_conv`, `stage2_block1.depthwise_conv`, `last_conv`, `logits`).
+Sources: Sandler et al. 2018, "MobileNetV2: inverted residuals and linear bottlenecks" (arXiv 1801.04381), table 2;
+Howard et al. 2019, "Searching for MobileNetV3" (arXiv 1905.02244), tables 1 (large) and 2 (small). Both libraries name
+their layers alike (`stem_conv`, `stage2_block1.depthwise_conv`, `last_conv`, `logits`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from splitjax.models._common import LINEAR_INIT, RELU_INIT, RESIDUAL_INIT, ModelError, check_positive, check_rate, check_widths
+from splitjax.models._common import (
+    LINEAR_INIT,
+    RELU_INIT,
+    RESIDUAL_INIT,
+    ModelError,
+    check_positive,
+    check_rate,
+    check_widths,
+)
 from splitjax.models._inverted_residual import (
     InvertedResidual,
     LinenInvertedResidual,
@@ -29,7 +37,8 @@ from splitjax.models._inverted_residual import (
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A row of the papers' tables: a block by its kernel, its expansion of the channels that reach it, its output channels."""
+    """A row of the papers' tables: a block by its kernel, its expansion of the channels that reach it, its output
+    channels."""
 
     kernel: int
     expansion: float
@@ -39,17 +48,20 @@ class _Row:
     stride: int = 1
 
 
-def _rows(kernel: int, expansions: tuple[float, ...], channels: int, squeezes: bool, activation: str, stride: int) -> tuple[_Row, ...]:
+def _rows(
+    kernel: int, expansions: tuple[float, ...], channels: int, squeezes: bool, activation: str, stride: int
+) -> tuple[_Row, ...]:
     """A stage: as many blocks as expansions; the first has the stride."""
     return tuple(
-        _Row(kernel, expansion, channels, squeezes, activation, stride if index == 0 else 1) for index, expansion in enumerate(expansions)
+        _Row(kernel, expansion, channels, squeezes, activation, stride if index == 0 else 1)
+        for index, expansion in enumerate(expansions)
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Version:
-    """What the papers' tables say of a version. `last`: channels of the last convolution; None: `head_features`, and no dense
-    layer between pooling and logits."""
+    """What the papers' tables say of a version. `last`: channels of the last convolution; None: `head_features`, and no
+    dense layer between pooling and logits."""
 
     stages: tuple[tuple[_Row, ...], ...]
     stem_channels: int
@@ -174,8 +186,9 @@ class MobileNetConfig:
                 stride = 1 if self.stem == "cifar" and strides == 1 else row.stride
                 expanded = inputs if row.expansion == 1 else divisible(inputs * row.expansion)
                 block = InvertedResidual(
-                    f"stage{stage}_block{number}", inputs, expanded, divisible(row.channels, self.width), row.kernel, stride,
-                    divisible(expanded / 4) if row.squeezes else 0, row.activation, table.squeeze_activation, table.gate,
+                    f"stage{stage}_block{number}", inputs, expanded, divisible(row.channels, self.width), row.kernel,
+                    stride, divisible(expanded / 4) if row.squeezes else 0, row.activation, table.squeeze_activation,
+                    table.gate,
                     table.momentum, table.epsilon, dtype=self.dtype, param_dtype=self.param_dtype,
                 )  # fmt: skip
                 blocks.append(block)
@@ -233,17 +246,23 @@ class NnxMobileNet(nnx.Module):
     def __init__(self, config: MobileNetConfig, *, rngs: nnx.Rngs):
         self.config = config
         blocks = config.blocks
-        self.stem_conv = nnx.Conv(config.channels, config.stem_channels, rngs=rngs, **config.stem_convolution, **config.conv_options)
+        self.stem_conv = nnx.Conv(
+            config.channels, config.stem_channels, rngs=rngs, **config.stem_convolution, **config.conv_options
+        )
         self.stem_norm = nnx.BatchNorm(config.stem_channels, rngs=rngs, **config.norm_options)
         for block in blocks:
             setattr(self, block.name, NnxInvertedResidual(block, rngs=rngs))
         self.last_conv = nnx.Conv(blocks[-1].outputs, config.last_channels, (1, 1), rngs=rngs, **config.conv_options)
         self.last_norm = nnx.BatchNorm(config.last_channels, rngs=rngs, **config.norm_options)
         if config.table.last is not None:
-            self.dense = nnx.Linear(config.last_channels, config.head_features, kernel_init=RELU_INIT, rngs=rngs, **config.dtypes)
+            self.dense = nnx.Linear(
+                config.last_channels, config.head_features, kernel_init=RELU_INIT, rngs=rngs, **config.dtypes
+            )
         if config.dropout:
             self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
-        self.logits = nnx.Linear(config.head_features, config.num_classes, kernel_init=LINEAR_INIT, rngs=rngs, **config.dtypes)
+        self.logits = nnx.Linear(
+            config.head_features, config.num_classes, kernel_init=LINEAR_INIT, rngs=rngs, **config.dtypes
+        )
 
     def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:
         config, activation = self.config, getattr(jax.nn, self.config.table.activation)

@@ -1,4 +1,5 @@
-"""`python -m benchmarks curves`: its comparisons fail where they should, its other orders change rounding alone, and a cell runs."""
+"""`python -m benchmarks curves`: its comparisons fail where they should, its other orders change rounding alone, and a
+cell runs."""
 
 import json
 
@@ -79,12 +80,16 @@ def test_the_spread_looks_back_and_a_few_steps_ahead():
 def test_other_orders_change_rounding_alone():
     """Of products, convolutions, plain sums and loops; the same terms are added, and in the order that is asked for."""
     rng = np.random.default_rng(0)
-    arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((6, 8, 8, 5), (3, 3, 5, 7), (7, 64), (64, 64))]
+    arrays = [
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((6, 8, 8, 5), (3, 3, 5, 7), (7, 64), (64, 64))
+    ]
     arrays[-1] = arrays[-1] / 16
 
     def step(x, kernel, weight, recurrent):
         def loss(kernel, weight):
-            y = jax.nn.relu(jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
+            y = jax.nn.relu(
+                jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            )
             y = y.mean((1, 2)) @ weight
             y, _ = jax.lax.scan(lambda y, _: (jnp.tanh(y @ recurrent), None), y, length=3)
             return jnp.sum(y**2)
@@ -110,9 +115,17 @@ def test_a_cell_end_to_end(tmp_path, capsys, monkeypatch):
         options = {"features": (32,), "input_shape": (8, 8, 1), "dropout": 0.1}
         return models.build("mlp", dtype=dtype.compute, param_dtype=dtype.params, **options)
 
-    case = Case("demo", "an MLP", tiny, lambda num_steps: optax.sgd(0.1), lambda folder: data.load_digits(image_size=None, channels=1))
+    case = Case(
+        "demo",
+        "an MLP",
+        tiny,
+        lambda num_steps: optax.sgd(0.1),
+        lambda folder: data.load_digits(image_size=None, channels=1),
+    )
     monkeypatch.setattr(curves, "CASES", (case,))
-    curves.main(["--quick", "--rules", "fsdp", "--dtypes", "float64", "bf16", "--steps", "4", "--output", str(tmp_path)])
+    curves.main(
+        ["--quick", "--rules", "fsdp", "--dtypes", "float64", "bf16", "--steps", "4", "--output", str(tmp_path)]
+    )
     printed = capsys.readouterr().out
     assert "pass demo/float64" in printed
     assert "demo/bf16" in printed and "of the spread at step" in printed
@@ -125,10 +138,13 @@ def _results():
     runs = {"splitbrain": curve, "megatron": curve * 1.01}
     narrow = {
         "seed": 0, "one_device": CONTROLS.tolist(), "wrong": (curve * 1.01).tolist(),
-        "runs": {rules: {"losses": losses.tolist(), "num_sharded": 3, "seconds": 1.0} for rules, losses in runs.items()},
+        "runs": {
+            rules: {"losses": losses.tolist(), "num_sharded": 3, "seconds": 1.0} for rules, losses in runs.items()
+        },
     }  # fmt: skip
     exact = {
-        "seed": 1, "first": 3.0, "last": 1.0, "tolerance": 1e-9, "control": {"loss": 1e-15, "state": 2e-15, "worst": "a"},
+        "seed": 1, "first": 3.0, "last": 1.0, "tolerance": 1e-9,
+        "control": {"loss": 1e-15, "state": 2e-15, "worst": "a"},
         "runs": {
             rules: {"loss": loss, "state": 1e-14, "worst": "a", "num_sharded": 3, "seconds": 1.0}
             for rules, loss in (("splitbrain", 3e-15), ("megatron", 2e-9))
@@ -140,11 +156,15 @@ def _results():
 def test_the_page_counts_what_misses_and_draws_every_model():
     results = json.loads(json.dumps(_results()))
     met = page.goals(results)
-    assert [name for name, ok in met.items() if not ok] == ["lstm/float64/megatron", "lstm/float32/megatron", "lstm/bf16/megatron"]
+    assert [name for name, ok in met.items() if not ok] == [
+        "lstm/float64/megatron",
+        "lstm/float32/megatron",
+        "lstm/bf16/megatron",
+    ]
     text = "\n".join(page.page("- header", results))
     assert "**3 of 6 runs have the numbers of one device.**" in text
     assert "**2e-09**" in text and "## What misses" in text and "lstm (seed 1)" in text
-    assert "The worst case is lstm/float32, megatron: at step 0" in text
+    assert "The worst case is lstm/float32 under megatron: at step 0" in text
     pictures = page.pictures(results)
     assert list(pictures) == ["lstm"] and "curves-lstm.svg" in text
     assert "float32" in pictures["lstm"] and "bf16" in pictures["lstm"] and "megatron" in pictures["lstm"]
