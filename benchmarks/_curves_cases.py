@@ -126,7 +126,7 @@ def _text(vocab_size: int, num_negatives: int = 0) -> Callable[[pathlib.Path | N
 
 
 CASES = (
-    Case("demo", "the demo's VGG-11", _demo, _adam, _digits(32)),
+    Case("demo", "the demo's VGG-11", _demo, _adam, _digits(32), batch_size=8),
     Case("resnet", "a ResNet with batch norm", _resnet, _momentum, _digits(8)),
     Case("transformer", "a Transformer with dropout", _transformer, _adam, _text(256)),
     Case("lstm", "the LSTM with a sampled softmax", _lstm, _adagrad, _text(1024, 32), (*RULES, "embedding_owner")),
