@@ -109,6 +109,8 @@ class Entry:
     is_decided: bool = False  # schemes and capacities of its tables are known
     residual_shardings: Mapping[str, NamedSharding] = dataclasses.field(default_factory=dict)  # by table: then `jitted` takes and returns them too
     partial: PartialStep | None = None  # then `jitted` is `partial_programs.Turned`: another program, or another operand, by step
+    matched: Mapping[int, int] = dataclasses.field(default_factory=dict)  # flat argument of a state leaf -> its flat result
+    result: Any = None  # the step's, as a pytree of `ShapeDtypeStruct`s
 
     def program(self, step_number: int) -> Any:
         """The program of a step, by its number since the beginning of training: takes `operands`, and has `lower`."""
@@ -152,14 +154,16 @@ class Entry:
 
 def build_entry(
     recipe: Recipe, mesh: Mesh, bound: Bound, layouts: Mapping[str, LeafPlan] | None, decision: Decision | None = None,
-    carried: Sequence[SyncPlan] = (), observes: bool = False,
+    carried: Sequence[SyncPlan] = (), observes: bool = False, matched: Mapping[int, int] | None = None,
 ) -> Entry:
     """trace -> match states -> graph -> plan -> jit.
 
     **Arguments:** `decision`: how tables are synchronised, once their steps were observed; `carried`: what a run knew that is resumed.
-    `observes`: build the program of the first steps, whatever is known."""
+    `observes`: build the program of the first steps, whatever is known. `matched`: flat argument of a state leaf -> its flat result, where the
+    caller knows."""
     jaxpr, result = _trace(recipe, bound)
-    matched = match_states(recipe.options, bound, result) if recipe.returns_state else {}
+    if matched is None:
+        matched = match_states(recipe.options, bound, result) if recipe.returns_state else {}
     graph = build_graph(jaxpr, bound.arguments, matched)
     plan = _plan(recipe, MeshShape.of(mesh), graph, layouts)
     layout = _layout(mesh, plan, graph)
@@ -189,7 +193,7 @@ def build_entry(
     else:
         jitted = turned(partial, PartialHooks(partial, jaxpr, mesh, plan, layout, twin_of, sparse, hook), lowered, programs)
     observing = sparse is not None and bool(sparse.tables) and decision is None
-    return Entry(bound, graph, plan, jitted, mesh, jaxpr, trace, sparse, observing, decision is not None, kept, partial)
+    return Entry(bound, graph, plan, jitted, mesh, jaxpr, trace, sparse, observing, decision is not None, kept, partial, matched, result)
 
 
 def _trace(recipe: Recipe, bound: Bound, leaves: list[jax.ShapeDtypeStruct] | None = None) -> tuple[Any, Any]:

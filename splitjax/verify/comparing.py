@@ -1,0 +1,87 @@
+"""Values of a step under its plan against those on one device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+# Two float64 programs whose sums are ordered otherwise differ by some 1e-16 per operation, relative to the largest value of an array. What an
+# error of the program leaves is larger by many orders of magnitude.
+TOLERANCE = 1e-9
+# Of an array that is zero but for rounding: differences below this much of 1 are none.
+FLOOR = 1e-12
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far an array is from the reference.
+
+    - `absolute`: the largest difference of an entry.
+    - `relative`: the same, over the largest magnitude in the reference.
+    - `ratio`: what every entry is multiplied by, where that is one number; else None.
+    - `replicas`: whether devices that should hold the same hold different numbers.
+    - `comparable`: False where the reference is not finite.
+    """
+
+    absolute: float
+    relative: float
+    ratio: float | None = None
+    replicas: bool = False
+    comparable: bool = True
+
+    def exceeds(self, tolerance: float = TOLERANCE) -> bool:
+        """Whether it is more than rounding."""
+        return self.comparable and self.absolute > FLOOR and not self.relative <= tolerance
+
+
+def compare(value: Any, reference: Any) -> Difference:
+    """Compares an array, on whatever devices its parts and copies are, with the same array on one device."""
+    expected = _host(reference)
+    if expected.dtype == object or expected.size == 0:
+        return Difference(0.0, 0.0)
+    if not np.issubdtype(expected.dtype, np.inexact):
+        expected = expected.astype(np.float64)
+    finite = bool(np.all(np.isfinite(expected)))
+    scale = float(np.max(np.abs(expected))) if finite else float("nan")
+    worst, ratios, parts = 0.0, [], {}
+    replicas = False
+    for shard in value.addressable_shards:
+        part, mine = _host(shard.data), expected[shard.index]
+        if np.array_equal(part, mine, equal_nan=True) and not replicas:
+            continue
+        part = part.astype(mine.dtype)
+        known = parts.setdefault(str(shard.index), part)
+        with np.errstate(all="ignore"):
+            gap = np.abs(part - mine)
+            apart = np.abs(part - known)
+        replicas |= bool(np.nanmax(apart, initial=0.0) > TOLERANCE * max(scale, FLOOR))
+        largest = np.max(gap, initial=0.0)
+        worst = max(worst, float("inf") if np.isnan(largest) else float(largest))
+        ratios.append((part, mine))
+    if not finite:
+        return Difference(worst, worst, comparable=False)
+    return Difference(worst, worst / scale if scale else worst, _ratio(ratios), replicas)
+
+
+def _host(array: Any) -> np.ndarray:
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    array = np.asarray(array)
+    return array.astype(np.float32) if array.dtype.kind == "V" or array.dtype.itemsize < 4 and array.dtype.kind == "f" else array
+
+
+def _ratio(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float | None:
+    """The one number that the reference is multiplied by in all parts; None if there is none, or if it is 1."""
+    dots, squares = 0.0, 0.0
+    for part, mine in pairs:
+        dots += float(np.sum(np.real(part * np.conj(mine))))
+        squares += float(np.sum(np.abs(mine) ** 2))
+    if not squares or not np.isfinite(dots):
+        return None
+    ratio = dots / squares
+    largest = max(float(np.max(np.abs(mine), initial=0.0)) for _, mine in pairs)
+    fits = all(np.max(np.abs(part - ratio * mine), initial=0.0) <= 1e-6 * max(abs(ratio), 1.0) * largest for part, mine in pairs)
+    return ratio if fits and abs(ratio - 1) > 1e-6 else None

@@ -1,0 +1,99 @@
+"""Equation parameters that hold sizes or dtypes, rewritten for operands of other sizes and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Shape = tuple[int, ...]
+Shapes = Sequence[Shape]
+Change = Callable[[Mapping[str, Any], Shapes, Shapes, Shapes, Shapes], dict[str, Any]]
+
+# Meaning: an equation of this primitive runs at the sizes and in the dtypes that it was traced with, because its parameters hold programs or
+# buffers of these sizes, or because it looks at the bits of a number.
+AS_TRACED = frozenset({
+    "pallas_call", "shard_map", "ffi_call", "custom_linear_solve", "custom_partitioning", "linear_call", "custom_lin", "pure_callback", "io_callback",
+    "bitcast_convert_type", "nextafter", "xla_metadata_call",
+})  # fmt: skip
+
+
+def wide(dtype: Any) -> Any:
+    """The 64-bit dtype of a floating or complex dtype; any other dtype itself."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0:
+        return dtype
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return np.dtype(np.complex128)
+    return np.dtype(np.float64) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def widened(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that name a floating dtype, for float64 throughout. Precisions that name an algorithm are those of narrower dtypes."""
+    changed = {}
+    for name in ("new_dtype", "dtype", "preferred_element_type"):
+        value = params.get(name)
+        if value is not None and wide(value) != value:
+            changed[name] = wide(value)
+    if isinstance(params.get("precision"), (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
+        changed["precision"] = None
+    return changed
+
+
+def resized(name: str, params: Mapping[str, Any], old: tuple[Shapes, Shapes], new: tuple[Shapes, Shapes]) -> dict[str, Any]:
+    """The parameters of primitive `name` that hold sizes, for other shapes. `old`, `new`: shapes of all operands, of all results."""
+    change = _CHANGES.get(name)
+    return {} if change is None or (list(old[0]) == list(new[0]) and list(old[1]) == list(new[1])) else change(params, *old, *new)
+
+
+def _result_shape(parameter: str) -> Change:
+    return lambda params, ins, outs, new_ins, new_outs: {parameter: tuple(new_outs[-1])}
+
+
+def _slice(params, ins, outs, new_ins, new_outs):
+    starts, limits = list(params["start_indices"]), list(params["limit_indices"])
+    for d, (size, taken, new, new_taken) in enumerate(zip(ins[0], outs[0], new_ins[0], new_outs[0], strict=True)):
+        if (size, taken) == (new, new_taken):
+            continue
+        if starts[d] == 0 and limits[d] == size:
+            limits[d] = new
+        elif starts[d] % taken == 0:  # one of equal parts: see `sizes.part_links`
+            starts[d] = starts[d] // taken * new_taken
+            limits[d] = starts[d] + new_taken
+    return {"start_indices": tuple(starts), "limit_indices": tuple(limits)}
+
+
+def _gather(params, ins, outs, new_ins, new_outs):
+    numbers, sizes = params["dimension_numbers"], list(params["slice_sizes"])
+    gone = {*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ())}
+    window = [d for d in range(len(sizes)) if d not in gone]
+    for d, position in zip(window, numbers.offset_dims, strict=True):
+        sizes[d] = new_outs[0][position]
+    return {"slice_sizes": tuple(sizes)}
+
+
+def _convolution(params, ins, outs, new_ins, new_outs):
+    numbers = params["dimension_numbers"]
+    changed = {}
+    if params["feature_group_count"] > 1:
+        changed["feature_group_count"] = new_ins[0][numbers.lhs_spec[1]] // new_ins[1][numbers.rhs_spec[1]]
+    if params["batch_group_count"] > 1:
+        changed["batch_group_count"] = new_ins[0][numbers.lhs_spec[0]] // new_outs[0][numbers.out_spec[0]]
+    return changed
+
+
+def _behind_keys(params, ins, outs, new_ins, new_outs):
+    return {"shape": tuple(new_outs[0][len(ins[0]) :])}
+
+
+_CHANGES: dict[str, Change] = {
+    "broadcast_in_dim": _result_shape("shape"), "iota": _result_shape("shape"), "empty": _result_shape("shape"),
+    "rng_uniform": _result_shape("shape"), "rng_bit_generator": _result_shape("shape"), "reshape": _result_shape("new_sizes"),
+    "dynamic_slice": _result_shape("slice_sizes"), "slice": _slice, "gather": _gather, "conv_general_dilated": _convolution,
+    "random_bits": _behind_keys, "random_split": _behind_keys,
+    "split": lambda params, ins, outs, new_ins, new_outs: {"sizes": tuple(one[params["axis"]] for one in new_outs)},
+    "top_k": lambda params, ins, outs, new_ins, new_outs: {"k": new_outs[0][params.get("axis", -1)]},
+    "tile": lambda params, ins, outs, new_ins, new_outs: {"reps": tuple(o // i for i, o in zip(new_ins[0], new_outs[0], strict=True))},
+}  # fmt: skip

@@ -1,0 +1,159 @@
+"""A step at other sizes or in float64, as two programs: the plan's, and the same step on one device without any plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from splitjax import _compat
+from splitjax.errors import MicrobatchError
+from splitjax.lower.arguments import bind
+from splitjax.lower.entry import Entry, Recipe, build_entry
+from splitjax.plan import Plan
+from splitjax.verify.parameters import wide
+from splitjax.verify.rewriting import Rewriter
+from splitjax.verify.sizes import Choice, Misfit, Shape, Sized, analyse, transferred
+from splitjax.verify.taps import NONE, Taps
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Variant:
+    """A step at the sizes of `choice` (None: as it is), in float64 or as it is. `entry`: the step as the user calls it."""
+
+    entry: Entry
+    choice: Choice | None
+    float64: bool
+
+    @functools.cached_property
+    def sized(self) -> Sized | None:
+        """The new shapes of everything in the step; None where none changes."""
+        if self.choice is None or not self.choice.new:
+            return None
+        inner, _ = _compat.open_jaxpr(self.entry.jaxpr)
+        return self.choice.analysis.sized(self.choice.new, len(inner.constvars))
+
+    @functools.cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Of the flat arguments."""
+        if self.sized is not None:
+            return self.sized.inputs
+        return tuple(leaf.shape for leaf in self.entry.plan.leaves)
+
+    @functools.cached_property
+    def types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Of the flat arguments."""
+        inner, _ = _compat.open_jaxpr(self.entry.jaxpr)
+        dtype = wide if self.float64 else lambda one: one
+        return tuple(jax.ShapeDtypeStruct(shape, dtype(v.aval.dtype)) for shape, v in zip(self.shapes, inner.invars, strict=True))
+
+    def evaluate(self, leaves: Sequence[Any], taps: Taps = NONE, constrained: bool = True) -> list[Any]:
+        """The flat results of the step. Leaves with another number of examples than this variant's are those of a microbatch."""
+        jaxpr, sized = self.entry.jaxpr, self.sized
+        given = tuple(tuple(np.shape(leaf)) for leaf in leaves)
+        if given != self.shapes:
+            jaxpr, sized = self._resized(given)
+        return Rewriter(sized, self.float64, constrained).run(jaxpr, leaves, (), taps)
+
+    def _resized(self, shapes: tuple[Shape, ...]) -> tuple[Any, Sized | None]:
+        """The step's jaxpr for another number of examples, and its new shapes."""
+        arguments = self.entry.bound.arguments
+        types = []
+        for number, (shape, argument) in enumerate(zip(shapes, arguments, strict=True)):
+            leaf = self.entry.plan.leaves[number]
+            aval = _compat.open_jaxpr(self.entry.jaxpr)[0].invars[number].aval
+            is_batch = argument.is_batch and bool(shape)
+            types.append(jax.ShapeDtypeStruct((shape[0], *leaf.shape[1:]) if is_batch else leaf.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False))))
+        with jax.enable_x64(False):
+            jaxpr = self.entry.trace(types)
+        if self.sized is None:
+            return jaxpr, None
+        other = analyse(jaxpr)
+        examples = {
+            one for value, argument in zip(other.flat.inputs, arguments, strict=True) if argument.is_batch and other.dims[value]
+            for one in other.dims[value][0]
+        }
+        try:
+            new = transferred(self.choice, other, examples)
+        except Misfit as error:
+            raise MicrobatchError(str(error), place="verify", remedy="verify the given sizes") from error
+        inner, _ = _compat.open_jaxpr(jaxpr)
+        return jaxpr, other.sized(new, len(inner.constvars))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pair:
+    """The two programs of a variant: `subject(leaves)` under the plan, `reference(leaves)` on one device. Both return the flat results of the
+    step, then the values of the taps, as JAX arrays. `taps`: what these are, in order."""
+
+    entry: Entry
+    subject: Callable[[Sequence[Any]], list[Any]]
+    reference: Callable[[Sequence[Any]], list[Any]]
+    make_taps: Callable[[], Taps]
+    seen: list[Any]
+
+    @property
+    def taps(self) -> list[Any]:
+        return self.seen
+
+
+def make_pair(variant: Variant, recipe: Recipe, mesh: jax.sharding.Mesh, make_taps: Callable[[], Taps], microbatches: bool = True) -> Pair:
+    """Builds both programs; nothing is compiled yet. `recipe`: the step's, with the options that are verified."""
+    entry, dynamic = variant.entry, [n for n in range(len(variant.entry.bound.args)) if n not in recipe.options.static_argnums]
+    seen: list[Any] = []
+
+    def evaluate(leaves: Sequence[Any], constrained: bool) -> tuple[list[Any], list[Any]]:
+        taps = make_taps()
+        results = variant.evaluate(leaves, taps, constrained)
+        seen[:] = taps.taps
+        return results, taps.values
+
+    def step(*args: Any) -> Any:
+        return evaluate(jax.tree.leaves([args[n] for n in dynamic]), constrained=True)
+
+    step.__name__ = step.__qualname__ = recipe.name
+    args = list(entry.bound.args)
+    for number, (start, stop) in enumerate(entry.bound.spans):
+        if number in dynamic:
+            args[number] = jax.tree.unflatten(jax.tree.structure(args[number]), variant.types[start:stop])
+    pinned = _pinned(entry.plan, variant.types)
+    mine = dataclasses.replace(recipe, fn=step, pinned=pinned, donate=False, backprop=None)
+    bound = bind(step, mine.options, tuple(args))
+    built = build_entry(mine, mesh, bound, None, matched=entry.matched)
+
+    def subject(leaves: Sequence[Any]) -> list[Any]:
+        call = list(args)
+        for number in dynamic:
+            call[number] = jax.tree.unflatten(jax.tree.structure(args[number]), leaves[slice(*entry.bound.spans[number])])
+        call = tuple(call)
+        if mesh.is_multi_process:
+            call = built.across_processes(mine, call, first=False)
+        residuals = {name: np.zeros(one.shape, one.dtype) for name, one in built.residuals.items()}
+        found = built.program(0)(*built.operands(call, residuals))
+        results, values = found[0] if built.sparse is not None else found
+        return [*results, *values]
+
+    device = mesh.local_devices[0]
+    compiled = jax.jit(lambda leaves: evaluate(leaves, constrained=False))
+
+    def reference(leaves: Sequence[Any]) -> list[Any]:
+        with jax.default_device(device):
+            results, values = compiled([jax.device_put(leaf, device) for leaf in leaves])
+        return [*results, *values]
+
+    return Pair(built, subject, reference, make_taps, seen)
+
+
+def _pinned(plan: Plan, types: Sequence[jax.ShapeDtypeStruct]) -> Plan:
+    """The plan, for leaves of other shapes and dtypes."""
+    leaves = tuple(dataclasses.replace(leaf, shape=tuple(one.shape), dtype=str(one.dtype)) for leaf, one in zip(plan.leaves, types, strict=True))
+    return dataclasses.replace(plan, leaves=leaves, syncs=(), partial=None)
+
+
+def matched_paths(entry: Entry) -> Mapping[int, str]:
+    """Flat result position -> the path of the state leaf that it is the new value of."""
+    return {result: entry.plan.leaves[leaf].path for leaf, result in entry.matched.items()}

@@ -1,0 +1,272 @@
+"""A traced step as a function of arrays of other sizes, in float64 if wanted, with taps at its operations.
+
+The step's jaxpr is evaluated equation by equation, each with its size and dtype parameters rewritten. Functions of Flax modules and the like
+cannot be called with other widths (they check shapes, and write sizes into the program); their jaxprs can. The result is traceable, so that
+everything behind the trace sees an ordinary step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from splitjax import _compat
+from splitjax.lower import gradient
+from splitjax.trace.flatten import call_body
+from splitjax.verify.derivatives import jvp_of, vjp_of
+from splitjax.verify.parameters import AS_TRACED, resized, wide, widened
+from splitjax.verify.sizes import OPEN_CALLS, Misfit, Site, Sized, local_sizes
+from splitjax.verify.taps import NONE, Taps
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewriter:
+    """How a jaxpr is evaluated.
+
+    - `sized`: the new shapes, or None to keep all of them.
+    - `float64`: compute in 64-bit numbers throughout.
+    - `constrained`: keep the step's own sharding constraints; without them it runs on a single device.
+    """
+
+    sized: Sized | None
+    float64: bool
+    constrained: bool = True
+
+    def dtype(self, dtype: Any) -> Any:
+        """What a dtype of the traced step becomes."""
+        return wide(dtype) if self.float64 else dtype
+
+    def run(self, jaxpr: Any, operands: Sequence[Any], site: Site = (), taps: Taps = NONE) -> list[Any]:
+        """Evaluates a closed jaxpr that stands at `site`."""
+        inner, consts = _compat.open_jaxpr(jaxpr)
+        env = {var: self._constant(const, number, site) for number, (var, const) in enumerate(zip(inner.constvars, consts, strict=True))}
+        env.update(zip(inner.invars, operands, strict=True))
+
+        def read(atom: Any) -> Any:
+            return self._literal(atom) if isinstance(atom, _compat.Literal) else env[atom]
+
+        for index, eqn in enumerate(inner.eqns):
+            here = (*site, index)
+            with _compat.equation_context(eqn):
+                values = taps.read(here, eqn, [read(a) for a in eqn.invars])
+                results = self._equation(eqn, values, here, taps)
+                taps.write(here, eqn, results)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(a) for a in inner.outvars]
+
+    def _constant(self, const: Any, number: int, site: Site) -> Any:
+        if self.sized is not None and not site:
+            const = const[tuple(slice(0, size) for size in self.sized.constants[number])]
+        return self._as_wide(const if jax.dtypes.issubdtype(const.dtype, jax.dtypes.extended) else np.asarray(const))
+
+    def _literal(self, atom: Any) -> Any:
+        dtype = atom.aval.dtype
+        return atom.val if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.asarray(atom.val, self.dtype(dtype))
+
+    def _as_wide(self, value: Any) -> Any:
+        dtype = self.dtype(value.dtype)
+        if dtype == value.dtype:
+            return value
+        return value.astype(dtype) if isinstance(value, np.ndarray) else jax.lax.convert_element_type(value, dtype)
+
+    def _shapes(self, eqn: Any, site: Site) -> list[tuple[int, ...]]:
+        """The shapes that an equation's results should have."""
+        if self.sized is None or site not in self.sized.results:
+            return [tuple(v.aval.shape) for v in eqn.outvars]
+        return list(self.sized.results[site])
+
+    def _equation(self, eqn: Any, values: list[Any], site: Site, taps: Taps) -> list[Any]:
+        name = eqn.primitive.name
+        special = _SPECIAL.get(name)
+        if special is not None:
+            return special(self, eqn, values, site, taps)
+        body = call_body(eqn) if name in OPEN_CALLS else None
+        if body is not None:
+            return self.run(body, values, (*site, 0), taps)
+        if name == "sharding_constraint" and not self.constrained:
+            return values
+        if name == "reduce_precision" and self.float64:  # rounding on purpose would round two nearly equal numbers apart
+            return values
+        return self._primitive(eqn, values, site)
+
+    def _primitive(self, eqn: Any, values: list[Any], site: Site) -> list[Any]:
+        name = eqn.primitive.name
+        old = [tuple(v.aval.shape) for v in eqn.invars], [tuple(v.aval.shape) for v in eqn.outvars]
+        new = [tuple(np.shape(value)) for value in values], self._shapes(eqn, site)
+        if name in AS_TRACED:
+            if old[0] != new[0] or old[1] != new[1]:
+                raise Misfit(site, f"{name} keeps its sizes")
+            return self._as_traced(eqn, values)
+        changes = resized(name, eqn.params, old, new)
+        if self.float64:
+            changes |= widened({**eqn.params, **changes})
+            changes |= {key: self._combiner(value) for key, value in eqn.params.items() if _compat.is_jaxpr(value)}
+        try:
+            results = _compat.bind_equation(_compat.with_params(eqn, **changes) if changes else eqn, values)
+        except Exception as error:
+            if not self.float64:
+                raise Misfit(site, f"{name}: {error}") from error
+            try:
+                results = self._as_traced(eqn, values)
+            except Exception:
+                raise Misfit(site, f"{name}: {error}") from error
+        if [tuple(np.shape(one)) for one in results] != new[1]:
+            raise Misfit(site, f"{name} gives {[np.shape(one) for one in results]} instead of {new[1]}")
+        return results
+
+    def _as_traced(self, eqn: Any, values: list[Any]) -> list[Any]:
+        """An equation in the dtypes that it was traced with."""
+        narrow = [
+            value if value.dtype == v.aval.dtype else jax.lax.convert_element_type(value, v.aval.dtype)
+            for value, v in zip(values, eqn.invars, strict=True)
+        ]
+        return [self._as_wide(result) for result in _compat.bind_equation(eqn, narrow)]
+
+    def _combiner(self, jaxpr: Any) -> Any:
+        """The function of scalars inside a reduction or a scatter, in the dtypes of the rewritten step."""
+        inner, consts = _compat.open_jaxpr(jaxpr)
+        if consts or any(v.aval.shape for v in inner.invars):
+            return jaxpr
+        types = [jax.ShapeDtypeStruct((), self.dtype(v.aval.dtype)) for v in inner.invars]
+        closed = _compat.trace(lambda *operands: self.run(_compat.close_jaxpr(jaxpr), operands, (-1,)), *types)[0]
+        return closed if hasattr(jaxpr, "consts") else _compat.open_jaxpr(closed)[0]
+
+    def inside(self, jaxpr: Any, operands: Sequence[Any], site: Site) -> list[Any]:
+        """Evaluates a closed jaxpr that the trace does not number, such as a derivative rule's, at the operands' sizes."""
+        try:
+            sized = None if self.sized is None else local_sizes(jaxpr, [np.shape(value) for value in operands])
+            return dataclasses.replace(self, sized=sized).run(jaxpr, operands)
+        except Misfit as error:
+            raise Misfit(site, str(error)) from error
+
+
+def _scan(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Taps) -> list[Any]:
+    num_consts, num_carry = _compat.scan_counts(eqn.params)
+    consts, init, xs = values[:num_consts], values[num_consts : num_consts + num_carry], values[num_consts + num_carry :]
+    length = eqn.params["length"]
+    lengths = {np.shape(x)[0] for x in xs}
+    lengths |= set() if self.sized is None else {shape[0] for shape in self.sized.stacked.get(site, ())}
+    if len(lengths) == 1:
+        (length,) = lengths
+    inner_taps, extra = taps.enter_loop((*site, 0), length)
+
+    def body(carry, x):
+        mine, zeros = x
+        local = inner_taps.within(zeros)
+        results = self.run(eqn.params["jaxpr"], [*consts, *carry, *mine], (*site, 0), local)
+        return results[:num_carry], (results[num_carry:], local.values)
+
+    carry, (ys, seen) = jax.lax.scan(
+        body, list(init), (list(xs), extra), length=length, reverse=eqn.params["reverse"], unroll=eqn.params["unroll"],
+    )
+    taps.leave_loop(inner_taps, seen, length)
+    return [*carry, *ys]
+
+
+def _while(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Taps) -> list[Any]:
+    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    cond_consts, body_consts = values[:num_cond], values[num_cond : num_cond + num_body]
+    return list(jax.lax.while_loop(
+        lambda carry: self.run(eqn.params["cond_jaxpr"], [*cond_consts, *carry], (*site, 0))[0],
+        lambda carry: self.run(eqn.params["body_jaxpr"], [*body_consts, *carry], (*site, 1)),
+        list(values[num_cond + num_body :]),
+    ))  # fmt: skip
+
+
+def _cond(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Taps) -> list[Any]:
+    branch = lambda k: lambda *operands: self.run(eqn.params["branches"][k], operands, (*site, k))
+    return list(jax.lax.switch(values[0], [branch(k) for k in range(len(eqn.params["branches"]))], *values[1:]))
+
+
+def _remat(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Taps) -> list[Any]:
+    order: list[Any] = []
+
+    def fun(*operands):
+        local = taps.within()
+        results = self.run(eqn.params["jaxpr"], operands, (*site, 0), local)
+        order[:] = [local]
+        return results, local.values
+
+    results, seen = jax.checkpoint(fun, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])(*values)
+    taps.take(order[0], seen)
+    return list(results)
+
+
+def _custom_jvp(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Taps) -> list[Any]:
+    if eqn.params.get("symbolic_zeros"):
+        raise Misfit(site, "a derivative rule with symbolic zeros keeps its sizes")
+    positions, rule = jvp_of(eqn)
+
+    @jax.custom_jvp
+    def function(*operands):
+        return self.run(call_body(eqn), operands, (*site, 0))
+
+    @function.defjvp
+    def derive(primals, tangents):
+        found = self.inside(rule.jaxpr, [*primals, *(tangents[i] for i in positions)], site)
+        results, changes = found[: len(eqn.outvars)], iter(found[len(eqn.outvars) :])
+        return results, [
+            next(changes) if number in rule.results else np.zeros(np.shape(result), jax.dtypes.float0) for number, result in enumerate(results)
+        ]
+
+    return list(function(*values))
+
+
+def _custom_vjp(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Taps) -> list[Any]:
+    rule = vjp_of(eqn)
+
+    @jax.custom_vjp
+    def function(*operands):
+        return self.run(call_body(eqn), operands, (*site, 0))
+
+    def forward(*operands):
+        found = self.inside(rule.forward, operands, site)
+        return found[: len(eqn.outvars)], (operands, found[len(eqn.outvars) :])
+
+    def backward(kept, cotangents):
+        operands, residuals = kept
+        found = iter(self.inside(rule.backward, [*residuals, *(cotangents[k] for k in rule.results)], site))
+        return tuple(
+            next(found) if i in rule.positions else np.zeros(np.shape(value), jax.dtypes.float0)
+            if not jnp.issubdtype(value.dtype, jnp.inexact) else jnp.zeros_like(value) for i, value in enumerate(operands)
+        )
+
+    function.defvjp(forward, backward)
+    return list(function(*values))
+
+
+def _boundary(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Taps) -> list[Any]:
+    inner = taps.enter_boundary((*site, 0), gradient.boundary_of(eqn.params))
+    num_results = gradient.boundary_of(eqn.params).num_aux + 1
+    zeros = inner.zeros()
+    locals_: list[Any] = []
+
+    def forward(*operands):
+        local = inner.within(operands[len(values) :])
+        results = self.run(eqn.params["forward"], operands[: len(values)], (*site, 0), local)
+        locals_[:] = [local]
+        return *results, *local.values
+
+    closed, _ = _compat.trace(forward, *values, *zeros)
+    closed, captured = _compat.detach_consts(closed)
+    num_captured = len(captured)
+    positions = [*(num_captured + i for i in eqn.params["positions"]), *(num_captured + len(values) + k for k in range(len(zeros)))]
+    results = gradient.value_and_grad_p.bind(*captured, *values, *zeros, **{
+        **eqn.params, "forward": closed, "positions": tuple(positions),
+        "names": (*("captured",) * num_captured, *eqn.params["names"], *("tap",) * len(zeros)),
+    })  # fmt: skip
+    num_seen = len(locals_[0].values)
+    gradients = results[num_results + num_seen :]
+    taps.leave_boundary(inner, locals_[0], site, eqn, results[num_results : num_results + num_seen], gradients)
+    return [*results[:num_results], *gradients[: len(eqn.params["positions"])]]
+
+
+_SPECIAL = {
+    "scan": _scan, "while": _while, "cond": _cond, "remat": _remat, "remat2": _remat, "checkpoint": _remat, "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _custom_vjp, "custom_vjp_call_jaxpr": _custom_vjp, gradient.PRIMITIVE: _boundary,
+}  # fmt: skip

@@ -1,0 +1,279 @@
+"""The sizes that a traced step shrinks to: one smaller size for every class of dims that must be of one size.
+
+The classes are those of the trace (`trace.classes`), united by every link there is. Each class becomes the smallest size that has the same
+common divisors with the number of devices, so that a layout divides the small dims exactly where it divides the given ones. Every operation
+is then asked, by JAX's own shape rules, whether it takes the new sizes; the classes of dims that it does not let go of (windows, fixed
+slices, the rows of a constant) keep theirs, until nothing changes any more.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from splitjax import _compat
+from splitjax.trace.classes import Atoms, refine, unite
+from splitjax.trace.flatten import Flat, Op, flatten
+from splitjax.trace.links import Linked, RawLink, link, tie
+from splitjax.verify.parameters import AS_TRACED, Shape, resized
+
+Site = tuple[int, ...]
+# Calls whose bodies are rewritten with them: all others keep the sizes that they were traced with.
+OPEN_CALLS = frozenset({
+    "jit", "pjit", "closed_call", "core_call", "core_closed_call", "call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
+    "custom_vjp_call_jaxpr", "composite", "custom_vmap_call", "call_hi_primitive",
+})  # fmt: skip
+
+
+class Misfit(Exception):
+    """An operation does not take the sizes that were chosen. `site`: of the operation, or of the call that it stands in."""
+
+    def __init__(self, site: Site, why: str) -> None:
+        super().__init__(why)
+        self.site = site
+
+
+@dataclasses.dataclass(frozen=True)
+class Sized:
+    """New shapes: of the inputs and constants of a jaxpr, and of the results of every operation, by site."""
+
+    inputs: tuple[Shape, ...]
+    constants: tuple[Shape, ...]
+    results: Mapping[Site, tuple[Shape, ...]]
+    stacked: Mapping[Site, tuple[Shape, ...]]  # of what scans stack, by their site
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Analysis:
+    """A flat jaxpr with the classes of its dims: `labels[atom]` is the same for atoms of one class."""
+
+    flat: Flat
+    linked: Linked
+    atoms: Atoms
+    labels: tuple[int, ...]
+
+    @functools.cached_property
+    def sizes(self) -> dict[int, int]:
+        """Class -> the size of its atoms."""
+        return {self.labels[a]: size for a, size in enumerate(self.atoms.sizes)}
+
+    @functools.cached_property
+    def dims(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Per value and dim the classes of its atoms, major first."""
+        return tuple(
+            tuple(tuple(self.labels[a] for a in self.atoms.dim(value, d)) for d in range(len(shape))) for value, shape in enumerate(self.flat.shapes)
+        )
+
+    def shape(self, value: int, new: Mapping[int, int]) -> Shape:
+        """A value's shape once the classes in `new` have these sizes."""
+        return tuple(math.prod(new.get(one, self.sizes[one]) for one in dim) for dim in self.dims[value])
+
+    def sized(self, new: Mapping[int, int], num_constants: int) -> Sized:
+        """All shapes, by where they stand."""
+        results = {
+            op.site: tuple(self.shape(v, new) for v in op.outputs) for op in self.flat.ops if op.eqn is not None
+        }
+        stacked: dict[Site, tuple[Shape, ...]] = {}
+        for op in self.flat.ops:
+            if op.primitive == "_scan_out":
+                stacked[op.site] = (*stacked.get(op.site, ()), self.shape(op.outputs[0], new))
+        constants = tuple(self.shape(v, new) for v in self.flat.constants[:num_constants])
+        return Sized(tuple(self.shape(v, new) for v in self.flat.inputs), constants, results, stacked)
+
+
+def analyse(jaxpr: Any, state_results: Mapping[int, int] | None = None) -> Analysis:
+    """The classes of a closed jaxpr's dims. `state_results`: flat argument of a state leaf -> its flat result."""
+    flat = flatten(jaxpr)
+    linked = link(flat)
+    shapes = list(linked.shapes)
+    ties = tie([(flat.inputs[i], flat.outputs[o]) for i, o in (state_results or {}).items()], flat.shapes)
+    atoms, pairs = refine(shapes, [*linked.links, *ties, *part_links(flat, shapes)])
+    return Analysis(flat, linked, atoms, unite(atoms, pairs))
+
+
+def part_links(flat: Flat, shapes: list[Shape]) -> Iterator[RawLink]:
+    """Links for dims that are cut into equal parts or laid end to end from them (a fused projection, the halves of a rotation): the whole is
+    (parts, part). What computes with them does not need the links, but sizes do. Appends virtual values to `shapes`, as `link` does."""
+    for index, op in enumerate(flat.ops):
+        wholes, parts = op.inputs, op.outputs
+        if op.primitive == "concatenate":
+            wholes, parts = op.outputs, op.inputs
+        elif op.primitive not in ("split", "slice"):
+            continue
+        whole = wholes[0]
+        for d, size in enumerate(flat.shapes[whole]):
+            sizes = {flat.shapes[part][d] for part in parts}
+            part = min(sizes)
+            if len(sizes) > 1 or part in (0, 1, size) or size % part:
+                continue
+            if op.primitive == "slice" and (op.params["start_indices"][d] % part or (op.params["strides"] or (1,) * (d + 1))[d] != 1):
+                continue
+            virtual = len(shapes)
+            shapes.append((size // part, part))
+            yield RawLink(((whole, d),), ((virtual, 0), (virtual, 1)), index, 0)
+            for one in parts:
+                yield RawLink(((one, d),), ((virtual, 1),), index, 0)
+
+
+def smallest(size: int, devices: int) -> int:
+    """The smallest size above 1 with the same common divisors with `devices`."""
+    if size < 2:
+        return size
+    common = math.gcd(size, devices)
+    return next(n for n in range(2, size + 1) if math.gcd(n, devices) == common)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A class of dims that keeps its size: `why` names the operation and its line."""
+
+    label: int
+    size: int
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Choice:
+    """Sizes chosen: class -> new size, for all classes that have another one, and the classes that had to keep theirs."""
+
+    analysis: Analysis
+    new: Mapping[int, int]
+    kept: tuple[Kept, ...]
+
+
+def choose_sizes(analysis: Analysis, num_constants: int, devices: int, examples: Mapping[int, int], frozen: Mapping[int, str]) -> Choice:
+    """New sizes for every class.
+
+    **Arguments:** `examples`: class of the example dim -> its new size. `frozen`: classes that must keep theirs, with the reason.
+    `num_constants`: of the outermost jaxpr; what bodies further in close over keeps its shape."""
+    flat, kept = analysis.flat, dict(frozen)
+    for value in flat.constants[num_constants:]:
+        kept |= {one: "a constant inside a loop or call has this size" for dim in analysis.dims[value] for one in dim if one not in kept}
+    new = {one: examples.get(one, smallest(size, devices)) for one, size in analysis.sizes.items() if one not in kept}
+    new = {one: size for one, size in new.items() if size != analysis.sizes[one]}
+    readers: dict[int, list[int]] = collections.defaultdict(list)
+    for index, op in enumerate(flat.ops):
+        for one in {c for v in (*op.inputs, *op.outputs) for dim in analysis.dims[v] for c in dim}:
+            readers[one].append(index)
+    waiting = dict.fromkeys(range(len(flat.ops)))
+    known: dict[Any, bool] = {}
+    while waiting:
+        index = next(iter(waiting))
+        del waiting[index]
+        op = flat.ops[index]
+        if _takes(analysis, op, new, known):
+            continue
+        for one in _to_freeze(analysis, index, new):
+            kept[one] = f"{op.primitive} at {op.source}" if op.source else op.primitive
+            del new[one]
+            waiting |= dict.fromkeys(readers[one])
+        waiting[index] = None
+    return Choice(analysis, new, tuple(Kept(one, analysis.sizes[one], why) for one, why in kept.items()))
+
+
+def _to_freeze(analysis: Analysis, index: int, new: Mapping[int, int]) -> list[int]:
+    """The classes that an operation pins: those of dims that do not run through it, if any of them were to change; else all of them."""
+    op, found = analysis.flat.ops[index], analysis.linked.maps[index]
+    values = (*op.inputs, *op.outputs)
+    changed = lambda dims: [one for value, d in dims for one in analysis.dims[value][d] if one in new]
+    everything = [(value, d) for value in values for d in range(len(analysis.dims[value]))]
+    if found is not None:
+        labels = collections.Counter(label for tensor in (*found.inputs, *found.outputs) for dim in tensor for label in dim)
+        alone = [
+            (value, d) for value, tensor in zip(values, (*found.inputs, *found.outputs), strict=True) for d, dim in enumerate(tensor)
+            if any(labels[label] == 1 for label in dim)
+        ]
+        if changed(alone):
+            return list(dict.fromkeys(changed(alone)))
+    return list(dict.fromkeys(changed(everything)))
+
+
+def _takes(analysis: Analysis, op: Op, new: Mapping[int, int], known: dict[Any, bool]) -> bool:
+    """Whether an operation takes its operands' new shapes and gives its results' new shapes."""
+    old = [analysis.flat.shapes[v] for v in op.inputs], [analysis.flat.shapes[v] for v in op.outputs]
+    now = [analysis.shape(v, new) for v in op.inputs], [analysis.shape(v, new) for v in op.outputs]
+    if old == now:
+        return True
+    if op.eqn is None:
+        return _hands_on(op.primitive, *now)
+    if op.primitive in AS_TRACED or any(call.primitive.name not in OPEN_CALLS for call in op.calls):
+        return False
+    try:
+        key = op.primitive, tuple(map(tuple, now[0])), tuple(map(tuple, now[1])), tuple(map(tuple, old[0])), tuple(sorted(op.eqn.params.items(), key=lambda p: p[0])), \
+            tuple(str(v.aval.dtype) for v in op.eqn.invars)
+        if key in known:
+            return known[key]
+    except TypeError:  # parameters that cannot be hashed
+        key = None
+    takes = _accepts(op.eqn, old, now)
+    if key is not None:
+        known[key] = takes
+    return takes
+
+
+def _accepts(eqn: Any, old: Any, now: Any) -> bool:
+    """Whether JAX's shape rule gives the wanted result shapes."""
+    types = [jax.ShapeDtypeStruct(shape, v.aval.dtype) for shape, v in zip(now[0], eqn.invars, strict=True)]
+    try:
+        changed = _compat.with_params(eqn, **resized(eqn.primitive.name, eqn.params, old, now))
+        results = jax.eval_shape(lambda *values: _compat.bind_equation(changed, values), *types)
+    except Exception:  # whatever a shape rule says about sizes that it does not take
+        return False
+    return [tuple(one.shape) for one in results] == [tuple(one) for one in now[1]]
+
+
+def _hands_on(primitive: str, ins: Sequence[Shape], outs: Sequence[Shape]) -> bool:
+    """Whether new shapes suit one of the pseudo-operations of `trace.flatten`."""
+    if primitive == "_scan_in":
+        return ins[0][1:] == outs[0]
+    if primitive == "_scan_out":
+        return outs[0][1:] == ins[0]
+    if primitive == "_scan_index":
+        return len({shape[0] for shape in ins}) == 1
+    return all(shape == ins[0] for shape in (*(ins if primitive != "_gradient" else ins[:1]), *outs))
+
+
+def local_sizes(jaxpr: Any, inputs: Sequence[Shape]) -> Sized | None:
+    """The shapes inside a closed jaxpr, such as a derivative rule's, once its inputs have other shapes; None where they have not.
+
+    Raises `Misfit` where they do not follow from those of the inputs."""
+    inner, _ = _compat.open_jaxpr(jaxpr)
+    if all(tuple(v.aval.shape) == tuple(shape) for v, shape in zip(inner.invars, inputs, strict=True)):
+        return None
+    analysis = analyse(jaxpr)
+    new: dict[int, int] = {}
+    for value, shape in zip(analysis.flat.inputs, inputs, strict=True):
+        for dim, size in zip(analysis.dims[value], shape, strict=True):
+            was = math.prod(analysis.sizes[one] for one in dim)
+            if was == size:
+                continue
+            if len(dim) != 1 or new.setdefault(dim[0], size) != size:
+                raise Misfit((), f"a dim of {was} inside a derivative rule does not follow from its operands")
+    known: dict[Any, bool] = {}
+    for op in analysis.flat.ops:
+        if not _takes(analysis, op, new, known):
+            raise Misfit((), f"{op.primitive} inside a derivative rule keeps its sizes")
+    return analysis.sized(new, len(inner.constvars))
+
+
+def transferred(choice: Choice, other: Analysis, changed: Collection[int]) -> dict[int, int]:
+    """The chosen sizes for another trace of the same program with another number of examples. `changed`: classes of the examples there.
+
+    Raises `Misfit` where the traces are not the same program, or their dims are made of other factors."""
+    mine = choice.analysis
+    if [op.primitive for op in mine.flat.ops] != [op.primitive for op in other.flat.ops] or len(mine.dims) != len(other.dims):
+        raise Misfit((), "the step is another program for another number of examples")
+    new: dict[int, int] = {}
+    for here, there in zip(mine.dims, other.dims, strict=True):
+        for dim, dim_there in zip(here, there, strict=True):
+            for one, one_there in zip(dim, dim_there, strict=False):
+                if mine.sizes[one] == other.sizes[one_there] and one_there not in changed and one in choice.new:
+                    if new.setdefault(one_there, choice.new[one]) != choice.new[one]:
+                        raise Misfit((), "dims are made of other factors for another number of examples")
+    return new

@@ -1,0 +1,100 @@
+"""The values that a verified step runs on: the caller's where they fit, else drawn by the path of the leaf, alike in every process."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from splitjax.plan import LeafPlan
+from splitjax.trace.graph import Graph
+from splitjax.verify.sizes import Analysis
+
+
+def draw_values(
+    given: Sequence[Any], types: Sequence[jax.ShapeDtypeStruct], leaves: Sequence[LeafPlan], bound: int, own_values: bool
+) -> list[np.ndarray]:
+    """One value per flat argument.
+
+    **Arguments:**
+
+    - `given`: the caller's leaves, arrays or `ShapeDtypeStruct`s. `types`: what is wanted in their place.
+    - `bound`: drawn whole numbers are below it, so that they are rows of every table and classes of every loss.
+    - `own_values`: keep the caller's values of floating-point leaves that keep their shape, too.
+    """
+    return [_value(one, like, leaf, bound, own_values) for one, like, leaf in zip(given, types, leaves, strict=True)]
+
+
+def _value(given: Any, like: jax.ShapeDtypeStruct, leaf: LeafPlan, bound: int, own_values: bool) -> Any:
+    shape, dtype = tuple(like.shape), like.dtype
+    rng = np.random.default_rng(zlib.crc32(leaf.path.encode()))
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return _keys(given, shape, dtype)
+    known = None if isinstance(given, jax.ShapeDtypeStruct) or not _is_addressable(given) else given
+    keeps = known is not None and tuple(np.shape(known)) == shape
+    if jnp.issubdtype(dtype, jnp.inexact):
+        if keeps and own_values:
+            return np.asarray(known).astype(dtype)
+        return _floats(rng, known, shape, leaf.role).astype(dtype)
+    if dtype == np.bool_:
+        return np.asarray(known) if keeps else rng.random(shape) < 0.75
+    if keeps and (own_values or leaf.role not in ("batch", "input") or dtype == np.uint32 or not shape):
+        return np.asarray(known)
+    if dtype == np.uint32:  # the words of a raw random key
+        return rng.integers(0, 2**32, shape, dtype=np.uint32)
+    return rng.integers(0, max(2, min(bound, 127)), shape).astype(dtype)
+
+
+def _floats(rng: np.random.Generator, known: Any, shape: tuple[int, ...], role: str) -> np.ndarray:
+    """Numbers of the size of the caller's, if there are any that differ; else such that a deep network neither dies nor blows up.
+
+    What only updates read, and running statistics, may be variances: they are positive."""
+    drawn = rng.standard_normal(shape)
+    sample = None if known is None else _sample(known)
+    if sample is not None and sample.size > 1 and np.all(np.isfinite(sample)) and np.ptp(sample) > 0:
+        picked = rng.choice(sample, size=shape)
+        # Every number once more or less: a row that is all zero would hide what is done to it.
+        picked = picked + 0.1 * np.std(sample) * np.abs(drawn)
+        return picked
+    if role in ("optimizer", "statistic"):
+        return 0.1 + np.abs(drawn)
+    if role == "param":
+        if len(shape) < 2:
+            return 0.5 + 0.2 * drawn
+        return drawn * math.sqrt(1.5 / max(1, math.prod(shape[:-1])))
+    return drawn
+
+
+def _sample(known: Any) -> np.ndarray:
+    """Up to some thousand of an array's numbers, from one device."""
+    part = known.addressable_shards[0].data if isinstance(known, jax.Array) else np.asarray(known)
+    flat = np.asarray(part).reshape(-1)
+    return flat[:: max(1, flat.size // 4096)].astype(np.float64)
+
+
+def _is_addressable(given: Any) -> bool:
+    return not isinstance(given, jax.Array) or (given.is_fully_addressable and not given.is_deleted())
+
+
+def _keys(given: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    if isinstance(given, jax.Array) and tuple(given.shape) == shape:
+        return given
+    key = jax.random.key(0, impl=dtype._impl.name)
+    return jax.random.split(key, math.prod(shape)).reshape(shape) if shape else key
+
+
+def whole_number_bound(analysis: Analysis, sizes: Any, graph: Graph) -> int:
+    """A bound for drawn whole numbers: the smallest dim that a lookup picks from or that a comparison counts along."""
+    found = []
+    for op in analysis.flat.ops:
+        if op.primitive in ("gather", "dynamic_slice") and op.inputs:
+            value = op.inputs[0]
+            found += [n for n in analysis.shape(value, sizes) if n > 1]
+        elif op.primitive == "iota":
+            found += [n for n in analysis.shape(op.outputs[0], sizes) if n > 1]
+    return min(found, default=2)
