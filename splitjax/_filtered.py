@@ -42,6 +42,7 @@ from splitjax.sync.scheme import Link
 
 if TYPE_CHECKING:
     from splitjax.schedule.jobs import JobProfile
+    from splitjax.verify import Verification
 
 # How many calls a step remembers, to name the one that consumed a state.
 _REMEMBERED_CALLS = 4096
@@ -204,6 +205,15 @@ class FilteredStep(abc.ABC):
         source line and cause. Compiles the step; runs nothing."""
         call = self._pack(positional(self._fn, args, kwargs))
         return call.step.report(*call.args)
+
+    def verify(self, *args: Any, sizes: str = "shrunken", own_precision: bool = False, **kwargs: Any) -> Verification:
+        """Whether the step computes the numbers of one device, from arguments that may be abstract; see `ParallelStep.verify`. Nothing is updated."""
+        args = positional(self._fn, args, kwargs)
+        call = self._pack(args)
+        try:
+            return call.step.verify(*call.args, sizes=sizes, own_precision=own_precision)
+        except DonatedStateError as error:
+            raise self._donated(args, call) from error
 
     def profile(self, *args: Any, num_workers: int | None = None, **kwargs: Any) -> Profile:
         """How sparse every gradient is over the workers, from the step's arguments with an iterable of batches in place of each

@@ -41,7 +41,7 @@ def parallelize(
     sync: Any = "dense", backprop: Any = None, shard_state: bool = False, donate: bool = True, plan: Plan | str | None = None,
     state_argnums: int | Sequence[int] = (0, 1), batch_argnums: int | Sequence[int] = (2,),
     state_outnums: int | Sequence[int] | None = None, static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (), unknown: str = "error",
+    static_argnames: str | Sequence[str] = (), unknown: str = "error", verify: str | None = None,
 ) -> Any:
     """`splitjax.parallelize` for steps whose arguments hold more than arrays, such as Equinox modules.
 
@@ -53,7 +53,7 @@ def parallelize(
     **Returns** an `EquinoxStep`, called like the step itself. Results that are not arrays come back as they were traced.
     """
     keywords = {"mesh": mesh, "rules": rules, "group_comm": group_comm, "sync": sync, "backprop": backprop,
-                "shard_state": shard_state, "donate": donate, "plan": plan, "unknown": unknown}  # fmt: skip
+                "shard_state": shard_state, "donate": donate, "plan": plan, "unknown": unknown, "verify": verify}  # fmt: skip
     numbers = {"state_argnums": state_argnums, "batch_argnums": batch_argnums, "static_argnums": static_argnums,
                "static_argnames": static_argnames}  # fmt: skip
     if fn is None:

@@ -115,6 +115,10 @@ class PartialError(SplitjaxError, ValueError):
     """A step that cannot be differentiated partially as asked, or an option of `PartialBackprop` that is none of its documented values."""
 
 
+class VerificationError(SplitjaxError, RuntimeError):
+    """A step whose numbers on the mesh are not those of one device."""
+
+
 class ScheduleError(SplitjaxError, ValueError):
     """A job, a cluster or a policy that cannot be, or a policy's decision that cannot be carried out."""
 

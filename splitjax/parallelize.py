@@ -37,6 +37,7 @@ from splitjax.sync.scheme import Link
 
 if TYPE_CHECKING:
     from splitjax.schedule.jobs import JobProfile
+    from splitjax.verify import Verification
 
 logger = logging.getLogger("splitjax")
 
@@ -51,7 +52,7 @@ def parallelize(
     sync: Any = "dense", backprop: Any = None, shard_state: bool = False, donate: bool = True, plan: Plan | str | None = None,
     state_argnums: int | Sequence[int] = (0,), batch_argnums: int | Sequence[int] = (1,),
     state_outnums: int | Sequence[int] | None = None, static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (), unknown: str = "error",
+    static_argnames: str | Sequence[str] = (), unknown: str = "error", verify: str | None = None,
 ) -> Any:
     """Turns a training step written for the global batch into one that trains on many devices, with the same numbers.
 
@@ -80,6 +81,8 @@ def parallelize(
       three steps are observed, then the step is compiled once more (docs/sparse.md).
     - `backprop`: a `splitjax.PartialBackprop`: each worker differentiates the last layers only, to a depth of its own. It changes the numbers
       (docs/partial_backpropagation.md).
+    - `verify`: `"first"` compares the step with one device, at small sizes, before the first call of each signature (`ParallelStep.verify`),
+      and raises `VerificationError` where its numbers differ. It takes some seconds.
 
     **Returns** a `ParallelStep`, called like the step itself.
 
@@ -89,13 +92,13 @@ def parallelize(
         return functools.partial(
             parallelize, mesh=mesh, rules=rules, group_comm=group_comm, sync=sync, backprop=backprop, shard_state=shard_state,
             donate=donate, plan=plan, state_argnums=state_argnums, batch_argnums=batch_argnums, state_outnums=state_outnums,
-            static_argnums=static_argnums, static_argnames=static_argnames, unknown=unknown,
+            static_argnums=static_argnums, static_argnames=static_argnames, unknown=unknown, verify=verify,
         )
-    check_options(fn, mesh=mesh, rules=rules, group_comm=group_comm, backprop=backprop, shard_state=shard_state, unknown=unknown)
+    check_options(fn, mesh=mesh, rules=rules, group_comm=group_comm, backprop=backprop, shard_state=shard_state, unknown=unknown, verify=verify)
     options = make_options(fn, state_argnums, batch_argnums, static_argnums, static_argnames, state_outnums)
     recipe = Recipe(
         fn, options, load_rules(rules), resolve_plan(plan), donate, unknown, returns_state=True, group_comm=group_comm, shard_state=shard_state,
-        sync=parse_sync(sync, f"parallelize({getattr(fn, '__name__', fn)!s})"), backprop=backprop,
+        sync=parse_sync(sync, f"parallelize({getattr(fn, '__name__', fn)!s})"), backprop=backprop, verify=verify,
     )
     return ParallelStep(recipe, mesh)
 
@@ -117,6 +120,7 @@ class ParallelStep:
         self._observers: dict[Any, Observer] = {}  # by signature, where tables are synchronised by rows
         self._kept = Kept()
         self._first: dict[Any, Entry] = {}  # the programs of their first steps
+        self._verified: set[Any] = set()  # signatures that were compared with one device, and the ids of their entries
         self._num_calls = 0
         self._calls: collections.deque[tuple[int, int, Any, int]] = collections.deque(maxlen=_REMEMBERED_CALLS)
 
@@ -195,6 +199,28 @@ class ParallelStep:
             compiled = program.lower(*entry.operands(args, entry.residuals)).compile()
         names = argument_names(entry.bound, getattr(program, "num_before", 0))
         return make_report(compiled, entry.plan, entry.graph, names, step=self._recipe.name, platform=self.mesh.devices.flat[0].platform)
+
+    def verify(self, *args: Any, sizes: str = "shrunken", own_precision: bool = False, **kwargs: Any) -> Verification:
+        """Whether the step computes the numbers of one device: loss, auxiliary values, every gradient and every new state leaf, in float64.
+
+        `step.verify(state, batch)`: arrays or `ShapeDtypeStruct`s; no state is consumed. The step runs under its plan and on one device of the mesh
+        without any plan. A difference beyond 1e-9 of a value's largest entry is an error, of XLA's partitioner or of splitjax, and the first operation
+        that has it is named with layer, line and layout.
+
+        **Arguments:**
+
+        - `sizes`: `"shrunken"`: axes keep their sizes, dims become the smallest that divide as the given ones do. `"given"`, or `"both"`.
+        - `own_precision`: also compare in the precision that the step has, which shows what rounding does.
+
+        **Returns** a `Verification`: prints as a table, `.ok`, `.findings`, `to_json()`, `raise_if_wrong()` (docs/verify.md).
+
+        Raises `OptionError` for other `sizes`, `DonatedStateError` for a state that is gone."""
+        from splitjax.verify import verify_step  # it is loaded when it is first used
+
+        args = positional(self._recipe.fn, args, kwargs)
+        if self._recipe.donate:
+            self._own_states(args)
+        return verify_step(self._recipe, self.mesh, self._entry(args), sizes, own_precision)
 
     def profile(self, *args: Any, num_workers: int | None = None, **kwargs: Any) -> Profile:
         """How sparse every gradient is over the workers: density, overlap, densification, skewness (Zen, arXiv 2309.13254, section 2).
@@ -334,6 +360,8 @@ class ParallelStep:
                 self._last = new
 
     def _run(self, entry: Entry, args: tuple) -> Any:
+        if self._recipe.verify is not None and id(entry) not in self._verified:
+            self._verify_first(args)
         program = entry.program(self._kept.num_steps)
         if entry.sparse is None:
             result = program(*args)
@@ -372,6 +400,13 @@ class ParallelStep:
             entry = self._observing(entry)
         self._entries[signature] = self._last = entry
         return entry
+
+    def _verify_first(self, args: tuple) -> None:
+        """Verifies a call's signature once. Raises `VerificationError`."""
+        entry = self._entry(args)
+        if entry.bound.signature not in self._verified:
+            logger.info("%s", self.verify(*args).raise_if_wrong())
+        self._verified |= {entry.bound.signature, id(entry)}
 
     def _observing(self, entry: Entry) -> Entry:
         """The program of an entry's first steps."""

@@ -24,6 +24,7 @@ from splitjax.cli.profile import ShowProfile
 from splitjax.cli.report import ShowReport
 from splitjax.cli.simulate import Simulate
 from splitjax.cli.train import Train
+from splitjax.cli.verify import Verify
 from splitjax.errors import SplitjaxError
 
 USER_ERROR = 2
@@ -34,6 +35,7 @@ Command = (
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[ShowPlan, tyro.conf.subcommand("plan")]
     | Annotated[ShowReport, tyro.conf.subcommand("report")]
+    | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[ShowProfile, tyro.conf.subcommand("profile")]
     | Annotated[Launch, tyro.conf.subcommand("launch")]
     | Annotated[Simulate, tyro.conf.subcommand("simulate")]

@@ -61,6 +61,7 @@ class Recipe:
     shard_state: bool = False
     sync: SyncRequest = DENSE
     backprop: PartialBackprop | None = None
+    verify: str | None = None  # "first": compare with one device before the first call of a signature
 
     @functools.cached_property
     def request(self) -> SyncRequest:

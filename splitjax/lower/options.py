@@ -18,7 +18,7 @@ class OptionError(SplitjaxError, ValueError):
     """An option of `parallelize` that is none of its documented values."""
 
 
-def check_options(fn: Callable, *, mesh: Any, rules: Any, group_comm: Any, backprop: Any, shard_state: Any, unknown: Any) -> None:
+def check_options(fn: Callable, *, mesh: Any, rules: Any, group_comm: Any, backprop: Any, shard_state: Any, unknown: Any, verify: Any = None) -> None:
     """Raises `OptionError` for values that are not documented, `UnavailableError` for documented ones that this version lacks."""
     place = f"parallelize({getattr(fn, '__name__', fn)!s})"
     if not callable(fn):
@@ -34,6 +34,9 @@ def check_options(fn: Callable, *, mesh: Any, rules: Any, group_comm: Any, backp
     if not isinstance(shard_state, bool):
         raise OptionError("shard_state is true or false", value=shard_state, place=f"{place}, shard_state",
                           remedy="pass True to shard the optimizer state and gradients of whole parameters")
+    if verify not in (None, "first"):
+        raise OptionError("verify has no such value", value=verify, place=f"{place}, verify",
+                          remedy='use "first" to verify the step before its first call, or None; step.verify(...) does it at any time')
     if isinstance(mesh, str):
         if mesh != "auto":
             raise OptionError("a mesh is no string", value=mesh, place=f"{place}, mesh", remedy='give {"data": 2, "model": 4}')

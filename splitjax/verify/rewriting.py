@@ -262,7 +262,7 @@ def _boundary(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Tap
     })  # fmt: skip
     num_seen = len(locals_[0].values)
     gradients = results[num_results + num_seen :]
-    taps.leave_boundary(inner, locals_[0], site, eqn, results[num_results : num_results + num_seen], gradients)
+    taps.leave_boundary(inner, locals_[0], site, eqn, results[:num_results], results[num_results : num_results + num_seen], gradients)
     return [*results[:num_results], *gradients[: len(eqn.params["positions"])]]
 
 

@@ -68,8 +68,10 @@ class Taps:
         """Further operands of a boundary, to be differentiated."""
         return []
 
-    def leave_boundary(self, inner: Taps, local: Taps, site: Site, eqn: Any, values: Sequence[Any], gradients: Sequence[Any]) -> None:
-        """Takes over what was seen inside a boundary, and its gradients."""
+    def leave_boundary(
+        self, inner: Taps, local: Taps, site: Site, eqn: Any, results: Sequence[Any], values: Sequence[Any], gradients: Sequence[Any]
+    ) -> None:
+        """Takes over what was seen inside a boundary (`values`), its value and auxiliary values (`results`), and its gradients."""
 
 
 NONE = Taps()
@@ -120,8 +122,14 @@ class ResultTaps(Taps):
     def enter_boundary(self, site: Site, boundary: Any) -> Taps:
         return self
 
-    def leave_boundary(self, inner: Taps, local: Taps, site: Site, eqn: Any, values: Sequence[Any], gradients: Sequence[Any]) -> None:
+    def leave_boundary(
+        self, inner: Taps, local: Taps, site: Site, eqn: Any, results: Sequence[Any], values: Sequence[Any], gradients: Sequence[Any]
+    ) -> None:
         self.take(local, values)
+        for number, value in enumerate(results):
+            if is_floating(value):
+                self.taps.append(Tap(site, eqn, result=number))
+                self.values.append(value)
         names = eqn.params["names"]
         for number, (position, value) in enumerate(zip(eqn.params["positions"], gradients, strict=True)):
             self.taps.append(Tap(site, eqn, result=len(eqn.outvars) - len(gradients) + number, gradient_of=names[position]))
@@ -194,7 +202,9 @@ class CotangentTaps(Taps):
     def zeros(self) -> list[Any]:
         return [jnp.zeros(one.shape, one.dtype) for _, one in (self.wanted or {}).get(self._boundary, ())]
 
-    def leave_boundary(self, inner: Taps, local: Taps, site: Site, eqn: Any, values: Sequence[Any], gradients: Sequence[Any]) -> None:
+    def leave_boundary(
+        self, inner: Taps, local: Taps, site: Site, eqn: Any, results: Sequence[Any], values: Sequence[Any], gradients: Sequence[Any]
+    ) -> None:
         if self.wanted is None:
             # A body may be traced more than once.
             self.found[inner._boundary] = list({(tap.site, tap.operand): (tap, one) for tap, one in inner._seen}.values())

@@ -1,0 +1,222 @@
+"""What a verification gives: an immutable value that prints, serialises and raises."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+from collections.abc import Iterator
+
+from splitjax.errors import VerificationError
+
+FORMAT = 1
+_WIDTH = 80
+_SHOWN = 12  # rows of a table that is cut
+
+
+@dataclasses.dataclass(frozen=True)
+class DimSize:
+    """A class of dims that are of one size.
+
+    - `name`: a parameter and its dim, or an operation, that has it. `given`: its size in the step; `used`: in the programs compared.
+    - `why`: why it was not shrunk; empty if it was, or if it is the smallest already.
+    """
+
+    name: str
+    given: int
+    used: int
+    why: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedValue:
+    """One value of the step under its plan against the same on one device, in float64.
+
+    - `kind`: `loss`, `auxiliary`, `gradient`, `state` or `result`. `name`: a path. `shape`: in the programs compared.
+    - `absolute`: the largest difference of an entry; `relative`: the same over the largest magnitude on one device.
+    - `ratio`: what every entry is multiplied by, where that is one number other than 1.
+    - `own_relative`: `relative` with both programs in the step's own precision: rounding, where `ok`. None if that was not asked for.
+    - `note`: what else there is to say: copies that differ between devices, values that are not finite.
+    """
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    absolute: float
+    relative: float
+    ok: bool
+    ratio: float | None = None
+    own_relative: float | None = None
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """The first operation whose value differs from one device's.
+
+    - `operation`: the primitive. `what`: `value`, or `gradient` for what the backward pass makes of it. `operand`: of a gradient, which.
+    - `layer`, `source` (`file:line`), `layout`: where it stands, and how its operands lie on the mesh.
+    - `ratio`: as `ComparedValue.ratio`. `relative`: the difference.
+    - `text`: all of it as a sentence.
+    """
+
+    operation: str
+    what: str
+    operand: str
+    layer: str
+    source: str
+    layout: str
+    relative: float
+    ratio: float | None
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifiedRun:
+    """One comparison. `sizes`: `shrunken` or `given`. `seconds`: planning, compiling and running all programs."""
+
+    sizes: str
+    dims: tuple[DimSize, ...]
+    values: tuple[ComparedValue, ...]
+    findings: tuple[Finding, ...]
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every value is that of one device but for rounding."""
+        return all(one.ok for one in self.values)
+
+    @property
+    def wrong(self) -> tuple[ComparedValue, ...]:
+        """The values that are not."""
+        return tuple(one for one in self.values if not one.ok)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """A step under its plan against the same step on one device. Prints as a table; `to_json()`, `raise_if_wrong()`."""
+
+    step: str
+    mesh: str
+    rules: str
+    runs: tuple[VerifiedRun, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all values agree at all sizes that were asked for."""
+        return all(run.ok for run in self.runs)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The operations where wrong values begin."""
+        return tuple(one for run in self.runs for one in run.findings)
+
+    @property
+    def seconds(self) -> float:
+        """How long all of it took."""
+        return sum(run.seconds for run in self.runs)
+
+    def raise_if_wrong(self) -> Verification:
+        """Itself. Raises `VerificationError` if a value differs from one device's by more than rounding."""
+        for run in self.runs:
+            if run.ok:
+                continue
+            worst = max(run.wrong, key=lambda one: one.relative)
+            place = "; ".join(one.text for one in run.findings) or f"{self.step} under rules={self.rules!r}"
+            raise VerificationError(
+                f"the step computes other numbers on {self.mesh} than on one device: {len(run.wrong)} of {len(run.values)} values differ in "
+                f"float64, the {worst.kind} of {worst.name} most",
+                value=_difference_text(worst), place=place,
+                remedy="use rules that do not split the layer named, or constrain its operands with jax.lax.with_sharding_constraint; if it is "
+                "splitjax that is wrong, report it with str(step.verify(...)) (docs/verify.md)",
+            )
+        return self
+
+    def to_json(self) -> str:
+        """As JSON text."""
+        return json.dumps({"format": FORMAT, "ok": self.ok, "seconds": self.seconds, **dataclasses.asdict(self)}, indent=1)
+
+    def __str__(self) -> str:
+        return "\n".join(_text(self))
+
+    def __repr__(self) -> str:
+        return f"<Verification of {self.step} on {self.mesh}: {'ok' if self.ok else f'{len(self.findings)} findings'}>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def _difference_text(value: ComparedValue) -> str:
+    if value.ratio is not None:
+        return f"{value.name}: {value.ratio:.6g} times one device's"
+    return f"{value.name}: off by {value.absolute:.3g}, {value.relative:.3g} of its largest entry"
+
+
+def _text(found: Verification) -> Iterator[str]:
+    verdict = "the same numbers as on one device" if found.ok else "OTHER NUMBERS THAN ON ONE DEVICE"
+    yield from _wrap(f"{found.step} on {found.mesh}, rules {found.rules}: {verdict}", "")
+    for run in found.runs:
+        yield ""
+        yield from _wrap(f"{run.sizes} sizes, float64, {run.seconds:.1f} s", "")
+        for finding in run.findings:
+            yield from _wrap(f"found: {finding.text}", "  ")
+        yield from _values_text(run)
+        yield from _sizes_text(run)
+        for note in run.notes:
+            yield from _wrap(f"note: {note}", "  ")
+
+
+def _values_text(run: VerifiedRun) -> Iterator[str]:
+    own = any(one.own_relative is not None for one in run.values)
+    yield ""
+    yield f"{'kind':<10}{'values':>7}{'wrong':>7}{'largest relative difference':>30}" + (f"{'own precision':>18}" if own else "")
+    yield "─" * (72 if own else 54)
+    for kind in dict.fromkeys(one.kind for one in run.values):
+        mine = [one for one in run.values if one.kind == kind]
+        row = f"{kind:<10}{len(mine):>7}{sum(not one.ok for one in mine):>7}{max(one.relative for one in mine):>30.2e}"
+        known = [one.own_relative for one in mine if one.own_relative is not None]
+        yield row + (f"{max(known):>18.2e}" if known else "")
+    if run.wrong:
+        yield ""
+        yield f"{'wrong value':<48}{'relative':>12}{'times one device':>20}"
+        yield "─" * _WIDTH
+        for one in run.wrong[:_SHOWN]:
+            yield f"{_cut(f'{one.kind} {one.name}', 46):<48}{one.relative:>12.2e}{'' if one.ratio is None else f'{one.ratio:.6g}':>20}"
+            if one.note:
+                yield from _wrap(one.note, "  ")
+        if len(run.wrong) > _SHOWN:
+            yield f"and {len(run.wrong) - _SHOWN} more"
+
+
+def _sizes_text(run: VerifiedRun) -> Iterator[str]:
+    changed, kept = [one for one in run.dims if one.used != one.given], [one for one in run.dims if one.why]
+    if not run.dims or run.sizes == "given":
+        return
+    yield ""
+    yield f"{'dim':<56}{'given':>12}{'used':>12}"
+    yield "─" * _WIDTH
+    for one in changed[:_SHOWN]:
+        yield f"{_cut(one.name, 54):<56}{one.given:>12}{one.used:>12}"
+    if len(changed) > _SHOWN:
+        yield f"and {len(changed) - _SHOWN} more"
+    for one in kept[:_SHOWN]:
+        yield f"{_cut(one.name, 54):<56}{one.given:>12}{'kept':>12}"
+        yield from _wrap(one.why, "  ")
+    if len(kept) > _SHOWN:
+        yield f"and {len(kept) - _SHOWN} more that keep their size"
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"…{text[1 - width :]}"
+
+
+def _wrap(text: str, indent: str) -> Iterator[str]:
+    """Lines of at most 80 columns; paths are not broken."""
+    line = indent
+    for word in text.split(" "):
+        if len(line) + len(word) > _WIDTH and line.strip():
+            yield line.rstrip()
+            line = indent + "  "
+        line += word + " "
+    yield line.rstrip()

@@ -1,0 +1,270 @@
+"""`step.verify`: a step under its plan against the same step on one device, at small sizes and at those given."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from splitjax import _compat
+from splitjax.errors import SplitjaxError
+from splitjax.lower import gradient
+from splitjax.lower.entry import Entry, Recipe
+from splitjax.lower.options import OptionError
+from splitjax.lower.sync_request import DENSE
+from splitjax.trace.flatten import bodies
+from splitjax.verify.comparing import Difference, compare
+from splitjax.verify.locating import locate
+from splitjax.verify.programs import Pair, Variant, make_pair
+from splitjax.verify.result import ComparedValue, DimSize, Finding, Verification, VerifiedRun
+from splitjax.verify.sizes import Analysis, Choice, Misfit, analyse, choose_sizes, smallest
+from splitjax.verify.taps import ResultTaps, Tap, Taps
+from splitjax.verify.values import draw_values, whole_number_bound
+
+SIZES = ("shrunken", "given", "both")
+# How often sizes are chosen anew because the step as a whole does not take them.
+_ATTEMPTS = 40
+
+
+def verify_step(recipe: Recipe, mesh: jax.sharding.Mesh, entry: Entry, sizes: str = "shrunken", own_precision: bool = False) -> Verification:
+    """Compares every value of a step: see `ParallelStep.verify`.
+
+    **Arguments:** `entry`: the step's plan for these arguments, which may be `ShapeDtypeStruct`s. `own_precision`: also compare in the precision of
+    the step, which shows how much of a difference is rounding.
+
+    Raises `OptionError` for sizes that are none of `SIZES`."""
+    if sizes not in SIZES:
+        raise OptionError("verify has no such sizes", value=sizes, place=f"{recipe.name}.verify, sizes", remedy=f"use one of {', '.join(SIZES)}")
+    recipe, notes = _verifiable(recipe, entry)
+    runs = []
+    for one in ("shrunken", "given") if sizes == "both" else (sizes,):
+        runs.append(_Run(recipe, mesh, entry, one, own_precision, list(notes)).verified())
+    return Verification(recipe.name, str(entry.plan.mesh), entry.plan.rules, tuple(runs))
+
+
+def _verifiable(recipe: Recipe, entry: Entry) -> tuple[Recipe, list[str]]:
+    """The recipe without the options that change numbers by design, and what is said about them."""
+    notes = []
+    if recipe.backprop is not None:
+        notes.append("partial backpropagation changes the numbers by design: the step is verified without it")
+        recipe = dataclasses.replace(recipe, backprop=None)
+    if entry.sparse is not None and (entry.sparse.rounded or any(one.lazy for one in entry.plan.syncs)):
+        notes.append("sync rounds values or leaves rows alone, which changes the numbers by design: tables are verified with sync='dense'")
+        recipe = dataclasses.replace(recipe, sync=DENSE, rules=dataclasses.replace(recipe.rules, sync="dense"))
+    return recipe, notes
+
+
+@dataclasses.dataclass(eq=False)
+class _Run:
+    """One comparison, while it is made."""
+
+    recipe: Recipe
+    mesh: jax.sharding.Mesh
+    entry: Entry
+    sizes: str
+    own_precision: bool
+    notes: list[str]
+
+    def verified(self) -> VerifiedRun:
+        started = time.perf_counter()
+        self.analysis = analyse(self.entry.jaxpr, self.entry.matched)
+        choice, variant, pair, values, references = self._compared()
+        differences = [compare(a, b) for a, b in zip(values, references, strict=True)]
+        own = self._own_differences(choice) if self.own_precision else [None] * len(differences)
+        compared = tuple(
+            _compared_value(kind, name, value, difference, mine)
+            for (kind, name), value, difference, mine in zip(self._names(pair), references, differences, own, strict=True)
+        )
+        findings = ()
+        if not all(one.ok for one in compared):
+            findings = self._located(variant)
+        if any(not one.comparable for one in differences):
+            self.notes.append("some values are not finite on one device either: they are not compared")
+        return VerifiedRun(self.sizes, self._dims(choice), compared, findings, time.perf_counter() - started, tuple(dict.fromkeys(self.notes)))
+
+    def _compared(self) -> tuple[Choice | None, Variant, Pair, list[Any], list[Any]]:
+        """Both programs at the smallest sizes that the step takes, run."""
+        if self.sizes == "given":
+            return None, *self._pair_and_values(None)
+        frozen: dict[int, str] = {}
+        finite_tried = False
+        for _ in range(_ATTEMPTS):
+            choice = choose_sizes(self.analysis, self._num_constants, self.mesh.size, self._examples(), frozen)
+            try:
+                variant, pair, values, references = self._pair_and_values(choice)
+            except Misfit as misfit:
+                more = self._inside(misfit.site, choice)
+                if not more:
+                    break
+                frozen |= dict.fromkeys(more, str(misfit))
+                continue
+            except SplitjaxError as error:
+                self.notes.append(f"widths stay as given, for the small step cannot be planned: {error.message}")
+                break
+            rows = self._lookup_rows(choice)
+            if finite_tried or not rows or all(_is_finite(one) for one in references):
+                return choice, variant, pair, values, references
+            finite_tried = True  # ids that the step makes itself may lie outside of the smaller tables
+            frozen |= dict.fromkeys(rows, "rows are looked up by numbers that the step makes itself")
+        examples = self._examples()
+        everything = {one: "the step does not take other widths" for one in self.analysis.sizes if one not in examples}
+        choice = choose_sizes(self.analysis, self._num_constants, self.mesh.size, examples, everything)
+        try:
+            return choice, *self._pair_and_values(choice)
+        except (Misfit, SplitjaxError) as error:
+            self.notes.append(f"the sizes are those given, for the step does not take others: {error}")
+            return None, *self._pair_and_values(None)
+
+    def _pair_and_values(self, choice: Choice | None) -> tuple[Variant, Pair, list[Any], list[Any]]:
+        variant = Variant(self.entry, choice, float64=True)
+        pair, values, references = self._run(variant, lambda: ResultTaps(gradients_only=True))
+        return variant, pair, values, references
+
+    def _run(self, variant: Variant, make_taps: Callable[[], Taps]) -> tuple[Pair, list[Any], list[Any]]:
+        with jax.enable_x64(variant.float64 or bool(jax.config.jax_enable_x64)):
+            pair = make_pair(variant, self.recipe, self.mesh, make_taps)
+            leaves = self._leaves(variant)
+            return pair, pair.subject(leaves), pair.reference(leaves)
+
+    def _leaves(self, variant: Variant) -> list[Any]:
+        new = {} if variant.choice is None else variant.choice.new
+        bound = whole_number_bound(self.analysis, new, self.entry.graph)
+        given = self.entry.bound.leaves
+        if self.mesh.is_multi_process:  # all processes draw alike
+            given = [jax.ShapeDtypeStruct(np.shape(one), one.dtype) for one in given]
+        return draw_values(given, variant.types, self.entry.plan.leaves, bound, own_values=variant.choice is None)
+
+    def _own_differences(self, choice: Choice | None) -> list[float]:
+        variant = Variant(self.entry, choice, float64=False)
+        _, values, references = self._run(variant, lambda: ResultTaps(gradients_only=True))
+        return [compare(a, b).relative for a, b in zip(values, references, strict=True)]
+
+    def _located(self, variant: Variant) -> tuple[Finding, ...]:
+        def run_tapped(make_taps: Callable[[], Taps]) -> tuple[list[Tap], list[Any], list[Any]]:
+            pair, values, references = self._run(variant, make_taps)
+            count = len(pair.taps)
+            return list(pair.taps), values[len(values) - count :], references[len(references) - count :]
+
+        def record(taps: Taps) -> None:
+            with jax.enable_x64(True):
+                jax.eval_shape(lambda leaves: variant.evaluate(leaves, taps), list(variant.types))
+
+        try:
+            found = locate(self.entry, run_tapped, record)
+        except SplitjaxError as error:  # what is tapped cannot be cut into microbatches or turns, say
+            self.notes.append(f"the operation could not be looked for: {error.message}")
+            return ()
+        if found is None:
+            self.notes.append("every value agrees once all operations are looked at: XLA partitions the step otherwise then")
+            return ()
+        return (found,)
+
+    @property
+    def _num_constants(self) -> int:
+        return len(_compat.open_jaxpr(self.entry.jaxpr)[0].constvars)
+
+    def _examples(self) -> dict[int, int]:
+        """The class of the example dim, and the smallest number of examples that every way to divide them divides."""
+        unit = 2 * self.mesh.size * math.lcm(*_microbatches(self.entry.jaxpr), 1)
+        if self.entry.plan.group_comm != "gather":  # turns divide each worker's examples once more
+            unit *= self.mesh.size
+        found: dict[int, int] = {}
+        for value, argument in zip(self.analysis.flat.inputs, self.entry.bound.arguments, strict=True):
+            if argument.is_batch and self.analysis.flat.shapes[value]:
+                classes = self.analysis.dims[value][0]
+                sizes = [self.analysis.sizes[one] for one in classes]
+                new = [sizes[0] if len(sizes) > 1 else smallest(sizes[0], unit), *sizes[1:]] if sizes else []
+                found |= dict(zip(classes, new, strict=True))
+        return found
+
+    def _inside(self, site: tuple[int, ...], choice: Choice) -> list[int]:
+        """The changed classes of the operations at a site, or inside of the call that stands there."""
+        flat, dims = self.analysis.flat, self.analysis.dims
+        near = [op for op in flat.ops if op.site[: len(site)] == site or site[: len(op.site)] == op.site]
+        found = {one for op in near for value in (*op.inputs, *op.outputs) for dim in dims[value] for one in dim}
+        return [one for one in found if one in choice.new and one not in self._examples()]
+
+    def _lookup_rows(self, choice: Choice) -> list[int]:
+        flat, dims = self.analysis.flat, self.analysis.dims
+        return list(dict.fromkeys(
+            one for op in flat.ops if op.primitive == "gather" for dim in dims[op.inputs[0]] for one in dim
+            if one in choice.new and one not in self._examples()
+        ))  # fmt: skip
+
+    def _names(self, pair: Pair) -> list[tuple[str, str]]:
+        """Kind and name of every compared value, in order."""
+        paths, _ = jax.tree_util.tree_flatten_with_path(self.entry.result)
+        state = {result: self.entry.plan.leaves[leaf].path for leaf, result in self.entry.matched.items()}
+        names = [
+            ("state", state[number]) if number in state else ("result", jax.tree_util.keystr(path, simple=True, separator="/") or "result")
+            for number, (path, _) in enumerate(paths)
+        ]
+        return [*names, *(_tap_name(tap, self.entry) for tap in pair.taps)]
+
+    def _dims(self, choice: Choice | None) -> tuple[DimSize, ...]:
+        if choice is None:
+            return ()
+        names = _class_names(self.analysis, self.entry)
+        kept = {one.label: one.why for one in choice.kept}
+        order = [one for one in names if one in choice.new or one in kept]
+        return tuple(
+            DimSize(names[one], self.analysis.sizes[one], choice.new.get(one, self.analysis.sizes[one]), kept.get(one, "")) for one in order
+        )
+
+
+def _compared_value(kind: str, name: str, reference: Any, difference: Difference, own: float | None) -> ComparedValue:
+    note = "devices that should hold the same numbers hold different ones" if difference.replicas else ""
+    if not difference.comparable:
+        note = "not finite on one device"
+    ok = not difference.exceeds() and not difference.replicas
+    return ComparedValue(kind, name, tuple(reference.shape), difference.absolute, difference.relative, ok, difference.ratio, own, note)
+
+
+def _tap_name(tap: Tap, entry: Entry) -> tuple[str, str]:
+    """Kind and name of what a gradient boundary gives."""
+    if tap.gradient_of is not None:
+        path = next((one.param for one in entry.graph.gradients if (one.site, one.result) == (tap.site, tap.result)), tap.gradient_of)
+        return "gradient", path
+    label = tap.eqn.params["label"].split(" at ")[0]
+    return ("loss", label) if tap.result == 0 else ("auxiliary", f"{label} {tap.result}")
+
+
+def _class_names(analysis: Analysis, entry: Entry) -> dict[int, str]:
+    """Per class of dims a leaf and its dim that has it; the operation that has it first, for those that are in no leaf."""
+    names: dict[int, str] = {}
+    roles = ("param", "batch", "statistic", "input", "optimizer")
+    leaves = sorted(zip(entry.graph.leaves, analysis.flat.inputs, strict=True), key=lambda pair: roles.index(pair[0].role))
+    for leaf, value in leaves:
+        for number, dim in enumerate(analysis.dims[value]):
+            label = leaf.dim_names[number] if number < len(leaf.dim_names) and leaf.dim_names[number] else f"dim {number}"
+            for one in dim:
+                names.setdefault(one, f"{leaf.path} {label}" + (" (a factor)" if len(dim) > 1 else ""))
+    for op in analysis.flat.ops:
+        for value in op.outputs:
+            for dim in analysis.dims[value]:
+                for one in dim:
+                    names.setdefault(one, f"{op.primitive}" + (f" at {op.source}" if op.source else ""))
+    return names
+
+
+def _microbatches(jaxpr: Any) -> Sequence[int]:
+    """The numbers of microbatches that the step's boundaries ask for."""
+    found = []
+    inner, _ = _compat.open_jaxpr(jaxpr)
+    for eqn in inner.eqns:
+        if gradient.is_boundary(eqn) and eqn.params["microbatches"]:
+            found.append(eqn.params["microbatches"])
+        for body in bodies(eqn):
+            found += _microbatches(body)
+    return found
+
+
+def _is_finite(array: Any) -> bool:
+    return not np.issubdtype(np.dtype(array.dtype) if not jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended) else np.int32, np.inexact) or bool(
+        np.all(np.isfinite(np.asarray(array)))
+    )
