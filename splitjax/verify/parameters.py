@@ -13,11 +13,12 @@ Shape = tuple[int, ...]
 Shapes = Sequence[Shape]
 Change = Callable[[Mapping[str, Any], Shapes, Shapes, Shapes, Shapes], dict[str, Any]]
 
-# Meaning: an equation of this primitive runs at the sizes and in the dtypes that it was traced with, because its parameters hold programs or
-# buffers of these sizes, or because it looks at the bits of a number.
+# An equation of one of these runs in the dtypes that it was traced with, because it looks at the bits of a number.
+BITWISE = frozenset({"bitcast_convert_type", "nextafter"})
+# At the sizes, too, because its parameters hold programs or buffers of these.
 AS_TRACED = frozenset({
     "pallas_call", "shard_map", "ffi_call", "custom_linear_solve", "custom_partitioning", "linear_call", "custom_lin", "pure_callback", "io_callback",
-    "bitcast_convert_type", "nextafter", "xla_metadata_call",
+    "xla_metadata_call",
 })  # fmt: skip
 
 
@@ -59,6 +60,8 @@ def _slice(params, ins, outs, new_ins, new_outs):
             continue
         if starts[d] == 0 and limits[d] == size:
             limits[d] = new
+        elif size - taken == new - new_taken:  # all but some at the ends: see `sizes.offsets`
+            limits[d] -= size - new
         elif starts[d] % taken == 0:  # one of equal parts: see `sizes.part_links`
             starts[d] = starts[d] // taken * new_taken
             limits[d] = starts[d] + new_taken

@@ -21,6 +21,10 @@ from splitjax.verify.sizes import Choice, Misfit, Shape, Sized, analyse, transfe
 from splitjax.verify.taps import NONE, Taps
 
 
+# Programs that run once: without LLVM's optimisations, which come behind everything that is verified here.
+_QUICKLY = {"cpu": {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}}
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Variant:
     """A step at the sizes of `choice` (None: as it is), in float64 or as it is. `entry`: the step as the user calls it."""
@@ -116,6 +120,7 @@ def make_pair(variant: Variant, recipe: Recipe, mesh: jax.sharding.Mesh, make_ta
         return evaluate(jax.tree.leaves([args[n] for n in dynamic]), constrained=True)
 
     step.__name__ = step.__qualname__ = recipe.name
+    platform = mesh.devices.flat[0].platform
     args = list(entry.bound.args)
     for number, (start, stop) in enumerate(entry.bound.spans):
         if number in dynamic:
@@ -133,16 +138,20 @@ def make_pair(variant: Variant, recipe: Recipe, mesh: jax.sharding.Mesh, make_ta
         if mesh.is_multi_process:
             call = built.across_processes(mine, call, first=False)
         residuals = {name: np.zeros(one.shape, one.dtype) for name, one in built.residuals.items()}
-        found = built.program(0)(*built.operands(call, residuals))
+        operands = built.operands(call, residuals)
+        static = {len(operands) - len(call) + number for number in mine.options.static_argnums}
+        compiled = built.program(0).lower(*operands).compile(_QUICKLY.get(platform))
+        found = compiled(*(one for number, one in enumerate(operands) if number not in static))
         results, values = found[0] if built.sparse is not None else found
         return [*results, *values]
 
     device = mesh.local_devices[0]
-    compiled = jax.jit(lambda leaves: evaluate(leaves, constrained=False))
+    alone = jax.jit(lambda leaves: evaluate(leaves, constrained=False))
 
     def reference(leaves: Sequence[Any]) -> list[Any]:
         with jax.default_device(device):
-            results, values = compiled([jax.device_put(leaf, device) for leaf in leaves])
+            placed = [jax.device_put(leaf, device) for leaf in leaves]
+            results, values = alone.lower(placed).compile(_QUICKLY.get(platform))(placed)
         return [*results, *values]
 
     return Pair(built, subject, reference, make_taps, seen)

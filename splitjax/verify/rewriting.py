@@ -19,7 +19,7 @@ from splitjax import _compat
 from splitjax.lower import gradient
 from splitjax.trace.flatten import call_body
 from splitjax.verify.derivatives import jvp_of, vjp_of
-from splitjax.verify.parameters import AS_TRACED, resized, wide, widened
+from splitjax.verify.parameters import AS_TRACED, BITWISE, resized, wide, widened
 from splitjax.verify.sizes import OPEN_CALLS, Misfit, Site, Sized, local_sizes
 from splitjax.verify.taps import NONE, Taps
 
@@ -101,6 +101,8 @@ class Rewriter:
         if name in AS_TRACED:
             if old[0] != new[0] or old[1] != new[1]:
                 raise Misfit(site, f"{name} keeps its sizes")
+            return self._as_traced(eqn, values)
+        if name in BITWISE:
             return self._as_traced(eqn, values)
         changes = resized(name, eqn.params, old, new)
         if self.float64:

@@ -98,27 +98,95 @@ def analyse(jaxpr: Any, state_results: Mapping[int, int] | None = None) -> Analy
 
 
 def part_links(flat: Flat, shapes: list[Shape]) -> Iterator[RawLink]:
-    """Links for dims that are cut into equal parts or laid end to end from them (a fused projection, the halves of a rotation): the whole is
-    (parts, part). What computes with them does not need the links, but sizes do. Appends virtual values to `shapes`, as `link` does."""
+    """Links for dims that are cut into equal parts, laid end to end from them (a fused projection, the halves of a rotation), or read in windows
+    that tile them: the whole is (parts, part). What computes with them does not need the links, but sizes do. Appends virtual values to
+    `shapes`, as `link` does."""
     for index, op in enumerate(flat.ops):
-        wholes, parts = op.inputs, op.outputs
-        if op.primitive == "concatenate":
-            wholes, parts = op.outputs, op.inputs
-        elif op.primitive not in ("split", "slice"):
+        if op.primitive in _WINDOWED:
+            whole, number = op.inputs[0], op.outputs[0]
+            for d, e, stride in _strides(op):
+                size = flat.shapes[whole][d]
+                if stride > 1 and flat.shapes[number][e] > 1 and size == flat.shapes[number][e] * stride:
+                    shapes.append((flat.shapes[number][e], stride))
+                    yield RawLink(((whole, d),), ((len(shapes) - 1, 0), (len(shapes) - 1, 1)), index, 0)
+                    yield RawLink(((number, e),), ((len(shapes) - 1, 0),), index, 0)
             continue
-        whole = wholes[0]
-        for d, size in enumerate(flat.shapes[whole]):
+        wholes, parts = _wholes_and_parts(op)
+        for d, size in enumerate(flat.shapes[wholes[0]] if wholes else ()):
             sizes = {flat.shapes[part][d] for part in parts}
             part = min(sizes)
-            if len(sizes) > 1 or part in (0, 1, size) or size % part:
+            if len(sizes) > 1 or part in (0, 1, size) or size % part or (op.primitive == "slice" and (op.params["start_indices"][d] % part or _step(op, d) != 1)):
                 continue
-            if op.primitive == "slice" and (op.params["start_indices"][d] % part or (op.params["strides"] or (1,) * (d + 1))[d] != 1):
-                continue
-            virtual = len(shapes)
             shapes.append((size // part, part))
-            yield RawLink(((whole, d),), ((virtual, 0), (virtual, 1)), index, 0)
-            for one in parts:
-                yield RawLink(((one, d),), ((virtual, 1),), index, 0)
+            virtual = len(shapes) - 1
+            yield RawLink(((wholes[0], d),), ((virtual, 0), (virtual, 1)), index, 0)
+            yield from (RawLink(((one, d),), ((virtual, 1),), index, 0) for one in parts)
+
+
+_WINDOWED = frozenset({"reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "conv_general_dilated"})
+
+
+def _strides(op: Op) -> list[tuple[int, int, int]]:
+    """Per window dim: the operand's dim, the result's, the stride."""
+    strides = op.params["window_strides"]
+    if op.primitive != "conv_general_dilated":
+        return [(d, d, stride) for d, stride in enumerate(strides)]
+    numbers = op.params["dimension_numbers"]
+    return list(zip(numbers.lhs_spec[2:], numbers.out_spec[2:], strides, strict=True))
+
+
+def _wholes_and_parts(op: Op) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if op.primitive == "concatenate":
+        return op.outputs, op.inputs
+    return (op.inputs[:1], op.outputs) if op.primitive in ("split", "slice") else ((), ())
+
+
+def _step(op: Op, d: int) -> int:
+    return 1 if op.params["strides"] is None else op.params["strides"][d]
+
+
+def offsets(analysis: Analysis) -> Iterator[tuple[int, int, int]]:
+    """Classes that differ by a fixed number: (longer, shorter, number). What a slice leaves out at the ends, a padding or a concatenation adds."""
+    shapes, dims = analysis.flat.shapes, analysis.dims
+    for op in analysis.flat.ops:
+        if op.primitive == "slice":
+            pairs = [(op.inputs[0], op.outputs[0], d) for d in range(len(shapes[op.outputs[0]])) if _step(op, d) == 1]
+        elif op.primitive == "pad":
+            pairs = [(op.outputs[0], op.inputs[0], d) for d, (_, _, inner) in enumerate(op.params["padding_config"]) if inner == 0]
+        elif op.primitive == "concatenate":
+            d = op.params["dimension"]
+            long = [v for v in op.inputs if shapes[v][d] != 1]
+            pairs = [(op.outputs[0], long[0], d)] if len(long) == 1 else []
+        else:
+            continue
+        for longer, shorter, d in pairs:
+            if shapes[longer][d] < shapes[shorter][d]:
+                longer, shorter = shorter, longer
+            if len(dims[longer][d]) == len(dims[shorter][d]) == 1 and shapes[longer][d] != shapes[shorter][d]:
+                yield dims[longer][d][0], dims[shorter][d][0], shapes[longer][d] - shapes[shorter][d]
+
+
+def grouped(analysis: Analysis) -> list[dict[int, int]]:
+    """Classes that change together: class -> by how much it is larger than the group's smallest."""
+    groups: dict[int, dict[int, int]] = {}
+    for longer, shorter, number in offsets(analysis):
+        one, other = groups.setdefault(longer, {longer: 0}), groups.setdefault(shorter, {shorter: 0})
+        if one is other:
+            continue
+        shift = one[longer] - number - other[shorter]
+        one |= {member: offset + shift for member, offset in other.items()}
+        groups |= dict.fromkeys(other, one)
+    unique = {id(group): group for group in groups.values()}.values()
+    return [{member: offset - min(group.values()) for member, offset in group.items()} for group in unique]
+
+
+def smallest_together(group: Mapping[int, int], sizes: Mapping[int, int], devices: int) -> dict[int, int]:
+    """New sizes for classes that differ by fixed numbers, each with the same common divisors with `devices` as before."""
+    base = min(sizes[one] for one in group)
+    for start in range(2, base + 1):
+        if all(math.gcd(start + offset, devices) == math.gcd(sizes[one], devices) for one, offset in group.items()):
+            return {one: start + offset for one, offset in group.items()}
+    return {one: sizes[one] for one in group}
 
 
 def smallest(size: int, devices: int) -> int:
@@ -155,7 +223,15 @@ def choose_sizes(analysis: Analysis, num_constants: int, devices: int, examples:
     flat, kept = analysis.flat, dict(frozen)
     for value in flat.constants[num_constants:]:
         kept |= {one: "a constant inside a loop or call has this size" for dim in analysis.dims[value] for one in dim if one not in kept}
+    together = {one: group for group in grouped(analysis) for one in group}
+    for one, group in together.items():
+        why = next((kept[other] for other in group if other in kept), "it differs by a fixed number from the number of examples")
+        if not kept.keys().isdisjoint(group) or not examples.keys().isdisjoint(group):
+            kept |= {other: why for other in group if other not in kept and other not in examples}
     new = {one: examples.get(one, smallest(size, devices)) for one, size in analysis.sizes.items() if one not in kept}
+    for group in {id(group): group for group in together.values()}.values():
+        if kept.keys().isdisjoint(group):
+            new |= smallest_together(group, analysis.sizes, devices)
     new = {one: size for one, size in new.items() if size != analysis.sizes[one]}
     readers: dict[int, list[int]] = collections.defaultdict(list)
     for index, op in enumerate(flat.ops):
@@ -169,7 +245,8 @@ def choose_sizes(analysis: Analysis, num_constants: int, devices: int, examples:
         op = flat.ops[index]
         if _takes(analysis, op, new, known):
             continue
-        for one in _to_freeze(analysis, index, new):
+        pinned = _to_freeze(analysis, index, new)
+        for one in dict.fromkeys(other for one in pinned for other in (one, *together.get(one, ())) if other in new):
             kept[one] = f"{op.primitive} at {op.source}" if op.source else op.primitive
             del new[one]
             waiting |= dict.fromkeys(readers[one])
