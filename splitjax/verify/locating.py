@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from splitjax import _compat
 from splitjax.lower.entry import Entry
 from splitjax.plan import spec_text
+from splitjax.trace.flatten import BACKWARD, call_body, derivative_phase, equation_at
 from splitjax.trace.graph import Use
 from splitjax.verify.comparing import Difference, compare
 from splitjax.verify.result import Finding
@@ -29,12 +28,12 @@ def locate(entry: Entry, run_tapped: RunTapped, record: Callable[[Taps], None]) 
         return None
     tap, difference = found
     if tap.gradient_of is None:
-        return _describe(entry, tap, difference)
+        return describe(entry, tap, difference)
     recorder = CotangentTaps()
     record(recorder)
     back, values, references = run_tapped(lambda: CotangentTaps(wanted=recorder.found))
     last = _last(back, values, references)
-    return _describe(entry, *(last or found))
+    return describe(entry, *(last or found))
 
 
 def _differing(taps: Sequence[Tap], values: Sequence[Any], references: Sequence[Any]) -> list[tuple[int, Tap, Difference]]:
@@ -45,54 +44,66 @@ def _differing(taps: Sequence[Tap], values: Sequence[Any], references: Sequence[
 def _first(taps: Sequence[Tap], values: Sequence[Any], references: Sequence[Any]) -> tuple[Tap, Difference] | None:
     """The first difference in program order; of those in one loop, of its first iteration that has one."""
     found = _differing(taps, values, references)
-    if not found:
-        return None
-    number, tap, difference = found[0]
-    if tap.loops:
-        outer = tap.site[: -2 * tap.loops]
-        inside = [(k, one, d) for k, one, d in found if one.loops == tap.loops and one.site[: len(outer)] == outer]
-        _, tap, difference = min(inside, key=lambda item: (_iterations(values[item[0]], references[item[0]])[0], item[0]))
-    return tap, difference
+    return _in_loop(min(found, key=lambda item: item[0]), found, values, references, backward=False) if found else None
 
 
 def _last(taps: Sequence[Tap], values: Sequence[Any], references: Sequence[Any]) -> tuple[Tap, Difference] | None:
     """The last difference in program order: cotangents behind it agree, so that it is where they go wrong."""
     found = _differing(taps, values, references)
-    if not found:
-        return None
-    number, tap, difference = max(found, key=lambda item: item[1].site)
-    if tap.loops:
-        outer = tap.site[: -2 * tap.loops]
-        inside = [(k, one, d) for k, one, d in found if one.loops == tap.loops and one.site[: len(outer)] == outer]
-        _, tap, difference = max(inside, key=lambda item: (_iterations(values[item[0]], references[item[0]])[-1], item[1].site))
+    return _in_loop(max(found, key=lambda item: item[1].site), found, values, references, backward=True) if found else None
+
+
+def _in_loop(
+    chosen: tuple[int, Tap, Difference], found: Sequence[tuple[int, Tap, Difference]], values: Sequence[Any], references: Sequence[Any], backward: bool
+) -> tuple[Tap, Difference]:
+    """The operation to name where a difference was found: in a loop the one that is first (or, backward, last) to differ, in the iteration that
+    runs first (last)."""
+    _, tap, difference = chosen
+    if not tap.loops:
+        return tap, difference
+    outer = tap.site[: -2 * tap.loops]
+    order = []
+    for number, one, _ in found:
+        if one.loops == tap.loops and one.site[: len(outer)] == outer:
+            value, reference = values[number], references[number]
+            wrong = [k for k in range(len(reference)) if compare(value[k], reference[k]).exceeds()]
+            if wrong:
+                k = wrong[-1] if backward else wrong[0]
+                order.append(((k, one.site, number), one, compare(value[k], reference[k])))
+    if not order:
+        return tap, difference
+    _, tap, difference = (max if backward else min)(order, key=lambda item: item[0])
     return tap, difference
 
 
-def _iterations(value: Any, reference: Any) -> list[int]:
-    """The iterations of the outermost loop in which a stacked value differs."""
-    value, reference = np.asarray(value), np.asarray(reference)
-    scale = np.max(np.abs(reference), initial=0.0)
-    gaps = np.abs(value - reference).reshape(len(value), -1).max(axis=1)
-    return [k for k, gap in enumerate(gaps) if not gap <= 1e-9 * scale] or [0]
-
-
-def _describe(entry: Entry, tap: Tap, difference: Difference) -> Finding:
+def describe(entry: Entry, tap: Tap, difference: Difference) -> Finding:
+    """What is said of an operation whose value, or whose contribution to a cotangent, is off by `difference`."""
     use = _use_at(entry, tap)
     layer, source = _layer(entry, tap, use), _source(entry, tap)
     operand = _operand(tap, use)
     layout = _layout(entry, tap, use)
-    name = tap.eqn.primitive.name
+    name = _name(tap.eqn)
     what = "value" if tap.operand is None and tap.gradient_of is None else "gradient"
     subject = f"the value of {name}" if what == "value" else f"the {operand} gradient of {name}"
+    if what == "value" and derivative_phase(_compat.name_stack(tap.eqn)) == BACKWARD:
+        subject += " in the backward pass"
     if difference.ratio is not None:
         amount = f"{difference.ratio:.6g} times one device's{_axes_of(entry, difference.ratio)}"
     elif difference.replicas:
         amount = "devices that should hold the same numbers hold different ones"
     else:
         amount = f"off by {difference.relative:.2g} of its largest entry"
-    where = [f"in layer {layer}" if layer else "", f"at {source}" if source else "", layout]
+    where = [layer, f"at {source}" if source else "", layout]
     text = f"{subject} {', '.join(one for one in where if one)}: {amount}"
     return Finding(name, what, operand if what == "gradient" else "", layer, source, layout, difference.relative, difference.ratio, text)
+
+
+def _name(eqn: Any) -> str:
+    """The primitive; of a function with a derivative rule of its own, the function."""
+    if not eqn.primitive.name.startswith("custom_"):
+        return eqn.primitive.name
+    inner, _ = _compat.open_jaxpr(call_body(eqn))
+    return f"{inner.debug_info.func_name} ({eqn.primitive.name})"
 
 
 def _use_at(entry: Entry, tap: Tap) -> Use | None:
@@ -106,17 +117,20 @@ def _operand(tap: Tap, use: Use | None) -> str:
         return "weight"
     if use is not None and tap.operand == use.data:
         return "data"
+    if len([atom for atom in tap.eqn.invars if not isinstance(atom, _compat.Literal)]) == 1:
+        return "operand"
     return "" if tap.operand is None else f"operand {tap.operand}"
 
 
 def _layer(entry: Entry, tap: Tap, use: Use | None) -> str:
-    """The layer of an operation; of one without weights, the scope it stands in, or the layer of the last product before it."""
+    """The layer of an operation, as "in layer NAME"; of one without weights, the scope it stands in, or the layer of the last product before it."""
     if use is not None:
-        return use.layer
+        return f"in layer {use.layer}"
     scope = _compat.name_stack(tap.eqn)
+    if scope and "(" not in scope:
+        return f"in {scope}"
     before = [one for one in entry.graph.uses if one.site < tap.site]
-    nearest = f"(behind layer {max(before, key=lambda one: one.site).layer})" if before else ""
-    return scope if scope and "(" not in scope else nearest
+    return f"behind layer {max(before, key=lambda one: one.site).layer}" if before else ""
 
 
 def _source(entry: Entry, tap: Tap) -> str:
@@ -125,15 +139,9 @@ def _source(entry: Entry, tap: Tap) -> str:
     site = tap.site
     while not line and len(site) > 2:
         site = site[:-2]
-        outer = _compat_equation(entry.jaxpr, site)
+        outer = equation_at(entry.jaxpr, site)
         line = "" if outer is None else _compat.source_line(outer)
     return line
-
-
-def _compat_equation(jaxpr: Any, site: tuple[int, ...]) -> Any:
-    from splitjax.trace.flatten import equation_at
-
-    return equation_at(jaxpr, site)
 
 
 def _layout(entry: Entry, tap: Tap, use: Use | None) -> str:

@@ -27,11 +27,13 @@ _QUICKLY = {"cpu": {"xla_backend_optimization_level": 0, "xla_llvm_disable_expen
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Variant:
-    """A step at the sizes of `choice` (None: as it is), in float64 or as it is. `entry`: the step as the user calls it."""
+    """A step at the sizes of `choice` (None: as it is), in float64 or as it is, in microbatches or whole. `entry`: the step as the user calls
+    it."""
 
     entry: Entry
     choice: Choice | None
     float64: bool
+    microbatches: bool = True
 
     @functools.cached_property
     def sized(self) -> Sized | None:
@@ -61,7 +63,7 @@ class Variant:
         given = tuple(tuple(np.shape(leaf)) for leaf in leaves)
         if given != self.shapes:
             jaxpr, sized = self._resized(given)
-        return Rewriter(sized, self.float64, constrained).run(jaxpr, leaves, (), taps)
+        return Rewriter(sized, self.float64, constrained, self.microbatches).run(jaxpr, leaves, (), taps)
 
     def _resized(self, shapes: tuple[Shape, ...]) -> tuple[Any, Sized | None]:
         """The step's jaxpr for another number of examples, and its new shapes."""
@@ -97,15 +99,10 @@ class Pair:
     entry: Entry
     subject: Callable[[Sequence[Any]], list[Any]]
     reference: Callable[[Sequence[Any]], list[Any]]
-    make_taps: Callable[[], Taps]
-    seen: list[Any]
-
-    @property
-    def taps(self) -> list[Any]:
-        return self.seen
+    taps: list[Any]
 
 
-def make_pair(variant: Variant, recipe: Recipe, mesh: jax.sharding.Mesh, make_taps: Callable[[], Taps], microbatches: bool = True) -> Pair:
+def make_pair(variant: Variant, recipe: Recipe, mesh: jax.sharding.Mesh, make_taps: Callable[[], Taps]) -> Pair:
     """Builds both programs; nothing is compiled yet. `recipe`: the step's, with the options that are verified."""
     entry, dynamic = variant.entry, [n for n in range(len(variant.entry.bound.args)) if n not in recipe.options.static_argnums]
     seen: list[Any] = []
@@ -154,7 +151,7 @@ def make_pair(variant: Variant, recipe: Recipe, mesh: jax.sharding.Mesh, make_ta
             results, values = alone.lower(placed).compile(_QUICKLY.get(platform))(placed)
         return [*results, *values]
 
-    return Pair(built, subject, reference, make_taps, seen)
+    return Pair(built, subject, reference, seen)
 
 
 def _pinned(plan: Plan, types: Sequence[jax.ShapeDtypeStruct]) -> Plan:

@@ -31,11 +31,13 @@ class Rewriter:
     - `sized`: the new shapes, or None to keep all of them.
     - `float64`: compute in 64-bit numbers throughout.
     - `constrained`: keep the step's own sharding constraints; without them it runs on a single device.
+    - `microbatches`: keep the numbers of microbatches of gradient boundaries.
     """
 
     sized: Sized | None
     float64: bool
     constrained: bool = True
+    microbatches: bool = True
 
     def dtype(self, dtype: Any) -> Any:
         """What a dtype of the traced step becomes."""
@@ -260,6 +262,7 @@ def _boundary(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Tap
     positions = [*(num_captured + i for i in eqn.params["positions"]), *(num_captured + len(values) + k for k in range(len(zeros)))]
     results = gradient.value_and_grad_p.bind(*captured, *values, *zeros, **{
         **eqn.params, "forward": closed, "positions": tuple(positions),
+        "microbatches": eqn.params["microbatches"] if self.microbatches else None,
         "names": (*("captured",) * num_captured, *eqn.params["names"], *("tap",) * len(zeros)),
     })  # fmt: skip
     num_seen = len(locals_[0].values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 
 from splitjax import _compat
-from splitjax.errors import SplitjaxError
+from splitjax.errors import SplitjaxError, VerificationError
 from splitjax.lower import gradient
 from splitjax.lower.entry import Entry, Recipe
 from splitjax.lower.options import OptionError
@@ -29,6 +30,8 @@ from splitjax.verify.values import draw_values, whole_number_bound
 SIZES = ("shrunken", "given", "both")
 # How often sizes are chosen anew because the step as a whole does not take them.
 _ATTEMPTS = 40
+# A step that cannot be shrunk is verified as it is up to this size.
+_MOST_BYTES = 1 << 30
 
 
 def verify_step(recipe: Recipe, mesh: jax.sharding.Mesh, entry: Entry, sizes: str = "shrunken", own_precision: bool = False) -> Verification:
@@ -117,6 +120,12 @@ class _Run:
         try:
             return choice, *self._pair_and_values(choice)
         except (Misfit, SplitjaxError) as error:
+            num_bytes = 2 * (sum(leaf.num_bytes for leaf in self.entry.graph.leaves) + self.entry.graph.activation_bytes)
+            if num_bytes > _MOST_BYTES:
+                raise VerificationError(
+                    f"the step cannot be shrunk ({error}), and one device would need some {num_bytes >> 20} MiB at the given sizes",
+                    place=f"{self.recipe.name}.verify", remedy='call verify(..., sizes="given") if a device holds that much',
+                ) from error
             self.notes.append(f"the sizes are those given, for the step does not take others: {error}")
             return None, *self._pair_and_values(None)
 
@@ -145,24 +154,28 @@ class _Run:
         return [compare(a, b).relative for a, b in zip(values, references, strict=True)]
 
     def _located(self, variant: Variant) -> tuple[Finding, ...]:
-        def run_tapped(make_taps: Callable[[], Taps]) -> tuple[list[Tap], list[Any], list[Any]]:
-            pair, values, references = self._run(variant, make_taps)
-            count = len(pair.taps)
-            return list(pair.taps), values[len(values) - count :], references[len(references) - count :]
+        """The operation where values begin to differ. Where its loop over microbatches does not take the taps, it is looked for without."""
+        variants = [variant]
+        if variant.microbatches and max(_microbatches(self.entry.jaxpr), default=1) > 1:
+            variants.append(dataclasses.replace(variant, microbatches=False))
+        for one in variants:
+            try:
+                with jax.enable_x64(True):  # values are looked at iteration by iteration
+                    found = locate(self.entry, functools.partial(self._run_tapped, one), functools.partial(_record, one))
+            except SplitjaxError as error:  # what is tapped cannot be cut into microbatches or turns, say
+                self.notes.append(f"the operation could not be looked for: {error.message}")
+                continue
+            if found is not None:
+                if one is not variant:
+                    self.notes.append("the operation was looked for without microbatches")
+                return (found,)
+            self.notes.append("no operation differs once all of them are looked at: XLA partitions the step otherwise then")
+        return ()
 
-        def record(taps: Taps) -> None:
-            with jax.enable_x64(True):
-                jax.eval_shape(lambda leaves: variant.evaluate(leaves, taps), list(variant.types))
-
-        try:
-            found = locate(self.entry, run_tapped, record)
-        except SplitjaxError as error:  # what is tapped cannot be cut into microbatches or turns, say
-            self.notes.append(f"the operation could not be looked for: {error.message}")
-            return ()
-        if found is None:
-            self.notes.append("every value agrees once all operations are looked at: XLA partitions the step otherwise then")
-            return ()
-        return (found,)
+    def _run_tapped(self, variant: Variant, make_taps: Callable[[], Taps]) -> tuple[list[Tap], list[Any], list[Any]]:
+        pair, values, references = self._run(variant, make_taps)
+        count = len(pair.taps)
+        return list(pair.taps), values[len(values) - count :], references[len(references) - count :]
 
     @property
     def _num_constants(self) -> int:
@@ -215,6 +228,11 @@ class _Run:
         return tuple(
             DimSize(names[one], self.analysis.sizes[one], choice.new.get(one, self.analysis.sizes[one]), kept.get(one, "")) for one in order
         )
+
+
+def _record(variant: Variant, taps: Taps) -> None:
+    """Evaluates a step abstractly, for taps that take note."""
+    jax.eval_shape(lambda leaves: variant.evaluate(leaves, taps), list(variant.types))
 
 
 def _compared_value(kind: str, name: str, reference: Any, difference: Difference, own: float | None) -> ComparedValue:
