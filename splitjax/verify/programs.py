@@ -20,9 +20,9 @@ from splitjax.verify.rewriting import Rewriter
 from splitjax.verify.sizes import Choice, Misfit, Shape, Sized, analyse, transferred
 from splitjax.verify.taps import NONE, Taps
 
-
-# Programs that run once: without LLVM's optimisations, which come behind everything that is verified here.
-_QUICKLY = {"cpu": {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}}
+# Programs that run once: with few of LLVM's optimisations, which come behind everything that is verified here. With none at all, XLA's CPU compiler
+# computes an operand of a maximum otherwise than the copy that its derivative compares with the maximum, and gradients get lost (jax 0.10.2).
+_QUICKLY = {"cpu": {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_passes": True}}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,6 +127,8 @@ def make_pair(variant: Variant, recipe: Recipe, mesh: jax.sharding.Mesh, make_ta
     bound = bind(step, mine.options, tuple(args))
     built = build_entry(mine, mesh, bound, None, matched=entry.matched)
 
+    programs: dict[str, Any] = {}
+
     def subject(leaves: Sequence[Any]) -> list[Any]:
         call = list(args)
         for number in dynamic:
@@ -137,8 +139,9 @@ def make_pair(variant: Variant, recipe: Recipe, mesh: jax.sharding.Mesh, make_ta
         residuals = {name: np.zeros(one.shape, one.dtype) for name, one in built.residuals.items()}
         operands = built.operands(call, residuals)
         static = {len(operands) - len(call) + number for number in mine.options.static_argnums}
-        compiled = built.program(0).lower(*operands).compile(_QUICKLY.get(platform))
-        found = compiled(*(one for number, one in enumerate(operands) if number not in static))
+        if "subject" not in programs:
+            programs["subject"] = built.program(0).lower(*operands).compile(_QUICKLY.get(platform))
+        found = programs["subject"](*(one for number, one in enumerate(operands) if number not in static))
         results, values = found[0] if built.sparse is not None else found
         return [*results, *values]
 
@@ -148,7 +151,9 @@ def make_pair(variant: Variant, recipe: Recipe, mesh: jax.sharding.Mesh, make_ta
     def reference(leaves: Sequence[Any]) -> list[Any]:
         with jax.default_device(device):
             placed = [jax.device_put(leaf, device) for leaf in leaves]
-            results, values = alone.lower(placed).compile(_QUICKLY.get(platform))(placed)
+            if "reference" not in programs:
+                programs["reference"] = alone.lower(placed).compile(_QUICKLY.get(platform))
+            results, values = programs["reference"](placed)
         return [*results, *values]
 
     return Pair(built, subject, reference, seen)

@@ -224,7 +224,7 @@ def choose_sizes(analysis: Analysis, num_constants: int, devices: int, examples:
     for value in flat.constants[num_constants:]:
         kept |= {one: "a constant inside a loop or call has this size" for dim in analysis.dims[value] for one in dim if one not in kept}
     together = {one: group for group in grouped(analysis) for one in group}
-    for one, group in together.items():
+    for group in together.values():
         why = next((kept[other] for other in group if other in kept), "it differs by a fixed number from the number of examples")
         if not kept.keys().isdisjoint(group) or not examples.keys().isdisjoint(group):
             kept |= {other: why for other in group if other not in kept and other not in examples}
@@ -246,7 +246,7 @@ def choose_sizes(analysis: Analysis, num_constants: int, devices: int, examples:
         if _takes(analysis, op, new, known):
             continue
         pinned = _to_freeze(analysis, index, new)
-        for one in dict.fromkeys(other for one in pinned for other in (one, *together.get(one, ())) if other in new):
+        for one in dict.fromkeys(member for pin in pinned for member in (pin, *together.get(pin, ())) if member in new):
             kept[one] = f"{op.primitive} at {op.source}" if op.source else op.primitive
             del new[one]
             waiting |= dict.fromkeys(readers[one])

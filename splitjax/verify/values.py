@@ -17,7 +17,8 @@ from splitjax.verify.sizes import Analysis
 
 
 def draw_values(
-    given: Sequence[Any], types: Sequence[jax.ShapeDtypeStruct], leaves: Sequence[LeafPlan], bound: int, own_values: bool
+    given: Sequence[Any], types: Sequence[jax.ShapeDtypeStruct], leaves: Sequence[LeafPlan], bound: int, own_values: bool,
+    seed: int = 0,
 ) -> list[np.ndarray]:
     """One value per flat argument.
 
@@ -26,13 +27,22 @@ def draw_values(
     - `given`: the caller's leaves, arrays or `ShapeDtypeStruct`s. `types`: what is wanted in their place.
     - `bound`: drawn whole numbers are below it, so that they are rows of every table and classes of every loss.
     - `own_values`: keep the caller's values of floating-point leaves that keep their shape, too.
+    - `seed`: what is drawn is drawn otherwise with another one.
     """
-    return [_value(one, like, leaf, bound, own_values) for one, like, leaf in zip(given, types, leaves, strict=True)]
+    return [_value(one, like, leaf, bound, own_values, seed) for one, like, leaf in zip(given, types, leaves, strict=True)]
 
 
-def _value(given: Any, like: jax.ShapeDtypeStruct, leaf: LeafPlan, bound: int, own_values: bool) -> Any:
+def nudged(leaves: Sequence[Any]) -> list[Any]:
+    """The same values, floating-point numbers changed by some 1e-13 of themselves."""
+    rng = np.random.default_rng(0)
+    return [
+        leaf * (1 + 1e-13 * rng.standard_normal(leaf.shape)) if isinstance(leaf, np.ndarray) and leaf.dtype == np.float64 else leaf for leaf in leaves
+    ]
+
+
+def _value(given: Any, like: jax.ShapeDtypeStruct, leaf: LeafPlan, bound: int, own_values: bool, seed: int) -> Any:
     shape, dtype = tuple(like.shape), like.dtype
-    rng = np.random.default_rng(zlib.crc32(leaf.path.encode()))
+    rng = np.random.default_rng([seed, zlib.crc32(leaf.path.encode())])
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return _keys(given, shape, dtype)
     known = None if isinstance(given, jax.ShapeDtypeStruct) or not _is_addressable(given) else given
