@@ -246,9 +246,8 @@ class _Run:
         names = _class_names(self.analysis, self.entry)
         kept = {one.label: one.why for one in choice.kept}
         order = [one for one in names if one in choice.new or one in kept]
-        return tuple(
-            DimSize(names[one], self.analysis.sizes[one], choice.new.get(one, self.analysis.sizes[one]), kept.get(one, "")) for one in order
-        )
+        found = (DimSize(names[one], self.analysis.sizes[one], choice.new.get(one, self.analysis.sizes[one]), kept.get(one, "")) for one in order)
+        return tuple(dict.fromkeys(found))  # one line can have several dims of a kind
 
 
 def _record(variant: Variant, taps: Taps) -> None:
