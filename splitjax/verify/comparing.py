@@ -48,10 +48,11 @@ def compare(value: Any, reference: Any) -> Difference:
     scale = float(np.max(np.abs(expected))) if finite else float("nan")
     worst, ratios, parts = 0.0, [], {}
     replicas = False
-    for shard in value.addressable_shards:
-        part, mine = _host(shard.data), expected[shard.index]
+    shards = [(one.data, one.index) for one in value.addressable_shards] if isinstance(value, jax.Array) else [(value, ())]
+    for data, index in shards:
+        part, mine = _host(data), expected[index]
         part = part.astype(mine.dtype)
-        known = parts.setdefault(str(shard.index), part)
+        known = parts.setdefault(str(index), part)
         with np.errstate(all="ignore"):
             gap = np.abs(part - mine)
             apart = np.abs(part - known)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 
 from splitjax import _compat
 from splitjax.errors import MicrobatchError
@@ -94,7 +95,7 @@ class Variant:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pair:
     """The two programs of a variant: `subject(leaves)` under the plan, `reference(leaves)` on one device. Both return the flat results of the
-    step, then the values of the taps, as JAX arrays. `taps`: what these are, in order."""
+    step, then the values of the taps, as arrays. `taps`: what these are, in order."""
 
     entry: Entry
     subject: Callable[[Sequence[Any]], list[Any]]
@@ -143,7 +144,8 @@ def make_pair(variant: Variant, recipe: Recipe, mesh: jax.sharding.Mesh, make_ta
             programs["subject"] = built.program(0).lower(*operands).compile(_QUICKLY.get(platform))
         found = programs["subject"](*(one for number, one in enumerate(operands) if number not in static))
         results, values = found[0] if built.sparse is not None else found
-        return [*results, *values]
+        # All processes look at all parts, and so come to the same conclusions.
+        return process_allgather([*results, *values], tiled=True) if mesh.is_multi_process else [*results, *values]
 
     device = mesh.local_devices[0]
     alone = jax.jit(lambda leaves: evaluate(leaves, constrained=False))

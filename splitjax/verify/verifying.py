@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -18,6 +19,7 @@ from splitjax.lower import gradient
 from splitjax.lower.entry import Entry, Recipe
 from splitjax.lower.options import OptionError
 from splitjax.lower.sync_request import DENSE
+from splitjax.plan import Plan
 from splitjax.trace.flatten import bodies
 from splitjax.verify.comparing import TOLERANCE, Difference, compare
 from splitjax.verify.locating import locate
@@ -99,6 +101,9 @@ class _Run:
         findings = ()
         if not all(one.ok for one in compared):
             findings = self._located(variant)
+        others = _other_constraints(self.entry.plan, pair.entry.plan)
+        if others:
+            self.notes.append(f"{others} of the plan's {len(self.entry.plan.constraints)} constraints are others at these sizes")
         if any(not one.comparable for one in differences):
             self.notes.append("some values are not finite on one device either: they are not compared")
         if any("jumps by" in one.note for one in compared):
@@ -253,6 +258,12 @@ class _Run:
 def _record(variant: Variant, taps: Taps) -> None:
     """Evaluates a step abstractly, for taps that take note."""
     jax.eval_shape(lambda leaves: variant.evaluate(leaves, taps), list(variant.types))
+
+
+def _other_constraints(plan: Plan, small: Plan) -> int:
+    """How many of a plan's constraints the plan of the smaller step does not have. Sites differ between the two."""
+    key = lambda one: (one.layer, one.operand, one.spec, one.why)
+    return sum((collections.Counter(map(key, plan.constraints)) - collections.Counter(map(key, small.constraints))).values())
 
 
 def _differences(values: Sequence[Any], references: Sequence[Any]) -> list[Difference]:
