@@ -1,8 +1,11 @@
-"""How long `step.verify` takes, and what it finds, for VGG-16 and for a Transformer of 12 layers and 124 million parameters.
+"""How long `step.verify` takes, and what it finds, for VGG-16 and for a Transformer of 12 layers and 124 million
+parameters.
 
-    python -m benchmarks verify                  both models under four rule sets (about ten minutes on two busy cores), and its page
+    python -m benchmarks verify                  both models under four rule sets (about ten minutes on two busy cores),
+    and its page
     python -m benchmarks verify --models vgg16 --rules megatron
-    python -m benchmarks verify --found          the depthwise convolution whose gradient XLA's partitioner got wrong, alone
+    python -m benchmarks verify --found          the depthwise convolution whose gradient XLA's partitioner got wrong,
+    alone
 
 Every verification runs in a process of its own, on eight virtual devices as data=2 x model=4, from shapes alone.
 """
@@ -24,7 +27,10 @@ from benchmarks._common import table, virtual_devices, write_page
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "vgg16": ("vgg16", {}),
-    "transformer-12": ("transformer", {"vocab_size": 50257, "max_len": 1024, "num_layers": 12, "d_model": 768, "num_heads": 12, "dropout": 0.1, "tied": True}),
+    "transformer-12": (
+        "transformer",
+        {"vocab_size": 50257, "max_len": 1024, "num_layers": 12, "d_model": 768, "num_heads": 12, "dropout": 0.1, "tied": True},
+    ),
 }  # fmt: skip
 RULES = ("splitbrain", "megatron", "fsdp", "data_parallel")
 LIMIT_SECONDS = 60.0
@@ -35,7 +41,8 @@ FOUND = "depthwise"
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """One verification: `plan_seconds` before it, its own `seconds` by the clock and `processor_seconds`, the process's largest resident memory, and
+    """One verification: `plan_seconds` before it, its own `seconds` by the clock and `processor_seconds`, the process's
+    largest resident memory, and
     what it says."""
 
     model: str
@@ -54,7 +61,9 @@ class Verified:
 def main(argv: list[str] | None = None) -> int:
     """Verifies the chosen models; returns 1 where one differs from one device, or takes longer than a minute."""
     virtual_devices()
-    parser = argparse.ArgumentParser("verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="*", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--rules", nargs="*", choices=RULES, default=list(RULES))
     parser.add_argument("--found", action="store_true", help="look at the depthwise convolution alone")
@@ -93,8 +102,17 @@ def _verified(model: str, rules: str) -> Verified:
     seconds, worked = time.perf_counter() - started, time.process_time() - worked
     (run,) = verification.runs
     return Verified(
-        model, rules, num_params, planned, seconds, worked, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, len(run.values),
-        max(one.relative for one in run.values), verification.ok, "; ".join(one.text for one in verification.findings),
+        model,
+        rules,
+        num_params,
+        planned,
+        seconds,
+        worked,
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        len(run.values),
+        max(one.relative for one in run.values),
+        verification.ok,
+        "; ".join(one.text for one in verification.findings),
     )
 
 
@@ -114,7 +132,8 @@ def _shipped(name: str, rules: str) -> tuple[Any, tuple, int]:
 
 
 def _depthwise(rules: str) -> tuple[Any, tuple, int]:
-    """A depthwise convolution before a dense layer that is split by columns, whose gradient under plain `jax.jit` is four times what it should be."""
+    """A depthwise convolution before a dense layer that is split by columns, whose gradient under plain `jax.jit` is
+    four times what it should be."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -123,7 +142,12 @@ def _depthwise(rules: str) -> tuple[Any, tuple, int]:
 
     def loss_fn(params, batch):
         x = jax.lax.conv_general_dilated(
-            batch["image"], params["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=64
+            batch["image"],
+            params["kernel"],
+            (1, 1),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=64,
         )
         logits = jax.nn.relu(x).mean((1, 2)) @ params["head"]
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
@@ -164,7 +188,12 @@ def _page(found: Sequence[Verified]) -> list[str]:
         "`depthwise` is a depthwise convolution before a dense layer that is split by columns, which XLA's partitioner differentiates wrongly under plain",
         "`jax.jit` (jax 0.10.2).",
     ]  # fmt: skip
-    lines += [f"Found there: {one.finding}." if one.finding else "With this version of splitjax its numbers are those of one device." for one in wrong]
+    lines += [
+        f"Found there: {one.finding}."
+        if one.finding
+        else "With this version of splitjax its numbers are those of one device."
+        for one in wrong
+    ]
     return lines
 
 

@@ -15,10 +15,12 @@ WRONG = 1
 
 @dataclasses.dataclass(frozen=True)
 class Verify(ModelCommand):
-    """Compare a model's training step on a mesh with one device: loss, every gradient, every new state leaf. Exits with 1 if any differs."""
+    """Compare a model's training step on a mesh with one device: loss, every gradient, every new state leaf. Exits with
+    1 if any differs."""
 
     sizes: Literal["shrunken", "given", "both"] = "shrunken"
-    """Sizes to compare at: the smallest that divide as the model's own do, or the model's own (which are then allocated)."""
+    """Sizes to compare at: the smallest that divide as the model's own do, or the model's own (which are then
+    allocated)."""
     own_precision: bool = False
     """Also compare in the model's own precision, which shows what rounding does."""
     json: pathlib.Path | None = None

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-# Two float64 programs whose sums are ordered otherwise differ by some 1e-16 per operation, relative to the largest value of an array. What an
+# Two float64 programs whose sums are ordered otherwise differ by some 1e-16 per operation, relative to the largest
+# value of an array. What an
 # error of the program leaves is larger by many orders of magnitude.
 TOLERANCE = 1e-9
 # Of an array that is zero but for rounding: differences below this much of 1 are none.
@@ -20,7 +21,8 @@ class Difference:
     """How far an array is from the reference.
 
     - `absolute`: the largest difference of an entry.
-    - `relative`: the same, over the largest magnitude in the reference; where that is zero but for rounding, the difference itself.
+    - `relative`: the same, over the largest magnitude in the reference; where that is zero but for rounding, the
+      difference itself.
     - `ratio`: what every entry is multiplied by, where that is one number; else None.
     - `replicas`: whether devices that should hold the same hold different numbers.
     - `comparable`: False where the reference is not finite.
@@ -48,7 +50,9 @@ def compare(value: Any, reference: Any) -> Difference:
     scale = float(np.max(np.abs(expected))) if finite else float("nan")
     worst, ratios, parts = 0.0, [], {}
     replicas = False
-    shards = [(one.data, one.index) for one in value.addressable_shards] if isinstance(value, jax.Array) else [(value, ())]
+    shards = (
+        [(one.data, one.index) for one in value.addressable_shards] if isinstance(value, jax.Array) else [(value, ())]
+    )
     for data, index in shards:
         part, mine = _host(data), expected[index]
         part = part.astype(mine.dtype)
@@ -69,7 +73,11 @@ def _host(array: Any) -> np.ndarray:
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     array = np.asarray(array)
-    return array.astype(np.float32) if array.dtype.kind == "V" or array.dtype.itemsize < 4 and array.dtype.kind == "f" else array
+    return (
+        array.astype(np.float32)
+        if array.dtype.kind == "V" or array.dtype.itemsize < 4 and array.dtype.kind == "f"
+        else array
+    )
 
 
 def _ratio(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float | None:

@@ -22,7 +22,8 @@ class ForwardRule:
 
 @dataclasses.dataclass(frozen=True)
 class ReverseRule:
-    """`forward`: operands -> results, residuals. `backward`: (residuals, cotangents of `results`) -> gradients of `positions`."""
+    """`forward`: operands -> results, residuals. `backward`: (residuals, cotangents of `results`) -> gradients of
+    `positions`."""
 
     forward: Any
     backward: Any
@@ -59,11 +60,15 @@ def vjp_of(eqn: Any) -> ReverseRule:
     with jax.enable_x64(False):
         closed, (_, residuals) = _compat.trace(forward, *_types(eqn.invars))
         cotangents = [_types(eqn.outvars)[k] for k in results]
-        backward, _ = _compat.trace(lambda kept, given: jax.tree.unflatten(trees[0], kept)(given), list(residuals), cotangents)
+        backward, _ = _compat.trace(
+            lambda kept, given: jax.tree.unflatten(trees[0], kept)(given), list(residuals), cotangents
+        )
     return ReverseRule(closed, backward, positions, results)
 
 
-def _outputs(eqn: Any, operands: Sequence[Any], positions: Sequence[int], differentiated: Sequence[Any], results: Sequence[int]) -> tuple[list, list]:
+def _outputs(
+    eqn: Any, operands: Sequence[Any], positions: Sequence[int], differentiated: Sequence[Any], results: Sequence[int]
+) -> tuple[list, list]:
     merged = list(operands)
     for i, value in zip(positions, differentiated, strict=True):
         merged[i] = value

@@ -1,4 +1,5 @@
-"""Which operation a wrong value begins at: the first in program order, or backward the last, whose value differs from one device's."""
+"""Which operation a wrong value begins at: the first in program order, or backward the last, whose value differs from
+one device's."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ RunTapped = Callable[[Callable[[], Taps]], tuple[list[Tap], list[Any], list[Any]
 def locate(entry: Entry, run_tapped: RunTapped, record: Callable[[Taps], None]) -> Finding | None:
     """The operation where values begin to differ; None where nothing differs any more once operations are looked at.
 
-    **Arguments:** `entry`: the step as the user calls it. `record(taps)` evaluates the step abstractly with taps that take note."""
+    **Arguments:** `entry`: the step as the user calls it. `record(taps)` evaluates the step abstractly with taps that
+    take note."""
     taps, values, references = run_tapped(ResultTaps)
     found = _first(taps, values, references)
     if found is None:
@@ -36,7 +38,9 @@ def locate(entry: Entry, run_tapped: RunTapped, record: Callable[[Taps], None]) 
     return describe(entry, *(last or found))
 
 
-def _differing(taps: Sequence[Tap], values: Sequence[Any], references: Sequence[Any]) -> list[tuple[int, Tap, Difference]]:
+def _differing(
+    taps: Sequence[Tap], values: Sequence[Any], references: Sequence[Any]
+) -> list[tuple[int, Tap, Difference]]:
     compared = [(number, tap, compare(values[number], references[number])) for number, tap in enumerate(taps)]
     return [(number, tap, one) for number, tap, one in compared if one.exceeds()]
 
@@ -50,13 +54,20 @@ def _first(taps: Sequence[Tap], values: Sequence[Any], references: Sequence[Any]
 def _last(taps: Sequence[Tap], values: Sequence[Any], references: Sequence[Any]) -> tuple[Tap, Difference] | None:
     """The last difference in program order: cotangents behind it agree, so that it is where they go wrong."""
     found = _differing(taps, values, references)
-    return _in_loop(max(found, key=lambda item: item[1].site), found, values, references, backward=True) if found else None
+    return (
+        _in_loop(max(found, key=lambda item: item[1].site), found, values, references, backward=True) if found else None
+    )
 
 
 def _in_loop(
-    chosen: tuple[int, Tap, Difference], found: Sequence[tuple[int, Tap, Difference]], values: Sequence[Any], references: Sequence[Any], backward: bool
+    chosen: tuple[int, Tap, Difference],
+    found: Sequence[tuple[int, Tap, Difference]],
+    values: Sequence[Any],
+    references: Sequence[Any],
+    backward: bool,
 ) -> tuple[Tap, Difference]:
-    """The operation to name where a difference was found: in a loop the one that is first (or, backward, last) to differ, in the iteration that
+    """The operation to name where a difference was found: in a loop the one that is first (or, backward, last) to
+    differ, in the iteration that
     runs first (last)."""
     _, tap, difference = chosen
     if not tap.loops:
@@ -95,7 +106,17 @@ def describe(entry: Entry, tap: Tap, difference: Difference) -> Finding:
         amount = f"off by {difference.relative:.2g} of its largest entry"
     where = [layer, f"at {source}" if source else "", layout]
     text = f"{subject} {', '.join(one for one in where if one)}: {amount}"
-    return Finding(name, what, operand if what == "gradient" else "", layer, source, layout, difference.relative, difference.ratio, text)
+    return Finding(
+        name,
+        what,
+        operand if what == "gradient" else "",
+        layer,
+        source,
+        layout,
+        difference.relative,
+        difference.ratio,
+        text,
+    )
 
 
 def _name(eqn: Any) -> str:
@@ -123,7 +144,8 @@ def _operand(tap: Tap, use: Use | None) -> str:
 
 
 def _layer(entry: Entry, tap: Tap, use: Use | None) -> str:
-    """The layer of an operation, as "in layer NAME"; of one without weights, the scope it stands in, or the layer of the last product before it."""
+    """The layer of an operation, as "in layer NAME"; of one without weights, the scope it stands in, or the layer of
+    the last product before it."""
     if use is not None:
         return f"in layer {use.layer}"
     scope = _compat.name_stack(tap.eqn)
@@ -149,7 +171,11 @@ def _layout(entry: Entry, tap: Tap, use: Use | None) -> str:
     plan = entry.plan
     parts = []
     if use is not None:
-        batch = spec_text((plan.batch_axes if len(plan.batch_axes) != 1 else plan.batch_axes[0],)) if plan.batch_axes else "replicated"
+        batch = (
+            spec_text((plan.batch_axes if len(plan.batch_axes) != 1 else plan.batch_axes[0],))
+            if plan.batch_axes
+            else "replicated"
+        )
         parts.append(f"batch {batch}")
         parts.append(f"weight {use.param} {spec_text(plan.spec(use.param))}")
     for one in plan.constraints:

@@ -17,7 +17,8 @@ Change = Callable[[Mapping[str, Any], Shapes, Shapes, Shapes, Shapes], dict[str,
 BITWISE = frozenset({"bitcast_convert_type", "nextafter"})
 # At the sizes, too, because its parameters hold programs or buffers of these.
 AS_TRACED = frozenset({
-    "pallas_call", "shard_map", "ffi_call", "custom_linear_solve", "custom_partitioning", "linear_call", "custom_lin", "pure_callback", "io_callback",
+    "pallas_call", "shard_map", "ffi_call", "custom_linear_solve", "custom_partitioning", "linear_call", "custom_lin",
+    "pure_callback", "io_callback",
     "xla_metadata_call",
 })  # fmt: skip
 
@@ -32,7 +33,8 @@ def wide(dtype: Any) -> Any:
 
 
 def widened(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that name a floating dtype, for float64 throughout. Precisions that name an algorithm are those of narrower dtypes."""
+    """The parameters that name a floating dtype, for float64 throughout. Precisions that name an algorithm are those of
+    narrower dtypes."""
     changed = {}
     for name in ("new_dtype", "dtype", "preferred_element_type"):
         value = params.get(name)
@@ -43,10 +45,17 @@ def widened(params: Mapping[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def resized(name: str, params: Mapping[str, Any], old: tuple[Shapes, Shapes], new: tuple[Shapes, Shapes]) -> dict[str, Any]:
-    """The parameters of primitive `name` that hold sizes, for other shapes. `old`, `new`: shapes of all operands, of all results."""
+def resized(
+    name: str, params: Mapping[str, Any], old: tuple[Shapes, Shapes], new: tuple[Shapes, Shapes]
+) -> dict[str, Any]:
+    """The parameters of primitive `name` that hold sizes, for other shapes. `old`, `new`: shapes of all operands, of
+    all results."""
     change = _CHANGES.get(name)
-    return {} if change is None or (list(old[0]) == list(new[0]) and list(old[1]) == list(new[1])) else change(params, *old, *new)
+    return (
+        {}
+        if change is None or (list(old[0]) == list(new[0]) and list(old[1]) == list(new[1]))
+        else change(params, *old, *new)
+    )
 
 
 def _result_shape(parameter: str) -> Change:
@@ -93,10 +102,13 @@ def _behind_keys(params, ins, outs, new_ins, new_outs):
 
 _CHANGES: dict[str, Change] = {
     "broadcast_in_dim": _result_shape("shape"), "iota": _result_shape("shape"), "empty": _result_shape("shape"),
-    "rng_uniform": _result_shape("shape"), "rng_bit_generator": _result_shape("shape"), "reshape": _result_shape("new_sizes"),
-    "dynamic_slice": _result_shape("slice_sizes"), "slice": _slice, "gather": _gather, "conv_general_dilated": _convolution,
+    "rng_uniform": _result_shape("shape"), "rng_bit_generator": _result_shape("shape"),
+    "reshape": _result_shape("new_sizes"), "dynamic_slice": _result_shape("slice_sizes"), "slice": _slice,
+    "gather": _gather, "conv_general_dilated": _convolution,
     "random_bits": _behind_keys, "random_split": _behind_keys,
     "split": lambda params, ins, outs, new_ins, new_outs: {"sizes": tuple(one[params["axis"]] for one in new_outs)},
     "top_k": lambda params, ins, outs, new_ins, new_outs: {"k": new_outs[0][params.get("axis", -1)]},
-    "tile": lambda params, ins, outs, new_ins, new_outs: {"reps": tuple(o // i for i, o in zip(new_ins[0], new_outs[0], strict=True))},
+    "tile": lambda params, ins, outs, new_ins, new_outs: {
+        "reps": tuple(o // i for i, o in zip(new_ins[0], new_outs[0], strict=True))
+    },
 }  # fmt: skip

@@ -1,4 +1,5 @@
-"""A step at other sizes or in float64, as two programs: the plan's, and the same step on one device without any plan."""
+"""A step at other sizes or in float64, as two programs: the plan's, and the same step on one device without any
+plan."""
 
 from __future__ import annotations
 
@@ -21,14 +22,17 @@ from splitjax.verify.rewriting import Rewriter
 from splitjax.verify.sizes import Choice, Misfit, Shape, Sized, analyse, transferred
 from splitjax.verify.taps import NONE, Taps
 
-# Programs that run once: with few of LLVM's optimisations, which come behind everything that is verified here. With none at all, XLA's CPU compiler
-# computes an operand of a maximum otherwise than the copy that its derivative compares with the maximum, and gradients get lost (jax 0.10.2).
+# Programs that run once: with few of LLVM's optimisations, which come behind everything that is verified here. With
+# none at all, XLA's CPU compiler
+# computes an operand of a maximum otherwise than the copy that its derivative compares with the maximum, and gradients
+# get lost (jax 0.10.2).
 _QUICKLY = {"cpu": {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_passes": True}}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Variant:
-    """A step at the sizes of `choice` (None: as it is), in float64 or as it is, in microbatches or whole. `entry`: the step as the user calls
+    """A step at the sizes of `choice` (None: as it is), in float64 or as it is, in microbatches or whole. `entry`: the
+    step as the user calls
     it."""
 
     entry: Entry
@@ -56,10 +60,13 @@ class Variant:
         """Of the flat arguments."""
         inner, _ = _compat.open_jaxpr(self.entry.jaxpr)
         dtype = wide if self.float64 else lambda one: one
-        return tuple(jax.ShapeDtypeStruct(shape, dtype(v.aval.dtype)) for shape, v in zip(self.shapes, inner.invars, strict=True))
+        return tuple(
+            jax.ShapeDtypeStruct(shape, dtype(v.aval.dtype)) for shape, v in zip(self.shapes, inner.invars, strict=True)
+        )
 
     def evaluate(self, leaves: Sequence[Any], taps: Taps = NONE, constrained: bool = True) -> list[Any]:
-        """The flat results of the step. Leaves with another number of examples than this variant's are those of a microbatch."""
+        """The flat results of the step. Leaves with another number of examples than this variant's are those of a
+        microbatch."""
         jaxpr, sized = self.entry.jaxpr, self.sized
         given = tuple(tuple(np.shape(leaf)) for leaf in leaves)
         if given != self.shapes:
@@ -74,14 +81,22 @@ class Variant:
             leaf = self.entry.plan.leaves[number]
             aval = _compat.open_jaxpr(self.entry.jaxpr)[0].invars[number].aval
             is_batch = argument.is_batch and bool(shape)
-            types.append(jax.ShapeDtypeStruct((shape[0], *leaf.shape[1:]) if is_batch else leaf.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False))))
+            types.append(
+                jax.ShapeDtypeStruct(
+                    (shape[0], *leaf.shape[1:]) if is_batch else leaf.shape,
+                    aval.dtype,
+                    weak_type=bool(getattr(aval, "weak_type", False)),
+                )
+            )
         with jax.enable_x64(False):
             jaxpr = self.entry.trace(types)
         if self.sized is None:
             return jaxpr, None
         other = analyse(jaxpr)
         examples = {
-            one for value, argument in zip(other.flat.inputs, arguments, strict=True) if argument.is_batch and other.dims[value]
+            one
+            for value, argument in zip(other.flat.inputs, arguments, strict=True)
+            if argument.is_batch and other.dims[value]
             for one in other.dims[value][0]
         }
         try:
@@ -94,7 +109,8 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pair:
-    """The two programs of a variant: `subject(leaves)` under the plan, `reference(leaves)` on one device. Both return the flat results of the
+    """The two programs of a variant: `subject(leaves)` under the plan, `reference(leaves)` on one device. Both return
+    the flat results of the
     step, then the values of the taps, as arrays. `taps`: what these are, in order."""
 
     entry: Entry
@@ -105,7 +121,10 @@ class Pair:
 
 def make_pair(variant: Variant, recipe: Recipe, mesh: jax.sharding.Mesh, make_taps: Callable[[], Taps]) -> Pair:
     """Builds both programs; nothing is compiled yet. `recipe`: the step's, with the options that are verified."""
-    entry, dynamic = variant.entry, [n for n in range(len(variant.entry.bound.args)) if n not in recipe.options.static_argnums]
+    entry, dynamic = (
+        variant.entry,
+        [n for n in range(len(variant.entry.bound.args)) if n not in recipe.options.static_argnums],
+    )
     seen: list[Any] = []
 
     def evaluate(leaves: Sequence[Any], constrained: bool) -> tuple[list[Any], list[Any]]:
@@ -133,7 +152,9 @@ def make_pair(variant: Variant, recipe: Recipe, mesh: jax.sharding.Mesh, make_ta
     def subject(leaves: Sequence[Any]) -> list[Any]:
         call = list(args)
         for number in dynamic:
-            call[number] = jax.tree.unflatten(jax.tree.structure(args[number]), leaves[slice(*entry.bound.spans[number])])
+            call[number] = jax.tree.unflatten(
+                jax.tree.structure(args[number]), leaves[slice(*entry.bound.spans[number])]
+            )
         call = tuple(call)
         if mesh.is_multi_process:
             call = built.across_processes(mine, call, first=False)
@@ -163,7 +184,10 @@ def make_pair(variant: Variant, recipe: Recipe, mesh: jax.sharding.Mesh, make_ta
 
 def _pinned(plan: Plan, types: Sequence[jax.ShapeDtypeStruct]) -> Plan:
     """The plan, for leaves of other shapes and dtypes."""
-    leaves = tuple(dataclasses.replace(leaf, shape=tuple(one.shape), dtype=str(one.dtype)) for leaf, one in zip(plan.leaves, types, strict=True))
+    leaves = tuple(
+        dataclasses.replace(leaf, shape=tuple(one.shape), dtype=str(one.dtype))
+        for leaf, one in zip(plan.leaves, types, strict=True)
+    )
     return dataclasses.replace(plan, leaves=leaves, syncs=(), partial=None)
 
 

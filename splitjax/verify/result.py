@@ -18,7 +18,8 @@ _SHOWN = 12  # rows of a table that is cut
 class DimSize:
     """A class of dims that are of one size.
 
-    - `name`: a parameter and its dim, or an operation, that has it. `given`: its size in the step; `used`: in the programs compared.
+    - `name`: a parameter and its dim, or an operation, that has it. `given`: its size in the step; `used`: in the
+      programs compared.
     - `why`: why it was not shrunk; empty if it was, or if it is the smallest already.
     """
 
@@ -35,7 +36,8 @@ class ComparedValue:
     - `kind`: `loss`, `auxiliary`, `gradient`, `state` or `result`. `name`: a path. `shape`: in the programs compared.
     - `absolute`: the largest difference of an entry; `relative`: the same over the largest magnitude on one device.
     - `ratio`: what every entry is multiplied by, where that is one number other than 1.
-    - `own_relative`: `relative` with both programs in the step's own precision: rounding, where `ok`. None if that was not asked for.
+    - `own_relative`: `relative` with both programs in the step's own precision: rounding, where `ok`. None if that was
+      not asked for.
     - `note`: what else there is to say: copies that differ between devices, values that are not finite.
     """
 
@@ -54,7 +56,8 @@ class ComparedValue:
 class Finding:
     """The first operation whose value differs from one device's.
 
-    - `operation`: the primitive. `what`: `value`, or `gradient` for what the backward pass makes of it. `operand`: of a gradient, which.
+    - `operation`: the primitive. `what`: `value`, or `gradient` for what the backward pass makes of it. `operand`: of a
+      gradient, which.
     - `layer`, `source` (`file:line`), `layout`: where it stands, and how its operands lie on the mesh.
     - `ratio`: as `ComparedValue.ratio`. `relative`: the difference.
     - `text`: all of it as a sentence.
@@ -125,17 +128,22 @@ class Verification:
             worst = max(run.wrong, key=lambda one: one.relative)
             place = "; ".join(one.text for one in run.findings) or f"{self.step} under rules={self.rules!r}"
             raise VerificationError(
-                f"the step computes other numbers on {self.mesh} than on one device: {len(run.wrong)} of {len(run.values)} values differ in "
+                f"the step computes other numbers on {self.mesh} than on one device: {len(run.wrong)} of "
+                f"{len(run.values)} values differ in "
                 f"float64, the {worst.kind} of {worst.name} most",
-                value=_difference_text(worst), place=place,
-                remedy="use rules that do not split the layer named, or constrain its operands with jax.lax.with_sharding_constraint; if it is "
+                value=_difference_text(worst),
+                place=place,
+                remedy="use rules that do not split the layer named, or constrain its operands with jax.lax.with_sharding_constraint; "
+                "if it is "
                 "splitjax that is wrong, report it with str(step.verify(...)) (docs/verify.md)",
             )
         return self
 
     def to_json(self) -> str:
         """As JSON text."""
-        return json.dumps({"format": FORMAT, "ok": self.ok, "seconds": self.seconds, **dataclasses.asdict(self)}, indent=1)
+        return json.dumps(
+            {"format": FORMAT, "ok": self.ok, "seconds": self.seconds, **dataclasses.asdict(self)}, indent=1
+        )
 
     def __str__(self) -> str:
         return "\n".join(_text(self))
@@ -170,7 +178,9 @@ def _text(found: Verification) -> Iterator[str]:
 def _values_text(run: VerifiedRun) -> Iterator[str]:
     own = any(one.own_relative is not None for one in run.values)
     yield ""
-    yield f"{'kind':<10}{'values':>7}{'wrong':>7}{'largest relative difference':>30}" + (f"{'own precision':>18}" if own else "")
+    yield f"{'kind':<10}{'values':>7}{'wrong':>7}{'largest relative difference':>30}" + (
+        f"{'own precision':>18}" if own else ""
+    )
     yield "─" * (72 if own else 54)
     for kind in dict.fromkeys(one.kind for one in run.values):
         mine = [one for one in run.values if one.kind == kind]
@@ -182,7 +192,8 @@ def _values_text(run: VerifiedRun) -> Iterator[str]:
         yield f"{'wrong value':<48}{'relative':>12}{'times one device':>20}"
         yield "─" * _WIDTH
         for one in run.wrong[:_SHOWN]:
-            yield f"{_cut(f'{one.kind} {one.name}', 46):<48}{one.relative:>12.2e}{'' if one.ratio is None else f'{one.ratio:.6g}':>20}"
+            times = "" if one.ratio is None else f"{one.ratio:.6g}"
+            yield f"{_cut(f'{one.kind} {one.name}', 46):<48}{one.relative:>12.2e}{times:>20}"
             if one.note:
                 yield from _wrap(one.note, "  ")
         if len(run.wrong) > _SHOWN:

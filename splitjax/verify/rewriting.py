@@ -1,7 +1,9 @@
 """A traced step as a function of arrays of other sizes, in float64 if wanted, with taps at its operations.
 
-The step's jaxpr is evaluated equation by equation, each with its size and dtype parameters rewritten. Functions of Flax modules and the like
-cannot be called with other widths (they check shapes, and write sizes into the program); their jaxprs can. The result is traceable, so that
+The step's jaxpr is evaluated equation by equation, each with its size and dtype parameters rewritten. Functions of Flax
+modules and the like
+cannot be called with other widths (they check shapes, and write sizes into the program); their jaxprs can. The result
+is traceable, so that
 everything behind the trace sees an ordinary step.
 """
 
@@ -46,7 +48,10 @@ class Rewriter:
     def run(self, jaxpr: Any, operands: Sequence[Any], site: Site = (), taps: Taps = NONE) -> list[Any]:
         """Evaluates a closed jaxpr that stands at `site`."""
         inner, consts = _compat.open_jaxpr(jaxpr)
-        env = {var: self._constant(const, number, site) for number, (var, const) in enumerate(zip(inner.constvars, consts, strict=True))}
+        env = {
+            var: self._constant(const, number, site)
+            for number, (var, const) in enumerate(zip(inner.constvars, consts, strict=True))
+        }
         env.update(zip(inner.invars, operands, strict=True))
 
         def read(atom: Any) -> Any:
@@ -68,7 +73,9 @@ class Rewriter:
 
     def _literal(self, atom: Any) -> Any:
         dtype = atom.aval.dtype
-        return atom.val if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.asarray(atom.val, self.dtype(dtype))
+        return (
+            atom.val if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.asarray(atom.val, self.dtype(dtype))
+        )
 
     def _as_wide(self, value: Any) -> Any:
         dtype = self.dtype(value.dtype)
@@ -92,7 +99,9 @@ class Rewriter:
             return self.run(body, values, (*site, 0), taps)
         if name == "sharding_constraint" and not self.constrained:
             return values
-        if name == "reduce_precision" and self.float64:  # rounding on purpose would round two nearly equal numbers apart
+        if (
+            name == "reduce_precision" and self.float64
+        ):  # rounding on purpose would round two nearly equal numbers apart
             return values
         return self._primitive(eqn, values, site)
 
@@ -141,7 +150,8 @@ class Rewriter:
         return closed if hasattr(jaxpr, "consts") else _compat.open_jaxpr(closed)[0]
 
     def inside(self, jaxpr: Any, operands: Sequence[Any], site: Site) -> list[Any]:
-        """Evaluates a closed jaxpr that the trace does not number, such as a derivative rule's, at the operands' sizes."""
+        """Evaluates a closed jaxpr that the trace does not number, such as a derivative rule's, at the operands'
+        sizes."""
         try:
             sized = None if self.sized is None else local_sizes(jaxpr, [np.shape(value) for value in operands])
             return dataclasses.replace(self, sized=sized).run(jaxpr, operands)
@@ -151,7 +161,11 @@ class Rewriter:
 
 def _scan(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Taps) -> list[Any]:
     num_consts, num_carry = _compat.scan_counts(eqn.params)
-    consts, init, xs = values[:num_consts], values[num_consts : num_consts + num_carry], values[num_consts + num_carry :]
+    consts, init, xs = (
+        values[:num_consts],
+        values[num_consts : num_consts + num_carry],
+        values[num_consts + num_carry :],
+    )
     length = eqn.params["length"]
     lengths = {np.shape(x)[0] for x in xs}
     lengths |= set() if self.sized is None else {shape[0] for shape in self.sized.stacked.get(site, ())}
@@ -166,7 +180,12 @@ def _scan(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Taps) -
         return results[:num_carry], (results[num_carry:], local.values)
 
     carry, (ys, seen) = jax.lax.scan(
-        body, list(init), (list(xs), extra), length=length, reverse=eqn.params["reverse"], unroll=eqn.params["unroll"],
+        body,
+        list(init),
+        (list(xs), extra),
+        length=length,
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
     )
     taps.leave_loop(inner_taps, seen, length)
     return [*carry, *ys]
@@ -215,7 +234,8 @@ def _custom_jvp(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: T
         found = self.inside(rule.jaxpr, [*primals, *(tangents[i] for i in positions)], site)
         results, changes = found[: len(eqn.outvars)], iter(found[len(eqn.outvars) :])
         return results, [
-            next(changes) if number in rule.results else np.zeros(np.shape(result), jax.dtypes.float0) for number, result in enumerate(results)
+            next(changes) if number in rule.results else np.zeros(np.shape(result), jax.dtypes.float0)
+            for number, result in enumerate(results)
         ]
 
     return list(function(*values))
@@ -236,8 +256,12 @@ def _custom_vjp(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: T
         operands, residuals = kept
         found = iter(self.inside(rule.backward, [*residuals, *(cotangents[k] for k in rule.results)], site))
         return tuple(
-            next(found) if i in rule.positions else np.zeros(np.shape(value), jax.dtypes.float0)
-            if not jnp.issubdtype(value.dtype, jnp.inexact) else jnp.zeros_like(value) for i, value in enumerate(operands)
+            next(found)
+            if i in rule.positions
+            else np.zeros(np.shape(value), jax.dtypes.float0)
+            if not jnp.issubdtype(value.dtype, jnp.inexact)
+            else jnp.zeros_like(value)
+            for i, value in enumerate(operands)
         )
 
     function.defvjp(forward, backward)
@@ -259,7 +283,10 @@ def _boundary(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Tap
     closed, _ = _compat.trace(forward, *values, *zeros)
     closed, captured = _compat.detach_consts(closed)
     num_captured = len(captured)
-    positions = [*(num_captured + i for i in eqn.params["positions"]), *(num_captured + len(values) + k for k in range(len(zeros)))]
+    positions = [
+        *(num_captured + i for i in eqn.params["positions"]),
+        *(num_captured + len(values) + k for k in range(len(zeros))),
+    ]
     results = gradient.value_and_grad_p.bind(*captured, *values, *zeros, **{
         **eqn.params, "forward": closed, "positions": tuple(positions),
         "microbatches": eqn.params["microbatches"] if self.microbatches else None,
@@ -267,11 +294,14 @@ def _boundary(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Tap
     })  # fmt: skip
     num_seen = len(locals_[0].values)
     gradients = results[num_results + num_seen :]
-    taps.leave_boundary(inner, locals_[0], site, eqn, results[:num_results], results[num_results : num_results + num_seen], gradients)
+    taps.leave_boundary(
+        inner, locals_[0], site, eqn, results[:num_results], results[num_results : num_results + num_seen], gradients
+    )
     return [*results[:num_results], *gradients[: len(eqn.params["positions"])]]
 
 
 _SPECIAL = {
-    "scan": _scan, "while": _while, "cond": _cond, "remat": _remat, "remat2": _remat, "checkpoint": _remat, "custom_jvp_call": _custom_jvp,
+    "scan": _scan, "while": _while, "cond": _cond, "remat": _remat, "remat2": _remat, "checkpoint": _remat,
+    "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp, "custom_vjp_call_jaxpr": _custom_vjp, gradient.PRIMITIVE: _boundary,
 }  # fmt: skip

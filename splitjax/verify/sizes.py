@@ -1,8 +1,11 @@
 """The sizes that a traced step shrinks to: one smaller size for every class of dims that must be of one size.
 
-The classes are those of the trace (`trace.classes`), united by every link there is. Each class becomes the smallest size that has the same
-common divisors with the number of devices, so that a layout divides the small dims exactly where it divides the given ones. Every operation
-is then asked, by JAX's own shape rules, whether it takes the new sizes; the classes of dims that it does not let go of (windows, fixed
+The classes are those of the trace (`trace.classes`), united by every link there is. Each class becomes the smallest
+size that has the same
+common divisors with the number of devices, so that a layout divides the small dims exactly where it divides the given
+ones. Every operation
+is then asked, by JAX's own shape rules, whether it takes the new sizes; the classes of dims that it does not let go of
+(windows, fixed
 slices, the rows of a constant) keep theirs, until nothing changes any more.
 """
 
@@ -26,13 +29,15 @@ from splitjax.verify.parameters import AS_TRACED, Shape, resized
 Site = tuple[int, ...]
 # Calls whose bodies are rewritten with them: all others keep the sizes that they were traced with.
 OPEN_CALLS = frozenset({
-    "jit", "pjit", "closed_call", "core_call", "core_closed_call", "call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
+    "jit", "pjit", "closed_call", "core_call", "core_closed_call", "call", "remat", "remat2", "checkpoint",
+    "custom_jvp_call", "custom_vjp_call",
     "custom_vjp_call_jaxpr", "composite", "custom_vmap_call", "call_hi_primitive",
 })  # fmt: skip
 
 
 class Misfit(Exception):
-    """An operation does not take the sizes that were chosen. `site`: of the operation, or of the call that it stands in."""
+    """An operation does not take the sizes that were chosen. `site`: of the operation, or of the call that it stands
+    in."""
 
     def __init__(self, site: Site, why: str) -> None:
         super().__init__(why)
@@ -67,7 +72,8 @@ class Analysis:
     def dims(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Per value and dim the classes of its atoms, major first."""
         return tuple(
-            tuple(tuple(self.labels[a] for a in self.atoms.dim(value, d)) for d in range(len(shape))) for value, shape in enumerate(self.flat.shapes)
+            tuple(tuple(self.labels[a] for a in self.atoms.dim(value, d)) for d in range(len(shape)))
+            for value, shape in enumerate(self.flat.shapes)
         )
 
     def shape(self, value: int, new: Mapping[int, int]) -> Shape:
@@ -76,9 +82,7 @@ class Analysis:
 
     def sized(self, new: Mapping[int, int], num_constants: int) -> Sized:
         """All shapes, by where they stand."""
-        results = {
-            op.site: tuple(self.shape(v, new) for v in op.outputs) for op in self.flat.ops if op.eqn is not None
-        }
+        results = {op.site: tuple(self.shape(v, new) for v in op.outputs) for op in self.flat.ops if op.eqn is not None}
         stacked: dict[Site, tuple[Shape, ...]] = {}
         for op in self.flat.ops:
             if op.primitive == "_scan_out":
@@ -98,8 +102,10 @@ def analyse(jaxpr: Any, state_results: Mapping[int, int] | None = None) -> Analy
 
 
 def part_links(flat: Flat, shapes: list[Shape]) -> Iterator[RawLink]:
-    """Links for dims that are cut into equal parts, laid end to end from them (a fused projection, the halves of a rotation), or read in windows
-    that tile them: the whole is (parts, part). What computes with them does not need the links, but sizes do. Appends virtual values to
+    """Links for dims that are cut into equal parts, laid end to end from them (a fused projection, the halves of a
+    rotation), or read in windows
+    that tile them: the whole is (parts, part). What computes with them does not need the links, but sizes do. Appends
+    virtual values to
     `shapes`, as `link` does."""
     for index, op in enumerate(flat.ops):
         if op.primitive in _WINDOWED:
@@ -115,7 +121,12 @@ def part_links(flat: Flat, shapes: list[Shape]) -> Iterator[RawLink]:
         for d, size in enumerate(flat.shapes[wholes[0]] if wholes else ()):
             sizes = {flat.shapes[part][d] for part in parts}
             part = min(sizes)
-            if len(sizes) > 1 or part in (0, 1, size) or size % part or (op.primitive == "slice" and (op.params["start_indices"][d] % part or _step(op, d) != 1)):
+            if (
+                len(sizes) > 1
+                or part in (0, 1, size)
+                or size % part
+                or (op.primitive == "slice" and (op.params["start_indices"][d] % part or _step(op, d) != 1))
+            ):
                 continue
             shapes.append((size // part, part))
             virtual = len(shapes) - 1
@@ -123,7 +134,9 @@ def part_links(flat: Flat, shapes: list[Shape]) -> Iterator[RawLink]:
             yield from (RawLink(((one, d),), ((virtual, 1),), index, 0) for one in parts)
 
 
-_WINDOWED = frozenset({"reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "conv_general_dilated"})
+_WINDOWED = frozenset(
+    {"reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "conv_general_dilated"}
+)
 
 
 def _strides(op: Op) -> list[tuple[int, int, int]]:
@@ -146,13 +159,18 @@ def _step(op: Op, d: int) -> int:
 
 
 def offsets(analysis: Analysis) -> Iterator[tuple[int, int, int]]:
-    """Classes that differ by a fixed number: (longer, shorter, number). What a slice leaves out at the ends, a padding or a concatenation adds."""
+    """Classes that differ by a fixed number: (longer, shorter, number). What a slice leaves out at the ends, a padding
+    or a concatenation adds."""
     shapes, dims = analysis.flat.shapes, analysis.dims
     for op in analysis.flat.ops:
         if op.primitive == "slice":
             pairs = [(op.inputs[0], op.outputs[0], d) for d in range(len(shapes[op.outputs[0]])) if _step(op, d) == 1]
         elif op.primitive == "pad":
-            pairs = [(op.outputs[0], op.inputs[0], d) for d, (_, _, inner) in enumerate(op.params["padding_config"]) if inner == 0]
+            pairs = [
+                (op.outputs[0], op.inputs[0], d)
+                for d, (_, _, inner) in enumerate(op.params["padding_config"])
+                if inner == 0
+            ]
         elif op.primitive == "concatenate":
             d = op.params["dimension"]
             long = [v for v in op.inputs if shapes[v][d] != 1]
@@ -181,7 +199,8 @@ def grouped(analysis: Analysis) -> list[dict[int, int]]:
 
 
 def smallest_together(group: Mapping[int, int], sizes: Mapping[int, int], devices: int) -> dict[int, int]:
-    """New sizes for classes that differ by fixed numbers, each with the same common divisors with `devices` as before."""
+    """New sizes for classes that differ by fixed numbers, each with the same common divisors with `devices` as
+    before."""
     base = min(sizes[one] for one in group)
     for start in range(2, base + 1):
         if all(math.gcd(start + offset, devices) == math.gcd(sizes[one], devices) for one, offset in group.items()):
@@ -208,24 +227,36 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choice:
-    """Sizes chosen: class -> new size, for all classes that have another one, and the classes that had to keep theirs."""
+    """Sizes chosen: class -> new size, for all classes that have another one, and the classes that had to keep
+    theirs."""
 
     analysis: Analysis
     new: Mapping[int, int]
     kept: tuple[Kept, ...]
 
 
-def choose_sizes(analysis: Analysis, num_constants: int, devices: int, examples: Mapping[int, int], frozen: Mapping[int, str]) -> Choice:
+def choose_sizes(
+    analysis: Analysis, num_constants: int, devices: int, examples: Mapping[int, int], frozen: Mapping[int, str]
+) -> Choice:
     """New sizes for every class.
 
-    **Arguments:** `examples`: class of the example dim -> its new size. `frozen`: classes that must keep theirs, with the reason.
+    **Arguments:** `examples`: class of the example dim -> its new size. `frozen`: classes that must keep theirs, with
+    the reason.
     `num_constants`: of the outermost jaxpr; what bodies further in close over keeps its shape."""
     flat, kept = analysis.flat, dict(frozen)
     for value in flat.constants[num_constants:]:
-        kept |= {one: "a constant inside a loop or call has this size" for dim in analysis.dims[value] for one in dim if one not in kept}
+        kept |= {
+            one: "a constant inside a loop or call has this size"
+            for dim in analysis.dims[value]
+            for one in dim
+            if one not in kept
+        }
     together = {one: group for group in grouped(analysis) for one in group}
     for group in together.values():
-        why = next((kept[other] for other in group if other in kept), "it differs by a fixed number from the number of examples")
+        why = next(
+            (kept[other] for other in group if other in kept),
+            "it differs by a fixed number from the number of examples",
+        )
         if not kept.keys().isdisjoint(group) or not examples.keys().isdisjoint(group):
             kept |= {other: why for other in group if other not in kept and other not in examples}
     new = {one: examples.get(one, smallest(size, devices)) for one, size in analysis.sizes.items() if one not in kept}
@@ -255,15 +286,20 @@ def choose_sizes(analysis: Analysis, num_constants: int, devices: int, examples:
 
 
 def _to_freeze(analysis: Analysis, index: int, new: Mapping[int, int]) -> list[int]:
-    """The classes that an operation pins: those of dims that do not run through it, if any of them were to change; else all of them."""
+    """The classes that an operation pins: those of dims that do not run through it, if any of them were to change; else
+    all of them."""
     op, found = analysis.flat.ops[index], analysis.linked.maps[index]
     values = (*op.inputs, *op.outputs)
     changed = lambda dims: [one for value, d in dims for one in analysis.dims[value][d] if one in new]
     everything = [(value, d) for value in values for d in range(len(analysis.dims[value]))]
     if found is not None:
-        labels = collections.Counter(label for tensor in (*found.inputs, *found.outputs) for dim in tensor for label in dim)
+        labels = collections.Counter(
+            label for tensor in (*found.inputs, *found.outputs) for dim in tensor for label in dim
+        )
         alone = [
-            (value, d) for value, tensor in zip(values, (*found.inputs, *found.outputs), strict=True) for d, dim in enumerate(tensor)
+            (value, d)
+            for value, tensor in zip(values, (*found.inputs, *found.outputs), strict=True)
+            for d, dim in enumerate(tensor)
             if any(labels[label] == 1 for label in dim)
         ]
         if changed(alone):
@@ -282,8 +318,14 @@ def _takes(analysis: Analysis, op: Op, new: Mapping[int, int], known: dict[Any, 
     if op.primitive in AS_TRACED or any(call.primitive.name not in OPEN_CALLS for call in op.calls):
         return False
     try:
-        key = op.primitive, tuple(map(tuple, now[0])), tuple(map(tuple, now[1])), tuple(map(tuple, old[0])), tuple(sorted(op.eqn.params.items(), key=lambda p: p[0])), \
-            tuple(str(v.aval.dtype) for v in op.eqn.invars)
+        key = (
+            op.primitive,
+            tuple(map(tuple, now[0])),
+            tuple(map(tuple, now[1])),
+            tuple(map(tuple, old[0])),
+            tuple(sorted(op.eqn.params.items(), key=lambda p: p[0])),
+            tuple(str(v.aval.dtype) for v in op.eqn.invars),
+        )
         if key in known:
             return known[key]
     except TypeError:  # parameters that cannot be hashed
@@ -317,7 +359,8 @@ def _hands_on(primitive: str, ins: Sequence[Shape], outs: Sequence[Shape]) -> bo
 
 
 def local_sizes(jaxpr: Any, inputs: Sequence[Shape]) -> Sized | None:
-    """The shapes inside a closed jaxpr, such as a derivative rule's, once its inputs have other shapes; None where they have not.
+    """The shapes inside a closed jaxpr, such as a derivative rule's, once its inputs have other shapes; None where they
+    have not.
 
     Raises `Misfit` where they do not follow from those of the inputs."""
     inner, _ = _compat.open_jaxpr(jaxpr)
@@ -340,11 +383,14 @@ def local_sizes(jaxpr: Any, inputs: Sequence[Shape]) -> Sized | None:
 
 
 def transferred(choice: Choice, other: Analysis, changed: Collection[int]) -> dict[int, int]:
-    """The chosen sizes for another trace of the same program with another number of examples. `changed`: classes of the examples there.
+    """The chosen sizes for another trace of the same program with another number of examples. `changed`: classes of the
+    examples there.
 
     Raises `Misfit` where the traces are not the same program, or their dims are made of other factors."""
     mine = choice.analysis
-    if [op.primitive for op in mine.flat.ops] != [op.primitive for op in other.flat.ops] or len(mine.dims) != len(other.dims):
+    if [op.primitive for op in mine.flat.ops] != [op.primitive for op in other.flat.ops] or len(mine.dims) != len(
+        other.dims
+    ):
         raise Misfit((), "the step is another program for another number of examples")
     new: dict[int, int] = {}
     for here, there in zip(mine.dims, other.dims, strict=True):

@@ -1,6 +1,7 @@
 """Taps: what a rewritten step shows of its operations besides its results.
 
-Forward, every floating-point result of every operation. Backward, for every floating-point operand of every operation inside a gradient
+Forward, every floating-point result of every operation. Backward, for every floating-point operand of every operation
+inside a gradient
 boundary, what the operation contributes to its cotangent: a zero is added to the operand, and differentiated.
 """
 
@@ -22,7 +23,8 @@ Site = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Tap:
-    """What is looked at: a result of an equation (`operand` is None), or what it contributes to the cotangent of an operand."""
+    """What is looked at: a result of an equation (`operand` is None), or what it contributes to the cotangent of an
+    operand."""
 
     site: Site
     eqn: Any
@@ -69,9 +71,17 @@ class Taps:
         return []
 
     def leave_boundary(
-        self, inner: Taps, local: Taps, site: Site, eqn: Any, results: Sequence[Any], values: Sequence[Any], gradients: Sequence[Any]
+        self,
+        inner: Taps,
+        local: Taps,
+        site: Site,
+        eqn: Any,
+        results: Sequence[Any],
+        values: Sequence[Any],
+        gradients: Sequence[Any],
     ) -> None:
-        """Takes over what was seen inside a boundary (`values`), its value and auxiliary values (`results`), and its gradients."""
+        """Takes over what was seen inside a boundary (`values`), its value and auxiliary values (`results`), and its
+        gradients."""
 
 
 NONE = Taps()
@@ -79,7 +89,11 @@ NONE = Taps()
 
 def is_whole(eqn: Any) -> bool:
     """Whether an equation is looked at by itself: it is not a call whose body's equations are."""
-    return call_body(eqn) is None or eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+    return call_body(eqn) is None or eqn.primitive.name in (
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+    )
 
 
 def is_floating(value: Any) -> bool:
@@ -123,7 +137,14 @@ class ResultTaps(Taps):
         return self
 
     def leave_boundary(
-        self, inner: Taps, local: Taps, site: Site, eqn: Any, results: Sequence[Any], values: Sequence[Any], gradients: Sequence[Any]
+        self,
+        inner: Taps,
+        local: Taps,
+        site: Site,
+        eqn: Any,
+        results: Sequence[Any],
+        values: Sequence[Any],
+        gradients: Sequence[Any],
     ) -> None:
         self.take(local, values)
         for number, value in enumerate(results):
@@ -132,17 +153,24 @@ class ResultTaps(Taps):
                 self.values.append(value)
         names = eqn.params["names"]
         for number, (position, value) in enumerate(zip(eqn.params["positions"], gradients, strict=True)):
-            self.taps.append(Tap(site, eqn, result=len(eqn.outvars) - len(gradients) + number, gradient_of=names[position]))
+            self.taps.append(
+                Tap(site, eqn, result=len(eqn.outvars) - len(gradients) + number, gradient_of=names[position])
+            )
             self.values.append(value)
 
 
 class CotangentTaps(Taps):
     """What every operation inside a boundary contributes to the cotangents of its operands.
 
-    `wanted`: pairs (site, operand) with shape and dtype of the zero that is added there, by the site of the boundary's forward; None while they
+    `wanted`: pairs (site, operand) with shape and dtype of the zero that is added there, by the site of the boundary's
+    forward; None while they
     are still being found out."""
 
-    def __init__(self, wanted: dict[Site, list[tuple[Tap, Any]]] | None = None, found: dict[Site, list[tuple[Tap, Any]]] | None = None) -> None:
+    def __init__(
+        self,
+        wanted: dict[Site, list[tuple[Tap, Any]]] | None = None,
+        found: dict[Site, list[tuple[Tap, Any]]] | None = None,
+    ) -> None:
         super().__init__()
         self.wanted = wanted
         self.found = {} if found is None else found  # by boundary; filled where `wanted` is None
@@ -163,12 +191,21 @@ class CotangentTaps(Taps):
             return values
         values = list(values)
         for number, (atom, value) in enumerate(zip(eqn.invars, values, strict=True)):
-            if isinstance(atom, _compat.Literal) or not is_floating(value) or (eqn.primitive.name == "scan" and not np.shape(value)):
+            if (
+                isinstance(atom, _compat.Literal)
+                or not is_floating(value)
+                or (eqn.primitive.name == "scan" and not np.shape(value))
+            ):
                 continue
             if self.wanted is None:
                 if atom not in self._singles:
                     shape = (*self._loops, *np.shape(value))
-                    self._seen.append((Tap(site, eqn, operand=number, loops=len(self._loops)), jax.ShapeDtypeStruct(shape, value.dtype)))
+                    self._seen.append(
+                        (
+                            Tap(site, eqn, operand=number, loops=len(self._loops)),
+                            jax.ShapeDtypeStruct(shape, value.dtype),
+                        )
+                    )
             elif (site, number) in self._supply:
                 values[number] = jax.lax.add(value, self._supply[site, number])
         return values
@@ -181,7 +218,9 @@ class CotangentTaps(Taps):
 
     def enter_loop(self, site: Site, length: int) -> tuple[Taps, list[Any]]:
         keys = [key for key in self._supply if key[0][: len(site)] == site]
-        child = self._child({key: zero for key, zero in self._supply.items() if key not in keys}, [*self._loops, length])
+        child = self._child(
+            {key: zero for key, zero in self._supply.items() if key not in keys}, [*self._loops, length]
+        )
         child._keys = keys
         return child, [self._supply[key] for key in keys]
 
@@ -203,11 +242,20 @@ class CotangentTaps(Taps):
         return [jnp.zeros(one.shape, one.dtype) for _, one in (self.wanted or {}).get(self._boundary, ())]
 
     def leave_boundary(
-        self, inner: Taps, local: Taps, site: Site, eqn: Any, results: Sequence[Any], values: Sequence[Any], gradients: Sequence[Any]
+        self,
+        inner: Taps,
+        local: Taps,
+        site: Site,
+        eqn: Any,
+        results: Sequence[Any],
+        values: Sequence[Any],
+        gradients: Sequence[Any],
     ) -> None:
         if self.wanted is None:
             # A body may be traced more than once.
-            self.found[inner._boundary] = list({(tap.site, tap.operand): (tap, one) for tap, one in inner._seen}.values())
+            self.found[inner._boundary] = list(
+                {(tap.site, tap.operand): (tap, one) for tap, one in inner._seen}.values()
+            )
             return
         own = len(eqn.params["positions"])
         forward, _ = _compat.open_jaxpr(eqn.params["forward"])
@@ -215,7 +263,14 @@ class CotangentTaps(Taps):
             reader = _single_reader(forward, position)
             if reader is not None and is_floating(value):
                 index, number = reader
-                self.taps.append(Tap((*site, 0, index), forward.eqns[index], operand=number, gradient_of=eqn.params["names"][position]))
+                self.taps.append(
+                    Tap(
+                        (*site, 0, index),
+                        forward.eqns[index],
+                        operand=number,
+                        gradient_of=eqn.params["names"][position],
+                    )
+                )
                 self.values.append(value)
         for (tap, _), value in zip(self.wanted[inner._boundary], gradients[own:], strict=True):
             self.taps.append(tap)
@@ -223,6 +278,12 @@ class CotangentTaps(Taps):
 
 
 def _single_reader(forward: Any, position: int) -> tuple[int, int] | None:
-    """Which equation, and which of its operands, is the only one to read an input; None if several do, or a call does."""
-    found = [(index, number) for index, eqn in enumerate(forward.eqns) for number, atom in enumerate(eqn.invars) if atom is forward.invars[position]]
+    """Which equation, and which of its operands, is the only one to read an input; None if several do, or a call
+    does."""
+    found = [
+        (index, number)
+        for index, eqn in enumerate(forward.eqns)
+        for number, atom in enumerate(eqn.invars)
+        if atom is forward.invars[position]
+    ]
     return found[0] if len(found) == 1 and is_whole(forward.eqns[found[0][0]]) else None

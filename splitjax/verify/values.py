@@ -1,4 +1,5 @@
-"""The values that a verified step runs on: the caller's where they fit, else drawn by the path of the leaf, alike in every process."""
+"""The values that a verified step runs on: the caller's where they fit, else drawn by the path of the leaf, alike in
+every process."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from splitjax.verify.sizes import Analysis
 
 
 def draw_values(
-    given: Sequence[Any], types: Sequence[jax.ShapeDtypeStruct], leaves: Sequence[LeafPlan], bound: int, own_values: bool,
+    given: Sequence[Any],
+    types: Sequence[jax.ShapeDtypeStruct],
+    leaves: Sequence[LeafPlan],
+    bound: int,
+    own_values: bool,
     seed: int = 0,
 ) -> list[np.ndarray]:
     """One value per flat argument.
@@ -29,14 +34,19 @@ def draw_values(
     - `own_values`: keep the caller's values of floating-point leaves that keep their shape, too.
     - `seed`: what is drawn is drawn otherwise with another one.
     """
-    return [_value(one, like, leaf, bound, own_values, seed) for one, like, leaf in zip(given, types, leaves, strict=True)]
+    return [
+        _value(one, like, leaf, bound, own_values, seed) for one, like, leaf in zip(given, types, leaves, strict=True)
+    ]
 
 
 def nudged(leaves: Sequence[Any]) -> list[Any]:
     """The same values, floating-point numbers changed by some 1e-13 of themselves."""
     rng = np.random.default_rng(0)
     return [
-        leaf * (1 + 1e-13 * rng.standard_normal(leaf.shape)) if isinstance(leaf, np.ndarray) and leaf.dtype == np.float64 else leaf for leaf in leaves
+        leaf * (1 + 1e-13 * rng.standard_normal(leaf.shape))
+        if isinstance(leaf, np.ndarray) and leaf.dtype == np.float64
+        else leaf
+        for leaf in leaves
     ]
 
 
@@ -61,7 +71,8 @@ def _value(given: Any, like: jax.ShapeDtypeStruct, leaf: LeafPlan, bound: int, o
 
 
 def _floats(rng: np.random.Generator, known: Any, shape: tuple[int, ...], role: str) -> np.ndarray:
-    """Numbers of the size of the caller's, if there are any that differ; else such that a deep network neither dies nor blows up.
+    """Numbers of the size of the caller's, if there are any that differ; else such that a deep network neither dies nor
+    blows up.
 
     What only updates read, and running statistics, may be variances: they are positive."""
     drawn = rng.standard_normal(shape)

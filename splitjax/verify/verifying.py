@@ -34,21 +34,30 @@ SIZES = ("shrunken", "given", "both")
 _ATTEMPTS = 40
 # How often numbers are drawn anew because the step jumps at them (ties of a maximum, say).
 _DRAWS = 3
-# A difference that is no more than this many times what the last digits of the inputs change on one device is that of a jump.
+# A difference that is no more than this many times what the last digits of the inputs change on one device is that of a
+# jump.
 _JUMP = 100.0
 # A step that cannot be shrunk is verified as it is up to this size.
 _MOST_BYTES = 1 << 30
 
 
-def verify_step(recipe: Recipe, mesh: jax.sharding.Mesh, entry: Entry, sizes: str = "shrunken", own_precision: bool = False) -> Verification:
+def verify_step(
+    recipe: Recipe, mesh: jax.sharding.Mesh, entry: Entry, sizes: str = "shrunken", own_precision: bool = False
+) -> Verification:
     """Compares every value of a step: see `ParallelStep.verify`.
 
-    **Arguments:** `entry`: the step's plan for these arguments, which may be `ShapeDtypeStruct`s. `own_precision`: also compare in the precision of
+    **Arguments:** `entry`: the step's plan for these arguments, which may be `ShapeDtypeStruct`s. `own_precision`: also
+    compare in the precision of
     the step, which shows how much of a difference is rounding.
 
     Raises `OptionError` for sizes that are none of `SIZES`."""
     if sizes not in SIZES:
-        raise OptionError("verify has no such sizes", value=sizes, place=f"{recipe.name}.verify, sizes", remedy=f"use one of {', '.join(SIZES)}")
+        raise OptionError(
+            "verify has no such sizes",
+            value=sizes,
+            place=f"{recipe.name}.verify, sizes",
+            remedy=f"use one of {', '.join(SIZES)}",
+        )
     recipe, notes = _verifiable(recipe, entry)
     runs = []
     for one in ("shrunken", "given") if sizes == "both" else (sizes,):
@@ -63,7 +72,10 @@ def _verifiable(recipe: Recipe, entry: Entry) -> tuple[Recipe, list[str]]:
         notes.append("partial backpropagation changes the numbers by design: the step is verified without it")
         recipe = dataclasses.replace(recipe, backprop=None)
     if entry.sparse is not None and (entry.sparse.rounded or any(one.lazy for one in entry.plan.syncs)):
-        notes.append("sync rounds values or leaves rows alone, which changes the numbers by design: tables are verified with sync='dense'")
+        notes.append(
+            "sync rounds values or leaves rows alone, which changes the numbers by design: tables are verified with "
+            "sync='dense'"
+        )
         recipe = dataclasses.replace(recipe, sync=DENSE, rules=dataclasses.replace(recipe.rules, sync="dense"))
     return recipe, notes
 
@@ -96,19 +108,30 @@ class _Run:
         own = self._own_differences(choice) if self.own_precision else [None] * len(differences)
         compared = tuple(
             _compared_value(kind, name, value, difference, jump, mine)
-            for (kind, name), value, difference, jump, mine in zip(self._names(pair), references, differences, jumps, own, strict=True)
+            for (kind, name), value, difference, jump, mine in zip(
+                self._names(pair), references, differences, jumps, own, strict=True
+            )
         )
         findings = ()
         if not all(one.ok for one in compared):
             findings = self._located(variant)
         others = _other_constraints(self.entry.plan, pair.entry.plan)
         if others:
-            self.notes.append(f"{others} of the plan's {len(self.entry.plan.constraints)} constraints are others at these sizes")
+            self.notes.append(
+                f"{others} of the plan's {len(self.entry.plan.constraints)} constraints are others at these sizes"
+            )
         if any(not one.comparable for one in differences):
             self.notes.append("some values are not finite on one device either: they are not compared")
         if any("jumps by" in one.note for one in compared):
             self.notes.append("some values jump where the step is looked at, on one device, too: they are not compared")
-        return VerifiedRun(self.sizes, self._dims(choice), compared, findings, time.perf_counter() - started, tuple(dict.fromkeys(self.notes)))
+        return VerifiedRun(
+            self.sizes,
+            self._dims(choice),
+            compared,
+            findings,
+            time.perf_counter() - started,
+            tuple(dict.fromkeys(self.notes)),
+        )
 
     def _compared(self) -> tuple[Choice | None, Variant, Pair, list[Any], list[Any]]:
         """Both programs at the smallest sizes that the step takes, run."""
@@ -140,11 +163,15 @@ class _Run:
         try:
             return choice, *self._pair_and_values(choice)
         except (Misfit, SplitjaxError) as error:
-            num_bytes = 2 * (sum(leaf.num_bytes for leaf in self.entry.graph.leaves) + self.entry.graph.activation_bytes)
+            num_bytes = 2 * (
+                sum(leaf.num_bytes for leaf in self.entry.graph.leaves) + self.entry.graph.activation_bytes
+            )
             if num_bytes > _MOST_BYTES:
                 raise VerificationError(
-                    f"the step cannot be shrunk ({error}), and one device would need some {num_bytes >> 20} MiB at the given sizes",
-                    place=f"{self.recipe.name}.verify", remedy='call verify(..., sizes="given") if a device holds that much',
+                    f"the step cannot be shrunk ({error}), and one device would need some {num_bytes >> 20} MiB "
+                    "at the given sizes",
+                    place=f"{self.recipe.name}.verify",
+                    remedy='call verify(..., sizes="given") if a device holds that much',
                 ) from error
             self.notes.append(f"the sizes are those given, for the step does not take others: {error}")
             return None, *self._pair_and_values(None)
@@ -155,12 +182,15 @@ class _Run:
         return variant, pair, values, references
 
     def _jumps(self, variant: Variant, pair: Pair, references: list[Any]) -> list[float]:
-        """By how much every value changes on one device, relative to its largest entry, when the inputs do in their last digits."""
+        """By how much every value changes on one device, relative to its largest entry, when the inputs do in their
+        last digits."""
         with jax.enable_x64(True):
             again = pair.reference(nudged(self._leaves(variant)))
         return [one.relative for one in _differences(again, references)]
 
-    def _run(self, variant: Variant, make_taps: Callable[[], Taps], pair: Pair | None = None) -> tuple[Pair, list[Any], list[Any]]:
+    def _run(
+        self, variant: Variant, make_taps: Callable[[], Taps], pair: Pair | None = None
+    ) -> tuple[Pair, list[Any], list[Any]]:
         with jax.enable_x64(variant.float64 or bool(jax.config.jax_enable_x64)):
             pair = pair or make_pair(variant, self.recipe, self.mesh, make_taps)
             leaves = self._leaves(variant)
@@ -172,7 +202,9 @@ class _Run:
         given = self.entry.bound.leaves
         if self.mesh.is_multi_process:  # all processes draw alike
             given = [jax.ShapeDtypeStruct(np.shape(one), one.dtype) for one in given]
-        return draw_values(given, variant.types, self.entry.plan.leaves, bound, own_values=variant.choice is None, seed=self.seed)
+        return draw_values(
+            given, variant.types, self.entry.plan.leaves, bound, own_values=variant.choice is None, seed=self.seed
+        )
 
     def _own_differences(self, choice: Choice | None) -> list[float]:
         variant = Variant(self.entry, choice, float64=False)
@@ -180,14 +212,17 @@ class _Run:
         return [compare(a, b).relative for a, b in zip(values, references, strict=True)]
 
     def _located(self, variant: Variant) -> tuple[Finding, ...]:
-        """The operation where values begin to differ. Where its loop over microbatches does not take the taps, it is looked for without."""
+        """The operation where values begin to differ. Where its loop over microbatches does not take the taps, it is
+        looked for without."""
         variants = [variant]
         if variant.microbatches and max(_microbatches(self.entry.jaxpr), default=1) > 1:
             variants.append(dataclasses.replace(variant, microbatches=False))
         for one in variants:
             try:
                 with jax.enable_x64(True):  # values are looked at iteration by iteration
-                    found = locate(self.entry, functools.partial(self._run_tapped, one), functools.partial(_record, one))
+                    found = locate(
+                        self.entry, functools.partial(self._run_tapped, one), functools.partial(_record, one)
+                    )
             except SplitjaxError as error:  # what is tapped cannot be cut into microbatches or turns, say
                 self.notes.append(f"the operation could not be looked for: {error.message}")
                 continue
@@ -195,7 +230,9 @@ class _Run:
                 if one is not variant:
                     self.notes.append("the operation was looked for without microbatches")
                 return (found,)
-            self.notes.append("no operation differs once all of them are looked at: XLA partitions the step otherwise then")
+            self.notes.append(
+                "no operation differs once all of them are looked at: XLA partitions the step otherwise then"
+            )
         return ()
 
     def _run_tapped(self, variant: Variant, make_taps: Callable[[], Taps]) -> tuple[list[Tap], list[Any], list[Any]]:
@@ -240,7 +277,9 @@ class _Run:
         paths, _ = jax.tree_util.tree_flatten_with_path(self.entry.result)
         state = {result: self.entry.plan.leaves[leaf].path for leaf, result in self.entry.matched.items()}
         names = [
-            ("state", state[number]) if number in state else ("result", jax.tree_util.keystr(path, simple=True, separator="/") or "result")
+            ("state", state[number])
+            if number in state
+            else ("result", jax.tree_util.keystr(path, simple=True, separator="/") or "result")
             for number, (path, _) in enumerate(paths)
         ]
         return [*names, *(_tap_name(tap, self.entry) for tap in pair.taps)]
@@ -251,7 +290,12 @@ class _Run:
         names = _class_names(self.analysis, self.entry)
         kept = {one.label: one.why for one in choice.kept}
         order = [one for one in names if one in choice.new or one in kept]
-        found = (DimSize(names[one], self.analysis.sizes[one], choice.new.get(one, self.analysis.sizes[one]), kept.get(one, "")) for one in order)
+        found = (
+            DimSize(
+                names[one], self.analysis.sizes[one], choice.new.get(one, self.analysis.sizes[one]), kept.get(one, "")
+            )
+            for one in order
+        )
         return tuple(dict.fromkeys(found))  # one line can have several dims of a kind
 
 
@@ -263,7 +307,9 @@ def _record(variant: Variant, taps: Taps) -> None:
 def _other_constraints(plan: Plan, small: Plan) -> int:
     """How many of a plan's constraints the plan of the smaller step does not have. Sites differ between the two."""
     key = lambda one: (one.layer, one.operand, one.spec, one.why)
-    return sum((collections.Counter(map(key, plan.constraints)) - collections.Counter(map(key, small.constraints))).values())
+    return sum(
+        (collections.Counter(map(key, plan.constraints)) - collections.Counter(map(key, small.constraints))).values()
+    )
 
 
 def _differences(values: Sequence[Any], references: Sequence[Any]) -> list[Difference]:
@@ -274,34 +320,50 @@ def _is_wrong(difference: Difference) -> bool:
     return difference.exceeds() or difference.replicas
 
 
-def _compared_value(kind: str, name: str, reference: Any, difference: Difference, jump: float, own: float | None) -> ComparedValue:
+def _compared_value(
+    kind: str, name: str, reference: Any, difference: Difference, jump: float, own: float | None
+) -> ComparedValue:
     """`jump`: by how much the value changes on one device when the inputs do in their last digits."""
     note = "devices that should hold the same numbers hold different ones" if difference.replicas else ""
     if not difference.comparable:
         note = "not finite on one device"
     ok = not _is_wrong(difference)
     if not ok and jump > TOLERANCE and difference.relative < _JUMP * jump:
-        ok, note = True, f"jumps by {jump:.1g} of its largest entry on one device, too, when the inputs change in their last digits: it is not compared"
-    return ComparedValue(kind, name, tuple(reference.shape), difference.absolute, difference.relative, ok, difference.ratio, own, note)
+        ok, note = (
+            True,
+            f"jumps by {jump:.1g} of its largest entry on one device, too, when the inputs change in their last "
+            "digits: it is not compared",
+        )
+    return ComparedValue(
+        kind, name, tuple(reference.shape), difference.absolute, difference.relative, ok, difference.ratio, own, note
+    )
 
 
 def _tap_name(tap: Tap, entry: Entry) -> tuple[str, str]:
     """Kind and name of what a gradient boundary gives."""
     if tap.gradient_of is not None:
-        path = next((one.param for one in entry.graph.gradients if (one.site, one.result) == (tap.site, tap.result)), tap.gradient_of)
+        path = next(
+            (one.param for one in entry.graph.gradients if (one.site, one.result) == (tap.site, tap.result)),
+            tap.gradient_of,
+        )
         return "gradient", path
     label = tap.eqn.params["label"].split(" at ")[0]
     return ("loss", label) if tap.result == 0 else ("auxiliary", f"{label} {tap.result}")
 
 
 def _class_names(analysis: Analysis, entry: Entry) -> dict[int, str]:
-    """Per class of dims a leaf and its dim that has it; the operation that has it first, for those that are in no leaf."""
+    """Per class of dims a leaf and its dim that has it; the operation that has it first, for those that are in no
+    leaf."""
     names: dict[int, str] = {}
     roles = ("param", "batch", "statistic", "input", "optimizer")
-    leaves = sorted(zip(entry.graph.leaves, analysis.flat.inputs, strict=True), key=lambda pair: roles.index(pair[0].role))
+    leaves = sorted(
+        zip(entry.graph.leaves, analysis.flat.inputs, strict=True), key=lambda pair: roles.index(pair[0].role)
+    )
     for leaf, value in leaves:
         for number, dim in enumerate(analysis.dims[value]):
-            label = leaf.dim_names[number] if number < len(leaf.dim_names) and leaf.dim_names[number] else f"dim {number}"
+            label = (
+                leaf.dim_names[number] if number < len(leaf.dim_names) and leaf.dim_names[number] else f"dim {number}"
+            )
             for one in dim:
                 names.setdefault(one, f"{leaf.path} {label}" + (" (a factor)" if len(dim) > 1 else ""))
     for op in analysis.flat.ops:
@@ -325,6 +387,6 @@ def _microbatches(jaxpr: Any) -> Sequence[int]:
 
 
 def _is_finite(array: Any) -> bool:
-    return not np.issubdtype(np.dtype(array.dtype) if not jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended) else np.int32, np.inexact) or bool(
-        np.all(np.isfinite(np.asarray(array)))
-    )
+    return not np.issubdtype(
+        np.dtype(array.dtype) if not jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended) else np.int32, np.inexact
+    ) or bool(np.all(np.isfinite(np.asarray(array))))

@@ -19,7 +19,14 @@ SMALL = "verify --model mlp --mesh data=2,model=4 --batch-size 32"
 def test_a_right_model_exits_with_0(run, tmp_path):
     status, out, _ = run(f"{SMALL} --json verify.json --html verify.html --own-precision")
     assert status == 0
-    for part in ("mlp (linen", "the same numbers as on one device", "shrunken sizes, float64", "own precision", "params/dense1/bias", "batch/image"):
+    for part in (
+        "mlp (linen",
+        "the same numbers as on one device",
+        "shrunken sizes, float64",
+        "own precision",
+        "params/dense1/bias",
+        "batch/image",
+    ):
         assert part in out.replace("\n  ", " ")
     read = json.loads((tmp_path / "verify.json").read_text())
     assert read["ok"] and read["runs"][0]["sizes"] == "shrunken"

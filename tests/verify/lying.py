@@ -1,4 +1,5 @@
-"""Operations that are wrong on purpose: on several devices they give twice what they give on one. They stand for errors of XLA's partitioner."""
+"""Operations that are wrong on purpose: on several devices they give twice what they give on one. They stand for errors
+of XLA's partitioner."""
 
 from __future__ import annotations
 

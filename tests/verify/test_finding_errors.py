@@ -87,13 +87,18 @@ def test_a_right_step_is_right_in_every_value(rules):
     assert verification.ok and verification.findings == () and verification.raise_if_wrong() is verification
     (run,) = verification.runs
     kinds = [one.kind for one in run.values]
-    assert kinds.count("gradient") == 3 and kinds.count("state") == 10 and kinds.count("loss") == kinds.count("auxiliary") == 1
+    assert (
+        kinds.count("gradient") == 3
+        and kinds.count("state") == 10
+        and kinds.count("loss") == kinds.count("auxiliary") == 1
+    )
     assert max(one.relative for one in run.values) < 1e-12
     assert {one.used for one in run.dims} <= {2, 3, 8, 16} and not any(one.why for one in run.dims)
 
 
 @pytest.mark.parametrize("hidden, rules", [
-    (unrolled, "splitbrain"), (scanned, "splitbrain"), (checkpointed, "megatron"), once(unrolled, "megatron"), once(scanned, "megatron"),
+    (unrolled, "splitbrain"), (scanned, "splitbrain"), (checkpointed, "megatron"),
+    once(unrolled, "megatron"), once(scanned, "megatron"),
 ])  # fmt: skip
 def test_a_wrong_value_is_found_at_its_operation(hidden, rules):
     verification, finding = found_in(hidden(lie), rules=rules)
@@ -109,7 +114,11 @@ def test_a_wrong_gradient_is_found_where_the_forward_pass_is_right(hidden):
     assert (finding.operation, finding.what) == ("honest", "gradient")
     assert finding.ratio == pytest.approx(2.0) and "lying.py" in finding.source
     wrong = {(one.kind, one.name) for one in verification.runs[0].wrong}
-    assert ("gradient", "params/first") in wrong and ("gradient", "params/last") not in wrong and not any(kind == "loss" for kind, _ in wrong)
+    assert (
+        ("gradient", "params/first") in wrong
+        and ("gradient", "params/last") not in wrong
+        and not any(kind == "loss" for kind, _ in wrong)
+    )
 
 
 def test_a_weights_gradient_is_named_with_layer_and_layout():
@@ -118,7 +127,10 @@ def test_a_weights_gradient_is_named_with_layer_and_layout():
     use = next(one for one in entry.graph.uses if one.param == "params/last")
     tap = Tap(use.site, equation_at(entry.jaxpr, use.site), operand=use.weight)
     text = describe(entry, tap, Difference(3.0, 3.0, ratio=4.0)).text
-    assert text.startswith("the weight gradient of dot_general in layer params/last, at ") and "test_finding_errors.py:" in text
+    assert (
+        text.startswith("the weight gradient of dot_general in layer params/last, at ")
+        and "test_finding_errors.py:" in text
+    )
     assert "batch P('data'), weight params/last P(None, 'model')" in text
     assert text.endswith("4 times one device's (the size of axis model)")
 
@@ -149,7 +161,9 @@ def test_derivative_rules_of_functions_are_kept():
     def scaled(x, k):
         return x * k
 
-    scaled.defvjp(lambda x, k: (x * k, (x, k)), lambda kept, cotangent: (3 * cotangent * kept[1], (cotangent * kept[0]).sum()))
+    scaled.defvjp(
+        lambda x, k: (x * k, (x, k)), lambda kept, cotangent: (3 * cotangent * kept[1], (cotangent * kept[0]).sum())
+    )
     step, state, batch = make(unrolled(lambda x: scaled(x, jnp.float32(2.0))))
     assert step.verify(state, batch).ok
     _, finding = found_in(unrolled(lambda x: scaled(lie(x), jnp.float32(2.0))))
@@ -159,7 +173,9 @@ def test_derivative_rules_of_functions_are_kept():
 def test_given_sizes_and_values_are_taken_as_they_are():
     step, state, batch = make(unrolled(honest))
     rng = np.random.default_rng(0)
-    fill = lambda one: rng.standard_normal(one.shape).astype(one.dtype) if one.dtype == jnp.float32 else np.zeros(one.shape, one.dtype)
+    fill = lambda one: (
+        rng.standard_normal(one.shape).astype(one.dtype) if one.dtype == jnp.float32 else np.zeros(one.shape, one.dtype)
+    )
     state, batch = jax.tree.map(fill, (state, batch))
     state["opt"] = jax.tree.map(np.abs, state["opt"])
     verification = step.verify(state, batch, sizes="both", own_precision=True)
@@ -189,7 +205,9 @@ def test_the_result_prints_in_80_columns_and_serialises():
 
 def initial(state, batch):
     key = jax.random.key(0)
-    fill = lambda one: jax.random.normal(key, one.shape) if one.dtype == jnp.float32 else jnp.zeros(one.shape, one.dtype)
+    fill = lambda one: (
+        jax.random.normal(key, one.shape) if one.dtype == jnp.float32 else jnp.zeros(one.shape, one.dtype)
+    )
     return jax.tree.map(fill, state), jax.tree.map(lambda one: np.asarray(fill(one)), batch)
 
 
@@ -236,7 +254,10 @@ def test_no_state_is_consumed_and_a_consumed_one_is_refused():
 @pytest.mark.parametrize("call, words", [
     (lambda: make(unrolled(honest), verify="always"), "verify has no such value"),
     (lambda: make(unrolled(honest), verify=True), "verify has no such value"),
-    (lambda: (lambda step, state, batch: step.verify(state, batch, sizes="small"))(*make(unrolled(honest))), "verify has no such sizes"),
+    (
+        lambda: (lambda step, state, batch: step.verify(state, batch, sizes="small"))(*make(unrolled(honest))),
+        "verify has no such sizes",
+    ),
 ])  # fmt: skip
 def test_wrong_options_are_typed_errors(call, words):
     with pytest.raises(SplitjaxError, match=words) as caught:
@@ -249,7 +270,11 @@ def test_values_that_jump_on_one_device_too_are_not_called_wrong():
     step, state, batch = make(lambda x, weights: x + 0.1 * x @ jnp.sin(1e16 * (x.T @ x)))
     verification = step.verify(state, batch)
     (run,) = verification.runs
-    assert verification.ok and any("jump" in one for one in run.notes) and any("jumps by" in one.note for one in run.values)
+    assert (
+        verification.ok
+        and any("jump" in one for one in run.notes)
+        and any("jumps by" in one.note for one in run.values)
+    )
     assert not any("jumps by" in one.note for one in run.values if one.name == "opt/0/count")
 
 

@@ -1,4 +1,5 @@
-"""The shipped models, at small sizes, under shipped rules, in both Flax libraries and in Equinox: all of their values are one device's."""
+"""The shipped models, at small sizes, under shipped rules, in both Flax libraries and in Equinox: all of their values
+are one device's."""
 
 from __future__ import annotations
 
@@ -86,7 +87,9 @@ def test_a_large_model_is_shrunk_before_anything_is_allocated():
     (run,) = step.verify(*arguments).runs
     assert run.ok and not any(one.why for one in run.dims)
     assert max(one.used for one in run.dims) <= 16
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600 * 1024  # kibibytes; the embedding's float64 alone would be 300
+    assert (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600 * 1024
+    )  # kibibytes; the embedding's float64 alone would be 300
 
 
 def equinox_step(change, **options):
@@ -148,7 +151,8 @@ def test_nnx_steps_are_verified_first():
 @pytest.mark.slow
 @pytest.mark.parametrize("rules", ["splitbrain", "megatron", "fsdp", "data_parallel"])
 @pytest.mark.parametrize("model, options", [
-    ("vgg16", {}), ("transformer", {"vocab_size": 50257, "max_len": 1024, "num_layers": 12, "d_model": 768, "num_heads": 12}),
+    ("vgg16", {}),
+    ("transformer", {"vocab_size": 50257, "max_len": 1024, "num_layers": 12, "d_model": 768, "num_heads": 12}),
 ])  # fmt: skip
 def test_it_takes_less_than_a_minute(model, options, rules):
     step, arguments = planned(model, rules, **options)

@@ -29,7 +29,9 @@ def cubed(x):
     return x**3
 
 
-cubed.defjvp(lambda primals, tangents: (primals[0] ** 3, 5 * primals[0] ** 2 * tangents[0]))  # not its derivative, on purpose
+cubed.defjvp(
+    lambda primals, tangents: (primals[0] ** 3, 5 * primals[0] ** 2 * tangents[0])
+)  # not its derivative, on purpose
 
 
 def powers(x, w):
@@ -59,7 +61,12 @@ def narrow(x, w):
 
 
 def normalised(x, w):
-    return jax.nn.softmax(jax.nn.gelu(x @ w)) + jax.nn.logsumexp(x, axis=-1, keepdims=True) + jnp.var(x, axis=0) + jax.nn.relu(x)
+    return (
+        jax.nn.softmax(jax.nn.gelu(x @ w))
+        + jax.nn.logsumexp(x, axis=-1, keepdims=True)
+        + jnp.var(x, axis=0)
+        + jax.nn.relu(x)
+    )
 
 
 def derived(x, w):
@@ -93,7 +100,12 @@ def test_in_float64_it_is_the_same_function_with_less_rounding(fun):
                 np.testing.assert_allclose(value, want, rtol=1e-8, atol=1e-8)
     for value, want in zip(values, expected, strict=True):
         assert value.dtype == np.float64
-        np.testing.assert_allclose(value, np.asarray(want, np.float64), rtol=2e-2 if fun is narrow else 1e-4, atol=5e-2 if fun is narrow else 1e-4)
+        np.testing.assert_allclose(
+            value,
+            np.asarray(want, np.float64),
+            rtol=2e-2 if fun is narrow else 1e-4,
+            atol=5e-2 if fun is narrow else 1e-4,
+        )
 
 
 def test_taps_show_every_result_and_every_contribution_to_a_cotangent():
@@ -108,7 +120,11 @@ def test_taps_show_every_result_and_every_contribution_to_a_cotangent():
     results = ResultTaps()
     plain = Rewriter(None, False).run(closed, (X, W), (), results)
     names = [tap.eqn.primitive.name for tap in results.taps]
-    assert names.count("dot_general") == 2 and names[-1] == "splitjax_value_and_grad" and results.taps[-1].gradient_of == "w"
+    assert (
+        names.count("dot_general") == 2
+        and names[-1] == "splitjax_value_and_grad"
+        and results.taps[-1].gradient_of == "w"
+    )
     np.testing.assert_allclose(results.values[names.index("tanh")], np.tanh(X @ W), rtol=1e-5)
 
     recorder = CotangentTaps()
@@ -118,6 +134,10 @@ def test_taps_show_every_result_and_every_contribution_to_a_cotangent():
     for value, want in zip(again, plain, strict=True):
         np.testing.assert_allclose(value, want, rtol=1e-6)
     # The weight is read twice: its gradient is the sum of what both products contribute.
-    parts = [value for tap, value in zip(tapped.taps, tapped.values, strict=True) if tap.eqn.primitive.name == "dot_general" and tap.operand == 1]
+    parts = [
+        value
+        for tap, value in zip(tapped.taps, tapped.values, strict=True)
+        if tap.eqn.primitive.name == "dot_general" and tap.operand == 1
+    ]
     assert len(parts) == 2
     np.testing.assert_allclose(sum(parts), plain[1], rtol=1e-5)

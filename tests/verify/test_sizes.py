@@ -1,4 +1,5 @@
-"""Which sizes a step shrinks to: equal dims alike, with the divisors they have, and only where every operation takes it."""
+"""Which sizes a step shrinks to: equal dims alike, with the divisors they have, and only where every operation takes
+it."""
 
 from __future__ import annotations
 
@@ -24,12 +25,16 @@ def shapes_of(fun, *arguments, devices=8, frozen=None):
     num_constants = len(_compat.open_jaxpr(closed)[0].constvars)
     choice = choose_sizes(analysis, num_constants, devices, {}, frozen or {})
     sized = analysis.sized(choice.new, num_constants)
-    results = jax.eval_shape(lambda *values: Rewriter(sized, False).run(closed, values), *(jax.ShapeDtypeStruct(shape, F) for shape in sized.inputs))
+    results = jax.eval_shape(
+        lambda *values: Rewriter(sized, False).run(closed, values),
+        *(jax.ShapeDtypeStruct(shape, F) for shape in sized.inputs),
+    )
     return list(sized.inputs), [one.shape for one in results], choice
 
 
 @pytest.mark.parametrize("size, devices, small", [
-    (1, 8, 1), (2, 8, 2), (3, 8, 3), (10, 8, 2), (12, 8, 4), (1000, 8, 8), (50257, 8, 3), (768, 6, 6), (5, 1, 2), (7, 7, 7), (64, 4, 4),
+    (1, 8, 1), (2, 8, 2), (3, 8, 3), (10, 8, 2), (12, 8, 4), (1000, 8, 8), (50257, 8, 3), (768, 6, 6),
+    (5, 1, 2), (7, 7, 7), (64, 4, 4),
 ])  # fmt: skip
 def test_the_smallest_size_divides_as_the_given_one_does(size, devices, small):
     assert smallest(size, devices) == small
@@ -89,7 +94,9 @@ def test_loops_lookups_and_stacks():
 def test_what_an_operation_pins_keeps_its_size_and_says_why():
     ins, _, choice = shapes_of(lambda x: jnp.fft.fft(x, axis=-1).real, (16, 96))
     assert ins == [(8, 96)]
-    assert choice.kept and all(one.size == 96 and one.why.startswith("fft at ") and "test_sizes.py" in one.why for one in choice.kept)
+    assert choice.kept and all(
+        one.size == 96 and one.why.startswith("fft at ") and "test_sizes.py" in one.why for one in choice.kept
+    )
 
 
 def test_constants_are_cut_and_random_bits_drawn_for_the_new_shape():
@@ -108,19 +115,25 @@ def test_frozen_classes_stay():
 
 def test_another_number_of_examples_takes_the_same_widths():
     step = lambda x, w: (jnp.tanh(x @ w).reshape(-1), x.mean(0))
-    trace = lambda n: analyse(_compat.trace(step, jax.ShapeDtypeStruct((n, 96), F), jax.ShapeDtypeStruct((96, 48), F))[0])
+    trace = lambda n: analyse(
+        _compat.trace(step, jax.ShapeDtypeStruct((n, 96), F), jax.ShapeDtypeStruct((96, 48), F))[0]
+    )
     whole, part = trace(64), trace(4)
     examples = lambda one: {one.dims[one.flat.inputs[0]][0][0]}
     choice = choose_sizes(whole, 0, 8, dict.fromkeys(examples(whole), 16), {})
     sized = part.sized(transferred(choice, part, examples(part)), 0)
     assert sized.inputs == ((4, 8), (8, 8))
-    other = analyse(_compat.trace(lambda x, w: x @ w, jax.ShapeDtypeStruct((4, 96), F), jax.ShapeDtypeStruct((96, 48), F))[0])
+    other = analyse(
+        _compat.trace(lambda x, w: x @ w, jax.ShapeDtypeStruct((4, 96), F), jax.ShapeDtypeStruct((96, 48), F))[0]
+    )
     with pytest.raises(Misfit, match="another program"):
         transferred(choice, other, examples(other))
 
 
 def test_derivative_rules_take_the_sizes_of_their_operands():
-    closed, _ = _compat.trace(lambda x, t: (jnp.tanh(x), (1 - jnp.tanh(x) ** 2) * t), *[jax.ShapeDtypeStruct((64, 32), F)] * 2)
+    closed, _ = _compat.trace(
+        lambda x, t: (jnp.tanh(x), (1 - jnp.tanh(x) ** 2) * t), *[jax.ShapeDtypeStruct((64, 32), F)] * 2
+    )
     assert local_sizes(closed, [(64, 32)] * 2) is None
     assert local_sizes(closed, [(8, 4)] * 2).inputs == ((8, 4), (8, 4))
     with pytest.raises(Misfit):
