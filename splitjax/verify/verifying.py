@@ -32,6 +32,8 @@ from splitjax.verify.values import draw_values, nudged, whole_number_bound
 SIZES = ("shrunken", "given", "both")
 # How often sizes are chosen anew because the step as a whole does not take them.
 _ATTEMPTS = 40
+# What JAX and the functions that a step brings along (derivative rules) raise for sizes that they do not take.
+_REFUSALS = (TypeError, ValueError, NotImplementedError, IndexError)
 # How often numbers are drawn anew because the step jumps at them (ties of a maximum, say).
 _DRAWS = 3
 # A difference that is no more than this many times what the last digits of the inputs change on one device is that of a
@@ -95,6 +97,13 @@ class _Run:
     def verified(self) -> VerifiedRun:
         started = time.perf_counter()
         self.analysis = analyse(self.entry.jaxpr, self.entry.matched)
+        placed = next((op for op in self.analysis.flat.ops if op.primitive == "shard_map"), None)
+        if placed is not None:
+            raise VerificationError(
+                "the step holds a shard_map of its own, which one device cannot run",
+                place=placed.source,
+                remedy="verify the step with the function that the shard_map stands for",
+            )
         choice, variant, pair, values, references = self._compared()
         differences = _differences(values, references)
         jumps = [0.0] * len(differences)
@@ -149,8 +158,9 @@ class _Run:
                     break
                 frozen |= dict.fromkeys(more, str(misfit))
                 continue
-            except SplitjaxError as error:
-                self.notes.append(f"widths stay as given, for the small step cannot be planned: {error.message}")
+            except (SplitjaxError, *_REFUSALS) as error:
+                why = str(error).splitlines()[0]
+                self.notes.append(f"widths stay as given, for the small step cannot be built: {why}")
                 break
             rows = self._lookup_rows(choice)
             if finite_tried or not rows or all(_is_finite(one) for one in references):
@@ -162,7 +172,7 @@ class _Run:
         choice = choose_sizes(self.analysis, self._num_constants, self.mesh.size, examples, everything)
         try:
             return choice, *self._pair_and_values(choice)
-        except (Misfit, SplitjaxError) as error:
+        except (Misfit, SplitjaxError, *_REFUSALS) as error:
             num_bytes = 2 * (
                 sum(leaf.num_bytes for leaf in self.entry.graph.leaves) + self.entry.graph.activation_bytes
             )

@@ -278,6 +278,18 @@ def test_values_that_jump_on_one_device_too_are_not_called_wrong():
     assert not any("jumps by" in one.note for one in run.values if one.name == "opt/0/count")
 
 
+def test_a_shard_map_of_the_steps_own_cannot_be_compared():
+    def hidden(x, weights):
+        mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        spec = jax.sharding.PartitionSpec(("data", "model"))
+        return jax.shard_map(jnp.tanh, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+    step, state, batch = make(hidden)
+    with pytest.raises(VerificationError, match="which one device cannot run") as caught:
+        step.verify(state, batch)
+    assert "test_finding_errors.py" in caught.value.place
+
+
 def test_partial_backpropagation_is_left_out_and_said():
     step, state, batch = make(unrolled(honest), rules="data_parallel", backprop=splitjax.PartialBackprop())
     verification = step.verify(state, batch)
