@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import json
 import os
+import pathlib
 import resource
 import subprocess
 import sys
@@ -164,36 +165,55 @@ def _depthwise(rules: str) -> tuple[Any, tuple, int]:
 
 def _line(one: Verified) -> str:
     verdict = "the numbers of one device" if one.ok else one.finding or "other numbers than one device"
-    return f"{one.model} {one.rules}: {one.seconds:.1f} s ({one.processor_seconds:.1f} s of processor time), {one.peak_mebibytes} MiB, {verdict}"
+    seconds = f"{one.seconds:.1f} s ({one.processor_seconds:.1f} s of processor time)"
+    return f"{one.model} {one.rules}: {seconds}, {one.peak_mebibytes} MiB, {verdict}"
+
+
+_TITLES = (
+    "model",
+    "rules",
+    "parameters",
+    "plan (s)",
+    "verify (s)",
+    "processor time (s)",
+    "memory (MiB)",
+    "values compared",
+    "largest relative difference",
+    "verdict",
+)
+
+
+def _row(one: Verified) -> tuple[str, ...]:
+    seconds = [f"{value:.1f}" for value in (one.plan_seconds, one.seconds, one.processor_seconds)]
+    rest = f"{one.peak_mebibytes:,}", f"{one.num_values}", f"{one.largest_relative:.1e}"
+    return (one.model, one.rules, f"{one.num_params:,}", *seconds, *rest, "same" if one.ok else "differs")
 
 
 def _page(found: Sequence[Verified]) -> list[str]:
     from benchmarks import machine
 
-    rows = [
-        (one.model, one.rules, f"{one.num_params:,}", f"{one.plan_seconds:.1f}", f"{one.seconds:.1f}", f"{one.processor_seconds:.1f}", f"{one.peak_mebibytes:,}", f"{one.num_values}",
-         f"{one.largest_relative:.1e}", "same" if one.ok else "differs")
-        for one in found
-    ]  # fmt: skip
-    wrong = [one for one in found if one.model == FOUND]
     lines = [
-        "# Verification", "", machine.header(machine.this_machine(), "python -m benchmarks verify").rstrip(), "",
-        "`step.verify(state, batch)` of shipped models with Adam, 64 examples, on eight virtual CPU devices as data=2 x model=4: each step under its plan",
-        "against the same step on one device, in float64, at the smallest sizes that divide as the given ones do. Each in a process of its own, from",
-        "shapes alone; memory is the process's largest resident set, JAX and its compiler included.", "",
-        f"Limit: {LIMIT_SECONDS:.0f} seconds each, by the clock. Processor time is that of all threads: where it is the smaller, other work ran beside it.", "",
-        *table(
-            ("model", "rules", "parameters", "plan (s)", "verify (s)", "processor time (s)", "memory (MiB)", "values compared", "largest relative difference", "verdict"), rows
-        ), "",
-        "`depthwise` is a depthwise convolution before a dense layer that is split by columns, which XLA's partitioner differentiates wrongly under plain",
-        "`jax.jit` (jax 0.10.2).",
-    ]  # fmt: skip
-    lines += [
-        f"Found there: {one.finding}."
-        if one.finding
-        else "With this version of splitjax its numbers are those of one device."
-        for one in wrong
+        "# Verification",
+        "",
+        machine.header(machine.this_machine(), "python -m benchmarks verify").rstrip(),
+        "",
+        "`step.verify(state, batch)` of shipped models with Adam, 64 examples, on eight virtual CPU devices as data=2 x",
+        "model=4: each step under its plan against the same step on one device, in float64, at the smallest sizes that divide",
+        "as the given ones do. Each in a process of its own, from shapes alone; memory is the process's largest resident set,",
+        "JAX and its compiler included.",
+        "",
+        f"Limit: {LIMIT_SECONDS:.0f} seconds each, by the clock. Processor time is that of all threads: where it is the",
+        "smaller, other work had the machine's cores.",
+        "",
+        *table(_TITLES, map(_row, found)),
+        "",
+        "`depthwise` is a depthwise convolution before a dense layer that is split by columns, which XLA's partitioner",
+        "differentiates wrongly under plain `jax.jit` (jax 0.10.2).",
     ]
+    for one in found:
+        if one.model == FOUND:
+            here = one.finding.replace(f"{pathlib.Path(__file__).resolve().parents[1]}/", "")
+            lines.append(f"Found there: {here}." if here else "Here its numbers are those of one device.")
     return lines
 
 
