@@ -208,7 +208,7 @@ def _page(found: Sequence[Verified]) -> list[str]:
         *table(_TITLES, map(_row, found)),
         "",
         "`depthwise` is a depthwise convolution before a dense layer that is split by columns, which XLA's partitioner",
-        "differentiates wrongly under plain `jax.jit` (jax 0.10.2).",
+        "differentiates wrongly under plain `jax.jit` (jax 0.10.2 and 0.12.0.1).",
     ]
     for one in found:
         if one.model == FOUND:
