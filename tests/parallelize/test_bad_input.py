@@ -56,7 +56,8 @@ def test_malformed_mesh(mesh):
 @pytest.mark.parametrize(
     ("mesh", "remedy"),
     [(8, "mesh={'data': 8}"), (np.int64(8), "mesh={'data': 8}"), ((2, 4), "mesh={'data': 2, 'model': 4}"), ([2, 4], "{'data': 2, 'model': 4}"), (np.array([2, 4]), "{'data': 2, 'model': 4}"),
-     ((2, 2, 2), 'jax.make_mesh((2, 2, 2), names)'), (8.0, "jax.make_mesh"), ({"data", "model"}, "jax.make_mesh"), (True, "jax.make_mesh")], ids=str)  # fmt: skip
+     ((2, 2, 2), 'jax.make_mesh((2, 2, 2), names)'), (8.0, "jax.make_mesh"), ({"data", "model"}, "jax.make_mesh"), (True, "jax.make_mesh")],
+    ids=["number", "numpy-number", "tuple", "list", "array", "three-axes", "float", "set", "bool"])  # fmt: skip
 def test_a_mesh_without_names(mesh, remedy):
     for decorate in (splitjax.parallelize, splitjax.nnx.parallelize, splitjax.equinox.parallelize):
         error = complains(MeshError, "named axes", lambda decorate=decorate: decorate(step, mesh=mesh))
