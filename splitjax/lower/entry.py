@@ -30,8 +30,9 @@ from splitjax.lower.pinning import pins_tables, synchronised
 from splitjax.lower.planning import follow_plan, make_plan, pin_plan
 from splitjax.lower.processes import host_digests, on_mesh
 from splitjax.lower.programs import Programs
-from splitjax.lower.remedies import rewritten_sites
+from splitjax.lower.remedies import guarded_sites, reached_suspects, rewritten_sites
 from splitjax.lower.scatter import derive_scatters, pin_gradients
+from splitjax.lower.sharded_dims import ShardedDims
 from splitjax.lower.sparse import SparseStep
 from splitjax.lower.states import match_states
 from splitjax.lower.sync_request import DENSE, SyncRequest
@@ -252,10 +253,12 @@ def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> Layout:
     arguments = graph, plan.leaves, plan.mesh, plan.batch_axes, plan.replicated_batch
     exchanges = derive_exchanges(*arguments)
     sums = derive_scatters(*arguments, exchanges)
+    convolutions = derive_convolutions(*arguments)
+    reached = reached_suspects(graph, plan.mesh, ShardedDims.of(graph, plan.leaves, plan.batch_axes), convolutions)
     return Layout.of(
         mesh, (*plan.constraints, *pin_gradients(graph, plan.leaves)), sums, weight_uses(*arguments),
-        names={use.site: use.layer for use in graph.uses}, convolutions=derive_convolutions(*arguments),
-        rewrites=rewritten_sites(graph, plan.mesh),
+        names={use.site: use.layer for use in graph.uses}, convolutions=convolutions,
+        rewrites=rewritten_sites(graph, plan.mesh), guarded=guarded_sites(reached),
     )
 
 

@@ -19,14 +19,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from splitjax import _compat
 from splitjax.cost.convolutions import LocalConvolution
 from splitjax.lower import gradient
+from splitjax.lower.custom_rules import custom_call, jvp_of, vjp_of
 from splitjax.lower.exchange import Exchange, WeightUse
 from splitjax.lower.groups import Copies, Where, evaluate_product, fits, scope
 from splitjax.lower.local_convolution import evaluate_local
+from splitjax.lower.remedies import whole_inside
 from splitjax.lower.rewrites import rewritten
 from splitjax.lower.row_values import Rows
 from splitjax.lower.scatter import Scatter, Summed
 from splitjax.lower.scattering import evaluate_scatter, evaluate_summed
 from splitjax.plan import Constraint, Spec
+from splitjax.trace.flatten import call_body
 
 Site = tuple[int, ...]
 # Evaluates a gradient boundary, in microbatches or turns if need be: (equation, operands, evaluator of its forward) -> results.
@@ -57,23 +60,24 @@ class Layout:
     names: Mapping[Site, str] = dataclasses.field(default_factory=dict)  # layers of products, for profiles
     convolutions: Mapping[Site, LocalConvolution] = dataclasses.field(default_factory=dict)  # those that XLA is not asked to partition
     rewritten: frozenset[Site] = frozenset()  # operations that are evaluated as others of the same meaning
+    guarded: frozenset[Site] = frozenset()  # calls with custom derivative rules, in which operations that XLA gets wrong run whole
     rematerialised: bool = False  # inside a function that the backward pass runs again
 
     @classmethod
     def of(
         cls, mesh: Mesh, constraints: Sequence[Constraint], explicit: Sequence[Exchange | Scatter | Summed] = (), uses: Sequence[WeightUse] = (),
-        names: Mapping[Site, str] | None = None, convolutions: Sequence[LocalConvolution] = (), rewrites: Collection[Site] = (),
+        names: Mapping[Site, str] | None = None, convolutions: Sequence[LocalConvolution] = (), rewrites: Collection[Site] = (), guarded: Collection[Site] = (),
     ) -> Layout:
         by_site: dict[Site, list[Constraint]] = collections.defaultdict(list)
         for one in constraints:
             by_site[one.site].append(one)
-        sites = {*by_site, *rewrites, *(one.site for one in (*explicit, *convolutions))}
+        sites = {*by_site, *rewrites, *guarded, *(one.site for one in (*explicit, *convolutions))}
         inside = frozenset(site[:depth] for site in sites for depth in range(1, len(site)))
         pinned = {site: tuple(found) for site, found in by_site.items()}
         exchanges = {one.site: one for one in explicit if isinstance(one, Exchange)}
         sums = {one.site: one for one in explicit if not isinstance(one, Exchange)}
         local = {one.site: one for one in convolutions}
-        return cls(mesh, pinned, inside, exchanges, sums, tuple(uses), names=dict(names or {}), convolutions=local, rewritten=frozenset(rewrites))
+        return cls(mesh, pinned, inside, exchanges, sums, tuple(uses), names=dict(names or {}), convolutions=local, rewritten=frozenset(rewrites), guarded=frozenset(guarded))
 
     def without(self, manual: Sequence[str]) -> Layout:
         """The same layout for the inside of a `shard_map` that is manual over some axes: they do not occur in its constraints."""
@@ -163,11 +167,24 @@ def _placed(
             return evaluate_scatter(summed, eqn, values, Where(layout.mesh), layout.rematerialised, layout.convolutions.get(site))
     values = _pin(layout, site, values, results=False)
     results = rewritten(eqn, values) if site in layout.rewritten else None
+    if site in layout.guarded:
+        results = _guarded(layout, eqn, values)
     if results is None and site in layout.convolutions and eqn.primitive.name == "conv_general_dilated":
         results = evaluate_local(layout.convolutions[site], eqn, values, Where(layout.mesh, layout.manual))
     if results is None:
         results = _equation(layout, eqn, values, site, hooks, copies)
     return _pin(layout, site, results, results=True)
+
+
+def _guarded(layout: Layout, eqn: Any, values: list[Any]) -> list[Any]:
+    """A call with a custom derivative rule, in whose body and rule what XLA's partitioner gets wrong runs whole."""
+    def run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+        constraints, rewrites = whole_inside(jaxpr)
+        inner = dataclasses.replace(Layout.of(layout.mesh, constraints, rewrites=rewrites), manual=layout.manual)
+        return _run(inner if set(layout.manual) < set(layout.mesh.axis_names) else Layout(layout.mesh, {}, frozenset()), jaxpr, operands, (), None, None)
+
+    rule = jvp_of(eqn) if eqn.primitive.name == "custom_jvp_call" else vjp_of(eqn)
+    return list(custom_call(eqn, lambda *operands: run(call_body(eqn), operands), run, rule)(*values))
 
 
 def _pin(layout: Layout, site: Site, values: list[Any], results: bool) -> list[Any]:

@@ -9,7 +9,7 @@ from splitjax.cost import predict_collectives, predict_memory
 from splitjax.cost.convolutions import derive_convolutions
 from splitjax.errors import PlanError, UnknownPrimitiveError
 from splitjax.lower.constraints import derive_constraints, place_batches
-from splitjax.lower.remedies import apply_remedies, check_orders
+from splitjax.lower.remedies import apply_remedies, check_orders, reached_suspects
 from splitjax.lower.sharded_dims import ShardedDims
 from splitjax.mesh import MeshShape
 from splitjax.plan import Constraint, LayerPlan, LeafPlan, Plan, Spec, first_mismatch, spec_axes
@@ -80,7 +80,8 @@ def _complete(graph: Graph, mesh: MeshShape, rules: str, replicated_batch: str, 
     if reached and unknown == "error":
         raise _unknown_error(reached[0])
     extra = tuple(constraint for one in reached for constraint in _gather_around(one, f"{one.primitive} has no dim rule: gathered around it"))
-    remedies = apply_remedies(graph, mesh, sharded, derive_convolutions(graph, leaves, mesh, batch_axes, replicated_batch))
+    convolutions = derive_convolutions(graph, leaves, mesh, batch_axes, replicated_batch)
+    remedies = apply_remedies(reached_suspects(graph, mesh, sharded, convolutions), graph)
     extra += remedies.constraints
     notes += tuple(note for note in remedies.notes if note not in notes)  # a pinned plan has them already
     return Plan(

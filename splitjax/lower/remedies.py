@@ -2,7 +2,8 @@
 
 An operation of the table (`splitjax.partitioner.DEFECTS`) that nothing sharded reaches is left alone. For the others the
 row's action is taken: convolutions are evaluated device by device (`local_convolution.py`), some operations as others of the same
-meaning (`rewrites.py`), others have the dims in question gathered, and where nothing helps the plan is refused.
+meaning (`rewrites.py`), others have the dims in question gathered, and where nothing helps the plan is refused. Inside a custom
+derivative rule (`jax.custom_vjp`, `jax.custom_jvp`), of whose dims nothing is known, they run whole on every device.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from splitjax.cost.convolutions import LocalConvolution
 from splitjax.errors import PartitionerError
 from splitjax.lower.constraints import FREE
 from splitjax.lower.sharded_dims import ShardedDims
 from splitjax.mesh import MeshShape
-from splitjax.partitioner import Action, Defect, defect_named
+from splitjax.partitioner import COVERED, Action, Defect, defect_named, defect_of
 from splitjax.plan import Constraint, LeafPlan, spec_axes, spec_text
+from splitjax.trace.flatten import flatten
 from splitjax.trace.graph import Dim, Graph, Suspect
+from splitjax.trace.suspects import operation_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +34,35 @@ class Remedies:
     notes: tuple[str, ...] = ()
 
 
-def apply_remedies(graph: Graph, mesh: MeshShape, sharded: ShardedDims, convolutions: Sequence[LocalConvolution]) -> Remedies:
-    """What is done about the suspects of a step on a mesh. `sharded`: what the plan splits; `convolutions`: those of the suspects that
-    are evaluated device by device.
+def apply_remedies(reached: Mapping[str, Sequence[Suspect]], graph: Graph) -> Remedies:
+    """What is done about the suspects that something split reaches (`reached_suspects`).
 
     Raises `PartitionerError` for an operation that would be computed wrongly and cannot be evaluated otherwise."""
-    if mesh.num_devices == 1:
-        return Remedies()
+    constraints: list[Constraint] = []
+    notes = []
+    for name, suspects in reached.items():
+        row = defect_named(name)
+        _refuse(row, suspects)
+        if row.action is Action.WHOLE:
+            constraints += [constraint for suspect in suspects if suspect.editable for constraint in _whole(row, suspect)]
+        hidden = [suspect for suspect in suspects if not suspect.editable]
+        for chosen, remedy in ((suspects if not hidden else [one for one in suspects if one.editable], row.remedy), (hidden, _IN_A_RULE)):
+            if chosen:
+                notes.append(f"{_places(graph, chosen)}: {remedy}, because XLA's partitioner gets it wrong ({row.name})")
+    return Remedies(tuple(constraints), tuple(notes))
+
+
+_IN_A_RULE = "inside a custom derivative rule, where it is gathered and runs whole on every device"
+
+
+def reached_suspects(
+    graph: Graph, mesh: MeshShape, sharded: ShardedDims, convolutions: Sequence[LocalConvolution]
+) -> dict[str, list[Suspect]]:
+    """The suspects of a step that a plan makes wrong, by row. `sharded`: what the plan splits; `convolutions`: those of the suspects
+    that are evaluated device by device."""
     reached: dict[str, list[Suspect]] = collections.defaultdict(list)
+    if mesh.num_devices == 1:
+        return reached
     local = {one.site for one in convolutions}
     for suspect in graph.suspects:
         row = defect_named(suspect.defect)
@@ -50,15 +75,32 @@ def apply_remedies(graph: Graph, mesh: MeshShape, sharded: ShardedDims, convolut
             is_reached = row.action is Action.REFUSE or _is_split(suspect, sharded)
         if is_reached:
             reached[suspect.defect].append(suspect)
+    return reached
+
+
+def guarded_sites(reached: Mapping[str, Sequence[Suspect]]) -> frozenset[tuple[int, ...]]:
+    """The sites of calls with custom derivative rules in which operations of the table run whole (`whole_inside`)."""
+    return frozenset(one.rule_at for several in reached.values() for one in several if one.rule_at is not None)
+
+
+def whole_inside(jaxpr: Any) -> tuple[tuple[Constraint, ...], frozenset[tuple[int, ...]]]:
+    """For a jaxpr whose dims nothing is known of, such as that of a derivative rule: constraints that gather every operation of the
+    table, and the sites of those that are rewritten instead."""
     constraints: list[Constraint] = []
-    notes = []
-    for name, suspects in reached.items():
-        row = defect_named(name)
-        _refuse(row, suspects)
-        if row.action is Action.WHOLE:
-            constraints += [constraint for suspect in suspects for constraint in _whole(row, suspect)]
-        notes.append(f"{_places(graph, suspects)}: {row.remedy}, because XLA's partitioner gets it wrong ({row.name})")
-    return Remedies(tuple(constraints), tuple(notes))
+    rewritten = set()
+    flat = flatten(jaxpr)
+    for op in flat.ops:
+        covered = defect_of(operation_of(op, flat)) if op.primitive in COVERED else None
+        if covered is None or covered[0].uneven or not op.editable:
+            continue
+        if covered[0].action is Action.REWRITE:
+            rewritten.add(op.site)
+            continue
+        ranks = {position: len(flat.shapes[v]) for position, v in enumerate(op.inputs)} | {-1: len(flat.shapes[op.outputs[0]])}
+        constraints += [
+            Constraint(op.site, position, (None,) * rank, op.primitive, f"{covered[0].name}: {_IN_A_RULE}") for position, rank in ranks.items() if rank
+        ]
+    return tuple(constraints), frozenset(rewritten)
 
 
 def _is_split(suspect: Suspect, sharded: ShardedDims) -> bool:
@@ -105,13 +147,13 @@ def rewritten_sites(graph: Graph, mesh: MeshShape) -> frozenset[tuple[int, ...]]
 
 def _refuse(row: Defect, suspects: Sequence[Suspect]) -> None:
     for suspect in suspects:
-        if row.action is Action.REFUSE or not suspect.editable:
-            inside = "" if suspect.editable else "; it stands inside a custom derivative rule, where it cannot be evaluated otherwise"
+        if row.action is Action.REFUSE or not (suspect.editable or suspect.rule_at is not None):
+            inside = "" if suspect.editable else "; it stands inside a call that cannot be evaluated otherwise"
             raise PartitionerError(
                 f"XLA's partitioner computes {row.operation} wrongly if {row.condition} ({row.consequence}){inside}",
                 value=row.name, place=suspect.source or suspect.primitive,
                 remedy="use a rule set that leaves what the operation reads whole, or a mesh with one device along the axis; "
-                "or write the operation without a custom derivative rule" if not suspect.editable else
+                "or take the operation out of that call" if not suspect.editable else
                 "use a rule set that leaves what the operation reads whole, or a mesh with one device along the axis",
             )
 

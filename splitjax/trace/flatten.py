@@ -43,6 +43,7 @@ class Op:
     inside: bool  # it belongs to the forward computation of a gradient boundary
     conditional: bool  # it may not run: it stands in a branch, or in a loop that ends when it wants to
     calls: tuple[Any, ...] = ()  # equations of the calls that it stands in, outermost first
+    rule_at: Site | None = None  # where it is not editable: the site of the call whose derivative rule it stands in, if that is JAX's custom one
 
     @property
     def source(self) -> str:
@@ -87,6 +88,7 @@ _CALLS = {
 }
 # Calls that `lower.layout` can rebuild around an edited body; the others carry rules of their own beside it.
 _EDITABLE = frozenset({"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"})
+_CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 BOUNDARY = "splitjax_value_and_grad"
 
 
@@ -154,7 +156,7 @@ class _Flattener:
         name = _reduction(eqn) or eqn.primitive.name
         body = call_body(eqn)
         if body is not None:
-            return self.walk(body, operands, where.into(0, editable=name in _EDITABLE, call=eqn))
+            return self.walk(body, operands, where.into(0, editable=name in _EDITABLE, call=eqn, custom=name in _CUSTOM_RULES))
         handler = _CONTROL.get(name)
         if handler is not None:
             return handler(self, eqn, operands, where)
@@ -164,7 +166,7 @@ class _Flattener:
         results = [self.value(aval) for aval in avals]
         self.ops.append(
             Op(name, tuple(operands), tuple(results), params or {}, where.site, where.trips, where.loops, eqn, where.editable,
-               where.phase, where.inside, where.conditional, where.calls)
+               where.phase, where.inside, where.conditional, where.calls, where.rule_at)
         )
         return results
 
@@ -183,17 +185,19 @@ class _Where:
     inside: bool = False
     conditional: bool = False
     calls: tuple[Any, ...] = ()
+    rule_at: Site | None = None
 
     def at(self, index: int, eqn: Any) -> _Where:
         # The outermost derivative counts: what an inner one does is part of what the outer one differentiates.
         phase = self.phase or derivative_phase(_compat.name_stack(eqn))
-        return _Where((*self.site, index), self.trips, self.loops, self.editable, phase, self.inside, self.conditional, self.calls)
+        return _Where((*self.site, index), self.trips, self.loops, self.editable, phase, self.inside, self.conditional, self.calls, self.rule_at)
 
     def into(self, body: int, trips: int = 1, loop: int | None = None, editable: bool = True, boundary: bool = False,
-             conditional: bool = False, call: Any = None) -> _Where:
+             conditional: bool = False, call: Any = None, custom: bool = False) -> _Where:
         loops = self.loops if loop is None else (*self.loops, loop)
         return _Where((*self.site, body), self.trips * trips, loops, self.editable and editable, self.phase, self.inside or boundary,
-                      self.conditional or conditional, self.calls if call is None else (*self.calls, call))
+                      self.conditional or conditional, self.calls if call is None else (*self.calls, call),
+                      self.site if custom and self.editable else self.rule_at)
 
 
 def derivative_phase(name_stack: str) -> str:

@@ -167,6 +167,7 @@ class Suspect:
     - `defect`: the name of the row; `primitive`, `site`, `source`: of the operation.
     - `touched`: the dims that must not be split while XLA partitions it.
     - `editable`: whether lowering can reach it: it does not stand inside a custom derivative rule.
+    - `rule_at`: otherwise the site of the `custom_jvp` or `custom_vjp` call that it stands in; None in another kind of call.
     - `backward`: whether it belongs to a backward pass that plain JAX already traced.
     - `convolution`: the atoms of a convolution that lowering evaluates device by device; None for other operations.
     """
@@ -177,6 +178,7 @@ class Suspect:
     source: str
     touched: tuple[TouchedDims, ...]
     editable: bool
+    rule_at: tuple[int, ...] | None
     backward: bool
     convolution: ConvolutionDims | None = None
 

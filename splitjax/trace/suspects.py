@@ -20,7 +20,7 @@ def find_suspects(flat: Flat, classes: Classes) -> tuple[Suspect, ...]:
     """The operations that a row of the table covers, in program order."""
     found = []
     for op in flat.ops:
-        covered = defect_of(_operation(op, flat)) if op.primitive in COVERED else None
+        covered = defect_of(operation_of(op, flat)) if op.primitive in COVERED else None
         if covered is None:
             continue
         defect, touched = covered
@@ -30,14 +30,15 @@ def find_suspects(flat: Flat, classes: Classes) -> tuple[Suspect, ...]:
         ]
         found.append(
             Suspect(
-                defect.name, qualified_name(op), op.site, op.source, tuple(touched_dims), op.editable, op.phase == BACKWARD,
+                defect.name, qualified_name(op), op.site, op.source, tuple(touched_dims), op.editable, op.rule_at, op.phase == BACKWARD,
                 _convolution_dims(op, flat, classes) if defect.action is Action.LOCAL else None,
             )
         )
     return tuple(found)
 
 
-def _operation(op: Op, flat: Flat) -> Operation:
+def operation_of(op: Op, flat: Flat) -> Operation:
+    """An operation in the terms of the table."""
     literals = {position: flat.literals[value] for position, value in enumerate(op.inputs) if value in flat.literals}
     return Operation(
         op.primitive, op.params, tuple(flat.shapes[v] for v in op.inputs), tuple(flat.shapes[v] for v in op.outputs), literals

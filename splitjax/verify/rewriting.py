@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from splitjax import _compat
 from splitjax.lower import gradient
+from splitjax.lower.custom_rules import custom_call, jvp_of, vjp_of
 from splitjax.trace.flatten import call_body
-from splitjax.verify.derivatives import jvp_of, vjp_of
 from splitjax.verify.parameters import AS_TRACED, BITWISE, resized, wide, widened
 from splitjax.verify.sizes import OPEN_CALLS, Misfit, Site, Sized, local_sizes
 from splitjax.verify.taps import NONE, Taps
@@ -220,52 +219,14 @@ def _remat(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Taps) 
     return list(results)
 
 
-def _custom_jvp(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Taps) -> list[Any]:
-    if eqn.params.get("symbolic_zeros"):
+def _custom_rule(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Taps) -> list[Any]:
+    if eqn.params.get("symbolic_zeros") and eqn.primitive.name == "custom_jvp_call":
         raise Misfit(site, "a derivative rule with symbolic zeros keeps its sizes")
-    positions, rule = jvp_of(eqn)
-
-    @jax.custom_jvp
-    def function(*operands):
-        return self.run(call_body(eqn), operands, (*site, 0))
-
-    @function.defjvp
-    def derive(primals, tangents):
-        found = self.inside(rule.jaxpr, [*primals, *(tangents[i] for i in positions)], site)
-        results, changes = found[: len(eqn.outvars)], iter(found[len(eqn.outvars) :])
-        return results, [
-            next(changes) if number in rule.results else np.zeros(np.shape(result), jax.dtypes.float0)
-            for number, result in enumerate(results)
-        ]
-
-    return list(function(*values))
-
-
-def _custom_vjp(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Taps) -> list[Any]:
-    rule = vjp_of(eqn)
-
-    @jax.custom_vjp
-    def function(*operands):
-        return self.run(call_body(eqn), operands, (*site, 0))
-
-    def forward(*operands):
-        found = self.inside(rule.forward, operands, site)
-        return found[: len(eqn.outvars)], (operands, found[len(eqn.outvars) :])
-
-    def backward(kept, cotangents):
-        operands, residuals = kept
-        found = iter(self.inside(rule.backward, [*residuals, *(cotangents[k] for k in rule.results)], site))
-        return tuple(
-            next(found)
-            if i in rule.positions
-            else np.zeros(np.shape(value), jax.dtypes.float0)
-            if not jnp.issubdtype(value.dtype, jnp.inexact)
-            else jnp.zeros_like(value)
-            for i, value in enumerate(operands)
-        )
-
-    function.defvjp(forward, backward)
-    return list(function(*values))
+    with jax.enable_x64(False):  # the rule as it was traced; `inside` widens it
+        rule = jvp_of(eqn) if eqn.primitive.name == "custom_jvp_call" else vjp_of(eqn)
+    body = lambda *operands: self.run(call_body(eqn), operands, (*site, 0))
+    run = lambda jaxpr, operands: self.inside(jaxpr, operands, site)
+    return list(custom_call(eqn, body, run, rule)(*values))
 
 
 def _boundary(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Taps) -> list[Any]:
@@ -302,6 +263,5 @@ def _boundary(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Tap
 
 _SPECIAL = {
     "scan": _scan, "while": _while, "cond": _cond, "remat": _remat, "remat2": _remat, "checkpoint": _remat,
-    "custom_jvp_call": _custom_jvp,
-    "custom_vjp_call": _custom_vjp, "custom_vjp_call_jaxpr": _custom_vjp, gradient.PRIMITIVE: _boundary,
+    "custom_jvp_call": _custom_rule, "custom_vjp_call": _custom_rule, "custom_vjp_call_jaxpr": _custom_rule, gradient.PRIMITIVE: _boundary,
 }  # fmt: skip

@@ -7,6 +7,7 @@ one), and the compile of `groups_of_four` under `fsdp` on eight devices ends the
 from __future__ import annotations
 
 import jax
+import jax.experimental.custom_partitioning
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -238,19 +239,71 @@ def test_no_device_gathers_the_batch():
     assert [one for one in report.collectives if one.op == "all_gather"] == []
 
 
-def test_inside_a_custom_derivative_rule_the_plan_is_refused():
-    @jax.custom_vjp
-    def own(x, kernel):
-        return convolve(x, kernel, 8)
+@jax.custom_vjp
+def with_reverse_rule(x, kernel):
+    return convolve(x, kernel, 8)
 
-    own.defvjp(lambda x, kernel: jax.vjp(lambda *a: convolve(*a, 8), x, kernel), lambda pull, cotangent: pull(cotangent))
-    SHAPES[hidden := lambda p, x: own(x, p["kernel"])] = (3, 3, 1, 8)
+
+with_reverse_rule.defvjp(
+    lambda x, kernel: jax.vjp(lambda *operands: convolve(*operands, 8), x, kernel),
+    lambda pull, cotangent: jax.tree.map(lambda gradient: 3.0 * gradient, pull(cotangent)),
+)
+
+
+@jax.custom_jvp
+def with_forward_rule(x, kernel):
+    return convolve(x, kernel, 8)
+
+
+@with_forward_rule.defjvp
+def _(primals, tangents):
+    result, tangent = jax.jvp(lambda *operands: convolve(*operands, 8), primals, tangents)
+    return result, 3.0 * tangent
+
+
+def reverse_rule(p, x):
+    return with_reverse_rule(x, p["kernel"])
+
+
+def forward_rule(p, x):
+    return with_forward_rule(x, p["kernel"])
+
+
+SHAPES |= {reverse_rule: (3, 3, 1, 8), forward_rule: (3, 3, 1, 8)}
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_state": True}, {"boundary": False}], ids=str)
+@pytest.mark.parametrize("operation", [reverse_rule, forward_rule], ids=lambda f: f.__name__)
+def test_inside_a_custom_derivative_rule(operation, options):
+    """The rule stays what it is (it triples the gradient), and what it convolves runs whole. A gradient that plain JAX took has
+    the rule's convolutions in the open."""
+    found, plan = errors(operation, TWO_BY_FOUR, "megatron", **options)
+    assert max(found.values()) < 1e-12, found
+    assert any("inside a custom derivative rule" in note for note in plan.notes) == (options.get("boundary", True))
+
+
+def test_inside_a_call_that_cannot_be_rebuilt_the_plan_is_refused():
+    partitioned = jax.experimental.custom_partitioning.custom_partitioning(lambda x, kernel: convolve(x, kernel, 8))
+    partitioned.def_partition(
+        infer_sharding_from_operands=lambda mesh, shapes, result: result.sharding,
+        partition=lambda mesh, shapes, result: (mesh, lambda x, kernel: convolve(x, kernel, 8), result.sharding, ()),
+        sharding_rule="b h w c, i j o d -> b h w d",
+    )
+    SHAPES[hidden := lambda p, x: partitioned(x, p["kernel"])] = (3, 3, 1, 8)
     try:
-        with pytest.raises(PartitionerError, match="custom derivative rule") as caught:
-            errors(hidden, TWO_BY_FOUR, "megatron")
+        with jax.enable_x64(True):
+            params, batch = example(hidden)
+
+            def step(state, batch):
+                return state, {"mean": hidden(state, batch["image"]).mean()}
+
+            with pytest.raises(PartitionerError, match="inside a call that cannot be evaluated otherwise") as caught:
+                splitjax.parallelize(step, mesh=TWO_BY_FOUR, rules=splitjax.RuleSet(
+                    "whole", rules=(splitjax.Rule(name="all", path="**", shard=()),), replicated_batch="data", allow_replicated=True,
+                )).plan(params, batch)  # fmt: skip
     finally:
         del SHAPES[hidden]
-    assert caught.value.value == "grouped-convolution" and "test_local_convolution.py" in caught.value.place
+    assert caught.value.value == "grouped-convolution"
 
 
 def test_ordinary_convolutions_are_left_to_xla_where_it_is_right():

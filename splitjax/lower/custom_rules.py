@@ -1,0 +1,141 @@
+"""The derivative rules that an equation of the traced step brings along, as jaxprs: what editing its body would lose.
+
+A `custom_jvp` or `custom_vjp` equation is bound and differentiated once, abstractly; what comes out can be evaluated
+otherwise, and made into an equation with the same rule again (`custom_call`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from splitjax import _compat
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardRule:
+    """`jaxpr`: (operands, tangents of floating-point operands) -> results, tangents of the floating-point `results`."""
+
+    jaxpr: Any
+    results: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReverseRule:
+    """`forward`: operands -> results, residuals. `backward`: (residuals, cotangents of `results`) -> gradients of
+    `positions`."""
+
+    forward: Any
+    backward: Any
+    positions: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+def jvp_of(eqn: Any) -> tuple[tuple[int, ...], ForwardRule]:
+    """The operand positions that have tangents, and the rule of a `custom_jvp` equation."""
+    positions, results = _floating(eqn.invars), _floating(eqn.outvars)
+
+    def rule(operands, tangents):
+        function = lambda *differentiated: _outputs(eqn, operands, positions, differentiated, results)
+        found, changes, others = jax.jvp(function, [operands[i] for i in positions], tangents, has_aux=True)
+        return _merged(len(eqn.outvars), results, found, others), changes
+
+    types = _types(eqn.invars)
+    return positions, ForwardRule(_compat.trace(rule, types, [types[i] for i in positions])[0], results)
+
+
+def vjp_of(eqn: Any) -> ReverseRule:
+    """The rule of a `custom_vjp` equation, in its two parts."""
+    positions, results = _floating(eqn.invars), _floating(eqn.outvars)
+    trees: list[Any] = []
+
+    def forward(*operands):
+        function = lambda *differentiated: _outputs(eqn, operands, positions, differentiated, results)
+        found, pull, others = jax.vjp(function, *(operands[i] for i in positions), has_aux=True)
+        residuals, tree = jax.tree.flatten(pull)
+        trees[:] = [tree]
+        return _merged(len(eqn.outvars), results, found, others), residuals
+
+    closed, (_, residuals) = _compat.trace(forward, *_types(eqn.invars))
+    cotangents = [_types(eqn.outvars)[k] for k in results]
+    backward, _ = _compat.trace(
+        lambda kept, given: jax.tree.unflatten(trees[0], kept)(given), list(residuals), cotangents
+    )
+    return ReverseRule(closed, backward, positions, results)
+
+
+Run = Callable[[Any, Sequence[Any]], list[Any]]  # evaluates a jaxpr of a rule on flat operands
+
+
+def custom_call(eqn: Any, body: Callable[..., list[Any]], run: Run, rule: tuple[tuple[int, ...], ForwardRule] | ReverseRule) -> Callable[..., list[Any]]:
+    """The function of a custom-rule equation, with its rule, evaluated otherwise: operands -> results.
+
+    **Arguments:** `body`: operands -> results, where nothing is differentiated; `run`: evaluates the jaxprs of `rule`, which
+    `jvp_of` or `vjp_of` gives for the equation."""
+    return _with_reverse(eqn, body, run, rule) if isinstance(rule, ReverseRule) else _with_forward(eqn, body, run, *rule)
+
+
+def _with_forward(eqn: Any, body: Callable[..., list[Any]], run: Run, positions: tuple[int, ...], rule: ForwardRule) -> Callable[..., list[Any]]:
+    function = jax.custom_jvp(body)
+
+    @function.defjvp
+    def derive(primals, tangents):
+        found = run(rule.jaxpr, [*primals, *(tangents[i] for i in positions)])
+        results, changes = found[: len(eqn.outvars)], iter(found[len(eqn.outvars) :])
+        return results, [
+            next(changes) if number in rule.results else np.zeros(np.shape(result), jax.dtypes.float0)
+            for number, result in enumerate(results)
+        ]
+
+    return function
+
+
+def _with_reverse(eqn: Any, body: Callable[..., list[Any]], run: Run, rule: ReverseRule) -> Callable[..., list[Any]]:
+    function = jax.custom_vjp(body)
+
+    def forward(*operands):
+        found = run(rule.forward, operands)
+        return found[: len(eqn.outvars)], (operands, found[len(eqn.outvars) :])
+
+    def backward(kept, cotangents):
+        operands, residuals = kept
+        found = iter(run(rule.backward, [*residuals, *(cotangents[k] for k in rule.results)]))
+        return tuple(
+            next(found)
+            if i in rule.positions
+            else np.zeros(np.shape(value), jax.dtypes.float0)
+            if not jnp.issubdtype(value.dtype, jnp.inexact)
+            else jnp.zeros_like(value)
+            for i, value in enumerate(operands)
+        )
+
+    function.defvjp(forward, backward)
+    return function
+
+
+def _outputs(
+    eqn: Any, operands: Sequence[Any], positions: Sequence[int], differentiated: Sequence[Any], results: Sequence[int]
+) -> tuple[list, list]:
+    merged = list(operands)
+    for i, value in zip(positions, differentiated, strict=True):
+        merged[i] = value
+    found = _compat.bind_equation(eqn, merged)
+    return [found[k] for k in results], [one for k, one in enumerate(found) if k not in results]
+
+
+def _merged(count: int, results: Sequence[int], found: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    first, second = iter(found), iter(others)
+    return [next(first) if k in results else next(second) for k in range(count)]
+
+
+def _floating(variables: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(i for i, v in enumerate(variables) if jnp.issubdtype(v.aval.dtype, jnp.inexact))
+
+
+def _types(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
