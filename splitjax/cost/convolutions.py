@@ -51,12 +51,13 @@ def derive_convolutions(
 
     Examples lie over the batch axes that the weight leaves free; groups, contracted and free features lie as the weight is
     used. Groups of a weight that is whole lie as the layers before it leave them, over axes that do not split the batch."""
-    if mesh.num_devices == 1:
+    if mesh.num_devices == 1 or all(suspect.convolution is None for suspect in graph.suspects):
         return ()
     weights = {use.param for use in graph.uses if use.primitive == "conv_general_dilated"}
     planned = [leaf for leaf in leaves if leaf.role == "param"]
     # XLA is right about ordinary convolutions where every device has examples of its own and whole weights.
-    trusted = set(batch_axes) == set(mesh.present(mesh.names)) and not any(mesh.present(spec_axes(leaf.spec)) for leaf in planned if leaf.path in weights)
+    are_whole = not any(mesh.present(spec_axes(leaf.spec)) for leaf in planned if leaf.path in weights)
+    trusted = are_whole and set(batch_axes) == set(mesh.present(mesh.names))
     axes_of = {leaf.path: used_axes(leaf.spec, mesh, batch_axes, replicated_batch) for leaf in planned}
     tables = {
         labels: (_by_class(graph, [leaf for leaf in planned if leaf.path in weights], axes_of, labels),

@@ -5,9 +5,10 @@ examples, groups and features are split. Comes out: its result, differentiable, 
 because XLA multiplies weight gradients of grouped convolutions by the size of an axis over which the examples are whole,
 or gathers all examples on every device (xla#47945), or ends the process.
 
-With the kinds of dims of `cost.convolutions`, `data[b, g i] * weight[g o, i] -> result[b, g o]`: whatever is split over an axis along any of these dims is convolved by each device for itself; what is summed over a split
-dim (`i` forward, `o` in the data's gradient, `b` in the weight's) leaves by an all-reduce over its axes. Along a dim of two
-kinds, such as `g i`, only the groups can be split: each device's part has to be in one piece.
+With the kinds of dims of `cost.convolutions`, `data[b, g i] * weight[g o, i] -> result[b, g o]`: what is split over an axis along
+any of them is convolved by each device for itself; what is summed over a split dim (`i` forward, `o` in the data's gradient, `b` in
+the weight's) leaves by an all-reduce over its axes. Along a dim of two kinds, such as `g i`, only the groups can be split: each
+device's part has to be in one piece.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ from splitjax.cost.flow import Axes
 from splitjax.lower.groups import Where, scope
 from splitjax.mesh import MeshShape
 
+Shape = tuple[int, ...]
+
 
 @dataclasses.dataclass(frozen=True)
 class _Convolution:
     """An equation with the axes that split it here: those that its sizes allow, less those that a surrounding `shard_map`
     handles already. Specs are of whole values."""
 
-    one: LocalConvolution
+    split: LocalConvolution
     where: Where
     eqn: Any
     rank: int  # of data, weight and result
@@ -42,8 +45,8 @@ class _Convolution:
     def data_spec(self) -> PartitionSpec:
         numbers, params = self.eqn.params["dimension_numbers"], self.eqn.params
         batch, feature = numbers.lhs_spec[:2]
-        examples = self.one.groups if params["batch_group_count"] > 1 else self.one.batch
-        features = self.one.groups if params["feature_group_count"] > 1 else self.one.contracted
+        examples = self.split.groups if params["batch_group_count"] > 1 else self.split.batch
+        features = self.split.groups if params["feature_group_count"] > 1 else self.split.contracted
         return _spec(self.rank, {batch: examples, feature: features})
 
     @property
@@ -58,21 +61,21 @@ class _Convolution:
 
     def gathered(self, gradient: Any, dim: int) -> Any:
         """Inside the `shard_map`: a weight's gradient with the groups of all devices along `dim`, where the weight is whole."""
-        return lax.all_gather(gradient, self.one.gathered, axis=dim, tiled=True) if self.one.gathered else gradient
+        return lax.all_gather(gradient, self.split.gathered, axis=dim, tiled=True) if self.split.gathered else gradient
 
     @property
     def weight_spec(self) -> PartitionSpec:
         out, into = self.eqn.params["dimension_numbers"].rhs_spec[:2]
-        return _spec(self.rank, {out: self.one.groups or self.one.features, into: self.one.contracted})
+        return _spec(self.rank, {out: self.split.groups or self.split.features, into: self.split.contracted})
 
     @property
     def result_spec(self) -> PartitionSpec:
         batch, feature = self.eqn.params["dimension_numbers"].out_spec[:2]
-        return _spec(self.rank, {batch: self.one.batch, feature: self.one.groups or self.one.features})
+        return _spec(self.rank, {batch: self.split.batch, feature: self.split.groups or self.split.features})
 
     def local(self, data: Any, weight: Any) -> Any:
         """The convolution of a device's part of data and weight; summands over `contracted`."""
-        num_parts, params = MeshShape.of(self.where.mesh).size(self.one.groups), self.eqn.params
+        num_parts, params = MeshShape.of(self.where.mesh).size(self.split.groups), self.eqn.params
         kind = "feature_group_count" if params["feature_group_count"] > 1 else "batch_group_count"
         eqn = _compat.with_params(self.eqn, **{kind: params[kind] // num_parts}) if num_parts > 1 else self.eqn
         return _compat.bind_equation(eqn, (data, weight))[0]
@@ -82,48 +85,49 @@ def _spec(rank: int, entries: Mapping[int, Axes]) -> PartitionSpec:
     return PartitionSpec(*(entries.get(dim) or None for dim in range(rank)))
 
 
-def evaluate_local(one: LocalConvolution, eqn: Any, operands: Sequence[Any], where: Where) -> list[Any]:
+def evaluate_local(split: LocalConvolution, eqn: Any, operands: Sequence[Any], where: Where) -> list[Any]:
     """The result of a convolution [rank of the data], evaluated device by device over all mesh axes that `where` leaves."""
     data, weight = operands
     left = tuple(axis for axis in where.mesh.axis_names if axis not in where.manual)
     if not left:
         return _compat.bind_equation(eqn, operands)
-    with jax.named_scope(scope("convolve", one.layer)):
-        return [convolve(_Convolution(_dividing(one, eqn, where), where, eqn, data.ndim), data, weight)]
+    with jax.named_scope(scope("convolve", split.layer)):
+        here = _dividing(split, eqn, (data.shape, weight.shape), where)
+        return [convolve(_Convolution(here, where, eqn, data.ndim), data, weight)]
 
 
-def _dividing(one: LocalConvolution, eqn: Any, where: Where) -> LocalConvolution:
-    """The axes that split an equation here. A dim that does not divide by its axes is whole, and so is one of two kinds whose
-    groups are not split in one piece."""
+def _dividing(split: LocalConvolution, eqn: Any, shapes: tuple[Shape, Shape], where: Where) -> LocalConvolution:
+    """The axes that split an equation here, whose data and weight have these shapes. A dim that does not divide by its axes is
+    whole, and so is a dim of two kinds whose groups are not split in one piece."""
     numbers, params = eqn.params["dimension_numbers"], eqn.params
-    data, weight = (operand.aval.shape for operand in eqn.invars[:2])
+    data, weight = shapes
     feature_groups, batch_groups = params["feature_group_count"], params["batch_group_count"]
     num_groups = feature_groups * batch_groups
     size = MeshShape.of(where.mesh).size
     fits = lambda axes, count: axes if (axes := where.left(axes)) and count % size(axes) == 0 else ()
-    groups = fits(one.groups, num_groups) if num_groups > 1 else ()
+    groups = fits(split.groups, num_groups) if num_groups > 1 else ()
     return dataclasses.replace(
-        one,
+        split,
         groups=groups,
-        gathered=where.left(one.gathered) if groups else (),
-        batch=fits(one.batch, data[numbers.lhs_spec[0]]) if batch_groups == 1 else (),
-        contracted=fits(one.contracted, weight[numbers.rhs_spec[1]]) if feature_groups == 1 else (),
-        features=fits(one.features, weight[numbers.rhs_spec[0]]) if num_groups == 1 else (),
+        gathered=where.left(split.gathered) if groups else (),
+        batch=fits(split.batch, data[numbers.lhs_spec[0]]) if batch_groups == 1 else (),
+        contracted=fits(split.contracted, weight[numbers.rhs_spec[1]]) if feature_groups == 1 else (),
+        features=fits(split.features, weight[numbers.rhs_spec[0]]) if num_groups == 1 else (),
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def convolve(convolution: _Convolution, data: Any, weight: Any) -> Any:
     """The convolution, each device's part by itself; its derivative likewise."""
-    one = convolution.one
+    split = convolution.split
 
     def local(data, weight):
         result = convolution.local(data, weight)
-        result = lax.psum(result, one.contracted) if one.contracted else result
-        return convolution.gathered(result, convolution.result_features) if one.param is None else result
+        result = lax.psum(result, split.contracted) if split.contracted else result
+        return convolution.gathered(result, convolution.result_features) if split.param is None else result
 
     specs = (convolution.data_spec, convolution.weight_spec)
-    out_spec = PartitionSpec() if one.param is None and one.gathered else convolution.result_spec
+    out_spec = PartitionSpec() if split.param is None and split.gathered else convolution.result_spec
     return _map(convolution, local, specs, out_spec)(data, weight)
 
 
@@ -132,16 +136,16 @@ def _forward(convolution: _Convolution, data: Any, weight: Any) -> tuple[Any, tu
 
 
 def _backward(convolution: _Convolution, kept: tuple[Any, Any], cotangent: Any) -> tuple[Any, Any]:
-    one = convolution.one
+    split = convolution.split
 
     def local(data, weight, cotangent):
         to_data, to_weight = jax.vjp(convolution.local, data, weight)[1](cotangent)
-        to_data = lax.psum(to_data, one.features) if one.features else to_data
-        to_weight = lax.psum(to_weight, one.batch) if one.batch else to_weight
+        to_data = lax.psum(to_data, split.features) if split.features else to_data
+        to_weight = lax.psum(to_weight, split.batch) if split.batch else to_weight
         return to_data, convolution.gathered(to_weight, convolution.weight_features)
 
     specs = (convolution.data_spec, convolution.weight_spec)
-    gradient = PartitionSpec() if one.gathered else convolution.weight_spec
+    gradient = PartitionSpec() if split.gathered else convolution.weight_spec
     return _map(convolution, local, (*specs, convolution.result_spec), (convolution.data_spec, gradient))(*kept, cotangent)
 
 
