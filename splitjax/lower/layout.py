@@ -260,13 +260,18 @@ def _scan(run, eqn, values):
 def _while(run, eqn, values):
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond_consts, body_consts = values[:num_cond], values[num_cond : num_cond + num_body]
-    return list(
-        jax.lax.while_loop(
-            lambda carry: run(eqn.params["cond_jaxpr"], 0, [*cond_consts, *carry])[0],
-            lambda carry: run(eqn.params["body_jaxpr"], 1, [*body_consts, *carry]),
-            list(values[num_cond + num_body :]),
-        )
-    )
+    goes_on = lambda carry: run(eqn.params["cond_jaxpr"], 0, [*cond_consts, *carry])[0]
+    body = lambda carry: run(eqn.params["body_jaxpr"], 1, [*body_consts, *carry])
+    num_batched = len(_compat.open_jaxpr(eqn.params["cond_jaxpr"])[0].outvars[0].aval.shape)
+
+    def batched(carry):  # what `vmap` makes of a loop that each example leaves by itself: who has left stays as it is
+        stays = goes_on(carry)
+        keep = lambda old: jax.lax.broadcast_in_dim(stays, old.shape, tuple(range(num_batched)))
+        return [jax.lax.select(keep(old), new, old) for old, new in zip(carry, body(carry), strict=True)]
+
+    if num_batched:
+        return list(jax.lax.while_loop(lambda carry: goes_on(carry).any(), batched, list(values[num_cond + num_body :])))
+    return list(jax.lax.while_loop(goes_on, body, list(values[num_cond + num_body :])))
 
 
 def _cond(run, eqn, values):

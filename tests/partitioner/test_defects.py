@@ -141,6 +141,28 @@ def test_start_indices_in_the_program_are_left_alone():
     assert row.action is Action.REWRITE and touched == {0: (0,), -1: (0,)}
 
 
+def test_start_indices_in_a_loop_that_each_example_leaves_by_itself():
+    """`vmap` gives such a loop one condition an example, and no function of JAX's takes that back."""
+    def walk(table, limit):
+        def body(carry):
+            number, total = carry
+            return number + 1, total + jax.lax.dynamic_slice_in_dim(table, number, 1)[0]
+
+        return jax.lax.while_loop(lambda carry: carry[0] < limit, body, (0, 0.0))[1]
+
+    def step(state, batch):
+        walked = jax.vmap(walk, in_axes=(None, 0))(jax.lax.stop_gradient(state["w"][:, 0]), batch["limit"])
+        value, gradient = splitjax.value_and_grad(lambda w: (jnp.tanh(batch["x"] @ w) ** 2).mean())(state["w"])
+        return {"w": state["w"] - gradient}, {"loss": value, "walked": walked}
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        state = {"w": jnp.asarray(rng.normal(size=(8, 4)))}
+        batch = {"x": jnp.asarray(rng.normal(size=(16, 8))), "limit": jnp.asarray(rng.integers(0, 12, 16))}
+        got, want, _ = parallel_and_alone(step, state, batch, "megatron")
+        np.testing.assert_allclose(got[1]["walked"], want[1]["walked"], rtol=1e-12)
+
+
 def test_dilated_pads():
     def step(state, batch):
         def loss(w):
