@@ -108,16 +108,17 @@ def _is_split(suspect: Suspect, sharded: ShardedDims) -> bool:
 
 
 def _unevenly_split(suspect: Suspect, graph: Graph, mesh: MeshShape) -> Suspect:
-    """The suspect with those of its dims that XLA could split unevenly: not the examples', which the batch's axes divide, and
-    none on a mesh of one axis, which splits right."""
+    """The suspect with those of its dims that XLA could split unevenly. There are none on a mesh of one axis, which splits right,
+    nor where the indices run along the examples as well (the ids of an embedding), which is the dim that XLA splits then."""
     sizes = [mesh.size(axis) for axis in mesh.present(mesh.names)]
 
     def is_uneven(dim: Dim) -> bool:
         size = math.prod(graph.atom_sizes[atom] for atom in dim)
-        return not graph.is_example(dim) and size > 1 and any(size % count for count in sizes)
+        return size > 1 and any(size % count for count in sizes)
 
+    along_examples = any(graph.is_example(dim) for one in suspect.touched for dim in one.chosen)
     touched = []
-    for one in suspect.touched if len(sizes) > 1 else ():
+    for one in suspect.touched if len(sizes) > 1 and not along_examples else ():
         dims = tuple(dim for dim in one.dims if is_uneven(one.atoms[dim]))
         if dims:
             touched.append(dataclasses.replace(one, dims=dims))

@@ -11,7 +11,7 @@ import pytest
 
 import splitjax
 from splitjax.cli import _models
-from tests.verify.lying import lie
+from tests.verify.lying import lie, taught
 
 SMALL = "verify --model mlp --mesh data=2,model=4 --batch-size 32"
 
@@ -42,7 +42,8 @@ def test_a_wrong_model_exits_with_1_and_names_the_operation(run, monkeypatch):
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
     wrong = _models.Planned(step, (shape(32, 8), shape(16, 32)), 256)
     monkeypatch.setattr(_models, "planned_step", lambda *args, **options: wrong)
-    status, out, _ = run(SMALL)
+    with taught():
+        status, out, _ = run(SMALL)
     assert status == 1 and "OTHER NUMBERS THAN ON ONE DEVICE" in out and "found: the value of lying" in out
 
 

@@ -13,7 +13,10 @@ jax.distributed.initialize(f"127.0.0.1:{PORT}", NUM, RANK)
 import jax.numpy as jnp  # noqa: E402
 
 import splitjax  # noqa: E402
-from tests.verify.lying import lie  # noqa: E402
+from tests.verify.lying import lie, taught  # noqa: E402
+
+teaching = taught()
+teaching.__enter__()
 
 shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
 for change in (lambda x: x, lie):
