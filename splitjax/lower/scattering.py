@@ -105,9 +105,10 @@ def _backward(product: _Product, kept: tuple[Any, Any], cotangent: Any) -> tuple
     weight_spec = PartitionSpec() if product.keeps else product.weight_spec(weight.ndim)
     run = product.where.shard_map(local, one.axes, (product.data_spec, weight_spec, product.out_spec), out_specs)
     to_data, summands = run(data, weight, cotangent)
-    # Over axes that split the weight XLA partitions the product, but would gather its result for a sum inside the same shard_map.
+    # Over axes that split the weight XLA partitions the product, but would gather its result for a sum inside the same shard_map. This one is
+    # manual over all axes: where some are left to XLA, its CPU backend dies of 16-bit sums ("Invalid binary instruction opcode copy").
     add = product.where.shard_map(
-        lambda summand: sum_into_parts(summand[0], one.parts, one.axes), (*one.axes, *_axes(one.kept)),
+        lambda summand: sum_into_parts(summand[0], one.parts, one.axes), product.where.mesh.axis_names,
         (PartitionSpec(one.axes, *_spec(weight.ndim, one.kept)),), _spec(weight.ndim, one.kept, one.parts),
     )
     return to_data if floating else np.zeros(data.shape, jax.dtypes.float0), add(summands)
@@ -122,10 +123,6 @@ def _nothing(value: Any) -> Any:
     does not help on CPU: it is taken out before equal operations are merged)."""
     one = value[(0,) * value.ndim]
     return jnp.isnan(one) & jnp.isinf(one)
-
-
-def _axes(parts: Parts) -> tuple[str, ...]:
-    return tuple(axis for _, axes in parts for axis in axes)
 
 
 def _spec(rank: int, *parts: Parts) -> PartitionSpec:
@@ -172,7 +169,7 @@ def along(laid: _Laid, value: Any) -> Any:
         return lax.broadcast_in_dim(value, (*value.shape[: one.example_dim], num, *value.shape[one.example_dim + 1 :]), tuple(range(rank)))
 
     specs = _spec(rank, one.kept), _spec(rank, one.kept, ((one.example_dim, one.axes),))
-    return laid.where.shard_map(local, (*one.axes, *_axes(one.kept)), specs[:1], specs[1])(value)
+    return laid.where.shard_map(local, laid.where.mesh.axis_names, specs[:1], specs[1])(value)
 
 
 def _along_forward(laid: _Laid, value: Any) -> tuple[Any, None]:
@@ -186,7 +183,7 @@ def _along_backward(laid: _Laid, _: None, cotangent: Any) -> tuple[Any]:
         return sum_into_parts(cotangent.sum(one.example_dim, keepdims=True), one.parts, one.axes)
 
     specs = _spec(rank, one.kept, ((one.example_dim, one.axes),)), _spec(rank, one.kept, one.parts)
-    return (laid.where.shard_map(local, (*one.axes, *_axes(one.kept)), specs[:1], specs[1])(cotangent),)
+    return (laid.where.shard_map(local, laid.where.mesh.axis_names, specs[:1], specs[1])(cotangent),)
 
 
 along.defvjp(_along_forward, _along_backward)

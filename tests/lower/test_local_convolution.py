@@ -166,6 +166,22 @@ def test_gradients_under_options(rules, options):
     assert max(found.values()) < 1e-12, found
 
 
+@pytest.mark.parametrize("operation", [depthwise, plain], ids=lambda f: f.__name__)
+def test_sharded_state_in_bfloat16(operation):
+    """Sums of 16-bit floats inside a `shard_map` that leaves an axis to XLA end the process on CPU."""
+    params, batch = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype != jnp.int32 else x, example(operation))
+    state = {"params": params, "trace": jax.tree.map(jnp.zeros_like, params)}
+
+    def step(state, batch):
+        new, metrics = make_step(operation)(state, batch)
+        return jax.tree.map(lambda x, old: x.astype(old.dtype), new, state), metrics
+
+    parallel = splitjax.parallelize(step, mesh=TWO_BY_FOUR, rules="megatron", shard_state=True)
+    _, got = parallel(parallel.place(state, example=(batch,)), batch)
+    _, want = jax.jit(step)(state, batch)
+    assert float(got["loss"]) == pytest.approx(float(want["loss"]), rel=2e-2)
+
+
 @pytest.mark.parametrize("execution", ["branch", "program"])
 def test_partial_backpropagation(execution):
     """Two workers of different depths: the same gradients whether a worker is one device, or four with the same examples."""
