@@ -1,10 +1,8 @@
 """A traced step as a function of arrays of other sizes, in float64 if wanted, with taps at its operations.
 
 The step's jaxpr is evaluated equation by equation, each with its size and dtype parameters rewritten. Functions of Flax
-modules and the like
-cannot be called with other widths (they check shapes, and write sizes into the program); their jaxprs can. The result
-is traceable, so that
-everything behind the trace sees an ordinary step.
+modules and the like cannot be called with other widths (they check shapes, and write sizes into the program); their
+jaxprs can. The result is traceable, so that everything behind the trace sees an ordinary step.
 """
 
 from __future__ import annotations
