@@ -120,7 +120,9 @@ multiply.defvjp(_forward, _backward)
 def _nothing(value: Any) -> Any:
     """A zero of which XLA cannot know that it is one: a number is not infinite and no number at once. Added to a stored weight, it ties
     the gather of the backward pass to that pass; XLA would keep what the forward pass gathered otherwise (an optimization barrier
-    does not help on CPU: it is taken out before equal operations are merged)."""
+    does not help on CPU: it is taken out before equal operations are merged). An empty cotangent ties nothing."""
+    if not value.size:
+        return jnp.zeros((), bool)
     one = value[(0,) * value.ndim]
     return jnp.isnan(one) & jnp.isinf(one)
 

@@ -32,6 +32,7 @@ def mark_recurrent(flat: Flat, linked: Linked, flow: Flow, uses: Mapping[int, tu
             loop in sequences and x in carried[loop] and w not in carried[loop] and loop not in sliced.get(w, ())
             and op.outputs[0] in feeding[loop]
             for loop in op.loops
+            if loop in carried  # a map carries nothing, though a loop beside it may
         ):
             found.add(index)
     return frozenset(found | _cell_inputs(flat, linked, uses, found)) if found else frozenset()

@@ -146,6 +146,24 @@ def test_stored_weights_are_gathered_for_each_pass_and_let_go(mesh):
     assert largest_difference(got_state, want_state) < 1e-5
 
 
+def test_a_stored_kernel_of_a_convolution_without_any_position():
+    """The window is longer than the sequence, so that the convolution's result is empty: its cotangent has no element that could tie the
+    gather of the stored kernel to the backward pass."""
+    def forward(params, batch):
+        x = batch["x"].reshape(len(batch["x"]), 6, -1)
+        empty = jax.lax.conv_general_dilated(x, params["conv"], (3,), "VALID", rhs_dilation=(2,), dimension_numbers=("NWC", "WIO", "NWC"))
+        assert empty.shape[1] == 0
+        return x.mean(1) @ params["logits"] + empty.sum()
+
+    state = state_of(dict(zip(("conv", "logits"), normal((4, 32, 64), (32, 16)), strict=True)))
+    step = splitjax.parallelize(step_of(forward), mesh=ALONE, rules="fsdp", donate=False)
+    want_state, want = jax.jit(step_of(forward))(state, batch())
+    got_state, got = step(state, batch())
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert largest_difference(got_state, want_state) <= 1e-6
+    assert "data" in step.plan(state, batch()).leaf("params/conv").spec
+
+
 def test_each_device_holds_its_part():
     tx = optax.adam(1e-3)
     state = state_of(network_params(), tx)

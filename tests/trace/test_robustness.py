@@ -251,6 +251,29 @@ def test_batches_of_any_structure():
     assert not any(graph.is_example(dim) for path in ("raw", "seen") for dim in leaf_of(graph, path).dims)
 
 
+def test_a_loop_that_carries_nothing_beside_a_recurrence():
+    """A map over the sequence reads it by steps as a recurrence does, but carries nothing: its weights are not recurrent."""
+    params = {"wh": zeros(D, D), "each": zeros(D, D), "out": zeros(D, C)}
+
+    def loss(p, batch):
+        xs = batch["x"].swapaxes(0, 1)
+
+        def cell(h, x):
+            h = jnp.tanh(x + h @ p["wh"])
+            return h, h
+
+        _, hs = lax.scan(cell, jnp.zeros((B, D)), xs)
+        mapped = lax.map(lambda x: x @ p["each"], xs)
+        return cross_entropy((hs + mapped).swapaxes(0, 1) @ p["out"], batch["y"])
+
+    def step(s, batch):
+        value, grads = jax.value_and_grad(loss)(s, batch)
+        return jax.tree.map(lambda p, g: p - g, s, grads), value
+
+    graph = check(graph_of(step, params, {"x": zeros(B, T, D), "y": zeros(B, T, dtype="int32")}))
+    assert kinds(graph) == {"wh": "recurrent", "each": "dense", "out": "dense"}
+
+
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_state_that_holds_examples(gradient):
     """Truncated backpropagation through time hands the hidden state to the next step."""
