@@ -30,6 +30,7 @@ from splitjax.lower.pinning import pins_tables, synchronised
 from splitjax.lower.planning import follow_plan, make_plan, pin_plan
 from splitjax.lower.processes import host_digests, on_mesh
 from splitjax.lower.programs import Programs
+from splitjax.lower.local_transform import derive_transforms
 from splitjax.lower.remedies import guarded_sites, reached_suspects, rewritten_sites
 from splitjax.lower.scatter import derive_scatters, pin_gradients
 from splitjax.lower.sharded_dims import ShardedDims
@@ -254,11 +255,13 @@ def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> Layout:
     exchanges = derive_exchanges(*arguments)
     sums = derive_scatters(*arguments, exchanges)
     convolutions = derive_convolutions(*arguments)
-    reached = reached_suspects(graph, plan.mesh, ShardedDims.of(graph, plan.leaves, plan.batch_axes), convolutions)
+    sharded = ShardedDims.of(graph, plan.leaves, plan.batch_axes)
+    reached = reached_suspects(graph, plan.mesh, sharded, convolutions)
     return Layout.of(
         mesh, (*plan.constraints, *pin_gradients(graph, plan.leaves)), sums, weight_uses(*arguments),
         names={use.site: use.layer for use in graph.uses}, convolutions=convolutions,
         rewrites=rewritten_sites(graph, plan.mesh), guarded=guarded_sites(reached),
+        transforms=derive_transforms([one for several in reached.values() for one in several], sharded),
     )
 
 

@@ -23,6 +23,7 @@ from splitjax.lower.custom_rules import custom_call, jvp_of, vjp_of
 from splitjax.lower.exchange import Exchange, WeightUse
 from splitjax.lower.groups import Copies, Where, evaluate_product, fits, scope
 from splitjax.lower.local_convolution import evaluate_local
+from splitjax.lower.local_transform import evaluate_transform
 from splitjax.lower.remedies import whole_inside
 from splitjax.lower.rewrites import rewritten
 from splitjax.lower.row_values import Rows
@@ -59,6 +60,7 @@ class Layout:
     manual: tuple[str, ...] = ()  # the axes of a surrounding shard_map: shardings refer to the mesh in context
     names: Mapping[Site, str] = dataclasses.field(default_factory=dict)  # layers of products, for profiles
     convolutions: Mapping[Site, LocalConvolution] = dataclasses.field(default_factory=dict)  # those that XLA is not asked to partition
+    transforms: Mapping[Site, tuple[tuple[str, ...], ...]] = dataclasses.field(default_factory=dict)  # Fourier ones: axes by dim
     rewritten: frozenset[Site] = frozenset()  # operations that are evaluated as others of the same meaning
     guarded: frozenset[Site] = frozenset()  # calls with custom derivative rules, in which operations that XLA gets wrong run whole
     rematerialised: bool = False  # inside a function that the backward pass runs again
@@ -67,17 +69,18 @@ class Layout:
     def of(
         cls, mesh: Mesh, constraints: Sequence[Constraint], explicit: Sequence[Exchange | Scatter | Summed] = (), uses: Sequence[WeightUse] = (),
         names: Mapping[Site, str] | None = None, convolutions: Sequence[LocalConvolution] = (), rewrites: Collection[Site] = (), guarded: Collection[Site] = (),
+        transforms: Mapping[Site, tuple[tuple[str, ...], ...]] | None = None,
     ) -> Layout:
         by_site: dict[Site, list[Constraint]] = collections.defaultdict(list)
         for one in constraints:
             by_site[one.site].append(one)
-        sites = {*by_site, *rewrites, *guarded, *(one.site for one in (*explicit, *convolutions))}
+        sites = {*by_site, *rewrites, *guarded, *(transforms or ()), *(one.site for one in (*explicit, *convolutions))}
         inside = frozenset(site[:depth] for site in sites for depth in range(1, len(site)))
         pinned = {site: tuple(found) for site, found in by_site.items()}
         exchanges = {one.site: one for one in explicit if isinstance(one, Exchange)}
         sums = {one.site: one for one in explicit if not isinstance(one, Exchange)}
         local = {one.site: one for one in convolutions}
-        return cls(mesh, pinned, inside, exchanges, sums, tuple(uses), names=dict(names or {}), convolutions=local, rewritten=frozenset(rewrites), guarded=frozenset(guarded))
+        return cls(mesh, pinned, inside, exchanges, sums, tuple(uses), names=dict(names or {}), convolutions=local, transforms=dict(transforms or {}), rewritten=frozenset(rewrites), guarded=frozenset(guarded))
 
     def without(self, manual: Sequence[str]) -> Layout:
         """The same layout for the inside of a `shard_map` that is manual over some axes: they do not occur in its constraints."""
@@ -171,6 +174,8 @@ def _placed(
         results = _guarded(layout, eqn, values)
     if results is None and site in layout.convolutions and eqn.primitive.name == "conv_general_dilated":
         results = evaluate_local(layout.convolutions[site], eqn, values, Where(layout.mesh, layout.manual))
+    if results is None and site in layout.transforms and eqn.primitive.name == "fft":
+        results = evaluate_transform(layout.transforms[site], eqn, values, Where(layout.mesh, layout.manual))
     if results is None:
         results = _equation(layout, eqn, values, site, hooks, copies)
     return _pin(layout, site, results, results=True)

@@ -156,7 +156,7 @@ def _islands(
     even = lambda: local_examples(graph.num_examples, number, plan.batch_axes, mesh, (*manual, *group))
     twin = twin_of(eqn, site, traced_examples(share // plan.mesh.size(group)) if share else even())
     # Nothing is shared inside an island.
-    bare = Layout(layout.mesh, {}, frozenset(), manual=(*manual, *group), convolutions=layout.convolutions, rewritten=layout.rewritten, guarded=layout.guarded)
+    bare = Layout(layout.mesh, {}, frozenset(), manual=(*manual, *group), convolutions=layout.convolutions, transforms=layout.transforms, rewritten=layout.rewritten, guarded=layout.guarded)
     return Request(
         group, gradient.boundary_forward(twin)[0],
         tuple(at for at, axes in here if axes), tuple(at for at, axes in here if not axes),

@@ -84,6 +84,10 @@ def _convolution(operation: Operation) -> Touched:
     return _all_dims(operation) if operation.primitive == "conv_general_dilated" else {}
 
 
+def _transformed(operation: Operation) -> Touched:
+    return _all_dims(operation) if operation.primitive == "fft" else {}
+
+
 # Primitive -> the position of the operand whose shape is the window's (None: `slice_sizes`), and of the first start index.
 _WINDOWS = {"dynamic_slice": (None, 1), "dynamic_update_slice": (1, 2)}
 
@@ -188,6 +192,18 @@ DEFECTS: tuple[Defect, ...] = (
         touches=_convolution,
     ),
     Defect(
+        name="fourier-transform",
+        operation="a Fourier transform (jax.numpy.fft), and its gradient",
+        condition="some dim of its operand is split",
+        consequence="the partitioner gathers the operand for it, also where only examples are split, or splits a transformed dim; the CPU "
+        "backend's compiler fails with an internal error, or ends the process",
+        versions="0.10.2 to 0.12.0.1",
+        partitioners="Shardy and GSPMD",
+        remedy="each device transforms its own examples; a transformed dim that is split is gathered",
+        action=Action.LOCAL,
+        touches=_transformed,
+    ),
+    Defect(
         name="axes-out-of-mesh-order",
         operation="a product whose result is split over several axes along one dim, in another order than the mesh lists them",
         condition="the mesh has three axes or more, and another dim of the result is split over an axis that splits the contracted dim; such a "
@@ -277,7 +293,7 @@ def defect_of(operation: Operation) -> tuple[Defect, Touched] | None:
 
 
 # Most operations of a step are looked up here and no further.
-COVERED = frozenset({"conv_general_dilated", "mulhi", "pad", "reduce", "gather", "slice", *_SCATTERS, *_WINDOWS, *_BITWISE})
+COVERED = frozenset({"conv_general_dilated", "fft", "mulhi", "pad", "reduce", "gather", "slice", *_SCATTERS, *_WINDOWS, *_BITWISE})
 
 
 def defect_named(name: str) -> Defect:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from splitjax.partitioner import COVERED, Action, Operation, defect_of
+from splitjax.partitioner import COVERED, Operation, defect_of
 from splitjax.trace.classes import Classes
 from splitjax.trace.flatten import BACKWARD, Flat, Op
 from splitjax.trace.graph import ConvolutionDims, Dim, Suspect, TouchedDims
@@ -31,7 +31,7 @@ def find_suspects(flat: Flat, classes: Classes) -> tuple[Suspect, ...]:
         found.append(
             Suspect(
                 defect.name, qualified_name(op), op.site, op.source, tuple(touched_dims), op.editable, op.rule_at, op.phase == BACKWARD,
-                _convolution_dims(op, flat, classes) if defect.action is Action.LOCAL else None,
+                _convolution_dims(op, flat, classes) if op.primitive == "conv_general_dilated" else None,
             )
         )
     return tuple(found)

@@ -35,6 +35,11 @@ BY_HAND = {
             return jax.grad(lambda images: (convolved(images) ** 2).sum())(images)
         arguments = [normal(8, 3, 2, 4), normal(3, 2, 4, 1)], [P("data"), P(None, "data")]
     """,
+    "fourier-transform": """
+        def function(array):
+            return jax.grad(lambda array: (jax.numpy.abs(jax.numpy.fft.fft(array)) ** 4).sum())(array)
+        arguments = [normal(8, 8)], [P("data", "model")]
+    """,
     "axes-out-of-mesh-order": """
         def function(data, cotangent):
             return jax.numpy.einsum("bli,blo->io", data, cotangent)
