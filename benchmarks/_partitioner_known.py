@@ -21,7 +21,8 @@ class Kind:
 
 
 def _convolves(draw: Draw, outcome: Outcome) -> bool:
-    return draw.family == "conv" or "conv_general_dilated" in outcome.primitives
+    layers = draw.settings.get("layers", ())
+    return draw.family == "conv" or "conv_general_dilated" in outcome.primitives or any("conv" in layer or "depthwise" in layer for layer in layers)
 
 
 def _has(draw: Draw, key: str, least: int = 2) -> bool:
@@ -38,7 +39,8 @@ def _reversed(draw: Draw) -> bool:
 KINDS = (
     Kind("reduction that the backend's all-reduce has not", lambda draw, outcome: "Unsupported reduction computation" in outcome.message, row="reduction-without-collective"),
     Kind("high half of an integer product", lambda draw, outcome: "mulhi" in outcome.primitives and "MHLO" in outcome.message, row="high-half-of-product"),
-    Kind("Fourier transform of an array in another layout", lambda draw, outcome: "fft_thunk" in outcome.message),
+    Kind("Fourier transform", lambda draw, outcome: "fft" in outcome.primitives or draw.family == "fft", row="fourier-transform"),
+    Kind("result whose parts are uneven (JAX cannot put them together)", lambda draw, outcome: "could not broadcast input array" in outcome.message),
     Kind("convolution: the compiler dies", lambda draw, outcome: _convolves(draw, outcome) and outcome.status == "crash", row="convolution"),
     Kind("transposed convolution", lambda draw, outcome: _convolves(draw, outcome) and _has(draw, "lhs_dilation"), row="convolution"),
     Kind("convolution with feature groups", lambda draw, outcome: _convolves(draw, outcome) and (_has(draw, "groups") or draw.family == "chain"), row="grouped-convolution"),

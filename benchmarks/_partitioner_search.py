@@ -23,7 +23,7 @@ def run_numbers(worker: Worker, seed: str, numbers: Sequence[int], only: str = "
         return [_outcome(each) for each in answer["outcomes"]]
     except Died as death:
         if len(numbers) == 1:
-            return [Outcome(numbers[0], draw(seed, numbers[0], only).family, "crash", message=f"{death.cause}: {death.last}")]
+            return [_crashed(worker, draw(seed, numbers[0], only), death)]
     half = len(numbers) // 2
     return run_numbers(worker, seed, numbers[:half], only) + run_numbers(worker, seed, numbers[half:], only)
 
@@ -33,7 +33,17 @@ def run_one(worker: Worker, program: Draw) -> Outcome:
     try:
         return _outcome(worker.ask(draws=[program.to_json()])["outcomes"][0])
     except Died as death:
-        return Outcome(program.number, program.family, "crash", message=f"{death.cause}: {death.last}")
+        return _crashed(worker, program, death)
+
+
+def _crashed(worker: Worker, program: Draw, death: Died) -> Outcome:
+    """The outcome of a program that ended the worker: "invalid" where it does so on one device too, which is not the partitioner's doing."""
+    message = f"{death.cause}: {death.last}"
+    try:
+        reference = _outcome(worker.ask(draws=[program.to_json()], reference=True)["outcomes"][0])
+        return Outcome(program.number, program.family, "crash", message=message, primitives=reference.primitives)
+    except Died:
+        return Outcome(program.number, program.family, "invalid", message=f"one device alone: {message}"[:300])
 
 
 def _outcome(each: dict[str, Any]) -> Outcome:

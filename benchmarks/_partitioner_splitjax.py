@@ -15,7 +15,7 @@ import jax
 
 import splitjax
 from benchmarks._partitioner_draw import Draw, names_of, step_of
-from benchmarks._partitioner_run import Outcome, Ready, on_one_device, prepare, verdict
+from benchmarks._partitioner_run import UNREPEATABLE, Outcome, Ready, is_repeatable, on_one_device, prepare, verdict
 from splitjax.errors import SplitjaxError
 from splitjax.rules import Rule, RuleSet, load_rules
 
@@ -49,10 +49,15 @@ def _run(members: Sequence[Ready]) -> list[Outcome]:
         message = (str(error).strip().splitlines() or [""])[0]
         status = "invalid" if expected is None else "refused" if isinstance(error, SplitjaxError) else "failed"
         return [outcome(members[0], status, f"{type(error).__name__}: {message}"[:300])]
-    return [
-        _run([ready])[0] if differs and not alone else outcome(ready, "wrong" if differs else "right", wrong=differs)
-        for ready, differs in zip(members, wrong, strict=True)
-    ]
+    outcomes = []
+    for ready, differs in zip(members, wrong, strict=True):
+        if differs and not alone:
+            outcomes.append(_run([ready])[0])
+        elif differs and not is_repeatable(ready):
+            outcomes.append(outcome(ready, "invalid", UNREPEATABLE))
+        else:
+            outcomes.append(outcome(ready, "wrong" if differs else "right", wrong=differs))
+    return outcomes
 
 
 def _on_mesh(members: Sequence[Ready]) -> list[Any]:

@@ -68,7 +68,8 @@ class Worker:
         self._errors = None
 
     def ask(self, **request: object) -> dict:
-        """The answer to a request: `{"draws": [JSON of draws]}` or `{"seed": ..., "numbers": [...], "only": family}`. Raises `Died`."""
+        """The answer to a request: `{"draws": [JSON of draws]}` or `{"seed": ..., "numbers": [...], "only": family}`;
+        with `reference` they run on one device alone. Raises `Died`."""
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -138,7 +139,7 @@ def main(settings: Settings) -> int:
         jax.config.update("jax_use_shardy_partitioner", settings.partitioner == "shardy")
     from benchmarks._partitioner_draw import Draw
     from benchmarks._partitioner_families import draw
-    from benchmarks._partitioner_run import run_by_hand
+    from benchmarks._partitioner_run import run_by_hand, run_reference
 
     for line in sys.stdin:
         request = json.loads(line)
@@ -146,7 +147,9 @@ def main(settings: Settings) -> int:
             draws = [Draw.from_json(text) for text in request["draws"]]
         else:
             draws = [draw(request["seed"], number, request.get("only", "")) for number in request["numbers"]]
-        if settings.way == "hand":
+        if request.get("reference"):
+            outcomes = run_reference(draws)
+        elif settings.way == "hand":
             outcomes = run_by_hand(draws, settings.planted)
         else:
             from benchmarks._partitioner_splitjax import run_under_splitjax

@@ -19,6 +19,7 @@ from splitjax.lower.arguments import Bound, Options, abstract, call_with, keywor
 from splitjax.lower.exchange import derive_exchanges, weight_uses
 from splitjax.lower.group_comm import choose, crosses
 from splitjax.lower.layout import Layout, named_sharding
+from splitjax.lower.local_transform import derive_transforms
 from splitjax.lower.lowered import Lowered
 from splitjax.lower.microbatching import boundary_hook, check_turns, make_twin, resized_trace
 from splitjax.lower.observing import Decision
@@ -30,7 +31,6 @@ from splitjax.lower.pinning import pins_tables, synchronised
 from splitjax.lower.planning import follow_plan, make_plan, pin_plan
 from splitjax.lower.processes import host_digests, on_mesh
 from splitjax.lower.programs import Programs
-from splitjax.lower.local_transform import derive_transforms
 from splitjax.lower.remedies import guarded_sites, reached_suspects, rewritten_sites
 from splitjax.lower.scatter import derive_scatters, pin_gradients
 from splitjax.lower.sharded_dims import ShardedDims

@@ -7,6 +7,7 @@ import dataclasses
 import json
 
 import jax
+import numpy as np
 import pytest
 
 import splitjax
@@ -16,7 +17,7 @@ from benchmarks._partitioner_draw import Draw, case_of
 from benchmarks._partitioner_families import draw, families
 from benchmarks._partitioner_layouts import RUN, fits, mesh_of
 from benchmarks._partitioner_primitives import NOT_DRAWN
-from benchmarks._partitioner_run import Outcome, prepare, relative_error
+from benchmarks._partitioner_run import Outcome, is_repeatable, prepare, relative_error
 from benchmarks._partitioner_search import run_numbers, run_one, same_kind, shrink, simpler
 from benchmarks._partitioner_values import every_elementwise
 from benchmarks._partitioner_worker import Died, Settings, Worker
@@ -58,22 +59,41 @@ def test_what_is_planted_is_found_and_shrunk(worker):
     assert not least.used_axes
 
 
-def test_a_death_is_told_and_halved(tmp_path):
+class Dying:
+    """A worker that dies of one number, and if `alone` also where one device runs it."""
+
+    def __init__(self, alone: bool) -> None:
+        self.alone = alone
+
+    def ask(self, **request):
+        numbers = request["numbers"] if "numbers" in request else [Draw.from_json(text).number for text in request["draws"]]
+        if 5 in numbers and (self.alone or not request.get("reference")):
+            raise Died("SIGABRT", "Check failed: here")
+        return {"outcomes": [dataclasses.asdict(Outcome(number, "dot", "right", primitives=("add",))) for number in numbers]}
+
+
+def test_a_death_is_told_and_halved():
     """A worker that dies of one number answers for all the others."""
-
-    class Dying:
-        asked: list[list[int]] = []
-
-        def ask(self, **request):
-            self.asked.append(request["numbers"])
-            if 5 in request["numbers"]:
-                raise Died("SIGABRT", "Check failed: here")
-            return {"outcomes": [dataclasses.asdict(Outcome(number, "dot", "right")) for number in request["numbers"]]}
-
-    outcomes = run_numbers(Dying(), "any", range(8))
+    outcomes = run_numbers(Dying(alone=False), "any", range(8))
     assert [outcome.number for outcome in outcomes] == list(range(8))
     assert [outcome.number for outcome in outcomes if outcome.status == "crash"] == [5]
-    assert "Check failed: here" in outcomes[5].message
+    assert "Check failed: here" in outcomes[5].message and outcomes[5].primitives == ("add",)
+
+
+def test_what_ends_one_device_too_is_no_program():
+    outcomes = run_numbers(Dying(alone=True), "any", range(8))
+    assert [outcome.number for outcome in outcomes if outcome.status == "invalid"] == [5]
+    assert outcomes[5].message.startswith("one device alone: SIGABRT")
+
+
+def test_what_one_device_does_not_repeat_is_no_program():
+    """A reference that changes from run to run says nothing of the partitioner."""
+    calls = iter(range(100))
+    changing = lambda: jax.pure_callback(lambda: np.float64(next(calls)), jax.ShapeDtypeStruct((), np.float64))
+    with jax.enable_x64(True):
+        ready = prepare(draw("planted", 0, "slice"))
+        assert is_repeatable(ready)
+        assert not is_repeatable(dataclasses.replace(ready, function=changing, arguments=()))
 
 
 def test_a_worker_that_dies_says_of_what_and_starts_again(worker):
