@@ -14,12 +14,20 @@ _HELPERS = ("__init__", "__main__", "machine")
 
 def registry() -> dict[str, str]:
     """Name -> first line of the docstring, of every benchmark; none is imported, so that listing them is quick."""
-    found = {}
-    for file in sorted(_FOLDER.glob("*.py")):
-        if file.stem in _HELPERS or file.stem.startswith("_"):
+    lines = {}
+    for file in [*_FOLDER.glob("*.py"), *_FOLDER.glob("*/__init__.py")]:
+        is_package = file.parent != _FOLDER
+        name = file.parent.name if is_package else file.stem
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        if name in _HELPERS or name.startswith("_") or (is_package and not _has_main(tree)):
             continue
-        found[file.stem] = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").split("\n")[0]
-    return found
+        lines[name] = (ast.get_docstring(tree) or "").split("\n")[0]
+    return dict(sorted(lines.items()))
+
+
+def _has_main(tree: ast.Module) -> bool:
+    """Tells a benchmark that is a package from a package of helpers: its `__init__.py` defines `main`."""
+    return any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
 
 
 def main(argv: list[str] | None = None) -> int:
