@@ -4,8 +4,8 @@
 
 It reads the syntax trees of a checkout (`--checkout`, by default the one that it stands in), imports nothing of it, and
 writes `benchmarks/results/house.json` and `house.md`. Type errors and import times are optional: `--pyright` names the
-command that starts pyright (`pip install "pyright[nodejs]"` brings it with Node), `--imports` how often `import splitjax`
-and `import jax` are timed. `--list KEY` prints all that a figure counts, such as
+command that starts pyright (`pip install "pyright[nodejs]"` brings it with Node), `--imports` how often
+`import splitjax` and `import jax` are timed. `--list KEY` prints all that a figure counts, such as
 `--list unnamed_arguments`, and writes nothing.
 """
 
@@ -51,12 +51,14 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+_HERE = pathlib.Path(__file__).resolve().parents[2]  # the top of the checkout that this file stands in
+
+
 def _options(argv: list[str] | None) -> argparse.Namespace:
     from benchmarks._common import RESULTS
 
-    here = pathlib.Path(__file__).resolve().parents[2]
     parser = argparse.ArgumentParser("house", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkout", type=pathlib.Path, default=here, help="top of the checkout that is measured")
+    parser.add_argument("--checkout", type=pathlib.Path, default=_HERE, help="top of the checkout that is measured")
     parser.add_argument("--label", choices=("before", "after"), default="after", help="column of the page")
     parser.add_argument("--pyright", default="", metavar="CMD", help="starts pyright, with options")
     parser.add_argument("--imports", type=int, default=0, metavar="N", help="runs of each import")
@@ -77,6 +79,7 @@ def _header(options: argparse.Namespace, pyright_version: str) -> tuple[str, str
     if pyright_version:
         machine = dataclasses.replace(machine, versions=(*machine.versions, ("pyright", pyright_version)))
     command = f"python -m benchmarks house --label {options.label}"
+    command += " --checkout CHECKOUT" if options.checkout.resolve() != _HERE else ""
     command += ' --pyright "pyright --pythonpath PYTHON"' if options.pyright else ""
     command += f" --imports {options.imports}" if options.imports else ""
     return machine.commit, header(machine, command)
