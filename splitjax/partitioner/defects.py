@@ -198,7 +198,7 @@ DEFECTS: tuple[Defect, ...] = (
         consequence="the partitioner gathers the operand for it, also where only examples are split, or splits a transformed dim; the CPU "
         "backend's compiler fails with an internal error, or ends the process",
         versions="0.10.2 to 0.12.0.1",
-        partitioners="Shardy and GSPMD",
+        partitioners="Shardy",
         remedy="each device transforms its own examples; a transformed dim that is split is gathered",
         action=Action.LOCAL,
         touches=_transformed,
