@@ -15,7 +15,7 @@ import jax
 
 import splitjax
 from benchmarks._partitioner_draw import Draw, names_of, step_of
-from benchmarks._partitioner_run import UNREPEATABLE, Outcome, Ready, is_repeatable, on_one_device, prepare, verdict
+from benchmarks._partitioner_run import Outcome, Ready, fault_of_reference, on_one_device, prepare, verdict
 from splitjax.errors import SplitjaxError
 from splitjax.rules import Rule, RuleSet, load_rules
 
@@ -53,8 +53,8 @@ def _run(members: Sequence[Ready]) -> list[Outcome]:
     for ready, differs in zip(members, wrong, strict=True):
         if differs and not alone:
             outcomes.append(_run([ready])[0])
-        elif differs and not is_repeatable(ready):
-            outcomes.append(outcome(ready, "invalid", UNREPEATABLE))
+        elif differs and (fault := fault_of_reference(ready)):
+            outcomes.append(outcome(ready, "invalid", fault))
         else:
             outcomes.append(outcome(ready, "wrong" if differs else "right", wrong=differs))
     return outcomes

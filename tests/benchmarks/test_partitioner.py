@@ -17,7 +17,7 @@ from benchmarks._partitioner_draw import Draw, case_of
 from benchmarks._partitioner_families import draw, families
 from benchmarks._partitioner_layouts import RUN, fits, mesh_of
 from benchmarks._partitioner_primitives import NOT_DRAWN
-from benchmarks._partitioner_run import Outcome, is_repeatable, prepare, relative_error
+from benchmarks._partitioner_run import Outcome, fault_of_reference, prepare, relative_error
 from benchmarks._partitioner_search import run_numbers, run_one, same_kind, shrink, simpler
 from benchmarks._partitioner_values import every_elementwise
 from benchmarks._partitioner_worker import Died, Settings, Worker
@@ -92,8 +92,10 @@ def test_what_one_device_does_not_repeat_is_no_program():
     changing = lambda: jax.pure_callback(lambda: np.float64(next(calls)), jax.ShapeDtypeStruct((), np.float64))
     with jax.enable_x64(True):
         ready = prepare(draw("planted", 0, "slice"))
-        assert is_repeatable(ready)
-        assert not is_repeatable(dataclasses.replace(ready, function=changing, arguments=()))
+        assert not fault_of_reference(ready)
+        assert "asked again" in fault_of_reference(dataclasses.replace(ready, function=changing, arguments=()))
+        chaotic = dataclasses.replace(ready, function=lambda x: jax.numpy.cos(x * 1e40), arguments=(np.ones(4),))
+        assert "by a rounding" in fault_of_reference(chaotic)
 
 
 def test_a_worker_that_dies_says_of_what_and_starts_again(worker):
