@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from splitjax.cost.flow import Axes, used_axes
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan, spec_axes
-from splitjax.trace.graph import Dim, Graph, Suspect
+from splitjax.trace.graph import ConvolutionDims, Dim, Graph, Suspect
 
 ORDINARY = "convolution"  # the row of convolutions without groups
 
@@ -67,7 +67,7 @@ def derive_convolutions(
     uses = {use.site: use for use in graph.uses}
     found = []
     for suspect in graph.suspects:
-        if suspect.convolution is None or (trusted and suspect.defect == ORDINARY):
+        if suspect.convolution is None or (trusted and suspect.defect == ORDINARY and _has_example_dim(graph, suspect.convolution)):
             continue
         use = uses.get(suspect.site)
         labels = graph.soft if suspect.backward else graph.local
@@ -80,6 +80,12 @@ def derive_convolutions(
             split["gathered"] = ()
         found.append(LocalConvolution(suspect.site, layer, param, **split))
     return tuple(found)
+
+
+def _has_example_dim(graph: Graph, kinds: ConvolutionDims) -> bool:
+    """Whether examples lead one of a convolution's dims, so that they can be split over devices. Under `vmap` the mapped dim may lead its batch
+    instead; XLA then splits whatever the layout of another layer suggests, and the kernel's gradient is wrong."""
+    return any(graph.is_example(dim) for dim in (kinds.batch, kinds.groups, kinds.contracted, kinds.features))
 
 
 def _by_class(graph: Graph, leaves: Sequence[LeafPlan], axes_of: Mapping[str, Axes], labels: Sequence[int]) -> dict[int, Axes]:

@@ -29,6 +29,7 @@ from splitjax.lower.rewrites import rewritten
 from splitjax.lower.row_values import Rows
 from splitjax.lower.scatter import Scatter, Summed
 from splitjax.lower.scattering import evaluate_scatter, evaluate_summed
+from splitjax.mesh import MeshShape
 from splitjax.plan import Constraint, Spec
 from splitjax.trace.flatten import call_body
 
@@ -184,7 +185,7 @@ def _placed(
 def _guarded(layout: Layout, eqn: Any, values: list[Any]) -> list[Any]:
     """A call with a custom derivative rule, in whose body and rule what XLA's partitioner gets wrong runs whole."""
     def run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
-        constraints, rewrites = whole_inside(jaxpr)
+        constraints, rewrites = whole_inside(jaxpr, MeshShape.of(layout.mesh))
         inner = dataclasses.replace(Layout.of(layout.mesh, constraints, rewrites=rewrites), manual=layout.manual)
         return _run(inner if set(layout.manual) < set(layout.mesh.axis_names) else Layout(layout.mesh, {}, frozenset()), jaxpr, operands, (), None, None)
 

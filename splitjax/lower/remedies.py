@@ -19,10 +19,10 @@ from splitjax.errors import PartitionerError
 from splitjax.lower.constraints import FREE
 from splitjax.lower.sharded_dims import ShardedDims
 from splitjax.mesh import MeshShape
-from splitjax.partitioner import COVERED, Action, Defect, defect_named, defect_of
+from splitjax.partitioner import COVERED, Action, Defect, Touched, defect_named, defect_of
 from splitjax.plan import Constraint, LeafPlan, spec_axes, spec_text
-from splitjax.trace.flatten import flatten
-from splitjax.trace.graph import Dim, Graph, Suspect
+from splitjax.trace.flatten import Flat, Op, flatten
+from splitjax.trace.graph import Graph, Suspect
 from splitjax.trace.suspects import operation_of
 
 
@@ -68,7 +68,7 @@ def reached_suspects(
         row = defect_named(suspect.defect)
         if row.uneven:
             suspect = _unevenly_split(suspect, graph, mesh)
-            is_reached = bool(suspect.touched) and suspect.editable
+            is_reached = bool(suspect.touched) and (suspect.editable or suspect.rule_at is not None)
         elif suspect.convolution is not None:
             is_reached = suspect.site in local and _is_split(suspect, sharded)
         else:  # what is refused cannot be compiled for several devices, split or not
@@ -83,15 +83,19 @@ def guarded_sites(reached: Mapping[str, Sequence[Suspect]]) -> frozenset[tuple[i
     return frozenset(one.rule_at for several in reached.values() for one in several if one.rule_at is not None)
 
 
-def whole_inside(jaxpr: Any) -> tuple[tuple[Constraint, ...], frozenset[tuple[int, ...]]]:
+def whole_inside(jaxpr: Any, mesh: MeshShape) -> tuple[tuple[Constraint, ...], frozenset[tuple[int, ...]]]:
     """For a jaxpr whose dims nothing is known of, such as that of a derivative rule: constraints that gather every operation of the
-    table, and the sites of those that are rewritten instead."""
+    table, and the sites of those that are rewritten instead. Of a row with `uneven` dims only those are gathered that some axis of `mesh` does
+    not divide."""
     constraints: list[Constraint] = []
     rewritten = set()
     flat = flatten(jaxpr)
     for op in flat.ops:
         covered = defect_of(operation_of(op, flat)) if op.primitive in COVERED else None
-        if covered is None or covered[0].uneven or not op.editable:
+        if covered is None or not op.editable:
+            continue
+        if covered[0].uneven:
+            constraints += _uneven_inside(op, covered, flat, mesh)
             continue
         if covered[0].action is Action.REWRITE:
             rewritten.add(op.site)
@@ -103,23 +107,36 @@ def whole_inside(jaxpr: Any) -> tuple[tuple[Constraint, ...], frozenset[tuple[in
     return tuple(constraints), frozenset(rewritten)
 
 
+def _uneven_inside(op: Op, covered: tuple[Defect, Touched], flat: Flat, mesh: MeshShape) -> list[Constraint]:
+    row, touched = covered
+    pinned = []
+    for position, dims in touched.items():
+        shape = flat.shapes[op.inputs[position] if position >= 0 else op.outputs[0]]
+        uneven = {dim for dim in dims if _is_uneven(shape[dim], mesh)}
+        if uneven:
+            spec = tuple(None if dim in uneven else FREE for dim in range(len(shape)))
+            pinned.append(Constraint(op.site, position, spec, op.primitive, f"{row.name}: {row.remedy}"))
+    return pinned
+
+
+def _is_uneven(size: int, mesh: MeshShape) -> bool:
+    """Whether XLA could split a dim of this size unevenly. There is no such dim on a mesh of one axis, which splits right."""
+    axis_sizes = [mesh.size(axis) for axis in mesh.present(mesh.names)]
+    return len(axis_sizes) > 1 and size > 1 and any(size % count for count in axis_sizes)
+
+
 def _is_split(suspect: Suspect, sharded: ShardedDims) -> bool:
     return sharded.reaches((one.chosen for one in suspect.touched), suspect.site)
 
 
 def _unevenly_split(suspect: Suspect, graph: Graph, mesh: MeshShape) -> Suspect:
-    """The suspect with those of its dims that XLA could split unevenly. There are none on a mesh of one axis, which splits right,
-    nor where the indices run along the examples as well (the ids of an embedding), which is the dim that XLA splits then."""
-    sizes = [mesh.size(axis) for axis in mesh.present(mesh.names)]
-
-    def is_uneven(dim: Dim) -> bool:
-        size = math.prod(graph.atom_sizes[atom] for atom in dim)
-        return size > 1 and any(size % count for count in sizes)
-
+    """The suspect with those of its dims that XLA could split unevenly. There are none
+    where the indices run along the examples as well (the ids of an embedding), which is the dim that XLA splits then."""
+    size_of = lambda dim: math.prod(graph.atom_sizes[atom] for atom in dim)
     along_examples = any(graph.is_example(dim) for one in suspect.touched for dim in one.chosen)
     touched = []
-    for one in suspect.touched if len(sizes) > 1 and not along_examples else ():
-        dims = tuple(dim for dim in one.dims if is_uneven(one.atoms[dim]))
+    for one in () if along_examples else suspect.touched:
+        dims = tuple(dim for dim in one.dims if _is_uneven(size_of(one.atoms[dim]), mesh))
         if dims:
             touched.append(dataclasses.replace(one, dims=dims))
     return dataclasses.replace(suspect, touched=tuple(touched))

@@ -2,6 +2,6 @@
 
 See `defects.py` for the table, docs/partitioner.md for how it came about, and `benchmarks/partitioner.py` for the search."""
 
-from splitjax.partitioner.defects import COVERED, DEFECTS, Action, Defect, Operation, defect_named, defect_of
+from splitjax.partitioner.defects import COVERED, DEFECTS, Action, Defect, Operation, Touched, defect_named, defect_of
 
-__all__ = ["COVERED", "DEFECTS", "Action", "Defect", "Operation", "defect_named", "defect_of"]
+__all__ = ["COVERED", "DEFECTS", "Action", "Defect", "Operation", "Touched", "defect_named", "defect_of"]

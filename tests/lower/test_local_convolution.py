@@ -322,6 +322,34 @@ def test_inside_a_call_that_cannot_be_rebuilt_the_plan_is_refused():
     assert caught.value.value == "grouped-convolution"
 
 
+@pytest.mark.parametrize("boundary", [True, False], ids=["boundary", "plain"])
+def test_a_mapped_dim_that_leads_the_batch(boundary):
+    """`vmap` over a dim behind the examples makes a batch of (mapped, example): the examples do not lead it, so XLA cannot keep them split, and
+    splits what the row-split dense layer behind suggests."""
+    def step(state, batch):
+        def forward(p, x):
+            for kernel, stride in (("first", 1), ("second", 2)):
+                x = convolve(x, p[kernel], window_strides=(stride, stride))
+            x = jnp.repeat(x, 2, 2)
+            return (x.reshape(len(x), -1) @ p["dense"]) @ p["logits"]
+
+        def loss(p):
+            logits = jax.vmap(forward, (None, 1), 1)(p, batch["x"])
+            return (jnp.sin(logits) ** 2).mean()
+
+        value, gradients = (splitjax if boundary else jax).value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - g, state, gradients), value
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        normal = lambda *shape: jnp.asarray(rng.normal(size=shape))
+        state = {"first": normal(3, 3, 2, 2), "second": normal(3, 3, 2, 2), "dense": normal(8, 2), "logits": normal(2, 3)}
+        batch = {"x": normal(8, 2, 1, 4, 2)}
+        step_on_mesh = splitjax.parallelize(step, mesh={"data": 1, "model": 8}, rules="splitbrain", donate=False)
+        want, got = jax.jit(step)(state, batch), step_on_mesh(state, batch)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), got, want)
+
+
 def test_ordinary_convolutions_are_left_to_xla_where_it_is_right():
     """With examples of their own and whole weights on all devices; not where weights are stored in parts."""
     def is_noted(rules, operation):

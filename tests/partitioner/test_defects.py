@@ -220,17 +220,28 @@ def test_bitwise_reductions():
     assert any("reduction-without-collective" in note for note in plan.notes)
 
 
-def test_indices_that_no_axis_divides():
+def with_its_own_rule(fn):
+    """A function behind a `custom_jvp` rule, of whose operations' dims nothing is known."""
+    ruled = jax.custom_jvp(fn)
+    ruled.defjvp(lambda primals, tangents: jax.jvp(fn, primals, tangents))
+    return ruled
+
+
+@pytest.mark.parametrize("around", [lambda fn: fn, with_its_own_rule], ids=["plain", "rule"])
+def test_indices_that_no_axis_divides(around):
     """Interactions of a recommendation model: three features an example, whose three products are looked up. The table is split by
     columns over `data`, and `model` is unused."""
     rows, columns = np.tril_indices(3, -1)
 
     def step(state, batch):
+        @around
+        def interact(embedded, dense):
+            features = jnp.concatenate([embedded, dense], 1)
+            return jnp.cos(jnp.einsum("bik,bjk->bij", features, features)[:, rows, columns])
+
         def loss(params):
             dense = (batch["x"] @ params["u"])[:, None]
-            features = jnp.concatenate([params["table"][batch["ids"]], dense], 1)
-            products = jnp.einsum("bik,bjk->bij", features, features)[:, rows, columns]
-            return (jnp.concatenate([dense[:, 0], jnp.cos(products)], 1) ** 2).sum()
+            return (jnp.concatenate([dense[:, 0], interact(params["table"][batch["ids"]], dense)], 1) ** 2).sum()
 
         value, gradients = splitjax.value_and_grad(loss)(state)
         return jax.tree.map(lambda p, g: p - 1e-2 * g, state, gradients), {"loss": value}
