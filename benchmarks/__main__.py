@@ -13,20 +13,20 @@ _HELPERS = ("__init__", "__main__", "machine")
 
 
 def registry() -> dict[str, str]:
-    """Name -> first line of the docstring, of every benchmark; none is imported, so that listing them is quick."""
+    """Name -> first paragraph of the docstring, of every benchmark; none is imported, so that listing them is quick."""
     lines = {}
-    for file in [*_FOLDER.glob("*.py"), *_FOLDER.glob("*/__init__.py")]:
+    for file in [*_FOLDER.glob("*.py"), *_FOLDER.glob("*/__init__.py"), *_FOLDER.glob("*/main.py")]:
         is_package = file.parent != _FOLDER
         name = file.parent.name if is_package else file.stem
         tree = ast.parse(file.read_text(encoding="utf-8"))
         if name in _HELPERS or name.startswith("_") or (is_package and not _has_main(tree)):
             continue
-        lines[name] = (ast.get_docstring(tree) or "").split("\n")[0]
+        lines[name] = " ".join((ast.get_docstring(tree) or "").split("\n\n")[0].split())
     return dict(sorted(lines.items()))
 
 
 def _has_main(tree: ast.Module) -> bool:
-    """Tells a benchmark that is a package from a package of helpers: its `__init__.py` defines `main`."""
+    """Tells a benchmark that is a package from a package of helpers: its `main.py` or its `__init__.py` defines `main`."""
     return any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
 
 
@@ -47,7 +47,8 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"; did you mean {close[0]!r}?" if close else ""
         print(f"error: there is no benchmark {name!r}{hint}\n  remedy: name one of {', '.join(known)}", file=sys.stderr)
         return 2
-    return importlib.import_module(f"benchmarks.{module}").main(rest) or 0
+    inner = (_FOLDER / module / "main.py").is_file()
+    return importlib.import_module(f"benchmarks.{module}.main" if inner else f"benchmarks.{module}").main(rest) or 0
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def run_parts(page: Page, jobs: Mapping[str, Callable[[], Part | None]], options
 def run_part(key: str, measure: Callable[[], Any], command: str, packages: Sequence[str] | None = None) -> Part | None:
     """What a part found, as JSON values, with date and machine; None where it failed. `measure`: gives the section. `packages`: whose versions are told."""
     from benchmarks import machine
-    from benchmarks._splitbrain_common import busy
+    from benchmarks.splitbrain.common import busy
 
     started, load = time.perf_counter(), busy()
     print(f"{key}: {load} before", flush=True)
@@ -102,6 +102,6 @@ def show(title: str, lines: Sequence[str]) -> None:
 
 def goals_of(one: Part) -> list[Any]:
     """The goals of a part, as kept."""
-    from benchmarks._splitbrain_common import Goal
+    from benchmarks.splitbrain.common import Goal
 
     return [Goal(**goal) for goal in one["goals"]]

@@ -24,7 +24,7 @@ import optax
 
 import splitjax
 from benchmarks._common import table, virtual_devices
-from splitjax.lower import entry
+from splitjax.compile import entry
 from splitjax.models import build, make_step
 
 MESH = {"data": 2, "model": 4}

@@ -35,10 +35,10 @@ import splitjax
 from splitjax import schedule
 from splitjax.data import load_digits
 from splitjax.schedule import Cluster, Group, Job, JobProfile, Member, Options
-from splitjax.schedule.discipline import get_discipline
-from splitjax.schedule.iterations import advance, start_state
-from splitjax.schedule.jobs import DEVICE
-from splitjax.schedule.plot import draw_gantt
+from splitjax.schedule.model.discipline import get_discipline
+from splitjax.schedule.model.iterations import advance, start_state
+from splitjax.schedule.model.jobs import DEVICE
+from splitjax.schedule.simulation.plot import draw_gantt
 
 # %% [markdown]
 # ## Jobs and clusters are values

@@ -11,13 +11,13 @@ from types import ModuleType
 
 from splitjax.errors import SplitjaxError
 from splitjax.lower.gradient import grad, value_and_grad
-from splitjax.lower.processes import global_batch
 from splitjax.parallelize import parallelize
 from splitjax.partial import Advice, PartialBackprop
 from splitjax.plan import Plan
 from splitjax.report.value import Report
 from splitjax.rules import Rule, RuleSet
-from splitjax.runtime.initialize import initialize, join_launched
+from splitjax.runtime.launch.initialize import initialize, join_launched
+from splitjax.step.processes import global_batch
 from splitjax.sync.analysis import Profile
 from splitjax.trace.dims import register_dims
 

@@ -22,26 +22,26 @@ import jax
 import jax.numpy as jnp
 
 from splitjax._static import Half, partition
+from splitjax.compile.entry import CompileRecord
+from splitjax.compile.session import Kept
 from splitjax.errors import DonatedStateError, PartialError, PlanError, ProfileError, StateError
-from splitjax.lower.advising import split_request
-from splitjax.lower.arguments import Options, keyword_only, make_options, parameter_names, positional
-from splitjax.lower.carried import Carried
-from splitjax.lower.entry import CompileRecord
-from splitjax.lower.keeping import Kept
-from splitjax.lower.layout import named_sharding
-from splitjax.lower.measuring import per_batch
+from splitjax.lower.products.interpret import named_sharding
+from splitjax.measure.advising import split_request
+from splitjax.measure.profiling import per_batch
 from splitjax.mesh import make_mesh
 from splitjax.parallelize import ParallelStep
 from splitjax.parallelize import parallelize as parallelize_arrays
 from splitjax.partial.advice import Advice
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan
+from splitjax.planning.carried import Carried
 from splitjax.report.value import Report
+from splitjax.step.arguments import Options, keyword_only, make_options, parameter_names, positional
 from splitjax.sync.analysis import Profile
 from splitjax.sync.scheme import Link
 
 if TYPE_CHECKING:
-    from splitjax.schedule.jobs import JobProfile
+    from splitjax.schedule.model.jobs import JobProfile
     from splitjax.verify import Verification
 
 # How many calls a step remembers, to name the one that consumed a state.

@@ -29,9 +29,9 @@ from splitjax import _filtered
 from splitjax._filtered import Call, FilteredStep
 from splitjax._static import ARRAY, Fixed, Half, Static, is_array, partition
 from splitjax.lower import gradient
-from splitjax.lower.arguments import Default, call_with, check_batch, leaf_path, make_options, with_static_defaults
 from splitjax.plan import Plan
 from splitjax.rules import RuleSet
+from splitjax.step.arguments import Default, call_with, check_batch, leaf_path, make_options, with_static_defaults
 
 __all__ = ["EquinoxStep", "grad", "parallelize", "value_and_grad"]
 

@@ -51,9 +51,9 @@ from splitjax._nnx_graph import (
 )
 from splitjax._static import Fixed, Static
 from splitjax.errors import DonatedStateError, StateError
-from splitjax.lower.arguments import Default, Options, call_with, make_options, with_static_defaults
 from splitjax.plan import Plan
 from splitjax.rules import RuleSet
+from splitjax.step.arguments import Default, Options, call_with, make_options, with_static_defaults
 
 __all__ = ["NNXStep", "grad", "parallelize", "value_and_grad"]
 

@@ -13,30 +13,30 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from splitjax import _compat
+from splitjax.compile.entry import CompileRecord, Entry, Recipe, build_entry, trace_error
+from splitjax.compile.placement import abstract_state, init_state, place_state, unshare
+from splitjax.compile.programs import SignatureChanged
+from splitjax.compile.session import Kept, merged
 from splitjax.errors import DonatedStateError
-from splitjax.lower.advising import advise_calls, split_request
-from splitjax.lower.arguments import Bound, Options, argument_names, bind, difference, make_options, positional
-from splitjax.lower.carried import Carried, inputs_of
-from splitjax.lower.entry import CompileRecord, Entry, Recipe, build_entry, trace_error
-from splitjax.lower.keeping import Kept, merged
-from splitjax.lower.measuring import per_batch, profile_calls
-from splitjax.lower.observing import Decision, Observer, decide
-from splitjax.lower.options import check_options, reject_mutating_modules, resolve_plan
-from splitjax.lower.pinning import pins_tables
-from splitjax.lower.placement import abstract_state, init_state, place_state, unshare
-from splitjax.lower.programs import SignatureChanged
-from splitjax.lower.sync_request import parse as parse_sync
+from splitjax.lower.tables.sync_request import parse as parse_sync
+from splitjax.measure.advising import advise_calls, split_request
+from splitjax.measure.profiling import per_batch, profile_calls
 from splitjax.mesh import MeshShape, make_mesh
 from splitjax.partial.advice import Advice
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan, SyncPlan
+from splitjax.planning.carried import Carried, inputs_of
+from splitjax.planning.observing import Decision, Observer, decide
+from splitjax.planning.pinning import pins_tables
 from splitjax.report.value import Report, make_report
 from splitjax.rules import RuleSet, load_rules
+from splitjax.step.arguments import Bound, Options, argument_names, bind, difference, make_options, positional
+from splitjax.step.options import check_options, reject_mutating_modules, resolve_plan
 from splitjax.sync.analysis import Profile
 from splitjax.sync.scheme import Link
 
 if TYPE_CHECKING:
-    from splitjax.schedule.jobs import JobProfile
+    from splitjax.schedule.model.jobs import JobProfile
     from splitjax.verify import Verification
 
 logger = logging.getLogger("splitjax")
@@ -278,7 +278,7 @@ class ParallelStep:
         divide; see docs/scheduler.md.
         """
         args = positional(self._recipe.fn, args, kwargs)
-        from splitjax.lower.job_profiling import profile_job  # the scheduler is loaded when it is first used
+        from splitjax.measure.job_profiling import profile_job  # the scheduler is loaded when it is first used
 
         check = lambda call: self._own_states(call) if self._recipe.donate else None
         return profile_job(

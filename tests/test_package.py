@@ -93,7 +93,7 @@ def test_a_wheel_carries_the_rule_sets(tmp_path):
 def test_benchmarks_are_listed_and_misspelt_names_explained():
     from benchmarks.__main__ import main, registry
 
-    assert all(registry().values()), "every benchmark says in its first line what it measures"
+    assert all(registry().values()), "every benchmark says in its first paragraph what it measures"
     assert main([]) == 0
     assert main(["no-such-benchmark"]) == 2
 

@@ -20,7 +20,7 @@ from splitjax import data, models
 from splitjax.cli import _session
 from splitjax.cli._train_options import DataOptions, LayoutOptions, ModelOptions, OptimizerOptions, TrainingOptions
 from splitjax.errors import DataError
-from splitjax.runtime.placing import batch_layout
+from splitjax.runtime.training.placing import batch_layout
 from splitjax.sync import ByRows
 
 # Models of small images: three channels of 32x32 pixels.

@@ -141,7 +141,7 @@ def train(options: Demo, dataset: Dataset, mesh: MeshShape, console: Console) ->
 
     import splitjax
     from splitjax import models
-    from splitjax.runtime.progress import TrainingProgress
+    from splitjax.runtime.training.progress import TrainingProgress
 
     num_steps = options.num_steps(dataset)
     rate = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, max(1, num_steps // 10), max(2, num_steps))

@@ -17,9 +17,9 @@ from rich.table import Table
 from splitjax.cli._model_command import write_file
 from splitjax.cli._options import Traceback
 from splitjax.errors import LaunchError
-from splitjax.runtime import launch
-from splitjax.runtime import output as launch_output
-from splitjax.runtime.outcome import Traffic
+from splitjax.runtime.launch import launch
+from splitjax.runtime.launch import output as launch_output
+from splitjax.runtime.launch.outcome import Traffic
 
 _TICK_SECONDS = 0.2
 # A terminal that closes (SIGHUP) counts too, except under nohup.

@@ -102,7 +102,7 @@ class Simulate(Traceback):
             write_file(self.json, json.dumps({**settings, "policies": found.to_json()}, indent=1) + "\n", "--json")
             console.print(f"figures: {self.json}", highlight=False)
         if self.plot is not None:
-            from splitjax.schedule.plot import write_plot
+            from splitjax.schedule.simulation.plot import write_plot
 
             write_plot(self.plot, found.results)
             console.print(f"plot: {self.plot}", highlight=False)

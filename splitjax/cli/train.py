@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from splitjax.cli._train_parts import Steps
     from splitjax.data import Dataset, Position
     from splitjax.runtime.checkpoint import Checkpoints
-    from splitjax.runtime.ledger import Ledger
-    from splitjax.runtime.loop import Outcome
-    from splitjax.runtime.stopping import StopRequest
+    from splitjax.runtime.training.ledger import Ledger
+    from splitjax.runtime.training.loop import Outcome
+    from splitjax.runtime.training.stopping import StopRequest
 
 # What decides which examples a step sees: a run that changes one of these is another run.
 _SAME_DATA = ("data", "batch_size", "augment", "seq_len", "vocab_size", "text_level", "seed")
@@ -53,7 +53,7 @@ class Train(Traceback):
             evaluate_every=self.training.evaluate_every, clip_norm=self.optimizer.clip_norm, profile_steps=self.watching.profile_steps,
         )
         from splitjax.cli import _train_parts as parts
-        from splitjax.runtime.initialize import initialize
+        from splitjax.runtime.launch.initialize import initialize
 
         initialize()
         process, num_processes = _compat.place_in_run()
@@ -97,8 +97,8 @@ class _Run:
     first_process: bool
 
     def go(self, begin_unix_seconds: float) -> int:
-        from splitjax.runtime.ledger import Ledger
-        from splitjax.runtime.stopping import StopRequest
+        from splitjax.runtime.training.ledger import Ledger
+        from splitjax.runtime.training.stopping import StopRequest
 
         folder = self.options.training.checkpoint_dir
         with contextlib.ExitStack() as stack:
@@ -160,9 +160,9 @@ class _Run:
                stop: StopRequest, ledger: Ledger) -> Outcome:
         from splitjax.cli._train_parts import Evaluation
         from splitjax.data import prefetch
-        from splitjax.runtime.loop import LoopOptions, train
-        from splitjax.runtime.placing import batch_layout
-        from splitjax.runtime.profiling import Profile
+        from splitjax.runtime.training.loop import LoopOptions, train
+        from splitjax.runtime.training.placing import batch_layout
+        from splitjax.runtime.training.profiling import Profile
 
         data, training, watching = self.options.data, self.options.training, self.options.watching
         placement = batch_layout(self.steps.train_step, state, self.steps.example)
@@ -181,8 +181,8 @@ class _Run:
         )
 
     def _observers(self, stack: contextlib.ExitStack, done: int) -> list[Any]:
-        from splitjax.runtime.metrics import JsonLines, Table, TensorBoard
-        from splitjax.runtime.progress import TrainingProgress, memory_bytes
+        from splitjax.runtime.training.metrics import JsonLines, Table, TensorBoard
+        from splitjax.runtime.training.progress import TrainingProgress, memory_bytes
 
         if not self.first_process:
             return []

@@ -1,7 +1,7 @@
 """Over which mesh axes a convolution is split that lowering evaluates device by device: graph + leaf specs -> axes.
 
 XLA's partitioner is not asked about the convolutions that a row of `splitjax.partitioner.DEFECTS` covers, so what it would
-decide is decided here, for predictions (`cost.collectives`) and for lowering (`lower.local_convolution`) alike. A convolution is
+decide is decided here, for predictions (`cost.collectives`) and for lowering (`lower.products.local_convolution`) alike. A convolution is
 bilinear in data and weight, and has four kinds of dims. In the letters of an einsum, without positions:
 
     data[b, g i] * weight[g o, i] -> result[b, g o]            with feature groups g

@@ -41,7 +41,7 @@ class Flow:
     producer: int | None  # position of the last use before this one whose output it reads, None for none known
     consumer: int | None  # position of the first use that reads this one's output, None for none known
     same_input: int | None  # position of an earlier use of the very same input (q, k and v), split over the same axes
-    at_hand: bool = False  # it reads a batch, no other use's output, and the batch lies where it is wanted (`lower.constraints.place_batches`)
+    at_hand: bool = False  # it reads a batch, no other use's output, and the batch lies where it is wanted (`lower.products.constraints.place_batches`)
 
     @property
     def axes(self) -> Axes:

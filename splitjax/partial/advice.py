@@ -1,4 +1,4 @@
-"""`Advice`: what partial backpropagation would save and cost on one step, beside a smaller batch of equal cost. Numbers only; `lower.advising` measures.
+"""`Advice`: what partial backpropagation would save and cost on one step, beside a smaller batch of equal cost. Numbers only; `measure.advising` measures.
 
 What a way to train costs is compared by the variance of its gradient. With sigma_j^2 the variance of one worker's gradient of layer j, of N workers that
 differentiate everything the mean has sum_j sigma_j^2 / N; where n_j workers differentiate layer j, sum_j sigma_j^2 / n_j; with a fraction f of the
@@ -171,7 +171,7 @@ class Advice:
             ) from error  # fmt: skip
 
     def __str__(self) -> str:
-        from splitjax.report.advice_text import render_advice_text  # rendering stands on a higher floor: loaded when something is printed
+        from splitjax.report.advice.text import render_advice_text  # rendering stands on a higher floor: loaded when something is printed
 
         return render_advice_text(self)
 
@@ -179,7 +179,7 @@ class Advice:
         return f"<Advice on {self.step}: {self.num_workers} workers, {len(self.stages)} layers, recommends {self.recommendation.option}>"
 
     def _repr_html_(self) -> str:
-        from splitjax.report.advice_html import render_advice_html
+        from splitjax.report.advice.html import render_advice_html
 
         return render_advice_html(self)
 

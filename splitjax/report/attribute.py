@@ -10,8 +10,8 @@ from splitjax.report.causes import cause_of
 from splitjax.report.dataflow import Dataflow
 from splitjax.report.evidence import FALLBACK, Evidence, Step, gather_evidence
 from splitjax.report.hlo import CompiledCollective
-from splitjax.report.pairing import difference, pair
 from splitjax.report.parts import Part
+from splitjax.report.reconcile import difference, pair
 from splitjax.trace.graph import Graph
 
 # Further away than this, a line says little about a collective.

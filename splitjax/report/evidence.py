@@ -4,7 +4,7 @@ Four sources, the surest first:
 
 - `dataflow`: where its values come from and where they go (`report.dataflow`): the sum that ends in the new value of a kernel is that
   kernel's gradient, whatever it is called.
-- `scope`: splitjax's own name scopes around explicit collectives (`lower.groups.scope`).
+- `scope`: splitjax's own name scopes around explicit collectives (`lower.products.groups.scope`).
 - `name`: the module path in the name that JAX gave the operation. Flax Linen and Haiku write one, Flax NNX does not.
 - `line`: the user's lines on its stack, where layers have a line in common narrowed down by the weights nearby.
 """

@@ -43,9 +43,9 @@ _DTYPES = {
 }  # fmt: skip
 
 
-# A choice among branches of which splitjax knows how many of so many steps, or of so many workers, take each (`lower.truncation.turns_scope`).
+# A choice among branches of which splitjax knows how many of so many steps, or of so many workers, take each (`lower.partial.truncation.turns_scope`).
 _TURNS = re.compile(r"splitjax:(?:turns|depths):([\d.]+)/cond$")
-_HANDED = "splitjax:handed:"  # `lower.contributors`
+_HANDED = "splitjax:handed:"  # `lower.partial.allreduce`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,7 @@ class Part:
 
 
 def read_parts(compiled: Any, plan: Plan, argument_names: Mapping[str, str]) -> tuple[Part, ...]:
-    """Of a `jax.stages.Compiled`, or of `lower.partial_workers.CompiledPrograms`, of which `argument_names` is as for a program with one
+    """Of a `jax.stages.Compiled`, or of `lower.partial.workers.CompiledPrograms`, of which `argument_names` is as for a program with one
     operand (the turn) before the step's arguments."""
     modules = lambda program: tuple(read_module(data) for data in _compat.serialized_modules(program))
     if not hasattr(compiled, "parts"):

@@ -9,9 +9,11 @@ import importlib
 from typing import Any
 
 _PLACES = {
-    "CheckpointOptions": "checkpoint_options", "Checkpoints": "checkpoint", "JsonLines": "metrics", "Ledger": "ledger",
-    "LoopOptions": "loop", "Placement": "placing", "Profile": "profiling", "StopRequest": "stopping", "Table": "metrics",
-    "TensorBoard": "metrics", "TrainingProgress": "progress", "batch_layout": "placing", "read_metrics": "metrics", "restore": "stepping", "train": "loop",
+    "CheckpointOptions": "checkpoint.options", "Checkpoints": "checkpoint.checkpoints", "JsonLines": "training.metrics",
+    "Ledger": "training.ledger", "LoopOptions": "training.loop", "Placement": "training.placing", "Profile": "training.profiling",
+    "StopRequest": "training.stopping", "Table": "training.metrics", "TensorBoard": "training.metrics",
+    "TrainingProgress": "training.progress", "batch_layout": "training.placing", "read_metrics": "training.metrics",
+    "restore": "training.stepping", "train": "training.loop",
 }  # fmt: skip
 
 __all__ = sorted(_PLACES)

@@ -5,7 +5,8 @@ def build(place):                                        # in every worker's pro
     step = splitjax.parallelize(train_step, mesh={"data": place.num_workers}, rules="data_parallel")
     return Training(step, init_fn, jax.random.key(0), batches)
 
-execute([Job("mine", 0.0, 2, 1000, profile)], {"mine": DecoratedJob(build, folder)}, cluster, "jigsaw", RayEngine(cluster))
+jobs, programs = [Job("mine", 0.0, 2, 1000, profile)], {"mine": DecoratedJob(build, folder)}
+execute(jobs, programs, cluster, "jigsaw", RayEngine(cluster))
 ```
 
 The processes of a job's workers join one run of JAX's distributed runtime, so the step is written for the global batch as ever. A batch belongs to the number of
@@ -24,16 +25,16 @@ from typing import Any
 import jax
 
 from splitjax.errors import TrainingError
-from splitjax.lower.carried import Carried
 from splitjax.parallelize import ParallelStep
 from splitjax.partial import PartialBackprop
-from splitjax.runtime import initialize as joining
-from splitjax.runtime._idle import noticing_idle
-from splitjax.runtime.checkpoint import Checkpoints
-from splitjax.runtime.checkpoint_options import CheckpointOptions
-from splitjax.runtime.workers import Coordinator, one_core_variables
-from splitjax.schedule.engine import Place, StepOrder
-from splitjax.schedule.jobs import STORAGE
+from splitjax.planning.carried import Carried
+from splitjax.runtime.checkpoint.checkpoints import Checkpoints
+from splitjax.runtime.checkpoint.options import CheckpointOptions
+from splitjax.runtime.launch import initialize as joining
+from splitjax.runtime.launch.workers import Coordinator, one_core_variables
+from splitjax.runtime.training.idle import noticing_idle
+from splitjax.schedule.execution.engine import Place, StepOrder
+from splitjax.schedule.model.jobs import STORAGE
 
 _HEARTBEAT_SECONDS = 100
 

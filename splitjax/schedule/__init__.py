@@ -5,23 +5,21 @@ that workers of unequal depth leave are filled with other jobs' tasks. `docs/sch
 """
 
 from splitjax.schedule import policies as policies
-from splitjax.schedule.cluster import Cluster
-from splitjax.schedule.compare import Comparison, compare
-from splitjax.schedule.discipline import GroupState, Iteration, Rates, Task, discipline
-from splitjax.schedule.engine import Engine, Place, Program, StepOrder, WorkerTask
-from splitjax.schedule.execution import Execution, ExecutionOptions, TaskRecord
-from splitjax.schedule.executor import execute
-from splitjax.schedule.gang import gang
-from splitjax.schedule.generate import generate, offered_load, rescale
-from splitjax.schedule.jobs import Depth, Job, JobProfile, Stages
-from splitjax.schedule.links import exchange_seconds, over_links
-from splitjax.schedule.policy import Assignment, Group, Member, Policy, View, get, names, register
-from splitjax.schedule.profile_table import profile_table
-from splitjax.schedule.ray_engine import RayEngine, RayOptions
-from splitjax.schedule.result import JobRecord, SimulationResult, Work
-from splitjax.schedule.simulator import Options, simulate
-from splitjax.schedule.threads import ThreadEngine
-from splitjax.schedule.traces import (
+from splitjax.schedule.execution import engine as engine
+from splitjax.schedule.execution.engine import Engine, Place, Program, StepOrder, WorkerTask
+from splitjax.schedule.execution.executor import execute
+from splitjax.schedule.execution.ray_engine import RayEngine, RayOptions
+from splitjax.schedule.execution.records import Execution, ExecutionOptions, TaskRecord
+from splitjax.schedule.execution.threads import ThreadEngine
+from splitjax.schedule.model.cluster import Cluster
+from splitjax.schedule.model.discipline import GroupState, Iteration, Rates, Task, discipline
+from splitjax.schedule.model.generate import generate, offered_load, rescale
+from splitjax.schedule.model.jobs import Depth, Job, JobProfile, Stages
+from splitjax.schedule.model.links import exchange_seconds, over_links
+from splitjax.schedule.model.policy import Assignment, Group, Member, Policy, View, get, names, register
+from splitjax.schedule.model.profile_table import profile_table
+from splitjax.schedule.model.result import JobRecord, SimulationResult, Work
+from splitjax.schedule.model.traces import (
     Throughputs,
     Trace,
     read_gavel,
@@ -32,6 +30,9 @@ from splitjax.schedule.traces import (
     read_trace,
     write_profiles,
 )
+from splitjax.schedule.policies.gang import gang
+from splitjax.schedule.simulation.compare import Comparison, compare
+from splitjax.schedule.simulation.simulator import Options, simulate
 
 __all__ = [
     "Assignment",

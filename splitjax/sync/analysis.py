@@ -1,6 +1,6 @@
 """The sparsity of every gradient tensor of a step over its workers, as one value: Zen's analysis (Wang et al., arXiv 2309.13254, section 2).
 
-Numbers only; `lower.measuring` evaluates the gradients. What is counted are a tensor's *units*: rows of a table that the step looks rows up in,
+Numbers only; `measure.profiling` evaluates the gradients. What is counted are a tensor's *units*: rows of a table that the step looks rows up in,
 elements of any other tensor.
 """
 
@@ -243,12 +243,12 @@ class Profile:
 
         `path`: also written there (PNG, SVG, PDF by the ending). Raises `ProfileError` where matplotlib is not installed, or
         the file cannot be written."""
-        from splitjax.report.profile_plot import draw_profile  # rendering stands on a higher floor: loaded when something is drawn
+        from splitjax.report.profile.plot import draw_profile  # rendering stands on a higher floor: loaded when something is drawn
 
         return draw_profile(self, path)
 
     def __str__(self) -> str:
-        from splitjax.report.profile_text import render_profile_text
+        from splitjax.report.profile.text import render_profile_text
 
         return render_profile_text(self)
 
@@ -259,7 +259,7 @@ class Profile:
         )
 
     def _repr_html_(self) -> str:
-        from splitjax.report.profile_html import render_profile_html
+        from splitjax.report.profile.html import render_profile_html
 
         return render_profile_html(self)
 

@@ -12,7 +12,7 @@ walked once; pseudo-operations (names starting with `_`) stand for what a loop d
 - `_gradient`: the gradient of a differentiated operand of the boundary: same shape, same dims.
 
 A `site` names an equation by indices from the outermost jaxpr inwards: `(12, 0, 3)` is the fourth equation of the first
-sub-jaxpr of the thirteenth equation. `lower.layout` finds operations again by it.
+sub-jaxpr of the thirteenth equation. `lower.products.interpret` finds operations again by it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _CALLS = {
     "custom_lin": ("call_jaxpr",), "composite": ("jaxpr", "call_jaxpr"), "linear_call": ("callee",), "custom_vmap_call": ("call",),
     "custom_partitioning": ("call",), "remat_opt": ("fwd_jaxpr",), "xla_metadata_call": ("jaxpr",), "eval_jaxpr": ("jaxpr",),
 }
-# Calls that `lower.layout` can rebuild around an edited body; the others carry rules of their own beside it.
+# Calls that `lower.products.interpret` can rebuild around an edited body; the others carry rules of their own beside it.
 _EDITABLE = frozenset({"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"})
 _CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 BOUNDARY = "splitjax_value_and_grad"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from splitjax import _compat
-from splitjax.lower.entry import Entry
+from splitjax.compile.entry import Entry
 from splitjax.plan import spec_text
 from splitjax.trace.flatten import BACKWARD, call_body, derivative_phase, equation_at
 from splitjax.trace.graph import Use

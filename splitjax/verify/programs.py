@@ -13,10 +13,10 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
 from splitjax import _compat
+from splitjax.compile.entry import Entry, Recipe, build_entry
 from splitjax.errors import MicrobatchError
-from splitjax.lower.arguments import bind
-from splitjax.lower.entry import Entry, Recipe, build_entry
 from splitjax.plan import Plan
+from splitjax.step.arguments import bind
 from splitjax.verify.parameters import wide
 from splitjax.verify.rewriting import Rewriter
 from splitjax.verify.sizes import Choice, Misfit, Shape, Sized, analyse, transferred

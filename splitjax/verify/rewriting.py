@@ -16,7 +16,7 @@ import numpy as np
 
 from splitjax import _compat
 from splitjax.lower import gradient
-from splitjax.lower.custom_rules import custom_call, jvp_of, vjp_of
+from splitjax.lower.products.custom_rules import custom_call, jvp_of, vjp_of
 from splitjax.trace.flatten import call_body
 from splitjax.verify.parameters import AS_TRACED, BITWISE, resized, wide, widened
 from splitjax.verify.sizes import OPEN_CALLS, Misfit, Site, Sized, local_sizes

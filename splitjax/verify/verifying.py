@@ -14,12 +14,12 @@ import jax
 import numpy as np
 
 from splitjax import _compat
+from splitjax.compile.entry import Entry, Recipe
 from splitjax.errors import SplitjaxError, VerificationError
 from splitjax.lower import gradient
-from splitjax.lower.entry import Entry, Recipe
-from splitjax.lower.options import OptionError
-from splitjax.lower.sync_request import DENSE
+from splitjax.lower.tables.sync_request import DENSE
 from splitjax.plan import Plan
+from splitjax.step.options import OptionError
 from splitjax.trace.flatten import bodies
 from splitjax.verify.comparing import TOLERANCE, Difference, compare
 from splitjax.verify.locating import locate

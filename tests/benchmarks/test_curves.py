@@ -9,11 +9,11 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import _curves_page as page
-from benchmarks import curves
-from benchmarks._curves_cases import Case
-from benchmarks._curves_compare import AHEAD, difference, distance, equality, parts_at, spread, within
-from benchmarks._curves_reorder import draw_orders, reorderable
+from benchmarks.curves import main as curves
+from benchmarks.curves import page
+from benchmarks.curves.cases import Case
+from benchmarks.curves.compare import AHEAD, difference, distance, equality, parts_at, spread, within
+from benchmarks.curves.reorder import draw_orders, reorderable
 from splitjax import data, models
 
 

@@ -8,9 +8,8 @@ import json
 
 import pytest
 
-from benchmarks import _jigsaw_fidelity as fidelity
-from benchmarks import _jigsaw_interleaved as interleaved
-from benchmarks import jigsaw
+from benchmarks.jigsaw import fidelity, interleaved
+from benchmarks.jigsaw import main as jigsaw
 from splitjax.schedule import read_muri
 
 TRACE = "job_id,num_gpu,submit_time,iterations,model_name,iteration_time,resource_time_0,resource_time_1,resource_time_2\n" + "".join(

@@ -8,10 +8,10 @@ import types
 
 import pytest
 
-from benchmarks._jigsaw_jobs import Lasting, LastingEngine
-from benchmarks._jigsaw_real import ALL, ALONE, FULL, JIGSAW, MODELS, PARTIAL, POLICIES, _profile
+from benchmarks.jigsaw.jobs import Lasting, LastingEngine
+from benchmarks.jigsaw.real import ALL, ALONE, FULL, JIGSAW, MODELS, PARTIAL, POLICIES, _profile
 from splitjax.schedule import Cluster, Depth, Execution, Job, JobProfile, TaskRecord, ThreadEngine, execute
-from splitjax.schedule.jobs import DEVICE, NETWORK
+from splitjax.schedule.model.jobs import DEVICE, NETWORK
 from tests.schedule.toys import Toy
 
 

@@ -6,11 +6,9 @@ import json
 
 import pytest
 
-from benchmarks import _partial_device as device
-from benchmarks import _partial_pays as pays
-from benchmarks import _partial_quality as quality
-from benchmarks import partial
-from splitjax.lower.contributors import sent_bytes
+from benchmarks.partial import device, pays, quality
+from benchmarks.partial import main as partial
+from splitjax.lower.partial.allreduce import sent_bytes
 
 LOSSES = {pays.RIVAL: [[(10, 2.0), (20, 1.0)], [(10, 2.0), (20, 1.2)]], quality.SMALLER: [[(10, 1.5), (20, 0.8)], [(10, 1.6), (20, 0.4)]]}
 

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 import splitjax
-from benchmarks import _partitioner_page as pages
-from benchmarks import partitioner
-from benchmarks._partitioner_draw import Draw, case_of
-from benchmarks._partitioner_families import draw, families
-from benchmarks._partitioner_layouts import RUN, fits, mesh_of
-from benchmarks._partitioner_primitives import NOT_DRAWN
-from benchmarks._partitioner_run import Outcome, fault_of_reference, prepare, relative_error
-from benchmarks._partitioner_search import run_numbers, run_one, same_kind, shrink, simpler
-from benchmarks._partitioner_values import every_elementwise
-from benchmarks._partitioner_worker import Died, Settings, Worker
+from benchmarks.partitioner import main as partitioner
+from benchmarks.partitioner import page as pages
+from benchmarks.partitioner.draw import Draw, case_of
+from benchmarks.partitioner.families import draw, families
+from benchmarks.partitioner.layouts import RUN, fits, mesh_of
+from benchmarks.partitioner.primitives import NOT_DRAWN
+from benchmarks.partitioner.run import Outcome, fault_of_reference, prepare, relative_error
+from benchmarks.partitioner.search import run_numbers, run_one, same_kind, shrink, simpler
+from benchmarks.partitioner.values import every_elementwise
+from benchmarks.partitioner.worker import Died, Settings, Worker
 from splitjax.trace.dims import DIM_RULES
 
 # Other programs with every release, so that in time more of them are tried than any one run could.

@@ -9,16 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from benchmarks import _sparse_big_table as big_table
-from benchmarks import _sparse_choice as choice
-from benchmarks import _sparse_data as data
-from benchmarks import _sparse_end_to_end as end_to_end
-from benchmarks import _sparse_launch as launch
-from benchmarks import _sparse_local as local
-from benchmarks import _sparse_schemes as schemes
-from benchmarks import _sparse_ways as ways
-from benchmarks import _sparse_worker as worker
-from benchmarks import sparse
+from benchmarks.sparse import big_table, choice, data, end_to_end, launch, local, schemes, ways, worker
+from benchmarks.sparse import main as sparse
 from splitjax import sync
 
 NAMES = [*ways.SCHEMES, ways.ROWS_AHEAD, ways.ROWS_BF16, ways.OWNER, ways.OWNER_BF16]

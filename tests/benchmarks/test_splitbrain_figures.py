@@ -8,13 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import _splitbrain_bytes as sent
-from benchmarks import _splitbrain_crossings as crossings
-from benchmarks import _splitbrain_hlo as hlo
-from benchmarks import _splitbrain_memory as memory
-from benchmarks import _splitbrain_scaling as scaling
-from benchmarks import splitbrain
-from benchmarks._splitbrain_common import Goal, take_turns
+from benchmarks.splitbrain import bytes as sent
+from benchmarks.splitbrain import crossings, hlo, memory, scaling
+from benchmarks.splitbrain import main as splitbrain
+from benchmarks.splitbrain.common import Goal, take_turns
 from splitjax.mesh import MeshShape
 from splitjax.models import build
 from splitjax.report.hlo import CompiledCollective
@@ -154,5 +151,5 @@ def test_calls_take_turns():
 def test_parts_name_what_exists():
     for section, module, function in splitbrain.PARTS.values():
         assert section in splitbrain.SECTIONS
-        assert hasattr({"_splitbrain_memory": memory, "_splitbrain_crossings": crossings, "_splitbrain_scaling": scaling,
-                        "_splitbrain_bytes": sent}.get(module) or __import__(f"benchmarks.{module}", fromlist=[module]), function)  # fmt: skip
+        assert hasattr({"splitbrain.memory": memory, "splitbrain.crossings": crossings, "splitbrain.scaling": scaling,
+                        "splitbrain.bytes": sent}.get(module) or __import__(f"benchmarks.{module}", fromlist=[module]), function)  # fmt: skip

@@ -6,11 +6,8 @@ import json
 
 import pytest
 
-from benchmarks import _training_accuracy as accuracy
-from benchmarks import _training_checkpoints as checkpoints
-from benchmarks import _training_common as common
-from benchmarks import _training_scaling as scaling
-from benchmarks import training
+from benchmarks.training import accuracy, checkpoints, common, scaling
+from benchmarks.training import main as training
 
 SETTINGS = {"width": 1.0, "head": 4096, "examples": 128, "steps": 2}
 

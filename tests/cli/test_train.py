@@ -14,7 +14,7 @@ import pytest
 from splitjax.cli._train_options import GROUPS, OptimizerOptions, expand_config
 from splitjax.cli._train_parts import learning_rates, optimizer, schedule
 from splitjax.errors import SplitjaxError
-from splitjax.runtime.metrics import read_metrics
+from splitjax.runtime.training.metrics import read_metrics
 
 SMALL = "train --model mlp --features 32 16 --mesh data=2,model=4 --platform cpu --schedule constant --batch-size 32"
 

@@ -12,12 +12,10 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import _faults_damage as damage
-from benchmarks import _faults_disk as disk
-from benchmarks import _faults_kills as kills
-from benchmarks import faults
-from benchmarks._faults_checks import Fault, arrays, compare, differences, lost, own_problems
-from benchmarks._faults_run import TRAINING, Launched, Recipe, last_step
+from benchmarks.faults import damage, disk, kills
+from benchmarks.faults import main as faults
+from benchmarks.faults.checks import Fault, arrays, compare, differences, lost, own_problems
+from benchmarks.faults.run import TRAINING, Launched, Recipe, last_step
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at the processes of a run in /proc")
 

@@ -101,7 +101,7 @@ def train_step(plan: str) -> str:
 
     import splitjax
     from splitjax.plan import Plan
-    from tests.lower.test_sparse import one_table
+    from tests.lower.tables.test_sparse import one_table
 
     pinned = Plan.from_json(pathlib.Path(plan).read_text(encoding="utf-8"))
     mesh = Mesh(devices(4), ("data",), axis_types=(AxisType.Auto,))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import splitjax
-from tests.lower.test_sparse import one_table
+from tests.lower.tables.test_sparse import one_table
 
 pytestmark = pytest.mark.gpu_aot
 ROOT = pathlib.Path(__file__).resolve().parents[2]

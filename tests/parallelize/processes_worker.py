@@ -18,8 +18,8 @@ from flax import nnx  # noqa: E402
 
 import splitjax  # noqa: E402
 from splitjax import models  # noqa: E402
-from splitjax.lower.agreement import agree  # noqa: E402
 from splitjax.runtime.checkpoint import CheckpointOptions, Checkpoints  # noqa: E402
+from splitjax.step.agreement import agree  # noqa: E402
 from splitjax.sync import ByRows  # noqa: E402
 
 MESH = {"data": 2, "model": 2}

@@ -13,7 +13,7 @@ import pytest
 import splitjax
 from splitjax import Advice, PartialBackprop
 from splitjax.errors import BatchError, PartialError, SplitjaxError
-from splitjax.lower.worker_costs import WorkerCosts, choose_cuts, next_cut
+from splitjax.measure.worker_costs import WorkerCosts, choose_cuts, next_cut
 from splitjax.partial.advice import Exchange, Measurements, compute_to_progress, recommend, uniform_is_optimal
 from splitjax.partial.depths import choose_depths
 from splitjax.sync import Link

@@ -17,15 +17,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import splitjax
 from splitjax import _compat
-from splitjax.lower.arguments import argument_names
 from splitjax.mesh import MeshShape
 from splitjax.plan import Collective
 from splitjax.report.attribute import attribute
 from splitjax.report.evidence import Evidence, name_parts
 from splitjax.report.hlo import CompiledCollective
-from splitjax.report.pairing import pair, purpose
 from splitjax.report.parts import Part
+from splitjax.report.reconcile import pair, purpose
 from splitjax.report.wire import read_module
+from splitjax.step.arguments import argument_names
 from tests.report.programs import BATCH, MESH, RULES, forward, line_of, mean_square, narrow, step_of
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import pytest
 
-from splitjax.runtime import launch
-from splitjax.runtime.outcome import Outcome
-from splitjax.runtime.output import Console
+from splitjax.runtime.launch import launch
+from splitjax.runtime.launch.outcome import Outcome
+from splitjax.runtime.launch.output import Console
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

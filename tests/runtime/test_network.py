@@ -183,7 +183,7 @@ def test_the_command_reports_and_leaves_nothing_when_killed(tmp_path):
 
 @needs_namespaces
 def test_jax_joins_over_the_network(launched):
-    from .test_initialize import COLLECTIVE
+    from tests.runtime.launch.test_initialize import COLLECTIVE
 
     script = COLLECTIVE + "print('sum', float(total(x)), os.environ['SPLITJAX_COORDINATOR'].split(':')[0])"
     run = launched(script, num_processes=2, threads=1, bandwidth="1gbit")

@@ -15,7 +15,7 @@ import splitjax
 from splitjax.errors import TrainingError
 from splitjax.runtime.scheduled import DecoratedJob, Training, one_core_environment, partial_steps
 from splitjax.schedule import Cluster, Depth, ExecutionOptions, Job, JobProfile, Place, StepOrder, ThreadEngine, execute
-from splitjax.schedule.jobs import CPU, STORAGE
+from splitjax.schedule.model.jobs import CPU, STORAGE
 
 PROFILE = JobProfile("tiny", 0.005, (Depth(1.0, 0.01),))
 PLACE = Place("a", 0, 1, 0, 0)
@@ -115,7 +115,7 @@ def test_depths_choose_the_turn_of_a_step_with_partial_backpropagation() -> None
 
 WATCHED = """
 import threading, time
-from splitjax.runtime._idle import noticing_idle
+from splitjax.runtime.training.idle import noticing_idle
 
 def compute(seconds):
     until = time.thread_time() + seconds

@@ -1,7 +1,7 @@
 """First in, first out."""
 
-from splitjax.schedule.gang import gang
-from splitjax.schedule.policy import Assignment, View, register
+from splitjax.schedule.model.policy import Assignment, View, register
+from splitjax.schedule.policies.gang import gang
 
 
 @register("gang-fifo", paper="The order of Kubernetes' and YARN's queues; baseline of Gu et al., Tiresias (NSDI'19, section 5)")

@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from splitjax.schedule.gang import gang
-from splitjax.schedule.policy import Assignment, View, register
+from splitjax.schedule.model.policy import Assignment, View, register
+from splitjax.schedule.policies.gang import gang
 
 ROUND_SECONDS = 360.0
 

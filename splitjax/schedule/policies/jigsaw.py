@@ -2,7 +2,7 @@
 
 Jobs share a set of devices on all of which each of them is resident. An iteration's tasks (forward, and backward down to the worker's depth) go,
 longest first, to the device that frees earliest, so the holes that shallow workers leave are filled with other jobs' tasks, or with further tasks of
-the job itself, and all-reduce is hidden behind others' computing. Which jobs share which devices is `schedule.packing`.
+the job itself, and all-reduce is hidden behind others' computing. Which jobs share which devices is `schedule.policies.packing`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import heapq
 import math
 from collections.abc import Sequence
 
-from splitjax.schedule.cluster import Cluster
-from splitjax.schedule.discipline import GroupState, Iteration, Rates, Task, discipline
-from splitjax.schedule.iterations import Mark, iterations_to_next, measure_rates, settled, within_capacity
-from splitjax.schedule.jobs import CPU, DEVICE, NETWORK, STORAGE, Job, JobProfile
-from splitjax.schedule.orders import fifo, las, srtf
-from splitjax.schedule.packing import pack
-from splitjax.schedule.policy import Assignment, Group, Member, View, register
+from splitjax.schedule.model.cluster import Cluster
+from splitjax.schedule.model.discipline import GroupState, Iteration, Rates, Task, discipline
+from splitjax.schedule.model.iterations import Mark, iterations_to_next, measure_rates, settled, within_capacity
+from splitjax.schedule.model.jobs import CPU, DEVICE, NETWORK, STORAGE, Job, JobProfile
+from splitjax.schedule.model.policy import Assignment, Group, Member, View, register
+from splitjax.schedule.policies.orders import fifo, las, srtf
+from splitjax.schedule.policies.packing import pack
 
 _PAPER = "Kumar et al., Partial backpropagation and JigSaw (arXiv 2111.10672); list scheduling: Graham, Bounds on Multiprocessing Timing Anomalies (1969)"
 _RIVAL = "The packing of `jigsaw` without partial backpropagation, to tell what each contributes"

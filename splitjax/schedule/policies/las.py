@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from splitjax.schedule.gang import TOLERANCE, crossing_seconds, gang, runs_after
-from splitjax.schedule.memory import carry
-from splitjax.schedule.policy import Assignment, View, register
+from splitjax.schedule.model.policy import Assignment, View, register
+from splitjax.schedule.policies.gang import TOLERANCE, crossing_seconds, gang, runs_after
+from splitjax.schedule.policies.memory import carry
 
 THRESHOLDS = (3250.0, 7200.0, 18000.0)
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from splitjax.schedule.cluster import Cluster
-from splitjax.schedule.discipline import GroupState, Iteration, Rates, Task, discipline
-from splitjax.schedule.gang import admit, place
-from splitjax.schedule.jobs import DEVICE, RESOURCES, Job, JobProfile, resident_bytes
-from splitjax.schedule.orders import Order, las, srsf
-from splitjax.schedule.policy import Assignment, Group, Member, View, register
+from splitjax.schedule.model.cluster import Cluster
+from splitjax.schedule.model.discipline import GroupState, Iteration, Rates, Task, discipline
+from splitjax.schedule.model.jobs import DEVICE, RESOURCES, Job, JobProfile, resident_bytes
+from splitjax.schedule.model.policy import Assignment, Group, Member, View, register
+from splitjax.schedule.policies.gang import admit, place
+from splitjax.schedule.policies.orders import Order, las, srsf
 
 Times = tuple[float, ...]  # seconds of one iteration on each of RESOURCES
 _PAPER = "Zhao et al., Multi-Resource Interleaving for Deep Learning Training (Muri, SIGCOMM'22, sections 3 and 4)"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from splitjax.schedule.cluster import Cluster
-from splitjax.schedule.discipline import GroupState, Iteration, Rates, Task, discipline
-from splitjax.schedule.jobs import DEVICE, Job
+from splitjax.schedule.model.cluster import Cluster
+from splitjax.schedule.model.discipline import GroupState, Iteration, Rates, Task, discipline
+from splitjax.schedule.model.jobs import DEVICE, Job
+from splitjax.schedule.model.policy import Assignment, Group, View, register
 from splitjax.schedule.policies import fifo, las, srtf
-from splitjax.schedule.policy import Assignment, Group, View, register
 
 _PAPER = "Kumar et al., Partial backpropagation and JigSaw (arXiv 2111.10672), partial backpropagation without the scheduler"
 

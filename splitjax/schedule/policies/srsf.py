@@ -1,7 +1,7 @@
 """Shortest remaining service first."""
 
-from splitjax.schedule.gang import gang
-from splitjax.schedule.policy import Assignment, View, register
+from splitjax.schedule.model.policy import Assignment, View, register
+from splitjax.schedule.policies.gang import gang
 
 
 @register("gang-srsf", paper="Gu et al., Tiresias (NSDI'19, section 3.1): remaining time times devices; times known")

@@ -1,7 +1,7 @@
 """Shortest remaining time first."""
 
-from splitjax.schedule.gang import gang
-from splitjax.schedule.policy import Assignment, View, register
+from splitjax.schedule.model.policy import Assignment, View, register
+from splitjax.schedule.policies.gang import gang
 
 
 @register("gang-srtf", paper="Grandl et al., Multi-resource Packing for Cluster Schedulers (SIGCOMM'14, section 3.3); preemptive, times known")

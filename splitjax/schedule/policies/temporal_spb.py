@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from splitjax.schedule.cluster import Cluster
-from splitjax.schedule.discipline import GroupState, Iteration, Rates, Task, discipline
-from splitjax.schedule.jobs import DEVICE, Job
+from splitjax.schedule.model.cluster import Cluster
+from splitjax.schedule.model.discipline import GroupState, Iteration, Rates, Task, discipline
+from splitjax.schedule.model.jobs import DEVICE, Job
+from splitjax.schedule.model.policy import Assignment, Group, View, register
 from splitjax.schedule.policies import fifo, las, srtf
 from splitjax.schedule.policies.spb import with_discipline
-from splitjax.schedule.policy import Assignment, Group, View, register
 
 _PAPER = "After Kumar et al. (arXiv 2111.10672), depth varied over time instead of over workers, as in Brock et al., FreezeOut (arXiv 1706.04983)"
 

@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from splitjax.schedule.gang import gang, runs_after
-from splitjax.schedule.memory import carry
-from splitjax.schedule.policy import Assignment, View, register
+from splitjax.schedule.model.policy import Assignment, View, register
+from splitjax.schedule.policies.gang import gang, runs_after
+from splitjax.schedule.policies.memory import carry
 
 _STEPS = 60  # of which each halves the interval at least
 

@@ -1,0 +1,1 @@
+"""Training curves under splitjax beside those of one device: cases, runs, comparisons, the page."""

@@ -1,0 +1,1 @@
+"""Drawn programs that look for what XLA's partitioner computes wrongly, by hand and under splitjax."""

@@ -1,0 +1,1 @@
+"""SplitBrain's claims: memory, crossings, scaling, bytes, numbers."""

@@ -1,0 +1,1 @@
+"""Training for real: accuracy, input, checkpoints, two processes over real links."""

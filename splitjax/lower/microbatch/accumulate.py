@@ -1,0 +1,252 @@
+"""Evaluates an analysed loss: parts inside the loop over microbatches, wholes before and after it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from splitjax import _compat
+from splitjax.lower.microbatch.batch_split import Slot, Split
+from splitjax.lower.microbatch.classify import DERIVATIVE_RULES, Analysis, Found
+from splitjax.lower.microbatch.example_relation import PARTIAL, Batch, Info
+from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked, is_rebuilt, used_form
+from splitjax.lower.microbatch.pairing import Const, Node, Program, Ref, resized
+
+BEFORE, LOOP, AFTER, INSIDE = "before", "loop", "after", "inside"
+Env = dict[tuple[int, str], Any]
+# (equation, operands, site) -> results: how one equation is evaluated. The site is as in `trace.flatten`, within the forward.
+Bind = Callable[[Any, Sequence[Any], tuple[int, ...]], Sequence[Any]]
+
+
+def plain_bind(eqn: Any, operands: Sequence[Any], site: tuple[int, ...]) -> Sequence[Any]:
+    """Evaluates an equation as it is."""
+    return _compat.rebind(eqn, operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """Evaluates marked bodies. All methods are functions of their arguments; `env` dictionaries are filled in place."""
+
+    program: Program
+    batch: Batch
+    split: Split
+    bind: Bind
+
+    def run(self, marked: Marked, env: Env, stage: str, slot: Slot | None = None, only: Collection[int] | None = None) -> None:
+        """Computes what is needed of a body and not yet in `env`. `stage`: at the top, which of the three parts of the step;
+        INSIDE for nested bodies, where known values are computed on the spot. `only`: the nodes to run."""
+        analysis = marked.analysis
+        for index, node in enumerate(analysis.body.nodes):
+            if only is not None and index not in only:
+                continue
+            if stage != LOOP:
+                self.whole(marked, index, node, env, stage)
+            if stage not in (LOOP, INSIDE):
+                continue
+            wanted = [v for v in node.outputs if (v, PART) in marked.needed and (v, PART) not in env]
+            rest = []
+            for v in wanted:
+                info = analysis.infos[v]
+                if info.live or info.local:
+                    rest.append(v)
+                elif (v, WHOLE) in env:
+                    env[v, PART] = self.split.take(env[v, WHOLE], info.layout, slot)
+            if rest:
+                results = self.part(marked, index, node, env, slot)
+                env.update({(v, PART): value for v, value in zip(node.outputs, results, strict=True) if v in rest})
+
+    # Values for the whole batch.
+
+    def whole(self, marked: Marked, index: int, node: Node, env: Env, stage: str) -> None:
+        analysis = marked.analysis
+        some_live = any(analysis.info(ref, self.batch).live for ref in node.inputs)
+        now = stage == INSIDE or (stage == AFTER) == some_live
+        if index in marked.effects and now and stage != INSIDE:
+            self.bind(node.whole, [self.read(analysis, ref, WHOLE, env, None) for ref in node.inputs], node.site)
+            return
+        wanted = [v for v in node.outputs if (v, WHOLE) in marked.needed and (v, WHOLE) not in env]
+        if index in marked.pruned and stage in (BEFORE, INSIDE):
+            closed, used, known = marked.pruned[index]
+            operands = [self.read(analysis, ref, WHOLE, env, None) for ref, is_used in zip(node.inputs, used, strict=True) if is_used]
+            values = iter(_compat.eval_jaxpr(closed, (), *operands))
+            env.update({(v, WHOLE): next(values) for v, is_known in zip(node.outputs, known, strict=True) if is_known})
+            return
+        wanted = [v for v in wanted if not (analysis.infos[v].live and stage != AFTER)]
+        if not wanted or not now:
+            return
+        operands = [self.read(analysis, ref, WHOLE, env, None) for ref in node.inputs]
+        values = self.bind(node.whole, operands, node.site)
+        env.update({(v, WHOLE): value for v, value in zip(node.outputs, values, strict=True) if v in wanted})
+
+    def read(self, analysis: Analysis, ref: Ref, form: str, env: Env, slot: Slot | None) -> Any:
+        if not isinstance(ref, Const):
+            return env[ref, form]
+        if form == WHOLE:
+            return ref.whole
+        return self.split.take(ref.whole, analysis.info(ref, self.batch).layout, slot)
+
+    # Values for one microbatch.
+
+    def use(self, analysis: Analysis, ref: Ref, env: Env, slot: Slot, share: bool = False) -> Any:
+        """A value as a microbatch uses it; its share of it where it is added to a sum over microbatches."""
+        value = self.read(analysis, ref, used_form(analysis.info(ref, self.batch)), env, slot)
+        if not share:
+            return value
+        value = jnp.asarray(value, self.program.type_of(ref)[0].dtype)
+        if jnp.issubdtype(value.dtype, jnp.inexact):
+            return value / jnp.asarray(self.split.num_contributions, value.dtype)
+        return jnp.where(slot.is_first(), value, jnp.zeros_like(value))
+
+    def bring(self, analysis: Analysis, ref: Ref, target: Info, env: Env, slot: Slot) -> Any:
+        """A value in the relation that a loop or a branch expects of it."""
+        share = target.kind == PARTIAL and analysis.info(ref, self.batch).kind != PARTIAL
+        return self.use(analysis, ref, env, slot, share)
+
+    def part(self, marked: Marked, index: int, node: Node, env: Env, slot: Slot) -> Sequence[Any]:
+        analysis, found = marked.analysis, marked.analysis.found[index]
+        if is_rebuilt(node, found):
+            if node.name == "scan":
+                return self.scan(marked, index, node, found, env, slot)
+            if node.name == "cond":
+                return self.cond(marked, index, node, found, env, slot)
+            return self.remat(marked, index, node, found, env, slot)
+        shares = found.outcome.shares
+        operands = [self.use(analysis, ref, env, slot, i in shares) for i, ref in enumerate(node.inputs)]
+        if found.outcome.draws:
+            return [self.draw(node, operands[0], found.outcome.infos[0], slot)]
+        if node.name == "sharding_constraint":
+            return operands  # written for the whole batch; layouts inside the loop are the plan's business
+        if found.outcome.rows is not None:
+            position, component = found.outcome.rows
+            operands[position] = _own_numbers(operands[position], component, analysis.info(node.inputs[position], self.batch))
+        if self.batch.is_exact:
+            return self.bind(node.part, operands, node.site)
+        if node.name in DERIVATIVE_RULES:
+            return self.repeated(analysis, node, found, operands)
+        return self.bind(resized(node, self.batch.resize), operands, node.site)
+
+    def draw(self, node: Node, key: Any, info: Info, slot: Slot) -> Any:
+        """A microbatch's own random bits among those of the whole batch."""
+        shape, layout = node.whole.outvars[0].aval.shape, info.layout
+        numbers = self.split.take(jnp.arange(shape[layout.dim], dtype=jnp.uint32), dataclasses.replace(layout, dim=0), slot)
+        positions = jnp.zeros((), jnp.uint32)
+        for dim, size in enumerate(shape):
+            own = numbers if dim == layout.dim else jnp.arange(size, dtype=jnp.uint32)
+            positions = positions[..., None] * jnp.uint32(size) + own
+        return _compat.positional_bits(key, node.whole.params["bit_width"], positions)
+
+    def repeated(self, analysis: Analysis, node: Node, found: Found, operands: list[Any]) -> Sequence[Any]:
+        """A function with its own derivative rule exists at the sizes of the traces only: it is run on the microbatch's one
+        example repeated, and the first result is kept."""
+        layouts = [analysis.info(ref, self.batch).layout for ref in node.inputs]
+        repeated = [self.split.resize(value, layout, self.batch.run, self.batch.part) for value, layout in zip(operands, layouts, strict=True)]
+        results = self.bind(node.part, repeated, node.site)
+        return [
+            self.split.resize(value, info.layout, self.batch.part, self.batch.run) for value, info in zip(results, found.outcome.infos, strict=True)
+        ]
+
+    def inputs(self, analysis: Analysis, marked: Marked, operands: Sequence[Ref], targets: Sequence[Info], env: Env, slot: Slot) -> list[Any]:
+        """The values of a nested body's needed inputs, in the order of `marked.inputs`."""
+        values = []
+        for position, form in marked.inputs:
+            ref = operands[position]
+            values.append(
+                self.read(analysis, ref, WHOLE, env, slot) if form == WHOLE else self.bring(analysis, ref, targets[position], env, slot)
+            )
+        return values
+
+    def body(self, marked: Marked, values: Sequence[Any], slot: Slot) -> Env:
+        env: Env = {(marked.analysis.body.inputs[p], form): value for (p, form), value in zip(marked.inputs, values, strict=True)}
+        self.run(marked, env, INSIDE, slot)
+        return env
+
+    def results(self, inner: Analysis, wanted: Sequence[int], targets: Sequence[Info], env: Env, slot: Slot) -> list[Any]:
+        return [self.bring(inner, inner.body.outputs[k], targets[k], env, slot) for k in wanted]
+
+    def remat(self, marked: Marked, index: int, node: Node, found: Found, env: Env, slot: Slot) -> Sequence[Any]:
+        (inner,) = marked.nested[index]
+        wanted = inner.returned
+
+        def run(values, where):
+            return self.results(inner.analysis, wanted, inner.analysis.outputs, self.body(inner, values, where), where)
+
+        params = node.part.params
+        checkpointed = jax.checkpoint(run, prevent_cse=params.get("prevent_cse", True), policy=params.get("policy"))
+        values = self.inputs(marked.analysis, inner, node.inputs, inner.analysis.inputs, env, slot)
+        return _place(checkpointed(values, slot), wanted, len(node.outputs))
+
+    def cond(self, marked: Marked, index: int, node: Node, found: Found, env: Env, slot: Slot) -> Sequence[Any]:
+        wanted = marked.nested[index][0].returned
+        every = sorted({need for inner in marked.nested[index] for need in inner.inputs})
+
+        def branch(inner):
+            def run(values, where):
+                chosen = [value for need, value in zip(every, values, strict=True) if need in inner.inputs]
+                return self.results(inner.analysis, wanted, found.targets, self.body(inner, chosen, where), where)
+
+            return run
+
+        first = marked.nested[index][0]
+        values = self.inputs(
+            marked.analysis, dataclasses.replace(first, inputs=tuple(every)), node.inputs[1:], first.analysis.inputs, env, slot
+        )
+        choice = self.use(marked.analysis, node.inputs[0], env, slot)
+        return _place(lax.switch(choice, [branch(one) for one in marked.nested[index]], values, slot), wanted, len(node.outputs))
+
+    def scan(self, marked: Marked, index: int, node: Node, found: Found, env: Env, slot: Slot) -> Sequence[Any]:
+        (inner,), analysis, params = marked.nested[index], marked.analysis, node.part.params
+        num_consts, num_carry = _compat.scan_counts(node.whole.params)
+        targets = (*inner.analysis.inputs[:num_consts], *found.targets, *inner.analysis.inputs[num_consts + num_carry :])
+        outputs = (*found.targets, *inner.analysis.outputs[num_carry:])
+        stacked = [k for k in inner.returned if k >= num_carry]
+        carried = sorted(
+            {(p - num_consts, form) for p, form in inner.inputs if num_consts <= p < num_consts + num_carry}
+            | {(k, used_form(found.targets[k])) for k in inner.returned if k < num_carry}
+        )
+        consts = [(p, form) for p, form in inner.inputs if p < num_consts]
+        scanned = [(p, form) for p, form in inner.inputs if p >= num_consts + num_carry]
+        fetch = lambda needs: self.inputs(analysis, dataclasses.replace(inner, inputs=tuple(needs)), node.inputs, targets, env, slot)
+        shared = fetch(consts)
+        start = [
+            jnp.asarray(value, self.program.types[inner.analysis.body.inputs[num_consts + k]][0].dtype) if isinstance(value, (int, float, complex)) else value
+            for (k, _), value in zip(carried, fetch([(num_consts + k, form) for k, form in carried]), strict=True)
+        ]
+
+        def step(carry, slices):
+            at_hand = dict(zip(consts, shared, strict=True)) | {(num_consts + k, form): v for (k, form), v in zip(carried, carry, strict=True)}
+            at_hand |= dict(zip(scanned, slices, strict=True))
+            inside = self.body(inner, [at_hand[need] for need in inner.inputs], slot)
+            after = [
+                self.read(inner.analysis, inner.analysis.body.outputs[k], WHOLE, inside, slot) if form == WHOLE
+                else self.bring(inner.analysis, inner.analysis.body.outputs[k], found.targets[k], inside, slot)
+                for k, form in carried
+            ]
+            after = [jnp.asarray(new, old.dtype) if not hasattr(new, "dtype") else new for new, old in zip(after, carry, strict=True)]
+            return after, self.results(inner.analysis, stacked, outputs, inside, slot)
+
+        extra = {"_split_transpose": params["_split_transpose"]} if params.get("_split_transpose") else {}
+        final, rows = lax.scan(
+            step, start, fetch(scanned), length=params["length"], reverse=params["reverse"], unroll=params["unroll"], **extra
+        )
+        values = {k: value for (k, form), value in zip(carried, final, strict=True) if form == used_form(found.targets[k])}
+        values.update(zip(stacked, rows, strict=True))
+        return [values.get(k) for k in range(len(node.outputs))]
+
+
+def _place(values: Sequence[Any], positions: Sequence[int], count: int) -> list[Any]:
+    placed: list[Any] = [None] * count
+    for position, value in zip(positions, values, strict=True):
+        placed[position] = value
+    return placed
+
+
+def _own_numbers(indices: Any, component: int, info: Info) -> Any:
+    """Indices whose given component counts examples, counting the microbatch's own examples instead."""
+    own = lax.broadcasted_iota(indices.dtype, indices.shape, info.layout.dim)
+    column = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
+    return jnp.where(column == component, own, indices)

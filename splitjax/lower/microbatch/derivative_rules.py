@@ -1,0 +1,49 @@
+"""Functions with their own derivative rule (`custom_vjp`, `custom_jvp`) in microbatches.
+
+Such a rule is fixed for the function as a whole, and may use what the function itself does not: the batch size, a total over the
+batch, a non-linear function of the cotangent. So it is traced at both batch sizes as well, and has to give each example its own
+gradient, and shared operands a sum over examples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from splitjax import _compat
+from splitjax.errors import MicrobatchError
+from splitjax.lower.microbatch.example_relation import EXAMPLES, PARTIAL, SAME, Info, Mixed
+from splitjax.lower.microbatch.pairing import Const, Node, Program, pair
+
+WHY = "its own derivative rule depends on the number of examples, or combines them"
+
+
+def check_rule(node: Node, operands: Sequence[Info], results: Sequence[Info], analyse: Callable[[Program, list[Info]], Any]) -> None:
+    """Raises `Mixed` unless the function's derivative rule works in microbatches.
+
+    `operands`, `results`: the relations of the function's operands and results; `analyse(program, inputs)` classifies.
+    """
+    whole, positions, with_cotangent = _compat.pullback(node.whole)
+    part, _, _ = _compat.pullback(node.part)
+    try:
+        program = pair(whole, part, node.source)
+    except MicrobatchError as error:
+        raise Mixed(WHY) from error
+    known = [dataclasses.replace(info, fact=None) for ref, info in zip(node.inputs, operands, strict=True) if not isinstance(ref, Const)]
+    # A shared result has a different cotangent in every microbatch, and they add up; a sum's is the same in all.
+    opposite = {SAME: Info(True, PARTIAL), PARTIAL: Info(True, SAME)}
+    cotangents = [opposite.get(results[k].kind) or dataclasses.replace(results[k], live=True) for k in with_cotangent]
+    analysis = analyse(program, [*known, *cotangents])
+    if not analysis.plain:
+        raise Mixed(WHY)
+    for position, gradient in zip(positions, analysis.outputs, strict=True):
+        operand = operands[position]
+        if not operand.live or gradient.fact == ("zero",):
+            continue
+        if operand.kind == EXAMPLES:
+            own = gradient.layout is not None and operand.layout is not None and gradient.layout.dim == operand.layout.dim
+            if gradient.kind != EXAMPLES or not own:
+                raise Mixed(WHY)
+        elif gradient.kind != PARTIAL:
+            raise Mixed(WHY)

@@ -1,0 +1,133 @@
+"""Rules for the operations that combine dims: products, convolutions, windows, lookups, linear algebra."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from splitjax.lower.microbatch.example_relation import PARTIAL, Info, Layout, Mixed, merge_layouts
+from splitjax.lower.microbatch.example_rules import Outcome, Question, require_same_params, rule
+
+
+@rule("dot_general")
+def _dot(q: Question) -> Outcome:
+    contracting, batch = q.params["dimension_numbers"]
+    left, right = q.layout(0), q.layout(1)
+    if left is not None and right is not None:
+        for pairs, summed in ((contracting, True), (batch, False)):
+            for i, j in zip(*pairs, strict=True):
+                if (left.dim, right.dim) == (i, j):
+                    merged = merge_layouts([left, Layout(left.dim, right.major, right.minor, right.uniform)])
+                    return Outcome((Info(False, PARTIAL),)) if summed else q.spread(merged)
+        raise Mixed("it multiplies examples with other examples")
+    own = 0 if left is not None else 1
+    layout = q.carried()
+    if layout.dim in contracting[own] or layout.dim in batch[own]:
+        raise Mixed("it multiplies examples with something else by position")
+    return q.spread(layout)
+
+
+@rule("conv_general_dilated")
+def _conv(q: Question) -> Outcome:
+    layout = q.carried()
+    if q.layout(0) is None or q.layout(1) is not None:
+        raise Mixed("its kernel differs between examples")
+    if layout.dim != q.params["dimension_numbers"].lhs_spec[0] or q.params["batch_group_count"] != 1:
+        raise Mixed("it convolves over the dim that holds the examples")
+    return q.spread(layout)
+
+
+_WINDOWS = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+
+
+@rule(
+    "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
+    "select_and_gather_add", "select_and_scatter",
+)
+def _window(q: Question) -> Outcome:
+    layout = q.carried()
+    for name in _WINDOWS:
+        if q.params.get(name) is not None and q.params[name][layout.dim] != 1:
+            raise Mixed("its window spans examples")
+    if tuple(q.params["padding"][layout.dim]) != (0, 0):
+        raise Mixed("it pads the dim that holds the examples")
+    return q.spread(layout)
+
+
+@rule("cholesky", "triangular_solve", "eigh", "eig", "svd", "qr", "lu", "householder_product", "tridiagonal_solve", "schur", "geqrf")
+def _linear_algebra(q: Question) -> Outcome:
+    layout = q.carried()
+    if any(info.layout is not None and layout.dim >= len(q.shape(i)) - 2 for i, info in enumerate(q.infos)):
+        raise Mixed("it decomposes a matrix over examples")
+    return q.spread(layout)
+
+
+@rule("fft")
+def _fft(q: Question) -> Outcome:
+    layout = q.carried()
+    if layout.dim >= len(q.shape(0)) - len(q.params["fft_lengths"]):
+        raise Mixed("it transforms along the dim that holds the examples")
+    return q.spread(layout)
+
+
+@rule("gather")
+def gather_outcome(q: Question) -> Outcome:
+    """A lookup of rows, or each example's own entries."""
+    numbers, operand, indices = q.params["dimension_numbers"], q.layout(0), q.layout(1)
+    sizes, theirs = q.params["slice_sizes"], q.node.part.params["slice_sizes"]
+    if any(a != b for d, (a, b) in enumerate(zip(sizes, theirs, strict=True)) if operand is None or d != operand.dim):
+        raise Mixed("what it takes depends on the number of examples")
+    if operand is None:
+        return q.spread(indices)
+    if indices is None:
+        if operand.dim in numbers.start_index_map or sizes[operand.dim] != q.shape(0)[operand.dim]:
+            raise Mixed("it takes some of the examples")
+        return q.spread(operand)
+    rows = _own_entries(q, numbers.operand_batching_dims, numbers.start_indices_batching_dims, numbers.start_index_map)
+    return Outcome(q.spread(_common(q, 0, 1)).infos, rows=rows)
+
+
+def _common(q: Question, *positions: int) -> Layout:
+    """The layout on which operands agree, whatever dim holds the examples in each."""
+    return merge_layouts([dataclasses.replace(q.layout(i), dim=0) for i in positions])
+
+
+def _own_entries(q: Question, batching, index_batching, index_map) -> tuple[int, int] | None:
+    """Whether every example indexes its own entries only: by a batching dim (None), or by counting (operand, component)."""
+    operand, indices = q.layout(0), q.layout(1)
+    _common(q, 0, 1)
+    if operand.dim in batching:
+        if index_batching[tuple(batching).index(operand.dim)] != indices.dim:
+            raise Mixed("it takes entries of other examples")
+        return None
+    if operand.dim not in index_map or operand.major != 1 or operand.minor != 1:
+        raise Mixed("it takes entries of other examples")
+    component = tuple(index_map).index(operand.dim)
+    known = q.infos[1].fact
+    counts = known == ("rows", component) or (known == ("row",) and q.shape(1)[-1] == 1 and component == 0)
+    if not counts or indices.dim == len(q.shape(1)) - 1:
+        raise Mixed("it takes entries of other examples")
+    return 1, component
+
+
+@rule("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter-min", "scatter_min", "scatter-max", "scatter_max",
+      "scatter-sub", "scatter_sub")
+def _scatter(q: Question) -> Outcome:
+    require_same_params(q.node)
+    numbers, operand, indices, updates = q.params["dimension_numbers"], q.layout(0), q.layout(1), q.layout(2)
+    if operand is None:
+        if updates is None or q.node.name not in ("scatter-add", "scatter_add"):
+            raise Mixed("single examples write into something shared")
+        # Contributions of examples are added up; what they are added to counts once.
+        return Outcome((Info(False, PARTIAL),), shares=frozenset({0}))
+    if indices is None:
+        window = [d for d in range(len(q.shape(0))) if d not in numbers.inserted_window_dims and d not in numbers.operand_batching_dims]
+        full = operand.dim in window and operand.dim not in numbers.scatter_dims_to_operand_dims
+        if not full or updates is None or q.shape(2)[numbers.update_window_dims[window.index(operand.dim)]] != q.shape(0)[operand.dim]:
+            raise Mixed("it writes some of the examples")
+        return q.spread(_common(q, 0, 2))
+    if updates is None:
+        raise Mixed("it writes some of the examples")
+    rows = _own_entries(
+        q, numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, numbers.scatter_dims_to_operand_dims
+    )
+    return Outcome(q.spread(_common(q, 0, 1, 2)).infos, rows=rows)

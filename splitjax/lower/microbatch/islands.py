@@ -1,0 +1,222 @@
+"""Replicated layers in a loop over microbatches, run by each worker for itself, so that their gradients are exchanged once.
+
+Where some layers are split over axes that split the batch of the others (SplitBrain's `model`), the loop cannot handle those axes
+as a whole: split layers need XLA, or `groups.py`, to communicate over them. The operations of replicated layers are gathered into
+*islands*: `shard_map`s over the group inside the loop, traced with the examples of one worker. A parameter comes into an island as
+*copies* (one more leading dim, one entry per worker of the group), so that its gradients stay unsummed from microbatch to microbatch.
+
+An operation's *stage* counts how often its data changed from replicated layers (even) to split layers (odd) and back; the stages run
+in order. What depends on no example is computed wherever it is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from splitjax.lower.microbatch.accumulate import LOOP, Bind, Env, Evaluator
+from splitjax.lower.microbatch.batch_split import Slot, Split
+from splitjax.lower.microbatch.classify import Analysis
+from splitjax.lower.microbatch.example_relation import EXAMPLES, SAME
+from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked
+from splitjax.lower.products.groups import Where
+
+Site = tuple[int, ...]
+
+
+def stages(analysis: Analysis, split_sites: Collection[Site], whole_sites: Collection[Site]) -> dict[int, int]:
+    """Node index -> stage, of the operations whose results are differentiated and hold examples (or sums over them).
+
+    `split_sites`, `whole_sites`: where split and replicated layers use their weights."""
+    level: dict[int, int] = {}
+    found: dict[int, int] = {}
+    for index, node in enumerate(analysis.body.nodes):
+        infos = [analysis.infos[v] for v in node.outputs if analysis.infos[v].live]
+        if all(info.kind == SAME for info in infos):
+            continue
+        stage = max((level[v] for v in node.inputs if isinstance(v, int) and v in level), default=0)
+        holds = lambda sites, at=node.site: any(site[: len(at)] == at for site in sites)
+        if holds(split_sites) or any(info.kind != EXAMPLES for info in infos):
+            stage += stage % 2 == 0
+        elif holds(whole_sites):
+            stage += stage % 2
+        found[index] = stage
+        level.update(dict.fromkeys(node.outputs, stage))
+    return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """What a loop is told of its replicated layers. `axes`: the group. `forward`: the boundary's forward, traced with the examples
+    that one worker has in a microbatch. `split_sites`, `whole_sites`: as for `stages`. `bind`: evaluates an equation in an island."""
+
+    axes: tuple[str, ...]
+    forward: Any
+    split_sites: tuple[Site, ...]
+    whole_sites: tuple[Site, ...]
+    bind: Bind
+    where: Where
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Island:
+    """The operations of one even stage. Values are named by number, as in the analysis of the whole loop."""
+
+    nodes: frozenset[int]  # and what they need that depends on no example
+    inputs: tuple[int, ...]  # parts: examples, from outside
+    known: tuple[int, ...]  # wholes
+    params: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def find_island(analysis: Analysis, marked: Marked, stage_of: Mapping[int, int], stage: int, wanted: Collection[int]) -> Island | None:
+    """The island of a stage; None where no parameter is read in it. `wanted`: values that the loop returns."""
+    own = {index for index, s in stage_of.items() if s == stage}
+    writer = {v: index for index, node in enumerate(analysis.body.nodes) for v in node.outputs}
+    read_elsewhere = set(wanted)
+    for index, node in enumerate(analysis.body.nodes):
+        if index not in own and index in stage_of:
+            read_elsewhere.update(ref for ref in node.inputs if isinstance(ref, int))
+    outputs = [v for index in sorted(own) for v in analysis.body.nodes[index].outputs if v in read_elsewhere and (v, PART) in marked.needed]
+    nodes: set[int] = set()
+    inputs: dict[int, None] = {}
+    known: dict[int, None] = {}
+    params: dict[int, None] = {}
+    waiting: list[int] = list(outputs)
+    seen: set[int] = set()
+    while waiting:
+        v = waiting.pop()
+        if v in seen:
+            continue
+        seen.add(v)
+        info, index = analysis.infos[v], writer.get(v)
+        if (v, PART) not in marked.needed:
+            known[v] = None
+        elif index is None or (index in stage_of and index not in own):
+            (params if info.live and info.kind == SAME else inputs)[v] = None
+        elif not info.live and not info.local:
+            inputs[v] = None  # made for the whole batch, and cut
+        else:
+            nodes.add(index)
+            waiting += [ref for ref in analysis.body.nodes[index].inputs if isinstance(ref, int)]
+    if not params or not outputs:
+        return None
+    return Island(frozenset(nodes), tuple(inputs), tuple(known), tuple(params), tuple(outputs))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Archipelago:
+    """The islands of one loop, and how they run. `marked` and `evaluator` are those of the trace with one worker's examples."""
+
+    axes: tuple[str, ...]  # the group
+    where: Where
+    marked: Marked
+    evaluator: Evaluator
+    islands: Mapping[int, Island]  # by stage
+    stage_of: Mapping[int, int]
+
+    @property
+    def params(self) -> tuple[int, ...]:
+        """The differentiated operands that islands read."""
+        return tuple(sorted({v for island in self.islands.values() for v in island.params}))
+
+    @property
+    def inputs(self) -> set[int]:
+        """The values that islands read as parts."""
+        return {v for island in self.islands.values() for v in island.inputs}
+
+    @property
+    def num_stages(self) -> int:
+        return max(self.stage_of.values(), default=0) + 1
+
+    def evaluate(self, outer: Evaluator, marked: Marked, env: Env, copies: Mapping[int, Any], slot: Slot) -> None:
+        """What `outer.run(marked, env, LOOP, slot)` computes, replicated layers in islands."""
+        read = self.read_outside(marked.analysis)
+        nodes = enumerate(marked.analysis.body.nodes)
+        outer.run(marked, env, LOOP, slot, {i for i, node in nodes if i not in self.stage_of and read & set(node.outputs)})
+        for stage in range(self.num_stages):
+            if stage in self.islands:
+                self.run(stage, env, copies, outer.split, slot)
+            else:
+                outer.run(marked, env, LOOP, slot, {i for i, one in self.stage_of.items() if one == stage})
+
+    def read_outside(self, analysis: Analysis) -> set[int]:
+        """The values that are read outside of islands, through everything without a stage that they are computed with."""
+        writer = {v: index for index, node in enumerate(analysis.body.nodes) for v in node.outputs}
+        waiting = [
+            ref for index, node in enumerate(analysis.body.nodes) for ref in node.inputs
+            if isinstance(ref, int) and index in self.stage_of and self.stage_of[index] not in self.islands
+        ]
+        waiting += [ref for ref in analysis.body.outputs if isinstance(ref, int)]
+        found: set[int] = set()
+        while waiting:
+            v = waiting.pop()
+            if v not in found:
+                found.add(v)
+                index = writer.get(v)
+                if index is not None and index not in self.stage_of:
+                    waiting += [ref for ref in analysis.body.nodes[index].inputs if isinstance(ref, int)]
+        return found
+
+    def copies(self, value: Any) -> Any:
+        """A parameter as copies; no data moves."""
+        return self._map(lambda whole: whole[None], PartitionSpec(), PartitionSpec(self.axes))(value)
+
+    def run(self, stage: int, env: Env, copies: Mapping[int, Any], split: Split, slot: Slot) -> None:
+        """Runs the island of a stage, from and into the loop's values."""
+        island, outside = self.islands[stage], self.evaluator.split
+        layout = lambda v: self.marked.analysis.infos[v].layout
+        size = lambda v: self.evaluator.program.types[v][0].shape[layout(v).dim]
+        rank = lambda v: len(self.evaluator.program.types[v][0].shape)
+        names = [name for name, _ in split.axes if name in self.axes]
+
+        def local(params, inputs, known, number, places, own_places, held):
+            own = outside.holding(held)
+            here: Env = {(v, PART): value[0] for v, value in zip(island.params, params, strict=True)}
+            here.update({(v, PART): own.together(value, layout(v)) for v, value in zip(island.inputs, inputs, strict=True)})
+            here.update({(v, WHOLE): value for v, value in zip(island.known, known, strict=True)})
+            numbers = {**places, **{name: place[0] for name, place in zip(names, own_places, strict=True)}}
+            dataclasses.replace(self.evaluator, split=own).run(self.marked, here, LOOP, Slot(number, numbers), island.nodes)
+            return [own.apart(here[v, PART], layout(v), size(v)) for v in island.outputs]
+
+        def spec(v: int) -> PartitionSpec:
+            entries: list[Any] = [None] * (rank(v) + len(split.axes) + 2)
+            for i, (name, _) in enumerate(split.axes):
+                if name in self.axes:
+                    entries[layout(v).dim + 1 + i] = name
+            return PartitionSpec(*entries)
+
+        whole = PartitionSpec()
+        results = self._map(
+            local,
+            ([PartitionSpec(self.axes)] * len(island.params), [spec(v) for v in island.inputs], [whole] * len(island.known), whole,
+             dict.fromkeys(slot.places, whole), [PartitionSpec(name) for name in names], tuple(whole for _ in outside.held)),
+            [spec(v) for v in island.outputs],
+        )(
+            [copies[v] for v in island.params],
+            [split.apart(env[v, PART], layout(v), size(v)) for v in island.inputs],
+            [env[v, WHOLE] for v in island.known], slot.microbatch, dict(slot.places),
+            [jnp.arange(dict(split.axes)[name], dtype=jnp.int32) for name in names], outside.held,
+        )
+        env.update({(v, PART): split.together(value, layout(v)) for v, value in zip(island.outputs, results, strict=True)})
+
+    def total(self, gradients: Sequence[Any], manual: Sequence[str]) -> list[Any]:
+        """The sum of unsummed gradients: one exchange over the group, and over what else the loop handled. They come with a leading
+        dim per set of axes: those in `manual` (if any), then the group."""
+        axes = (*manual, *self.axes)
+        lead = [PartitionSpec(tuple(manual), self.axes) if manual else PartitionSpec(self.axes)] * len(gradients)
+        sizes = 2 if manual else 1
+        run = jax.shard_map(
+            lambda parts: lax.psum([part.reshape(part.shape[sizes:]) for part in parts], axes), mesh=self.where.mesh, in_specs=(lead,),
+            out_specs=[PartitionSpec()] * len(gradients), axis_names=frozenset(axes), check_vma=False,
+        )
+        return run(list(gradients))
+
+    def _map(self, fn: Any, in_specs: Any, out_specs: Any) -> Any:
+        return self.where.shard_map(fn, self.axes, in_specs, out_specs)

@@ -1,0 +1,108 @@
+"""One boundary, ready for the loop over microbatches: what is computed before it, what crosses into it, what comes after.
+
+See `microbatch.py` for the whole, `worker_loop.py` for the loop of one place, `places.py` for all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from splitjax.lower.microbatch.accumulate import AFTER, BEFORE, Env, Evaluator
+from splitjax.lower.microbatch.batch_split import Split
+from splitjax.lower.microbatch.classify import Analysis
+from splitjax.lower.microbatch.example_relation import EXAMPLES, PARTIAL, Info, Layout
+from splitjax.lower.microbatch.islands import Archipelago
+from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked
+from splitjax.lower.microbatch.places import Places, Runner, Together
+from splitjax.lower.microbatch.worker_loop import Contribution
+
+# (how the batch is cut, where the operand's examples are, the size of that dim) -> `fetch.Modulo` or `fetch.Turns`.
+MakeFetch = Callable[[Split, Layout, int], Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Job:
+    """One boundary, analysed and ready to be evaluated."""
+
+    analysis: Analysis
+    marked: Marked
+    evaluator: Evaluator
+    holomorphic: bool
+    islands: Archipelago | None
+
+    @property
+    def split(self) -> Split:
+        return self.evaluator.split
+
+    def info(self, v: int) -> Info:
+        return self.analysis.infos[v]
+
+    def results(
+        self, operands: Sequence[Any], positions: Sequence[int], fetches: Mapping[int, MakeFetch], known_whole_over: Sequence[str],
+        runner: Runner | None = None,
+    ) -> list[Any]:
+        """Value, aux leaves, gradients. Arguments as for `expand_microbatches`."""
+        env: Env = {(v, WHOLE): value for v, value in zip(self.analysis.body.inputs, operands, strict=True)}
+        self.evaluator.run(self.marked, env, BEFORE)
+        differentiated = [self.analysis.body.inputs[p] for p in positions]
+        value, totals, grads = self.loop(env, differentiated, self.fetches(fetches), known_whole_over, runner or Together())
+        env.update({(v, WHOLE): total for v, total in zip(self.marked.returned, totals, strict=True)})
+        self.evaluator.run(self.marked, env, AFTER)
+        types = self.evaluator.program.type_of
+        loss, *aux = self.analysis.body.outputs
+        leaves = [self.evaluator.read(self.analysis, ref, WHOLE, env, None) for ref in aux]
+        return [
+            value.astype(types(loss)[0].dtype), *(jnp.asarray(leaf) for leaf in leaves),
+            *(grad.astype(types(v)[0].dtype) for v, grad in zip(differentiated, grads, strict=True)),
+        ]
+
+    def summands(self, operands: Sequence[Any], positions: Sequence[int], number: Any) -> dict[int, Any]:
+        """One microbatch's contribution to the gradient, by position of the differentiated operand; not of operands that hold
+        examples. For a job without manual axes and islands."""
+        inputs = self.analysis.body.inputs
+        env: Env = {(v, WHOLE): value for v, value in zip(inputs, operands, strict=True)}
+        self.evaluator.run(self.marked, env, BEFORE)
+        differentiated = {inputs[p]: p for p in positions}
+        sliced = [v for v in differentiated if self.info(v).kind == EXAMPLES]
+        same = [v for v in differentiated if v not in sliced]
+        shared = sorted({v for v, form in self.marked.loop if form == WHOLE} - set(differentiated))
+        parts = [v for v, form in self.marked.loop if form == PART and (v, WHOLE) in env and self.info(v).kind == EXAMPLES]
+        cuts = sorted({*parts, *sliced})
+        slices = [self.split.cut(env[v, WHOLE], self.info(v).layout)[number] for v in cuts]
+        contribution = Contribution(self, same, (), sliced, shared, cuts, (), (), {})
+        params, constants = [env[v, WHOLE] for v in same], [env[v, WHOLE] for v in shared]
+        totals, _, _ = contribution.microbatch((params, []), constants, {}, contribution.zeros(), number, slices, [])
+        return {differentiated[v]: summand for v, summand in zip(same, totals[2], strict=True)}
+
+    def fetches(self, makers: Mapping[int, MakeFetch]) -> dict[int, Any]:
+        """By value number, those of the operands that the loop reads."""
+        inputs, types = self.analysis.body.inputs, self.evaluator.program.types
+        read = {v for v, _ in self.marked.needed}
+        chosen = {inputs[p]: make for p, make in makers.items() if inputs[p] in read and self.info(inputs[p]).kind == EXAMPLES}
+        return {v: make(self.split, self.info(v).layout, types[v][0].shape[self.info(v).layout.dim]) for v, make in chosen.items()}
+
+    def loop(
+        self, env: Env, differentiated: Sequence[int], fetches: dict[int, Any], known_whole_over: Sequence[str], runner: Runner
+    ) -> tuple[Any, list[Any], list[Any]]:
+        """Runs the microbatches: the loss, the returned values for the whole batch, and the gradients."""
+        sliced = [v for v in differentiated if self.info(v).kind == EXAMPLES and v not in fetches]
+        # What crosses into the loop: slices for each microbatch, and values that are the same for all.
+        cuts = sorted(v for v, form in self.marked.loop if form == PART and (v, WHOLE) in env and self.info(v).kind == EXAMPLES)
+        cuts = sorted({*cuts, *sliced} - set(fetches))
+        shared = sorted({v for v, form in self.marked.loop if form == WHOLE} - set(differentiated))
+        same = [v for v in differentiated if v not in sliced and v not in fetches]
+        on_islands = list(self.islands.params) if self.islands else []
+        if self.islands:
+            outside = self.islands.read_outside(self.analysis)
+            same = [v for v in same if v in outside or v not in on_islands]
+        stacked = [v for v in self.marked.returned if self.info(v).kind == EXAMPLES]
+        summed = [v for v in self.marked.returned if self.info(v).kind == PARTIAL]
+        contribution = Contribution(self, same, on_islands, sliced, shared, cuts, summed, stacked, fetches)
+        # What only split layers and the loss read is wanted as they see it (labels).
+        places = Places(self, contribution, env, self.islands.axes if self.islands else known_whole_over)
+        value, whole, by_operand = places.joined(*runner.run(places), runner)
+        return value, [whole[v] for v in self.marked.returned], [by_operand[v] for v in differentiated]

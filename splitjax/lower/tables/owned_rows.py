@@ -1,0 +1,254 @@
+"""Tables whose rows are split over the workers: a step pulls the rows that its lookups read, and pushes their gradients to their owners.
+
+No worker ever has the whole table, forward or backward: 1/n of its memory, and the least that can be sent (`sync.owner`). Which rows are
+read must be known before the forward pass runs: where ids depend on parameters, the table is gathered as XLA sees fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from splitjax.lower.products.groups import scope
+from splitjax.lower.products.row_values import Rows, View, written
+from splitjax.lower.tables.lookups import Lookup
+from splitjax.lower.tables.table_rows import JOIN, TableSync, Turns, cut, known_at_the_end
+from splitjax.plan import spec_axes
+from splitjax.sync.description import by_owners
+from splitjax.sync.feedback import keep, with_residual
+from splitjax.sync.local import sum_rows
+from splitjax.sync.owner import OwnerSharded, Requests
+from splitjax.sync.rows import RowSparse, normalised
+from splitjax.sync.scheme import Capacities, once
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pulled:
+    """What a step asked the owners for, by worker (leading dims of all arrays are cut over them).
+
+    - `rows`: per lookup f[*ids, *row]. `ids`: per lookup i[...].
+    - `slots`: where each looked-up id stands among the rows that the worker asked for, those without a gradient past the end.
+    - `requests`: as `sync.owner` has them, each leaf with a leading dim of 1.
+    """
+
+    table: TableSync
+    mesh: Mesh
+    rows: tuple[Any, ...]
+    ids: tuple[Any, ...]
+    slots: Any
+    requests: Requests
+
+    def given(self, lookup: Lookup, number: int) -> Any:
+        """The rows of one lookup as its gather would give them."""
+        return _gathered(lookup, self.table, self.table.lookups[number].mode, self.ids[number], self.rows[number])
+
+
+def pull(table: TableSync, mesh: Mesh, turns: Turns, array: Any, ids: Sequence[Any]) -> Pulled:
+    """The rows that all lookups read.
+
+    **Arguments:** `turns`: of all tables of the step; `array`: the table f[num_rows, *row]. `ids`: per lookup i[...], as the gathers have them."""
+
+    def body(shard, numbers, ready):
+        read, has_gradient = _read(table, numbers)
+        exchange = _exchange(table, min(read.size, table.num_rows))
+        looked, slots, requests = exchange.read(shard, jnp.where(ready, read, table.num_rows), table.axes)
+        out, start = [], 0
+        for one in numbers:
+            out.append(looked[start : start + one.size].reshape(*one.shape, *looked.shape[1:]))
+            start += one.size
+        ended = known_at_the_end(requests.fits, looked)
+        return tuple(out), jnp.where(has_gradient, slots, requests.ids.size), _lead(requests), ended
+
+    row_spec = table.row_spec
+    spec = PartitionSpec(table.axes)
+    run = jax.shard_map(
+        body, mesh=mesh, check_vma=False,
+        in_specs=(PartitionSpec(table.axes, *row_spec), [cut(one.dim, table.axes) for one in table.lookups], PartitionSpec()),
+        out_specs=(tuple(cut(one.dim, table.axes, x.ndim, row_spec) for one, x in zip(table.lookups, ids, strict=True)), spec, spec, PartitionSpec()),
+    )
+    with jax.named_scope(scope("rows", table.param)):
+        rows, slots, requests, ended = run(array, list(ids), turns.ready())
+    turns.join(ended)
+    return Pulled(table, mesh, rows, tuple(ids), slots, requests)
+
+
+def _read(table: TableSync, ids: Sequence[Any]) -> tuple[Any, Any]:
+    """The rows that all lookups of a worker read, i32[m], `num_rows` for none; and whether they have a gradient here, bool[m]."""
+    read, given = [], []
+    for one, found in zip(table.lookups, ids, strict=True):
+        flat = found.reshape(-1)
+        # Reading out of bounds gives the nearest row, or what the gather fills in; a gradient goes to rows that exist.
+        read.append(normalised(flat, table.num_rows, "fill" if one.mode == "fill" else "clip", False))
+        given.append(read[-1] if one.mode == "clip" else normalised(flat, table.num_rows, "fill", False))
+        if one.dim is None:  # every worker reads the rows, and has all of their gradient: the first one pushes it
+            given[-1] = jnp.where(lax.axis_index(table.axes) == 0, given[-1], table.num_rows)
+    return jnp.concatenate(read), jnp.concatenate(given) < table.num_rows
+
+
+def _gathered(lookup: Lookup, table: TableSync, mode: str, ids: Any, rows: Any) -> Any:
+    numbers = lookup.params["dimension_numbers"]
+    if mode == "fill":
+        value = lookup.params["fill_value"]
+        value = jnp.nan if value is None else value
+        good = (ids >= 0) & (ids < table.num_rows)
+        rows = jnp.where(good.reshape(*good.shape, *[1] * (rows.ndim - good.ndim)), rows, jnp.asarray(value, rows.dtype))
+    num_offset = len(numbers.offset_dims)
+    inner = lookup.params["slice_sizes"] if num_offset == len(lookup.params["slice_sizes"]) else lookup.params["slice_sizes"][1:]
+    rows = rows.reshape(*ids.shape, *inner)
+    offset = [lookup.num_loops + dim for dim in numbers.offset_dims]
+    return jnp.moveaxis(rows, range(rows.ndim - num_offset, rows.ndim), offset).astype(lookup.delta.dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Owned:
+    """The sum of the gradients of each owner's rows: `positions` i32[n * pull] in its part, `values` f[n * pull, *row], where everything
+    had room (`fits`, bool[]); otherwise found anew from `lookups`, per lookup ids and cotangents, and what was `added`.
+
+    - `asked`: the ids that all workers asked for, i32[n * k].
+    - `added`: f[n * k, *row], of a table that has a `wire_dtype`: what rounding took away in earlier steps of the rows asked for.
+      `residual`: f[n, num_rows, *row], what it has taken away now."""
+
+    table: TableSync
+    mesh: Mesh
+    turns: Turns
+    lookups: tuple[Sequence[Any], Sequence[Any]]
+    positions: Any
+    values: Any
+    fits: Any
+    asked: Any
+    added: Any = None
+    residual: Any = None
+
+    @property
+    def observed(self) -> dict[str, Any]:
+        """What the step returns of it: `fell_back` bool[], and while capacities are not known `touched`, the ids of all workers."""
+        if self.table.capacities is None:
+            return {"fell_back": jnp.bool_(False), "touched": self.asked.reshape(self.table.num_workers, -1)}
+        return {"fell_back": jnp.logical_not(self.fits)}
+
+    def write(self, leaves: Mapping[int, Any], new: Mapping[int, Rows]) -> dict[int, Any]:
+        """The state's leaves, with the rows that the update changes."""
+        given = {id(one): one for value in new.values() for one in value.arrays()}
+        spec = PartitionSpec(self.table.row_axes)
+
+        def body(owned, fits, every, state, others):
+            update = lambda rows, state: state | written(View(rows.ids, rows.values, state, others), new)
+            state = once(fits, lambda state: update(owned(), state), dict(state))
+            whole = lambda rows, state: (update(rows, state), _ended(rows))
+            return once(~fits, lambda state: whole(every(), state[0]), (state, jnp.int32(0)))
+
+        return self._run(body, leaves, given, {leaf: spec for leaf in leaves})
+
+    def total(self, leaves: Mapping[int, Any], eqn: Any, value: Rows) -> Any:
+        """A reduction over all touched rows."""
+        given = {id(one): one for one in value.arrays()}
+
+        def body(owned, fits, every, state, others):
+            part = lambda rows: View(rows.ids, rows.values, state, others).reduced(eqn, value, rows.num_rows)
+            whole = lambda rows: (part(rows), _ended(rows))
+            mine, ended = lax.cond(fits, lambda: (part(owned()), jnp.int32(0)), lambda: whole(every()))
+            return JOIN[eqn.primitive.name](mine, self.table.row_axes), ended
+
+        return self._run(body, leaves, given, PartitionSpec())
+
+    def _run(self, body: Callable, leaves: Mapping[int, Any], given: Mapping[int, Any], out_specs: Any) -> Any:
+        """`body(the owner's rows, fits, the same from all workers' rows, leaves, other arrays)`, on each owner: its result, and `_ended`."""
+        table = self.table
+        manual = table.row_axes if spec_axes(table.row_spec) else tuple(self.mesh.axis_names)
+        spec, lookups = PartitionSpec(table.row_axes), [cut(one.dim, table.axes) for one in table.lookups]
+
+        def inside(positions, values, fits, looked, asked, state, others):
+            mine = lambda: RowSparse(positions, values, jnp.int32(0), state[table.leaf].shape[0])
+            return body(mine, fits, lambda: _every(table, *looked, *asked), state, others)
+
+        run = jax.shard_map(
+            inside, mesh=self.mesh, axis_names=frozenset(manual), check_vma=False, out_specs=(out_specs, PartitionSpec()),
+            in_specs=(spec, spec, PartitionSpec(), (lookups, lookups), (spec, spec), {leaf: spec for leaf in leaves}, PartitionSpec()),
+        )
+        fits, looked = self.turns.next(self.fits), tuple(map(list, self.lookups))
+        out, self.turns.token = run(self.positions, self.values, fits, looked, (self.asked, self.added), dict(leaves), dict(given))
+        return out
+
+
+def _ended(rows: RowSparse) -> Any:
+    """0 on all owners, though XLA does not know that: it waits for the rows."""
+    return jnp.minimum(rows.count, 0)
+
+
+def push(pulled: Pulled, turns: Turns, ready: Any, values: Sequence[Any], residual: Any = None) -> Owned:
+    """Sends the gradients of the pulled rows to their owners. `ready`: bool[], True once all pulls have ended. `values`: per lookup
+    f[*ids, *row]. `residual`: as `Owned` has it, of earlier steps; every worker keeps what was rounded away of all that it sends, its own
+    rows' gradients too."""
+    table = pulled.table
+
+    def body(cotangents, slots, requests, kept, ready):
+        requests = _unlead(requests)
+        slots = jnp.where(ready, slots, requests.ids.size)
+        local, added = sum_rows(_flat(table, cotangents), slots, requests.ids.size, table.dtype), None
+        if kept is not None:
+            # Apart from the gradients: where there is no room, these come from the lookups themselves.
+            rows, kept = with_residual(RowSparse(requests.ids, jnp.zeros_like(local), jnp.int32(0), table.num_rows), kept[0])
+            added = rows.values
+            local += added
+        mine, lost = _exchange(table, requests.ids.size).collect(local, requests, table.axes)
+        if kept is not None:
+            # Without room for all, everything is gathered as it is.
+            if lost is not None:
+                ids = jnp.where(requests.fits, requests.ids, table.num_rows)
+                kept = keep(kept, RowSparse(ids, lost, jnp.int32(0), table.num_rows))
+            kept = kept[None]
+        return mine.ids, mine.values, known_at_the_end(requests.fits, mine.values), requests.ids, added, kept
+
+    spec, rows = PartitionSpec(table.axes), PartitionSpec(table.axes, *table.row_spec)
+    of_residual = None if residual is None else table.residual_spec
+    run = jax.shard_map(
+        body, mesh=pulled.mesh, check_vma=False, out_specs=(spec, rows, PartitionSpec(), spec, rows, of_residual),
+        in_specs=(
+            [cut(one.dim, table.axes, x.ndim - len(table.shape) + 1, table.row_spec) for one, x in zip(table.lookups, values, strict=True)],
+            spec, spec, of_residual, PartitionSpec(),
+        ),
+    )
+    with jax.named_scope(scope("rows", table.param)):
+        found = Owned(table, pulled.mesh, turns, (pulled.ids, values), *run(list(values), pulled.slots, pulled.requests, residual, ready))
+    turns.join(found.fits)
+    return found
+
+
+def _exchange(table: TableSync, capacity: int) -> OwnerSharded:
+    """Without capacities from a profile, there is room for everything, and nothing is rounded."""
+    if table.capacities is not None:
+        return table.scheme
+    size = table.num_rows // max(lax.axis_size(table.axes), 1)
+    return by_owners(table.num_rows, Capacities(push=min(capacity, size), pull=min(capacity * lax.axis_size(table.axes), size)))
+
+
+def _every(table: TableSync, ids: Sequence[Any], cotangents: Sequence[Any], asked: Any, added: Any) -> RowSparse:
+    """The sum of all rows that workers read, whether there was room to ask for them or not: per lookup `ids` i[...] and `cotangents`
+    f[..., *row]; `asked` i32[k] and `added` f[k, *row] as `Owned` has them, of this worker."""
+    with jax.named_scope(scope("fallback", table.param)):
+        read, has_gradient = _read(table, ids)
+        flat = _flat(table, cotangents)
+        values = jnp.where(has_gradient.reshape(-1, *[1] * (flat.ndim - 1)), flat, 0)
+        if added is not None:
+            read, values = jnp.concatenate([read, asked]), jnp.concatenate([values, added])
+        return by_owners(table.num_rows).collect_all(read, values, table.axes)
+
+
+def _flat(table: TableSync, cotangents: Sequence[Any]) -> Any:
+    """The cotangents of all lookups, f[m, *row], in the table's own dtype: those in half precision are added up without losing digits."""
+    row_shape = cotangents[0].shape[cotangents[0].ndim - len(table.shape) + 1 :]
+    return jnp.concatenate([one.reshape(-1, *row_shape).astype(table.dtype) for one in cotangents])
+
+
+def _lead(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+def _unlead(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], tree)

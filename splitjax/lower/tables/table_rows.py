@@ -1,0 +1,326 @@
+"""One table's rows on a mesh: this step's lookups -> their sum over the workers -> what is computed from it.
+
+The exchange runs in a `shard_map` over all axes: a worker of the table's `axes` has its examples' rows, split like the table over the
+others. Its result is the same on all workers; what is computed from it stands outside, where XLA lays it out, but for tables that are
+split by rows: there each device writes its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from splitjax.lower.products.groups import scope
+from splitjax.lower.products.row_values import Rows, View, written
+from splitjax.plan import Spec, spec_axes
+from splitjax.sync.description import Exchange
+from splitjax.sync.feedback import keep, with_residual
+from splitjax.sync.rows import RowSparse, from_lookups, normalised
+from splitjax.sync.scheme import Attempt, Capacities, gather_all, once
+
+
+@dataclasses.dataclass(frozen=True)
+class IdCut:
+    """How one lookup's ids are cut: the dim that lies over the workers, None for ids that all of them have; `mode`: what ids outside
+    the table mean."""
+
+    dim: int | None
+    mode: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TableSync:
+    """How one table is synchronised.
+
+    - `param`: its path. `leaf`: its flat argument; `leaves`: the flat arguments whose rows its update reads or writes, itself first.
+    - `shape`, `dtype`: of the table. `spec`: its layout; `axes`: the mesh axes of its workers, over which its lookups are summed.
+    - `is_owned`: its rows are split over its workers, which pull and push (`owned_rows`); otherwise every worker gets the sum.
+    - `num_workers`: of the axes. `row_size`: values of a row on one device.
+    - `scheme`, `capacities`: of the exchange, an `OwnerSharded` for an owned table. No capacities in the first steps, in which all rows are
+      gathered and the ids returned.
+    """
+
+    param: str
+    leaf: int
+    leaves: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: Spec
+    axes: tuple[str, ...]
+    num_workers: int
+    lookups: tuple[IdCut, ...]
+    is_owned: bool
+    row_size: int
+    scheme: Exchange
+    capacities: Capacities | None
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def wire_dtype(self) -> str | None:
+        """The dtype to which values are rounded on the wire; then each worker has a residual."""
+        return getattr(self.scheme, "wire_dtype", None)
+
+    @property
+    def residual_shape(self) -> tuple[int, ...]:
+        """Of all workers' residuals: by worker, like the table."""
+        return (self.num_workers, *self.shape)
+
+    @property
+    def residual_spec(self) -> PartitionSpec:
+        """Each worker has its own; rows are split as the table's."""
+        return PartitionSpec(self.axes, None, *self.row_spec)
+
+    @property
+    def row_spec(self) -> tuple[Any, ...]:
+        """The layout of a row: over axes that are none of the workers'."""
+        return (*self.spec[1:], *(None,) * (len(self.shape) - len(self.spec)))
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """The axes over which the table is split by rows."""
+        return spec_axes(self.spec[:1])
+
+
+@dataclasses.dataclass(eq=False)
+class Turns:
+    """Puts the branches in which tables exchange once more in an order: pulls one after the other, each with its further passes; then the
+    exchanges of gradients; behind all of them, one after the other, those that gather everything.
+
+    XLA's CPU backend orders the collectives of a computation, but not those inside a branch against others: on each device they would come as
+    it happens, and devices that meet in different ones wait forever. An optimisation barrier is gone by then; `token`, i32[] from 0 on, is
+    data that every branch waits for and hands on."""
+
+    token: Any = None
+
+    def join(self, fits: Any) -> None:
+        """Of a first exchange: bool[], known when it has ended."""
+        self.token = fits.astype(jnp.int32) + (0 if self.token is None else self.token)
+
+    def ready(self) -> Any:
+        """True, known when all before have ended: bool[]."""
+        return jnp.bool_(True) if self.token is None else self.token != -1
+
+    def next(self, fits: Any) -> Any:
+        """`fits`, known when all before have ended."""
+        return fits & self.ready()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Exchanged:
+    """The sum of all workers' rows within the capacities, and what is needed where they did not suffice.
+
+    - `rows`: the same on all workers; `fits`: bool[], or True where nothing can be missing.
+    - `local_ids`, `local_values`: of all workers, [n * k] and [n * k, *row].
+    - `touched`: while capacities are not known: the ids of all workers, i32[n, k].
+    - `residual`: f[n, num_rows, *row], what rounding took away, of a table that has a `wire_dtype`.
+    - `turns`: of all tables of the step.
+    """
+
+    table: TableSync
+    mesh: Mesh
+    turns: Turns
+    rows: RowSparse
+    fits: Any
+    local_ids: Any
+    local_values: Any
+    touched: Any
+    residual: Any = None
+
+    @property
+    def observed(self) -> dict[str, Any]:
+        """What the step returns of it: `fell_back` bool[], and while capacities are not known `touched`."""
+        return {"fell_back": jnp.logical_not(self.fits), **({} if self.touched is None else {"touched": self.touched})}
+
+    def write(self, leaves: Mapping[int, Any], new: Mapping[int, Rows]) -> dict[int, Any]:
+        """The state's leaves, with the rows that the update changes.
+
+        **Arguments:** `leaves`: the table's, by flat argument; `new`: what becomes of those that are written."""
+        given = {id(one): one for value in new.values() for one in value.arrays()}
+
+        def update(rows: RowSparse, state: dict[int, Any]) -> dict[int, Any]:
+            run = _on_devices(self, lambda view: view.leaves | written(view, new), state, {leaf: self.table.row_axes for leaf in state})
+            return run(rows, state, given)
+
+        return self._into(update, dict(leaves))
+
+    def total(self, leaves: Mapping[int, Any], eqn: Any, value: Rows) -> Any:
+        """A reduction over all touched rows; the other rows have nothing to add."""
+        given = {id(one): one for one in value.arrays()}
+
+        def reduce(rows: RowSparse) -> Any:
+            reduced = lambda view: view.reduced(eqn, value, view.leaves[self.table.leaf].shape[0])
+            run = _on_devices(self, reduced, leaves, (), eqn.primitive.name)
+            return run(rows, dict(leaves), given)
+
+        return self._choose(reduce)
+
+    def _choose(self, function: Callable[[RowSparse], Any]) -> Any:
+        """A function of the whole sum, the same for any capacity, such as a norm."""
+        if self.fits is True:
+            return function(self.rows)
+        whole = lambda rows: (function(rows), rows.count)
+        out, self.turns.token = lax.cond(self.turns.next(self.fits), lambda: (function(self.rows), jnp.int32(0)), lambda: whole(self._all()))
+        return out
+
+    def _into(self, function: Callable[[RowSparse, Any], Any], carry: Any) -> Any:
+        """A carry, such as tables, changed in place by a function of the whole sum."""
+        if self.fits is True:
+            return function(self.rows, carry)
+        carry = once(self.fits, lambda state: function(self.rows, state), carry)
+        whole = lambda rows, state: (function(rows, state), rows.count)
+        carry, self.turns.token = once(~self.turns.next(self.fits), lambda state: whole(self._all(), state[0]), (carry, jnp.int32(0)))
+        return carry
+
+    def _all(self) -> RowSparse:
+        run = _in_shard_map(
+            self.table, self.mesh, lambda ids, values: _parts(gather_all(_row_sparse(self.table, ids, values), self.table.axes)),
+            (PartitionSpec(self.table.axes), PartitionSpec(self.table.axes, *self.table.row_spec)),
+            (PartitionSpec(), PartitionSpec(None, *self.table.row_spec), PartitionSpec()),
+        )
+        with jax.named_scope(scope("fallback", self.table.param)):
+            ids, values, count = run(self.local_ids, self.local_values)
+        return RowSparse(ids, values, count, self.table.num_rows)
+
+
+def exchange(
+    table: TableSync, mesh: Mesh, turns: Turns, ready: Any, ids: Sequence[Any], values: Sequence[Any], residual: Any = None
+) -> Exchanged:
+    """Adds up the rows of all lookups over all workers.
+
+    **Arguments:** `turns`: of all tables of the step, which this one joins; `ready`: bool[], True once all pulls have ended; per lookup
+    `ids` i[...] and `values` f[..., *row], the cotangents of its rows. `residual`: f[n, num_rows, *row], what rounding took away in
+    earlier steps, of a table that has a `wire_dtype`.
+    """
+    is_static = []
+
+    def body(numbers, cotangents, kept, ready):
+        local, errors, touched = _local(table, numbers, cotangents), None, None
+        local = dataclasses.replace(local, ids=jnp.where(ready, local.ids, table.num_rows))
+        if kept is not None:
+            local, kept = with_residual(local, kept[0])
+        if table.capacities is None:
+            total, touched = gather_all(local, table.axes), lax.all_gather(local.ids, table.axes) if table.axes else local.ids[None]
+            attempt = Attempt(total, True, jnp.int32(0))
+        elif table.num_workers == 1 or not local.capacity:
+            attempt = Attempt(local, True, jnp.int32(0))
+        elif kept is not None:
+            attempt, errors = table.scheme.attempt_rounded(local, table.axes, table.capacities)
+        else:
+            attempt = table.scheme.attempt(local, table.axes, table.capacities)
+        if kept is not None:
+            kept = (kept if errors is None else keep(kept, errors))[None]
+        is_static.append(attempt.fits is True)
+        fits = jnp.asarray(True) if attempt.fits is True else known_at_the_end(attempt.fits, attempt.rows.values)
+        return _parts(attempt.rows), fits, local.ids, local.values, touched, kept
+
+    of_residual = None if residual is None else table.residual_spec
+    run = _in_shard_map(
+        table, mesh, body,
+        (
+            [cut(one.dim, table.axes) for one in table.lookups],
+            [cut(one.dim, table.axes, x.ndim - len(table.shape) + 1, table.row_spec) for one, x in zip(table.lookups, values, strict=True)],
+            of_residual, PartitionSpec(),
+        ),
+        (
+            (PartitionSpec(), PartitionSpec(None, *table.row_spec), PartitionSpec()), PartitionSpec(), PartitionSpec(table.axes),
+            PartitionSpec(table.axes, *table.row_spec), PartitionSpec() if table.capacities is None else None, of_residual,
+        ),
+    )
+    with jax.named_scope(scope("rows", table.param)):
+        rows, fits, local_ids, local_values, touched, residual = run(list(ids), list(values), residual, ready)
+    if not is_static[-1]:
+        turns.join(fits)
+    total = RowSparse(*rows, table.num_rows)
+    return Exchanged(table, mesh, turns, total, True if is_static[-1] else fits, local_ids, local_values, touched, residual)
+
+
+def known_at_the_end(fits: Any, values: Any) -> Any:
+    """`fits`, bool[], but not before the exchange's values are there, which may be sent after that is decided."""
+    if not values.size:
+        return fits
+    # A word has no more bits than that; but XLA does not know, and has to wait for it.
+    bits = lax.bitcast_convert_type(values.reshape(-1)[0], jnp.dtype(f"uint{8 * values.dtype.itemsize}"))
+    return fits & (lax.population_count(bits) <= 8 * values.dtype.itemsize)
+
+
+# How partial results of devices that have some of the rows each are put together: of the reductions that `trace.row_update` admits.
+JOIN: Mapping[str, Callable[[Any, tuple[str, ...]], Any]] = {
+    "reduce_sum": lax.psum,
+    "reduce_and": lambda part, axes: lax.pmin(part.astype(jnp.int32), axes).astype(part.dtype),
+    "reduce_or": lambda part, axes: lax.pmax(part.astype(jnp.int32), axes).astype(part.dtype),
+}
+
+
+def _on_devices(found: Exchanged, function: Callable[[View], Any], leaves: Mapping[int, Any], out_axes: Any, join: str = "") -> Callable:
+    """A function of the touched rows, as each device runs it on the rows that it has.
+
+    Manual over all axes where only rows are split, for kernels cannot be partitioned; otherwise over those that split rows.
+    `out_axes`: like its result, the axes that split its leading dim. `join`: the reduction by which parts of it are put together."""
+    table = found.table
+    manual = table.row_axes if spec_axes(table.row_spec) else tuple(found.mesh.axis_names)
+    specs = lambda axes: PartitionSpec(axes) if axes else PartitionSpec()
+
+    def body(rows: RowSparse, state: Mapping[int, Any], given: Mapping[int, Any]) -> Any:
+        if not table.row_axes:
+            return function(View(rows.ids, rows.values, state, given))
+        size = table.num_rows // lax.axis_size(table.row_axes)
+        ids = rows.ids - lax.axis_index(table.row_axes) * size
+        mine = (ids >= 0) & (ids < size)
+        values = jnp.where(mine.reshape(-1, *[1] * (rows.values.ndim - 1)), rows.values, 0)
+        found = function(View(jnp.where(mine, ids, size), values, state, given, is_sorted=False))
+        return JOIN[join](found, table.row_axes) if join else found
+
+    if not manual:
+        return body
+    is_one = isinstance(out_axes, tuple)
+    # check_vma=False: rows are alike on all workers, which the checker cannot know.
+    return jax.shard_map(
+        body, mesh=found.mesh, axis_names=frozenset(manual), check_vma=False,
+        in_specs=(PartitionSpec(), {leaf: specs(table.row_axes) for leaf in leaves}, PartitionSpec()),
+        out_specs=specs(out_axes) if is_one else {leaf: specs(axes) for leaf, axes in out_axes.items()},
+    )
+
+
+def _local(table: TableSync, ids: Sequence[Any], values: Sequence[Any]) -> RowSparse:
+    """This worker's rows. A lookup that all workers make alike is the first one's."""
+    row_shape = values[0].shape[values[0].ndim - len(table.shape) + 1 :]
+    numbers = []
+    for one, found in zip(table.lookups, ids, strict=True):
+        found = normalised(found.reshape(-1), table.num_rows, one.mode, False)
+        if one.dim is None:
+            found = jnp.where(lax.axis_index(table.axes) == 0, found, table.num_rows)
+        numbers.append(found)
+    # In the table's own dtype: half-precision cotangents are added up without losing digits.
+    flat = [one.reshape(-1, *row_shape).astype(table.dtype) for one in values]
+    return from_lookups(jnp.concatenate(numbers), jnp.concatenate(flat), table.num_rows, wrap=False)
+
+
+def _row_sparse(table: TableSync, ids: Any, values: Any) -> RowSparse:
+    return RowSparse(ids, values, jnp.sum(ids < table.num_rows, dtype=jnp.int32), table.num_rows)
+
+
+def _parts(rows: RowSparse) -> tuple[Any, Any, Any]:
+    return rows.ids, rows.values, rows.count
+
+
+def cut(dim: int | None, axes: tuple[str, ...], num_ids_dims: int = 0, row_spec: tuple[Any, ...] = ()) -> PartitionSpec:
+    """The spec of a lookup's ids, or of its cotangents with `num_ids_dims` dims before the row's."""
+    entries: list[Any] = [None] * max(num_ids_dims, 0 if dim is None else dim + 1)
+    if dim is not None:
+        entries[dim] = axes
+    return PartitionSpec(*entries, *row_spec)
+
+
+def _in_shard_map(table: TableSync, mesh: Mesh, body: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    # check_vma=False: what the exchange returns is alike on all workers, which the checker cannot know.
+    return functools.partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(body)

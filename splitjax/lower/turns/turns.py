@@ -1,0 +1,248 @@
+"""Group communication in turns: a boundary whose split layers run forward and backward one turn at a time.
+
+The forward is cut where examples cross into split layers (`cut.py`). The front runs once, as ever; the back runs in as many turns
+as a group has workers, each with its own slice of the crossing activations (`fetch.py`), and adds up the gradients of its
+parameters (`microbatch.py`); then the front is differentiated with the cotangents of all turns. Activations of the split layers
+exist for one turn at a time. Lai et al., "SplitBrain" (arXiv 2112.15317); Krizhevsky (arXiv 1404.5997, section 4.1).
+
+What cannot run in turns is refused with the reason (`Refused`): a loss that mixes examples after they have crossed, say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from splitjax import _compat
+from splitjax.errors import MicrobatchError
+from splitjax.lower import gradient
+from splitjax.lower.microbatch.loop import MakeFetch
+from splitjax.lower.microbatch.microbatch import expand_microbatches, prepare
+from splitjax.lower.products.exchange import EXAMPLES, SCATTER, SPLIT, SWAP, Exchange
+from splitjax.lower.products.groups import Copies, Product, Where
+from splitjax.lower.products.interpret import Layout, evaluate_equation, evaluate_part
+from splitjax.lower.turns.cut import Cut, Flat, Part, cut_forward, flatten_calls
+from splitjax.lower.turns.fetch import FETCHES
+from splitjax.mesh import MeshShape
+
+Site = tuple[int, ...]
+
+
+class Refused(Exception):
+    """A boundary that cannot run in turns, with the reason as a clause."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """How a step's boundaries are asked to run in turns. `kind`: `modulo` or `turns`; `manual`: the batch axes over which every
+    parameter is whole, so that the loop over turns handles them itself and gradients are exchanged over them once."""
+
+    kind: str
+    batch_axes: tuple[str, ...]
+    manual: tuple[str, ...]
+    mesh: Mesh
+    num_examples: int
+
+    def slice_axes(self, group: tuple[str, ...]) -> tuple[str, ...]:
+        """The axes over which the examples of one turn are split."""
+        return self.batch_axes if self.kind == "modulo" else tuple(axis for axis in self.batch_axes if axis not in group)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Turned:
+    """One boundary, cut and checked."""
+
+    mode: Mode
+    site: Site
+    group: tuple[str, ...]
+    boundary: gradient.Boundary
+    cut: Cut
+    flat: Flat
+    front: Part
+    back: Part
+    twin: Part  # the back, traced with the examples of one turn
+    operand_dims: tuple[int | None, ...]  # of the back: where its operands hold examples
+    exchanges: Mapping[Site, Exchange]  # by site in the step
+
+    @property
+    def num_turns(self) -> int:
+        return MeshShape.of(self.mode.mesh).size(self.group)
+
+    @property
+    def num_operands(self) -> int:
+        return len(self.flat.invars)
+
+    @functools.cached_property
+    def differentiated(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Operand positions that are differentiated in the front, and in the back (crossing values count on)."""
+        used = []
+        for part in (self.front, self.back):
+            inner, _ = _compat.open_jaxpr(part.jaxpr)
+            read = {v for eqn in inner.eqns for v in eqn.invars if not isinstance(v, _compat.Literal)} | set(inner.outvars)
+            used.append({p for p, v in enumerate(inner.invars) if v in read})
+        own = self.boundary.positions
+        live = tuple(self.num_operands + k for k, is_live in enumerate(self.cut.live) if is_live)
+        return tuple(p for p in own if p in used[0]), (*(p for p in own if p in used[1]), *live)
+
+    @property
+    def back_params(self) -> dict[str, Any]:
+        """The back as a boundary equation's parameters."""
+        names = (*self.boundary.names, *("crossing",) * len(self.cut.crossing))
+        return {
+            **{field.name: getattr(self.boundary, field.name) for field in dataclasses.fields(self.boundary)},
+            "forward": self.back.jaxpr, "positions": self.differentiated[1], "microbatches": self.num_turns, "names": names,
+        }
+
+    def loop_arguments(self) -> tuple[Any, ...]:
+        """What `microbatch.prepare` and `expand_microbatches` take behind the operands."""
+        return self.operand_dims, self.twin.jaxpr, self.num_turns, self.mode.slice_axes(self.group), self.mode.mesh
+
+    def check(self) -> None:
+        """Raises `Refused` where what follows the crossing is no sum over examples."""
+        try:
+            job = prepare(self.back_params, *self.loop_arguments(), manual_axes=self.mode.manual)
+        except MicrobatchError as error:
+            raise Refused(error.message + (f" ({error.place})" if error.place else "")) from error
+        if job is None:
+            raise Refused("the loss does not depend on what crosses")
+
+
+def take_turns(eqn: Any, twin: Any, site: Site, layout: Layout, mode: Mode) -> Turned | None:
+    """A boundary cut for turns; None where nothing crosses in it. `twin`: the same boundary traced with the examples of one turn.
+
+    Raises `Refused`."""
+    boundary = gradient.boundary_of(eqn.params)
+    prefix = (*site, 0)
+    exchanges = {one.site[len(prefix) :]: one for one in layout.exchanges.values() if one.site[: len(prefix)] == prefix}
+    if not exchanges:
+        return None
+    if boundary.microbatches not in (None, 1):
+        raise Refused(f"the gradient is accumulated over {boundary.microbatches} microbatches already")
+    flat, small = flatten_calls(boundary.forward), flatten_calls(gradient.boundary_forward(twin)[0])
+    if [e.primitive for e in flat.eqns] != [e.primitive for e in small.eqns]:
+        raise Refused("the loss is another program for the examples of one turn")
+    cut = cut_forward(flat, boundary.positions, exchanges, _holding_examples(flat, small))
+    if cut is None:
+        if any(one.enter in (EXAMPLES, SWAP) for one in exchanges.values()):
+            raise Refused("examples cross inside a loop or a rematerialised function")
+        return None
+    entering = {flat.sites[index] for readers in cut.readers for index in readers}
+    later = [one for at, one in exchanges.items() if at not in entering]
+    _require_no_whole_layers(layout, prefix, [flat.sites[index] for index in cut.back], later)
+    groups = {exchanges[at].axes for at in entering or exchanges}
+    if len(groups) > 1:
+        raise Refused(f"layers are split over different groups: {', '.join(sorted('+'.join(axes) for axes in groups))}")
+    (front, rear), (_, twin_rear) = cut.parts(flat), cut.parts(small)
+    dims = _operand_dims(rear, twin_rear, cut, mode.num_examples, flat, exchanges)
+    return Turned(mode, site, groups.pop(), boundary, cut, flat, front, rear, twin_rear, dims, exchanges)
+
+
+def _require_no_whole_layers(layout: Layout, prefix: Site, back: Sequence[Site], later: Sequence[Exchange]) -> None:
+    """Layers that are whole on every device stand before the crossing: behind it, each turn would exchange their gradients."""
+    for one in later:
+        if one.enter in (EXAMPLES, SWAP) or one.leave == SCATTER:
+            raise Refused(f"a replicated layer stands between split layers, around {one.layer}")
+    for one in layout.uses:
+        inside = one.site[len(prefix) :]
+        if not one.axes and one.site[: len(prefix)] == prefix and any(inside[: len(site)] == site for site in back):
+            raise Refused(f"{one.layer}, which every device holds whole, stands behind the crossing or in one loop or remat with it")
+
+
+def _holding_examples(flat: Flat, small: Flat) -> set[Any]:
+    """The variables whose shapes depend on the number of examples."""
+    pairs = list(zip(flat.invars, small.invars, strict=True))
+    for a, b in zip(flat.eqns, small.eqns, strict=True):
+        pairs += zip(a.outvars, b.outvars, strict=True)
+    return {a for a, b in pairs if getattr(a.aval, "shape", ()) != getattr(b.aval, "shape", ())}
+
+
+def _operand_dims(rear: Part, small: Part, cut: Cut, num_examples: int, flat: Flat, exchanges: Mapping[Site, Exchange]) -> tuple[int | None, ...]:
+    """Per operand of the back the dim that holds its examples. Raises `Refused` for crossing values that mix them with other dims."""
+    whole, part = _compat.open_jaxpr(rear.jaxpr)[0], _compat.open_jaxpr(small.jaxpr)[0]
+    num_operands = len(flat.invars)
+    found: list[int | None] = []
+    for position, (a, b) in enumerate(zip(whole.invars, part.invars, strict=True)):
+        differ = [d for d, (x, y) in enumerate(zip(a.aval.shape, b.aval.shape, strict=True)) if x != y]
+        found.append(differ[0] if differ else None)
+        if position < num_operands or not differ:
+            continue
+        readers = cut.readers[position - num_operands]
+        known = readers and exchanges[flat.sites[readers[0]]].example_dim == differ[0]
+        if len(differ) > 1 or not (known or a.aval.shape[differ[0]] == num_examples):
+            raise Refused(f"a value of shape {a.aval.shape} crosses whose examples are mixed with other dims")
+    return tuple(found)
+
+
+def evaluate_turns(turned: Turned, operands: Sequence[Any], layout: Layout) -> list[Any]:
+    """The boundary's results: value, aux leaves, gradients."""
+    prefix = (*turned.site, 0)
+    in_front, in_back = turned.differentiated
+    copies: Copies = {}
+
+    def front(differentiated):
+        merged = list(operands)
+        for position, value in zip(in_front, differentiated, strict=True):
+            merged[position] = value
+        values = evaluate_part(layout, turned.front.jaxpr, merged, prefix, turned.front.sites, {})
+        crossing, rest = values[: len(turned.cut.crossing)], values[len(turned.cut.crossing) :]
+        live = [value for value, is_live in zip(crossing, turned.cut.live, strict=True) if is_live]
+        return live, ([None if is_live else value for value, is_live in zip(crossing, turned.cut.live, strict=True)], rest)
+
+    live, pull, (known, rest) = jax.vjp(front, [operands[p] for p in in_front], has_aux=True)
+    alive = iter(live)
+    crossing = [next(alive) if is_live else value for value, is_live in zip(known, turned.cut.live, strict=True)]
+    inside = _inside(turned, layout)
+    results = expand_microbatches(
+        turned.back_params, [*operands, *crossing], *turned.loop_arguments(), manual_axes=turned.mode.manual,
+        bind=lambda eqn, values, at: evaluate_equation(inside, eqn, values, (*prefix, *turned.back.site(at)), copies),
+        fetches=_fetches(turned, Where(layout.mesh, inside.manual), copies), known_whole_over=turned.group,
+    )
+    num_results = sum(turned.cut.outputs)
+    computed, grads = iter(results[:num_results]), dict(zip(in_back, results[num_results:], strict=True))
+    cotangents = [grads[turned.num_operands + k] for k, is_live in enumerate(turned.cut.live) if is_live]
+    (to_front,) = pull([c.astype(value.dtype) for c, value in zip(cotangents, live, strict=True)])
+    mine = iter(rest)
+    values = [
+        v.val if isinstance(v, _compat.Literal) else next(computed) if back else next(mine)
+        for v, back in zip(turned.flat.outvars, turned.cut.outputs, strict=True)
+    ]
+    by_front = dict(zip(in_front, to_front, strict=True))
+    total = []
+    for position in turned.boundary.positions:
+        parts = [part[position] for part in (by_front, grads) if position in part]
+        total.append(functools.reduce(jax.numpy.add, parts) if parts else jax.numpy.zeros_like(operands[position]))
+    return [*values, *total]
+
+
+def _inside(turned: Turned, layout: Layout) -> Layout:
+    """The layout inside the loop over turns. In `turns` the examples of a turn lie on every worker of a group, so that a row-split
+    layer takes its features where they are."""
+    inside = layout.without(turned.mode.manual)
+    if turned.mode.kind == "modulo":
+        return inside
+    changed = {site: dataclasses.replace(one, enter=SPLIT) if one.enter == SWAP else one for site, one in inside.exchanges.items()}
+    return dataclasses.replace(inside, exchanges=changed)
+
+
+def _fetches(turned: Turned, where: Where, copies: Copies) -> dict[int, MakeFetch]:
+    """Per crossing operand of the back that products read: how it comes."""
+    found: dict[int, MakeFetch] = {}
+    for k, readers in enumerate(turned.cut.readers):
+        products = []
+        for index in readers:
+            eqn, one = turned.flat.eqns[index], turned.exchanges[turned.flat.sites[index]]
+            ranks = [len(v.aval.shape) for v in (eqn.invars[one.data], eqn.invars[one.weight])]
+            products.append(Product(one, where, eqn, *ranks))
+        products.sort(key=lambda product: product.exchange.enter != EXAMPLES)
+        if products and (turned.mode.kind == "turns" or products[0].exchange.enter == EXAMPLES):
+            found[turned.num_operands + k] = functools.partial(_make_fetch, turned.mode.kind, tuple(products), copies)
+    return found
+
+
+def _make_fetch(kind: str, products: tuple[Product, ...], copies: Copies, split: Any, layout: Any, whole_size: int) -> Any:
+    return FETCHES[kind](split, layout, whole_size, products, copies)

@@ -1,0 +1,247 @@
+"""`step.advise`: measures what partial backpropagation needs to know of a step, and compares it with a smaller batch (`partial.advice`).
+
+On one device, one worker's share at a time: seconds and compiled bytes of truncated programs (`worker_costs.py`), the noise of gradients over the given
+batches (`worker_noise.py`). Bytes sent come from the plan, seconds on the wire from the link. Nothing is updated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from splitjax.compile.entry import Entry, Recipe, build_entry
+from splitjax.errors import BatchError, PartialError, ProfileError, SplitjaxError
+from splitjax.lower.partial.allreduce import handing, in_groups
+from splitjax.lower.partial.step import PartialStep, devices_of_worker, find_partial, stages_of
+from splitjax.measure.profiling import OnDevice, check_examples
+from splitjax.measure.worker_costs import WorkerCosts, WorkerPrograms, measure_costs, temporary_bytes
+from splitjax.measure.worker_noise import WorkerNoise
+from splitjax.partial.advice import (
+    OPTIMAL_ROW,
+    SPATIAL_ROW,
+    Advice,
+    AdviceRow,
+    Exchange,
+    Measurements,
+    StageAdvice,
+    recommend,
+    uniform_is_optimal,
+)
+from splitjax.partial.balance import balanced_examples
+from splitjax.partial.depths import Depths, choose_depths
+from splitjax.partial.request import LINEAR, OPTIMAL, SPATIAL, TEMPORAL, Measured, PartialBackprop
+from splitjax.partial.stages import Stages, with_times
+from splitjax.planning.partial_plan import gradient_of, with_partial
+from splitjax.step.arguments import bind
+from splitjax.sync.link import measure_link, of_process_0
+from splitjax.sync.scheme import Link
+from splitjax.trace.flatten import equation_at
+
+
+def advise_calls(
+    recipe: Recipe, mesh: Mesh, check: Callable[[tuple], None], calls: Iterable[tuple], backprop: PartialBackprop, link: Link | None
+) -> Advice:
+    """The advice on a step.
+
+    **Arguments:** `check`: raises for the arguments of a call whose state is gone. `calls`: the arguments of every call, one a batch. In a run of several
+    processes all of them make the call together; what process 0 measured counts. `link`: between workers; None measures the mesh's.
+
+    Raises `PartialError` for no batch, one worker, no gradient boundary or no legal cut; `BatchError` for batches that do not divide.
+    """
+    place = f"{recipe.name}.advise"
+    if not isinstance(backprop, PartialBackprop):
+        raise PartialError("advise takes what parallelize takes as backprop", value=backprop, place=place, remedy="pass a splitjax.PartialBackprop")
+    if link is not None and not isinstance(link, Link):
+        raise PartialError("link is a link between workers", value=link, place=place, remedy="pass splitjax.sync.Link(latency_seconds, bytes_per_second)")
+    plain, found = dataclasses.replace(recipe, backprop=None), None
+    for args in calls:
+        check(args)
+        bound = bind(recipe.fn, recipe.options, args)
+        if found is None:
+            found = _Measuring.of(build_entry(plain, mesh, bound, None), mesh, backprop, place)
+        elif bound.signature != found.entry.bound.signature:
+            raise PartialError(
+                "the batches have different shapes", value=[aval[0] for aval in bound.signature.avals][:4], place=place, remedy="give batches of one shape",
+            )
+        found.add(bound)
+    if found is None:
+        raise PartialError("there is no batch to measure", place=place, remedy="pass at least one batch; more make the noise surer")
+    return found.advice(recipe.name, backprop, link)
+
+
+@dataclasses.dataclass(eq=False)
+class _Measuring:
+    """Of one signature of a step. `base`: its workers, and some depths."""
+
+    entry: Entry
+    mesh: Mesh
+    base: PartialStep
+    stages: Stages  # by predicted time
+    noise: WorkerNoise
+    place: str
+    on_device: OnDevice
+    found: list[tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)  # (sigma^2, squared norm) by stage, of every batch
+    leaves: list[Any] = dataclasses.field(default_factory=list)  # of the last batch, on the device
+
+    @classmethod
+    def of(cls, entry: Entry, mesh: Mesh, backprop: PartialBackprop, place: str) -> _Measuring:
+        depths = LINEAR if backprop.depths == OPTIMAL else backprop.depths  # the optimal ones need what is measured here
+        simple = dataclasses.replace(backprop, depths=depths, measured=None, budget=None, rebalance=False)
+        base = find_partial(simple, None, entry.graph, entry.jaxpr, entry.plan, place)
+        check_examples(entry, base.depths.num_slots, place)
+        stages, _ = stages_of(entry.graph, entry.jaxpr, base.site)
+        return cls(entry, mesh, base, stages, WorkerNoise(entry, mesh, base.depths.num_slots, stages, place), place, OnDevice(mesh))
+
+    @property
+    def num_workers(self) -> int:
+        return self.base.depths.num_slots
+
+    def add(self, bound: Any) -> None:
+        """Measures the noise of one batch."""
+        try:
+            put = lambda i: self.on_device.put(bound.leaves[i], bound.arguments[i].path, not bound.arguments[i].is_batch, self.place)
+            self.leaves = [put(i) for i in range(len(bound.leaves))]
+        except ProfileError as error:
+            raise PartialError(f"an advice needs values: {error.message}", value=error.value, place=error.place, remedy=error.remedy) from error
+        self.found.append(self.noise.measure([self.leaves[i] for i in self.noise.used]))
+
+    def advice(self, name: str, backprop: PartialBackprop, link: Link | None) -> Advice:
+        share = self.entry.graph.num_examples // self.num_workers
+        programs = WorkerPrograms(self.entry, self.base.site, self.stages, self.mesh, self.leaves, self.place)
+        costs = measure_costs(programs, share)
+        seconds = of_process_0([*costs.seconds, costs.forward_seconds])
+        costs = dataclasses.replace(costs, seconds=tuple(seconds[:-1]), forward_seconds=seconds[-1])
+        backward, timed = costs.backward(self.stages)
+        # The last digits differ between kinds of processors, and with them depths would: all go by what process 0 has.
+        noise, norms = (of_process_0(list(np.mean([one[k] for one in self.found], axis=0))) for k in (0, 1))
+        stages = tuple(
+            StageAdvice(stage.name, stage.num_bytes, float(noise[k]), max(float(norms[k]), 0.0), backward[k], timed[k], costs.bytes_from(k))
+            for k, stage in enumerate(self.stages.stages)
+        )
+        link = measure_link(self.mesh, self.base.axes) if link is None else link
+        measured = Measured(tuple(one.name for one in stages), backward, costs.forward_seconds, tuple(one.noise for one in stages))
+        compare = _Comparison(self, programs, costs, measured, link, share)
+        rows, notes = compare.rows(backprop)
+        charged = [*backward[:-1], backward[-1] + costs.forward_seconds]
+        uniform = uniform_is_optimal([one.noise for one in stages], charged)
+        platform = self.mesh.devices.flat[0]
+        return Advice(
+            name, self.num_workers, share, len(self.found), getattr(platform, "device_kind", platform.platform), link.latency_seconds, link.bytes_per_second,
+            costs.forward_seconds, stages, rows, uniform, recommend(rows, uniform), (*self._notes(costs, backprop), *notes),
+        )  # fmt: skip
+
+    def _notes(self, costs: WorkerCosts, backprop: PartialBackprop) -> list[str]:
+        notes = list(self.noise.notes)
+        if self.noise.notes and backprop.assignment == SPATIAL:
+            notes.append('its loss is no sum over examples: depths by worker need PartialBackprop(statistics="local")')
+        if len(costs.cuts) < len(self.stages.stages):
+            notes.append(f"{len(costs.cuts)} of {len(self.stages.stages)} cuts were compiled and timed; what stands between two is divided by predicted time")
+        if len(self.found) == 1:
+            notes.append("one batch was measured: its noise is a guess from as many gradients as workers")
+        microbatches = equation_at(self.entry.jaxpr, self.base.site).params["microbatches"]
+        if microbatches not in (None, 1):
+            notes.append(f"timed without its {microbatches} microbatches: with them memory is less")
+        if backprop.estimator != "count":
+            notes.append("variances are those of estimator count; mean makes gradients of layers with few contributors smaller, which is a bias")
+        return notes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Comparison:
+    """The ways to train, as rows."""
+
+    measuring: _Measuring
+    programs: WorkerPrograms
+    costs: WorkerCosts
+    measured: Measured
+    link: Link
+    share: int
+
+    @property
+    def step(self) -> PartialStep:
+        return self.measuring.base
+
+    def rows(self, backprop: PartialBackprop) -> tuple[tuple[AdviceRow, ...], list[str]]:
+        names, notes = self.measured.layers, []
+        sizes = {name: float(self.costs.bytes_from(k)) for k, name in enumerate(names)}
+        made = Measurements(self.step.depths.num_slots, dict(zip(names, self.measured.noise, strict=True)), sizes)
+        mark = lambda assignment: "as asked: " if backprop.assignment == assignment else ""
+        asked = dataclasses.replace(backprop, measured=self.measured)
+        spatial = self._depths(dataclasses.replace(asked, assignment=SPATIAL))
+        shares = None
+        if asked.rebalance:
+            unit = devices_of_worker(self.measuring.entry.plan, self.step.axes)
+            examples = balanced_examples(spatial, self.measuring.entry.graph.num_examples, self.measuring.place, unit)
+            shares = [one / sum(examples) for one in examples]
+        told = f"{asked.depths if isinstance(asked.depths, str) else 'given'} depths"
+        full = made.full(spatial, self._full_exchange())
+        first = made.spatial(
+            SPATIAL_ROW, f"{mark(SPATIAL)}{told} by worker{', examples balanced' if shares else ''}, execution {asked.execution}", spatial, self._exchange(spatial), shares
+        )
+        in_turn = self._depths(dataclasses.replace(asked, assignment=TEMPORAL, rebalance=False))
+        temporal = made.temporal(f"{mark(TEMPORAL)}{told} in turn, all workers alike", in_turn, self._exchange(in_turn))
+        wanted = first if backprop.assignment == SPATIAL else temporal
+        rows = [full, made.smaller(wanted.device_time, full, self._smaller_bytes(wanted.device_time, notes)), first]
+        if asked.depths != OPTIMAL:
+            budget = min(1.0, wanted.device_time)
+            try:
+                best = self._depths(dataclasses.replace(asked, assignment=SPATIAL, depths=OPTIMAL, budget=budget, rebalance=False))
+                rows.append(made.spatial(OPTIMAL_ROW, "optimal depths by worker, under the same budget", best, self._exchange(best)))
+            except PartialError as error:
+                notes.append(f"no optimal depths: {error.message}")
+        if spatial.is_full:
+            notes.append("the depths that were asked for leave nothing out")
+        return (*rows, temporal), notes
+
+    def _depths(self, request: PartialBackprop) -> Depths:
+        seconds = dict(zip(self.measured.layers, self.measured.backward_seconds, strict=True))
+        found = with_times(self.measuring.stages, seconds, self.measured.forward_seconds)
+        return choose_depths(found, request, self.step.depths.num_slots, self.measuring.place)
+
+    def _full_exchange(self) -> Exchange:
+        sent = sum(one.bytes for one in self.measuring.entry.plan.collectives if gradient_of(one))
+        return Exchange(sent, sent / self.link.bytes_per_second + self._ring_messages(self.step.depths.num_slots) * self.link.latency_seconds)
+
+    def _exchange(self, depths: Depths) -> Exchange:
+        """What the plan says is sent; the time of the worker that sends most, a segment after the other, each as one message a hop."""
+        step, count = dataclasses.replace(self.step, depths=depths), depths.num_slots
+        platform = self.measuring.mesh.devices.flat[0].platform
+        plan = with_partial(self.measuring.entry.plan, step, platform).partial
+        assert plan is not None
+        sent = sum(segment.summed_bytes + segment.handed_bytes for segment in plan.segments)
+        if step.is_temporal:  # one group of workers, one exchange a step
+            return Exchange(sent, sent / self.link.bytes_per_second + self._ring_messages(count) * self.link.latency_seconds)
+        seconds = 0.0
+        for segment in plan.segments:
+            busiest, messages = float(segment.summed_bytes), self._ring_messages(count)
+            if 0 < segment.contributors < count and in_groups(step.axes, platform):
+                rounds = len(handing(range(segment.contributors), count))
+                busiest = busiest * count / segment.contributors + rounds * segment.num_bytes
+                messages = self._ring_messages(segment.contributors) + rounds
+            seconds += busiest / self.link.bytes_per_second + (messages * self.link.latency_seconds if segment.contributors else 0.0)
+        return Exchange(sent, seconds)
+
+    def _ring_messages(self, count: int) -> float:
+        return float(2 * (count - 1))
+
+    def _smaller_bytes(self, fraction: float, notes: list[str]) -> float:
+        """Of full backpropagation with a fraction of a worker's examples, as compiled."""
+        examples = max(1, round(fraction * self.share))
+        if examples == self.share:
+            return float(self.costs.bytes_from(0))
+        try:
+            return float(temporary_bytes(self.programs.compile(examples, 0)[0]))
+        except (BatchError, SplitjaxError):
+            notes.append("the step cannot be traced with the smaller batch; its memory is taken to be in proportion")
+            return fraction * self.costs.bytes_from(0)
+
+
+def split_request(args: Sequence[Any], backprop: Any, own: PartialBackprop | None) -> tuple[tuple[Any, ...], Any]:
+    """The step's arguments, and what to advise on: given by name, as the last position, or what the step was decorated with."""
+    if backprop is None and args and isinstance(args[-1], PartialBackprop):
+        return tuple(args[:-1]), args[-1]
+    return tuple(args), backprop if backprop is not None else own or PartialBackprop()

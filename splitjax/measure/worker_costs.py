@@ -1,0 +1,212 @@
+"""What one worker's share of a step takes on one device, differentiated to several depths: seconds, and bytes as compiled.
+
+Each depth is a program of its own: the step traced with a worker's examples, whose boundary differentiates the last layers only, without what no gradient
+needs (the update). Programs take turns in being timed, so that a machine's moods meet all of them, and medians count unless asked otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from splitjax import _compat
+from splitjax.compile.entry import Entry
+from splitjax.errors import BatchError, MicrobatchError
+from splitjax.lower import gradient
+from splitjax.lower.products.interpret import Hooks, Layout, Site, evaluate
+from splitjax.lower.strategies import resized_trace
+from splitjax.partial.stages import Stage, Stages
+
+# So many depths are compiled at most; what stands between two of them is divided by predicted time. The first ones stand at equal parts of the predicted
+# time; the others where most measured time is undivided: small convolutions take many times what their flops suggest.
+MAX_CUTS, FIRST_CUTS = 9, 5
+_STEP = "step"  # among the programs that are timed, the whole step
+_FEW_ROUNDS, _MIN_ROUNDS, _MAX_ROUNDS = 2, 5, 40
+_ENOUGH_SECONDS = 4.0  # of timing, once there are rounds enough
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerCosts:
+    """Of a worker with `num_examples`.
+
+    - `forward_seconds`: of the forward pass. `cuts`: the stages from which on programs differentiate, ascending, the first 0.
+    - `seconds`: forward and backward to each cut. `num_bytes`: temporaries and results of its program.
+    - `update_seconds`: what the whole step takes beyond the full backward pass; 0 unless asked for.
+    """
+
+    num_examples: int
+    forward_seconds: float
+    cuts: tuple[int, ...]
+    seconds: tuple[float, ...]
+    num_bytes: tuple[int, ...]
+    update_seconds: float = 0.0
+
+    def backward(self, found: Stages) -> tuple[tuple[float, ...], tuple[bool, ...]]:
+        """By stage the seconds that going back through it adds, and whether both its ends were timed. Cuts whose times stand in the wrong order
+        (noise) count as not timed."""
+        ends, totals = [*self.cuts, len(found.stages)], [*self.seconds, self.forward_seconds]
+        kept = [(ends[-1], totals[-1])]  # from the loss on
+        for cut, total in list(zip(ends, totals, strict=True))[-2::-1]:
+            while cut == 0 and total <= kept[-1][1] and len(kept) > 1:  # the full pass has no further one to give its time to
+                kept.pop()
+            if total > kept[-1][1] or cut == 0:
+                kept.append((cut, max(total, kept[-1][1])))
+        seconds, timed = [0.0] * len(found.stages), [False] * len(found.stages)
+        for (stop, before), (start, after) in zip(kept, kept[1:], strict=False):
+            inside = found.stages[start:stop]
+            whole = sum(stage.backward for stage in inside)
+            for number, stage in enumerate(inside, start):
+                share = stage.backward / whole if whole else 1 / len(inside)
+                seconds[number], timed[number] = (after - before) * share, len(inside) == 1
+        return tuple(seconds), tuple(timed)
+
+    def bytes_from(self, stage: int) -> int:
+        """Of a program that differentiates from a stage on: of the nearest one that was compiled and goes at least so far."""
+        return dict(zip(self.cuts, self.num_bytes, strict=True))[max(cut for cut in self.cuts if cut <= stage)]
+
+
+def choose_cuts(found: Stages, most: int = FIRST_CUTS) -> tuple[int, ...]:
+    """The stages from which on to differentiate first: all, or those nearest to equal parts of the predicted time."""
+    count = len(found.stages)
+    if count <= most:
+        return tuple(range(count))
+    nearest = lambda share: min(range(count), key=lambda stage: abs(found.share(stage) - share))
+    return tuple(sorted({0, count - 1, *(nearest((k + 1) / (most - 1)) for k in range(most - 2))}))
+
+
+def next_cut(costs: WorkerCosts, found: Stages) -> int | None:
+    """The stage to cut at next: about the middle, by predicted time, of the stages between two cuts that take most measured time; None if all are cut."""
+    ends, totals = [*costs.cuts, len(found.stages)], [*costs.seconds, costs.forward_seconds]
+    between = [(before - after, start, stop) for start, stop, before, after in zip(ends, ends[1:], totals, totals[1:], strict=False) if stop - start > 1]
+    if not between:
+        return None
+    _, start, stop = max(between)
+    bounds = found.share(start), found.share(stop) if stop < len(found.stages) else 0.0
+    return min(range(start + 1, stop), key=lambda stage: abs(found.share(stage) - sum(bounds) / 2))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WorkerPrograms:
+    """The programs of one worker. `leaves`: the step's flat arguments on one device, whole."""
+
+    entry: Entry
+    site: Site
+    found: Stages
+    mesh: Mesh
+    leaves: Sequence[Any]
+    place: str
+
+    def compile(self, num_examples: int, first: int | None) -> tuple[Any, list[Any]]:
+        """The compiled program of a worker with so many examples that differentiates from a stage on (None: its forward pass), and its arguments.
+
+        Raises `BatchError` where the step cannot be traced with so few examples."""
+        stages: Sequence[Stage] = () if first is None else self.found.stages[first:]
+        positions = tuple(position for stage in stages for position in stage.operands)
+        jaxpr = self._traced(num_examples)
+        return self._compiled(num_examples, functools.partial(_truncated, Layout(self.mesh, {}, frozenset()), jaxpr, self.site, positions))
+
+    def compile_step(self, num_examples: int) -> tuple[Any, list[Any]]:
+        """The same of the whole step, with its update."""
+        jaxpr = self._traced(num_examples)
+        return self._compiled(num_examples, lambda *leaves: evaluate(Layout(self.mesh, {}, frozenset()), jaxpr, leaves))
+
+    def _compiled(self, num_examples: int, run: Any) -> tuple[Any, list[Any]]:
+        jaxpr, own = self._traced(num_examples), self._own(num_examples)
+        closed = _compat.trace(run, *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _compat.open_jaxpr(jaxpr)[0].invars])[0]
+        closed, used = _compat.drop_unused(closed)
+        values = [value for value, is_used in zip(own, used, strict=True) if is_used]
+        return jax.jit(functools.partial(_compat.eval_jaxpr, closed, ())).lower(*values).compile(), values
+
+    def _traced(self, num_examples: int) -> Any:
+        try:
+            return resized_trace(self.entry.bound, self.entry.trace)(num_examples)
+        except MicrobatchError as error:
+            raise BatchError(
+                f"the step cannot be measured with the {num_examples} examples of one worker: {error.message}", value=num_examples, place=self.place,
+                remedy="write the step for any batch size",
+            ) from error
+
+    def _own(self, num_examples: int) -> list[Any]:
+        """The first examples of the batch, and everything else."""
+        return [
+            leaf[:num_examples] if argument.is_batch and getattr(leaf, "ndim", 0) else leaf
+            for leaf, argument in zip(self.leaves, self.entry.bound.arguments, strict=True)
+        ]
+
+
+def measure_costs(
+    programs: WorkerPrograms, num_examples: int, *, with_update: bool = False, statistic: Callable[[Sequence[float]], float] = statistics.median
+) -> WorkerCosts:
+    """Compiles and times a worker's program for up to `MAX_CUTS` depths, its forward pass, and, if asked to, the whole step. `statistic`: of a program's times."""
+    compiled: dict[Any, Any] = {first: programs.compile(num_examples, first) for first in (None, *choose_cuts(programs.found))}
+    runs = {first: functools.partial(program, *values) for first, (program, values) in compiled.items()}
+    all_are_cut = len(compiled) > len(programs.found.stages)
+    seconds = {} if all_are_cut else _timed(runs, statistic, _FEW_ROUNDS)
+    while not all_are_cut and len(runs) <= MAX_CUTS and (cut := next_cut(_costs(num_examples, seconds, dict.fromkeys(seconds, 0)), programs.found)) is not None:
+        compiled[cut] = programs.compile(num_examples, cut)
+        runs[cut] = functools.partial(compiled[cut][0], *compiled[cut][1])
+        seconds |= _timed({cut: runs[cut]}, statistic, _FEW_ROUNDS)
+    if with_update:
+        program, values = programs.compile_step(num_examples)
+        runs[_STEP] = functools.partial(program, *values)
+    seconds = _timed(runs, statistic, _MIN_ROUNDS, _MAX_ROUNDS)
+    update_seconds = max(0.0, seconds.pop(_STEP, 0.0) - seconds[0])
+    return _costs(num_examples, seconds, {first: temporary_bytes(program) for first, (program, _) in compiled.items()}, update_seconds)
+
+
+def _costs(num_examples: int, seconds: Mapping[int | None, float], num_bytes: Mapping[int | None, int], update_seconds: float = 0.0) -> WorkerCosts:
+    """By cut; None: of the forward pass."""
+    cuts = tuple(sorted(cut for cut in seconds if cut is not None))
+    return WorkerCosts(num_examples, seconds[None], cuts, tuple(seconds[cut] for cut in cuts), tuple(num_bytes[cut] for cut in cuts), update_seconds)
+
+
+def temporary_bytes(compiled: Any) -> int:
+    """Temporaries and results of a compiled program; 0 where its backend does not say."""
+    stats = compiled.memory_analysis()
+    return 0 if stats is None else int(stats.temp_size_in_bytes + stats.output_size_in_bytes)
+
+
+def _timed(programs: Mapping[Any, Any], statistic: Callable[[Sequence[float]], float], least: int, most: int | None = None) -> dict[Any, float]:
+    """Seconds of each, over `least` rounds, and on to `most` until enough time was spent."""
+    for run in programs.values():
+        jax.block_until_ready(run())
+    found: dict[Any, list[float]] = {name: [] for name in programs}
+    begun = time.perf_counter()
+    for number in range(least if most is None else most):
+        for name, run in programs.items():
+            started = time.perf_counter()
+            jax.block_until_ready(run())
+            found[name].append(time.perf_counter() - started)
+        if number + 1 >= least and time.perf_counter() - begun > _ENOUGH_SECONDS:
+            break
+    return {name: statistic(times) for name, times in found.items()}
+
+
+def _truncated(bare: Layout, jaxpr: Any, site: Site, positions: tuple[int, ...], *leaves: Any) -> list[Any]:
+    """Loss, what comes with it, and the gradients of some operands of the boundary at `site`."""
+    found: list[Any] = []
+
+    def hook(eqn: Any, operands: Sequence[Any], here: Site, forward: Any) -> list[Any]:
+        whole = eqn.outvars[len(eqn.outvars) - len(eqn.params["positions"]) :]
+        values = _expanded(eqn, operands, forward, positions if here == site else eqn.params["positions"])
+        if here != site:
+            return values
+        found[:] = values
+        # What follows reads zeros, and is dropped with the update.
+        return [*values[: len(values) - len(positions)], *(jax.numpy.zeros(v.aval.shape, v.aval.dtype) for v in whole)]
+
+    evaluate(bare, jaxpr, leaves, Hooks(hook))
+    return found
+
+
+def _expanded(eqn: Any, operands: Sequence[Any], forward: Any, positions: tuple[int, ...]) -> list[Any]:
+    if not positions:
+        return list(forward(eqn.params["forward"], operands))
+    return gradient.expand({**eqn.params, "positions": positions}, operands, forward)

@@ -1,0 +1,182 @@
+"""The gradients of one worker of a step, as a function of the worker's number, for any number of workers on one device.
+
+A worker's gradient is its summand of the global batch's gradient: its examples, with the whole batch's denominators and its part of the
+whole batch's random bits, by the analysis that accumulates microbatches (`microbatch.prepare`). A loss that is no sum over examples
+(batch norm) has no such summands: the step is then traced with one worker's examples, as the worker would run it alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from splitjax import _compat
+from splitjax.compile.entry import Entry
+from splitjax.errors import BatchError, MicrobatchError, ProfileError
+from splitjax.lower import gradient
+from splitjax.lower.microbatch.loop import Job
+from splitjax.lower.microbatch.microbatch import local_examples, prepare
+from splitjax.lower.products.interpret import Hooks, Layout, Site, evaluate
+from splitjax.lower.strategies import example_dim, make_twin, resized_trace
+from splitjax.step.arguments import Bound
+from splitjax.sync.analysis import Tensor
+from splitjax.trace.flatten import bodies, equation_at
+from splitjax.trace.graph import itemsize
+
+# Calls that `layout.evaluate` takes apart, so that what a boundary inside them returns can be handed out.
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerGradient:
+    """A gradient of the step: which result of which boundary, and of which of its operands."""
+
+    tensor: Tensor
+    site: Site
+    result: int
+    position: int
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerGradients:
+    """Of one signature of a step and one number of workers.
+
+    - `gradients`: what is evaluated, in the order of the boundaries' operands.
+    - `run(*leaves, worker)`: the flat arguments of the whole batch and the worker's number (i32) -> its gradients. To be traced.
+    - `notes`: in which way they are not summands of the global gradient.
+    """
+
+    gradients: tuple[WorkerGradient, ...]
+    run: Callable[..., list[Any]]
+    notes: tuple[str, ...]
+
+
+def worker_gradients(entry: Entry, mesh: Mesh, num_workers: int, place: str) -> WorkerGradients:
+    """The gradients of a step's workers, each of which has an equal slice of the batch (which divides).
+
+    Raises `ProfileError` for a boundary in a loop, `BatchError` for a step that is another program for one worker's examples.
+    """
+    sites = tuple(_boundary_sites(entry.jaxpr, place))
+    bare, num_examples = Layout(mesh, {}, frozenset()), entry.graph.num_examples
+    assert num_examples is not None
+    if num_workers == 1:
+        gradients = _gradients(entry, sites, {})
+        return WorkerGradients(gradients, functools.partial(_alone, bare, entry.jaxpr, gradients, entry.bound, num_examples), ())
+    share = num_examples // num_workers
+    try:
+        return _divided(entry, bare, sites, num_workers, share)
+    except MicrobatchError as error:
+        raise BatchError(
+            f"the step cannot be measured with the {share} examples of one of {num_workers} workers: {error.message}", value=share,
+            place=place, remedy="write the step for any batch size, or profile with num_workers=1",
+        ) from error
+
+
+def _divided(entry: Entry, bare: Layout, sites: Sequence[Site], num_workers: int, share: int) -> WorkerGradients:
+    """Of several workers. Raises `MicrobatchError` where the step is another program for their share of the batch."""
+    local = resized_trace(entry.bound, entry.trace)
+    twin_of, size = make_twin(entry.graph, local), local_examples(share * num_workers, num_workers, (), None)
+    eqns = {site: equation_at(entry.jaxpr, site) for site in sites}
+    twins = {site: twin_of(eqn, site, size) for site, eqn in eqns.items()}
+    dims = {site: _example_dims(eqn, twins[site]) for site, eqn in eqns.items()}
+    gradients = _gradients(entry, sites, dims)
+    forwards = {site: gradient.boundary_forward(twin)[0] for site, twin in twins.items()}
+    try:
+        jobs = {site: prepare(eqn.params, dims[site], forwards[site], num_workers, (), None) for site, eqn in eqns.items()}
+    except MicrobatchError as error:
+        for site, eqn in eqns.items():
+            twin_of(eqn, site, share)
+        note = f"every worker's gradients are those of a step with its examples alone: {error.message}"
+        return WorkerGradients(gradients, functools.partial(_alone, bare, local(share), gradients, entry.bound, share), (note,))
+    return WorkerGradients(gradients, functools.partial(_summands, bare, entry.jaxpr, gradients, jobs), ())
+
+
+def _example_dims(eqn: Any, twin: Any) -> list[int | None]:
+    """Per operand of a boundary the dim that holds examples."""
+    return [example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True)]
+
+
+def _boundary_sites(jaxpr: Any, place: str, prefix: Site = (), inside: str = "") -> Iterator[Site]:
+    for index, eqn in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
+        if not gradient.is_boundary(eqn):
+            within = inside or ("" if eqn.primitive.name in _CALLS else eqn.primitive.name)
+            for number, body in enumerate(bodies(eqn)):
+                yield from _boundary_sites(body, place, (*prefix, index, number), within)
+        elif inside:
+            raise ProfileError(
+                f"the step takes gradients inside a {inside}, where there is not one per call", value=eqn.params["label"], place=place,
+                remedy="profile a step that takes them once, such as the loop's body",
+            )
+        else:
+            yield (*prefix, index)
+
+
+def _gradients(entry: Entry, sites: Sequence[Site], dims: Mapping[Site, Sequence[int | None]]) -> tuple[WorkerGradient, ...]:
+    """Every gradient that workers would add up: not those of what holds examples."""
+    graph = entry.graph
+    params = {(one.site, one.result): one.param for one in graph.gradients}
+    tables = {table.param: table for table in graph.tables}
+    batches = {leaf.path for leaf in graph.leaves if leaf.role == "batch"}
+    found = []
+    for site in sites:
+        eqn = equation_at(entry.jaxpr, site)
+        boundary = gradient.boundary_of(eqn.params)
+        for result, position in boundary.gradients:
+            path, aval = params.get((site, result), boundary.names[position]), eqn.outvars[result].aval
+            if path in batches or not aval.size or (site in dims and dims[site][position] is not None):
+                continue
+            table = tables.get(path)
+            is_table = table is not None and tuple(aval.shape[:1]) == (table.num_rows,)
+            reason = table.reason if table is not None and is_table else ""
+            dtype = str(aval.dtype)
+            found.append(WorkerGradient(
+                Tensor(path, tuple(aval.shape), dtype, boundary.label, is_table, reason, itemsize(dtype)), site, result, position,
+            ))  # fmt: skip
+    return tuple(found)
+
+
+def _summands(bare: Layout, jaxpr: Any, gradients: Sequence[WorkerGradient], jobs: Mapping[Site, Job | None], *values: Any) -> list[Any]:
+    """One worker's summands of the gradients. A loss that does not depend on the batch has the same gradient on all."""
+    *leaves, worker = values
+    found: dict[tuple[Site, int], Any] = {}
+
+    def hook(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable) -> list[Any]:
+        results, job = gradient.expand(eqn.params, operands, forward), jobs[site]
+        summands = job.summands(operands, eqn.params["positions"], worker) if job is not None else {}
+        for one in gradients:
+            if one.site == site:
+                found[site, one.result] = summands[one.position] if job is not None else results[one.result]
+        return results
+
+    evaluate(bare, jaxpr, leaves, Hooks(hook))
+    return [found[one.site, one.result] for one in gradients]
+
+
+def _alone(bare: Layout, jaxpr: Any, gradients: Sequence[WorkerGradient], bound: Bound, share: int, *values: Any) -> list[Any]:
+    """The gradients of a step with one worker's `share` examples. `jaxpr`: the step, traced for so many."""
+    *leaves, worker = values
+    own = [
+        lax.dynamic_slice_in_dim(leaf, worker * share, share) if argument.is_batch and jnp.ndim(leaf) else leaf
+        for leaf, argument in zip(leaves, bound.arguments, strict=True)
+    ]
+    found: dict[Site, list[Any]] = {}
+
+    def hook(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable) -> list[Any]:
+        found[site] = gradient.expand(eqn.params, operands, forward)
+        return found[site]
+
+    evaluate(bare, jaxpr, own, Hooks(hook))
+    return [found[one.site][one.result] for one in gradients]
+
+
+def abstract_leaves(entry: Entry) -> list[jax.ShapeDtypeStruct]:
+    """The flat arguments that a step was traced for."""
+    avals = [v.aval for v in _compat.open_jaxpr(entry.jaxpr)[0].invars]
+    return [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)) for aval in avals]

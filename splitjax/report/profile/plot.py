@@ -1,0 +1,124 @@
+"""A profile as a picture: density and skewness by tensor, densification by number of workers, overlap of workers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from splitjax.errors import ProfileError
+from splitjax.report.profile.rows import headline, ratio_text, share_text
+from splitjax.sync.analysis import Profile, TensorProfile
+
+# So many tensors are shown by themselves: tables first, then the sparsest.
+_MAX_TENSORS = 12
+_NAME_CHARACTERS = 28
+# Sums of tensors other than tables that get no denser than this have no curve.
+_FLAT = 1.05
+_TABLE, _OTHER = "tab:blue", "tab:gray"
+
+
+def draw_profile(profile: Profile, path: str | os.PathLike[str] | None) -> Any:
+    """The figure, also written to `path` if one is given. Raises `ProfileError` without matplotlib, and for a path that cannot be written."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ProfileError(
+            "a profile is drawn with matplotlib, which is not installed", place="Profile.plot", remedy="pip install 'splitjax[demo]'",
+        ) from error
+    # Of tensors without zeros there is nothing to see, unless there are no others.
+    sparse = [one for one in profile.tensors if one.is_table or one.density < 1.0] or profile.tensors
+    shown = sorted(sparse, key=lambda one: (not one.is_table, one.density))[:_MAX_TENSORS]
+    figure = Figure(figsize=(13, max(7.0, 3.4 + 0.36 * len(shown))), layout="constrained")
+    FigureCanvasAgg(figure)
+    left_out = len(profile.tensors) - len(shown)
+    figure.suptitle(headline(profile) + (f"; {left_out} denser tensors not shown" if left_out else ""))
+    (density, densification), (skewness, overlap) = figure.subplots(2, 2, width_ratios=(5, 4))
+    _densities(density, shown)
+    _skewness(skewness, profile, shown)
+    _densification(densification, profile, shown)
+    _overlap(figure, overlap, shown)
+    if path is not None:
+        try:
+            figure.savefig(path, dpi=120)
+        except (OSError, ValueError) as error:  # ValueError: a file type that matplotlib does not write
+            raise ProfileError(
+                f"the plot cannot be written: {getattr(error, 'strerror', None) or error}", value=str(path), place="Profile.plot",
+                remedy="give a .png, .svg or .pdf file in an existing, writable folder",
+            ) from error
+    return figure
+
+
+def _densities(axes: Any, shown: list[TensorProfile]) -> None:
+    """Points, as lengths mean nothing on a logarithmic axis; a gradient that is all zero is said to be, at the left end."""
+    values = [100 * one.density for one in shown]
+    lowest = min([value for value in values if value], default=1.0)
+    left = 10.0 ** np.floor(np.log10(lowest / 1.5))
+    for place, (one, value) in enumerate(zip(shown, values, strict=True)):
+        color = _TABLE if one.is_table else _OTHER
+        axes.plot([left, max(value, left)], [place, place], color=color, linewidth=1.0, alpha=0.5)
+        if value:
+            axes.plot([value], [place], marker="o", color=color)
+        axes.annotate(share_text(one.density), (max(value, left), place), xytext=(7, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set(title="density of one worker's gradient", xscale="log", xlim=(left, 400))
+    ticks = [10.0**power for power in range(round(np.log10(left)), 3)]
+    axes.xaxis.set_ticks(ticks, [f"{tick:g} %" for tick in ticks])
+    _names(axes, shown, "elements that are not zero")
+
+
+def _skewness(axes: Any, profile: Profile, shown: list[TensorProfile]) -> None:
+    bars = axes.barh(range(len(shown)), [one.skewness for one in shown], height=0.6, color=[_TABLE if one.is_table else _OTHER for one in shown])
+    axes.bar_label(bars, labels=[ratio_text(one.skewness) for one in shown], padding=3, fontsize=8)
+    axes.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
+    axes.set(title="skewness", xlim=(0, 1.15 * max([1.0, *(one.skewness for one in shown)])))
+    _names(axes, shown, f"the fullest of {profile.num_workers} equal ranges over their mean; 1 is even")
+
+
+def _names(axes: Any, shown: list[TensorProfile], unit: str) -> None:
+    axes.set_yticks(range(len(shown)), [_short(one.path) for one in shown], fontsize=8)
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    axes.set_xlabel(f"{unit} (blue: tables)", fontsize=9)
+
+
+def _densification(axes: Any, profile: Profile, shown: list[TensorProfile]) -> None:
+    sizes = [m for m, _ in shown[0].steps[0].unions] if shown else [1]
+    axes.plot(sizes, sizes, color="black", linewidth=0.8, linestyle=":", label="no overlap")
+    curves: dict[tuple[str, ...], list[TensorProfile]] = {}  # those that fall on each other are one
+    for one in shown:
+        if one.is_table or one.densification() > _FLAT:
+            curves.setdefault(tuple(ratio_text(one.densification(m)) for m in sizes), []).append(one)
+    for first, *others in curves.values():
+        label = _short(first.path) + (f" and {len(others)} more" if others else "")
+        axes.plot(sizes, [first.densification(m) for m in sizes], marker="o", markersize=3.5, label=label)
+    axes.set(title="densification", xlabel="workers added up", ylabel="density over that of one", xscale="log", yscale="log")
+    ticks = sizes
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(ticks, [str(m) for m in ticks])
+        axis.set_ticks([], minor=True)
+    axes.legend(fontsize=8)
+
+
+def _overlap(figure: Any, axes: Any, shown: list[TensorProfile]) -> None:
+    """Of the sparsest table, else of the sparsest tensor."""
+    if not shown or shown[0].num_workers < 2:
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, "overlap needs two workers", ha="center", va="center", transform=axes.transAxes)
+        return
+    one = shown[0]
+    image = axes.imshow(np.asarray(one.overlaps), vmin=0.0, vmax=1.0, cmap="Blues")
+    axes.set(title=f"overlap of two workers, mean {ratio_text(one.overlap)}\n{_short(one.path)}", xlabel="worker", ylabel="worker")
+    ticks = range(0, one.num_workers, -(-one.num_workers // 8))
+    axes.set_xticks(ticks)
+    axes.set_yticks(ticks)
+    figure.colorbar(image, ax=axes, shrink=0.9)
+    if one.num_workers <= 8:
+        for i, row in enumerate(one.overlaps):
+            for j, value in enumerate(row):
+                axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=8, color="white" if value > 0.6 else "black")
+
+
+def _short(path: str) -> str:
+    """The end of a path, which tells tensors apart."""
+    return path if len(path) <= _NAME_CHARACTERS else "..." + path[-_NAME_CHARACTERS + 3 :]

@@ -1,0 +1,90 @@
+"""Which of a folder's checkpoints is restored, and which are removed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from splitjax.errors import CheckpointError
+from splitjax.runtime.checkpoint import folder as folders
+from splitjax.runtime.checkpoint import integrity
+from splitjax.runtime.checkpoint.description import Description
+from splitjax.runtime.checkpoint.options import CheckpointOptions
+from splitjax.runtime.checkpoint.state_match import Leaf, compare
+
+Skipped = list[tuple[int, str]]
+
+
+def complete(folder: Path, ignored: Collection[int] = ()) -> dict[int, Path]:
+    """The checkpoints of which every file is there with its size, by step, ascending."""
+    return {
+        step: path for step, path in folders.checkpoint_folders(folder).items()
+        if step not in ignored and integrity.find_damage(path, digests=False) is None
+    }
+
+
+def newest_good(folder: Path) -> tuple[int | None, Skipped]:
+    """The newest step without damage, and the newer ones with what is wrong with them."""
+    return _newest(folder, integrity.find_damage)
+
+
+def choose(folder: Path, wanted: Sequence[Leaf], step: int | None) -> tuple[int, Skipped]:
+    """The newest step without damage, or the given one, if it holds the wanted state; and the newer ones with what is wrong.
+
+    Raises `CheckpointError` where there is none, and for another state: compared before the arrays' files are read.
+    """
+
+    def find_damage(path: Path) -> str | None:
+        return integrity.find_damage(path, only=folders.DESCRIPTION) or _refuse(path, wanted) or integrity.find_damage(path)
+
+    found, skipped = _newest(folder, find_damage, step)
+    if found is not None:
+        return found, skipped
+    if step is None and not skipped:
+        raise CheckpointError("there is no checkpoint", place=str(folder), remedy="see steps() before restoring")
+    if skipped:
+        message = "no checkpoint is undamaged: " if step is None else "this checkpoint is damaged: "
+        message += "; ".join(f"step {bad}: {damage}" for bad, damage in skipped)
+    else:
+        message = f"there is no checkpoint of step {step}"
+    others = list(complete(folder, dict(skipped)))
+    raise CheckpointError(
+        message, place=str(folder),
+        remedy=f"complete are the steps {others}" if others else "restore the files from a copy, or start anew in another folder",
+    )
+
+
+def remove_old(folder: Path, options: CheckpointOptions, damaged: Collection[int]) -> None:
+    """Removes what need not be kept. Damaged checkpoints neither count nor go. Raises `OSError`."""
+    abouts = {step: integrity.read_about(path) for step, path in complete(folder, damaged).items()}
+    metrics = {step: about["metrics"] for step, about in abouts.items() if about is not None}
+    kept = folders.steps_to_keep(
+        metrics, keep_last=options.keep_last, keep_best=options.keep_best, best_metric=options.best_metric, best_mode=options.best_mode
+    )
+    for step in sorted(set(metrics) - kept):
+        folders.remove(folder / str(step))
+
+
+def _newest(folder: Path, find_damage: Callable[[Path], str | None], step: int | None = None) -> tuple[int | None, Skipped]:
+    skipped: Skipped = []
+    for other, path in reversed(folders.checkpoint_folders(folder).items()):
+        if step is not None and other != step:
+            continue
+        damage = find_damage(path)
+        if damage is None:
+            return other, skipped
+        skipped.append((other, damage))
+    return None, skipped
+
+
+def _refuse(path: Path, wanted: Sequence[Leaf]) -> None:
+    """Raises `CheckpointError` where a checkpoint holds another state than the wanted one."""
+    differences = compare(Description.read(path / folders.DESCRIPTION).leaves, wanted)
+    if not differences:
+        return
+    count = len(differences) - 1
+    further = f" ({count} further difference{'s' if count > 1 else ''})" if count else ""
+    raise CheckpointError(
+        f"the checkpoint holds another state: {differences[0]}{further}", place=str(path),
+        remedy="use the model and the optimizer of the run that saved it, or another folder for a new run",
+    )

@@ -1,0 +1,52 @@
+"""`checkpoint.json`: what a checkpoint says about itself. Small, and readable without reading an array."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from splitjax.errors import CheckpointError
+from splitjax.runtime.checkpoint.state_match import Leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """The step, the leaves of the state, what the training loop wanted kept beside them, and what the step carried (`carrying`)."""
+
+    step: int
+    leaves: tuple[Leaf, ...]
+    extra: Mapping[str, Any]
+    carried: Mapping[str, Any] | None = None
+
+    def to_json(self) -> str:
+        """Raises `CheckpointError` for an `extra` that would not come back equal."""
+        check_json(self.extra, "extra")
+        value = {"step": self.step, "leaves": [leaf.to_json() for leaf in self.leaves], "extra": self.extra}
+        if self.carried is not None:
+            value["carried"] = self.carried
+        return json.dumps(value, indent=1) + "\n"
+
+    @staticmethod
+    def read(file: Path) -> Description:
+        value = json.loads(file.read_text(encoding="utf-8"))
+        return Description(value["step"], tuple(map(Leaf.from_json, value["leaves"])), value["extra"], value.get("carried"))
+
+
+def check_json(value: Any, place: str) -> None:
+    """Raises `CheckpointError` for a value that would not come back equal from JSON: what is no dict by strings, list, string, number, boolean or None, tuples among it."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if type(key) is not str:
+                raise CheckpointError("keys of JSON objects are strings", value=key, place=place, remedy="use str(key)")
+            check_json(inner, f"{place}[{key!r}]")
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            check_json(inner, f"{place}[{number}]")
+    elif value is not None and type(value) not in (bool, int, float, str):
+        raise CheckpointError(
+            "`extra` holds JSON values: dicts, lists, strings, numbers, booleans, None", value=value, place=place,
+            remedy="convert it (int(x), x.tolist(), list(x)), or put arrays into the state",
+        )

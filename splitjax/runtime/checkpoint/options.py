@@ -1,0 +1,75 @@
+"""What a run asks of its checkpoints, and what it gets back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from splitjax.errors import CheckpointError
+from splitjax.planning.carried import Carried
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointOptions:
+    """How checkpoints are kept.
+
+    **Arguments:**
+
+    - `directory`: the folder, on a file system that all processes share. Made if missing. Other files in it are left alone.
+    - `keep_last`: how many of the newest are kept, at least 1; None keeps all.
+    - `keep_best`: how many of the best are kept, however old they are.
+    - `best_metric`, `best_mode`: what is best: the name of a metric that `save` is given, and whether the smallest (`min`) or the
+      largest (`max`) counts. Checkpoints without it, or with NaN, are kept by age only.
+    - `timeout_seconds`: after this a save, and an answer of another process, has failed.
+    - `on_failure`: called with the `CheckpointError` of each failed save, in the thread that noticed.
+    - `read_only`: only restores; nothing in the folder changes.
+    """
+
+    directory: Path | str
+    keep_last: int | None = 3
+    keep_best: int = 1
+    best_metric: str | None = "loss"
+    best_mode: Literal["min", "max"] = "min"
+    timeout_seconds: float = 300.0
+    on_failure: Callable[[CheckpointError], None] | None = None
+    read_only: bool = False
+
+    def __post_init__(self) -> None:
+        if "://" in str(self.directory):
+            raise CheckpointError(
+                "checkpoints are kept in a folder of a mounted file system", value=str(self.directory), place="directory",
+                remedy="mount the bucket, or use parallel_step.abstract_state(...) with orbax",
+            )
+        object.__setattr__(self, "directory", Path(self.directory).absolute())
+        self._require(self.keep_last is None or self.keep_last >= 1, "keep_last", "at least 1, or None to keep all")
+        self._require(self.keep_best >= 0, "keep_best", "0 or more")
+        self._require(self.best_mode in ("min", "max"), "best_mode", '"min" or "max"')
+        self._require(self.timeout_seconds > 0, "timeout_seconds", "a positive number of seconds")
+
+    def _require(self, holds: bool, name: str, wanted: str) -> None:
+        if not holds:
+            raise CheckpointError(f"{name} is not usable", value=getattr(self, name), place=f"CheckpointOptions.{name}", remedy=wanted)
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What `Checkpoints.restore` found.
+
+    **Arguments:**
+
+    - `step`: of the checkpoint that was restored.
+    - `state`: bit for bit what was saved, in the structure and the shardings that were asked for.
+    - `extra`: as given to `save`.
+    - `metrics`: as given to `save`.
+    - `carried`: as given to `save`, for `parallel_step.resume`; None if it was not given.
+    - `skipped`: newer checkpoints that are damaged, newest first: pairs of step and what is wrong, naming the first file.
+    """
+
+    step: int
+    state: Any
+    extra: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    skipped: tuple[tuple[int, str], ...]
+    carried: Carried | None = None

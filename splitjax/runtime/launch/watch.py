@@ -1,0 +1,152 @@
+"""Watching the workers of one attempt: who ended first, who is to be ended, and when."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from signal import SIGKILL, SIGTERM
+from typing import TYPE_CHECKING
+
+from splitjax.runtime.launch.initialize import ALIVE
+from splitjax.runtime.launch.outcome import LEFT_ON_SIGTERM, Attempt, WorkerExit
+from splitjax.runtime.launch.output import Output
+from splitjax.runtime.launch.workers import Worker, is_running
+
+if TYPE_CHECKING:
+    from splitjax.runtime.launch.launch import LaunchConfig
+
+# The launcher looks at its clock far more often than this, unless it was stopped itself.
+_PAUSE_SECONDS = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Worker `rank` ended with `code` at the monotonic time `at`; or, without a code, is leaving: it announced so, or it is gone
+    already and its files are closed. With `alive`, the id of its process that joined, it only gives a sign of life."""
+
+    rank: int
+    at: float
+    code: int | None = None
+    announced: bool = False
+    alive: int | None = None
+
+    @classmethod
+    def noticed(cls, rank: int, said: str | None, at: float) -> Event:
+        """What a worker said about itself, or that it cannot any more."""
+        word, _, pid = (said or "").partition(" ")
+        return cls(rank, at, alive=int(pid)) if word == ALIVE else cls(rank, at, announced=said is not None)
+
+
+class Watch:
+    """The state of one attempt. `take` what happened, `tick` now and then, until nothing is running."""
+
+    def __init__(self, config: LaunchConfig, output: Output):
+        self._config, self._output = config, output
+        self._began, self._began_unix = time.monotonic(), time.time()
+        self._failed_unix: float | None = None
+        self._workers: Sequence[Worker] = ()
+        self._running: set[int] = set()
+        # Ended while being stopped, but something that they started still writes, and may still save.
+        self._lingering: set[int] = set()
+        self._left: dict[int, tuple[float, bool]] = {}
+        self._codes: dict[int, int] = {}
+        self._killed: set[int] = set()
+        # The last sign of life of each worker that has joined and not announced that it leaves, and whose it was.
+        self._signs: dict[int, tuple[float, int]] = {}
+        self._hung: set[int] = set()
+        self._ticked = self._began
+        self._stood_still_until = self._began
+        self._is_stopping = False
+        self._deadline = float("inf")
+        self._reason_of_deadline = self._reason = ""
+
+    def start(self, workers: Sequence[Worker]) -> None:
+        """From here on the workers count as running."""
+        self._workers, self._running = workers, {worker.rank for worker in workers}
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._running or self._lingering)
+
+    def take(self, event: Event) -> None:
+        """Notes an event, and what is to be done because of it."""
+        if event.alive is not None:
+            self._signs[event.rank] = max(event.at, self._stood_still_until), event.alive
+            return
+        self._signs.pop(event.rank, None)
+        # Not the ends decide who left first: taking down a process can last longer than it takes the others to fail because of
+        # it. Of two in the same instant, one that left without a word was not brought down by an error.
+        self._left.setdefault(event.rank, (event.at, event.announced))
+        if event.code is None:
+            return
+        self._codes[event.rank] = event.code
+        self._running.discard(event.rank)
+        config, worker = self._config, self._workers[event.rank]
+        if event.code == LEFT_ON_SIGTERM and not self._is_stopping:
+            self._is_stopping = True
+            self._end_by(config.stop_timeout_seconds, "to save and exit after a SIGTERM from outside")
+        elif event.code == 0 and config.exit_timeout_seconds is not None and not self._is_stopping:
+            self._end_by(config.exit_timeout_seconds, f"to end after worker {event.rank} had ended well")
+        elif event.code not in (0, LEFT_ON_SIGTERM) and not self._is_stopping and event.rank not in self._killed:
+            self._failed_unix = self._failed_unix or time.time()
+            self._end_by(config.grace_seconds, "")
+        if self._is_stopping and self._output.is_open(event.rank):
+            self._lingering.add(event.rank)
+            worker.signal_group(SIGTERM)
+        else:
+            worker.signal_group(SIGKILL)
+
+    def tick(self, *, stop: bool, kill: bool) -> None:
+        """Does what the clock, or a request to stop or to kill, asks for."""
+        self._lingering = {rank for rank in self._lingering if self._output.is_open(rank)}
+        if stop and not self._is_stopping:
+            self._is_stopping = True
+            self._deadline = float("inf")
+            self._end_by(self._config.stop_timeout_seconds, "to save and exit")
+            for rank in self._running:
+                self._workers[rank].signal(SIGTERM)
+        self._end_hung()
+        if kill or time.monotonic() >= self._deadline:
+            if self._running and not kill:
+                self._reason = self._reason or self._reason_of_deadline
+            self._killed |= self._running
+            for rank in self._running | self._lingering:
+                self._workers[rank].signal_group(SIGKILL)
+            self._lingering, self._deadline = set(), float("inf")
+
+    def _end_hung(self) -> None:
+        """Kills workers that gave no sign of life for `heartbeat_seconds`: stopped, or stuck in the system or in a call that never
+        lets Python run. The others wait for them, and nobody else would end it."""
+        now = time.monotonic()
+        paused, self._ticked = now - self._ticked, now
+        if paused > _PAUSE_SECONDS:  # this process did not run either: what they wrote meanwhile is yet to be read, or yet to be taken
+            self._stood_still_until = now
+            self._signs = {rank: (at + paused, pid) for rank, (at, pid) in self._signs.items()}
+        if self._is_stopping or self._deadline < float("inf"):
+            return
+        for rank, (at, pid) in list(self._signs.items()):
+            if rank in self._running and now - at > self._config.heartbeat_seconds:
+                del self._signs[rank]
+                if is_running(pid):
+                    self._hung.add(rank)
+                    self._workers[rank].signal_group(SIGKILL)
+
+    def _end_by(self, seconds: float, what_for: str) -> None:
+        deadline = time.monotonic() + seconds
+        if deadline < self._deadline:
+            self._deadline = deadline
+            self._reason_of_deadline = f"the {seconds:g} s {what_for} were over: the rest was killed" if what_for else ""
+
+    def attempt(self, number: int, *, stopped: bool) -> Attempt:
+        """What happened, once nothing is running and all output is read. `stopped`: whether it was asked to stop."""
+        exits = tuple(
+            WorkerExit(
+                rank, self._codes[rank], self._left[rank][0] - self._began, rank in self._killed and self._codes[rank] == -SIGKILL,
+                self._output.last_lines(rank), self._config.heartbeat_seconds if rank in self._hung else None,
+            )
+            for rank in sorted(self._codes, key=self._left.__getitem__)
+        )
+        first = next((end for end in exits if end.code and not end.killed), None)
+        failed = first if first is not None and first.is_failure and not stopped else None
+        return Attempt(number, self._began_unix, self._failed_unix, exits, failed, self._reason)

@@ -1,0 +1,212 @@
+"""The training loop: steps in order, metrics of each, checkpoints, evaluation, and a clean end when somebody asks for one.
+
+```python
+with Checkpoints(options) as checkpoints, StopRequest() as stop:
+    options = LoopOptions(num_steps=1000, checkpoint_every=100)
+    outcome = train(step, state, batches, options, checkpoints=checkpoints, stop=stop)
+```
+
+A step is given to the devices while the one before it still runs: its metrics are read one step late, and nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+
+from splitjax.errors import TrainingError
+from splitjax.runtime.training.feeding import Feed, position_json
+from splitjax.runtime.training.ledger import Ledger
+from splitjax.runtime.training.metrics import Observer
+from splitjax.runtime.training.profiling import Profile
+from splitjax.runtime.training.stepping import as_loop_step, stored_state
+from splitjax.runtime.training.stopping import StopRequest
+
+
+class Saves(Protocol):
+    """What the loop needs of `runtime.checkpoint.Checkpoints`."""
+
+    def save(
+        self, step: int, state: Any, extra: Mapping[str, Any], metrics: Mapping[str, float], *, carried: Any = None, wait: bool = False
+    ) -> bool: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopOptions:
+    """**Arguments:**
+
+    - `num_steps`: the number of the last step, counted from 1 over all starts of the run.
+    - `batch_size`: examples of the global batch, for the rate.
+    - `checkpoint_every`, `evaluate_every`: steps between; None for only at the end.
+    - `steps_per_epoch`: for the epoch in the metrics.
+    - `allow_nonfinite`: go on when the loss is not a finite number.
+    """
+
+    num_steps: int
+    batch_size: int
+    checkpoint_every: int | None = None
+    evaluate_every: int | None = None
+    steps_per_epoch: int | None = None
+    allow_nonfinite: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How training ended: the last state, the number of the last step, whether it was asked to stop before the end, and the last
+    step's metrics."""
+
+    state: Any
+    last_step: int
+    stopped: bool
+    row: Mapping[str, Any]
+
+
+def train(
+    step: Callable[..., Any],
+    state: Any,
+    batches: Iterable[Any],
+    options: LoopOptions,
+    *,
+    first_step: int = 1,
+    checkpoints: Saves | None = None,
+    extra: Mapping[str, Any] | None = None,
+    evaluate: Callable[[Any], Mapping[str, float]] | None = None,
+    learning_rates: Sequence[float] | None = None,
+    observers: Sequence[Observer] = (),
+    stop: StopRequest | None = None,
+    ledger: Ledger | None = None,
+    profile: Profile | None = None,
+) -> Outcome:
+    """Trains to `options.num_steps`.
+
+    **Arguments:**
+
+    - `step`: decorated by `splitjax.parallelize`, `splitjax.equinox.parallelize` or `splitjax.nnx.parallelize`, or a plain `step(state, batch) -> (state, metrics)`.
+      Beside its states it returns its metrics, `{"loss": f32[], ...}`, all of them scalars, or its loss alone. A step with several batch arguments gets tuples for batches.
+    - `state`: as `step.init` or a restore gave it, a tuple where the step has several states. It is donated; NNX objects are changed in place.
+    - `batches`: pairs `(position, batch)`, from the first batch on that this start has to do; a position is JSON or has `to_json()`, and is where the data go on behind the batch.
+      Or plain batches, from the first one of the run on: their position is how many the run has taken, and a start with `first_step` n reads n - 1 of them and drops
+      them. `runtime.training.feeding` says how the two are told apart. A batch is a pytree of arrays, of the host or of the devices.
+    - `first_step`: the number of the first step to do.
+    - `checkpoints`: where the state is saved (of Equinox modules the arrays; `runtime.restore` reads it back), with what the step carries (`ParallelStep.carried`), `extra`, the
+      position, and the metrics (`loss`: the mean since the last save; those of `evaluate` under `eval_`).
+    - `learning_rates`: of every step from 1 on, for the metrics.
+    - `observers`: told about every step; on process 0 alone, or wherever they are given.
+    - `stop`, `ledger`, `profile`: see their modules.
+
+    **Returns** an `Outcome`. A run that is asked to stop has saved when this returns.
+
+    Raises `TrainingError` for a state, batch, position or result of the step that is none of these, when the loss is not finite (before that state is
+    saved) or the batches end early, and what `step` and `checkpoints` raise.
+    """
+    loop = _Loop(step, options, checkpoints, dict(extra or {}), observers, ledger or Ledger(None), learning_rates)
+    loop_step, feed = as_loop_step(step, state), Feed(batches, first_step - 1)
+    profile = profile or Profile()
+    number, stopped, position = first_step - 1, False, None
+    loop.ledger.started(first_step)
+    try:
+        while number < options.num_steps and not stopped:
+            with loop.ledger.during("input"):
+                position, batch = _next(feed, number, options)
+            number += 1
+            compiling = number == first_step
+            with profile.step(number), loop.ledger.during("compile") if compiling else contextlib.nullcontext():
+                state, metrics = loop_step(state, batch)
+                if compiling:
+                    jax.block_until_ready(metrics)
+            profile.step_done(metrics)
+            loop.dispatched(number, metrics)
+            stopped = stop is not None and stop.after(number)
+            last = stopped or number == options.num_steps
+            if evaluate is not None and _due(number, options.evaluate_every, number == options.num_steps):
+                loop.evaluated(evaluate, state)
+            if checkpoints is not None and _due(number, options.checkpoint_every, last):
+                loop.save(number, state, position, wait=last)
+            loop.ledger.step_done(number)
+        loop.drain()
+    finally:
+        profile.close()
+        loop.ledger.flush()
+    return Outcome(state, number, stopped and number < options.num_steps, loop.row)
+
+
+def _due(number: int, every: int | None, last: bool) -> bool:
+    return last or (every is not None and number % every == 0)
+
+
+def _next(feed: Feed, number: int, options: LoopOptions) -> tuple[Any, Any]:
+    try:
+        return feed.next()
+    except StopIteration:
+        raise TrainingError(
+            f"the batches ended after step {number}", value=options.num_steps, place="num_steps",
+            remedy="give batches without end, or as many as there are steps",
+        ) from None
+
+
+class _Loop:
+    """What the loop keeps beside the state: metrics on their way from the devices, and the mean loss since the last save."""
+
+    def __init__(self, step: Callable[..., Any], options: LoopOptions, checkpoints: Saves | None, extra: dict[str, Any], observers: Sequence[Observer],
+                 ledger: Ledger, learning_rates: Sequence[float] | None):
+        self.step, self.options, self.checkpoints, self.extra, self.observers = step, options, checkpoints, extra, observers
+        self.ledger, self.learning_rates = ledger, learning_rates
+        self.row: dict[str, Any] = {}
+        self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
+        self._evaluation: dict[str, float] = {}
+        self._loss_sum, self._num_losses = 0.0, 0  # since the last save; no list, which a run without saves would grow for ever
+        self._told = time.perf_counter()
+
+    def dispatched(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
+        """A step is on its way: the one before it is told."""
+        before, self._pending = self._pending, (number, metrics)
+        if before is not None:
+            self._tell(*before)
+
+    def drain(self) -> None:
+        """Waits for the step that is on its way, and tells it."""
+        if self._pending is not None:
+            before, self._pending = self._pending, None
+            self._tell(*before)
+
+    def evaluated(self, evaluate: Callable[[Any], Mapping[str, float]], state: Any) -> None:
+        if self._pending is not None:
+            jax.block_until_ready(self._pending[1])  # so that its time is not counted as the evaluation's
+        with self.ledger.during("evaluate"):
+            self._evaluation = {f"eval_{name}": float(value) for name, value in evaluate(state).items()}
+
+    def save(self, number: int, state: Any, position: Any, wait: bool) -> None:
+        evaluation = dict(self._evaluation)
+        self.drain()
+        carries = self.step.carried() if hasattr(self.step, "carried") else None
+        more = {"carried": carries} if carries else {}
+        metrics = {**evaluation, "loss": self._loss_sum / self._num_losses, **{k: v for k, v in self.row.items() if k == "accuracy"}}
+        assert self.checkpoints is not None
+        with self.ledger.during("checkpoint"):
+            self.checkpoints.save(number, stored_state(self.step, state), {**self.extra, "position": position_json(position)}, metrics, wait=wait, **more)
+        self._loss_sum, self._num_losses = 0.0, 0
+
+    def _tell(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
+        values = {name: float(value) for name, value in metrics.items()}
+        now = time.perf_counter()
+        seconds, self._told = now - self._told, now
+        if not math.isfinite(values["loss"]) and not self.options.allow_nonfinite:
+            raise TrainingError(
+                f"the loss of step {number} is {values['loss']}", value=values["loss"], place=f"step {number}",
+                remedy="lower the learning rate, clip gradients or compute in float32; what was saved before is finite",
+            )
+        self._loss_sum, self._num_losses = self._loss_sum + values["loss"], self._num_losses + 1
+        epoch = None if self.options.steps_per_epoch is None else (number - 1) // self.options.steps_per_epoch
+        rate = None if self.learning_rates is None else float(self.learning_rates[number - 1])
+        loss = values.pop("loss")
+        self.row = {"step": number, "epoch": epoch, "loss": loss, **values, "learning_rate": rate, **self._evaluation, "seconds": seconds,
+                    "examples_per_second": self.options.batch_size / seconds}
+        self._evaluation = {}
+        for observer in self.observers:
+            observer.step(self.row)

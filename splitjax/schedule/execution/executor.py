@@ -1,0 +1,392 @@
+"""Jobs that really run, under the policies and disciplines that the simulator asks: `execute`.
+
+A job has a process per worker. A policy's groups say which devices they are on; a group's discipline says which job's iteration is next, at which depths;
+all of the iteration's tokens are granted at once (`schedule.execution.tokens`). Times that iterations really take go into what policies and disciplines see next.
+A job that loses its devices is checkpointed first; one that loses a process begins again from its checkpoint. Neither touches other jobs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from splitjax.errors import ScheduleError
+from splitjax.schedule.execution.engine import Engine, Kind, Place, Program, Report, StepOrder
+from splitjax.schedule.execution.real_groups import Standing, group_state, pinned
+from splitjax.schedule.execution.real_jobs import JobRun, Status
+from splitjax.schedule.execution.records import Execution, ExecutionOptions, TaskRecord
+from splitjax.schedule.execution.tokens import Grant, Tokens, Turn
+from splitjax.schedule.model.cluster import Cluster
+from splitjax.schedule.model.discipline import get_discipline
+from splitjax.schedule.model.iterations import iteration_credit
+from splitjax.schedule.model.jobs import CPU, DEVICE, NETWORK, STORAGE, Job, JobColumns
+from splitjax.schedule.model.policy import Group, Policy, get
+from splitjax.schedule.model.result import SimulationResult, Span
+from splitjax.schedule.simulation.checks import check_group, check_jobs
+from splitjax.schedule.simulation.progress import Integrals, Progress, iteration_work
+
+logger = logging.getLogger("splitjax")
+
+
+def execute(
+    jobs: Sequence[Job], programs: Mapping[str, Program], cluster: Cluster, policy: str | Policy, engine: Engine, options: ExecutionOptions | None = None,
+) -> Execution:  # fmt: skip
+    """Runs all `jobs` on `cluster` under a policy (or the name of a registered one), in real time, and returns when all are done.
+
+    **Arguments:**
+
+    - `jobs`: `arrival_seconds` are counted from the first arrival on; profiles say what policies shall believe.
+    - `programs`: by name of job, what it trains.
+    - `engine`: holds the processes. It is closed at the end, however that comes.
+
+    Raises `ScheduleError` for a job without program or with too many workers, a policy that leaves jobs waiting for ever, or a decision that cannot be carried
+    out.
+    """
+    try:
+        return _Executor(tuple(jobs), programs, cluster, get(policy) if isinstance(policy, str) else policy, engine, options or ExecutionOptions()).run()
+    finally:
+        engine.close()
+
+
+class _Executor:
+    def __init__(self, jobs: tuple[Job, ...], programs: Mapping[str, Program], cluster: Cluster, policy: Policy, engine: Engine, options: ExecutionOptions):
+        self.jobs, self.cluster, self.policy, self.engine, self.options = jobs, cluster, policy, engine, options
+        check_jobs(jobs, cluster)
+        names = [job.name for job in jobs]
+        if len(set(names)) < len(names) or set(names) - set(programs):
+            raise ScheduleError("every job needs a name and a program of its own", value=names, place="programs", remedy="give programs={job.name: program, ...}")
+        self.columns = JobColumns.of(jobs)
+        self.progress, self.sums, self.tokens = Progress(jobs, self.columns), Integrals(cluster.num_devices), Tokens()
+        self.runs = [JobRun(number, job, programs[job.name]) for number, job in enumerate(jobs)]
+        self.arrivals = np.argsort(self.columns.arrival_seconds, kind="stable").tolist()
+        self.active: list[int] = []
+        self.groups: dict[int, Group] = {}
+        self.since: dict[int, float] = {}
+        self.grants: list[Grant] = []  # under way, in the order in which they were granted
+        self.num_groups = self.num_decisions = 0
+        self.memory: Any = None
+        self.wake_at, self.must_decide = math.inf, False
+        self.tasks: list[TaskRecord] = []
+        self.spans: list[Span] = []
+        self.first_arrival = float(self.columns.arrival_seconds.min())
+        self.began = time.monotonic()
+        self.now = self.first_arrival
+
+    def run(self) -> Execution:
+        while self.arrivals or self.active:
+            self._tick()
+            self._arrive()
+            if self.must_decide or self.wake_at <= self.now:
+                self._decide()
+            self._serve()
+            if not self.arrivals and not self.active:
+                break
+            self._check_progress()
+            report = self.engine.next(0.0 if self.must_decide else self._patience())
+            self._tick()
+            while report is not None:
+                self._take(report)
+                report = self.engine.next(0.0)
+        return self._execution()
+
+    def _tick(self) -> None:
+        now = self.first_arrival + time.monotonic() - self.began
+        self.sums.advance(now - self.now)
+        self.now = now
+
+    def _patience(self) -> float:
+        """How long nothing but a report can happen."""
+        arrival = self.jobs[self.arrivals[0]].arrival_seconds if self.arrivals else math.inf
+        due = min((run.checkpoint_due(self.options.checkpoint_every_seconds) for run in self.runs if run.status is Status.RUNNING), default=math.inf)
+        return min(max(0.0, min(arrival, self.wake_at, due if due > self.now else math.inf) - self.now), self.options.stall_seconds / 10, 1.0)
+
+    def _arrive(self) -> None:
+        while self.arrivals and self.jobs[self.arrivals[0]].arrival_seconds <= self.now:
+            job = self.arrivals.pop(0)
+            self.progress.fair_at_arrival[job] = self.sums.fair
+            self.sums.demand += self.jobs[job].num_workers
+            self.active.append(job)
+            self.must_decide = True
+
+    def _check_progress(self) -> None:
+        """Processes that do not answer, and policies that leave everybody waiting."""
+        for run in self.runs:
+            if run.status in (Status.STARTING, Status.SAVING):
+                since = run.asked
+            else:
+                since = run.grants[0].silent_since if run.grants else math.inf
+            if self.now - since > self.options.stall_seconds:
+                self._died(run, f"no answer for {self.options.stall_seconds:g} s")
+        idle = not self.groups and all(run.status in (Status.WAITING, Status.DONE) for run in self.runs)
+        if idle and self.active and not self.arrivals and self.wake_at == math.inf and not self.must_decide:
+            raise ScheduleError(
+                "the policy leaves jobs waiting though nothing else will happen", value=[self.jobs[job].name for job in self.active[:5]],
+                place=f"policy {self.policy.name!r} at {self.now:.1f} s",
+            )  # fmt: skip
+
+    # Decisions
+
+    def _decide(self) -> None:
+        self.must_decide, self.wake_at = False, math.inf
+        self.num_decisions += 1
+        view = self.progress.view(
+            self.now, self.cluster, np.array(self.active, np.int64), self.sums.fair, MappingProxyType(dict(self.groups)), self._free(), self.memory
+        )
+        decision = self.policy.decide(view)
+        self.memory = decision.memory
+        self.wake_at = decision.wake_seconds if decision.wake_seconds > self.now else math.inf
+        place = f"policy {self.policy.name!r} at {self.now:.1f} s"
+        for number in decision.stop:
+            if number not in self.groups:
+                raise ScheduleError("a group is to stop that does not run", value=number, place=place)
+            for member in self._dissolve(number):
+                self.runs[member.job].wanted = None
+        for group in decision.start:
+            check_group(group, self.jobs, self.cluster, self.now, self._free(), self.progress, place)
+            for member in group.members:
+                self.runs[member.job].wanted = member.devices
+            self._enter(group)
+
+    def _free(self) -> np.ndarray:
+        free = np.ones(self.cluster.num_devices, bool)
+        for group in self.groups.values():
+            free[list(group.devices)] = False
+        return free
+
+    def _enter(self, group: Group) -> None:
+        number = self.num_groups = self.num_groups + 1
+        self.groups[number], self.since[number] = group, self.now
+        self.sums.num_held += len(group.devices)
+        rates = get_discipline(group.discipline).rates(group, [self.jobs[member.job] for member in group.members], self.cluster)
+        computing = [rate * seconds for rate, seconds in zip(rates.iterations_per_second, rates.device_seconds)]
+        for index, member in enumerate(group.members):
+            share = len(group.devices) * computing[index] / sum(computing)
+            self.progress.hold(member.job, self.now, number, share, 0.0, self.now)
+
+    def _dissolve(self, number: int) -> Sequence[Any]:
+        group = self.groups.pop(number)
+        self.sums.num_held -= len(group.devices)
+        self.spans.append(Span(tuple(member.job for member in group.members), group.computing_devices, self.since.pop(number), self.now))
+        for grant in [grant for grant in self.grants if grant.group == number and not grant.has_started]:
+            self._cancel(grant)
+        for member in group.members:
+            self.progress.release(member.job, self.now)
+        return group.members
+
+    def _leave(self, job: int) -> None:
+        """A job that is done leaves; the rest of its group goes on."""
+        for number, group in list(self.groups.items()):
+            if all(member.job != job for member in group.members):
+                continue
+            rest = tuple(member for member in group.members if member.job != job)
+            self._dissolve(number)
+            if rest:
+                self._enter(dataclasses.replace(group, members=rest))
+        self.runs[job].wanted = None
+        self.active.remove(job)
+        self.sums.demand -= self.jobs[job].num_workers
+        self.progress.finished[job], self.progress.fair_at_finish[job] = self.now, self.sums.fair
+        self.must_decide = True
+
+    # Processes
+
+    def _serve(self) -> None:
+        """Everything that can begin now: processes, checkpoints, iterations, tasks."""
+        while any([self._settle(run) for run in self.runs]):  # one that leaves makes room for another
+            pass
+        self._dispatch()
+        for number in list(self.groups):
+            while self._grant(number):
+                self._dispatch()
+
+    def _settle(self, run: JobRun) -> bool:
+        """Moves the processes of a job to where its policy wants them. Returns whether there was something to do."""
+        before = run.status
+        if not run.grants:
+            self._settle_idle(run)
+        return run.status is not before
+
+    def _settle_idle(self, run: JobRun) -> None:
+        if run.status is Status.RUNNING:
+            is_done = run.num_done >= run.job.num_iterations
+            is_due = run.checkpoint_due(self.options.checkpoint_every_seconds) <= self.now
+            if (is_done or is_due or run.wanted != run.devices) and run.num_done > run.num_saved:
+                self.engine.save(run.number, run.num_done)
+                run.status, run.asked = Status.SAVING, self.now
+                return
+            if is_done:
+                self.engine.stop(run.number)
+                run.status, run.devices = Status.DONE, ()
+                self._leave(run.number)
+                return
+            if run.wanted != run.devices:
+                self.engine.stop(run.number)
+                run.status, run.devices = Status.WAITING, ()
+        if run.status is Status.WAITING and run.wanted is not None and not any(other.blocks(run.wanted) for other in self.runs if other is not run):
+            self._start(run, run.wanted)
+
+    def _start(self, run: JobRun, devices: tuple[int, ...]) -> None:
+        run.attempt += 1
+        run.status, run.devices, run.asked = Status.STARTING, devices, self.now
+        self.progress.starts[run.number] += 1
+        per_node = self.cluster.devices_per_node
+        self.engine.start(run.number, run.program, tuple(
+            Place(run.job.name, worker, len(devices), device, device % per_node, run.attempt) for worker, device in enumerate(devices)
+        ))  # fmt: skip
+
+    def _died(self, run: JobRun, reason: str) -> None:
+        """Begins again from the checkpoint, on the same devices if its policy does not say otherwise meanwhile."""
+        self.engine.stop(run.number)
+        for grant in list(run.grants):
+            self._cancel(grant)
+        self._set_done(run, run.num_saved)
+        run.status, run.devices = Status.WAITING, ()
+        run.attempt += 1  # what its processes still report is void
+        run.restarts += 1
+        if run.restarts <= self.options.max_restarts:
+            logger.warning("job %s: %s; it begins again after iteration %d, restart %d", run.job.name, reason, run.num_saved, run.restarts)
+            return
+        logger.warning("job %s: %s; given up after %d restarts", run.job.name, reason, self.options.max_restarts)
+        run.status, run.failed = Status.DONE, reason
+        self._leave(run.number)
+
+    def _set_done(self, run: JobRun, num_done: int) -> None:
+        """What is lost is no work."""
+        self.sums.add(run.roll_back(num_done))
+        self.progress.remaining[run.number] = run.job.num_iterations - num_done
+
+    # Iterations
+
+    def _grant(self, number: int) -> bool:
+        """Asks a group's discipline for its next iteration, and grants it if one of its tasks can begin at once: what is granted earlier could only stand in
+        the way of a member that turns out to be ready first. Members whose processes are not up are left out."""
+        group = self.groups.get(number)
+        if group is None:
+            return False
+        every = self.options.checkpoint_every_seconds
+        ready = tuple(
+            member for member in group.members if (run := self.runs[member.job]).can_go_on(member.devices) and run.checkpoint_due(every) > self.now
+        )
+        if all(self.runs[member.job].grants for member in ready):
+            return False
+        group = dataclasses.replace(group, members=ready)
+        jobs = [self.jobs[member.job] for member in ready]
+        standings = [self._standing(self.runs[member.job]) for member in ready]
+        state = group_state(group, standings, self.grants, self.now)
+        iteration = get_discipline(group.discipline).next_iteration(group, jobs, state)
+        job, run = jobs[iteration.member], self.runs[ready[iteration.member].job]
+        if run.grants:
+            return False
+        free = {device: times[DEVICE] for device, times in zip(group.devices, state.free_seconds)}
+        next_number = run.num_done + len(run.grants) + 1
+        iteration = pinned(iteration, next_number, run.devices, free, max(self.now, state.ready_seconds[iteration.member]))
+        depths = {task.worker: task.depth for task in iteration.tasks if task.resource == DEVICE}
+        order = StepOrder(next_number, tuple(job.profile.depths[depths[worker]].fraction for worker in range(job.num_workers)))
+        grant = Grant(run.number, number, order, iteration, self.now)
+        if not any(self.tokens.is_free(turns[0]) for turns in grant.turns):
+            return False
+        self.grants.append(grant)
+        run.grants.append(grant)
+        self.tokens.grant(grant)
+        return True
+
+    def _standing(self, run: JobRun) -> Standing:
+        flying = sum(turn.task.seconds for turn in self._under_way(run) if turn.task.resource == DEVICE)
+        granted = run.num_done + len(run.grants)
+        return Standing(granted, run.job.num_iterations - granted, run.device_seconds + flying, run.ready_at)
+
+    def _under_way(self, run: JobRun) -> list[Turn]:
+        return [turn for grant in run.grants for turn in grant.all_turns() if turn.ended is None]
+
+    def _dispatch(self) -> None:
+        """Starts the tasks whose turn it is."""
+        for turn in self.tokens.holders():
+            grant = turn.grant
+            run = self.runs[grant.job]
+            stages = grant.turns[turn.task.worker]
+            if turn.started is not None or run.grants[0] is not grant or next(stage for stage in stages if stage.ended is None) is not turn:
+                continue
+            turn.started = self.now
+            if np.isnan(self.progress.started[run.number]):
+                self.progress.started[run.number] = self.now
+            if turn.task.resource in (STORAGE, CPU):
+                self.engine.stage(run.number, turn.task.worker, grant.order.number, turn.task.resource)
+            elif turn.task.resource == DEVICE:
+                self.engine.step(run.number, turn.task.worker, grant.order)
+            # NETWORK: the exchange is under way since the device was done with it; its end is the step's
+
+    def _end(self, turn: Turn) -> None:
+        if turn.ended is not None:
+            return
+        self.tokens.give_back(turn)
+        turn.started, turn.ended = self.now if turn.started is None else turn.started, self.now
+        task, run = turn.task, self.runs[turn.grant.job]
+        self.tasks.append(TaskRecord(run.job.name, task.worker, task.device, task.resource, turn.grant.order.number, task.depth, turn.started, self.now))
+        if task.resource == DEVICE:
+            run.device_seconds += self.now - turn.started
+
+    def _cancel(self, grant: Grant) -> None:
+        for turn in grant.all_turns():
+            if turn.started is not None:
+                self._end(turn)
+        self.tokens.cancel(grant)
+        self.grants.remove(grant)
+        self.runs[grant.job].grants.remove(grant)
+
+    # Reports
+
+    def _take(self, report: Report) -> None:
+        run = self.runs[report.job]
+        if report.attempt != run.attempt or run.status in (Status.WAITING, Status.DONE):
+            return
+        if report.kind is Kind.DIED:
+            self._died(run, f"worker {report.worker}: {report.reason}")
+        elif report.kind is Kind.STARTED:
+            self._set_done(run, report.number)
+            run.num_saved, run.status, run.saved_at, run.ready_at = report.number, Status.RUNNING, self.now, self.now
+        elif report.kind is Kind.SAVED:
+            run.saved(report.number, self.now)
+        elif run.grants and run.grants[0].order.number == report.number:
+            grant = run.grants[0]
+            turns = grant.turns[report.worker]
+            if report.kind is Kind.STAGED:
+                self._end(next(turn for turn in turns if turn.task.resource == report.resource))
+            elif report.kind is Kind.COMPUTED:
+                for turn in turns:
+                    if turn.task.resource != NETWORK:
+                        self._end(turn)
+            else:
+                for turn in turns:
+                    self._end(turn)
+                grant.finished.add(report.worker)
+                if report.worker == 0:
+                    grant.metrics = dict(report.values)
+                if grant.is_over:
+                    self._over(run, grant)
+
+    def _over(self, run: JobRun, grant: Grant) -> None:
+        run.grants.remove(grant)
+        self.grants.remove(grant)
+        run.num_done, run.ready_at = run.num_done + 1, self.now
+        run.metrics = grant.metrics
+        self.progress.remaining[run.number] -= 1
+        seconds = sum(turn.ended - turn.started for turn in grant.all_turns() if turn.task.resource == DEVICE)
+        work = iteration_work(self.columns, run.number, seconds, iteration_credit(run.job, grant.iteration))
+        self.sums.add(work)
+        run.unsaved.append(work)
+
+    # Results
+
+    def _execution(self) -> Execution:
+        total, busy = self.sums.parts()
+        result = SimulationResult(self.policy.name, self.cluster, self.progress.records(), total, busy, self.num_decisions, tuple(self.spans))
+        by_name = lambda value: {run.job.name: value(run) for run in self.runs}
+        failed = {run.job.name: run.failed for run in self.runs if run.failed}
+        return Execution(result, tuple(self.tasks), by_name(lambda run: run.metrics), by_name(lambda run: run.restarts), failed)

@@ -1,0 +1,111 @@
+"""One token per device, and per further resource of it: who may use it now, and who after that.
+
+The tokens of an iteration are granted all at once: every device gets the iteration's turn at the end of its queue in the same instant, so queues of any two
+devices hold the iterations that they share in the same order. The iteration granted longest ago is then first in all of its queues, and runs to its end even if
+its workers wait for each other while they hold their tokens. Were each device to decide by itself, a job that holds device 0 could wait in its exchange for
+its worker on device 1, where another job's waits for device 0.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+
+from splitjax.schedule.execution.engine import StepOrder
+from splitjax.schedule.model.discipline import Iteration, Task
+
+
+@dataclasses.dataclass(eq=False)
+class Turn:
+    """A task's turn on one resource of one device: it has the token from `started` to `ended`."""
+
+    grant: Grant
+    task: Task
+    started: float | None = None
+    ended: float | None = None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its queue: device and resource."""
+        return self.task.device, self.task.resource
+
+
+@dataclasses.dataclass(eq=False)
+class Grant:
+    """An iteration of a job that was granted its tokens.
+
+    - `turns`: by worker, in the order in which its stages follow each other.
+    - `finished`: workers that are done. `metrics`: worker 0's.
+    """
+
+    job: int
+    group: int
+    order: StepOrder
+    iteration: Iteration
+    granted: float
+    turns: tuple[tuple[Turn, ...], ...] = ()
+    finished: set[int] = dataclasses.field(default_factory=set)
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        by_worker: dict[int, list[Turn]] = {}
+        for task in sorted(self.iteration.tasks, key=lambda task: (task.start_seconds, task.end_seconds, task.resource)):
+            by_worker.setdefault(task.worker, []).append(Turn(self, task))
+        self.turns = tuple(tuple(by_worker[worker]) for worker in sorted(by_worker))
+
+    def all_turns(self) -> Iterator[Turn]:
+        """Of all workers."""
+        for turns in self.turns:
+            yield from turns
+
+    @property
+    def has_started(self) -> bool:
+        """Whether any of its tasks has begun."""
+        return any(turn.started is not None for turn in self.all_turns())
+
+    @property
+    def silent_since(self) -> float:
+        """When the first of its tasks that run began; if all are computed and the exchange is not over, when the last was. Infinite before."""
+        running = [turn.started for turn in self.all_turns() if turn.started is not None and turn.ended is None]
+        ended = [turn.ended for turn in self.all_turns() if turn.ended is not None]
+        if running or len(ended) < sum(map(len, self.turns)):
+            return min(running, default=math.inf)
+        return max(ended)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all workers are done."""
+        return len(self.finished) == len(self.turns)
+
+
+class Tokens:
+    """The queues. The first turn of a queue has its token, whether its worker can use it yet or not: nobody overtakes."""
+
+    def __init__(self) -> None:
+        self._queues: dict[tuple[int, int], collections.deque[Turn]] = {}
+
+    def grant(self, grant: Grant) -> None:
+        """Appends the turns of an iteration to all of its queues."""
+        for turn in grant.all_turns():
+            self._queues.setdefault(turn.place, collections.deque()).append(turn)
+
+    def is_free(self, turn: Turn) -> bool:
+        """Whether nobody has, or waits for, the token that this turn needs."""
+        return not self._queues.get(turn.place)
+
+    def holders(self) -> Iterable[Turn]:
+        """The first turn of every queue."""
+        return [queue[0] for queue in self._queues.values() if queue]
+
+    def give_back(self, turn: Turn) -> None:
+        """Takes a turn out of its queue, if it is still there."""
+        queue = self._queues.get(turn.place, ())
+        if turn in queue:
+            queue.remove(turn)
+
+    def cancel(self, grant: Grant) -> None:
+        """Takes a whole iteration back."""
+        for turn in grant.all_turns():
+            self.give_back(turn)

@@ -1,0 +1,187 @@
+"""The protocol of policies: a pure function from what is known at one moment (`View`) to what changes (`Assignment`).
+
+A policy decides which jobs share which devices (`Group`), whenever a job arrives or finishes, and at times that it asks for. How the jobs of a
+group take turns from iteration to iteration is its *discipline* (`schedule.discipline`), a pure function too. The simulator and executors ask both.
+
+A new policy is one function:
+
+```python
+@register("my-order", paper="...")
+def my_order(view: View) -> Assignment:
+    return gang(view, view.remaining_iterations)      # schedule.gang: whole devices, smallest key first
+```
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from splitjax.errors import ScheduleError
+from splitjax.schedule.model.cluster import Cluster
+from splitjax.schedule.model.jobs import Job, JobColumns
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A job in a group: its number in `View.jobs`, and the devices that hold it, one per worker (where a discipline moves tasks about, its
+    workers' states may be on further devices of the group: those are `resident`)."""
+
+    job: int
+    devices: tuple[int, ...]
+    resident: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Jobs that share devices, and how: `discipline` is the name of a registered discipline, `option` a value that it may read (hashable).
+    No device is in two groups."""
+
+    members: tuple[Member, ...]
+    discipline: str = "gang"
+    option: Any = None
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """All devices of the group, ascending."""
+        if len(self.members) == 1 and not self.members[0].resident:
+            return tuple(sorted(set(self.members[0].devices)))
+        return tuple(sorted({device for member in self.members for device in (*member.devices, *member.resident)}))
+
+    @property
+    def computing_devices(self) -> tuple[int, ...]:
+        """What a chart draws them on, ascending: all devices while jobs share them, and of a job that is left alone its workers' own, one each. On the further
+        ones it is only resident, until the policy is asked again."""
+        return tuple(sorted(set(self.members[0].devices))) if len(self.members) == 1 else self.devices
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """What is known at one moment. Arrays are read-only; those marked [active] have one entry per job in `active`.
+
+    **Attributes:**
+
+    - `now_seconds`, `cluster`.
+    - `jobs`, `columns`: all jobs of the trace and their constants; numbers of jobs index both. Those that have not arrived are none of a policy's business.
+    - `active`: i64, numbers of the jobs that have arrived and are not done, in order of arrival.
+    - `remaining_iterations`: f64[active], fractions of an iteration included.
+    - `attained_seconds`: f64[active], how long it has held devices. `attained_device_seconds`: f64[active], the same times devices, shared devices
+      counted by the share that it computed.
+    - `fair_seconds`: f64[active], time since arrival, each moment multiplied by how many times over its devices the cluster was asked for (at least 1).
+    - `group_of`: i64[active], id of the group that it is in, -1 while it waits.
+    - `groups`: id -> group, of those that run.
+    - `free`: bool[num_devices], devices in no group.
+    - `memory`: what this policy's last `Assignment` remembered; None at the start.
+    """
+
+    now_seconds: float
+    cluster: Cluster
+    jobs: Sequence[Job]
+    columns: JobColumns
+    active: NDArray[np.int64]
+    remaining_iterations: NDArray[np.float64]
+    attained_seconds: NDArray[np.float64]
+    attained_device_seconds: NDArray[np.float64]
+    fair_seconds: NDArray[np.float64]
+    group_of: NDArray[np.int64]
+    groups: Mapping[int, Group]
+    free: NDArray[np.bool_]
+    memory: Any = None
+
+    @property
+    def num_workers(self) -> NDArray[np.int64]:
+        """i64[active]."""
+        return self.columns.num_workers[self.active]
+
+    @property
+    def arrival_seconds(self) -> NDArray[np.float64]:
+        """f64[active]."""
+        return self.columns.arrival_seconds[self.active]
+
+    @property
+    def remaining_seconds(self) -> NDArray[np.float64]:
+        """f64[active], alone and with full backpropagation."""
+        return self.remaining_iterations * self.columns.iteration_seconds[self.active]
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """What a policy changes. Groups that it does not name go on as they are.
+
+    **Attributes:**
+
+    - `stop`: ids of groups that end. A job of theirs that a started group holds on the same devices goes on without a restart; others are
+      preempted (checkpointed) and wait, or move.
+    - `start`: groups that begin, on devices that are free once the others have ended.
+    - `wake_seconds`: ask again then, though no job has arrived or finished (a demotion, the end of a round).
+    - `memory`: an immutable value that comes back as `View.memory`.
+    """
+
+    stop: tuple[int, ...] = ()
+    start: tuple[Group, ...] = ()
+    wake_seconds: float = math.inf
+    memory: Any = None
+
+
+Decide = Callable[[View], Assignment]
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A registered policy.
+
+    **Attributes:**
+
+    - `name`; `decide`: the pure function; `paper`: where it is from; `summary`: first paragraph of its docstring.
+    - `order`: name of the order in which it serves jobs. `baseline`: the gang policy of that order, which efficiencies are relative to.
+    """
+
+    name: str
+    decide: Decide
+    paper: str
+    summary: str
+    order: str
+    baseline: str
+
+
+_POLICIES: dict[str, Policy] = {}
+
+
+def _summary(decide: Decide) -> str:
+    """The first paragraph of the docstring, in one line."""
+    return " ".join((decide.__doc__ or "").split("\n\n")[0].split())
+
+
+def register(name: str, *, paper: str, order: str = "", baseline: str = "") -> Callable[[Decide], Decide]:
+    """Decorator: makes a function `View -> Assignment` a policy of this name. `order` defaults to the name without `gang-`, `baseline` to
+    `gang-ORDER`. Raises `ScheduleError` if the name is taken."""
+
+    def add(decide: Decide) -> Decide:
+        if name in _POLICIES and _POLICIES[name].decide is not decide:
+            raise ScheduleError("there is a policy of this name", value=name, remedy="choose another name")
+        served = order or name.removeprefix("gang-")
+        _POLICIES[name] = Policy(name, decide, paper, _summary(decide), served, baseline or f"gang-{served}")
+        return decide
+
+    return add
+
+
+def get(name: str) -> Policy:
+    """The policy of this name. Raises `ScheduleError`, which lists the names there are."""
+    if name not in _POLICIES:
+        close = difflib.get_close_matches(name, _POLICIES, n=1)
+        raise ScheduleError(
+            "there is no policy of this name" + (f"; did you mean {close[0]!r}?" if close else ""), value=name, remedy="name one of " + ", ".join(names())
+        )
+    return _POLICIES[name]
+
+
+def names() -> list[str]:
+    """Names of all policies, sorted."""
+    return sorted(_POLICIES)

@@ -1,0 +1,126 @@
+"""What a run keeps of its jobs: arrays of progress, brought up to date only when they are looked at, and integrals over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from splitjax.schedule.model.cluster import Cluster
+from splitjax.schedule.model.jobs import Job, JobColumns
+from splitjax.schedule.model.policy import Group, View
+from splitjax.schedule.model.result import JobRecord, Work
+
+_BUSY, _FINISHED, _CREDITED, _FLOOR = 0, 1, 2, 3  # positions in a vector of work; the floors are its last four
+_LENGTH = 7
+
+
+class Progress:
+    """Each job: iterations done until `since`, at `rate` a second from then on, and service likewise. One entry per job of the trace."""
+
+    def __init__(self, jobs: Sequence[Job], columns: JobColumns):
+        count = len(jobs)
+        self.jobs, self.columns = jobs, columns
+        self.remaining = columns.num_iterations.astype(np.float64)
+        self.rate, self.progress_from = np.zeros(count), np.zeros(count)
+        self.seconds, self.device_seconds = np.zeros(count), np.zeros(count)
+        self.held, self.held_from = np.zeros(count), np.zeros(count)
+        self.group_of = np.full(count, -1, np.int64)
+        self.fair_at_arrival = np.zeros(count)
+        self.started, self.finished = np.full(count, np.nan), np.full(count, np.nan)
+        self.fair_at_finish = np.zeros(count)
+        self.starts = np.zeros(count, np.int64)
+
+    def settle(self, job: int, now: float) -> None:
+        """Brings one job up to date."""
+        if self.held[job] > 0:
+            elapsed = now - self.held_from[job]
+            self.seconds[job] += elapsed
+            self.device_seconds[job] += self.held[job] * elapsed
+            self.held_from[job] = now
+        if self.rate[job] > 0 and now > self.progress_from[job]:
+            self.remaining[job] = max(0.0, self.remaining[job] - self.rate[job] * (now - self.progress_from[job]))
+            self.progress_from[job] = now
+
+    def hold(self, job: int, now: float, group: int, share: float, rate: float, progress_from: float) -> None:
+        """A job, up to date, that from now on has `share` devices and progresses at `rate` from `progress_from` on."""
+        self.group_of[job], self.held[job], self.held_from[job] = group, share, now
+        self.rate[job], self.progress_from[job] = rate, progress_from
+
+    def release(self, job: int, now: float) -> None:
+        """Brings a job up to date, and it waits."""
+        self.settle(job, now)
+        self.group_of[job], self.held[job], self.rate[job] = -1, 0.0, 0.0
+
+    def view(
+        self, now: float, cluster: Cluster, active: NDArray[np.int64], fair: float, groups: Mapping[int, Group], free: NDArray[np.bool_], memory: Any
+    ) -> View:
+        """What a policy may know, up to date."""
+        elapsed = (now - self.held_from[active]) * (self.held[active] > 0)
+        ran = self.rate[active] * np.maximum(0.0, now - self.progress_from[active])
+        arrays = (
+            active.view(), np.maximum(0.0, self.remaining[active] - ran), self.seconds[active] + elapsed,
+            self.device_seconds[active] + self.held[active] * elapsed, fair - self.fair_at_arrival[active], self.group_of[active],
+        )  # fmt: skip
+        free = free.view()
+        for array in (*arrays, free):
+            array.setflags(write=False)
+        return View(now, cluster, self.jobs, self.columns, *arrays, groups, free, memory)
+
+    def records(self) -> tuple[JobRecord, ...]:
+        """Of all jobs, in the order of the trace."""
+        return tuple(
+            JobRecord(
+                job.name, job.tag, job.num_workers, job.arrival_seconds, float(self.started[number]), float(self.finished[number]), job.exclusive_seconds,
+                float(self.seconds[number]), float(self.device_seconds[number]), float(self.fair_at_finish[number] - self.fair_at_arrival[number]),
+                int(self.starts[number]),
+            )
+            for number, job in enumerate(self.jobs)
+        )  # fmt: skip
+
+
+class Integrals:
+    """Sums over time of what is under way, for the whole run and for its busy part."""
+
+    def __init__(self, num_devices: int):
+        self.num_devices = num_devices
+        self.speed = np.zeros(_LENGTH)
+        self.num_held = 0
+        self.demand = 0
+        self.fair = 0.0
+        self._work = np.zeros((2, _LENGTH))
+        self._times = np.zeros((2, 2))  # [whole run, busy part] x [seconds, held device-seconds]
+
+    @property
+    def _parts(self) -> slice:
+        return slice(0, 2 if self.demand >= self.num_devices else 1)
+
+    def advance(self, seconds: float) -> None:
+        """Time passes."""
+        if seconds > 0:
+            self._work[self._parts] += self.speed * seconds
+            self._times[self._parts] += (seconds, seconds * self.num_held)
+            self.fair += seconds * max(1.0, self.demand / self.num_devices)
+
+    def add(self, work: NDArray[np.float64]) -> None:
+        """Work that is done at once: an iteration."""
+        self._work[self._parts] += work
+
+    def parts(self) -> tuple[Work, Work]:
+        """The whole run and its busy part."""
+        whole, busy = (
+            Work(
+                float(seconds), float(seconds) * self.num_devices, float(work[_BUSY]), float(held), float(work[_FINISHED]), float(work[_CREDITED]),
+                tuple(map(float, work[_FLOOR:])),
+            )
+            for work, (seconds, held) in zip(self._work, self._times)
+        )  # fmt: skip
+        return whole, busy
+
+
+def iteration_work(columns: JobColumns, job: int, device_seconds: float, credit: float) -> NDArray[np.float64]:
+    """f64[7], what an iteration of a job adds to the integrals: computing time, worth, credited worth, floors."""
+    worth = float(columns.iteration_seconds[job] * columns.num_workers[job])
+    return np.array([device_seconds, worth, worth * credit, *columns.resource_seconds[job]])

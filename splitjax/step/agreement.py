@@ -1,0 +1,134 @@
+"""Do all processes of a run do the same thing? Compared before a program first runs, through the key-value store of JAX's
+coordination service: without a device, so that a difference is an error and not a collective that never ends."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import json
+import re
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from splitjax import _compat
+from splitjax.errors import ProcessError
+from splitjax.plan import Plan
+from splitjax.step.processes import value_digest
+
+# Processes reach their first step at different times: data may load, disks differ. Longer than that, one is not coming.
+TIMEOUT_SECONDS = 300.0
+# The coordination service refuses messages above 4 MB.
+_PACKED_LIMIT = 2_000_000
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+_SET = re.compile(r"frozenset\(\{([^{}]*)\}\)|\{('[^{}:]*)\}")
+
+Items = Sequence[tuple[str, str]]  # what is compared, with its digest
+
+
+def program_text(jaxpr: Any) -> str:
+    """A closed jaxpr with digests of the values it closes over, as text. What differs between two processes that traced the same
+    step (addresses of functions, the order of sets) is left out."""
+    text = _SET.sub(lambda found: ",".join(sorted((found[1] or found[2]).split(", "))), _ADDRESS.sub("0x", str(jaxpr)))
+    _, consts = _compat.open_jaxpr(jaxpr)
+    values = (f"constant {value_digest(np.asarray(const))}" for const in consts if _is_host_value(const))
+    return "\n".join((text, *values))
+
+
+def _is_host_value(const: Any) -> bool:
+    if not isinstance(const, jax.Array):
+        return isinstance(const, np.ndarray)
+    return const.is_fully_addressable and not jax.dtypes.issubdtype(const.dtype, jax.dtypes.extended)
+
+
+def agree(name: str, plan: Plan, program: str, values: Items, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+    """Compares this process's plan, program (`program_text`) and host values with those of the run's other processes.
+
+    Raises `ProcessError`, in every process, that names the first difference, or the processes that did not come in time."""
+    client = _compat.coordination_client()
+    if client is None or jax.process_count() == 1:
+        return
+    rank = jax.process_index()
+    items = [("plan", plan.digest[:16]), ("program", hashlib.sha256(program.encode()).hexdigest()[:16]), *values]
+    folder = _publish(client, name, rank, json.dumps(items))
+    if rank == 0:
+        client.key_value_set(f"{folder}plan", _packed(plan.to_json()))
+        client.key_value_set(f"{folder}program", _packed(program))
+    place = f"first call of {name} in process {rank}"
+    try:
+        client.wait_at_barrier(f"{folder}all", round(timeout_seconds * 1000))
+    except Exception as error:  # the runtime's own type differs by version
+        raise ProcessError(
+            f"not every process came to this call within {timeout_seconds:g} s: {str(error).splitlines()[0][:300]}", place=place,
+            remedy="every process must call the same steps in the same order; see what the others do or wait for",
+        ) from error
+    theirs = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in client.key_value_dir_get(f"{folder}items/")}
+    for other in sorted(theirs):
+        what = _first_difference(theirs[0], theirs[other])
+        if what is not None:
+            detail = _detail(client, folder, what, plan, program) if rank == other else ""
+            raise ProcessError(_sentence(what, other) + detail, value=what, place=place, remedy=_remedy(what))
+
+
+def _publish(client: Any, name: str, rank: int, text: str) -> str:
+    """Writes this process's entry into the first folder of that name that it has not used, and returns the folder: processes that
+    build the same programs in the same order meet in the same ones."""
+    for number in itertools.count():
+        folder = f"splitjax/{name}/{number}/"
+        try:
+            client.key_value_set(f"{folder}items/{rank}", text)
+        except Exception as error:
+            if "ALREADY_EXISTS" not in str(error) and "already exists" not in str(error):
+                raise
+        else:
+            return folder
+    raise AssertionError("unreachable")
+
+
+def _first_difference(first: Items, other: Items) -> str | None:
+    if [tuple(item) for item in first] == [tuple(item) for item in other]:
+        return None
+    mine, theirs = dict(first), dict(other)
+    for what in (*mine, *(name for name in theirs if name not in mine)):
+        if mine.get(what) != theirs.get(what):
+            return what
+    return "order of the arguments"
+
+
+def _packed(text: str) -> str:
+    packed = base64.b85encode(zlib.compress(text.encode())).decode()
+    return packed if len(packed) <= _PACKED_LIMIT else ""
+
+
+def _detail(client: Any, folder: str, what: str, plan: Plan, program: str) -> str:
+    """The first difference from process 0's plan or program, as the end of a sentence."""
+    packed = client.blocking_key_value_get(f"{folder}{what}", 10_000) if what in ("plan", "program") else ""
+    if not packed:
+        return ""
+    text = zlib.decompress(base64.b85decode(packed)).decode()
+    if what == "plan":
+        return "".join(f": {difference}" for difference in Plan.from_json(text).diff(plan)[:1])
+    pairs = itertools.zip_longest(text.splitlines(), program.splitlines(), fillvalue="nothing")
+    here, there = next(pair for pair in pairs if pair[0] != pair[1])
+    return f": {here.strip()[:200]!r} there, {there.strip()[:200]!r} here"
+
+
+def _sentence(what: str, other: int) -> str:
+    if what in ("plan", "program"):
+        return f"process {other} made another {what} of this step than process 0"
+    return f"process {other} passes another value of {what!r} than process 0"
+
+
+def _remedy(what: str) -> str:
+    if what == "plan":
+        return "give every process the same mesh, rules, model and versions"
+    if what == "program":
+        return "trace the same code with the same constants everywhere: no branch on the process, no unseeded randomness, no clock"
+    return (
+        "an array that is not global must be the same in every process: seed alike, pass the whole batch everywhere, or make each "
+        "process's own examples its part with splitjax.global_batch(local_batch)"
+    )

@@ -1,0 +1,114 @@
+"""Finds a step's states again among its results, by structure, shapes and dtypes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from splitjax.errors import StateError
+from splitjax.step.arguments import Bound, Options
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """A subtree of the result: where it stands, its structure, and its flat range."""
+
+    path: str
+    tree: Any
+    start: int
+    stop: int
+    number: int | None  # position in a tuple result
+    depth: int
+
+
+def match_states(options: Options, bound: Bound, result: Any) -> dict[int, int]:
+    """Flat argument position of every state leaf -> flat result position of its new value.
+
+    `result` is the step's result as a pytree of `ShapeDtypeStruct`s. Raises `StateError` when a state does not come back
+    (naming the first path that differs), or comes back in more than one place of the same depth (of several, the outermost is
+    the state).
+    """
+    leaves = jax.tree.leaves(result)
+    places = list(_places(result, "result", 0, None, 0))
+    matched: dict[int, int] = {}
+    for order, number in enumerate(options.state_argnums):
+        start, stop = bound.spans[number]
+        if start == stop:
+            continue
+        tree = jax.tree.structure(bound.args[number])
+        name = options.names[number] if number < len(options.names) else f"argument {number}"
+        if options.state_outnums is not None:
+            found = [p for p in places if p.number == options.state_outnums[order]] or [p for p in places if p.path == "result"]
+            chosen = found[0]
+            if chosen.tree != tree:
+                raise _missing(name, bound, number, places, leaves, options)
+        else:
+            same = [p for p in places if p.tree == tree]
+            found = [p for p in same if _fits(p, start, bound, leaves)]
+            found = [p for p in found if p.depth == min(one.depth for one in found)]
+            if len(found) > 1 and len({(p.start, p.stop) for p in found}) > 1:
+                raise StateError(
+                    f"the state {name!r} could be any of {len(found)} results of the same structure",
+                    value=[p.path for p in found], place=f"results of the step, state argument {number}",
+                    remedy="say which results are the states with state_outnums=(...), positions in the returned tuple",
+                )
+            if not found:
+                raise _missing(name, bound, number, same or places, leaves, options)
+            chosen = found[0]
+        _check(chosen, start, bound, leaves, name)
+        matched.update((start + k, chosen.start + k) for k in range(stop - start))
+    return matched
+
+
+def _places(node: Any, path: str, start: int, number: int | None, depth: int) -> Iterator[_Place]:
+    tree = jax.tree.structure(node)
+    yield _Place(path, tree, start, start + tree.num_leaves, number, depth)
+    if jax.tree_util.treedef_is_leaf(tree):
+        return
+    children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    top = path == "result" and isinstance(node, (tuple, list))
+    for position, (key, child) in enumerate(children):
+        yield from _places(child, path + jax.tree_util.keystr(key), start, position if top else None, depth + 1)
+        start += jax.tree.structure(child).num_leaves
+
+
+def _fits(place: _Place, start: int, bound: Bound, leaves: Sequence[Any]) -> bool:
+    return all(
+        tuple(leaf.shape) == bound.signature.avals[start + k][0] and str(leaf.dtype) == bound.signature.avals[start + k][1]
+        for k, leaf in enumerate(leaves[place.start : place.stop])
+    )
+
+
+def _check(place: _Place, start: int, bound: Bound, leaves: Sequence[Any], name: str) -> None:
+    for k, leaf in enumerate(leaves[place.start : place.stop]):
+        shape, dtype, _ = bound.signature.avals[start + k]
+        if (tuple(leaf.shape), str(leaf.dtype)) != (shape, dtype):
+            path = bound.arguments[start + k].path
+            raise StateError(
+                f"the state {name!r} comes back changed: {path} goes in as {dtype}{list(shape)} and comes out as "
+                f"{leaf.dtype}{list(leaf.shape)}",
+                value=path, place=place.path,
+                remedy="return the new state with the shapes and dtypes it came with (cast it back, as with .astype)",
+            )
+
+
+def _missing(name: str, bound: Bound, number: int, places: Sequence[_Place], leaves, options: Options) -> StateError:
+    start, stop = bound.spans[number]
+    tree = jax.tree.structure(bound.args[number])
+    for place in places:
+        if place.tree == tree:  # right structure, wrong arrays: say which
+            try:
+                _check(place, start, bound, leaves, name)
+            except StateError as error:
+                return error
+    mine = [a.path for a in bound.arguments[start:stop]]
+    return StateError(
+        f"the state {name!r} does not come back: no result of the step has its structure "
+        f"({stop - start} arrays, first {mine[0]})",
+        value=sorted({p.path for p in places})[:12], place=f"results of the step, state argument {number}",
+        remedy="return the new state with the same pytree structure; for a step that only reads it (evaluation) use "
+        "step.like(fn), and for steps that mutate NNX modules splitjax.nnx.parallelize",
+    )
