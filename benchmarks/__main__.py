@@ -26,12 +26,14 @@ def registry() -> dict[str, str]:
 
 
 def _has_main(tree: ast.Module) -> bool:
-    """Tells a benchmark that is a package from a package of helpers: its `main.py` or its `__init__.py` defines `main`."""
+    """Tells a benchmark that is a package from a package of helpers: its `main.py` or its `__init__.py` defines
+    `main`."""
     return any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmark that the first argument names with the rest; returns its exit status, 2 for an unknown name."""
+    """Runs the benchmark that the first argument names with the rest; returns its exit status, 2 for an unknown
+    name."""
     arguments = sys.argv[1:] if argv is None else argv
     known = registry()
     if not arguments or arguments[0] in ("-h", "--help"):

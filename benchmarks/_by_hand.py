@@ -1,8 +1,8 @@
-"""Training steps sharded by hand, as one writes them with `jax.jit`, `NamedSharding` and `with_sharding_constraint`: what the
-overhead benchmark compares splitjax with.
+"""Training steps sharded by hand, as one writes them with `jax.jit`, `NamedSharding` and `with_sharding_constraint`:
+what the overhead benchmark compares splitjax with.
 
-Every model takes `pin(where, x)`, which is where the hand-written version constrains activations; the version that splitjax
-is given pins nothing. Where a place has no spec, nothing is constrained there.
+Every model takes `pin(where, x)`, which is where the hand-written version constrains activations; the version that
+splitjax is given pins nothing. Where a place has no spec, nothing is constrained there.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class Transformer(nn.Module):
 
 
 def make_step(model: nn.Module, tx: optax.GradientTransformation, value_and_grad: Callable) -> Callable:
-    """`step(state, batch) -> (state, {"loss": ...})`, for images with a label each and for tokens with one a position."""
+    """`step(state, batch) -> (state, {"loss": ...})`, for images with a label each and for tokens with one a
+    position."""
 
     def train_step(state, batch):
         def loss_fn(params):
@@ -119,8 +120,8 @@ def make_init(model: nn.Module, tx: optax.GradientTransformation, batch: Any) ->
 
 @dataclasses.dataclass(frozen=True)
 class ByHand:
-    """A model with the sharding that its author would write: a spec for every parameter (its momentum follows), one for the
-    batch, and constraints on activations by place (`style` says which). `rules` is splitjax's name for it."""
+    """A model with the sharding that its author would write: a spec for every parameter (its momentum follows), one for
+    the batch, and constraints on activations by place (`style` says which). `rules` is splitjax's name for it."""
 
     name: str
     rules: str
@@ -135,11 +136,15 @@ class ByHand:
         """The jitted step, the state's shardings, the batch's."""
 
         def pin(where, x):
-            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, self.pins[where])) if where in self.pins else x
+            return (
+                jax.lax.with_sharding_constraint(x, NamedSharding(mesh, self.pins[where])) if where in self.pins else x
+            )
 
         step = make_step(self.model.clone(pin=pin), tx, jax.value_and_grad)
         shapes = jax.eval_shape(make_init(self.model, tx, self.batch), jax.random.key(0))
-        paths = jax.tree_util.tree_map_with_path(lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), shapes)
+        paths = jax.tree_util.tree_map_with_path(
+            lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), shapes
+        )
         state = jax.tree.map(lambda path: NamedSharding(mesh, self.spec(path)), paths)
         batch = {name: NamedSharding(mesh, P(axes)) for name, axes in self.batch_axes.items()}
         return jax.jit(step, in_shardings=(state, batch), out_shardings=(state, None), donate_argnums=0), state, batch
@@ -183,12 +188,38 @@ _ALL, _SPLIT, _DATA = {"x": WORKERS, "y": WORKERS}, {"x": WORKERS, "y": "data"},
 _INTO = {"into columns": P("data", None), "into rows": P("data", "model")}
 CASES = (
     ByHand("vgg", "data_parallel", "batch and state alone", VGG(), _images(), _ALL, lambda path: P(), {}),
-    ByHand("vgg", "splitbrain", "each dense layer's input, the last one's product", VGG(), _images(), _SPLIT, _vgg_split,
-           {**_INTO, "product of rows": P("data", None)}),
-    ByHand("vgg", "splitbrain", "each dense layer's input and product", VGG(), _images(), _SPLIT, _vgg_split,
-           {**_INTO, "product of columns": P("data", "model"), "product of rows": P("data", None)}),
-    ByHand("vgg", "splitbrain", "each dense layer's input and output", VGG(), _images(), _SPLIT, _vgg_split,
-           {**_INTO, "out of columns": P("data", "model"), "out of rows": P("data", None)}),
-    ByHand("vgg", "splitbrain", "the crossing alone", VGG(), _images(), _ALL, _vgg_split, {"crossing": P("data", None)}),
+    ByHand(
+        "vgg",
+        "splitbrain",
+        "each dense layer's input, the last one's product",
+        VGG(),
+        _images(),
+        _SPLIT,
+        _vgg_split,
+        {**_INTO, "product of rows": P("data", None)},
+    ),
+    ByHand(
+        "vgg",
+        "splitbrain",
+        "each dense layer's input and product",
+        VGG(),
+        _images(),
+        _SPLIT,
+        _vgg_split,
+        {**_INTO, "product of columns": P("data", "model"), "product of rows": P("data", None)},
+    ),
+    ByHand(
+        "vgg",
+        "splitbrain",
+        "each dense layer's input and output",
+        VGG(),
+        _images(),
+        _SPLIT,
+        _vgg_split,
+        {**_INTO, "out of columns": P("data", "model"), "out of rows": P("data", None)},
+    ),
+    ByHand(
+        "vgg", "splitbrain", "the crossing alone", VGG(), _images(), _ALL, _vgg_split, {"crossing": P("data", None)}
+    ),
     ByHand("transformer", "megatron", "batch and state alone", Transformer(), _tokens(), _DATA, _megatron, {}),
-)  # fmt: skip
+)

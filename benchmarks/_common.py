@@ -11,7 +11,8 @@ _COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
 def virtual_devices(count: int = 8) -> None:
-    """Makes this process see `count` CPU devices. Has to come before JAX looks for devices; a count that is already set stays."""
+    """Makes this process see `count` CPU devices. Has to come before JAX looks for devices; a count that is already set
+    stays."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     quiet_tpu_compiler()  # JAX loads it where it is installed, whatever the platform
     flags = os.environ.get("XLA_FLAGS", "")
@@ -20,7 +21,8 @@ def virtual_devices(count: int = 8) -> None:
 
 
 def quiet_tpu_compiler() -> None:
-    """Keeps libtpu from looking for a TPU host's metadata, and lets two processes load it. Has to come before it is loaded."""
+    """Keeps libtpu from looking for a TPU host's metadata, and lets two processes load it. Has to come before it is
+    loaded."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")

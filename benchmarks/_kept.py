@@ -1,4 +1,5 @@
-"""Result pages of several parts. What each part found is kept as JSON beside the page, so that one is measured again without the others."""
+"""Result pages of several parts. What each part found is kept as JSON beside the page, so that one is measured again
+without the others."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ Part = dict[str, Any]  # title, lines, goals, seconds, load, header
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """`NAME.md`, and `NAME.json` beside it. `order`: by which key parts come. `has_gap`: an empty line between a part's text and its goals."""
+    """`NAME.md`, and `NAME.json` beside it. `order`: by which key parts come. `has_gap`: an empty line between a part's
+    text and its goals."""
 
     name: str
     title: str
@@ -40,9 +42,19 @@ class Page:
         lines = [f"# {self.title}", "", f"**{sum(goal.ok for goal in goals)} of {len(goals)} goals met.**", ""]
         for key in sorted(kept, key=self.order):
             one = kept[key]
-            lines += [f"## {one['title']}", "", one["header"].rstrip(), f"- {one['seconds']:.0f} s; {one['load']} before it began", "", *one["lines"]]
+            lines += [
+                f"## {one['title']}",
+                "",
+                one["header"].rstrip(),
+                f"- {one['seconds']:.0f} s; {one['load']} before it began",
+                "",
+                *one["lines"],
+            ]
             lines += [""] if self.has_gap else []
-            lines += [*(f"- {'**' if not goal.ok else ''}{goal}{'**' if not goal.ok else ''}" for goal in goals_of(one)), ""]
+            lines += [
+                *(f"- {'**' if not goal.ok else ''}{goal}{'**' if not goal.ok else ''}" for goal in goals_of(one)),
+                "",
+            ]
         return lines
 
     def _file(self, folder: pathlib.Path) -> pathlib.Path:
@@ -54,12 +66,20 @@ def add_options(parser: argparse.ArgumentParser, data_help: str, parts: Sequence
     parser.add_argument("--data-dir", type=pathlib.Path, required=True, help=data_help)
     parser.add_argument("--only", nargs="*", choices=tuple(parts), default=[], metavar="PART", help=", ".join(parts))
     parser.add_argument("--quick", action="store_true", help="a small part of each, printed only")
-    parser.add_argument("--output", type=pathlib.Path, default=RESULTS, help="folder of the page instead of benchmarks/results")
+    parser.add_argument(
+        "--output", type=pathlib.Path, default=RESULTS, help="folder of the page instead of benchmarks/results"
+    )
 
 
-def run_parts(page: Page, jobs: Mapping[str, Callable[[], Part | None]], options: argparse.Namespace, complete: Callable[[dict[str, Part]], None] | None = None) -> int:
-    """Measures parts, and writes page and JSON after each; returns 1 where a goal is missed or a part failed. `jobs`: by key what measures it (None: it
-    failed; its earlier figures stay). `complete`: makes of all parts, in place, what depends on several."""
+def run_parts(
+    page: Page,
+    jobs: Mapping[str, Callable[[], Part | None]],
+    options: argparse.Namespace,
+    complete: Callable[[dict[str, Part]], None] | None = None,
+) -> int:
+    """Measures parts, and writes page and JSON after each; returns 1 where a goal is missed or a part failed. `jobs`:
+    by key what measures it (None: it failed; its earlier figures stay). `complete`: makes of all parts, in place, what
+    depends on several."""
     options.output.mkdir(parents=True, exist_ok=True)  # before anything is measured that would be lost
     kept, failed, done = page.read(options.output), [], []
     for key, run in jobs.items():
@@ -75,12 +95,16 @@ def run_parts(page: Page, jobs: Mapping[str, Callable[[], Part | None]], options
             page.write(kept, options.output)
     found = [goal for key in done for goal in goals_of(kept[key])]
     print("\n" + "\n".join(map(str, found)))
-    print(f"{sum(goal.ok for goal in found)} of {len(found)} goals met" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    print(
+        f"{sum(goal.ok for goal in found)} of {len(found)} goals met"
+        + (f"; failed: {', '.join(failed)}" if failed else "")
+    )
     return 0 if all(goal.ok for goal in found) and not failed else 1
 
 
 def run_part(key: str, measure: Callable[[], Any], command: str, packages: Sequence[str] | None = None) -> Part | None:
-    """What a part found, as JSON values, with date and machine; None where it failed. `measure`: gives the section. `packages`: whose versions are told."""
+    """What a part found, as JSON values, with date and machine; None where it failed. `measure`: gives the section.
+    `packages`: whose versions are told."""
     from benchmarks import machine
     from benchmarks.splitbrain.common import busy
 
@@ -92,7 +116,9 @@ def run_part(key: str, measure: Callable[[], Any], command: str, packages: Seque
         traceback.print_exc()
         return None
     show(section.title, section.lines)
-    header = machine.header(machine.this_machine() if packages is None else machine.this_machine(tuple(packages)), command)
+    header = machine.header(
+        machine.this_machine() if packages is None else machine.this_machine(tuple(packages)), command
+    )
     return {**dataclasses.asdict(section), "seconds": time.perf_counter() - started, "load": load, "header": header}
 
 

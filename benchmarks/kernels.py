@@ -2,10 +2,11 @@
 
     python -m benchmarks kernels [--rows 200000] [--width 512] [--repeats 20] [--write]
 
-Each operation runs as splitjax dispatches it on this accelerator, and as XLA alone does it: `.at[].add` for the segment sum, `.at[].get`
-for the gather, `.at[].set` for the scatter, `jnp.nonzero` for the bitmap's ids. The useful bytes are those that any implementation
-has to read and write; a copy of an array past the caches says what the memory gives. Where there is no accelerator there is no kernel:
-then the references are measured, the program says so, and it writes no page.
+Each operation runs as splitjax dispatches it on this accelerator, and as XLA alone does it: `.at[].add` for the segment
+sum, `.at[].get` for the gather, `.at[].set` for the scatter, `jnp.nonzero` for the bitmap's ids. The useful bytes are
+those that any implementation has to read and write; a copy of an array past the caches says what the memory gives.
+Where there is no accelerator there is no kernel: then the references are measured, the program says so, and it writes
+no page.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Measured:
 
 
 def cases(num_rows: int, width: int) -> list[Case]:
-    """The operations on the rows that a batch with frequent words touches: numbers drawn log-uniformly, a table four times as long."""
+    """The operations on the rows that a batch with frequent words touches: numbers drawn log-uniformly, a table four
+    times as long."""
     rng = np.random.default_rng(0)
     size = 4 * num_rows
     ids = np.sort(np.exp(rng.uniform(0, np.log(size), num_rows)).astype(np.int32) % size)
@@ -83,20 +85,33 @@ def cases(num_rows: int, width: int) -> list[Case]:
     return [
         Case("bitmap encode", kernels.encode, _pack_by_xla, (presence,), presence.size + 4 * words.size),
         Case(
-            "bitmap decode", lambda words: kernels.decode(words, num_rows), lambda words: _nonzero(words, num_rows),
-            (words,), 4 * words.size + 4 * num_rows,
+            "bitmap decode",
+            lambda words: kernels.decode(words, num_rows),
+            lambda words: _nonzero(words, num_rows),
+            (words,),
+            4 * words.size + 4 * num_rows,
         ),
         Case(
-            "segment sum", lambda ids, values: kernels.segment_sum(ids, values, slots).sums,
-            lambda ids, values: _sum_by_xla(ids, values, slots), (jnp.asarray(ids), values), (num_rows + len(unique)) * row_bytes,
+            "segment sum",
+            lambda ids, values: kernels.segment_sum(ids, values, slots).sums,
+            lambda ids, values: _sum_by_xla(ids, values, slots),
+            (jnp.asarray(ids), values),
+            (num_rows + len(unique)) * row_bytes,
         ),
         Case(
-            "gather", kernels.gather_rows, lambda table, rows: at(table, rows).get(mode="fill", fill_value=0),
-            (table_, rows), 2 * len(unique) * row_bytes,
+            "gather",
+            kernels.gather_rows,
+            lambda table, rows: at(table, rows).get(mode="fill", fill_value=0),
+            (table_, rows),
+            2 * len(unique) * row_bytes,
         ),
         Case(
-            "scatter", kernels.scatter_rows, lambda table, rows, new: at(table, rows).set(new, mode="drop"),
-            (table_, rows, new), 2 * len(unique) * row_bytes, in_place=True,
+            "scatter",
+            kernels.scatter_rows,
+            lambda table, rows, new: at(table, rows).set(new, mode="drop"),
+            (table_, rows, new),
+            2 * len(unique) * row_bytes,
+            in_place=True,
         ),
     ]
 
@@ -115,8 +130,11 @@ def _sum_by_xla(ids, values, slots):
     return jnp.zeros((slots, values.shape[1]), values.dtype).at[ranks].add(values, mode="drop")
 
 
-def seconds(function: Callable[..., Any], operands: tuple[jax.Array, ...], repeats: int, in_place: bool = False) -> float:
-    """The median time of a call, compiled before. Calls are timed by tens, so that the time to start one hides behind the others."""
+def seconds(
+    function: Callable[..., Any], operands: tuple[jax.Array, ...], repeats: int, in_place: bool = False
+) -> float:
+    """The median time of a call, compiled before. Calls are timed by tens, so that the time to start one hides behind
+    the others."""
     run = jax.jit(function, donate_argnums=0 if in_place else ())
     first, *rest = operands
     first = jnp.copy(first) if in_place else first
@@ -149,7 +167,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=200_000, help="rows before equal ones are added up")
     parser.add_argument("--width", type=int, default=512, help="numbers in a row")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/kernels.md (on an accelerator only)")
+    parser.add_argument(
+        "--write", action="store_true", help="write benchmarks/results/kernels.md (on an accelerator only)"
+    )
     options = parser.parse_args(argv)
     quiet_tpu_compiler()
     is_accelerator = jax.default_backend() in ("tpu", "gpu")
@@ -160,8 +180,13 @@ def main(argv: list[str] | None = None) -> int:
         ("operation", "MB", "ms", "GB/s", "of a copy", "XLA alone, ms", "goal"),
         [
             (
-                one.name, f"{one.num_bytes / 1e6:.1f}", f"{one.own_seconds * 1e3:.3f}", f"{one.bytes_per_second / 1e9:.1f}",
-                f"{one.of_copy:.0%}", f"{one.xla_seconds * 1e3:.3f}", ("met" if one.ok else "missed") if is_accelerator else "-",
+                one.name,
+                f"{one.num_bytes / 1e6:.1f}",
+                f"{one.own_seconds * 1e3:.3f}",
+                f"{one.bytes_per_second / 1e9:.1f}",
+                f"{one.of_copy:.0%}",
+                f"{one.xla_seconds * 1e3:.3f}",
+                ("met" if one.ok else "missed") if is_accelerator else "-",
             )
             for one in found
         ],
@@ -169,9 +194,15 @@ def main(argv: list[str] | None = None) -> int:
     lines = [f"Copy: {found[0].copy_bytes_per_second / 1e9:.1f} GB/s read and written.", "", *lines]
     print("\n".join(lines))
     if options.write and not is_accelerator:
-        print("error: a page holds figures of an accelerator\n  remedy: run this where jax.devices() shows a TPU or GPU", file=sys.stderr)
+        print(
+            "error: a page holds figures of an accelerator\n  remedy: run this where jax.devices() shows a TPU or GPU",
+            file=sys.stderr,
+        )
         return 2
     if options.write:
-        command = f"python -m benchmarks kernels --rows {options.rows} --width {options.width} --repeats {options.repeats} --write"
+        command = (
+            f"python -m benchmarks kernels --rows {options.rows} --width {options.width} --repeats {options.repeats}"
+            " --write"
+        )
         write_page("kernels", ["# Kernels", "", *__doc__.split("\n")[4:], header(this_machine(), command), *lines])
     return 0 if not is_accelerator or all(one.ok for one in found) else 1

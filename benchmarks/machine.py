@@ -80,8 +80,12 @@ def version(package: str) -> str:
 def header(machine: Machine, command: str) -> str:
     """Markdown lines that a result page starts with. `command`: what makes the page anew."""
     lines = [
-        f"- {machine.date}{f', commit {machine.commit}' if machine.commit else ''}, {machine.system}, {machine.processor}, {machine.num_cores} cores, {machine.memory_bytes / 2**30:.0f} GiB",
-        f"- devices: {machine.devices}; Python {machine.python}; " + ", ".join(f"{name} {number}" for name, number in machine.versions),
+        (
+            f"- {machine.date}{f', commit {machine.commit}' if machine.commit else ''}, {machine.system},"
+            f" {machine.processor}, {machine.num_cores} cores, {machine.memory_bytes / 2**30:.0f} GiB"
+        ),
+        f"- devices: {machine.devices}; Python {machine.python}; "
+        + ", ".join(f"{name} {number}" for name, number in machine.versions),
         f"- command: `{command}`" + (f"; `XLA_FLAGS={machine.xla_flags}`" if machine.xla_flags else ""),
     ]
     return "\n".join(lines) + "\n"

@@ -4,12 +4,14 @@
     python -m benchmarks numbers --quick    one small model, printed only
     python -m benchmarks numbers --only vgg16 --rules megatron --checks float32
 
-Each cell trains a narrow version of a model twice, from the same numbers on the same batches: by `jax.jit` on one device, and
-under `splitjax.parallelize` on eight virtual devices. It passes where every loss and every parameter agree, absolutely.
+Each cell trains a narrow version of a model twice, from the same numbers on the same batches: by `jax.jit` on one
+device, and under `splitjax.parallelize` on eight virtual devices. It passes where every loss and every parameter agree,
+absolutely.
 
-A ReLU or a max-pooling may stand so near its edge that rounding decides which way it falls, and its gradient jumps. In float32
-that happens to one device as well: the batches are therefore the first ones that one device trains on alike when the last bit
-of every weight is changed. How many were passed over stands on the page; what is compared, and how strictly, does not change.
+A ReLU or a max-pooling may stand so near its edge that rounding decides which way it falls, and its gradient jumps. In
+float32 that happens to one device as well: the batches are therefore the first ones that one device trains on alike
+when the last bit of every weight is changed. How many were passed over stands on the page; what is compared, and how
+strictly, does not change.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ MESH = {"data": 2, "model": 4}
 BATCH = 16
 RATE = 0.05
 
-# Narrow, so that a cell is mostly compilation; every kind of layer is there, and dropout, whose bits must be the global ones.
-# No dense weight is too small for fsdp to split (1024 values), save the last layers.
+# Narrow, so that a cell is mostly compilation; every kind of layer is there, and dropout, whose bits must be the global
+# ones. No dense weight is too small for fsdp to split (1024 values), save the last layers.
 NARROW = {"width": 1 / 16, "head_features": (64, 64), "dropout": 0.2}
 MODELS: dict[str, dict[str, Any]] = {
     "mlp": {"features": (64, 64), "input_shape": (8, 8, 3), "dropout": 0.2},
@@ -49,7 +51,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "resnet18": {"width": 1 / 16, "dropout": 0.2},
     "mobilenet_v2": {"width": 1 / 8, "depth": 0.3, "head_features": 64, "dropout": 0.2},
     "efficientnet_b0": {"width": 1 / 8, "depth": 0.3, "dropout": 0.2, "drop_path": 0.2},
-    "convnext_tiny": {"width": 1 / 12, "stage_sizes": (1, 2), "stage_channels": (96, 192), "dropout": 0.2, "drop_path": 0.2},
+    "convnext_tiny": {
+        "width": 1 / 12,
+        "stage_sizes": (1, 2),
+        "stage_channels": (96, 192),
+        "dropout": 0.2,
+        "drop_path": 0.2,
+    },
     "transformer": {"vocab_size": 64, "max_len": 16, "d_model": 32, "num_heads": 4, "dropout": 0.2},
 }
 
@@ -57,7 +65,8 @@ MODELS: dict[str, dict[str, Any]] = {
 @dataclasses.dataclass(frozen=True)
 class Check:
     """A precision with its number of steps, its optimizer, and how far apart the runs may be. `of_state`: whether
-    parameters and batch statistics count too; under Adam noise in a gradient that is truly zero becomes a whole step."""
+    parameters and batch statistics count too; under Adam noise in a gradient that is truly zero becomes a whole
+    step."""
 
     name: str
     dtype: str
@@ -131,13 +140,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("numbers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "numbers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="the mlp in float32 alone")
     parser.add_argument("--only", nargs="*", choices=tuple(MODELS), default=[], help="models")
     parser.add_argument("--libraries", nargs="*", choices=("linen", "nnx"), default=[])
     parser.add_argument("--rules", nargs="*", choices=RULES, default=[])
     parser.add_argument("--checks", nargs="*", choices=[check.name for check in CHECKS], default=[])
-    parser.add_argument("--output", type=pathlib.Path, help="folder of the page; a whole run writes to benchmarks/results")
+    parser.add_argument(
+        "--output", type=pathlib.Path, help="folder of the page; a whole run writes to benchmarks/results"
+    )
     return parser.parse_args(argv)
 
 
@@ -163,7 +176,10 @@ def _row(name: str, library: str, check: Check, rules: tuple[str, ...]) -> Itera
     for draw in range(20):
         batches = list(_batches(name, check, draw))
         want = run(name, check, batches, None)
-        if check.dtype == "float64" or max(_distances(run(name, check, batches, None, last_bit=True), want)[:2]) <= STEADY * check.tolerance:
+        if (
+            check.dtype == "float64"
+            or max(_distances(run(name, check, batches, None, last_bit=True), want)[:2]) <= STEADY * check.tolerance
+        ):
             break
     if not np.isfinite(want.losses).all() or len(set(want.losses)) == 1:
         raise RuntimeError(f"{name} does not train on one device: losses {want.losses}")
@@ -203,9 +219,9 @@ def _batches(name: str, check: Check, draw: int, num_examples: int = BATCH) -> I
 
 
 def _numbers(path: str, leaf: Any, dtype: str, last_bit: bool) -> jax.Array:
-    """First values from numpy, which draws the same everywhere and compiles nothing: weights of He's scale, scales near one,
-    biases that are not zero, running variances of one. All of one dtype: Flax begins batch statistics in float32 whatever
-    the model's, and a first step would change them. `last_bit`: every value moved to a neighbour."""
+    """First values from numpy, which draws the same everywhere and compiles nothing: weights of He's scale, scales near
+    one, biases that are not zero, running variances of one. All of one dtype: Flax begins batch statistics in float32
+    whatever the model's, and a first step would change them. `last_bit`: every value moved to a neighbour."""
     rng, name = np.random.default_rng(zlib.crc32(path.encode())), path.rsplit("/", 1)[-1]
     values = rng.normal(size=leaf.shape)
     if name in ("scale", "var"):
@@ -224,13 +240,18 @@ def _path(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _run_linen(name: str, check: Check, batches: list[Any], rules: str | None, last_bit: bool = False, **options: Any) -> Run:
+def _run_linen(
+    name: str, check: Check, batches: list[Any], rules: str | None, last_bit: bool = False, **options: Any
+) -> Run:
     """`options`: further ones of `parallelize`."""
     spec, tx = _spec(name, "linen", check), check.optimizer()
     init_fn, step, _ = make_step(spec, tx, value_and_grad=splitjax.value_and_grad)
     shapes = jax.eval_shape(init_fn, jax.random.key(0))
-    weights = {part: jax.tree_util.tree_map_with_path(lambda p, x: _numbers(_path(p), x, check.dtype, last_bit), shapes[part])
-               for part in ("params", "batch_stats") if part in shapes}  # fmt: skip
+    weights = {
+        part: jax.tree_util.tree_map_with_path(lambda p, x: _numbers(_path(p), x, check.dtype, last_bit), shapes[part])
+        for part in ("params", "batch_stats")
+        if part in shapes
+    }
     state = {**weights, "opt": tx.init(weights["params"]), "step": jnp.zeros((), jnp.int32)}
     if "key" in shapes:
         state["key"] = jax.random.key(3)
@@ -253,6 +274,7 @@ def _run_nnx(name: str, check: Check, batches: list[Any], rules: str | None, las
     _, step, _ = make_nnx_step(_spec(name, "nnx", check), check.optimizer(), value_and_grad=parallel_nnx.value_and_grad)
     model = _spec(name, "nnx", check).make(nnx.Rngs(params=0, dropout=3))
     weights = nnx.state(model, nnx.Any(nnx.Param, nnx.BatchStat))
+
     def numbers(path, leaf):
         return _numbers(_path(path).removesuffix("/value"), leaf, check.dtype, last_bit)
 
@@ -293,14 +315,19 @@ def _page(cells: list[Cell]) -> list[str]:
         "",
         machine.header(machine.this_machine(), "python -m benchmarks numbers").rstrip(),
         "",
-        f"Each cell trains a narrow model twice from the same numbers, batches of {BATCH}, dropout on: by `jax.jit` on one device, and "
-        f"under `splitjax.parallelize` on a mesh of {' x '.join(f'{axis}={size}' for axis, size in MESH.items())}. A cell is the "
-        "largest absolute difference of any loss, then of any parameter or batch statistic after the last step. `vgg11` has batch "
-        "norm, `vgg16` has none.",
+        (
+            f"Each cell trains a narrow model twice from the same numbers, batches of {BATCH}, dropout on: by `jax.jit`"
+            " on one device, and under `splitjax.parallelize` on a mesh of"
+            f" {' x '.join(f'{axis}={size}' for axis, size in MESH.items())}. A cell is the largest absolute difference"
+            " of any loss, then of any parameter or batch statistic after the last step. `vgg11` has batch norm,"
+            " `vgg16` has none."
+        ),
         "",
-        "In float32 the batches of a row are the first draw (of seeds 0, 1, ...) on which one device itself moves by no more than "
-        f"{STEADY:g} of the tolerance when the last bit of every weight is changed: where a ReLU stands on its edge, rounding decides "
-        "its gradient on one device, too. Not the first draw: " + (", ".join(skipped) or "none") + ".",
+        "In float32 the batches of a row are the first draw (of seeds 0, 1, ...) on which one device itself moves by"
+        f" no more than {STEADY:g} of the tolerance when the last bit of every weight is changed: where a ReLU stands"
+        " on its edge, rounding decides its gradient on one device, too. Not the first draw: "
+        + (", ".join(skipped) or "none")
+        + ".",
         "",
     ]
     for check in CHECKS:

@@ -1,11 +1,12 @@
-"""What splitjax costs over the same sharding written by hand: the compiled program, the step, the call, and the planning.
+"""What splitjax costs over the same sharding written by hand: the compiled program, the step, the call, and the
+planning.
 
     python -m benchmarks overhead                   everything (about ten minutes on two busy cores), and its page
     python -m benchmarks overhead --parts programs dispatch planning
     python -m benchmarks overhead --quick           programs alone, without timing them
 
-Programs are compared as XLA's optimised text, without names of modules and source lines. Step times are medians of ratios: both
-versions take turns, step by step, so that other work on the machine meets both.
+Programs are compared as XLA's optimised text, without names of modules and source lines. Step times are medians of
+ratios: both versions take turns, step by step, so that other work on the machine meets both.
 """
 
 from __future__ import annotations
@@ -74,15 +75,25 @@ class Dispatch:
 def main(argv: list[str] | None = None) -> int:
     """Measures the chosen parts; returns 1 where one misses its limit."""
     virtual_devices()
-    parser = argparse.ArgumentParser("overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="compare programs without timing them")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=[])
-    parser.add_argument("--steps", type=int, default=300, help="timed steps of each version; a quarter where the programs are identical")
+    parser.add_argument(
+        "--steps", type=int, default=300, help="timed steps of each version; a quarter where the programs are identical"
+    )
     parser.add_argument("--calls", type=int, default=2000, help="timed calls of each kind")
-    parser.add_argument("--output", type=pathlib.Path, help="folder of the page; a whole run writes to benchmarks/results")
+    parser.add_argument(
+        "--output", type=pathlib.Path, help="folder of the page; a whole run writes to benchmarks/results"
+    )
     options = parser.parse_args(argv)
     parts = ["programs"] if options.quick else options.parts or PARTS
-    compared = [_compare(case, 0 if options.quick else options.steps) for case in _by_hand.CASES] if "programs" in parts else []
+    compared = (
+        [_compare(case, 0 if options.quick else options.steps) for case in _by_hand.CASES]
+        if "programs" in parts
+        else []
+    )
     dispatch = [_dispatch(mesh, options.calls) for mesh in ({"data": 1}, _by_hand.MESH)] if "dispatch" in parts else []
     planned = planning_time.measure_all() if "planning" in parts else []
     if len(parts) == len(PARTS) or options.output:
@@ -92,24 +103,35 @@ def main(argv: list[str] | None = None) -> int:
 
 def _compare(case: _by_hand.ByHand, num_steps: int) -> Compared:
     tx = optax.sgd(0.01, momentum=0.9)
-    step = splitjax.parallelize(_by_hand.make_step(case.model, tx, splitjax.value_and_grad), mesh=_by_hand.MESH, rules=case.rules)
+    step = splitjax.parallelize(
+        _by_hand.make_step(case.model, tx, splitjax.value_and_grad), mesh=_by_hand.MESH, rules=case.rules
+    )
     init = _by_hand.make_init(case.model, tx, case.batch)
     jitted, state_shardings, batch_sharding = case.jitted(step.mesh, tx)
     abstract = step.abstract_state(init, jax.random.key(0), example=(case.batch,))
-    for (path, leaf), wanted in zip(jax.tree_util.tree_leaves_with_path(abstract), jax.tree.leaves(state_shardings), strict=True):
+    for (path, leaf), wanted in zip(
+        jax.tree_util.tree_leaves_with_path(abstract), jax.tree.leaves(state_shardings), strict=True
+    ):
         if not leaf.sharding.is_equivalent_to(wanted, len(leaf.shape)):
-            raise RuntimeError(f"{case.name} {case.rules}: {jax.tree_util.keystr(path)} is {leaf.sharding.spec}, by hand {wanted.spec}")
+            raise RuntimeError(
+                f"{case.name} {case.rules}: {jax.tree_util.keystr(path)} is {leaf.sharding.spec}, by hand {wanted.spec}"
+            )
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batch)
     lowered = step.lower(abstract, shapes), jitted.lower(abstract, shapes)
     texts = [_plain(one.compile().as_text()) for one in lowered]
     lines = [collections.Counter(text.splitlines()) for text in texts]
     found = Compared(
-        case, lowered[0].as_text() == lowered[1].as_text(), texts[0] == texts[1], (lines[0] - lines[1]).total(),
+        case,
+        lowered[0].as_text() == lowered[1].as_text(),
+        texts[0] == texts[1],
+        (lines[0] - lines[1]).total(),
         _collectives(texts[0]) == _collectives(texts[1]),
     )
     if num_steps:
         state = step.init(init, jax.random.key(0), example=(case.batch,))
-        planned = {name: jax.NamedSharding(step.mesh, step.plan(abstract, shapes).spec(f"batch/{name}")) for name in case.batch}
+        planned = {
+            name: jax.NamedSharding(step.mesh, step.plan(abstract, shapes).spec(f"batch/{name}")) for name in case.batch
+        }
         batches = [jax.device_put(case.batch, where) for where in (planned, batch_sharding)]
         count = num_steps // 4 if found.compiled_alike else num_steps
         found = dataclasses.replace(found, **_ratio(step, jitted, state, batches, count))
@@ -135,8 +157,8 @@ def _ratio(step: Callable, jitted: Callable, state: Any, batches: Sequence[Any],
             "seconds": statistics.median(seconds[1])}  # fmt: skip
 
 
-# A table of source files and frames stands before the first computation; metadata points into it. Where an operation came from
-# and what its module is called is no part of what it does.
+# A table of source files and frames stands before the first computation; metadata points into it. Where an operation
+# came from and what its module is called is no part of what it does.
 _METADATA = re.compile(r",? ?metadata=\{[^{}]*\}")
 _TABLES = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*", re.MULTILINE)
 
@@ -153,7 +175,8 @@ def _collectives(hlo: str) -> list[str]:
 
 
 def _dispatch(mesh: dict[str, int], num_calls: int) -> Dispatch:
-    """A step that hardly computes, over a state with the structure of VGG-16's under SGD with momentum, all arrays tiny."""
+    """A step that hardly computes, over a state with the structure of VGG-16's under SGD with momentum, all arrays
+    tiny."""
     spec = build("vgg16")
     init, _, _ = make_step(spec, optax.sgd(0.1, momentum=0.9))
     shapes = jax.eval_shape(init, jax.random.key(0))
@@ -163,7 +186,9 @@ def _dispatch(mesh: dict[str, int], num_calls: int) -> Dispatch:
         return state, batch.sum()
 
     step = splitjax.parallelize(tiny, mesh=mesh, rules="data_parallel")
-    batch = jax.device_put(jnp.ones(8), jax.sharding.NamedSharding(step.mesh, jax.sharding.PartitionSpec(step.mesh.axis_names)))
+    batch = jax.device_put(
+        jnp.ones(8), jax.sharding.NamedSharding(step.mesh, jax.sharding.PartitionSpec(step.mesh.axis_names))
+    )
     states = [step.place(arrays, example=(batch,)) for _ in range(2)]
     states[0], _ = step(states[0], batch)
     inner = step._last.jitted
@@ -202,51 +227,83 @@ def _compared_line(one: Compared) -> str:
     timed = "" if one.ratio is None else f"; step time ratio {one.ratio:.3f} [{one.spread[0]:.3f}, {one.spread[1]:.3f}]"
     collectives = "" if one.collectives_alike else "; other collectives"
     lowered = " (identical before XLA, too)" if one.lowered_alike else ""
-    return f"{'pass' if one.ok else 'MISS'} {one.case.name} {one.case.rules} ({one.case.style}): {program}{lowered}{collectives}{timed}"
+    return (
+        f"{'pass' if one.ok else 'MISS'} {one.case.name} {one.case.rules} ({one.case.style}):"
+        f" {program}{lowered}{collectives}{timed}"
+    )
 
 
 def _dispatch_line(one: Dispatch) -> str:
-    micro = [f"{1e6 * seconds:.1f}" for seconds in (one.whole_seconds, one.inner_seconds, one.added_seconds, one.alone_seconds)]
-    return (f"{'pass' if one.ok else 'MISS'} dispatch on {one.num_devices} devices, {one.num_leaves} leaves, microseconds: call {micro[0]}, "
-            f"jit alone {micro[1]}, added {micro[2]}, splitjax's part alone {micro[3]}")  # fmt: skip
+    micro = [
+        f"{1e6 * seconds:.1f}"
+        for seconds in (one.whole_seconds, one.inner_seconds, one.added_seconds, one.alone_seconds)
+    ]
+    return (
+        f"{'pass' if one.ok else 'MISS'} dispatch on {one.num_devices} devices, {one.num_leaves} leaves, microseconds:"
+        f" call {micro[0]}, jit alone {micro[1]}, added {micro[2]}, splitjax's part alone {micro[3]}"
+    )
 
 
-def _page(compared: list[Compared], dispatch: list[Dispatch], planned: list[Any], options: argparse.Namespace) -> list[str]:
+def _page(
+    compared: list[Compared], dispatch: list[Dispatch], planned: list[Any], options: argparse.Namespace
+) -> list[str]:
     from benchmarks import machine
 
     lines = ["# Overhead: against the same sharding by hand", "",
              machine.header(machine.this_machine(), "python -m benchmarks overhead").rstrip(), ""]  # fmt: skip
     if compared:
         rows = [
-            [one.case.name, one.case.rules, one.case.style, _program(one), "the same" if one.collectives_alike else "**others**",
-             "" if one.ratio is None else f"{one.ratio:.3f} ({one.spread[0]:.2f} to {one.spread[1]:.2f})",
-             f"{1e3 * one.seconds:.0f} ms", "yes" if one.ok else "**no**"]
+            [
+                one.case.name,
+                one.case.rules,
+                one.case.style,
+                _program(one),
+                "the same" if one.collectives_alike else "**others**",
+                "" if one.ratio is None else f"{one.ratio:.3f} ({one.spread[0]:.2f} to {one.spread[1]:.2f})",
+                f"{1e3 * one.seconds:.0f} ms",
+                "yes" if one.ok else "**no**",
+            ]
             for one in compared
-        ]  # fmt: skip
+        ]
         lines += [
-            "## The step", "",
-            "The same model and step, once under `splitjax.parallelize`, once under `jax.jit` with `NamedSharding`s for state and batch and "
-            "`with_sharding_constraint` where the table says (`benchmarks/_by_hand.py`); mesh data=2 x model=4. Programs are XLA's "
-            "optimised text without module names and source lines. The ratio is splitjax's median step time over the other's, "
-            f"{options.steps} steps each (a quarter where the programs are identical), taking turns (in brackets the quartiles of the pairs' ratios: the noise of this machine, "
-            f"which identical programs show, too). Passes: identical programs, or a ratio of at most {MOST_RATIO}. Under `splitbrain` "
-            "the programs differ on purpose: what XLA makes of constraints sums whole input gradients over the group and slices them, "
-            "splitjax's crossings are reduce-scatters of half the bytes.", "",
-            *table(["model", "rules", "constrained by hand", "program", "collectives", "ratio", "step by hand", "passes"], rows), "",
-        ]  # fmt: skip
+            "## The step",
+            "",
+            (
+                "The same model and step, once under `splitjax.parallelize`, once under `jax.jit` with"
+                " `NamedSharding`s for state and batch and `with_sharding_constraint` where the table says"
+                " (`benchmarks/_by_hand.py`); mesh data=2 x model=4. Programs are XLA's optimised text without module"
+                f" names and source lines. The ratio is splitjax's median step time over the other's, {options.steps}"
+                " steps each (a quarter where the programs are identical), taking turns (in brackets the quartiles of"
+                " the pairs' ratios: the noise of this machine, which identical programs show, too). Passes: identical"
+                f" programs, or a ratio of at most {MOST_RATIO}. Under `splitbrain` the programs differ on purpose:"
+                " what XLA makes of constraints sums whole input gradients over the group and slices them, splitjax's"
+                " crossings are reduce-scatters of half the bytes."
+            ),
+            "",
+            *table(
+                ["model", "rules", "constrained by hand", "program", "collectives", "ratio", "step by hand", "passes"],
+                rows,
+            ),
+            "",
+        ]
     if dispatch:
         rows = [[str(one.num_devices), str(one.num_leaves),
                  *(f"{1e6 * s:.0f}" for s in (one.whole_seconds, one.inner_seconds)),
                  *(f"**{1e6 * s:.1f}**" for s in (one.added_seconds, one.alone_seconds)), "yes" if one.ok else "**no**"]
                 for one in dispatch]  # fmt: skip
         lines += [
-            "## The call", "",
-            "Microseconds until a call returns, for a step that hardly computes over a state with the structure of VGG-16's "
-            f"(parameters and momentum); medians of {options.calls} calls of each kind, taking turns. *Added* is the median difference "
-            "between neighbours, *alone* the call with a function in place of the jitted one that returns at once. Passes: both at "
-            f"most {1e6 * MOST_DISPATCH_SECONDS:.0f}.", "",
-            *table(["devices", "leaves", "call", "jit alone", "added", "alone", "passes"], rows), "",
-        ]  # fmt: skip
+            "## The call",
+            "",
+            (
+                "Microseconds until a call returns, for a step that hardly computes over a state with the structure of"
+                f" VGG-16's (parameters and momentum); medians of {options.calls} calls of each kind, taking turns."
+                " *Added* is the median difference between neighbours, *alone* the call with a function in place of"
+                f" the jitted one that returns at once. Passes: both at most {1e6 * MOST_DISPATCH_SECONDS:.0f}."
+            ),
+            "",
+            *table(["devices", "leaves", "call", "jit alone", "added", "alone", "passes"], rows),
+            "",
+        ]
     if planned:
         lines += ["## Trace and plan", "", *planning_time.section(planned)]
     return lines

@@ -2,8 +2,8 @@
 
     python -m benchmarks planning_time [--repeats 5]
 
-Nothing is compiled and no parameter exists: the step is planned from shapes, as `step.plan` does it, on eight virtual devices.
-The parts are JAX's own trace of the step, the graph of its dims, and everything that makes the plan of it.
+Nothing is compiled and no parameter exists: the step is planned from shapes, as `step.plan` does it, on eight virtual
+devices. The parts are JAX's own trace of the step, the graph of its dims, and everything that makes the plan of it.
 """
 
 from __future__ import annotations
@@ -169,7 +169,12 @@ def _timed() -> Iterator[dict[str, float]]:
 
 def measure_all(repeats: int = 3) -> list[Planned]:
     found = []
-    for model, rules in (("vgg16", "splitbrain"), ("vgg16", "data_parallel"), ("transformer-7b", "megatron"), ("transformer-7b", "splitbrain")):
+    for model, rules in (
+        ("vgg16", "splitbrain"),
+        ("vgg16", "data_parallel"),
+        ("transformer-7b", "megatron"),
+        ("transformer-7b", "splitbrain"),
+    ):
         found.append(measure(model, rules, repeats))
         print(_line(found[-1]), flush=True)
     return found
@@ -183,9 +188,12 @@ def section(found: list[Planned]) -> list[str]:
         for p in found
     ]  # fmt: skip
     return [
-        "From shapes alone, on a mesh of data=2 x model=4. *Trace* is JAX's own trace of the step (forward and backward), *graph* the "
-        "analysis of its dims, *plan* rules, constraints and predictions. Medians of processor time, all in one thread; by the clock "
-        "on a machine that other programs kept busy it took what the last column says.",
+        (
+            "From shapes alone, on a mesh of data=2 x model=4. *Trace* is JAX's own trace of the step (forward and"
+            " backward), *graph* the analysis of its dims, *plan* rules, constraints and predictions. Medians of"
+            " processor time, all in one thread; by the clock on a machine that other programs kept busy it took what"
+            " the last column says."
+        ),
         "",
         *table(["model", "parameters", "rules", "trace and plan", *_PARTS, "limit", "by the clock"], rows),
     ]
@@ -193,13 +201,18 @@ def section(found: list[Planned]) -> list[str]:
 
 def _line(p: Planned) -> str:
     parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in p.parts.items())
-    return f"{'pass' if p.ok else 'MISS'} {p.model:15} {p.rules:13} {p.seconds:6.2f} s ({parts}; by the clock {p.wall_seconds:.2f}); {p.num_params:,} parameters"
+    return (
+        f"{'pass' if p.ok else 'MISS'} {p.model:15} {p.rules:13} {p.seconds:6.2f} s ({parts}; by the clock"
+        f" {p.wall_seconds:.2f}); {p.num_params:,} parameters"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the times; returns 1 where one is beyond its limit."""
     virtual_devices()
-    parser = argparse.ArgumentParser("planning_time", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "planning_time", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=3)
     found = measure_all(parser.parse_args(argv).repeats)
     return 0 if all(p.ok for p in found) else 1

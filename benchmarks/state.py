@@ -1,11 +1,13 @@
-"""Whether a worker's state under SplitBrain is what the formula says: P_conv + P_dense / K, compiled for CPU and for TPU.
+"""Whether a worker's state under SplitBrain is what the formula says: P_conv + P_dense / K, compiled for CPU and for
+TPU.
 
     python -m benchmarks state                      everything (about half an hour on two busy cores), and its page
     python -m benchmarks state --quick              plans alone
     python -m benchmarks state --heads cifar --groups 8 --targets tpu
 
-VGG-16 with a dense head of 4096, SGD with momentum, eight devices in groups of K (SplitBrain, arXiv 2112.15317). Nothing is
-allocated: the step is compiled from shapes, for the TPU ahead of time (libtpu, no TPU needed: `pip install splitjax[tpu]`).
+VGG-16 with a dense head of 4096, SGD with momentum, eight devices in groups of K (SplitBrain, arXiv 2112.15317).
+Nothing is allocated: the step is compiled from shapes, for the TPU ahead of time (libtpu, no TPU needed:
+`pip install splitjax[tpu]`).
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--heads", nargs="*", choices=tuple(HEADS), default=[])
     parser.add_argument("--groups", nargs="*", type=int, choices=GROUPS, default=[])
     parser.add_argument("--targets", nargs="*", choices=TARGETS, default=[])
-    parser.add_argument("--output", type=pathlib.Path, help="folder of the page; a whole run writes to benchmarks/results")
+    parser.add_argument(
+        "--output", type=pathlib.Path, help="folder of the page; a whole run writes to benchmarks/results"
+    )
     options = parser.parse_args(argv)
     targets = () if options.quick else options.targets or TARGETS
     if "tpu" in targets and importlib.util.find_spec("libtpu") is None:
@@ -102,8 +106,16 @@ def measure(head: str, spec: ModelSpec, group: int, targets: tuple[str, ...] = (
         if target == "tpu":
             step, state, batch = _planned(spec, tpu_mesh(shape))
         compiled[target] = _read(step.lower(state, batch).compile(), state, batch)
-    return Measured(head, group, num_conv, num_dense, formula_bytes(num_conv, num_dense, group), plan.memory.state_bytes,
-                    exceptions(plan, group), compiled)  # fmt: skip
+    return Measured(
+        head,
+        group,
+        num_conv,
+        num_dense,
+        formula_bytes(num_conv, num_dense, group),
+        plan.memory.state_bytes,
+        exceptions(plan, group),
+        compiled,
+    )
 
 
 def formula_bytes(num_conv: int, num_dense: int, group: int) -> float:
@@ -141,7 +153,8 @@ def tpu_mesh(shape: dict[str, int], name: str = TOPOLOGY) -> jax.sharding.Mesh:
 
 
 def _share(leaf: LeafPlan, plan: Plan, group: int) -> float:
-    """What the formula counts for an array: all of a convolution, a part of a dense layer, nothing of a step counter."""
+    """What the formula counts for an array: all of a convolution, a part of a dense layer, nothing of a step
+    counter."""
     if leaf.role not in ("param", "optimizer"):
         return 0.0
     whole = leaf.whole_bytes(plan.mesh)
@@ -157,7 +170,8 @@ def _planned(spec: ModelSpec, mesh: Any) -> tuple[Any, Any, Any]:
 
 
 def _read(compiled: Any, state: Any, batch: Any) -> Compiled:
-    """Takes an executable's argument bytes apart: arrays as it shards them, and the filling of the tiles it stores them in."""
+    """Takes an executable's argument bytes apart: arrays as it shards them, and the filling of the tiles it stores them
+    in."""
     formats = [jax.tree.leaves(one) for one in compiled.input_formats[0]]
     sizes = [
         [_bytes(leaf, form) for leaf, form in zip(jax.tree.leaves(argument), forms, strict=True)]
@@ -190,7 +204,10 @@ def _line(one: Measured) -> str:
         parts.append(f"{target} {_off(compiled.state_bytes - compiled.padding_bytes, one)}"
                      + (f" (with tiles' padding {_off(compiled.state_bytes, one)})" if compiled.padding_bytes else "")
                      + ("" if compiled.explained else " UNEXPLAINED"))  # fmt: skip
-    return f"{'pass' if one.ok else 'MISS'} {one.head} K={one.group}: formula {_mib(one.formula_bytes)} MiB; " + ", ".join(parts)
+    return (
+        f"{'pass' if one.ok else 'MISS'} {one.head} K={one.group}: formula {_mib(one.formula_bytes)} MiB; "
+        + ", ".join(parts)
+    )
 
 
 def _off(count: float, one: Measured) -> str:
@@ -215,30 +232,51 @@ def _page(found: list[Measured]) -> list[str]:
         row.append(_off(one.plan_bytes, one))
         for target in targets:
             compiled = one.compiled[target]
-            row.append(_off(compiled.state_bytes - compiled.padding_bytes, one) + ("" if compiled.explained else " (unexplained)"))
+            row.append(
+                _off(compiled.state_bytes - compiled.padding_bytes, one)
+                + ("" if compiled.explained else " (unexplained)")
+            )
             if target == "tpu":
                 row.append(f"{_off(compiled.state_bytes, one)} ({compiled.padding_bytes:,} bytes)")
         rows.append(row)
     passed = sum(one.ok for one in found)
     lines = [
-        "# State: SplitBrain's formula", "",
-        f"**{passed} of {len(found)} within {100 * TOLERANCE:g} % of P_conv + P_dense / K.**", "",
-        machine.header(machine.this_machine(packages), "python -m benchmarks state").rstrip(), "",
-        "VGG-16 under `rules=\"splitbrain\"`, SGD with momentum, float32, on eight devices (data = 8 / K, model = K), "
-        f"{BATCH} images; compiled from shapes for virtual CPU devices and, ahead of time, for a TPU {TOPOLOGY}. Formula: "
-        "parameters and momentum, so 8 bytes times P_conv + P_dense / K. The other columns are how far a worker's state is from it: as "
-        "planned, and as compiled (`argument_size_in_bytes` less the batch).", "",
-        *table(titles, rows), "",
-        "A TPU stores arrays in tiles (8 x 128 for most), and fills up what is narrower: the 64-channel convolutions, which the formula "
-        "counts whole, and biases. That is the compiler's, whoever shards; the column beside it is the same count without the "
-        "filling. For every row, arrays as the executable shards them plus their filling are its count of argument bytes, to the byte.", "",
-        "Not at their share in the formula (bytes more on each device):", "",
-    ]  # fmt: skip
+        "# State: SplitBrain's formula",
+        "",
+        f"**{passed} of {len(found)} within {100 * TOLERANCE:g} % of P_conv + P_dense / K.**",
+        "",
+        machine.header(machine.this_machine(packages), "python -m benchmarks state").rstrip(),
+        "",
+        (
+            'VGG-16 under `rules="splitbrain"`, SGD with momentum, float32, on eight devices (data = 8 / K, model ='
+            f" K), {BATCH} images; compiled from shapes for virtual CPU devices and, ahead of time, for a TPU"
+            f" {TOPOLOGY}. Formula: parameters and momentum, so 8 bytes times P_conv + P_dense / K. The other columns"
+            " are how far a worker's state is from it: as planned, and as compiled (`argument_size_in_bytes` less the"
+            " batch)."
+        ),
+        "",
+        *table(titles, rows),
+        "",
+        (
+            "A TPU stores arrays in tiles (8 x 128 for most), and fills up what is narrower: the 64-channel"
+            " convolutions, which the formula counts whole, and biases. That is the compiler's, whoever shards; the"
+            " column beside it is the same count without the filling. For every row, arrays as the executable shards"
+            " them plus their filling are its count of argument bytes, to the byte."
+        ),
+        "",
+        "Not at their share in the formula (bytes more on each device):",
+        "",
+    ]
     for one in found:
         text = ", ".join(f"`{path}` {beyond:+.0f}" for path, beyond in one.exceptions) or "none"
         lines.append(f"- {HEAD_TEXT[one.head]}, K = {one.group}: {text}")
-    lines += ["", "A bias of 10 classes does not split over K and its layer is split by rows, so every worker has it whole; the step "
-              "counter belongs to no layer."]  # fmt: skip
+    lines += [
+        "",
+        (
+            "A bias of 10 classes does not split over K and its layer is split by rows, so every worker has it whole;"
+            " the step counter belongs to no layer."
+        ),
+    ]
     return lines
 
 

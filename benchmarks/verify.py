@@ -30,9 +30,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "vgg16": ("vgg16", {}),
     "transformer-12": (
         "transformer",
-        {"vocab_size": 50257, "max_len": 1024, "num_layers": 12, "d_model": 768, "num_heads": 12, "dropout": 0.1, "tied": True},
+        {
+            "vocab_size": 50257,
+            "max_len": 1024,
+            "num_layers": 12,
+            "d_model": 768,
+            "num_heads": 12,
+            "dropout": 0.1,
+            "tied": True,
+        },
     ),
-}  # fmt: skip
+}
 RULES = ("splitbrain", "megatron", "fsdp", "data_parallel")
 LIMIT_SECONDS = 60.0
 MESH = {"data": 2, "model": 4}
@@ -197,12 +205,24 @@ def _page(found: Sequence[Verified]) -> list[str]:
         "",
         machine.header(machine.this_machine(), "python -m benchmarks verify").rstrip(),
         "",
-        "`step.verify(state, batch)` of shipped models with Adam, 64 examples, on eight virtual CPU devices as data=2 x",
-        "model=4: each step under its plan against the same step on one device, in float64, at the smallest sizes that divide",
-        "as the given ones do. Each in a process of its own, from shapes alone; memory is the process's largest resident set,",
+        (
+            "`step.verify(state, batch)` of shipped models with Adam, 64 examples, on eight virtual CPU devices as"
+            " data=2 x"
+        ),
+        (
+            "model=4: each step under its plan against the same step on one device, in float64, at the smallest sizes"
+            " that divide"
+        ),
+        (
+            "as the given ones do. Each in a process of its own, from shapes alone; memory is the process's largest"
+            " resident set,"
+        ),
         "JAX and its compiler included.",
         "",
-        f"Limit: {LIMIT_SECONDS:.0f} seconds each, by the clock. Processor time is that of all threads: where it is the",
+        (
+            f"Limit: {LIMIT_SECONDS:.0f} seconds each, by the clock. Processor time is that of all threads: where it"
+            " is the"
+        ),
         "smaller, other work had the machine's cores.",
         "",
         *table(_TITLES, map(_row, found)),

@@ -14,8 +14,8 @@
 # %% [markdown]
 # # Quickstart: one training step, eight devices, the same numbers
 #
-# A step is written for the whole batch, as for one device. Decorated, it trains on a mesh. Here the devices are eight virtual
-# ones on this machine's processor; on accelerators leave the first line out.
+# A step is written for the whole batch, as for one device. Decorated, it trains on a mesh. Here the devices are eight
+# virtual ones on this machine's processor; on accelerators leave the first line out.
 
 # %%
 import jax
@@ -33,7 +33,8 @@ from splitjax import data, models
 # %% [markdown]
 # ## The step
 #
-# A multi-layer perceptron on scikit-learn's handwritten digits, enlarged to 32x32 pixels. The model is ordinary Flax Linen.
+# A multi-layer perceptron on scikit-learn's handwritten digits, enlarged to 32x32 pixels. The model is ordinary Flax
+# Linen.
 
 # %%
 digits = data.load_digits()
@@ -59,8 +60,8 @@ def train_step(state, batch):
 # %% [markdown]
 # ## On a mesh
 #
-# Two groups of four workers. Under the rule set `splitbrain` every worker has its own examples, and the workers of a group share
-# one copy of the dense layers. `init` makes the state already split: no device ever holds all of it.
+# Two groups of four workers. Under the rule set `splitbrain` every worker has its own examples, and the workers of a
+# group share one copy of the dense layers. `init` makes the state already split: no device ever holds all of it.
 
 # %%
 parallel_step = splitjax.parallelize(train_step, mesh={"data": 2, "model": 4}, rules="splitbrain")
@@ -104,8 +105,8 @@ np.testing.assert_allclose(*zip(*losses), rtol=1e-4, atol=1e-4)
 # %% [markdown]
 # ## More epochs, and a test
 #
-# A step that returns no state takes the layouts of the training step with `like`. The test batches are padded and masked, so that
-# all have one size.
+# A step that returns no state takes the layouts of the training step with `like`. The test batches are padded and
+# masked, so that all have one size.
 
 # %%
 for epoch in range(1, 6):
@@ -128,7 +129,8 @@ assert accuracy > 0.9
 # %% [markdown]
 # ## A mistake, and what it says
 #
-# A call consumes the state that goes in: its memory is used for the new one. Using it again is an error that names the call.
+# A call consumes the state that goes in: its memory is used for the new one. Using it again is an error that names the
+# call.
 
 # %%
 batch = next(digits.train_batches(64))
@@ -142,7 +144,8 @@ except splitjax.errors.DonatedStateError as error:
 # %% [markdown]
 # ## Another layout
 #
-# The numbers do not depend on it. `fsdp` splits every parameter over all devices; the two plans differ where one would expect.
+# The numbers do not depend on it. `fsdp` splits every parameter over all devices; the two plans differ where one would
+# expect.
 
 # %%
 fsdp_step = splitjax.parallelize(train_step, mesh={"data": 8}, rules="fsdp")

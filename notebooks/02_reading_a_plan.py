@@ -14,9 +14,9 @@
 # %% [markdown]
 # # Reading a plan, and what became of it
 #
-# A plan is every decision about a step's layout, made before anything is compiled. A report puts beside it what XLA compiled. This
-# notebook reads both for a small VGG: what is whole and what is split, why, what that costs in memory and in bytes sent, and how to
-# change it.
+# A plan is every decision about a step's layout, made before anything is compiled. A report puts beside it what XLA
+# compiled. This notebook reads both for a small VGG: what is whole and what is split, why, what that costs in memory
+# and in bytes sent, and how to change it.
 
 # %%
 import jax
@@ -68,8 +68,8 @@ def planned(**options):
 # %% [markdown]
 # ## The plan
 #
-# One row a parameter: its layer and kind, shape, `PartitionSpec`, the rule that decided, bytes on each device. Below: the state,
-# what is predicted, and under *exceptions* whatever is not as the rules would have it, with the reason.
+# One row a parameter: its layer and kind, shape, `PartitionSpec`, the rule that decided, bytes on each device. Below:
+# the state, what is predicted, and under *exceptions* whatever is not as the rules would have it, with the reason.
 
 # %%
 step, state = planned(rules="splitbrain")
@@ -77,8 +77,8 @@ plan = step.plan(state, batch)
 plan
 
 # %% [markdown]
-# Convolutions are whole on every device (`replicated`), dense layers split by columns. The last layer has 10 outputs, which eight devices do not
-# divide: its rule goes on to the next alternative, rows. Everything is a value:
+# Convolutions are whole on every device (`replicated`), dense layers split by columns. The last layer has 10 outputs,
+# which eight devices do not divide: its rule goes on to the next alternative, rows. Everything is a value:
 
 # %%
 plan.spec("params/dense1/kernel"), plan.spec("params/logits/kernel"), plan.spec("params/conv1_1/kernel")
@@ -97,7 +97,10 @@ base, base_state = planned(rules="data_parallel", mesh={"data": 8})
 for name, one in {"data_parallel": base.plan(base_state, batch), "splitbrain": plan}.items():
     memory = one.memory
     sent = sum(collective.bytes for collective in one.collectives)
-    print(f"{name:14} state {memory.state_bytes / 2**20:6.1f} MiB   peak {memory.peak_bytes / 2**20:6.1f} MiB   sends {sent / 2**20:6.1f} MiB a step")
+    print(
+        f"{name:14} state {memory.state_bytes / 2**20:6.1f} MiB   peak {memory.peak_bytes / 2**20:6.1f} MiB   sends"
+        f" {sent / 2**20:6.1f} MiB a step"
+    )
 
 # %% [markdown]
 # Every collective is listed with its layer and its reason. The largest:
@@ -109,7 +112,8 @@ for one in sorted(plan.collectives, key=lambda one: -one.bytes)[:6]:
 # %% [markdown]
 # ## Another decision, and what it changes
 #
-# `group_comm` says how examples cross from the convolutions into the dense layers. A difference of two plans is a list of sentences.
+# `group_comm` says how examples cross from the convolutions into the dense layers. A difference of two plans is a list
+# of sentences.
 
 # %%
 plans = {}
@@ -120,8 +124,8 @@ for line in plans["gather"].diff(plans["modulo"]):
     print(line)
 
 # %% [markdown]
-# In `modulo` the dense layers run in eight turns, so that their activations are alive for an eighth of the examples at a time; `"auto"`, the
-# default, weighs that against `gather`. What it took here:
+# In `modulo` the dense layers run in eight turns, so that their activations are alive for an eighth of the examples at
+# a time; `"auto"`, the default, weighs that against `gather`. What it took here:
 
 # %%
 plan.group_comm
@@ -129,8 +133,8 @@ plan.group_comm
 # %% [markdown]
 # ## The report: the plan against what XLA compiled
 #
-# Nothing is run. The report compiles the step, reads the compiled program, and finds for every collective the layer, the line, and the
-# planned one that it realises.
+# Nothing is run. The report compiles the step, reads the compiled program, and finds for every collective the layer,
+# the line, and the planned one that it realises.
 
 # %%
 report = step.report(state, batch)
@@ -139,14 +143,20 @@ report
 # %%
 assert not report.unattributed
 compiled = report.memory.compiled
-print(f"predicted peak {report.memory.predicted.peak_bytes / 2**20:.1f} MiB, compiled {compiled.total_bytes / 2**20:.1f} MiB")
-print(f"predicted {report.total.predicted_bytes / 2**20:.2f} MiB sent, compiled {report.total.compiled_bytes / 2**20:.2f} MiB")
+print(
+    f"predicted peak {report.memory.predicted.peak_bytes / 2**20:.1f} MiB, compiled"
+    f" {compiled.total_bytes / 2**20:.1f} MiB"
+)
+print(
+    f"predicted {report.total.predicted_bytes / 2**20:.2f} MiB sent, compiled"
+    f" {report.total.compiled_bytes / 2**20:.2f} MiB"
+)
 
 # %% [markdown]
 # ## When the two differ
 #
-# What a plan cannot know is what a step asks for besides its layers. Here somebody sorts the losses of the batch, to look at the hardest examples. The
-# report names the line.
+# What a plan cannot know is what a step asks for besides its layers. Here somebody sorts the losses of the batch, to
+# look at the hardest examples. The report names the line.
 
 
 # %%
@@ -168,8 +178,8 @@ for one in curious.report(base_state, batch).unplanned:
 # %% [markdown]
 # ## Keeping it
 #
-# A plan is text that belongs beside the training script. Pinned, it is what the step gets, whatever the rules would say later; a step that it does
-# not fit is an error naming the first difference.
+# A plan is text that belongs beside the training script. Pinned, it is what the step gets, whatever the rules would say
+# later; a step that it does not fit is an error naming the first difference.
 
 # %%
 text = plan.to_json()

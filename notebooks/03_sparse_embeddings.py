@@ -14,9 +14,10 @@
 # %% [markdown]
 # # Sparse embeddings: sending the rows that were touched
 #
-# The gradient of an embedding lookup is an array of the table's size, nearly all of it zeros, and data-parallel training sends and applies all of it.
-# With `sync=` the same step exchanges rows. This notebook measures how sparse the gradients of a small click model are, trains it both ways,
-# counts the bytes of every scheme, and asks which of them a network would want. [docs/sparse.md](../docs/sparse.md) says the rest.
+# The gradient of an embedding lookup is an array of the table's size, nearly all of it zeros, and data-parallel
+# training sends and applies all of it. With `sync=` the same step exchanges rows. This notebook measures how sparse the
+# gradients of a small click model are, trains it both ways, counts the bytes of every scheme, and asks which of them a
+# network would want. [docs/sparse.md](../docs/sparse.md) says the rest.
 
 # %%
 import jax
@@ -38,8 +39,8 @@ from splitjax.sync.choose import choose
 # %% [markdown]
 # ## A model, and clicks
 #
-# Three tables: users, items, and countries, which are few. Ids follow Zipf's law, as words and products do: item 0 is the most popular, the
-# numbers of users say nothing. Whether somebody clicks depends on both.
+# Three tables: users, items, and countries, which are few. Ids follow Zipf's law, as words and products do: item 0 is
+# the most popular, the numbers of users say nothing. Whether somebody clicks depends on both.
 
 # %%
 NUM_ROWS = {"user": 6000, "item": 10_000, "country": 24}
@@ -54,9 +55,15 @@ def zipf(num_rows, size):
 
 
 def make_batch(num_examples=256):
-    ids = {"user": shuffled[zipf(NUM_ROWS["user"], num_examples)].astype(np.int32), "item": zipf(NUM_ROWS["item"], (num_examples, 4)),
-           "country": zipf(NUM_ROWS["country"], num_examples)}
-    score = np.sum(taste["user"][ids["user"]] * taste["item"][ids["item"]].mean(1), -1) + taste["country"][ids["country"], 0]
+    ids = {
+        "user": shuffled[zipf(NUM_ROWS["user"], num_examples)].astype(np.int32),
+        "item": zipf(NUM_ROWS["item"], (num_examples, 4)),
+        "country": zipf(NUM_ROWS["country"], num_examples),
+    }
+    score = (
+        np.sum(taste["user"][ids["user"]] * taste["item"][ids["item"]].mean(1), -1)
+        + taste["country"][ids["country"], 0]
+    )
     return {**ids, "click": (score > 0).astype(np.float32)}
 
 
@@ -64,7 +71,11 @@ class ClickModel(nn.Module):
     @nn.compact
     def __call__(self, batch):
         tables = {name: nn.Embed(rows, 16, name=name) for name, rows in NUM_ROWS.items()}
-        seen = [tables["user"](batch["user"]), tables["item"](batch["item"]).mean(1), tables["country"](batch["country"])]
+        seen = [
+            tables["user"](batch["user"]),
+            tables["item"](batch["item"]).mean(1),
+            tables["country"](batch["country"]),
+        ]
         hidden = nn.relu(nn.Dense(32)(jax.numpy.concatenate([*seen, seen[0] * seen[1]], -1)))
         return nn.Dense(1)(hidden)[:, 0]
 
@@ -101,7 +112,8 @@ def train(step, init_fn, batches):
 # %% [markdown]
 # ## How sparse the gradients are
 #
-# A profile cuts some batches over the workers and looks at which rows have a gradient on which of them. It updates nothing.
+# A profile cuts some batches over the workers and looks at which rows have a gradient on which of them. It updates
+# nothing.
 
 # %%
 adagrad = optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1))
@@ -116,9 +128,10 @@ profile
 profile.plot()
 
 # %% [markdown]
-# A worker touches one row in a hundred of the items, one in two hundred of the users, and more than half of the countries. The popular items are neighbours, so that
-# equal ranges of the table would be busy unequally (skewness); the users' numbers are shuffled, and their ranges much less so. Sums over more
-# workers get denser more slowly than they would if no two workers shared a row.
+# A worker touches one row in a hundred of the items, one in two hundred of the users, and more than half of the
+# countries. The popular items are neighbours, so that equal ranges of the table would be busy unequally (skewness); the
+# users' numbers are shuffled, and their ranges much less so. Sums over more workers get denser more slowly than they
+# would if no two workers shared a row.
 #
 # ## What the plan says
 #
@@ -132,7 +145,8 @@ for one in auto_step.plan(state, batches[0]).syncs:
 # %% [markdown]
 # ## The same numbers
 #
-# Both steps train on the same batches. The losses agree to rounding, with the clipping norm and Adagrad's accumulators computed from rows.
+# Both steps train on the same batches. The losses agree to rounding, with the clipping norm and Adagrad's accumulators
+# computed from rows.
 
 # %%
 _, dense_losses = train(dense_step, init_fn, batches)
@@ -147,17 +161,22 @@ for number in range(0, len(batches), 5):
 # %%
 print([record.reason for record in auto_step.compiles])
 for one in auto_step.plan(auto_state, batches[0]).syncs:
-    print(f"\n{one.param}: {one.scheme}, {one.bytes:,} bytes a step of each worker, dense {one.dense_bytes:,}\n  {one.why}")
+    print(
+        f"\n{one.param}: {one.scheme}, {one.bytes:,} bytes a step of each worker, dense {one.dense_bytes:,}\n "
+        f" {one.why}"
+    )
 
 # %% [markdown]
-# What is chosen has the least predicted time, not the fewest bytes. All of the 24 countries have a gradient somewhere, so by rows more is sent than an all-reduce would send; but an all-reduce over
-# eight workers is fourteen messages one after the other, and here a message costs more than a few kilobytes. The reason says so, with the figures of both. Of schemes that are within 2 % of
-# each other the one with fewer parts is kept, though the one that is named next may be a little faster.
+# What is chosen has the least predicted time, not the fewest bytes. All of the 24 countries have a gradient somewhere,
+# so by rows more is sent than an all-reduce would send; but an all-reduce over eight workers is fourteen messages one
+# after the other, and here a message costs more than a few kilobytes. The reason says so, with the figures of both. Of
+# schemes that are within 2 % of each other the one with fewer parts is kept, though the one that is named next may be a
+# little faster.
 #
 # ## Bytes of every scheme
 #
-# One step with a copy of a table for each scheme, all of them looked up alike: `sync=` takes a dict from patterns of paths to schemes. Whatever the
-# scheme, the copies must stay equal.
+# One step with a copy of a table for each scheme, all of them looked up alike: `sync=` takes a dict from patterns of
+# paths to schemes. Whatever the scheme, the copies must stay equal.
 
 # %%
 copies = list(sync.SCHEMES)
@@ -191,12 +210,33 @@ def plot_bytes():
     order = sorted(copies, key=compiled.get)
     places = np.arange(len(order))
     _, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
-    axes.barh(places - 0.2, [planned[name] / 1000 for name in order], 0.4, label="predicted by the plan", color="tab:blue")
-    bars = axes.barh(places + 0.2, [compiled[name] / 1000 for name in order], 0.4, label="in the compiled program", color="tab:orange")
-    axes.bar_label(bars, [f"{compiled[name] / 1000:,.1f} kB" + f", 1/{compiled['dense'] / compiled[name]:.1f}" * (name != "dense") for name in order], padding=4, fontsize=9)
+    axes.barh(
+        places - 0.2, [planned[name] / 1000 for name in order], 0.4, label="predicted by the plan", color="tab:blue"
+    )
+    bars = axes.barh(
+        places + 0.2,
+        [compiled[name] / 1000 for name in order],
+        0.4,
+        label="in the compiled program",
+        color="tab:orange",
+    )
+    axes.bar_label(
+        bars,
+        [
+            f"{compiled[name] / 1000:,.1f} kB" + f", 1/{compiled['dense'] / compiled[name]:.1f}" * (name != "dense")
+            for name in order
+        ],
+        padding=4,
+        fontsize=9,
+    )
     axes.axvline(bound / 1000, color="black", linestyle=":", label="least for the values alone")
-    axes.set(yticks=places, yticklabels=order, xlabel="kB that each worker sends in a step", xlim=(0, 1.17 * compiled["dense"] / 1000),
-             title="The gradient of a table of 10,000 x 16 over 8 workers")
+    axes.set(
+        yticks=places,
+        yticklabels=order,
+        xlabel="kB that each worker sends in a step",
+        xlim=(0, 1.17 * compiled["dense"] / 1000),
+        title="The gradient of a table of 10,000 x 16 over 8 workers",
+    )
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper right", frameon=False)
@@ -205,19 +245,23 @@ def plot_bytes():
 plot_bytes()
 
 # %% [markdown]
-# The plan's bytes are those of the compiled program, to the byte. Sizes are static, with some room above what the first steps needed; a step for which
-# they do not suffice gathers all rows instead, in the same program, and loses nothing. The dotted line is what any scheme has to send of values
-# alone; `blocks` (256 values, here 16 rows) and an owner of a popular range (`parameter_server`) do badly on such ids.
+# The plan's bytes are those of the compiled program, to the byte. Sizes are static, with some room above what the first
+# steps needed; a step for which they do not suffice gathers all rows instead, in the same program, and loses nothing.
+# The dotted line is what any scheme has to send of values alone; `blocks` (256 values, here 16 rows) and an owner of a
+# popular range (`parameter_server`) do badly on such ids.
 #
 # ## Seconds, on which network?
 #
-# Measured here a step's time says nothing: eight devices of one machine send through its memory. What a scheme takes on a link can be predicted:
-# its bytes over the link's rate, and a latency for each message that waits for another. `sync="auto"` measures the links and takes
-# the least. Here are links of all rates, with a latency of 50 microseconds; on the left for the table above, on the right for one of a million items
-# with the same law, 16 workers and 2048 examples on each: sparsity comes from ids alone, no device is needed.
+# Measured here a step's time says nothing: eight devices of one machine send through its memory. What a scheme takes on
+# a link can be predicted: its bytes over the link's rate, and a latency for each message that waits for another.
+# `sync="auto"` measures the links and takes the least. Here are links of all rates, with a latency of 50 microseconds;
+# on the left for the table above, on the right for one of a million items with the same law, 16 workers and 2048
+# examples on each: sparsity comes from ids alone, no device is needed.
 
 # %%
-large = sync.measure([[zipf(1_000_000, 2048 * 4) for _ in range(16)] for _ in range(2)], num_rows=1_000_000, row_size=64)
+large = sync.measure(
+    [[zipf(1_000_000, 2048 * 4) for _ in range(16)] for _ in range(2)], num_rows=1_000_000, row_size=64
+)
 rates = np.geomspace(1e7, 1e11, 200)  # bits a second
 latency = 50e-6
 
@@ -229,14 +273,28 @@ def candidates_of(sparsity):
 
 
 def plot_seconds(axes, sparsity, title):
-    seconds = {name: one.sent_bytes * 8 / rates + one.num_messages * latency for name, one in candidates_of(sparsity).items()}
+    seconds = {
+        name: one.sent_bytes * 8 / rates + one.num_messages * latency for name, one in candidates_of(sparsity).items()
+    }
     for number, name in enumerate(copies):
-        axes.plot(rates, 1000 * seconds[name], label=name, color=f"C{number}", linestyle="--" if name == "recursive_doubling" else "-")
+        axes.plot(
+            rates,
+            1000 * seconds[name],
+            label=name,
+            color=f"C{number}",
+            linestyle="--" if name == "recursive_doubling" else "-",
+        )
     fastest = np.array(copies)[np.argmin([seconds[name] for name in copies], axis=0)]
     starts = [0, *(1 + np.flatnonzero(fastest[1:] != fastest[:-1])), len(rates)]
     low = 400 * min(one.min() for one in seconds.values())
     for first, last in zip(starts, starts[1:]):
-        axes.plot(rates[[first, last - 1]], [low, low], linewidth=8, color=f"C{copies.index(fastest[first])}", solid_capstyle="butt")
+        axes.plot(
+            rates[[first, last - 1]],
+            [low, low],
+            linewidth=8,
+            color=f"C{copies.index(fastest[first])}",
+            solid_capstyle="butt",
+        )
     axes.text(rates[0], low * 1.25, " the fastest", fontsize=9)
     axes.set(xscale="log", yscale="log", xlabel="link rate, bit/s", title=title, xlim=(rates[0], rates[-1]))
     axes.grid(alpha=0.3)
@@ -246,7 +304,9 @@ figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), layout="constraine
 plot_seconds(left, sparsity, "10,000 x 16, 8 workers")
 plot_seconds(right, large, "1,000,000 x 64, 16 workers")
 left.set_ylabel("ms a step, predicted")
-legend = figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=8, fontsize=9, frameon=False)
+legend = figure.legend(
+    *left.get_legend_handles_labels(), loc="outside lower center", ncols=8, fontsize=9, frameon=False
+)
 
 # %%
 for rate in (1e9, 1e11):
@@ -254,14 +314,16 @@ for rate in (1e9, 1e11):
     print(f"{rate / 1e9:5.1f} Gbit/s: {choice.scheme.name}, {choice.reason}")
 
 # %% [markdown]
-# On slow links bytes count, and `row_exchange` sends the fewest. On fast ones messages count. Of the small table three schemes send everything in three messages: `hierarchical` and
-# `recursive_doubling`, which are alike for 8 and 16 workers, and `all_gather`. Of the large one the swaps go in parts, 56 messages, and `all_gather` has the fewest, 15. Links of memory, as
-# between the devices here, are fast ones: hence the choices above.
+# On slow links bytes count, and `row_exchange` sends the fewest. On fast ones messages count. Of the small table three
+# schemes send everything in three messages: `hierarchical` and `recursive_doubling`, which are alike for 8 and 16
+# workers, and `all_gather`. Of the large one the swaps go in parts, 56 messages, and `all_gather` has the fewest, 15.
+# Links of memory, as between the devices here, are fast ones: hence the choices above.
 #
 # ## What stays dense, and why
 #
-# An update runs on touched rows alone where that gives the same numbers: SGD, Adagrad, clipping. Adam's moments decay in rows without gradient, too. A
-# table that the loss also reads as a whole has a dense gradient. The plan says so, with the line:
+# An update runs on touched rows alone where that gives the same numbers: SGD, Adagrad, clipping. Adam's moments decay
+# in rows without gradient, too. A table that the loss also reads as a whole has a dense gradient. The plan says so,
+# with the line:
 
 # %%
 adam_step, adam_init = make_step(optax.adam(0.01))
@@ -290,8 +352,8 @@ print_reasons("sharded state", train_step, init_fn, shard_state=True)
 # %% [markdown]
 # ## Lazy Adam
 #
-# `lazy=True` leaves rows alone until they have a gradient again, as PyTorch's `SparseAdam` does. These are other numbers than Adam's: only on request,
-# and the plan says so.
+# `lazy=True` leaves rows alone until they have a gradient again, as PyTorch's `SparseAdam` does. These are other
+# numbers than Adam's: only on request, and the plan says so.
 
 # %%
 lazy_step = splitjax.parallelize(adam_step, sync={"**/item/**": sync.ByRows("row_exchange", lazy=True)}, **options)

@@ -14,10 +14,12 @@
 # %% [markdown]
 # # Partial backpropagation: what it saves, and whether it pays
 #
-# With `backprop=splitjax.PartialBackprop()` each of N workers differentiates only the last part of the network, worker i the last (i+1)/N of the
-# backward pass, and every layer's gradient is the mean over the workers that reached it (Kumar et al., [arXiv 2111.10672](https://arxiv.org/abs/2111.10672)).
-# That saves time, bytes and memory, and it changes the numbers. The fair rival costs as much: full backpropagation with a smaller batch. This
-# notebook shows what each worker saves, trains both ways on digits, and asks `step.advise`. [docs/partial_backpropagation.md](../docs/partial_backpropagation.md) says the rest.
+# With `backprop=splitjax.PartialBackprop()` each of N workers differentiates only the last part of the network, worker
+# i the last (i+1)/N of the backward pass, and every layer's gradient is the mean over the workers that reached it
+# (Kumar et al., [arXiv 2111.10672](https://arxiv.org/abs/2111.10672)). That saves time, bytes and memory, and it
+# changes the numbers. The fair rival costs as much: full backpropagation with a smaller batch. This notebook shows what
+# each worker saves, trains both ways on digits, and asks `step.advise`.
+# [docs/partial_backpropagation.md](../docs/partial_backpropagation.md) says the rest.
 
 # %%
 import jax
@@ -40,12 +42,15 @@ NUM_WORKERS, BATCH_SIZE, NUM_STEPS, SEEDS = 4, 64, 60, range(3)
 # %% [markdown]
 # ## A step
 #
-# Six dense layers over images of digits, Adam. Nothing in the step knows about partial backpropagation, except that its gradient is taken by
-# `splitjax.value_and_grad`.
+# Six dense layers over images of digits, Adam. Nothing in the step knows about partial backpropagation, except that its
+# gradient is taken by `splitjax.value_and_grad`.
 
 # %%
 digits = load_digits(image_size=None, channels=1)
-images = {part: rows["image"].reshape(len(rows["image"]), -1) / 255.0 for part, rows in (("train", digits.train), ("test", digits.test))}
+images = {
+    part: rows["image"].reshape(len(rows["image"]), -1) / 255.0
+    for part, rows in (("train", digits.train), ("test", digits.test))
+}
 labels = {part: rows["label"] for part, rows in (("train", digits.train), ("test", digits.test))}
 
 
@@ -86,25 +91,37 @@ def parallel(backprop=None):
 
 rng = np.random.default_rng(0)
 batch = make_batch(rng)
-steps = {"full": parallel(), "branches": parallel(PartialBackprop()), "programs": parallel(PartialBackprop(execution="program"))}
+steps = {
+    "full": parallel(),
+    "branches": parallel(PartialBackprop()),
+    "programs": parallel(PartialBackprop(execution="program")),
+}
 starts = [jax.device_get(jax.jit(init_fn)(jax.random.key(seed))) for seed in SEEDS]
 states = {name: step.place(starts[0], example=(batch,)) for name, step in steps.items()}
 
 # %% [markdown]
 # ## What the plan says
 #
-# Cuts stand between layers, placed by the predicted time of the backward pass. A layer's sum is taken among the workers that computed it, and handed
-# on to the others, who update their parameters too.
+# Cuts stand between layers, placed by the predicted time of the backward pass. A layer's sum is taken among the workers
+# that computed it, and handed on to the others, who update their parameters too.
 
 # %%
 plan = steps["branches"].plan(states["branches"], batch)
 for segment in plan.partial.segments:
     layers = ", ".join(layer.removeprefix("params/") for layer in segment.layers)
-    print(f"{layers}: {segment.contributors} of {NUM_WORKERS} workers, {100 * segment.backward:.1f} % of the backward pass, {segment.num_bytes:,} bytes;", end=" ")
-    print(f"a worker sends {segment.summed_bytes:,} to add them up and {segment.handed_bytes:,} to hand on the sum, on average")
+    print(
+        f"{layers}: {segment.contributors} of {NUM_WORKERS} workers, {100 * segment.backward:.1f} % of the backward"
+        f" pass, {segment.num_bytes:,} bytes;",
+        end=" ",
+    )
+    print(
+        f"a worker sends {segment.summed_bytes:,} to add them up and {segment.handed_bytes:,} to hand on the sum, on"
+        " average"
+    )
 
 # %% [markdown]
-# The report compares it with the compiled program, in which the exchange has a branch for every turn. Only the loss is not in the plan.
+# The report compares it with the compiled program, in which the exchange has a branch for every turn. Only the loss is
+# not in the plan.
 
 # %%
 report = steps["branches"].report(states["branches"], batch)
@@ -112,13 +129,17 @@ for (op, axis), total in report.by_op.items():
     print(f"{op} over {axis}: {total.predicted_bytes:,} bytes planned, {total.compiled_bytes:,} compiled")
 assert not report.missing and all(one.compiled.shape == () for one in report.unplanned)
 for one in report.depths:
-    print(f"worker {one.slot} differentiates from {one.layer} on: {100 * one.backward:.0f} % of the backward pass, {one.num_products} products in its branch")
+    print(
+        f"worker {one.slot} differentiates from {one.layer} on: {100 * one.backward:.0f} % of the backward pass,"
+        f" {one.num_products} products in its branch"
+    )
 
 # %% [markdown]
 # ## What each worker saves
 #
-# Time and bytes from the plan, memory from the compiled programs. As branches of one program all workers have the memory of the deepest; with a program for each
-# depth (`execution="program"`) shallow workers need less. Depths rotate, so that every worker is the deepest in its turn: memory falls on average, not at most.
+# Time and bytes from the plan, memory from the compiled programs. As branches of one program all workers have the
+# memory of the deepest; with a program for each depth (`execution="program"`) shallow workers need less. Depths rotate,
+# so that every worker is the deepest in its turn: memory falls on average, not at most.
 
 # %%
 compiled = steps["programs"].lower(states["programs"], batch).compile()
@@ -128,7 +149,11 @@ partial = plan.partial
 backward_share = [sum(segment.backward for segment in partial.segments[first:]) for first in partial.first]
 # Who contributes to a segment sends 2 (n - 1) / n of it, and hands on what the plan says, in equal parts.
 sent_bytes = [
-    sum((segment.summed_bytes + segment.handed_bytes) * NUM_WORKERS / segment.contributors for segment in partial.segments[first:]) for first in partial.first
+    sum(
+        (segment.summed_bytes + segment.handed_bytes) * NUM_WORKERS / segment.contributors
+        for segment in partial.segments[first:]
+    )
+    for first in partial.first
 ]
 full_plan = steps["full"].plan(states["full"], batch)
 full_bytes = sum(one.bytes for one in full_plan.collectives)
@@ -137,15 +162,23 @@ full_bytes = sum(one.bytes for one in full_plan.collectives)
 def plot_savings():
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
     shares = {
-        "time of the backward pass": np.array(backward_share), "bytes sent": np.array(sent_bytes) / full_bytes,
+        "time of the backward pass": np.array(backward_share),
+        "bytes sent": np.array(sent_bytes) / full_bytes,
         "memory of its program": np.array(memory_bytes) / max(memory_bytes),
     }
     for panel, (title, values), color in zip(axes, shares.items(), ("tab:blue", "tab:orange", "tab:green")):
         bars = panel.bar(range(NUM_WORKERS), 100 * values, color=color, alpha=0.85)
         panel.bar_label(bars, [f"{100 * value:.0f} %" for value in values], fontsize=9)
         panel.axhline(100, color="black", linestyle=":", linewidth=1)
-        panel.axhline(100 * values.mean(), color=color, linestyle="--", linewidth=1, label=f"mean {100 * values.mean():.0f} %")
-        panel.set(title=title, xticks=range(NUM_WORKERS), xlabel="worker, in the first step", ylim=(0, max(118, 112 * values.max())))
+        panel.axhline(
+            100 * values.mean(), color=color, linestyle="--", linewidth=1, label=f"mean {100 * values.mean():.0f} %"
+        )
+        panel.set(
+            title=title,
+            xticks=range(NUM_WORKERS),
+            xlabel="worker, in the first step",
+            ylim=(0, max(118, 112 * values.max())),
+        )
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(loc="lower right", frameon=True, fontsize=9)
     axes[0].set_ylabel("% of full backpropagation")
@@ -154,18 +187,25 @@ def plot_savings():
 plot_savings()
 
 # %% [markdown]
-# The bytes of the deepest worker do not fall: front layers that few workers compute are summed among these few, and then handed on by them.
+# The bytes of the deepest worker do not fall: front layers that few workers compute are summed among these few, and
+# then handed on by them.
 #
 # ## Quality at equal cost
 #
-# With the forward pass, which all workers do in full, the whole costs this share of the device time of full backpropagation:
+# With the forward pass, which all workers do in full, the whole costs this share of the device time of full
+# backpropagation:
 
 # %%
 fraction = partial.device_time
 smaller_size = round(fraction * BATCH_SIZE / NUM_WORKERS) * NUM_WORKERS
-print(f"{100 * fraction:.1f} % of the device time; the batch of equal cost has {smaller_size} instead of {BATCH_SIZE} examples")
+print(
+    f"{100 * fraction:.1f} % of the device time; the batch of equal cost has {smaller_size} instead of {BATCH_SIZE}"
+    " examples"
+)
 ways = {
-    "full": (steps["full"], BATCH_SIZE), "smaller batch": (steps["full"], smaller_size), "depths by worker": (steps["branches"], BATCH_SIZE),
+    "full": (steps["full"], BATCH_SIZE),
+    "smaller batch": (steps["full"], smaller_size),
+    "depths by worker": (steps["branches"], BATCH_SIZE),
     "all workers in turn": (parallel(PartialBackprop(assignment="temporal")), BATCH_SIZE),
 }
 
@@ -183,12 +223,17 @@ def train(step, size, seed):
         state, metrics = step(state, make_batch(draw, size))
         metrics["loss"].block_until_ready()  # virtual devices share their threads: one step at a time
     params = jax.device_get(state["params"])
-    return float(evaluate(params, images["train"], labels["train"])[0]), float(evaluate(params, images["test"], labels["test"])[1])
+    return float(evaluate(params, images["train"], labels["train"])[0]), float(
+        evaluate(params, images["test"], labels["test"])[1]
+    )
 
 
 results = {name: np.array([train(step, size, seed) for seed in SEEDS]) for name, (step, size) in ways.items()}
 for name, found in results.items():
-    print(f"{name:20} train loss {found[:, 0].mean():.4f} +- {found[:, 0].std(ddof=1):.4f}, test accuracy {100 * found[:, 1].mean():.1f} %")
+    print(
+        f"{name:20} train loss {found[:, 0].mean():.4f} +- {found[:, 0].std(ddof=1):.4f}, test accuracy"
+        f" {100 * found[:, 1].mean():.1f} %"
+    )
 
 
 # %%
@@ -203,25 +248,35 @@ def plot_quality():
         panel.invert_yaxis()
         panel.grid(axis="x", alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
-    axes[0].set_title(f"after {NUM_STEPS} steps, {len(SEEDS)} seeds; bars are means; all but full cost {100 * fraction:.0f} %", loc="left", fontsize=10)
+    axes[0].set_title(
+        f"after {NUM_STEPS} steps, {len(SEEDS)} seeds; bars are means; all but full cost {100 * fraction:.0f} %",
+        loc="left",
+        fontsize=10,
+    )
 
 
 plot_quality()
 
 # %% [markdown]
-# Three seeds on a small problem settle nothing; `python -m benchmarks partial` has more of both, the published prototype's estimator, and examples
-# balanced among the workers. They do show what to expect: at equal cost, depths by worker and a smaller batch are close to each other, and neither
-# is as good as full.
+# Three seeds on a small problem settle nothing; `python -m benchmarks partial` has more of both, the published
+# prototype's estimator, and examples balanced among the workers. They do show what to expect: at equal cost, depths by
+# worker and a smaller batch are close to each other, and neither is as good as full.
 #
 # ## Ask first
 #
-# `step.advise` measures a step instead of guessing: on one device it times truncated programs and compiles their memory, and over some batches it measures how much
-# the workers' gradients differ, layer by layer. The gradient of a layer that n workers compute has the variance sigma^2 / n. In *compute to go*, device time times
-# variance, a smaller batch comes out at 100 % always: half of the batch, half of the cost, twice the variance. What is above that is worse.
+# `step.advise` measures a step instead of guessing: on one device it times truncated programs and compiles their
+# memory, and over some batches it measures how much the workers' gradients differ, layer by layer. The gradient of a
+# layer that n workers compute has the variance sigma^2 / n. In *compute to go*, device time times variance, a smaller
+# batch comes out at 100 % always: half of the batch, half of the cost, twice the variance. What is above that is worse.
 
 # %%
 batches = [make_batch(rng) for _ in range(8)]
-advice = steps["full"].advise(states["full"], batches, PartialBackprop(execution="program"), link=splitjax.sync.Link(latency_seconds=1e-4, bytes_per_second=1e9 / 8))
+advice = steps["full"].advise(
+    states["full"],
+    batches,
+    PartialBackprop(execution="program"),
+    link=splitjax.sync.Link(latency_seconds=1e-4, bytes_per_second=1e9 / 8),
+)
 advice
 
 # %%
@@ -238,7 +293,12 @@ def plot_advice():
     places = np.arange(len(names))
     left.bar(places - 0.2, 100 * noise / noise.sum(), 0.4, label="noise of the gradient")
     left.bar(places + 0.2, 100 * cost / cost.sum(), 0.4, label="time, the forward pass with the last layer")
-    left.set(xticks=places, xticklabels=names, ylabel="% of all layers", title="who should contribute where: where noise is high for its time")
+    left.set(
+        xticks=places,
+        xticklabels=names,
+        ylabel="% of all layers",
+        title="who should contribute where: where noise is high for its time",
+    )
     left.tick_params(axis="x", rotation=20)
     left.legend(frameon=False, fontsize=9)
     rows = [row for row in advice.rows if advice.compute(row) is not None]
@@ -248,7 +308,12 @@ def plot_advice():
     bars = right.barh(places + 0.2, [100 * advice.alone(row) for row in rows], 0.4, label="time to go, at 1 Gbit/s")
     right.bar_label(bars, fmt="%.0f", fontsize=9, padding=3)
     right.axvline(100, color="black", linestyle=":")
-    right.set(yticks=places, yticklabels=[row.name for row in rows], xlabel="% of full backpropagation, to the same progress", title="what it takes")
+    right.set(
+        yticks=places,
+        yticklabels=[row.name for row in rows],
+        xlabel="% of full backpropagation, to the same progress",
+        title="what it takes",
+    )
     right.set_xlim(0, 1.12 * right.get_xlim()[1])
     right.invert_yaxis()
     right.legend(frameon=False, fontsize=9, loc="upper right")
@@ -259,13 +324,19 @@ def plot_advice():
 plot_advice()
 
 # %% [markdown]
-# Front layers have as much noise for their time as the last ones, with which the forward pass counts: there is nothing to gain by leaving them out more often, and the advice recommends the
-# smaller batch. Its other lines are no further recommendations. They say under which other aim another way would be the better one, and in which respects
-# partial backpropagation does better whatever is recommended: bytes, memory of the mean worker, and workers that wait, on whose devices another job can run.
+# Front layers have as much noise for their time as the last ones, with which the forward pass counts: there is nothing
+# to gain by leaving them out more often, and the advice recommends the smaller batch. Its other lines are no further
+# recommendations. They say under which other aim another way would be the better one, and in which respects partial
+# backpropagation does better whatever is recommended: bytes, memory of the mean worker, and workers that wait, on whose
+# devices another job can run.
 #
-# What was measured also serves whoever decides for partial backpropagation: for cuts by time, or for the best depths under a budget.
+# What was measured also serves whoever decides for partial backpropagation: for cuts by time, or for the best depths
+# under a budget.
 
 # %%
 best = parallel(PartialBackprop(depths="optimal", measured=advice.measured, budget=0.8))
 for segment in best.plan(states["full"], batch).partial.segments:
-    print(f"{segment.contributors} of {NUM_WORKERS} workers: {', '.join(layer.removeprefix('params/') for layer in segment.layers)}")
+    print(
+        f"{segment.contributors} of {NUM_WORKERS} workers:"
+        f" {', '.join(layer.removeprefix('params/') for layer in segment.layers)}"
+    )

@@ -14,10 +14,11 @@
 # %% [markdown]
 # # Many jobs on one cluster
 #
-# `splitjax.schedule` decides at every iteration which job's work runs on which device, and simulates what comes of it. With structured partial
-# backpropagation the workers of a job compute for different times, so devices have holes; JigSaw (Kumar et al.,
-# [arXiv 2111.10672](https://arxiv.org/abs/2111.10672)) fills them with other jobs' tasks. This notebook measures a step as a job, shows the holes and what
-# fills them, compares policies on a generated trace, and says what the gain is worth. [docs/scheduler.md](../docs/scheduler.md) has the rest.
+# `splitjax.schedule` decides at every iteration which job's work runs on which device, and simulates what comes of it.
+# With structured partial backpropagation the workers of a job compute for different times, so devices have holes;
+# JigSaw (Kumar et al., [arXiv 2111.10672](https://arxiv.org/abs/2111.10672)) fills them with other jobs' tasks. This
+# notebook measures a step as a job, shows the holes and what fills them, compares policies on a generated trace, and
+# says what the gain is worth. [docs/scheduler.md](../docs/scheduler.md) has the rest.
 
 # %%
 # %matplotlib inline
@@ -43,31 +44,44 @@ from splitjax.schedule.simulation.plot import draw_gantt
 # %% [markdown]
 # ## Jobs and clusters are values
 #
-# A job wants a number of devices, all at once, for a number of iterations, and its profile says what an iteration costs each worker. Times are those of
-# one worker on one device: forward, then backward to one of several *depths*, full backpropagation first.
+# A job wants a number of devices, all at once, for a number of iterations, and its profile says what an iteration costs
+# each worker. Times are those of one worker on one device: forward, then backward to one of several *depths*, full
+# backpropagation first.
 
 # %%
-profile = JobProfile.uniform("sixteen layers", 0.3, num_depths=16)  # equal layers, 0.3 s an iteration, a third of it forward
+# equal layers, 0.3 s an iteration, a third of it forward
+profile = JobProfile.uniform("sixteen layers", 0.3, num_depths=16)
 job = Job("mine", arrival_seconds=0.0, num_workers=4, num_iterations=1000, profile=profile)
 cluster = Cluster(num_nodes=4, devices_per_node=4)
-print(f"alone it takes {job.exclusive_seconds:.0f} s of {job.num_workers} of the {cluster.num_devices} devices of a cluster of {cluster}")
+print(
+    f"alone it takes {job.exclusive_seconds:.0f} s of {job.num_workers} of the {cluster.num_devices} devices of a"
+    f" cluster of {cluster}"
+)
 print("depths of its four workers:", [f"{profile.depths[depth].fraction:.0%}" for depth in profile.partial_depths(4)])
 for num_workers in (1, 2, 4, 16):
-    print(f"device time with partial backpropagation, {num_workers} workers, perfectly packed: {profile.phi(num_workers):.1%}")
+    print(
+        f"device time with partial backpropagation, {num_workers} workers, perfectly packed:"
+        f" {profile.phi(num_workers):.1%}"
+    )
 
 # %% [markdown]
-# That is (2 + 1/N)/3 of full backpropagation: the forward pass is a third and stays whole, of the backward pass about half is left. No packing of such jobs can
-# gain more than its inverse, up to half as much again for jobs of many workers.
+# That is (2 + 1/N)/3 of full backpropagation: the forward pass is a third and stays whole, of the backward pass about
+# half is left. No packing of such jobs can gain more than its inverse, up to half as much again for jobs of many
+# workers.
 #
 # ## The profile of a real step
 #
-# `step.job_profile(state, batch)` measures a decorated step on one device: the forward pass, the backward pass to every layer at which it can end, the update, bytes
-# and memory as compiled. The time of the exchange follows from the bytes in the step's plan and a link, here one of 40 Gbit/s.
+# `step.job_profile(state, batch)` measures a decorated step on one device: the forward pass, the backward pass to every
+# layer at which it can end, the update, bytes and memory as compiled. The time of the exchange follows from the bytes
+# in the step's plan and a link, here one of 40 Gbit/s.
 
 # %%
 NUM_WORKERS, BATCH_SIZE = 4, 512
 digits = load_digits(image_size=None, channels=1)
-batch = {"image": digits.train["image"][:BATCH_SIZE].reshape(BATCH_SIZE, -1).astype(np.float32) / 255.0, "label": digits.train["label"][:BATCH_SIZE].astype(np.int32)}
+batch = {
+    "image": digits.train["image"][:BATCH_SIZE].reshape(BATCH_SIZE, -1).astype(np.float32) / 255.0,
+    "label": digits.train["label"][:BATCH_SIZE].astype(np.int32),
+}
 
 
 class Model(nn.Module):
@@ -103,9 +117,11 @@ measured = train_step.job_profile(state, batch, name="digits", num_workers=NUM_W
 schedule.profile_table(measured, NUM_WORKERS)
 
 # %% [markdown]
-# A depth that a worker should have is rounded up to the next one at which the step can really end, never down: with six layers and four workers, some go
-# deeper than they would have to. The update is the same at every depth, so less of the computing is saved than (2 + 1/N)/3 says; but others can use the time, too, in which the job waits
-# for its exchange. The model is small, and what is measured on a busy machine is noisy: profile what you mean to schedule, where it is to run.
+# A depth that a worker should have is rounded up to the next one at which the step can really end, never down: with six
+# layers and four workers, some go deeper than they would have to. The update is the same at every depth, so less of the
+# computing is saved than (2 + 1/N)/3 says; but others can use the time, too, in which the job waits for its exchange.
+# The model is small, and what is measured on a busy machine is noisy: profile what you mean to schedule, where it is to
+# run.
 
 
 # %%
@@ -113,15 +129,32 @@ def plot_profile():
     _, (left, right) = plt.subplots(1, 2, figsize=(11, 3.4), layout="constrained")
     names = [depth.layer.removeprefix("params/") for depth in measured.depths]
     places, start = np.arange(len(names)), np.zeros(len(names))
-    parts = {"forward": measured.forward_seconds, "backward": [depth.backward_seconds for depth in measured.depths], "update": measured.update_seconds, "waiting": measured.exposed_seconds}
+    parts = {
+        "forward": measured.forward_seconds,
+        "backward": [depth.backward_seconds for depth in measured.depths],
+        "update": measured.update_seconds,
+        "waiting": measured.exposed_seconds,
+    }
     for color, (title, seconds) in zip(("tab:blue", "tab:orange", "tab:green", "0.85"), parts.items()):
         width = 1e3 * np.broadcast_to(seconds, len(names))
         left.barh(places, width, left=start, color=color, label=title)
         start = start + width
     left.set(yticks=places, yticklabels=names, xlabel="ms of an iteration", title="time, backward pass down to ...")
     left.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=4)
-    right.barh(places, [depth.memory_bytes / 1e6 for depth in measured.depths], color="tab:purple", alpha=0.8, label="all that it needs")
-    right.barh(places, [measured.state_bytes / 1e6] * len(names), color="tab:red", alpha=0.8, label="state, which stays while others compute")
+    right.barh(
+        places,
+        [depth.memory_bytes / 1e6 for depth in measured.depths],
+        color="tab:purple",
+        alpha=0.8,
+        label="all that it needs",
+    )
+    right.barh(
+        places,
+        [measured.state_bytes / 1e6] * len(names),
+        color="tab:red",
+        alpha=0.8,
+        label="state, which stays while others compute",
+    )
     right.set(yticks=[], xlabel="MB", title="memory")
     right.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
     for panel in (left, right):
@@ -132,8 +165,8 @@ def plot_profile():
 plot_profile()
 
 # %% [markdown]
-# Profiles are JSON files. `splitjax profile --job --json digits.json` writes one of a shipped model, `schedule.write_profiles` any; `splitjax simulate --profiles` and
-# `schedule.read_profiles` read them.
+# Profiles are JSON files. `splitjax profile --job --json digits.json` writes one of a shipped model,
+# `schedule.write_profiles` any; `splitjax simulate --profiles` and `schedule.read_profiles` read them.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -143,9 +176,11 @@ with tempfile.TemporaryDirectory() as folder:
 # %% [markdown]
 # ## Holes, and what fills them
 #
-# Four devices. Each *discipline* is a pure function that is asked for one iteration after the other: which device computes which worker's task, at which depth, from
-# when. With partial backpropagation alone a job waits for its deepest worker, so shallow ones leave holes and no time is gained. JigSaw gives each task, longest
-# first, to the device that frees earliest, whichever job it belongs to. In temporal SPB all workers of a job have one depth in each iteration, so nobody waits.
+# Four devices. Each *discipline* is a pure function that is asked for one iteration after the other: which device
+# computes which worker's task, at which depth, from when. With partial backpropagation alone a job waits for its
+# deepest worker, so shallow ones leave holes and no time is gained. JigSaw gives each task, longest first, to the
+# device that frees earliest, whichever job it belongs to. In temporal SPB all workers of a job have one depth in each
+# iteration, so nobody waits.
 
 # %%
 four = JobProfile.uniform("four layers", 3.0, num_depths=4)  # 1 s forward, 2 s backward
@@ -166,8 +201,10 @@ def run(discipline, jobs):
 
 
 ways = {
-    "full backpropagation, A alone": ("gang", pair[:1]), "partial backpropagation, A alone": ("spb", pair[:1]),
-    "JigSaw, A (blue) and B (orange)": ("jigsaw", pair), "temporal SPB, A alone": ("temporal-spb", pair[:1]),
+    "full backpropagation, A alone": ("gang", pair[:1]),
+    "partial backpropagation, A alone": ("spb", pair[:1]),
+    "JigSaw, A (blue) and B (orange)": ("jigsaw", pair),
+    "temporal SPB, A alone": ("temporal-spb", pair[:1]),
 }
 
 
@@ -178,12 +215,31 @@ def plot_tasks():
         for member, task in tasks:
             if task.start_seconds >= HORIZON:
                 continue
-            panel.barh(task.device, task.seconds, left=task.start_seconds, height=0.86, color=f"C{member}", alpha=0.85, edgecolor="white", linewidth=1.2)
+            panel.barh(
+                task.device,
+                task.seconds,
+                left=task.start_seconds,
+                height=0.86,
+                color=f"C{member}",
+                alpha=0.85,
+                edgecolor="white",
+                linewidth=1.2,
+            )
             fraction = jobs[member].profile.depths[task.depth].fraction
             if task.end_seconds <= HORIZON:
-                panel.text(task.start_seconds + task.seconds / 2, task.device, f"{fraction:.0%}", ha="center", va="center", fontsize=7, color="white")
+                panel.text(
+                    task.start_seconds + task.seconds / 2,
+                    task.device,
+                    f"{fraction:.0%}",
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="white",
+                )
         busy = sum(max(0.0, min(task.end_seconds, HORIZON) - task.start_seconds) for _, task in tasks) / (4 * HORIZON)
-        panel.set_title(f"{title}: busy {busy:.0%}, iterations {' + '.join(map(str, finished))}", fontsize=10, loc="left")
+        panel.set_title(
+            f"{title}: busy {busy:.0%}, iterations {' + '.join(map(str, finished))}", fontsize=10, loc="left"
+        )
         panel.set(xlim=(0, HORIZON), yticks=range(4))
         panel.spines[["top", "right"]].set_visible(False)
     axes[0, 0].invert_yaxis()
@@ -196,14 +252,16 @@ def plot_tasks():
 plot_tasks()
 
 # %% [markdown]
-# Numbers are depths. Full backpropagation finishes five iterations in fifteen seconds, and so does partial backpropagation alone, with a quarter of the time in holes. JigSaw finishes six of
-# the two jobs together and is at the seventh, without a hole; which worker is deep changes from iteration to iteration. Temporal SPB finishes as many with one job and no packing at all:
-# keep that in mind for what follows.
+# Numbers are depths. Full backpropagation finishes five iterations in fifteen seconds, and so does partial
+# backpropagation alone, with a quarter of the time in holes. JigSaw finishes six of the two jobs together and is at the
+# seventh, without a hole; which worker is deep changes from iteration to iteration. Temporal SPB finishes as many with
+# one job and no packing at all: keep that in mind for what follows.
 #
 # ## A trace
 #
-# Sixteen devices, 240 jobs of 1 to 16 workers that arrive at random and ask for one and a half times what the cluster has. A third of them train the step measured above, for
-# long; the others have the sixteen layers from the beginning, half of them waiting for their exchange for 15 % of their time. The same seed gives the same jobs.
+# Sixteen devices, 240 jobs of 1 to 16 workers that arrive at random and ask for one and a half times what the cluster
+# has. A third of them train the step measured above, for long; the others have the sixteen layers from the beginning,
+# half of them waiting for their exchange for 15 % of their time. The same seed gives the same jobs.
 
 # %%
 rng = np.random.default_rng(0)
@@ -211,9 +269,20 @@ profiles = [measured, profile, JobProfile.uniform("slow links", 0.3, num_depths=
 sizes = []
 for number, seconds in enumerate(rng.lognormal(6.5, 1.2, 240)):
     chosen = profiles[number % 3]
-    sizes.append(Job(str(number), 0.0, int(rng.choice([1, 2, 4, 8, 16], p=[0.3, 0.2, 0.3, 0.15, 0.05])), max(1, round(seconds / chosen.iteration_seconds)), chosen))
+    sizes.append(
+        Job(
+            str(number),
+            0.0,
+            int(rng.choice([1, 2, 4, 8, 16], p=[0.3, 0.2, 0.3, 0.15, 0.05])),
+            max(1, round(seconds / chosen.iteration_seconds)),
+            chosen,
+        )
+    )
 jobs = schedule.generate(sizes, cluster, load=1.5, seed=0)
-print(f"{len(jobs)} jobs, load {schedule.offered_load(jobs, cluster):.2f}, median {np.median([job.exclusive_seconds for job in jobs]) / 60:.0f} minutes alone")
+print(
+    f"{len(jobs)} jobs, load {schedule.offered_load(jobs, cluster):.2f}, median"
+    f" {np.median([job.exclusive_seconds for job in jobs]) / 60:.0f} minutes alone"
+)
 
 # %%
 POLICIES = ["gang-fifo", "gang-srtf", "muri-s", "spb", "interleave", "temporal-spb", "jigsaw"]
@@ -222,8 +291,8 @@ times, efficiencies = compared.tables()
 times
 
 # %% [markdown]
-# JCT is job completion time, from arrival to finish; p99 that of the slowest of a hundred; *queue* the mean time without devices; *unfair* completion time over that on an equal
-# share of the cluster, on average and at worst.
+# JCT is job completion time, from arrival to finish; p99 that of the slowest of a hundred; *queue* the mean time
+# without devices; *unfair* completion time over that on an equal share of the cluster, on average and at worst.
 
 
 # %%
@@ -232,8 +301,21 @@ def plot_comparison():
     for result in compared.results:
         hours = np.sort(result.completion_seconds) / 3600
         style = "--" if result.policy == "spb" else "-"  # which has the times of gang-srtf
-        axes[0].step(hours, (np.arange(len(hours)) + 1) / len(hours), where="post", label=result.policy, linewidth=1.3, linestyle=style)
-    axes[0].set(xscale="log", xlabel="completion time, hours", ylabel="share of jobs done", ylim=(0, 1.01), title="completion times")
+        axes[0].step(
+            hours,
+            (np.arange(len(hours)) + 1) / len(hours),
+            where="post",
+            label=result.policy,
+            linewidth=1.3,
+            linestyle=style,
+        )
+    axes[0].set(
+        xscale="log",
+        xlabel="completion time, hours",
+        ylabel="share of jobs done",
+        ylim=(0, 1.01),
+        title="completion times",
+    )
     axes[0].legend(frameon=False, fontsize=8)
     axes[0].spines[["top", "right"]].set_visible(False)
     longest = max(result.makespan for result in compared.results)
@@ -248,13 +330,16 @@ def plot_comparison():
 plot_comparison()
 
 # %% [markdown]
-# Colours are jobs with devices of their own, white is idle; grey are devices that jobs share, the darker the more (two to eight). JigSaw shares devices only while the cluster is asked for more
-# than it has, and is done sooner though its devices compute for less of the time: what partial backpropagation skips need not be computed.
+# Colours are jobs with devices of their own, white is idle; grey are devices that jobs share, the darker the more (two
+# to eight). JigSaw shares devices only while the cluster is asked for more than it has, and is done sooner though its
+# devices compute for less of the time: what partial backpropagation skips need not be computed.
 #
 # ## What the gain is worth
 #
-# *Iteration efficiency* counts finished iterations, each at its full-backpropagation device time, per device-second while the cluster is asked for more than it has, relative to gang
-# scheduling in the same order. *Cost efficiency* credits only the backward work that was really done. *Bound* is what perfect packing of the finished iterations would have reached; no result lies above its own.
+# *Iteration efficiency* counts finished iterations, each at its full-backpropagation device time, per device-second
+# while the cluster is asked for more than it has, relative to gang scheduling in the same order. *Cost efficiency*
+# credits only the backward work that was really done. *Bound* is what perfect packing of the finished iterations would
+# have reached; no result lies above its own.
 
 # %%
 efficiencies
@@ -268,7 +353,14 @@ def plot_efficiency():
     for shift, key, label in ((-0.2, "iteration_efficiency", "iterations"), (0.2, "cost_efficiency", "cost")):
         bars = panel.bar(places + shift, [one[key] for one in figures.values()], 0.38, label=label, alpha=0.9)
         panel.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
-    panel.plot(places - 0.2, [one["bound"] for one in figures.values()], "k_", markersize=26, markeredgewidth=1.6, label="bound")
+    panel.plot(
+        places - 0.2,
+        [one["bound"] for one in figures.values()],
+        "k_",
+        markersize=26,
+        markeredgewidth=1.6,
+        label="bound",
+    )
     panel.axhline(1, color="black", linestyle=":", linewidth=1)
     panel.set(xticks=places, xticklabels=figures, ylabel="over gang scheduling in the same order", ylim=(0, 2.1))
     panel.legend(frameon=False, ncols=3, loc="upper left")
@@ -278,52 +370,78 @@ def plot_efficiency():
 plot_efficiency()
 figures = compared.to_json()
 for name in ("jigsaw", "temporal-spb"):
-    print(f"{name}: the gain is gone once its jobs need {figures[name]['iteration_efficiency'] - 1:.0%} more iterations than with full backpropagation")
+    print(
+        f"{name}: the gain is gone once its jobs need {figures[name]['iteration_efficiency'] - 1:.0%} more iterations"
+        " than with full backpropagation"
+    )
 
 # %% [markdown]
 # What is to be read here:
 #
-# - `spb` gains nothing: without packing, a job waits for its deepest worker. It skips work for no time saved, so its cost efficiency is below 1.
-# - `interleave` packs as JigSaw does, at full depth. What it gains is real, by filling the time in which jobs wait, and devices that gangs leave over.
-# - `jigsaw` finishes most iterations, but an iteration is then worth less: by cost it is not far from `interleave`. Partial backpropagation changes what a job learns in an
-#   iteration, and whether the skipped work was needed the scheduler cannot know; `step.advise` ([notebook 04](04_partial_backprop.ipynb)) measures it.
-# - `temporal-spb` needs no packing and shares no memory. It lies behind here because a third of the jobs wait for their exchange, or more, and widths do not always fit. Where neither is so, it matches JigSaw:
+# - `spb` gains nothing: without packing, a job waits for its deepest worker. It skips work for no time saved, so its
+#   cost efficiency is below 1.
+# - `interleave` packs as JigSaw does, at full depth. What it gains is real, by filling the time in which jobs wait, and
+#   devices that gangs leave over.
+# - `jigsaw` finishes most iterations, but an iteration is then worth less: by cost it is not far from `interleave`.
+#   Partial backpropagation changes what a job learns in an iteration, and whether the skipped work was needed the
+#   scheduler cannot know; `step.advise` ([notebook 04](04_partial_backprop.ipynb)) measures it.
+# - `temporal-spb` needs no packing and shares no memory. It lies behind here because a third of the jobs wait for their
+#   exchange, or more, and widths do not always fit. Where neither is so, it matches JigSaw:
 
 # %%
-alike = [Job(one.name, 0.0, 4, max(1, round(one.exclusive_seconds / profile.iteration_seconds)), profile) for one in sizes]  # as long, but of four workers that never wait
+# as long, but of four workers that never wait
+alike = [
+    Job(one.name, 0.0, 4, max(1, round(one.exclusive_seconds / profile.iteration_seconds)), profile) for one in sizes
+]
 even = schedule.generate(alike, cluster, load=1.5, seed=0)
 for name, one in schedule.compare(even, cluster, ["interleave", "temporal-spb", "jigsaw"]).to_json().items():
-    print(f"{name:13} iterations {one['iteration_efficiency']:.2f} of {one['bound']:.2f}, cost {one['cost_efficiency']:.2f}, {one['avg_jct'] / 60:.0f} minutes on average")
+    print(
+        f"{name:13} iterations {one['iteration_efficiency']:.2f} of {one['bound']:.2f}, cost"
+        f" {one['cost_efficiency']:.2f}, {one['avg_jct'] / 60:.0f} minutes on average"
+    )
 
 # %% [markdown]
 # And while the cluster is not asked for more than it has, there are no iterations to be gained, only completion times:
 
 # %%
-calm = schedule.compare(schedule.generate(sizes, cluster, load=0.5, seed=0), cluster, ["gang-srtf", "temporal-spb", "jigsaw"]).results
+calm = schedule.compare(
+    schedule.generate(sizes, cluster, load=0.5, seed=0), cluster, ["gang-srtf", "temporal-spb", "jigsaw"]
+).results
 for result in calm:
     print(f"{result.policy:13} {result.avg_jct / 60:.0f} minutes on average, busy {result.busy:.0%}")
 
 # %% [markdown]
 # ## Memory
 #
-# Jobs that share a device keep their state there, and of one at a time the rest has to fit too. Here every job needs 12 GB at full depth, half of it state. Smaller devices hold fewer of
-# them, and JigSaw has fewer to pack; with room for eight on a device more memory does not help, as it groups no more than eight.
+# Jobs that share a device keep their state there, and of one at a time the rest has to fit too. Here every job needs 12
+# GB at full depth, half of it state. Smaller devices hold fewer of them, and JigSaw has fewer to pack; with room for
+# eight on a device more memory does not help, as it groups no more than eight.
 
 # %%
-large = {one.name: dataclasses.replace(
-    one, state_bytes=6 * 10**9, depths=tuple(dataclasses.replace(depth, memory_bytes=round((6 + 6 * depth.fraction) * 1e9)) for depth in one.depths)
-) for one in profiles}  # fmt: skip
+large = {
+    one.name: dataclasses.replace(
+        one,
+        state_bytes=6 * 10**9,
+        depths=tuple(
+            dataclasses.replace(depth, memory_bytes=round((6 + 6 * depth.fraction) * 1e9)) for depth in one.depths
+        ),
+    )
+    for one in profiles
+}
 heavy = [dataclasses.replace(job, profile=large[job.profile.name]) for job in jobs]
 for gigabytes in (12, 18, 24, 36, 54, 96):
-    limited = schedule.compare(heavy, dataclasses.replace(cluster, memory_bytes=gigabytes * 10**9), ["jigsaw", "temporal-spb"]).to_json()
+    limited = schedule.compare(
+        heavy, dataclasses.replace(cluster, memory_bytes=gigabytes * 10**9), ["jigsaw", "temporal-spb"]
+    ).to_json()
     found = ", ".join(f"{name} {one['iteration_efficiency']:.2f}" for name, one in limited.items())
     print(f"{gigabytes} GB, room for {1 + (gigabytes - 12) // 6} on a device: iterations {found}")
 
 # %% [markdown]
 # ## A policy of one's own
 #
-# A policy is one pure function from what is known at a moment to what changes. It is asked when a job arrives or finishes. `schedule.gang` does the rest for those that
-# give jobs whole devices in some order; here the least device time left comes first, but before all the jobs that are there for more than six hours.
+# A policy is one pure function from what is known at a moment to what changes. It is asked when a job arrives or
+# finishes. `schedule.gang` does the rest for those that give jobs whole devices in some order; here the least device
+# time left comes first, but before all the jobs that are there for more than six hours.
 
 
 # %%
@@ -338,10 +456,12 @@ own = schedule.compare(jobs, cluster, ["gang-srsf", "gang-patient", "jigsaw"])
 own.tables()[0]
 
 # %% [markdown]
-# The slowest jobs are done sooner, and the average pays for it. The same functions run real training jobs: `schedule.execute` with `RayEngine` starts a process for each worker, and asks policy and discipline as the simulator does
-# ([docs/scheduler.md](../docs/scheduler.md#real-execution)). From the shell, with traces of your own:
+# The slowest jobs are done sooner, and the average pays for it. The same functions run real training jobs:
+# `schedule.execute` with `RayEngine` starts a process for each worker, and asks policy and discipline as the simulator
+# does ([docs/scheduler.md](../docs/scheduler.md#real-execution)). From the shell, with traces of your own:
 #
 # ```sh
-# splitjax profile --job --model mlp --batch-size 512 --num-workers 4 --bandwidth 10gbit --json profiles.json
-# splitjax simulate --trace jobs.csv --profiles profiles.json --cluster 4x4 --policy gang-srtf,temporal-spb,jigsaw --plot jobs.png
+# splitjax profile --job --model mlp --batch-size 512 --num-workers 4 --bandwidth 10gbit --json profiles.json splitjax
+# simulate --trace jobs.csv --profiles profiles.json --cluster 4x4 --policy gang-srtf,temporal-spb,jigsaw --plot
+# jobs.png
 # ```

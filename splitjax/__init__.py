@@ -1,7 +1,8 @@
 """splitjax: decorate a JAX training step; it trains sharded on many devices with the same numbers.
 
-Importing it starts no JAX backend and imports neither Flax NNX nor Equinox: `splitjax.nnx` and `splitjax.equinox` are imported
-when they are first used. In a process that `splitjax launch` started, and in no other, it joins the run's other processes.
+Importing it starts no JAX backend and imports neither Flax NNX nor Equinox: `splitjax.nnx` and `splitjax.equinox` are
+imported when they are first used. In a process that `splitjax launch` started, and in no other, it joins the run's
+other processes.
 """
 
 from __future__ import annotations

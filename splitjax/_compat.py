@@ -30,7 +30,9 @@ Jaxpr = jex.Jaxpr
 NO_EFFECTS = frozenset()
 
 # Frames of these packages are machinery between a user's line and the operation it caused.
-_INSTALLED = tuple(f"-packages/{name}/" for name in ("jax", "jaxlib", "flax", "haiku", "equinox", "optax", "chex", "jaxtyping"))
+_INSTALLED = tuple(
+    f"-packages/{name}/" for name in ("jax", "jaxlib", "flax", "haiku", "equinox", "optax", "chex", "jaxtyping")
+)
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 # Of splitjax itself only the models are what a user may want to see the lines of.
 _OWN_MODELS = _HERE + "models" + os.sep
@@ -90,8 +92,8 @@ def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def equation_context(eqn: Any) -> Any:
-    """A context manager under which a re-bound equation keeps its own source line, name stack and settings, but for the mesh in context where
-    there is one: inside a `shard_map` it is that of the evaluation, not the tracing."""
+    """A context manager under which a re-bound equation keeps its own source line, name stack and settings, but for the
+    mesh in context where there is one: inside a `shard_map` it is that of the evaluation, not the tracing."""
     stack, mesh = contextlib.ExitStack(), jax.sharding.get_abstract_mesh()
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     stack.enter_context(source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack))
@@ -102,8 +104,8 @@ def equation_context(eqn: Any) -> Any:
 
 
 def source_line(eqn: Any) -> str:
-    """`file:line (function)` of the user's line that caused an equation; empty where only machinery is on record (JAX traces
-    some of its own functions once and keeps the result)."""
+    """`file:line (function)` of the user's line that caused an equation; empty where only machinery is on record (JAX
+    traces some of its own functions once and keeps the result)."""
     traceback = getattr(eqn.source_info, "traceback", None)
     for frame in traceback.frames if traceback is not None else ():
         if not is_machinery(frame.file_name):
@@ -128,7 +130,8 @@ def trace(fun: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
 
 
 def detach_consts(closed: Any) -> tuple[Any, list[Any]]:
-    """A closed jaxpr without constants, and the constants as its first operands: `closed(*args)` = `result(*consts, *args)`."""
+    """A closed jaxpr without constants, and the constants as its first operands: `closed(*args)` =
+    `result(*consts, *args)`."""
     consts = list(closed.consts)
     if not consts:
         return closed, consts
@@ -137,10 +140,14 @@ def detach_consts(closed: Any) -> tuple[Any, list[Any]]:
     inner = closed.jaxpr
     names = inner.debug_info.arg_names
     debug = inner.debug_info._replace(arg_names=None if names is None else ("",) * len(consts) + tuple(names))
-    return ClosedJaxpr(inner.replace(constvars=(), invars=[*inner.constvars, *inner.invars], debug_info=debug), ()), consts
+    return ClosedJaxpr(
+        inner.replace(constvars=(), invars=[*inner.constvars, *inner.invars], debug_info=debug), ()
+    ), consts
 
 
-def build_jaxpr(like: Any, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any], consts: Sequence[tuple[Any, Any]]) -> Any:
+def build_jaxpr(
+    like: Any, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any], consts: Sequence[tuple[Any, Any]]
+) -> Any:
     """A closed jaxpr of given equations, with the debug information of another. `consts`: pairs (variable, value)."""
     effects = frozenset().union(*(eqn.effects for eqn in eqns)) if eqns else frozenset()
     debug = open_jaxpr(like)[0].debug_info._replace(arg_names=None, result_paths=None)
@@ -173,8 +180,8 @@ def coordination_client() -> Any | None:
 
 
 def place_in_run() -> tuple[int, int]:
-    """(number of this process, number of processes) in the run that it joined, (0, 1) alone. Unlike `jax.process_index` it starts
-    no backend."""
+    """(number of this process, number of processes) in the run that it joined, (0, 1) alone. Unlike `jax.process_index`
+    it starts no backend."""
     state = distributed.global_state
     return (0, 1) if state.client is None else (state.process_id, state.num_processes)
 
@@ -200,8 +207,8 @@ def define_primitive(
 ) -> Primitive:
     """A primitive with several results that means `evaluate(*operands, **params)` to every transformation but tracing.
 
-    `result_types(*operand_types, **params)` gives the abstract results and the effects. Derivatives, batching and compilation
-    see through the primitive: they transform `evaluate`.
+    `result_types(*operand_types, **params)` gives the abstract results and the effects. Derivatives, batching and
+    compilation see through the primitive: they transform `evaluate`.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -227,7 +234,9 @@ def define_primitive(
             results = primitive.bind(*operands, **params)
             return results, [None] * len(results)
         mapped = jax.vmap(
-            lambda *values: evaluate(*values, **params), in_axes=tuple(dims), axis_size=axis.size,
+            lambda *values: evaluate(*values, **params),
+            in_axes=tuple(dims),
+            axis_size=axis.size,
             axis_name=None if type(axis.name) is object else axis.name,  # JAX's mark for "unnamed" is a bare object
             spmd_axis_name=axis.spmd_name,
         )
@@ -247,21 +256,28 @@ def rebind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def prune(eqn: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
-    """The part of an equation that computes some of its results: a closed jaxpr over the operands that these results need, and
-    which operands those are. Literal operands count as operands."""
-    types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)) for v in eqn.invars]
+    """The part of an equation that computes some of its results: a closed jaxpr over the operands that these results
+    need, and which operands those are. Literal operands count as operands."""
+    types = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
+        for v in eqn.invars
+    ]
     return prune_jaxpr(close_jaxpr(trace(lambda *operands: bind_equation(eqn, operands), *types)[0]), used)
 
 
 def drop_unused(closed: Any, keep: int = 0) -> tuple[Any, list[bool]]:
-    """A closed jaxpr without operations and inputs that no result needs, and which inputs are left; the first `keep` always are."""
+    """A closed jaxpr without operations and inputs that no result needs, and which inputs are left; the first `keep`
+    always are."""
     inner, consts = open_jaxpr(closed)
-    kept, used = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars), [i < keep for i in range(len(inner.invars))])
+    kept, used = partial_eval.dce_jaxpr(
+        inner, [True] * len(inner.outvars), [i < keep for i in range(len(inner.invars))]
+    )
     return close_jaxpr(kept, consts), list(used)
 
 
 def prune_jaxpr(closed: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
-    """The part of a closed jaxpr that computes some of its results, over the operands that it needs, and which operands those are."""
+    """The part of a closed jaxpr that computes some of its results, over the operands that it needs, and which operands
+    those are."""
     inner, consts = open_jaxpr(closed)
     kept, used_inputs = partial_eval.dce_jaxpr(inner, list(used))
     return close_jaxpr(kept, consts), list(used_inputs)
@@ -273,7 +289,8 @@ def with_params(eqn: Any, **changes: Any) -> Any:
 
 
 def pullback(eqn: Any) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
-    """The reverse derivative of an equation as a closed jaxpr: (operands that are not literals, cotangents) -> gradients.
+    """The reverse derivative of an equation as a closed jaxpr: (operands that are not literals, cotangents) ->
+    gradients.
 
     Also the operand positions that have a gradient, and the result positions that have a cotangent, both ascending.
     """
@@ -281,7 +298,9 @@ def pullback(eqn: Any) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
     variables = [i for i, v in enumerate(eqn.invars) if not isinstance(v, Literal)]
     positions = tuple(i for i in variables if inexact(eqn.invars[i]))
     results = tuple(i for i, v in enumerate(eqn.outvars) if inexact(v))
-    types = lambda vs: [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)) for v in vs]
+    types = lambda vs: [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)) for v in vs
+    ]
 
     def gradients(operands, cotangents):
         values = [v.val if isinstance(v, Literal) else None for v in eqn.invars]
@@ -302,8 +321,8 @@ def pullback(eqn: Any) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
 
 
 def has_positional_bits(eqn: Any) -> bool:
-    """Whether `random_bits` draws each value from the key and the value's position alone, so that some can be drawn without the
-    rest: one threefry key, JAX's partitionable generator (the default), and fewer than 2^32 values."""
+    """Whether `random_bits` draws each value from the key and the value's position alone, so that some can be drawn
+    without the rest: one threefry key, JAX's partitionable generator (the default), and fewer than 2^32 values."""
     if eqn.primitive.name != "random_bits" or eqn.invars[0].aval.shape != ():
         return False
     is_threefry = getattr(eqn.invars[0].aval.dtype, "_impl", None) is jax_random.threefry_prng_impl
@@ -311,7 +330,8 @@ def has_positional_bits(eqn: Any) -> bool:
 
 
 def positional_bits(key: Any, bit_width: int, positions: Any) -> Any:
-    """The values that `random_bits` has at the given row-major positions (uint32), for equations with `has_positional_bits`."""
+    """The values that `random_bits` has at the given row-major positions (uint32), for equations with
+    `has_positional_bits`."""
     first, second = jax.random.key_data(key)
     high, low = jax_random.threefry2x32_p.bind(first, second, jax.numpy.zeros_like(positions), positions)
     if bit_width == 64:
@@ -320,19 +340,24 @@ def positional_bits(key: Any, bit_width: int, positions: Any) -> Any:
 
 
 def hidden_body(eqn: Any) -> Any | None:
-    """The closed jaxpr of an equation that keeps its meaning in Python (`call_hi_primitive` of JAX 0.12, behind functions such
-    as `jnp.searchsorted`); None for any other."""
+    """The closed jaxpr of an equation that keeps its meaning in Python (`call_hi_primitive` of JAX 0.12, behind
+    functions such as `jnp.searchsorted`); None for any other."""
     hidden = eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None
     if hidden is None or not hasattr(hidden, "expand"):
         return None
-    types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)) for v in eqn.invars]
-    return trace(lambda *operands: jax.tree.leaves(hidden.expand(*jax.tree.unflatten(hidden.in_tree, operands))), *types)[0]
+    types = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
+        for v in eqn.invars
+    ]
+    return trace(
+        lambda *operands: jax.tree.leaves(hidden.expand(*jax.tree.unflatten(hidden.in_tree, operands))), *types
+    )[0]
 
 
 @contextlib.contextmanager
 def metadata_in_cache_key() -> Iterator[None]:
-    """Compiles anew, or from a cache entry of the very same source lines and names: JAX's persistent cache otherwise returns
-    an executable with the metadata of whatever program of the same operations was compiled first."""
+    """Compiles anew, or from a cache entry of the very same source lines and names: JAX's persistent cache otherwise
+    returns an executable with the metadata of whatever program of the same operations was compiled first."""
     name = "jax_compilation_cache_include_metadata_in_key"
     before = getattr(jax.config, name)
     jax.config.update(name, True)
@@ -353,8 +378,11 @@ def as_weakly_typed(array: jax.Array) -> jax.Array:
 
 
 def detected_cluster() -> str | None:
-    """A name for the cluster manager that JAX finds this process to be started by, such as `slurm`; None if it finds none."""
-    found = (kind for kind in clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method and kind.is_env_present())
+    """A name for the cluster manager that JAX finds this process to be started by, such as `slurm`; None if it finds
+    none."""
+    found = (
+        kind for kind in clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method and kind.is_env_present()
+    )
     kind = next(found, None)
     return None if kind is None else kind.name or kind.__name__
 
@@ -367,15 +395,17 @@ def backend_started() -> bool:
 def coordination_service(address: str, num_processes: int, heartbeat_seconds: int) -> Any:
     """The service that `jax.distributed.initialize` connects to, listening on `address` (`host:port`) in this process.
 
-    Its processes are recoverable: one that leaves does not wait for the others, and does not take them along. Ends with its
-    `shutdown()`. Raises `RuntimeError` if it cannot listen there.
+    Its processes are recoverable: one that leaves does not wait for the others, and does not take them along. Ends with
+    its `shutdown()`. Raises `RuntimeError` if it cannot listen there.
     """
     # XLA says on standard error, past any log level, that this is experimental.
     with open(os.devnull, "w") as nowhere:
         before = os.dup(2)
         os.dup2(nowhere.fileno(), 2)
         try:
-            return _jax.get_distributed_runtime_service(address, num_processes, heartbeat_timeout=heartbeat_seconds, recoverable=True)
+            return _jax.get_distributed_runtime_service(
+                address, num_processes, heartbeat_timeout=heartbeat_seconds, recoverable=True
+            )
         finally:
             os.dup2(before, 2)
             os.close(before)

@@ -1,9 +1,9 @@
 """What the NNX and Equinox frontends share: a step over objects, run as a plain parallel step over their arrays.
 
-A frontend takes a call's arguments apart (`_pack`): arrays go to a plain `ParallelStep`, everything else becomes part of one
-static argument, `Static`, so that a program serves exactly the calls that agree in it. What the step returns is taken apart
-the same way inside the trace, and put together again after the call: its static part travels in the result's tree
-structure (`Extra`), the only thing about a traced result that is not an array.
+A frontend takes a call's arguments apart (`_pack`): arrays go to a plain `ParallelStep`, everything else becomes part
+of one static argument, `Static`, so that a program serves exactly the calls that agree in it. What the step returns is
+taken apart the same way inside the trace, and put together again after the call: its static part travels in the
+result's tree structure (`Extra`), the only thing about a traced result that is not an array.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Extra:
 
 
 def attach(result: Any, more: Any = None, is_leaf: Callable[[Any], bool] | None = None) -> tuple:
-    """A step's result as a tuple of pytrees of arrays, ending with its static half. A returned tuple keeps its positions."""
+    """A step's result as a tuple of pytrees of arrays, ending with its static half. A returned tuple keeps its
+    positions."""
     dynamic, half = partition(result, is_leaf)
     in_place = type(result) in (tuple, list)
     return (*dynamic, Extra(half, in_place, more)) if in_place else (dynamic, Extra(half, in_place, more))
@@ -99,9 +100,9 @@ class Call:
         return tuple(arg for n, arg in enumerate(self.args) if n not in self.state_numbers)
 
     def unshared(self) -> tuple:
-        """The arguments, with a copy of every state array that also stands in another argument (a teacher that starts as the
-        student): using a buffer that the same call donates is an error of XLA's, and crashes jax 0.10 on virtual CPU devices.
-        The plain step itself sees to states that share arrays with each other."""
+        """The arguments, with a copy of every state array that also stands in another argument (a teacher that starts
+        as the student): using a buffer that the same call donates is an error of XLA's, and crashes jax 0.10 on virtual
+        CPU devices. The plain step itself sees to states that share arrays with each other."""
         others = set(map(id, jax.tree.leaves(self.example)))
         if others.isdisjoint(id(leaf) for n in self.state_numbers for leaf in jax.tree.leaves(self.args[n])):
             return self.args
@@ -127,7 +128,8 @@ class Call:
         entry = self.step._entry(self.args)
         return [
             named_sharding(self.step.mesh, leaf.spec)
-            for n in numbers for leaf in entry.plan.leaves[slice(*entry.bound.spans[n])]
+            for n in numbers
+            for leaf in entry.plan.leaves[slice(*entry.bound.spans[n])]
         ]
 
 
@@ -136,8 +138,14 @@ class FilteredStep(abc.ABC):
 
     changes_states = False  # in place, as NNX does; else it returns new ones
 
-    def __init__(self, fn: Callable, options: Options, keywords: dict[str, Any], state_outnums: Any = None,
-                 parent: FilteredStep | None = None) -> None:
+    def __init__(
+        self,
+        fn: Callable,
+        options: Options,
+        keywords: dict[str, Any],
+        state_outnums: Any = None,
+        parent: FilteredStep | None = None,
+    ) -> None:
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._name = getattr(fn, "__name__", type(fn).__name__)
@@ -160,7 +168,8 @@ class FilteredStep(abc.ABC):
 
     @property
     def options(self) -> Options:
-        """Which arguments are states, batches and static, and which results are states; no state or batch arguments where the frontend finds them in a call."""
+        """Which arguments are states, batches and static, and which results are states; no state or batch arguments
+        where the frontend finds them in a call."""
         given = self._state_outnums
         outnums = None if given is None else (given,) if hasattr(given, "__index__") else tuple(given)
         return dataclasses.replace(self._options, state_outnums=outnums)
@@ -201,13 +210,14 @@ class FilteredStep(abc.ABC):
         return call.step.lower(*call.args)
 
     def report(self, *args: Any, **kwargs: Any) -> Report:
-        """The plan for these arguments (abstract ones will do) against what XLA compiles: memory, and every collective with layer,
-        source line and cause. Compiles the step; runs nothing."""
+        """The plan for these arguments (abstract ones will do) against what XLA compiles: memory, and every collective
+        with layer, source line and cause. Compiles the step; runs nothing."""
         call = self._pack(positional(self._fn, args, kwargs))
         return call.step.report(*call.args)
 
     def verify(self, *args: Any, sizes: str = "shrunken", own_precision: bool = False, **kwargs: Any) -> Verification:
-        """Whether the step computes the numbers of one device, from arguments that may be abstract; see `ParallelStep.verify`. Nothing is updated."""
+        """Whether the step computes the numbers of one device, from arguments that may be abstract; see
+        `ParallelStep.verify`. Nothing is updated."""
         args = positional(self._fn, args, kwargs)
         call = self._pack(args)
         try:
@@ -216,40 +226,59 @@ class FilteredStep(abc.ABC):
             raise self._donated(args, call) from error
 
     def profile(self, *args: Any, num_workers: int | None = None, **kwargs: Any) -> Profile:
-        """How sparse every gradient is over the workers, from the step's arguments with an iterable of batches in place of each
-        batch; see `ParallelStep.profile`. Nothing is updated."""
+        """How sparse every gradient is over the workers, from the step's arguments with an iterable of batches in place
+        of each batch; see `ParallelStep.profile`. Nothing is updated."""
         args = positional(self._fn, args, kwargs)
         calls = (self._pack(one) for one in per_batch(args, self._batch_positions(args), self._name))
         first = next(calls, None)
         if first is None:
-            raise ProfileError("there is no batch to profile", place=f"{self._name}.profile", remedy="pass at least one batch")
+            raise ProfileError(
+                "there is no batch to profile", place=f"{self._name}.profile", remedy="pass at least one batch"
+            )
         try:
             return first.step._profile((call.args for call in itertools.chain((first,), calls)), num_workers)
         except DonatedStateError as error:
             raise self._donated(args, first) from error
 
-    def advise(self, *args: Any, backprop: PartialBackprop | None = None, link: Link | None = None, **kwargs: Any) -> Advice:
-        """What partial backpropagation would save and cost on this step, from its arguments with an iterable of batches in place of each
-        batch; see `ParallelStep.advise`. Nothing is updated."""
+    def advise(
+        self, *args: Any, backprop: PartialBackprop | None = None, link: Link | None = None, **kwargs: Any
+    ) -> Advice:
+        """What partial backpropagation would save and cost on this step, from its arguments with an iterable of batches
+        in place of each batch; see `ParallelStep.advise`. Nothing is updated."""
         given, wanted = split_request(args, backprop, self._keywords["backprop"])
         given = positional(self._fn, given, kwargs)
         calls = (self._pack(one) for one in per_batch(given, self._batch_positions(given), self._name, "advise"))
         first = next(calls, None)
         if first is None:
-            raise PartialError("there is no batch to measure", place=f"{self._name}.advise", remedy="pass at least one batch")
+            raise PartialError(
+                "there is no batch to measure", place=f"{self._name}.advise", remedy="pass at least one batch"
+            )
         try:
             return first.step._advise((call.args for call in itertools.chain((first,), calls)), wanted, link)
         except DonatedStateError as error:
             raise self._donated(given, first) from error
 
     def job_profile(
-        self, *args: Any, name: str | None = None, num_workers: int | None = None, link: Link | None = None, input_seconds: float = 0.0, stages: bool | None = None,
+        self,
+        *args: Any,
+        name: str | None = None,
+        num_workers: int | None = None,
+        link: Link | None = None,
+        input_seconds: float = 0.0,
+        stages: bool | None = None,
         **kwargs: Any,
     ) -> JobProfile:
-        """What one iteration costs each worker, measured, as a profile for `splitjax.schedule`; see `ParallelStep.job_profile`. Nothing is updated."""
+        """What one iteration costs each worker, measured, as a profile for `splitjax.schedule`; see
+        `ParallelStep.job_profile`. Nothing is updated."""
         args = positional(self._fn, args, kwargs)
         call = self._pack(args)
-        told = {"name": name or self._name, "num_workers": num_workers, "link": link, "input_seconds": input_seconds, "stages": stages}
+        told = {
+            "name": name or self._name,
+            "num_workers": num_workers,
+            "link": link,
+            "input_seconds": input_seconds,
+            "stages": stages,
+        }
         try:
             return call.step.job_profile(*call.args, **told)
         except DonatedStateError as error:
@@ -265,13 +294,17 @@ class FilteredStep(abc.ABC):
     def resume(self, carried: Carried | None) -> None:
         """Puts back what `carried` gave; see `ParallelStep.resume`."""
         carried = carried or Carried()
-        self._kept.residuals, self._kept.resumed, self._kept.num_steps = dict(carried.residuals), dict(carried.seen), carried.num_steps
+        self._kept.residuals, self._kept.resumed, self._kept.num_steps = (
+            dict(carried.residuals),
+            dict(carried.seen),
+            carried.num_steps,
+        )
         for step in self._steps.values():
             step.resume(carried)
 
     def init(self, make_fn: Callable, *make_args: Any, example: Sequence[Any]) -> Any:
-        """Creates the states already sharded: `make_fn(*make_args)` is compiled with the plan's shardings as its results', so
-        that no device ever holds the whole.
+        """Creates the states already sharded: `make_fn(*make_args)` is compiled with the plan's shardings as its
+        results', so that no device ever holds the whole.
 
         **Arguments:**
 
@@ -287,7 +320,8 @@ class FilteredStep(abc.ABC):
         return states[0] if single else states
 
     def abstract_state(self, make_fn: Callable, *make_args: Any, example: Sequence[Any]) -> Any:
-        """The states with `ShapeDtypeStruct`s with shardings for arrays, for one's own orbax restore; nothing is computed."""
+        """The states with `ShapeDtypeStruct`s with shardings for arrays, for one's own orbax restore; nothing is
+        computed."""
         call, single = self._planned(make_fn, make_args, example)
         pairs = zip(call.made_leaves, call.shardings(call.made), strict=True)
         states = call.rebuild([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where) for leaf, where in pairs])
@@ -316,8 +350,10 @@ class FilteredStep(abc.ABC):
             return True
         if type(states) not in (tuple, list) or len(states) != len(numbers):
             raise StateError(
-                f"make_fn must return the {len(numbers)} states in state_argnums order", value=type(states).__name__,
-                place=f"{self._name}.init", remedy="return a tuple with one state per state argument",
+                f"make_fn must return the {len(numbers)} states in state_argnums order",
+                value=type(states).__name__,
+                place=f"{self._name}.init",
+                remedy="return a tuple with one state per state argument",
             )
         return False
 
@@ -325,20 +361,26 @@ class FilteredStep(abc.ABC):
         """The step's whole argument list: states in their places, the example's arguments in the others."""
         if isinstance(example, dict) or not isinstance(example, (tuple, list)):
             raise StateError(
-                "example is the tuple of all non-state arguments", value=type(example).__name__, place="example=",
+                "example is the tuple of all non-state arguments",
+                value=type(example).__name__,
+                place="example=",
                 remedy="write example=(batch,), with arrays or ShapeDtypeStructs",
             )
         numbers = self._state_positions(len(states))
         count = len(states) + len(example)
         if len(numbers) != len(states):
             raise StateError(
-                f"got {len(states)} states, the step has {len(numbers)}", value=numbers, place=f"{self._name}",
+                f"got {len(states)} states, the step has {len(numbers)}",
+                value=numbers,
+                place=f"{self._name}",
                 remedy="give one state per state argument, in order",
             )
         if max(numbers, default=0) >= count:
             raise StateError(
-                f"the example has {len(example)} arguments, too few to reach state argument {max(numbers)}", value=len(example),
-                place="example=", remedy="give all other arguments of the step, in order",
+                f"the example has {len(example)} arguments, too few to reach state argument {max(numbers)}",
+                value=len(example),
+                place="example=",
+                remedy="give all other arguments of the step, in order",
             )
         rest, by_number = iter(example), dict(zip(numbers, states, strict=True))
         return tuple(by_number[n] if n in by_number else next(rest) for n in range(count))
@@ -360,7 +402,8 @@ class FilteredStep(abc.ABC):
                 step = parallelize_arrays(fn, **{**self._keywords, "mesh": self.mesh}, **numbers)
             elif self._parent._latest is None:
                 raise PlanError(
-                    "the training step has no plan yet, so there is nothing to be like", place=f"{self._name}, made by like()",
+                    "the training step has no plan yet, so there is nothing to be like",
+                    place=f"{self._name}, made by like()",
                     remedy="call init, place, plan or the training step itself first",
                 )
             else:
@@ -380,7 +423,8 @@ class FilteredStep(abc.ABC):
                     where = f"call {count} of the step, at {code.co_filename}:{line}"
                     break
         return DonatedStateError(
-            f"a state of {self._name} was consumed by {where}; its arrays are gone", value=call.first_deleted(),
+            f"a state of {self._name} was consumed by {where}; its arrays are gone",
+            value=call.first_deleted(),
             place=f"call of {self._name}",
             remedy="use the states that the call returned, or pass donate=False to keep the old ones",
         )
@@ -397,7 +441,8 @@ class FilteredStep(abc.ABC):
 
 
 def signature(names: Sequence[str], fn: Callable, num_args: int) -> inspect.Signature:
-    """A signature for a function over arrays: `names`, then the user's parameters, so that paths read as the user wrote them."""
+    """A signature for a function over arrays: `names`, then the user's parameters, so that paths read as the user wrote
+    them."""
     own = list(parameter_names(fn))[:num_args]
     own += [f"arg{n}" for n in range(len(own), num_args)]
     taken = set(own)
@@ -406,7 +451,9 @@ def signature(names: Sequence[str], fn: Callable, num_args: int) -> inspect.Sign
     return inspect.Signature([inspect.Parameter(name, kind) for name in (*first, *own)])
 
 
-def check(fn: Callable, keywords: dict[str, Any], state_argnums, batch_argnums, static_argnums, static_argnames) -> Options:
+def check(
+    fn: Callable, keywords: dict[str, Any], state_argnums, batch_argnums, static_argnums, static_argnames
+) -> Options:
     """Raises, when the decorator runs, what a wrong keyword deserves; returns the normalised argument numbers."""
     parallelize_arrays(fn, **keywords, state_argnums=(), batch_argnums=())
     return make_options(fn, state_argnums, batch_argnums, static_argnums, static_argnames, None)

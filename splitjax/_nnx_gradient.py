@@ -1,8 +1,8 @@
 """`value_and_grad` and `grad` over NNX objects, as gradient boundaries: split, differentiate a pure function, merge.
 
 What the function changes in its objects (batch statistics, random counts, static attributes, sown values) reaches the
-caller's objects, as with `nnx.value_and_grad`. The bookkeeping is NNX's own `update_context`. Only values that changed are
-results of the boundary: a parameter that merely passes through would look like an auxiliary result of the loss.
+caller's objects, as with `nnx.value_and_grad`. The bookkeeping is NNX's own `update_context`. Only values that changed
+are results of the boundary: a parameter that merely passes through would look like an auxiliary result of the loss.
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ _TAG = "splitjax_value_and_grad"
 
 
 def value_and_grad(
-    f: Callable | None = None, *, argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0, has_aux: bool = False,
-    holomorphic: bool = False, allow_int: bool = False, microbatches: int | None = None,
+    f: Callable | None = None,
+    *,
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    microbatches: int | None = None,
 ) -> Callable:
     """`nnx.value_and_grad`, as a boundary that a parallel step can see (`splitjax.value_and_grad`).
 
@@ -41,7 +46,11 @@ def value_and_grad(
     wanted = _wanted(argnums)
     single = isinstance(argnums, (int, nnx.DiffState))
     bounded = functools.partial(
-        gradient.value_and_grad, argnums=tuple(wanted), has_aux=True, holomorphic=holomorphic, allow_int=allow_int,
+        gradient.value_and_grad,
+        argnums=tuple(wanted),
+        has_aux=True,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
         microbatches=microbatches,
     )
     bounded(f)  # a wrong value of microbatches is an error here
@@ -51,15 +60,22 @@ def value_and_grad(
         if not any(_compat.is_abstract(leaf) for leaf in _array_leaves((args, kwargs))):
             return plain(*args, **kwargs)
         args = positional(f, args, kwargs)
-        value, aux, gradients = _differentiate(f, args, {n % len(args): one for n, one in wanted.items()}, has_aux, bounded)
+        value, aux, gradients = _differentiate(
+            f, args, {n % len(args): one for n, one in wanted.items()}, has_aux, bounded
+        )
         return ((value, aux) if has_aux else value), gradients[0] if single else gradients
 
     return value_and_grad_f
 
 
 def grad(
-    f: Callable | None = None, *, argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0, has_aux: bool = False,
-    holomorphic: bool = False, allow_int: bool = False, microbatches: int | None = None,
+    f: Callable | None = None,
+    *,
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    microbatches: int | None = None,
 ) -> Callable:
     """`nnx.grad`, as a boundary that a parallel step can see. See `value_and_grad`.
 
@@ -86,8 +102,12 @@ def _wanted(argnums: Any) -> dict[int, Any]:
     for one in chosen:
         number, only = (one.argnum, one.filter) if isinstance(one, nnx.DiffState) else (int(one), nnx.Param)
         if number in wanted:
-            raise GradientError("argnums names an argument twice", value=number, place="splitjax.nnx.value_and_grad, argnums",
-                                remedy="join the two filters with nnx.Any")
+            raise GradientError(
+                "argnums names an argument twice",
+                value=number,
+                place="splitjax.nnx.value_and_grad, argnums",
+                remedy="join the two filters with nnx.Any",
+            )
         wanted[number] = only
     return wanted
 
@@ -129,7 +149,9 @@ def _array_leaves(tree: Any) -> list[Any]:
     return found
 
 
-def _differentiate(f: Callable, args: tuple, wanted: dict[int, Any], has_aux: bool, bounded: Callable) -> tuple[Any, Any, tuple]:
+def _differentiate(
+    f: Callable, args: tuple, wanted: dict[int, Any], has_aux: bool, bounded: Callable
+) -> tuple[Any, Any, tuple]:
     """Value, aux, and one gradient per wanted argument."""
     _check_sharing(f, args, wanted)
     graphs: list[Any] = []
@@ -167,7 +189,10 @@ def _differentiate(f: Callable, args: tuple, wanted: dict[int, Any], has_aux: bo
                     objects.append(context.merge(graphs[part.number], *states))
                     return objects[-1]
 
-                merged = [jax.tree.map(lambda leaf: merge(leaf) if _is_part(leaf) else leaf, arg, is_leaf=_is_part) for arg in inner]
+                merged = [
+                    jax.tree.map(lambda leaf: merge(leaf) if _is_part(leaf) else leaf, arg, is_leaf=_is_part)
+                    for arg in inner
+                ]
             result = f(*merged)
             if has_aux and (not isinstance(result, (tuple, list)) or len(result) != 2):
                 return result  # the boundary says what is wrong with it
@@ -180,7 +205,9 @@ def _differentiate(f: Callable, args: tuple, wanted: dict[int, Any], has_aux: bo
         (value, new), gradients = bounded(pure)(*parts)
         with nnx.merge_context(_TAG, inner=False) as context:
             aux = traced[-1].merge(new, context)
-    gradients = tuple(jax.tree.map(lambda leaf: leaf.state if _is_part(leaf) else leaf, one, is_leaf=_is_part) for one in gradients)
+    gradients = tuple(
+        jax.tree.map(lambda leaf: leaf.state if _is_part(leaf) else leaf, one, is_leaf=_is_part) for one in gradients
+    )
     return value, aux, gradients
 
 
@@ -214,7 +241,9 @@ class _Outside:
         for part in after:
             context.merge(self.graphs[part.number], part.state)
         return jax.tree.map(
-            lambda leaf: context.merge(self.graphs[leaf.number], leaf.state) if _is_part(leaf) else leaf, aux, is_leaf=_is_part
+            lambda leaf: context.merge(self.graphs[leaf.number], leaf.state) if _is_part(leaf) else leaf,
+            aux,
+            is_leaf=_is_part,
         )
 
 
@@ -231,7 +260,8 @@ def _check_sharing(f: Callable, args: tuple, wanted: dict[int, Any]) -> None:
                     before, where = seen.setdefault(id(value), (chosen, place))
                     if before != chosen:
                         raise GradientError(
-                            "a variable is differentiated in one argument and held fixed in another", value=[where, place],
+                            "a variable is differentiated in one argument and held fixed in another",
+                            value=[where, place],
                             place=f"splitjax.nnx.value_and_grad of {getattr(f, '__name__', f)}",
                             remedy="pass the object once, or name both arguments in argnums",
                         )

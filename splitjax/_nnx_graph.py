@@ -1,4 +1,5 @@
-"""NNX objects as values: their joint graph, its arrays in groups, what is static in it, and what a step changed in it."""
+"""NNX objects as values: their joint graph, its arrays in groups, what is static in it, and what a step changed in
+it."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ class Arrays:
         self.paths, self.values = paths, tuple(values)
 
     def tree_flatten_with_keys(self) -> tuple[list, Any]:
-        return [(jax.tree_util.DictKey(path), value) for path, value in zip(self.paths, self.values, strict=True)], self.paths
+        return [
+            (jax.tree_util.DictKey(path), value) for path, value in zip(self.paths, self.values, strict=True)
+        ], self.paths
 
     def tree_flatten(self) -> tuple[tuple, Any]:
         return self.values, self.paths
@@ -62,7 +65,8 @@ class Graph:
 
     @classmethod
     def of(cls, graphdef: Any, flat: Any, names: tuple[str, ...], is_state: Sequence[bool]) -> Graph:
-        """The graph of what `nnx.flatten` gave for a tuple of objects, which have these names, and of which some are states."""
+        """The graph of what `nnx.flatten` gave for a tuple of objects, which have these names, and of which some are
+        states."""
         paths, groups = [], []
         for path, leaf in zip(flat.paths, flat.leaves, strict=True):
             is_variable = isinstance(leaf, nnx.Variable)
@@ -70,15 +74,19 @@ class Graph:
             groups.append(READ if not is_state[path[0]] else STATE if is_variable else CONSTANTS)
             if is_variable and nnx.variablelib.is_array_ref(leaf.get_raw_value()):
                 raise TraceError(
-                    "a variable holds an array reference, which a parallel step cannot shard", value=type(leaf).__name__,
-                    place=paths[-1], remedy="make the variable without ref=True",
+                    "a variable holds an array reference, which a parallel step cannot shard",
+                    value=type(leaf).__name__,
+                    place=paths[-1],
+                    remedy="make the variable without ref=True",
                 )
         return cls(graphdef, names, tuple(paths), tuple(groups))
 
     @functools.cached_property
     def members(self) -> dict[int, tuple[int, ...]]:
         """Group -> its leaves."""
-        return {group: tuple(k for k, one in enumerate(self.groups) if one == group) for group in (STATE, CONSTANTS, READ)}
+        return {
+            group: tuple(k for k, one in enumerate(self.groups) if one == group) for group in (STATE, CONSTANTS, READ)
+        }
 
     @functools.cached_property
     def paths_of(self) -> dict[int, tuple[str, ...]]:
@@ -87,7 +95,9 @@ class Graph:
 
     def split(self, values: Sequence[Any]) -> tuple[Arrays, ...]:
         """Values of all leaves -> the three groups."""
-        return tuple(Arrays(self.paths_of[group], [values[k] for k in members]) for group, members in self.members.items())
+        return tuple(
+            Arrays(self.paths_of[group], [values[k] for k in members]) for group, members in self.members.items()
+        )
 
     def join(self, state: Sequence[Any], constants: Sequence[Any], read: Sequence[Any]) -> list[Any]:
         """The inverse of `split`."""
@@ -98,8 +108,8 @@ class Graph:
 def names_in(known: Sequence[str], names: Sequence[str], paths: Sequence[Sequence[Any]]) -> tuple[str, ...]:
     """Names for objects, such that their variables have paths in `known` as far as there is an object like them.
 
-    `paths` are those of the objects' leaves, the first part being the object's number. An object keeps its own name if its
-    paths are known under it; else it has the first name under which they are, and which no other object has."""
+    `paths` are those of the objects' leaves, the first part being the object's number. An object keeps its own name if
+    its paths are known under it; else it has the first name under which they are, and which no other object has."""
     chosen: list[str] = []
     every = set(known)
     for number, own in enumerate(names):
@@ -164,7 +174,9 @@ def refuse_changed(graph: Graph, before: Sequence[Any], after: Sequence[Any], na
     for path, group, old, new in zip(graph.paths, graph.groups, before, after, strict=True):
         if group != STATE and not same(new, old):
             raise StateError(
-                "the step changes an array that is no state", value=path, place=f"result of {name}",
+                "the step changes an array that is no state",
+                value=path,
+                place=f"result of {name}",
                 remedy="name the argument in state_argnums" if group == READ else "hold the array in an nnx.Variable",
             )
 
@@ -190,7 +202,10 @@ def _anatomy(graphdef: Any) -> Iterator[tuple[tuple, Any]]:
         if any(str(part).startswith(("_pytree__", "_object__")) for part in path):
             continue
         if isinstance(value, nnx.Variable):
-            yield path, _Kind(type(value).__name__, tuple((k, Fixed(v)) for k, v in sorted(value.get_metadata().items())))
+            yield (
+                path,
+                _Kind(type(value).__name__, tuple((k, Fixed(v)) for k, v in sorted(value.get_metadata().items()))),
+            )
         elif nnx.graphlib.is_node(value):
             yield path, _Kind(type(value).__name__)
         else:
@@ -208,7 +223,8 @@ def text(path: Sequence[Any], names: Sequence[str]) -> str:
 
 
 def static_changes(graph: Graph, after: Any, name: str) -> tuple[tuple[tuple, Any], ...]:
-    """Static attributes that the step sets on its objects, as (path, value). Raises `StateError` for any other change."""
+    """Static attributes that the step sets on its objects, as (path, value). Raises `StateError` for any other
+    change."""
     if after == graph.graphdef:
         return ()
     old, new = dict(_anatomy(graph.graphdef)), dict(_anatomy(after))
@@ -222,11 +238,18 @@ def static_changes(graph: Graph, after: Any, name: str) -> tuple[tuple[tuple, An
             return changes
     path = different[0] if different else ()
     was, now = (repr(tree[path]) if path in tree else "absent" for tree in (old, new))
-    what = f"{text(path, graph.names)} goes in {was} and comes out {now}" if different else "variables are shared otherwise than before"
+    what = (
+        f"{text(path, graph.names)} goes in {was} and comes out {now}"
+        if different
+        else "variables are shared otherwise than before"
+    )
     raise StateError(
         f"the step changes the structure of its NNX objects: {what}",
-        value=[text(p, graph.names) for p in different][:12], place=f"result of {name}",
-        remedy="add variables and modules before the first step; take out what a step sows with nnx.pop inside the step",
+        value=[text(p, graph.names) for p in different][:12],
+        place=f"result of {name}",
+        remedy=(
+            "add variables and modules before the first step; take out what a step sows with nnx.pop inside the step"
+        ),
     )
 
 
@@ -246,11 +269,12 @@ def _at(objects: Sequence[Any], path: Sequence[Any]) -> Any:
 
 
 def shared_as(like: Any, copies: Any) -> Any:
-    """A pytree that was put together from the leaves of `like`, with every variable that `like` has in several places (tied weights) one again: as pytrees, NNX objects
-    have such a variable in each place."""
+    """A pytree that was put together from the leaves of `like`, with every variable that `like` has in several places
+    (tied weights) one again: as pytrees, NNX objects have such a variable in each place."""
     is_variable = lambda value: isinstance(value, nnx.Variable)
     variables, copied = (jax.tree.leaves(tree, is_leaf=is_variable) for tree in (like, copies))
-    by_id = {id(old): new for old, new in reversed(list(zip(variables, copied, strict=True))) if is_variable(old)}  # the first place counts
+    # the first place counts
+    by_id = {id(old): new for old, new in reversed(list(zip(variables, copied, strict=True))) if is_variable(old)}
     if len(by_id) == sum(map(is_variable, variables)):
         return copies
     leaves, tree = jax.tree.flatten(like, is_leaf=is_object)
@@ -258,7 +282,10 @@ def shared_as(like: Any, copies: Any) -> Any:
     new = jax.tree.leaves(copies, is_leaf=is_object)
     old_objects, new_objects = ([found[k] for k in places] for found in (leaves, new))
     graphdef, flat = nnx.flatten(tuple(old_objects))
-    values = [raw(by_id[id(leaf)]) if is_variable(leaf) else _at(new_objects, path) for path, leaf in zip(flat.paths, flat.leaves, strict=True)]
+    values = [
+        raw(by_id[id(leaf)]) if is_variable(leaf) else _at(new_objects, path)
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+    ]
     for k, one in zip(places, nnx.unflatten(graphdef, values), strict=True):
         new[k] = one
     return jax.tree.unflatten(tree, new)

@@ -1,8 +1,9 @@
 """The JSON of a `Plan`: one entry a line on the way out, strict on the way in.
 
-A pinned plan is edited by hand and outlives versions, so reading trusts nothing: a misspelt key, a missing or repeated one, a value of
-another type, a spec that names an axis the mesh lacks or does not divide, a layer that contradicts its leaf, each is a
-`PlanError` with the key path (`leaves[3].spec[1]`). Keys whose dataclass field has a default may be left out.
+A pinned plan is edited by hand and outlives versions, so reading trusts nothing: a misspelt key, a missing or repeated
+one, a value of another type, a spec that names an axis the mesh lacks or does not divide, a layer that contradicts its
+leaf, each is a `PlanError` with the key path (`leaves[3].spec[1]`). Keys whose dataclass field has a default may be
+left out.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _REMAKE = "make the plan anew with this version of splitjax: `step.plan(...).sav
 
 
 def dump(plan: Plan) -> str:
-    """The plan as ASCII JSON text; entries of lists of objects stand one a line, keys in the order of the dataclasses."""
+    """The plan as ASCII JSON text; entries of lists of objects stand one a line, keys in the order of the
+    dataclasses."""
     fields = {"format": FORMAT, **dataclasses.asdict(plan), "mesh": plan.mesh.axes}
     lines = []
     for name, value in fields.items():
@@ -69,17 +71,30 @@ def parse(text: str, origin: str) -> Plan:
 
 def _parse(text: str) -> Plan:
     if not isinstance(text, str):
-        _fail("a plan's JSON is a string", text, "plan", "pass what `plan.to_json()` returned; for a file use `Plan.load(path)`")
+        _fail(
+            "a plan's JSON is a string",
+            text,
+            "plan",
+            "pass what `plan.to_json()` returned; for a file use `Plan.load(path)`",
+        )
     try:
         data = json.loads(text, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:  # not only JSONDecodeError: a number of thousands of digits is a ValueError
+    except (ValueError, RecursionError) as error:
+        # not only JSONDecodeError: a number of thousands of digits is a ValueError
         where = f"line {error.lineno}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else "plan"
         raise PlanError(
-            f"the plan is not JSON: {getattr(error, 'msg', error)}", value=text[:80], place=where,
+            f"the plan is not JSON: {getattr(error, 'msg', error)}",
+            value=text[:80],
+            place=where,
             remedy="pass what `plan.to_json()` returned; for a file use `Plan.load(path)`",
         ) from error
     if not isinstance(data, dict) or "format" not in data:
-        _fail("this JSON is not a plan", data, "format", 'a plan is an object with a "format" number: see `plan.to_json()`')
+        _fail(
+            "this JSON is not a plan",
+            data,
+            "format",
+            'a plan is an object with a "format" number: see `plan.to_json()`',
+        )
     number = data.pop("format")
     if type(number) is not int or number != FORMAT:
         _fail(f"this version of splitjax reads plans of format {FORMAT}", number, "format", _REMAKE)
@@ -120,23 +135,45 @@ def _check(plan: Plan) -> None:
             _axis_size(axis, plan.mesh, f"constraints[{i}].spec")
     for i, first in enumerate(() if plan.partial is None else plan.partial.first):
         if first >= len(plan.partial.segments):
-            _fail("a depth begins behind the last segment", first, f"partial.first[{i}]", f"give 0 to {len(plan.partial.segments) - 1}")
+            _fail(
+                "a depth begins behind the last segment",
+                first,
+                f"partial.first[{i}]",
+                f"give 0 to {len(plan.partial.segments) - 1}",
+            )
     for i, layer in enumerate(plan.layers):
         if len(layer.params) != len(layer.specs):
-            _fail("a layer needs one spec per parameter", layer.specs, f"layers[{i}].specs", f"give {len(layer.params)} specs")
+            _fail(
+                "a layer needs one spec per parameter",
+                layer.specs,
+                f"layers[{i}].specs",
+                f"give {len(layer.params)} specs",
+            )
         for j, (path, spec) in enumerate(zip(layer.params, layer.specs, strict=True)):
             if path not in leaves:
-                _fail("a layer names a parameter that is no leaf of the plan", path, f"layers[{i}].params[{j}]", _similar(path, leaves))
+                _fail(
+                    "a layer names a parameter that is no leaf of the plan",
+                    path,
+                    f"layers[{i}].params[{j}]",
+                    _similar(path, leaves),
+                )
             if spec != leaves[path].spec:
                 _fail(
-                    f"the layer's spec of {path!r} is not that of its leaf, {leaves[path].spec}", spec, f"layers[{i}].specs[{j}]",
+                    f"the layer's spec of {path!r} is not that of its leaf, {leaves[path].spec}",
+                    spec,
+                    f"layers[{i}].specs[{j}]",
                     "change a spec in both places, under `leaves` and under `layers`",
                 )
 
 
 def _check_spec(leaf: LeafPlan, spec: Spec, mesh: MeshShape, place: str) -> None:
     if len(spec) > len(leaf.shape):
-        _fail(f"the spec has {len(spec)} entries for {len(leaf.shape)} dims", spec, place, "give at most one entry per dim")
+        _fail(
+            f"the spec has {len(spec)} entries for {len(leaf.shape)} dims",
+            spec,
+            place,
+            "give at most one entry per dim",
+        )
     axes = spec_axes(spec)
     if len(set(axes)) < len(axes):
         _fail("a spec uses a mesh axis twice", spec, place, "shard one dim only over that axis")
@@ -155,7 +192,9 @@ def _axis_size(axis: str, mesh: MeshShape, place: str) -> int:
     try:
         return mesh.size(axis)
     except MeshError as error:
-        raise PlanError(error.message, value=axis, place=place, remedy=f"name one of {', '.join(mesh.names)}") from error
+        raise PlanError(
+            error.message, value=axis, place=place, remedy=f"name one of {', '.join(mesh.names)}"
+        ) from error
 
 
 def _fail(message: str, value: Any, place: str, remedy: str) -> NoReturn:
@@ -209,7 +248,12 @@ def _spec_entry(value: Any, place: str) -> Any:
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
-        _fail("a spec's entry is null, an axis, or a list of axes", value, place, 'write null, "model" or ["data", "model"]')
+        _fail(
+            "a spec's entry is null, an axis, or a list of axes",
+            value,
+            place,
+            'write null, "model" or ["data", "model"]',
+        )
     return _list(_text)(value, place)
 
 
@@ -238,7 +282,11 @@ def _object(kind: type, readers: Mapping[str, Reader]) -> Reader:
             if name not in fields:
                 _fail("the plan has an unknown key", name, f"{dot}{name}", _similar(name, fields))
         for name, field in fields.items():
-            if name not in value and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            if (
+                name not in value
+                and field.default is dataclasses.MISSING
+                and field.default_factory is dataclasses.MISSING
+            ):
                 _fail("the plan lacks a key", name, f"{dot}{name}", f"add {name!r}, or {_REMAKE}")
         return kind(**{name: readers[name](item, f"{dot}{name}") for name, item in value.items()})
 
@@ -271,31 +319,69 @@ _text, _whole = _typed(str, "a string"), _typed(int, "a whole number")
 _flag, _array = _typed(bool, "true or false"), _typed(list, "a list")
 _spec = _list(_spec_entry)
 _LEAF = {
-    "path": _text, "shape": _list(_count), "dtype": _text, "role": _text, "is_state": _flag, "spec": _spec, "rule": _text,
-    "note": _text, "bytes_per_device": _count, "gradient": lambda value, place: None if value is None else _spec(value, place),
+    "path": _text,
+    "shape": _list(_count),
+    "dtype": _text,
+    "role": _text,
+    "is_state": _flag,
+    "spec": _spec,
+    "rule": _text,
+    "note": _text,
+    "bytes_per_device": _count,
+    "gradient": lambda value, place: None if value is None else _spec(value, place),
 }
 _LAYER = {"name": _text, "kind": _text, "params": _list(_text), "specs": _list(_spec), "rule": _text, "note": _text}
 _MEMORY = {"state_bytes": _count, "activation_bytes": _count, "peak_bytes": _count}
 _COLLECTIVE = {"op": _text, "axis": _text, "bytes": _count, "layer": _text, "why": _text}
 _CONSTRAINT = {"site": _list(_count), "operand": _whole, "spec": _spec, "layer": _text, "why": _text}
 _SYNC = {
-    "param": _text, "scheme": _text, "axis": _text, "rows": _count, "bytes": _count, "dense_bytes": _count, "why": _text,
-    "lazy": _flag, "options": _mapping(_plain), "capacities": _mapping(_sizes),
+    "param": _text,
+    "scheme": _text,
+    "axis": _text,
+    "rows": _count,
+    "bytes": _count,
+    "dense_bytes": _count,
+    "why": _text,
+    "lazy": _flag,
+    "options": _mapping(_plain),
+    "capacities": _mapping(_sizes),
 }
 _SEGMENT = {
-    "layers": _list(_text), "contributors": _count, "backward": _number, "num_bytes": _count, "summed_bytes": _count, "handed_bytes": _count,
+    "layers": _list(_text),
+    "contributors": _count,
+    "backward": _number,
+    "num_bytes": _count,
+    "summed_bytes": _count,
+    "handed_bytes": _count,
 }
 _PARTIAL = {
-    "assignment": _choice("spatial", "temporal"), "estimator": _choice("count", "mean"), "rotate": _flag, "warmup_steps": _count,
-    "execution": _choice("branch", "program"), "rebalance": _flag, "statistics": _choice("global", "local"), "axis": _text, "first": _list(_count),
-    "device_time": _number, "times": _choice("predicted", "measured"), "segments": _list(_object(SegmentPlan, _SEGMENT)),
+    "assignment": _choice("spatial", "temporal"),
+    "estimator": _choice("count", "mean"),
+    "rotate": _flag,
+    "warmup_steps": _count,
+    "execution": _choice("branch", "program"),
+    "rebalance": _flag,
+    "statistics": _choice("global", "local"),
+    "axis": _text,
+    "first": _list(_count),
+    "device_time": _number,
+    "times": _choice("predicted", "measured"),
+    "segments": _list(_object(SegmentPlan, _SEGMENT)),
     "examples": _list(_count),
 }
 _PLAN = {
-    "mesh": _mesh, "rules": _text, "replicated_batch": _choice("all", "data"), "batch_axes": _list(_text),
-    "leaves": _list(_object(LeafPlan, _LEAF)), "layers": _list(_object(LayerPlan, _LAYER)),
-    "constraints": _list(_object(Constraint, _CONSTRAINT)), "gathered": _list(_text), "memory": _object(Memory, _MEMORY),
-    "collectives": _list(_object(Collective, _COLLECTIVE)), "notes": _list(_text),
-    "group_comm": _choice("gather", "turns", "modulo"), "syncs": _list(_object(SyncPlan, _SYNC)),
+    "mesh": _mesh,
+    "rules": _text,
+    "replicated_batch": _choice("all", "data"),
+    "batch_axes": _list(_text),
+    "leaves": _list(_object(LeafPlan, _LEAF)),
+    "layers": _list(_object(LayerPlan, _LAYER)),
+    "constraints": _list(_object(Constraint, _CONSTRAINT)),
+    "gathered": _list(_text),
+    "memory": _object(Memory, _MEMORY),
+    "collectives": _list(_object(Collective, _COLLECTIVE)),
+    "notes": _list(_text),
+    "group_comm": _choice("gather", "turns", "modulo"),
+    "syncs": _list(_object(SyncPlan, _SYNC)),
     "partial": lambda value, place: None if value is None else _object(PartialPlan, _PARTIAL)(value, place),
 }

@@ -1,4 +1,5 @@
-"""The static half of a step's arguments: what is not an array, hashed and compared, so that equal calls share a program."""
+"""The static half of a step's arguments: what is not an array, hashed and compared, so that equal calls share a
+program."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from splitjax.errors import TraceError
 
 
 def is_array(value: Any) -> bool:
-    """Whether a leaf is traced: a JAX or NumPy array, or a description of one. Python numbers are static, as in Equinox."""
+    """Whether a leaf is traced: a JAX or NumPy array, or a description of one. Python numbers are static, as in
+    Equinox."""
     return isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
@@ -77,7 +79,9 @@ def partition(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
     arrays = [is_array(leaf) for leaf in leaves]
     dynamic = jax.tree.unflatten(structure, [leaf if here else None for here, leaf in zip(arrays, leaves, strict=True)])
-    return dynamic, Half(structure, tuple(ARRAY if here else Fixed(leaf) for here, leaf in zip(arrays, leaves, strict=True)))
+    return dynamic, Half(
+        structure, tuple(ARRAY if here else Fixed(leaf) for here, leaf in zip(arrays, leaves, strict=True))
+    )
 
 
 def _frozen(value: Any) -> Any:
@@ -103,21 +107,35 @@ class Static:
             self._hash = hash(key)
         except TypeError as error:
             fields = describe()
-            bare = {path: value.value for path, value in fields.items() if isinstance(value, Fixed) and not value.has_hash}
+            bare = {
+                path: value.value for path, value in fields.items() if isinstance(value, Fixed) and not value.has_hash
+            }
             try:
-                self._fields = tuple((path, _frozen(bare[path]) if path in bare else value) for path, value in fields.items())
+                self._fields = tuple(
+                    (path, _frozen(bare[path]) if path in bare else value) for path, value in fields.items()
+                )
                 self._hash = hash(self._fields)
             except TypeError:
                 raise TraceError(
-                    f"a static field of an argument has no hash ({error})", value=list(bare) or None, place=f"call of {name}",
-                    remedy="make the field an array (in an NNX module, held in an nnx.Variable), or a hashable value such as a tuple",
+                    f"a static field of an argument has no hash ({error})",
+                    value=list(bare) or None,
+                    place=f"call of {name}",
+                    remedy=(
+                        "make the field an array (in an NNX module, held in an nnx.Variable), or a hashable value such"
+                        " as a tuple"
+                    ),
                 ) from error
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: Any) -> bool:
-        return (isinstance(other, Static) and self._hash == other._hash and self._fields == other._fields and self.key == other.key)
+        return (
+            isinstance(other, Static)
+            and self._hash == other._hash
+            and self._fields == other._fields
+            and self.key == other.key
+        )
 
     def splitjax_difference(self, old: Static) -> str:
         """The first static value that differs from another call's, in words."""

@@ -1,8 +1,9 @@
-"""Parallel training steps over Equinox modules, or any pytrees that hold functions, flags and strings beside their arrays.
+"""Parallel training steps over Equinox modules, or any pytrees that hold functions, flags and strings beside their
+arrays.
 
-As in Equinox's filtered transformations, arrays (JAX's and NumPy's) are traced, and every other leaf (activation functions,
-Python numbers, strings) is part of the program: a call that differs in one is planned and compiled anew. Equinox itself is
-not imported: all of this holds for any pytree.
+As in Equinox's filtered transformations, arrays (JAX's and NumPy's) are traced, and every other leaf (activation
+functions, Python numbers, strings) is part of the program: a call that differs in one is planned and compiled anew.
+Equinox itself is not imported: all of this holds for any pytree.
 
 ```python
 @splitjax.equinox.parallelize(mesh={"data": 2, "model": 4})
@@ -37,23 +38,37 @@ __all__ = ["EquinoxStep", "grad", "parallelize", "value_and_grad"]
 
 
 def parallelize(
-    fn: Callable | None = None, *, mesh: Any = None, rules: str | RuleSet = "splitbrain", group_comm: str = "auto",
-    sync: Any = "dense", backprop: Any = None, shard_state: bool = False, donate: bool = True, plan: Plan | str | None = None,
-    state_argnums: int | Sequence[int] = (0, 1), batch_argnums: int | Sequence[int] = (2,),
-    state_outnums: int | Sequence[int] | None = None, static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (), unknown: str = "error", verify: str | None = None,
+    fn: Callable | None = None,
+    *,
+    mesh: Any = None,
+    rules: str | RuleSet = "splitbrain",
+    group_comm: str = "auto",
+    sync: Any = "dense",
+    backprop: Any = None,
+    shard_state: bool = False,
+    donate: bool = True,
+    plan: Plan | str | None = None,
+    state_argnums: int | Sequence[int] = (0, 1),
+    batch_argnums: int | Sequence[int] = (2,),
+    state_outnums: int | Sequence[int] | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    unknown: str = "error",
+    verify: str | None = None,
 ) -> Any:
     """`splitjax.parallelize` for steps whose arguments hold more than arrays, such as Equinox modules.
 
     **Arguments:** as `splitjax.parallelize`, but for the defaults of `state_argnums` and `batch_argnums`, which suit
     `step(model, opt_state, batch) -> (model, opt_state, loss)`. For `step(model, opt_state, x, y)` give
-    `batch_argnums=(2, 3)`; with an `eqx.nn.State`, `step(model, state, opt_state, batch)`, give `state_argnums=(0, 1, 2)` and
-    `batch_argnums=3`. States are found again among the results by structure, whatever their order.
+    `batch_argnums=(2, 3)`; with an `eqx.nn.State`, `step(model, state, opt_state, batch)`, give
+    `state_argnums=(0, 1, 2)` and `batch_argnums=3`. States are found again among the results by structure, whatever
+    their order.
 
-    **Returns** an `EquinoxStep`, called like the step itself. Results that are not arrays come back as they were traced.
+    **Returns** an `EquinoxStep`, called like the step itself. Results that are not arrays come back as they were
+    traced.
     """
     keywords = {"mesh": mesh, "rules": rules, "group_comm": group_comm, "sync": sync, "backprop": backprop,
-                "shard_state": shard_state, "donate": donate, "plan": plan, "unknown": unknown, "verify": verify}  # fmt: skip
+                "shard_state": shard_state, "donate": donate, "plan": plan, "unknown": unknown, "verify": verify}  # fmt: skip  # noqa: E501
     numbers = {"state_argnums": state_argnums, "batch_argnums": batch_argnums, "static_argnums": static_argnums,
                "static_argnames": static_argnames}  # fmt: skip
     if fn is None:
@@ -63,17 +78,26 @@ def parallelize(
 
 
 class EquinoxStep(FilteredStep):
-    """A decorated step over modules. Call it like the function it wraps; the methods show, place, compile and reuse its plan."""
+    """A decorated step over modules. Call it like the function it wraps; the methods show, place, compile and reuse its
+    plan."""
 
     def place(self, *states: Any, example: Sequence[Any]) -> Any:
-        """Puts existing states onto the plan (copies: the originals stay usable). Returns one state, or a tuple of them."""
+        """Puts existing states onto the plan (copies: the originals stay usable). Returns one state, or a tuple of
+        them."""
         call = self._pack(self._arguments(states, example))
         moved = call.step.place(*(call.args[n] for n in call.state_numbers), example=call.example)
         placed = call.rebuild(jax.tree.leaves(moved))
         return placed[0] if len(placed) == 1 else placed
 
-    def like(self, fn: Callable, *, state_argnums: int | Sequence[int] = (0,), batch_argnums: int | Sequence[int] = (1,),
-             static_argnums: int | Sequence[int] = (), static_argnames: str | Sequence[str] = ()) -> EquinoxStep:
+    def like(
+        self,
+        fn: Callable,
+        *,
+        state_argnums: int | Sequence[int] = (0,),
+        batch_argnums: int | Sequence[int] = (1,),
+        static_argnums: int | Sequence[int] = (),
+        static_argnames: str | Sequence[str] = (),
+    ) -> EquinoxStep:
         """A step on the same mesh and layouts that returns no state (evaluation, prediction). Nothing is donated.
 
         The defaults suit `evaluate(model, batch)`; with an `eqx.nn.State`, `evaluate(model, state, batch)`, give
@@ -119,8 +143,10 @@ class EquinoxStep(FilteredStep):
 
         over_arrays.__signature__ = _filtered.signature(("static",), fn, num_args)
         return over_arrays, {
-            "state_argnums": tuple(n + 1 for n in options.state_argnums), "batch_argnums": tuple(n + 1 for n in options.batch_argnums),
-            "static_argnums": (0,), "state_outnums": self._state_outnums,
+            "state_argnums": tuple(n + 1 for n in options.state_argnums),
+            "batch_argnums": tuple(n + 1 for n in options.batch_argnums),
+            "static_argnums": (0,),
+            "state_outnums": self._state_outnums,
         }
 
 
@@ -155,7 +181,9 @@ def value_and_grad(fun: Callable | None = None, has_aux: bool = False, *, microb
     def value_and_grad_f(first: Any, /, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten(first)
         chosen = [is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
-        differentiated = jax.tree.unflatten(tree, [leaf if here else None for here, leaf in zip(chosen, leaves, strict=True)])
+        differentiated = jax.tree.unflatten(
+            tree, [leaf if here else None for here, leaf in zip(chosen, leaves, strict=True)]
+        )
         others = [leaf for here, leaf in zip(chosen, leaves, strict=True) if not here]
         halves: list[Half] = []
 

@@ -52,7 +52,8 @@ class PlanError(SplitjaxError, ValueError):
 
 
 class PartitionerError(PlanError):
-    """A plan under which XLA's partitioner would compute wrong numbers, and no other way to evaluate the operation is known."""
+    """A plan under which XLA's partitioner would compute wrong numbers, and no other way to evaluate the operation is
+    known."""
 
 
 class StateError(SplitjaxError, ValueError):
@@ -112,7 +113,8 @@ class ProfileError(SplitjaxError, ValueError):
 
 
 class PartialError(SplitjaxError, ValueError):
-    """A step that cannot be differentiated partially as asked, or an option of `PartialBackprop` that is none of its documented values."""
+    """A step that cannot be differentiated partially as asked, or an option of `PartialBackprop` that is none of its
+    documented values."""
 
 
 class VerificationError(SplitjaxError, RuntimeError):

@@ -1,4 +1,5 @@
-"""Axis names and mesh arithmetic: the shape of a mesh, and the mesh itself, made late so that import touches no device."""
+"""Axis names and mesh arithmetic: the shape of a mesh, and the mesh itself, made late so that import touches no
+device."""
 
 from __future__ import annotations
 
@@ -27,16 +28,21 @@ class MeshShape:
 
     @classmethod
     def of(cls, mesh: Mesh | Mapping[str, int] | MeshShape) -> MeshShape:
-        """Reads the shape of a `jax.sharding.Mesh` or of a mapping axis -> size. Raises `MeshError` for anything else."""
+        """Reads the shape of a `jax.sharding.Mesh` or of a mapping axis -> size. Raises `MeshError` for anything
+        else."""
         if isinstance(mesh, MeshShape):
             return mesh
         shape = dict(mesh.shape) if isinstance(mesh, Mesh) else _sizes(mesh)
         for axis, size in shape.items():
             if not isinstance(axis, str) or not axis:
-                raise MeshError("a mesh axis needs a name", value=axis, place="mesh", remedy='use {"data": 2, "model": 4}')
+                raise MeshError(
+                    "a mesh axis needs a name", value=axis, place="mesh", remedy='use {"data": 2, "model": 4}'
+                )
             if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
                 raise MeshError(
-                    f"mesh axis {axis!r} needs a positive whole size", value=size, place="mesh",
+                    f"mesh axis {axis!r} needs a positive whole size",
+                    value=size,
+                    place="mesh",
                     remedy="give the number of devices along that axis",
                 )
         return cls(tuple((axis, int(size)) for axis, size in shape.items()))
@@ -61,7 +67,9 @@ class MeshShape:
         if axis in KNOWN_AXES:
             return 1
         raise MeshError(
-            f"the mesh has no axis {axis!r}", value=dict(self.axes), place="mesh",
+            f"the mesh has no axis {axis!r}",
+            value=dict(self.axes),
+            place="mesh",
             remedy=f"name one of {', '.join(self.names)}, or add {axis!r} to the mesh",
         )
 
@@ -70,9 +78,9 @@ class MeshShape:
         return tuple(axis for axis in axes if self.size(axis) > 1)
 
     def in_order(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """The axes that split one dim together, in the order in which XLA can be trusted with them: this mesh's, where it has
-        three axes or more of a size above 1 (row `axes-out-of-mesh-order` of `splitjax.partitioner.DEFECTS`). Two axes are right
-        in either order. Every device has a part of the same size either way; which part differs."""
+        """The axes that split one dim together, in the order in which XLA can be trusted with them: this mesh's, where
+        it has three axes or more of a size above 1 (row `axes-out-of-mesh-order` of `splitjax.partitioner.DEFECTS`).
+        Two axes are right in either order. Every device has a part of the same size either way; which part differs."""
         if len(axes) < 2 or len(self.present(self.names)) < 3:
             return tuple(axes)
         return tuple(sorted(axes, key=self.names.index))
@@ -82,29 +90,46 @@ class MeshShape:
 
 
 def _sizes(mesh: Any) -> dict[Any, Any]:
-    """Axis -> size of a mapping, or of the pairs of one. Raises `MeshError` for what names no axes, saying what to write for it."""
+    """Axis -> size of a mapping, or of the pairs of one. Raises `MeshError` for what names no axes, saying what to
+    write for it."""
     if isinstance(mesh, Mapping):
         return dict(mesh)
-    entries = mesh.ravel().tolist() if isinstance(mesh, np.ndarray) else list(mesh) if isinstance(mesh, Sequence) else [mesh]
-    if entries and isinstance(mesh, Sequence) and all(isinstance(entry, tuple) and len(entry) == 2 for entry in entries):
+    entries = (
+        mesh.ravel().tolist() if isinstance(mesh, np.ndarray) else list(mesh) if isinstance(mesh, Sequence) else [mesh]
+    )
+    if (
+        entries
+        and isinstance(mesh, Sequence)
+        and all(isinstance(entry, tuple) and len(entry) == 2 for entry in entries)
+    ):
         return dict(entries)
     are_sizes = all(isinstance(entry, (int, np.integer)) and not isinstance(entry, bool) for entry in entries)
     if entries and are_sizes and len(entries) <= 2:
         remedy = f"name the axes: mesh={dict(zip(KNOWN_AXES, map(int, entries), strict=False))}"
     elif entries and are_sizes:
-        remedy = f'name the axes: mesh={{"data": {entries[0]}, "model": {entries[1]}, ...}}, or jax.make_mesh({tuple(map(int, entries))}, names)'
+        remedy = (
+            f'name the axes: mesh={{"data": {entries[0]}, "model": {entries[1]}, ...}}, or'
+            f" jax.make_mesh({tuple(map(int, entries))}, names)"
+        )
     elif entries and all(isinstance(entry, jax.Device) for entry in entries):
         remedy = 'name the axes of the devices: jax.sharding.Mesh(devices, ("data",))'
     else:
         remedy = 'give {"data": 2, "model": 4}, or what jax.make_mesh((2, 4), ("data", "model")) returns'
     if isinstance(mesh, AbstractMesh):
-        raise MeshError("an abstract mesh has no devices to run on", value=mesh, place="mesh", remedy=f"give {dict(mesh.shape)}, or a jax.sharding.Mesh")
-    raise MeshError(f"a mesh has named axes, and this {type(mesh).__name__} names none", value=mesh, place="mesh", remedy=remedy)
+        raise MeshError(
+            "an abstract mesh has no devices to run on",
+            value=mesh,
+            place="mesh",
+            remedy=f"give {dict(mesh.shape)}, or a jax.sharding.Mesh",
+        )
+    raise MeshError(
+        f"a mesh has named axes, and this {type(mesh).__name__} names none", value=mesh, place="mesh", remedy=remedy
+    )
 
 
 def make_mesh(mesh: Mesh | Mapping[str, int] | None) -> Mesh:
-    """The `jax.sharding.Mesh` for what the user gave: a mesh as it is, sizes over the local run's devices, or None for all
-    devices on `data`. Axes are of type Auto, so that XLA places what the plan leaves open.
+    """The `jax.sharding.Mesh` for what the user gave: a mesh as it is, sizes over the local run's devices, or None for
+    all devices on `data`. Axes are of type Auto, so that XLA places what the plan leaves open.
 
     Raises `MeshError` when the product of the sizes is not the number of devices."""
     if isinstance(mesh, Mesh):
@@ -114,15 +139,19 @@ def make_mesh(mesh: Mesh | Mapping[str, int] | None) -> Mesh:
     if shape.num_devices > len(devices):
         raise MeshError(
             f"the mesh {shape} needs {shape.num_devices} devices, and JAX sees {len(devices)}",
-            value=dict(shape.axes), place="mesh",
+            value=dict(shape.axes),
+            place="mesh",
             remedy="make the product of the axis sizes the number of devices; on one CPU set "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={shape.num_devices} before JAX starts",
         )
     # Alone, a smaller mesh takes the first devices; a process without a device in the mesh could not take part.
     if shape.num_devices < len(devices) and jax.process_count() > 1:
         raise MeshError(
-            f"the mesh {shape} uses {shape.num_devices} of {len(devices)} devices, and every process needs its own in it",
-            value=dict(shape.axes), place="mesh", remedy="make the product of the axis sizes the number of devices",
+            f"the mesh {shape} uses {shape.num_devices} of {len(devices)} devices, and every process needs its own"
+            " in it",
+            value=dict(shape.axes),
+            place="mesh",
+            remedy="make the product of the axis sizes the number of devices",
         )
     chosen = np.asarray(devices[: shape.num_devices]).reshape([size for _, size in shape.axes])
     return Mesh(chosen, shape.names, axis_types=(AxisType.Auto,) * len(shape.names))

@@ -11,9 +11,9 @@ model, optimizer = train_step.init(make_objects, key, example=(batch,))
 loss = train_step(model, optimizer, batch)       # model and optimizer hold the new arrays
 ```
 
-A call splits all of its NNX objects together (a variable that two of them share stays one), runs a plain parallel step over
-the variables' values, and writes the new values back. The objects' structure is part of the program: a call that differs in
-it (`model.eval()`) is planned and compiled anew.
+A call splits all of its NNX objects together (a variable that two of them share stays one), runs a plain parallel step
+over the variables' values, and writes the new values back. The objects' structure is part of the program: a call that
+differs in it (`model.eval()`) is planned and compiled anew.
 """
 
 from __future__ import annotations
@@ -59,26 +59,38 @@ __all__ = ["NNXStep", "grad", "parallelize", "value_and_grad"]
 
 
 def parallelize(
-    fn: Callable | None = None, *, mesh: Any = None, rules: str | RuleSet = "splitbrain", group_comm: str = "auto",
-    sync: Any = "dense", backprop: Any = None, shard_state: bool = False, donate: bool = True, plan: Plan | str | None = None,
-    state_argnums: int | Sequence[int] | None = None, batch_argnums: int | Sequence[int] | None = None,
-    state_outnums: int | Sequence[int] | None = None, static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (), unknown: str = "error", verify: str | None = None,
+    fn: Callable | None = None,
+    *,
+    mesh: Any = None,
+    rules: str | RuleSet = "splitbrain",
+    group_comm: str = "auto",
+    sync: Any = "dense",
+    backprop: Any = None,
+    shard_state: bool = False,
+    donate: bool = True,
+    plan: Plan | str | None = None,
+    state_argnums: int | Sequence[int] | None = None,
+    batch_argnums: int | Sequence[int] | None = None,
+    state_outnums: int | Sequence[int] | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    unknown: str = "error",
+    verify: str | None = None,
 ) -> Any:
     """`splitjax.parallelize` for steps that change NNX modules, optimizers, metrics and random streams in place.
 
     **Arguments:** as `splitjax.parallelize`, but
 
-    - `state_argnums`: None for all arguments that are NNX objects, or hold some. Given, it may name plain pytrees too, which
-      are found again among the results; NNX objects that it leaves out are only read: whole on every device, and an error if
-      the step changes them.
+    - `state_argnums`: None for all arguments that are NNX objects, or hold some. Given, it may name plain pytrees too,
+      which are found again among the results; NNX objects that it leaves out are only read: whole on every device, and
+      an error if the step changes them.
     - `batch_argnums`: None for the first argument without NNX objects. `step(model, optimizer, x, y)` needs `(2, 3)`.
     - `state_outnums`: positions among the results of the states that are plain pytrees.
 
     **Returns** an `NNXStep`, called like the step itself.
     """
     keywords = {"mesh": mesh, "rules": rules, "group_comm": group_comm, "sync": sync, "backprop": backprop,
-                "shard_state": shard_state, "donate": donate, "plan": plan, "unknown": unknown, "verify": verify}  # fmt: skip
+                "shard_state": shard_state, "donate": donate, "plan": plan, "unknown": unknown, "verify": verify}  # fmt: skip  # noqa: E501
     numbers = {"state_argnums": state_argnums, "batch_argnums": batch_argnums, "static_argnums": static_argnums,
                "static_argnames": static_argnames}  # fmt: skip
     if fn is None:
@@ -104,20 +116,28 @@ class _Objects:
 
 
 class NNXStep(FilteredStep):
-    """A decorated step over NNX objects. Call it like the function it wraps; the methods show, place, compile and reuse its
-    plan. Arguments of `plan` and `lower` may be abstract, as `nnx.eval_shape` makes them."""
+    """A decorated step over NNX objects. Call it like the function it wraps; the methods show, place, compile and reuse
+    its plan. Arguments of `plan` and `lower` may be abstract, as `nnx.eval_shape` makes them."""
 
     changes_states = True
 
-    def __init__(self, fn: Callable, options: Options, keywords: dict[str, Any], state_outnums: Any, given: _Given,
-                 parent: NNXStep | None = None) -> None:
+    def __init__(
+        self,
+        fn: Callable,
+        options: Options,
+        keywords: dict[str, Any],
+        state_outnums: Any,
+        given: _Given,
+        parent: NNXStep | None = None,
+    ) -> None:
         super().__init__(fn, options, keywords, state_outnums, parent)
         self._given = given
         self._paths: tuple[str, ...] = ()  # of the call taken apart last
         self._statics: dict[Any, Static] = {}
 
     def place(self, *states: Any, example: Sequence[Any]) -> Any:
-        """Moves the objects' arrays onto the plan, in place. Returns the states: the same objects, and plain states moved."""
+        """Moves the objects' arrays onto the plan, in place. Returns the states: the same objects, and plain states
+        moved."""
         call = self._pack(self._arguments(states, example))
         moved = call.step.place(*(call.args[n] for n in call.state_numbers), example=call.example)
         objects, *plain = moved if len(call.state_numbers) > 1 else (moved,)
@@ -127,14 +147,20 @@ class NNXStep(FilteredStep):
         placed = tuple(by_number.get(n + FIRST, state) for n, state in zip(numbers, states, strict=True))
         return placed[0] if len(placed) == 1 else placed
 
-    def like(self, fn: Callable, *, state_argnums: int | Sequence[int] | None = None,
-             batch_argnums: int | Sequence[int] | None = None, static_argnums: int | Sequence[int] = (),
-             static_argnames: str | Sequence[str] = ()) -> NNXStep:
+    def like(
+        self,
+        fn: Callable,
+        *,
+        state_argnums: int | Sequence[int] | None = None,
+        batch_argnums: int | Sequence[int] | None = None,
+        static_argnums: int | Sequence[int] = (),
+        static_argnames: str | Sequence[str] = (),
+    ) -> NNXStep:
         """A step on the same mesh and layouts for evaluation and prediction. Nothing is donated. What it changes in its
         objects (metrics, random streams) is written back.
 
-        The layouts are those of the plan that this step used last: an object has that of the object of its argument's name
-        there, or else of the first one that holds variables at all of its paths."""
+        The layouts are those of the plan that this step used last: an object has that of the object of its argument's
+        name there, or else of the first one that holds variables at all of its paths."""
         options = make_options(fn, state_argnums, batch_argnums, static_argnums, static_argnames, None)
         given = _Given(state_argnums is not None, batch_argnums is not None)
         return NNXStep(fn, options, self._keywords, None, given, parent=self)
@@ -154,7 +180,9 @@ class NNXStep(FilteredStep):
                 shells.append(self._take_objects(number, arg, found))
         order = sorted(range(len(found)), key=lambda k: rank(found[k][2]))
         slots = {k: position for position, k in enumerate(order)}
-        shells = jax.tree.map(lambda leaf: Slot(slots[leaf.number]) if isinstance(leaf, Slot) else leaf, shells, is_leaf=is_slot)
+        shells = jax.tree.map(
+            lambda leaf: Slot(slots[leaf.number]) if isinstance(leaf, Slot) else leaf, shells, is_leaf=is_slot
+        )
         found = [found[k] for k in order]
         numbers = self._numbers(args, {number for number, _, _ in found})
         objects = tuple(one for _, _, one in found)
@@ -162,14 +190,24 @@ class NNXStep(FilteredStep):
         static = self._static(graphdef, flat, found, numbers["state"], tuple(fixed))
         graph: Graph = static.graph
         states = (STATE, *(n + FIRST for n in numbers["plain"]))
-        step = self._step((len(args), *numbers.values()), lambda: self._over_arrays(len(args), states, numbers["batch"]))
+        step = self._step(
+            (len(args), *numbers.values()), lambda: self._over_arrays(len(args), states, numbers["batch"])
+        )
         leaves = list(flat.leaves)
         groups = graph.split([raw(leaf) for leaf in leaves])
         more = _Objects(objects, [leaves[k] for k in graph.members[STATE]])
-        return Call(step, (static, *groups, *shells), states, self._rebuilder(graph, groups, shells, numbers), more,
-                    made_numbers=(STATE, CONSTANTS, *states[1:]))
+        return Call(
+            step,
+            (static, *groups, *shells),
+            states,
+            self._rebuilder(graph, groups, shells, numbers),
+            more,
+            made_numbers=(STATE, CONSTANTS, *states[1:]),
+        )
 
-    def _static(self, graphdef: Any, flat: Any, found: list[tuple[int, str, Any]], state: tuple[int, ...], fixed: tuple) -> Static:
+    def _static(
+        self, graphdef: Any, flat: Any, found: list[tuple[int, str, Any]], state: tuple[int, ...], fixed: tuple
+    ) -> Static:
         """The static argument. One object for equal calls, so that the plain step compares it by identity."""
         names = tuple(name for _, name, _ in found)
         key = (graphdef, names, tuple(number in state for number, _, _ in found), fixed)
@@ -204,15 +242,24 @@ class NNXStep(FilteredStep):
     def _numbers(self, args: tuple, holders: set[int]) -> dict[str, tuple[int, ...]]:
         """Argument numbers by role: `state` (objects), `plain` (other states), `batch`."""
         options = self._options
-        state = tuple(n for n in options.state_argnums if n < len(args)) if self._given.state else tuple(sorted(holders))
+        state = (
+            tuple(n for n in options.state_argnums if n < len(args)) if self._given.state else tuple(sorted(holders))
+        )
         plain = tuple(n for n in state if n not in holders)
         batch = options.batch_argnums
         if not self._given.batch:
-            taken = {*holders, *state, *options.static_argnums, *(n for n, arg in enumerate(args) if isinstance(arg, Default))}
+            taken = {
+                *holders,
+                *state,
+                *options.static_argnums,
+                *(n for n, arg in enumerate(args) if isinstance(arg, Default)),
+            }
             batch = tuple(n for n in range(len(args)) if n not in taken)[:1]
         elif set(batch) & holders:
             raise StateError(
-                "an argument with NNX objects cannot be a batch", value=sorted(set(batch) & holders), place=f"call of {self._name}",
+                "an argument with NNX objects cannot be a batch",
+                value=sorted(set(batch) & holders),
+                place=f"call of {self._name}",
                 remedy="name the arguments that hold examples in batch_argnums",
             )
         return {"state": tuple(n for n in state if n in holders), "plain": plain, "batch": batch}
@@ -221,7 +268,9 @@ class NNXStep(FilteredStep):
         for number, state in enumerate(() if self._given.state else states):
             if not any(map(is_object, jax.tree.leaves(state, is_leaf=is_object))):
                 raise StateError(
-                    f"state {number} holds no NNX object", value=type(state).__name__, place=self._name,
+                    f"state {number} holds no NNX object",
+                    value=type(state).__name__,
+                    place=self._name,
                     remedy="say which arguments are states with state_argnums",
                 )
         return super()._arguments(states, example)
@@ -252,14 +301,18 @@ class NNXStep(FilteredStep):
 
     # The step over arrays.
 
-    def _over_arrays(self, num_args: int, states: tuple[int, ...], batch: tuple[int, ...]) -> tuple[Callable, dict[str, Any]]:
+    def _over_arrays(
+        self, num_args: int, states: tuple[int, ...], batch: tuple[int, ...]
+    ) -> tuple[Callable, dict[str, Any]]:
         fn, keywords, name, writes_all = self._fn, self._keyword_only, self._name, self._parent is None
 
         def over_arrays(static: Static, *arrays: Any) -> tuple:
             graph, groups, shells = static.graph, arrays[: FIRST - 1], arrays[FIRST - 1 :]
             before = graph.join(*(group.values for group in groups))
             objects = nnx.unflatten(graph.graphdef, before)
-            args = [static.fixed[n].value if n in static.fixed else fill(shell, objects) for n, shell in enumerate(shells)]
+            args = [
+                static.fixed[n].value if n in static.fixed else fill(shell, objects) for n, shell in enumerate(shells)
+            ]
             result = call_with(fn, keywords, args)
             graphdef, after = nnx.flatten(objects, with_paths=False)
             changes = static_changes(graph, graphdef, name)
@@ -267,7 +320,11 @@ class NNXStep(FilteredStep):
             result, made_graph, made = empty(result, objects)
             new = graph.split(after)[0].values
             if not writes_all:
-                new = {k: value for k, (value, old) in enumerate(zip(new, groups[0].values, strict=True)) if not same(value, old)}
+                new = {
+                    k: value
+                    for k, (value, old) in enumerate(zip(new, groups[0].values, strict=True))
+                    if not same(value, old)
+                }
             else:
                 new = Arrays(groups[0].paths, new)
             return (new, made, *_filtered.attach(result, more=(changes, made_graph)))
@@ -275,8 +332,12 @@ class NNXStep(FilteredStep):
         over_arrays.__signature__ = _filtered.signature(("graph", "state", "constants", "read"), fn, num_args)
         given = self.options.state_outnums
         outnums = None if given is None else (0, *(n + 2 for n in given))
-        return over_arrays, {"state_argnums": states, "batch_argnums": tuple(n + FIRST for n in batch), "static_argnums": (0,),
-                             "state_outnums": outnums}  # fmt: skip
+        return over_arrays, {
+            "state_argnums": states,
+            "batch_argnums": tuple(n + FIRST for n in batch),
+            "static_argnums": (0,),
+            "state_outnums": outnums,
+        }
 
     def _unpack(self, call: Call, result: Any) -> Any:
         new, made, *rest = result
@@ -302,8 +363,12 @@ class NNXStep(FilteredStep):
 
     def _donated(self, args: tuple, call: Call) -> DonatedStateError:
         return DonatedStateError(
-            "an NNX object holds arrays that an earlier call of the step consumed", value=call.first_deleted(),
+            "an NNX object holds arrays that an earlier call of the step consumed",
+            value=call.first_deleted(),
             place=f"call of {self._name}",
-            remedy="use the objects that the step was called with (they hold the new arrays); nnx.clone and nnx.split share their "
-            "arrays with the original: copy them first (jax.tree.map(jnp.copy, nnx.state(model))), or pass donate=False",
+            remedy=(
+                "use the objects that the step was called with (they hold the new arrays); nnx.clone and nnx.split"
+                " share their arrays with the original: copy them first (jax.tree.map(jnp.copy, nnx.state(model))), or"
+                " pass donate=False"
+            ),
         )

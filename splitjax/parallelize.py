@@ -48,15 +48,28 @@ _SAMPLED_LEAVES = 24
 
 
 def parallelize(
-    fn: Callable | None = None, *, mesh: Any = None, rules: str | RuleSet = "splitbrain", group_comm: str = "auto",
-    sync: Any = "dense", backprop: Any = None, shard_state: bool = False, donate: bool = True, plan: Plan | str | None = None,
-    state_argnums: int | Sequence[int] = (0,), batch_argnums: int | Sequence[int] = (1,),
-    state_outnums: int | Sequence[int] | None = None, static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (), unknown: str = "error", verify: str | None = None,
+    fn: Callable | None = None,
+    *,
+    mesh: Any = None,
+    rules: str | RuleSet = "splitbrain",
+    group_comm: str = "auto",
+    sync: Any = "dense",
+    backprop: Any = None,
+    shard_state: bool = False,
+    donate: bool = True,
+    plan: Plan | str | None = None,
+    state_argnums: int | Sequence[int] = (0,),
+    batch_argnums: int | Sequence[int] = (1,),
+    state_outnums: int | Sequence[int] | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    unknown: str = "error",
+    verify: str | None = None,
 ) -> Any:
     """Turns a training step written for the global batch into one that trains on many devices, with the same numbers.
 
-    Bare (`@parallelize`), called (`@parallelize(mesh={"data": 2, "model": 4})`), or as a function (`parallelize(step)`).
+    Bare (`@parallelize`), called (`@parallelize(mesh={"data": 2, "model": 4})`), or as a function
+    (`parallelize(step)`).
 
     **Arguments:**
 
@@ -64,25 +77,27 @@ def parallelize(
     - `mesh`: `{"axis": size}`, a `jax.sharding.Mesh`, or None for all devices on the axis `data`.
     - `rules`: the name of a rule set, the path of a TOML file, or a `RuleSet`. It gives every parameter its sharding.
     - `donate`: whether a call consumes its states (their memory is reused for the new ones).
-    - `plan`: a `Plan` or its JSON file, pinned: layouts come from it, and how tables are synchronised if it says so; a step that it does not
-      fit is an error.
+    - `plan`: a `Plan` or its JSON file, pinned: layouts come from it, and how tables are synchronised if it says so; a
+      step that it does not fit is an error.
     - `state_argnums`: positions of the states, any pytrees. They are found again among the results by structure.
     - `batch_argnums`: positions of the batches: pytrees of arrays whose leading dim is the example dim. Everything else
       (keys, step numbers) is replicated.
     - `state_outnums`: positions of the states among the results, where structure does not tell.
     - `static_argnums`, `static_argnames`: as in `jax.jit`.
     - `unknown`: `"error"`, or `"gather"` to replicate around primitives that have no dim rule.
-    - `group_comm`: how examples cross from replicated into split layers: `"gather"`, `"turns"`, `"modulo"`, or `"auto"`, which chooses
-      between the first and the last by predicted memory.
-    - `shard_state`: also split optimizer state and summed gradients of parameters that are whole over some axes over these
-      axes; the parameters stay whole (ZeRO stages 1 and 2; docs/sharded_state.md). A pinned plan decides for itself.
-    - `sync`: how gradients of tables with row lookups are exchanged: `"dense"`, a scheme of `splitjax.sync` or its name, `"auto"`, or
-      `{parameter pattern: one of these}`; with `splitjax.sync.ByRows(scheme, lazy=True)` also where that changes the numbers. The first
-      three steps are observed, then the step is compiled once more (docs/sparse.md).
-    - `backprop`: a `splitjax.PartialBackprop`: each worker differentiates the last layers only, to a depth of its own. It changes the numbers
-      (docs/partial_backpropagation.md).
-    - `verify`: `"first"` compares the step with one device, at small sizes, before the first call of each signature (`ParallelStep.verify`),
-      and raises `VerificationError` where its numbers differ. It takes some seconds.
+    - `group_comm`: how examples cross from replicated into split layers: `"gather"`, `"turns"`, `"modulo"`, or
+      `"auto"`, which chooses between the first and the last by predicted memory.
+    - `shard_state`: also split optimizer state and summed gradients of parameters that are whole over some axes over
+      these axes; the parameters stay whole (ZeRO stages 1 and 2; docs/sharded_state.md). A pinned plan decides for
+      itself.
+    - `sync`: how gradients of tables with row lookups are exchanged: `"dense"`, a scheme of `splitjax.sync` or its
+      name, `"auto"`, or `{parameter pattern: one of these}`; with `splitjax.sync.ByRows(scheme, lazy=True)` also where
+      that changes the numbers. The first three steps are observed, then the step is compiled once more
+      (docs/sparse.md).
+    - `backprop`: a `splitjax.PartialBackprop`: each worker differentiates the last layers only, to a depth of its own.
+      It changes the numbers (docs/partial_backpropagation.md).
+    - `verify`: `"first"` compares the step with one device, at small sizes, before the first call of each signature
+      (`ParallelStep.verify`), and raises `VerificationError` where its numbers differ. It takes some seconds.
 
     **Returns** a `ParallelStep`, called like the step itself.
 
@@ -90,15 +105,47 @@ def parallelize(
     """
     if fn is None:
         return functools.partial(
-            parallelize, mesh=mesh, rules=rules, group_comm=group_comm, sync=sync, backprop=backprop, shard_state=shard_state,
-            donate=donate, plan=plan, state_argnums=state_argnums, batch_argnums=batch_argnums, state_outnums=state_outnums,
-            static_argnums=static_argnums, static_argnames=static_argnames, unknown=unknown, verify=verify,
+            parallelize,
+            mesh=mesh,
+            rules=rules,
+            group_comm=group_comm,
+            sync=sync,
+            backprop=backprop,
+            shard_state=shard_state,
+            donate=donate,
+            plan=plan,
+            state_argnums=state_argnums,
+            batch_argnums=batch_argnums,
+            state_outnums=state_outnums,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            unknown=unknown,
+            verify=verify,
         )
-    check_options(fn, mesh=mesh, rules=rules, group_comm=group_comm, backprop=backprop, shard_state=shard_state, unknown=unknown, verify=verify)
+    check_options(
+        fn,
+        mesh=mesh,
+        rules=rules,
+        group_comm=group_comm,
+        backprop=backprop,
+        shard_state=shard_state,
+        unknown=unknown,
+        verify=verify,
+    )
     options = make_options(fn, state_argnums, batch_argnums, static_argnums, static_argnames, state_outnums)
     recipe = Recipe(
-        fn, options, load_rules(rules), resolve_plan(plan), donate, unknown, returns_state=True, group_comm=group_comm, shard_state=shard_state,
-        sync=parse_sync(sync, f"parallelize({getattr(fn, '__name__', fn)!s})"), backprop=backprop, verify=verify,
+        fn,
+        options,
+        load_rules(rules),
+        resolve_plan(plan),
+        donate,
+        unknown,
+        returns_state=True,
+        group_comm=group_comm,
+        shard_state=shard_state,
+        sync=parse_sync(sync, f"parallelize({getattr(fn, '__name__', fn)!s})"),
+        backprop=backprop,
+        verify=verify,
     )
     return ParallelStep(recipe, mesh)
 
@@ -136,7 +183,8 @@ class ParallelStep:
 
     @property
     def compiles(self) -> tuple[CompileRecord, ...]:
-        """Every program this step was planned for, in order, each with the reason why the earlier ones did not serve."""
+        """Every program this step was planned for, in order, each with the reason why the earlier ones did not
+        serve."""
         return tuple(self._compiles)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +205,8 @@ class ParallelStep:
             except SignatureChanged:
                 result = self._run(self._settled(self._entry(args)), args)
             except (TypeError, ValueError):
-                other = self._settled(self._entry(args))  # jax.jit looks at leaves and structure of the arguments before it traces
+                # jax.jit looks at leaves and structure of the arguments before it traces
+                other = self._settled(self._entry(args))
                 if other is entry:
                     raise
                 result = self._run(other, args)
@@ -173,8 +222,8 @@ class ParallelStep:
         return self._entry(positional(self._recipe.fn, args, kwargs)).plan
 
     def shardings(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The `NamedSharding` of every array of these arguments (arrays or `ShapeDtypeStruct`s): one pytree per argument, None for
-        a static one. `shardings(state, batch)[1]` is where batches go."""
+        """The `NamedSharding` of every array of these arguments (arrays or `ShapeDtypeStruct`s): one pytree per
+        argument, None for a static one. `shardings(state, batch)[1]` is where batches go."""
         return self._entry(positional(self._recipe.fn, args, kwargs)).argument_shardings(self._recipe)
 
     def graph(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,37 +231,48 @@ class ParallelStep:
         return self._entry(positional(self._recipe.fn, args, kwargs)).graph
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As `jax.jit(fn).lower`: `.compile()`, `.as_text()`, `.compile().memory_analysis()`. With another `sync` than `"dense"` the program
-        returns `(result, observed)`, and where values are rounded it also takes and returns residuals (docs/sparse.md)."""
+        """As `jax.jit(fn).lower`: `.compile()`, `.as_text()`, `.compile().memory_analysis()`. With another `sync` than
+        `"dense"` the program returns `(result, observed)`, and where values are rounded it also takes and returns
+        residuals (docs/sparse.md)."""
         args = positional(self._recipe.fn, args, kwargs)
         entry = self._entry(args)
         return entry.program(self._kept.num_steps).lower(*entry.operands(args, entry.residuals))
 
     def report(self, *args: Any, **kwargs: Any) -> Report:
-        """The plan for these arguments (arrays or `ShapeDtypeStruct`s) against what XLA compiles: memory, and every collective with
-        layer, source line and cause. Compiles the step; runs nothing. Of a step with partial backpropagation what runs first after the
-        warm-up."""
+        """The plan for these arguments (arrays or `ShapeDtypeStruct`s) against what XLA compiles: memory, and every
+        collective with layer, source line and cause. Compiles the step; runs nothing. Of a step with partial
+        backpropagation what runs first after the warm-up."""
         args = positional(self._recipe.fn, args, kwargs)
         entry = self._entry(args)
         program = entry.program(0 if self._recipe.backprop is None else self._recipe.backprop.warmup_steps)
         with _compat.metadata_in_cache_key():
             compiled = program.lower(*entry.operands(args, entry.residuals)).compile()
         names = argument_names(entry.bound, getattr(program, "num_before", 0))
-        return make_report(compiled, entry.plan, entry.graph, names, step=self._recipe.name, platform=self.mesh.devices.flat[0].platform)
+        return make_report(
+            compiled,
+            entry.plan,
+            entry.graph,
+            names,
+            step=self._recipe.name,
+            platform=self.mesh.devices.flat[0].platform,
+        )
 
     def verify(self, *args: Any, sizes: str = "shrunken", own_precision: bool = False, **kwargs: Any) -> Verification:
-        """Whether the step computes the numbers of one device: loss, auxiliary values, every gradient and every new state leaf, in float64.
+        """Whether the step computes the numbers of one device: loss, auxiliary values, every gradient and every new
+        state leaf, in float64.
 
-        `step.verify(state, batch)`: arrays or `ShapeDtypeStruct`s; no state is consumed. The step runs under its plan and on one device of the mesh
-        without any plan. A difference beyond 1e-9 of a value's largest entry is an error, of XLA's partitioner or of splitjax, and the first operation
-        that has it is named with layer, line and layout.
+        `step.verify(state, batch)`: arrays or `ShapeDtypeStruct`s; no state is consumed. The step runs under its plan
+        and on one device of the mesh without any plan. A difference beyond 1e-9 of a value's largest entry is an error,
+        of XLA's partitioner or of splitjax, and the first operation that has it is named with layer, line and layout.
 
         **Arguments:**
 
-        - `sizes`: `"shrunken"`: axes keep their sizes, dims become the smallest that divide as the given ones do. `"given"`, or `"both"`.
+        - `sizes`: `"shrunken"`: axes keep their sizes, dims become the smallest that divide as the given ones do.
+          `"given"`, or `"both"`.
         - `own_precision`: also compare in the precision that the step has, which shows what rounding does.
 
-        **Returns** a `Verification`: prints as a table, `.ok`, `.findings`, `to_json()`, `raise_if_wrong()` (docs/verify.md).
+        **Returns** a `Verification`: prints as a table, `.ok`, `.findings`, `to_json()`, `raise_if_wrong()`
+        (docs/verify.md).
 
         Raises `OptionError` for other `sizes`, `DonatedStateError` for a state that is gone."""
         from splitjax.verify import verify_step  # it is loaded when it is first used
@@ -223,66 +283,94 @@ class ParallelStep:
         return verify_step(self._recipe, self.mesh, self._entry(args), sizes, own_precision)
 
     def profile(self, *args: Any, num_workers: int | None = None, **kwargs: Any) -> Profile:
-        """How sparse every gradient is over the workers: density, overlap, densification, skewness (Zen, arXiv 2309.13254, section 2).
+        """How sparse every gradient is over the workers: density, overlap, densification, skewness (Zen, arXiv
+        2309.13254, section 2).
 
-        `step.profile(state, batches)`: the step's arguments with an iterable of batches (values, not shapes) in place of each batch.
-        Nothing is updated, and no state is consumed. Every batch is cut into `num_workers` equal slices, by default one for each of
-        the plan's workers; there may be more of them than devices, as one device evaluates them in turn. A worker's gradient is its
-        summand of the global batch's. In a run of several processes all of them make the call together, and get the same profile.
+        `step.profile(state, batches)`: the step's arguments with an iterable of batches (values, not shapes) in place
+        of each batch. Nothing is updated, and no state is consumed. Every batch is cut into `num_workers` equal slices,
+        by default one for each of the plan's workers; there may be more of them than devices, as one device evaluates
+        them in turn. A worker's gradient is its summand of the global batch's. In a run of several processes all of
+        them make the call together, and get the same profile.
 
         **Returns** a `Profile`: prints as a table, renders in Jupyter, `to_json()`, `plot()`, `sparsity(path)`.
 
-        Raises `ProfileError`, `BatchError` (no gradient boundary, no batch, a batch that does not divide); see docs/sparse.md.
+        Raises `ProfileError`, `BatchError` (no gradient boundary, no batch, a batch that does not divide); see
+        docs/sparse.md.
         """
         args = positional(self._recipe.fn, args, kwargs)
         return self._profile(per_batch(args, self._recipe.options.batch_argnums, self._recipe.name), num_workers)
 
-    def advise(self, *args: Any, backprop: PartialBackprop | None = None, link: Link | None = None, **kwargs: Any) -> Advice:
-        """What partial backpropagation would save and cost on this step, beside a smaller batch of equal cost; it says which to use.
+    def advise(
+        self, *args: Any, backprop: PartialBackprop | None = None, link: Link | None = None, **kwargs: Any
+    ) -> Advice:
+        """What partial backpropagation would save and cost on this step, beside a smaller batch of equal cost; it says
+        which to use.
 
-        `step.advise(state, batches, backprop)`: the step's arguments with an iterable of batches (values, not shapes) in place of each batch, then
-        what is asked about (by default what the step was decorated with). Measures on one device, with one worker's share of the batch: seconds and
-        compiled bytes of up to 8 truncated programs, and over all batches how much the workers' gradients differ, layer by layer. Nothing is
-        updated, and no state is consumed. `link`: between the workers, a `splitjax.sync.Link`; by default that of the mesh is measured.
+        `step.advise(state, batches, backprop)`: the step's arguments with an iterable of batches (values, not shapes)
+        in place of each batch, then what is asked about (by default what the step was decorated with). Measures on one
+        device, with one worker's share of the batch: seconds and compiled bytes of up to 8 truncated programs, and over
+        all batches how much the workers' gradients differ, layer by layer. Nothing is updated, and no state is
+        consumed. `link`: between the workers, a `splitjax.sync.Link`; by default that of the mesh is measured.
 
-        **Returns** an `Advice`: prints as a table, renders in Jupyter, `to_json()`, `.recommendation`, `.measured` for `PartialBackprop(measured=...)`.
+        **Returns** an `Advice`: prints as a table, renders in Jupyter, `to_json()`, `.recommendation`, `.measured` for
+        `PartialBackprop(measured=...)`.
 
-        Raises `PartialError` for no batch, one worker, a step without gradient boundary or without a legal cut; `BatchError` for batches that do not
-        divide; see docs/partial_backpropagation.md.
+        Raises `PartialError` for no batch, one worker, a step without gradient boundary or without a legal cut;
+        `BatchError` for batches that do not divide; see docs/partial_backpropagation.md.
         """
         given, wanted = split_request(args, backprop, self._recipe.backprop)
         given = positional(self._recipe.fn, given, kwargs)
-        return self._advise(per_batch(given, self._recipe.options.batch_argnums, self._recipe.name, "advise"), wanted, link)
+        return self._advise(
+            per_batch(given, self._recipe.options.batch_argnums, self._recipe.name, "advise"), wanted, link
+        )
 
     def job_profile(
-        self, *args: Any, name: str | None = None, num_workers: int | None = None, link: Link | None = None, input_seconds: float = 0.0, stages: bool | None = None,
+        self,
+        *args: Any,
+        name: str | None = None,
+        num_workers: int | None = None,
+        link: Link | None = None,
+        input_seconds: float = 0.0,
+        stages: bool | None = None,
         **kwargs: Any,
     ) -> JobProfile:
-        """What one iteration of this step costs each worker, measured, as a profile for `splitjax.schedule`: forward seconds, backward seconds, memory and gradient
-        bytes of every depth at which its backward pass can end, the update, and the exchange.
+        """What one iteration of this step costs each worker, measured, as a profile for `splitjax.schedule`: forward
+        seconds, backward seconds, memory and gradient bytes of every depth at which its backward pass can end, the
+        update, and the exchange.
 
-        `step.job_profile(state, batch)`: the step's arguments, values and not shapes. Measures on one device, with one worker's share of the batch: up to 9 truncated
-        programs, with the time between two of them divided by predicted time. Nothing is updated, and no state is consumed.
+        `step.job_profile(state, batch)`: the step's arguments, values and not shapes. Measures on one device, with one
+        worker's share of the batch: up to 9 truncated programs, with the time between two of them divided by predicted
+        time. Nothing is updated, and no state is consumed.
 
         **Arguments:**
 
         - `name`: of the profile; the step's if not given.
         - `num_workers`: among which the batch is divided; by default the plan's.
-        - `link`: between the workers, a `splitjax.sync.Link`, for the time that they wait for their exchange; by default the mesh's is measured. Where the
-          mesh has one worker, and no link is given, nothing is waited for.
-        - `input_seconds`: that one worker's share of the input takes the processor, if it is to be known; it hides behind the rest of the iteration as far as it can.
-        - `stages`: whether to give the seconds on each resource, for policies that share links and processors too (simulations with them take much longer); by default
-          where the device is not what an iteration with partial backpropagation needs most.
+        - `link`: between the workers, a `splitjax.sync.Link`, for the time that they wait for their exchange; by
+          default the mesh's is measured. Where the mesh has one worker, and no link is given, nothing is waited for.
+        - `input_seconds`: that one worker's share of the input takes the processor, if it is to be known; it hides
+          behind the rest of the iteration as far as it can.
+        - `stages`: whether to give the seconds on each resource, for policies that share links and processors too
+          (simulations with them take much longer); by default where the device is not what an iteration with partial
+          backpropagation needs most.
 
-        Raises `ProfileError` for a step without one gradient boundary or with layers that are split over devices; `BatchError` for a batch that does not
-        divide; see docs/scheduler.md.
+        Raises `ProfileError` for a step without one gradient boundary or with layers that are split over devices;
+        `BatchError` for a batch that does not divide; see docs/scheduler.md.
         """
         args = positional(self._recipe.fn, args, kwargs)
         from splitjax.measure.job_profiling import profile_job  # the scheduler is loaded when it is first used
 
         check = lambda call: self._own_states(call) if self._recipe.donate else None
         return profile_job(
-            self._recipe, self.mesh, check, args, name=name, num_workers=num_workers, link=link, input_seconds=input_seconds, stages=stages,
+            self._recipe,
+            self.mesh,
+            check,
+            args,
+            name=name,
+            num_workers=num_workers,
+            link=link,
+            input_seconds=input_seconds,
+            stages=stages,
         )
 
     def _advise(self, calls: Iterable[tuple], backprop: PartialBackprop, link: Link | None) -> Advice:
@@ -301,8 +389,8 @@ class ParallelStep:
         return profile_calls(self._recipe, self.mesh, entry_of, calls, num_workers)
 
     def init(self, init_fn: Callable, *init_args: Any, example: Sequence[Any]) -> Any:
-        """Creates the states already sharded: `init_fn(*init_args)` is compiled with the plan's shardings as its results', so
-        that no device ever holds the whole.
+        """Creates the states already sharded: `init_fn(*init_args)` is compiled with the plan's shardings as its
+        results', so that no device ever holds the whole.
 
         **Arguments:**
 
@@ -312,38 +400,57 @@ class ParallelStep:
         return init_state(self._entry, self._recipe, self.mesh, init_fn, init_args, example)
 
     def place(self, *states: Any, example: Sequence[Any]) -> Any:
-        """Puts existing states onto the plan (copies: the originals stay usable). Returns one state, or a tuple of them."""
+        """Puts existing states onto the plan (copies: the originals stay usable). Returns one state, or a tuple of
+        them."""
         return place_state(self._entry, self._recipe, self.mesh, states, example)
 
     def abstract_state(self, init_fn: Callable, *init_args: Any, example: Sequence[Any]) -> Any:
         """The states as `ShapeDtypeStruct`s with their shardings, for one's own orbax restore; nothing is computed."""
         return abstract_state(self._entry, self._recipe, self.mesh, init_fn, init_args, example)
 
-    def like(self, fn: Callable, *, state_argnums: int | Sequence[int] | None = None,
-             batch_argnums: int | Sequence[int] | None = None, static_argnums: int | Sequence[int] = (),
-             static_argnames: str | Sequence[str] = ()) -> ParallelStep:
-        """A step on the same mesh and layouts that returns no state (evaluation, prediction). Nothing is donated. State and
-        batch positions are this step's unless given. The layouts are those of the plan that this step used last."""
+    def like(
+        self,
+        fn: Callable,
+        *,
+        state_argnums: int | Sequence[int] | None = None,
+        batch_argnums: int | Sequence[int] | None = None,
+        static_argnums: int | Sequence[int] = (),
+        static_argnames: str | Sequence[str] = (),
+    ) -> ParallelStep:
+        """A step on the same mesh and layouts that returns no state (evaluation, prediction). Nothing is donated. State
+        and batch positions are this step's unless given. The layouts are those of the plan that this step used last."""
         mine = self._recipe.options
         options = make_options(
-            fn, mine.state_argnums if state_argnums is None else state_argnums,
-            mine.batch_argnums if batch_argnums is None else batch_argnums, static_argnums, static_argnames, None,
+            fn,
+            mine.state_argnums if state_argnums is None else state_argnums,
+            mine.batch_argnums if batch_argnums is None else batch_argnums,
+            static_argnums,
+            static_argnames,
+            None,
         )
         recipe = Recipe(fn, options, self._recipe.rules, None, False, self._recipe.unknown, returns_state=False)
         return ParallelStep(recipe, None, parent=self)
 
     def carried(self) -> Carried:
-        """What the step keeps between its calls besides its states: how tables are synchronised, what was seen of them, what rounding
-        on the wire took away, and whose turn it is in partial backpropagation (docs/checkpoints.md). Waits for the last call. In a run of several processes all of them ask."""
-        return Carried(merged(self._kept.resumed, self._entries, self._observers), dict(self._kept.residuals), self._kept.num_steps)
+        """What the step keeps between its calls besides its states: how tables are synchronised, what was seen of them,
+        what rounding on the wire took away, and whose turn it is in partial backpropagation (docs/checkpoints.md).
+        Waits for the last call. In a run of several processes all of them ask."""
+        return Carried(
+            merged(self._kept.resumed, self._entries, self._observers), dict(self._kept.residuals), self._kept.num_steps
+        )
 
     def resume(self, carried: Carried | None) -> None:
-        """Puts back what `carried` gave, in another run of the same program perhaps: the step goes on as the one that gave it. On
-        another mesh, or with another `sync`, tables are observed anew. In a run of several processes all of them do so.
+        """Puts back what `carried` gave, in another run of the same program perhaps: the step goes on as the one that
+        gave it. On another mesh, or with another `sync`, tables are observed anew. In a run of several processes all of
+        them do so.
 
         Raises `SyncError` at the next call for residuals of other tables."""
         carried = carried or Carried()
-        self._kept.residuals, self._kept.resumed, self._kept.num_steps = dict(carried.residuals), dict(carried.seen), carried.num_steps
+        self._kept.residuals, self._kept.resumed, self._kept.num_steps = (
+            dict(carried.residuals),
+            dict(carried.seen),
+            carried.num_steps,
+        )
         self._observers = {}
         for signature, entry in self._entries.items():
             if entry.sparse is None:
@@ -393,7 +500,8 @@ class ParallelStep:
         elif observer.overflows():
             if pins_tables(self._recipe.pinned):
                 logger.warning(
-                    "splitjax: more rows than the pinned plan has room for are exchanged whole, step after step: %s; make the plan anew",
+                    "splitjax: more rows than the pinned plan has room for are exchanged whole, step after step: %s;"
+                    " make the plan anew",
                     ", ".join(one.param for one in entry.sparse.tables),
                 )
                 return entry
@@ -436,7 +544,13 @@ class ParallelStep:
         return args, entry
 
     def _build(
-        self, bound: Bound, decision: Decision | None = None, reason: str = "", *, carried: Sequence[SyncPlan] = (), observes: bool = False
+        self,
+        bound: Bound,
+        decision: Decision | None = None,
+        reason: str = "",
+        *,
+        carried: Sequence[SyncPlan] = (),
+        observes: bool = False,
     ) -> Entry:
         started = time.perf_counter()
         layouts = self._parent._layouts() if self._parent is not None else None
@@ -453,9 +567,10 @@ class ParallelStep:
         return {} if self._last is None else {leaf.path: leaf for leaf in self._last.plan.leaves if leaf.is_state}
 
     def _own_states(self, args: tuple) -> tuple:
-        """The arguments with states that can be given away. Raises `DonatedStateError` for a state that an earlier call consumed;
-        copies an array that stands in the states twice. Both before the call, because jax 0.10 can crash the process on them
-        (seen on virtual CPU devices). A sample of the leaves keeps the first check far below dispatch time."""
+        """The arguments with states that can be given away. Raises `DonatedStateError` for a state that an earlier call
+        consumed; copies an array that stands in the states twice. Both before the call, because jax 0.10 can crash the
+        process on them (seen on virtual CPU devices). A sample of the leaves keeps the first check far below dispatch
+        time."""
         seen: set[int] = set()
         count = 0
         for number in self._recipe.options.state_argnums:
@@ -482,6 +597,11 @@ class ParallelStep:
                 break
         name = self._recipe.options.names[number] if number < len(self._recipe.options.names) else f"argument {number}"
         return DonatedStateError(
-            f"the state {name!r} was consumed by {where}; its arrays are gone", value=name, place=f"call of {self._recipe.name}",
-            remedy=f"use the state that the call returned ({name} = step({name}, ...)), or pass donate=False to keep the old one",
+            f"the state {name!r} was consumed by {where}; its arrays are gone",
+            value=name,
+            place=f"call of {self._recipe.name}",
+            remedy=(
+                f"use the state that the call returned ({name} = step({name}, ...)), or pass donate=False to keep the"
+                " old one"
+            ),
         )

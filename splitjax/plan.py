@@ -1,6 +1,8 @@
-"""The `Plan`: every decision about a step's layout as one immutable value that prints, serialises, diffs and can be pinned.
+"""The `Plan`: every decision about a step's layout as one immutable value that prints, serialises, diffs and can be
+pinned.
 
-A spec is a tuple with one entry per dim: None, an axis name, or a tuple of axis names, as in `jax.sharding.PartitionSpec`.
+A spec is a tuple with one entry per dim: None, an axis name, or a tuple of axis names, as in
+`jax.sharding.PartitionSpec`.
 
 The text of a plan (`to_json`) is made to live in a repository beside the training script: stable order, one leaf, layer
 or collective a line, so that a version control diff reads like `Plan.diff`. Its codec is `splitjax._plan_json`.
@@ -26,7 +28,8 @@ from splitjax.mesh import MeshShape
 SpecEntry = None | str | tuple[str, ...]
 Spec = tuple[SpecEntry, ...]
 FORMAT = 1
-ROW_EXCHANGE = "row_exchange"  # among collectives: all messages by which one table's rows are synchronised, whatever the scheme
+# among collectives: all messages by which one table's rows are synchronised, whatever the scheme
+ROW_EXCHANGE = "row_exchange"
 
 
 def spec_axes(spec: Spec) -> tuple[str, ...]:
@@ -54,7 +57,8 @@ class LeafPlan:
     rule: str  # the rule that fired, or "follows PATH", "batch", "input"
     note: str = ""  # why it is not what one might expect, such as "out 10 does not divide by model=4"
     bytes_per_device: int = 0
-    gradient: Spec | None = None  # where a parameter's gradient is summed onto, with its optimizer state; None: as the parameter
+    # where a parameter's gradient is summed onto, with its optimizer state; None: as the parameter
+    gradient: Spec | None = None
 
     def num_shards(self, mesh: MeshShape) -> int:
         """Into how many pieces the array is split."""
@@ -108,12 +112,14 @@ class SyncPlan:
 
     - `scheme`: its name; `dense` also where the table's gradient has to stay whole.
     - `axis`: the mesh axes of the workers, joined by "+"; empty where there is nothing to exchange.
-    - `rows`: of the table. `bytes`: what each worker sends per step, padding included; 0 while the first steps are observed.
+    - `rows`: of the table. `bytes`: what each worker sends per step, padding included; 0 while the first steps are
+      observed.
     - `dense_bytes`: what the dense exchange of its gradient sends, or would send.
     - `why`: who chose it, or why it stays dense.
     - `lazy`: rows without gradient are left alone where the update would change them.
-    - `options`: of the scheme, those that are not its defaults. `capacities`: its static sizes (`splitjax.sync.Capacities`) without zeros;
-      empty while the first steps are observed, and for dense tables. A pinned plan that has them decides for the step.
+    - `options`: of the scheme, those that are not its defaults. `capacities`: its static sizes
+      (`splitjax.sync.Capacities`) without zeros; empty while the first steps are observed, and for dense tables. A
+      pinned plan that has them decides for the step.
     """
 
     param: str
@@ -140,7 +146,8 @@ class SegmentPlan:
     - `layers`: input side first. `contributors`: how many of the workers' slots differentiate them.
     - `backward`: their share of the time of the full backward pass.
     - `num_bytes`: of their gradients, as one worker holds them.
-    - `summed_bytes`, `handed_bytes`: what a worker sends per step on average: to add them up, and to hand the sum to workers that did not compute it.
+    - `summed_bytes`, `handed_bytes`: what a worker sends per step on average: to add them up, and to hand the sum to
+      workers that did not compute it.
     """
 
     layers: tuple[str, ...]
@@ -156,9 +163,10 @@ class PartialPlan:
     """How far back each worker differentiates (`splitjax.PartialBackprop`). It changes the numbers.
 
     - `axis`: the mesh axes of the workers, joined by "+".
-    - `first`: by slot the number of the first segment that is differentiated. Workers move on by one slot a step if `rotate`; in a temporal
-      assignment all are in one slot.
-    - `device_time`: predicted time of all workers over that of full backpropagation. `times`: `"predicted"` or `"measured"`.
+    - `first`: by slot the number of the first segment that is differentiated. Workers move on by one slot a step if
+      `rotate`; in a temporal assignment all are in one slot.
+    - `device_time`: predicted time of all workers over that of full backpropagation. `times`: `"predicted"` or
+      `"measured"`.
     """
 
     assignment: str
@@ -214,7 +222,8 @@ class Plan:
     collectives: tuple[Collective, ...] = ()
     notes: tuple[str, ...] = ()
     group_comm: str = "gather"  # how examples cross into split layers: gather, turns or modulo
-    syncs: tuple[SyncPlan, ...] = ()  # tables with row lookups, where another synchronisation than the dense one was asked for
+    # tables with row lookups, where another synchronisation than the dense one was asked for
+    syncs: tuple[SyncPlan, ...] = ()
     partial: PartialPlan | None = None  # partial backpropagation, where it was asked for
 
     @functools.cached_property
@@ -227,12 +236,15 @@ class Plan:
             return self._by_path[path]
         except (KeyError, TypeError):
             raise PlanError(
-                "the plan has no such leaf", value=path, place="Plan.spec",
+                "the plan has no such leaf",
+                value=path,
+                place="Plan.spec",
                 remedy=_did_you_mean(str(path), self._by_path) or "see the paths in `plan.leaves`",
             ) from None
 
     def spec(self, path: str) -> PartitionSpec:
-        """The `PartitionSpec` of any leaf of the step's arguments, by path. Raises `PlanError` for a path the plan lacks."""
+        """The `PartitionSpec` of any leaf of the step's arguments, by path. Raises `PlanError` for a path the plan
+        lacks."""
         return PartitionSpec(*self.leaf(path).spec)
 
     @functools.cached_property
@@ -248,7 +260,8 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Reads what `to_json` wrote, possibly edited by hand. Raises `PlanError` naming the key path of the first problem."""
+        """Reads what `to_json` wrote, possibly edited by hand. Raises `PlanError` naming the key path of the first
+        problem."""
         from splitjax import _plan_json
 
         return _plan_json.parse(text, origin="")
@@ -261,7 +274,8 @@ class Plan:
             write_atomically(Path(path), self.to_json(), encoding="ascii")
         except OSError as error:
             raise PlanError(
-                f"the plan cannot be written: {error.strerror or error}", place=str(path),
+                f"the plan cannot be written: {error.strerror or error}",
+                place=str(path),
                 remedy="give a file name in an existing, writable folder",
             ) from error
 
@@ -274,28 +288,36 @@ class Plan:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(
-                f"the plan cannot be read: {getattr(error, 'strerror', None) or error}", place=str(path),
+                f"the plan cannot be read: {getattr(error, 'strerror', None) or error}",
+                place=str(path),
                 remedy="give the file that `plan.save` wrote",
             ) from error
         return _plan_json.parse(text, origin=str(path))
 
     def diff(self, other: Plan) -> tuple[str, ...]:
-        """What differs between this plan and another, as sentences `thing: here -> there`; empty exactly when they are equal.
+        """What differs between this plan and another, as sentences `thing: here -> there`; empty exactly when they are
+        equal.
 
-        Ordered mesh, rules, leaves, layers, constraints, memory, collectives: what comes first usually explains the rest."""
+        Ordered mesh, rules, leaves, layers, constraints, memory, collectives: what comes first usually explains the
+        rest."""
         return tuple(_differences(self, other))
 
     def check(self, leaves: Sequence[LeafLike], mesh: MeshShape | Mesh | Mapping[str, int]) -> None:
-        """Raises `PlanError` unless this (pinned) plan fits a step with these leaves on this mesh; see `first_mismatch`."""
+        """Raises `PlanError` unless this (pinned) plan fits a step with these leaves on this mesh; see
+        `first_mismatch`."""
         problem = first_mismatch(self, leaves, mesh)
         if problem:
             raise PlanError(
-                f"the pinned plan does not fit the step: {problem}", place="plan",
-                remedy="make the plan anew from this step (`step.plan(...).save(path)`), or run the step it was made for",
+                f"the pinned plan does not fit the step: {problem}",
+                place="plan",
+                remedy=(
+                    "make the plan anew from this step (`step.plan(...).save(path)`), or run the step it was made for"
+                ),
             )
 
     def __str__(self) -> str:
-        from splitjax.report.text import render_text  # rendering stands on a higher floor: loaded when something is printed
+        # rendering stands on a higher floor: loaded when something is printed
+        from splitjax.report.text import render_text
 
         return render_text(self)
 
@@ -314,9 +336,9 @@ class Plan:
 def first_mismatch(plan: Plan, leaves: Sequence[LeafLike], mesh: MeshShape | Mesh | Mapping[str, int]) -> str | None:
     """The first difference between a pinned plan and the step it meets, as a sentence, or None when the plan fits.
 
-    Looks at the mesh, then at the step's leaves in order (path, role, dtype, shape), then at leaves that only the plan has.
-    A batch array may have another number of examples than the plan saw, as long as its shards divide: a plan describes
-    a layout, and the last batch of an epoch is often smaller.
+    Looks at the mesh, then at the step's leaves in order (path, role, dtype, shape), then at leaves that only the plan
+    has. A batch array may have another number of examples than the plan saw, as long as its shards divide: a plan
+    describes a layout, and the last batch of an epoch is often smaller.
     """
     shape = MeshShape.of(mesh)
     if plan.mesh != shape:
@@ -328,7 +350,10 @@ def first_mismatch(plan: Plan, leaves: Sequence[LeafLike], mesh: MeshShape | Mes
             return f"the step has a leaf {leaf.path!r} that the plan lacks" + (f" ({hint})" if hint else "")
         for name in ("role", "dtype"):
             if str(getattr(planned, name)) != str(getattr(leaf, name)):
-                return f"{leaf.path!r} has {name} {getattr(planned, name)} in the plan and {getattr(leaf, name)} in the step"
+                return (
+                    f"{leaf.path!r} has {name} {getattr(planned, name)} in the plan and {getattr(leaf, name)} in the"
+                    " step"
+                )
         if not _shapes_fit(planned, tuple(leaf.shape), shape):
             return f"{leaf.path!r} has shape {planned.shape} in the plan and {tuple(leaf.shape)} in the step"
     present = {leaf.path for leaf in leaves}
@@ -359,11 +384,15 @@ def _differences(a: Plan, b: Plan) -> Iterator[str]:
     yield from _diff_value("group_comm", a.group_comm, b.group_comm)
     yield from _diff_entries("leaf", a.leaves, b.leaves, lambda leaf: leaf.path)
     yield from _diff_entries("layer", a.layers, b.layers, lambda layer: layer.name)
-    yield from _diff_entries("constraint", a.constraints, b.constraints, lambda c: f"{c.site} operand {c.operand} ({c.layer})")
+    yield from _diff_entries(
+        "constraint", a.constraints, b.constraints, lambda c: f"{c.site} operand {c.operand} ({c.layer})"
+    )
     yield from _diff_entries("gathered operation", a.gathered, b.gathered, str)
     for field in dataclasses.fields(Memory):
         yield from _diff_value(f"memory.{field.name}", getattr(a.memory, field.name), getattr(b.memory, field.name))
-    yield from _diff_entries("collective", a.collectives, b.collectives, lambda c: f"{c.op} over {c.axis} for {c.layer} ({c.why})")
+    yield from _diff_entries(
+        "collective", a.collectives, b.collectives, lambda c: f"{c.op} over {c.axis} for {c.layer} ({c.why})"
+    )
     yield from _diff_entries("table", a.syncs, b.syncs, lambda one: one.param)
     yield from _diff_partial(a.partial, b.partial)
     yield from _diff_entries("note", a.notes, b.notes, repr)
@@ -386,7 +415,9 @@ def _diff_value(name: str, here: Any, there: Any, show: Callable[[Any], str] = r
         yield f"{name}: {show(here)} -> {show(there)}"
 
 
-def _diff_entries(kind: str, here: Sequence[Any], there: Sequence[Any], key: Callable[[Any], Hashable]) -> Iterator[str]:
+def _diff_entries(
+    kind: str, here: Sequence[Any], there: Sequence[Any], key: Callable[[Any], Hashable]
+) -> Iterator[str]:
     """Differences between two lists of entries, paired by key; several entries of one key are paired in order."""
     if here == there:
         return
@@ -399,7 +430,9 @@ def _diff_entries(kind: str, here: Sequence[Any], there: Sequence[Any], key: Cal
                 silent = False
                 for field in dataclasses.fields(x):
                     show = spec_text if field.name == "spec" else repr
-                    yield from _diff_value(f"{kind} {name}: {field.name}", getattr(x, field.name), getattr(y, field.name), show)
+                    yield from _diff_value(
+                        f"{kind} {name}: {field.name}", getattr(x, field.name), getattr(y, field.name), show
+                    )
         if len(left) != len(right):
             silent = False
             times = f" ({len(left)} -> {len(right)} times)" if left and right else ""

@@ -7,18 +7,21 @@ import importlib.metadata
 import importlib.util
 import os
 
-# Most of the suite's time is the CPU backend's. Without LLVM's optimisations, and with each program compiled in one piece (by default
-# it is cut into up to 32, for many threads), about half of it is gone; the programs are the same down to LLVM. Processes that tests start inherit
-# it. Tests marked `optimised` have the optimisations on in `make test-core`, which CI runs on another Python.
+# Most of the suite's time is the CPU backend's. Without LLVM's optimisations, and with each program compiled in one
+# piece (by default it is cut into up to 32, for many threads), about half of it is gone; the programs are the same down
+# to LLVM. Processes that tests start inherit it. Tests marked `optimised` have the optimisations on in
+# `make test-core`, which CI runs on another Python.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1"
-# The older of XLA's two ways to write a fusion's code compiles a step in half the time. Newer releases have one, and no such flag.
+# The older of XLA's two ways to write a fusion's code compiles a step in half the time. Newer releases have one, and no
+# such flag.
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", FLAGS)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# All virtual devices share one pool of threads, by default as many as there are devices. Steps in flight can take all of them
-# and wait for each other forever ("may be stuck", then an abort); from twice as many threads on that was not seen.
+# All virtual devices share one pool of threads, by default as many as there are devices. Steps in flight can take all
+# of them and wait for each other forever ("may be stuck", then an abort); from twice as many threads on that was not
+# seen.
 os.environ.setdefault("NPROC", "32")
 # libtpu looks for a TPU host's metadata unless told not to, and refuses to be loaded by two processes at once.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -33,7 +36,10 @@ jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    compilers = {"tpu_aot": ("libtpu", ["libtpu"], "tpu"), "gpu_aot": ("the CUDA plugin", ["jax_cuda12_plugin", "jax_cuda13_plugin"], "gpu")}
+    compilers = {
+        "tpu_aot": ("libtpu", ["libtpu"], "tpu"),
+        "gpu_aot": ("the CUDA plugin", ["jax_cuda12_plugin", "jax_cuda13_plugin"], "gpu"),
+    }
     for marker, (what, modules, extra) in compilers.items():
         if any(importlib.util.find_spec(module) for module in modules):
             continue

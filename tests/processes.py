@@ -22,16 +22,26 @@ def compile_flags() -> str:
     return " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag)
 
 
-def run_processes(script: pathlib.Path, *arguments: str, num: int, devices: int, timeout_seconds: float = 180) -> list[str]:
-    """What each process printed. The script is called as `script RANK NUM PORT ARGUMENTS...`; fails if one does not exit with 0."""
+def run_processes(
+    script: pathlib.Path, *arguments: str, num: int, devices: int, timeout_seconds: float = 180
+) -> list[str]:
+    """What each process printed. The script is called as `script RANK NUM PORT ARGUMENTS...`; fails if one does not
+    exit with 0."""
     environment = {
-        **os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY), "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": compile_flags(),
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(REPOSITORY),
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "XLA_FLAGS": compile_flags(),
     }
     port = str(free_port())
     workers = [
         subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(num), port, *arguments], env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [sys.executable, str(script), str(rank), str(num), port, *arguments],
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         for rank in range(num)
     ]

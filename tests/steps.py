@@ -17,7 +17,8 @@ import splitjax
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """A step with its initial state and batches. `step(state, batch) -> (state, metrics)`. Equal to itself alone, so that its numbers can be kept."""
+    """A step with its initial state and batches. `step(state, batch) -> (state, metrics)`. Equal to itself alone, so
+    that its numbers can be kept."""
 
     step: Callable
     init: Callable  # key -> state
@@ -59,7 +60,9 @@ class Attention(nn.Module):
             x = x + nn.MultiHeadDotProductAttention(num_heads=4, param_dtype=dtype)(h, h)
             h = nn.LayerNorm(param_dtype=dtype)(x)
             h = nn.gelu(nn.Dense(64, param_dtype=dtype)(h))
-            x = x + nn.Dropout(self.dropout, deterministic=not train or not self.dropout)(nn.Dense(32, param_dtype=dtype)(h))
+            x = x + nn.Dropout(self.dropout, deterministic=not train or not self.dropout)(
+                nn.Dense(32, param_dtype=dtype)(h)
+            )
         return nn.Dense(self.vocab, param_dtype=dtype)(x)
 
 
@@ -76,7 +79,12 @@ def linen_case(model, inputs, labels, tx, *, value_and_grad=splitjax.value_and_g
         variables = jax.eval_shape(lambda k: model.init({"params": k, "dropout": k}, inputs[0]), key)
         params = jax.tree.map(_numbers, variables["params"])
         variables = {"batch_stats": jax.tree.map(lambda x: jnp.ones(x.shape), variables.get("batch_stats", {}))}
-        return {"params": params, "stats": variables.get("batch_stats", {}), "opt": tx.init(params), "step": jnp.zeros((), jnp.int32)}
+        return {
+            "params": params,
+            "stats": variables.get("batch_stats", {}),
+            "opt": tx.init(params),
+            "step": jnp.zeros((), jnp.int32),
+        }
 
     def step(state, batch):
         def loss_fn(params):
@@ -90,7 +98,12 @@ def linen_case(model, inputs, labels, tx, *, value_and_grad=splitjax.value_and_g
 
         (loss, (stats, correct)), grads = value_and_grad(loss_fn, has_aux=True, **options)(state["params"])
         updates, opt = tx.update(grads, state["opt"], state["params"])
-        new = {"params": optax.apply_updates(state["params"], updates), "stats": stats, "opt": opt, "step": state["step"] + 1}
+        new = {
+            "params": optax.apply_updates(state["params"], updates),
+            "stats": stats,
+            "opt": opt,
+            "step": state["step"] + 1,
+        }
         return new, {"loss": loss, "accuracy": correct}
 
     batches = [{"x": x, "y": y, "mask": _mask(len(x), k)} for k, (x, y) in enumerate(zip(inputs, labels, strict=True))]
@@ -101,7 +114,9 @@ def _numbers(leaf: Any) -> jax.Array:
     """Weights scaled to their fan-in; biases and scales near 0.5, so that none is a fixed point."""
     rng = np.random.default_rng(leaf.size)
     fan_in = max(1, int(np.prod(leaf.shape[:-1])))
-    values = rng.normal(size=leaf.shape) / fan_in**0.5 if len(leaf.shape) > 1 else 0.5 + 0.1 * rng.normal(size=leaf.shape)
+    values = (
+        rng.normal(size=leaf.shape) / fan_in**0.5 if len(leaf.shape) > 1 else 0.5 + 0.1 * rng.normal(size=leaf.shape)
+    )
     return jnp.asarray(values, leaf.dtype)
 
 
@@ -116,7 +131,9 @@ def conv_case(tx=None, *, steps=3, dtype=np.float32, batch_norm=True, dropout=0.
     rng = np.random.default_rng(0)
     inputs = [rng.normal(size=(size, 8, 8, 3)).astype(dtype) for _ in range(steps)]
     labels = [rng.integers(0, 10, size) for _ in range(steps)]
-    return linen_case(Conv(batch_norm=batch_norm, dropout=dropout), inputs, labels, tx or optax.sgd(0.05, momentum=0.9), **options)
+    return linen_case(
+        Conv(batch_norm=batch_norm, dropout=dropout), inputs, labels, tx or optax.sgd(0.05, momentum=0.9), **options
+    )
 
 
 def attention_case(tx=None, *, steps=3, dropout=0.0, size=16, **options) -> Case:
@@ -138,4 +155,6 @@ def largest_difference(a: Any, b: Any) -> float:
     """The largest absolute difference between the floating-point leaves of two pytrees of one structure."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return max(float(np.max(np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64)), initial=0.0)) for x, y in pairs)
+    return max(
+        float(np.max(np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64)), initial=0.0)) for x, y in pairs
+    )

@@ -29,8 +29,14 @@ def run_script(script: str, folder: pathlib.Path, xla_flags: str | None = None) 
     """What it printed. Without `xla_flags` it has those that make compiling quick, and makes its own devices."""
     environment = {**os.environ, "XLA_FLAGS": compile_flags() if xla_flags is None else xla_flags}
     path = os.pathsep.join(part for part in (str(ROOT), environment.get("PYTHONPATH")) if part)
-    done = subprocess.run([sys.executable, "-W", "error", "-c", script], env={**environment, "PYTHONPATH": path}, cwd=folder,
-                          capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        env={**environment, "PYTHONPATH": path},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -58,7 +64,8 @@ def test_the_training_script_trains_and_resumes(tmp_path):
 
 
 def test_the_script_of_many_jobs_runs(tmp_path):
-    simulated = [block for block in blocks("docs/scheduler.md", "python") if "RayEngine" not in block]  # which has a step of the reader's
+    # which has a step of the reader's
+    simulated = [block for block in blocks("docs/scheduler.md", "python") if "RayEngine" not in block]
     out = run_script("".join(simulated), tmp_path)
     assert re.search(r"gang-srtf: \d+ s on average", out) and out.strip().endswith("gang-srtf")
 
@@ -71,29 +78,61 @@ def test_the_index_lists_every_command():
     assert len(shown) > 8 and listed == set(shown)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("plan", splitjax.Plan), ("report", splitjax.Report), ("advice", splitjax.Advice)])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("plan", splitjax.Plan), ("report", splitjax.Report), ("advice", splitjax.Advice)]
+)
 def test_attributes_that_the_docs_name_are_there(name, kind):
-    named = {(page.name, attribute) for page in PAGES for attribute in re.findall(rf"`{name}\.(?!py\b)([a-z_]+)", page.read_text())}
-    assert named and not [one for one in named if one[1] not in {field.name for field in dataclasses.fields(kind)} and not hasattr(kind, one[1])]
-    # What a plan prints under a title of its own is no attribute: pages say where it is printed, and what it is in Python.
+    named = {
+        (page.name, attribute)
+        for page in PAGES
+        for attribute in re.findall(rf"`{name}\.(?!py\b)([a-z_]+)", page.read_text())
+    }
+    assert named and not [
+        one
+        for one in named
+        if one[1] not in {field.name for field in dataclasses.fields(kind)} and not hasattr(kind, one[1])
+    ]
+    # What a plan prints under a title of its own is no attribute: pages say where it is printed, and what it is in
+    # Python.
     assert not [page.name for page in PAGES if re.search(r"plan's exceptions|`exceptions`", page.read_text())]
 
 
 def test_a_line_of_the_figures_of_sparse_training_has_one_figure():
-    rows = [line.split(" | ") for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| training throughput with `sync=")]
+    rows = [
+        line.split(" | ")
+        for line in (ROOT / "README.md").read_text().splitlines()
+        if line.startswith("| training throughput with `sync=")
+    ]
     assert len(rows) == 6
     for _, figures, _ in rows:
         assert [len(re.findall(r"[\d.]+x", line)) for line in figures.split("<br>")] == [1, 1]
 
 
 # Nobody understood them; each has a plain sentence in its place.
-RIDDLES = ("split theirs over", "realised otherwise", "not over arguments", "are those of long ones", "has no turns", "fall towards the loss", "half as much later", "since it asks twice")
+RIDDLES = (
+    "split theirs over",
+    "realised otherwise",
+    "not over arguments",
+    "are those of long ones",
+    "has no turns",
+    "fall towards the loss",
+    "half as much later",
+    "since it asks twice",
+)
 
 
 def test_riddles_are_gone():
-    files = [*PAGES, *ROOT.glob("benchmarks/**/*.md"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("splitjax/**/*.py"), *ROOT.glob("notebooks/*.py")]
+    files = [
+        *PAGES,
+        *ROOT.glob("benchmarks/**/*.md"),
+        *ROOT.glob("benchmarks/*.py"),
+        *ROOT.glob("splitjax/**/*.py"),
+        *ROOT.glob("notebooks/*.py"),
+    ]
     files.remove(ROOT / "docs" / "architecture.md")
-    assert not [(str(file.relative_to(ROOT)), riddle) for file in files for riddle in RIDDLES if riddle in file.read_text()]
+    assert not [
+        (str(file.relative_to(ROOT)), riddle) for file in files for riddle in RIDDLES if riddle in file.read_text()
+    ]
 
 
 def test_the_options_file_of_the_docs_is_read(tmp_path):
@@ -118,7 +157,9 @@ def test_the_rule_file_of_the_docs_is_the_rule_set_beside_it(tmp_path):
 def test_the_example_of_the_page_on_reports_is_what_the_command_prints(tmp_path):
     (example,) = blocks("docs/reports.md", "text")
     command = re.search(r"`splitjax (report [^`]*--batch-size \d+)`", (ROOT / "docs/reports.md").read_text()).group(1)
-    script = f"import os; os.environ['SPLITJAX_CACHE'] = 'cache'; from splitjax.cli import main; main({command.split()!r})"
+    script = (
+        f"import os; os.environ['SPLITJAX_CACHE'] = 'cache'; from splitjax.cli import main; main({command.split()!r})"
+    )
     assert [text.rstrip() for text in run_script(script, tmp_path, xla_flags="").splitlines()] == example.splitlines()
 
 
@@ -139,4 +180,6 @@ def test_links_lead_somewhere(page):
         assert there.exists(), f"{page.name} links to {target}"
         if anchor:
             headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
-            assert anchor in [re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings]
+            assert anchor in [
+                re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+            ]

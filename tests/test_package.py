@@ -21,7 +21,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 def in_fresh_process(script: str) -> str:
     environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-W", "error", "-c", script],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -29,12 +34,18 @@ def in_fresh_process(script: str) -> str:
 
 def test_import_starts_no_backend():
     # JAX keeps its number of virtual devices open until a backend starts, and refuses to change it afterwards.
-    script = "import jax, splitjax, splitjax.cli; jax.config.update('jax_num_cpu_devices', 3); jax.config.update('jax_platforms', 'cpu'); "
+    script = (
+        "import jax, splitjax, splitjax.cli; jax.config.update('jax_num_cpu_devices', 3);"
+        " jax.config.update('jax_platforms', 'cpu'); "
+    )
     assert in_fresh_process(script + "print(len(jax.devices()))") == "3"
 
 
 def test_import_loads_neither_flax_nor_equinox_nor_the_command_line():
-    script = "import sys, splitjax; print([name for name in ('flax', 'flax.nnx', 'equinox', 'tyro', 'sklearn') if name in sys.modules])"
+    script = (
+        "import sys, splitjax; print([name for name in ('flax', 'flax.nnx', 'equinox', 'tyro', 'sklearn') if name in"
+        " sys.modules])"
+    )
     assert in_fresh_process(script) == "[]"
 
 

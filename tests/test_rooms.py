@@ -1,4 +1,5 @@
-"""The rooms of docs/architecture.md: imports point downwards, in functions and under TYPE_CHECKING too, and folders stay small."""
+"""The rooms of docs/architecture.md: imports point downwards, in functions and under TYPE_CHECKING too, and folders
+stay small."""
 
 from __future__ import annotations
 
@@ -11,14 +12,57 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MOST_FILES = 25
 
-# Every room may import from itself and from those before it. A module belongs to the longest name here that it begins with.
+# Every room may import from itself and from those before it. A module belongs to the longest name here that it begins
+# with.
 ROOMS = (
-    "errors", "_compat", "_files", "_static", "mesh", "partitioner", "plan", "kernels", "trace", "rules", "cost", "sync", "partial", "report",
-    "schedule.model", "schedule.policies", "schedule.simulation", "schedule.execution", "schedule",
-    "step", "lower.gradient", "lower", "lower.products", "lower.microbatch", "lower.turns", "lower.strategies", "lower.tables", "lower.partial",
-    "planning", "compile", "measure", "verify", "parallelize", "_filtered", "_nnx_graph", "_nnx_gradient", "equinox", "nnx",
-    "runtime.launch", "runtime.checkpoint", "runtime.training", "runtime.scheduled", "runtime", "models", "data", "splitjax", "cli",
-)  # fmt: skip
+    "errors",
+    "_compat",
+    "_files",
+    "_static",
+    "mesh",
+    "partitioner",
+    "plan",
+    "kernels",
+    "trace",
+    "rules",
+    "cost",
+    "sync",
+    "partial",
+    "report",
+    "schedule.model",
+    "schedule.policies",
+    "schedule.simulation",
+    "schedule.execution",
+    "schedule",
+    "step",
+    "lower.gradient",
+    "lower",
+    "lower.products",
+    "lower.microbatch",
+    "lower.turns",
+    "lower.strategies",
+    "lower.tables",
+    "lower.partial",
+    "planning",
+    "compile",
+    "measure",
+    "verify",
+    "parallelize",
+    "_filtered",
+    "_nnx_graph",
+    "_nnx_gradient",
+    "equinox",
+    "nnx",
+    "runtime.launch",
+    "runtime.checkpoint",
+    "runtime.training",
+    "runtime.scheduled",
+    "runtime",
+    "models",
+    "data",
+    "splitjax",
+    "cli",
+)
 SAME_ROOM = {"_plan_json": "plan", "runtime.network": "runtime.launch"}
 
 # Values that import what renders them, when they are shown: they import upwards until a room below them shows them.
@@ -36,7 +80,9 @@ UPWARD = {
 CIRCLES = {
     frozenset({"_plan_json", "plan", "report.html", "report.table", "report.text"}),
     frozenset({"partial.advice", "report.advice.html", "report.advice.rows", "report.advice.text"}),
-    frozenset({"report.profile.html", "report.profile.plot", "report.profile.rows", "report.profile.text", "sync.analysis"}),
+    frozenset(
+        {"report.profile.html", "report.profile.plot", "report.profile.rows", "report.profile.text", "sync.analysis"}
+    ),
     frozenset({"report.rows", "report.value", "report.value_html", "report.value_text"}),
     frozenset({"runtime.launch.launch", "runtime.launch.watch"}),
     frozenset({"schedule.model.discipline", "schedule.model.iterations"}),
@@ -77,7 +123,9 @@ def room(module: str) -> str:
         name = SAME_ROOM.get(prefix, prefix)
         if name in ROOMS:
             return name
-    raise AssertionError(f"splitjax/{module.replace('.', '/')} is in no room: name it in ROOMS and in docs/architecture.md")
+    raise AssertionError(
+        f"splitjax/{module.replace('.', '/')} is in no room: name it in ROOMS and in docs/architecture.md"
+    )
 
 
 def graph() -> dict[str, set[str]]:
@@ -119,7 +167,9 @@ def test_no_circles_but_those_that_are_known():
 def test_a_circle_and_an_import_upwards_are_seen(tmp_path):
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == {frozenset("abc")}
     file = tmp_path / "x.py"
-    file.write_text("if TYPE_CHECKING:\n    from splitjax.plan import Plan\ndef f():\n    from splitjax import errors\n")
+    file.write_text(
+        "if TYPE_CHECKING:\n    from splitjax.plan import Plan\ndef f():\n    from splitjax import errors\n"
+    )
     assert imports(file, {"errors", "plan"}) == {"plan", "errors"}
     with pytest.raises(AssertionError, match="in no room"):
         room("attic.boxes")

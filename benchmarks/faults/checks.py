@@ -28,7 +28,8 @@ class Fault:
     - `last_step`: the last one in the metrics when it struck; None where it struck a run that stood still.
     - `saving_step`: of the save that was in progress then, if one was.
     - `resumed_step`: the checkpoint that the run went on from; None if it went on without.
-    - `end_seconds`: from the fault until it was answered: the attempt was over, or the fault reported. `limit_seconds`: stated for it.
+    - `end_seconds`: from the fault until it was answered: the attempt was over, or the fault reported. `limit_seconds`:
+      stated for it.
     - `again_seconds`: from the fault to the first step after it.
     - `problems`: everything that is not as required; empty for a fault that was survived.
     """
@@ -70,7 +71,9 @@ def own_problems(fault: Fault) -> list[str]:
     if fault.end_seconds is not None and fault.limit_seconds is not None and fault.end_seconds > fault.limit_seconds:
         found.append(f"answered after {fault.end_seconds:.1f} s, stated are {fault.limit_seconds:g} s")
     if fault.lost_steps is not None and fault.lost_steps - fault.steps_of_save > fault.interval:
-        found.append(f"{fault.lost_steps} steps lost, {fault.steps_of_save} of them in a save; the interval is {fault.interval}")
+        found.append(
+            f"{fault.lost_steps} steps lost, {fault.steps_of_save} of them in a save; the interval is {fault.interval}"
+        )
     return found
 
 
@@ -88,12 +91,15 @@ def arrays(checkpoint: pathlib.Path) -> dict[str, np.ndarray]:
     """Every array of a checkpoint by its path, keys as their bits; whoever saved it, in whatever layout."""
     leaves = Description.read(checkpoint / folders.DESCRIPTION).leaves
     wanted = {leaf.path: ocp.RestoreArgs(restore_type=np.ndarray) for leaf in leaves if leaf.is_stored_as_array}
-    found = ocp.PyTreeCheckpointHandler().restore(epath.Path(checkpoint / folders.STATE), args=ocp.args.PyTreeRestore(restore_args=wanted))
+    found = ocp.PyTreeCheckpointHandler().restore(
+        epath.Path(checkpoint / folders.STATE), args=ocp.args.PyTreeRestore(restore_args=wanted)
+    )
     return {path: np.asarray(array) for path, array in found.items()}
 
 
 def compare(recipe: Recipe, undisturbed: Recipe) -> list[str]:
-    """How a finished run differs from the undisturbed one: lines of the metrics, arrays and data position of the last checkpoint."""
+    """How a finished run differs from the undisturbed one: lines of the metrics, arrays and data position of the last
+    checkpoint."""
     try:
         ours, theirs = curve(recipe.metrics), curve(undisturbed.metrics)
     except (OSError, ValueError) as error:

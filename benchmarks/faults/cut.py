@@ -1,4 +1,5 @@
-"""A launcher whose workers' links can be cut: `python -m benchmarks.faults.cut [options] -- COMMAND`, told by `cut RANK` and `join RANK`.
+"""A launcher whose workers' links can be cut: `python -m benchmarks.faults.cut [options] -- COMMAND`, told by
+`cut RANK` and `join RANK`.
 
 What `splitjax launch --bandwidth` does, with the one thing that a command line has no use for.
 """

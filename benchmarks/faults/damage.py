@@ -1,4 +1,5 @@
-"""Files of a run that stands still, truncated and with flipped bits: its checkpoints, its logs, its data; then the run goes on."""
+"""Files of a run that stands still, truncated and with flipped bits: its checkpoints, its logs, its data; then the run
+goes on."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ HARMS: dict[str, Harm] = {"truncated": truncate, "bit flipped": flip}
 
 
 def kinds(checkpoint: pathlib.Path) -> dict[str, pathlib.Path]:
-    """One file of every kind in a checkpoint: by its name, names that are digests being alike; the longest of a kind."""
+    """One file of every kind in a checkpoint: by its name, names that are digests being alike; the longest of a
+    kind."""
     found: dict[str, pathlib.Path] = {}
     for path in sorted(checkpoint.rglob("*"), key=lambda path: path.stat().st_size):
         if path.is_file():
@@ -52,8 +54,14 @@ def stop_at(recipe: Recipe, step: int) -> None:
         run.until(f"step {step}", lambda: run.last_step() >= step and run.saving() is None, START_SECONDS)
 
 
-def damage_checkpoints(stopped: Recipe, reference: Recipe, damages: Iterable[tuple[int, str, str]], rng: random.Random, folder: pathlib.Path,
-                       also: Callable[[Recipe], str] = lambda recipe: "") -> Fault:
+def damage_checkpoints(
+    stopped: Recipe,
+    reference: Recipe,
+    damages: Iterable[tuple[int, str, str]],
+    rng: random.Random,
+    folder: pathlib.Path,
+    also: Callable[[Recipe], str] = lambda recipe: "",
+) -> Fault:
     """Damages files in the newest checkpoints of a copy of a stopped run, and starts it again.
 
     **Arguments:**
@@ -74,7 +82,12 @@ def damage_checkpoints(stopped: Recipe, reference: Recipe, damages: Iterable[tup
         words.append(f"{kind} {harm}")
     words += filter(None, [also(recipe)])
     good = [step for step in steps if step not in bad]
-    fault = Fault(f"damage to {len(bad) or 'no'} checkpoint{'s' if len(bad) != 1 else ''}", "stopped", recipe.checkpoint_every, note="; ".join(words))
+    fault = Fault(
+        f"damage to {len(bad) or 'no'} checkpoint{'s' if len(bad) != 1 else ''}",
+        "stopped",
+        recipe.checkpoint_every,
+        note="; ".join(words),
+    )
     problems = []
     try:
         with Launched(recipe) as run:
@@ -89,7 +102,9 @@ def damage_checkpoints(stopped: Recipe, reference: Recipe, damages: Iterable[tup
                 problems.append(f"nothing was said about {name} of step {step}: {run.text[-800:]}")
             if not any(path.read_bytes() == data for path in recipe.checkpoints.glob(f"{step}*/{name}")):
                 problems.append(f"the damaged {name} of step {step} was not kept")
-        problems += [f"exit status {status}: {run.text[-800:]}"] if status else compare(recipe, reference) + lost(recipe, good)
+        problems += (
+            [f"exit status {status}: {run.text[-800:]}"] if status else compare(recipe, reference) + lost(recipe, good)
+        )
     except Overdue as error:
         problems.append(str(error))
     return with_problems(fault, problems)
@@ -127,7 +142,8 @@ def cifar_recipe(recipe: Recipe, data: pathlib.Path, num_steps: int = 150) -> Re
 
 
 def damage_data(stopped: Recipe, name: str, harm: str, rng: random.Random, *, label: bool = False) -> Fault:
-    """Damages a file of a stopped run's data: the next start is refused, and trains nothing. The file is whole again afterwards.
+    """Damages a file of a stopped run's data: the next start is refused, and trains nothing. The file is whole again
+    afterwards.
 
     **Arguments:**
 
@@ -139,7 +155,9 @@ def damage_data(stopped: Recipe, name: str, harm: str, rng: random.Random, *, la
     place = f"{file}, record 7" if label else str(file)
     if label:
         sums.unlink()
-        file.write_bytes(whole[: 7 * _RECORD_BYTES] + bytes([whole[7 * _RECORD_BYTES] | 0x80]) + whole[7 * _RECORD_BYTES + 1 :])
+        file.write_bytes(
+            whole[: 7 * _RECORD_BYTES] + bytes([whole[7 * _RECORD_BYTES] | 0x80]) + whole[7 * _RECORD_BYTES + 1 :]
+        )
     else:
         file.write_bytes(HARMS[harm](whole, rng))
     fault, problems = Fault("damage to data", "stopped", stopped.checkpoint_every), []
@@ -154,7 +172,11 @@ def damage_data(stopped: Recipe, name: str, harm: str, rng: random.Random, *, la
             problems.append("it trained on damaged data")
         file.write_bytes(whole)
         sums.write_bytes(listed)
-        fault = dataclasses.replace(fault, note=f"{name} {harm}: exit status {status}, naming {place.replace(str(data) + '/', '')}", end_seconds=refused)
+        fault = dataclasses.replace(
+            fault,
+            note=f"{name} {harm}: exit status {status}, naming {place.replace(str(data) + '/', '')}",
+            end_seconds=refused,
+        )
         problems += lost(stopped, before)
     except Overdue as error:
         problems.append(str(error))
@@ -176,7 +198,10 @@ def repaired(stopped: Recipe, reference: Recipe, faults: Iterable[Fault]) -> lis
     except Overdue as error:
         again, resumed = None, None
         problems.append(str(error))
-    return [with_problems(dataclasses.replace(fault, again_seconds=again, resumed_step=resumed), problems) for fault in faults]
+    return [
+        with_problems(dataclasses.replace(fault, again_seconds=again, resumed_step=resumed), problems)
+        for fault in faults
+    ]
 
 
 def cut_data_in_a_run(recipe: Recipe, reference: Recipe) -> Fault:
@@ -202,11 +227,21 @@ def cut_data_in_a_run(recipe: Recipe, reference: Recipe) -> Fault:
             again = run.until("a step", run.has_stepped, START_SECONDS)
             resumed = run.resumed_step()
             second = run.end(START_SECONDS)
-        problems += [f"exit status {second}: {run.text[-800:]}"] if second else compare(recipe, reference) + lost(recipe, before)
+        problems += (
+            [f"exit status {second}: {run.text[-800:]}"]
+            if second
+            else compare(recipe, reference) + lost(recipe, before)
+        )
         fault = dataclasses.replace(
-            fault, moment=sight.phase, last_step=last, saving_step=None, resumed_step=resumed, end_seconds=over - sight.at,
-            again_seconds=again - run.began, note=f"{file.name} cut while it is read: exit status {status}; put back, the same command went on",
-        )  # fmt: skip
+            fault,
+            moment=sight.phase,
+            last_step=last,
+            saving_step=None,
+            resumed_step=resumed,
+            end_seconds=over - sight.at,
+            again_seconds=again - run.began,
+            note=f"{file.name} cut while it is read: exit status {status}; put back, the same command went on",
+        )
     except Overdue as error:
         problems.append(str(error))
     finally:

@@ -19,7 +19,8 @@ from benchmarks.faults.run import Launched, Overdue, Recipe
 
 DISK_BYTES = 16 << 20
 NOT_SAVED = "was not saved"
-# A save that cannot write fails at once: it is reported before the next one is due, and long before `timeout_seconds` of 300.
+# A save that cannot write fails at once: it is reported before the next one is due, and long before `timeout_seconds`
+# of 300.
 REPORTED_WITHIN_SECONDS = 30.0
 
 
@@ -27,7 +28,9 @@ REPORTED_WITHIN_SECONDS = 30.0
 def small_disk(folder: pathlib.Path, num_bytes: int = DISK_BYTES) -> Iterator[pathlib.Path]:
     """A file system of its own at a folder. Raises `PermissionError` where it cannot be mounted."""
     folder.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)], capture_output=True, text=True
+    )
     if done.returncode:
         raise PermissionError(f"a disk to fill needs root: {done.stderr.strip()}")
     try:
@@ -37,7 +40,8 @@ def small_disk(folder: pathlib.Path, num_bytes: int = DISK_BYTES) -> Iterator[pa
 
 
 class Filler:
-    """Takes every free byte of a disk, also those that others give back, until `free`. A context manager: frees at its end."""
+    """Takes every free byte of a disk, also those that others give back, until `free`. A context manager: frees at its
+    end."""
 
     def __init__(self, folder: pathlib.Path):
         self._path = folder / "filler"
@@ -82,7 +86,8 @@ def on_disk(recipe: Recipe, disk: pathlib.Path, *, metrics_too: bool) -> Recipe:
 
 
 def fill_for_a_while(recipe: Recipe, reference: Recipe, moment: str, rng: random.Random, *, fails: int = 2) -> Fault:
-    """The disk fills up at a moment (`step` or `save`), has room again after so many failed saves, and the run goes on."""
+    """The disk fills up at a moment (`step` or `save`), has room again after so many failed saves, and the run goes
+    on."""
     kind, problems = "disk full for a while", []
     fault = Fault(kind, moment, recipe.checkpoint_every)
     disk = recipe.checkpoints.parent
@@ -105,18 +110,30 @@ def fill_for_a_while(recipe: Recipe, reference: Recipe, moment: str, rng: random
             status = run.end(START_SECONDS)
             count = run.text.count(NOT_SAVED)
             fault = dataclasses.replace(
-                fault, moment=sight.phase, last_step=sight.last_step, saving_step=sight.saving, end_seconds=reported - sight.at,
+                fault,
+                moment=sight.phase,
+                last_step=sight.last_step,
+                saving_step=sight.saving,
+                end_seconds=reported - sight.at,
                 limit_seconds=REPORTED_WITHIN_SECONDS,
-                note=f"no worker stopped; {count} saves failed and were reported, the next one was complete {saved - freed:.1f} s after there was room",
-            )  # fmt: skip
-            problems += [f"exit status {status}: {run.text[-800:]}"] if status else compare(recipe, reference) + lost(recipe, before)
+                note=(
+                    f"no worker stopped; {count} saves failed and were reported, the next one was complete"
+                    f" {saved - freed:.1f} s after there was room"
+                ),
+            )
+            problems += (
+                [f"exit status {status}: {run.text[-800:]}"]
+                if status
+                else compare(recipe, reference) + lost(recipe, before)
+            )
         except Overdue as error:
             problems.append(str(error))
     return with_problems(fault, problems)
 
 
 def full_to_the_end(recipe: Recipe, reference: Recipe, *, killed: bool = False) -> Fault:
-    """The disk stays full: the run says so and fails. With room again, the same command goes on from what was saved before.
+    """The disk stays full: the run says so and fails. With room again, the same command goes on from what was saved
+    before.
 
     **Arguments:**
 
@@ -141,7 +158,9 @@ def full_to_the_end(recipe: Recipe, reference: Recipe, *, killed: bool = False) 
                 before = run.complete()
                 said = "No space left" in run.text
             if status == 0 or not said:
-                problems.append(f"exit status {status}, and the full disk was {'' if said else 'not '}named: {run.text[-800:]}")
+                problems.append(
+                    f"exit status {status}, and the full disk was {'' if said else 'not '}named: {run.text[-800:]}"
+                )
             if not before or not set(sight.complete) <= set(before):
                 problems.append(f"of the checkpoints {sight.complete} there are {before}")
             problems += lost(recipe, before)
@@ -152,13 +171,21 @@ def full_to_the_end(recipe: Recipe, reference: Recipe, *, killed: bool = False) 
                 again = run.until("a step", run.has_stepped, START_SECONDS)
                 resumed = run.resumed_step()
                 second = run.end(START_SECONDS)
-            problems += [f"with room again: exit status {second}: {run.text[-800:]}"] if second else compare(recipe, reference)
+            problems += (
+                [f"with room again: exit status {second}: {run.text[-800:]}"] if second else compare(recipe, reference)
+            )
             problems += lost(recipe, before)
             if resumed != max(before, default=None):
                 problems.append(f"resumed from {resumed}, though {before} were there")
             fault = dataclasses.replace(
-                fault, moment=sight.phase, resumed_step=resumed, again_seconds=again - freed,
-                note=f"exit status {status} at step {reached}, naming the disk; with room again the same command went on from step {resumed}",
+                fault,
+                moment=sight.phase,
+                resumed_step=resumed,
+                again_seconds=again - freed,
+                note=(
+                    f"exit status {status} at step {reached}, naming the disk; with room again the same command went on"
+                    f" from step {resumed}"
+                ),
             )
         except Overdue as error:
             problems.append(str(error))

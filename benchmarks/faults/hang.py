@@ -1,4 +1,5 @@
-"""Workers that cannot be reached, and requests to stop: a cut network, a stopped process, SIGTERM, Ctrl-C, a launcher that dies."""
+"""Workers that cannot be reached, and requests to stop: a cut network, a stopped process, SIGTERM, Ctrl-C, a launcher
+that dies."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from benchmarks.faults.kills import GRACE_SECONDS, KILLED_WITHIN_SECONDS, SLACK_
 from benchmarks.faults.run import Launched, Overdue, Recipe
 
 HEARTBEAT_SECONDS = 10
-# A worker that fell silent is missed by the launcher after that time. One that is cut off notices it by a heartbeat that is not answered
-# for that time, and sends one twice as often: at the latest after one and a half times of it.
+# A worker that fell silent is missed by the launcher after that time. One that is cut off notices it by a heartbeat
+# that is not answered for that time, and sends one twice as often: at the latest after one and a half times of it.
 MISSED_WITHIN_SECONDS = {
     "stop": HEARTBEAT_SECONDS + KILLED_WITHIN_SECONDS, "cut": 1.5 * HEARTBEAT_SECONDS + KILLED_WITHIN_SECONDS,
 }  # fmt: skip
@@ -45,10 +46,20 @@ def short_cut(recipe: Recipe, reference: Recipe, seconds: float, rng: random.Ran
             again = run.until("a step", lambda: run.last_step() > held, START_SECONDS)
             status = run.end(START_SECONDS)
             fault = dataclasses.replace(
-                fault, moment=sight.phase, last_step=sight.last_step, again_seconds=again - sight.at,
-                note=f"worker {rank}; no attempt ended, {held - sight.last_step} steps until it was joined, the next one {again - joined:.1f} s after",
-            )  # fmt: skip
-            problems += [f"exit status {status}: {run.text[-800:]}"] if status else compare(recipe, reference) + lost(recipe, sight.complete)
+                fault,
+                moment=sight.phase,
+                last_step=sight.last_step,
+                again_seconds=again - sight.at,
+                note=(
+                    f"worker {rank}; no attempt ended, {held - sight.last_step} steps until it was joined, the next one"
+                    f" {again - joined:.1f} s after"
+                ),
+            )
+            problems += (
+                [f"exit status {status}: {run.text[-800:]}"]
+                if status
+                else compare(recipe, reference) + lost(recipe, sight.complete)
+            )
         except Overdue as error:
             problems.append(str(error))
         problems += ["processes were left running"] if run.process.poll() is not None and run.left_running() else []
@@ -56,8 +67,8 @@ def short_cut(recipe: Recipe, reference: Recipe, seconds: float, rng: random.Ran
 
 
 def unreachable(recipe: Recipe, reference: Recipe, how: str, rng: random.Random) -> Fault:
-    """A worker is cut off for longer than the heartbeat's timeout (`cut`), or its process stands still (`stop`): the attempt ends by
-    itself, and the next one goes on."""
+    """A worker is cut off for longer than the heartbeat's timeout (`cut`), or its process stands still (`stop`): the
+    attempt ends by itself, and the next one goes on."""
     problems: list[str] = []
     rank = rng.randrange(2)
     kind = f"network of worker {rank} cut" if how == "cut" else f"SIGSTOP to worker {rank}"
@@ -77,7 +88,11 @@ def unreachable(recipe: Recipe, reference: Recipe, how: str, rng: random.Random)
             [fault] = settle(run, [one])
             fault = dataclasses.replace(fault, note=f"heartbeat {HEARTBEAT_SECONDS} s")
             status = run.end(START_SECONDS)
-            problems += [f"exit status {status}: {run.text[-800:]}"] if status else compare(recipe, reference) + lost(recipe, sight.complete)
+            problems += (
+                [f"exit status {status}: {run.text[-800:]}"]
+                if status
+                else compare(recipe, reference) + lost(recipe, sight.complete)
+            )
         except Overdue as error:
             problems.append(str(error))
         problems += ["processes were left running"] if run.process.poll() is not None and run.left_running() else []
@@ -85,13 +100,18 @@ def unreachable(recipe: Recipe, reference: Recipe, how: str, rng: random.Random)
 
 
 def asked(recipe: Recipe, reference: Recipe, how: str, rng: random.Random) -> Fault:
-    """The run is asked to end (`worker`: SIGTERM to one worker; `ctrl-c`: to the launcher), or its launcher is killed (`kill`). Nothing is
-    left running, and the same command goes on."""
+    """The run is asked to end (`worker`: SIGTERM to one worker; `ctrl-c`: to the launcher), or its launcher is killed
+    (`kill`). Nothing is left running, and the same command goes on."""
     problems: list[str] = []
     rank = rng.randrange(2)
-    kinds = {"worker": f"SIGTERM to worker {rank}", "ctrl-c": "Ctrl-C to the launcher", "kill": "SIGKILL to the launcher"}
+    kinds = {
+        "worker": f"SIGTERM to worker {rank}",
+        "ctrl-c": "Ctrl-C to the launcher",
+        "kill": "SIGKILL to the launcher",
+    }
     wanted_status = {"worker": 128 + signal.SIGTERM, "ctrl-c": 128 + signal.SIGINT, "kill": -signal.SIGKILL}[how]
-    # Of a killed launcher's workers the kernel takes care at once; two saves may be in progress where a state is saved first.
+    # Of a killed launcher's workers the kernel takes care at once; two saves may be in progress where a state is saved
+    # first.
     limit = SLACK_SECONDS if how == "kill" else STOP_SECONDS
     fault = Fault(kinds[how], "step", recipe.checkpoint_every)
     try:
@@ -119,9 +139,16 @@ def asked(recipe: Recipe, reference: Recipe, how: str, rng: random.Random) -> Fa
         problems += [f"exit status {second}: {run.text[-800:]}"] if second else compare(recipe, reference)
         problems += lost(recipe, {*sight.complete, *before})
         fault = dataclasses.replace(
-            fault, moment=sight.phase, last_step=last, saving_step=sight.saving, resumed_step=resumed or 0, end_seconds=over - sight.at,
-            limit_seconds=limit, again_seconds=again - begun, note=f"exit status {status}; started again by hand",
-        )  # fmt: skip
+            fault,
+            moment=sight.phase,
+            last_step=last,
+            saving_step=sight.saving,
+            resumed_step=resumed or 0,
+            end_seconds=over - sight.at,
+            limit_seconds=limit,
+            again_seconds=again - begun,
+            note=f"exit status {status}; started again by hand",
+        )
     except Overdue as error:
         problems.append(str(error))
     return with_problems(fault, problems)
@@ -130,5 +157,3 @@ def asked(recipe: Recipe, reference: Recipe, how: str, rng: random.Random) -> Fa
 def _tell(run: Launched, line: str) -> None:
     run.tell(line)
     run.until(line, lambda: any(text.endswith(f"done: {line}") for _, text in run.lines), 10)
-
-

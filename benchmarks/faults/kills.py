@@ -1,4 +1,5 @@
-"""`kill -9` of a worker at random moments: in steps, in saves, while a start after an earlier kill looks for a checkpoint and reads it."""
+"""`kill -9` of a worker at random moments: in steps, in saves, while a start after an earlier kill looks for a
+checkpoint and reads it."""
 
 from __future__ import annotations
 
@@ -12,16 +13,19 @@ from collections.abc import Sequence
 from benchmarks.faults.checks import Fault, compare, lost, with_problems
 from benchmarks.faults.run import Launched, Overdue, Recipe, Sight
 
-# `--grace-seconds` that the others have, and what the launcher takes at most to read their last words; then a busy machine's.
+# `--grace-seconds` that the others have, and what the launcher takes at most to read their last words; then a busy
+# machine's.
 GRACE_SECONDS, DRAIN_SECONDS, SLACK_SECONDS = 2.0, 2.0, 3.0
 KILLED_WITHIN_SECONDS = GRACE_SECONDS + DRAIN_SECONDS + SLACK_SECONDS
-# JAX's own for joining a run, `jax.distributed.initialize(initialization_timeout=300)`: a start is never waited for longer.
+# JAX's own for joining a run, `jax.distributed.initialize(initialization_timeout=300)`: a start is never waited for
+# longer.
 START_SECONDS = 300.0
 AIMS = ("step", "save", "restore", "step", "start")
 
 
 def undisturbed(recipe: Recipe) -> float:
-    """Runs it without any fault, for the others to be compared with; returns how long it took. Raises `Overdue` if it fails."""
+    """Runs it without any fault, for the others to be compared with; returns how long it took. Raises `Overdue` if it
+    fails."""
     with Launched(recipe) as run:
         status = run.end(START_SECONDS)
         if status:
@@ -129,6 +133,14 @@ def _fault(run: Launched, one: Struck, again: float | None) -> Fault:
     # An attempt that had done no step lost none; what its predecessor lost is that one's.
     in_steps = sight.phase in ("step", "save")
     return Fault(
-        one.kind, sight.phase, run.recipe.checkpoint_every, one.last_step if in_steps else None, sight.saving if in_steps else None,
-        resumed, one.ended - sight.at, one.limit_seconds, None if again is None else again - sight.at, problems=tuple(problems),
-    )  # fmt: skip
+        one.kind,
+        sight.phase,
+        run.recipe.checkpoint_every,
+        one.last_step if in_steps else None,
+        sight.saving if in_steps else None,
+        resumed,
+        one.ended - sight.at,
+        one.limit_seconds,
+        None if again is None else again - sight.at,
+        problems=tuple(problems),
+    )

@@ -1,10 +1,13 @@
-"""Whether training survives faults: killed workers, full disks, damaged files, cut networks, requests to stop; bit for bit.
+"""Whether training survives faults: killed workers, full disks, damaged files, cut networks, requests to stop; bit for
+bit.
 
-    python -m benchmarks faults                         everything (12 minutes on two idle cores; Linux, root), and its page
-    python -m benchmarks faults --only kills --seed 1   one part, with other moments; the page keeps the others as they were
+    python -m benchmarks faults   everything (12 minutes on two idle cores; Linux, root), and its page
+    python -m benchmarks faults --only kills --seed 1
+            one part, with other moments; the page keeps the others as they were
 
-Every fault meets a run of `splitjax launch -n 2 -- splitjax train` on two processes, which has to end as the undisturbed run did:
-one line of metrics for every step, equal but for times, and a last checkpoint of equal arrays, PRNG key and data position.
+Every fault meets a run of `splitjax launch -n 2 -- splitjax train` on two processes, which has to end as the
+undisturbed run did: one line of metrics for every step, equal but for times, and a last checkpoint of equal arrays,
+PRNG key and data position.
 """
 
 from __future__ import annotations
@@ -31,11 +34,19 @@ from splitjax.runtime.checkpoint.folder import checkpoint_folders
 
 NUM_KILLS = 20
 FEW_KEPT = 3  # the default of `splitjax train`
-DATA_DAMAGES = (("data_batch_1.bin", "truncated"), ("data_batch_4.bin", "bit flipped"), ("test_batch.bin", "bit flipped"))
+DATA_DAMAGES = (
+    ("data_batch_1.bin", "truncated"),
+    ("data_batch_4.bin", "bit flipped"),
+    ("test_batch.bin", "bit flipped"),
+)
 TITLES = {
-    "kills": "A worker is killed", "disks": "The disk fills up", "checkpoints": "Checkpoints and logs are damaged",
-    "data": "Data are damaged", "hangs": "Workers cannot be reached", "stops": "The run is asked to end, or loses its launcher",
-}  # fmt: skip
+    "kills": "A worker is killed",
+    "disks": "The disk fills up",
+    "checkpoints": "Checkpoints and logs are damaged",
+    "data": "Data are damaged",
+    "hangs": "Workers cannot be reached",
+    "stops": "The run is asked to end, or loses its launcher",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +78,17 @@ class Part:
 def main(argv: list[str] | None = None) -> int:
     """Injects the chosen faults; returns 1 where one was not survived."""
     virtual_devices(1)
-    parser = argparse.ArgumentParser("faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", choices=tuple(TITLES), default=[])
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the bytes")
-    parser.add_argument("--output", type=pathlib.Path, default=RESULTS, help="folder of the page and of faults.json, which it is made from")
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        default=RESULTS,
+        help="folder of the page and of faults.json, which it is made from",
+    )
     options = parser.parse_args(argv)
     records = options.output / "faults.json"
     begin = time.monotonic()
@@ -86,7 +104,11 @@ def main(argv: list[str] | None = None) -> int:
                 found.append(fault)
                 print(f"{time.monotonic() - begin:5.0f} s  {_line(fault)}", flush=True)
             seconds = time.monotonic() - part_begin
-            _write(records, name, Part(datetime.datetime.now(datetime.UTC).date().isoformat(), options.seed, seconds, tuple(found)))
+            _write(
+                records,
+                name,
+                Part(datetime.datetime.now(datetime.UTC).date().isoformat(), options.seed, seconds, tuple(found)),
+            )
     parts = _read(records)
     print("wrote", write_page("faults", _page(parts, reference, undisturbed_seconds), options.output))
     return 0 if all(fault.survived for part in parts.values() for fault in part.faults) else 1
@@ -118,7 +140,8 @@ def _disks(place: Place, rng: random.Random) -> Iterator[Fault]:
 
 
 def _checkpoints(place: Place, rng: random.Random) -> Iterator[Fault]:
-    """Every kind of file, truncated and flipped: one kind in each of the checkpoints but the oldest, then in the newest alone."""
+    """Every kind of file, truncated and flipped: one kind in each of the checkpoints but the oldest, then in the newest
+    alone."""
     stopped = place.recipe("stopped")
     damage.stop_at(stopped, stopped.num_steps * 3 // 4)
     folders = sorted(checkpoint_folders(stopped.checkpoints).items())
@@ -143,7 +166,11 @@ def _data(place: Place, rng: random.Random) -> Iterator[Fault]:
     stopped = dataclasses.replace(reference, folder=place.new_folder("stopped"))
     damage.stop_at(stopped, reference.num_steps // 2)
     faults = [damage.damage_data(stopped, name, harm, rng) for name, harm in DATA_DAMAGES]
-    faults.append(damage.damage_data(stopped, "data_batch_2.bin", "with a label of 128 and more, without SHA256SUMS", rng, label=True))
+    faults.append(
+        damage.damage_data(
+            stopped, "data_batch_2.bin", "with a label of 128 and more, without SHA256SUMS", rng, label=True
+        )
+    )
     yield from damage.repaired(stopped, reference, faults)
     yield damage.cut_data_in_a_run(dataclasses.replace(reference, folder=place.new_folder("cut")), reference)
 
@@ -177,7 +204,11 @@ def _read(records: pathlib.Path) -> dict[str, Part]:
     """The parts that were measured so far, in the order of the page."""
     stored = json.loads(records.read_text()) if records.exists() else {}
     read = lambda fault: Fault(**{**fault, "problems": tuple(fault["problems"])})
-    return {name: Part(**{**stored[name], "faults": tuple(map(read, stored[name]["faults"]))}) for name in TITLES if name in stored}
+    return {
+        name: Part(**{**stored[name], "faults": tuple(map(read, stored[name]["faults"]))})
+        for name in TITLES
+        if name in stored
+    }
 
 
 def _write(records: pathlib.Path, name: str, part: Part) -> None:
@@ -198,38 +229,86 @@ def _page(parts: dict[str, Part], reference: Recipe, undisturbed_seconds: float)
     recovered = [fault.again_seconds for fault in kills_only if fault.again_seconds is not None]
     seconds = sum(part.seconds for part in parts.values())
     lines = [
-        "# Faults: what training survives", "",
-        f"**{survived} of {len(everything)} faults survived: the runs ended bit-identical to the undisturbed one, and nothing that was saved "
-        f"was lost. At most {max(lost, default=0)} steps were lost, the interval between checkpoints being {reference.checkpoint_every} "
-        f"({in_all} with those that were done while a save was in progress, which was lost too); {overdue or 'none'} took longer than stated.**", "",
-        machine.header(machine.this_machine((*machine.PACKAGES, "orbax-checkpoint")), "python -m benchmarks faults").rstrip(), "",
-        f"Runs: two processes (gloo), one thread each, `splitjax train {' '.join(reference.training)} --steps {reference.num_steps} "
-        f"--checkpoint-every {reference.checkpoint_every}`; undisturbed {undisturbed_seconds:.0f} s, the whole suite {seconds / 60:.0f} min "
-        "on a machine that other work shares."
-        + (f" From a kill to the next step: {statistics.median(recovered):.0f} s in the median, which is a start of Python and JAX." if recovered else ""), "",
-        "How it is counted:", "",
-        "- Survived: the launcher (or, where none is left, the same command again) ended the run with exit status 0; the metrics have one "
-        "line for every step, equal to the undisturbed run's but for times; the last checkpoint's arrays, with parameters, optimizer and "
-        "PRNG key, are equal bit for bit, and so is its data position; every checkpoint that was complete before the fault is there, and "
-        "every byte of it good (with few kept: the newest was resumed from); where a worker or the launcher was hit, no process was left.",
-        "- Steps lost: the last step in the metrics when the fault struck, less the step of the checkpoint that the run went on from. A "
-        "save that was in progress is lost with the attempt: the steps that were done while it was written come on top of the interval, "
-        "and are in brackets (the interval of these runs is half a second, and a save takes as long on a busy machine). A start that had not done a step yet had none to lose (-).",
-        "- Answered: from the fault until the launcher had ended the attempt, or the fault was reported; stated is what the options and "
-        f"defaults promise for it: `--grace-seconds` {kills.GRACE_SECONDS:g}, {kills.DRAIN_SECONDS:g} s for last words; "
-        f"`--heartbeat-seconds` {hang.HEARTBEAT_SECONDS}, and one and a half times that for a worker that is cut off, which asks every half of that time "
-        f"whether the coordinator is there; `--stop-timeout-seconds` {hang.STOP_SECONDS:g}, and {kills.SLACK_SECONDS:g} s for a busy machine; "
-        f"{disk.REPORTED_WITHIN_SECONDS:g} s for a report of a failed save.",
-        "- A step again: from the fault (from the start by hand, where there was one) to the first step after it.", "",
-    ]  # fmt: skip
+        "# Faults: what training survives",
+        "",
+        (
+            f"**{survived} of {len(everything)} faults survived: the runs ended bit-identical to the undisturbed one,"
+            f" and nothing that was saved was lost. At most {max(lost, default=0)} steps were lost, the interval"
+            f" between checkpoints being {reference.checkpoint_every} ({in_all} with those that were done while a save"
+            f" was in progress, which was lost too); {overdue or 'none'} took longer than stated.**"
+        ),
+        "",
+        machine.header(
+            machine.this_machine((*machine.PACKAGES, "orbax-checkpoint")), "python -m benchmarks faults"
+        ).rstrip(),
+        "",
+        f"Runs: two processes (gloo), one thread each, `splitjax train {' '.join(reference.training)} --steps"
+        f" {reference.num_steps} --checkpoint-every {reference.checkpoint_every}`; undisturbed"
+        f" {undisturbed_seconds:.0f} s, the whole suite {seconds / 60:.0f} min on a machine that other work shares."
+        + (
+            f" From a kill to the next step: {statistics.median(recovered):.0f} s in the median, which is a start of"
+            " Python and JAX."
+            if recovered
+            else ""
+        ),
+        "",
+        "How it is counted:",
+        "",
+        (
+            "- Survived: the launcher (or, where none is left, the same command again) ended the run with exit status"
+            " 0; the metrics have one line for every step, equal to the undisturbed run's but for times; the last"
+            " checkpoint's arrays, with parameters, optimizer and PRNG key, are equal bit for bit, and so is its data"
+            " position; every checkpoint that was complete before the fault is there, and every byte of it good (with"
+            " few kept: the newest was resumed from); where a worker or the launcher was hit, no process was left."
+        ),
+        (
+            "- Steps lost: the last step in the metrics when the fault struck, less the step of the checkpoint that the"
+            " run went on from. A save that was in progress is lost with the attempt: the steps that were done while it"
+            " was written come on top of the interval, and are in brackets (the interval of these runs is half a"
+            " second, and a save takes as long on a busy machine). A start that had not done a step yet had none to"
+            " lose (-)."
+        ),
+        (
+            "- Answered: from the fault until the launcher had ended the attempt, or the fault was reported; stated is"
+            f" what the options and defaults promise for it: `--grace-seconds` {kills.GRACE_SECONDS:g},"
+            f" {kills.DRAIN_SECONDS:g} s for last words; `--heartbeat-seconds` {hang.HEARTBEAT_SECONDS}, and one and a"
+            " half times that for a worker that is cut off, which asks every half of that time whether the coordinator"
+            f" is there; `--stop-timeout-seconds` {hang.STOP_SECONDS:g}, and {kills.SLACK_SECONDS:g} s for a busy"
+            f" machine; {disk.REPORTED_WITHIN_SECONDS:g} s for a report of a failed save."
+        ),
+        "- A step again: from the fault (from the start by hand, where there was one) to the first step after it.",
+        "",
+    ]
     for name, part in parts.items():
         faults = part.faults
-        lines += [f"## {TITLES[name]}", "", f"{part.date}, `--only {name} --seed {part.seed}`, {part.seconds / 60:.1f} min.", ""]
+        lines += [
+            f"## {TITLES[name]}",
+            "",
+            f"{part.date}, `--only {name} --seed {part.seed}`, {part.seconds / 60:.1f} min.",
+            "",
+        ]
         if name == "kills":
             moments = collections.Counter(fault.moment for fault in faults)
-            lines += [f"At random moments: {', '.join(f'{count} in {moment}' for moment, count in moments.most_common())} (start: before "
-                      "the checkpoints are looked at; restore: while they are checked and read; compile: before the first step).", ""]  # fmt: skip
-        titles = ["fault", "moment", "at step", "resumed from", "steps lost", "answered, s", "stated, s", "a step again, s", "survived", ""]
+            lines += [
+                (
+                    f"At random moments: {', '.join(f'{count} in {moment}' for moment, count in moments.most_common())}"
+                    " (start: before the checkpoints are looked at; restore: while they are checked and read; compile:"
+                    " before the first step)."
+                ),
+                "",
+            ]
+        titles = [
+            "fault",
+            "moment",
+            "at step",
+            "resumed from",
+            "steps lost",
+            "answered, s",
+            "stated, s",
+            "a step again, s",
+            "survived",
+            "",
+        ]
         lines += [*table(titles, map(_row, faults)), ""]
     return lines
 
@@ -238,10 +317,17 @@ def _row(fault: Fault) -> list[str]:
     number = lambda value, digits=0: "-" if value is None else f"{value:.{digits}f}"
     lost = number(fault.lost_steps) + (f" ({fault.steps_of_save})" if fault.lost_steps and fault.steps_of_save else "")
     return [
-        fault.kind, fault.moment, number(fault.last_step), number(fault.resumed_step), lost, number(fault.end_seconds, 1),
-        number(fault.limit_seconds), number(fault.again_seconds, 1), "yes" if fault.survived else "NO",
+        fault.kind,
+        fault.moment,
+        number(fault.last_step),
+        number(fault.resumed_step),
+        lost,
+        number(fault.end_seconds, 1),
+        number(fault.limit_seconds),
+        number(fault.again_seconds, 1),
+        "yes" if fault.survived else "NO",
         "; ".join(filter(None, [fault.note, *fault.problems])),
-    ]  # fmt: skip
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A launched training run under observation: its processes, its checkpoints and metrics as they appear, its end within a limit."""
+"""A launched training run under observation: its processes, its checkpoints and metrics as they appear, its end within
+a limit."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ TAG = "SPLITJAX_FAULTS_RUN"
 _LOOK_SECONDS = 0.004
 _SAVING = re.compile(r"([0-9]+)\.saving-[0-9a-f]+")
 _RESUMED = re.compile(r"resumed from the checkpoint of step ([0-9]+)")
-# Dropout, augmentation, a schedule with a warm-up, tests between: all that a resume has to find again. Both workers are needed for every
-# step: the dense layers are split between them.
+# Dropout, augmentation, a schedule with a warm-up, tests between: all that a resume has to find again. Both workers are
+# needed for every step: the dense layers are split between them.
 TRAINING = (
-    "--model mlp --features 32 16 --mesh data=1,model=2 --platform cpu --batch-size 32 --dropout 0.2 --augment --warmup-steps 20 "
-    "--weight-decay 0.01"
+    "--model mlp --features 32 16 --mesh data=1,model=2 --platform cpu --batch-size 32 --dropout 0.2 --augment"
+    " --warmup-steps 20 --weight-decay 0.01"
 ).split()
 
 
@@ -66,16 +67,35 @@ class Recipe:
     def command(self) -> list[str]:
         """`splitjax train ...`"""
         return [
-            sys.executable, "-m", "splitjax.cli", "train", *self.training, "--steps", str(self.num_steps), "--checkpoint-dir",
-            str(self.checkpoints), "--checkpoint-every", str(self.checkpoint_every), "--keep-last", str(self.keep_last), "--metrics",
+            sys.executable,
+            "-m",
+            "splitjax.cli",
+            "train",
+            *self.training,
+            "--steps",
+            str(self.num_steps),
+            "--checkpoint-dir",
+            str(self.checkpoints),
+            "--checkpoint-every",
+            str(self.checkpoint_every),
+            "--keep-last",
+            str(self.keep_last),
+            "--metrics",
             str(self.metrics),
-        ]  # fmt: skip
+        ]
 
     def environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "NPROC")}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "NPROC")
+        }
         path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
         return {
-            **kept, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(self.cache),
+            **kept,
+            "PYTHONPATH": path,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(self.cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
 
@@ -100,19 +120,35 @@ class Sight:
 class Launched:
     """A run that `splitjax launch` started. Use it as a context manager: nothing of it is left running afterwards."""
 
-    def __init__(self, recipe: Recipe, *, restarts: int = 0, options: Sequence[str] = (), launcher: Sequence[str] | None = None):
+    def __init__(
+        self, recipe: Recipe, *, restarts: int = 0, options: Sequence[str] = (), launcher: Sequence[str] | None = None
+    ):
         recipe.folder.mkdir(parents=True, exist_ok=True)
         self.recipe, self.began = recipe, time.monotonic()
         self._tag = secrets.token_hex(8)
         self.lines: list[tuple[float, str]] = []
         # Devices that share the threads of one process need more than one.
         threads = ["--threads", "1"] if recipe.num_processes == 2 else []
-        launcher = launcher or [sys.executable, "-m", "splitjax.cli", "launch", "-n", str(recipe.num_processes), *threads]
+        launcher = launcher or [
+            sys.executable,
+            "-m",
+            "splitjax.cli",
+            "launch",
+            "-n",
+            str(recipe.num_processes),
+            *threads,
+        ]
         self.process = subprocess.Popen(
-            [*launcher, "--restarts", str(restarts), *options, "--", *recipe.command()], cwd=recipe.folder, text=True, errors="replace",
-            env={**recipe.environment(), TAG: self._tag}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [*launcher, "--restarts", str(restarts), *options, "--", *recipe.command()],
+            cwd=recipe.folder,
+            text=True,
+            errors="replace",
+            env={**recipe.environment(), TAG: self._tag},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self._workers: dict[int, int] = {}
@@ -177,13 +213,14 @@ class Launched:
         return int(found[0][1]) if found else None
 
     def has_stepped(self) -> bool:
-        """Whether this attempt has written a step. It may write over what an earlier one wrote: into a new file then."""
+        """Whether this attempt has written a step. It may write over what an earlier one wrote: into a new file
+        then."""
         file, step = self._file_before
         now, last = self._file()
         begin = self.resumed_step()
         if begin is None:
-            # Its word of where it went on from can come after the rows that it keeps of earlier attempts. One that begins anew, and should not, is seen once
-            # it is past all of those.
+            # Its word of where it went on from can come after the rows that it keeps of earlier attempts. One that
+            # begins anew, and should not, is seen once it is past all of those.
             begin = max(self._complete_before) + self.recipe.checkpoint_every if self._complete_before else 0
         return last > begin and (now != file or last > step)
 
@@ -198,7 +235,8 @@ class Launched:
         return Sight(at, phase, last, self.complete(), saving)
 
     def has_opened_folder(self) -> bool:
-        """Whether a worker holds the folder of the checkpoints open, as it does from looking for one to resume from on."""
+        """Whether a worker holds the folder of the checkpoints open, as it does from looking for one to resume from
+        on."""
         if len(self._workers) < self.recipe.num_processes:
             self._workers = self.workers()
             time.sleep(5 * _LOOK_SECONDS)  # looking through all processes takes a while, and takes it from the workers
@@ -208,15 +246,17 @@ class Launched:
     # Waiting, never without an end.
 
     def until(self, what: str, happened: Callable[[], object], limit_seconds: float) -> float:
-        """Waits until something happens and returns when it was seen (`time.monotonic()`). Raises `Overdue` at the limit, and when
-        the run ends first."""
+        """Waits until something happens and returns when it was seen (`time.monotonic()`). Raises `Overdue` at the
+        limit, and when the run ends first."""
         deadline = time.monotonic() + limit_seconds
         while not happened():
             now = time.monotonic()
             if now > deadline:
                 raise Overdue(f"{what}: not within {limit_seconds:g} s; the output ends {self.text[-1500:]!r}")
             if self.process.poll() is not None and not happened():
-                raise Overdue(f"{what}: the run ended before, with exit status {self.process.poll()}; {self.text[-1500:]!r}")
+                raise Overdue(
+                    f"{what}: the run ended before, with exit status {self.process.poll()}; {self.text[-1500:]!r}"
+                )
             time.sleep(_LOOK_SECONDS)
         return time.monotonic()
 
@@ -229,7 +269,9 @@ class Launched:
         try:
             status = self.process.wait(limit_seconds)
         except subprocess.TimeoutExpired:
-            raise Overdue(f"the run did not end within {limit_seconds:g} s; the output ends {self.text[-1500:]!r}") from None
+            raise Overdue(
+                f"the run did not end within {limit_seconds:g} s; the output ends {self.text[-1500:]!r}"
+            ) from None
         self._reader.join(10)
         return status
 

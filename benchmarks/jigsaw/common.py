@@ -1,4 +1,5 @@
-"""What the scheduler's sections share: the traces of the efficiency goals, and the bound that the jobs present set at each moment."""
+"""What the scheduler's sections share: the traces of the efficiency goals, and the bound that the jobs present set at
+each moment."""
 
 from __future__ import annotations
 
@@ -9,17 +10,31 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from splitjax.schedule import Cluster, Job, JobProfile, Policy, SimulationResult, View, generate, get, read_muri, read_philly, simulate
+from splitjax.schedule import (
+    Cluster,
+    Job,
+    JobProfile,
+    Policy,
+    SimulationResult,
+    View,
+    generate,
+    get,
+    read_muri,
+    read_philly,
+    simulate,
+)
 from splitjax.schedule.policies.packing import demands
 
 CLUSTER = Cluster(16, 8)
 ORDERS = ("srtf", "las", "fifo")
 PHILLY = ("ee9e8c", "7f04ca", "103959", "6c71a0", "4+ GPUs", "all")
-# Jobs drawn of the longer traces; of the others each job once. Of the mixed ones, where few jobs make most of the load, it takes many to keep a cluster asked for.
+# Jobs drawn of the longer traces; of the others each job once. Of the mixed ones, where few jobs make most of the load,
+# it takes many to keep a cluster asked for.
 DRAWN = {"6c71a0": 5000, "4+ GPUs": 2000, "all": 8000, "muri 2": 2000}
 MURI = {"muri 1": "trace1.csv", "muri 2": "trace2.csv", "muri 3": "trace3.csv"}
 TRACES = (*PHILLY, *MURI)
-_SECONDS = (0.2, 0.35, 0.5, 0.7, 0.9)  # Philly tells no iteration times: jobs take these in turn, so that not all are in step
+# Philly tells no iteration times: jobs take these in turn, so that not all are in step
+_SECONDS = (0.2, 0.35, 0.5, 0.7, 0.9)
 
 
 def named(policy: str, order: str) -> str:
@@ -39,11 +54,18 @@ def sizes(trace: str, data_dir: pathlib.Path, *, exposed: float = 0.0, memory_by
         return read_muri(data_dir / "muri" / MURI[trace], stages=False, exposed_fraction=exposed).jobs
     read = _philly(data_dir / "philly_jobs.csv.gz")
     read = read.only(min_workers=4) if trace == "4+ GPUs" else read if trace == "all" else read.only(tags=[trace])
-    profiles = [JobProfile.uniform(f"{seconds} s", seconds, exposed_fraction=exposed, memory_bytes=memory_bytes) for seconds in _SECONDS]
+    profiles = [
+        JobProfile.uniform(f"{seconds} s", seconds, exposed_fraction=exposed, memory_bytes=memory_bytes)
+        for seconds in _SECONDS
+    ]
     found = []
     for number, job in enumerate(read.jobs):
         profile = profiles[number % len(profiles)]
-        found.append(dataclasses.replace(job, profile=profile, num_iterations=max(1, round(job.exclusive_seconds / profile.iteration_seconds))))
+        found.append(
+            dataclasses.replace(
+                job, profile=profile, num_iterations=max(1, round(job.exclusive_seconds / profile.iteration_seconds))
+            )
+        )
     return tuple(found)
 
 
@@ -54,8 +76,8 @@ def draw(jobs: Sequence[Job], trace: str, load: float, seed: int, quick: bool = 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A policy beside gang scheduling in its order: iteration efficiency, cost efficiency, bound, and `attainable`, the bound that counts only jobs that
-    were there (`attainable_rate`)."""
+    """A policy beside gang scheduling in its order: iteration efficiency, cost efficiency, bound, and `attainable`, the
+    bound that counts only jobs that were there (`attainable_rate`)."""
 
     result: SimulationResult
     efficiency: float
@@ -69,7 +91,9 @@ class Outcome:
         return (self.efficiency - 1) / (self.bound - 1) if self.bound > 1 else 1.0
 
 
-def outcome(jobs: Sequence[Job], policy: str | Policy, baseline: SimulationResult, cluster: Cluster = CLUSTER) -> Outcome:
+def outcome(
+    jobs: Sequence[Job], policy: str | Policy, baseline: SimulationResult, cluster: Cluster = CLUSTER
+) -> Outcome:
     """Simulates `policy`. Raises `AssertionError` if it is above a bound."""
     policy = get(policy) if isinstance(policy, str) else policy
     watched, attainable = _watched(policy)
@@ -82,8 +106,9 @@ def outcome(jobs: Sequence[Job], policy: str | Policy, baseline: SimulationResul
 
 
 def _watched(policy: Policy):
-    """The policy, and a function that tells the rate that perfect packing could have had of the jobs that were there: no job faster than alone
-    (temporal variants, which shorten every iteration, excepted: they are held to the bound alone), demand no more than the devices."""
+    """The policy, and a function that tells the rate that perfect packing could have had of the jobs that were there:
+    no job faster than alone (temporal variants, which shorten every iteration, excepted: they are held to the bound
+    alone), demand no more than the devices."""
     log: list[tuple[float, float]] = []
     known: dict[str, np.ndarray] = {}
     free = policy.name.startswith("temporal")

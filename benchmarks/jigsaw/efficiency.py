@@ -1,4 +1,5 @@
-"""Efficiency: what packing iterations of partial backpropagation finishes more than gang scheduling in the same order, over traces, loads and orders."""
+"""Efficiency: what packing iterations of partial backpropagation finishes more than gang scheduling in the same order,
+over traces, loads and orders."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ SEEDS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One trace, load, order and seed: `outcomes`, (exposed communication, policy) -> (iterations, bound, there, cost, share of the bound's gain), and
-    the mean completion time against gang scheduling's."""
+    """One trace, load, order and seed: `outcomes`, (exposed communication, policy) -> (iterations, bound, there, cost,
+    share of the bound's gain), and the mean completion time against gang scheduling's."""
 
     trace: str
     load: float
@@ -35,12 +36,15 @@ class Cell:
 def measure(trace: str, load: float, order: str, seed: int, quick: bool, data_dir: pathlib.Path) -> Cell | None:
     """None where the cluster was never busy."""
     jobs = common.draw(common.sizes(trace, data_dir), trace, load, seed, quick)
-    base = simulate(jobs, common.CLUSTER, f"gang-{order}")  # the same with exposed communication: an iteration takes as long
+    # the same with exposed communication: an iteration takes as long
+    base = simulate(jobs, common.CLUSTER, f"gang-{order}")
     if not base.busy_part.seconds:
         return None
     outcomes, completion = {}, 1.0
     for exposed in EXPOSED:
-        drawn = common.draw(common.sizes(trace, data_dir, exposed=exposed), trace, load, seed, quick) if exposed else jobs
+        drawn = (
+            common.draw(common.sizes(trace, data_dir, exposed=exposed), trace, load, seed, quick) if exposed else jobs
+        )
         for policy in ("jigsaw", "interleave") if exposed and load == max(LOADS) else ("jigsaw",):
             one = common.outcome(drawn, common.named(policy, order), base)
             outcomes[exposed, policy] = (one.efficiency, one.bound, one.attainable, one.cost, one.share)
@@ -57,9 +61,12 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
     traces = common.TRACES[:: 4 if quick else 1]
     # Highest load first, seed by seed: what the goals are about.
     asked = [
-        (trace, load, order, seed) for load in sorted((1.5,) if quick else LOADS, reverse=True) for seed in range(1 if quick else SEEDS)
-        for trace in traces for order in common.ORDERS
-    ]  # fmt: skip
+        (trace, load, order, seed)
+        for load in sorted((1.5,) if quick else LOADS, reverse=True)
+        for seed in range(1 if quick else SEEDS)
+        for trace in traces
+        for order in common.ORDERS
+    ]
     cells: dict[tuple[str, float, str], list[Cell]] = {}
     with concurrent.futures.ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         for cell in pool.map(measure, *zip(*asked), [quick] * len(asked), [data_dir] * len(asked)):
@@ -78,29 +85,89 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
                     continue
                 row = [trace, f"{load}", order]
                 for exposed in EXPOSED:
-                    row += [f"{np.mean([cell.outcomes[exposed, 'jigsaw'][figure] for cell in found]):.3f}" for figure in range(4)]
-                rivals = [cell.outcomes[0.15, "interleave"][0] for cell in found if (0.15, "interleave") in cell.outcomes]
-                rows.append([*row, f"{np.mean(rivals):.3f}" if rivals else "", f"{np.mean([cell.completion for cell in found]):.2f}"])
+                    row += [
+                        f"{np.mean([cell.outcomes[exposed, 'jigsaw'][figure] for cell in found]):.3f}"
+                        for figure in range(4)
+                    ]
+                rivals = [
+                    cell.outcomes[0.15, "interleave"][0] for cell in found if (0.15, "interleave") in cell.outcomes
+                ]
+                rows.append(
+                    [
+                        *row,
+                        f"{np.mean(rivals):.3f}" if rivals else "",
+                        f"{np.mean([cell.completion for cell in found]):.2f}",
+                    ]
+                )
                 if load == max(LOADS):
                     shares += [cell.outcomes[0.0, "jigsaw"][4] for cell in found]
                     gains[trace, order] = float(np.mean([cell.outcomes[0.0, "jigsaw"][0] for cell in found]))
-                    over[trace, order] = float(np.mean([cell.outcomes[0.15, "jigsaw"][0] / rival for cell, rival in zip(found, rivals)]))
+                    over[trace, order] = float(
+                        np.mean([cell.outcomes[0.15, "jigsaw"][0] / rival for cell, rival in zip(found, rivals)])
+                    )
         if shares:
-            what = f"efficiency, {trace}, load 1.5: share of the bound's gain, mean of orders and seeds ({min(shares):.2f} to {max(shares):.2f})"
+            what = (
+                f"efficiency, {trace}, load 1.5: share of the bound's gain, mean of orders and seeds ({min(shares):.2f}"
+                f" to {max(shares):.2f})"
+            )
             goals.append(Goal(what, float(np.mean(shares)), SHARE, False))
     goals = [
-        *(Goal(f"efficiency, ee9e8c, load 1.5: iterations against gang {order.upper()}", gains["ee9e8c", order], GAIN, False) for order in ("srtf", "las")), *goals,
-        *(Goal(f"stretch, ee9e8c, load 1.5, 15 % exposed: against interleaving without partial backpropagation, {order.upper()}", over["ee9e8c", order], STRETCH, False)
-          for order in common.ORDERS),
-    ]  # fmt: skip
+        *(
+            Goal(
+                f"efficiency, ee9e8c, load 1.5: iterations against gang {order.upper()}",
+                gains["ee9e8c", order],
+                GAIN,
+                False,
+            )
+            for order in ("srtf", "las")
+        ),
+        *goals,
+        *(
+            Goal(
+                "stretch, ee9e8c, load 1.5, 15 % exposed: against interleaving without partial backpropagation,"
+                f" {order.upper()}",
+                over["ee9e8c", order],
+                STRETCH,
+                False,
+            )
+            for order in common.ORDERS
+        ),
+    ]
     lines = [
-        f"{common.CLUSTER} devices. Each job of a trace once, in random order (of `6c71a0` 5,000, of `all` 8,000, of `4+ GPUs` and muri 2 2,000 jobs drawn), Poisson arrivals, "
-        f"load met exactly, means of {1 if quick else SEEDS} seeds. Models of 32 equal layers, backward twice the forward pass; Philly tells no iteration times: "
-        "0.2, 0.35, 0.5, 0.7 and 0.9 s in turn. Restarts take 30 s. Iterations, bound, there, cost: over the busy part, relative to gang scheduling in the same order. "
-        "*Bound*: perfect packing of the iterations finished. *There*: perfect packing of the jobs present at each moment, none faster than alone, which is less where "
-        "they ask for little more than the devices. *Full*: the same packing without partial backpropagation (`interleave`). JCT: mean completion time relative to gang.", "",
-        *table(["trace", "load", "order", "iterations", "bound", "there", "cost", "iterations, 15 % exposed", "bound", "there", "cost", "full, 15 % exposed", "JCT"], rows),
-    ]  # fmt: skip
+        (
+            f"{common.CLUSTER} devices. Each job of a trace once, in random order (of `6c71a0` 5,000, of `all` 8,000,"
+            " of `4+ GPUs` and muri 2 2,000 jobs drawn), Poisson arrivals, load met exactly, means of"
+            f" {1 if quick else SEEDS} seeds. Models of 32 equal layers, backward twice the forward pass; Philly tells"
+            " no iteration times: 0.2, 0.35, 0.5, 0.7 and 0.9 s in turn. Restarts take 30 s. Iterations, bound, there,"
+            " cost: over the busy part, relative to gang scheduling in the same order. *Bound*: perfect packing of the"
+            " iterations finished. *There*: perfect packing of the jobs present at each moment, none faster than"
+            " alone, which is less where they ask for little more than the devices. *Full*: the same packing without"
+            " partial backpropagation (`interleave`). JCT: mean completion time relative to gang."
+        ),
+        "",
+        *table(
+            [
+                "trace",
+                "load",
+                "order",
+                "iterations",
+                "bound",
+                "there",
+                "cost",
+                "iterations, 15 % exposed",
+                "bound",
+                "there",
+                "cost",
+                "full, 15 % exposed",
+                "JCT",
+            ],
+            rows,
+        ),
+    ]
     if idle:
-        lines += ["", "Seeds are left out, and rows with none left, in which gang scheduling was never asked for all devices at once, so that there is no busy part to compare: " + "; ".join(idle) + "."]
+        lines += [
+            "",
+            "Seeds are left out, and rows with none left, in which gang scheduling was never asked for all devices at"
+            " once, so that there is no busy part to compare: " + "; ".join(idle) + ".",
+        ]
     return Section("Efficiency: iterations finished per device-second", lines, goals)

@@ -1,9 +1,9 @@
-"""Fidelity: a trace of 400 jobs replayed, against what a testbed of 8 nodes x 8 V100 measured for it under four gang policies and two that interleave
-jobs (Muri, SIGCOMM'22).
+"""Fidelity: a trace of 400 jobs replayed, against what a testbed of 8 nodes x 8 V100 measured for it under four gang
+policies and two that interleave jobs (Muri, SIGCOMM'22).
 
-What the testbed did, from its public code: every 360 s the scheduler looks; if a job has come, is done, or was demoted, it places all jobs anew (a job that
-fits a node on one node, wider ones on whole nodes, first fit in the policy's order) and starts all that run anew. A job that ends leaves its devices idle
-until then.
+What the testbed did, from its public code: every 360 s the scheduler looks; if a job has come, is done, or was demoted,
+it places all jobs anew (a job that fits a node on one node, wider ones on whole nodes, first fit in the policy's order)
+and starts all that run anew. A job that ends leaves its devices idle until then.
 """
 
 from __future__ import annotations
@@ -28,12 +28,20 @@ LIMIT, INTERLEAVED_LIMIT = 0.03, 0.05
 # Themis as the testbed ran it counted isolated times in iterations; its Tiresias had three queues.
 POLICIES: dict[str, Callable[..., Any]] = {
     "SRTF": lambda view, consolidate=True: gang(view, view.remaining_seconds, consolidate=consolidate),
-    "SRSF": lambda view, consolidate=True: gang(view, view.remaining_seconds * view.num_workers, consolidate=consolidate),
+    "SRSF": lambda view, consolidate=True: gang(
+        view, view.remaining_seconds * view.num_workers, consolidate=consolidate
+    ),
     "Tiresias": functools.partial(las, thresholds=(3250.0, 7200.0), consolidate=True),
     "Themis": functools.partial(themis, consolidate=True, isolated_in_iterations=True),
 }
-FILES = {"SRTF": "testbed_SRTF.csv", "SRSF": "testbed_SRSF.csv", "Tiresias": "testbed_tiresias.csv", "Themis": "testbed_themis.csv"}
-INTERLEAVED_FILES = {"Muri-S": "testbed_Muri-S.csv", "Muri-L": "testbed_Muri-L.csv"}  # calibrated on the first, the second predicted
+FILES = {
+    "SRTF": "testbed_SRTF.csv",
+    "SRSF": "testbed_SRSF.csv",
+    "Tiresias": "testbed_tiresias.csv",
+    "Themis": "testbed_themis.csv",
+}
+# calibrated on the first, the second predicted
+INTERLEAVED_FILES = {"Muri-S": "testbed_Muri-S.csv", "Muri-L": "testbed_Muri-L.csv"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +74,24 @@ def calibrate(jobs: Sequence[Job], measured: Measured) -> Calibration:
     """Least squares of running time over iterations and starts, jobs weighted by one over the root of their length."""
     alone = np.array([job.exclusive_seconds for job in jobs])
     weight = 1 / np.sqrt(alone)
-    found = np.linalg.lstsq(np.stack([alone, measured.num_starts], 1) * weight[:, None], measured.running_seconds * weight, rcond=None)[0]
+    found = np.linalg.lstsq(
+        np.stack([alone, measured.num_starts], 1) * weight[:, None], measured.running_seconds * weight, rcond=None
+    )[0]
     return Calibration(*map(float, found))
 
 
-def replay(jobs: Sequence[Job], decide: Callable[..., Any], calibration: Calibration, **options: Any) -> SimulationResult:
+def replay(
+    jobs: Sequence[Job], decide: Callable[..., Any], calibration: Calibration, **options: Any
+) -> SimulationResult:
     """The testbed's schedule, simulated."""
     slower = {profile: _slower(profile, calibration.slowdown) for profile in {job.profile for job in jobs}}
     known = [dataclasses.replace(job, profile=slower[job.profile]) for job in jobs]
-    chosen = {"interval_seconds": INTERVAL_SECONDS, "restart_all": True, "restart_seconds": calibration.restart_seconds, **options}
+    chosen = {
+        "interval_seconds": INTERVAL_SECONDS,
+        "restart_all": True,
+        "restart_seconds": calibration.restart_seconds,
+        **options,
+    }
     return simulate(known, CLUSTER, Policy("testbed", decide, "", "", "", ""), Options(**chosen))
 
 
@@ -111,31 +128,71 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
             Goal(f"fidelity, {name}: error of the makespan", abs(makespan), LIMIT, True, ".2%"),
         ]
     lines = [
-        f"`muri/testbed_trace.csv`, {len(jobs)} jobs on 8 nodes x 8 devices; iterations x iteration time, decisions on multiples of {INTERVAL_SECONDS:.0f} s when a job has "
-        "come, is done or was demoted, each of which starts all running jobs anew. Two constants are fitted to the running times measured under SRTF alone, and used for "
-        f"all four: an iteration takes {found.slowdown:.4f} times the trace's time, a start {found.restart_seconds:.1f} s. The spread is that of the error over neighbouring "
-        "constants (slowdown ± 0.002, start ± 3 s): which of two jobs comes first can hang on a second, and everything behind follows.",
-        "", *table(["policy", *_COLUMNS], rows),
-        "", "What explains the rest. Per job, running time (devices held) is known far better than waiting time: of the summed absolute error of completion times, the share that "
-        "is waiting. Then the error of the mean completion time with one thing left out each: without the fitted slowdown (1, and 30 s a start), without restarts, "
-        "without the 360 s between decisions, without node boundaries, and (Themis) with isolated times in seconds, as the paper means them, not in iterations, as the "
-        "testbed's code counts them.", "",
-        *table(["policy", "running time per job: median error", "waiting's share of the error", "no slowdown", "no restarts", "decisions at once", "no node boundaries", "in seconds"], explained),
-    ]  # fmt: skip
+        (
+            f"`muri/testbed_trace.csv`, {len(jobs)} jobs on 8 nodes x 8 devices; iterations x iteration time, decisions"
+            f" on multiples of {INTERVAL_SECONDS:.0f} s when a job has come, is done or was demoted, each of which"
+            " starts all running jobs anew. Two constants are fitted to the running times measured under SRTF alone,"
+            f" and used for all four: an iteration takes {found.slowdown:.4f} times the trace's time, a start"
+            f" {found.restart_seconds:.1f} s. The spread is that of the error over neighbouring constants (slowdown ±"
+            " 0.002, start ± 3 s): which of two jobs comes first can hang on a second, and everything behind follows."
+        ),
+        "",
+        *table(["policy", *_COLUMNS], rows),
+        "",
+        (
+            "What explains the rest. Per job, running time (devices held) is known far better than waiting time: of the"
+            " summed absolute error of completion times, the share that is waiting. Then the error of the mean"
+            " completion time with one thing left out each: without the fitted slowdown (1, and 30 s a start), without"
+            " restarts, without the 360 s between decisions, without node boundaries, and (Themis) with isolated times"
+            " in seconds, as the paper means them, not in iterations, as the testbed's code counts them."
+        ),
+        "",
+        *table(
+            [
+                "policy",
+                "running time per job: median error",
+                "waiting's share of the error",
+                "no slowdown",
+                "no restarts",
+                "decisions at once",
+                "no node boundaries",
+                "in seconds",
+            ],
+            explained,
+        ),
+    ]
     more, goal = _interleaving(quick, data_dir / "muri", found)
     return Section("Fidelity: simulated against measured", [*lines, "", *more], goals + goal)
 
 
-_COLUMNS = ["mean completion, measured, s", "simulated, s", "error", "spread", "makespan, measured, s", "error", "per job: median, 90 %, largest", "starts a job, measured, simulated"]
+_COLUMNS = [
+    "mean completion, measured, s",
+    "simulated, s",
+    "error",
+    "spread",
+    "makespan, measured, s",
+    "error",
+    "per job: median, 90 %, largest",
+    "starts a job, measured, simulated",
+]
 
 
 def _row(name: str, result: SimulationResult, truth: Measured, near: Sequence[float]) -> list[str]:
-    (completion, makespan), off = errors(result, truth), np.abs(result.completion_seconds / truth.completion_seconds - 1)
+    (completion, makespan), off = (
+        errors(result, truth),
+        np.abs(result.completion_seconds / truth.completion_seconds - 1),
+    )
     return [
-        name, f"{truth.completion_seconds.mean():,.0f}", f"{result.avg_jct:,.0f}", f"{completion:+.2%}", f"{min(near):+.1%} to {max(near):+.1%}",
-        f"{truth.finish_seconds.max():,.0f}", f"{makespan:+.2%}", f"{np.median(off):.1%}, {np.percentile(off, 90):.1%}, {off.max():.0%}",
+        name,
+        f"{truth.completion_seconds.mean():,.0f}",
+        f"{result.avg_jct:,.0f}",
+        f"{completion:+.2%}",
+        f"{min(near):+.1%} to {max(near):+.1%}",
+        f"{truth.finish_seconds.max():,.0f}",
+        f"{makespan:+.2%}",
+        f"{np.median(off):.1%}, {np.percentile(off, 90):.1%}, {off.max():.0%}",
         f"{truth.num_starts.mean():.2f}, {np.mean([record.num_starts for record in result.records]):.2f}",
-    ]  # fmt: skip
+    ]
 
 
 def _interleaving(quick: bool, folder: pathlib.Path, found: Calibration) -> tuple[list[str], list[Any]]:
@@ -147,23 +204,39 @@ def _interleaving(quick: bool, folder: pathlib.Path, found: Calibration) -> tupl
     measured = {name: read_measured(folder / file, jobs) for name, file in INTERLEAVED_FILES.items()}
 
     def replayed(name: str, overhead: interleaved.Overhead, calibration: Calibration = found) -> SimulationResult:
-        return replay(jobs, functools.partial(interleaved.decide, service=name == "Muri-S", overhead=overhead), calibration)
+        return replay(
+            jobs, functools.partial(interleaved.decide, service=name == "Muri-S", overhead=overhead), calibration
+        )
 
     forms = list(interleaved.FORMS)[: 1 if quick else None]
-    fits = [interleaved.fit(form, jobs, measured["Muri-S"].running_seconds, functools.partial(replayed, "Muri-S")) for form in forms]
+    fits = [
+        interleaved.fit(form, jobs, measured["Muri-S"].running_seconds, functools.partial(replayed, "Muri-S"))
+        for form in forms
+    ]
     best = min(fits, key=lambda one: one.off)
     compared, rows, explained, goals = [], [], [], []
     for one in fits:
         both = [value for name in measured for value in errors(replayed(name, one.overhead), measured[name])]
         marked = "" if max(map(abs, both[2:])) <= INTERLEAVED_LIMIT else f"fails {INTERLEAVED_LIMIT:.0%}"
-        compared.append([one.form, str(one), f"{one.off:.1%}", *(f"{value:+.2%}" for value in both), "used" if one is best else marked])
+        compared.append(
+            [
+                one.form,
+                str(one),
+                f"{one.off:.1%}",
+                *(f"{value:+.2%}" for value in both),
+                "used" if one is best else marked,
+            ]
+        )
     form = interleaved.FORMS[best.form]
     nearby = [best.constant] if quick else [best.constant + step * form[1] / 50 for step in (-1, 0, 1)]
     for name, truth in measured.items():
         result = replayed(name, best.overhead)
         near = [errors(replayed(name, form[2](constant)), truth)[0] for constant in nearby]
         rows.append(_row(f"{name}, calibrated" if name == "Muri-S" else f"{name}, predicted", result, truth, near))
-        without = [replayed(name, interleaved.Overhead()), replayed(name, best.overhead, Calibration(found.slowdown, 0.0))]
+        without = [
+            replayed(name, interleaved.Overhead()),
+            replayed(name, best.overhead, Calibration(found.slowdown, 0.0)),
+        ]
         explained.append([name, *_explained(result, truth), *(f"{errors(run, truth)[0]:+.1%}" for run in without)])
         if name == "Muri-L":
             goals = [
@@ -171,21 +244,57 @@ def _interleaving(quick: bool, folder: pathlib.Path, found: Calibration) -> tupl
                 for what, error in zip(("mean completion time", "makespan"), errors(result, truth))
             ]
     lines = [
-        "Policies that interleave: up to four jobs of equal width share devices, their stages (input, device, network) in turns. The testbed matched all jobs anew at every "
-        "decision; its code gives which jobs, and how long their cycle is by their stages. Really it takes longer. Slowdown and start are those fitted under SRTF; one constant "
-        "more, for how much longer a cycle of several jobs takes, is fitted under Muri-S alone, so that device time in all is as measured there. What the constant is to mean was "
-        "tried in three ways; the way used is the one under which the device time of each of the eight models under Muri-S is nearest to what was measured (*off*, root mean "
-        f"square). Muri-L, which does not know running times, is predicted with it. The spread is over constants within ± {form[0].format(form[1] / 50)}.", "",
-        *table(["a cycle takes longer by", "fitted", "off, Muri-S", "Muri-S: error of the mean completion", "makespan", "Muri-L: mean completion", "makespan", ""], compared), "",
-        *table(["policy", *_COLUMNS], rows), "",
-        *table(["policy", "running time per job: median error", "waiting's share of the error", "error of the mean completion with nothing fitted under Muri-S", "no restarts"], explained),
-    ]  # fmt: skip
+        (
+            "Policies that interleave: up to four jobs of equal width share devices, their stages (input, device,"
+            " network) in turns. The testbed matched all jobs anew at every decision; its code gives which jobs, and"
+            " how long their cycle is by their stages. Really it takes longer. Slowdown and start are those fitted"
+            " under SRTF; one constant more, for how much longer a cycle of several jobs takes, is fitted under Muri-S"
+            " alone, so that device time in all is as measured there. What the constant is to mean was tried in three"
+            " ways; the way used is the one under which the device time of each of the eight models under Muri-S is"
+            " nearest to what was measured (*off*, root mean square). Muri-L, which does not know running times, is"
+            f" predicted with it. The spread is over constants within ± {form[0].format(form[1] / 50)}."
+        ),
+        "",
+        *table(
+            [
+                "a cycle takes longer by",
+                "fitted",
+                "off, Muri-S",
+                "Muri-S: error of the mean completion",
+                "makespan",
+                "Muri-L: mean completion",
+                "makespan",
+                "",
+            ],
+            compared,
+        ),
+        "",
+        *table(["policy", *_COLUMNS], rows),
+        "",
+        *table(
+            [
+                "policy",
+                "running time per job: median error",
+                "waiting's share of the error",
+                "error of the mean completion with nothing fitted under Muri-S",
+                "no restarts",
+            ],
+            explained,
+        ),
+    ]
     return lines, goals
 
 
-def _near(jobs: Sequence[Job], decide: Callable[..., Any], found: Calibration, truth: Measured, quick: bool) -> list[float]:
-    steps = [(0.0, 0.0)] if quick else [(slower, longer) for slower in (-0.002, 0.0, 0.002) for longer in (-3.0, 0.0, 3.0)]
-    return [errors(replay(jobs, decide, Calibration(found.slowdown + slower, found.restart_seconds + longer)), truth)[0] for slower, longer in steps]
+def _near(
+    jobs: Sequence[Job], decide: Callable[..., Any], found: Calibration, truth: Measured, quick: bool
+) -> list[float]:
+    steps = (
+        [(0.0, 0.0)] if quick else [(slower, longer) for slower in (-0.002, 0.0, 0.002) for longer in (-3.0, 0.0, 3.0)]
+    )
+    return [
+        errors(replay(jobs, decide, Calibration(found.slowdown + slower, found.restart_seconds + longer)), truth)[0]
+        for slower, longer in steps
+    ]
 
 
 def _explained(result: SimulationResult, truth: Measured) -> list[str]:
@@ -195,11 +304,15 @@ def _explained(result: SimulationResult, truth: Measured) -> list[str]:
     return [f"{np.median(np.abs(running / truth.running_seconds - 1)):.1%}", f"{share:.0%}"]
 
 
-def _without(jobs: Sequence[Job], name: str, decide: Callable[..., Any], found: Calibration, truth: Measured) -> list[str]:
+def _without(
+    jobs: Sequence[Job], name: str, decide: Callable[..., Any], found: Calibration, truth: Measured
+) -> list[str]:
     runs = [
-        replay(jobs, decide, Calibration()), replay(jobs, decide, Calibration(found.slowdown, 0.0)), replay(jobs, decide, found, interval_seconds=0.0),
+        replay(jobs, decide, Calibration()),
+        replay(jobs, decide, Calibration(found.slowdown, 0.0)),
+        replay(jobs, decide, found, interval_seconds=0.0),
         replay(jobs, functools.partial(decide, consolidate=False), found),
-    ]  # fmt: skip
+    ]
     if name == "Themis":
         runs.append(replay(jobs, functools.partial(decide, isolated_in_iterations=False), found))
     return [f"{errors(run, truth)[0]:+.1%}" for run in runs] + [""] * (name != "Themis")

@@ -1,9 +1,11 @@
-"""How the testbed interleaved jobs (Muri, SIGCOMM'22, its public code), for `jigsaw.fidelity`: which jobs it put together, and how long their cycle is.
+"""How the testbed interleaved jobs (Muri, SIGCOMM'22, its public code), for `jigsaw.fidelity`: which jobs it put
+together, and how long their cycle is.
 
-At each decision every job that runs is stopped, and all is matched anew. In the policy's order, each job that still finds devices brings up to four jobs
-of its width along. These are joined in pairs, and pairs again, by matchings of the greatest use of resources, until no more devices are asked for than
-there are or four rounds are over; widest first, they are placed. A cycle has four slots; in each, one job computes and the one before it in turn
-exchanges, while input is prepared over two slots. How much longer a cycle really takes is fitted to what was measured under Muri-S alone.
+At each decision every job that runs is stopped, and all is matched anew. In the policy's order, each job that still
+finds devices brings up to four jobs of its width along. These are joined in pairs, and pairs again, by matchings of the
+greatest use of resources, until no more devices are asked for than there are or four rounds are over; widest first,
+they are placed. A cycle has four slots; in each, one job computes and the one before it in turn exchanges, while input
+is prepared over two slots. How much longer a cycle really takes is fitted to what was measured under Muri-S alone.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def stages_of(profile: JobProfile) -> Stages:
 
 @functools.lru_cache(maxsize=1 << 16)
 def cycle_seconds(stages: tuple[Stages, ...]) -> float:
-    """Seconds in which each of 2 to 4 jobs does one iteration, in the best order. Order of `stages` is of no matter: give them sorted."""
+    """Seconds in which each of 2 to 4 jobs does one iteration, in the best order. Order of `stages` is of no matter:
+    give them sorted."""
     best = min(map(_ordered_seconds, itertools.permutations(stages)))
     if len(stages) == 2:  # opposite each other, two slots apart
         (input_a, *rest_a), (input_b, *rest_b) = stages
@@ -46,7 +49,10 @@ def _ordered_seconds(jobs: Sequence[Stages]) -> float:
     # Ends of the slots of two cycles; the second is what each takes once all are under way.
     ends = [0.0]
     for slot in range(2 * NUM_SLOTS):
-        network, device, inputs = (jobs[turn] if turn < len(jobs) else (0.0, 0.0, 0.0) for turn in ((slot + 1) % 4, (slot + 2) % 4, (slot + 3) % 4))
+        network, device, inputs = (
+            jobs[turn] if turn < len(jobs) else (0.0, 0.0, 0.0)
+            for turn in ((slot + 1) % 4, (slot + 2) % 4, (slot + 3) % 4)
+        )
         end = max(ends[-1] + network[2], ends[-1] + device[1])
         ends.append(max(end, ends[-2] + inputs[0]) if slot else end)
     return ends[2 * NUM_SLOTS] - ends[NUM_SLOTS]
@@ -59,8 +65,9 @@ def used(stages: tuple[Stages, ...]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Overhead:
-    """By how much a cycle of several jobs takes longer than its stages say: by a share of it, by a time for each job, and, if `unexplained`, by what each
-    job's iteration alone takes longer than its own stages together, which nobody's work then hides."""
+    """By how much a cycle of several jobs takes longer than its stages say: by a share of it, by a time for each job,
+    and, if `unexplained`, by what each job's iteration alone takes longer than its own stages together, which nobody's
+    work then hides."""
 
     share: float = 0.0
     job_seconds: float = 0.0
@@ -71,15 +78,19 @@ class Overhead:
 FORMS: dict[str, tuple[str, float, Callable[[float], Overhead]]] = {
     "a time for each job of a cycle": ("{:.3f} s", 0.15, lambda value: Overhead(job_seconds=value)),
     "a share of the cycle": ("{:.1%}", 0.5, lambda value: Overhead(share=value)),
-    "a share, beside what stages leave unexplained": ("{:.1%}", 0.5, lambda value: Overhead(share=value, unexplained=True)),
+    "a share, beside what stages leave unexplained": (
+        "{:.1%}",
+        0.5,
+        lambda value: Overhead(share=value, unexplained=True),
+    ),
 }
 _HALVINGS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """A form's constant at which device time is as measured, and how far the device time of each model then is from what was measured: root mean square
-    of the relative errors' logarithms."""
+    """A form's constant at which device time is as measured, and how far the device time of each model then is from
+    what was measured: root mean square of the relative errors' logarithms."""
 
     form: str
     constant: float
@@ -94,13 +105,18 @@ class Fit:
         return FORMS[self.form][0].format(self.constant)
 
 
-def fit(form: str, jobs: Sequence[Job], running_seconds: np.ndarray, replayed: Callable[[Overhead], SimulationResult]) -> Fit:
+def fit(
+    form: str, jobs: Sequence[Job], running_seconds: np.ndarray, replayed: Callable[[Overhead], SimulationResult]
+) -> Fit:
     """One constant by halving, from `running_seconds` (f64[jobs]), how long each job held devices."""
     width, models = np.array([job.num_workers for job in jobs]), np.array([job.tag for job in jobs])
 
     def ratios(constant: float) -> tuple[float, float]:
         found = np.array([record.running_seconds for record in replayed(FORMS[form][2](constant)).records]) * width
-        apart = [np.log(found[models == model].sum() / (running_seconds * width)[models == model].sum()) for model in sorted(set(models))]
+        apart = [
+            np.log(found[models == model].sum() / (running_seconds * width)[models == model].sum())
+            for model in sorted(set(models))
+        ]
         return found.sum() / (running_seconds * width).sum(), float(np.sqrt(np.mean(np.square(apart))))
 
     low, high = 0.0, FORMS[form][1]
@@ -128,7 +144,13 @@ def decide(view: View, *, service: bool, overhead: Overhead = Overhead()) -> Ass
         for node in nodes[width]:
             devices = free.take(width)
             if devices is not None:
-                start.append(Group(tuple(Member(int(view.active[position]), devices) for position in sorted(node)), "testbed", overhead))
+                start.append(
+                    Group(
+                        tuple(Member(int(view.active[position]), devices) for position in sorted(node)),
+                        "testbed",
+                        overhead,
+                    )
+                )
     return Assignment(tuple(view.groups), tuple(start))
 
 
@@ -177,8 +199,9 @@ def _round(
         keys = sorted(kinds)
         weights = {
             (a, b): used(tuple(sorted((*keys[a], *keys[b]))))
-            for a, b in itertools.combinations_with_replacement(range(len(keys)), 2) if len(keys[a]) + len(keys[b]) <= MAX_MEMBERS
-        }  # fmt: skip
+            for a, b in itertools.combinations_with_replacement(range(len(keys)), 2)
+            if len(keys[a]) + len(keys[b]) <= MAX_MEMBERS
+        }
         found[width] = []
         for (a, b), count in maximum_matching(tuple(len(kinds[key]) for key in keys), tuple(sorted(weights.items()))):
             for _ in range(count):
@@ -197,13 +220,17 @@ def _cycle_seconds(jobs: Sequence[Job], overhead: Overhead) -> float:
     alone = [job.profile.iteration_seconds for job in jobs]
     if len(jobs) == 1:
         return alone[0]
-    beside = sum(max(0.0, seconds - sum(times)) for seconds, times in zip(alone, stages)) if overhead.unexplained else 0.0
+    beside = (
+        sum(max(0.0, seconds - sum(times)) for seconds, times in zip(alone, stages)) if overhead.unexplained else 0.0
+    )
     return (1 + overhead.share) * cycle_seconds(tuple(sorted(stages))) + len(jobs) * overhead.job_seconds + beside
 
 
 def _rates(group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
     cycle = _cycle_seconds(jobs, group.option)
-    return Rates((1 / cycle,) * len(jobs), tuple(stages_of(job.profile)[1] * job.num_workers for job in jobs), (1.0,) * len(jobs))
+    return Rates(
+        (1 / cycle,) * len(jobs), tuple(stages_of(job.profile)[1] * job.num_workers for job in jobs), (1.0,) * len(jobs)
+    )
 
 
 discipline("testbed", _rates)(muri_iteration)

@@ -18,7 +18,8 @@ from splitjax.schedule.model.jobs import STORAGE
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What a job trains, and for how long: of digits or, by characters, of this project's documentation. `num_iterations`: no job shall be much longer than another."""
+    """What a job trains, and for how long: of digits or, by characters, of this project's documentation.
+    `num_iterations`: no job shall be much longer than another."""
 
     family: str
     options: Mapping[str, Any]
@@ -33,10 +34,20 @@ class Model:
 _SEQ_LEN, _VOCABULARY = 63, 96
 MODELS = {
     "vgg": Model("vgg11", {"width": 0.25, "head_features": (256, 256), "image_size": 32, "channels": 1}, 256, 28),
-    "transformer": Model("transformer", {"num_layers": 4, "d_model": 192, "num_heads": 4, "max_len": _SEQ_LEN + 1, "vocab_size": _VOCABULARY}, 64, 16),
+    "transformer": Model(
+        "transformer",
+        {"num_layers": 4, "d_model": 192, "num_heads": 4, "max_len": _SEQ_LEN + 1, "vocab_size": _VOCABULARY},
+        64,
+        16,
+    ),
     "mlp": Model("mlp", {"features": (1024,) * 4, "input_shape": (32, 32, 1)}, 1024, 44),
-    "lstm": Model("lstm", {"num_layers": 2, "hidden_width": 384, "embedding_width": 192, "max_len": _SEQ_LEN, "vocab_size": _VOCABULARY}, 64, 16),
-}  # fmt: skip
+    "lstm": Model(
+        "lstm",
+        {"num_layers": 2, "hidden_width": 384, "embedding_width": 192, "max_len": _SEQ_LEN, "vocab_size": _VOCABULARY},
+        64,
+        16,
+    ),
+}
 
 
 @dataclasses.dataclass
@@ -66,11 +77,17 @@ def build(name: str, place: Place) -> Any:
     model = MODELS[name]
     spec = splitjax.models.build(model.family, **model.options)
     loss = "cross_entropy" if model.family == "lstm" else None
-    init_fn, train_step, _ = splitjax.models.make_step(spec, optax.adam(1e-3), loss=loss, value_and_grad=splitjax.value_and_grad)
+    init_fn, train_step, _ = splitjax.models.make_step(
+        spec, optax.adam(1e-3), loss=loss, value_and_grad=splitjax.value_and_grad
+    )
     data = _text() if model.reads_text else splitjax.data.load_digits(image_size=32, channels=1)
-    decorate = lambda backprop: splitjax.parallelize(train_step, mesh={"data": place.num_workers}, rules="data_parallel", backprop=backprop)
+    decorate = lambda backprop: splitjax.parallelize(
+        train_step, mesh={"data": place.num_workers}, rules="data_parallel", backprop=backprop
+    )
     step, at_depths, warm_up = partial_steps(decorate, place.num_workers)
-    return Training(step, init_fn, jax.random.key(0), Batches(data, model.batch_size), at_depths=at_depths, warm_up=warm_up)
+    return Training(
+        step, init_fn, jax.random.key(0), Batches(data, model.batch_size), at_depths=at_depths, warm_up=warm_up
+    )
 
 
 def _text() -> Any:
@@ -79,7 +96,9 @@ def _text() -> Any:
     root = pathlib.Path(__file__).resolve().parents[2]
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "docs.txt"
-        file.write_text("\n".join(one.read_text(encoding="utf-8") for one in sorted(root.glob("docs/*.md"))), encoding="utf-8")
+        file.write_text(
+            "\n".join(one.read_text(encoding="utf-8") for one in sorted(root.glob("docs/*.md"))), encoding="utf-8"
+        )
         return splitjax.data.load_text(file, seq_len=_SEQ_LEN, vocab_size=_VOCABULARY, level="char")
 
 
@@ -88,7 +107,8 @@ def _text() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Lasting:
-    """A `DecoratedJob` whose tasks go back to the beginning, or to their checkpoint, when they are asked for `STORAGE` of iteration -1 - seed."""
+    """A `DecoratedJob` whose tasks go back to the beginning, or to their checkpoint, when they are asked for `STORAGE`
+    of iteration -1 - seed."""
 
     job: Any
 
@@ -121,17 +141,33 @@ class LastingTask:
 
 
 class LastingEngine:
-    """An `Engine` whose processes are started, and their programs compiled, before the first run, and stay from run to run: a run's time has no starts in it.
-    A job that is stopped and started again within a run does go back to its checkpoint. It is for one set of jobs, each on the devices 0 to N-1."""
+    """An `Engine` whose processes are started, and their programs compiled, before the first run, and stay from run to
+    run: a run's time has no starts in it. A job that is stopped and started again within a run does go back to its
+    checkpoint. It is for one set of jobs, each on the devices 0 to N-1."""
 
-    def __init__(self, inner: RayEngine, jobs: Sequence[Job], programs: Mapping[str, Program], folders: Mapping[str, pathlib.Path]):
-        self._inner, self._numbers, self._folders = inner, {job.name: number for number, job in enumerate(jobs)}, folders
+    def __init__(
+        self,
+        inner: RayEngine,
+        jobs: Sequence[Job],
+        programs: Mapping[str, Program],
+        folders: Mapping[str, pathlib.Path],
+    ):
+        self._inner, self._numbers, self._folders = (
+            inner,
+            {job.name: number for number, job in enumerate(jobs)},
+            folders,
+        )
         self._workers = {number: job.num_workers for number, job in enumerate(jobs)}
         self._reports: collections.deque[Report] = collections.deque()
         self._seed = 0
-        self._job_of: dict[int, int] = {}  # of the run's numbers, the numbers of the processes; they differ where a run has another order
+        # of the run's numbers, the numbers of the processes; they differ where a run has another order
+        self._job_of: dict[int, int] = {}
         for number, job in enumerate(jobs):
-            inner.start(number, programs[job.name], tuple(Place(job.name, worker, job.num_workers, worker, worker) for worker in range(job.num_workers)))
+            inner.start(
+                number,
+                programs[job.name],
+                tuple(Place(job.name, worker, job.num_workers, worker, worker) for worker in range(job.num_workers)),
+            )
         self._await(Kind.STARTED, len(jobs))
 
     def rewind(self, jobs: Sequence[Job], seed: int) -> None:
@@ -211,7 +247,10 @@ def processor_seconds() -> tuple[float, float]:
             names[int(folder.name)] = (folder / "cmdline").read_text()
         except OSError:
             continue  # it has ended
-        parents[int(folder.name)], used[int(folder.name)] = int(fields[1]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        parents[int(folder.name)], used[int(folder.name)] = (
+            int(fields[1]),
+            (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
+        )
     ours = {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
         ours |= more

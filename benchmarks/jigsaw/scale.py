@@ -27,16 +27,37 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
             begun, wall = time.process_time(), time.perf_counter()
             result = simulate(some, CLUSTER, policy)
             seconds, wall = time.process_time() - begun, time.perf_counter() - wall
-            rows.append([
-                what, policy, f"{len(some):,}", f"{result.num_decisions:,}", f"{seconds:.0f}", f"{wall:.0f}", f"{result.avg_jct:,.0f}",
-                f"{result.busy_part.rate:.3f}" if result.busy_part.seconds else "never busy",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    what,
+                    policy,
+                    f"{len(some):,}",
+                    f"{result.num_decisions:,}",
+                    f"{seconds:.0f}",
+                    f"{wall:.0f}",
+                    f"{result.avg_jct:,.0f}",
+                    f"{result.busy_part.rate:.3f}" if result.busy_part.seconds else "never busy",
+                ]
+            )
             print(rows[-1], flush=True)
             if policy == "jigsaw":
-                goals.append(Goal(f"scale, {len(some):,} jobs, {CLUSTER.num_devices:,} devices, {what}: processor seconds on one core", seconds, LIMIT_SECONDS, True, ".0f"))
+                goals.append(
+                    Goal(
+                        f"scale, {len(some):,} jobs, {CLUSTER.num_devices:,} devices, {what}: processor seconds on one"
+                        " core",
+                        seconds,
+                        LIMIT_SECONDS,
+                        True,
+                        ".0f",
+                    )
+                )
     lines = [
-        f"`philly_jobs.csv.gz`, all clusters, {CLUSTER}. Processor time, and time that passed: the machine is shared, so the latter hangs on what else it does. "
-        f"Reading the trace takes {reading:.1f} s more. Rate: iterations at their full-backpropagation device time per device-second, over the busy part.", "",
+        (
+            f"`philly_jobs.csv.gz`, all clusters, {CLUSTER}. Processor time, and time that passed: the machine is"
+            f" shared, so the latter hangs on what else it does. Reading the trace takes {reading:.1f} s more. Rate:"
+            " iterations at their full-backpropagation device time per device-second, over the busy part."
+        ),
+        "",
         *table(["trace", "policy", "jobs", "decisions", "processor s", "passed s", "mean completion s", "rate"], rows),
-    ]  # fmt: skip
+    ]
     return Section("Scale", lines, goals)

@@ -1,7 +1,9 @@
-"""A device of the benchmark of partial backpropagation: a share of a core for the processes that stand for it, and a second job on it.
+"""A device of the benchmark of partial backpropagation: a share of a core for the processes that stand for it, and a
+second job on it.
 
-Workers of one machine that outnumber its cores would otherwise hide what is measured: one that waits leaves its core to the others, as no device of a
-cluster can. Each therefore has a share of a core of its own, by a control group (Linux, root), which a second job's process shares.
+Workers of one machine that outnumber its cores would otherwise hide what is measured: one that waits leaves its core to
+the others, as no device of a cluster can. Each therefore has a share of a core of its own, by a control group (Linux,
+root), which a second job's process shares.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ class Device:
 
 
 class SecondJob:
-    """A process of a second job beside this one, on the same device and behind the same link; the processes of that job form a run of their own.
+    """A process of a second job beside this one, on the same device and behind the same link; the processes of that job
+    form a run of their own.
 
     `python -m MODULE SETTINGS` in it has the key `joins` in its settings (`join`) and answers commands (`commands`)."""
 
@@ -108,7 +111,8 @@ class SecondJob:
 
 
 def join(joins: dict[str, Any]) -> connection.Connection:
-    """In a process that `SecondJob` started: joins its run, and returns where commands come from. Before anything touches a device."""
+    """In a process that `SecondJob` started: joins its run, and returns where commands come from. Before anything
+    touches a device."""
     import jax
 
     jax.distributed.initialize(joins["address"], joins["count"], joins["rank"], cluster_detection_method="deactivate")
@@ -116,7 +120,8 @@ def join(joins: dict[str, Any]) -> connection.Connection:
 
 
 def commands(pipe: connection.Connection) -> Iterator[tuple[Any, ...]]:
-    """What the process is to do, until it is to end. Each is answered when the next is asked for; the first time: it is ready."""
+    """What the process is to do, until it is to end. Each is answered when the next is asked for; the first time: it is
+    ready."""
     while True:
         pipe.send("done")
         what = pipe.recv()

@@ -1,13 +1,14 @@
 """What structured partial backpropagation saves, what it costs in quality, and over which links it pays.
 
     python -m benchmarks partial --data-dir DIR                     everything, and its page (hours)
-    python -m benchmarks partial --data-dir DIR --only saved        one part; the page keeps what was measured of the others
+    python -m benchmarks partial --data-dir DIR --only saved   one part; the page keeps what was measured of the others
     python -m benchmarks partial --data-dir DIR --quick             a small part of each, printed only
-    python -m benchmarks partial --data-dir DIR --page              measures nothing: the page and its plot again, from what was kept
+    python -m benchmarks partial --data-dir DIR --page
+            measures nothing: the page and its plot again, from what was kept
 
-`--data-dir`: the folder of the binary CIFAR-10 batches. What each part found is kept beside the page (partial.json), with its date and machine. Processor
-times want an idle machine: how busy others were is on the page. `pays` needs Linux and root (links, shares of cores), and the runs of `quality`.
-Source: Kumar et al., arXiv 2111.10672.
+`--data-dir`: the folder of the binary CIFAR-10 batches. What each part found is kept beside the page (partial.json),
+with its date and machine. Processor times want an idle machine: how busy others were is on the page. `pays` needs Linux
+and root (links, shares of cores), and the runs of `quality`. Source: Kumar et al., arXiv 2111.10672.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ import time
 from benchmarks._common import virtual_devices
 from benchmarks._kept import Page, Part, add_options, run_parts, show
 
-PARTS = {"saved": ("partial.saved", 8), "quality": ("partial.quality", 4), "pays": ("partial.pays", 4)}  # module, virtual devices
+# module, virtual devices
+PARTS = {"saved": ("partial.saved", 8), "quality": ("partial.quality", 4), "pays": ("partial.pays", 4)}
 PAGE = Page("partial", "Structured partial backpropagation", list(PARTS).index)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measures the chosen parts; returns 1 where a goal is missed or a part failed."""
-    parser = argparse.ArgumentParser("partial", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "partial", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_options(parser, "folder of the binary CIFAR-10 batches", tuple(PARTS))
     parser.add_argument("--page", action="store_true", help="only the page and its plot, from what was kept")
     parser.add_argument("--part", choices=tuple(PARTS), help=argparse.SUPPRESS)  # what a child process does
@@ -52,7 +56,18 @@ def _run(part: str, options: argparse.Namespace) -> Part | None:
     """A part in a process of its own, so that devices are what it asks for. None where it failed."""
     with tempfile.TemporaryDirectory() as folder:
         result = pathlib.Path(folder) / "section.json"
-        command = [sys.executable, "-m", "benchmarks", "partial", "--data-dir", str(options.data_dir.absolute()), "--part", part, "--result", str(result)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks",
+            "partial",
+            "--data-dir",
+            str(options.data_dir.absolute()),
+            "--part",
+            part,
+            "--result",
+            str(result),
+        ]
         code = subprocess.run([*command, *(["--quick"] if options.quick else [])], check=False).returncode
         if code or not result.is_file():
             print(f"the part {part} failed (exit status {code})", file=sys.stderr)
@@ -73,8 +88,13 @@ def _child(options: argparse.Namespace) -> int:
         section, facts = module.section(options.quick, options.data_dir)
         show(section.title, section.lines)
         found = {**dataclasses.asdict(section), "facts": facts}
-    header = machine.header(machine.this_machine(), f"python -m benchmarks partial --data-dir DIR --only {options.part}")
-    options.result.write_text(json.dumps({**found, "seconds": time.perf_counter() - started, "load": load, "header": header}), encoding="utf-8")
+    header = machine.header(
+        machine.this_machine(), f"python -m benchmarks partial --data-dir DIR --only {options.part}"
+    )
+    options.result.write_text(
+        json.dumps({**found, "seconds": time.perf_counter() - started, "load": load, "header": header}),
+        encoding="utf-8",
+    )
     return 0
 
 

@@ -1,8 +1,10 @@
-"""Where partial backpropagation reaches a loss sooner than the smaller batch of equal cost: by the link's rate, alone and with two jobs on the devices.
+"""Where partial backpropagation reaches a loss sooner than the smaller batch of equal cost: by the link's rate, alone
+and with two jobs on the devices.
 
-Seconds of a step are measured behind real links of the rate, four devices of one thread each, both rivals in turns. Steps to the loss are those of the
-runs of the section on quality (its curves are kept in partial.json): its network and images, its seeds in pairs. Time to the loss is their product.
-Bytes are those of the workers' network devices, of a wider network, beside the plan's.
+Seconds of a step are measured behind real links of the rate, four devices of one thread each, both rivals in turns.
+Steps to the loss are those of the runs of the section on quality (its curves are kept in partial.json): its network and
+images, its seeds in pairs. Time to the loss is their product. Bytes are those of the workers' network devices, of a
+wider network, beside the plan's.
 """
 
 from __future__ import annotations
@@ -43,11 +45,25 @@ def measure(quick: bool, data_dir: pathlib.Path) -> dict[str, Any]:
         is_held = is_held and group is not None
         for key in answers.workers[0]["turns"]:
             one = over_workers([worker["turns"][key] for worker in answers.workers])
-            found[f"{link or UNLIMITED}, {key}"] = {"seconds": one.seconds, "low": one.low, "high": one.high, "sent": one.sent}
+            found[f"{link or UNLIMITED}, {key}"] = {
+                "seconds": one.seconds,
+                "low": one.low,
+                "high": one.high,
+                "sent": one.sent,
+            }
         print(f"{link or UNLIMITED}: measured", flush=True)
-    settings = {"what": "bytes", "image": image, "widths": [WIDER * width for width in widths], "rounds": 1 if quick else BYTES_ROUNDS, "steps": 4 if quick else STEPS}
+    settings = {
+        "what": "bytes",
+        "image": image,
+        "widths": [WIDER * width for width in widths],
+        "rounds": 1 if quick else BYTES_ROUNDS,
+        "steps": 4 if quick else STEPS,
+    }
     answers = run_workers("partial.worker", settings, quality.NUM_WORKERS, BYTES_LINK)
-    ways = {name: {**one, "sent": _mean_sent([worker["ways"][name] for worker in answers.workers])} for name, one in answers.workers[0]["ways"].items()}
+    ways = {
+        name: {**one, "sent": _mean_sent([worker["ways"][name] for worker in answers.workers])}
+        for name, one in answers.workers[0]["ways"].items()
+    }
     known = [one for one in others if one is not None]
     return {
         "steps": found, "smaller": smaller, "share": share if is_held else None, "others": max(known, default=None),
@@ -69,7 +85,8 @@ def smaller_batch(task: Any) -> int:
 
 
 def steps_to(curve: Sequence[Sequence[float]], loss: float) -> float | None:
-    """The step at which a curve (step, loss) first reaches a loss, between its points along a line; None if it does not."""
+    """The step at which a curve (step, loss) first reaches a loss, between its points along a line; None if it does
+    not."""
     before = None
     for step, value in curve:
         if value <= loss:
@@ -86,17 +103,27 @@ def common_loss(curves: Sequence[Sequence[Sequence[float]]]) -> float:
 
 
 def steps_by_seed(runs: Mapping[str, Sequence[Any]]) -> tuple[float, list[float], list[float]]:
-    """The stated loss, and by seed the steps to it of partial backpropagation and of the smaller batch. `runs`: by variant the curves."""
+    """The stated loss, and by seed the steps to it of partial backpropagation and of the smaller batch. `runs`: by
+    variant the curves."""
     from benchmarks.partial import quality
 
     loss = common_loss([*runs[RIVAL], *runs[quality.SMALLER]])
-    mine, rival = ([float(steps_to(curve, loss) or curve[-1][0]) for curve in runs[name]] for name in (RIVAL, quality.SMALLER))
+    mine, rival = (
+        [float(steps_to(curve, loss) or curve[-1][0]) for curve in runs[name]] for name in (RIVAL, quality.SMALLER)
+    )
     return loss, mine, rival
 
 
 def time_ratios(measured: Mapping[str, Any], steps: Mapping[str, float]) -> dict[str, dict[str, list[float]]]:
-    """Job line -> optimizer -> by link, in order, the time to the loss over the smaller batch's. `steps`: by optimizer the ratio of steps."""
-    return {how: {name: [step_ratio(measured, link, how) * ratio for link in links_of(measured)] for name, ratio in steps.items()} for how in (ALONE, SHARED)}
+    """Job line -> optimizer -> by link, in order, the time to the loss over the smaller batch's. `steps`: by optimizer
+    the ratio of steps."""
+    return {
+        how: {
+            name: [step_ratio(measured, link, how) * ratio for link in links_of(measured)]
+            for name, ratio in steps.items()
+        }
+        for how in (ALONE, SHARED)
+    }
 
 
 def step_ratio(measured: Mapping[str, Any], link: str, how: str) -> float:
@@ -111,14 +138,15 @@ def links_of(measured: Mapping[str, Any]) -> list[str]:
 
 
 def by_formula(segments: Sequence[Sequence[int]], whole: int, num_workers: int) -> float:
-    """Bytes that a mean worker sends for gradients: each of n contributors 2 (n-1)/n of a segment, and N - n hand-overs of it. `segments`: (n, bytes)
-    of each; none: all of `whole` bytes are summed by all."""
+    """Bytes that a mean worker sends for gradients: each of n contributors 2 (n-1)/n of a segment, and N - n hand-overs
+    of it. `segments`: (n, bytes) of each; none: all of `whole` bytes are summed by all."""
     rows = segments or [(num_workers, whole)]
     return sum(size * (2 * (count - 1) + num_workers - count) for count, size in rows if count) / num_workers
 
 
 def render(facts: Mapping[str, Any], kept: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
-    """The section and its pictures, of what was measured (`measure`) and of the curves that the part on quality kept."""
+    """The section and its pictures, of what was measured (`measure`) and of the curves that the part on quality
+    kept."""
     from benchmarks._common import table
     from benchmarks.partial import quality
     from benchmarks.partial.plot import draw
@@ -127,14 +155,19 @@ def render(facts: Mapping[str, Any], kept: Mapping[str, Any]) -> tuple[Any, dict
 
     curves = kept.get("quality", {}).get("facts", {})
     held = (
-        f"each held to {facts['share']:.2f} of a core, so that one that waits leaves nothing to the others" if facts["share"] is not None
+        f"each held to {facts['share']:.2f} of a core, so that one that waits leaves nothing to the others"
+        if facts["share"] is not None
         else "**not held to a share of the cores, so that one that waits leaves its core to the others**"
-    )  # fmt: skip
+    )
     lines = [
-        f"{quality.NUM_WORKERS} devices behind links of the rate: processes of one thread, {held}. The network of `{TASK}` in the section on quality, {quality.BATCH} examples "
-        f"a step, against full backpropagation with the smaller batch of equal cost, {facts['smaller']} examples. Two jobs: two processes share a device and its link, "
-        "neither waits for the other, and the depths of the second begin half the turns later; seconds until both are done. Seconds of a step: of the slowest worker, "
-        f"median of the turns; times to the loss: seconds of a step times steps to the loss, over the smaller batch's. {others_text(facts['others'])}",
+        (
+            f"{quality.NUM_WORKERS} devices behind links of the rate: processes of one thread, {held}. The network of"
+            f" `{TASK}` in the section on quality, {quality.BATCH} examples a step, against full backpropagation with"
+            f" the smaller batch of equal cost, {facts['smaller']} examples. Two jobs: two processes share a device and"
+            " its link, neither waits for the other, and the depths of the second begin half the turns later; seconds"
+            " until both are done. Seconds of a step: of the slowest worker, median of the turns; times to the loss:"
+            f" seconds of a step times steps to the loss, over the smaller batch's. {others_text(facts['others'])}"
+        ),
         "",
     ]
     steps, measured = {}, facts["steps"]
@@ -145,8 +178,9 @@ def render(facts: Mapping[str, Any], kept: Mapping[str, Any]) -> tuple[Any, dict
         steps[optimizer] = statistics.fmean(mine) / statistics.fmean(rival)
         middle, half = quality.interval([a / b for a, b in zip(mine, rival, strict=True)])
         lines.append(
-            f"- {optimizer}: a training loss of {loss:.3f}, the lowest that all runs reach, takes {statistics.fmean(mine):.0f} steps, and {statistics.fmean(rival):.0f} with "
-            f"the smaller batch: {steps[optimizer]:.3f} times as many (by seed {middle:.3f} ± {half:.3f}, 95 %)."
+            f"- {optimizer}: a training loss of {loss:.3f}, the lowest that all runs reach, takes"
+            f" {statistics.fmean(mine):.0f} steps, and {statistics.fmean(rival):.0f} with the smaller batch:"
+            f" {steps[optimizer]:.3f} times as many (by seed {middle:.3f} ± {half:.3f}, 95 %)."
         )
     ratios = time_ratios(measured, steps)
     bold = lambda ratio: f"**{ratio:.3f}**" if ratio < 1 else f"{ratio:.3f}"
@@ -155,22 +189,46 @@ def render(facts: Mapping[str, Any], kept: Mapping[str, Any]) -> tuple[Any, dict
         for how in (ALONE, SHARED):
             mine, rival = measured[f"{link}, {RIVAL}, {how}"], measured[f"{link}, {quality.SMALLER}, {how}"]
             took = lambda one: f"{1e3 * one['seconds']:.1f} ({1e3 * one['low']:.1f} to {1e3 * one['high']:.1f})"
-            rows.append([link, how, took(rival), took(mine), f"{mine['seconds'] / rival['seconds']:.3f}", *(bold(ratios[how][name][number]) for name in steps)])
-    titles = ["link", "jobs", "smaller batch, ms a step (quartiles)", "partial", "partial over smaller", *(f"time to the loss, {name}" for name in steps)]
+            rows.append(
+                [
+                    link,
+                    how,
+                    took(rival),
+                    took(mine),
+                    f"{mine['seconds'] / rival['seconds']:.3f}",
+                    *(bold(ratios[how][name][number]) for name in steps),
+                ]
+            )
+    titles = [
+        "link",
+        "jobs",
+        "smaller batch, ms a step (quartiles)",
+        "partial",
+        "partial over smaller",
+        *(f"time to the loss, {name}" for name in steps),
+    ]
     lines += ["", *table(titles, rows), ""]
     if steps:
         lines += [_region(measured, ratios), "", f"![Time to the loss by the link's rate]({PICTURE})", ""]
     goals, sent = [], []
     for name, one in facts["bytes"].items():
         off = one["sent"] / one["planned"] - 1
-        formula = "" if name == "temporal" else f"{by_formula(one['segments'], one['whole'], quality.NUM_WORKERS) / 1e6:.3f}"
+        formula = (
+            "" if name == "temporal" else f"{by_formula(one['segments'], one['whole'], quality.NUM_WORKERS) / 1e6:.3f}"
+        )
         sent.append([name, formula, f"{one['planned'] / 1e6:.3f}", f"{one['sent'] / 1e6:.3f}", f"{100 * off:+.1f} %"])
         goals.append(Goal(f"bytes of {name} off the plan's", abs(off), MOST_OFF_PLAN, True))
     lines += [
-        f"Bytes of a step, mean worker, at {BYTES_LINK}: the same network with widths x {WIDER}, {next(iter(facts['bytes'].values()))['whole'] / 1e6:.2f} MB of gradients. By the formula: of every "
-        "segment 2 (n-1)/n for each of its n contributors, and N - n hand-overs of the sum. On the wire: what left the worker's network device, headers, acknowledgements and the loss included.",
-        "", *table(["", "by the formula, MB", "planned, MB", "on the wire, MB", "wire over plan"], sent), "",
-    ]  # fmt: skip
+        (
+            f"Bytes of a step, mean worker, at {BYTES_LINK}: the same network with widths x {WIDER},"
+            f" {next(iter(facts['bytes'].values()))['whole'] / 1e6:.2f} MB of gradients. By the formula: of every"
+            " segment 2 (n-1)/n for each of its n contributors, and N - n hand-overs of the sum. On the wire: what"
+            " left the worker's network device, headers, acknowledgements and the loss included."
+        ),
+        "",
+        *table(["", "by the formula, MB", "planned, MB", "on the wire, MB", "wire over plan"], sent),
+        "",
+    ]
     picture = {PICTURE: draw(links_of(measured), ratios)} if steps else {}
     return Section("Where it pays", lines, goals), picture
 

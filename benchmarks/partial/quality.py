@@ -1,7 +1,9 @@
-"""What partial backpropagation costs in quality: networks trained at equal device time, on real images, every variant with its own learning rate.
+"""What partial backpropagation costs in quality: networks trained at equal device time, on real images, every variant
+with its own learning rate.
 
-Rivals at equal cost: full backpropagation with a smaller batch, which takes the share of the device time that partial backpropagation takes. All
-take as many steps; the full batch is shown beside them and costs more. Pairs have the same start and the same order of examples.
+Rivals at equal cost: full backpropagation with a smaller batch, which takes the share of the device time that partial
+backpropagation takes. All take as many steps; the full batch is shown beside them and costs more. Pairs have the same
+start and the same order of examples.
 """
 
 from __future__ import annotations
@@ -37,8 +39,15 @@ class Task:
     @property
     def text(self) -> str:
         height, width, channels = self.train[0].shape[1:]
-        begins = f", begun with {self.pretrained_steps} steps on the same images with their classes permuted" if self.pretrained_steps else ""
-        return f"{self.name}: {len(self.train[0])} images of {height} x {width} x {channels}, {len(self.widths)} convolutions of {self.widths}, {self.num_steps} steps{begins}"
+        begins = (
+            f", begun with {self.pretrained_steps} steps on the same images with their classes permuted"
+            if self.pretrained_steps
+            else ""
+        )
+        return (
+            f"{self.name}: {len(self.train[0])} images of {height} x {width} x {channels}, {len(self.widths)}"
+            f" convolutions of {self.widths}, {self.num_steps} steps{begins}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +67,19 @@ def tasks(quick: bool, data_dir: pathlib.Path) -> list[Task]:
     digits = load_digits(image_size=None, channels=1)
     small = lambda images: np.asarray(images, np.float32).reshape(-1, 16, 2, 16, 2, 3).mean((2, 4)) / 255 * 2 - 1
     eights = lambda images: np.asarray(images, np.float32).reshape(-1, 8, 8, 1)
-    of = lambda data, images: tuple((images(split["image"][:]), np.asarray(split["label"][:])) for split in (data.train, data.test))
+    of = lambda data, images: tuple(
+        (images(split["image"][:]), np.asarray(split["label"][:])) for split in (data.train, data.test)
+    )
     scaled = lambda images: eights(images) / 255 * 2 - 1
     steps = 30 if quick else 400
-    found = [Task("digits", *of(digits, scaled), (8, 8, 16, 16), 10, steps), Task("digits, fine-tuned", *of(digits, scaled), (8, 8, 16, 16), 10, steps // 2, steps)]
+    found = [
+        Task("digits", *of(digits, scaled), (8, 8, 16, 16), 10, steps),
+        Task("digits, fine-tuned", *of(digits, scaled), (8, 8, 16, 16), 10, steps // 2, steps),
+    ]
     if not quick:
-        found.append(Task("CIFAR-10 sample", *of(load_cifar10(data_dir), small), (12, 12, 16, 16, 24, 24, 32, 32), 10, 480))
+        found.append(
+            Task("CIFAR-10 sample", *of(load_cifar10(data_dir), small), (12, 12, 16, 16, 24, 24, 32, 32), 10, 480)
+        )
     return found
 
 
@@ -72,7 +88,10 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
     found = {}
     for task in tasks(quick, data_dir):
         for optimizer in ("adam",) if quick else ("sgd", "adam"):
-            found[task.name, optimizer] = task, _compare(task, optimizer, (1, 2) if quick else SEEDS, TUNING_SEEDS[:1] if quick else TUNING_SEEDS)
+            found[task.name, optimizer] = (
+                task,
+                _compare(task, optimizer, (1, 2) if quick else SEEDS, TUNING_SEEDS[:1] if quick else TUNING_SEEDS),
+            )
     return _report(found)
 
 
@@ -81,10 +100,14 @@ def variants() -> dict[str, Any]:
     from splitjax import PartialBackprop
 
     return {
-        "full": None, SMALLER: None, "spatial, count": PartialBackprop(), "spatial, mean": PartialBackprop(estimator="mean"),
-        "temporal": PartialBackprop(assignment="temporal"), "spatial, count, balanced": PartialBackprop(rebalance=True),
+        "full": None,
+        SMALLER: None,
+        "spatial, count": PartialBackprop(),
+        "spatial, mean": PartialBackprop(estimator="mean"),
+        "temporal": PartialBackprop(assignment="temporal"),
+        "spatial, count, balanced": PartialBackprop(rebalance=True),
         "spatial, count, warm-up": PartialBackprop(warmup_steps=40),
-    }  # fmt: skip
+    }
 
 
 class Trainer:
@@ -104,7 +127,9 @@ class Trainer:
 
         def train_step(state: Any, batch: Any) -> Any:
             def loss_fn(params: Any) -> Any:
-                return optax.softmax_cross_entropy_with_integer_labels(logits(params, batch["image"]), batch["label"]).mean()
+                return optax.softmax_cross_entropy_with_integer_labels(
+                    logits(params, batch["image"]), batch["label"]
+                ).mean()
 
             loss, grads = splitjax.value_and_grad(loss_fn)(state["params"])
             updates, opt = self.tx.update(grads, state["opt"], state["params"])
@@ -112,9 +137,13 @@ class Trainer:
 
         def evaluate(params: Any, images: Any, labels: Any) -> Any:
             found = logits(params, images)
-            return optax.softmax_cross_entropy_with_integer_labels(found, labels).mean(), jnp.mean(jnp.argmax(found, -1) == labels)
+            return optax.softmax_cross_entropy_with_integer_labels(found, labels).mean(), jnp.mean(
+                jnp.argmax(found, -1) == labels
+            )
 
-        self._decorate = lambda: splitjax.parallelize(train_step, mesh={"data": NUM_WORKERS}, rules="data_parallel", backprop=backprop)
+        self._decorate = lambda: splitjax.parallelize(
+            train_step, mesh={"data": NUM_WORKERS}, rules="data_parallel", backprop=backprop
+        )
         self.step = self._decorate()
         self.evaluate = jax.jit(evaluate)
 
@@ -147,7 +176,9 @@ class Trainer:
             rows, order = order[:BATCH][: self.batch], order[BATCH:]
             state, _ = step(state, self._batch(seed, rows, labels))
             if number % CURVE_STEPS == CURVE_STEPS - 1:
-                curve.append((number + 1, float(self.evaluate(state["params"], self.task.train[0][:1024], labels[:1024])[0])))
+                curve.append(
+                    (number + 1, float(self.evaluate(state["params"], self.task.train[0][:1024], labels[:1024])[0]))
+                )
         loss, _ = self.evaluate(state["params"], self.task.train[0], labels)
         accuracy = self.evaluate(state["params"], *self.task.test)[1]
         return Run(float(loss), float(accuracy), tuple(curve)), state["params"]
@@ -162,7 +193,9 @@ def network(task: Task) -> Callable[[Any, Any], Any]:
         x = images
         for k in range(len(task.widths)):
             stride = 1 + k % 2
-            x = jax.lax.conv_general_dilated(x, params[f"conv{k}"]["w"], (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            x = jax.lax.conv_general_dilated(
+                x, params[f"conv{k}"]["w"], (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
             x = jax.nn.relu(x + params[f"conv{k}"]["b"])
         return jnp.mean(x, (1, 2)) @ params["dense"]["w"] + params["dense"]["b"]
 
@@ -175,9 +208,15 @@ def start(task: Task, seed: int) -> Any:
 
     random, params, channels = np.random.RandomState(1000 + seed), {}, task.train[0].shape[-1]
     for k, width in enumerate(task.widths):
-        params[f"conv{k}"] = {"w": (random.randn(3, 3, channels, width) * math.sqrt(2 / (9 * channels))).astype(np.float32), "b": np.zeros(width, np.float32)}
+        params[f"conv{k}"] = {
+            "w": (random.randn(3, 3, channels, width) * math.sqrt(2 / (9 * channels))).astype(np.float32),
+            "b": np.zeros(width, np.float32),
+        }
         channels = width
-    params["dense"] = {"w": (random.randn(channels, task.num_classes) / math.sqrt(channels)).astype(np.float32), "b": np.zeros(task.num_classes, np.float32)}
+    params["dense"] = {
+        "w": (random.randn(channels, task.num_classes) / math.sqrt(channels)).astype(np.float32),
+        "b": np.zeros(task.num_classes, np.float32),
+    }
     return params
 
 
@@ -199,12 +238,20 @@ def _compare(task: Task, optimizer: str, seeds: Sequence[int], tuning: Sequence[
     for name, backprop in variants().items():
         began = time.perf_counter()
         trainer = Trainer(task, optimizer, backprop, smaller if name == SMALLER else BATCH)
-        tuned = {rate: statistics.fmean(_fresh(trainer).run(starts[seed], rate, seed, task.num_steps)[0].train_loss for seed in tuning) for rate in RATES[optimizer]}
+        tuned = {
+            rate: statistics.fmean(
+                _fresh(trainer).run(starts[seed], rate, seed, task.num_steps)[0].train_loss for seed in tuning
+            )
+            for rate in RATES[optimizer]
+        }
         rate = min(tuned, key=lambda one: tuned[one] if math.isfinite(tuned[one]) else math.inf)
         runs = [_fresh(trainer).run(starts[seed], rate, seed, task.num_steps)[0] for seed in seeds]
         found[name] = {"cost": trainer.cost(starts[seeds[0]]), "rate": rate, "tuned": tuned, "runs": runs}
         losses = statistics.fmean(run.train_loss for run in runs)
-        print(f"{task.name}, {optimizer}, {name}: loss {losses:.4f}, rate {rate:g}, {time.perf_counter() - began:.0f} s", flush=True)
+        print(
+            f"{task.name}, {optimizer}, {name}: loss {losses:.4f}, rate {rate:g}, {time.perf_counter() - began:.0f} s",
+            flush=True,
+        )
     return found
 
 
@@ -234,9 +281,13 @@ def _report(found: dict[tuple[str, str], tuple[Task, dict[str, Any]]]) -> Any:
     from benchmarks.splitbrain.common import Goal, Section
 
     lines = [
-        f"{NUM_WORKERS} workers, batches of {BATCH} examples; every variant takes as many steps. Cost: predicted device time over that of full backpropagation with the "
-        f"whole batch. The learning rate is the best of {len(RATES['sgd'])} by the training loss on {len(TUNING_SEEDS)} other seeds. Training loss: over all training "
-        "images at the end; differences to the smaller batch are paired by seed, with 95 % intervals. Images of CIFAR-10 are averaged over 2 x 2 pixels.",
+        (
+            f"{NUM_WORKERS} workers, batches of {BATCH} examples; every variant takes as many steps. Cost: predicted"
+            " device time over that of full backpropagation with the whole batch. The learning rate is the best of"
+            f" {len(RATES['sgd'])} by the training loss on {len(TUNING_SEEDS)} other seeds. Training loss: over all"
+            " training images at the end; differences to the smaller batch are paired by seed, with 95 % intervals."
+            " Images of CIFAR-10 are averaged over 2 x 2 pixels."
+        ),
         "",
     ]
     goals = []
@@ -245,19 +296,53 @@ def _report(found: dict[tuple[str, str], tuple[Task, dict[str, Any]]]) -> Any:
         base, rows = results[SMALLER]["runs"], []
         for variant, one in results.items():
             runs = one["runs"]
-            loss, loss_half = interval([run.train_loss - other.train_loss for run, other in zip(runs, base, strict=True)])
-            better, better_half = interval([100 * (run.accuracy - other.accuracy) for run, other in zip(runs, base, strict=True)])
+            loss, loss_half = interval(
+                [run.train_loss - other.train_loss for run, other in zip(runs, base, strict=True)]
+            )
+            better, better_half = interval(
+                [100 * (run.accuracy - other.accuracy) for run, other in zip(runs, base, strict=True)]
+            )
             same = variant == SMALLER
-            rows.append([
-                variant, f"{one['cost']:.3f}", f"{one['rate']:g}", f"{statistics.fmean(run.train_loss for run in runs):.4f}",
-                "" if same else f"{loss:+.4f} ± {loss_half:.4f}", f"{100 * statistics.fmean(run.accuracy for run in runs):.2f} %",
-                "" if same else f"{better:+.2f} ± {better_half:.2f}",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    variant,
+                    f"{one['cost']:.3f}",
+                    f"{one['rate']:g}",
+                    f"{statistics.fmean(run.train_loss for run in runs):.4f}",
+                    "" if same else f"{loss:+.4f} ± {loss_half:.4f}",
+                    f"{100 * statistics.fmean(run.accuracy for run in runs):.2f} %",
+                    "" if same else f"{better:+.2f} ± {better_half:.2f}",
+                ]
+            )
             if variant == "spatial, count":
-                goals.append(Goal(f"{name}, {optimizer}: training loss of count above the smaller batch's", loss, CLOSE[optimizer], True, ".4f"))
-        lines += [*table(["variant", "cost", "rate", "training loss", "against the smaller batch", "test accuracy", "against, points"], rows), ""]
+                goals.append(
+                    Goal(
+                        f"{name}, {optimizer}: training loss of count above the smaller batch's",
+                        loss,
+                        CLOSE[optimizer],
+                        True,
+                        ".4f",
+                    )
+                )
+        lines += [
+            *table(
+                [
+                    "variant",
+                    "cost",
+                    "rate",
+                    "training loss",
+                    "against the smaller batch",
+                    "test accuracy",
+                    "against, points",
+                ],
+                rows,
+            ),
+            "",
+        ]
     curves = {
-        f"{name}, {optimizer}": {variant: [list(map(list, run.curve)) for run in one["runs"]] for variant, one in results.items()}
+        f"{name}, {optimizer}": {
+            variant: [list(map(list, run.curve)) for run in one["runs"]] for variant, one in results.items()
+        }
         for (name, optimizer), (_, results) in found.items()
     }
     return Section("Quality at equal cost", lines, goals), curves

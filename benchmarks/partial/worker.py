@@ -1,4 +1,5 @@
-"""A worker process of the benchmark of where partial backpropagation pays, which starts it: steps of its rivals in turns, or the bytes that they send."""
+"""A worker process of the benchmark of where partial backpropagation pays, which starts it: steps of its rivals in
+turns, or the bytes that they send."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ _WARM_STEPS = 4  # meets every depth
 
 
 def _steps(settings: dict[str, Any]) -> None:
-    """Both rivals, alone and with a second job on the devices. Both jobs go on by themselves: none waits for the other."""
+    """Both rivals, alone and with a second job on the devices. Both jobs go on by themselves: none waits for the
+    other."""
     from benchmarks.partial.device import Device, SecondJob
     from benchmarks.sparse.launch import Team
 
@@ -40,7 +42,9 @@ def _steps(settings: dict[str, Any]) -> None:
     for number in range(settings["rounds"]):
         for key in _rotated(list(runs), number):
             one = team.turn(lambda _, key=key: runs[key](settings["steps"]), 1)
-            turns[key].append({name: None if value is None else value / settings["steps"] for name, value in one.items()})
+            turns[key].append(
+                {name: None if value is None else value / settings["steps"] for name, value in one.items()}
+            )
     team.finish({"turns": {", ".join(key): found for key, found in turns.items()}})
     second.close()
 
@@ -73,14 +77,20 @@ def _bytes(settings: dict[str, Any]) -> None:
         job = _Job(settings, backprop, quality.BATCH, 0)
         job.steps(_WARM_STEPS)
         team.say(f"{name}: compiled")
-        found[name] = {"turns": [team.turn(lambda _, job=job: job.steps(1), settings["steps"]) for _ in range(settings["rounds"])], **job.planned()}
+        found[name] = {
+            "turns": [team.turn(lambda _, job=job: job.steps(1), settings["steps"]) for _ in range(settings["rounds"])],
+            **job.planned(),
+        }
     team.finish({"ways": found})
 
 
 def _rivals(settings: dict[str, Any], turn: int) -> dict[str, _Job]:
     from benchmarks.partial import quality
 
-    return {quality.SMALLER: _Job(settings, None, settings["smaller"], turn), RIVAL: _Job(settings, quality.variants()[RIVAL], quality.BATCH, turn)}
+    return {
+        quality.SMALLER: _Job(settings, None, settings["smaller"], turn),
+        RIVAL: _Job(settings, quality.variants()[RIVAL], quality.BATCH, turn),
+    }
 
 
 def _rotated(keys: list[Any], by: int) -> list[Any]:
@@ -118,7 +128,11 @@ class _Job:
         plan = self.step.plan(self.state, self.batch)
         sent = sum(one.bytes for one in plan.collectives if one.why.startswith("gradient of"))
         segments = [] if plan.partial is None else [[one.contributors, one.num_bytes] for one in plan.partial.segments]
-        return {"planned": sent, "segments": segments, "whole": sum(leaf.bytes_per_device for leaf in plan.leaves if leaf.role == "param")}
+        return {
+            "planned": sent,
+            "segments": segments,
+            "whole": sum(leaf.bytes_per_device for leaf in plan.leaves if leaf.role == "param"),
+        }
 
 
 if __name__ == "__main__":

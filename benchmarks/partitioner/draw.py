@@ -1,8 +1,9 @@
-"""What a drawn program is: an operation of some family with its inputs, a wrapper around it, a mesh and a layout for every input.
+"""What a drawn program is: an operation of some family with its inputs, a wrapper around it, a mesh and a layout for
+every input.
 
-A `Draw` is data: `draw(seed, number)` gives the same one in every process, and it goes through JSON, so that a worker that dies can be asked for the
-same program again and a shrunk one can be kept. `step_of` turns it into a small training step (state = weights, batch = data) that serves a `jax.jit`
-by hand, `splitjax.parallelize` and one device alike.
+A `Draw` is data: `draw(seed, number)` gives the same one in every process, and it goes through JSON, so that a worker
+that dies can be asked for the same program again and a shrunk one can be kept. `step_of` turns it into a small training
+step (state = weights, batch = data) that serves a `jax.jit` by hand, `splitjax.parallelize` and one device alike.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ Mesh = tuple[tuple[str, int], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """An operand of a drawn operation. `role`: "data" (dim 0 holds the examples), "weight" or "other" (whole everywhere). `values`: what `values_of`
-    fills it with: "normal", "positive", "unit" (-0.9 to 0.9), "above" (1.1 to 3), "matrix" (well conditioned), "spd", "below:N" (integers),
-    "around:N" (integers, some of them outside 0 to N), "distinct:N" (no integer twice), "bool", "bits", "key" (raw keys: the last dim is 2, and stays whole) or "distinct" (floats, no ties)."""
+    """An operand of a drawn operation. `role`: "data" (dim 0 holds the examples), "weight" or "other" (whole
+    everywhere). `values`: what `values_of` fills it with: "normal", "positive", "unit" (-0.9 to 0.9), "above" (1.1 to
+    3), "matrix" (well conditioned), "spd", "below:N" (integers), "around:N" (integers, some of them outside 0 to N),
+    "distinct:N" (no integer twice), "bool", "bits", "key" (raw keys: the last dim is 2, and stays whole) or "distinct"
+    (floats, no ties)."""
 
     shape: tuple[int, ...]
     role: str = "data"
@@ -49,8 +52,9 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A kind of operation. `draw` picks parameters (JSON values), `build` makes the `Case` of them, `simplest` holds the values that shrinking tries
-    first, `wrappers` names those that its operations cannot stand in, `share` is how often it is drawn."""
+    """A kind of operation. `draw` picks parameters (JSON values), `build` makes the `Case` of them, `simplest` holds
+    the values that shrinking tries first, `wrappers` names those that its operations cannot stand in, `share` is how
+    often it is drawn."""
 
     name: str
     draw: Callable[[Dice], dict[str, Any]]
@@ -84,11 +88,12 @@ class Dice(random.Random):
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """A program. `params`: pairs, sorted by name; `layouts`: one for each input; `pinned`: whether gradients are to have the layout of what they are
-    taken for; `reuse`: "once", "result" (results are used a second time), "operand" (the operation runs a second time on the same weights) or "fixed" (it
-    runs a second time without a derivative, of which some operations have another form); `boundary`: whether the step calls `splitjax.value_and_grad` under splitjax, or JAX's; `rules`: under splitjax,
-    "own/all" or "own/data" for a rule set that gives the drawn layouts to weights and spreads the examples over all axes or `data`, or the name of a
-    shipped one."""
+    """A program. `params`: pairs, sorted by name; `layouts`: one for each input; `pinned`: whether gradients are to
+    have the layout of what they are taken for; `reuse`: "once", "result" (results are used a second time), "operand"
+    (the operation runs a second time on the same weights) or "fixed" (it runs a second time without a derivative, of
+    which some operations have another form); `boundary`: whether the step calls `splitjax.value_and_grad` under
+    splitjax, or JAX's; `rules`: under splitjax, "own/all" or "own/data" for a rule set that gives the drawn layouts to
+    weights and spreads the examples over all axes or `data`, or the name of a shipped one."""
 
     seed: str
     number: int
@@ -179,11 +184,14 @@ def _spd(source: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def step_of(draw: Draw, case: Case, value_and_grad: Callable[..., Any] = jax.value_and_grad) -> Callable[..., Any]:
-    """The training step of a draw: `step(state, batch, others) -> (new state, results)`, with the weights `w0`, `w1`, ... in `state` and the data
-    `x0`, ... in `batch`. A weight becomes itself less its gradient; `results` has the loss, what the operation returned, and the gradients of the
-    floating-point data. `others` are the inputs that every device has whole."""
+    """The training step of a draw: `step(state, batch, others) -> (new state, results)`, with the weights `w0`, `w1`,
+    ... in `state` and the data `x0`, ... in `batch`. A weight becomes itself less its gradient; `results` has the loss,
+    what the operation returned, and the gradients of the floating-point data. `others` are the inputs that every device
+    has whole."""
 
-    def step(state: dict[str, Any], batch: dict[str, Any], others: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def step(
+        state: dict[str, Any], batch: dict[str, Any], others: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         floating = {name: value for name, value in batch.items() if jnp.issubdtype(value.dtype, jnp.floating)}
         fixed = {name: value for name, value in batch.items() if name not in floating}
 
@@ -193,7 +201,9 @@ def step_of(draw: Draw, case: Case, value_and_grad: Callable[..., Any] = jax.val
             results = case.run(*values)
             loss = _loss(results, draw)
             if draw.reuse == "operand":
-                again = [value * 0.5 if name in data else value for name, value in zip(names_of(case), values, strict=True)]
+                again = [
+                    value * 0.5 if name in data else value for name, value in zip(names_of(case), values, strict=True)
+                ]
                 loss = loss + _loss(case.run(*again), draw)
             if draw.reuse == "fixed":
                 results = (results, case.run(*[jax.lax.stop_gradient(value) for value in values]))

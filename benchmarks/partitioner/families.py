@@ -25,7 +25,8 @@ def families() -> dict[str, Family]:
 
 
 def draw(seed: str, number: int, only: str = "") -> Draw:
-    """The program of this seed and number, of one family if `only` names it. Parameters that do not fit each other are drawn again."""
+    """The program of this seed and number, of one family if `only` names it. Parameters that do not fit each other are
+    drawn again."""
     known = [family for family in families().values() if family.name == only or not only]
     dice = Dice(f"{seed}:{number}")
     mesh = mesh_of(number)
@@ -34,9 +35,18 @@ def draw(seed: str, number: int, only: str = "") -> Draw:
         params = tuple(sorted(family.draw(dice).items()))
         wrapper = dice.pick(*[name for name in SHARES if name not in family.without])
         chosen = Draw(
-            seed, number, family.name, params, wrapper, dice.pick("once", "once", "result", "operand", "fixed"), dice.pick(*family.dtypes), mesh, (),
-            dice.chance(0.5), dice.chance(0.5),
-        )  # fmt: skip
+            seed,
+            number,
+            family.name,
+            params,
+            wrapper,
+            dice.pick("once", "once", "result", "operand", "fixed"),
+            dice.pick(*family.dtypes),
+            mesh,
+            (),
+            dice.chance(0.5),
+            dice.chance(0.5),
+        )
         try:
             case = case_of(chosen, families())
         except ValueError:

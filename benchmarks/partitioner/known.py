@@ -13,7 +13,8 @@ from benchmarks.partitioner.run import Outcome
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """`name`: what the page calls it; `covers`: whether an outcome is of this kind; `row`: the name of its row in `splitjax.partitioner.DEFECTS`."""
+    """`name`: what the page calls it; `covers`: whether an outcome is of this kind; `row`: the name of its row in
+    `splitjax.partitioner.DEFECTS`."""
 
     name: str
     covers: Callable[[Draw, Outcome], bool]
@@ -22,7 +23,11 @@ class Kind:
 
 def _convolves(draw: Draw, outcome: Outcome) -> bool:
     layers = draw.settings.get("layers", ())
-    return draw.family == "conv" or "conv_general_dilated" in outcome.primitives or any("conv" in layer or "depthwise" in layer for layer in layers)
+    return (
+        draw.family == "conv"
+        or "conv_general_dilated" in outcome.primitives
+        or any("conv" in layer or "depthwise" in layer for layer in layers)
+    )
 
 
 def _has(draw: Draw, key: str, least: int = 2) -> bool:
@@ -37,20 +42,75 @@ def _reversed(draw: Draw) -> bool:
 
 
 KINDS = (
-    Kind("reduction that the backend's all-reduce has not", lambda draw, outcome: "Unsupported reduction computation" in outcome.message, row="reduction-without-collective"),
-    Kind("high half of an integer product", lambda draw, outcome: "mulhi" in outcome.primitives and "MHLO" in outcome.message, row="high-half-of-product"),
-    Kind("Fourier transform", lambda draw, outcome: "fft" in outcome.primitives or draw.family == "fft", row="fourier-transform"),
-    Kind("result whose parts are uneven (JAX cannot put them together)", lambda draw, outcome: "could not broadcast input array" in outcome.message),
-    Kind("convolution: the compiler dies", lambda draw, outcome: _convolves(draw, outcome) and outcome.status == "crash", row="convolution"),
-    Kind("transposed convolution", lambda draw, outcome: _convolves(draw, outcome) and _has(draw, "lhs_dilation"), row="convolution"),
-    Kind("convolution with feature groups", lambda draw, outcome: _convolves(draw, outcome) and (_has(draw, "groups") or draw.family == "chain"), row="grouped-convolution"),
-    Kind("convolution with batch groups", lambda draw, outcome: _convolves(draw, outcome) and _has(draw, "batch_groups"), row="grouped-convolution"),
+    Kind(
+        "reduction that the backend's all-reduce has not",
+        lambda draw, outcome: "Unsupported reduction computation" in outcome.message,
+        row="reduction-without-collective",
+    ),
+    Kind(
+        "high half of an integer product",
+        lambda draw, outcome: "mulhi" in outcome.primitives and "MHLO" in outcome.message,
+        row="high-half-of-product",
+    ),
+    Kind(
+        "Fourier transform",
+        lambda draw, outcome: "fft" in outcome.primitives or draw.family == "fft",
+        row="fourier-transform",
+    ),
+    Kind(
+        "result whose parts are uneven (JAX cannot put them together)",
+        lambda draw, outcome: "could not broadcast input array" in outcome.message,
+    ),
+    Kind(
+        "convolution: the compiler dies",
+        lambda draw, outcome: _convolves(draw, outcome) and outcome.status == "crash",
+        row="convolution",
+    ),
+    Kind(
+        "transposed convolution",
+        lambda draw, outcome: _convolves(draw, outcome) and _has(draw, "lhs_dilation"),
+        row="convolution",
+    ),
+    Kind(
+        "convolution with feature groups",
+        lambda draw, outcome: _convolves(draw, outcome) and (_has(draw, "groups") or draw.family == "chain"),
+        row="grouped-convolution",
+    ),
+    Kind(
+        "convolution with batch groups",
+        lambda draw, outcome: _convolves(draw, outcome) and _has(draw, "batch_groups"),
+        row="grouped-convolution",
+    ),
     Kind("convolution: other", lambda draw, outcome: _convolves(draw, outcome), row="convolution"),
-    Kind("scatter with an uneven split of its updates", lambda draw, outcome: draw.settings.get("form") == "dlrm", row="unevenly-split-indices"),
-    Kind("gradient with a layout of two axes in reverse order", lambda draw, outcome: draw.family in ("attention", "dot", "experts", "recurrent", "ragged_dot") and _reversed(draw), row="axes-out-of-mesh-order"),
-    Kind("update of one element beyond the end", lambda draw, outcome: draw.family == "slice" and "dynamic" in str(draw.settings["form"]) + " ".join(outcome.primitives), row="start-index-out-of-range"),
-    Kind("strided slice of one element", lambda draw, outcome: draw.family == "slice" and _has(draw, "stride", 3), row="strided-slice-of-one-element"),
-    Kind("pad with a negative edge between interior padding", lambda draw, outcome: draw.settings.get("form") == "pad" and _has(draw, "interior", 1), row="dilated-pad-with-negative-edge"),
+    Kind(
+        "scatter with an uneven split of its updates",
+        lambda draw, outcome: draw.settings.get("form") == "dlrm",
+        row="unevenly-split-indices",
+    ),
+    Kind(
+        "gradient with a layout of two axes in reverse order",
+        lambda draw, outcome: (
+            draw.family in ("attention", "dot", "experts", "recurrent", "ragged_dot") and _reversed(draw)
+        ),
+        row="axes-out-of-mesh-order",
+    ),
+    Kind(
+        "update of one element beyond the end",
+        lambda draw, outcome: (
+            draw.family == "slice" and "dynamic" in str(draw.settings["form"]) + " ".join(outcome.primitives)
+        ),
+        row="start-index-out-of-range",
+    ),
+    Kind(
+        "strided slice of one element",
+        lambda draw, outcome: draw.family == "slice" and _has(draw, "stride", 3),
+        row="strided-slice-of-one-element",
+    ),
+    Kind(
+        "pad with a negative edge between interior padding",
+        lambda draw, outcome: draw.settings.get("form") == "pad" and _has(draw, "interior", 1),
+        row="dilated-pad-with-negative-edge",
+    ),
 )
 
 

@@ -27,7 +27,8 @@ def mesh_of(number: int) -> Mesh:
 
 
 def draw_layouts(dice: Dice, mesh: Mesh, case: Case) -> tuple[Layout, ...]:
-    """A layout for every input. In most draws at least one axis splits nothing, so that what is computed is the same along it."""
+    """A layout for every input. In most draws at least one axis splits nothing, so that what is computed is the same
+    along it."""
     axes = [axis for axis, size in mesh if size > 1]
     if len(axes) > 1 and dice.chance(0.65):
         keep = dice.randint(1, len(axes) - 1)

@@ -1,14 +1,15 @@
 """Which operations XLA's partitioner computes wrongly: drawn programs on a mesh against one device.
 
-    python -m benchmarks partitioner --programs 10000                      by hand, with Shardy and with GSPMD, on this interpreter's JAX
+    python -m benchmarks partitioner --programs 10000   by hand, with Shardy and with GSPMD, on this interpreter's JAX
     python -m benchmarks partitioner --way splitjax --programs 10000       under splitjax.parallelize
     python -m benchmarks partitioner --quick                               a few dozens, printed only
     python -m benchmarks partitioner --program SEED:NUMBER                 one program, in full
     python -m benchmarks partitioner --page                                the page anew, from what is kept of all runs
 
-A program is a small training step around one operation (or a chain of layers): its forward values, and gradients for weights and data. By hand it is a
-`jax.jit` with a `NamedSharding` on every argument. What a run has done is kept in `--work`, line by line, so that a run that was ended goes on where it
-was. Programs that are wrong, or kill the compiler, are shrunk to their least form.
+A program is a small training step around one operation (or a chain of layers): its forward values, and gradients for
+weights and data. By hand it is a `jax.jit` with a `NamedSharding` on every argument. What a run has done is kept in
+`--work`, line by line, so that a run that was ended goes on where it was. Programs that are wrong, or kill the
+compiler, are shrunk to their least form.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ WORK = pathlib.Path(tempfile.gettempdir()) / "splitjax-partitioner"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs what the options say; returns 1 where a program by hand is wrong in a way that is not known, or any under splitjax."""
+    """Runs what the options say; returns 1 where a program by hand is wrong in a way that is not known, or any under
+    splitjax."""
     workers.environment()
     options = _options(argv)
     if options.program:
@@ -60,17 +62,35 @@ def main(argv: list[str] | None = None) -> int:
                 program = draw(options.seed, outcome.number, options.only)
                 pairs.append((program, outcome))
                 if outcome.status in pages.BAD and not outcome.kept:
-                    print(f"{options.seed}:{outcome.number}  {kind_of(program, outcome)}  {outcome.status}  {outcome.message}{outcome.wrong[:2] or ''}", flush=True)
+                    print(
+                        f"{options.seed}:{outcome.number}  {kind_of(program, outcome)}  {outcome.status} "
+                        f" {outcome.message}{outcome.wrong[:2] or ''}",
+                        flush=True,
+                    )
             least = least_forms(settings, pairs, path.with_suffix(".least.json"))
-            run = pages.summary(jax.__version__, settings.partitioner, settings.way, options.seed, _header(settings, options), pairs, least)
+            run = pages.summary(
+                jax.__version__,
+                settings.partitioner,
+                settings.way,
+                options.seed,
+                _header(settings, options),
+                pairs,
+                least,
+            )
         print(f"jax {run.jax}, {run.partitioner}, {run.way}: {run.num_programs} programs, {run.statuses}")
-        new += sum(entry["programs"] for kind, entry in run.findings.items() if kind.startswith("new") or settings.way == "splitjax")
+        new += sum(
+            entry["programs"]
+            for kind, entry in run.findings.items()
+            if kind.startswith("new") or settings.way == "splitjax"
+        )
         if not (options.quick or options.only):
             print("wrote", pages.store(run, options.output), pages.write(options.output))
     return 1 if new else 0
 
 
-def least_forms(settings: workers.Settings, pairs: Sequence[tuple[Draw, Outcome]], path: pathlib.Path) -> dict[str, list[dict[str, str]]]:
+def least_forms(
+    settings: workers.Settings, pairs: Sequence[tuple[Draw, Outcome]], path: pathlib.Path
+) -> dict[str, list[dict[str, str]]]:
     """Of every kind of mismatch the least forms of its first programs, kept in a file as shrinking takes minutes."""
     kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     worker = workers.Worker(settings)
@@ -95,12 +115,18 @@ def least_forms(settings: workers.Settings, pairs: Sequence[tuple[Draw, Outcome]
 def _header(settings: workers.Settings, options: argparse.Namespace) -> str:
     from benchmarks import machine
 
-    command = f"python -m benchmarks partitioner --way {settings.way} --partitioner {settings.partitioner} --programs {options.programs} --seed {options.seed}"
+    command = (
+        f"python -m benchmarks partitioner --way {settings.way} --partitioner {settings.partitioner} --programs"
+        f" {options.programs} --seed {options.seed}"
+    )
     return machine.header(machine.this_machine(), command)
 
 
-def run_kept(settings: workers.Settings, seed: str, numbers: Sequence[int], path: pathlib.Path, only: str = "") -> Iterator[Outcome]:
-    """Runs those of the numbers that the file at `path` does not have, appends them to it, and gives the outcomes of all; `kept` says which were there."""
+def run_kept(
+    settings: workers.Settings, seed: str, numbers: Sequence[int], path: pathlib.Path, only: str = ""
+) -> Iterator[Outcome]:
+    """Runs those of the numbers that the file at `path` does not have, appends them to it, and gives the outcomes of
+    all; `kept` says which were there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     done = {outcome.number: outcome for outcome in read_kept(path)}
     worker = workers.Worker(settings)
@@ -115,7 +141,9 @@ def run_kept(settings: workers.Settings, seed: str, numbers: Sequence[int], path
             seconds = time.monotonic() - began
             with path.open("a", encoding="utf-8") as file:
                 for outcome in outcomes:
-                    file.write(json.dumps({**dataclasses.asdict(outcome), "seconds": round(seconds / len(outcomes), 3)}) + "\n")
+                    file.write(
+                        json.dumps({**dataclasses.asdict(outcome), "seconds": round(seconds / len(outcomes), 3)}) + "\n"
+                    )
             yield from outcomes
     finally:
         worker.close()
@@ -130,7 +158,16 @@ def read_kept(path: pathlib.Path) -> list[Outcome]:
         except json.JSONDecodeError:
             continue
         fields = {name: value for name, value in fields.items() if name not in ("seconds", "kept")}
-        outcomes.append(Outcome(**{**fields, "kept": True, "wrong": tuple((leaf, error) for leaf, error in fields["wrong"]), "primitives": tuple(fields["primitives"])}))
+        outcomes.append(
+            Outcome(
+                **{
+                    **fields,
+                    "kept": True,
+                    "wrong": tuple((leaf, error) for leaf, error in fields["wrong"]),
+                    "primitives": tuple(fields["primitives"]),
+                }
+            )
+        )
     return outcomes
 
 
@@ -141,10 +178,16 @@ def _one(options: argparse.Namespace) -> int:
     for settings in _settings(options):
         worker = workers.Worker(settings)
         outcome = run_one(worker, program)
-        print(f"{settings.way}, {settings.partitioner}, jax {jax.__version__}: {outcome.status} {outcome.message} {outcome.wrong}\n{program}")
+        print(
+            f"{settings.way}, {settings.partitioner}, jax {jax.__version__}: {outcome.status} {outcome.message}"
+            f" {outcome.wrong}\n{program}"
+        )
         if outcome.status not in ("right", "invalid", "refused"):
             failed = 1
-            least = shrink(program, lambda candidate, worker=worker, outcome=outcome: same_kind(run_one(worker, candidate), outcome))
+            least = shrink(
+                program,
+                lambda candidate, worker=worker, outcome=outcome: same_kind(run_one(worker, candidate), outcome),
+            )
             print(f"least form: {run_one(worker, least)}\n{least}")
         worker.close()
     return failed
@@ -157,7 +200,9 @@ def _settings(options: argparse.Namespace) -> list[workers.Settings]:
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("partitioner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "partitioner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--programs", type=int, default=10_000, help="how many for each partitioner and way")
     parser.add_argument("--seed", default=SEED)
     parser.add_argument("--way", choices=("hand", "splitjax", "both"), default="hand")
@@ -166,7 +211,9 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="64 programs, printed only")
     parser.add_argument("--program", metavar="SEED:NUMBER", help="one program, shrunk if it is wrong")
     parser.add_argument("--page", action="store_true", help="write the page anew, and run nothing")
-    parser.add_argument("--output", type=pathlib.Path, default=RESULTS, help="folder of the page and of what it is made from")
+    parser.add_argument(
+        "--output", type=pathlib.Path, default=RESULTS, help="folder of the page and of what it is made from"
+    )
     parser.add_argument("--work", type=pathlib.Path, default=WORK, help="folder of what is done already")
     return parser.parse_args(argv)
 

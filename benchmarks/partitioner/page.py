@@ -24,8 +24,8 @@ _WAYS = {"hand": "by hand", "splitjax": "under splitjax"}
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run of many programs came to. `findings`: per kind of defect how many programs, the largest relative error, up to a few of their numbers,
-    and least forms with their outcome."""
+    """What a run of many programs came to. `findings`: per kind of defect how many programs, the largest relative
+    error, up to a few of their numbers, and least forms with their outcome."""
 
     jax: str
     partitioner: str
@@ -47,7 +47,15 @@ class Run:
         return sum(count for status, count in self.statuses.items() if status != "invalid")
 
 
-def summary(jax: str, partitioner: str, way: str, seed: str, header: str, pairs: Sequence[tuple[Draw, Outcome]], least: Mapping[str, Any]) -> Run:
+def summary(
+    jax: str,
+    partitioner: str,
+    way: str,
+    seed: str,
+    header: str,
+    pairs: Sequence[tuple[Draw, Outcome]],
+    least: Mapping[str, Any],
+) -> Run:
     """The summary of a run. `least`: by kind, least forms as `{"draw": ..., "outcome": ...}` texts."""
     statuses: collections.Counter[str] = collections.Counter()
     by_family: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
@@ -65,7 +73,9 @@ def summary(jax: str, partitioner: str, way: str, seed: str, header: str, pairs:
         layout["partly replicated"] += draw.is_partly_replicated
         layout[outcome.status] += 1
         if outcome.status in BAD:
-            entry = found.setdefault(kind_of(draw, outcome), {"programs": 0, "statuses": {}, "error": 0.0, "examples": [], "messages": []})
+            entry = found.setdefault(
+                kind_of(draw, outcome), {"programs": 0, "statuses": {}, "error": 0.0, "examples": [], "messages": []}
+            )
             entry["programs"] += 1
             entry["statuses"][outcome.status] = entry["statuses"].get(outcome.status, 0) + 1
             finite = [error for _, error in outcome.wrong if error < 1e300]
@@ -76,7 +86,18 @@ def summary(jax: str, partitioner: str, way: str, seed: str, header: str, pairs:
     for kind, entry in found.items():
         entry["least"] = least.get(kind, [])
     plain = lambda counters: {name: dict(counter) for name, counter in sorted(counters.items())}
-    return Run(jax, partitioner, way, seed, header, dict(statuses), plain(by_family), dict(sorted(primitives.items())), plain(layouts), found)
+    return Run(
+        jax,
+        partitioner,
+        way,
+        seed,
+        header,
+        dict(statuses),
+        plain(by_family),
+        dict(sorted(primitives.items())),
+        plain(layouts),
+        found,
+    )
 
 
 def layout_of(draw: Draw, way: str) -> str:
@@ -96,7 +117,10 @@ def store(run: Run, folder: pathlib.Path = RESULTS) -> pathlib.Path:
     runs = {kept.key: kept for kept in load(folder)} | {run.key: run}
     path = folder / STORE
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(dataclasses.asdict(kept), sort_keys=True)}" for key, kept in sorted(runs.items()))
+    lines = ",\n".join(
+        f"{json.dumps(key)}: {json.dumps(dataclasses.asdict(kept), sort_keys=True)}"
+        for key, kept in sorted(runs.items())
+    )
     path.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
     return path
 
@@ -116,24 +140,71 @@ def page(runs: Sequence[Run]) -> list[str]:
     """The lines of the page."""
     runs = sorted(runs, key=lambda run: (run.way, run.jax, run.partitioner))
     return [
-        "# What XLA's SPMD partitioner computes wrongly", "",
-        "A program is a small training step around one operation or a chain of layers, with drawn shapes, strides, dilations, paddings, groups and index modes, standing alone or in a scan, remat, a vmap, a "
-        "branch or custom derivatives, with a drawn layout for every input. Its forward values and its gradients for weights and data on a mesh of virtual devices are compared with those of one device, in "
-        "float64 to 1e-8 of the largest value (some in float32 and bfloat16, to their rounding; integers exactly). What differs among many programs in one compile is run again alone, which decides. A program "
-        "that kills the compiler is found by halving.", "",
-        "Any program can be had again: `python -m benchmarks partitioner --program SEED:NUMBER`.", "",
-        *_overview(runs), "", *_defects(runs), "", *_findings(runs), "", *_families(runs), "", *_layouts(runs), "", *_primitives(runs), "",
-        "## Runs", "", *[line for run in runs for line in (f"### jax {run.jax}, {run.partitioner}, {_WAYS[run.way]}", "", run.header.rstrip(), "")],
-    ]  # fmt: skip
+        "# What XLA's SPMD partitioner computes wrongly",
+        "",
+        (
+            "A program is a small training step around one operation or a chain of layers, with drawn shapes, strides,"
+            " dilations, paddings, groups and index modes, standing alone or in a scan, remat, a vmap, a branch or"
+            " custom derivatives, with a drawn layout for every input. Its forward values and its gradients for weights"
+            " and data on a mesh of virtual devices are compared with those of one device, in float64 to 1e-8 of the"
+            " largest value (some in float32 and bfloat16, to their rounding; integers exactly). What differs among"
+            " many programs in one compile is run again alone, which decides. A program that kills the compiler is"
+            " found by halving."
+        ),
+        "",
+        "Any program can be had again: `python -m benchmarks partitioner --program SEED:NUMBER`.",
+        "",
+        *_overview(runs),
+        "",
+        *_defects(runs),
+        "",
+        *_findings(runs),
+        "",
+        *_families(runs),
+        "",
+        *_layouts(runs),
+        "",
+        *_primitives(runs),
+        "",
+        "## Runs",
+        "",
+        *[
+            line
+            for run in runs
+            for line in (f"### jax {run.jax}, {run.partitioner}, {_WAYS[run.way]}", "", run.header.rstrip(), "")
+        ],
+    ]
 
 
 def _overview(runs: Sequence[Run]) -> list[str]:
-    titles = ("jax", "partitioner", "way", "programs", "partly replicated", "right", "wrong", "compile error", "crash", "refused by splitjax", "kinds")
+    titles = (
+        "jax",
+        "partitioner",
+        "way",
+        "programs",
+        "partly replicated",
+        "right",
+        "wrong",
+        "compile error",
+        "crash",
+        "refused by splitjax",
+        "kinds",
+    )
     cells = []
     for run in runs:
         partly = sum(counts.get("partly replicated", 0) for counts in run.layouts.values())
         counts = [str(run.statuses.get(status, 0)) for status in ("right", "wrong", "failed", "crash", "refused")]
-        cells.append((run.jax, run.partitioner, _WAYS[run.way], str(run.num_programs), str(partly), *counts, str(len(run.findings))))
+        cells.append(
+            (
+                run.jax,
+                run.partitioner,
+                _WAYS[run.way],
+                str(run.num_programs),
+                str(partly),
+                *counts,
+                str(len(run.findings)),
+            )
+        )
     return table(titles, cells)
 
 
@@ -142,11 +213,22 @@ def _defects(runs: Sequence[Run]) -> list[str]:
     known = rows()
     if not known:
         return []
-    lines = ["## The package's table of defects", "", "What `splitjax.partitioner.DEFECTS` says, and how many programs by hand a row covers.", ""]
+    lines = [
+        "## The package's table of defects",
+        "",
+        "What `splitjax.partitioner.DEFECTS` says, and how many programs by hand a row covers.",
+        "",
+    ]
     cells = []
     for name, defect in known.items():
         kinds = {kind.name for kind in KINDS if kind.row == name}
-        count = sum(entry["programs"] for run in runs if run.way == "hand" for kind, entry in run.findings.items() if kind in kinds)
+        count = sum(
+            entry["programs"]
+            for run in runs
+            if run.way == "hand"
+            for kind, entry in run.findings.items()
+            if kind in kinds
+        )
         cells.append((name, defect.operation, defect.condition, defect.versions, defect.remedy, str(count)))
     return [*lines, *table(("row", "operation", "condition", "versions", "what is done instead", "programs"), cells)]
 
@@ -160,16 +242,48 @@ def _findings(runs: Sequence[Run]) -> list[str]:
         for run, entry in mine:
             what = ", ".join(f"{count} {status}" for status, count in sorted(entry["statuses"].items()))
             error = f"{entry['error']:.2g}" if entry["error"] else ""
-            cells.append((kind, row_of.get(kind, ""), run.jax, run.partitioner, _WAYS[run.way], what, error, " ".join(entry["examples"])))
-    lines = ["## Mismatches, errors and crashes", "", *table(("kind", "row of the table", "jax", "partitioner", "way", "programs", "largest relative error", "for example"), cells)]
+            cells.append(
+                (
+                    kind,
+                    row_of.get(kind, ""),
+                    run.jax,
+                    run.partitioner,
+                    _WAYS[run.way],
+                    what,
+                    error,
+                    " ".join(entry["examples"]),
+                )
+            )
+    lines = [
+        "## Mismatches, errors and crashes",
+        "",
+        *table(
+            (
+                "kind",
+                "row of the table",
+                "jax",
+                "partitioner",
+                "way",
+                "programs",
+                "largest relative error",
+                "for example",
+            ),
+            cells,
+        ),
+    ]
     for kind in kinds:
         shown = [(run, each) for run in runs if kind in run.findings for each in run.findings[kind]["least"]][:3]
-        messages = list(dict.fromkeys(message for run in runs if kind in run.findings for message in run.findings[kind]["messages"]))[:2]
+        messages = list(
+            dict.fromkeys(message for run in runs if kind in run.findings for message in run.findings[kind]["messages"])
+        )[:2]
         if shown or messages:
             lines += ["", f"### {kind}", ""]
         lines += [f"- `{message}`" for message in messages]
         for run, each in shown:
-            lines += [f"- least form (jax {run.jax}, {run.partitioner}): {_words(Draw.from_json(each['draw']))}: {each['outcome']}"]
+            lines += [
+                f"- least form (jax {run.jax}, {run.partitioner}): {_words(Draw.from_json(each['draw']))}:"
+                f" {each['outcome']}"
+            ]
     return lines
 
 
@@ -178,7 +292,11 @@ def _words(draw: Draw) -> str:
     settings = ", ".join(f"{key}={value!r}" for key, value in draw.params)
     mesh = " x ".join(f"{axis} {size}" for axis, size in draw.mesh)
     around = "" if draw.wrapper == "plain" else f" in {draw.wrapper}"
-    return f"`{draw.family}({settings})`{around}, mesh {mesh}, layouts `{draw.layouts}`" + (", gradients pinned" if draw.pinned else "") + (f", {draw.reuse}" if draw.reuse != "once" else "")
+    return (
+        f"`{draw.family}({settings})`{around}, mesh {mesh}, layouts `{draw.layouts}`"
+        + (", gradients pinned" if draw.pinned else "")
+        + (f", {draw.reuse}" if draw.reuse != "once" else "")
+    )
 
 
 def _families(runs: Sequence[Run]) -> list[str]:
@@ -186,7 +304,16 @@ def _families(runs: Sequence[Run]) -> list[str]:
     for name in families():
         for run in runs:
             counts = run.families.get(name, {})
-            cells.append((name, run.jax, run.partitioner, _WAYS[run.way], str(sum(counts.values())), *(str(counts.get(status, 0)) for status in ("right", *BAD, "refused"))))
+            cells.append(
+                (
+                    name,
+                    run.jax,
+                    run.partitioner,
+                    _WAYS[run.way],
+                    str(sum(counts.values())),
+                    *(str(counts.get(status, 0)) for status in ("right", *BAD, "refused")),
+                )
+            )
     titles = ("family", "jax", "partitioner", "way", "programs", "right", "wrong", "compile error", "crash", "refused")
     return ["## By family of operations", "", *table(titles, cells)]
 
@@ -197,8 +324,30 @@ def _layouts(runs: Sequence[Run]) -> list[str]:
         for name, counts in run.layouts.items():
             shape, _, rest = name.partition("; ")
             bad = [str(counts.get(status, 0)) for status in BAD]
-            cells.append((run.jax, run.partitioner, _WAYS[run.way], shape, rest, str(counts["programs"]), str(counts.get("partly replicated", 0)), *bad))
-    titles = ("jax", "partitioner", "way", "mesh", "layout", "programs", "partly replicated", "wrong", "compile error", "crash")
+            cells.append(
+                (
+                    run.jax,
+                    run.partitioner,
+                    _WAYS[run.way],
+                    shape,
+                    rest,
+                    str(counts["programs"]),
+                    str(counts.get("partly replicated", 0)),
+                    *bad,
+                )
+            )
+    titles = (
+        "jax",
+        "partitioner",
+        "way",
+        "mesh",
+        "layout",
+        "programs",
+        "partly replicated",
+        "wrong",
+        "compile error",
+        "crash",
+    )
     return ["## By layout", "", *table(titles, cells)]
 
 
@@ -208,10 +357,20 @@ def _primitives(runs: Sequence[Run]) -> list[str]:
         drawn.update(run.primitives)
     names = [name for name in DIM_RULES.names() if name in drawn]
     lines = [
-        "## Primitives", "",
-        f"Counted in the programs' jaxprs, forward and backward, over all runs: {len(names)} of the {len(DIM_RULES.names())} that have a dim rule.", "",
-        *table(("primitive", *(f"{run.jax} {run.partitioner} {_WAYS[run.way]}" for run in runs)), [(name, *(str(run.primitives.get(name, 0)) for run in runs)) for name in names]), "",
-        "Not drawn, and why:", "",
-    ]  # fmt: skip
+        "## Primitives",
+        "",
+        (
+            f"Counted in the programs' jaxprs, forward and backward, over all runs: {len(names)} of the"
+            f" {len(DIM_RULES.names())} that have a dim rule."
+        ),
+        "",
+        *table(
+            ("primitive", *(f"{run.jax} {run.partitioner} {_WAYS[run.way]}" for run in runs)),
+            [(name, *(str(run.primitives.get(name, 0)) for run in runs)) for name in names],
+        ),
+        "",
+        "Not drawn, and why:",
+        "",
+    ]
     missing = [(name, NOT_DRAWN.get(name, "not met in these runs")) for name in DIM_RULES.names() if name not in drawn]
     return [*lines, *table(("primitive", "reason"), missing)]

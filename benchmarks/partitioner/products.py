@@ -16,12 +16,21 @@ PRODUCT_DTYPES = ("float64",) * 8 + ("float32", "bfloat16")
 def _draw_dot(dice: Dice) -> dict[str, Any]:
     # Examples are a free, a contracted or a batch dim of the left operand.
     examples = dice.pick("free", "free", "free", "contracted", "batch")
-    counts = {"batched": dice.pick(0, 0, 1, 2), "contracted": dice.pick(1, 1, 1, 2), "left": dice.pick(0, 1, 1, 2), "right": dice.pick(0, 1, 1, 2)}
+    counts = {
+        "batched": dice.pick(0, 0, 1, 2),
+        "contracted": dice.pick(1, 1, 1, 2),
+        "left": dice.pick(0, 1, 1, 2),
+        "right": dice.pick(0, 1, 1, 2),
+    }
     return {
-        "batch": dice.batch(), "examples": examples, "both_data": examples != "free" or dice.chance(0.15), "swapped": dice.chance(0.2),
+        "batch": dice.batch(),
+        "examples": examples,
+        "both_data": examples != "free" or dice.chance(0.15),
+        "swapped": dice.chance(0.2),
         **{name: dice.sizes(count) for name, count in counts.items()},
-        "order": dice.random(), "preferred": dice.pick("", "", "", "float32"),
-    }  # fmt: skip
+        "order": dice.random(),
+        "preferred": dice.pick("", "", "", "float32"),
+    }
 
 
 def _build_dot(params: Mapping[str, Any]) -> Case:
@@ -63,7 +72,14 @@ def _build_dot(params: Mapping[str, Any]) -> Case:
 
 def _draw_ragged(dice: Dice) -> dict[str, Any]:
     groups = dice.pick(1, 2, 3, 4, 8)
-    return {"batch": dice.batch(), "groups": groups, "into": dice.size(), "out": dice.size(), "order": dice.random(), "mode": dice.pick("rows", "rows", "contracted", "stacked")}
+    return {
+        "batch": dice.batch(),
+        "groups": groups,
+        "into": dice.size(),
+        "out": dice.size(),
+        "order": dice.random(),
+        "mode": dice.pick("rows", "rows", "contracted", "stacked"),
+    }
 
 
 def _build_ragged(params: Mapping[str, Any]) -> Case:
@@ -73,10 +89,16 @@ def _build_ragged(params: Mapping[str, Any]) -> Case:
     sizes = tuple(b - a for a, b in zip((0, *cuts), (*cuts, rows), strict=True))
     group_sizes = lambda: jnp.asarray(sizes, jnp.int32)
     if params["mode"] == "rows":
-        return Case((Input((rows, into)), Input((groups, into, out), "weight")), lambda x, w: (lax.ragged_dot(x, w, group_sizes()),))
+        return Case(
+            (Input((rows, into)), Input((groups, into, out), "weight")),
+            lambda x, w: (lax.ragged_dot(x, w, group_sizes()),),
+        )
     if params["mode"] == "contracted":  # JAX has no derivative of it
         numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
-        return Case((Input((rows, into)), Input((rows, out))), lambda x, y: (lax.ragged_dot_general(lax.stop_gradient(x), lax.stop_gradient(y), group_sizes(), numbers),))
+        return Case(
+            (Input((rows, into)), Input((rows, out))),
+            lambda x, y: (lax.ragged_dot_general(lax.stop_gradient(x), lax.stop_gradient(y), group_sizes(), numbers),),
+        )
     # Rows of two stacks, each in groups.
     numbers = lax.RaggedDotDimensionNumbers((((2,), (2,)), ((0,), (0,))), (1,), (1,))
     many = lambda: jnp.asarray((sizes, sizes[::-1]), jnp.int32)
@@ -86,7 +108,9 @@ def _build_ragged(params: Mapping[str, Any]) -> Case:
 
 def _draw_conv(dice: Dice) -> dict[str, Any]:
     rank = dice.pick(1, 1, 2, 2, 2, 3)
-    kind = dice.pick("plain", "plain", "grouped", "depthwise", "transposed", "dilated", "batch_groups", "both_data", "any")
+    kind = dice.pick(
+        "plain", "plain", "grouped", "depthwise", "transposed", "dilated", "batch_groups", "both_data", "any"
+    )
     groups, into, out = 1, dice.size(), dice.size()
     if kind in ("grouped", "any"):
         groups = dice.pick(1, 2, 3, 4, 6, 8)
@@ -104,13 +128,28 @@ def _draw_conv(dice: Dice) -> dict[str, Any]:
     free = kind == "any" or dice.chance(0.3)
     padding = dice.pick("SAME", "VALID", "own")
     return {
-        "batch": dice.batch(), "kind": kind, "rank": rank, "groups": groups, "batch_groups": batch_groups, "into": into, "out": out, "window": window,
-        "space": space, "strides": tuple(dice.pick(1, 1, 2, 3) for _ in range(rank)) if dice.chance(0.5) else ones,
-        "lhs_dilation": tuple(dice.pick(1, 2, 3) for _ in range(rank)) if kind == "transposed" or (free and dice.chance(0.4)) else ones,
-        "rhs_dilation": tuple(dice.pick(1, 2, 3) for _ in range(rank)) if kind == "dilated" or (free and dice.chance(0.4)) else ones,
-        "padding": tuple((dice.pick(0, 0, 1, 2, -1), dice.pick(0, 0, 1, 2, -1)) for _ in range(rank)) if padding == "own" else padding,
-        "orders": dice.random() if dice.chance(0.4) else 0.0, "both_data": kind == "both_data",
-    }  # fmt: skip
+        "batch": dice.batch(),
+        "kind": kind,
+        "rank": rank,
+        "groups": groups,
+        "batch_groups": batch_groups,
+        "into": into,
+        "out": out,
+        "window": window,
+        "space": space,
+        "strides": tuple(dice.pick(1, 1, 2, 3) for _ in range(rank)) if dice.chance(0.5) else ones,
+        "lhs_dilation": tuple(dice.pick(1, 2, 3) for _ in range(rank))
+        if kind == "transposed" or (free and dice.chance(0.4))
+        else ones,
+        "rhs_dilation": tuple(dice.pick(1, 2, 3) for _ in range(rank))
+        if kind == "dilated" or (free and dice.chance(0.4))
+        else ones,
+        "padding": tuple((dice.pick(0, 0, 1, 2, -1), dice.pick(0, 0, 1, 2, -1)) for _ in range(rank))
+        if padding == "own"
+        else padding,
+        "orders": dice.random() if dice.chance(0.4) else 0.0,
+        "both_data": kind == "both_data",
+    }
 
 
 def _build_conv(params: Mapping[str, Any]) -> Case:
@@ -121,7 +160,8 @@ def _build_conv(params: Mapping[str, Any]) -> Case:
     batch, into, out = params["batch"], params["into"], params["out"]
     if out % groups or out % batch_groups or batch % batch_groups or (groups > 1 and batch_groups > 1):
         raise ValueError("features do not divide by their groups")
-    # Orders as letters: examples first in the data, so that splitjax sees them; the weight's and the result's are drawn.
+    # Orders as letters: examples first in the data, so that splitjax sees them; the weight's and the result's are
+    # drawn.
     space = [f"s{i}" for i in range(rank)]
     lhs, rhs, result = ["n", *space, "i"], [*space, "i", "o"], ["n", *space, "o"]
     if params["orders"]:
@@ -140,9 +180,14 @@ def _build_conv(params: Mapping[str, Any]) -> Case:
         reach = [(w - 1) * d + 1 for w, d in zip(params["window"], params["rhs_dilation"], strict=True)]
         padding = [((r - 1) // 2, r // 2) if padding == "SAME" else (0, 0) for r in reach]
     options = dict(
-        window_strides=params["strides"], padding=[tuple(pair) for pair in padding], lhs_dilation=params["lhs_dilation"],
-        rhs_dilation=params["rhs_dilation"], dimension_numbers=numbers, feature_group_count=groups, batch_group_count=batch_groups,
-    )  # fmt: skip
+        window_strides=params["strides"],
+        padding=[tuple(pair) for pair in padding],
+        lhs_dilation=params["lhs_dilation"],
+        rhs_dilation=params["rhs_dilation"],
+        dimension_numbers=numbers,
+        feature_group_count=groups,
+        batch_group_count=batch_groups,
+    )
     shape, kernel = tuple(sizes[x] for x in lhs), tuple(window[x] for x in rhs)
     if params["both_data"]:
         # The kernel comes from the data: its output features are examples.
@@ -151,14 +196,45 @@ def _build_conv(params: Mapping[str, Any]) -> Case:
         kernel_of = (batch, *(kernel[d] for d in moved[1:]))
         if batch % groups or batch % batch_groups:
             raise ValueError("examples do not divide by the groups")
-        return Case((Input(shape), Input(kernel_of)), lambda x, y: (lax.conv_general_dilated(x, lax.transpose(y, order), **options),))
+        return Case(
+            (Input(shape), Input(kernel_of)),
+            lambda x, y: (lax.conv_general_dilated(x, lax.transpose(y, order), **options),),
+        )
     return Case((Input(shape), Input(kernel, "weight")), lambda x, w: (lax.conv_general_dilated(x, w, **options),))
 
 
 FAMILIES = (
-    Family("dot", _draw_dot, _build_dot, {"examples": "free", "both_data": False, "swapped": False, "batched": (), "left": (), "right": (), "preferred": "", "order": 0.0},
-           dtypes=PRODUCT_DTYPES, share=6),
-    Family("ragged_dot", _draw_ragged, _build_ragged, {"mode": "rows", "groups": 1}, frozenset({"vmap_data", "vmap_weights", "vmap_both", "per_example", "per_example_gradient"}), share=2),
-    Family("conv", _draw_conv, _build_conv,
-           {"groups": 1, "batch_groups": 1, "both_data": False, "orders": 0.0, "padding": "VALID", "kind": "plain"}, dtypes=PRODUCT_DTYPES, share=12),
-)  # fmt: skip
+    Family(
+        "dot",
+        _draw_dot,
+        _build_dot,
+        {
+            "examples": "free",
+            "both_data": False,
+            "swapped": False,
+            "batched": (),
+            "left": (),
+            "right": (),
+            "preferred": "",
+            "order": 0.0,
+        },
+        dtypes=PRODUCT_DTYPES,
+        share=6,
+    ),
+    Family(
+        "ragged_dot",
+        _draw_ragged,
+        _build_ragged,
+        {"mode": "rows", "groups": 1},
+        frozenset({"vmap_data", "vmap_weights", "vmap_both", "per_example", "per_example_gradient"}),
+        share=2,
+    ),
+    Family(
+        "conv",
+        _draw_conv,
+        _build_conv,
+        {"groups": 1, "batch_groups": 1, "both_data": False, "orders": 0.0, "padding": "VALID", "kind": "plain"},
+        dtypes=PRODUCT_DTYPES,
+        share=12,
+    ),
+)

@@ -1,4 +1,5 @@
-"""Runs drawn programs on a mesh and on one device, and compares them. Nothing here survives a crash of the compiler: see `partitioner.worker`."""
+"""Runs drawn programs on a mesh and on one device, and compares them. Nothing here survives a crash of the compiler:
+see `partitioner.worker`."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ _FLOOR = {"float64": 1e-5, "float32": 0.05, "bfloat16": 1.0}
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of a program. `status`: "right", "wrong", "refused" (a typed error of splitjax), "invalid" (it cannot be traced, or one device
-    cannot run it, or not twice alike), "failed" (an untyped error), and from outside "crash". `wrong`: pairs (leaf, relative error). `primitives` counts what its jaxpr holds."""
+    """What came of a program. `status`: "right", "wrong", "refused" (a typed error of splitjax), "invalid" (it cannot
+    be traced, or one device cannot run it, or not twice alike), "failed" (an untyped error), and from outside "crash".
+    `wrong`: pairs (leaf, relative error). `primitives` counts what its jaxpr holds."""
 
     number: int
     family: str
@@ -51,9 +53,10 @@ class Ready:
 
 
 def run_by_hand(draws: Sequence[Draw], planted: str = "") -> list[Outcome]:
-    """Compiles the programs together, with shardings on arguments (and on the gradients of those that are pinned); what differs from one device
-    there, or cannot be compiled, is run again alone, which decides. All of them have one mesh. `planted` names a family whose results are spoiled on
-    the mesh where there is more than one example: a search has to find that."""
+    """Compiles the programs together, with shardings on arguments (and on the gradients of those that are pinned); what
+    differs from one device there, or cannot be compiled, is run again alone, which decides. All of them have one mesh.
+    `planted` names a family whose results are spoiled on the mesh where there is more than one example: a search has to
+    find that."""
     ready: list[tuple[int, Ready]] = []
     outcomes: dict[int, Outcome] = {}
     for k, draw in enumerate(draws):
@@ -67,11 +70,18 @@ def run_by_hand(draws: Sequence[Draw], planted: str = "") -> list[Outcome]:
     try:
         expected = on_one_device([one for _, one in ready])
         got = _on_mesh([one for _, one in ready], expected)
-        verdicts = [verdict(one, right, value, planted) for (_, one), right, value in zip(ready, expected, got, strict=True)]
+        verdicts = [
+            verdict(one, right, value, planted) for (_, one), right, value in zip(ready, expected, got, strict=True)
+        ]
     except Exception as error:  # whatever it is, it belongs to some of the programs
         for k, one in ready:
-            status = "invalid" if expected is None else "failed"  # what one device cannot do either says nothing of the partitioner
-            outcomes[k] = Outcome(one.draw.number, one.draw.family, status, (), _line(error), one.primitives) if alone else run_by_hand([one.draw], planted)[0]
+            # what one device cannot do either says nothing of the partitioner
+            status = "invalid" if expected is None else "failed"
+            outcomes[k] = (
+                Outcome(one.draw.number, one.draw.family, status, (), _line(error), one.primitives)
+                if alone
+                else run_by_hand([one.draw], planted)[0]
+            )
         return [outcomes[k] for k in range(len(draws))]
     for (k, one), wrong in zip(ready, verdicts, strict=True):
         if wrong and not alone:
@@ -79,7 +89,9 @@ def run_by_hand(draws: Sequence[Draw], planted: str = "") -> list[Outcome]:
         elif wrong and (fault := fault_of_reference(one)):
             outcomes[k] = Outcome(one.draw.number, one.draw.family, "invalid", message=fault, primitives=one.primitives)
         else:
-            outcomes[k] = Outcome(one.draw.number, one.draw.family, "wrong" if wrong else "right", wrong, primitives=one.primitives)
+            outcomes[k] = Outcome(
+                one.draw.number, one.draw.family, "wrong" if wrong else "right", wrong, primitives=one.primitives
+            )
     return [outcomes[k] for k in range(len(draws))]
 
 
@@ -115,7 +127,9 @@ def contents_of(jaxpr: Any) -> tuple[set[str], set[str]]:
             names.add(eqn.primitive.name)
             dtypes.update(str(getattr(var.aval, "dtype", "")) for var in eqn.outvars)
             for value in eqn.params.values():
-                queue.extend(part for part in (value if isinstance(value, (tuple, list)) else (value,)) if _compat.is_jaxpr(part))
+                queue.extend(
+                    part for part in (value if isinstance(value, (tuple, list)) else (value,)) if _compat.is_jaxpr(part)
+                )
     return names, dtypes
 
 
@@ -135,8 +149,9 @@ _M_PERTURB = -6  # of glibc's mallopt: the byte that new memory is filled with
 def fault_of_reference(ready: Ready) -> str:
     """Says why one device's numbers are none to compare with; "" where they are.
 
-    They may depend on what new memory held before: the CPU backend of XLA reads memory that nothing wrote in some convolutions with a negative
-    padding. Or they may turn on a rounding, as the cosine of a number of 80 digits does: then another order of additions is enough."""
+    They may depend on what new memory held before: the CPU backend of XLA reads memory that nothing wrote in some
+    convolutions with a negative padding. Or they may turn on a rounding, as the cosine of a number of 80 digits does:
+    then another order of additions is enough."""
     function = jax.jit(ready.function)
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only: elsewhere memory is what it happens to be
     results = []
@@ -150,13 +165,16 @@ def fault_of_reference(ready: Ready) -> str:
             set_option(_M_PERTURB, 0)
     if any(differences(ready.rounding, results[0], repeated) for repeated in results[1:]):
         return "one device alone gives other numbers when it is asked again"
-    if ready.draw.dtype == "float64" and differences(ready.rounding, results[0], jax.device_get(function(*_rounded(ready.arguments)))):
+    if ready.draw.dtype == "float64" and differences(
+        ready.rounding, results[0], jax.device_get(function(*_rounded(ready.arguments)))
+    ):
         return "one device alone gives other numbers when its inputs are off by a rounding"
     return ""
 
 
 def _rounded(arguments: Any) -> Any:
     """The arguments, every second number of which is replaced by the next larger."""
+
     def each(x: np.ndarray) -> np.ndarray:
         x = np.asarray(x)
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -167,7 +185,8 @@ def _rounded(arguments: Any) -> Any:
 
 
 def run_reference(draws: Sequence[Draw]) -> list[Outcome]:
-    """Runs programs on one device alone: "right" for what comes back at all, as a program that ends the process there too is none."""
+    """Runs programs on one device alone: "right" for what comes back at all, as a program that ends the process there
+    too is none."""
     outcomes = []
     for draw in draws:
         prepared = prepare(draw)
@@ -209,8 +228,8 @@ def _out_shardings(one: Ready, result: Any, devices: jax.sharding.Mesh) -> Any:
 
 
 def verdict(one: Ready, expected: Any, got: Any, planted: str = "") -> tuple[tuple[str, float], ...]:
-    """What differs. In a narrow dtype one device's own sums can be far off: there it counts only where the mesh is further from the truth, which is
-    the same program on one device in float64."""
+    """What differs. In a narrow dtype one device's own sums can be far off: there it counts only where the mesh is
+    further from the truth, which is the same program on one device in float64."""
     if one.draw.family == planted and one.draw.settings["batch"] > 1:
         got = jax.tree.map(lambda x: x * 2, got)
     wrong = differences(one.rounding, expected, got)
@@ -221,23 +240,30 @@ def verdict(one: Ready, expected: Any, got: Any, planted: str = "") -> tuple[tup
     truth = dict(_leaves(jax.device_get(function(*jax.tree.map(widen, one.arguments)))))
     right, value, floor = dict(_leaves(expected)), dict(_leaves(got)), _FLOOR[one.rounding]
     narrow = lambda leaf: truth[leaf].astype(right[leaf].dtype)
-    excess = lambda leaf: relative_error(narrow(leaf), value[leaf], floor) > 4 * relative_error(narrow(leaf), right[leaf], floor) + TOLERANCE[one.rounding]
+    excess = lambda leaf: (
+        relative_error(narrow(leaf), value[leaf], floor)
+        > 4 * relative_error(narrow(leaf), right[leaf], floor) + TOLERANCE[one.rounding]
+    )
     return tuple((leaf, error) for leaf, error in wrong if excess(leaf))
 
 
 def _leaves(tree: Any) -> list[tuple[str, np.ndarray]]:
-    return [(jax.tree_util.keystr(path), np.asarray(value)) for path, value in jax.tree_util.tree_leaves_with_path(tree)]
+    return [
+        (jax.tree_util.keystr(path), np.asarray(value)) for path, value in jax.tree_util.tree_leaves_with_path(tree)
+    ]
 
 
 def differences(rounding: str, expected: Any, got: Any) -> tuple[tuple[str, float], ...]:
-    """The leaves of a result that differ from those expected by more than rounding, with their relative errors (of the largest value)."""
+    """The leaves of a result that differ from those expected by more than rounding, with their relative errors (of the
+    largest value)."""
     pairs = zip(_leaves(expected), _leaves(got), strict=True)
     errors = [(leaf, relative_error(right, value, _FLOOR[rounding])) for (leaf, right), (_, value) in pairs]
     return tuple((leaf, error) for leaf, error in errors if error > TOLERANCE[rounding])
 
 
 def relative_error(right: np.ndarray, value: np.ndarray, floor: float) -> float:
-    """The largest difference by the largest value. Infinite where shapes or what is not finite disagree, or numbers that are not floating."""
+    """The largest difference by the largest value. Infinite where shapes or what is not finite disagree, or numbers
+    that are not floating."""
     if right.shape != value.shape or right.dtype != value.dtype:
         return math.inf
     if not right.size:
@@ -247,7 +273,9 @@ def relative_error(right: np.ndarray, value: np.ndarray, floor: float) -> float:
     wide = np.complex128 if jnp.issubdtype(right.dtype, jnp.complexfloating) else np.float64
     right, value = right.astype(wide), value.astype(wide)
     finite = np.isfinite(right)
-    if not np.array_equal(finite, np.isfinite(value)) or not np.array_equal(right[~finite], value[~finite], equal_nan=True):
+    if not np.array_equal(finite, np.isfinite(value)) or not np.array_equal(
+        right[~finite], value[~finite], equal_nan=True
+    ):
         return math.inf
     if not finite.any():
         return 0.0

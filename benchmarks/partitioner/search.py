@@ -17,7 +17,8 @@ from benchmarks.partitioner.worker import Died, Worker
 
 
 def run_numbers(worker: Worker, seed: str, numbers: Sequence[int], only: str = "") -> list[Outcome]:
-    """The outcome of every number. A batch that kills the worker is halved until the program that does it stands alone."""
+    """The outcome of every number. A batch that kills the worker is halved until the program that does it stands
+    alone."""
     try:
         answer = worker.ask(seed=seed, numbers=list(numbers), only=only)
         return [_outcome(each) for each in answer["outcomes"]]
@@ -37,7 +38,8 @@ def run_one(worker: Worker, program: Draw) -> Outcome:
 
 
 def _crashed(worker: Worker, program: Draw, death: Died) -> Outcome:
-    """The outcome of a program that ended the worker: "invalid" where it does so on one device too, which is not the partitioner's doing."""
+    """The outcome of a program that ended the worker: "invalid" where it does so on one device too, which is not the
+    partitioner's doing."""
     message = f"{death.cause}: {death.last}"
     try:
         reference = _outcome(worker.ask(draws=[program.to_json()], reference=True)["outcomes"][0])
@@ -52,13 +54,19 @@ def _outcome(each: dict[str, Any]) -> Outcome:
 
 
 def same_kind(first: Outcome, second: Outcome) -> bool:
-    """Whether two outcomes are of one cause, as far as can be told: both wrong, or the same death or error but for the numbers in it."""
-    cause = lambda outcome: re.sub(r"[0-9a-f]*[0-9][0-9a-f]*", "", outcome.message.partition("Check failed")[0][:60] + outcome.message.partition("Check failed")[2][:80])
+    """Whether two outcomes are of one cause, as far as can be told: both wrong, or the same death or error but for the
+    numbers in it."""
+    cause = lambda outcome: re.sub(
+        r"[0-9a-f]*[0-9][0-9a-f]*",
+        "",
+        outcome.message.partition("Check failed")[0][:60] + outcome.message.partition("Check failed")[2][:80],
+    )
     return first.status == second.status and (first.status == "wrong" or cause(first) == cause(second))
 
 
 def shrink(program: Draw, still: Callable[[Draw], bool], limit_seconds: float = 120.0) -> Draw:
-    """Simplifies a program as long as `still` says of it what it says of the first; greedy, until nothing simpler is left or the time is up."""
+    """Simplifies a program as long as `still` says of it what it says of the first; greedy, until nothing simpler is
+    left or the time is up."""
     deadline, tried = time.monotonic() + limit_seconds, {program}
     progress = True
     while progress:
@@ -100,7 +108,11 @@ def _candidates(program: Draw) -> Iterator[Draw]:
         yield change(program, boundary=False)
     for mesh in ((("data", 2), ("model", 2)), (("data", 1), ("model", 2)), (("data", 2), ("model", 1))):
         if _weight(mesh) < _weight(program.mesh):
-            yield change(program, mesh=mesh, layouts=_without(program.layouts, {axis for axis, _ in program.mesh} - {"data", "model"}))
+            yield change(
+                program,
+                mesh=mesh,
+                layouts=_without(program.layouts, {axis for axis, _ in program.mesh} - {"data", "model"}),
+            )
     for axis in [axis for axis, _ in program.mesh]:
         if axis in program.used_axes:
             yield change(program, layouts=_without(program.layouts, {axis}))
@@ -108,7 +120,10 @@ def _candidates(program: Draw) -> Iterator[Draw]:
         for d, axes in enumerate(layout):
             for axis in axes:
                 smaller = tuple(a for a in axes if a != axis)
-                yield change(program, layouts=(*program.layouts[:k], (*layout[:d], smaller, *layout[d + 1 :]), *program.layouts[k + 1 :]))
+                yield change(
+                    program,
+                    layouts=(*program.layouts[:k], (*layout[:d], smaller, *layout[d + 1 :]), *program.layouts[k + 1 :]),
+                )
     family = families()[program.family]
     settings = program.settings
     for key, value in family.simplest.items():
@@ -117,7 +132,12 @@ def _candidates(program: Draw) -> Iterator[Draw]:
     for key, value in settings.items():
         for smaller in _smaller(value):
             # Empty arrays are another story: only what may be nothing to begin with becomes so.
-            if smaller != 0 or isinstance(smaller, (bool, float)) or family.simplest.get(key) == 0 or key in _MAY_BE_NOTHING:
+            if (
+                smaller != 0
+                or isinstance(smaller, (bool, float))
+                or family.simplest.get(key) == 0
+                or key in _MAY_BE_NOTHING
+            ):
                 yield program.with_params({**settings, key: smaller})
     for axis, size in program.mesh:
         if size > 2:
@@ -125,7 +145,10 @@ def _candidates(program: Draw) -> Iterator[Draw]:
     for mesh in ((("data", 2), ("model", 2)),):
         # The same layout with the axes' names exchanged is easier to read where `data` splits the batch.
         if program.mesh == mesh and "model" in program.layouts[0][:1] and "data" not in program.used_axes:
-            yield change(program, layouts=tuple(tuple(tuple("data" for _ in axes) for axes in layout) for layout in program.layouts))
+            yield change(
+                program,
+                layouts=tuple(tuple(tuple("data" for _ in axes) for axes in layout) for layout in program.layouts),
+            )
 
 
 def _with_layouts_of(program: Draw, wrapper: str) -> Iterator[Draw]:

@@ -1,7 +1,8 @@
-"""Runs drawn programs under `splitjax.parallelize`, with the drawn layouts as a rule set of their own or under a shipped one.
+"""Runs drawn programs under `splitjax.parallelize`, with the drawn layouts as a rule set of their own or under a
+shipped one.
 
-Programs that have the same number of examples and may share a rule set are compiled as one step; what is refused, fails or differs there is run again
-alone, which decides.
+Programs that have the same number of examples and may share a rule set are compiled as one step; what is refused, fails
+or differs there is run again alone, which decides.
 """
 
 from __future__ import annotations
@@ -39,10 +40,14 @@ def run_under_splitjax(draws: Sequence[Draw]) -> list[Outcome]:
 def _run(members: Sequence[Ready]) -> list[Outcome]:
     alone = len(members) == 1
     expected: Any = None
-    outcome = lambda ready, status, message="", wrong=(): Outcome(ready.draw.number, ready.draw.family, status, wrong, message, ready.primitives)
+    outcome = lambda ready, status, message="", wrong=(): Outcome(
+        ready.draw.number, ready.draw.family, status, wrong, message, ready.primitives
+    )
     try:
         expected = on_one_device(members)
-        wrong = [verdict(ready, right, got) for ready, right, got in zip(members, expected, _on_mesh(members), strict=True)]
+        wrong = [
+            verdict(ready, right, got) for ready, right, got in zip(members, expected, _on_mesh(members), strict=True)
+        ]
     except Exception as error:  # whatever it is, it belongs to some of the programs
         if not alone:
             return [_run([ready])[0] for ready in members]
@@ -61,22 +66,30 @@ def _run(members: Sequence[Ready]) -> list[Outcome]:
 
 
 def _on_mesh(members: Sequence[Ready]) -> list[Any]:
-    functions = [step_of(ready.draw, ready.case, splitjax.value_and_grad if ready.draw.boundary else jax.value_and_grad) for ready in members]
+    functions = [
+        step_of(ready.draw, ready.case, splitjax.value_and_grad if ready.draw.boundary else jax.value_and_grad)
+        for ready in members
+    ]
 
     def step(state: Any, batch: Any, others: Any) -> Any:
-        results = [function(state[name], batch[name], others[name]) for name, function in zip(state, functions, strict=True)]
+        results = [
+            function(state[name], batch[name], others[name]) for name, function in zip(state, functions, strict=True)
+        ]
         return dict(zip(state, (new for new, _ in results), strict=True)), [result for _, result in results]
 
     # A state without any array is none that a step could return: a number that stays goes along.
     names = [f"p{k}" for k in range(len(members))]
-    state, batch, others = (dict(zip(names, parts, strict=True)) for parts in zip(*(ready.arguments for ready in members), strict=True))
+    state, batch, others = (
+        dict(zip(names, parts, strict=True)) for parts in zip(*(ready.arguments for ready in members), strict=True)
+    )
     parallel = splitjax.parallelize(step, mesh=dict(members[0].draw.mesh), rules=rules_of(members), donate=False)
     new, results = jax.device_get(parallel(state, batch, others))
     return [(new[name], result) for name, result in zip(names, results, strict=True)]
 
 
 def rules_of(members: Sequence[Ready]) -> RuleSet:
-    """The rule set of programs that share one: a shipped one by name, or one rule for each weight with the layout drawn for it."""
+    """The rule set of programs that share one: a shipped one by name, or one rule for each weight with the layout drawn
+    for it."""
     draw = members[0].draw
     own, _, batch = draw.rules.partition("/")
     if own != "own":

@@ -1,7 +1,8 @@
 """A process that runs drawn programs and may die of it, and the handle on it that starts another.
 
-`python -m benchmarks.partitioner.worker` reads requests as lines of JSON and answers each with one. What kills it, or keeps it longer than is allowed,
-is told to the caller as `Died` with the signal and the last line that it wrote; the next request starts another process.
+`python -m benchmarks.partitioner.worker` reads requests as lines of JSON and answers each with one. What kills it, or
+keeps it longer than is allowed, is told to the caller as `Died` with the signal and the last line that it wrote; the
+next request starts another process.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ LIMIT_SECONDS = 240.0
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a worker runs programs. `way`: "hand" or "splitjax"; `partitioner`: "shardy" or "gspmd"; `planted`: for tests of the search itself, the
-    family whose results are spoiled where it has more than one example."""
+    """How a worker runs programs. `way`: "hand" or "splitjax"; `partitioner`: "shardy" or "gspmd"; `planted`: for tests
+    of the search itself, the family whose results are spoiled where it has more than one example."""
 
     way: str = "hand"
     partitioner: str = "shardy"
@@ -45,8 +46,8 @@ class Died(Exception):
 
 
 def environment() -> None:
-    """Sets what XLA reads when it starts: eight devices, little optimisation (the partitioner runs before it; the programs are small), and as many
-    threads as collectives that wait for each other can need."""
+    """Sets what XLA reads when it starts: eight devices, little optimisation (the partitioner runs before it; the
+    programs are small), and as many threads as collectives that wait for each other can need."""
     quiet_tpu_compiler()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
@@ -102,10 +103,24 @@ class Worker:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             self._errors = tempfile.TemporaryFile()
-            command = [self.settings.python, "-m", "benchmarks.partitioner.worker", json.dumps(dataclasses.asdict(self.settings))]
-            kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC", "JAX_ENABLE_X64")}
+            command = [
+                self.settings.python,
+                "-m",
+                "benchmarks.partitioner.worker",
+                json.dumps(dataclasses.asdict(self.settings)),
+            ]
+            kept = {
+                name: value
+                for name, value in os.environ.items()
+                if name not in ("XLA_FLAGS", "NPROC", "JAX_ENABLE_X64")
+            }
             self._process = subprocess.Popen(
-                command, cwd=_ROOT, env={**kept, "PYTHONPATH": str(_ROOT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
+                command,
+                cwd=_ROOT,
+                env={**kept, "PYTHONPATH": str(_ROOT)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
             )
         return self._process
 
@@ -123,7 +138,9 @@ class Worker:
 def _telling(lines: Sequence[str]) -> str:
     """The line that says why: a failed check, else the last that is no part of a stack."""
     checks = [line for line in lines if "Check failed" in line]
-    plain = [line for line in lines if not line.startswith((" ", "\t", "***", "Extension modules", "Current thread", "@"))]
+    plain = [
+        line for line in lines if not line.startswith((" ", "\t", "***", "Extension modules", "Current thread", "@"))
+    ]
     return (checks or plain or list(lines) or [""])[-1][-300:]
 
 
@@ -155,7 +172,10 @@ def main(settings: Settings) -> int:
             from benchmarks.partitioner.splitjax import run_under_splitjax
 
             outcomes = run_under_splitjax(draws)
-        answers.write(json.dumps({"outcomes": [dataclasses.asdict(outcome) for outcome in outcomes], "jax": jax.__version__}) + "\n")
+        answers.write(
+            json.dumps({"outcomes": [dataclasses.asdict(outcome) for outcome in outcomes], "jax": jax.__version__})
+            + "\n"
+        )
         answers.flush()
     return 0
 

@@ -1,4 +1,5 @@
-"""What a drawn operation may stand in: a jit, remat, a scan, a branch, custom derivatives, vmaps of every kind, forward mode."""
+"""What a drawn operation may stand in: a jit, remat, a scan, a branch, custom derivatives, vmaps of every kind, forward
+mode."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def _around(change: Callable[[Case], Callable[..., Any]]) -> Callable[[Build, Ma
 
 def _custom_vjp(case: Case) -> Callable[..., Any]:
     function = jax.custom_vjp(lambda *operands: case.run(*operands))
-    function.defvjp(lambda *operands: (case.run(*operands), operands), lambda operands, tangents: jax.vjp(case.run, *operands)[1](tangents))
+    function.defvjp(
+        lambda *operands: (case.run(*operands), operands),
+        lambda operands, tangents: jax.vjp(case.run, *operands)[1](tangents),
+    )
     return function
 
 
@@ -41,7 +45,10 @@ def _scan(case: Case) -> Callable[..., Any]:
 
     def run(*operands: Any) -> Any:
         def body(carry: Any, factor: Any) -> Any:
-            scaled = [x * factor.astype(x.dtype) if one.is_float and one.role == "data" else x for one, x in zip(case.inputs, operands, strict=True)]
+            scaled = [
+                x * factor.astype(x.dtype) if one.is_float and one.role == "data" else x
+                for one, x in zip(case.inputs, operands, strict=True)
+            ]
             return carry + factor, case.run(*scaled)
 
         total, results = lax.scan(body, jnp.zeros(()), jnp.asarray([1.0, 0.75]))
@@ -138,7 +145,9 @@ def _per_example_gradient(build: Build, params: Mapping[str, Any]) -> Case:
         raise ValueError("no weights to differentiate for")
 
     def gradient(*operands: Any) -> Any:
-        return jax.grad(lambda *inner: sum(jnp.sum(jnp.sin(result)) for result in single(*inner)), argnums=weights)(*operands)
+        return jax.grad(lambda *inner: sum(jnp.sum(jnp.sin(result)) for result in single(*inner)), argnums=weights)(
+            *operands
+        )
 
     return Case(case.inputs, lambda *operands: jax.vmap(gradient, in_axes=dims)(*operands))
 

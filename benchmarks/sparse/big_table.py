@@ -1,4 +1,5 @@
-"""A table of 20 million rows x 64 (5 GB): that a step allocates no dense gradient, from compiled memory, and that steps run."""
+"""A table of 20 million rows x 64 (5 GB): that a step allocates no dense gradient, from compiled memory, and that steps
+run."""
 
 from __future__ import annotations
 
@@ -24,11 +25,17 @@ def section(quick: bool, data_dir: pathlib.Path, num_workers: int) -> Any:
     """The section, from one process with that many devices, each with the whole table."""
     from benchmarks.training.common import run_child
 
-    flags = f"--xla_force_host_platform_device_count={num_workers} --xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+    flags = (
+        f"--xla_force_host_platform_device_count={num_workers}"
+        " --xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+    )
     rows = ROWS // 5 if quick else ROWS
     available = _available_bytes()
     if available < 1.5 * num_workers * rows * WIDTH * 4:
-        raise RuntimeError(f"the table needs {num_workers * rows * WIDTH * 4 / 1e9:.1f} GB and some room; {available / 1e9:.1f} GB of memory are free")
+        raise RuntimeError(
+            f"the table needs {num_workers * rows * WIDTH * 4 / 1e9:.1f} GB and some room; {available / 1e9:.1f} GB of"
+            " memory are free"
+        )
     found = run_child("sparse.big_table", {"rows": rows, "num_workers": num_workers}, {"XLA_FLAGS": flags})
     return report(found, num_workers)
 
@@ -39,25 +46,64 @@ def report(found: dict[str, Any], num_workers: int) -> Any:
     from benchmarks.splitbrain.common import Goal, Section
 
     table_bytes = found["rows"] * WIDTH * 4
-    titles = ["step", "arguments, GB", "temporaries, GB", "results not written over arguments, GB", "temporaries over the table"]
+    titles = [
+        "step",
+        "arguments, GB",
+        "temporaries, GB",
+        "results not written over arguments, GB",
+        "temporaries over the table",
+    ]
     out = [
-        [name, *(f"{1e-9 * one[part]:.3f}" for part in ("arguments", "temporaries", "fresh")), f"{one['temporaries'] / table_bytes:.4f}"]
+        [
+            name,
+            *(f"{1e-9 * one[part]:.3f}" for part in ("arguments", "temporaries", "fresh")),
+            f"{one['temporaries'] / table_bytes:.4f}",
+        ]
         for name, one in found["memory"].items()
     ]
     lines = [
-        f"A table of {found['rows']:,} rows x {WIDTH} float32 ({table_bytes / 1e9:.2f} GB), {LOOKUPS:,} lookups of a worker by a falling frequency, SGD, mesh "
-        f"data={num_workers}, `sync=\"row_exchange\"`. Memory of one device as compiled; `dense` is compiled beside it and not run.", "", *table(titles, out), "",
-        f"{len(found['seconds'])} steps ran: {', '.join(f'{one:.2f}' for one in found['seconds'])} s (the first compiles, and the first after the three that are observed). "
-        f"Peak memory of the process: {found['peak'] / 1e9:.2f} GB, of which {num_workers * table_bytes / 1e9:.2f} GB are the table. Loss {found['losses'][0]:.4f} to {found['losses'][-1]:.4f}.", "",
-    ]  # fmt: skip
+        f"A table of {found['rows']:,} rows x {WIDTH} float32 ({table_bytes / 1e9:.2f} GB), {LOOKUPS:,} lookups of a"
+        " worker by a falling frequency, SGD, mesh "
+        f'data={num_workers}, `sync="row_exchange"`. Memory of one device as compiled; `dense` is compiled beside it'
+        " and not run.",
+        "",
+        *table(titles, out),
+        "",
+        (
+            f"{len(found['seconds'])} steps ran: {', '.join(f'{one:.2f}' for one in found['seconds'])} s (the first"
+            " compiles, and the first after the three that are observed). Peak memory of the process:"
+            f" {found['peak'] / 1e9:.2f} GB, of which {num_workers * table_bytes / 1e9:.2f} GB are the table. Loss"
+            f" {found['losses'][0]:.4f} to {found['losses'][-1]:.4f}."
+        ),
+        "",
+    ]
     sparse = found["memory"]["row_exchange"]
     goals = [
-        Goal("a table of 5 GB: temporaries of a step, of the table", sparse["temporaries"] / table_bytes, MOST_TEMPORARY, True),
-        Goal("a table of 5 GB: results not written over arguments, of the table", sparse["fresh"] / table_bytes, MOST_TEMPORARY, True),
-        Goal("a table of 5 GB: peak of the process over the tables and the dense gradients", found["peak"] / (2 * num_workers * table_bytes), 1.0, True),
-        Goal("a table of 5 GB: loss after the steps over the first", found["losses"][-1] / found["losses"][0], 1.0, True),
+        Goal(
+            "a table of 5 GB: temporaries of a step, of the table",
+            sparse["temporaries"] / table_bytes,
+            MOST_TEMPORARY,
+            True,
+        ),
+        Goal(
+            "a table of 5 GB: results not written over arguments, of the table",
+            sparse["fresh"] / table_bytes,
+            MOST_TEMPORARY,
+            True,
+        ),
+        Goal(
+            "a table of 5 GB: peak of the process over the tables and the dense gradients",
+            found["peak"] / (2 * num_workers * table_bytes),
+            1.0,
+            True,
+        ),
+        Goal(
+            "a table of 5 GB: loss after the steps over the first", found["losses"][-1] / found["losses"][0], 1.0, True
+        ),
     ]
-    return Section(f"A table of 20 million rows: {num_workers} {'device' if num_workers == 1 else 'devices'}", lines, goals)
+    return Section(
+        f"A table of 20 million rows: {num_workers} {'device' if num_workers == 1 else 'devices'}", lines, goals
+    )
 
 
 def _measure(rows: int, num_workers: int) -> dict[str, Any]:
@@ -108,8 +154,14 @@ def _memory(step: Any, state: Any, batch: Any) -> dict[str, int]:
 
 
 def _available_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") if not os.path.exists("/proc/meminfo") else next(
-        int(line.split()[1]) * 1024 for line in pathlib.Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")
+    return (
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        if not os.path.exists("/proc/meminfo")
+        else next(
+            int(line.split()[1]) * 1024
+            for line in pathlib.Path("/proc/meminfo").read_text().splitlines()
+            if line.startswith("MemAvailable")
+        )
     )
 
 

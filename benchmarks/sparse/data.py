@@ -1,4 +1,5 @@
-"""The ids that the benchmark of sparse synchronisation looks up: real word counts, real categorical features, and made-up regimes."""
+"""The ids that the benchmark of sparse synchronisation looks up: real word counts, real categorical features, and
+made-up regimes."""
 
 from __future__ import annotations
 
@@ -31,14 +32,16 @@ class Workload:
 
 
 def gradient(ids: np.ndarray, worker: int, width: int) -> np.ndarray:
-    """f32[k, width]: whole numbers of -8 to 8, so that sums of up to 32 workers are exact in any order, in bfloat16 too."""
+    """f32[k, width]: whole numbers of -8 to 8, so that sums of up to 32 workers are exact in any order, in bfloat16
+    too."""
     mixed = ids.astype(np.int64)[:, None] * 31 + np.arange(width) * 7 + worker * 13
     return (mixed * mixed % 17 - 8).astype(np.float32)
 
 
 def lm1b(data_dir: pathlib.Path, table: str) -> Workload:
-    """One Billion Word: a worker's 1024 sequences of 20 tokens, drawn by the words' real counts. `table`: `input`, looked up at the
-    tokens; `softmax`, at the tokens and at 8192 negatives, log-uniform over the words by falling count."""
+    """One Billion Word: a worker's 1024 sequences of 20 tokens, drawn by the words' real counts. `table`: `input`,
+    looked up at the tokens; `softmax`, at the tokens and at 8192 negatives, log-uniform over the words by falling
+    count."""
     counts = np.load(_file(data_dir, WORDS_FILE))
     edges = np.cumsum(counts / counts.sum())
     order = np.argsort(-counts, kind="stable") if table == "softmax" else None
@@ -52,12 +55,18 @@ def lm1b(data_dir: pathlib.Path, table: str) -> Workload:
         return found.astype(np.int32)
 
     more = "" if table == "input" else f" and {NEGATIVES} log-uniform negatives"
-    return Workload(f"lm1b, {table} table", f"{TOKENS} tokens{more} of a worker, drawn by the words' real counts", counts.size, 32, ids)
+    return Workload(
+        f"lm1b, {table} table",
+        f"{TOKENS} tokens{more} of a worker, drawn by the words' real counts",
+        counts.size,
+        32,
+        ids,
+    )
 
 
 def criteo(data_dir: pathlib.Path) -> Workload:
-    """Display advertising: 1024 real examples of a worker, 26 ids each, the fields one after the other in one table. A step takes the
-    examples in an order of its own."""
+    """Display advertising: 1024 real examples of a worker, 26 ids each, the fields one after the other in one table. A
+    step takes the examples in an order of its own."""
     with np.load(_file(data_dir, CRITEO_FILE)) as file:
         per_field = file["ids"].astype(np.int64)
     sizes = per_field.max(axis=0) + 1
@@ -71,8 +80,11 @@ def criteo(data_dir: pathlib.Path) -> Workload:
 
 
 def wikitext(data_dir: pathlib.Path) -> Workload:
-    """A language model of WikiText-2's validation split: a worker's 1024 sequences of 20 tokens, from places drawn at random."""
-    words, tokens = np.unique(np.array(_file(data_dir, TEXT_FILE).read_text(encoding="utf-8").split()), return_inverse=True)
+    """A language model of WikiText-2's validation split: a worker's 1024 sequences of 20 tokens, from places drawn at
+    random."""
+    words, tokens = np.unique(
+        np.array(_file(data_dir, TEXT_FILE).read_text(encoding="utf-8").split()), return_inverse=True
+    )
 
     def ids(step: int, worker: int, num_workers: int) -> np.ndarray:
         starts = np.random.default_rng([step, worker]).integers(0, tokens.size - BPTT, TOKENS // BPTT)
@@ -81,9 +93,18 @@ def wikitext(data_dir: pathlib.Path) -> Workload:
     return Workload("WikiText-2", f"{TOKENS} tokens of a worker, real text", words.size, 32, ids)
 
 
-def made_up(name: str, what: str, num_rows: int, width: int, draw: Callable[[np.random.Generator, int], np.ndarray]) -> Workload:
-    """A regime. `draw`: (generator of a step, worker) -> ids, of which those of all workers come from equal generators."""
-    return Workload(name, what, num_rows, width, lambda step, worker, _: draw(np.random.default_rng([step]), worker).astype(np.int32))
+def made_up(
+    name: str, what: str, num_rows: int, width: int, draw: Callable[[np.random.Generator, int], np.ndarray]
+) -> Workload:
+    """A regime. `draw`: (generator of a step, worker) -> ids, of which those of all workers come from equal
+    generators."""
+    return Workload(
+        name,
+        what,
+        num_rows,
+        width,
+        lambda step, worker, _: draw(np.random.default_rng([step]), worker).astype(np.int32),
+    )
 
 
 def _few(rng: np.random.Generator, worker: int) -> np.ndarray:
@@ -117,7 +138,9 @@ def named(name: str, data_dir: pathlib.Path) -> Workload:
         "all": lambda: made_up("all rows", "every row of a table of 4096", 4096, 64, _all),
         "half": lambda: made_up("half of the rows", "4096 of 8192 rows, others on each worker", 8192, 64, _half),
         "same": lambda: made_up("the same rows", "4000 of 400,000 rows, alike on all workers", 400_000, 32, _same),
-        "apart": lambda: made_up("rows of nobody else", "3000 of 512,000 rows, none on two workers", 512_000, 32, _apart),
+        "apart": lambda: made_up(
+            "rows of nobody else", "3000 of 512,000 rows, none on two workers", 512_000, 32, _apart
+        ),
     }
     return made[name]()
 

@@ -1,6 +1,8 @@
-"""Training throughput with `sync=`: an LSTM language model and a DeepFM, in launched processes behind links, beside PyTorch's DDP.
+"""Training throughput with `sync=`: an LSTM language model and a DeepFM, in launched processes behind links, beside
+PyTorch's DDP.
 
-Both train with Adagrad on the ids of `sparse.data`. `workload` gives the step that is measured: another model is a matter of another entry.
+Both train with Adagrad on the ids of `sparse.data`. `workload` gives the step that is measured: another model is a
+matter of another entry.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ GOALS_AT, LEAST_OVER_DENSE, LEAST_OVER_BLOCKS = "200mbit", 3.1, 2.48
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What is trained. `init(key)` -> state; `step(state, batch)` -> (state, metrics); `batch(step, worker, workers)` -> one worker's
-    arrays, leading dim `examples`."""
+    """What is trained. `init(key)` -> state; `step(state, batch)` -> (state, metrics); `batch(step, worker, workers)`
+    -> one worker's arrays, leading dim `examples`."""
 
     init: Callable[[Any], Any]
     step: Callable[[Any, Any], Any]
@@ -50,7 +52,11 @@ def lstm_batch(data_dir: pathlib.Path) -> tuple[Callable[[int, int, int], dict[s
     def batch(step: int, worker: int, num_workers: int) -> dict[str, np.ndarray]:
         ids = table.ids(step, worker, num_workers)
         tokens = ids[: data.TOKENS].reshape(-1, BPTT)
-        return {"tokens": tokens, "labels": np.roll(tokens, -1, axis=1), "negatives": ids[data.TOKENS :].reshape(len(tokens), -1)}
+        return {
+            "tokens": tokens,
+            "labels": np.roll(tokens, -1, axis=1),
+            "negatives": ids[data.TOKENS :].reshape(len(tokens), -1),
+        }
 
     return batch, table
 
@@ -74,9 +80,16 @@ def _lstm(data_dir: pathlib.Path) -> Training:
     rows, width = table.num_rows, table.width
 
     def init(key: Any) -> Any:
-        shapes = {"embedding": (rows, width), "softmax": (rows, width), "lstm": (width + HIDDEN, 4 * HIDDEN), "projection": (HIDDEN, width)}
+        shapes = {
+            "embedding": (rows, width),
+            "softmax": (rows, width),
+            "lstm": (width + HIDDEN, 4 * HIDDEN),
+            "projection": (HIDDEN, width),
+        }
         keys = jax.random.split(key, len(shapes))
-        return {name: 0.1 * jax.random.normal(one, shape) for one, (name, shape) in zip(keys, shapes.items(), strict=True)}
+        return {
+            name: 0.1 * jax.random.normal(one, shape) for one, (name, shape) in zip(keys, shapes.items(), strict=True)
+        }
 
     def loss_fn(params: Any, batch: Any) -> Any:
         def cell(carry: Any, x: Any) -> Any:
@@ -108,8 +121,14 @@ def _deepfm(data_dir: pathlib.Path) -> Training:
 
     def init(key: Any) -> Any:
         keys = jax.random.split(key, len(sizes) + 1)
-        head = {f"w{k}": jax.random.normal(keys[k], (a, b)) / a**0.5 for k, (a, b) in enumerate(zip(sizes, sizes[1:], strict=False))}
-        tables = {"factors": 0.05 * jax.random.normal(keys[-1], (table.num_rows, table.width)), "linear": jnp.zeros((table.num_rows, 1))}
+        head = {
+            f"w{k}": jax.random.normal(keys[k], (a, b)) / a**0.5
+            for k, (a, b) in enumerate(zip(sizes, sizes[1:], strict=False))
+        }
+        tables = {
+            "factors": 0.05 * jax.random.normal(keys[-1], (table.num_rows, table.width)),
+            "linear": jnp.zeros((table.num_rows, 1)),
+        }
         return {**tables, **head}
 
     def loss_fn(params: Any, batch: Any) -> Any:
@@ -155,7 +174,12 @@ def jobs(options: Any) -> dict[str, dict[str, Any]]:
 def section(quick: bool, data_dir: pathlib.Path, num_workers: int, link: str, torch_python: str | None = None) -> Any:
     """The section of one number of workers and one link."""
     models = MODELS[1:] if quick else MODELS
-    settings = {"models": models, "rounds": 1 if quick else ROUNDS, "steps": 1 if quick else STEPS, "data_dir": str(data_dir)}
+    settings = {
+        "models": models,
+        "rounds": 1 if quick else ROUNDS,
+        "steps": 1 if quick else STEPS,
+        "data_dir": str(data_dir),
+    }
     answers = run_workers("sparse.end_to_end", settings, num_workers, link)
     beside, note = None, "PyTorch's DDP was not measured: no `--torch-python PATH` was given."
     if torch_python is not None:
@@ -171,27 +195,71 @@ def report(answers: Answers, beside: Answers | None, note: str, num_workers: int
     from benchmarks._common import table
     from benchmarks.splitbrain.common import Goal, Section
 
-    lines, goals = [
-        f"{num_workers} processes of one thread on one machine behind links of {link}; `splitjax.parallelize(step, mesh={{'data': {num_workers}}}, sync=...)`, Adagrad. "
-        f"lstm: {data.TOKENS // BPTT} sequences of {BPTT} tokens and {data.NEGATIVES} negatives of a worker; deepfm: {data.CRITEO_ROWS} examples of a worker. Ways in turns, with the same batches, none of them among those that were observed. DDP trains the same model with the same ids in processes of its own, behind the same links. "
-        f"{others_text(answers.others)} {note}".rstrip(), "",
-    ], []  # fmt: skip
+    lines, goals = (
+        [
+            f"{num_workers} processes of one thread on one machine behind links of {link}; `splitjax.parallelize(step,"
+            f" mesh={{'data': {num_workers}}}, sync=...)`, Adagrad. lstm: {data.TOKENS // BPTT} sequences of {BPTT}"
+            f" tokens and {data.NEGATIVES} negatives of a worker; deepfm: {data.CRITEO_ROWS} examples of a worker. Ways"
+            " in turns, with the same batches, none of them among those that were observed. DDP trains the same model"
+            f" with the same ids in processes of its own, behind the same links. {others_text(answers.others)} {note}".rstrip(),  # noqa: E501
+            "",
+        ],
+        [],
+    )
     for model, facts in answers.workers[0]["models"].items():
         found = {way: _over(answers, model, way) for way in facts["ways"]}
-        found |= {} if beside is None else {way: _over(beside, model, way) for way in beside.workers[0]["models"][model]["ways"]}
+        found |= (
+            {}
+            if beside is None
+            else {way: _over(beside, model, way) for way in beside.workers[0]["models"][model]["ways"]}
+        )
         dense = found["dense"].seconds
         out = []
         for way, took in found.items():
             num = facts["examples"] * num_workers
-            out.append([
-                way, f"{num / took.seconds:.0f}", f"**{dense / took.seconds:.2f}**", f"{1e3 * took.seconds:.0f}", f"{1e3 * took.low:.0f} to {1e3 * took.high:.0f}",
-                f"{1e3 * took.cpu:.0f}", "" if took.sent is None else f"{took.sent / 1e6:.2f}", facts["chosen"].get(way, ""),
-            ])  # fmt: skip
-        titles = ["", "examples/s", "over dense", "step, ms", "quartiles", "processor time of a worker, ms", "MB sent by the busiest worker", "schemes of the tables"]
-        lines += [f"### {model}", "", f"Parameters: {facts['parameters']}.", "", *table(titles, out), "", f"Loss of the first and the last step: {facts['losses'][0]:.4f}, {facts['losses'][1]:.4f}.", ""]
+            out.append(
+                [
+                    way,
+                    f"{num / took.seconds:.0f}",
+                    f"**{dense / took.seconds:.2f}**",
+                    f"{1e3 * took.seconds:.0f}",
+                    f"{1e3 * took.low:.0f} to {1e3 * took.high:.0f}",
+                    f"{1e3 * took.cpu:.0f}",
+                    "" if took.sent is None else f"{took.sent / 1e6:.2f}",
+                    facts["chosen"].get(way, ""),
+                ]
+            )
+        titles = [
+            "",
+            "examples/s",
+            "over dense",
+            "step, ms",
+            "quartiles",
+            "processor time of a worker, ms",
+            "MB sent by the busiest worker",
+            "schemes of the tables",
+        ]
+        lines += [
+            f"### {model}",
+            "",
+            f"Parameters: {facts['parameters']}.",
+            "",
+            *table(titles, out),
+            "",
+            f"Loss of the first and the last step: {facts['losses'][0]:.4f}, {facts['losses'][1]:.4f}.",
+            "",
+        ]
         if link == GOALS_AT:
             for way, limit in (("dense", LEAST_OVER_DENSE), ("blocks", LEAST_OVER_BLOCKS)):
-                goals.append(Goal(f"{model}, {num_workers} workers, {link}: auto over {way}", found[way].seconds / found["auto"].seconds, limit, False, ".2f"))
+                goals.append(
+                    Goal(
+                        f"{model}, {num_workers} workers, {link}: auto over {way}",
+                        found[way].seconds / found["auto"].seconds,
+                        limit,
+                        False,
+                        ".2f",
+                    )
+                )
     return Section(f"Training end to end: {num_workers} workers, {link}", lines, goals)
 
 
@@ -206,7 +274,9 @@ def _work(settings: dict[str, Any]) -> None:
     from benchmarks.sparse.launch import Team
 
     team = Team(settings)
-    answer = {"models": {model: _train(model, settings, team, number == 0) for number, model in enumerate(settings["models"])}}
+    answer = {
+        "models": {model: _train(model, settings, team, number == 0) for number, model in enumerate(settings["models"])}
+    }
     team.finish(answer)
 
 
@@ -218,14 +288,23 @@ def _train(model: str, settings: dict[str, Any], team: Any, is_first: bool) -> d
 
     made = workload(model, pathlib.Path(settings["data_dir"]))
     one = made.batch(0, team.rank, team.count)
-    example = {name: jax.ShapeDtypeStruct((team.count * made.examples, *array.shape[1:]), array.dtype) for name, array in one.items()}
+    example = {
+        name: jax.ShapeDtypeStruct((team.count * made.examples, *array.shape[1:]), array.dtype)
+        for name, array in one.items()
+    }
     steps = {
-        way: splitjax.parallelize(made.step, mesh={"data": team.count}, rules="data_parallel", **({} if way == "dense" else {"sync": way})) for way in WAYS
+        way: splitjax.parallelize(
+            made.step, mesh={"data": team.count}, rules="data_parallel", **({} if way == "dense" else {"sync": way})
+        )
+        for way in WAYS
     }
     state = [steps["dense"].init(made.init, jax.random.key(0), example=(example,))]
     layout = steps["dense"].shardings(state[0], example)[1]
     batches = [
-        {name: jax.make_array_from_process_local_data(layout[name], array) for name, array in made.batch(number, team.rank, team.count).items()}
+        {
+            name: jax.make_array_from_process_local_data(layout[name], array)
+            for name, array in made.batch(number, team.rank, team.count).items()
+        }
         for number in range(OBSERVED + TIMED)
     ]
     losses: list[float] = []
@@ -238,7 +317,9 @@ def _train(model: str, settings: dict[str, Any], team: Any, is_first: bool) -> d
     for way in WAYS:
         for number in range(1 if way == "dense" else WARM):
             run(way, number)
-        team.say(f"{model}, {way}: {1e3 * team.turn(lambda number, way=way: run(way, OBSERVED), 1)['seconds']:.0f} ms a step")
+        team.say(
+            f"{model}, {way}: {1e3 * team.turn(lambda number, way=way: run(way, OBSERVED), 1)['seconds']:.0f} ms a step"
+        )
     if is_first:
         team.begin()
     turns: dict[str, list[Any]] = {way: [] for way in WAYS}
@@ -247,9 +328,19 @@ def _train(model: str, settings: dict[str, Any], team: Any, is_first: bool) -> d
             num_steps = 1 if way == "dense" else settings["steps"]
             unseen = lambda step, way=way, first=number * num_steps: run(way, OBSERVED + (first + step) % TIMED)
             turns[way].append(team.turn(unseen, num_steps))
-    chosen = {way: ", ".join(sorted({sync.scheme for sync in steps[way].plan(state[0], example).syncs})) for way in WAYS if way != "dense"}
+    chosen = {
+        way: ", ".join(sorted({sync.scheme for sync in steps[way].plan(state[0], example).syncs}))
+        for way in WAYS
+        if way != "dense"
+    }
     parameters = ", ".join(f"{name} {' x '.join(map(str, one.shape))}" for name, one in state[0]["params"].items())
-    return {"ways": turns, "examples": made.examples, "parameters": parameters, "chosen": chosen, "losses": [losses[0], losses[-1]]}
+    return {
+        "ways": turns,
+        "examples": made.examples,
+        "parameters": parameters,
+        "chosen": chosen,
+        "losses": [losses[0], losses[-1]],
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Worker processes of the benchmark of sparse synchronisation: started behind links, begun together, measured in turns."""
+"""Worker processes of the benchmark of sparse synchronisation: started behind links, begun together, measured in
+turns."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _WAIT_SECONDS = 1800
-_WHOLE = "--xla_cpu_parallel_codegen_split_count=1"  # a process of one thread gains nothing from compiling a program in 32 pieces
+# a process of one thread gains nothing from compiling a program in 32 pieces
+_WHOLE = "--xla_cpu_parallel_codegen_split_count=1"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +29,18 @@ class Answers:
 
 
 def run_workers(
-    module: str, settings: Mapping[str, Any], num_workers: int, bandwidth: str | None, python: str = sys.executable,
+    module: str,
+    settings: Mapping[str, Any],
+    num_workers: int,
+    bandwidth: str | None,
+    python: str = sys.executable,
     environment: Mapping[str, str] | None = None,
 ) -> Answers:
-    """Runs `python -m benchmarks.MODULE SETTINGS` in that many processes of one XLA thread, each behind a link of this rate.
+    """Runs `python -m benchmarks.MODULE SETTINGS` in that many processes of one XLA thread, each behind a link of this
+    rate.
 
-    Raises `RuntimeError` where there can be no such network, or a worker failed. A worker that starts a process leaves its id in a file `pid*` of the
-    folder, so that it does not count among others."""
+    Raises `RuntimeError` where there can be no such network, or a worker failed. A worker that starts a process leaves
+    its id in a file `pid*` of the folder, so that it does not count among others."""
     from benchmarks.training.common import Meter
     from splitjax.errors import LaunchError
     from splitjax.runtime.launch import launch
@@ -43,19 +50,26 @@ def run_workers(
         command = [python, "-m", f"benchmarks.{module}", json.dumps({**settings, "folder": name})]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": _WHOLE, **(environment or {})}
         try:
-            run = launch.start(launch.LaunchConfig(num_workers, threads=1, bandwidth=bandwidth), command, environment=environment)
+            run = launch.start(
+                launch.LaunchConfig(num_workers, threads=1, bandwidth=bandwidth), command, environment=environment
+            )
         except LaunchError as error:
             raise RuntimeError(error.message) from error
         meter, others = None, None
         while (outcome := run.wait(0.1)) is None:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # of a worker that failed
                 if meter is None and (folder / "begin").exists():
-                    meter = Meter(*(worker.pid for worker in run.workers), *(int(file.read_text()) for file in folder.glob("pid*")))
+                    meter = Meter(
+                        *(worker.pid for worker in run.workers),
+                        *(int(file.read_text()) for file in folder.glob("pid*")),
+                    )
                 if meter is not None and others is None and (folder / "end").exists():
                     others = meter.others()
         if outcome.status:
             raise RuntimeError(f"the run of {module} ended with exit status {outcome.status}")
-        return Answers(tuple(json.loads((folder / f"worker{rank}.json").read_text()) for rank in range(num_workers)), others)
+        return Answers(
+            tuple(json.loads((folder / f"worker{rank}.json").read_text()) for rank in range(num_workers)), others
+        )
 
 
 @dataclasses.dataclass
@@ -97,7 +111,8 @@ class Team:
         self.together()
 
     def turn(self, run: Callable[[int], Any], steps: int) -> dict[str, Any]:
-        """Seconds of one of `steps` steps begun together, its processor time, and the bytes that left this worker meanwhile.
+        """Seconds of one of `steps` steps begun together, its processor time, and the bytes that left this worker
+        meanwhile.
 
         Bytes are read when all have what was sent to them: until then some may wait in a queue."""
         from splitjax.runtime.network import bytes_sent
@@ -115,8 +130,8 @@ class Team:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One way over all workers: seconds of the slowest worker and their quartiles over the turns; processor seconds of a worker;
-    bytes that the busiest worker sent, as the formulas say (None on the loopback)."""
+    """One way over all workers: seconds of the slowest worker and their quartiles over the turns; processor seconds of
+    a worker; bytes that the busiest worker sent, as the formulas say (None on the loopback)."""
 
     seconds: float
     low: float

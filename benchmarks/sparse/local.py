@@ -1,4 +1,5 @@
-"""What a worker itself computes to exchange its rows, against what the transfer takes at 1 Gb/s: one process, no network."""
+"""What a worker itself computes to exchange its rows, against what the transfer takes at 1 Gb/s: one process, no
+network."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ def section(quick: bool, data_dir: pathlib.Path, num_workers: int) -> Any:
         "workloads": ["criteo"] if quick else list(WORKLOADS), "num_workers": num_workers, "data_dir": str(data_dir),
         "rounds": 2 if quick else ROUNDS, "steps": 1 if quick else STEPS,
     }  # fmt: skip
-    flags = f"--xla_force_host_platform_device_count={num_workers} --xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    flags = (
+        f"--xla_force_host_platform_device_count={num_workers} --xla_cpu_multi_thread_eigen=false"
+        " intra_op_parallelism_threads=1"
+    )
     # Devices wait for each other inside a collective: each needs a thread, and some to spare.
     environment = {"XLA_FLAGS": flags, "NPROC": str(4 * max(8, num_workers))}
     return report(run_child("sparse.local", settings, environment), num_workers)
@@ -43,16 +47,30 @@ def report(found: dict[str, Any], num_workers: int) -> Any:
     for facts in found.values():
         transfer = facts["predicted"] / GIGABIT
         share = sum(facts["seconds"][part] for part in PARTS[:3]) / transfer
-        out.append([
-            facts["name"], *(f"{1e3 * facts['seconds'][part]:.2f}" for part in PARTS), f"{facts['predicted'] / 1e6:.3f}", f"{1e3 * transfer:.1f}", f"**{share:.3f}**",
-        ])  # fmt: skip
-        goals.append(Goal(f"{facts['name']}, {num_workers} workers: local work over the transfer at 1 Gb/s", share, MOST, True))
+        out.append(
+            [
+                facts["name"],
+                *(f"{1e3 * facts['seconds'][part]:.2f}" for part in PARTS),
+                f"{facts['predicted'] / 1e6:.3f}",
+                f"{1e3 * transfer:.1f}",
+                f"**{share:.3f}**",
+            ]
+        )
+        goals.append(
+            Goal(f"{facts['name']}, {num_workers} workers: local work over the transfer at 1 Gb/s", share, MOST, True)
+        )
     titles = ["", *(f"{part}, ms" for part in PARTS), "MB sent", "at 1 Gb/s, ms", "local work over transfer"]
     lines = [
-        f"Processor time of one of {num_workers} workers for a step of `row_exchange`, the least of {ROUNDS} turns. All workers are devices of one process, so what "
-        f"they send to each other is copied from memory to memory, which is in these figures. Local work: all but the update, which is any scheme's. Indices could be exchanged while the forward pass computes.",
-        "", *table(titles, out), "",
-    ]  # fmt: skip
+        (
+            f"Processor time of one of {num_workers} workers for a step of `row_exchange`, the least of {ROUNDS} turns."
+            " All workers are devices of one process, so what they send to each other is copied from memory to memory,"
+            " which is in these figures. Local work: all but the update, which is any scheme's. Indices could be"
+            " exchanged while the forward pass computes."
+        ),
+        "",
+        *table(titles, out),
+        "",
+    ]
     return Section(f"Local work of row_exchange: {num_workers} workers", lines, goals)
 
 
@@ -76,12 +94,18 @@ def _measure(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     cotangents = jax.jit(lambda: jnp.ones((*lookups.shape, workload.width), jnp.float32), out_shardings=sharding)()
     wrap = lambda tree: jax.tree.map(lambda one: one[None], tree)
     bare = lambda tree: jax.tree.map(lambda one: one[0], tree)
-    sum_up, _ = ways.compiled(lambda ids, values: wrap(sync.from_lookups(ids[0], values[0], workload.num_rows)), mesh, (ids, cotangents))
+    sum_up, _ = ways.compiled(
+        lambda ids, values: wrap(sync.from_lookups(ids[0], values[0], workload.num_rows)), mesh, (ids, cotangents)
+    )
     local = sum_up(ids, cotangents)
-    indices = lambda rows: wrap(scheme.exchange_indices(rows.ids[0], rows.count[0], workload.num_rows, "data", capacities))
+    indices = lambda rows: wrap(
+        scheme.exchange_indices(rows.ids[0], rows.count[0], workload.num_rows, "data", capacities)
+    )
     ask, _ = ways.compiled(indices, mesh, (local,))
     routes = ask(local)
-    values = lambda one, routes: wrap(scheme.exchange_values(one[0], bare(routes), workload.num_rows, "data", capacities)[0])
+    values = lambda one, routes: wrap(
+        scheme.exchange_values(one[0], bare(routes), workload.num_rows, "data", capacities)[0]
+    )
     exchange, _ = ways.compiled(values, mesh, (local.values, routes))
     rows = exchange(local.values, routes)
     table = [ways.zeros(mesh, workload.num_rows, workload.width)]

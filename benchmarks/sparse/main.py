@@ -1,13 +1,16 @@
-"""Whether exchanging only the rows that were touched pays: schemes, training, messages, local work, a table of 5 GB, and what `auto` chooses.
+"""Whether exchanging only the rows that were touched pays: schemes, training, messages, local work, a table of 5 GB,
+and what `auto` chooses.
 
     python -m benchmarks sparse --data-dir DIR                                       everything, and its page (hours)
-    python -m benchmarks sparse --data-dir DIR --only schemes --workers 16           one part; the page keeps what was measured of the others
+    python -m benchmarks sparse --data-dir DIR --only schemes --workers 16
+            one part; the page keeps what was measured of the others
     python -m benchmarks sparse --data-dir DIR --only schemes --workers 4 --quick    a small part, printed only
-    (sixteen processes need a quarter of an hour for each table: `--tables lm1b_input` measures one, the page keeps the others)
+    (sixteen processes need a quarter of an hour for each table: `--tables lm1b_input` measures one, the page keeps the
+    others)
 
-`--data-dir`: lm1b_word_counts.npy (int, occurrences of each word), criteo_sample.npz (`ids` int[rows, 26]) and wikitext2_valid.txt. What each part
-found is kept beside the page (sparse.json), with its date and machine. Links need Linux and root. Times want an idle machine: how busy others were is
-on the page.
+`--data-dir`: lm1b_word_counts.npy (int, occurrences of each word), criteo_sample.npz (`ids` int[rows, 26]) and
+wikitext2_valid.txt. What each part found is kept beside the page (sparse.json), with its date and machine. Links need
+Linux and root. Times want an idle machine: how busy others were is on the page.
 """
 
 from __future__ import annotations
@@ -32,31 +35,55 @@ def main(argv: list[str] | None = None) -> int:
     options = _options(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     quiet_tpu_compiler()
-    return run_parts(PAGE, {key: lambda key=key, run=run: _run(key, run) for key, run in _jobs(options).items()}, options)
+    return run_parts(
+        PAGE, {key: lambda key=key, run=run: _run(key, run) for key, run in _jobs(options).items()}, options
+    )
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("sparse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "sparse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_options(parser, "folder of lm1b_word_counts.npy, criteo_sample.npz and wikitext2_valid.txt", PARTS)
-    parser.add_argument("--workers", nargs="+", type=int, default=[], metavar="N", help="schemes: 4 8 16; messages: 4 16; end_to_end, choice: 4")
-    parser.add_argument("--links", nargs="+", default=[], metavar="RATE", help="schemes, messages: 100mbit; end_to_end: 100mbit 200mbit 1000mbit")
-    parser.add_argument("--tables", nargs="+", default=[], choices=TABLES, metavar="NAME", help=f"schemes: {' '.join(TABLES)}")
-    parser.add_argument("--torch-python", type=pathlib.Path, help="a Python that has torch, for PyTorch's DDP beside it")
+    parser.add_argument(
+        "--workers",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="N",
+        help="schemes: 4 8 16; messages: 4 16; end_to_end, choice: 4",
+    )
+    parser.add_argument(
+        "--links",
+        nargs="+",
+        default=[],
+        metavar="RATE",
+        help="schemes, messages: 100mbit; end_to_end: 100mbit 200mbit 1000mbit",
+    )
+    parser.add_argument(
+        "--tables", nargs="+", default=[], choices=TABLES, metavar="NAME", help=f"schemes: {' '.join(TABLES)}"
+    )
+    parser.add_argument(
+        "--torch-python", type=pathlib.Path, help="a Python that has torch, for PyTorch's DDP beside it"
+    )
     options = parser.parse_args(argv)
     options.data_dir = options.data_dir.absolute()
     return options
 
 
 def _jobs(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
-    """Key of a section -> what measures it. Each starts processes of its own: devices and flags are what it asks for."""
+    """Key of a section -> what measures it. Each starts processes of its own: devices and flags are what it asks
+    for."""
     from benchmarks.sparse import big_table, choice, end_to_end, local, messages, schemes
 
     def given(workers: list[int], links: list[str]) -> argparse.Namespace:
         quick = options.quick
         return argparse.Namespace(
-            workers=options.workers or ([2] if quick else workers), links=options.links or (links[-1:] if quick else links),
-            tables=options.tables or (["criteo"] if quick else list(TABLES)), torch_python=options.torch_python,
-        )  # fmt: skip
+            workers=options.workers or ([2] if quick else workers),
+            links=options.links or (links[-1:] if quick else links),
+            tables=options.tables or (["criteo"] if quick else list(TABLES)),
+            torch_python=options.torch_python,
+        )
 
     plans = {
         "schemes": (schemes, given([4, 8, 16], ["100mbit"])), "choice": (choice, given([4], ["100mbit", "1000mbit"])),
@@ -76,7 +103,10 @@ def _run(key: str, measure: Callable[[], Any]) -> dict[str, Any] | None:
     """`key`: part, workers, link and table, as far as the part has them."""
     part, *given = key.split(", ")
     values = given if len(given) > 1 else []  # without a link the number of workers is fixed
-    options = [f"{option} {value.removesuffix(' workers')}" for option, value in zip(("--workers", "--links", "--tables"), values)]
+    options = [
+        f"{option} {value.removesuffix(' workers')}"
+        for option, value in zip(("--workers", "--links", "--tables"), values)
+    ]
     return run_part(key, measure, " ".join(["python -m benchmarks sparse --data-dir DIR --only", part, *options]))
 
 

@@ -1,4 +1,5 @@
-"""What messages cost: the ways to move them between which `sync.wire` chooses by size, one collective or one round of them at a time.
+"""What messages cost: the ways to move them between which `sync.wire` chooses by size, one collective or one round of
+them at a time.
 
 A worker process is this module, run by `benchmarks.sparse` with its settings as an argument."""
 
@@ -17,7 +18,11 @@ PARTS_KIB, GATHERED_KIB, SWAPPED_KIB = (0.6, 4, 14, 27, 37, 64), (7, 32, 128, 25
 
 def jobs(options: Any) -> dict[str, dict[str, Any]]:
     """Key of a section -> what it is measured with."""
-    return {f"messages, {n} workers, {link}": {"num_workers": n, "link": link} for n in options.workers for link in options.links}
+    return {
+        f"messages, {n} workers, {link}": {"num_workers": n, "link": link}
+        for n in options.workers
+        for link in options.links
+    }
 
 
 def section(quick: bool, data_dir: pathlib.Path, num_workers: int, link: str) -> Any:
@@ -32,12 +37,25 @@ def section(quick: bool, data_dir: pathlib.Path, num_workers: int, link: str) ->
     for name in answers.workers[0]:
         took = over_workers([worker[name] for worker in answers.workers])
         sent = "" if took.sent is None else f"{took.sent / 1e3:.1f}"
-        rows.append([name, f"{1e3 * took.seconds:.1f}", f"{1e3 * took.low:.1f} to {1e3 * took.high:.1f}", f"{1e3 * took.cpu:.2f}", sent])
+        rows.append(
+            [
+                name,
+                f"{1e3 * took.seconds:.1f}",
+                f"{1e3 * took.low:.1f} to {1e3 * took.high:.1f}",
+                f"{1e3 * took.cpu:.2f}",
+                sent,
+            ]
+        )
     lines = [
-        f"{num_workers} processes of one thread on one machine behind links of {link}. KiB: of one worker's message to one other, or, of gathers, to all. "
-        f"Milliseconds: of the slowest worker, median of {settings['rounds']} turns, with quartiles. {others_text(answers.others)}", "",
-        *table(["", "ms", "quartiles", "processor time of a worker, ms", "kB sent by the busiest worker"], rows), "",
-    ]  # fmt: skip
+        (
+            f"{num_workers} processes of one thread on one machine behind links of {link}. KiB: of one worker's message"
+            " to one other, or, of gathers, to all. Milliseconds: of the slowest worker, median of"
+            f" {settings['rounds']} turns, with quartiles. {others_text(answers.others)}"
+        ),
+        "",
+        *table(["", "ms", "quartiles", "processor time of a worker, ms", "kB sent by the busiest worker"], rows),
+        "",
+    ]
     return Section(f"Messages: {num_workers} workers, {link}", lines, [])
 
 
@@ -51,14 +69,23 @@ def _programs(n: int) -> dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]]
     found: dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]] = {}
     for size in PARTS_KIB:
         shape = (n, round(size * KIB))
-        found |= {f"all-to-all, {size:g} KiB": (exchanged("all_to_all"), shape), f"rounds of permutations, {size:g} KiB": (exchanged("ppermute"), shape)}
+        found |= {
+            f"all-to-all, {size:g} KiB": (exchanged("all_to_all"), shape),
+            f"rounds of permutations, {size:g} KiB": (exchanged("ppermute"), shape),
+        }
     for size in GATHERED_KIB:
         found[f"gather by a ring, {size} KiB"] = (lambda x: lax.all_gather(x, "data")), (size * KIB,)
-        found[f"gather in rounds that double, {size} KiB"] = (lambda x: wire.gather_by_doubling(x, axis="data")), (size * KIB,)
+        found[f"gather in rounds that double, {size} KiB"] = (
+            (lambda x: wire.gather_by_doubling(x, axis="data")),
+            (size * KIB,),
+        )
     swap, shift = [(i, i ^ 1) for i in range(n - n % 2)], [(i, (i + 1) % n) for i in range(n)]
     for size in SWAPPED_KIB:
         found[f"two swap, {size} KiB"] = (lambda x: lax.ppermute(x, "data", swap)), (size * KIB,)
-        found[f"two swap, {size} KiB, in parts as `wire` does"] = (lambda x: wire.permute([x], "data", swap)[0]), (size * KIB,)
+        found[f"two swap, {size} KiB, in parts as `wire` does"] = (
+            (lambda x: wire.permute([x], "data", swap)[0]),
+            (size * KIB,),
+        )
         found[f"to the next one, {size} KiB"] = (lambda x: lax.ppermute(x, "data", shift)), (size * KIB,)
     return found
 

@@ -1,4 +1,5 @@
-"""Every scheme on the same tables, ids and links, in one run: milliseconds a step, bytes really sent, and how they stand to the formulas."""
+"""Every scheme on the same tables, ids and links, in one run: milliseconds a step, bytes really sent, and how they
+stand to the formulas."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from typing import Any
 from benchmarks.sparse.launch import Answers, Measured, others_text, over_workers, run_workers
 
 ROUNDS, STEPS = 6, 3
-MOST_ALONE = 8  # workers up to which messages are timed alone too: that is twice as much to compile, for every worker on this machine
-# Workers and links for which speeds are asked; bytes are asked for always. At 100 Mb/s sixteen processes wait for two cores as well as
-# for the network; at 25 Mb/s for the network alone, nearly.
+# workers up to which messages are timed alone too: that is twice as much to compile, for every worker on this machine
+MOST_ALONE = 8
+# Workers and links for which speeds are asked; bytes are asked for always. At 100 Mb/s sixteen processes wait for two
+# cores as well as for the network; at 25 Mb/s for the network alone, nearly.
 GOALS_AT = (16, "25mbit"), (16, "100mbit")
 MOST_OVER_BOUND, MOST_OFF_FORMULA = 1.08, 0.05
 UNPADDED = ", without padding (scaled)"
@@ -61,7 +63,9 @@ def rows_of(answers: Answers, workload: str) -> dict[str, Row]:
     for way, first in of_worker[0].items():
         alone = over_workers([one[way]["alone"] for one in of_worker]) if first["alone"] else None
         missed = sum(not fitted for fitted in first["fitted"])
-        found[way] = Row(over_workers([one[way]["turns"] for one in of_worker]), alone, first["predicted"], first["formula"], missed)
+        found[way] = Row(
+            over_workers([one[way]["turns"] for one in of_worker]), alone, first["predicted"], first["formula"], missed
+        )
     return found
 
 
@@ -72,16 +76,26 @@ def report(answers: Answers, num_workers: int, link: str) -> Any:
     ((name, facts),) = answers.workers[0]["workloads"].items()
     rows = rows_of(answers, name)
     lines = [
-        f"{num_workers} processes of one thread on one machine, each behind a link of {link} a second in each direction. From a worker's own rows to their "
-        f"sum on every worker; the processes take turns through all ways, with the same ids, {STEPS} to 40 steps a turn (one where a step takes "
-        f"seconds). Milliseconds: of the slowest worker, median of the turns, with quartiles. Messages alone: the same messages, and no work on "
-        f"the workers (up to {MOST_ALONE} workers). Processor time: of one worker, which on this machine shares its cores with all others. Sums were compared with the exact "
-        f"ones. MB: 10^6 bytes of the busiest worker, from its network device, TCP's headers included. The bound: the least that can be sent if each row is added up by a worker "
-        f"that has it, values only. Zen finds what goes where by running counts, which is faster here than its hashes and sends the same. {others_text(answers.others)}", "",
-        f"{facts['what']}; {facts['num_rows']:,} rows x {facts['width']}; {facts['rows']:,.0f} rows of a worker (density {facts['density']:.2%}), "
-        f"{facts['union']:,.0f} of all; bound {facts['bound'] / 1e6:.3f} MB.", "",
-        *_table(rows, facts["bound"]), "",
-    ]  # fmt: skip
+        (
+            f"{num_workers} processes of one thread on one machine, each behind a link of {link} a second in each"
+            " direction. From a worker's own rows to their sum on every worker; the processes take turns through all"
+            f" ways, with the same ids, {STEPS} to 40 steps a turn (one where a step takes seconds). Milliseconds: of"
+            " the slowest worker, median of the turns, with quartiles. Messages alone: the same messages, and no work"
+            f" on the workers (up to {MOST_ALONE} workers). Processor time: of one worker, which on this machine shares"
+            " its cores with all others. Sums were compared with the exact ones. MB: 10^6 bytes of the busiest worker,"
+            " from its network device, TCP's headers included. The bound: the least that can be sent if each row is"
+            " added up by a worker that has it, values only. Zen finds what goes where by running counts, which is"
+            f" faster here than its hashes and sends the same. {others_text(answers.others)}"
+        ),
+        "",
+        (
+            f"{facts['what']}; {facts['num_rows']:,} rows x {facts['width']}; {facts['rows']:,.0f} rows of a worker"
+            f" (density {facts['density']:.2%}), {facts['union']:,.0f} of all; bound {facts['bound'] / 1e6:.3f} MB."
+        ),
+        "",
+        *_table(rows, facts["bound"]),
+        "",
+    ]
     goals = goals_of(name, facts["name"], rows, facts["bound"], (num_workers, link))
     return Section(f"Schemes: {num_workers} workers, {link}: {facts['name']}", lines, goals)
 
@@ -93,20 +107,57 @@ def _table(rows: Mapping[str, Row], bound: float) -> list[str]:
     dense, out = rows[ways.DENSE].took.seconds, []
     for way, row in rows.items():
         took, sent = row.took, row.took.sent
-        out.append([
-            way, f"{1e3 * took.seconds:.0f}", f"{1e3 * took.low:.0f} to {1e3 * took.high:.0f}", "" if row.alone is None else f"{1e3 * row.alone.seconds:.0f}",
-            f"{1e3 * took.cpu:.1f}", f"**{dense / took.seconds:.1f}**", _mb(sent), _mb(row.predicted), _mb(row.formula),
-            "" if sent is None else f"{sent / bound:.2f}", "" if not row.missed else str(row.missed),
-        ])  # fmt: skip
+        out.append(
+            [
+                way,
+                f"{1e3 * took.seconds:.0f}",
+                f"{1e3 * took.low:.0f} to {1e3 * took.high:.0f}",
+                "" if row.alone is None else f"{1e3 * row.alone.seconds:.0f}",
+                f"{1e3 * took.cpu:.1f}",
+                f"**{dense / took.seconds:.1f}**",
+                _mb(sent),
+                _mb(row.predicted),
+                _mb(row.formula),
+                "" if sent is None else f"{sent / bound:.2f}",
+                "" if not row.missed else str(row.missed),
+            ]
+        )
         if way == ways.OMNIREDUCE or (way in rivals(rows) and sent and row.off_formula > MOST_OFF_FORMULA):
             seconds = unpadded_seconds(row)
-            out.append([f"{way}{UNPADDED}", f"{1e3 * seconds:.0f}", "", "", "", f"{dense / seconds:.1f}", "", "", _mb(row.formula), f"{row.formula / bound:.2f}", ""])
-    titles = ["", "ms", "quartiles", "messages alone, ms", "processor time, ms", "times as fast as dense", "MB sent", "predicted", "by formula", "sent / bound", "steps that did not fit"]
+            out.append(
+                [
+                    f"{way}{UNPADDED}",
+                    f"{1e3 * seconds:.0f}",
+                    "",
+                    "",
+                    "",
+                    f"{dense / seconds:.1f}",
+                    "",
+                    "",
+                    _mb(row.formula),
+                    f"{row.formula / bound:.2f}",
+                    "",
+                ]
+            )
+    titles = [
+        "",
+        "ms",
+        "quartiles",
+        "messages alone, ms",
+        "processor time, ms",
+        "times as fast as dense",
+        "MB sent",
+        "predicted",
+        "by formula",
+        "sent / bound",
+        "steps that did not fit",
+    ]
     return table(titles, out)
 
 
 def unpadded_seconds(rival: Row) -> float:
-    """Of a rival if it sent no padding, which static shapes need: its time in proportion to the bytes of its formula."""
+    """Of a rival if it sent no padding, which static shapes need: its time in proportion to the bytes of its
+    formula."""
     return rival.took.seconds * min(1.0, rival.formula / (rival.took.sent or rival.predicted))
 
 
@@ -121,19 +172,35 @@ def goals_of(key: str, name: str, rows: Mapping[str, Row], bound: float, at: tup
     if at in GOALS_AT and key == "lm1b_input":
         sparse = min(seconds[ways.AGSPARSE], seconds[ways.SPARCML])
         goals += [
-            faster("dense", seconds[ways.DENSE], ways.ROWS, 45), faster("the better of AGsparse and SparCML", sparse, ways.ROWS, 2.5),
+            faster("dense", seconds[ways.DENSE], ways.ROWS, 45),
+            faster("the better of AGsparse and SparCML", sparse, ways.ROWS, 2.5),
             faster("OmniReduce without padding", unpadded_seconds(rows[ways.OMNIREDUCE]), ways.ROWS, 7),
-            faster("Zen as published", seconds[ways.ZEN], ways.ROWS, 1.8), faster("dense", seconds[ways.DENSE], ways.OWNER, 90),
+            faster("Zen as published", seconds[ways.ZEN], ways.ROWS, 1.8),
+            faster("dense", seconds[ways.DENSE], ways.OWNER, 90),
             faster("dense", seconds[ways.DENSE], ways.OWNER_BF16, 200),
-        ]  # fmt: skip
+        ]
     if at in GOALS_AT and key == "criteo":
-        goals += [faster("dense", seconds[ways.DENSE], ways.ROWS, 8), faster("Zen as published", seconds[ways.ZEN], ways.ROWS, 1.3)]
+        goals += [
+            faster("dense", seconds[ways.DENSE], ways.ROWS, 8),
+            faster("Zen as published", seconds[ways.ZEN], ways.ROWS, 1.3),
+        ]
     if any(row.took.sent is None for row in rows.values()):
         return goals
     if key.startswith("lm1b"):
-        goals.append(Goal(f"{name}: bytes of {ways.ROWS} over the bound", rows[ways.ROWS].took.sent / bound, MOST_OVER_BOUND, True))
+        goals.append(
+            Goal(
+                f"{name}: bytes of {ways.ROWS} over the bound", rows[ways.ROWS].took.sent / bound, MOST_OVER_BOUND, True
+            )
+        )
     worst = max(rivals(rows), key=lambda way: rows[way].off_formula)
-    goals.append(Goal(f"{name}: a rival's bytes off its formula, at most ({worst})", rows[worst].off_formula, MOST_OFF_FORMULA, True))
+    goals.append(
+        Goal(
+            f"{name}: a rival's bytes off its formula, at most ({worst})",
+            rows[worst].off_formula,
+            MOST_OFF_FORMULA,
+            True,
+        )
+    )
     return goals
 
 

@@ -1,4 +1,5 @@
-"""A worker process of `python -m benchmarks sparse --torch-python PATH`: the same models under PyTorch's DistributedDataParallel, on gloo.
+"""A worker process of `python -m benchmarks sparse --torch-python PATH`: the same models under PyTorch's
+DistributedDataParallel, on gloo.
 
 Needs torch and numpy, and nothing of splitjax: the launcher's variables say where the others are.
 """
@@ -47,7 +48,10 @@ class DeepFM(nn.Module):
 
     def __init__(self, num_rows: int, width: int, sparse: bool):
         super().__init__()
-        self.factors, self.linear = nn.Embedding(num_rows, width, sparse=sparse), nn.Embedding(num_rows, 1, sparse=sparse)
+        self.factors, self.linear = (
+            nn.Embedding(num_rows, width, sparse=sparse),
+            nn.Embedding(num_rows, 1, sparse=sparse),
+        )
         sizes = (26 * width, *models.HEAD, 1)
         self.head = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in zip(sizes, sizes[1:], strict=False))
 
@@ -68,7 +72,10 @@ def _train(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     make, batch_of = _MODELS[name]
     batch, table = batch_of(pathlib.Path(settings["data_dir"]))
     rank, count = dist.get_rank(), dist.get_world_size()
-    batches = [{key: _tensor(array) for key, array in batch(number, rank, count).items()} for number in range(models.OBSERVED, models.OBSERVED + models.TIMED)]
+    batches = [
+        {key: _tensor(array) for key, array in batch(number, rank, count).items()}
+        for number in range(models.OBSERVED, models.OBSERVED + models.TIMED)
+    ]
     ways = {}
     for way, sparse in zip(models.TORCH, (False, True), strict=True):
         turns, run = [], _runner(make(table.num_rows, table.width, sparse), batches)

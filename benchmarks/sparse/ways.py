@@ -1,8 +1,10 @@
-"""The ways to synchronise one table that the benchmark compares, each as a compiled program on the mesh of a run's workers.
+"""The ways to synchronise one table that the benchmark compares, each as a compiled program on the mesh of a run's
+workers.
 
-What is timed is the exchange alone: from a worker's own rows, duplicates summed, to the sum on every worker. Looking up, adding up
-duplicates and updating the table are alike for all, and are not in it. Owner-sharded tables are timed whole: asking, pulling the rows,
-pushing gradients, and the update, as their exchange has no sum on every worker that could be timed without.
+What is timed is the exchange alone: from a worker's own rows, duplicates summed, to the sum on every worker. Looking
+up, adding up duplicates and updating the table are alike for all, and are not in it. Owner-sharded tables are timed
+whole: asking, pulling the rows, pushing gradients, and the update, as their exchange has no sum on every worker that
+could be timed without.
 """
 
 from __future__ import annotations
@@ -25,19 +27,38 @@ from splitjax.sync.feedback import keep, with_residual
 SPEC = PartitionSpec("data")
 LEARNING_RATE = 0.5
 # Names as on the page.
-DENSE, AGSPARSE, SPARCML, HIERARCHICAL, OMNIREDUCE = "dense", "all_gather (AGsparse)", "recursive_doubling (SparCML)", "hierarchical", "blocks (OmniReduce)"
+DENSE, AGSPARSE, SPARCML, HIERARCHICAL, OMNIREDUCE = (
+    "dense",
+    "all_gather (AGsparse)",
+    "recursive_doubling (SparCML)",
+    "hierarchical",
+    "blocks (OmniReduce)",
+)
 SERVER, ZEN, ZEN_ROWS = "parameter_server", "zen, per element as published", "zen, per row with a row bitmap"
-ROWS, ROWS_HOT, ROWS_AHEAD, ROWS_BF16 = "row_exchange", "row_exchange, hot rows densely", "row_exchange, indices sent ahead", "row_exchange, bf16 with error feedback"
+ROWS, ROWS_HOT, ROWS_AHEAD, ROWS_BF16 = (
+    "row_exchange",
+    "row_exchange, hot rows densely",
+    "row_exchange, indices sent ahead",
+    "row_exchange, bf16 with error feedback",
+)
 OWNER, OWNER_BF16 = "owner-sharded, pull and push", "owner-sharded, bf16"
 SCHEMES: dict[str, sync.Scheme] = {
-    DENSE: sync.Dense(), AGSPARSE: sync.AllGather(), SPARCML: sync.RecursiveDoubling(), HIERARCHICAL: sync.Hierarchical(),
-    OMNIREDUCE: sync.Blocks(), SERVER: sync.ParameterServer(), ZEN: sync.Zen(partition="pack"), ZEN_ROWS: sync.Zen("row", "pack"),
-    ROWS: sync.RowExchange(), ROWS_HOT: sync.RowExchange(hot=True),
-}  # fmt: skip
+    DENSE: sync.Dense(),
+    AGSPARSE: sync.AllGather(),
+    SPARCML: sync.RecursiveDoubling(),
+    HIERARCHICAL: sync.Hierarchical(),
+    OMNIREDUCE: sync.Blocks(),
+    SERVER: sync.ParameterServer(),
+    ZEN: sync.Zen(partition="pack"),
+    ZEN_ROWS: sync.Zen("row", "pack"),
+    ROWS: sync.RowExchange(),
+    ROWS_HOT: sync.RowExchange(hot=True),
+}
 
 
 def label_of(scheme: sync.Scheme) -> str:
-    """The page's name of a scheme; of options that the page has no name for, the scheme's name with what differs from its defaults."""
+    """The page's name of a scheme; of options that the page has no name for, the scheme's name with what differs from
+    its defaults."""
     found = next((name for name, known in SCHEMES.items() if known == scheme), None)
     if found is not None:
         return found
@@ -89,8 +110,9 @@ def make_batches(workload: Workload, mesh: Mesh, steps: range) -> Batches:
 
 @dataclasses.dataclass
 class Way:
-    """One way. `run(step)` waits for the result; `predicted` bytes that a worker sends by the capacities; `formula`: by the published
-    formula for these steps (None where there is none); `check(step)` raises `AssertionError` for a wrong sum, and returns whether all fitted."""
+    """One way. `run(step)` waits for the result; `predicted` bytes that a worker sends by the capacities; `formula`: by
+    the published formula for these steps (None where there is none); `check(step)` raises `AssertionError` for a wrong
+    sum, and returns whether all fitted."""
 
     run: Callable[[int], Any]
     check: Callable[[int], bool]
@@ -122,11 +144,16 @@ def scheme_way(scheme: sync.Scheme, batches: Batches, profiled: sync.Sparsity) -
 
     program, messages = compiled(worker, batches.mesh, batches.arrays[0])
     run = lambda step: jax.block_until_ready(program(*_at(batches, step)))
-    formula = None if isinstance(scheme, sync.RowExchange) and scheme.wire_dtype else scheme.formula_bytes(batches.sparsity)
+    formula = (
+        None if isinstance(scheme, sync.RowExchange) and scheme.wire_dtype else scheme.formula_bytes(batches.sparsity)
+    )
     return Way(
-        run, lambda step: _check(run(step), batches, step), scheme.predicted_bytes(capacities, batches.sparsity.table), formula,
+        run,
+        lambda step: _check(run(step), batches, step),
+        scheme.predicted_bytes(capacities, batches.sparsity.table),
+        formula,
         messages,
-    )  # fmt: skip
+    )
 
 
 def _feedback(batches: Batches, profiled: sync.Sparsity) -> Way:
@@ -149,9 +176,12 @@ def _feedback(batches: Batches, profiled: sync.Sparsity) -> Way:
         return jax.block_until_ready(found)
 
     return Way(
-        run, lambda step: _check(run(step), batches, step), scheme.predicted_bytes(capacities, batches.sparsity.table), None,
+        run,
+        lambda step: _check(run(step), batches, step),
+        scheme.predicted_bytes(capacities, batches.sparsity.table),
+        None,
         messages,
-    )  # fmt: skip
+    )
 
 
 def _ahead(batches: Batches, profiled: sync.Sparsity) -> Way:
@@ -160,7 +190,9 @@ def _ahead(batches: Batches, profiled: sync.Sparsity) -> Way:
     capacities, table = scheme.plan(profiled), batches.sparsity.table
 
     def indices(ids: Any, counts: Any) -> Any:
-        return jax.tree.map(lambda one: one[None], scheme.exchange_indices(ids[0], counts[0], workload.num_rows, "data", capacities))
+        return jax.tree.map(
+            lambda one: one[None], scheme.exchange_indices(ids[0], counts[0], workload.num_rows, "data", capacities)
+        )
 
     def worker(routes: Any, values: Any) -> Any:
         found = jax.tree.map(lambda one: one[0], routes)
@@ -211,7 +243,8 @@ def _owner(batches: Batches, profiled: sync.Sparsity, wire_dtype: str | None) ->
         return all(found.all() for _, found in _local(fits))
 
     table = batches.sparsity.table
-    # Each way (n-1)/n of a worker's rows; who reads what is written as gaps or a bitmap, which belongs to no published formula.
+    # Each way (n-1)/n of a worker's rows; who reads what is written as gaps or a bitmap, which belongs to no published
+    # formula.
     row_bytes = table.row_bytes // (2 if wire_dtype else 1)
     formula = 2 * (n - 1) / n * batches.sparsity.rows * row_bytes
     return Way(run, check, exchange.predicted_bytes(table), formula, messages)
@@ -219,7 +252,8 @@ def _owner(batches: Batches, profiled: sync.Sparsity, wire_dtype: str | None) ->
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """One exchange of a program between the workers: what each of them puts in. `pairs`: of a permutation, (from, to)."""
+    """One exchange of a program between the workers: what each of them puts in. `pairs`: of a permutation, (from,
+    to)."""
 
     op: str
     shape: tuple[int, ...]
@@ -237,7 +271,8 @@ _SENT: dict[str, Callable[[Message, jax.Array], jax.Array]] = {
 
 
 def messages_of(jaxpr: Any) -> list[Message]:
-    """What a program sends on CPU, in its order. What stands in branches and loops is left out: it runs where capacities did not suffice."""
+    """What a program sends on CPU, in its order. What stands in branches and loops is left out: it runs where
+    capacities did not suffice."""
     found = []
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -246,7 +281,13 @@ def messages_of(jaxpr: Any) -> list[Message]:
             pairs = tuple(map(tuple, eqn.params.get("perm", ())))
             found += [Message(name, one.aval.shape, one.aval.dtype, pairs) for one in eqn.invars]
         elif platforms is not None:
-            found += messages_of(next(branch.jaxpr for branch, of in zip(eqn.params["branches"], platforms, strict=True) if of is None or "cpu" in of))
+            found += messages_of(
+                next(
+                    branch.jaxpr
+                    for branch, of in zip(eqn.params["branches"], platforms, strict=True)
+                    if of is None or "cpu" in of
+                )
+            )
         elif name not in ("cond", "while"):
             for value in eqn.params.values():
                 inner = getattr(value, "jaxpr", value)

@@ -1,4 +1,5 @@
-"""A worker process of `python -m benchmarks sparse`, which starts it: every way of synchronising the tables it is asked about, in turns."""
+"""A worker process of `python -m benchmarks sparse`, which starts it: every way of synchronising the tables it is asked
+about, in turns."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import sys
 from typing import Any
 
 SLOW_SECONDS = 2.0  # a step of this length is taken once a turn, and in every other turn
-TURN_SECONDS, MOST_STEPS = 0.3, 40  # short steps are taken often, so that who begins a turn later than others hardly counts
+# short steps are taken often, so that who begins a turn later than others hardly counts
+TURN_SECONDS, MOST_STEPS = 0.3, 40
 PROFILED, MEASURED = 3, 4  # steps: capacities come from the first, what is timed are others
 
 
@@ -59,14 +61,28 @@ def _measure(name: str, settings: dict[str, Any], team: Any, mesh: Any, is_first
                 turns[label].append(team.turn(runs[label], steps[label]))
     sparsity = batches.sparsity
     found = {
-        label: {"turns": turns[label], "alone": turns.get(_alone(label), []), "predicted": one.predicted, "formula": one.formula, "fitted": fitted[label]}
+        label: {
+            "turns": turns[label],
+            "alone": turns.get(_alone(label), []),
+            "predicted": one.predicted,
+            "formula": one.formula,
+            "fitted": fitted[label],
+        }
         for label, one in made.items()
     }
     choice = None if chosen is None else chosen[0]
     return {
-        "ways": found, "choice": choice, "name": workload.name, "what": workload.what, "num_rows": workload.num_rows, "width": workload.width,
-        "rows": sparsity.rows, "union": sparsity.union(mesh.size), "density": sparsity.density, "bound": sparsity.bound_bytes(),
-    }  # fmt: skip
+        "ways": found,
+        "choice": choice,
+        "name": workload.name,
+        "what": workload.what,
+        "num_rows": workload.num_rows,
+        "width": workload.width,
+        "rows": sparsity.rows,
+        "union": sparsity.union(mesh.size),
+        "density": sparsity.density,
+        "bound": sparsity.bound_bytes(),
+    }
 
 
 def steps_of(seconds: float, least: int) -> int:
@@ -100,8 +116,12 @@ def _choice(profiled: Any, mesh: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     assert len(schemes) == len(choice.table), "two schemes of one name"
     predicted = {label_of(one.scheme): one.seconds for one in choice.table}
     facts = {
-        "chosen": label_of(choice.scheme), "predicted": predicted, "latency": link.latency_seconds, "rate": link.bytes_per_second, "reason": choice.reason,
-    }  # fmt: skip
+        "chosen": label_of(choice.scheme),
+        "predicted": predicted,
+        "latency": link.latency_seconds,
+        "rate": link.bytes_per_second,
+        "reason": choice.reason,
+    }
     return facts, schemes
 
 

@@ -1,4 +1,5 @@
-"""Bytes that a worker sends a step as the number of workers grows: compiled ahead of time for TPUs, against SplitBrain's formula."""
+"""Bytes that a worker sends a step as the number of workers grows: compiled ahead of time for TPUs, against
+SplitBrain's formula."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ TOLERANCE = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One size. Bytes at four a value, by term, and `sent`: as the compiled step really sends them (some as bfloat16)."""
+    """One size. Bytes at four a value, by term, and `sent`: as the compiled step really sends them (some as
+    bfloat16)."""
 
     num_workers: int
     group: int
@@ -36,9 +38,11 @@ class Measured:
     seconds: float
 
 
-def formula_bytes(num_conv: int, num_dense: int, inputs: int, gathered: Sequence[int], examples: int, workers: int, group: int) -> dict[str, float]:
-    """What a worker sends a step by SplitBrain's terms, four bytes a value. `inputs`: features at the crossing; `gathered`: widths of the
-    layers that exchange their results over the group."""
+def formula_bytes(
+    num_conv: int, num_dense: int, inputs: int, gathered: Sequence[int], examples: int, workers: int, group: int
+) -> dict[str, float]:
+    """What a worker sends a step by SplitBrain's terms, four bytes a value. `inputs`: features at the crossing;
+    `gathered`: widths of the layers that exchange their results over the group."""
     groups = workers // group
     return {
         "convolutions": 4 * 2 * (workers - 1) / workers * num_conv,
@@ -66,7 +70,8 @@ def term_of(one: CompiledCollective, group: int, workers: int) -> str | None:
 
 
 def gathered_widths(spec: ModelSpec, group: int) -> tuple[int, ...]:
-    """Of the layers that exchange their results: all hidden ones but the last, which the classes read by rows where they do not divide."""
+    """Of the layers that exchange their results: all hidden ones but the last, which the classes read by rows where
+    they do not divide."""
     hidden = spec.config.head_features
     return hidden if spec.num_classes % group == 0 else (*hidden[:-1], spec.num_classes)
 
@@ -82,7 +87,9 @@ def measure(workers: int, group: int, examples: int = EXAMPLES) -> Measured:
         sent += one.bytes
         width = 2 if one.dtype == "bfloat16" else 4
         found[term or "rest"] += one.bytes * 4 // width
-    formula = formula_bytes(*count_params(state["params"]), spec.config.head_inputs, gathered_widths(spec, group), examples, workers, group)
+    formula = formula_bytes(
+        *count_params(state["params"]), spec.config.head_inputs, gathered_widths(spec, group), examples, workers, group
+    )
     return Measured(workers, group, formula, dict(found), sent, time.perf_counter() - started)
 
 
@@ -98,12 +105,27 @@ def section(quick: bool = False) -> Section:
     goals = []
     for one in found:
         worst, off = max(((term, _off(one, term)) for term in TERMS), key=lambda pair: abs(pair[1]))
-        goals.append(Goal(f"N={one.num_workers}, K={one.group}: farthest term off the formula ({worst})", abs(off), TOLERANCE, True, ".2%"))
+        goals.append(
+            Goal(
+                f"N={one.num_workers}, K={one.group}: farthest term off the formula ({worst})",
+                abs(off),
+                TOLERANCE,
+                True,
+                ".2%",
+            )
+        )
     for group in dict.fromkeys(one.group for one in found):
         mine = [one for one in found if one.group == group]
         total = [sum(one.found.get(term, 0) for term in TERMS) for one in mine]
         limit = _limit(mine[0])
-        goals.append(Goal(f"K={group}: bytes a worker at N={mine[-1].num_workers} over their limit for endless N", total[-1] / limit, 1 + TOLERANCE, True))
+        goals.append(
+            Goal(
+                f"K={group}: bytes a worker at N={mine[-1].num_workers} over their limit for endless N",
+                total[-1] / limit,
+                1 + TOLERANCE,
+                True,
+            )
+        )
     return Section("Bytes as workers are added", _lines(found), goals)
 
 
@@ -118,32 +140,62 @@ def _limit(one: Measured) -> float:
     parts = dict(one.formula)
     parts["convolutions"] *= one.num_workers / (one.num_workers - 1)
     spec = build(MODEL)
-    dense = sum((a + 1) * b for a, b in zip((spec.config.head_inputs, *spec.config.head_features), (*spec.config.head_features, spec.num_classes), strict=True))
+    dense = sum(
+        (a + 1) * b
+        for a, b in zip(
+            (spec.config.head_inputs, *spec.config.head_features),
+            (*spec.config.head_features, spec.num_classes),
+            strict=True,
+        )
+    )
     parts["dense"] = 4 * 2 * dense / one.group
     return sum(parts.values())
 
 
 def _line(one: Measured) -> str:
-    terms = ", ".join(f"{term} {mib(one.found.get(term, 0))} (formula {mib(one.formula[term])}, {_off(one, term):+.2%})" for term in TERMS)
-    return f"N={one.num_workers} K={one.group}: {terms}; rest {mib(one.found.get('rest', 0))}; sent {mib(one.sent)} MiB, {one.seconds:.0f} s"
+    terms = ", ".join(
+        f"{term} {mib(one.found.get(term, 0))} (formula {mib(one.formula[term])}, {_off(one, term):+.2%})"
+        for term in TERMS
+    )
+    return (
+        f"N={one.num_workers} K={one.group}: {terms}; rest {mib(one.found.get('rest', 0))}; sent {mib(one.sent)} MiB,"
+        f" {one.seconds:.0f} s"
+    )
 
 
 def _lines(found: list[Measured]) -> list[str]:
     rows = []
     for one in found:
         total = sum(one.found.get(term, 0) for term in TERMS)
-        rows.append([str(one.num_workers), str(one.group), *(f"{mib(one.found.get(term, 0))} ({_off(one, term):+.2%})" for term in TERMS),
-                     mib(one.found.get("rest", 0)), f"**{mib(total)}**", mib(sum(one.formula.values())), mib(one.sent)])  # fmt: skip
+        rows.append(
+            [
+                str(one.num_workers),
+                str(one.group),
+                *(f"{mib(one.found.get(term, 0))} ({_off(one, term):+.2%})" for term in TERMS),
+                mib(one.found.get("rest", 0)),
+                f"**{mib(total)}**",
+                mib(sum(one.formula.values())),
+                mib(one.sent),
+            ]
+        )
     return [
-        f"VGG-16 with a head of 4096, CIFAR-10 shapes, {EXAMPLES} examples a worker, `group_comm=\"gather\"`, "
-        f"compiled ahead of time for {', '.join(TOPOLOGIES.values())}: MiB that a worker sends a step at four bytes a value, by term, in brackets off the formula. "
-        "Convolutions: 2(N-1)/N of their parameters; dense: 2(G-1)/G of its parameters over K, G = N/K; crossing: 2(K-1)Bd; features: 2(K-1)B times the widths that "
-        "layers exchange (4096 between the hidden layers; the classes, which do not divide and are summed over rows). *Sent* is what the compiled step moves, "
-        "rest included: the compiler narrows what enters a product to bfloat16.", "",
-        *table(["N", "K", *TERMS, "rest", "all terms", "formula", "sent"], rows), "",
-        "More workers add no bytes to any one of them beyond the factors (N-1)/N and (G-1)/G: the group stays, so the crossing and the features do. Near-linear by "
-        "construction, as far as links go.", "",
-    ]  # fmt: skip
+        f'VGG-16 with a head of 4096, CIFAR-10 shapes, {EXAMPLES} examples a worker, `group_comm="gather"`, '
+        f"compiled ahead of time for {', '.join(TOPOLOGIES.values())}: MiB that a worker sends a step at four bytes a"
+        " value, by term, in brackets off the formula. "
+        "Convolutions: 2(N-1)/N of their parameters; dense: 2(G-1)/G of its parameters over K, G = N/K; crossing:"
+        " 2(K-1)Bd; features: 2(K-1)B times the widths that "
+        "layers exchange (4096 between the hidden layers; the classes, which do not divide and are summed over rows)."
+        " *Sent* is what the compiled step moves, "
+        "rest included: the compiler narrows what enters a product to bfloat16.",
+        "",
+        *table(["N", "K", *TERMS, "rest", "all terms", "formula", "sent"], rows),
+        "",
+        (
+            "More workers add no bytes to any one of them beyond the factors (N-1)/N and (G-1)/G: the group stays, so"
+            " the crossing and the features do. Near-linear by construction, as far as links go."
+        ),
+        "",
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What the sections of the benchmark of SplitBrain share: goals, planned steps, compiled bytes, times taken in turns."""
+"""What the sections of the benchmark of SplitBrain share: goals, planned steps, compiled bytes, times taken in
+turns."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ class Goal:
 
     def __str__(self) -> str:
         value, limit = (format(number, self.form) for number in (self.value, self.limit))
-        return f"{'pass' if self.ok else 'MISS'} {self.what}: {value} (goal: at {'most' if self.at_most else 'least'} {limit})"
+        return (
+            f"{'pass' if self.ok else 'MISS'} {self.what}: {value} (goal: at {'most' if self.at_most else 'least'}"
+            f" {limit})"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +68,9 @@ def less(value: float, whole: float) -> float:
     return 1 - value / whole
 
 
-def planned(spec: ModelSpec, mesh: Any, num_examples: int, rules: str = "splitbrain", **options: Any) -> tuple[Any, Any, Any, Callable]:
+def planned(
+    spec: ModelSpec, mesh: Any, num_examples: int, rules: str = "splitbrain", **options: Any
+) -> tuple[Any, Any, Any, Callable]:
     """A step of SGD with momentum, its state and batch as shapes, and the function that makes a state."""
     init, step, _ = make_step(spec, optax.sgd(0.01, momentum=0.9), value_and_grad=splitjax.value_and_grad)
     step = splitjax.parallelize(step, mesh=mesh, rules=rules, **options)
@@ -75,7 +81,9 @@ def planned(spec: ModelSpec, mesh: Any, num_examples: int, rules: str = "splitbr
 def compiled_bytes(compiled: Any) -> int:
     """One device's memory of a step: arguments, temporaries, and the results that are not written over arguments."""
     sizes = compiled.memory_analysis()
-    return sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return (
+        sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    )
 
 
 def have_tpu_compiler() -> bool:

@@ -1,8 +1,8 @@
-"""What the benchmarks of SplitBrain read off a compiled module besides its collectives: flops with loops multiplied out, and which
-transfers have compute between their start and their end in the schedule.
+"""What the benchmarks of SplitBrain read off a compiled module besides its collectives: flops with loops multiplied
+out, and which transfers have compute between their start and their end in the schedule.
 
-`cost_analysis` counts the body of a loop once, however often it runs, so that a step in turns looks cheaper than it is. Field
-numbers are those of `xla/service/hlo.proto` and `xla/xla_data.proto`, as in `splitjax.report.wire`.
+`cost_analysis` counts the body of a loop once, however often it runs, so that a step in turns looks cheaper than it is.
+Field numbers are those of `xla/service/hlo.proto` and `xla/xla_data.proto`, as in `splitjax.report.wire`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,21 @@ from splitjax.mesh import MeshShape
 from splitjax.report import wire
 from splitjax.report.hlo import CompiledCollective, read_collectives
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast", "ragged-all-to-all")
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    "ragged-all-to-all",
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Detail:
-    """What `wire.Instruction` leaves out. `flops`: of a product, once; 0 for anything else. `target`: of a custom call."""
+    """What `wire.Instruction` leaves out. `flops`: of a product, once; 0 for anything else. `target`: of a custom
+    call."""
 
     flops: int = 0
     target: str = ""
@@ -44,8 +53,8 @@ class Scheduled:
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """One collective as scheduled. `covered_flops`, `covered_ops`: of the products, and the number of operations that compute, between
-    its start and its end; a collective that is started and awaited at once has none."""
+    """One collective as scheduled. `covered_flops`, `covered_ops`: of the products, and the number of operations that
+    compute, between its start and its end; a collective that is started and awaited at once has none."""
 
     name: str
     op: str
@@ -77,14 +86,16 @@ def read(data: bytes) -> Scheduled:
         number = wire._number(computation, 5)
         known = module.computations[number].instructions
         details[number] = {
-            wire._number(one, 35): _detail(one, known) for one in map(wire._fields, computation.get(2, ()))
+            wire._number(one, 35): _detail(one, known)
+            for one in map(wire._fields, computation.get(2, ()))
             if wire._text(one, 2) in ("dot", "convolution", "custom-call")
         }
     return Scheduled(module, order, details)
 
 
 def _with_trips(module: wire.Module, fields: Mapping[int, list]) -> wire.Module:
-    """The module with the turns of loops that only their condition tells (a TPU's), as JAX writes it: a counter from 0, less than N."""
+    """The module with the turns of loops that only their condition tells (a TPU's), as JAX writes it: a counter from 0,
+    less than N."""
     constants = {}
     for computation in map(wire._fields, fields.get(3, ())):
         for one in map(wire._fields, computation.get(2, ())):
@@ -101,12 +112,19 @@ def _with_trips(module: wire.Module, fields: Mapping[int, list]) -> wire.Module:
     def known(one: wire.Instruction) -> wire.Instruction:
         if one.opcode != "while" or one.trip_count is not None:
             return one
-        return dataclasses.replace(one, trip_count=next((limits[called] for called in one.called if limits.get(called)), None))
+        return dataclasses.replace(
+            one, trip_count=next((limits[called] for called in one.called if limits.get(called)), None)
+        )
 
-    return dataclasses.replace(module, computations={
-        number: dataclasses.replace(computation, instructions={key: known(one) for key, one in computation.instructions.items()})
-        for number, computation in module.computations.items()
-    })
+    return dataclasses.replace(
+        module,
+        computations={
+            number: dataclasses.replace(
+                computation, instructions={key: known(one) for key, one in computation.instructions.items()}
+            )
+            for number, computation in module.computations.items()
+        },
+    )
 
 
 def flops(compiled: object) -> int:
@@ -121,7 +139,9 @@ def _flops(scheduled: Scheduled, computation: int, known: dict[int, int]) -> int
         total = 0
         for one, detail in scheduled.calls(computation):
             total += detail.flops
-            inner = sum(_flops(scheduled, called, known) for called in one.called if called in scheduled.module.computations)
+            inner = sum(
+                _flops(scheduled, called, known) for called in one.called if called in scheduled.module.computations
+            )
             if inner and one.opcode == "while" and one.trip_count is None:
                 raise ValueError(f"nobody knows how often {one.name} runs")
             total += inner * ((one.trip_count or 0) if one.opcode == "while" else 1)
@@ -129,8 +149,11 @@ def _flops(scheduled: Scheduled, computation: int, known: dict[int, int]) -> int
     return known[computation]
 
 
-def product_flops(opcode: str, operands: list[tuple[int, ...]], result: tuple[int, ...], fields: Mapping[int, list]) -> int:
-    """Flops of one dot or convolution, two per multiplication with a value that is there (padding and dilation count nothing)."""
+def product_flops(
+    opcode: str, operands: list[tuple[int, ...]], result: tuple[int, ...], fields: Mapping[int, list]
+) -> int:
+    """Flops of one dot or convolution, two per multiplication with a value that is there (padding and dilation count
+    nothing)."""
     if opcode == "dot":
         contracted = wire._numbers(wire._message(fields, 30), 1)
         return 2 * math.prod(result) * math.prod(operands[0][dim] for dim in contracted)
@@ -163,8 +186,9 @@ def _detail(fields: Mapping[int, list], known: Mapping[int, wire.Instruction]) -
     return Detail(flops=product_flops(opcode, operands, wire._shape(wire._message(fields, 3)).dims, fields))
 
 
-# Schedules. A TPU's compiler writes a collective that runs beside compute as a chain of fusions: one that starts it, fusions that
-# compute and carry the collective along, one that awaits it. The collective's instruction stands in each of them.
+# Schedules. A TPU's compiler writes a collective that runs beside compute as a chain of fusions: one that starts it,
+# fusions that compute and carry the collective along, one that awaits it. The collective's instruction stands in each
+# of them.
 
 
 def collectives(compiled: object, mesh: MeshShape) -> list[CompiledCollective]:
@@ -174,7 +198,9 @@ def collectives(compiled: object, mesh: MeshShape) -> list[CompiledCollective]:
 
 def transfers(compiled: object) -> list[Transfer]:
     """Every collective of a compiled step in the order it is scheduled, with what runs while it is under way."""
-    return [one for scheduled in scheduled_modules(compiled) for one in _transfers(scheduled, scheduled.module.entry, 1)]
+    return [
+        one for scheduled in scheduled_modules(compiled) for one in _transfers(scheduled, scheduled.module.entry, 1)
+    ]
 
 
 def _transfers(scheduled: Scheduled, computation: int, trips: int) -> Iterator[Transfer]:
@@ -196,11 +222,18 @@ def _transfers(scheduled: Scheduled, computation: int, trips: int) -> Iterator[T
             end = _end(scheduled, calls, position)
             between = calls[position + 1 : end]
             covered = [
-                other.opcode for other, other_detail in between
-                if other.opcode in ("fusion", "dot", "convolution", "custom-call", "while", "call") and other_detail.target != "AllocateBuffer"
+                other.opcode
+                for other, other_detail in between
+                if other.opcode in ("fusion", "dot", "convolution", "custom-call", "while", "call")
+                and other_detail.target != "AllocateBuffer"
             ]
             products = sum(
-                other_detail.flops + sum(_flops(scheduled, called, flops_of) for called in other.called if called in scheduled.module.computations)
+                other_detail.flops
+                + sum(
+                    _flops(scheduled, called, flops_of)
+                    for called in other.called
+                    if called in scheduled.module.computations
+                )
                 for other, other_detail in between
             )
             yield Transfer(*started, trips, True, products, len(covered))
@@ -211,7 +244,9 @@ def _started(scheduled: Scheduled, one: wire.Instruction, inner: list[int]) -> t
     plain = one.opcode.removesuffix("-start")
     if plain != one.opcode and plain in COLLECTIVES:
         return one.name, plain
-    if one.opcode == "async-start" or (one.opcode == "fusion" and any(_target(scheduled, called, "AsyncCollectiveStart") for called in inner)):
+    if one.opcode == "async-start" or (
+        one.opcode == "fusion" and any(_target(scheduled, called, "AsyncCollectiveStart") for called in inner)
+    ):
         for called in inner:
             for other in scheduled.module.computations[called].instructions.values():
                 if other.opcode in COLLECTIVES:
@@ -226,7 +261,9 @@ def _end(scheduled: Scheduled, calls: list[tuple[wire.Instruction, Detail]], pos
         if chain.isdisjoint(one.operands):
             continue
         last = later
-        if one.opcode.endswith("-done") or any(_target(scheduled, called, "AsyncCollectiveDone") for called in one.called):
+        if one.opcode.endswith("-done") or any(
+            _target(scheduled, called, "AsyncCollectiveDone") for called in one.called
+        ):
             return later
         if one.opcode in ("get-tuple-element", "fusion", "tuple", "bitcast", "async-update"):
             chain.add(one.id)

@@ -5,9 +5,10 @@
     python -m benchmarks splitbrain --only memory bytes
     python -m benchmarks splitbrain --only scaling      its page is splitbrain-scaling.md
 
-Each section runs in a process of its own, so that devices and flags are what it asks for (Lai, Kadav, Kruus: SplitBrain, arXiv
-2112.15317). Nothing that only memory or bytes are asked about is allocated: steps are compiled from shapes, for TPUs ahead of time
-(libtpu, no TPU needed: `pip install splitjax[tpu]`). Times want an idle machine: what else ran is on the page.
+Each section runs in a process of its own, so that devices and flags are what it asks for (Lai, Kadav, Kruus:
+SplitBrain, arXiv 2112.15317). Nothing that only memory or bytes are asked about is allocated: steps are compiled from
+shapes, for TPUs ahead of time (libtpu, no TPU needed: `pip install splitjax[tpu]`). Times want an idle machine: what
+else ran is on the page.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ SECTIONS = tuple(dict.fromkeys(section for section, _, _ in PARTS.values()))
 
 def main(argv: list[str] | None = None) -> int:
     """Measures the chosen sections; returns 1 where a goal is missed."""
-    parser = argparse.ArgumentParser("splitbrain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "splitbrain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", choices=SECTIONS, default=[], metavar="SECTION", help=", ".join(SECTIONS))
     parser.add_argument("--quick", action="store_true", help="a small part of each section")
     parser.add_argument("--output", type=pathlib.Path, help="folder of the page instead of benchmarks/results")
@@ -66,7 +69,17 @@ def _run(part: str, quick: bool) -> tuple[Section, float]:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         result = pathlib.Path(folder) / "section.json"
-        command = [sys.executable, "-m", "benchmarks", "splitbrain", "--part", part, "--result", str(result), *(["--quick"] if quick else [])]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks",
+            "splitbrain",
+            "--part",
+            part,
+            "--result",
+            str(result),
+            *(["--quick"] if quick else []),
+        ]
         code = subprocess.run(command, check=False).returncode
         seconds = time.perf_counter() - started
         if code or not result.is_file():
@@ -89,7 +102,13 @@ def _page(found: list[tuple[Section, float]], options: argparse.Namespace) -> li
     from benchmarks import machine
 
     goals = [goal for one, _ in found for goal in one.goals]
-    command = " ".join(["python -m benchmarks splitbrain", *(["--quick"] if options.quick else []), *(["--only", *options.only] if options.only else [])])
+    command = " ".join(
+        [
+            "python -m benchmarks splitbrain",
+            *(["--quick"] if options.quick else []),
+            *(["--only", *options.only] if options.only else []),
+        ]
+    )
     lines = [
         "# SplitBrain: memory, communication, scaling, numbers", "",
         f"**{sum(goal.ok for goal in goals)} of {len(goals)} goals met.**", "",
@@ -97,7 +116,12 @@ def _page(found: list[tuple[Section, float]], options: argparse.Namespace) -> li
     ]  # fmt: skip
     for one, seconds in found:
         lines += [f"## {one.title or 'Failed'}", "", *one.lines]
-        lines += [*(f"- {'**' if not goal.ok else ''}{goal}{'**' if not goal.ok else ''}" for goal in one.goals), "", f"({seconds:.0f} s)", ""]
+        lines += [
+            *(f"- {'**' if not goal.ok else ''}{goal}{'**' if not goal.ok else ''}" for goal in one.goals),
+            "",
+            f"({seconds:.0f} s)",
+            "",
+        ]
     return lines
 
 

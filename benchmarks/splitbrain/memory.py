@@ -1,4 +1,5 @@
-"""Memory and flops of SplitBrain against data parallelism, per device as XLA compiled them, each part credited; and the step's time.
+"""Memory and flops of SplitBrain against data parallelism, per device as XLA compiled them, each part credited; and the
+step's time.
 
 VGG-16 with a head of 4096, SGD with momentum, float32, eight devices in groups of K, compiled from shapes.
 """
@@ -52,7 +53,9 @@ class Variant:
 
     @property
     def name(self) -> str:
-        text = {"data_parallel": "data parallel", "splitbrain": f"split K={self.group}, {self.group_comm}"}.get(self.rules, self.rules)
+        text = {"data_parallel": "data parallel", "splitbrain": f"split K={self.group}, {self.group_comm}"}.get(
+            self.rules, self.rules
+        )
         return text + (", sharded state" if self.shard_state else "")
 
     @property
@@ -71,14 +74,16 @@ FSDP = Variant("fsdp")
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One variant compiled for one target. `flops`: of one device; 0 where not counted. `predicted`: the plan's peak."""
+    """One variant compiled for one target. `flops`: of one device; 0 where not counted. `predicted`: the plan's
+    peak."""
 
     variant: Variant
     head: str
     examples: int  # a device
     target: str
     state_bytes: int
-    total_bytes: int  # CPU: arguments, temporaries, results that are not written over arguments; TPU: `peak_memory_in_bytes`
+    # CPU: arguments, temporaries, results that are not written over arguments; TPU: `peak_memory_in_bytes`
+    total_bytes: int
     temporary_bytes: int
     placed_bytes: int  # as `total_bytes` on the CPU; on a TPU that leaves out what lies in the cores' own memory (VMEM)
     predicted: int
@@ -108,17 +113,32 @@ def measure(variant: Variant, head: str, examples: int, target: str) -> Measured
     sizes, memory = compiled.memory_analysis(), step.plan(state, batch).memory
     placed = compiled_bytes(compiled)
     total = placed if target == "cpu" else sizes.peak_memory_in_bytes
-    return Measured(variant, head, examples, target, memory.state_bytes, total, sizes.temp_size_in_bytes, placed, memory.peak_bytes,
-                    hlo.flops(compiled) if target == "cpu" else 0, time.perf_counter() - started)  # fmt: skip
+    return Measured(
+        variant,
+        head,
+        examples,
+        target,
+        memory.state_bytes,
+        total,
+        sizes.temp_size_in_bytes,
+        placed,
+        memory.peak_bytes,
+        hlo.flops(compiled) if target == "cpu" else 0,
+        time.perf_counter() - started,
+    )
 
 
 def chosen(group: int, head: str, examples: int, **options: Any) -> str:
     """The group communication that `auto` takes."""
-    step, state, batch, _ = planned(build("vgg16", **HEADS[head]), {"data": NUM_DEVICES // group, "model": group}, examples * NUM_DEVICES, **options)
+    step, state, batch, _ = planned(
+        build("vgg16", **HEADS[head]), {"data": NUM_DEVICES // group, "model": group}, examples * NUM_DEVICES, **options
+    )
     return step.plan(state, batch).group_comm
 
 
-def section(quick: bool = False, heads: Sequence[str] = tuple(HEADS), targets: Sequence[str] = ("cpu", "tpu")) -> Section:
+def section(
+    quick: bool = False, heads: Sequence[str] = tuple(HEADS), targets: Sequence[str] = ("cpu", "tpu")
+) -> Section:
     """The section on memory and flops."""
     lines, goals = [_INTRODUCTION, ""], []
     if "tpu" in targets and not have_tpu_compiler():
@@ -142,11 +162,13 @@ def section(quick: bool = False, heads: Sequence[str] = tuple(HEADS), targets: S
 
 
 _INTRODUCTION = (
-    "VGG-16 with a dense head of 4096, SGD with momentum, float32, on eight devices (data = 8 / K, model = K), compiled from shapes. For virtual CPU "
-    "devices with `--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED` on both sides: arguments, temporaries, and results that are not "
-    f"written over arguments. For a TPU {TOPOLOGY}, ahead of time: `peak_memory_in_bytes`, which counts buffers in the cores' own memory (VMEM, 128 MiB) as well; "
-    "beside it arguments, temporaries and results as above, which leave those out. Flops: of the dots and convolutions of one device, loop bodies as "
-    "often as they run. The published figure is up to 67 % less (arXiv 2112.15317)."
+    "VGG-16 with a dense head of 4096, SGD with momentum, float32, on eight devices (data = 8 / K, model = K),"
+    " compiled from shapes. For virtual CPU devices with"
+    " `--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED` on both sides: arguments, temporaries, and"
+    f" results that are not written over arguments. For a TPU {TOPOLOGY}, ahead of time: `peak_memory_in_bytes`, which"
+    " counts buffers in the cores' own memory (VMEM, 128 MiB) as well; beside it arguments, temporaries and results as"
+    " above, which leave those out. Flops: of the dots and convolutions of one device, loop bodies as often as they"
+    " run. The published figure is up to 67 % less (arXiv 2112.15317)."
 )
 
 
@@ -157,41 +179,101 @@ def _goals(found: list[Measured], auto: str) -> list[Goal]:
     goals = []
     best = named.get(Variant("splitbrain", 8, auto, shard_state=True))
     if best is not None:
-        goals.append(Goal(f"less memory, {best.variant.name} ({where})", less(best.total_bytes, base.total_bytes),
-                          LEAST[base.target] if base.target == "tpu" else LEAST[base.target, base.examples], False, ".1%"))  # fmt: skip
+        goals.append(
+            Goal(
+                f"less memory, {best.variant.name} ({where})",
+                less(best.total_bytes, base.total_bytes),
+                LEAST[base.target] if base.target == "tpu" else LEAST[base.target, base.examples],
+                False,
+                ".1%",
+            )
+        )
         if base.target == "cpu":
-            goals.append(Goal(f"less state, {best.variant.name} ({where})", less(best.state_bytes, base.state_bytes), LEAST["state"], False, ".1%"))
+            goals.append(
+                Goal(
+                    f"less state, {best.variant.name} ({where})",
+                    less(best.state_bytes, base.state_bytes),
+                    LEAST["state"],
+                    False,
+                    ".1%",
+                )
+            )
     if base.target == "tpu":
-        goals.append(Goal(f"less memory, fsdp ({where})", less(named[FSDP].total_bytes, base.total_bytes), LEAST["fsdp"], False, ".1%"))
+        goals.append(
+            Goal(
+                f"less memory, fsdp ({where})",
+                less(named[FSDP].total_bytes, base.total_bytes),
+                LEAST["fsdp"],
+                False,
+                ".1%",
+            )
+        )
     if base.target == "cpu":
         split = [one for one in found if one.variant.rules == "splitbrain"]
         worst = max(split, key=lambda one: one.flops)
-        goals.append(Goal(f"flops over data parallelism's, {worst.variant.name} ({where}; the most of all splits)", worst.flops / base.flops, MOST_FLOPS, True))
+        goals.append(
+            Goal(
+                f"flops over data parallelism's, {worst.variant.name} ({where}; the most of all splits)",
+                worst.flops / base.flops,
+                MOST_FLOPS,
+                True,
+            )
+        )
     return goals
 
 
 def _line(one: Measured, base: Measured) -> str:
     flops = f", flops {one.flops / base.flops:.3f}x" if one.flops else ""
-    return (f"{one.head} {one.examples} examples {one.target} {one.variant.name}: {mib(one.total_bytes)} MiB ({one.total_bytes / base.total_bytes - 1:+.1%}), "
-            f"state {mib(one.state_bytes)} ({one.state_bytes / base.state_bytes - 1:+.1%}), temporaries {mib(one.temporary_bytes)}, placed {mib(one.placed_bytes)}{flops}, {one.seconds:.0f} s")  # fmt: skip
+    return (
+        f"{one.head} {one.examples} examples {one.target} {one.variant.name}: {mib(one.total_bytes)} MiB"
+        f" ({one.total_bytes / base.total_bytes - 1:+.1%}), state {mib(one.state_bytes)}"
+        f" ({one.state_bytes / base.state_bytes - 1:+.1%}), temporaries {mib(one.temporary_bytes)}, placed"
+        f" {mib(one.placed_bytes)}{flops}, {one.seconds:.0f} s"
+    )
 
 
 def _table(head: str, examples: int, target: str, found: list[Measured], auto: str) -> list[str]:
     base, rows = found[0], []
     for one in found:
-        name = one.variant.name + (" (what `auto` takes)" if one.variant.rules == "splitbrain" and one.variant.group == 8 and one.variant.group_comm == auto else "")
-        rows.append([name, mib(one.state_bytes), f"{one.state_bytes / base.state_bytes - 1:+.1%}", mib(one.temporary_bytes), mib(one.total_bytes),
-                     f"**{one.total_bytes / base.total_bytes - 1:+.1%}**", f"{one.flops / base.flops:.3f}" if base.flops else "", mib(one.predicted)])  # fmt: skip
+        name = one.variant.name + (
+            " (what `auto` takes)"
+            if one.variant.rules == "splitbrain" and one.variant.group == 8 and one.variant.group_comm == auto
+            else ""
+        )
+        rows.append(
+            [
+                name,
+                mib(one.state_bytes),
+                f"{one.state_bytes / base.state_bytes - 1:+.1%}",
+                mib(one.temporary_bytes),
+                mib(one.total_bytes),
+                f"**{one.total_bytes / base.total_bytes - 1:+.1%}**",
+                f"{one.flops / base.flops:.3f}" if base.flops else "",
+                mib(one.predicted),
+            ]
+        )
         if target == "tpu":
             rows[-1][6] = f"{mib(one.placed_bytes)} ({one.placed_bytes / base.placed_bytes - 1:+.1%})"
     total = "whole, MiB" if target == "cpu" else "peak, MiB"
-    titles = ["", "state, MiB", "", "temporaries, MiB", total, "", "flops, x" if target == "cpu" else "without VMEM, MiB", "predicted peak, MiB"]
+    titles = [
+        "",
+        "state, MiB",
+        "",
+        "temporaries, MiB",
+        total,
+        "",
+        "flops, x" if target == "cpu" else "without VMEM, MiB",
+        "predicted peak, MiB",
+    ]
     return [f"### {HEAD_TEXT[head]}, {examples} examples a device, {target}", "", *table(titles, rows), ""]
 
 
 # The step's time, on devices that share this machine's cores: what all of them do together.
 
-SPEED_VARIANTS = (BASE, *(Variant("splitbrain", 8, comm, shard) for shard in (False, True) for comm in ("gather", "modulo")))
+SPEED_VARIANTS = (
+    BASE,
+    *(Variant("splitbrain", 8, comm, shard) for shard in (False, True) for comm in ("gather", "modulo")),
+)
 
 
 def speed_section(quick: bool = False, rounds: int = 7, examples: int = 8) -> Section:
@@ -204,7 +286,10 @@ def speed_section(quick: bool = False, rounds: int = 7, examples: int = 8) -> Se
             step, state, batch, init = planned(spec, variant.mesh, examples * NUM_DEVICES, **variant.options)
         except UnavailableError:
             continue
-        images = {"image": rng.normal(size=batch["image"].shape).astype(np.float32), "label": rng.integers(0, 10, batch["label"].shape).astype(np.int32)}
+        images = {
+            "image": rng.normal(size=batch["image"].shape).astype(np.float32),
+            "label": rng.integers(0, 10, batch["label"].shape).astype(np.int32),
+        }
         calls[variant.name] = Runner(step, step.init(init, jax.random.key(0), example=(batch,)), images)
         names.append(variant)
     load = busy()
@@ -213,16 +298,23 @@ def speed_section(quick: bool = False, rounds: int = 7, examples: int = 8) -> Se
     for variant in names:
         mine, base = seconds[variant.name], seconds[BASE.name]
         speed = 1 / ratio_of_medians(mine, base)
-        rows.append([variant.name, f"{1e3 * float(np.median(mine)):.0f}", f"**{speed:.3f}**", quartiles_of_ratios(base, mine)])
+        rows.append(
+            [variant.name, f"{1e3 * float(np.median(mine)):.0f}", f"**{speed:.3f}**", quartiles_of_ratios(base, mine)]
+        )
         if variant.rules == "splitbrain":
             goals.append(Goal(f"throughput over data parallelism's, {variant.name}", speed, LEAST_THROUGHPUT, False))
         print(*rows[-1], flush=True)
     lines = [
-        f"VGG-16 as above, {examples} examples a device, on eight virtual devices that share the cores of this machine ({load} before): medians of "
-        f"{len(mine)} steps each, taking turns, {time.perf_counter() - started:.0f} s in all. Throughput is data parallelism's median step over the "
-        "variant's; in brackets the quartiles of the rounds.", "",
-        *table(["", "step, ms", "throughput, x", "quartiles"], rows), "",
-    ]  # fmt: skip
+        (
+            f"VGG-16 as above, {examples} examples a device, on eight virtual devices that share the cores of this"
+            f" machine ({load} before): medians of {len(mine)} steps each, taking turns,"
+            f" {time.perf_counter() - started:.0f} s in all. Throughput is data parallelism's median step over the"
+            " variant's; in brackets the quartiles of the rounds."
+        ),
+        "",
+        *table(["", "step, ms", "throughput, x", "quartiles"], rows),
+        "",
+    ]
     return Section("The step's time", lines, goals)
 
 

@@ -1,7 +1,8 @@
 """Two real one-core workers against one: examples a second of data parallelism and of the split, in the same run.
 
-The two are processes of `jax.distributed` with gloo, one thread each, each on a core of its own. They stay for all rounds, and take
-what to run from their input line by line, so that "one worker" is the same process training alone while the other waits.
+The two are processes of `jax.distributed` with gloo, one thread each, each on a core of its own. They stay for all
+rounds, and take what to run from their input line by line, so that "one worker" is the same process training alone
+while the other waits.
 """
 
 from __future__ import annotations
@@ -32,13 +33,17 @@ WAYS = {
     DATA: ({"data": 2, "model": 1}, {"rules": "data_parallel"}),
     "split, gather": ({"data": 1, "model": 2}, {"rules": "splitbrain", "group_comm": "gather"}),
     "split, modulo": ({"data": 1, "model": 2}, {"rules": "splitbrain", "group_comm": "modulo"}),
-    "split, gather, sharded state": ({"data": 1, "model": 2}, {"rules": "splitbrain", "group_comm": "gather", "shard_state": True}),
+    "split, gather, sharded state": (
+        {"data": 1, "model": 2},
+        {"rules": "splitbrain", "group_comm": "gather", "shard_state": True},
+    ),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Median seconds of a step by way; how busy others kept the machine meanwhile (cores), and the load average before."""
+    """Median seconds of a step by way; how busy others kept the machine meanwhile (cores), and the load average
+    before."""
 
     seconds: dict[str, float]
     others: float
@@ -53,7 +58,11 @@ def section(quick: bool = False) -> Any:
         return Section("Scaling", [f"This machine has no {NUM_WORKERS} cores to give.", ""], [])
     rounds, steps = (2, 2) if quick else (ROUNDS, STEPS)
     with tempfile.TemporaryDirectory() as folder:
-        workers = [_Worker(number, pathlib.Path(folder), address) for address in [_free_address()] for number in range(NUM_WORKERS)]
+        workers = [
+            _Worker(number, pathlib.Path(folder), address)
+            for address in [_free_address()]
+            for number in range(NUM_WORKERS)
+        ]
         try:
             ways = _agree([worker.read() for worker in workers])
             found = [_round(workers, ways, steps, number) for number in range(rounds)]
@@ -71,10 +80,24 @@ class _Worker:
         self.log = folder / f"worker{number}.log"
         with self.log.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.splitbrain.scaling", "--worker", str(number), "--address", address, "--core", str(core)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1,
+                [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.splitbrain.scaling",
+                    "--worker",
+                    str(number),
+                    "--address",
+                    address,
+                    "--core",
+                    str(core),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                bufsize=1,
                 env={**os.environ, "XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu"},
-            )  # fmt: skip
+            )
 
     def ask(self, way: str, steps: int) -> None:
         self.process.stdin.write(json.dumps([way, steps]) + "\n")
@@ -107,7 +130,11 @@ def _agree(known: list[dict[str, str]]) -> dict[str, str]:
 def _round(workers: list[_Worker], ways: dict[str, str], steps: int, number: int) -> Round:
     """Every way once; who begins changes from round to round."""
     able = [way for way in (*ways, APART) if not ways.get(way)]
-    load, before, started = os.getloadavg()[0], _busy_seconds() - sum(worker.cpu_seconds() for worker in workers), time.perf_counter()
+    load, before, started = (
+        os.getloadavg()[0],
+        _busy_seconds() - sum(worker.cpu_seconds() for worker in workers),
+        time.perf_counter(),
+    )
     seconds = {}
     for way in able[number % len(able) :] + able[: number % len(able)]:
         asked = workers[:1] if way == SINGLE else workers
@@ -115,10 +142,17 @@ def _round(workers: list[_Worker], ways: dict[str, str], steps: int, number: int
             worker.ask(SINGLE if way == APART else way, steps)
         times = [worker.read() for worker in asked]
         seconds[way] = statistics.median(max(pair) for pair in zip(*times, strict=True))
-    others = (_busy_seconds() - sum(worker.cpu_seconds() for worker in workers) - before) / (time.perf_counter() - started)
+    others = (_busy_seconds() - sum(worker.cpu_seconds() for worker in workers) - before) / (
+        time.perf_counter() - started
+    )
     found = Round(seconds, max(0.0, others), load)
-    print(f"round {number + 1}: " + ", ".join(f"{way} {1e3 * taken:.0f} ms" for way, taken in seconds.items())
-          + f"; load average {load:.1f} before, others kept {found.others:.2f} cores busy" + (" (DISTURBED)" if found.others > MOST_OTHERS else ""), flush=True)  # fmt: skip
+    print(
+        f"round {number + 1}: "
+        + ", ".join(f"{way} {1e3 * taken:.0f} ms" for way, taken in seconds.items())
+        + f"; load average {load:.1f} before, others kept {found.others:.2f} cores busy"
+        + (" (DISTURBED)" if found.others > MOST_OTHERS else ""),
+        flush=True,
+    )
     return found
 
 
@@ -149,25 +183,53 @@ def _report(found: list[Round], ways: dict[str, str], steps: int) -> Any:
         middle[way] = statistics.median(ratios)
         examples = EXAMPLES * (1 if way == SINGLE else NUM_WORKERS)
         taken = statistics.median(one.seconds[way] for one in used)
-        rows.append([way, f"{1e3 * taken:.0f}", f"{examples / taken:.1f}", f"**{middle[way]:.2f}**", f"{min(ratios):.2f} to {max(ratios):.2f}"])
+        rows.append(
+            [
+                way,
+                f"{1e3 * taken:.0f}",
+                f"{examples / taken:.1f}",
+                f"**{middle[way]:.2f}**",
+                f"{min(ratios):.2f} to {max(ratios):.2f}",
+            ]
+        )
     splits = {way: value for way, value in middle.items() if way not in (SINGLE, DATA, APART)}
     if splits:
         best = max(splits, key=splits.get)
         goals.append(Goal(f"speedup of two workers, {best}", splits[best], LEAST_SPEEDUP, False, ".2f"))
-        goals.append(Goal(f"{best} over two workers that send nothing", splits[best] / middle[APART], LEAST_SPEEDUP / NUM_WORKERS, False, ".2f"))
+        goals.append(
+            Goal(
+                f"{best} over two workers that send nothing",
+                splits[best] / middle[APART],
+                LEAST_SPEEDUP / NUM_WORKERS,
+                False,
+                ".2f",
+            )
+        )
         if DATA in middle:
-            goals.append(Goal(f"speedup of {best} over data parallelism's", splits[best] / middle[DATA], 1.0, False, ".2f"))
+            goals.append(
+                Goal(f"speedup of {best} over data parallelism's", splits[best] / middle[DATA], 1.0, False, ".2f")
+            )
     disturbed = len(found) - len(quiet)
-    note = f"{disturbed} of {len(found)} rounds had others keep more than {MOST_OTHERS:g} cores busy" + (" and are left out." if quiet and disturbed else ".")
+    note = f"{disturbed} of {len(found)} rounds had others keep more than {MOST_OTHERS:g} cores busy" + (
+        " and are left out." if quiet and disturbed else "."
+    )
     if not quiet:
-        note = f"**Every round was disturbed: others kept {statistics.median(one.others for one in found):.1f} cores busy. Run this on an idle machine.**"
+        note = (
+            f"**Every round was disturbed: others kept {statistics.median(one.others for one in found):.1f} cores busy."
+            " Run this on an idle machine.**"
+        )
     lines = [
-        f"VGG-11 with a head of 4096, CIFAR-10 shapes, SGD with momentum, {EXAMPLES} examples a worker: two processes (`jax.distributed`, gloo over loopback), one "
-        f"thread each (`XLA_FLAGS=\"{FLAGS}\"`), each pinned to its core, against the first of them alone under `jax.jit`. {len(found)} rounds, in each the median of "
-        f"{steps} steps of every way; medians of {len(used)} rounds, and their range. {note} Load averages before the rounds: "
-        f"{', '.join(f'{one.load:.1f}' for one in found)} (ours among them).", "",
-        *table(["", "step, ms", "examples/s", "over one worker", "range"], rows), "",
-    ]  # fmt: skip
+        f"VGG-11 with a head of 4096, CIFAR-10 shapes, SGD with momentum, {EXAMPLES} examples a worker: two processes"
+        " (`jax.distributed`, gloo over loopback), one "
+        f'thread each (`XLA_FLAGS="{FLAGS}"`), each pinned to its core, against the first of them alone under'
+        f" `jax.jit`. {len(found)} rounds, in each the median of "
+        f"{steps} steps of every way; medians of {len(used)} rounds, and their range. {note} Load averages before the"
+        " rounds: "
+        f"{', '.join(f'{one.load:.1f}' for one in found)} (ours among them).",
+        "",
+        *table(["", "step, ms", "examples/s", "over one worker", "range"], rows),
+        "",
+    ]
     return Section("Scaling: two workers against one", lines, goals)
 
 
@@ -220,25 +282,35 @@ def _alone(spec: Any, batch: Any) -> Any:
     from splitjax.models import make_step
 
     init, step, _ = make_step(spec, optax.sgd(0.01, momentum=0.9), value_and_grad=jax.value_and_grad)
-    return Runner(jax.jit(step, donate_argnums=0), jax.jit(init)(jax.random.key(0)), jax.tree.map(lambda x: jax.numpy.asarray(x[:EXAMPLES]), batch))
+    return Runner(
+        jax.jit(step, donate_argnums=0),
+        jax.jit(init)(jax.random.key(0)),
+        jax.tree.map(lambda x: jax.numpy.asarray(x[:EXAMPLES]), batch),
+    )
 
 
 def _together(spec: Any, batch: Any, mesh: dict[str, int], options: dict[str, Any]) -> Any:
-    """A step over both processes. Each has the whole batch and gives what the plan puts on its device: of images its own examples, of
-    labels those of its group."""
+    """A step over both processes. Each has the whole batch and gives what the plan puts on its device: of images its
+    own examples, of labels those of its group."""
     import jax
 
     from benchmarks.splitbrain.common import Runner, planned
 
     step, state, shapes, init = planned(spec, mesh, EXAMPLES * NUM_WORKERS, **options)
     plan = step.plan(state, shapes)
-    own = {name: jax.make_array_from_callback(value.shape, jax.NamedSharding(step.mesh, plan.spec(f"batch/{name}")), value.__getitem__)
-           for name, value in batch.items()}  # fmt: skip
+    own = {
+        name: jax.make_array_from_callback(
+            value.shape, jax.NamedSharding(step.mesh, plan.spec(f"batch/{name}")), value.__getitem__
+        )
+        for name, value in batch.items()
+    }
     return Runner(step, step.init(init, jax.random.key(0), example=(shapes,)), own)
 
 
 def _main() -> None:
-    parser = argparse.ArgumentParser(description="A worker of the benchmark; python -m benchmarks splitbrain --only scaling starts it.")
+    parser = argparse.ArgumentParser(
+        description="A worker of the benchmark; python -m benchmarks splitbrain --only scaling starts it."
+    )
     parser.add_argument("--worker", type=int, required=True)
     parser.add_argument("--address", required=True)
     parser.add_argument("--core", type=int, required=True)

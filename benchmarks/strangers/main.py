@@ -2,11 +2,11 @@
 
     python -m benchmarks strangers --sources DIR          (or: python benchmarks/strangers/main.py --sources DIR)
 
-Every step is read from a checkout of the public repository that it comes from and is run as its authors wrote it, without
-its own jit: three steps on one device, then three steps under `splitjax.parallelize` for each rule set on eight virtual
-CPU devices. A stranger passes where both rule sets plan and run it, and every loss agrees with one device to 1e-4. Models
-are made narrow through the examples' own configuration, batches are synthetic, and packages that only bring data are
-replaced by empty stand-ins (`benchmarks/strangers/adapters/base.py`).
+Every step is read from a checkout of the public repository that it comes from and is run as its authors wrote it,
+without its own jit: three steps on one device, then three steps under `splitjax.parallelize` for each rule set on eight
+virtual CPU devices. A stranger passes where both rule sets plan and run it, and every loss agrees with one device to
+1e-4. Models are made narrow through the examples' own configuration, batches are synthetic, and packages that only
+bring data are replaced by empty stand-ins (`benchmarks/strangers/adapters/base.py`).
 
 The checkouts go under DIR by these names; the commits are the ones that the adapters were written for:
 
@@ -59,7 +59,10 @@ def main(argv: list[str] | None = None) -> int:
     chosen = [stranger for stranger in ALL if not options.only or any(part in stranger.name for part in options.only)]
     missing = sorted({stranger.checkout for stranger in chosen if not (options.sources / stranger.checkout).is_dir()})
     for checkout in missing:
-        print(f"missing checkout: {options.sources / checkout} (python benchmarks/strangers/main.py --help names its source)")
+        print(
+            f"missing checkout: {options.sources / checkout} (python benchmarks/strangers/main.py --help names its"
+            " source)"
+        )
     if options.list:
         for stranger in chosen:
             print(f"{stranger.name:32} {stranger.checkout}/{stranger.source:60} {' '.join(sorted(stranger.features))}")
@@ -79,10 +82,16 @@ def main(argv: list[str] | None = None) -> int:
 
         folder = options.output or ROOT / "benchmarks" / "results"
         environment = _environment(options)
-        page.write({"environment": environment, "counts": counts, "missing_checkouts": missing, "strangers": records}, folder)
+        page.write(
+            {"environment": environment, "counts": counts, "missing_checkouts": missing, "strangers": records}, folder
+        )
         print(f"wrote {folder / 'strangers.md'}")
     shortfalls = _shortfalls(counts)
-    split = "" if options.baseline or options.control else f", {counts['split']} of them with arrays split over the model axis"
+    split = (
+        ""
+        if options.baseline or options.control
+        else f", {counts['split']} of them with arrays split over the model axis"
+    )
     print(f"{counts['passed']} of {len(records)} pass{split}")
     if complete:
         for shortfall in shortfalls:
@@ -92,7 +101,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("strangers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "strangers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sources", type=pathlib.Path, required=True, help="folder with the checkouts")
     parser.add_argument("--only", nargs="*", default=[], help="names, or parts of names")
     parser.add_argument("--mesh", default="2x4", help="data x model")
@@ -125,8 +136,20 @@ def _in_subprocess(stranger: Any, options: argparse.Namespace) -> dict[str, Any]
     environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={NUM_DEVICES}".strip()
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "record.json"
-        command = [sys.executable, str(pathlib.Path(__file__).resolve()), "--sources", str(options.sources.resolve()),
-                   "--worker", stranger.name, "--record", str(file), "--mesh", options.mesh, "--rules", *options.rules]
+        command = [
+            sys.executable,
+            str(pathlib.Path(__file__).resolve()),
+            "--sources",
+            str(options.sources.resolve()),
+            "--worker",
+            stranger.name,
+            "--record",
+            str(file),
+            "--mesh",
+            options.mesh,
+            "--rules",
+            *options.rules,
+        ]
         command += ["--baseline"] * options.baseline + ["--control"] * options.control  # fmt: skip
         start = time.perf_counter()
         try:
@@ -176,7 +199,9 @@ def _work(options: argparse.Namespace) -> int:
         found = running.compare(kept["reference"], run)
         if not found["ok"] and not options.control:  # is it the compiler, whoever shards?
             control = running.compare(kept["reference"], running.data_parallel(kept["loaded"], NUM_STEPS))
-            found["reason"] += "" if control["ok"] else f"; without splitjax, jit with a sharded batch: {control['reason']}"
+            found["reason"] += (
+                "" if control["ok"] else f"; without splitjax, jit with a sharded batch: {control['reason']}"
+            )
         return found
 
     record["baseline"] = running.attempt(baseline)

@@ -1,4 +1,5 @@
-"""Test accuracy on real data, split and on one device: runs of `splitjax train`, a process each, read from their metrics files."""
+"""Test accuracy on real data, split and on one device: runs of `splitjax train`, a process each, read from their
+metrics files."""
 
 from __future__ import annotations
 
@@ -18,10 +19,53 @@ SPLIT, ONE = "data=2,model=4", "data=1"
 SEEDS = (0, 1, 2)
 LEAST_DIGITS = 0.98
 COMMON_STEPS = 20  # whose losses are compared between the split and the one device
-DIGITS = ("--model", "vgg11", "--width", "0.25", "--head-features", "512", "--data", "digits", "--epochs", "20", "--augment", "--warmup-steps", "40")
-CIFAR = ("--model", "vgg11", "--width", "0.25", "--head-features", "256", "--data", "cifar10", "--epochs", "12", "--augment", "--warmup-steps", "40")
-DEEP = ("--model", "vgg16", "--width", "0.25", "--head-features", "512", "--data", "digits", "--epochs", "20", "--augment", "--warmup-steps", "40",
-        "--learning-rate", "5e-4")  # fmt: skip
+DIGITS = (
+    "--model",
+    "vgg11",
+    "--width",
+    "0.25",
+    "--head-features",
+    "512",
+    "--data",
+    "digits",
+    "--epochs",
+    "20",
+    "--augment",
+    "--warmup-steps",
+    "40",
+)
+CIFAR = (
+    "--model",
+    "vgg11",
+    "--width",
+    "0.25",
+    "--head-features",
+    "256",
+    "--data",
+    "cifar10",
+    "--epochs",
+    "12",
+    "--augment",
+    "--warmup-steps",
+    "40",
+)
+DEEP = (
+    "--model",
+    "vgg16",
+    "--width",
+    "0.25",
+    "--head-features",
+    "512",
+    "--data",
+    "digits",
+    "--epochs",
+    "20",
+    "--augment",
+    "--warmup-steps",
+    "40",
+    "--learning-rate",
+    "5e-4",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,14 +98,37 @@ def _train(options: tuple[str, ...], mesh: str, seed: int) -> Run:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         metrics = pathlib.Path(folder) / "metrics.jsonl"
-        command = [sys.executable, "-m", "splitjax.cli", "train", *options, "--mesh", mesh, "--seed", str(seed), "--metrics", str(metrics), "--platform", "cpu"]
-        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # it makes the devices that its mesh needs
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env={**environment, "JAX_PLATFORMS": "cpu"})
+        command = [
+            sys.executable,
+            "-m",
+            "splitjax.cli",
+            "train",
+            *options,
+            "--mesh",
+            mesh,
+            "--seed",
+            str(seed),
+            "--metrics",
+            str(metrics),
+            "--platform",
+            "cpu",
+        ]
+        # it makes the devices that its mesh needs
+        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env={**environment, "JAX_PLATFORMS": "cpu"}
+        )
         if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} ended with exit status {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
+            raise RuntimeError(
+                f"{' '.join(command)} ended with exit status {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}"
+            )
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     run = Run(rows[-1]["eval_accuracy"], [row["loss"] for row in rows], time.perf_counter() - started)
-    print(f"{_option(options, '--model')} on {_option(options, '--data')}, mesh {mesh}, seed {seed}: {run.accuracy:.2%} after {len(rows)} steps, {run.seconds:.0f} s", flush=True)
+    print(
+        f"{_option(options, '--model')} on {_option(options, '--data')}, mesh {mesh}, seed {seed}: {run.accuracy:.2%}"
+        f" after {len(rows)} steps, {run.seconds:.0f} s",
+        flush=True,
+    )
     return run
 
 
@@ -71,7 +138,8 @@ def _option(options: tuple[str, ...], name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Two samples of accuracies. `difference` of their means; `standard_error` of it; `p`: of Welch's test, two-sided."""
+    """Two samples of accuracies. `difference` of their means; `standard_error` of it; `p`: of Welch's test,
+    two-sided."""
 
     difference: float
     standard_error: float
@@ -91,7 +159,11 @@ def compare(first: list[float], second: list[float]) -> Comparison:
 
 def largest_difference(split: list[Run], one: list[Run], num_steps: int) -> float:
     """The largest relative difference of two runs' losses over their first steps, over all seeds."""
-    return max(abs(a - b) / b for x, y in zip(split, one, strict=True) for a, b in zip(x.losses[:num_steps], y.losses[:num_steps], strict=True))
+    return max(
+        abs(a - b) / b
+        for x, y in zip(split, one, strict=True)
+        for a, b in zip(x.losses[:num_steps], y.losses[:num_steps], strict=True)
+    )
 
 
 def _report(digits: list[Run], deep: list[Run], split: list[Run], one: list[Run], sizes: tuple[int, int, int]) -> Any:
@@ -100,34 +172,83 @@ def _report(digits: list[Run], deep: list[Run], split: list[Run], one: list[Run]
 
     num_train, num_test, num_digits = sizes
     rows = [
-        [what, mesh, ", ".join(f"{run.accuracy:.2%}" for run in runs), f"**{_mean(runs):.2%}**", f"{_spread(runs):.2%}", str(len(runs[0].losses)),
-         f"{statistics.fmean(run.seconds for run in runs):.0f}"]
-        for what, mesh, runs in (("digits, VGG-11", SPLIT, digits), ("digits, VGG-16", SPLIT, deep), ("CIFAR-10 sample, VGG-11", SPLIT, split),
-                                 ("CIFAR-10 sample, VGG-11", ONE, one))
-    ]  # fmt: skip
+        [
+            what,
+            mesh,
+            ", ".join(f"{run.accuracy:.2%}" for run in runs),
+            f"**{_mean(runs):.2%}**",
+            f"{_spread(runs):.2%}",
+            str(len(runs[0].losses)),
+            f"{statistics.fmean(run.seconds for run in runs):.0f}",
+        ]
+        for what, mesh, runs in (
+            ("digits, VGG-11", SPLIT, digits),
+            ("digits, VGG-16", SPLIT, deep),
+            ("CIFAR-10 sample, VGG-11", SPLIT, split),
+            ("CIFAR-10 sample, VGG-11", ONE, one),
+        )
+    ]
     goals = [
-        Goal("digits, VGG-11: lowest test accuracy of all seeds", min(run.accuracy for run in digits), LEAST_DIGITS, False, ".2%"),
+        Goal(
+            "digits, VGG-11: lowest test accuracy of all seeds",
+            min(run.accuracy for run in digits),
+            LEAST_DIGITS,
+            False,
+            ".2%",
+        ),
         Goal("digits, VGG-16: test accuracy", deep[0].accuracy, LEAST_DIGITS, False, ".2%"),
     ]
     said = ""
     if len(split) > 1:
         found = compare([run.accuracy for run in split], [run.accuracy for run in one])
         said = (
-            f" On the CIFAR-10 sample the split's mean is {100 * found.difference:+.2f} percentage points from the one device's, with a standard error of "
-            f"{100 * found.standard_error:.2f} (of the seeds alone: that there are {num_test} test images adds "
-            f"{100 * math.sqrt(_mean(one) * (1 - _mean(one)) / num_test):.1f} to each single accuracy); Welch's test of equal means gives p = {found.p:.2f}."
+            f" On the CIFAR-10 sample the split's mean is {100 * found.difference:+.2f} percentage points from the one"
+            f" device's, with a standard error of {100 * found.standard_error:.2f} (of the seeds alone: that there are"
+            f" {num_test} test images adds {100 * math.sqrt(_mean(one) * (1 - _mean(one)) / num_test):.1f} to each"
+            f" single accuracy); Welch's test of equal means gives p = {found.p:.2f}."
         )
-        goals.append(Goal("CIFAR-10 sample, split against one device: p of the difference of mean accuracies", found.p, 0.05, False, ".2f"))
+        goals.append(
+            Goal(
+                "CIFAR-10 sample, split against one device: p of the difference of mean accuracies",
+                found.p,
+                0.05,
+                False,
+                ".2f",
+            )
+        )
     first, later = largest_difference(split, one, 1), largest_difference(split, one, COMMON_STEPS)
-    goals.append(Goal("CIFAR-10 sample: loss of the first step, split against one device, relative", first, 1e-5, True, ".1e"))
+    goals.append(
+        Goal("CIFAR-10 sample: loss of the first step, split against one device, relative", first, 1e-5, True, ".1e")
+    )
     lines = [
-        f"`splitjax train` on 8 virtual devices (`--mesh {SPLIT}`, rules `splitbrain`) and on one (`--mesh {ONE}`), batches of 64, AdamW, cosine schedule; test "
-        f"accuracy at the end of the run (no choice of the best epoch), on {num_digits} digits and {num_test} images. Options: digits `{' '.join(DIGITS)}` and `{' '.join(DEEP)}`; "
-        f"CIFAR-10 `{' '.join(CIFAR)}`. There are {num_train:,} training images (all of CIFAR-10: 50,000): what matters is that both meshes reach the same.", "",
-        *table(["", "mesh", f"test accuracy, seeds {', '.join(map(str, SEEDS))}", "mean", "standard deviation", "steps", "seconds a run"], rows), "",
-        f"With one seed both start from the same parameters and see the same batches: their losses differ by at most {first:.1e} (relative) at the first step and "
-        f"{later:.1e} over the first {COMMON_STEPS}; afterwards rounding grows as it does between any two orders of summation.{said}", "",
-    ]  # fmt: skip
+        (
+            f"`splitjax train` on 8 virtual devices (`--mesh {SPLIT}`, rules `splitbrain`) and on one (`--mesh {ONE}`),"
+            " batches of 64, AdamW, cosine schedule; test accuracy at the end of the run (no choice of the best"
+            f" epoch), on {num_digits} digits and {num_test} images. Options: digits `{' '.join(DIGITS)}` and"
+            f" `{' '.join(DEEP)}`; CIFAR-10 `{' '.join(CIFAR)}`. There are {num_train:,} training images (all of"
+            " CIFAR-10: 50,000): what matters is that both meshes reach the same."
+        ),
+        "",
+        *table(
+            [
+                "",
+                "mesh",
+                f"test accuracy, seeds {', '.join(map(str, SEEDS))}",
+                "mean",
+                "standard deviation",
+                "steps",
+                "seconds a run",
+            ],
+            rows,
+        ),
+        "",
+        (
+            "With one seed both start from the same parameters and see the same batches: their losses differ by at"
+            f" most {first:.1e} (relative) at the first step and {later:.1e} over the first {COMMON_STEPS}; afterwards"
+            f" rounding grows as it does between any two orders of summation.{said}"
+        ),
+        "",
+    ]
     return Section("Accuracy on real data", lines, goals)
 
 

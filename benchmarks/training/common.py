@@ -1,4 +1,5 @@
-"""What the parts of the benchmark of training share: real data, one-core processes, a decorated step on one or more devices, CPU time of others."""
+"""What the parts of the benchmark of training share: real data, one-core processes, a decorated step on one or more
+devices, CPU time of others."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# XLA on one thread: the second core of this machine is then left to the host's threads, as an accelerator leaves the host's cores to them.
-# The flags alone do not bound the pool on which jax runs compiled code; NPROC does.
+# XLA on one thread: the second core of this machine is then left to the host's threads, as an accelerator leaves the
+# host's cores to them. The flags alone do not bound the pool on which jax runs compiled code; NPROC does.
 ONE_THREAD = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1", "NPROC": "1"}
 ONE_THREAD_WORDS = " ".join(f'{name}="{value}"' for name, value in ONE_THREAD.items())
 MOST_OTHERS = 0.3  # cores that others keep busy before a round is called disturbed
@@ -50,21 +51,37 @@ def cpu_seconds(pid: int) -> float:
 
 
 def quiet_rounds(others: Sequence[float]) -> tuple[list[int], str]:
-    """The rounds to use, and a sentence on them: those in which others kept at most `MOST_OTHERS` cores busy, all where none was quiet."""
+    """The rounds to use, and a sentence on them: those in which others kept at most `MOST_OTHERS` cores busy, all where
+    none was quiet."""
     quiet = [number for number, one in enumerate(others) if one <= MOST_OTHERS]
     if len(quiet) == len(others):
         return quiet, f"In no round did others keep more than {MOST_OTHERS:g} cores busy (highest {max(others):.2f})."
     if not quiet:
-        return list(range(len(others))), f"**Every round was disturbed: others kept {min(others):.1f} to {max(others):.1f} cores busy. Run this on an idle machine.**"
-    return quiet, f"{len(others) - len(quiet)} of {len(others)} rounds had others keep more than {MOST_OTHERS:g} cores busy and are left out."
+        return (
+            list(range(len(others))),
+            (
+                f"**Every round was disturbed: others kept {min(others):.1f} to {max(others):.1f} cores busy. Run this"
+                " on an idle machine.**"
+            ),
+        )
+    return (
+        quiet,
+        (
+            f"{len(others) - len(quiet)} of {len(others)} rounds had others keep more than {MOST_OTHERS:g} cores busy"
+            " and are left out."
+        ),
+    )
 
 
 def run_child(module: str, settings: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Any:
-    """What `benchmarks.MODULE` writes to the file that it is given, in a process of its own with these settings and variables."""
+    """What `benchmarks.MODULE` writes to the file that it is given, in a process of its own with these settings and
+    variables."""
     with tempfile.TemporaryDirectory() as folder:
         result = pathlib.Path(folder) / "result.json"
         command = [sys.executable, "-m", f"benchmarks.{module}", json.dumps(dict(settings)), str(result)]
-        code = subprocess.run(command, check=False, env={**os.environ, "JAX_PLATFORMS": "cpu", **(environment or {})}).returncode
+        code = subprocess.run(
+            command, check=False, env={**os.environ, "JAX_PLATFORMS": "cpu", **(environment or {})}
+        ).returncode
         if code:
             raise RuntimeError(f"{module} ended with exit status {code}")
         return json.loads(result.read_text(encoding="utf-8"))

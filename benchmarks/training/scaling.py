@@ -1,8 +1,9 @@
-"""Two one-core worker processes against one, on real data: examples a second over an unlimited, a 1 Gb/s and a 200 Mb/s link.
+"""Two one-core worker processes against one, on real data: examples a second over an unlimited, a 1 Gb/s and a 200 Mb/s
+link.
 
-`splitjax launch` starts the two, with one XLA thread each; each is pinned to a core of its own. They stay for all rounds, and every way to
-train has its turn in each: "one worker" is the first process alone while the other sleeps. Batches come through the input pipeline
-(read, cropped, flipped, standardised), which runs on the worker's one core too.
+`splitjax launch` starts the two, with one XLA thread each; each is pinned to a core of its own. They stay for all
+rounds, and every way to train has its turn in each: "one worker" is the first process alone while the other sleeps.
+Batches come through the input pipeline (read, cropped, flipped, standardised), which runs on the worker's one core too.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ SPLITS = tuple(way for way in WAYS if way != DATA)
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What was measured over one link. `seconds`: of a step, by way and round, of the slower worker; `cpu`: its processor time, the median
-    of workers and rounds, which neighbours on the machine hardly change; `sent`: bytes a step and worker, by way,
-    from the network device (None on the loopback, where both share it); `planned`: as the plan predicts; `others`: cores by round."""
+    """What was measured over one link. `seconds`: of a step, by way and round, of the slower worker; `cpu`: its
+    processor time, the median of workers and rounds, which neighbours on the machine hardly change; `sent`: bytes a
+    step and worker, by way, from the network device (None on the loopback, where both share it); `planned`: as the plan
+    predicts; `others`: cores by round."""
 
     seconds: dict[str, list[float]]
     cpu: dict[str, float]
@@ -56,7 +58,14 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
     if len(os.sched_getaffinity(0)) < NUM_WORKERS:
         return Section("Weak scaling", [f"This machine has no {NUM_WORKERS} cores to give.", ""], [])
     width, head, examples, steps = (0.25, 512, 16, 1) if quick else (WIDTH, HEAD, EXAMPLES, STEPS)
-    settings = {"model": MODEL, "width": width, "head": head, "examples": examples, "steps": steps, "data_dir": str(data_dir)}
+    settings = {
+        "model": MODEL,
+        "width": width,
+        "head": head,
+        "examples": examples,
+        "steps": steps,
+        "data_dir": str(data_dir),
+    }
     found, refused = {}, []
     for link, bandwidth in LINKS.items():
         rounds = 1 if quick else ROUNDS if bandwidth is None else SLOW_ROUNDS
@@ -80,7 +89,9 @@ def _measure(bandwidth: str | None, settings: dict[str, Any]) -> Link:
         command = [sys.executable, "-m", "benchmarks.training.scaling", json.dumps({**settings, "folder": name})]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
         try:
-            run = launch.start(launch.LaunchConfig(NUM_WORKERS, threads=1, bandwidth=bandwidth), command, environment=environment)
+            run = launch.start(
+                launch.LaunchConfig(NUM_WORKERS, threads=1, bandwidth=bandwidth), command, environment=environment
+            )
         except LaunchError as error:
             raise RuntimeError(error.message) from error
         others, meter = [], None
@@ -88,7 +99,8 @@ def _measure(bandwidth: str | None, settings: dict[str, Any]) -> Link:
             if meter is None and (folder / "begin").exists():
                 meter = Meter(*(worker.pid for worker in run.workers))
             if meter is not None and (folder / f"round{len(others)}").exists():
-                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a worker that failed has no processor time to read
+                # a worker that failed has no processor time to read
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                     others.append(meter.others())
         if outcome.status:
             raise RuntimeError(f"the run ended with exit status {outcome.status}")
@@ -96,11 +108,21 @@ def _measure(bandwidth: str | None, settings: dict[str, Any]) -> Link:
     rounds = len(workers[0]["turns"][SINGLE])
     others += [math.inf] * (rounds - len(others))  # not known: counted as disturbed
     seconds = {
-        way: [max(worker["turns"][way][number]["seconds"] for worker in workers if worker["turns"].get(way)) for number in range(rounds)]
+        way: [
+            max(worker["turns"][way][number]["seconds"] for worker in workers if worker["turns"].get(way))
+            for number in range(rounds)
+        ]
         for way in workers[0]["turns"]
     }
-    cpu = {way: statistics.median(turn["cpu"] for worker in workers for turn in worker["turns"][way]) for way in seconds}
-    sent = {way: None if bandwidth is None else statistics.median(turn["sent"] for worker in workers for turn in worker["turns"][way]) for way in WAYS}
+    cpu = {
+        way: statistics.median(turn["cpu"] for worker in workers for turn in worker["turns"][way]) for way in seconds
+    }
+    sent = {
+        way: None
+        if bandwidth is None
+        else statistics.median(turn["sent"] for worker in workers for turn in worker["turns"][way])
+        for way in WAYS
+    }
     return Link(seconds, cpu, sent, workers[0]["planned"], others, workers[0]["parameters"])
 
 
@@ -126,26 +148,66 @@ def _report(found: dict[str, Link], refused: list[str], settings: dict[str, Any]
             num = examples * (1 if way == SINGLE else NUM_WORKERS)
             planned = link.planned.get(way)
             sent = link.sent.get(way)
-            rows.append([
-                way, f"{1e3 * taken:.0f}", f"{num / taken:.1f}", f"**{middle[way]:.2f}**", f"{min(ratios):.2f} to {max(ratios):.2f}", f"{1e3 * link.cpu[way]:.0f}",
-                "" if planned is None else mib(planned), "" if sent is None else f"{mib(sent)} ({sent / planned - 1:+.1%})",
-            ])  # fmt: skip
-        titles = ["", "step, ms", "examples/s", "over one worker", "range", "processor time of a worker, ms", "MiB a worker sends a step: planned", "really sent"]
-        lines += [f"### Link: {name}", "", f"{len(used)} of {len(link.others)} rounds; medians, and the range of ratios. {note}", "", *table(titles, rows), ""]
+            rows.append(
+                [
+                    way,
+                    f"{1e3 * taken:.0f}",
+                    f"{num / taken:.1f}",
+                    f"**{middle[way]:.2f}**",
+                    f"{min(ratios):.2f} to {max(ratios):.2f}",
+                    f"{1e3 * link.cpu[way]:.0f}",
+                    "" if planned is None else mib(planned),
+                    "" if sent is None else f"{mib(sent)} ({sent / planned - 1:+.1%})",
+                ]
+            )
+        titles = [
+            "",
+            "step, ms",
+            "examples/s",
+            "over one worker",
+            "range",
+            "processor time of a worker, ms",
+            "MiB a worker sends a step: planned",
+            "really sent",
+        ]
+        lines += [
+            f"### Link: {name}",
+            "",
+            f"{len(used)} of {len(link.others)} rounds; medians, and the range of ratios. {note}",
+            "",
+            *table(titles, rows),
+            "",
+        ]
         best = max(SPLITS, key=middle.get)
         if name == next(iter(LINKS)):
-            goals.append(Goal(f"speedup of two one-core workers, {best}, link {name}", middle[best], LEAST_SPEEDUP, False, ".2f"))
-            goals.append(Goal(f"the same over two workers that send nothing ({middle[APART]:.2f})", middle[best] / middle[APART], LEAST_SPEEDUP / NUM_WORKERS, False, ".3f"))
+            goals.append(
+                Goal(f"speedup of two one-core workers, {best}, link {name}", middle[best], LEAST_SPEEDUP, False, ".2f")
+            )
+            goals.append(
+                Goal(
+                    f"the same over two workers that send nothing ({middle[APART]:.2f})",
+                    middle[best] / middle[APART],
+                    LEAST_SPEEDUP / NUM_WORKERS,
+                    False,
+                    ".3f",
+                )
+            )
         goals.append(Goal(f"{best} over data parallel, link {name}", middle[best] / middle[DATA], 1.0, False, ".2f"))
     parameters = next(iter(found.values())).parameters if found else 0
     head = [
-        f"{MODEL.upper()} (width {settings['width']:g}, head of {settings['head']}; {parameters / 1e6:.1f} million parameters) on the CIFAR-10 sample through the input pipeline (read, "
-        f"cropped, flipped, standardised, prefetched), SGD with momentum, {examples} examples a worker: `splitjax launch -n {NUM_WORKERS} --threads 1`, each "
-        f"worker pinned to one core, where its input thread and gloo's threads run too. One worker: the first of them alone, with its {examples} examples a "
-        f"step, under `jax.jit`, while the other sleeps. Two workers that send nothing: each of them doing just that at the same time, which is what two busy cores "
-        f"of this machine can give. {steps} steps of every way a round, begun by both at the same time, order changing from round to round. MiB really sent: from the "
-        f"worker's network device, with TCP's headers and acknowledgements; over the loopback both share one.", "",
-    ]  # fmt: skip
+        (
+            f"{MODEL.upper()} (width {settings['width']:g}, head of {settings['head']}; {parameters / 1e6:.1f} million"
+            " parameters) on the CIFAR-10 sample through the input pipeline (read, cropped, flipped, standardised,"
+            f" prefetched), SGD with momentum, {examples} examples a worker: `splitjax launch -n {NUM_WORKERS}"
+            " --threads 1`, each worker pinned to one core, where its input thread and gloo's threads run too. One"
+            f" worker: the first of them alone, with its {examples} examples a step, under `jax.jit`, while the other"
+            " sleeps. Two workers that send nothing: each of them doing just that at the same time, which is what two"
+            f" busy cores of this machine can give. {steps} steps of every way a round, begun by both at the same time,"
+            " order changing from round to round. MiB really sent: from the worker's network device, with TCP's"
+            " headers and acknowledgements; over the loopback both share one."
+        ),
+        "",
+    ]
     return Section("Weak scaling of two one-core processes", [*head, *lines, *(f"{text}\n" for text in refused)], goals)
 
 
@@ -172,7 +234,11 @@ class _Turns:
         init, step, _ = make_step(spec, self.optimizer, value_and_grad=jax.value_and_grad)
         device = jax.local_devices()[0]
         state = jax.device_put(jax.jit(init)(jax.random.key(0)), device)
-        self.ways[SINGLE] = [jax.jit(step, donate_argnums=0), state, self._batches(self.examples, None, lambda batch: jax.device_put(batch, device))]
+        self.ways[SINGLE] = [
+            jax.jit(step, donate_argnums=0),
+            state,
+            self._batches(self.examples, None, lambda batch: jax.device_put(batch, device)),
+        ]
         self._warm(SINGLE)
 
     def __call__(self, way: str, steps: int) -> dict[str, Any]:
@@ -187,10 +253,15 @@ class _Turns:
         seconds, after = time.perf_counter() - started, bytes_sent()
         self.ways[way][1] = state
         cpu = time.process_time() - cpu
-        return {"seconds": seconds / steps, "cpu": cpu / steps, "sent": None if before is None else (after[0] - before[0]) / steps}
+        return {
+            "seconds": seconds / steps,
+            "cpu": cpu / steps,
+            "sent": None if before is None else (after[0] - before[0]) / steps,
+        }
 
     def _warm(self, way: str) -> None:
-        """Twice: the first step compiles, the second shows that the results of one are taken as they are by the next."""
+        """Twice: the first step compiles, the second shows that the results of one are taken as they are by the
+        next."""
         first, second = (self(way, 1)["seconds"] for _ in range(2))
         print(f"{way}: compiled after {first:.1f} s; a step takes {1e3 * second:.0f} ms", flush=True)
 
@@ -234,7 +305,10 @@ def _work(settings: dict[str, Any]) -> None:
         together()
         if peers.is_first:
             (folder / f"round{number}").touch()
-            print(f"round {number + 1}: " + ", ".join(f"{way} {1e3 * turns[way][-1]['seconds']:.0f} ms" for way in order), flush=True)
+            print(
+                f"round {number + 1}: " + ", ".join(f"{way} {1e3 * turns[way][-1]['seconds']:.0f} ms" for way in order),
+                flush=True,
+            )
     for _, _, batches in run.ways.values():
         batches.close()
     time.sleep(0.5)  # whoever looks at this process's time has to find it alive after the last round

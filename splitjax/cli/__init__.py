@@ -1,4 +1,5 @@
-"""The command line. One module per command: a frozen dataclass whose fields are its options and whose `run` does the work.
+"""The command line. One module per command: a frozen dataclass whose fields are its options and whose `run` does the
+work.
 
 Mistakes of the user are `SplitjaxError`s; they are printed as they are, value, place and remedy, and exit with 2, as
 a wrong option does.
@@ -45,7 +46,8 @@ Command = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the process's exit status: 0, 1 (findings), 2 (the user's mistake) or 130 (Ctrl-C)."""
+    """Runs one command and returns the process's exit status: 0, 1 (findings), 2 (the user's mistake)
+    or 130 (Ctrl-C)."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] == ["train"]:
         try:

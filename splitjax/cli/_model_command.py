@@ -1,4 +1,5 @@
-"""What `splitjax plan` and `splitjax report` share: which step they look at, and how they show and keep what they find."""
+"""What `splitjax plan` and `splitjax report` share: which step they look at, and how they show and keep what they
+find."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from splitjax.cli import _session
-from splitjax.cli._options import GroupComm, Library, MeshText, ModelName, OptimizerName, Traceback, check_positive, parse_mesh
+from splitjax.cli._options import (
+    GroupComm,
+    Library,
+    MeshText,
+    ModelName,
+    OptimizerName,
+    Traceback,
+    check_positive,
+    parse_mesh,
+)
 from splitjax.errors import PlanError
 
 if TYPE_CHECKING:
@@ -53,15 +63,24 @@ class ModelCommand(Traceback):
         from splitjax.cli._models import planned_step
 
         return planned_step(
-            self.model, self.library, mesh=mesh, rules=self.rules, optimizer=self.optimizer, batch_size=self.batch_size,
-            num_classes=self.num_classes, width=self.width, group_comm=self.group_comm, shard_state=self.shard_state,
+            self.model,
+            self.library,
+            mesh=mesh,
+            rules=self.rules,
+            optimizer=self.optimizer,
+            batch_size=self.batch_size,
+            num_classes=self.num_classes,
+            width=self.width,
+            group_comm=self.group_comm,
+            shard_state=self.shard_state,
         )
 
     def show(self, console: Console, planned: Planned, found: object, name: str) -> None:
         """Prints what was found, and writes its page where asked to."""
         console.print(
             f"{self.model} ({self.library}, {planned.num_params:,} parameters), {self.optimizer}, "
-            f"{self.batch_size} examples on {parse_mesh(self.mesh)}", highlight=False,
+            f"{self.batch_size} examples on {parse_mesh(self.mesh)}",
+            highlight=False,
         )
         # It lays out its own lines: wrapping or markup would break its tables.
         console.print(str(found), soft_wrap=True, markup=False, highlight=False)
@@ -72,7 +91,10 @@ class ModelCommand(Traceback):
 
 def write_page(path: pathlib.Path, body: str, title: str) -> None:
     """Writes an HTML page around `body`. Raises `PlanError` when the file cannot be written."""
-    page = f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>\n<body>{body}</body></html>\n'
+    page = (
+        '<!doctype html>\n<html lang="en"><head><meta'
+        f' charset="utf-8"><title>{title}</title></head>\n<body>{body}</body></html>\n'
+    )
     write_file(path, page, "--html")
 
 
@@ -82,6 +104,8 @@ def write_file(path: pathlib.Path, text: str, option: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise PlanError(
-            f"the file cannot be written: {error.strerror or error}", value=str(path), place=option,
+            f"the file cannot be written: {error.strerror or error}",
+            value=str(path),
+            place=option,
             remedy="give a path in a folder that exists and may be written to",
         ) from error

@@ -11,9 +11,21 @@ from splitjax.errors import MeshError, SplitjaxError
 from splitjax.mesh import MeshShape
 
 ModelName = Literal[
-    "vgg11", "vgg16", "resnet18", "resnet50", "mobilenet_v2", "mobilenet_v3_large", "mobilenet_v3_small", "efficientnet_b0",
-    "convnext_tiny", "mlp", "transformer", "lstm", "deepfm", "dlrm",
-]  # fmt: skip
+    "vgg11",
+    "vgg16",
+    "resnet18",
+    "resnet50",
+    "mobilenet_v2",
+    "mobilenet_v3_large",
+    "mobilenet_v3_small",
+    "efficientnet_b0",
+    "convnext_tiny",
+    "mlp",
+    "transformer",
+    "lstm",
+    "deepfm",
+    "dlrm",
+]
 Library = Literal["linen", "nnx"]
 GroupComm = Literal["auto", "gather", "turns", "modulo"]
 OptimizerName = Literal["adam", "momentum", "adafactor", "adagrad"]
@@ -25,7 +37,8 @@ class OptionValueError(SplitjaxError, ValueError):
 
 
 def check_positive(**options: float | None) -> None:
-    """Raises `OptionValueError` for the first of the given numbers that is not above 0; None is no number and passes."""
+    """Raises `OptionValueError` for the first of the given numbers that is not above 0; None is no number and
+    passes."""
     for name, value in options.items():
         if value is not None and not value > 0:
             flag = f"--{name.replace('_', '-')}"

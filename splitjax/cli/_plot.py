@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from splitjax.cli._memory import MemoryUse
 
 
-def write_plot(path: pathlib.Path, losses: Sequence[float], accuracies: Sequence[float], memory: Sequence[MemoryUse], title: str) -> bool:
+def write_plot(
+    path: pathlib.Path, losses: Sequence[float], accuracies: Sequence[float], memory: Sequence[MemoryUse], title: str
+) -> bool:
     """Writes a PNG with loss, accuracy (by step) and memory (per device); False where matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

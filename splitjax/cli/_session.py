@@ -23,7 +23,8 @@ def start(num_devices: int, *, platform: str = "cpu") -> None:
 
     **Arguments:**
 
-    - `num_devices`: how many virtual devices a CPU shall show. What is set in `XLA_FLAGS` or `JAX_NUM_CPU_DEVICES` stands.
+    - `num_devices`: how many virtual devices a CPU shall show. What is set in `XLA_FLAGS` or `JAX_NUM_CPU_DEVICES`
+      stands.
     - `platform`: `"cpu"`, or `"auto"` for what JAX finds.
     """
     if platform == "cpu" or not has_accelerator():
@@ -33,8 +34,9 @@ def start(num_devices: int, *, platform: str = "cpu") -> None:
     if DEVICE_COUNT_FLAG not in flags and "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", num_devices)
     if num_devices > 1:
-        # All virtual devices share one pool of threads, by default as many as there are cores or devices: steps in flight can take
-        # all of them and wait for each other forever. From twice as many threads as devices on that was not seen.
+        # All virtual devices share one pool of threads, by default as many as there are cores or devices: steps in
+        # flight can take all of them and wait for each other forever. From twice as many threads as devices on that was
+        # not seen.
         os.environ.setdefault("NPROC", str(max(THREADS, 4 * num_devices)))
     if MEMORY_FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {MEMORY_FLAG}=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED".strip()
@@ -54,13 +56,15 @@ def cache_dir() -> pathlib.Path:
 
 
 def has_accelerator() -> bool:
-    """Whether this machine shows a TPU, or a GPU's driver. Where there is none, JAX need not search: libtpu, installed for its
-    compiler alone, is loud about it."""
+    """Whether this machine shows a TPU, or a GPU's driver. Where there is none, JAX need not search: libtpu, installed
+    for its compiler alone, is loud about it."""
     return _has_tpu() or any(os.path.exists(file) for file in _GPU_FILES) or bool(os.environ.get("JAX_PLATFORMS"))
 
 
 def _has_tpu() -> bool:
-    return any(_GOOGLE_PCI_VENDOR in vendor.read_text() for vendor in pathlib.Path("/sys/bus/pci/devices").glob("*/vendor"))
+    return any(
+        _GOOGLE_PCI_VENDOR in vendor.read_text() for vendor in pathlib.Path("/sys/bus/pci/devices").glob("*/vendor")
+    )
 
 
 def quiet_absent_tpu() -> None:
@@ -69,5 +73,3 @@ def quiet_absent_tpu() -> None:
         return
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-
-

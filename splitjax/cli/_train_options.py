@@ -14,16 +14,25 @@ from splitjax.cli._options import GroupComm, ModelName, OptionValueError
 Optimizer = Literal["adam", "adamw", "sgd", "momentum", "adafactor", "adagrad"]
 # The schemes of `splitjax.sync`, by name (a test compares them).
 Sync = Literal[
-    "dense", "auto", "all_gather", "recursive_doubling", "blocks", "parameter_server", "hierarchical", "zen", "row_exchange"
+    "dense",
+    "auto",
+    "all_gather",
+    "recursive_doubling",
+    "blocks",
+    "parameter_server",
+    "hierarchical",
+    "zen",
+    "row_exchange",
 ]
+
 
 @dataclasses.dataclass(frozen=True)
 class DataOptions:
     """What to train on."""
 
     data: Literal["cifar10", "digits", "idx", "text", "criteo"] = "digits"
-    """digits: scikit-learn's, which it brings along; cifar10: its binary or Python files; idx: files like MNIST's; text: plain text;
-    criteo: clicks, Criteo's lines or .npz."""
+    """digits: scikit-learn's, which it brings along; cifar10: its binary or Python files; idx: files like MNIST's;
+    text: plain text; criteo: clicks, Criteo's lines or .npz."""
     data_dir: pathlib.Path | None = None
     """Folder (or file) of the data. Without one CIFAR-10 and MNIST are downloaded into the user's cache."""
     batch_size: int = 64
@@ -93,11 +102,13 @@ class OptimizerOptions:
     learning_rate: float = 1e-3
     """Highest learning rate."""
     schedule: Literal["constant", "cosine", "linear", "step"] = "cosine"
-    """How it falls: to zero along a cosine or a line, or to a tenth at a half and a hundredth at three quarters of all steps."""
+    """How it falls: to zero along a cosine or a line, or to a tenth at a half and a hundredth at three quarters of all
+    steps."""
     warmup_steps: int = 0
     """Steps in which it rises from zero first."""
     weight_decay: float = 0.0
-    """Pulls kernels and embeddings (not biases, not norms) to zero: decoupled (AdamW) under adamw, added to the gradient elsewhere."""
+    """Pulls kernels and embeddings (not biases, not norms) to zero: decoupled (AdamW) under adamw, added to the
+    gradient elsewhere."""
     clip_norm: float | None = None
     """Scale gradients down to this global norm."""
     label_smoothing: float = 0.0
@@ -119,11 +130,14 @@ class LayoutOptions:
     shard_state: bool = False
     """Also split optimizer state and gradients of parameters that stay whole."""
     sync: Sync = "dense"
-    """How gradients of tables with row lookups are exchanged; auto chooses by what the first steps touch and how fast the links are."""
+    """How gradients of tables with row lookups are exchanged; auto chooses by what the first steps touch and how fast
+    the links are."""
     lazy: bool = False
-    """Update only the rows with a gradient where the optimizer would change others too (momentum, Adam): other numbers, less work."""
+    """Update only the rows with a gradient where the optimizer would change others too (momentum, Adam): other numbers,
+    less work."""
     wire_dtype: Literal["bfloat16"] | None = None
-    """Send the rows' values rounded to this, and keep what that takes away for the next time (with --sync row_exchange): other numbers."""
+    """Send the rows' values rounded to this, and keep what that takes away for the next time (with --sync
+    row_exchange): other numbers."""
     platform: Literal["auto", "cpu"] = "auto"
     """auto: what JAX finds; cpu: this machine's processor, with virtual devices for the mesh."""
 
@@ -168,8 +182,14 @@ class WatchOptions:
     """How many steps the trace has."""
 
 
-GROUPS = {"data": DataOptions, "model": ModelOptions, "optimizer": OptimizerOptions, "layout": LayoutOptions, "training": TrainingOptions,
-          "watch": WatchOptions}  # fmt: skip
+GROUPS = {
+    "data": DataOptions,
+    "model": ModelOptions,
+    "optimizer": OptimizerOptions,
+    "layout": LayoutOptions,
+    "training": TrainingOptions,
+    "watch": WatchOptions,
+}
 
 
 def expand_config(arguments: Sequence[str]) -> list[str]:
@@ -201,7 +221,9 @@ def _read(file: pathlib.Path) -> dict[str, Any]:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise OptionValueError(
-            f"the file of options cannot be read: {getattr(error, 'strerror', None) or error}", value=str(file), place="--config",
+            f"the file of options cannot be read: {getattr(error, 'strerror', None) or error}",
+            value=str(file),
+            place="--config",
             remedy="give a TOML file with options as keys, such as batch_size = 64",
         ) from error
     found: dict[str, Any] = {}
@@ -222,8 +244,12 @@ def _check_name(name: str, file: pathlib.Path) -> None:
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         raise OptionValueError(
-            "the file names an option that train does not have", value=name, place=str(file),
-            remedy=f"did you mean {close[0]}?" if close else "see splitjax train --help; names are written with underscores",
+            "the file names an option that train does not have",
+            value=name,
+            place=str(file),
+            remedy=f"did you mean {close[0]}?"
+            if close
+            else "see splitjax train --help; names are written with underscores",
         )
 
 
@@ -232,10 +258,14 @@ def _as_arguments(name: str, value: Any, file: pathlib.Path) -> list[str]:
     field = _fields()[name]
     if field.type == "bool":
         if not isinstance(value, bool):
-            raise OptionValueError(f"{name} is true or false", value=value, place=str(file), remedy=f"write {name} = true")
+            raise OptionValueError(
+                f"{name} is true or false", value=value, place=str(file), remedy=f"write {name} = true"
+            )
         return [flag] if value else []
     if isinstance(value, list):
         return [flag, *map(str, value)]
     if isinstance(value, (bool, dict)):
-        raise OptionValueError(f"{name} takes another kind of value", value=value, place=str(file), remedy="see splitjax train --help")
+        raise OptionValueError(
+            f"{name} takes another kind of value", value=value, place=str(file), remedy="see splitjax train --help"
+        )
     return [flag, str(value)]

@@ -28,12 +28,14 @@ _IMAGE_SIZE, _CHANNELS = 32, 3
 
 
 def load(options: DataOptions, model: str, seed: int, first_process: bool) -> data.Dataset:
-    """The data set, its images as the model takes them. Raises `DataError` for data that are missing, damaged, or no match for the
-    model."""
+    """The data set, its images as the model takes them. Raises `DataError` for data that are missing, damaged, or no
+    match for the model."""
     reads = models.reads(model)
     if reads != {"text": "text", "criteo": "clicks"}.get(options.data, "images"):
         raise DataError(
-            f"{model} reads {reads}", value=options.data, place="--data",
+            f"{model} reads {reads}",
+            value=options.data,
+            place="--data",
             remedy="train a transformer or lstm on text, deepfm or dlrm on criteo, and the other models on images",
         )
     shape = {} if model == "mlp" else {"image_size": _IMAGE_SIZE, "channels": _CHANNELS}
@@ -42,12 +44,15 @@ def load(options: DataOptions, model: str, seed: int, first_process: bool) -> da
     if reads != "images":
         if options.data_dir is None:
             raise DataError(
-                f"{options.data} is read from a file or folder", place="--data-dir",
+                f"{options.data} is read from a file or folder",
+                place="--data-dir",
                 remedy=f"give it: --data-dir {'corpus.txt' if reads == 'text' else 'train.txt'}",
             )
         if reads == "clicks":
             return data.load_criteo(options.data_dir, rows=options.rows)
-        return data.load_text(options.data_dir, seq_len=options.seq_len, vocab_size=options.vocab_size, level=options.text_level)
+        return data.load_text(
+            options.data_dir, seq_len=options.seq_len, vocab_size=options.vocab_size, level=options.text_level
+        )
     folder = options.data_dir
     if folder is None:
         folder = data.fetch("mnist" if options.data == "idx" else options.data, data_cache())
@@ -75,11 +80,14 @@ def build_model(options: ModelOptions, data_options: DataOptions, dataset: data.
 
 
 def with_negatives(dataset: data.Dataset, spec: models.ModelSpec) -> data.Dataset:
-    """The data set whose training batches bring the words that a sampled softmax compares with, where the model has one."""
+    """The data set whose training batches bring the words that a sampled softmax compares with, where the model has
+    one."""
     if not spec.num_negatives:
         return dataset
     # Words of a vocabulary go by falling frequency.
-    return dataclasses.replace(dataset, draws={"negatives": data.Negatives(data.LogUniform(spec.num_classes), spec.num_negatives)})
+    return dataclasses.replace(
+        dataset, draws={"negatives": data.Negatives(data.LogUniform(spec.num_classes), spec.num_negatives)}
+    )
 
 
 def schedule(options: OptimizerOptions, num_steps: int) -> optax.Schedule:
@@ -99,6 +107,7 @@ def schedule(options: OptimizerOptions, num_steps: int) -> optax.Schedule:
 
 def optimizer(options: OptimizerOptions, rate: optax.Schedule) -> optax.GradientTransformation:
     """Clipping, then decay, then the optimizer itself."""
+
     def decays(params):
         return jax.tree.map(lambda leaf: leaf.ndim > 1, params)  # not biases, not the scales of norms
 
@@ -106,14 +115,16 @@ def optimizer(options: OptimizerOptions, rate: optax.Schedule) -> optax.Gradient
     parts = [] if options.clip_norm is None else [optax.clip_by_global_norm(options.clip_norm)]
     if decay and options.optimizer not in ("adamw",):
         parts.append(optax.add_decayed_weights(decay, mask=decays))
-    parts.append({
-        "adam": lambda: optax.adam(rate),
-        "adamw": lambda: optax.adamw(rate, weight_decay=decay, mask=decays),
-        "sgd": lambda: optax.sgd(rate),
-        "momentum": lambda: optax.sgd(rate, momentum=0.9),
-        "adafactor": lambda: optax.adafactor(rate),
-        "adagrad": lambda: optax.adagrad(rate),
-    }[options.optimizer]())
+    parts.append(
+        {
+            "adam": lambda: optax.adam(rate),
+            "adamw": lambda: optax.adamw(rate, weight_decay=decay, mask=decays),
+            "sgd": lambda: optax.sgd(rate),
+            "momentum": lambda: optax.sgd(rate, momentum=0.9),
+            "adafactor": lambda: optax.adafactor(rate),
+            "adagrad": lambda: optax.adagrad(rate),
+        }[options.optimizer]()
+    )
     return optax.chain(*parts) if len(parts) > 1 else parts[0]
 
 
@@ -133,14 +144,25 @@ class Steps:
     reads: str
 
 
-def make_steps(spec: models.ModelSpec, dataset: data.Dataset, batch_size: int, mesh: Mapping[str, int] | None, layout: LayoutOptions,
-               options: OptimizerOptions, rate: optax.Schedule) -> Steps:
+def make_steps(
+    spec: models.ModelSpec,
+    dataset: data.Dataset,
+    batch_size: int,
+    mesh: Mapping[str, int] | None,
+    layout: LayoutOptions,
+    options: OptimizerOptions,
+    rate: optax.Schedule,
+) -> Steps:
     boundary = functools.partial(splitjax.value_and_grad, microbatches=options.microbatches)
     init_fn, train_step, eval_step = models.make_step(
         spec, optimizer(options, rate), label_smoothing=options.label_smoothing, value_and_grad=boundary
     )
     step = splitjax.parallelize(
-        train_step, mesh=mesh, rules=layout.rules, group_comm=layout.group_comm, shard_state=layout.shard_state,
+        train_step,
+        mesh=mesh,
+        rules=layout.rules,
+        group_comm=layout.group_comm,
+        shard_state=layout.shard_state,
         sync=ByRows(layout.sync, lazy=layout.lazy, wire_dtype=layout.wire_dtype),
     )
     one = next(dataset.train_batches(1))
@@ -149,8 +171,9 @@ def make_steps(spec: models.ModelSpec, dataset: data.Dataset, batch_size: int, m
 
 
 class Evaluation:
-    """The whole test split, each process reading its own rows. Call it with a state for `{"loss": ..., "accuracy": ...}`, of text
-    `"perplexity"` too (e to the loss), of clicks `"auc"` (where the split holds both clicks and others)."""
+    """The whole test split, each process reading its own rows. Call it with a state
+    for `{"loss": ..., "accuracy": ...}`, of text `"perplexity"` too (e to the loss), of clicks `"auc"` (where the split
+    holds both clicks and others)."""
 
     def __init__(self, steps: Steps, dataset: data.Dataset, state_shapes: Any, batch_size: int):
         mask = jax.ShapeDtypeStruct((batch_size,), jnp.float32)
@@ -191,7 +214,9 @@ def num_steps(options: TrainingOptions, dataset: data.Dataset, batch_size: int) 
     an_epoch = dataset.num_train // batch_size
     if not an_epoch:
         raise DataError(
-            f"{dataset.num_train} training examples do not fill one batch", value=batch_size, place="--batch-size",
+            f"{dataset.num_train} training examples do not fill one batch",
+            value=batch_size,
+            place="--batch-size",
             remedy=f"give a batch size of at most {dataset.num_train}",
         )
     return (options.epochs * an_epoch if options.steps is None else options.steps), an_epoch

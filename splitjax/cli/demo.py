@@ -1,4 +1,5 @@
-"""`splitjax demo`: train a VGG on real images on 8 virtual devices, then say what was laid out where and what it saved."""
+"""`splitjax demo`: train a VGG on real images on 8 virtual devices, then say what was laid out where and what it
+saved."""
 
 from __future__ import annotations
 
@@ -58,19 +59,26 @@ class Demo(Traceback):
 
     def run(self, console: Console) -> int:
         begin = time.monotonic()
-        check_positive(epochs=self.epochs, steps=self.steps, batch_size=self.batch_size, learning_rate=self.learning_rate)
+        check_positive(
+            epochs=self.epochs, steps=self.steps, batch_size=self.batch_size, learning_rate=self.learning_rate
+        )
         mesh = parse_mesh(self.mesh)
         _session.start(mesh.num_devices, platform=self.platform)
         dataset = self.load()
         output_dir = make_folder(self.output_dir)
         console.print(
-            f"{self.model} (width {self.width:g}, head {self.head_features}) on {dataset.name}: {len(dataset.train['label'])} images to "
-            f"train, {len(dataset.test['label'])} to test; mesh {mesh}, rules {self.rules}", highlight=False, soft_wrap=True,
+            f"{self.model} (width {self.width:g}, head {self.head_features}) on {dataset.name}:"
+            f" {len(dataset.train['label'])} images to train, {len(dataset.test['label'])} to test; mesh {mesh}, rules"
+            f" {self.rules}",
+            highlight=False,
+            soft_wrap=True,
         )
         trained = train(self, dataset, mesh, console)
         console.print(
             f"test accuracy {trained.test_accuracy:.2%} after {len(trained.losses)} steps; the step was compiled "
-            f"{trained.num_compiles} time{'s' * (trained.num_compiles != 1)}", style="bold", highlight=False,
+            f"{trained.num_compiles} time{'s' * (trained.num_compiles != 1)}",
+            style="bold",
+            highlight=False,
         )
         console.print(str(trained.plan), soft_wrap=True, markup=False, highlight=False)
 
@@ -97,7 +105,8 @@ class Demo(Traceback):
             return data.load_digits(seed=self.seed)
         if self.data_dir is None:
             raise DataError(
-                "CIFAR-10 is read from a folder", place="--data-dir",
+                "CIFAR-10 is read from a folder",
+                place="--data-dir",
                 remedy="download and unpack its binary version, and give the folder: --data-dir cifar-10-batches-bin",
             )
         return data.load_cifar10(self.data_dir)
@@ -112,7 +121,9 @@ class Demo(Traceback):
         num_images = len(dataset.train["label"])
         if num_images < self.batch_size:
             raise DataError(
-                f"{num_images} training images do not fill one batch", value=self.batch_size, place="--batch-size",
+                f"{num_images} training images do not fill one batch",
+                value=self.batch_size,
+                place="--batch-size",
                 remedy=f"give a batch size of at most {num_images}",
             )
         steps = self.epochs * (num_images // self.batch_size)
@@ -149,7 +160,9 @@ def train(options: Demo, dataset: Dataset, mesh: MeshShape, console: Console) ->
         options.model, num_classes=dataset.num_classes, width=options.width, head_features=options.head_features
     )
     init_fn, train_step, eval_step = models.make_step(spec, optax.adam(rate), value_and_grad=splitjax.value_and_grad)
-    parallel_step = splitjax.parallelize(train_step, mesh=dict(mesh.axes), rules=options.rules, shard_state=options.shard_state)
+    parallel_step = splitjax.parallelize(
+        train_step, mesh=dict(mesh.axes), rules=options.rules, shard_state=options.shard_state
+    )
     evaluate = parallel_step.like(eval_step)
 
     key = jax.random.key(options.seed)
@@ -165,10 +178,19 @@ def train(options: Demo, dataset: Dataset, mesh: MeshShape, console: Console) ->
             accuracies.append(float(metrics["accuracy"]))
             progress.update(losses[-1], accuracies[-1])
     with console.status("testing"):
-        num_correct = sum(float(evaluate(state, batch)["correct"]) for batch in dataset.test_batches(options.batch_size))
+        num_correct = sum(
+            float(evaluate(state, batch)["correct"]) for batch in dataset.test_batches(options.batch_size)
+        )
     return Trained(
-        (init_fn, key), train_step, parallel_step, batch_shapes, plan, tuple(losses), tuple(accuracies),
-        num_correct / len(dataset.test["label"]), len(parallel_step.compiles),
+        (init_fn, key),
+        train_step,
+        parallel_step,
+        batch_shapes,
+        plan,
+        tuple(losses),
+        tuple(accuracies),
+        num_correct / len(dataset.test["label"]),
+        len(parallel_step.compiles),
     )
 
 
@@ -190,7 +212,9 @@ def make_folder(path: pathlib.Path) -> pathlib.Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(
-            f"the output folder cannot be made: {error.strerror or error}", value=str(path), place="--output-dir",
+            f"the output folder cannot be made: {error.strerror or error}",
+            value=str(path),
+            place="--output-dir",
             remedy="give a folder that may be written to",
         ) from error
     return path

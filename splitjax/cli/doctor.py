@@ -17,7 +17,16 @@ from splitjax.cli import _session
 from splitjax.cli._options import Traceback
 
 PACKAGES = (
-    "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "libtpu", "scikit-learn", "matplotlib", "treescope",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "numpy",
+    "orbax-checkpoint",
+    "libtpu",
+    "scikit-learn",
+    "matplotlib",
+    "treescope",
 )
 _CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
@@ -51,7 +60,10 @@ def facts(devices) -> list[tuple[str, str]]:
     ]
     rows += [(package, _version(package) or "not installed") for package in PACKAGES]
     rows += [
-        ("CUDA plugin", ", ".join(f"{name} {_version(name)}" for name in _CUDA_PLUGINS if _version(name)) or "not installed"),
+        (
+            "CUDA plugin",
+            ", ".join(f"{name} {_version(name)}" for name in _CUDA_PLUGINS if _version(name)) or "not installed",
+        ),
         ("devices", f"{len(devices)} x {', '.join(kinds)}"),
         ("virtual CPU devices", str(len(devices)) if _is_virtual(devices) else "none"),
         ("XLA_FLAGS", os.environ.get("XLA_FLAGS") or "not set"),
@@ -65,15 +77,22 @@ def advice(devices) -> list[str]:
     lines = []
     if len(devices) == 1:
         lines.append(
-            "one device: a mesh of 8 can be tried on virtual CPU devices. `splitjax demo` sets them up itself; in your own "
-            f"script set XLA_FLAGS={_session.DEVICE_COUNT_FLAG}=8 before JAX starts."
+            "one device: a mesh of 8 can be tried on virtual CPU devices. `splitjax demo` sets them up itself; in your"
+            f" own script set XLA_FLAGS={_session.DEVICE_COUNT_FLAG}=8 before JAX starts."
         )
     if _version("scikit-learn") is None or _version("matplotlib") is None:
-        lines.append("the demo needs scikit-learn for its images and matplotlib for its plots: pip install 'splitjax[demo]'")
+        lines.append(
+            "the demo needs scikit-learn for its images and matplotlib for its plots: pip install 'splitjax[demo]'"
+        )
     if _version("libtpu") is None:
-        lines.append("libtpu is absent: with it plans for TPU pods can be compiled here, without a TPU: pip install 'splitjax[tpu]'")
+        lines.append(
+            "libtpu is absent: with it plans for TPU pods can be compiled here, without a TPU: pip install"
+            " 'splitjax[tpu]'"
+        )
     if devices[0].platform == "cpu" and os.path.exists("/dev/nvidiactl"):
-        lines.append("there is an NVIDIA GPU, and JAX does not use it: pip install 'splitjax[gpu]', and unset JAX_PLATFORMS")
+        lines.append(
+            "there is an NVIDIA GPU, and JAX does not use it: pip install 'splitjax[gpu]', and unset JAX_PLATFORMS"
+        )
     if not lines:
         lines.append("nothing is missing")
     return lines

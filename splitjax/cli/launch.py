@@ -30,8 +30,9 @@ _STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 class Launch(Traceback):
     """Start a program as several processes that train together: splitjax launch -n 4 -- python train.py
 
-    Each process that imports splitjax joins the run. Ctrl-C and SIGTERM ask all of them to save and exit; a second Ctrl-C kills.
-    The exit status is 0, the failed worker's (128 and the signal's number, if one killed it), or 130 and 143 after Ctrl-C and SIGTERM.
+    Each process that imports splitjax joins the run. Ctrl-C and SIGTERM ask all of them to save and exit; a second
+    Ctrl-C kills. The exit status is 0, the failed worker's (128 and the signal's number, if one killed it), or 130
+    and 143 after Ctrl-C and SIGTERM.
     """
 
     command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND [ARGUMENT ...]")] = ()
@@ -55,18 +56,21 @@ class Launch(Traceback):
     exit_timeout_seconds: float | None = None
     """How long workers may go on after the first has ended well; for ever if not given."""
     heartbeat_seconds: int = 100
-    """A worker that cannot reach the coordinator for so long ends itself; one that gives no sign of life for so long is killed."""
+    """A worker that cannot reach the coordinator for so long ends itself; one that gives no sign of life for so long is
+    killed."""
     bandwidth: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None
-    """Put each worker into a network of its own behind a link of this rate, such as 200mbit or 1gbit (Linux, root), and report the bytes
-    that it really sent."""
+    """Put each worker into a network of its own behind a link of this rate, such as 200mbit or 1gbit (Linux, root), and
+    report the bytes that it really sent."""
     network_json: pathlib.Path | None = None
     """Write these bytes to this file too."""
 
     def run(self, console: Console) -> int:
         if self.network_json is not None and self.bandwidth is None:
             raise LaunchError(
-                "without --bandwidth workers talk over the loopback, and nothing is counted", value=str(self.network_json),
-                place="--network-json", remedy="add --bandwidth, or leave --network-json out",
+                "without --bandwidth workers talk over the loopback, and nothing is counted",
+                value=str(self.network_json),
+                place="--network-json",
+                remedy="add --bandwidth, or leave --network-json out",
             )
         signals: list[int] = []
         before = _listen(signals)
@@ -87,7 +91,13 @@ class Launch(Traceback):
                 signal.signal(number, handler)
 
     def _report(self, traffic: tuple[Traffic, ...], bits_per_second: int) -> None:
-        table = Table("worker", "sent (bytes)", "received (bytes)", title=f"network, {self.bandwidth} a link", title_justify="left")
+        table = Table(
+            "worker",
+            "sent (bytes)",
+            "received (bytes)",
+            title=f"network, {self.bandwidth} a link",
+            title_justify="left",
+        )
         for column in table.columns:
             column.justify = "right"
         for one in traffic:
@@ -118,5 +128,8 @@ def _pass_on(run: launch.Run, signals: list[int], out: launch_output.Console) ->
         out.say("killing all workers")
         run.kill()
     else:
-        out.say(f"asking all workers to save and exit (up to {run.config.stop_timeout_seconds:g} s; Ctrl-C again kills them)")
+        out.say(
+            f"asking all workers to save and exit (up to {run.config.stop_timeout_seconds:g} s; Ctrl-C again kills"
+            " them)"
+        )
         run.stop(signals[0])

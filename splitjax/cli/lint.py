@@ -56,8 +56,14 @@ class Lint(Traceback):
 
             # Traced under a set that always fits: one that does not is to give findings, not the error of planning.
             planned = planned_step(
-                self.model, self.library, mesh=mesh, rules="data_parallel", optimizer=self.optimizer, batch_size=self.batch_size,
-                num_classes=self.num_classes, width=self.width,
+                self.model,
+                self.library,
+                mesh=mesh,
+                rules="data_parallel",
+                optimizer=self.optimizer,
+                batch_size=self.batch_size,
+                num_classes=self.num_classes,
+                width=self.width,
             )
             findings = lint(rules, planned.step.graph(*planned.arguments), mesh)
             against = f"against {self.model} on {mesh}"
@@ -71,7 +77,16 @@ def show(findings: Sequence[Finding], console: Console) -> None:
     if findings:
         table = Table("", "rule", "finding", "remedy", title_justify="left", show_lines=False)
         for finding in findings:
-            table.add_row(Text(finding.severity, _STYLES[finding.severity]), finding.rule or "(all)", finding.message, finding.remedy)
+            table.add_row(
+                Text(finding.severity, _STYLES[finding.severity]),
+                finding.rule or "(all)",
+                finding.message,
+                finding.remedy,
+            )
         console.print(table, highlight=False)
     counts = {severity: sum(finding.severity == severity for finding in findings) for severity in _STYLES}
-    console.print(", ".join(f"{count} {severity}{'' if count == 1 or severity == 'info' else 's'}" for severity, count in counts.items()))
+    console.print(
+        ", ".join(
+            f"{count} {severity}{'' if count == 1 or severity == 'info' else 's'}" for severity, count in counts.items()
+        )
+    )

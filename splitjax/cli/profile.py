@@ -1,4 +1,5 @@
-"""`splitjax profile`: how sparse the gradients of a model's training step are over workers, on real data; with `--job`, what an iteration costs a worker."""
+"""`splitjax profile`: how sparse the gradients of a model's training step are over workers, on real data; with `--job`,
+what an iteration costs a worker."""
 
 from __future__ import annotations
 
@@ -17,13 +18,21 @@ from rich.console import Console
 from splitjax.cli import _session
 from splitjax.cli._model_command import write_file, write_page
 from splitjax.cli._options import OptionValueError, Traceback, check_positive, parse_mesh
-from splitjax.cli._train_options import DataOptions, LayoutOptions, ModelOptions, Optimizer, OptimizerOptions, TrainingOptions
+from splitjax.cli._train_options import (
+    DataOptions,
+    LayoutOptions,
+    ModelOptions,
+    Optimizer,
+    OptimizerOptions,
+    TrainingOptions,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class ShowProfile(Traceback):
-    """Measure density, overlap, densification and skewness of every gradient of a new model, on the first batches of its data. With --job: time, memory
-    and gradient bytes of a worker's iteration at every depth of its backward pass, for `splitjax simulate --profiles`."""
+    """Measure density, overlap, densification and skewness of every gradient of a new model, on the first batches of
+    its data. With --job: time, memory and gradient bytes of a worker's iteration at every depth of its backward pass,
+    for `splitjax simulate --profiles`."""
 
     data: DataOptions = dataclasses.field(default_factory=DataOptions)
     model: ModelOptions = dataclasses.field(default_factory=ModelOptions)
@@ -41,7 +50,8 @@ class ShowProfile(Traceback):
     microbatches: int = 1
     """With --job: accumulate the gradient over so many parts of the batch."""
     bandwidth: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None
-    """With --job: of the link between workers, such as 10gbit, for the time of the exchange; that of the mesh is measured if not given, and with one device there is none."""
+    """With --job: of the link between workers, such as 10gbit, for the time of the exchange; that of the mesh is
+    measured if not given, and with one device there is none."""
     latency_seconds: float = 0.0
     """With --bandwidth: of a message."""
     stages: bool = False
@@ -56,7 +66,12 @@ class ShowProfile(Traceback):
     """Draw it to this file too (PNG, SVG, PDF; needs matplotlib)."""
 
     def run(self, console: Console) -> int:
-        check_positive(batch_size=self.data.batch_size, num_workers=self.num_workers, batches=self.batches, microbatches=self.microbatches)
+        check_positive(
+            batch_size=self.data.batch_size,
+            num_workers=self.num_workers,
+            batches=self.batches,
+            microbatches=self.microbatches,
+        )
         self._check_job()
         mesh = None if self.layout.mesh is None else parse_mesh(self.layout.mesh)
         _session.start(1 if mesh is None else mesh.num_devices, platform=self.layout.platform)
@@ -69,9 +84,17 @@ class ShowProfile(Traceback):
         dataset = parts.with_negatives(dataset, spec)
         parts.num_steps(TrainingOptions(), dataset, size)  # an error for a batch that the data do not fill
         # Of sparsity nothing is updated.
-        options = OptimizerOptions(optimizer=self.optimizer if self.job else "sgd", schedule="constant", microbatches=self.microbatches)
+        options = OptimizerOptions(
+            optimizer=self.optimizer if self.job else "sgd", schedule="constant", microbatches=self.microbatches
+        )
         steps = parts.make_steps(
-            spec, dataset, size, None if mesh is None else dict(mesh.axes), self.layout, options, parts.schedule(options, self.batches)
+            spec,
+            dataset,
+            size,
+            None if mesh is None else dict(mesh.axes),
+            self.layout,
+            options,
+            parts.schedule(options, self.batches),
         )
         console.print(f"{spec.name}, {spec.num_params():,} parameters, on {dataset!r}", highlight=False, soft_wrap=True)
         state = steps.train_step.init(steps.init_fn, jax.random.key(self.seed), example=(steps.example,))
@@ -95,17 +118,33 @@ class ShowProfile(Traceback):
 
     def _check_job(self) -> None:
         if self.latency_seconds and self.bandwidth is None:
-            raise OptionValueError("a latency is one of the link that --bandwidth gives", value=self.latency_seconds, place="--latency-seconds", remedy="give --bandwidth too")
+            raise OptionValueError(
+                "a latency is one of the link that --bandwidth gives",
+                value=self.latency_seconds,
+                place="--latency-seconds",
+                remedy="give --bandwidth too",
+            )
         if self.latency_seconds < 0:
-            raise OptionValueError("a latency is 0 or more", value=self.latency_seconds, place="--latency-seconds", remedy="give seconds")
+            raise OptionValueError(
+                "a latency is 0 or more", value=self.latency_seconds, place="--latency-seconds", remedy="give seconds"
+            )
         if self.job and (self.html is not None or self.plot is not None):
-            raise OptionValueError("a job's profile is a table and JSON", place="--html" if self.html is not None else "--plot", remedy="use --json")
+            raise OptionValueError(
+                "a job's profile is a table and JSON",
+                place="--html" if self.html is not None else "--plot",
+                remedy="use --json",
+            )
         for option, given in (
-            ("--name", self.name is not None), ("--microbatches", self.microbatches != 1), ("--bandwidth", self.bandwidth is not None),
-            ("--optimizer", self.optimizer != "adamw"), ("--stages", self.stages),
+            ("--name", self.name is not None),
+            ("--microbatches", self.microbatches != 1),
+            ("--bandwidth", self.bandwidth is not None),
+            ("--optimizer", self.optimizer != "adamw"),
+            ("--stages", self.stages),
         ):
             if given and not self.job:
-                raise OptionValueError(f"{option} belongs to a job's profile", place=option, remedy="add --job, or leave it out")
+                raise OptionValueError(
+                    f"{option} belongs to a job's profile", place=option, remedy="add --job, or leave it out"
+                )
 
     def _show_job(self, console: Console, step: Any, state: Any, stream: Iterator[Any], model: str) -> int:
         from splitjax import schedule
@@ -121,7 +160,13 @@ class ShowProfile(Traceback):
         workers = self.num_workers or step.mesh.size
         input_seconds = statistics.median(taken) / workers if taken else 0.0
         profile = step.job_profile(
-            state, batch, name=self.name or model, num_workers=self.num_workers, link=link, input_seconds=input_seconds, stages=self.stages or None
+            state,
+            batch,
+            name=self.name or model,
+            num_workers=self.num_workers,
+            link=link,
+            input_seconds=input_seconds,
+            stages=self.stages or None,
         )
         console.print(schedule.profile_table(profile, workers))
         if self.json is not None:

@@ -16,19 +16,21 @@ from splitjax.cli._options import OptionValueError, Traceback, check_positive
 
 @dataclasses.dataclass(frozen=True)
 class Simulate(Traceback):
-    """Simulate scheduling policies on a trace of training jobs (Philly or Muri tables, or jobs of one's own, plain or gzip): completion times, makespan,
-    efficiency."""
+    """Simulate scheduling policies on a trace of training jobs (Philly or Muri tables, or jobs of one's own, plain or
+    gzip): completion times, makespan, efficiency."""
 
     trace: pathlib.Path | None = None
     """The trace."""
     profiles: pathlib.Path | None = None
-    """What iterations cost, a JSON file such as `splitjax profile --job --json` writes: Philly's jobs get its profiles in turn, others the one of their model."""
+    """What iterations cost, a JSON file such as `splitjax profile --job --json` writes: Philly's jobs get its profiles
+    in turn, others the one of their model."""
     cluster: str = "16x8"
     """Nodes x devices per node."""
     policy: str = "gang-srtf,gang-las"
     """Names of policies, with commas between; `--list` shows them."""
     load: float | None = None
-    """Draw Poisson arrivals at this load (device time that jobs ask for, with full backpropagation, over that of the cluster); the trace's own if not given."""
+    """Draw Poisson arrivals at this load (device time that jobs ask for, with full backpropagation, over that of the
+    cluster); the trace's own if not given."""
     seed: int = 0
     """Decides arrivals and order of jobs that are drawn."""
     jobs: int | None = None
@@ -44,7 +46,8 @@ class Simulate(Traceback):
     memory_gb: float | None = None
     """Memory of each device in GB (1e9 bytes); not looked at if not given."""
     node_bandwidth: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None
-    """Of a device's link within its node, such as 300gbit: iterations wait for their exchange, as far as profiles have gradient bytes; not looked at if not given."""
+    """Of a device's link within its node, such as 300gbit: iterations wait for their exchange, as far as profiles have
+    gradient bytes; not looked at if not given."""
     network_bandwidth: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None
     """The same between nodes, for jobs that are wider than one."""
     restart_seconds: float = 30.0
@@ -67,37 +70,68 @@ class Simulate(Traceback):
         if self.list:
             for name in schedule.names():
                 policy = schedule.get(name)
-                console.print(f"[bold]{name}[/bold]  {policy.summary}\n    {policy.paper}", highlight=False, soft_wrap=True)
+                console.print(
+                    f"[bold]{name}[/bold]  {policy.summary}\n    {policy.paper}", highlight=False, soft_wrap=True
+                )
             return 0
         if self.trace is None:
-            raise OptionValueError("there is nothing to simulate", place="--trace", remedy="name a trace, or --list for the policies")
-        check_positive(load=self.load, jobs=self.jobs, min_workers=self.min_workers, max_workers=self.max_workers, memory_gb=self.memory_gb)
+            raise OptionValueError(
+                "there is nothing to simulate", place="--trace", remedy="name a trace, or --list for the policies"
+            )
+        check_positive(
+            load=self.load,
+            jobs=self.jobs,
+            min_workers=self.min_workers,
+            max_workers=self.max_workers,
+            memory_gb=self.memory_gb,
+        )
         if self.jobs is not None and self.load is None:
-            raise OptionValueError("--jobs draws jobs, which takes a load", value=self.jobs, place="--jobs", remedy="give --load too")
+            raise OptionValueError(
+                "--jobs draws jobs, which takes a load", value=self.jobs, place="--jobs", remedy="give --load too"
+            )
         rate = lambda text: 0.0 if text is None else parse_bandwidth(text) / 8
         cluster = schedule.Cluster.parse(
-            self.cluster, memory_bytes=round(1e9 * (self.memory_gb or 0)), node_bytes_per_second=rate(self.node_bandwidth),
+            self.cluster,
+            memory_bytes=round(1e9 * (self.memory_gb or 0)),
+            node_bytes_per_second=rate(self.node_bandwidth),
             network_bytes_per_second=rate(self.network_bandwidth),
         )
         names = _split(self.policy)
         if not names:
-            raise OptionValueError("no policy is named", place="--policy", remedy="name one of " + ", ".join(schedule.names()))
+            raise OptionValueError(
+                "no policy is named", place="--policy", remedy="name one of " + ", ".join(schedule.names())
+            )
         for name in names:
             schedule.get(name)  # a mistake is told before a long trace is read
-        options = schedule.Options(self.restart_seconds, self.interval_seconds, exact=self.exact, spans=self.plot is not None)
+        options = schedule.Options(
+            self.restart_seconds, self.interval_seconds, exact=self.exact, spans=self.plot is not None
+        )
         jobs = self._jobs(cluster, console)
         console.print(
-            f"{len(jobs):,} jobs on {cluster} = {cluster.num_devices:,} devices, load {schedule.offered_load(jobs, cluster):.2f}", highlight=False, soft_wrap=True
+            f"{len(jobs):,} jobs on {cluster} = {cluster.num_devices:,} devices, load"
+            f" {schedule.offered_load(jobs, cluster):.2f}",
+            highlight=False,
+            soft_wrap=True,
         )
         with console.status("simulating") as status:
-            found = schedule.compare(jobs, cluster, names, options, on_start=lambda name: status.update(f"simulating {name}"))
+            found = schedule.compare(
+                jobs, cluster, names, options, on_start=lambda name: status.update(f"simulating {name}")
+            )
         console.print(*found.tables())
         if self.json is not None:
             settings = {
-                "trace": str(self.trace), "profiles": None if self.profiles is None else str(self.profiles), "cluster": str(cluster), "num_jobs": len(jobs), "load": schedule.offered_load(jobs, cluster), "seed": self.seed,
-                "node_bandwidth": self.node_bandwidth, "network_bandwidth": self.network_bandwidth,
-                "restart_seconds": self.restart_seconds, "interval_seconds": self.interval_seconds, "exact": self.exact,
-            }  # fmt: skip
+                "trace": str(self.trace),
+                "profiles": None if self.profiles is None else str(self.profiles),
+                "cluster": str(cluster),
+                "num_jobs": len(jobs),
+                "load": schedule.offered_load(jobs, cluster),
+                "seed": self.seed,
+                "node_bandwidth": self.node_bandwidth,
+                "network_bandwidth": self.network_bandwidth,
+                "restart_seconds": self.restart_seconds,
+                "interval_seconds": self.interval_seconds,
+                "exact": self.exact,
+            }
             settings["load"] = settings["load"] if settings["load"] < float("inf") else None
             write_file(self.json, json.dumps({**settings, "policies": found.to_json()}, indent=1) + "\n", "--json")
             console.print(f"figures: {self.json}", highlight=False)
@@ -115,16 +149,36 @@ class Simulate(Traceback):
         trace = schedule.read_trace(self.trace, profiles=profiles, skip_malformed=self.skip_malformed)
         if trace.skipped:
             (line, why), count = trace.skipped[0], len(trace.skipped)
-            console.print(f"skipped {count} malformed row{'s' * (count > 1)}; the first, line {line}: {why}", highlight=False, soft_wrap=True, markup=False)
+            console.print(
+                f"skipped {count} malformed row{'s' * (count > 1)}; the first, line {line}: {why}",
+                highlight=False,
+                soft_wrap=True,
+                markup=False,
+            )
         limit = min(cluster.num_devices, self.max_workers or cluster.num_devices)
-        chosen = trace.only(tags=_split(self.tags or ""), min_workers=self.min_workers, max_workers=self.max_workers).jobs
+        chosen = trace.only(
+            tags=_split(self.tags or ""), min_workers=self.min_workers, max_workers=self.max_workers
+        ).jobs
         jobs = tuple(job for job in chosen if job.num_workers <= limit)
         if len(jobs) < len(chosen):
-            console.print(f"left out {len(chosen) - len(jobs)} jobs that are wider than the cluster", highlight=False, soft_wrap=True)
+            console.print(
+                f"left out {len(chosen) - len(jobs)} jobs that are wider than the cluster",
+                highlight=False,
+                soft_wrap=True,
+            )
         if not jobs:
-            raise OptionValueError("no job of the trace is left", value=str(self.trace), place="--trace", remedy="ask for other tags or numbers of workers")
+            raise OptionValueError(
+                "no job of the trace is left",
+                value=str(self.trace),
+                place="--trace",
+                remedy="ask for other tags or numbers of workers",
+            )
         jobs = schedule.over_links(jobs, cluster)  # the load is that of iterations as they run here
-        return jobs if self.load is None else schedule.generate(jobs, cluster, load=self.load, seed=self.seed, num_jobs=self.jobs)
+        return (
+            jobs
+            if self.load is None
+            else schedule.generate(jobs, cluster, load=self.load, seed=self.seed, num_jobs=self.jobs)
+        )
 
 
 def _split(text: str) -> list[str]:

@@ -1,4 +1,5 @@
-"""`splitjax train`: a model on real data, to leave running: on any mesh, in any number of processes, through failures."""
+"""`splitjax train`: a model on real data, to leave running: on any mesh, in any number of processes, through
+failures."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from rich.console import Console
 from splitjax import _compat
 from splitjax.cli import _session
 from splitjax.cli._options import Traceback, check_positive, parse_mesh
-from splitjax.cli._train_options import DataOptions, LayoutOptions, ModelOptions, OptimizerOptions, TrainingOptions, WatchOptions
+from splitjax.cli._train_options import (
+    DataOptions,
+    LayoutOptions,
+    ModelOptions,
+    OptimizerOptions,
+    TrainingOptions,
+    WatchOptions,
+)
 from splitjax.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -28,8 +36,19 @@ if TYPE_CHECKING:
 # What decides which examples a step sees: a run that changes one of these is another run.
 _SAME_DATA = ("data", "batch_size", "augment", "seq_len", "vocab_size", "text_level", "seed")
 LEDGER_FILE = "goodput.json"
-COLUMNS = ("step", "epoch", "loss", "accuracy", "learning_rate", "eval_loss", "eval_accuracy", "eval_perplexity", "eval_auc", "seconds",
-           "examples_per_second")  # fmt: skip
+COLUMNS = (
+    "step",
+    "epoch",
+    "loss",
+    "accuracy",
+    "learning_rate",
+    "eval_loss",
+    "eval_accuracy",
+    "eval_perplexity",
+    "eval_auc",
+    "seconds",
+    "examples_per_second",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +67,15 @@ class Train(Traceback):
     def run(self, console: Console) -> int:
         begin_unix_seconds = time.time()
         check_positive(
-            batch_size=self.data.batch_size, learning_rate=self.optimizer.learning_rate, epochs=self.training.epochs,
-            steps=self.training.steps, microbatches=self.optimizer.microbatches, checkpoint_every=self.training.checkpoint_every,
-            evaluate_every=self.training.evaluate_every, clip_norm=self.optimizer.clip_norm, profile_steps=self.watching.profile_steps,
+            batch_size=self.data.batch_size,
+            learning_rate=self.optimizer.learning_rate,
+            epochs=self.training.epochs,
+            steps=self.training.steps,
+            microbatches=self.optimizer.microbatches,
+            checkpoint_every=self.training.checkpoint_every,
+            evaluate_every=self.training.evaluate_every,
+            clip_norm=self.optimizer.clip_norm,
+            profile_steps=self.watching.profile_steps,
         )
         from splitjax.cli import _train_parts as parts
         from splitjax.runtime.launch.initialize import initialize
@@ -69,13 +94,23 @@ class Train(Traceback):
         num_steps, an_epoch = parts.num_steps(self.training, dataset, self.data.batch_size)
         rate = parts.schedule(self.optimizer, num_steps)
         steps = parts.make_steps(
-            spec, dataset, self.data.batch_size, None if mesh is None else dict(mesh.axes), self.layout, self.optimizer, rate
+            spec,
+            dataset,
+            self.data.batch_size,
+            None if mesh is None else dict(mesh.axes),
+            self.layout,
+            self.optimizer,
+            rate,
         )
         console.print(
-            f"{spec.name}, {spec.num_params():,} parameters, on {dataset!r}; mesh {_mesh_text(steps)}, rules {self.layout.rules}; "
-            f"{num_steps} steps of {self.data.batch_size} examples", highlight=False, soft_wrap=True,
+            f"{spec.name}, {spec.num_params():,} parameters, on {dataset!r}; mesh {_mesh_text(steps)}, rules"
+            f" {self.layout.rules}; {num_steps} steps of {self.data.batch_size} examples",
+            highlight=False,
+            soft_wrap=True,
         )
-        return _Run(self, console, dataset, steps, num_steps, an_epoch, parts.learning_rates(rate, num_steps), first).go(begin_unix_seconds)
+        return _Run(
+            self, console, dataset, steps, num_steps, an_epoch, parts.learning_rates(rate, num_steps), first
+        ).go(begin_unix_seconds)
 
 
 def _mesh_text(steps: Steps) -> str:
@@ -119,10 +154,18 @@ class _Run:
         training = self.options.training
         if training.checkpoint_dir is None:
             return None
-        return stack.enter_context(Checkpoints(CheckpointOptions(
-            directory=training.checkpoint_dir, keep_last=training.keep_last, keep_best=training.keep_best,
-            on_failure=lambda error: self.console.print(f"warning: {error}", style="yellow", highlight=False, markup=False),
-        )))
+        return stack.enter_context(
+            Checkpoints(
+                CheckpointOptions(
+                    directory=training.checkpoint_dir,
+                    keep_last=training.keep_last,
+                    keep_best=training.keep_best,
+                    on_failure=lambda error: self.console.print(
+                        f"warning: {error}", style="yellow", highlight=False, markup=False
+                    ),
+                )
+            )
+        )
 
     def _begin(self, checkpoints: Checkpoints | None) -> tuple[Any, Position, int]:
         """The state to start from, where its data go on, and how many steps it has seen."""
@@ -135,29 +178,45 @@ class _Run:
             return self.steps.train_step.init(self.steps.init_fn, key, example=example), Position(), 0
         restored = checkpoints.restore(self.steps.train_step.abstract_state(self.steps.init_fn, key, example=example))
         for step, reason in restored.skipped:
-            self.console.print(f"warning: the checkpoint of step {step} is damaged and left aside: {reason}", style="yellow", markup=False)
+            self.console.print(
+                f"warning: the checkpoint of step {step} is damaged and left aside: {reason}",
+                style="yellow",
+                markup=False,
+            )
         self._check_same_run(restored.extra.get("options", {}))
         self.steps.train_step.resume(restored.carried)
         self.console.print(f"resumed from the checkpoint of step {restored.step}", highlight=False)
         return restored.state, Position.from_json(restored.extra["position"]), restored.step
 
     def _check_same_run(self, saved: dict[str, Any]) -> None:
-        """Raises `TrainingError` where the checkpoint's data position means something else now; says what else has changed."""
+        """Raises `TrainingError` where the checkpoint's data position means something else now; says what else has
+        changed."""
         now = _flat(self.options)
         changed = [name for name in now if name in saved and saved[name] != now[name]]
         for name in changed:
             if name in _SAME_DATA:
                 flag = f"--{name.replace('_', '-')}"
                 raise TrainingError(
-                    f"the checkpoints are of a run with {flag} {saved[name]}: with another one its place in the data is lost",
-                    value=now[name], place=flag, remedy=f"give {flag} {saved[name]}, or another --checkpoint-dir for a new run",
+                    f"the checkpoints are of a run with {flag} {saved[name]}: with another one its place in the data is"
+                    " lost",
+                    value=now[name],
+                    place=flag,
+                    remedy=f"give {flag} {saved[name]}, or another --checkpoint-dir for a new run",
                 )
         shown = [f"{name} {saved[name]} -> {now[name]}" for name in changed if name not in _OUTSIDE]
         if shown:
             self.console.print(f"changed since: {', '.join(shown)}", style="yellow", highlight=False, soft_wrap=True)
 
-    def _train(self, stack: contextlib.ExitStack, checkpoints: Checkpoints | None, state: Any, position: Position, done: int,
-               stop: StopRequest, ledger: Ledger) -> Outcome:
+    def _train(
+        self,
+        stack: contextlib.ExitStack,
+        checkpoints: Checkpoints | None,
+        state: Any,
+        position: Position,
+        done: int,
+        stop: StopRequest,
+        ledger: Ledger,
+    ) -> Outcome:
         from splitjax.cli._train_parts import Evaluation
         from splitjax.data import prefetch
         from splitjax.runtime.training.loop import LoopOptions, train
@@ -166,18 +225,31 @@ class _Run:
 
         data, training, watching = self.options.data, self.options.training, self.options.watching
         placement = batch_layout(self.steps.train_step, state, self.steps.example)
-        stream = self.dataset.train_stream(data.batch_size, seed=training.seed, start=position, rows=placement.rows, augment=data.augment)
+        stream = self.dataset.train_stream(
+            data.batch_size, seed=training.seed, start=position, rows=placement.rows, augment=data.augment
+        )
         batches = stack.enter_context(prefetch(stream, placement))
         return train(
-            self.steps.train_step, state, batches,
+            self.steps.train_step,
+            state,
+            batches,
             LoopOptions(
-                self.num_steps, data.batch_size, checkpoint_every=training.checkpoint_every or self.steps_per_epoch,
-                evaluate_every=training.evaluate_every or self.steps_per_epoch, steps_per_epoch=self.steps_per_epoch,
+                self.num_steps,
+                data.batch_size,
+                checkpoint_every=training.checkpoint_every or self.steps_per_epoch,
+                evaluate_every=training.evaluate_every or self.steps_per_epoch,
+                steps_per_epoch=self.steps_per_epoch,
                 allow_nonfinite=training.allow_nonfinite,
             ),
-            first_step=done + 1, checkpoints=checkpoints, extra={"options": _flat(self.options)},
-            evaluate=Evaluation(self.steps, self.dataset, state, data.batch_size), learning_rates=self.learning_rates,
-            observers=self._observers(stack, done), stop=stop, ledger=ledger, profile=Profile(watching.profile, watching.profile_steps),
+            first_step=done + 1,
+            checkpoints=checkpoints,
+            extra={"options": _flat(self.options)},
+            evaluate=Evaluation(self.steps, self.dataset, state, data.batch_size),
+            learning_rates=self.learning_rates,
+            observers=self._observers(stack, done),
+            stop=stop,
+            ledger=ledger,
+            profile=Profile(watching.profile, watching.profile_steps),
         )
 
     def _observers(self, stack: contextlib.ExitStack, done: int) -> list[Any]:
@@ -188,11 +260,14 @@ class _Run:
             return []
         watching = self.options.watching
         made: list[Any] = [
-            TrainingProgress(self.console, self.num_steps, self.options.data.batch_size, num_done=done, memory=memory_bytes).__enter__()
+            TrainingProgress(
+                self.console, self.num_steps, self.options.data.batch_size, num_done=done, memory=memory_bytes
+            ).__enter__()
         ]
         stack.callback(made[0].close)
         for path, make in (
-            (watching.metrics, lambda path: JsonLines(path, done)), (watching.csv, lambda path: Table(path, COLUMNS, done)),
+            (watching.metrics, lambda path: JsonLines(path, done)),
+            (watching.csv, lambda path: Table(path, COLUMNS, done)),
             (watching.tensorboard, TensorBoard),
         ):
             if path is not None:
@@ -203,23 +278,48 @@ class _Run:
     def _close(self, outcome: Outcome, stop: StopRequest, ledger: Ledger) -> int:
         ledger.flush()
         row = outcome.row
-        tested = f", test accuracy {row['eval_accuracy']:.2%}, test loss {row['eval_loss']:.4f}" if "eval_accuracy" in row else ""
+        tested = (
+            f", test accuracy {row['eval_accuracy']:.2%}, test loss {row['eval_loss']:.4f}"
+            if "eval_accuracy" in row
+            else ""
+        )
         tested += f", test AUC {row['eval_auc']:.4f}" if "eval_auc" in row else ""
         tested += f", test perplexity {row['eval_perplexity']:.2f}" if "eval_perplexity" in row else ""
         self.console.print(f"step {outcome.last_step}: loss {row['loss']:.4f}{tested}", style="bold", highlight=False)
         self.console.print(str(ledger.summary()), highlight=False, soft_wrap=True)
         if not outcome.stopped:
             return 0
-        saved = "its state is saved; the same command goes on from there" if self.options.training.checkpoint_dir else "nothing was saved"
-        self.console.print(f"stopped on request after step {outcome.last_step}; {saved}", style="yellow", highlight=False, soft_wrap=True)
+        saved = (
+            "its state is saved; the same command goes on from there"
+            if self.options.training.checkpoint_dir
+            else "nothing was saved"
+        )
+        self.console.print(
+            f"stopped on request after step {outcome.last_step}; {saved}",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
         return stop.exit_status
 
 
 # Options that change nothing about the training: where things lie and what is shown.
-_OUTSIDE = frozenset({
-    "data_dir", "checkpoint_dir", "config", "metrics", "csv", "tensorboard", "profile", "profile_steps", "platform", "traceback", "keep_last",
-    "keep_best",
-})
+_OUTSIDE = frozenset(
+    {
+        "data_dir",
+        "checkpoint_dir",
+        "config",
+        "metrics",
+        "csv",
+        "tensorboard",
+        "profile",
+        "profile_steps",
+        "platform",
+        "traceback",
+        "keep_last",
+        "keep_best",
+    }
+)
 
 
 def _flat(options: Train) -> dict[str, Any]:
@@ -228,5 +328,10 @@ def _flat(options: Train) -> dict[str, Any]:
     for field in dataclasses.fields(options):
         group = getattr(options, field.name)
         values = dataclasses.asdict(group) if dataclasses.is_dataclass(group) else {field.name: group}
-        found.update({name: list(v) if isinstance(v, tuple) else str(v) if isinstance(v, os.PathLike) else v for name, v in values.items()})
+        found.update(
+            {
+                name: list(v) if isinstance(v, tuple) else str(v) if isinstance(v, os.PathLike) else v
+                for name, v in values.items()
+            }
+        )
     return found

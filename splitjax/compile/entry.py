@@ -93,7 +93,9 @@ class CompileRecord:
     plan_seconds: float  # trace and plan; XLA's own time is not in it
 
     def log(self, name: str) -> None:
-        logger.info("splitjax: program %d of %s (%s), planned in %.2f s", self.number, name, self.reason, self.plan_seconds)
+        logger.info(
+            "splitjax: program %d of %s (%s), planned in %.2f s", self.number, name, self.reason, self.plan_seconds
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,12 +109,16 @@ class Entry:
     mesh: Mesh
     jaxpr: Any
     trace: Callable[[list[Any]], Any]  # the step's closed jaxpr for other flat arguments (`ShapeDtypeStruct`s)
-    sparse: SparseStep | None = None  # tables synchronised by rows: then `jitted` returns the step's result and what was observed
+    # tables synchronised by rows: then `jitted` returns the step's result and what was observed
+    sparse: SparseStep | None = None
     observes: bool = False  # it is the program of the first steps: see `observing`
     is_decided: bool = False  # schemes and capacities of its tables are known
-    residual_shardings: Mapping[str, NamedSharding] = dataclasses.field(default_factory=dict)  # by table: then `jitted` takes and returns them too
-    partial: PartialStep | None = None  # then `jitted` is `depth_schedule.Turned`: another program, or another operand, by step
-    matched: Mapping[int, int] = dataclasses.field(default_factory=dict)  # flat argument of a state leaf -> its flat result
+    # by table: then `jitted` takes and returns them too
+    residual_shardings: Mapping[str, NamedSharding] = dataclasses.field(default_factory=dict)
+    # then `jitted` is `depth_schedule.Turned`: another program, or another operand, by step
+    partial: PartialStep | None = None
+    # flat argument of a state leaf -> its flat result
+    matched: Mapping[int, int] = dataclasses.field(default_factory=dict)
     result: Any = None  # the step's, as a pytree of `ShapeDtypeStruct`s
 
     def program(self, step_number: int) -> Any:
@@ -121,10 +127,12 @@ class Entry:
 
     @functools.cached_property
     def residuals(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What rounding took away, by table that is rounded on the wire: the first operand of a program, and its last result."""
+        """What rounding took away, by table that is rounded on the wire: the first operand of a program, and its last
+        result."""
         tables = () if self.sparse is None else self.sparse.rounded
         return {
-            one.param: jax.ShapeDtypeStruct(one.residual_shape, one.dtype, sharding=self.residual_shardings[one.param]) for one in tables
+            one.param: jax.ShapeDtypeStruct(one.residual_shape, one.dtype, sharding=self.residual_shardings[one.param])
+            for one in tables
         }
 
     def operands(self, args: tuple, residuals: Mapping[str, Any]) -> tuple:
@@ -139,13 +147,15 @@ class Entry:
     def argument_shardings(self, recipe: Recipe) -> tuple[Any, ...]:
         """The same, as one pytree per argument; None for static ones."""
         return tuple(
-            None if number in recipe.options.static_argnums
+            None
+            if number in recipe.options.static_argnums
             else jax.tree.unflatten(jax.tree.structure(arg), self.shardings[slice(*self.bound.spans[number])])
             for number, arg in enumerate(self.bound.args)
         )
 
     def across_processes(self, recipe: Recipe, args: tuple, first: bool) -> tuple:
-        """The arguments as global arrays. At the `first` call all processes compare what they are about to do: `ProcessError`."""
+        """The arguments as global arrays. At the `first` call all processes compare what they are about to do:
+        `ProcessError`."""
         dynamic = [number for number in range(len(args)) if number not in recipe.options.static_argnums]
         leaves, tree = jax.tree.flatten([args[number] for number in dynamic])
         if first:
@@ -156,14 +166,20 @@ class Entry:
 
 
 def build_entry(
-    recipe: Recipe, mesh: Mesh, bound: Bound, layouts: Mapping[str, LeafPlan] | None, decision: Decision | None = None,
-    carried: Sequence[SyncPlan] = (), observes: bool = False, matched: Mapping[int, int] | None = None,
+    recipe: Recipe,
+    mesh: Mesh,
+    bound: Bound,
+    layouts: Mapping[str, LeafPlan] | None,
+    decision: Decision | None = None,
+    carried: Sequence[SyncPlan] = (),
+    observes: bool = False,
+    matched: Mapping[int, int] | None = None,
 ) -> Entry:
     """trace -> match states -> graph -> plan -> jit.
 
-    **Arguments:** `decision`: how tables are synchronised, once their steps were observed; `carried`: what a run knew that is resumed.
-    `observes`: build the program of the first steps, whatever is known. `matched`: flat argument of a state leaf -> its flat result, where the
-    caller knows."""
+    **Arguments:** `decision`: how tables are synchronised, once their steps were observed; `carried`: what a run knew
+    that is resumed. `observes`: build the program of the first steps, whatever is known. `matched`: flat argument of a
+    state leaf -> its flat result, where the caller knows."""
     jaxpr, result = _trace(recipe, bound)
     if matched is None:
         matched = match_states(recipe.options, bound, result) if recipe.returns_state else {}
@@ -174,10 +190,18 @@ def build_entry(
     twin_of = make_twin(graph, resized_trace(bound, trace))
     if recipe.returns_state:
         check = lambda kind: check_turns(kind, graph, mesh, plan, layout, jaxpr, twin_of)
-        plan = choose(recipe.group_comm if recipe.pinned is None else recipe.pinned.group_comm, plan, graph, check, crosses(graph, plan))
+        plan = choose(
+            recipe.group_comm if recipe.pinned is None else recipe.pinned.group_comm,
+            plan,
+            graph,
+            check,
+            crosses(graph, plan),
+        )
     partial, pinned_depths = None, None if recipe.pinned is None else recipe.pinned.partial
     if recipe.returns_state:
-        partial = find_partial(recipe.backprop, pinned_depths, graph, jaxpr, plan, f"parallelize({recipe.name}), backprop")
+        partial = find_partial(
+            recipe.backprop, pinned_depths, graph, jaxpr, plan, f"parallelize({recipe.name}), backprop"
+        )
     if partial is not None:
         plan = with_partial(plan, partial, mesh.devices.flat[0].platform, pinned_depths)
     sparse = None
@@ -194,9 +218,26 @@ def build_entry(
     if partial is None:
         jitted = programs.whole(functools.partial(lowered.run, hook))
     else:
-        jitted = turned(partial, PartialHooks(partial, jaxpr, mesh, plan, layout, twin_of, sparse, hook), lowered, programs)
+        jitted = turned(
+            partial, PartialHooks(partial, jaxpr, mesh, plan, layout, twin_of, sparse, hook), lowered, programs
+        )
     observing = sparse is not None and bool(sparse.tables) and decision is None
-    return Entry(bound, graph, plan, jitted, mesh, jaxpr, trace, sparse, observing, decision is not None, kept, partial, matched, result)
+    return Entry(
+        bound,
+        graph,
+        plan,
+        jitted,
+        mesh,
+        jaxpr,
+        trace,
+        sparse,
+        observing,
+        decision is not None,
+        kept,
+        partial,
+        matched,
+        result,
+    )
 
 
 def _trace(recipe: Recipe, bound: Bound, leaves: list[jax.ShapeDtypeStruct] | None = None) -> tuple[Any, Any]:
@@ -217,17 +258,23 @@ def _trace(recipe: Recipe, bound: Bound, leaves: list[jax.ShapeDtypeStruct] | No
         if "unbound axis name" not in str(error):
             raise
         raise TraceError(
-            f"the step uses a collective over an axis that only exists under pmap or shard_map ({error})", place=f"trace of {recipe.name}",
-            remedy="a parallel step is written for the global batch: take out pmean, psum and axis_name; the mean over the batch "
-            "is already the mean over all devices",
+            f"the step uses a collective over an axis that only exists under pmap or shard_map ({error})",
+            place=f"trace of {recipe.name}",
+            remedy=(
+                "a parallel step is written for the global batch: take out pmean, psum and axis_name; the mean over the"
+                " batch is already the mean over all devices"
+            ),
         ) from error
 
 
 def _plan(recipe: Recipe, shape: MeshShape, graph: Graph, layouts: Mapping[str, LeafPlan] | None) -> Plan:
     if layouts is not None:
         if not layouts:
-            raise PlanError("the training step has no plan yet, so there is nothing to be like", place=f"{recipe.name}, made by like()",
-                            remedy="call init, place, plan or the training step itself first")
+            raise PlanError(
+                "the training step has no plan yet, so there is nothing to be like",
+                place=f"{recipe.name}, made by like()",
+                remedy="call init, place, plan or the training step itself first",
+            )
         return follow_plan(graph, recipe.rules, shape, _follow(graph, layouts), recipe.unknown)
     if recipe.pinned is not None:
         return pin_plan(graph, recipe.pinned, shape, recipe.unknown)
@@ -235,7 +282,8 @@ def _plan(recipe: Recipe, shape: MeshShape, graph: Graph, layouts: Mapping[str, 
 
 
 def _follow(graph: Graph, layouts: Mapping[str, LeafPlan]) -> dict[str, Any]:
-    """Specs for an evaluation's state leaves: by path, or by a path ending that fits exactly one planned leaf of that shape."""
+    """Specs for an evaluation's state leaves: by path, or by a path ending that fits exactly one planned leaf of that
+    shape."""
     specs = {}
     for leaf in graph.leaves:
         if not leaf.is_state:
@@ -258,21 +306,31 @@ def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> Layout:
     sharded = ShardedDims.of(graph, plan.leaves, plan.batch_axes)
     reached = reached_suspects(graph, plan.mesh, sharded, convolutions)
     return Layout.of(
-        mesh, (*plan.constraints, *pin_gradients(graph, plan.leaves)), sums, weight_uses(*arguments),
-        names={use.site: use.layer for use in graph.uses}, convolutions=convolutions,
-        rewrites=rewritten_sites(graph, plan.mesh), guarded=guarded_sites(reached),
+        mesh,
+        (*plan.constraints, *pin_gradients(graph, plan.leaves)),
+        sums,
+        weight_uses(*arguments),
+        names={use.site: use.layer for use in graph.uses},
+        convolutions=convolutions,
+        rewrites=rewritten_sites(graph, plan.mesh),
+        guarded=guarded_sites(reached),
         transforms=derive_transforms([one for several in reached.values() for one in several], sharded),
     )
 
 
 def trace_error(error: Exception, recipe: Recipe, mesh: Mesh, args: tuple) -> Exception:
-    """The typed error for what `jax.jit` says when arguments live where the plan does not want them; else the error itself."""
+    """The typed error for what `jax.jit` says when arguments live where the plan does not want them; else the error
+    itself."""
     text = str(error)
-    if isinstance(error, SplitjaxError) or not any(part in text for part in ("does not match the sharding", "incompatible devices")):
+    if isinstance(error, SplitjaxError) or not any(
+        part in text for part in ("does not match the sharding", "incompatible devices")
+    ):
         return error
     return StateError(
         "an argument already lives on devices or in a sharding other than the plan's: " + text.splitlines()[0][:300],
         place=f"call of {recipe.name} on mesh {MeshShape.of(mesh)}",
-        remedy="create the state with step.init(...), or move it with step.place(state, example=...); leave a batch as NumPy arrays, "
-        "or put it on the step's mesh by plan.spec(path of the array)",
+        remedy=(
+            "create the state with step.init(...), or move it with step.place(state, example=...); leave a batch as"
+            " NumPy arrays, or put it on the step's mesh by plan.spec(path of the array)"
+        ),
     )

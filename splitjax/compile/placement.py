@@ -16,19 +16,30 @@ from splitjax.step.arguments import Options
 from splitjax.step.processes import on_mesh
 
 
-def init_state(entry_for: Callable[[tuple], Entry], recipe: Recipe, mesh: Mesh, init_fn: Callable, init_args: tuple, example: Sequence[Any]) -> Any:
+def init_state(
+    entry_for: Callable[[tuple], Entry],
+    recipe: Recipe,
+    mesh: Mesh,
+    init_fn: Callable,
+    init_args: tuple,
+    example: Sequence[Any],
+) -> Any:
     """See `ParallelStep.init`."""
     abstract, shardings = _planned(entry_for, recipe, mesh, init_fn, init_args, example)
 
     def create(*args):
         # Weak types (Python numbers in the state) would make the second call another program.
-        return jax.tree.map(lambda x: jnp.asarray(x, dtype=x.dtype) if hasattr(x, "dtype") else jnp.asarray(x), init_fn(*args))
+        return jax.tree.map(
+            lambda x: jnp.asarray(x, dtype=x.dtype) if hasattr(x, "dtype") else jnp.asarray(x), init_fn(*args)
+        )
 
     del abstract
     return jax.jit(create, out_shardings=shardings)(*init_args)
 
 
-def abstract_state(entry_for, recipe: Recipe, mesh: Mesh, init_fn: Callable, init_args: tuple, example: Sequence[Any]) -> Any:
+def abstract_state(
+    entry_for, recipe: Recipe, mesh: Mesh, init_fn: Callable, init_args: tuple, example: Sequence[Any]
+) -> Any:
     """See `ParallelStep.abstract_state`."""
     abstract, shardings = _planned(entry_for, recipe, mesh, init_fn, init_args, example)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
@@ -39,7 +50,9 @@ def place_state(entry_for, recipe: Recipe, mesh: Mesh, states: tuple, example: S
     numbers = recipe.options.state_argnums
     if len(states) != len(numbers):
         raise StateError(
-            f"place got {len(states)} states, the step has {len(numbers)}", value=numbers, place=f"{recipe.name}.place",
+            f"place got {len(states)} states, the step has {len(numbers)}",
+            value=numbers,
+            place=f"{recipe.name}.place",
             remedy="pass one state per state argument, in state_argnums order",
         )
     shardings = _shardings(entry_for(_arguments(recipe.options, states, example)), recipe, mesh)
@@ -54,8 +67,8 @@ def _copy_to(leaf: Any, where: Any) -> jax.Array:
 
 
 def unshare(args: tuple, state_argnums: Sequence[int]) -> tuple:
-    """The arguments with a copy in place of every array that occurs in the states a second time (averaged parameters that start
-    as the parameters themselves): one buffer cannot be donated twice."""
+    """The arguments with a copy in place of every array that occurs in the states a second time (averaged parameters
+    that start as the parameters themselves): one buffer cannot be donated twice."""
     seen: set[int] = set()
 
     def own(leaf: Any) -> Any:
@@ -73,7 +86,9 @@ def _planned(entry_for, recipe: Recipe, mesh: Mesh, init_fn: Callable, init_args
     if not single and (not isinstance(abstract, (tuple, list)) or len(abstract) != len(recipe.options.state_argnums)):
         raise StateError(
             f"init_fn must return the {len(recipe.options.state_argnums)} states in state_argnums order",
-            value=jax.tree.structure(abstract), place=f"{recipe.name}.init", remedy="return a tuple with one state per state argument",
+            value=jax.tree.structure(abstract),
+            place=f"{recipe.name}.init",
+            remedy="return a tuple with one state per state argument",
         )
     strong = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), abstract)
     states = (strong,) if single else tuple(strong)
@@ -85,14 +100,18 @@ def _arguments(options: Options, states: tuple, example: Sequence[Any]) -> tuple
     """The step's whole argument list: states in their places, the example's arguments in the others."""
     if isinstance(example, dict) or not isinstance(example, (tuple, list)):
         raise StateError(
-            "example is the tuple of all non-state arguments", value=type(example).__name__, place="example=",
+            "example is the tuple of all non-state arguments",
+            value=type(example).__name__,
+            place="example=",
             remedy="write example=(batch,), with arrays or ShapeDtypeStructs",
         )
     count = len(states) + len(example)
     if max(options.state_argnums, default=0) >= count:
         raise StateError(
             f"the example has {len(example)} arguments, too few to reach state argument {max(options.state_argnums)}",
-            value=len(example), place="example=", remedy="give all non-state arguments of the step, in order",
+            value=len(example),
+            place="example=",
+            remedy="give all non-state arguments of the step, in order",
         )
     rest = iter(example)
     by_number = dict(zip(options.state_argnums, states, strict=True))

@@ -1,4 +1,5 @@
-"""Programs of one signature of a step, for `jax.jit`: with the plan's shardings, donation, and an end to traces for other arguments."""
+"""Programs of one signature of a step, for `jax.jit`: with the plan's shardings, donation, and an end to traces for
+other arguments."""
 
 from __future__ import annotations
 
@@ -16,16 +17,18 @@ from splitjax.step.arguments import Bound, bind
 
 
 class SignatureChanged(Exception):
-    """Raised while `jax.jit` traces a call whose signature is not the program's: the caller then looks for another one."""
+    """Raised while `jax.jit` traces a call whose signature is not the program's: the caller then looks for another
+    one."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Programs:
-    """Makes programs of one signature of a step. They take further operands of their own, residuals where there are any, then the step's arguments.
+    """Makes programs of one signature of a step. They take further operands of their own, residuals where there are
+    any, then the step's arguments.
 
     - `recipe`: `entry.Recipe`. `matched`: flat argument of a state leaf -> its flat result.
-    - `observes`: they return what was observed of tables beside the result. `residuals`: by table the sharding of what rounding took away, which they
-      then take and return too.
+    - `observes`: they return what was observed of tables beside the result. `residuals`: by table the sharding of what
+      rounding took away, which they then take and return too.
     """
 
     recipe: Any
@@ -39,9 +42,13 @@ class Programs:
     residuals: Mapping[str, NamedSharding]
 
     def whole(
-        self, evaluate_step: Callable[..., tuple[list[Any], Any, Any]], extra: tuple[Any, ...] = (), donate_extra: tuple[int, ...] = ()
+        self,
+        evaluate_step: Callable[..., tuple[list[Any], Any, Any]],
+        extra: tuple[Any, ...] = (),
+        donate_extra: tuple[int, ...] = (),
     ) -> Any:
-        """The step. `evaluate_step(leaves, residuals, *extra) -> flat results, what was observed, residuals`. `extra`: shardings of its further operands."""
+        """The step. `evaluate_step(leaves, residuals, *extra) -> flat results, what was observed, residuals`. `extra`:
+        shardings of its further operands."""
         updated = updated_in_parts(self.jaxpr, self.plan.leaves, self.matched)
         tree = jax.tree.structure(self.result)
 
@@ -58,23 +65,35 @@ class Programs:
             out[target] = shardings[source]
         placed = jax.tree.unflatten(tree, out) if self.matched else None
         everywhere = NamedSharding(self.mesh, PartitionSpec())
-        results = (placed, everywhere, dict(self.residuals)) if self.residuals else (placed, everywhere) if self.observes else placed
+        results = (
+            (placed, everywhere, dict(self.residuals))
+            if self.residuals
+            else (placed, everywhere)
+            if self.observes
+            else placed
+        )
         first = len(extra) + bool(self.residuals)
-        consumed = (*([len(extra)] if self.residuals else ()), *(first + number for number in self.recipe.options.state_argnums))
+        consumed = (
+            *([len(extra)] if self.residuals else ()),
+            *(first + number for number in self.recipe.options.state_argnums),
+        )
         return self._jit(run, results, extra, (*donate_extra, *consumed) if self.recipe.donate else donate_extra)
 
     def part(self, evaluate_part: Callable[[list[Any], Any], Any], out_shardings: Any) -> Any:
         """A program that takes the step's operands and consumes none."""
         return self._jit(evaluate_part, out_shardings, (), ())
 
-    def _jit(self, evaluate_leaves: Callable[..., Any], out_shardings: Any, extra: tuple[Any, ...], donated: tuple[int, ...]) -> Any:
+    def _jit(
+        self, evaluate_leaves: Callable[..., Any], out_shardings: Any, extra: tuple[Any, ...], donated: tuple[int, ...]
+    ) -> Any:
         recipe, bound, count = self.recipe, self.bound, len(extra)
         shardings = [named_sharding(self.mesh, leaf.spec) for leaf in self.plan.leaves]
         given = (*extra, dict(self.residuals)) if self.residuals else extra
 
         def run(*args: Any) -> Any:
             residuals, args, further = (args[count] if self.residuals else {}), args[len(given) :], args[:count]
-            # jax.jit calls this only when it traces. A trace for other arguments than the plan's must not pass silently.
+            # jax.jit calls this only when it traces. A trace for other arguments than the plan's must not pass
+            # silently.
             if args_signature(recipe, args) != signature_key(bound):
                 raise SignatureChanged
             leaves = jax.tree.leaves([arg for n, arg in enumerate(args) if n not in recipe.options.static_argnums])
@@ -83,10 +102,17 @@ class Programs:
         run.__name__ = run.__qualname__ = recipe.name
         into = [
             jax.tree.unflatten(jax.tree.structure(arg), shardings[slice(*bound.spans[number])])
-            for number, arg in enumerate(bound.args) if number not in recipe.options.static_argnums
+            for number, arg in enumerate(bound.args)
+            if number not in recipe.options.static_argnums
         ]
         static = tuple(len(given) + number for number in recipe.options.static_argnums)
-        return jax.jit(run, in_shardings=(*given, *into), out_shardings=out_shardings, donate_argnums=donated, static_argnums=static)
+        return jax.jit(
+            run,
+            in_shardings=(*given, *into),
+            out_shardings=out_shardings,
+            donate_argnums=donated,
+            static_argnums=static,
+        )
 
 
 def signature_key(bound: Bound) -> Any:

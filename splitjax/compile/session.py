@@ -1,4 +1,5 @@
-"""What a step holds between its calls: residuals on its mesh, and what a resumed run knew of signatures that it has not met yet."""
+"""What a step holds between its calls: residuals on its mesh, and what a resumed run knew of signatures that it has not
+met yet."""
 
 from __future__ import annotations
 
@@ -38,12 +39,16 @@ class Kept:
     def residuals_of(self, entry: Entry) -> dict[str, Any]:
         """The residuals that an entry's program takes, laid out for it: zeros at first."""
         for param in set(self.residuals) - set(entry.residuals):
-            logger.warning("splitjax: what rounding took away from %s is dropped: its values are not rounded any more", param)
+            logger.warning(
+                "splitjax: what rounding took away from %s is dropped: its values are not rounded any more", param
+            )
             del self.residuals[param]
         for param, wanted in entry.residuals.items():
             held = self.residuals.get(param)
             if held is None:
-                self.residuals[param] = jax.jit(lambda wanted=wanted: jnp.zeros(wanted.shape, wanted.dtype), out_shardings=wanted.sharding)()
+                self.residuals[param] = jax.jit(
+                    lambda wanted=wanted: jnp.zeros(wanted.shape, wanted.dtype), out_shardings=wanted.sharding
+                )()
             elif not _is_laid_out(held, wanted):
                 self.residuals[param] = _laid_out(param, held, wanted)
         return self.residuals
@@ -62,18 +67,23 @@ def _is_laid_out(held: Any, wanted: jax.ShapeDtypeStruct) -> bool:
 
 
 def _laid_out(param: str, held: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    """A residual for another number of workers, or from the host. The sum over the workers is what counts: each of fewer workers takes
-    those of several, each of more its own or none."""
+    """A residual for another number of workers, or from the host. The sum over the workers is what counts: each of
+    fewer workers takes those of several, each of more its own or none."""
     if isinstance(held, jax.Array) and held.is_deleted():
         raise DonatedStateError(
-            "what the step carried was consumed by a later call", value=param, place="resume",
+            "what the step carried was consumed by a later call",
+            value=param,
+            place="resume",
             remedy="save it, or resume with it, before the step is called again; or pass donate=False",
         )
     if tuple(held.shape[1:]) != tuple(wanted.shape[1:]) or held.dtype != wanted.dtype:
         raise SyncError(
-            f"the residual of {param!r} is of a table {held.dtype}{list(held.shape[1:])}, and the step's is {wanted.dtype}{list(wanted.shape[1:])}",
-            value=param, place="resume", remedy="resume with what a step over the same tables carried",
-        )  # fmt: skip
+            f"the residual of {param!r} is of a table {held.dtype}{list(held.shape[1:])}, and the step's is"
+            f" {wanted.dtype}{list(wanted.shape[1:])}",
+            value=param,
+            place="resume",
+            remedy="resume with what a step over the same tables carried",
+        )
     if held.shape == wanted.shape and isinstance(held, jax.Array):
         return jax.device_put(held, wanted.sharding)
     parts, folded = np.asarray(held), np.zeros(wanted.shape, wanted.dtype)
@@ -82,7 +92,9 @@ def _laid_out(param: str, held: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda index: folded[index])
 
 
-def merged(seen: Mapping[str, Seen], entries: Mapping[Any, Entry], observers: Mapping[Any, Observer]) -> dict[str, Seen]:
+def merged(
+    seen: Mapping[str, Seen], entries: Mapping[Any, Entry], observers: Mapping[Any, Observer]
+) -> dict[str, Seen]:
     """What a resumed run knew, and what was seen since."""
     found = dict(seen)
     for signature, observer in observers.items():

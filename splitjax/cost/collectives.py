@@ -1,8 +1,8 @@
 """The collectives of a planned step, predicted: for each, what one device sends per step, for which layer, and why.
 
 After Lai, Kadav, Kruus, "SplitBrain" (arXiv 2112.15317), whose column-split layers stand on replicated convolutions: N
-workers in G groups of K, B examples a worker, d features at the crossing, h_l the widths of the column-split outputs that
-are gathered for the next layer, s bytes a value, send per worker and step
+workers in G groups of K, B examples a worker, d features at the crossing, h_l the widths of the column-split outputs
+that are gathered for the next layer, s bytes a value, send per worker and step
 
     2(N-1)/N P_conv s + 2(G-1)/G (P_dense/K) s + 2(K-1) B d s + 2 sum_l (K-1) B h_l s
 
@@ -14,10 +14,10 @@ bytes (the tests hold the sum of the prediction against this formula):
   section 3): the fourth.
 
 An output that no later layer reads stays as it is: the loss is computed where it lies. Not predicted, because small:
-scalars and per-example sums, norms and batch-norm statistics, ids; nor what rematerialisation repeats. Where the collectives
-are left to XLA (no gradient boundary, or not a plain product: see `lower.products.exchange`), compilers write an all-reduce for each
-reduce-scatter (twice the bytes), one per cotangent for several layers that read one input (q, k, v) where one of the sum would
-do, and keep a gathered weight from the forward for the backward pass.
+scalars and per-example sums, norms and batch-norm statistics, ids; nor what rematerialisation repeats. Where the
+collectives are left to XLA (no gradient boundary, or not a plain product: see `lower.products.exchange`), compilers
+write an all-reduce for each reduce-scatter (twice the bytes), one per cotangent for several layers that read one input
+(q, k, v) where one of the sum would do, and keep a gathered weight from the forward for the backward pass.
 """
 
 from __future__ import annotations
@@ -38,8 +38,14 @@ _BYTES = {
     "all_to_all": all_to_all_bytes,
 }
 FORWARD, BACKWARD = False, True
-_ENTER, _RETURN = "forward: the group's examples enter a split layer", "backward: input cotangents return to their workers"
-_ENTER_ROWS, _RETURN_ROWS = "forward: the group's examples enter a row-split layer", "backward: input cotangents return from a row-split layer"
+_ENTER, _RETURN = (
+    "forward: the group's examples enter a split layer",
+    "backward: input cotangents return to their workers",
+)
+_ENTER_ROWS, _RETURN_ROWS = (
+    "forward: the group's examples enter a row-split layer",
+    "backward: input cotangents return from a row-split layer",
+)
 # (op, axes, bytes that the op's formula takes, why, whether it belongs to the backward pass)
 _Event = tuple[str, Axes, int, str, bool]
 
@@ -62,12 +68,14 @@ def predict_collectives(
     - `graph`: the traced step: shapes of activations (`Graph.uses`, for the whole batch), dim classes.
     - `leaves`, `layers`: the layout; `bytes_per_device` must be set.
     - `batch_axes`: the axes over which batch arguments are split.
-    - `replicated_batch`: `"all"` where the batch of replicated layers is split over every axis, `"data"` where split and
-      replicated layers see the same batch.
-    - `group_comm`: `gather` and `modulo` send the same bytes, the latter a part in each turn; `turns` all-reduces them instead.
+    - `replicated_batch`: `"all"` where the batch of replicated layers is split over every axis, `"data"` where split
+      and replicated layers see the same batch.
+    - `group_comm`: `gather` and `modulo` send the same bytes, the latter a part in each turn; `turns` all-reduces them
+      instead.
     - `backward`: False for a step that takes no gradient (evaluation).
 
-    **Returns:** `Collective`s with `bytes` sent per device and step, by ring algorithms (`cost.ring`); those of 0 bytes left out.
+    **Returns:** `Collective`s with `bytes` sent per device and step, by ring algorithms (`cost.ring`); those of 0 bytes
+    left out.
     """
     names = {leaf.path: leaf.layer for leaf in graph.leaves if leaf.layer}
     names |= {path: layer.name for layer in layers for path in layer.params}
@@ -79,12 +87,24 @@ def predict_collectives(
         layer = names.get(flow.use.param, flow.use.layer)
         for event in _activations(i, chain, mesh):
             events += [(layer, one) for one in (_in_turns(event, mesh) if group_comm == "turns" else (event,))]
-    parts = {one.param: one.gathered for one in derive_convolutions(graph, leaves, mesh, tuple(batch_axes), replicated_batch) if one.gathered}
-    behind = {flow.use.param for i, flow in enumerate(chain) if i or flow.use.trips > 1} | {leaf.path for leaf in leaves if leaf.path not in experts}
+    parts = {
+        one.param: one.gathered
+        for one in derive_convolutions(graph, leaves, mesh, tuple(batch_axes), replicated_batch)
+        if one.gathered
+    }
+    behind = {flow.use.param for i, flow in enumerate(chain) if i or flow.use.trips > 1} | {
+        leaf.path for leaf in leaves if leaf.path not in experts
+    }
     for leaf in leaves:
         if leaf.role == "param":
             found = _gradients(
-                leaf, states.get(leaf.path, ()), experts.get(leaf.path, ()), mesh, tuple(batch_axes), replicated_batch, leaf.path in behind,
+                leaf,
+                states.get(leaf.path, ()),
+                experts.get(leaf.path, ()),
+                mesh,
+                tuple(batch_axes),
+                replicated_batch,
+                leaf.path in behind,
                 parts.get(leaf.path, ()),
             )
             events += [(names.get(leaf.path, leaf.path), event) for event in found]
@@ -96,7 +116,8 @@ def predict_collectives(
 
 
 def _in_turns(event: _Event, mesh: MeshShape) -> tuple[_Event, ...]:
-    """A crossing as `turns` has it: a worker's examples are broadcast, and their cotangents summed, by masked all-reduces."""
+    """A crossing as `turns` has it: a worker's examples are broadcast, and their cotangents summed, by masked
+    all-reduces."""
     _, axes, num_bytes, why, phase = event
     if why in (_ENTER, _RETURN):
         return (("all_reduce", axes, num_bytes, f"{why}, each worker's in turn", phase),)
@@ -116,7 +137,11 @@ def _activations(i: int, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Ev
     flow = chain[i]
     differentiated = i > 0  # below the first use stand no parameters: nobody asks for the cotangent of its input
     if flow.data_group_bytes and flow.same_input is None:
-        entering = (*_enter_stacked(flow, chain, mesh), *_enter_column(flow, chain, mesh), *_enter_row(flow, chain, mesh))
+        entering = (
+            *_enter_stacked(flow, chain, mesh),
+            *_enter_column(flow, chain, mesh),
+            *_enter_row(flow, chain, mesh),
+        )
         yield from (event for event in entering if differentiated or event[-1] == FORWARD)
     yield from _leave_stacked(flow, chain, mesh)
     yield from _leave_row(flow, chain, mesh)
@@ -130,10 +155,28 @@ def _enter_column(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterato
         return
     source = linked(flow.producer, axes, chain)
     if source and set(source.free) & set(axes):
-        yield "all_gather", axes, whole, f"forward: whole features of the column-split output of {source.use.layer}", FORWARD
-        yield "reduce_scatter", axes, whole, f"backward: cotangent of the column-split output of {source.use.layer}", BACKWARD
+        yield (
+            "all_gather",
+            axes,
+            whole,
+            f"forward: whole features of the column-split output of {source.use.layer}",
+            FORWARD,
+        )
+        yield (
+            "reduce_scatter",
+            axes,
+            whole,
+            f"backward: cotangent of the column-split output of {source.use.layer}",
+            BACKWARD,
+        )
     elif source or not flow.crossing:
-        yield "all_reduce", axes, whole, "backward: input cotangent of a column-split layer, summed over its columns", BACKWARD
+        yield (
+            "all_reduce",
+            axes,
+            whole,
+            "backward: input cotangent of a column-split layer, summed over its columns",
+            BACKWARD,
+        )
     else:
         yield "all_gather", axes, whole, _ENTER, FORWARD
         yield "reduce_scatter", axes, whole, _RETURN, BACKWARD
@@ -148,7 +191,13 @@ def _enter_row(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_
     if source and set(source.free) & set(axes):
         return
     if source or not flow.crossing:
-        yield "all_gather", axes, flow.data_group_bytes, "backward: input cotangent of a row-split layer, whole features", BACKWARD
+        yield (
+            "all_gather",
+            axes,
+            flow.data_group_bytes,
+            "backward: input cotangent of a row-split layer, whole features",
+            BACKWARD,
+        )
     else:
         yield "all_to_all", axes, flow.data_share_bytes, _ENTER_ROWS, FORWARD
         yield "all_to_all", axes, flow.data_share_bytes, _RETURN_ROWS, BACKWARD
@@ -162,24 +211,38 @@ def _leave_row(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_
     if not flow.crossing or flow.consumer is None or linked(flow.consumer, axes, chain):
         yield "all_reduce", axes, whole, "forward: partial outputs of a row-split layer", FORWARD
     else:
-        yield "reduce_scatter", axes, whole, "forward: partial outputs of a row-split layer, summed onto their workers", FORWARD
+        yield (
+            "reduce_scatter",
+            axes,
+            whole,
+            "forward: partial outputs of a row-split layer, summed onto their workers",
+            FORWARD,
+        )
         yield "all_gather", axes, whole, "backward: the group's output cotangents enter a row-split layer", BACKWARD
 
 
 def _leave_column(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
-    """A column-parallel output stays split for a split consumer (which sees to it), and for the loss if it is the last."""
+    """A column-parallel output stays split for a split consumer (which sees to it), and for the loss if it is the
+    last."""
     axes = flow.free
     if not axes or flow.consumer is None or linked(flow.consumer, axes, chain):
         return
     if flow.crossing:
         yield "all_to_all", axes, flow.out_share_bytes, "forward: column-split outputs return to their workers", FORWARD
-        yield "all_to_all", axes, flow.out_share_bytes, "backward: output cotangents enter a column-split layer", BACKWARD
+        yield (
+            "all_to_all",
+            axes,
+            flow.out_share_bytes,
+            "backward: output cotangents enter a column-split layer",
+            BACKWARD,
+        )
     else:
         yield "all_gather", axes, flow.out_group_bytes, "forward: whole features of a column-split output", FORWARD
 
 
 def _enter_stacked(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
-    """Experts: tokens travel to the device of their expert, their cotangents back (Lepikhin et al., "GShard", 2006.16668)."""
+    """Experts: tokens travel to the device of their expert, their cotangents back (Lepikhin et al., "GShard",
+    2006.16668)."""
     axes = flow.stacked
     source = linked(flow.producer, axes, chain)
     if not axes or (source and source.stacked == axes):
@@ -216,15 +279,23 @@ def _states(graph: Graph, leaves: Sequence[LeafPlan]) -> dict[str, list[LeafPlan
 
 
 def _gradients(
-    leaf: LeafPlan, states: Sequence[LeafPlan], experts: Axes, mesh: MeshShape, batch_axes: Axes, replicated_batch: str, read_back: bool, parts: Axes
+    leaf: LeafPlan,
+    states: Sequence[LeafPlan],
+    experts: Axes,
+    mesh: MeshShape,
+    batch_axes: Axes,
+    replicated_batch: str,
+    read_back: bool,
+    parts: Axes,
 ) -> Iterator[_Event]:
     """One parameter's weight gathers and gradient sums.
 
-    Over batch axes that split it for storage alone: gathered for the forward and again for the backward pass, the gradient
-    reduce-scattered (Rajbhandari et al., "ZeRO", arXiv 1910.02054, stage 3). Over batch axes that do not split it: an
-    all-reduce of the device's shard; where its gradient or its optimizer state is split over them, a reduce-scatter of the
-    gradient and an all-gather of the new values instead (stages 1 and 2), as many bytes. `parts`: axes over which devices have
-    the gradient of other groups of a whole convolution weight: an all-gather puts them together.
+    Over batch axes that split it for storage alone: gathered for the forward and again for the backward pass, the
+    gradient reduce-scattered (Rajbhandari et al., "ZeRO", arXiv 1910.02054, stage 3). Over batch axes that do not split
+    it: an all-reduce of the device's shard; where its gradient or its optimizer state is split over them, a
+    reduce-scatter of the gradient and an all-gather of the new values instead (stages 1 and 2), as many bytes. `parts`:
+    axes over which devices have the gradient of other groups of a whole convolution weight: an all-gather puts them
+    together.
     """
     split = mesh.present(spec_axes(leaf.spec))
     used = used_axes(leaf.spec, mesh, batch_axes, replicated_batch)

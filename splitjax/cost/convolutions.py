@@ -1,8 +1,9 @@
 """Over which mesh axes a convolution is split that lowering evaluates device by device: graph + leaf specs -> axes.
 
-XLA's partitioner is not asked about the convolutions that a row of `splitjax.partitioner.DEFECTS` covers, so what it would
-decide is decided here, for predictions (`cost.collectives`) and for lowering (`lower.products.local_convolution`) alike. A convolution is
-bilinear in data and weight, and has four kinds of dims. In the letters of an einsum, without positions:
+XLA's partitioner is not asked about the convolutions that a row of `splitjax.partitioner.DEFECTS` covers, so what it
+would decide is decided here, for predictions (`cost.collectives`) and for lowering (`lower.products.local_convolution`)
+alike. A convolution is bilinear in data and weight, and has four kinds of dims. In the letters of an einsum, without
+positions:
 
     data[b, g i] * weight[g o, i] -> result[b, g o]            with feature groups g
     data[g b, i] * weight[g o, i] -> result[b, g o]            with batch groups g
@@ -27,11 +28,12 @@ ORDINARY = "convolution"  # the row of convolutions without groups
 class LocalConvolution:
     """The mesh axes over which a convolution's dims are split, by kind of dim (see the module's docstring).
 
-    - `site`: of the equation; `layer`: whose weight it reads, or its source line; `param`: that weight's path, if it is one.
+    - `site`: of the equation; `layer`: whose weight it reads, or its source line; `param`: that weight's path, if it is
+      one.
     - `groups`, `batch`, `contracted`, `features`: the axes.
-    - `gathered`: those axes of `groups` over which the weight itself is whole: each device has the gradient of its groups
-      alone, and an all-gather puts them together. Without `param`, the equation computes such a gradient itself, in a
-      backward pass that plain JAX traced.
+    - `gathered`: those axes of `groups` over which the weight itself is whole: each device has the gradient of its
+      groups alone, and an all-gather puts them together. Without `param`, the equation computes such a gradient itself,
+      in a backward pass that plain JAX traced.
     """
 
     site: tuple[int, ...]
@@ -49,8 +51,9 @@ def derive_convolutions(
 ) -> tuple[LocalConvolution, ...]:
     """The convolutions of a step that are evaluated device by device, in program order.
 
-    Examples lie over the batch axes that the weight leaves free; groups, contracted and free features lie as the weight is
-    used. Groups of a weight that is whole lie as the layers before it leave them, over axes that do not split the batch."""
+    Examples lie over the batch axes that the weight leaves free; groups, contracted and free features lie as the weight
+    is used. Groups of a weight that is whole lie as the layers before it leave them, over axes that do not split the
+    batch."""
     if mesh.num_devices == 1 or all(suspect.convolution is None for suspect in graph.suspects):
         return ()
     weights = {use.param for use in graph.uses if use.primitive == "conv_general_dilated"}
@@ -60,14 +63,18 @@ def derive_convolutions(
     trusted = are_whole and set(batch_axes) == set(mesh.present(mesh.names))
     axes_of = {leaf.path: used_axes(leaf.spec, mesh, batch_axes, replicated_batch) for leaf in planned}
     tables = {
-        labels: (_by_class(graph, [leaf for leaf in planned if leaf.path in weights], axes_of, labels),
-                 _by_class(graph, planned, axes_of, labels))
+        labels: (
+            _by_class(graph, [leaf for leaf in planned if leaf.path in weights], axes_of, labels),
+            _by_class(graph, planned, axes_of, labels),
+        )
         for labels in (graph.local, graph.soft)
     }
     uses = {use.site: use for use in graph.uses}
     found = []
     for suspect in graph.suspects:
-        if suspect.convolution is None or (trusted and suspect.defect == ORDINARY and _has_example_dim(graph, suspect.convolution)):
+        if suspect.convolution is None or (
+            trusted and suspect.defect == ORDINARY and _has_example_dim(graph, suspect.convolution)
+        ):
             continue
         use = uses.get(suspect.site)
         labels = graph.soft if suspect.backward else graph.local
@@ -83,12 +90,15 @@ def derive_convolutions(
 
 
 def _has_example_dim(graph: Graph, kinds: ConvolutionDims) -> bool:
-    """Whether examples lead one of a convolution's dims, so that they can be split over devices. Under `vmap` the mapped dim may lead its batch
-    instead; XLA then splits whatever the layout of another layer suggests, and the kernel's gradient is wrong."""
+    """Whether examples lead one of a convolution's dims, so that they can be split over devices. Under `vmap` the
+    mapped dim may lead its batch instead; XLA then splits whatever the layout of another layer suggests, and the
+    kernel's gradient is wrong."""
     return any(graph.is_example(dim) for dim in (kinds.batch, kinds.groups, kinds.contracted, kinds.features))
 
 
-def _by_class(graph: Graph, leaves: Sequence[LeafPlan], axes_of: Mapping[str, Axes], labels: Sequence[int]) -> dict[int, Axes]:
+def _by_class(
+    graph: Graph, leaves: Sequence[LeafPlan], axes_of: Mapping[str, Axes], labels: Sequence[int]
+) -> dict[int, Axes]:
     """Dim class (by its label) -> the axes over which parameters are split along dims that it leads; classes in which
     parameters disagree are left out."""
     found: dict[int, set[Axes]] = {}
@@ -101,9 +111,15 @@ def _by_class(graph: Graph, leaves: Sequence[LeafPlan], axes_of: Mapping[str, Ax
 
 
 def _split(
-    graph: Graph, suspect: Suspect, labels: Sequence[int], of_weights: Mapping[int, Axes], of_all: Mapping[int, Axes], batch_axes: Axes
+    graph: Graph,
+    suspect: Suspect,
+    labels: Sequence[int],
+    of_weights: Mapping[int, Axes],
+    of_all: Mapping[int, Axes],
+    batch_axes: Axes,
 ) -> dict[str, Axes]:
-    """How one convolution is split, by field of `LocalConvolution`. No axis splits two kinds of dims: weights come first."""
+    """How one convolution is split, by field of `LocalConvolution`. No axis splits two kinds of dims: weights come
+    first."""
     kinds = suspect.convolution
     taken: list[str] = []
 
@@ -121,12 +137,22 @@ def _split(
         "contracted": as_used(kinds.contracted, of_weights),
         "batch": as_used(kinds.batch, of_weights),
     }
-    for kind, dim in (("batch", kinds.batch), ("groups", kinds.groups), ("contracted", kinds.contracted), ("features", kinds.features)):
+    for kind, dim in (
+        ("batch", kinds.batch),
+        ("groups", kinds.groups),
+        ("contracted", kinds.contracted),
+        ("features", kinds.features),
+    ):
         if graph.is_example(dim):
             split[kind] = take(batch_axes)
             break
-    split["gathered"] = () if split["groups"] else as_used(
-        kinds.groups, {label: tuple(axis for axis in axes if axis not in batch_axes) for label, axes in of_all.items()}
+    split["gathered"] = (
+        ()
+        if split["groups"]
+        else as_used(
+            kinds.groups,
+            {label: tuple(axis for axis in axes if axis not in batch_axes) for label, axes in of_all.items()},
+        )
     )
     split["groups"] = split["groups"] or split["gathered"]
     return split

@@ -26,11 +26,13 @@ _ROLES = ("contracted", "free", "stacked", "whole")
 class Flow:
     """One use of a weight, as its layout sees it. Byte counts are of all repetitions (`Use.trips`), of one device.
 
-    *Share*: a worker's examples, as replicated layers hold them. *Group*: the examples that a device sees in this layer.
+    *Share*: a worker's examples, as replicated layers hold them. *Group*: the examples that a device sees in this
+    layer.
     """
 
     use: Use
-    contracted: Axes  # axes over which the weight's contracted dims stay split: row-parallel; the rows of a looked-up table
+    # axes over which the weight's contracted dims stay split: row-parallel; the rows of a looked-up table
+    contracted: Axes
     free: Axes  # axes over which its free dims stay split: column-parallel
     stacked: Axes  # axes over which a dim that data and result share is split: experts
     crossing: bool  # replicated layers split their batch over these axes too, so that entering and leaving is a reshard
@@ -41,7 +43,9 @@ class Flow:
     producer: int | None  # position of the last use before this one whose output it reads, None for none known
     consumer: int | None  # position of the first use that reads this one's output, None for none known
     same_input: int | None  # position of an earlier use of the very same input (q, k and v), split over the same axes
-    at_hand: bool = False  # it reads a batch, no other use's output, and the batch lies where it is wanted (`lower.products.constraints.place_batches`)
+    # it reads a batch, no other use's output, and the batch lies where it is wanted
+    # (`lower.products.constraints.place_batches`)
+    at_hand: bool = False
 
     @property
     def axes(self) -> Axes:
@@ -49,8 +53,8 @@ class Flow:
 
 
 def used_axes(spec: Spec, mesh: MeshShape, batch_axes: Sequence[str], replicated_batch: str) -> Axes:
-    """The axes over which a weight stays split while it is used (model parallelism); over the rest of its axes it is stored in
-    pieces and gathered first (fully sharded data parallelism).
+    """The axes over which a weight stays split while it is used (model parallelism); over the rest of its axes it is
+    stored in pieces and gathered first (fully sharded data parallelism).
 
     Over axes that do not split the batch it stays split. With `replicated_batch = "all"` every axis splits the batch of
     replicated layers: a weight stays split within the group, unless it is split over `data`, between groups, as well:
@@ -64,8 +68,8 @@ def used_axes(spec: Spec, mesh: MeshShape, batch_axes: Sequence[str], replicated
 def flows(
     graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: Sequence[str], replicated_batch: str
 ) -> tuple[Flow, ...]:
-    """The flow of every forward use of a planned parameter, in program order. What a backward pass sends follows from the forward
-    uses, so uses in one that plain JAX already traced are passed over."""
+    """The flow of every forward use of a planned parameter, in program order. What a backward pass sends follows from
+    the forward uses, so uses in one that plain JAX already traced are passed over."""
     planned = {leaf.path: leaf for leaf in leaves}
     traced = {leaf.path: leaf for leaf in graph.leaves}
     uses = [use for use in graph.uses if not use.backward and use.param in planned and use.param in traced]
@@ -76,14 +80,20 @@ def flows(
     for i, use in enumerate(uses):
         contracted, free, stacked = _split(planned[use.param], roles[i], mesh, batch_axes, replicated_batch)
         own = (*contracted, *free, *stacked)
-        workers, in_layer = mesh.size(tuple(batch_axes)), mesh.size(tuple(axis for axis in batch_axes if axis not in own))
+        workers, in_layer = (
+            mesh.size(tuple(batch_axes)),
+            mesh.size(tuple(axis for axis in batch_axes if axis not in own)),
+        )
         data_bytes = _num_bytes(use.data_shape, use.data_dtype) * use.trips if _reads_activations(use) else 0
         out_bytes = _num_bytes(use.out_shape, use.out_dtype) * use.trips
         data_batched, out_batched = (any(map(graph.is_example, dims)) for dims in (use.data_dims, use.out_dims))
         producer = next((j for j in reversed(range(i)) if writes[j] & reads[i]), None)
         result.append(
             Flow(
-                use, contracted, free, stacked,
+                use,
+                contracted,
+                free,
+                stacked,
                 crossing=any(axis in batch_axes for axis in own),
                 data_share_bytes=data_bytes // workers if data_batched else data_bytes,
                 data_group_bytes=data_bytes // in_layer if data_batched else data_bytes,
@@ -93,12 +103,18 @@ def flows(
                 consumer=next((j for j in range(i + 1, len(uses)) if writes[i] & reads[j]), None),
                 same_input=next(
                     (
-                        j for j in range(i)
-                        if free and result[j].free == free and _same_value(uses[j], use) and reads[j] == reads[i] != writes[j]
+                        j
+                        for j in range(i)
+                        if free
+                        and result[j].free == free
+                        and _same_value(uses[j], use)
+                        and reads[j] == reads[i] != writes[j]
                     ),
                     None,
                 ),
-                at_hand=producer is None and bool(use.fed_by) and all(
+                at_hand=producer is None
+                and bool(use.fed_by)
+                and all(
                     path in planned and not set(spec_axes(planned[path].spec[:1])) & set(own) for path in use.fed_by
                 ),
             )
@@ -122,14 +138,16 @@ def _reads_activations(use: Use) -> bool:
 
 
 def _same_value(a: Use, b: Use) -> bool:
-    """Whether two uses may read one value; that their classes agree as well (and do not chain) is asked beside this. One weight
-    used twice reads two values: it would be the same operation otherwise."""
+    """Whether two uses may read one value; that their classes agree as well (and do not chain) is asked beside this.
+    One weight used twice reads two values: it would be the same operation otherwise."""
     return a.param != b.param and (a.data_shape, a.data_dtype, a.trips) == (b.data_shape, b.data_dtype, b.trips)
 
 
 def _classes(graph: Graph, use: Use, leaf: Leaf, roles: Sequence[str], role: str) -> frozenset[int]:
     """The local classes of a weight's dims of one role."""
-    return frozenset(graph.local[atom] for dim, found in zip(leaf.dims, roles, strict=True) if found == role for atom in dim)
+    return frozenset(
+        graph.local[atom] for dim, found in zip(leaf.dims, roles, strict=True) if found == role for atom in dim
+    )
 
 
 def _dim_roles(graph: Graph, use: Use, leaf: Leaf) -> tuple[str, ...]:

@@ -12,25 +12,33 @@ from splitjax.trace.graph import Graph
 
 
 def predict_memory(
-    graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: Sequence[str], replicated_batch: str = "all", *,
-    group_comm: str = "gather", by_rows: Mapping[str, int] = MappingProxyType({}),
+    graph: Graph,
+    leaves: Sequence[LeafPlan],
+    mesh: MeshShape,
+    batch_axes: Sequence[str],
+    replicated_batch: str = "all",
+    *,
+    group_comm: str = "gather",
+    by_rows: Mapping[str, int] = MappingProxyType({}),
 ) -> Memory:
     """Bytes per device of a step under this layout.
 
     - `state_bytes`: exact: the shards of all state leaves (parameters, optimizer state, statistics).
-    - `activation_bytes`: `Graph.activation_bytes` (forward values of the whole batch) divided by the devices over which the
-      batch is split, plus what a split layer sees beyond its worker's share, the gathered examples of its group
-      (SplitBrain's *gather* crossing: arXiv 2112.15317; Krizhevsky 2014, arXiv 1404.5997, scheme a), minus what column-split
-      outputs leave to other devices. An approximation: elementwise results within split layers count whole, XLA's reuse
-      and rematerialisation do not count.
-    - `peak_bytes`: state, one gradient per parameter (laid out as the parameter, or its part with sharded state), activations;
-      where gradients are summed into parts, the largest of them once more, as each device has it before it is sent; in turns
-      also the largest of a split layer, before it is added to those of earlier turns. XLA may reach less by consuming gradients as they come.
+    - `activation_bytes`: `Graph.activation_bytes` (forward values of the whole batch) divided by the devices over which
+      the batch is split, plus what a split layer sees beyond its worker's share, the gathered examples of its group
+      (SplitBrain's *gather* crossing: arXiv 2112.15317; Krizhevsky 2014, arXiv 1404.5997, scheme a), minus what
+      column-split outputs leave to other devices. An approximation: elementwise results within split layers count
+      whole, XLA's reuse and rematerialisation do not count.
+    - `peak_bytes`: state, one gradient per parameter (laid out as the parameter, or its part with sharded state),
+      activations; where gradients are summed into parts, the largest of them once more, as each device has it before it
+      is sent; in turns also the largest of a split layer, before it is added to those of earlier turns. XLA may reach
+      less by consuming gradients as they come.
 
-    `by_rows`: of tables whose gradients are rows, by path, the bytes that a device has of these rows; they take the gradient's place.
+    `by_rows`: of tables whose gradients are rows, by path, the bytes that a device has of these rows; they take the
+    gradient's place.
 
-    In turns (`group_comm`) a split layer sees one turn's examples at a time. `replicated_batch` as for `predict_collectives`: it says
-    which weights stay split over axes that split the batch.
+    In turns (`group_comm`) a split layer sees one turn's examples at a time. `replicated_batch` as for
+    `predict_collectives`: it says which weights stay split over axes that split the batch.
     """
     state = sum(leaf.bytes_per_device for leaf in leaves if leaf.is_state)
     gradients = _gradient_bytes([leaf for leaf in leaves if leaf.path not in by_rows], mesh) + sum(by_rows.values())
@@ -41,7 +49,8 @@ def predict_memory(
     for flow in flows(graph, leaves, mesh, batch_axes, replicated_batch):
         if not flow.free:
             continue
-        num_turns = 1 if group_comm == "gather" else mesh.size(flow.axes)  # a layer's activations are alive for one turn at a time
+        # a layer's activations are alive for one turn at a time
+        num_turns = 1 if group_comm == "gather" else mesh.size(flow.axes)
         if flow.same_input is None:
             activations += flow.data_group_bytes // num_turns - flow.data_share_bytes
         activations -= flow.out_share_bytes - flow.out_group_bytes // mesh.size(flow.free) // num_turns

@@ -13,12 +13,14 @@ def all_gather_bytes(num_devices: int, whole_bytes: int) -> int:
 
 
 def reduce_scatter_bytes(num_devices: int, whole_bytes: int) -> int:
-    """Ring (or pairwise) reduce-scatter: each device holds a summand of `whole_bytes` and ends with 1/n of the sum (n >= 1)."""
+    """Ring (or pairwise) reduce-scatter: each device holds a summand of `whole_bytes` and ends with 1/n of the sum (n
+    >= 1)."""
     return _share(num_devices - 1, whole_bytes, num_devices)
 
 
 def all_reduce_bytes(num_devices: int, whole_bytes: int) -> int:
-    """Rabenseifner's (or a ring) all-reduce of `whole_bytes` per device: a reduce-scatter, then an all-gather (n >= 1)."""
+    """Rabenseifner's (or a ring) all-reduce of `whole_bytes` per device: a reduce-scatter, then an all-gather (n >=
+    1)."""
     return _share(2 * (num_devices - 1), whole_bytes, num_devices)
 
 

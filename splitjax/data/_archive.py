@@ -30,8 +30,9 @@ def read_members(archive: pathlib.Path, wanted: Collection[str], *, max_bytes: i
     - `wanted`: names of regular files; others are passed over.
     - `max_bytes`: of all that the archive unpacks to, wanted or not.
 
-    Raises `DataError` for an archive that is damaged or ends early, that unpacks to more than `max_bytes`, or that holds a
-    link, a device, a sparse file, or a name that leads out of its folder, wanted or not; the offending member is named.
+    Raises `DataError` for an archive that is damaged or ends early, that unpacks to more than `max_bytes`, or that
+    holds a link, a device, a sparse file, or a name that leads out of its folder, wanted or not; the offending member
+    is named.
     """
     place = str(archive)
     try:
@@ -56,7 +57,9 @@ def read_members(archive: pathlib.Path, wanted: Collection[str], *, max_bytes: i
         raise DataError(f"a damaged archive: {error}", place=place, remedy=_REMEDY) from error
     except OSError as error:
         raise DataError(
-            f"the archive cannot be read: {error.strerror or error}", place=place, remedy="check the path, its permissions and the disk"
+            f"the archive cannot be read: {error.strerror or error}",
+            place=place,
+            remedy="check the path, its permissions and the disk",
         ) from error
 
 
@@ -70,7 +73,9 @@ class _Bounded:
         data = self._contents.read(size)
         self._left -= len(data)
         if self._left < 0:
-            raise DataError(f"the archive unpacks to more than {self._max} bytes", place=str(self._archive), remedy=_REMEDY)
+            raise DataError(
+                f"the archive unpacks to more than {self._max} bytes", place=str(self._archive), remedy=_REMEDY
+            )
         return data
 
 
@@ -78,13 +83,17 @@ def _check_member(member: tarfile.TarInfo, count: int, place: str) -> None:
     if count >= _MAX_MEMBERS:
         raise DataError(f"the archive has more than {_MAX_MEMBERS} members", place=place, remedy=_REMEDY)
     if not (member.isreg() or member.isdir()):
-        raise DataError("the archive holds a link or a device", value=member.linkname or None, place=place, remedy=_REMEDY)
+        raise DataError(
+            "the archive holds a link or a device", value=member.linkname or None, place=place, remedy=_REMEDY
+        )
     if member.issparse():  # its holes are in no archive, and fill any memory
         raise DataError("the archive holds a sparse file", value=member.size, place=place, remedy=_REMEDY)
     try:
         tarfile.data_filter(member, os.curdir)
     except tarfile.FilterError as error:
-        raise DataError(f"the archive holds a name that leads out of its folder: {error}", place=place, remedy=_REMEDY) from error
+        raise DataError(
+            f"the archive holds a name that leads out of its folder: {error}", place=place, remedy=_REMEDY
+        ) from error
 
 
 def file_digest(file: pathlib.Path, algorithm: str = "sha256") -> str:
@@ -94,11 +103,15 @@ def file_digest(file: pathlib.Path, algorithm: str = "sha256") -> str:
             return hashlib.file_digest(contents, algorithm).hexdigest()
     except OSError as error:
         raise DataError(
-            f"the file cannot be read: {error.strerror or error}", place=str(file), remedy="check the path, its permissions and the disk"
+            f"the file cannot be read: {error.strerror or error}",
+            place=str(file),
+            remedy="check the path, its permissions and the disk",
         ) from error
 
 
-def write_sums(folder: pathlib.Path, names: Collection[str], known: Mapping[str, str] = types.MappingProxyType({})) -> None:
+def write_sums(
+    folder: pathlib.Path, names: Collection[str], known: Mapping[str, str] = types.MappingProxyType({})
+) -> None:
     """Write `SHA256SUMS` of these files of a folder, with the `known` sums of others."""
     sums = {name: file_digest(folder / name) for name in names} | dict(known)
     lines = [f"{digest}  {name}\n" for name, digest in sorted(sums.items())]
@@ -106,7 +119,8 @@ def write_sums(folder: pathlib.Path, names: Collection[str], known: Mapping[str,
 
 
 def read_sums(folder: pathlib.Path) -> dict[str, str]:
-    """{file name: SHA-256 in hex}; empty where the folder has no `SHA256SUMS`. Raises `DataError` for one that is malformed."""
+    """{file name: SHA-256 in hex}; empty where the folder has no `SHA256SUMS`. Raises `DataError` for one that is
+    malformed."""
     file = folder / SUMS
     try:
         text = file.read_text(encoding="utf-8")
@@ -133,9 +147,13 @@ def check_sums(folder: pathlib.Path, names: Collection[str]) -> None:
             raise DataError(
                 f"a damaged data file: {name} is not what was unpacked",
                 place=str(folder / name),
-                remedy=f"delete the folder {folder} and fetch it again; if the file was changed on purpose, delete {SUMS}",
+                remedy=(
+                    f"delete the folder {folder} and fetch it again; if the file was changed on purpose, delete {SUMS}"
+                ),
             )
 
 
 def _bad_sums(file: pathlib.Path, reason: str) -> DataError:
-    return DataError(f"damaged checksums: {reason}", place=str(file), remedy=f"delete the folder {file.parent} and fetch it again")
+    return DataError(
+        f"damaged checksums: {reason}", place=str(file), remedy=f"delete the folder {file.parent} and fetch it again"
+    )

@@ -1,8 +1,9 @@
 """CIFAR-10's files for Python: pickles, read without running anything that they ask for.
 
-A pickle is a program; loading one from a stranger runs it. The official ones, written by Python 2 at protocol 2, need four
-names from outside: those by which numpy stores an array, and `_codecs.encode`, by which Python 3 writes bytes at that
-protocol. These names are given stand-ins that only take notes; every other name is refused, and numpy is not called.
+A pickle is a program; loading one from a stranger runs it. The official ones, written by Python 2 at protocol 2, need
+four names from outside: those by which numpy stores an array, and `_codecs.encode`, by which Python 3 writes bytes at
+that protocol. These names are given stand-ins that only take notes; every other name is refused, and numpy is not
+called.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def read_pickle(contents: bytes, place: str) -> tuple[np.ndarray, np.ndarray]:
         ) from error
     rest = len(contents) - stream.tell()
     if rest:
-        raise DataError(f"{rest} bytes follow the pickle's end", place=f"{place}, byte offset {stream.tell()}", remedy=_REMEDY)
+        raise DataError(
+            f"{rest} bytes follow the pickle's end", place=f"{place}, byte offset {stream.tell()}", remedy=_REMEDY
+        )
     if not isinstance(value, dict):
         raise _not_cifar(f"a {type(value).__name__} in place of a dict", place)
     pixels, labels = (value.get(key.encode(), value.get(key)) for key in ("data", "labels"))
@@ -67,8 +70,8 @@ def read_pickle(contents: bytes, place: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check_memo(stream: io.BytesIO) -> None:
-    """Raises `ValueError` for a pickle that numbers its notes other than one by one: the reader makes room for every number
-    below, and six damaged bytes would have it ask for 32 GB."""
+    """Raises `ValueError` for a pickle that numbers its notes other than one by one: the reader makes room for every
+    number below, and six damaged bytes would have it ask for 32 GB."""
     for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > count:
             raise ValueError(f"note {argument} where there are at most {count}")
@@ -138,4 +141,3 @@ class _Reader(pickle.Unpickler):
                 place=f"{self._place}, byte offset {self._stream.tell()}",
                 remedy=_REMEDY,
             ) from None
-

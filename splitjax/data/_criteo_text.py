@@ -30,10 +30,13 @@ for _value, _digit in enumerate(b"0123456789abcdef"):
 
 
 def read_text(file: pathlib.Path, rows: int) -> Batch:
-    """`{"ids": int32[N, 26], "values": float32[N, 13], "label": int32[N]}`; arguments and errors as of `load_criteo`."""
+    """`{"ids": int32[N, 26], "values": float32[N, 13], "label": int32[N]}`; arguments and errors as of
+    `load_criteo`."""
     num = sum(part.count(b"\n") for _, part in _parts(file))
     arrays = {
-        "ids": np.empty((num, NUM_FIELDS), np.int32), "values": np.empty((num, NUM_VALUES), np.float32), "label": np.empty(num, np.int32)
+        "ids": np.empty((num, NUM_FIELDS), np.int32),
+        "values": np.empty((num, NUM_VALUES), np.float32),
+        "label": np.empty(num, np.int32),
     }
     for start, part in _parts(file):
         fields = _fields(part, start, file)
@@ -58,7 +61,9 @@ def _opened(file: pathlib.Path) -> Iterator[IO[bytes]]:
         raise DataError(f"a damaged gzip file: {error}", place=str(file), remedy=_REMEDY) from error
     except OSError as error:
         raise DataError(
-            f"the file cannot be read: {error.strerror or error}", place=str(file), remedy="check the path, its permissions and the disk"
+            f"the file cannot be read: {error.strerror or error}",
+            place=str(file),
+            remedy="check the path, its permissions and the disk",
         ) from error
 
 
@@ -84,7 +89,9 @@ def _fields(part: bytes, start: int, file: pathlib.Path) -> np.ndarray:
         if line.count(b"\t") != NUM_COLUMNS - 1:
             num = line.count(b"\t") + 1
             what = f"a line has {num} columns in place of {NUM_COLUMNS}"
-            raise _foreign(line[:50], start + number, file, f"{what}: it has no label" if num == NUM_COLUMNS - 1 else what)
+            raise _foreign(
+                line[:50], start + number, file, f"{what}: it has no label" if num == NUM_COLUMNS - 1 else what
+            )
         if b"\0" in line:
             raise _foreign(line[:50], start + number, file, "it holds the byte 0")
     fields = part.replace(b"\n", b"\t").split(b"\t")[:-1]
@@ -142,13 +149,19 @@ def _wrong(value: bytes, line: int, column: int, file: pathlib.Path) -> DataErro
     if column == 0:
         what = "the label, 0 or 1"
     else:
-        what = "a number, or nothing" if column <= NUM_VALUES else "a category of up to 8 hexadecimal digits, or nothing"
+        what = (
+            "a number, or nothing" if column <= NUM_VALUES else "a category of up to 8 hexadecimal digits, or nothing"
+        )
     return _foreign(bytes(value), line, file, f"column {column + 1} is {what}")
 
 
 def _foreign(value: bytes, line: int, file: pathlib.Path, what: str) -> DataError:
     return DataError(
-        f"not a line of Criteo's data: {what}", value=value, place=f"{file}, line {line + 1}",
-        remedy=f"give lines of a label, {NUM_VALUES} numbers and {NUM_FIELDS} categories, separated by tabs (the archive's train.txt); "
-        "if they were, copy or download the file again",
+        f"not a line of Criteo's data: {what}",
+        value=value,
+        place=f"{file}, line {line + 1}",
+        remedy=(
+            f"give lines of a label, {NUM_VALUES} numbers and {NUM_FIELDS} categories, separated by tabs (the archive's"
+            " train.txt); if they were, copy or download the file again"
+        ),
     )

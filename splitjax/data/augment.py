@@ -1,10 +1,10 @@
 """Random changes of training images: shifted crops, flips, cutout; the same on every process and in every run.
 
 What happens to an example depends on the seed, the epoch and the example's number in the data set alone: not on the
-process that reads it, its place in the batch, or what was drawn before. So the bits are not drawn from a stream but computed
-from these numbers, by integers only, with the function of the SplitMix64 generator: Steele, Lea and Flood 2014, "Fast
-splittable pseudorandom number generators" (OOPSLA), figure 15, with the constants of its variant 13 (`mix64` in Vigna's
-splitmix64.c, https://prng.di.unimi.it/splitmix64.c).
+process that reads it, its place in the batch, or what was drawn before. So the bits are not drawn from a stream but
+computed from these numbers, by integers only, with the function of the SplitMix64 generator: Steele, Lea and Flood
+2014, "Fast splittable pseudorandom number generators" (OOPSLA), figure 15, with the constants of its variant 13
+(`mix64` in Vigna's splitmix64.c, https://prng.di.unimi.it/splitmix64.c).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def random_bits(keys: np.ndarray, number: np.ndarray | int) -> np.ndarray:
-    """uint64[...]: the draw `number` (0 is the first) of the SplitMix64 generators whose states are `keys`, uint64[...]."""
+    """uint64[...]: the draw `number` (0 is the first) of the SplitMix64 generators whose states are `keys`,
+    uint64[...]."""
     numbers = np.asarray(number, np.uint64) + np.ones(1, np.uint64)  # arrays wrap around, where scalars warn
     bits = np.asarray(keys, np.uint64) + numbers * _GAMMA
     bits = (bits ^ (bits >> np.uint64(30))) * _MIX1
@@ -33,7 +34,8 @@ def random_bits(keys: np.ndarray, number: np.ndarray | int) -> np.ndarray:
 
 
 def example_keys(indices: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
-    """uint64[B]: a key for each of the examples `indices`, int[B], in this epoch. Raises `DataError` for a negative seed or epoch."""
+    """uint64[B]: a key for each of the examples `indices`, int[B], in this epoch. Raises `DataError` for a negative
+    seed or epoch."""
     check_whole(seed=seed, epoch=epoch)
     # Three words: with two, the state of (seed, epoch) is the one that the shuffling starts from.
     state = np.random.SeedSequence([int(seed), int(epoch), 1]).generate_state(1, np.uint64)
@@ -41,7 +43,8 @@ def example_keys(indices: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
 
 
 def random_below(keys: np.ndarray, number: int, limit: int) -> np.ndarray:
-    """int64[B] in [0, limit): the draw `number` of each key. `limit` is far below 2**32, so that no value is favoured noticeably."""
+    """int64[B] in [0, limit): the draw `number` of each key. `limit` is far below 2**32, so that no value is favoured
+    noticeably."""
     return ((random_bits(keys, number) >> np.uint64(32)) * np.uint64(limit) >> np.uint64(32)).astype(np.int64)
 
 
@@ -54,8 +57,8 @@ class Augmentation:
     - `crop_padding`: each image is padded with this many zeros on every side, and a part of the original size is cut
       out, anywhere: 4 for CIFAR-10 (He et al. 2015, arXiv 1512.03385, section 4.2). 0: no crops.
     - `flip`: mirror left and right, every other image at random. Not for digits or letters.
-    - `cutout`: side of a square of zeros, centred anywhere in the image (DeVries and Taylor 2017, arXiv 1708.04552, where
-      16 is the side for CIFAR-10). 0: none.
+    - `cutout`: side of a square of zeros, centred anywhere in the image (DeVries and Taylor 2017, arXiv 1708.04552,
+      where 16 is the side for CIFAR-10). 0: none.
 
     Raises `DataError` for a negative padding or side.
     """
@@ -86,7 +89,9 @@ def _crop(images: np.ndarray, padding: int, top: np.ndarray, left: np.ndarray) -
     """The parts of the padded images that start at (top, left)."""
     num, height, width, channels = images.shape
     padded = np.zeros((num, height + 2 * padding, (width + 2 * padding) * channels), np.uint8)
-    padded[:, padding : padding + height, padding * channels : (padding + width) * channels] = images.reshape(num, height, -1)
+    padded[:, padding : padding + height, padding * channels : (padding + width) * channels] = images.reshape(
+        num, height, -1
+    )
     # All parts of all images as one array that shares their memory; picking from it copies whole rows of pixels.
     image, row, _ = padded.strides
     shape = (num, 2 * padding + 1, 2 * padding + 1, height, width * channels)

@@ -71,7 +71,10 @@ def epoch_batches(
     num = num_examples(arrays)
     check_batch_size(batch_size, num)
     order = shuffled_indices(num, seed=seed, epoch=epoch) if shuffle else np.arange(num)
-    return (take(arrays, order[start : start + batch_size], transform) for start in range(0, num - batch_size + 1, batch_size))
+    return (
+        take(arrays, order[start : start + batch_size], transform)
+        for start in range(0, num - batch_size + 1, batch_size)
+    )
 
 
 def padded_batches(
@@ -79,11 +82,12 @@ def padded_batches(
 ) -> Iterator[Batch]:
     """All examples in order, in batches of one size.
 
-    **Arguments:** as of `epoch_batches`, except that B may exceed N; `rows`: as of `stream`, and `"mask"` may be among them.
+    **Arguments:** as of `epoch_batches`, except that B may exceed N; `rows`: as of `stream`, and `"mask"` may be among
+    them.
 
-    **Returns:** an iterator of `ceil(N / B)` batches `{name: [B, ...], "mask": f32[B]}` (b rows of them). The last is padded with
-    copies of the split's first example, mask 0: real values, so that no layer meets an input unlike its others. Every
-    batch has the mask, so that one compiled step serves them all.
+    **Returns:** an iterator of `ceil(N / B)` batches `{name: [B, ...], "mask": f32[B]}` (b rows of them). The last is
+    padded with copies of the split's first example, mask 0: real values, so that no layer meets an input unlike its
+    others. Every batch has the mask, so that one compiled step serves them all.
 
     Raises `DataError`, at once, if B is not a whole number above 0, or if the split has an array named `mask`.
     """
@@ -120,11 +124,26 @@ def by_rows(names: Iterable[str], rows: Rows, batch_size: int) -> list[tuple[tup
     found: dict[bytes, tuple[list[str], np.ndarray]] = {}
     for name in names:
         if isinstance(rows, Mapping) and name not in rows:
-            raise DataError("an array has no rows to read", value=name, place="argument 'rows'", remedy=f"give the rows of {name!r} too")
-        chosen = np.arange(batch_size) if rows is None else np.asarray(rows[name] if isinstance(rows, Mapping) else rows)
-        if chosen.ndim != 1 or not chosen.size or chosen.dtype.kind not in "iu" or chosen.min() < 0 or chosen.max() >= batch_size:
             raise DataError(
-                f"rows must be whole numbers from 0 to {batch_size - 1}, at least one", value=chosen, place="argument 'rows'",
+                "an array has no rows to read",
+                value=name,
+                place="argument 'rows'",
+                remedy=f"give the rows of {name!r} too",
+            )
+        chosen = (
+            np.arange(batch_size) if rows is None else np.asarray(rows[name] if isinstance(rows, Mapping) else rows)
+        )
+        if (
+            chosen.ndim != 1
+            or not chosen.size
+            or chosen.dtype.kind not in "iu"
+            or chosen.min() < 0
+            or chosen.max() >= batch_size
+        ):
+            raise DataError(
+                f"rows must be whole numbers from 0 to {batch_size - 1}, at least one",
+                value=chosen,
+                place="argument 'rows'",
                 remedy="pass the rows of the batch over all processes that this process holds, or None for all",
             )
         found.setdefault(chosen.tobytes(), ([], chosen))[0].append(name)

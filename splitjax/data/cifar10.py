@@ -1,9 +1,9 @@
 """CIFAR-10 from the official files, binary or for Python, in a folder or in the archive as downloaded.
 
-Source: Krizhevsky 2009, https://www.cs.toronto.edu/~kriz/cifar.html. "Binary version": a file is a row of records of 3,073
-bytes, one label byte (0 to 9), then 1,024 red, 1,024 green and 1,024 blue pixels, each plane row by row. "Python version": a
-pickled dict of `data` uint8[N, 3072], in the same order, and `labels`. An official file has 10,000 images; shorter ones, such
-as samples, are read alike.
+Source: Krizhevsky 2009, https://www.cs.toronto.edu/~kriz/cifar.html. "Binary version": a file is a row of records of
+3,073 bytes, one label byte (0 to 9), then 1,024 red, 1,024 green and 1,024 blue pixels, each plane row by row. "Python
+version": a pickled dict of `data` uint8[N, 3072], in the same order, and `labels`. An official file has 10,000 images;
+shorter ones, such as samples, are read alike.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
 
-_UNPACK = f"download {URL} (splitjax.data.fetch('cifar10', folder) does), and pass the path of the archive or of its folder {FOLDER}"
+_UNPACK = (
+    f"download {URL} (splitjax.data.fetch('cifar10', folder) does), and pass the path of the archive or of its folder"
+    f" {FOLDER}"
+)
 _MAX_UNPACKED_BYTES = 1 << 30  # the official archives unpack to 184 and 186 million bytes
 
 
@@ -76,9 +79,9 @@ def load_cifar10(path: str | os.PathLike, *, verify: bool = True) -> Dataset:
 def open_records(files: list[pathlib.Path]) -> tuple[FileRows, np.ndarray]:
     """The images uint8[N, 32, 32, 3], which stay in the files, and labels int32[N] of binary files.
 
-    The files are read through once, for their labels, which are checked. Raises `DataError` for a file that is missing, empty,
-    or not a whole number of records (naming the byte at which the incomplete one starts), and for a label above 9 (naming
-    its record, counted from 0).
+    The files are read through once, for their labels, which are checked. Raises `DataError` for a file that is missing,
+    empty, or not a whole number of records (naming the byte at which the incomplete one starts), and for a label above
+    9 (naming its record, counted from 0).
     """
     parts, labels = [], []
     for file in files:
@@ -89,7 +92,9 @@ def open_records(files: list[pathlib.Path]) -> tuple[FileRows, np.ndarray]:
         num_records = _num_records(contents.size, str(file))
         labels.append(_checked_labels(contents[::RECORD_BYTES], str(file), RECORD_BYTES))
         parts.append(Part(file, 0, num_records))
-    images = FileRows(parts, row_bytes=RECORD_BYTES, row_shape=(32, 32, 3), decode=lambda records: _as_images(records[:, 1:]))
+    images = FileRows(
+        parts, row_bytes=RECORD_BYTES, row_shape=(32, 32, 3), decode=lambda records: _as_images(records[:, 1:])
+    )
     return images, np.concatenate(labels)
 
 
@@ -112,7 +117,11 @@ def _from_archive(archive: pathlib.Path) -> tuple[tuple[np.ndarray, np.ndarray],
     for _, names in _FORMATS:
         if found.keys() >= set(names):
             return _joined([found[name] for name in names[:-1]]), found[names[-1]]
-    missing = [name for name in (PYTHON_FILES if found.keys() & set(PYTHON_FILES) else TRAIN_FILES + TEST_FILES) if name not in found]
+    missing = [
+        name
+        for name in (PYTHON_FILES if found.keys() & set(PYTHON_FILES) else TRAIN_FILES + TEST_FILES)
+        if name not in found
+    ]
     raise _missing(missing, str(archive))
 
 

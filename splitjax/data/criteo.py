@@ -1,7 +1,9 @@
-"""Criteo's display advertising data: whether somebody clicked on an advertisement, with 13 numbers and 26 categories of each showing.
+"""Criteo's display advertising data: whether somebody clicked on an advertisement, with 13 numbers and 26 categories of
+each showing.
 
-Source: Criteo Labs, Display Advertising Challenge (Kaggle 2014) and Terabyte Click Logs, readme: a line is a label, 13 integers and 26
-categories hashed to 32 bits (8 hexadecimal digits), separated by tabs; what is missing is empty; lines are in order of time.
+Source: Criteo Labs, Display Advertising Challenge (Kaggle 2014) and Terabyte Click Logs, readme: a line is a label, 13
+integers and 26 categories hashed to 32 bits (8 hexadecimal digits), separated by tabs; what is missing is empty; lines
+are in order of time.
 """
 
 from __future__ import annotations
@@ -26,8 +28,11 @@ _REMEDY = "copy or download the file again; a small part of it serves, cut betwe
 
 
 def log_values(batch: Batch) -> Batch:
-    """log(x + 1) of the numbers, those below 0 taken as 0, as DLRM's and DeepFM's authors have it: their counts reach millions."""
-    return {**batch, "values": np.log1p(np.maximum(batch["values"], 0, dtype=np.float32))} if "values" in batch else batch
+    """log(x + 1) of the numbers, those below 0 taken as 0, as DLRM's and DeepFM's authors have it: their counts reach
+    millions."""
+    return (
+        {**batch, "values": np.log1p(np.maximum(batch["values"], 0, dtype=np.float32))} if "values" in batch else batch
+    )
 
 
 def load_criteo(path: str | os.PathLike, *, rows: int = 32_768) -> Dataset:
@@ -35,21 +40,26 @@ def load_criteo(path: str | os.PathLike, *, rows: int = 32_768) -> Dataset:
 
     **Arguments:**
 
-    - `path`: a file, or a folder with one named `train` with a suffix (the archive's `test.txt` has no labels and is not read), or with a
-      single one. Text may be packed by gzip, whatever the name. A `.npz` holds `ids` int[N, 26], `values` float[N, 13] and `clicked`
-      int[N].
-    - `rows`: of text, how many ids each field has: 0 for a missing category, 1 + c mod (rows - 1) for the category c, a number of 32
-      bits (categories that meet share an id, as in DLRM). Ids of a `.npz` stay, and a field has as many as its largest needs.
+    - `path`: a file, or a folder with one named `train` with a suffix (the archive's `test.txt` has no labels and is
+      not read), or with a single one. Text may be packed by gzip, whatever the name. A `.npz` holds `ids` int[N, 26],
+      `values` float[N, 13] and `clicked` int[N].
+    - `rows`: of text, how many ids each field has: 0 for a missing category, 1 + c mod (rows - 1) for the category c, a
+      number of 32 bits (categories that meet share an id, as in DLRM). Ids of a `.npz` stay, and a field has as many as
+      its largest needs.
 
-    **Returns:** a `Dataset` of `{"ids": int32[N, 26], "values": float32[N, 13], "label": int32[N]}`, the last tenth of the rows, so the
-    latest, for testing; `field_sizes` says how many ids each field has. A missing number is 0; batches hold `log_values`. All is in
-    memory, 160 bytes a row; text is read twice, by parts: once to count its lines.
+    **Returns:** a `Dataset` of `{"ids": int32[N, 26], "values": float32[N, 13], "label": int32[N]}`, the last tenth of
+    the rows, so the latest, for testing; `field_sizes` says how many ids each field has. A missing number is 0; batches
+    hold `log_values`. All is in memory, 160 bytes a row; text is read twice, by parts: once to count its lines.
 
-    Raises `DataError` for a file that is missing, damaged or of another kind: of text naming the line, of a `.npz` array and row.
+    Raises `DataError` for a file that is missing, damaged or of another kind: of text naming the line, of a `.npz`
+    array and row.
     """
     if not is_whole(rows) or not 2 <= rows <= 1 << 31:
         raise DataError(
-            "a field has at least two rows, one for missing categories", value=rows, place="argument 'rows'", remedy="pass rows=32768"
+            "a field has at least two rows, one for missing categories",
+            value=rows,
+            place="argument 'rows'",
+            remedy="pass rows=32768",
         )
     file = _find(pathlib.Path(path))
     archived = _starts_with(file, b"PK")
@@ -72,12 +82,16 @@ def load_criteo(path: str | os.PathLike, *, rows: int = 32_768) -> Dataset:
 def _find(path: pathlib.Path) -> pathlib.Path:
     if not path.is_dir():
         return path
-    files = sorted(file for file in path.iterdir() if file.is_file() and file.name.removesuffix(".gz").endswith(SUFFIXES))
+    files = sorted(
+        file for file in path.iterdir() if file.is_file() and file.name.removesuffix(".gz").endswith(SUFFIXES)
+    )
     train = [file for file in files if file.name.split(".")[0] == "train"]
     chosen = train or files
     if len(chosen) != 1:
         raise DataError(
-            f"{'several files' if chosen else 'no file'} of Criteo's data", value=[file.name for file in chosen][:20], place=str(path),
+            f"{'several files' if chosen else 'no file'} of Criteo's data",
+            value=[file.name for file in chosen][:20],
+            place=str(path),
             remedy="name one of them train.txt or train.npz, or give the path of one file in place of the folder",
         )
     return chosen[0]
@@ -89,7 +103,8 @@ def _starts_with(file: pathlib.Path, magic: bytes) -> bool:
             return opened.read(len(magic)) == magic
     except OSError as error:
         raise DataError(
-            f"the file cannot be read: {error.strerror or error}", place=str(file),
+            f"the file cannot be read: {error.strerror or error}",
+            place=str(file),
             remedy="give a file of Criteo's lines, or the folder with train.txt",
         ) from error
 
@@ -100,7 +115,9 @@ def _read_archive(file: pathlib.Path) -> Batch:
             missing = [name for name in ARRAYS if name not in archive.files]
             if missing:
                 raise DataError(
-                    f"the file has no array {missing[0]!r}", value=archive.files[:20], place=str(file),
+                    f"the file has no array {missing[0]!r}",
+                    value=archive.files[:20],
+                    place=str(file),
                     remedy="give a file with the arrays ids int32[N, 26], values float32[N, 13] and clicked int8[N]",
                 )
             read = {name: archive[name] for name in ARRAYS}
@@ -113,11 +130,18 @@ def _read_archive(file: pathlib.Path) -> Batch:
         wanted = (num,) if width is None else (num, width)
         if read[name].dtype.kind not in kinds or read[name].shape != wanted:
             raise DataError(
-                f"{name} has another shape or type than {num} rows of Criteo's data", value=f"{read[name].dtype}{list(read[name].shape)}",
-                place=f"{file}, array {name!r}", remedy=f"give {list(wanted)} of {'real' if 'f' in kinds else 'whole'} numbers",
+                f"{name} has another shape or type than {num} rows of Criteo's data",
+                value=f"{read[name].dtype}{list(read[name].shape)}",
+                place=f"{file}, array {name!r}",
+                remedy=f"give {list(wanted)} of {'real' if 'f' in kinds else 'whole'} numbers",
             )
     ids, values, clicked = read["ids"], read["values"], read["clicked"]
-    _check_rows((ids < 0) | (ids >= np.iinfo(np.int32).max), ids, f"{file}, array 'ids'", "ids are numbered from 0 and fit an int32")
+    _check_rows(
+        (ids < 0) | (ids >= np.iinfo(np.int32).max),
+        ids,
+        f"{file}, array 'ids'",
+        "ids are numbered from 0 and fit an int32",
+    )
     _check_rows(~np.isfinite(values), values, f"{file}, array 'values'", "a missing number is written as 0")
     _check_rows((clicked != 0) & (clicked != 1), clicked, f"{file}, array 'clicked'", "1 is a click, 0 is none")
     as_read = (ids.astype(np.int32, copy=False), values.astype(np.float32, copy=False), clicked.astype(np.int32))
@@ -130,6 +154,8 @@ def _check_rows(wrong: np.ndarray, array: np.ndarray, place: str, what: str) -> 
         where = tuple(int(index) for index in found[0])
         column = f", column {where[1]}" if len(where) > 1 else ""
         raise DataError(
-            f"{what}: {len(found)} of {array.size} are not so", value=array[where].item(),
-            place=f"{place}, row {where[0]}{column} (counted from 0)", remedy=_REMEDY,
+            f"{what}: {len(found)} of {array.size} are not so",
+            value=array[where].item(),
+            place=f"{place}, row {where[0]}{column} (counted from 0)",
+            remedy=_REMEDY,
         )

@@ -23,13 +23,17 @@ class Dataset:
 
     - `name`: for messages and reports.
     - `train`, `test`: `{name: [N, ...]}`: images `{"image": uint8[N, H, W, C], "label": int32[N]}`, text
-      `{"tokens": int32[N, T + 1]}`, clicks `{"ids": int32[N, F], "values": float32[N, D], "label": int32[N]}`. An array may stay in its file (`FileRows`).
-    - `class_names`: what a model chooses from: one per class of images, one per word of a vocabulary, no click and a click.
+      `{"tokens": int32[N, T + 1]}`, clicks `{"ids": int32[N, F], "values": float32[N, D], "label": int32[N]}`. An array
+      may stay in its file (`FileRows`).
+    - `class_names`: what a model chooses from: one per class of images, one per word of a vocabulary, no click and a
+      click.
     - `transform`: makes of a batch of stored examples what a model reads (images: `Standardise`); None for as stored.
-    - `augmentation`: random changes that suit training on these examples (images: `Augmentation`); None where there are none.
+    - `augmentation`: random changes that suit training on these examples (images: `Augmentation`); None where there are
+      none.
     - `vocabulary`: of text; None elsewhere.
     - `field_sizes`: of clicks, how many ids each categorical field has; empty elsewhere.
-    - `draws`: arrays that training batches have beside those of `train`, drawn anew in each epoch (`stream`), such as `Negatives`.
+    - `draws`: arrays that training batches have beside those of `train`, drawn anew in each epoch (`stream`), such as
+      `Negatives`.
 
     Raises `DataError` if the arrays of a split differ in length.
     """
@@ -66,7 +70,8 @@ class Dataset:
         return num_examples(self.test)
 
     def train_batches(self, batch_size: int, *, seed: int = 0, epoch: int = 0) -> Iterator[Batch]:
-        """The full batches of one epoch, shuffled by `(seed, epoch)`, transformed, not augmented, with what is drawn for them.
+        """The full batches of one epoch, shuffled by `(seed, epoch)`, transformed, not augmented, with what is drawn
+        for them.
 
         The examples left over by the last full batch are dropped, others in each epoch. Raises `DataError` as
         `epoch_batches`.
@@ -90,12 +95,20 @@ class Dataset:
         """
         changes = self.augmentation if augment else None
         return stream(
-            self.train, batch_size, seed=seed, start=start, rows=rows, num_epochs=num_epochs, transform=self.transform, augment=changes,
+            self.train,
+            batch_size,
+            seed=seed,
+            start=start,
+            rows=rows,
+            num_epochs=num_epochs,
+            transform=self.transform,
+            augment=changes,
             draws=self.draws,
         )
 
     def test_batches(self, batch_size: int, *, rows: Rows = None) -> Iterator[Batch]:
-        """All test examples in order, transformed, with `"mask"` f32[B], 0 on the padding of the last batch; `rows` of each batch.
+        """All test examples in order, transformed, with `"mask"` f32[B], 0 on the padding of the last batch; `rows` of
+        each batch.
 
         Raises `DataError` as `padded_batches`.
         """

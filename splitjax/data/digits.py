@@ -19,7 +19,9 @@ MEAN = 0.3053
 STD = 0.3759
 
 
-def load_digits(*, seed: int = 0, test_fraction: float = 0.2, image_size: int | None = 32, channels: int = 3) -> Dataset:
+def load_digits(
+    *, seed: int = 0, test_fraction: float = 0.2, image_size: int | None = 32, channels: int = 3
+) -> Dataset:
     """The digits as images of 32x32 pixels and 3 equal channels, or as many as are asked for.
 
     **Arguments:**

@@ -1,8 +1,8 @@
 """Images and labels in IDX files, the format of MNIST and of the many sets made like it.
 
-Source: LeCun, Cortes and Burges, "The MNIST database of handwritten digits", http://yann.lecun.com/exdb/mnist/, "File formats":
-two bytes 0, a byte for the type of the values, a byte for the number of dims, each dim as four bytes, then the values; all of
-it big-endian.
+Source: LeCun, Cortes and Burges, "The MNIST database of handwritten digits", http://yann.lecun.com/exdb/mnist/, "File
+formats": two bytes 0, a byte for the type of the values, a byte for the number of dims, each dim as four bytes, then
+the values; all of it big-endian.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SPLITS = {"train": "train", "test": "t10k"}
 FOLDER = "mnist"  # where `fetch` puts the official files
 _SAMPLE = 10_000  # images that mean and std are taken of
 _UNPACK = (
-    "give a folder with train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte, "
-    "or the same with .gz (splitjax.data.fetch('mnist', folder) downloads MNIST)"
+    "give a folder with train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and"
+    " t10k-labels-idx1-ubyte, or the same with .gz (splitjax.data.fetch('mnist', folder) downloads MNIST)"
 )
 _DAMAGED = "copy or download the file again"
 
@@ -50,18 +50,18 @@ def load_idx(
 
     - `path`: the folder with `train-images-idx3-ubyte`, `train-labels-idx1-ubyte`, `t10k-images-idx3-ubyte` and
       `t10k-labels-idx1-ubyte`, each as it is or with `.gz`, or the folder around it if it is named `mnist`.
-    - `image_size`, `channels`: as of `fit_images`: 32 and 3 for models of CIFAR's images. None: as in the files, with one
-      channel.
+    - `image_size`, `channels`: as of `fit_images`: 32 and 3 for models of CIFAR's images. None: as in the files, with
+      one channel.
     - `num_classes`: labels are 0 to one less.
     - `verify`: compare the files with the folder's `SHA256SUMS`, where `fetch` has written one. Several processes that
       share the folder may leave it to one.
 
-    **Returns:** a `Dataset` of uint8[N, H, W, C] images and int32[N] labels. The images of files without `.gz` stay there
-    (`FileRows`), and are read batch by batch; the others are in memory. Mean and std are those of the first 10,000
-    training images, as they are in the file.
+    **Returns:** a `Dataset` of uint8[N, H, W, C] images and int32[N] labels. The images of files without `.gz` stay
+    there (`FileRows`), and are read batch by batch; the others are in memory. Mean and std are those of the first
+    10,000 training images, as they are in the file.
 
-    Raises `DataError` for missing files, naming them all; for changed ones if `verify`; for a wrong magic number, type or
-    number of dims; for a file that is shorter or longer than its dims say (naming the byte where it ends); for
+    Raises `DataError` for missing files, naming them all; for changed ones if `verify`; for a wrong magic number, type
+    or number of dims; for a file that is shorter or longer than its dims say (naming the byte where it ends); for
     numbers of images and labels that differ; for a label that is no class (naming its place); and as `fit_images`.
     """
     folder = pathlib.Path(path)
@@ -95,17 +95,19 @@ def load_idx(
 
 
 def read_idx(file: str | os.PathLike) -> np.ndarray:
-    """The array of an IDX file of any type and number of dims, in this machine's byte order; `.gz` is unpacked on the way.
+    """The array of an IDX file of any type and number of dims, in this machine's byte order; `.gz` is unpacked on the
+    way.
 
-    Raises `DataError` for a wrong magic number, and for a file that is shorter or longer than its dims say, naming the byte
-    at which it ends.
+    Raises `DataError` for a wrong magic number, and for a file that is shorter or longer than its dims say, naming the
+    byte at which it ends.
     """
     file = pathlib.Path(file)
     with _Opened(file) as contents:
         dtype, shape, header_bytes = _read_header(contents, file)
         size = dtype.itemsize * math.prod(shape)
         chunks, left = [], size + 1  # one more than there should be
-        while left and (chunk := contents.read(min(left, 1 << 24))):  # by chunks: what a damaged header promises is not set aside
+        # by chunks: what a damaged header promises is not set aside
+        while left and (chunk := contents.read(min(left, 1 << 24))):
             chunks.append(chunk)
             left -= len(chunk)
         data = b"".join(chunks)
@@ -135,11 +137,17 @@ def _open_images(file: pathlib.Path, image_size: int | None, channels: int | Non
 def _read_labels(file: pathlib.Path, num_classes: int) -> np.ndarray:
     labels = read_idx(file)
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        raise DataError("labels are whole numbers in one dim", value=(labels.dtype.name, labels.shape), place=str(file), remedy=_UNPACK)
+        raise DataError(
+            "labels are whole numbers in one dim",
+            value=(labels.dtype.name, labels.shape),
+            place=str(file),
+            remedy=_UNPACK,
+        )
     wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
     if wrong.size:
         raise DataError(
-            f"label {labels[wrong[0]]} is none of the {num_classes} classes ({wrong.size} of {len(labels)} labels are not)",
+            f"label {labels[wrong[0]]} is none of the {num_classes} classes ({wrong.size} of {len(labels)} labels are"
+            " not)",
             value=int(labels[wrong[0]]),
             place=f"{file}, label {wrong[0]} (counted from 0), byte offset {8 + wrong[0] * labels.dtype.itemsize}",
             remedy=f"pass num_classes={int(labels.max()) + 1} if the set has so many; {_DAMAGED} if not",
@@ -150,7 +158,10 @@ def _read_labels(file: pathlib.Path, num_classes: int) -> np.ndarray:
 def _check_images(dtype: np.dtype, shape: tuple[int, ...], file: pathlib.Path) -> None:
     if dtype != np.uint8 or len(shape) != 3 or not all(shape):
         raise DataError(
-            "images are unsigned bytes in three dims, none of them 0", value=(dtype.name, shape), place=str(file), remedy=_UNPACK
+            "images are unsigned bytes in three dims, none of them 0",
+            value=(dtype.name, shape),
+            place=str(file),
+            remedy=_UNPACK,
         )
 
 
@@ -168,7 +179,11 @@ class _Opened:
         return self._contents
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        place = f"{self._file}, after {self._contents.tell()} bytes unpacked" if self._file.suffix == ".gz" else str(self._file)
+        place = (
+            f"{self._file}, after {self._contents.tell()} bytes unpacked"
+            if self._file.suffix == ".gz"
+            else str(self._file)
+        )
         self._contents.close()
         if isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile)):
             raise DataError(f"a damaged .gz file: {error}", place=place, remedy=_DAMAGED) from error
@@ -176,7 +191,9 @@ class _Opened:
             raise self._unreadable(error) from error
 
     def _unreadable(self, error: OSError) -> DataError:
-        return DataError(f"the IDX file cannot be read: {error.strerror or error}", place=str(self._file), remedy=_UNPACK)
+        return DataError(
+            f"the IDX file cannot be read: {error.strerror or error}", place=str(self._file), remedy=_UNPACK
+        )
 
 
 def _read_header(contents: IO[bytes], file: pathlib.Path) -> tuple[np.dtype, tuple[int, ...], int]:
@@ -193,8 +210,10 @@ def _read_header(contents: IO[bytes], file: pathlib.Path) -> tuple[np.dtype, tup
     dims = contents.read(4 * num_dims)
     if len(dims) < 4 * num_dims:
         raise DataError(
-            f"truncated IDX file: its {num_dims} dims are not all there", value=4 + len(dims),
-            place=f"{file}, byte offset {4 + len(dims)}", remedy=_DAMAGED,
+            f"truncated IDX file: its {num_dims} dims are not all there",
+            value=4 + len(dims),
+            place=f"{file}, byte offset {4 + len(dims)}",
+            remedy=_DAMAGED,
         )
     return np.dtype(TYPES[magic[2]]), struct.unpack(f">{num_dims}I", dims), 4 + len(dims)
 
@@ -211,7 +230,8 @@ def _check_size(found: int, expected: int, header_bytes: int, shape: tuple[int, 
 
 
 def _moments(images: np.ndarray) -> tuple[float, float]:
-    """Mean and standard deviation of the pixels, scaled to [0, 1]; from counts, so that they are the same everywhere."""
+    """Mean and standard deviation of the pixels, scaled to [0, 1]; from counts, so that they are the same
+    everywhere."""
     counts = [int(count) for count in np.bincount(images.ravel(), minlength=256)]
     total = sum(counts)
     mean = sum(value * count for value, count in enumerate(counts)) / total
@@ -240,5 +260,7 @@ def _find_files(folder: pathlib.Path) -> dict[tuple[str, str], pathlib.Path]:
             else:
                 missing.append(f"{prefix}-{kind}-idx{num_dims}-ubyte")
     if missing:
-        raise DataError(f"IDX files are missing: {', '.join(missing)}", value=missing, place=str(folder), remedy=_UNPACK)
+        raise DataError(
+            f"IDX files are missing: {', '.join(missing)}", value=missing, place=str(folder), remedy=_UNPACK
+        )
     return found

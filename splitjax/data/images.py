@@ -33,8 +33,8 @@ def standardise(images: np.ndarray, mean: tuple[float, ...], std: tuple[float, .
     """uint8[B, ..., C] -> float32[B, ..., C]: `(images / 255 - mean) / std`, with one mean and one std per channel."""
     scale = np.asarray([1 / (255 * s) for s in std], np.float32)
     shift = np.asarray([m / s for m, s in zip(mean, std, strict=True)], np.float32)
-    # One image a row, and the constants repeated to its length: numpy's inner loop is as long as the last dim, which with
-    # channels alone is 3, and 19 times as slow.
+    # One image a row, and the constants repeated to its length: numpy's inner loop is as long as the last dim, which
+    # with channels alone is 3, and 19 times as slow.
     num_values = math.prod(images.shape[1:])
     result = images.reshape(len(images), num_values).astype(np.float32)
     repeats = num_values // len(scale)
@@ -62,12 +62,18 @@ def fit_images(images: np.ndarray, image_size: int | None, channels: int | None)
             place="argument 'image_size'",
             remedy=f"pass image_size={max(height, width)} or more, or None to leave them as they are",
         )
-    if channels is not None and channels != has_channels and (has_channels != 1 or not is_whole(channels) or channels < 1):
+    if (
+        channels is not None
+        and channels != has_channels
+        and (has_channels != 1 or not is_whole(channels) or channels < 1)
+    ):
         raise DataError(
             f"images of {has_channels} channel(s) cannot be given this number of them",
             value=channels,
             place="argument 'channels'",
-            remedy="pass channels=None to leave them as they are" if has_channels != 1 else "pass a whole number above 0",
+            remedy="pass channels=None to leave them as they are"
+            if has_channels != 1
+            else "pass a whole number above 0",
         )
     if image_size is not None and (height, width) != (image_size, image_size):
         factor = image_size // max(height, width)

@@ -1,8 +1,8 @@
 """Words drawn for a sampled softmax: some for each example of a training batch, as a further array of it.
 
-Which words an example gets depends on seed, epoch and the example's number alone (`splitjax.data.augment`): they are the same on any
-number of processes and after a resume, a worker draws those of its own examples only, and a position in the stream says all there is to
-save. Every draw is independent of the others, so a word may come twice.
+Which words an example gets depends on seed, epoch and the example's number alone (`splitjax.data.augment`): they are
+the same on any number of processes and after a resume, a worker draws those of its own examples only, and a position in
+the stream says all there is to save. Every draw is independent of the others, so a word may come twice.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class Sampler(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LogUniform:
-    """Word k with probability log((k + 2) / (k + 1)) / log(vocab_size + 1): near Zipf's law for words by falling frequency, as those of a
-    `Vocabulary`. (TensorFlow's `log_uniform_candidate_sampler`.) Raises `DataError` for a size below 1."""
+    """Word k with probability log((k + 2) / (k + 1)) / log(vocab_size + 1): near Zipf's law for words by falling
+    frequency, as those of a `Vocabulary`. (TensorFlow's `log_uniform_candidate_sampler`.) Raises `DataError` for a size
+    below 1."""
 
     vocab_size: int
 
@@ -49,7 +50,8 @@ class ByCounts:
     **Arguments:**
 
     - `counts`: [vocab_size], above 0.
-    - `power`: of the counts; below 1 rare words come more often than in the text (0.75 in Mikolov et al. 2013, arXiv 1310.4546).
+    - `power`: of the counts; below 1 rare words come more often than in the text (0.75 in Mikolov et al. 2013, arXiv
+      1310.4546).
 
     Raises `DataError` for counts that are not above 0: a word that is never drawn would have no expected count.
     """
@@ -62,8 +64,10 @@ class ByCounts:
         if counts.ndim != 1 or not counts.size or not np.all(np.isfinite(counts) & (counts > 0)):
             wrong = np.flatnonzero(~(counts > 0)) if counts.ndim == 1 else ()
             raise DataError(
-                "counts are one number above 0 for each word", value=counts.shape if not len(wrong) else float(counts[wrong[0]]),
-                place="ByCounts" + (f", word {wrong[0]}" if len(wrong) else ""), remedy="leave words that never occur out of the vocabulary",
+                "counts are one number above 0 for each word",
+                value=counts.shape if not len(wrong) else float(counts[wrong[0]]),
+                place="ByCounts" + (f", word {wrong[0]}" if len(wrong) else ""),
+                remedy="leave words that never occur out of the vocabulary",
             )
         object.__setattr__(self, "counts", counts)
 
@@ -84,7 +88,8 @@ class ByCounts:
 
 @dataclasses.dataclass(frozen=True)
 class Negatives:
-    """`num` words for each example; called with the examples' keys: uint64[b] -> i32[b, num]. One of a `Dataset`'s `draws`."""
+    """`num` words for each example; called with the examples' keys: uint64[b] -> i32[b, num]. One of a `Dataset`'s
+    `draws`."""
 
     sampler: Sampler
     num: int

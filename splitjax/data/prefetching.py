@@ -28,8 +28,11 @@ class Prefetch(Iterator):
     def __init__(self, source: Iterator[Any], place: Callable[[Any], Any], depth: int):
         self.wait_seconds = 0.0
         self._shared = _Shared(depth)
-        # The thread holds what it shares with this object, not the object: dropped without close, it still ends the thread.
-        self._thread = threading.Thread(target=_work, args=(self._shared, source, place), name="splitjax-prefetch", daemon=True)
+        # The thread holds what it shares with this object, not the object: dropped without close, it still ends the
+        # thread.
+        self._thread = threading.Thread(
+            target=_work, args=(self._shared, source, place), name="splitjax-prefetch", daemon=True
+        )
         weakref.finalize(self, self._shared.stop)
         self._thread.start()
 
@@ -51,7 +54,9 @@ class Prefetch(Iterator):
             return
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
-            warnings.warn(f"the thread {self._thread.name!r} did not end within {CLOSE_SECONDS:g} s", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"the thread {self._thread.name!r} did not end within {CLOSE_SECONDS:g} s", RuntimeWarning, stacklevel=2
+            )
 
     def __enter__(self) -> Prefetch:
         return self
@@ -72,13 +77,14 @@ def prefetch(iterator: Iterator[Any], place: Callable[[Any], Any], depth: int = 
     - `iterator`: read by the thread alone, and closed by it if it can be (generators).
     - `place`: host -> devices, such as `lambda batch: jax.device_put(batch, sharding)`. It gets the item; of the pairs
       `(Position, batch)` of a `stream` it gets the batch, and the position is kept beside what it returns.
-    - `depth`: at most this many placed items wait, the one in work included; with the one in use, `depth + 1` are alive.
+    - `depth`: at most this many placed items wait, the one in work included; with the one in use, `depth + 1` are
+      alive.
 
-    **Returns:** a `Prefetch`: an iterator with `close()` and `wait_seconds`. Use it in a `with`, so that no thread is left
-    when the loop stops early or raises.
+    **Returns:** a `Prefetch`: an iterator with `close()` and `wait_seconds`. Use it in a `with`, so that no thread is
+    left when the loop stops early or raises.
 
-    An exception of `iterator` or `place` is raised to the consumer in its turn, behind the items that were ready, with the
-    traceback of where it came from. Raises `DataError`, at once, for a depth below 1.
+    An exception of `iterator` or `place` is raised to the consumer in its turn, behind the items that were ready, with
+    the traceback of where it came from. Raises `DataError`, at once, for a depth below 1.
     """
     if not is_whole(depth) or depth < 1:
         raise DataError(

@@ -1,7 +1,7 @@
 """Arrays whose rows stay in their files: a process reads the examples of its batches, and nothing else.
 
-Not `numpy.memmap`: where a mapped file gets shorter, or its disk fails, the process dies of a signal. A read that comes back
-short is an error that names the file.
+Not `numpy.memmap`: where a mapped file gets shorter, or its disk fails, the process dies of a signal. A read that comes
+back short is an error that names the file.
 """
 
 from __future__ import annotations
@@ -47,7 +47,12 @@ class FileRows:
     dtype = np.dtype(np.uint8)
 
     def __init__(
-        self, parts: Sequence[Part], *, row_bytes: int, row_shape: tuple[int, ...], decode: Callable[[np.ndarray], np.ndarray]
+        self,
+        parts: Sequence[Part],
+        *,
+        row_bytes: int,
+        row_shape: tuple[int, ...],
+        decode: Callable[[np.ndarray], np.ndarray],
     ):
         self._parts, self._row_bytes, self._decode = tuple(parts), row_bytes, decode
         self._ends = np.cumsum([part.num_rows for part in self._parts])
@@ -76,8 +81,12 @@ class FileRows:
 
     def __getitem__(self, key: Any) -> np.ndarray:
         if isinstance(key, tuple):
-            raise IndexError(f"only whole rows can be picked from files, not {key!r}: write np.asarray(rows)[...] to read all of them")
-        indices = np.arange(len(self))[key]  # numpy's meaning of slices, masks, negative numbers and what is out of range
+            raise IndexError(
+                f"only whole rows can be picked from files, not {key!r}: write np.asarray(rows)[...] to read all of"
+                " them"
+            )
+        # numpy's meaning of slices, masks, negative numbers and what is out of range
+        indices = np.arange(len(self))[key]
         return self._decode(self._read(indices.ravel()))[0 if indices.ndim == 0 else slice(None)]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -90,7 +99,9 @@ class FileRows:
         parts = np.searchsorted(self._ends, indices, side="right")
         starts = np.array([part.offset_bytes for part in self._parts]) - self._row_bytes * np.r_[0, self._ends[:-1]]
         offsets = starts[parts] + self._row_bytes * indices
-        return np.frombuffer(b"".join(map(self._row, parts.tolist(), offsets.tolist())), np.uint8).reshape(-1, self._row_bytes)
+        return np.frombuffer(b"".join(map(self._row, parts.tolist(), offsets.tolist())), np.uint8).reshape(
+            -1, self._row_bytes
+        )
 
     def _row(self, part: int, offset: int) -> bytes:
         file = self._parts[part].file
@@ -115,5 +126,7 @@ def _close(descriptors: list[int]) -> None:
 
 def _unreadable(file: pathlib.Path, error: OSError) -> DataError:
     return DataError(
-        f"the file cannot be read: {error.strerror or error}", place=str(file), remedy="check the path, its permissions and the disk"
+        f"the file cannot be read: {error.strerror or error}",
+        place=str(file),
+        remedy="check the path, its permissions and the disk",
     )

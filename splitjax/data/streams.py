@@ -1,4 +1,5 @@
-"""A stream of training batches over epochs, with a position that a checkpoint can hold: resumed, it goes on exactly there."""
+"""A stream of training batches over epochs, with a position that a checkpoint can hold: resumed, it goes on exactly
+there."""
 
 from __future__ import annotations
 
@@ -80,8 +81,9 @@ def stream(
 ) -> Iterator[tuple[Position, Batch]]:
     """The full batches of epoch after epoch, each with the position behind it.
 
-    Save the position with the state that the batch led to: `start` at that position goes on with the next batch, and none
-    is repeated or skipped. Batch k of an epoch holds the same examples, changed alike, whatever the number of processes.
+    Save the position with the state that the batch led to: `start` at that position goes on with the next batch, and
+    none is repeated or skipped. Batch k of an epoch holds the same examples, changed alike, whatever the number of
+    processes.
 
     **Arguments:**
 
@@ -89,13 +91,14 @@ def stream(
     - `batch_size`: B, of the batch over all processes, at most N.
     - `seed`: decides the order of every epoch, and the changes by `augment`.
     - `start`: where to begin.
-    - `rows`: int[b], the rows of each batch that this process reads, or `{name: int[b]}` where it needs other rows of some arrays; the
-      other examples are never touched. None: all B.
+    - `rows`: int[b], the rows of each batch that this process reads, or `{name: int[b]}` where it needs other rows of
+      some arrays; the other examples are never touched. None: all B.
     - `num_epochs`: end before this epoch, counted from 0 and not from `start`. None: never end.
     - `shuffle`: False keeps the order of the arrays.
-    - `transform`, `augment`: applied to each batch, `augment` first, with the keys of the examples (`example_keys`); arrays with other
-      rows go through them by themselves.
-    - `draws`: `{name: draw}`, arrays that are not read but drawn: `draw(keys)` makes [b, ...] from the keys of the examples, uint64[b].
+    - `transform`, `augment`: applied to each batch, `augment` first, with the keys of the examples (`example_keys`);
+      arrays with other rows go through them by themselves.
+    - `draws`: `{name: draw}`, arrays that are not read but drawn: `draw(keys)` makes [b, ...] from the keys of the
+      examples, uint64[b].
 
     **Returns:** an iterator of `(Position, {name: [b, ...]})`.
 

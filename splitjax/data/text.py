@@ -1,7 +1,7 @@
 """Plain text as windows of word numbers, for models that predict the next one.
 
-The words are those of the corpora that come split at spaces, such as WikiText (Merity et al. 2016, arXiv 1609.07843): whatever
-white space separates; the end of each line, empty ones too, is the word `<eos>`.
+The words are those of the corpora that come split at spaces, such as WikiText (Merity et al. 2016, arXiv 1609.07843):
+whatever white space separates; the end of each line, empty ones too, is the word `<eos>`.
 """
 
 from __future__ import annotations
@@ -36,23 +36,31 @@ def load_text(
 
     **Arguments:**
 
-    - `path`: a folder with files for training and for testing, `train.txt` and `test.txt` (or `valid.txt`), or named like
-      `wiki.train.tokens`; or one file, of which the last tenth of the lines is for testing.
+    - `path`: a folder with files for training and for testing, `train.txt` and `test.txt` (or `valid.txt`), or named
+      like `wiki.train.tokens`; or one file, of which the last tenth of the lines is for testing.
     - `seq_len`: T, how many words an example has a model predict.
     - `vocab_size`: at most this many words, the most frequent of the training text; the others are `<unk>`. None: all.
     - `level`: `"word"`, or `"char"` for single characters.
     - `vocabulary`: one from an earlier run, in place of the training text's own.
 
-    **Returns:** a `Dataset` of windows `{"tokens": int32[N, T + 1]}`, of which position t predicts t + 1: the last word of a
-    window is the first of the next, so that each word is predicted once. What is left at the end is dropped. The words are
-    in memory once, 4 bytes each; windows share them. `vocabulary` is the data set's, `class_names` are its words.
+    **Returns:** a `Dataset` of windows `{"tokens": int32[N, T + 1]}`, of which position t predicts t + 1: the last word
+    of a window is the first of the next, so that each word is predicted once. What is left at the end is dropped. The
+    words are in memory once, 4 bytes each; windows share them. `vocabulary` is the data set's, `class_names` are its
+    words.
 
     Raises `DataError` for files that are missing, not UTF-8 (naming the byte), or too short for one window.
     """
     if not is_whole(seq_len) or seq_len < 1:
-        raise DataError("seq_len must be a whole number above 0", value=seq_len, place="argument 'seq_len'", remedy="pass seq_len=128")
+        raise DataError(
+            "seq_len must be a whole number above 0",
+            value=seq_len,
+            place="argument 'seq_len'",
+            remedy="pass seq_len=128",
+        )
     if level not in LEVELS:
-        raise DataError("no such level of a text", value=level, place="argument 'level'", remedy="pass 'word' or 'char'")
+        raise DataError(
+            "no such level of a text", value=level, place="argument 'level'", remedy="pass 'word' or 'char'"
+        )
     path = pathlib.Path(path)
     if path.is_dir():
         train_file, test_file = _split_file(path, TRAIN), _split_file(path, TEST)
@@ -125,7 +133,9 @@ def _split_file(folder: pathlib.Path, splits: tuple[str, ...]) -> pathlib.Path:
         f"no text for the split {splits[0]!r}",
         value=sorted(file.name for file in folder.iterdir())[:20],
         place=str(folder),
-        remedy=f"name it {splits[0]}.txt or wiki.{splits[0]}.tokens, or give the path of one file in place of the folder",
+        remedy=(
+            f"name it {splits[0]}.txt or wiki.{splits[0]}.tokens, or give the path of one file in place of the folder"
+        ),
     )
 
 

@@ -30,8 +30,8 @@ class Vocabulary:
     **Attributes:**
 
     - `words`: `<unk>`, which stands for every other word, then words by falling frequency.
-    - `level`: `"word"`: a text is split at white space, and `<eos>` ends each line; `"char"`: into its characters, of which
-      a line's end is one.
+    - `level`: `"word"`: a text is split at white space, and `<eos>` ends each line; `"char"`: into its characters, of
+      which a line's end is one.
 
     Raises `DataError` for words that are no distinct texts, or that lack `<unk>`.
     """
@@ -42,7 +42,12 @@ class Vocabulary:
     def __post_init__(self):
         object.__setattr__(self, "words", tuple(self.words))
         texts = all(isinstance(word, str) for word in self.words)
-        if self.level not in LEVELS or not texts or len(set(self.words)) != len(self.words) or UNKNOWN not in self.words:
+        if (
+            self.level not in LEVELS
+            or not texts
+            or len(set(self.words)) != len(self.words)
+            or UNKNOWN not in self.words
+        ):
             raise DataError(
                 f"a vocabulary has distinct words, {UNKNOWN!r} among them, and a level, 'word' or 'char'",
                 value=(self.level, self.words[:10]),
@@ -80,7 +85,8 @@ class Vocabulary:
         for line in lines:
             counts.update(split_line(line, level))
         del counts[UNKNOWN]
-        words = [word for word, _ in counts.most_common()]  # sorted by count alone, and stable: ties stay as they appeared
+        # sorted by count alone, and stable: ties stay as they appeared
+        words = [word for word, _ in counts.most_common()]
         return cls((UNKNOWN, *words)[:size], level)
 
     def encode(self, text: str) -> np.ndarray:
@@ -91,7 +97,9 @@ class Vocabulary:
         """int32[T]: as `encode`, of a text that comes line by line."""
         numbers, unknown = self._numbers, self._numbers[UNKNOWN]
         # numpy takes what it is given as it comes: the words of a large text never stand in memory at once
-        return np.fromiter((numbers.get(word, unknown) for line in lines for word in split_line(line, self.level)), np.int32)
+        return np.fromiter(
+            (numbers.get(word, unknown) for line in lines for word in split_line(line, self.level)), np.int32
+        )
 
     def decode(self, numbers: Iterable[int]) -> str:
         """The text of these numbers: words joined by spaces, `<eos>` as a line's end; characters as they are.
@@ -101,7 +109,9 @@ class Vocabulary:
         chosen = [self._word(int(number)) for number in numbers]
         if self.level == "char":
             return "".join(chosen)
-        return " ".join("\n" if word == END_OF_LINE else word for word in chosen).replace(" \n", "\n").replace("\n ", "\n")
+        return (
+            " ".join("\n" if word == END_OF_LINE else word for word in chosen).replace(" \n", "\n").replace("\n ", "\n")
+        )
 
     @functools.cached_property
     def digest(self) -> str:
@@ -114,13 +124,23 @@ class Vocabulary:
 
     @classmethod
     def from_json(cls, value: Any, *, place: str = "Vocabulary.from_json") -> Vocabulary:
-        """The vocabulary that `to_json` wrote. Raises `DataError` for anything else, or words that do not fit their digest."""
+        """The vocabulary that `to_json` wrote. Raises `DataError` for anything else, or words that do not fit their
+        digest."""
         remedy = "make it anew from the training text: load_text gives the same vocabulary each time"
-        if not isinstance(value, dict) or value.keys() != {"level", "words", "digest"} or not isinstance(value["words"], list):
+        if (
+            not isinstance(value, dict)
+            or value.keys() != {"level", "words", "digest"}
+            or not isinstance(value["words"], list)
+        ):
             raise DataError("not a vocabulary", value=value, place=place, remedy=remedy)
         vocabulary = cls(tuple(value["words"]), value["level"])
         if vocabulary.digest != value["digest"]:
-            raise DataError("a damaged vocabulary: its words do not fit its digest", value=value["digest"], place=place, remedy=remedy)
+            raise DataError(
+                "a damaged vocabulary: its words do not fit its digest",
+                value=value["digest"],
+                place=place,
+                remedy=remedy,
+            )
         return vocabulary
 
     def save(self, file: str | os.PathLike) -> None:
@@ -140,7 +160,9 @@ class Vocabulary:
             value = json.loads(pathlib.Path(file).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise DataError(
-                f"the vocabulary cannot be read: {error}", place=str(file), remedy="give a file that Vocabulary.save wrote"
+                f"the vocabulary cannot be read: {error}",
+                place=str(file),
+                remedy="give a file that Vocabulary.save wrote",
             ) from error
         return cls.from_json(value, place=str(file))
 
@@ -151,7 +173,9 @@ class Vocabulary:
     def _word(self, number: int) -> str:
         if not 0 <= number < len(self.words):
             raise DataError(
-                f"the vocabulary has words 0 to {len(self.words) - 1}", value=number, place="Vocabulary.decode",
+                f"the vocabulary has words 0 to {len(self.words) - 1}",
+                value=number,
+                place="Vocabulary.decode",
                 remedy="decode with the vocabulary that the text was encoded with",
             )
         return self.words[number]
@@ -165,5 +189,6 @@ def split_line(line: str, level: Level) -> Iterable[str]:
 
 
 def split_lines(text: str) -> list[str]:
-    """The lines of a text with their ends, which are "\\n" or "\\r\\n" and become "\\n". (`str.splitlines` knows eight more.)"""
+    """The lines of a text with their ends, which are "\\n" or "\\r\\n" and become "\\n". (`str.splitlines` knows eight
+    more.)"""
     return list(io.StringIO(text.replace("\r\n", "\n")))

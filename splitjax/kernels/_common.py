@@ -12,7 +12,8 @@ from jax import lax
 from splitjax._compat import vary, varying_axes
 from splitjax.errors import KernelError
 
-# Stands where there is no id: in the slots behind the last one, so that arrays have static sizes. It sorts behind every id.
+# Stands where there is no id: in the slots behind the last one, so that arrays have static sizes. It sorts behind every
+# id.
 FILLER = 2**31 - 1
 
 LANES = 128  # of a TPU's vector registers
@@ -33,18 +34,22 @@ def round_up(number: int, to: int) -> int:
 
 
 def pad_rows(array: jax.Array, num_rows: int, value: Any = 0) -> jax.Array:
-    """An array with at least `num_rows` entries in its leading dim, the new ones `value`; the identity where nothing is missing."""
+    """An array with at least `num_rows` entries in its leading dim, the new ones `value`; the identity where nothing is
+    missing."""
     missing = num_rows - array.shape[0]
     if missing <= 0:
         return array
     return jnp.pad(array, [(0, missing), *[(0, 0)] * (array.ndim - 1)], constant_values=value)
 
 
-def dispatch(reference: Callable[..., Any], *operands: Any, tpu: Callable[..., Any] | None, gpu: Callable[..., Any] | None) -> Any:
-    """Evaluates the function made for the platform that the program is lowered for, which need not be the one it is traced on.
+def dispatch(
+    reference: Callable[..., Any], *operands: Any, tpu: Callable[..., Any] | None, gpu: Callable[..., Any] | None
+) -> Any:
+    """Evaluates the function made for the platform that the program is lowered for, which need not be the one it is
+    traced on.
 
-    A kernel has to stand where every mesh axis is manual: XLA does not partition it. Where the mesh in use has other axes, the
-    reference is evaluated.
+    A kernel has to stand where every mesh axis is manual: XLA does not partition it. Where the mesh in use has other
+    axes, the reference is evaluated.
     """
     if not partitions_nothing() or (tpu is None and gpu is None):
         return reference(*operands)
@@ -59,13 +64,17 @@ def dispatch(reference: Callable[..., Any], *operands: Any, tpu: Callable[..., A
 
 
 def partitions_nothing() -> bool:
-    """Whether no axis of the mesh in use (inside `shard_map` or under `jax.set_mesh`) is left to XLA to partition over."""
+    """Whether no axis of the mesh in use (inside `shard_map` or under `jax.set_mesh`) is left to XLA to partition
+    over."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.empty or all(kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types)
 
 
-def check_vector(name: str, array: Any, *, kinds: str = "i", bits: tuple[int, ...] = (32,), ranks: tuple[int, ...] = (1,)) -> None:
-    """Refuses what is not a vector of the wanted dtypes. `kinds`: numpy's letters (b, i, u); `bits`: of an entry; `ranks`: 2 for several.
+def check_vector(
+    name: str, array: Any, *, kinds: str = "i", bits: tuple[int, ...] = (32,), ranks: tuple[int, ...] = (1,)
+) -> None:
+    """Refuses what is not a vector of the wanted dtypes. `kinds`: numpy's letters (b, i, u); `bits`: of an entry;
+    `ranks`: 2 for several.
 
     Raises `KernelError`.
     """
@@ -96,7 +105,10 @@ def check_capacity(capacity: Any) -> None:
     """Refuses a number of slots that is not a static, non-negative integer. Raises `KernelError`."""
     if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 0:
         raise KernelError(
-            "a capacity is the static number of slots of a result", value=capacity, place="capacity", remedy="pass an int from 0"
+            "a capacity is the static number of slots of a result",
+            value=capacity,
+            place="capacity",
+            remedy="pass an int from 0",
         )
 
 
@@ -106,7 +118,10 @@ def _check(name: str, array: Any, *ranks: int) -> None:
     if len(array.shape) not in ranks:
         wanted = " or ".join(map(str, ranks))
         raise KernelError(
-            f"{name} has {len(array.shape)} dims instead of {wanted}", value=tuple(array.shape), place=name, remedy="reshape it"
+            f"{name} has {len(array.shape)} dims instead of {wanted}",
+            value=tuple(array.shape),
+            place=name,
+            remedy="reshape it",
         )
 
 
@@ -115,8 +130,8 @@ def has_tpu_rows(table: jax.Array, num_rows: int) -> bool:
 
     - 32-bit rows: in tiles of 16-bit numbers two rows share a word.
     - At least 16 numbers wide: a kernel's operands are padded to 128 lanes.
-    - Of a width that is no multiple of 128 XLA stores tables by columns, to save that padding. A kernel would have the whole table
-      copied into rows, and back: only for tables of up to eight times the rows.
+    - Of a width that is no multiple of 128 XLA stores tables by columns, to save that padding. A kernel would have the
+      whole table copied into rows, and back: only for tables of up to eight times the rows.
     """
     width = table.shape[1]
     is_compact = width % LANES == 0 or table.shape[0] <= _COPIED_PER_ROW * num_rows
@@ -130,8 +145,9 @@ def rows_in_flight(table: jax.Array, num_rows: int) -> int:
 
 
 def tma_shape(table: jax.Array) -> tuple[int, ...] | None:
-    """A row's shape such that a GPU's tensor copy engine can move rows: dims of at most 256 entries, 128 bytes for alignment in
-    shared memory. None for a row that is no multiple of 128 bytes, and for other numbers than 16- and 32-bit ones."""
+    """A row's shape such that a GPU's tensor copy engine can move rows: dims of at most 256 entries, 128 bytes for
+    alignment in shared memory. None for a row that is no multiple of 128 bytes, and for other numbers than 16- and
+    32-bit ones."""
     if jnp.dtype(table.dtype).itemsize not in (2, 4):
         return None
     width, unit = table.shape[1], 128 // table.dtype.itemsize

@@ -1,8 +1,9 @@
 """The ids in a bitmap, ascending: population counts, their running sum, and one bit picked for each id.
 
-The work is in words and ids, not in bits: with 3 % of the bits set it is a tenth of what `jnp.nonzero` on the booleans does. Word of
-slot j: the last whose running sum does not exceed j, so how many have begun by then; bit: the (j - sum)-th that is set, by halving with
-population counts ("select" of succinct rank/select structures: Jacobson, "Space-efficient static trees and graphs", FOCS 1989).
+The work is in words and ids, not in bits: with 3 % of the bits set it is a tenth of what `jnp.nonzero` on the booleans
+does. Word of slot j: the last whose running sum does not exceed j, so how many have begun by then; bit: the (j -
+sum)-th that is set, by halving with population counts ("select" of succinct rank/select structures: Jacobson,
+"Space-efficient static trees and graphs", FOCS 1989).
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def decode(words: jax.Array, capacity: int, filler: int = FILLER) -> tuple[jax.A
     - `capacity`: the number of slots of the result.
     - `filler`: what stands behind the last id.
 
-    Returns the ids, int32[capacity], ascending, then the filler; and how many bits are set, int32[]. Where that exceeds the
-    capacity, the ids are the first of them: compare the two. Of several bitmaps, int32[sets, capacity] and int32[sets]. Raises
-    `KernelError` for another dtype or rank, or a capacity that is not an int from 0.
+    Returns the ids, int32[capacity], ascending, then the filler; and how many bits are set, int32[]. Where that exceeds
+    the capacity, the ids are the first of them: compare the two. Of several bitmaps, int32[sets, capacity] and
+    int32[sets]. Raises `KernelError` for another dtype or rank, or a capacity that is not an int from 0.
     """
     before, count = ranks(words)
     return select(words, before, count, capacity, filler), count
@@ -42,7 +43,8 @@ def decode(words: jax.Array, capacity: int, filler: int = FILLER) -> tuple[jax.A
 def ranks(words: jax.Array) -> tuple[jax.Array, jax.Array]:
     """How many bits are set before each word, of the shape of `words`, and in all of them, int32[] or int32[sets].
 
-    The directory that makes ranks and ids of a set look-ups. Raises `KernelError` for other operands than those of `decode`.
+    The directory that makes ranks and ids of a set look-ups. Raises `KernelError` for other operands than those of
+    `decode`.
     """
     check_vector("words", words, kinds="u", ranks=(1, 2))
     if 0 in words.shape:
@@ -79,8 +81,8 @@ def of_each_set(before: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Arr
 def ranks_tpu(words: jax.Array, *, interpret: Any = False) -> tuple[jax.Array, jax.Array]:
     """`ranks` of one set as a TPU kernel, for at least one word, in one pass.
 
-    Running sums along lanes and rows are products with triangular matrices of ones, exact in float32 below 2^24 (a block has 2^20
-    bits); what earlier blocks hold is carried in scalar memory. `interpret`: as of `pallas_call`.
+    Running sums along lanes and rows are products with triangular matrices of ones, exact in float32 below 2^24 (a
+    block has 2^20 bits); what earlier blocks hold is carried in scalar memory. `interpret`: as of `pallas_call`.
     """
     num_rows = ceil_div(words.shape[0], LANES)
     block_rows = min(num_rows, _BLOCK_ROWS)
@@ -129,7 +131,8 @@ def select(words: jax.Array, before: jax.Array, count: jax.Array, capacity: int,
     num_words = words.shape[-1]
     word_table, before_table = words.reshape(-1, num_words), before.reshape(-1, num_words)
     sets = jnp.arange(word_table.shape[0], dtype=jnp.int32)[:, None]
-    # How many words begin at each slot, and a column for those past the end. Of words that begin at the same one only the last has bits.
+    # How many words begin at each slot, and a column for those past the end. Of words that begin at the same one only
+    # the last has bits.
     start = jnp.minimum(before_table[:, 1:], capacity) + sets * (capacity + 1)
     begun = jnp.zeros((sets.size * (capacity + 1),), jnp.int32).at[start].add(1, mode="promise_in_bounds")
     word = running_sum(begun.reshape(-1, capacity + 1)[:, :capacity])

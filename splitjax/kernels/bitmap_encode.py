@@ -1,8 +1,8 @@
 """Presence of ids as a bitmap: bit `i % 32` of word `i // 32` says whether id `i` is there.
 
-A set of ids out of `size` costs `size / 32` words on the wire, however many there are (the pull of Zen: Wang et al., "Zen:
-Near-Optimal Sparse Tensor Synchronization for Distributed DNN Training", arXiv 2309.13254, section on hash bitmaps). The order of
-bits is that of `numpy.packbits(..., bitorder="little")` read as little-endian words.
+A set of ids out of `size` costs `size / 32` words on the wire, however many there are (the pull of Zen: Wang et al.,
+"Zen: Near-Optimal Sparse Tensor Synchronization for Distributed DNN Training", arXiv 2309.13254, section on hash
+bitmaps). The order of bits is that of `numpy.packbits(..., bitorder="little")` read as little-endian words.
 """
 
 from __future__ import annotations
@@ -51,15 +51,18 @@ def encode_ids(ids: jax.Array, size: int) -> jax.Array:
 
     **Arguments:**
 
-    - `ids`: int32[m] or int32[sets, m], in any order, repeated or not; what lies outside [0, size), such as `FILLER`, is left out.
+    - `ids`: int32[m] or int32[sets, m], in any order, repeated or not; what lies outside [0, size), such as `FILLER`,
+      is left out.
     - `size`: how many ids there can be.
 
-    Returns uint32[ceil(size / 32)], or uint32[sets, ceil(size / 32)]. Raises `KernelError` for another dtype or rank, or a `size`
-    that is not an int from 0.
+    Returns uint32[ceil(size / 32)], or uint32[sets, ceil(size / 32)]. Raises `KernelError` for another dtype or rank,
+    or a `size` that is not an int from 0.
     """
     check_vector("ids", ids, ranks=(1, 2))
     if not isinstance(size, int) or size < 0:
-        raise KernelError("the number of possible ids is not a static size", value=size, place="size", remedy="pass an int from 0")
+        raise KernelError(
+            "the number of possible ids is not a static size", value=size, place="size", remedy="pass an int from 0"
+        )
     words = num_words(size)
     if ids.ndim == 1:
         present = jnp.zeros(32 * words, bool).at[_below(ids, size)]
@@ -84,9 +87,10 @@ def encode_reference(presence: jax.Array) -> jax.Array:
 def encode_tpu(presence: jax.Array, *, interpret: Any = False) -> jax.Array:
     """`encode` as a TPU kernel, for n >= 1.
 
-    A word's 32 entries lie side by side in a register, where adding up is slow. The matrix unit does it: a product with powers of
-    two makes a byte of 8 entries (exact: sums below 256 of bfloat16 products). The weights put byte k of word w into lane
-    32 k + w, so that three rotations of the lanes bring a word's bytes together. `interpret`: as of `pallas_call`.
+    A word's 32 entries lie side by side in a register, where adding up is slow. The matrix unit does it: a product with
+    powers of two makes a byte of 8 entries (exact: sums below 256 of bfloat16 products). The weights put byte k of word
+    w into lane 32 k + w, so that three rotations of the lanes bring a word's bytes together. `interpret`: as of
+    `pallas_call`.
     """
     num_entries = presence.shape[0]
     num_rows = ceil_div(num_entries, _ROW)

@@ -1,9 +1,11 @@
-"""Rows sent to their owners: each device packs, for every other one, exactly the rows that this one is to have, and sends those.
+"""Rows sent to their owners: each device packs, for every other one, exactly the rows that this one is to have, and
+sends those.
 
-What is sent follows the counts at run time and not the capacity: whole chunks of rows, of which only the last is filled up. On a TPU
-this is one kernel. It packs a chunk with row copies into one of two buffers while the other one is on its way by remote copy, so
-that packed rows never visit the main memory. The push of Balanced Parallelism (Wang et al., "Zen", arXiv 2309.13254) at the
-granularity of rows; remote copies, their semaphores and the barrier as in JAX's Pallas guide, "Distributed computing in Pallas for TPUs".
+What is sent follows the counts at run time and not the capacity: whole chunks of rows, of which only the last is filled
+up. On a TPU this is one kernel. It packs a chunk with row copies into one of two buffers while the other one is on its
+way by remote copy, so that packed rows never visit the main memory. The push of Balanced Parallelism (Wang et al.,
+"Zen", arXiv 2309.13254) at the granularity of rows; remote copies, their semaphores and the barrier as in JAX's Pallas
+guide, "Distributed computing in Pallas for TPUs".
 """
 
 from __future__ import annotations
@@ -23,38 +25,47 @@ from splitjax.errors import KernelError
 from splitjax.kernels._common import LANES, TILE_ROWS, check_rows, check_vector, dispatch, pad_rows, round_up
 from splitjax.kernels.gather_rows import gather_reference, start_copies, wait_for_copies
 
-# Of the barrier along the first mesh axis; the others follow. Exchanges along different axes have to have different ones: a device that
-# is through with one axis may begin with the next while its neighbour there still waits at the barrier of the first.
+# Of the barrier along the first mesh axis; the others follow. Exchanges along different axes have to have different
+# ones: a device that is through with one axis may begin with the next while its neighbour there still waits at the
+# barrier of the first.
 _COLLECTIVE_ID = 23
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def exchange_rows(values: jax.Array, rows: jax.Array, counts: jax.Array, incoming: jax.Array, axis: str) -> jax.Array:
-    """Sends rows to the devices of a mesh axis and receives theirs; to be called inside `jax.shard_map`, every axis manual.
+    """Sends rows to the devices of a mesh axis and receives theirs; to be called inside `jax.shard_map`, every axis
+    manual.
 
     **Arguments:**
 
     - `values`: [n, width], 16- or 32-bit numbers: this device's rows.
-    - `rows`: int32[devices, capacity]: for each device, the numbers of the rows it is to have; a number outside [0, n) sends zeros.
-    - `counts`: int32[devices]: how many of them there are (more than `capacity` counts as that); what stands behind is not sent.
-    - `incoming`: int32[devices]: the `counts` that the other devices have for this one (`exchange_counts` asks for them, where the
-      exchange of ids has not told already). They have to be right: a kernel waits for that many rows.
+    - `rows`: int32[devices, capacity]: for each device, the numbers of the rows it is to have; a number outside [0, n)
+      sends zeros.
+    - `counts`: int32[devices]: how many of them there are (more than `capacity` counts as that); what stands behind is
+      not sent.
+    - `incoming`: int32[devices]: the `counts` that the other devices have for this one (`exchange_counts` asks for
+      them, where the exchange of ids has not told already). They have to be right: a kernel waits for that many rows.
     - `axis`: the name of the mesh axis.
 
-    Returns [devices, capacity, width]: from each device its rows in their order, then zeros. The derivative with respect to the values
-    sends the cotangents back and adds them up. Raises `KernelError` for operands that do not belong together.
+    Returns [devices, capacity, width]: from each device its rows in their order, then zeros. The derivative with
+    respect to the values sends the cotangents back and adds them up. Raises `KernelError` for operands that do not
+    belong together.
 
-    The TPU kernel sends ceil(count / chunk) chunks to each device; elsewhere an `all_to_all` of the full capacity is the exchange.
+    The TPU kernel sends ceil(count / chunk) chunks to each device; elsewhere an `all_to_all` of the full capacity is
+    the exchange.
     """
     _check(values, rows, counts, incoming, axis)
     if 0 in values.shape or rows.shape[1] == 0:
         return jnp.zeros((*rows.shape, values.shape[1]), values.dtype)
     reference, tpu = (functools.partial(function, axis=axis) for function in (exchange_reference, exchange_tpu))
-    is_of_mesh = axis in jax.sharding.get_abstract_mesh().axis_names  # and not of a `vmap`: the kernel addresses devices
+    # and not of a `vmap`: the kernel addresses devices
+    is_of_mesh = axis in jax.sharding.get_abstract_mesh().axis_names
     return dispatch(reference, values, rows, counts, incoming, tpu=tpu if is_of_mesh else None, gpu=None)
 
 
-def exchange_reference(values: jax.Array, rows: jax.Array, counts: jax.Array, incoming: jax.Array, *, axis: str) -> jax.Array:
+def exchange_reference(
+    values: jax.Array, rows: jax.Array, counts: jax.Array, incoming: jax.Array, *, axis: str
+) -> jax.Array:
     """`exchange_rows` in plain JAX."""
     packed = gather_reference(values, _counted(rows, counts).reshape(-1)).reshape(*rows.shape, -1)
     return lax.all_to_all(packed, axis, 0, 0)
@@ -84,31 +95,48 @@ exchange_rows.defvjp(_forward, _backward)
 
 
 def exchange_counts(counts: jax.Array, axis: str) -> jax.Array:
-    """What each device of a mesh axis has to say to each: int32[devices], one for each receiver -> int32[devices], one for each sender."""
+    """What each device of a mesh axis has to say to each: int32[devices], one for each receiver -> int32[devices], one
+    for each sender."""
     check_vector("counts", counts)
     return lax.all_to_all(counts, axis, 0, 0, tiled=True)
 
 
 def exchange_tpu(
-    values: jax.Array, rows: jax.Array, counts: jax.Array, incoming: jax.Array, *,
-    axis: str, chunk: int | None = None, interpret: Any = False,
+    values: jax.Array,
+    rows: jax.Array,
+    counts: jax.Array,
+    incoming: jax.Array,
+    *,
+    axis: str,
+    chunk: int | None = None,
+    interpret: Any = False,
 ) -> jax.Array:
     """`exchange_rows` as one TPU kernel, for at least one row and slot.
 
-    16-bit rows travel as half as many 32-bit words. `chunk`: rows sent at a time, a multiple of 8; `interpret`: as of `pallas_call`.
+    16-bit rows travel as half as many 32-bit words. `chunk`: rows sent at a time, a multiple of 8; `interpret`: as of
+    `pallas_call`.
     """
     (devices, capacity), width = rows.shape, values.shape[1]
-    pushed = push_tpu(_as_words(values), _counted(rows, counts), counts, incoming, axis=axis, chunk=chunk, interpret=interpret)
+    pushed = push_tpu(
+        _as_words(values), _counted(rows, counts), counts, incoming, axis=axis, chunk=chunk, interpret=interpret
+    )
     is_sent = jnp.arange(capacity) < incoming[:, None]
     received = jnp.where(is_sent[..., None], pushed[:, :capacity], 0)
     return _from_words(received.reshape(devices * capacity, -1), values).reshape(devices, capacity, width)
 
 
 def push_tpu(
-    words: jax.Array, rows: jax.Array, counts: jax.Array, incoming: jax.Array, *,
-    axis: str, chunk: int | None = None, interpret: Any = False,
+    words: jax.Array,
+    rows: jax.Array,
+    counts: jax.Array,
+    incoming: jax.Array,
+    *,
+    axis: str,
+    chunk: int | None = None,
+    interpret: Any = False,
 ) -> jax.Array:
-    """The kernel of `exchange_tpu`: [devices, slots, width], slots a multiple of the chunk. What no chunk reached is undefined."""
+    """The kernel of `exchange_tpu`: [devices, slots, width], slots a multiple of the chunk. What no chunk reached is
+    undefined."""
     (devices, capacity), width = rows.shape, words.shape[1]
     chunk = chunk or _chunk_rows(capacity, width)
     slots = round_up(capacity, chunk)
@@ -116,7 +144,8 @@ def push_tpu(
     counts, incoming = jnp.minimum(counts, capacity), jnp.minimum(incoming, capacity)
     numbers = pad_rows(rows.T, slots, -1).T.reshape(-1, 1, 1, chunk)
     names = jax.sharding.get_abstract_mesh().axis_names
-    # Where this device is in the mesh comes in as an operand: the compiler of kernels cannot ask where `check_vma` is on.
+    # Where this device is in the mesh comes in as an operand: the compiler of kernels cannot ask where `check_vma` is
+    # on.
     place = jnp.stack([lax.axis_index(name) for name in names])
     return pl.pallas_call(
         functools.partial(_tpu_kernel, dim=names.index(axis), devices=devices, chunk=chunk),
@@ -144,8 +173,22 @@ def push_tpu(
 
 
 def _tpu_kernel(
-    place, counts, incoming, numbers, values, received,
-    buffers, chunk_numbers, numbers_semaphore, pack_semaphore, send_semaphores, receive_semaphore, *, dim, devices, chunk,
+    place,
+    counts,
+    incoming,
+    numbers,
+    values,
+    received,
+    buffers,
+    chunk_numbers,
+    numbers_semaphore,
+    pack_semaphore,
+    send_semaphores,
+    receive_semaphore,
+    *,
+    dim,
+    devices,
+    chunk,
 ):
     own = place[dim]
     chunks_each = received.shape[1] // chunk
@@ -162,8 +205,11 @@ def _tpu_kernel(
 
     def sending(slot, device, part):
         return pltpu.make_async_remote_copy(
-            buffers.at[slot], received.at[own, pl.ds(pl.multiple_of(part * chunk, TILE_ROWS), chunk)],
-            send_semaphores.at[slot], receive_semaphore, device_id=address(device),
+            buffers.at[slot],
+            received.at[own, pl.ds(pl.multiple_of(part * chunk, TILE_ROWS), chunk)],
+            send_semaphores.at[slot],
+            receive_semaphore,
+            device_id=address(device),
         )
 
     def keeping(slot, part):
@@ -258,6 +304,8 @@ def _check(values: jax.Array, rows: jax.Array, counts: jax.Array, incoming: jax.
     devices = lax.axis_size(axis)
     if not rows.shape[0] == counts.shape[0] == incoming.shape[0] == devices:
         raise KernelError(
-            f"the mesh axis {axis!r} has {devices} devices, and there is not one entry for each", place="rows, counts, incoming",
-            value=(rows.shape[0], counts.shape[0], incoming.shape[0]), remedy="pass the numbers and counts for every device",
+            f"the mesh axis {axis!r} has {devices} devices, and there is not one entry for each",
+            place="rows, counts, incoming",
+            value=(rows.shape[0], counts.shape[0], incoming.shape[0]),
+            remedy="pass the numbers and counts for every device",
         )

@@ -1,7 +1,8 @@
 """Rows of a table in a given order: the lookup of an embedding, and the packing of rows into send order.
 
-Every row is one copy by the accelerator's copy engine, many of them in flight, so that the cost is that of the bytes and not that
-of a gather of elements (JAX's Pallas guide, "Pipelining" and "Distributed computing", for asynchronous copies and their semaphores).
+Every row is one copy by the accelerator's copy engine, many of them in flight, so that the cost is that of the bytes
+and not that of a gather of elements (JAX's Pallas guide, "Pipelining" and "Distributed computing", for asynchronous
+copies and their semaphores).
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from splitjax._compat import result_type
-from splitjax.kernels._common import check_matrix, check_vector, dispatch, has_tpu_rows, pad_rows, round_up, rows_in_flight, tma_shape
+from splitjax.kernels._common import (
+    check_matrix,
+    check_vector,
+    dispatch,
+    has_tpu_rows,
+    pad_rows,
+    round_up,
+    rows_in_flight,
+    tma_shape,
+)
 
 
 @jax.custom_vjp
@@ -30,11 +40,12 @@ def gather_rows(table: jax.Array, rows: jax.Array) -> jax.Array:
     - `table`: [n, width], of any dtype.
     - `rows`: int32[m], in any order, repeated or not.
 
-    Returns [m, width] of the table's dtype. The derivative with respect to the table adds up rows. Raises `KernelError` for row
-    numbers of another dtype, or another rank.
+    Returns [m, width] of the table's dtype. The derivative with respect to the table adds up rows. Raises `KernelError`
+    for row numbers of another dtype, or another rank.
 
-    The TPU kernel takes 32-bit rows, of at least 16 numbers, of a table that is a multiple of 128 wide or has at most 8 rows for each
-    one asked for (`has_tpu_rows` has the reasons); the GPU kernel 16- and 32-bit rows of a multiple of 128 bytes.
+    The TPU kernel takes 32-bit rows, of at least 16 numbers, of a table that is a multiple of 128 wide or has at most 8
+    rows for each one asked for (`has_tpu_rows` has the reasons); the GPU kernel 16- and 32-bit rows of a multiple of
+    128 bytes.
     """
     check_matrix("table", table)
     check_vector("rows", rows)
@@ -68,8 +79,8 @@ gather_rows.defvjp(_forward, _backward)
 def gather_tpu(table: jax.Array, rows: jax.Array, *, block: int | None = None, interpret: Any = False) -> jax.Array:
     """`gather_rows` as a TPU kernel, for 32-bit rows, at least one of them.
 
-    Blocks of rows, two deep: the copies of the next block are under way while this one is waited for. `block`: rows in one, a
-    multiple of 8; `interpret`: as of `pallas_call`.
+    Blocks of rows, two deep: the copies of the next block are under way while this one is waited for. `block`: rows in
+    one, a multiple of 8; `interpret`: as of `pallas_call`.
     """
     width = table.shape[1]
     block = block or rows_in_flight(table, rows.shape[0])
@@ -114,7 +125,8 @@ def _tpu_kernel(rows, next_rows, table, gathered, buffer, started, semaphore, *,
 
 
 def start_copies(table, rows, buffer, semaphore):
-    """In a TPU kernel: starts to copy a block of rows into a buffer, zeros where a number is outside. Returns how many copies."""
+    """In a TPU kernel: starts to copy a block of rows into a buffer, zeros where a number is outside. Returns how many
+    copies."""
     num_rows = table.shape[0]
 
     def body(place, count):
@@ -155,9 +167,9 @@ def wait_for_copies(table, buffer, semaphore, count):
 def gather_gpu(table: jax.Array, rows: jax.Array, *, interpret: Any = None) -> jax.Array:
     """`gather_rows` as a Mosaic GPU kernel, for rows that `tma_shape` can lay out, at least one of them.
 
-    A program brings a block of rows into shared memory, each by one bulk tensor copy, and writes them out together. Several programs
-    share a multiprocessor, so that some read while others write. A number outside copies a row of zeros. `interpret`: as of
-    `plgpu.kernel`.
+    A program brings a block of rows into shared memory, each by one bulk tensor copy, and writes them out together.
+    Several programs share a multiprocessor, so that some read while others write. A number outside copies a row of
+    zeros. `interpret`: as of `plgpu.kernel`.
     """
     shape = tma_shape(table)
     cells = table.reshape(table.shape[0], *shape)

@@ -1,8 +1,9 @@
 """Running sums of integers: the scan below every rank and every list of gaps.
 
-XLA's CPU backend has no scan: its cumulative sum is log n passes over all. Here rows are summed, and then columns are added up one after the
-other, each a sum of vectors that begins with the sums of the rows before ("reduce then scan" of Blelloch, "Prefix sums and their applications",
-1990). Long inclusive sums go by blocks of eight first, three passes each, so that the loop adds up an eighth of the entries.
+XLA's CPU backend has no scan: its cumulative sum is log n passes over all. Here rows are summed, and then columns are
+added up one after the other, each a sum of vectors that begins with the sums of the rows before ("reduce then scan" of
+Blelloch, "Prefix sums and their applications", 1990). Long inclusive sums go by blocks of eight first, three passes
+each, so that the loop adds up an eighth of the entries.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _SHORTEST, _LONG = 4 * _COLUMNS, 32 * _COLUMNS
 def running_sum(values: jax.Array, *, exclusive: bool = False) -> jax.Array:
     """The sums of all entries up to each, along the last dim: integers [*lead, n] -> [*lead, n] of the same dtype.
 
-    `exclusive`: of those before each, as a table to look up in: on CPU it is memory, not code that every look-up evaluates.
+    `exclusive`: of those before each, as a table to look up in: on CPU it is memory, not code that every look-up
+    evaluates.
 
     On accelerators XLA's own scan.
     """
@@ -31,7 +33,9 @@ def running_sum(values: jax.Array, *, exclusive: bool = False) -> jax.Array:
     if values.shape[-1] < _SHORTEST:
         return of_all(values)
     is_long = values.shape[-1] >= _LONG and not exclusive
-    return dispatch(by_blocks if is_long else functools.partial(by_columns, exclusive=exclusive), values, tpu=of_all, gpu=of_all)
+    return dispatch(
+        by_blocks if is_long else functools.partial(by_columns, exclusive=exclusive), values, tpu=of_all, gpu=of_all
+    )
 
 
 def cumulated(values: jax.Array, *, exclusive: bool = False) -> jax.Array:

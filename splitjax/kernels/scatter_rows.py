@@ -17,7 +17,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from splitjax._compat import result_type
 from splitjax.errors import KernelError
-from splitjax.kernels._common import check_matrix, check_vector, dispatch, has_tpu_rows, pad_rows, round_up, rows_in_flight
+from splitjax.kernels._common import (
+    check_matrix,
+    check_vector,
+    dispatch,
+    has_tpu_rows,
+    pad_rows,
+    round_up,
+    rows_in_flight,
+)
 from splitjax.kernels.gather_rows import gather_rows
 
 
@@ -28,14 +36,16 @@ def scatter_rows(table: jax.Array, rows: jax.Array, values: jax.Array, is_sorted
     **Arguments:**
 
     - `table`: [n, width], of any dtype.
-    - `rows`: int32[m], different from each other where inside [0, n); what is outside, such as `FILLER`, writes nothing.
+    - `rows`: int32[m], different from each other where inside [0, n); what is outside, such as `FILLER`, writes
+      nothing.
     - `values`: [m, width], of the table's dtype.
     - `is_sorted`: the row numbers ascend, `FILLER`s or n at the end (static); XLA's scatter makes use of it.
 
-    Returns [n, width]. Which of two equal row numbers wins is undefined. Raises `KernelError` for operands that do not belong together.
+    Returns [n, width]. Which of two equal row numbers wins is undefined. Raises `KernelError` for operands that do not
+    belong together.
 
-    The TPU kernel takes what `gather_rows` has one for; on GPU this is XLA's scatter, which is told that rows are unique and then writes
-    each once.
+    The TPU kernel takes what `gather_rows` has one for; on GPU this is XLA's scatter, which is told that rows are
+    unique and then writes each once.
     """
     check_matrix("table", table)
     check_vector("rows", rows)
@@ -43,12 +53,16 @@ def scatter_rows(table: jax.Array, rows: jax.Array, values: jax.Array, is_sorted
     if values.dtype != table.dtype or values.shape != (rows.shape[0], table.shape[1]):
         raise KernelError(
             f"values do not fit {rows.shape[0]} rows of a table of {table.dtype}[{table.shape[0]}, {table.shape[1]}]",
-            value=f"{values.dtype}{list(values.shape)}", place="values", remedy="pass one row of the table's dtype for each number",
+            value=f"{values.dtype}{list(values.shape)}",
+            place="values",
+            remedy="pass one row of the table's dtype for each number",
         )
     if 0 in table.shape or rows.shape[0] == 0:
         return table
     reference = functools.partial(scatter_reference, is_sorted=is_sorted)
-    return dispatch(reference, table, rows, values, tpu=scatter_tpu if has_tpu_rows(table, rows.shape[0]) else None, gpu=None)
+    return dispatch(
+        reference, table, rows, values, tpu=scatter_tpu if has_tpu_rows(table, rows.shape[0]) else None, gpu=None
+    )
 
 
 def scatter_reference(table: jax.Array, rows: jax.Array, values: jax.Array, *, is_sorted: bool = False) -> jax.Array:
@@ -58,7 +72,9 @@ def scatter_reference(table: jax.Array, rows: jax.Array, values: jax.Array, *, i
     fillers = table.shape[0] + jnp.arange(rows.shape[0], dtype=jnp.int32)
     places = table.at[jnp.where(outside, fillers, rows)]
     # Past 2^31 a filler is negative, and outside too.
-    return places.set(values, mode="drop", unique_indices=True, indices_are_sorted=is_sorted, wrap_negative_indices=False)
+    return places.set(
+        values, mode="drop", unique_indices=True, indices_are_sorted=is_sorted, wrap_negative_indices=False
+    )
 
 
 def _forward(table, rows, values, is_sorted):
@@ -74,8 +90,11 @@ def _backward(is_sorted, rows, cotangent):
 scatter_rows.defvjp(_forward, _backward)
 
 
-def scatter_tpu(table: jax.Array, rows: jax.Array, values: jax.Array, *, block: int | None = None, interpret: Any = False) -> jax.Array:
-    """`scatter_rows` as a TPU kernel, for 32-bit rows, at least one of them. `block` and `interpret`: as of `gather_tpu`."""
+def scatter_tpu(
+    table: jax.Array, rows: jax.Array, values: jax.Array, *, block: int | None = None, interpret: Any = False
+) -> jax.Array:
+    """`scatter_rows` as a TPU kernel, for 32-bit rows, at least one of them. `block` and `interpret`: as of
+    `gather_tpu`."""
     width = table.shape[1]
     block = block or rows_in_flight(table, rows.shape[0])
     padded = pad_rows(rows, round_up(rows.shape[0], block), -1).reshape(-1, 1, block)

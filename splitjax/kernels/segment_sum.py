@@ -1,9 +1,10 @@
 """Rows of equal ids added up, ids ascending: how the duplicates of a lookup become one gradient row each.
 
-The rows of one block belong to consecutive results, so that a block's sums are one small product with a matrix of zeros and ones on
-a TPU (the segmented sums of Blelloch, "Prefix sums and their applications", 1990, with a matrix unit for each block), and a walk
-along the rows on a GPU, where what crosses a block's border goes up to a next, far smaller round of the same kind. Neither adds with
-atomics: the result does not depend on timing, and a very frequent id costs no more than others.
+The rows of one block belong to consecutive results, so that a block's sums are one small product with a matrix of zeros
+and ones on a TPU (the segmented sums of Blelloch, "Prefix sums and their applications", 1990, with a matrix unit for
+each block), and a walk along the rows on a GPU, where what crosses a block's border goes up to a next, far smaller
+round of the same kind. Neither adds with atomics: the result does not depend on timing, and a very frequent id costs no
+more than others.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def segment_sum(ids: jax.Array, values: jax.Array, capacity: int | None = None) 
     - `values`: [n, width], float32, bfloat16 or float16. They are added up in float32 and rounded once.
     - `capacity`: the number of slots of the result; n if it is None. What finds no slot is left out, and `count` tells.
 
-    Returns `Segments` of the dtype of the values, which can be differentiated with respect to them. Raises `KernelError` for operands
-    that do not belong together or have another dtype or rank.
+    Returns `Segments` of the dtype of the values, which can be differentiated with respect to them. Raises
+    `KernelError` for operands that do not belong together or have another dtype or rank.
     """
     check_vector("ids", ids)
     check_rows("values", values, floating=True)
@@ -64,14 +65,18 @@ def segment_sum(ids: jax.Array, values: jax.Array, capacity: int | None = None) 
     check_capacity(capacity)
     if values.shape[0] != ids.shape[0]:
         raise KernelError(
-            "there is not one row for each id", value=(tuple(ids.shape), tuple(values.shape)), place="values", remedy="pass as many"
+            "there is not one row for each id",
+            value=(tuple(ids.shape), tuple(values.shape)),
+            place="values",
+            remedy="pass as many",
         )
     unique, ranks, count = ranks_of(ids, capacity)
     return Segments(unique, _sums(values, ranks, count, capacity), count)
 
 
 def ranks_of(ids: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The different ids, int32[capacity]; each row's slot, int32[n], -1 for a filler; and the number of different ids, int32[]."""
+    """The different ids, int32[capacity]; each row's slot, int32[n], -1 for a filler; and the number of different ids,
+    int32[]."""
     is_first = jnp.concatenate([jnp.ones(min(1, ids.shape[0]), bool), ids[1:] != ids[:-1]]) & (ids != FILLER)
     ranks = jnp.cumsum(is_first.astype(jnp.int32)) - 1
     count = is_first.sum(dtype=jnp.int32)
@@ -84,7 +89,10 @@ def _sums(values: jax.Array, ranks: jax.Array, count: jax.Array, capacity: int) 
     """The sums of the rows of each rank, rounded to the dtype of the values."""
     if 0 in values.shape or capacity == 0:
         return jnp.zeros((capacity, values.shape[1]), values.dtype)
-    reference, tpu = functools.partial(sums_reference, capacity=capacity), functools.partial(sums_tpu, capacity=capacity)
+    reference, tpu = (
+        functools.partial(sums_reference, capacity=capacity),
+        functools.partial(sums_tpu, capacity=capacity),
+    )
     gpu = functools.partial(sums_gpu, capacity=capacity) if values.shape[1] % WARPGROUP == 0 else None
     sums = dispatch(reference, values, ranks, tpu=tpu, gpu=gpu)
     # A kernel writes what it has sums for; behind that its result is whatever the memory held.
@@ -97,7 +105,11 @@ def _forward(values, ranks, count, capacity):
 
 def _backward(capacity, residuals, cotangent):
     ranks, count = residuals
-    return gather_rows(cotangent, ranks), np.zeros(ranks.shape, jax.dtypes.float0), np.zeros(count.shape, jax.dtypes.float0)
+    return (
+        gather_rows(cotangent, ranks),
+        np.zeros(ranks.shape, jax.dtypes.float0),
+        np.zeros(count.shape, jax.dtypes.float0),
+    )
 
 
 _sums.defvjp(_forward, _backward)
@@ -110,13 +122,15 @@ def sums_reference(values: jax.Array, ranks: jax.Array, *, capacity: int) -> jax
     return nothing.at[slots].add(values.astype(jnp.float32), mode="drop", indices_are_sorted=True)
 
 
-def sums_tpu(values: jax.Array, ranks: jax.Array, *, capacity: int, block: int = 128, interpret: Any = False) -> jax.Array:
+def sums_tpu(
+    values: jax.Array, ranks: jax.Array, *, capacity: int, block: int = 128, interpret: Any = False
+) -> jax.Array:
     """`sums_reference` as a TPU kernel, for at least one row; rows behind the last sum are undefined.
 
-    A block's results start at its first rank, rounded down to a tile of 8 rows. Each block writes its window of results whole,
-    after the one before it, and takes over the sums of the tile that both share, so that the order of writes makes the result.
-    A product of zeros with what is not finite would spread it over the block: such a block is added up row by row.
-    `block`: rows in one, a multiple of 16; `interpret`: as of `pallas_call`.
+    A block's results start at its first rank, rounded down to a tile of 8 rows. Each block writes its window of results
+    whole, after the one before it, and takes over the sums of the tile that both share, so that the order of writes
+    makes the result. A product of zeros with what is not finite would spread it over the block: such a block is added
+    up row by row. `block`: rows in one, a multiple of 16; `interpret`: as of `pallas_call`.
     """
     values = values.astype(jnp.float32) if values.dtype == jnp.float16 else values  # which a TPU does not know
     num_rows, width = values.shape
@@ -144,7 +158,12 @@ def sums_tpu(values: jax.Array, ranks: jax.Array, *, capacity: int, block: int =
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
         name="splitjax_segment_sum",
-    )(ranks.reshape(-1, 1, block), ranks.reshape(-1, 1, block), running[::block].reshape(-1, 1, 1), pad_rows(values, num_blocks * block))
+    )(
+        ranks.reshape(-1, 1, block),
+        ranks.reshape(-1, 1, block),
+        running[::block].reshape(-1, 1, 1),
+        pad_rows(values, num_blocks * block),
+    )
     return sums[:capacity]
 
 
@@ -210,11 +229,12 @@ def _tpu_kernel(ranks, scalar_ranks, first_rank, values, sums, windows, rows, la
 
 
 def sums_gpu(values: jax.Array, ranks: jax.Array, *, capacity: int, interpret: Any = None) -> jax.Array:
-    """`sums_reference` in Mosaic GPU kernels, for a width of a multiple of 128 and at least one row; sums of ranks that no row has are
-    undefined.
+    """`sums_reference` in Mosaic GPU kernels, for a width of a multiple of 128 and at least one row; sums of ranks that
+    no row has are undefined.
 
-    A program walks along a block of rows and writes each sum when its run of equal ranks ends. Runs that cross a border of blocks go
-    to a list of parts instead, two for each block, which the next round adds up in the same way. `interpret`: as of `plgpu.kernel`.
+    A program walks along a block of rows and writes each sum when its run of equal ranks ends. Runs that cross a border
+    of blocks go to a list of parts instead, two for each block, which the next round adds up in the same way.
+    `interpret`: as of `plgpu.kernel`.
     """
     width = values.shape[1]
     num_blocks = ceil_div(values.shape[0], _GPU_BLOCK)
@@ -237,14 +257,20 @@ def sums_gpu(values: jax.Array, ranks: jax.Array, *, capacity: int, interpret: A
     running = lax.cummax(part_ranks)
     is_first = is_part & (running != jnp.concatenate([jnp.full(1, -1, jnp.int32), running[:-1]]))
     numbers = jnp.cumsum(is_first.astype(jnp.int32)) - 1
-    totals = sums_gpu(parts, jnp.where(is_part, numbers, -1), capacity=num_blocks, interpret=interpret)  # each crosses a border
-    targets = jnp.full(num_blocks, capacity, jnp.int32).at[jnp.where(is_first, numbers, num_blocks)].set(part_ranks, mode="drop")
+    # each crosses a border
+    totals = sums_gpu(parts, jnp.where(is_part, numbers, -1), capacity=num_blocks, interpret=interpret)
+    targets = (
+        jnp.full(num_blocks, capacity, jnp.int32)
+        .at[jnp.where(is_first, numbers, num_blocks)]
+        .set(part_ranks, mode="drop")
+    )
     return sums.at[targets].set(totals, mode="drop")
 
 
 def _gpu_codes(ranks: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """For each row of [blocks, rows]: twice a target, plus whether the row counts. Targets: from 0 the slot that a sum goes to, -1
-    nowhere, -2 the sum goes on, from -3 down a part. And the rank of each part, -1 for one that is not written."""
+    """For each row of [blocks, rows]: twice a target, plus whether the row counts. Targets: from 0 the slot that a sum
+    goes to, -1 nowhere, -2 the sum goes on, from -3 down a part. And the rank of each part, -1 for one that is not
+    written."""
     num_blocks = ranks.shape[0]
     running = lax.cummax(ranks.reshape(-1)).reshape(ranks.shape)  # what does not count leaves the run as it is
     head, tail, none = running[:, :1], running[:, -1:], jnp.full((1, 1), -2, jnp.int32)
@@ -258,7 +284,11 @@ def _gpu_codes(ranks: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
     target = jnp.where(is_end, jnp.where(crosses, -3 - part, to_slot), -2)
     is_whole = head == tail
     part_ranks = jnp.concatenate(
-        [jnp.where(crosses_before | (is_whole & crosses_after), head, -1), jnp.where(crosses_after & ~is_whole, tail, -1)], axis=1
+        [
+            jnp.where(crosses_before | (is_whole & crosses_after), head, -1),
+            jnp.where(crosses_after & ~is_whole, tail, -1),
+        ],
+        axis=1,
     )
     return 2 * target + (ranks >= 0), part_ranks.reshape(-1)
 
@@ -278,7 +308,9 @@ def _gpu_kernel(codes, values, sums, parts, *, width):
         coded = [codes[first + i] for i in range(at_once)]
         for row, code in zip(rows, coded, strict=True):
             target, counts = code >> 1, (code & 1) == 1
-            total = lax.cond(counts, lambda total, row: total + row.astype(jnp.float32), lambda total, row: total, total, row)
+            total = lax.cond(
+                counts, lambda total, row: total + row.astype(jnp.float32), lambda total, row: total, total, row
+            )
 
             @pl.when(target >= 0)
             def to_slot(total=total, target=target):

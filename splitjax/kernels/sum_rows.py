@@ -1,8 +1,8 @@
 """Rows added up by slot, in any order: gradients of lookups by id, and what several workers sent by row.
 
-On CPU a scatter that adds. On accelerators such scatters go row by row, or by atomics that many equal slots slow down a hundredfold
-(openxla/xla#46225), so rows are brought into the order of their slots first: one sort of the numbers, then `gather_rows`,
-`segment_sum` and, where slots are left out, `scatter_rows`.
+On CPU a scatter that adds. On accelerators such scatters go row by row, or by atomics that many equal slots slow down a
+hundredfold (openxla/xla#46225), so rows are brought into the order of their slots first: one sort of the numbers, then
+`gather_rows`, `segment_sum` and, where slots are left out, `scatter_rows`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,24 @@ def sum_rows(values: jax.Array, slots: jax.Array, capacity: int, has_no_gaps: bo
     - `values`: [m, width], of any dtype.
     - `slots`: int32[m], in any order, repeated or not; rows whose slot lies outside [0, capacity) are left out.
     - `capacity`: the number of slots of the result.
-    - `has_no_gaps`: between 0 and the largest slot below the capacity, each has a row (static), which saves a pass on accelerators.
+    - `has_no_gaps`: between 0 and the largest slot below the capacity, each has a row (static), which saves a pass on
+      accelerators.
 
-    Returns [capacity, width] of the dtype of the values; zeros where a slot has no row. The derivative with respect to the values gathers
-    rows. Raises `KernelError` for operands that do not belong together.
+    Returns [capacity, width] of the dtype of the values; zeros where a slot has no row. The derivative with respect to
+    the values gathers rows. Raises `KernelError` for operands that do not belong together.
 
-    Kernels take rows of float32, bfloat16 or float16: on TPU of at least 16 numbers, on GPU of a multiple of 128. They add up in
-    float32 and round once. Other rows, and all on CPU, are added by XLA's scatter in their own dtype.
+    Kernels take rows of float32, bfloat16 or float16: on TPU of at least 16 numbers, on GPU of a multiple of 128. They
+    add up in float32 and round once. Other rows, and all on CPU, are added by XLA's scatter in their own dtype.
     """
     check_matrix("values", values)
     check_vector("slots", slots)
     check_capacity(capacity)
     if values.shape[0] != slots.shape[0]:
         raise KernelError(
-            "there is not one slot for each row", value=(tuple(values.shape), tuple(slots.shape)), place="slots", remedy="pass as many"
+            "there is not one slot for each row",
+            value=(tuple(values.shape), tuple(slots.shape)),
+            place="slots",
+            remedy="pass as many",
         )
     if 0 in values.shape or capacity == 0:
         return jnp.zeros((capacity, values.shape[1]), values.dtype)
@@ -76,7 +80,9 @@ def sum_by_sorting(values: jax.Array, slots: jax.Array, *, capacity: int, has_no
     outside = (slots < 0) | (slots >= capacity)
     positions = jnp.arange(slots.shape[0], dtype=jnp.int32)
     ascending, order = lax.sort((jnp.where(outside, FILLER, slots), positions), num_keys=1)
-    found = segment_sum(ascending, gather_rows(values, order), capacity if has_no_gaps else min(capacity, slots.shape[0]))
+    found = segment_sum(
+        ascending, gather_rows(values, order), capacity if has_no_gaps else min(capacity, slots.shape[0])
+    )
     if has_no_gaps:
         return found.sums
     return scatter_rows(jnp.zeros((capacity, values.shape[1]), values.dtype), found.ids, found.sums, True)

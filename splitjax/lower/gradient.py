@@ -1,9 +1,9 @@
 """The gradient boundary: `splitjax.value_and_grad` as one equation of the traced step.
 
-Inside a trace (`jax.jit`, `jax.make_jaxpr`, `parallelize`) the call binds the primitive `splitjax_value_and_grad`, whose
-parameters hold the *forward* jaxpr; the derivative is taken when the equation is evaluated. Lowering can therefore change
-how the forward runs (shardings, microbatches, synchronisation) and differentiate through the change. With no tracer among
-its arguments the call is plainly `jax.value_and_grad`.
+Inside a trace (`jax.jit`, `jax.make_jaxpr`, `parallelize`) the call binds the primitive `splitjax_value_and_grad`,
+whose parameters hold the *forward* jaxpr; the derivative is taken when the equation is evaluated. Lowering can
+therefore change how the forward runs (shardings, microbatches, synchronisation) and differentiate through the change.
+With no tracer among its arguments the call is plainly `jax.value_and_grad`.
 
 The equation:
 
@@ -11,8 +11,8 @@ The equation:
 - results: the value (a scalar), the array leaves of aux, one gradient per differentiated operand, each of exactly its
   operand's shape and dtype;
 - parameters: `forward` (closed jaxpr without constants, operands -> value, *aux), `positions` (the differentiated
-  operands), `holomorphic`, `microbatches` (a number or None), `label` (function and user's line), `names` (per operand its
-  path among the arguments, or "captured").
+  operands), `holomorphic`, `microbatches` (a number or None), `label` (function and user's line), `names` (per operand
+  its path among the arguments, or "captured").
 """
 
 from __future__ import annotations
@@ -75,13 +75,15 @@ def boundary_forward(eqn: Any) -> tuple[Any, tuple[int, ...]]:
 
 
 def expand(
-    params: dict[str, Any], operands: Sequence[Any], eval_forward: Callable[[Any, Sequence[Any]], Sequence[Any]] | None = None
+    params: dict[str, Any],
+    operands: Sequence[Any],
+    eval_forward: Callable[[Any, Sequence[Any]], Sequence[Any]] | None = None,
 ) -> list[Any]:
     """Evaluates a boundary: value, aux leaves, gradients.
 
-    `eval_forward(forward, operands) -> [value, *aux]` replaces the evaluation of the forward jaxpr; the derivative is taken
-    through it. None evaluates the forward as it is. `microbatches` is ignored here (see `microbatch.py`): it never changes
-    the numbers.
+    `eval_forward(forward, operands) -> [value, *aux]` replaces the evaluation of the forward jaxpr; the derivative is
+    taken through it. None evaluates the forward as it is. `microbatches` is ignored here (see `microbatch.py`): it
+    never changes the numbers.
     """
     evaluate = eval_forward or (lambda forward, values: _compat.eval_jaxpr(forward, (), *values))
     positions = params["positions"]
@@ -120,13 +122,13 @@ def value_and_grad(
 ) -> Callable:
     """`jax.value_and_grad`, as a boundary that a parallel step can see.
 
-    The same numbers as JAX's function, with all of its arguments, and in any transformation. Where no leaf of the call's
-    arguments is traced, it is JAX's function.
+    The same numbers as JAX's function, with all of its arguments, and in any transformation. Where no leaf of the
+    call's arguments is traced, it is JAX's function.
 
     **Arguments:** as `jax.value_and_grad`, and
 
-    - `microbatches`: inside a parallel step, accumulate the gradient over this many slices of the batch, with one gradient
-      exchange at the end. Never changes the numbers, and has no effect elsewhere.
+    - `microbatches`: inside a parallel step, accumulate the gradient over this many slices of the batch, with one
+      gradient exchange at the end. Never changes the numbers, and has no effect elsewhere.
 
     Arguments that are not traced and not differentiated (flags, strings, functions) reach `fun` as they are; auxiliary
     leaves that are not traced come back as they are.
@@ -192,7 +194,8 @@ class _Leaves:
     values: tuple[Any, ...]
     tree: Any
     names: tuple[str, ...]
-    argument_leaves: tuple[tuple[int, ...], ...]  # per differentiated argument, in the order of argnums, its flat positions
+    # per differentiated argument, in the order of argnums, its flat positions
+    argument_leaves: tuple[tuple[int, ...], ...]
     argument_trees: tuple[Any, ...]
     differentiated: tuple[int, ...]  # flat positions with a gradient, ascending
     dynamic: tuple[int, ...]  # flat positions that become operands, ascending
@@ -207,11 +210,15 @@ class _Leaves:
 def _bind(call: _Call, args: tuple, kwargs: dict) -> Any:
     place = _compat.user_frame()
     leaves = _split(call, args, kwargs, place)
-    operands = [value if isinstance(value, jax.Array) else jnp.asarray(value) for value in (leaves.values[i] for i in leaves.dynamic)]
+    operands = [
+        value if isinstance(value, jax.Array) else jnp.asarray(value)
+        for value in (leaves.values[i] for i in leaves.dynamic)
+    ]
     closed, aux_tree, aux_leaves = _trace_forward(call, leaves, operands, place)
     forward, captured = _compat.detach_consts(closed)
     results = value_and_grad_p.bind(
-        *captured, *operands,
+        *captured,
+        *operands,
         forward=forward,
         positions=tuple(len(captured) + leaves.dynamic.index(i) for i in leaves.differentiated),
         holomorphic=call.holomorphic,
@@ -282,8 +289,11 @@ def _argument_positions(argnums: int | Sequence[int], num_args: int) -> tuple[in
     for argnum in chosen:
         if not -num_args <= argnum < num_args:
             raise GradientTypeError(
-                f"differentiating with respect to argnums={argnums} needs more positional arguments than the {num_args} given",
-                value=argnums, place=f"{_IN_SPLITJAX}, argnums", remedy="pass the differentiated arguments by position",
+                f"differentiating with respect to argnums={argnums} needs more positional arguments than the {num_args}"
+                " given",
+                value=argnums,
+                place=f"{_IN_SPLITJAX}, argnums",
+                remedy="pass the differentiated arguments by position",
             )
     return tuple(int(argnum) % num_args for argnum in chosen)
 
@@ -291,7 +301,11 @@ def _argument_positions(argnums: int | Sequence[int], num_args: int) -> tuple[in
 def _leaf_names(fun: Callable, paths: Sequence[Any]) -> tuple[str, ...]:
     """Per leaf `parameter` and its path within, such as `params['w']`; `args[i]` where the signature does not say."""
     try:
-        declared = [p.name for p in inspect.signature(fun).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        declared = [
+            p.name
+            for p in inspect.signature(fun).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
     except (TypeError, ValueError):
         declared = []
 
@@ -311,8 +325,10 @@ def _check_microbatches(microbatches: Any) -> None:
         return
     if isinstance(microbatches, bool) or not isinstance(microbatches, (int, np.integer)) or microbatches < 1:
         raise GradientError(
-            "microbatches must be a positive whole number, or None", value=microbatches,
-            place=f"{_IN_SPLITJAX}, microbatches", remedy="give the number of slices to accumulate over",
+            "microbatches must be a positive whole number, or None",
+            value=microbatches,
+            place=f"{_IN_SPLITJAX}, microbatches",
+            remedy="give the number of slices to accumulate over",
         )
 
 
@@ -323,22 +339,30 @@ def _check_input(value: Any, call: _Call, name: str, place: str) -> bool:
         aval = jax.typeof(value)
     except TypeError as error:
         raise GradientTypeError(
-            "a differentiated argument is not an array", value=value, place=where,
+            "a differentiated argument is not an array",
+            value=value,
+            place=where,
             remedy="choose the arrays with argnums, and close over the rest",
         ) from error
     dtype = getattr(aval, "dtype", None)
     if dtype is None or not isinstance(aval, jax.core.ShapedArray):
-        raise GradientTypeError("a differentiated argument is not an array", value=aval, place=where, remedy="pass an array")
+        raise GradientTypeError(
+            "a differentiated argument is not an array", value=aval, place=where, remedy="pass an array"
+        )
     if call.holomorphic and not jnp.issubdtype(dtype, np.complexfloating):
         raise GradientTypeError(
-            f"holomorphic=True requires complex inputs, but got {dtype}", value=dtype, place=where,
+            f"holomorphic=True requires complex inputs, but got {dtype}",
+            value=dtype,
+            place=where,
             remedy="convert the argument to a complex dtype",
         )
     if jnp.issubdtype(dtype, np.inexact):
         return True
     if not call.allow_int:
         raise GradientTypeError(
-            f"gradients require real- or complex-valued inputs, but got {dtype}", value=dtype, place=where,
+            f"gradients require real- or complex-valued inputs, but got {dtype}",
+            value=dtype,
+            place=where,
             remedy="choose the floating-point arguments with argnums, or set allow_int=True",
         )
     return False
@@ -349,8 +373,10 @@ def _split_aux(result: Any, call: _Call, place: str) -> tuple[Any, Any]:
         return result, ()
     if not isinstance(result, (list, tuple)) or len(result) != 2:
         raise GradientTypeError(
-            "with has_aux=True the function must return a pair (value, aux)", value=type(result).__name__,
-            place=f"{call.name}, {place}", remedy="return (loss, aux)",
+            "with has_aux=True the function must return a pair (value, aux)",
+            value=type(result).__name__,
+            place=f"{call.name}, {place}",
+            remedy="return (loss, aux)",
         )
     return result[0], result[1]
 
@@ -361,17 +387,26 @@ def _check_output(value: Any, call: _Call, place: str) -> None:
         aval = jax.typeof(value)
     except TypeError as error:
         raise GradientTypeError(
-            "gradients are only defined for functions with a scalar result", value=type(value).__name__, place=where,
+            "gradients are only defined for functions with a scalar result",
+            value=type(value).__name__,
+            place=where,
             remedy="return one scalar, and the rest through has_aux=True",
         ) from error
     if getattr(aval, "shape", None) != ():
         raise GradientTypeError(
-            f"gradients are only defined for functions with a scalar result, and this one has shape {getattr(aval, 'shape', None)}",
-            value=aval, place=where, remedy="reduce the result, as with .mean() or .sum()",
+            "gradients are only defined for functions with a scalar result, and this one has shape"
+            f" {getattr(aval, 'shape', None)}",
+            value=aval,
+            place=where,
+            remedy="reduce the result, as with .mean() or .sum()",
         )
     wanted, words = (np.complexfloating, "complex") if call.holomorphic else (np.floating, "real floating-point")
     if not jnp.issubdtype(aval.dtype, wanted):
         raise GradientTypeError(
-            f"the differentiated function must have a {words} result, but got {aval.dtype}", value=aval.dtype, place=where,
-            remedy="pass holomorphic=True for a complex result of complex inputs" if not call.holomorphic else "return a complex value",
+            f"the differentiated function must have a {words} result, but got {aval.dtype}",
+            value=aval.dtype,
+            place=where,
+            remedy="pass holomorphic=True for a complex result of complex inputs"
+            if not call.holomorphic
+            else "return a complex value",
         )

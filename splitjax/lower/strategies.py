@@ -1,7 +1,9 @@
-"""Connects the gradient boundaries of a step with their evaluation: in microbatches (`microbatch.py`), in turns (`turns.py`), or whole.
+"""Connects the gradient boundaries of a step with their evaluation: in microbatches (`microbatch.py`), in turns
+(`turns.py`), or whole.
 
-For either loop the step is traced a second time with as many examples as one microbatch of one worker has; the boundary at the same site of
-that trace is the local forward, and operand dims whose sizes differ between the traces are the example dims.
+For either loop the step is traced a second time with as many examples as one microbatch of one worker has; the boundary
+at the same site of that trace is the local forward, and operand dims whose sizes differ between the traces are the
+example dims.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from splitjax.errors import BatchError, MicrobatchError, SplitjaxError
 from splitjax.lower import gradient
 from splitjax.lower.microbatch.islands import Request
 from splitjax.lower.microbatch.loop import Job
-from splitjax.lower.microbatch.microbatch import expand_microbatches, local_examples, manual_axes, prepare, traced_examples
+from splitjax.lower.microbatch.microbatch import (
+    expand_microbatches,
+    local_examples,
+    manual_axes,
+    prepare,
+    traced_examples,
+)
 from splitjax.lower.microbatch.places import Runner
 from splitjax.lower.products.exchange import EXAMPLES, SWAP
 from splitjax.lower.products.groups import Copies, Where
@@ -29,7 +37,8 @@ from splitjax.step.arguments import Bound, abstract
 from splitjax.trace.flatten import equation_at
 from splitjax.trace.graph import Graph
 
-Twin = Callable[[Any, Site, int], Any]  # (boundary equation, its site, number of examples) -> the same equation in another trace
+# (boundary equation, its site, number of examples) -> the same equation in another trace
+Twin = Callable[[Any, Site, int], Any]
 
 
 def resized_trace(bound: Bound, trace: Callable[[list[Any]], Any]) -> Callable[[int], Any]:
@@ -40,7 +49,9 @@ def resized_trace(bound: Bound, trace: Callable[[list[Any]], Any]) -> Callable[[
     @functools.cache
     def resized(num_examples: int) -> Any:
         leaves = [
-            jax.ShapeDtypeStruct((num_examples, *leaf.shape[1:]), leaf.dtype, weak_type=leaf.weak_type) if argument.is_batch and leaf.shape else leaf
+            jax.ShapeDtypeStruct((num_examples, *leaf.shape[1:]), leaf.dtype, weak_type=leaf.weak_type)
+            if argument.is_batch and leaf.shape
+            else leaf
             for leaf, argument in zip(abstract(bound.leaves, bound.signature.avals), bound.arguments, strict=True)
         ]
         try:
@@ -49,8 +60,10 @@ def resized_trace(bound: Bound, trace: Callable[[list[Any]], Any]) -> Callable[[
             raise
         except Exception as error:
             raise MicrobatchError(
-                f"the step cannot be traced with {num_examples} examples: {error}", value=num_examples,
-                place="microbatches", remedy="write the step for any batch size, or use microbatches=None",
+                f"the step cannot be traced with {num_examples} examples: {error}",
+                value=num_examples,
+                place="microbatches",
+                remedy="write the step for any batch size, or use microbatches=None",
             ) from error
 
     return resized
@@ -63,8 +76,10 @@ def make_twin(graph: Graph, resized: Callable[[int], Any]) -> Twin:
         twin = equation_at(resized(num_examples), site)
         if twin is None or not gradient.is_boundary(twin) or len(twin.invars) != len(eqn.invars):
             raise MicrobatchError(
-                f"{eqn.params['label']}: the step is another program for {num_examples} examples than for {graph.num_examples}",
-                value=num_examples, place=eqn.params["label"],
+                f"{eqn.params['label']}: the step is another program for {num_examples} examples than for"
+                f" {graph.num_examples}",
+                value=num_examples,
+                place=eqn.params["label"],
                 remedy="do not let the program depend on the batch size, or use microbatches=None",
             )
         return twin
@@ -73,10 +88,15 @@ def make_twin(graph: Graph, resized: Callable[[int], Any]) -> Twin:
 
 
 def boundary_hook(
-    graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of: Twin, pulled_at: Callable[[Site], Collection[str]] | None = None
+    graph: Graph,
+    mesh: Mesh,
+    plan: Plan,
+    layout: Layout,
+    twin_of: Twin,
+    pulled_at: Callable[[Site], Collection[str]] | None = None,
 ) -> BoundaryHook:
-    """The evaluator of gradient boundaries: whole, in microbatches, or in turns. `pulled_at`: the tables whose rows a boundary at a site is given;
-    None where there are none."""
+    """The evaluator of gradient boundaries: whole, in microbatches, or in turns. `pulled_at`: the tables whose rows a
+    boundary at a site is given; None where there are none."""
 
     def hook(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable) -> list[Any]:
         if plan.group_comm != "gather":
@@ -85,7 +105,12 @@ def boundary_hook(
                 return evaluate_turns(turned, operands, layout)
         manual = whole_axes(plan, mesh, () if pulled_at is None else pulled_at(site))
         number = eqn.params["microbatches"]
-        if number in (None, 1) and graph.num_examples is not None and plan.mesh.size(manual) > 1 and _has_recurrence(graph, site):
+        if (
+            number in (None, 1)
+            and graph.num_examples is not None
+            and plan.mesh.size(manual) > 1
+            and _has_recurrence(graph, site)
+        ):
             try:
                 return accumulated(eqn, operands, site, forward, 1, manual)
             except MicrobatchError:  # its loss is no sum over examples, say: XLA sums in every iteration
@@ -94,30 +119,62 @@ def boundary_hook(
             return gradient.expand(eqn.params, operands, forward)
         return accumulated(eqn, operands, site, forward, number, manual)
 
-    def accumulated(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable, number: int, manual: tuple[str, ...]) -> list[Any]:
+    def accumulated(
+        eqn: Any, operands: Sequence[Any], site: Site, forward: Callable, number: int, manual: tuple[str, ...]
+    ) -> list[Any]:
         return accumulated_boundary(eqn, operands, site, forward, number, graph, mesh, plan, layout, twin_of, manual)
 
     return hook
 
 
 def accumulated_boundary(
-    eqn: Any, operands: Sequence[Any], site: Site, forward: Callable, number: int, graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of: Twin,
-    manual: tuple[str, ...], runner: Runner | None = None,
+    eqn: Any,
+    operands: Sequence[Any],
+    site: Site,
+    forward: Callable,
+    number: int,
+    graph: Graph,
+    mesh: Mesh,
+    plan: Plan,
+    layout: Layout,
+    twin_of: Twin,
+    manual: tuple[str, ...],
+    runner: Runner | None = None,
 ) -> list[Any]:
-    """A boundary's results from `number` microbatches, in a loop that handles the axes `manual` itself. Raises `MicrobatchError` where the loss is no sum
-    over examples. `runner`: how the loops of the places along these axes run, if not all alike."""
+    """A boundary's results from `number` microbatches, in a loop that handles the axes `manual` itself. Raises
+    `MicrobatchError` where the loss is no sum over examples. `runner`: how the loops of the places along these axes
+    run, if not all alike."""
     twin = twin_of(eqn, site, local_examples(graph.num_examples, number, plan.batch_axes, mesh, manual))
     copies: Copies = {}
     dims = [example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True)]
     return expand_microbatches(
-        eqn.params, operands, dims, gradient.boundary_forward(twin)[0], number, plan.batch_axes, mesh, manual_axes=manual,
-        bind=lambda inner, values, inside: evaluate_equation(layout.without(manual), inner, values, (*site, 0, *inside), copies),
-        eval_forward=forward, islands=_islands(eqn, site, graph, mesh, plan, layout, twin_of, number, manual), runner=runner,
+        eqn.params,
+        operands,
+        dims,
+        gradient.boundary_forward(twin)[0],
+        number,
+        plan.batch_axes,
+        mesh,
+        manual_axes=manual,
+        bind=lambda inner, values, inside: evaluate_equation(
+            layout.without(manual), inner, values, (*site, 0, *inside), copies
+        ),
+        eval_forward=forward,
+        islands=_islands(eqn, site, graph, mesh, plan, layout, twin_of, number, manual),
+        runner=runner,
     )
 
 
 def uneven_jobs(
-    eqn: Any, site: Site, shares: Collection[int], graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of: Twin, manual: tuple[str, ...]
+    eqn: Any,
+    site: Site,
+    shares: Collection[int],
+    graph: Graph,
+    mesh: Mesh,
+    plan: Plan,
+    layout: Layout,
+    twin_of: Twin,
+    manual: tuple[str, ...],
 ) -> dict[int, Job]:
     """A boundary prepared for workers with so many examples each, by their number. Raises `MicrobatchError`."""
     found = {}
@@ -125,9 +182,19 @@ def uneven_jobs(
         twin = twin_of(eqn, site, traced_examples(share))
         dims = [example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True)]
         copies: Copies = {}
-        bind = lambda inner, values, inside, copies=copies: evaluate_equation(layout.without(manual), inner, values, (*site, 0, *inside), copies)
+        bind = lambda inner, values, inside, copies=copies: evaluate_equation(
+            layout.without(manual), inner, values, (*site, 0, *inside), copies
+        )
         job = prepare(
-            eqn.params, dims, gradient.boundary_forward(twin)[0], 1, plan.batch_axes, mesh, manual_axes=manual, bind=bind, share=share,
+            eqn.params,
+            dims,
+            gradient.boundary_forward(twin)[0],
+            1,
+            plan.batch_axes,
+            mesh,
+            manual_axes=manual,
+            bind=bind,
+            share=share,
             islands=_islands(eqn, site, graph, mesh, plan, layout, twin_of, 1, manual, share),
         )
         if job is not None:
@@ -136,17 +203,27 @@ def uneven_jobs(
 
 
 def _has_recurrence(graph: Graph, site: Site) -> bool:
-    """Whether a boundary differentiates weights that a recurrence uses in every iteration. Their gradients are added up over iterations,
-    and XLA adds them up over workers in each of them, too. In a loop of one microbatch they are exchanged once."""
+    """Whether a boundary differentiates weights that a recurrence uses in every iteration. Their gradients are added up
+    over iterations, and XLA adds them up over workers in each of them, too. In a loop of one microbatch they are
+    exchanged once."""
     recurrent = {layer.name for layer in graph.layers if layer.kind == "recurrent"}
     return any(use.trips > 1 and use.layer in recurrent and use.site[: len(site)] == site for use in graph.uses)
 
 
 def _islands(
-    eqn: Any, site: Site, graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of: Twin, number: int, manual: tuple[str, ...], share: int | None = None
+    eqn: Any,
+    site: Site,
+    graph: Graph,
+    mesh: Mesh,
+    plan: Plan,
+    layout: Layout,
+    twin_of: Twin,
+    number: int,
+    manual: tuple[str, ...],
+    share: int | None = None,
 ) -> Request | None:
-    """What a loop is told of replicated layers whose examples are over the axes that split other layers; None where there are none. `share`: the examples
-    of the place, where places have different numbers of them."""
+    """What a loop is told of replicated layers whose examples are over the axes that split other layers; None where
+    there are none. `share`: the examples of the place, where places have different numbers of them."""
     prefix = (*site, 0)
     group = tuple(axis for axis in plan.mesh.present(plan.batch_axes) if axis not in manual)
     here = [(one.site[len(prefix) :], one.axes) for one in layout.uses if one.site[: len(prefix)] == prefix]
@@ -156,38 +233,61 @@ def _islands(
     even = lambda: local_examples(graph.num_examples, number, plan.batch_axes, mesh, (*manual, *group))
     twin = twin_of(eqn, site, traced_examples(share // plan.mesh.size(group)) if share else even())
     # Nothing is shared inside an island.
-    bare = Layout(layout.mesh, {}, frozenset(), manual=(*manual, *group), convolutions=layout.convolutions, transforms=layout.transforms, rewritten=layout.rewritten, guarded=layout.guarded)
+    bare = Layout(
+        layout.mesh,
+        {},
+        frozenset(),
+        manual=(*manual, *group),
+        convolutions=layout.convolutions,
+        transforms=layout.transforms,
+        rewritten=layout.rewritten,
+        guarded=layout.guarded,
+    )
     return Request(
-        group, gradient.boundary_forward(twin)[0],
-        tuple(at for at, axes in here if axes), tuple(at for at, axes in here if not axes),
-        lambda inner, values, inside: evaluate_equation(bare, inner, values, (*prefix, *inside), {}), Where(mesh, manual),
+        group,
+        gradient.boundary_forward(twin)[0],
+        tuple(at for at, axes in here if axes),
+        tuple(at for at, axes in here if not axes),
+        lambda inner, values, inside: evaluate_equation(bare, inner, values, (*prefix, *inside), {}),
+        Where(mesh, manual),
     )
 
 
 def whole_axes(plan: Plan, mesh: Mesh, apart: Collection[str] = ()) -> tuple[str, ...]:
-    """The batch axes over which every parameter is whole: over them a loop can exchange gradients once. `apart`: parameters that a loop does not read."""
-    return manual_axes(plan.batch_axes, mesh, [leaf.spec for leaf in plan.leaves if leaf.role == "param" and leaf.path not in apart])
+    """The batch axes over which every parameter is whole: over them a loop can exchange gradients once. `apart`:
+    parameters that a loop does not read."""
+    return manual_axes(
+        plan.batch_axes, mesh, [leaf.spec for leaf in plan.leaves if leaf.role == "param" and leaf.path not in apart]
+    )
 
 
 def check_turns(kind: str, graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, jaxpr: Any, twin_of: Twin) -> bool:
-    """Whether any boundary of the step would run in turns. Raises `Refused` where one cannot, `BatchError` for a batch that
-    does not divide into turns."""
+    """Whether any boundary of the step would run in turns. Raises `Refused` where one cannot, `BatchError` for a batch
+    that does not divide into turns."""
     sites = {site[:depth] for site in layout.exchanges for depth in range(1, len(site))}
     found = False
     for site in sorted(sites):
         eqn = equation_at(jaxpr, site)
         if eqn is not None and gradient.is_boundary(eqn):
-            turned = turned_boundary(eqn, site, graph, mesh, dataclasses.replace(plan, group_comm=kind), layout, twin_of)
+            turned = turned_boundary(
+                eqn, site, graph, mesh, dataclasses.replace(plan, group_comm=kind), layout, twin_of
+            )
             if turned is not None:
                 turned.check()
                 found = True
     return found
 
 
-def turned_boundary(eqn: Any, site: Site, graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of: Twin) -> Turned | None:
+def turned_boundary(
+    eqn: Any, site: Site, graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of: Twin
+) -> Turned | None:
     """A boundary as it runs in turns; None where nothing crosses in it. Raises `Refused`, `BatchError`."""
     prefix = (*site, 0)
-    groups = {one.axes for one in layout.exchanges.values() if one.site[: len(prefix)] == prefix and one.enter in (EXAMPLES, SWAP)}
+    groups = {
+        one.axes
+        for one in layout.exchanges.values()
+        if one.site[: len(prefix)] == prefix and one.enter in (EXAMPLES, SWAP)
+    }
     if not groups or graph.num_examples is None:
         return None
     mode = Mode(plan.group_comm, plan.batch_axes, whole_axes(plan, mesh), mesh, graph.num_examples)
@@ -197,9 +297,11 @@ def turned_boundary(eqn: Any, site: Site, graph: Graph, mesh: Mesh, plan: Plan, 
     if graph.num_examples % unit:
         below, above = graph.num_examples // unit * unit, -(-graph.num_examples // unit) * unit
         raise BatchError(
-            f"{graph.num_examples} examples do not divide into {num_turns} turns on {plan.mesh.size(slice_axes)} workers",
-            value=graph.num_examples, place=f"group_comm={plan.group_comm!r}",
-            remedy=f"use {f'{below} or {above}' if below else above} examples, or group_comm=\"gather\"",
+            f"{graph.num_examples} examples do not divide into {num_turns} turns on {plan.mesh.size(slice_axes)}"
+            " workers",
+            value=graph.num_examples,
+            place=f"group_comm={plan.group_comm!r}",
+            remedy=f'use {f"{below} or {above}" if below else above} examples, or group_comm="gather"',
         )
     try:
         size = local_examples(graph.num_examples, num_turns, slice_axes, mesh, mode.manual)

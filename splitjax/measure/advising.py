@@ -1,7 +1,9 @@
-"""`step.advise`: measures what partial backpropagation needs to know of a step, and compares it with a smaller batch (`partial.advice`).
+"""`step.advise`: measures what partial backpropagation needs to know of a step, and compares it with a smaller batch
+(`partial.advice`).
 
-On one device, one worker's share at a time: seconds and compiled bytes of truncated programs (`worker_costs.py`), the noise of gradients over the given
-batches (`worker_noise.py`). Bytes sent come from the plan, seconds on the wire from the link. Nothing is updated.
+On one device, one worker's share at a time: seconds and compiled bytes of truncated programs (`worker_costs.py`), the
+noise of gradients over the given batches (`worker_noise.py`). Bytes sent come from the plan, seconds on the wire from
+the link. Nothing is updated.
 """
 
 from __future__ import annotations
@@ -43,20 +45,37 @@ from splitjax.trace.flatten import equation_at
 
 
 def advise_calls(
-    recipe: Recipe, mesh: Mesh, check: Callable[[tuple], None], calls: Iterable[tuple], backprop: PartialBackprop, link: Link | None
+    recipe: Recipe,
+    mesh: Mesh,
+    check: Callable[[tuple], None],
+    calls: Iterable[tuple],
+    backprop: PartialBackprop,
+    link: Link | None,
 ) -> Advice:
     """The advice on a step.
 
-    **Arguments:** `check`: raises for the arguments of a call whose state is gone. `calls`: the arguments of every call, one a batch. In a run of several
-    processes all of them make the call together; what process 0 measured counts. `link`: between workers; None measures the mesh's.
+    **Arguments:** `check`: raises for the arguments of a call whose state is gone. `calls`: the arguments of every
+    call, one a batch. In a run of several processes all of them make the call together; what process 0 measured counts.
+    `link`: between workers; None measures the mesh's.
 
-    Raises `PartialError` for no batch, one worker, no gradient boundary or no legal cut; `BatchError` for batches that do not divide.
+    Raises `PartialError` for no batch, one worker, no gradient boundary or no legal cut; `BatchError` for batches that
+    do not divide.
     """
     place = f"{recipe.name}.advise"
     if not isinstance(backprop, PartialBackprop):
-        raise PartialError("advise takes what parallelize takes as backprop", value=backprop, place=place, remedy="pass a splitjax.PartialBackprop")
+        raise PartialError(
+            "advise takes what parallelize takes as backprop",
+            value=backprop,
+            place=place,
+            remedy="pass a splitjax.PartialBackprop",
+        )
     if link is not None and not isinstance(link, Link):
-        raise PartialError("link is a link between workers", value=link, place=place, remedy="pass splitjax.sync.Link(latency_seconds, bytes_per_second)")
+        raise PartialError(
+            "link is a link between workers",
+            value=link,
+            place=place,
+            remedy="pass splitjax.sync.Link(latency_seconds, bytes_per_second)",
+        )
     plain, found = dataclasses.replace(recipe, backprop=None), None
     for args in calls:
         check(args)
@@ -65,11 +84,16 @@ def advise_calls(
             found = _Measuring.of(build_entry(plain, mesh, bound, None), mesh, backprop, place)
         elif bound.signature != found.entry.bound.signature:
             raise PartialError(
-                "the batches have different shapes", value=[aval[0] for aval in bound.signature.avals][:4], place=place, remedy="give batches of one shape",
+                "the batches have different shapes",
+                value=[aval[0] for aval in bound.signature.avals][:4],
+                place=place,
+                remedy="give batches of one shape",
             )
         found.add(bound)
     if found is None:
-        raise PartialError("there is no batch to measure", place=place, remedy="pass at least one batch; more make the noise surer")
+        raise PartialError(
+            "there is no batch to measure", place=place, remedy="pass at least one batch; more make the noise surer"
+        )
     return found.advice(recipe.name, backprop, link)
 
 
@@ -84,17 +108,27 @@ class _Measuring:
     noise: WorkerNoise
     place: str
     on_device: OnDevice
-    found: list[tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)  # (sigma^2, squared norm) by stage, of every batch
+    # (sigma^2, squared norm) by stage, of every batch
+    found: list[tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
     leaves: list[Any] = dataclasses.field(default_factory=list)  # of the last batch, on the device
 
     @classmethod
     def of(cls, entry: Entry, mesh: Mesh, backprop: PartialBackprop, place: str) -> _Measuring:
-        depths = LINEAR if backprop.depths == OPTIMAL else backprop.depths  # the optimal ones need what is measured here
+        # the optimal ones need what is measured here
+        depths = LINEAR if backprop.depths == OPTIMAL else backprop.depths
         simple = dataclasses.replace(backprop, depths=depths, measured=None, budget=None, rebalance=False)
         base = find_partial(simple, None, entry.graph, entry.jaxpr, entry.plan, place)
         check_examples(entry, base.depths.num_slots, place)
         stages, _ = stages_of(entry.graph, entry.jaxpr, base.site)
-        return cls(entry, mesh, base, stages, WorkerNoise(entry, mesh, base.depths.num_slots, stages, place), place, OnDevice(mesh))
+        return cls(
+            entry,
+            mesh,
+            base,
+            stages,
+            WorkerNoise(entry, mesh, base.depths.num_slots, stages, place),
+            place,
+            OnDevice(mesh),
+        )
 
     @property
     def num_workers(self) -> int:
@@ -103,10 +137,14 @@ class _Measuring:
     def add(self, bound: Any) -> None:
         """Measures the noise of one batch."""
         try:
-            put = lambda i: self.on_device.put(bound.leaves[i], bound.arguments[i].path, not bound.arguments[i].is_batch, self.place)
+            put = lambda i: self.on_device.put(
+                bound.leaves[i], bound.arguments[i].path, not bound.arguments[i].is_batch, self.place
+            )
             self.leaves = [put(i) for i in range(len(bound.leaves))]
         except ProfileError as error:
-            raise PartialError(f"an advice needs values: {error.message}", value=error.value, place=error.place, remedy=error.remedy) from error
+            raise PartialError(
+                f"an advice needs values: {error.message}", value=error.value, place=error.place, remedy=error.remedy
+            ) from error
         self.found.append(self.noise.measure([self.leaves[i] for i in self.noise.used]))
 
     def advice(self, name: str, backprop: PartialBackprop, link: Link | None) -> Advice:
@@ -119,34 +157,61 @@ class _Measuring:
         # The last digits differ between kinds of processors, and with them depths would: all go by what process 0 has.
         noise, norms = (of_process_0(list(np.mean([one[k] for one in self.found], axis=0))) for k in (0, 1))
         stages = tuple(
-            StageAdvice(stage.name, stage.num_bytes, float(noise[k]), max(float(norms[k]), 0.0), backward[k], timed[k], costs.bytes_from(k))
+            StageAdvice(
+                stage.name,
+                stage.num_bytes,
+                float(noise[k]),
+                max(float(norms[k]), 0.0),
+                backward[k],
+                timed[k],
+                costs.bytes_from(k),
+            )
             for k, stage in enumerate(self.stages.stages)
         )
         link = measure_link(self.mesh, self.base.axes) if link is None else link
-        measured = Measured(tuple(one.name for one in stages), backward, costs.forward_seconds, tuple(one.noise for one in stages))
+        measured = Measured(
+            tuple(one.name for one in stages), backward, costs.forward_seconds, tuple(one.noise for one in stages)
+        )
         compare = _Comparison(self, programs, costs, measured, link, share)
         rows, notes = compare.rows(backprop)
         charged = [*backward[:-1], backward[-1] + costs.forward_seconds]
         uniform = uniform_is_optimal([one.noise for one in stages], charged)
         platform = self.mesh.devices.flat[0]
         return Advice(
-            name, self.num_workers, share, len(self.found), getattr(platform, "device_kind", platform.platform), link.latency_seconds, link.bytes_per_second,
-            costs.forward_seconds, stages, rows, uniform, recommend(rows, uniform), (*self._notes(costs, backprop), *notes),
-        )  # fmt: skip
+            name,
+            self.num_workers,
+            share,
+            len(self.found),
+            getattr(platform, "device_kind", platform.platform),
+            link.latency_seconds,
+            link.bytes_per_second,
+            costs.forward_seconds,
+            stages,
+            rows,
+            uniform,
+            recommend(rows, uniform),
+            (*self._notes(costs, backprop), *notes),
+        )
 
     def _notes(self, costs: WorkerCosts, backprop: PartialBackprop) -> list[str]:
         notes = list(self.noise.notes)
         if self.noise.notes and backprop.assignment == SPATIAL:
             notes.append('its loss is no sum over examples: depths by worker need PartialBackprop(statistics="local")')
         if len(costs.cuts) < len(self.stages.stages):
-            notes.append(f"{len(costs.cuts)} of {len(self.stages.stages)} cuts were compiled and timed; what stands between two is divided by predicted time")
+            notes.append(
+                f"{len(costs.cuts)} of {len(self.stages.stages)} cuts were compiled and timed; what stands between two"
+                " is divided by predicted time"
+            )
         if len(self.found) == 1:
             notes.append("one batch was measured: its noise is a guess from as many gradients as workers")
         microbatches = equation_at(self.entry.jaxpr, self.base.site).params["microbatches"]
         if microbatches not in (None, 1):
             notes.append(f"timed without its {microbatches} microbatches: with them memory is less")
         if backprop.estimator != "count":
-            notes.append("variances are those of estimator count; mean makes gradients of layers with few contributors smaller, which is a bias")
+            notes.append(
+                "variances are those of estimator count; mean makes gradients of layers with few contributors smaller,"
+                " which is a bias"
+            )
         return notes
 
 
@@ -180,7 +245,11 @@ class _Comparison:
         told = f"{asked.depths if isinstance(asked.depths, str) else 'given'} depths"
         full = made.full(spatial, self._full_exchange())
         first = made.spatial(
-            SPATIAL_ROW, f"{mark(SPATIAL)}{told} by worker{', examples balanced' if shares else ''}, execution {asked.execution}", spatial, self._exchange(spatial), shares
+            SPATIAL_ROW,
+            f"{mark(SPATIAL)}{told} by worker{', examples balanced' if shares else ''}, execution {asked.execution}",
+            spatial,
+            self._exchange(spatial),
+            shares,
         )
         in_turn = self._depths(dataclasses.replace(asked, assignment=TEMPORAL, rebalance=False))
         temporal = made.temporal(f"{mark(TEMPORAL)}{told} in turn, all workers alike", in_turn, self._exchange(in_turn))
@@ -189,8 +258,14 @@ class _Comparison:
         if asked.depths != OPTIMAL:
             budget = min(1.0, wanted.device_time)
             try:
-                best = self._depths(dataclasses.replace(asked, assignment=SPATIAL, depths=OPTIMAL, budget=budget, rebalance=False))
-                rows.append(made.spatial(OPTIMAL_ROW, "optimal depths by worker, under the same budget", best, self._exchange(best)))
+                best = self._depths(
+                    dataclasses.replace(asked, assignment=SPATIAL, depths=OPTIMAL, budget=budget, rebalance=False)
+                )
+                rows.append(
+                    made.spatial(
+                        OPTIMAL_ROW, "optimal depths by worker, under the same budget", best, self._exchange(best)
+                    )
+                )
             except PartialError as error:
                 notes.append(f"no optimal depths: {error.message}")
         if spatial.is_full:
@@ -204,17 +279,24 @@ class _Comparison:
 
     def _full_exchange(self) -> Exchange:
         sent = sum(one.bytes for one in self.measuring.entry.plan.collectives if gradient_of(one))
-        return Exchange(sent, sent / self.link.bytes_per_second + self._ring_messages(self.step.depths.num_slots) * self.link.latency_seconds)
+        return Exchange(
+            sent,
+            sent / self.link.bytes_per_second
+            + self._ring_messages(self.step.depths.num_slots) * self.link.latency_seconds,
+        )
 
     def _exchange(self, depths: Depths) -> Exchange:
-        """What the plan says is sent; the time of the worker that sends most, a segment after the other, each as one message a hop."""
+        """What the plan says is sent; the time of the worker that sends most, a segment after the other, each as one
+        message a hop."""
         step, count = dataclasses.replace(self.step, depths=depths), depths.num_slots
         platform = self.measuring.mesh.devices.flat[0].platform
         plan = with_partial(self.measuring.entry.plan, step, platform).partial
         assert plan is not None
         sent = sum(segment.summed_bytes + segment.handed_bytes for segment in plan.segments)
         if step.is_temporal:  # one group of workers, one exchange a step
-            return Exchange(sent, sent / self.link.bytes_per_second + self._ring_messages(count) * self.link.latency_seconds)
+            return Exchange(
+                sent, sent / self.link.bytes_per_second + self._ring_messages(count) * self.link.latency_seconds
+            )
         seconds = 0.0
         for segment in plan.segments:
             busiest, messages = float(segment.summed_bytes), self._ring_messages(count)
@@ -222,7 +304,9 @@ class _Comparison:
                 rounds = len(handing(range(segment.contributors), count))
                 busiest = busiest * count / segment.contributors + rounds * segment.num_bytes
                 messages = self._ring_messages(segment.contributors) + rounds
-            seconds += busiest / self.link.bytes_per_second + (messages * self.link.latency_seconds if segment.contributors else 0.0)
+            seconds += busiest / self.link.bytes_per_second + (
+                messages * self.link.latency_seconds if segment.contributors else 0.0
+            )
         return Exchange(sent, seconds)
 
     def _ring_messages(self, count: int) -> float:
@@ -241,7 +325,8 @@ class _Comparison:
 
 
 def split_request(args: Sequence[Any], backprop: Any, own: PartialBackprop | None) -> tuple[tuple[Any, ...], Any]:
-    """The step's arguments, and what to advise on: given by name, as the last position, or what the step was decorated with."""
+    """The step's arguments, and what to advise on: given by name, as the last position, or what the step was decorated
+    with."""
     if backprop is None and args and isinstance(args[-1], PartialBackprop):
         return tuple(args[:-1]), args[-1]
     return tuple(args), backprop if backprop is not None else own or PartialBackprop()

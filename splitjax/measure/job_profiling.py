@@ -1,7 +1,9 @@
-"""`step.job_profile`: what one iteration of a step costs each worker, as the scheduler wants to know it (`schedule.model.jobs.JobProfile`).
+"""`step.job_profile`: what one iteration of a step costs each worker, as the scheduler wants to know it
+(`schedule.model.jobs.JobProfile`).
 
-On one device, with one worker's share of the batch: seconds and compiled bytes of truncated programs (`worker_costs.py`), and the whole step, whose
-surplus is the update. What a worker keeps between iterations comes from the plan, the exchange from the plan's bytes and the link. Nothing is updated.
+On one device, with one worker's share of the batch: seconds and compiled bytes of truncated programs
+(`worker_costs.py`), and the whole step, whose surplus is the update. What a worker keeps between iterations comes from
+the plan, the exchange from the plan's bytes and the link. Nothing is updated.
 """
 
 from __future__ import annotations
@@ -30,54 +32,88 @@ _ENOUGH = 1e-9  # a share that falls short of the whole by so little is the whol
 
 
 def profile_job(
-    recipe: Recipe, mesh: Mesh, check: Callable[[tuple], Any], args: tuple, *, name: str | None, num_workers: int | None, link: Link | None, input_seconds: float,
+    recipe: Recipe,
+    mesh: Mesh,
+    check: Callable[[tuple], Any],
+    args: tuple,
+    *,
+    name: str | None,
+    num_workers: int | None,
+    link: Link | None,
+    input_seconds: float,
     stages: bool | None,
 ) -> JobProfile:
-    """The profile of a call of a step. In a run of several processes all of them make the call together; what process 0 timed counts.
+    """The profile of a call of a step. In a run of several processes all of them make the call together; what process 0
+    timed counts.
 
-    **Arguments:** `check`: raises for the arguments of a call whose state is gone. The others: as `ParallelStep.job_profile` has them.
+    **Arguments:** `check`: raises for the arguments of a call whose state is gone. The others: as
+    `ParallelStep.job_profile` has them.
 
-    Raises `ProfileError` for a step without one gradient boundary, whose layers are split over devices, or arguments without values; `BatchError` for a
-    batch that does not divide.
+    Raises `ProfileError` for a step without one gradient boundary, whose layers are split over devices, or arguments
+    without values; `BatchError` for a batch that does not divide.
     """
     place = f"{recipe.name}.job_profile"
     check_number(num_workers, place)
     if link is not None and not isinstance(link, Link):
-        raise ProfileError("link is a link between workers", value=link, place=place, remedy="pass splitjax.sync.Link(latency_seconds, bytes_per_second)")
+        raise ProfileError(
+            "link is a link between workers",
+            value=link,
+            place=place,
+            remedy="pass splitjax.sync.Link(latency_seconds, bytes_per_second)",
+        )
     if not 0 <= input_seconds < math.inf:
-        raise ProfileError("input takes a time of 0 or more", value=input_seconds, place=place, remedy="give seconds an iteration")
+        raise ProfileError(
+            "input takes a time of 0 or more", value=input_seconds, place=place, remedy="give seconds an iteration"
+        )
     check(args)
     bound = bind(recipe.fn, recipe.options, args)
     entry = build_entry(dataclasses.replace(recipe, backprop=None), mesh, bound, None)
     axes = worker_axes(entry.graph, entry.plan)
     if entry.plan.mesh.num_devices != entry.plan.mesh.size(axes):
         raise ProfileError(
-            "a job's workers are whole devices, and the step splits layers over devices", value=str(entry.plan.mesh), place=place,
+            "a job's workers are whole devices, and the step splits layers over devices",
+            value=str(entry.plan.mesh),
+            place=place,
             remedy='profile it over data alone: rules="data_parallel", or a mesh with a data axis only',
-        )  # fmt: skip
+        )
     workers = entry.plan.mesh.size(axes) if num_workers is None else int(num_workers)
     check_examples(entry, workers, place)
     try:
         site = find_boundary(entry.graph, entry.jaxpr, place)
     except PartialError as error:
-        raise ProfileError(error.message, value=error.value, place=place, remedy="take one gradient of the sum of the losses, outside of loops") from error
+        raise ProfileError(
+            error.message,
+            value=error.value,
+            place=place,
+            remedy="take one gradient of the sum of the losses, outside of loops",
+        ) from error
     microbatches = equation_at(entry.jaxpr, site).params["microbatches"] or 1
     on_device = OnDevice(mesh)
-    leaves = [on_device.put(leaf, argument.path, False, place) for leaf, argument in zip(bound.leaves, bound.arguments, strict=True)]
+    leaves = [
+        on_device.put(leaf, argument.path, False, place)
+        for leaf, argument in zip(bound.leaves, bound.arguments, strict=True)
+    ]
     cuts, _ = stages_of(entry.graph, entry.jaxpr, site)
     programs = WorkerPrograms(entry, site, cuts, mesh, leaves, place)
-    # The fastest run of each counts: a simulated worker has its device to itself, and what disturbs a run only makes it longer.
-    costs = measure_costs(programs, entry.graph.num_examples // workers // microbatches, with_update=True, statistic=min)
+    # The fastest run of each counts: a simulated worker has its device to itself, and what disturbs a run only makes it
+    # longer.
+    costs = measure_costs(
+        programs, entry.graph.num_examples // workers // microbatches, with_update=True, statistic=min
+    )
     *seconds, forward, update = of_process_0([*costs.seconds, costs.forward_seconds, costs.update_seconds])
     costs = dataclasses.replace(costs, seconds=tuple(seconds), forward_seconds=forward, update_seconds=update)
-    fractions, _ = stages_of(entry.graph, entry.jaxpr, site, recipe.backprop)  # by the times that the step would be cut by
+    # by the times that the step would be cut by
+    fractions, _ = stages_of(entry.graph, entry.jaxpr, site, recipe.backprop)
     state_bytes, kept_bytes = _kept_bytes(entry, workers)
     depths = _depths(fractions, cuts, costs, microbatches, kept_bytes)
     exchange = _exchange_seconds(entry, mesh, axes, workers, depths[0].gradient_bytes, link)
     compute = microbatches * costs.forward_seconds + depths[0].backward_seconds + costs.update_seconds
-    exposed = exchange + max(0.0, input_seconds - compute - exchange)  # input that takes longer than the rest cannot hide behind it
+    # input that takes longer than the rest cannot hide behind it
+    exposed = exchange + max(0.0, input_seconds - compute - exchange)
     name = recipe.name if name is None else name
-    found = JobProfile(name, microbatches * costs.forward_seconds, depths, exposed, state_bytes, update_seconds=costs.update_seconds)
+    found = JobProfile(
+        name, microbatches * costs.forward_seconds, depths, exposed, state_bytes, update_seconds=costs.update_seconds
+    )
     if stages is None:  # where the device is what jobs compete for, the others' seconds decide nothing
         stages = max(exchange, input_seconds) > found.partial_seconds(workers)
     known = Stages(cpu_seconds=input_seconds, device_seconds=compute, network_seconds=exchange)
@@ -85,7 +121,8 @@ def profile_job(
 
 
 def _kept_bytes(entry: Entry, workers: int) -> tuple[int, int]:
-    """Of a worker: its state, and all that is there throughout an iteration: state, its share of the batch, other inputs, and whole those parameters that are stored in pieces."""
+    """Of a worker: its state, and all that is there throughout an iteration: state, its share of the batch, other
+    inputs, and whole those parameters that are stored in pieces."""
     plan = entry.plan
     state = sum(leaf.bytes_per_device for leaf in plan.leaves if leaf.is_state)
     gathered = sum(leaf.whole_bytes(plan.mesh) - leaf.bytes_per_device for leaf in plan.leaves if leaf.role == "param")
@@ -98,9 +135,11 @@ def _kept_bytes(entry: Entry, workers: int) -> tuple[int, int]:
 
 
 def _depths(fractions: Cuts, cuts: Cuts, costs: WorkerCosts, microbatches: int, kept_bytes: int) -> tuple[Depth, ...]:
-    """The legal cuts, full backpropagation first. Of cuts that cover the same share the last counts, as it does for a decorated step.
+    """The legal cuts, full backpropagation first. Of cuts that cover the same share the last counts, as it does for a
+    decorated step.
 
-    Whatever a worker's depth is, it gets the gradients of all layers from the others for its update: they are the least that it needs beside what is kept."""
+    Whatever a worker's depth is, it gets the gradients of all layers from the others for its update: they are the least
+    that it needs beside what is kept."""
     backward, _ = costs.backward(cuts)
     sizes = [stage.num_bytes for stage in cuts.stages]
     found: dict[float, Depth] = {}
@@ -110,15 +149,24 @@ def _depths(fractions: Cuts, cuts: Cuts, costs: WorkerCosts, microbatches: int, 
             continue
         gradients = sum(sizes[first:])
         working = costs.bytes_from(first) + (gradients if microbatches > 1 else 0)  # microbatches add up beside it
-        found[share] = Depth(share, microbatches * sum(backward[first:]), kept_bytes + max(working, sum(sizes)), gradients, stage.name)
+        found[share] = Depth(
+            share, microbatches * sum(backward[first:]), kept_bytes + max(working, sum(sizes)), gradients, stage.name
+        )
     return tuple(found.values())
 
 
-def _exchange_seconds(entry: Entry, mesh: Mesh, axes: tuple[str, ...], workers: int, gradient_bytes: int, link: Link | None) -> float:
-    """All that a worker sends in a step, over its link, as one ring. None of it is taken to be hidden behind the job's own computing."""
+def _exchange_seconds(
+    entry: Entry, mesh: Mesh, axes: tuple[str, ...], workers: int, gradient_bytes: int, link: Link | None
+) -> float:
+    """All that a worker sends in a step, over its link, as one ring. None of it is taken to be hidden behind the job's
+    own computing."""
     across = entry.plan.mesh.size(axes)
     if workers == 1 or (link is None and across == 1):
         return 0.0
     known = measure_link(mesh, axes) if link is None else link
-    sent = sum(one.bytes for one in entry.plan.collectives) if workers == across else all_reduce_bytes(workers, gradient_bytes)
+    sent = (
+        sum(one.bytes for one in entry.plan.collectives)
+        if workers == across
+        else all_reduce_bytes(workers, gradient_bytes)
+    )
     return sent / known.bytes_per_second + 2 * (workers - 1) * known.latency_seconds

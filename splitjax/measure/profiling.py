@@ -1,7 +1,8 @@
-"""Profiles: the gradients of every worker, one worker at a time on one device, reduced there to where they are not zero.
+"""Profiles: the gradients of every worker, one worker at a time on one device, reduced there to where they are not
+zero.
 
-See `worker_gradients.py` for the gradients. No worker's dense gradient leaves the device: the host gets one bit a row of a table, or
-an element of another tensor.
+See `worker_gradients.py` for the gradients. No worker's dense gradient leaves the device: the host gets one bit a row
+of a table, or an element of another tensor.
 """
 
 from __future__ import annotations
@@ -28,21 +29,27 @@ from splitjax.sync.analysis import Measured, Profile, StepMasks, Tensor, analyse
 _ROWS_COUNTED = 1024
 
 
-def per_batch(args: Sequence[Any], batch_argnums: Sequence[int], name: str, method: str = "profile") -> Iterator[tuple[Any, ...]]:
+def per_batch(
+    args: Sequence[Any], batch_argnums: Sequence[int], name: str, method: str = "profile"
+) -> Iterator[tuple[Any, ...]]:
     """The arguments of one call per batch: what stands at `batch_argnums` are batches, in iterables of one length.
 
     Raises `BatchError` for an argument that is a batch itself, and for iterables of different lengths."""
     numbers = [number for number in batch_argnums if number < len(args)]
     if not numbers:
         raise BatchError(
-            "the step has no batch, so its gradients cannot be divided among workers", value=f"{len(args)} arguments",
-            place=f"{name}.{method}", remedy="name the arguments that hold examples in batch_argnums, and pass their batches",
+            "the step has no batch, so its gradients cannot be divided among workers",
+            value=f"{len(args)} arguments",
+            place=f"{name}.{method}",
+            remedy="name the arguments that hold examples in batch_argnums, and pass their batches",
         )
     for number in numbers:
         given = args[number]
         if isinstance(given, (Mapping, str)) or hasattr(given, "shape") or not isinstance(given, Iterable):
             raise BatchError(
-                f"{method} takes several batches in place of one", value=type(given).__name__, place=f"{name}.{method}, argument {number}",
+                f"{method} takes several batches in place of one",
+                value=type(given).__name__,
+                place=f"{name}.{method}, argument {number}",
                 remedy="pass a list or an iterator of batches; for a single one, [batch]",
             )
     iterators, missing = [iter(args[number]) for number in numbers], object()
@@ -53,7 +60,9 @@ def per_batch(args: Sequence[Any], batch_argnums: Sequence[int], name: str, meth
         if any(batch is missing for batch in batches):
             shortest = next(number for number, batch in zip(numbers, batches, strict=True) if batch is missing)
             raise BatchError(
-                "the batch arguments hold different numbers of batches", value=f"argument {shortest} ends first", place=f"{name}.{method}",
+                "the batch arguments hold different numbers of batches",
+                value=f"argument {shortest} ends first",
+                place=f"{name}.{method}",
                 remedy="give as many batches for every batch argument",
             )
         by_number = dict(zip(numbers, batches, strict=True))
@@ -71,8 +80,8 @@ def profile_calls(
     - `calls`: the arguments of every call. In a run of several processes all of them make the same calls, together.
     - `num_workers`: into how many equal slices each batch is cut; None for the plan's workers.
 
-    Raises `ProfileError` for a step without gradient boundary or with one in a loop, for no batch, and for arguments without values;
-    `BatchError` for batches without examples, or that do not divide.
+    Raises `ProfileError` for a step without gradient boundary or with one in a loop, for no batch, and for arguments
+    without values; `BatchError` for batches without examples, or that do not divide.
     """
     place = f"{recipe.name}.profile"
     check_number(num_workers, place)
@@ -89,13 +98,23 @@ def profile_calls(
         programs[id(entry)] = program
         if tensors and program.tensors != tensors:
             raise ProfileError(
-                "the step has other gradients for this batch than for the first", value=entry.graph.num_examples, place=place,
+                "the step has other gradients for this batch than for the first",
+                value=entry.graph.num_examples,
+                place=place,
                 remedy="profile batches of different kinds apart",
             )
         tensors = program.tensors
         bound = bind(recipe.fn, recipe.options, args)
-        values = [on_device.put(bound.leaves[i], bound.arguments[i].path, not bound.arguments[i].is_batch, place) for i in program.used]
-        steps.append([analyse_step(tensor, found) for tensor, found in zip(tensors, program.measure(values, num_workers), strict=True)])
+        values = [
+            on_device.put(bound.leaves[i], bound.arguments[i].path, not bound.arguments[i].is_batch, place)
+            for i in program.used
+        ]
+        steps.append(
+            [
+                analyse_step(tensor, found)
+                for tensor, found in zip(tensors, program.measure(values, num_workers), strict=True)
+            ]
+        )
         sizes.append(entry.graph.num_examples)
         notes += [note for note in program.notes if note not in notes]
     if not steps or num_workers is None:
@@ -105,9 +124,13 @@ def profile_calls(
 
 
 def check_number(num_workers: Any, place: str) -> None:
-    if num_workers is not None and (isinstance(num_workers, bool) or not isinstance(num_workers, (int, np.integer)) or num_workers < 1):
+    if num_workers is not None and (
+        isinstance(num_workers, bool) or not isinstance(num_workers, (int, np.integer)) or num_workers < 1
+    ):
         raise ProfileError(
-            "num_workers must be a positive whole number, or None for the plan's", value=num_workers, place=place,
+            "num_workers must be a positive whole number, or None for the plan's",
+            value=num_workers,
+            place=place,
             remedy="give the number of workers among which a batch is divided",
         )
 
@@ -116,19 +139,25 @@ def check_examples(entry: Entry, num_workers: int, place: str) -> None:
     num_examples = entry.graph.num_examples
     if entry.graph.num_boundaries == 0:
         raise ProfileError(
-            "the step takes no gradients, or takes them with plain JAX, where a profile cannot see them", place=place,
+            "the step takes no gradients, or takes them with plain JAX, where a profile cannot see them",
+            place=place,
             remedy="take them with splitjax.value_and_grad or splitjax.grad",
         )
     if num_examples is None:
         raise BatchError(
-            "the step has no batch, so its gradients cannot be divided among workers", place=place,
+            "the step has no batch, so its gradients cannot be divided among workers",
+            place=place,
             remedy="name the arguments that hold examples in batch_argnums: arrays with a leading example dim",
         )
     if num_examples % num_workers or num_examples < num_workers:
         below, above = num_examples // num_workers * num_workers, -(-num_examples // num_workers) * num_workers
         raise BatchError(
-            f"a batch of {num_examples} examples does not divide among {num_workers} workers", value=num_examples, place=place,
-            remedy=f"use {f'{below} or {above}' if below else max(above, num_workers)} examples, or another num_workers=",
+            f"a batch of {num_examples} examples does not divide among {num_workers} workers",
+            value=num_examples,
+            place=place,
+            remedy=(
+                f"use {f'{below} or {above}' if below else max(above, num_workers)} examples, or another num_workers="
+            ),
         )
 
 
@@ -137,13 +166,17 @@ class OnDevice:
     """Arguments on one device of this process."""
 
     mesh: Mesh
-    kept: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)  # id -> the argument (kept alive) and its copy
+    # id -> the argument (kept alive) and its copy
+    kept: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
 
     def put(self, leaf: Any, path: str, keep: bool, place: str) -> Any:
         """`keep`: it comes again with every batch."""
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ProfileError(
-                "a profile needs values, and an argument is only a shape", value=leaf, place=f"{place}, {path}", remedy="pass arrays",
+                "a profile needs values, and an argument is only a shape",
+                value=leaf,
+                place=f"{place}, {path}",
+                remedy="pass arrays",
             )
         if id(leaf) in self.kept:
             return self.kept[id(leaf)][1]
@@ -179,7 +212,8 @@ class _Program:
         return cls(tensors, tuple(i for i, is_used in enumerate(used) if is_used), run, found.notes)
 
     def measure(self, values: Sequence[Any], num_workers: int) -> list[StepMasks]:
-        """Per tensor the masks of all workers. Masks without a hole are one array: most dense gradients have no other."""
+        """Per tensor the masks of all workers. Masks without a hole are one array: most dense gradients have no
+        other."""
         full = [masks.full(tensor.num_units) for tensor in self.tensors]
         found: list[tuple[list[np.ndarray], list[int]]] = [([], []) for _ in self.tensors]
         for worker in range(num_workers):

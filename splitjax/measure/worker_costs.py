@@ -1,7 +1,9 @@
-"""What one worker's share of a step takes on one device, differentiated to several depths: seconds, and bytes as compiled.
+"""What one worker's share of a step takes on one device, differentiated to several depths: seconds, and bytes as
+compiled.
 
-Each depth is a program of its own: the step traced with a worker's examples, whose boundary differentiates the last layers only, without what no gradient
-needs (the update). Programs take turns in being timed, so that a machine's moods meet all of them, and medians count unless asked otherwise.
+Each depth is a program of its own: the step traced with a worker's examples, whose boundary differentiates the last
+layers only, without what no gradient needs (the update). Programs take turns in being timed, so that a machine's moods
+meet all of them, and medians count unless asked otherwise.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from splitjax.lower.products.interpret import Hooks, Layout, Site, evaluate
 from splitjax.lower.strategies import resized_trace
 from splitjax.partial.stages import Stage, Stages
 
-# So many depths are compiled at most; what stands between two of them is divided by predicted time. The first ones stand at equal parts of the predicted
-# time; the others where most measured time is undivided: small convolutions take many times what their flops suggest.
+# So many depths are compiled at most; what stands between two of them is divided by predicted time. The first ones
+# stand at equal parts of the predicted time; the others where most measured time is undivided: small convolutions take
+# many times what their flops suggest.
 MAX_CUTS, FIRST_CUTS = 9, 5
 _STEP = "step"  # among the programs that are timed, the whole step
 _FEW_ROUNDS, _MIN_ROUNDS, _MAX_ROUNDS = 2, 5, 40
@@ -36,7 +39,8 @@ _ENOUGH_SECONDS = 4.0  # of timing, once there are rounds enough
 class WorkerCosts:
     """Of a worker with `num_examples`.
 
-    - `forward_seconds`: of the forward pass. `cuts`: the stages from which on programs differentiate, ascending, the first 0.
+    - `forward_seconds`: of the forward pass. `cuts`: the stages from which on programs differentiate, ascending, the
+      first 0.
     - `seconds`: forward and backward to each cut. `num_bytes`: temporaries and results of its program.
     - `update_seconds`: what the whole step takes beyond the full backward pass; 0 unless asked for.
     """
@@ -49,12 +53,13 @@ class WorkerCosts:
     update_seconds: float = 0.0
 
     def backward(self, found: Stages) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-        """By stage the seconds that going back through it adds, and whether both its ends were timed. Cuts whose times stand in the wrong order
-        (noise) count as not timed."""
+        """By stage the seconds that going back through it adds, and whether both its ends were timed. Cuts whose times
+        stand in the wrong order (noise) count as not timed."""
         ends, totals = [*self.cuts, len(found.stages)], [*self.seconds, self.forward_seconds]
         kept = [(ends[-1], totals[-1])]  # from the loss on
         for cut, total in list(zip(ends, totals, strict=True))[-2::-1]:
-            while cut == 0 and total <= kept[-1][1] and len(kept) > 1:  # the full pass has no further one to give its time to
+            # the full pass has no further one to give its time to
+            while cut == 0 and total <= kept[-1][1] and len(kept) > 1:
                 kept.pop()
             if total > kept[-1][1] or cut == 0:
                 kept.append((cut, max(total, kept[-1][1])))
@@ -68,7 +73,8 @@ class WorkerCosts:
         return tuple(seconds), tuple(timed)
 
     def bytes_from(self, stage: int) -> int:
-        """Of a program that differentiates from a stage on: of the nearest one that was compiled and goes at least so far."""
+        """Of a program that differentiates from a stage on: of the nearest one that was compiled and goes at least so
+        far."""
         return dict(zip(self.cuts, self.num_bytes, strict=True))[max(cut for cut in self.cuts if cut <= stage)]
 
 
@@ -82,9 +88,14 @@ def choose_cuts(found: Stages, most: int = FIRST_CUTS) -> tuple[int, ...]:
 
 
 def next_cut(costs: WorkerCosts, found: Stages) -> int | None:
-    """The stage to cut at next: about the middle, by predicted time, of the stages between two cuts that take most measured time; None if all are cut."""
+    """The stage to cut at next: about the middle, by predicted time, of the stages between two cuts that take most
+    measured time; None if all are cut."""
     ends, totals = [*costs.cuts, len(found.stages)], [*costs.seconds, costs.forward_seconds]
-    between = [(before - after, start, stop) for start, stop, before, after in zip(ends, ends[1:], totals, totals[1:], strict=False) if stop - start > 1]
+    between = [
+        (before - after, start, stop)
+        for start, stop, before, after in zip(ends, ends[1:], totals, totals[1:], strict=False)
+        if stop - start > 1
+    ]
     if not between:
         return None
     _, start, stop = max(between)
@@ -104,13 +115,16 @@ class WorkerPrograms:
     place: str
 
     def compile(self, num_examples: int, first: int | None) -> tuple[Any, list[Any]]:
-        """The compiled program of a worker with so many examples that differentiates from a stage on (None: its forward pass), and its arguments.
+        """The compiled program of a worker with so many examples that differentiates from a stage on (None: its forward
+        pass), and its arguments.
 
         Raises `BatchError` where the step cannot be traced with so few examples."""
         stages: Sequence[Stage] = () if first is None else self.found.stages[first:]
         positions = tuple(position for stage in stages for position in stage.operands)
         jaxpr = self._traced(num_examples)
-        return self._compiled(num_examples, functools.partial(_truncated, Layout(self.mesh, {}, frozenset()), jaxpr, self.site, positions))
+        return self._compiled(
+            num_examples, functools.partial(_truncated, Layout(self.mesh, {}, frozenset()), jaxpr, self.site, positions)
+        )
 
     def compile_step(self, num_examples: int) -> tuple[Any, list[Any]]:
         """The same of the whole step, with its update."""
@@ -119,7 +133,9 @@ class WorkerPrograms:
 
     def _compiled(self, num_examples: int, run: Any) -> tuple[Any, list[Any]]:
         jaxpr, own = self._traced(num_examples), self._own(num_examples)
-        closed = _compat.trace(run, *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _compat.open_jaxpr(jaxpr)[0].invars])[0]
+        closed = _compat.trace(
+            run, *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _compat.open_jaxpr(jaxpr)[0].invars]
+        )[0]
         closed, used = _compat.drop_unused(closed)
         values = [value for value, is_used in zip(own, used, strict=True) if is_used]
         return jax.jit(functools.partial(_compat.eval_jaxpr, closed, ())).lower(*values).compile(), values
@@ -129,7 +145,9 @@ class WorkerPrograms:
             return resized_trace(self.entry.bound, self.entry.trace)(num_examples)
         except MicrobatchError as error:
             raise BatchError(
-                f"the step cannot be measured with the {num_examples} examples of one worker: {error.message}", value=num_examples, place=self.place,
+                f"the step cannot be measured with the {num_examples} examples of one worker: {error.message}",
+                value=num_examples,
+                place=self.place,
                 remedy="write the step for any batch size",
             ) from error
 
@@ -142,14 +160,25 @@ class WorkerPrograms:
 
 
 def measure_costs(
-    programs: WorkerPrograms, num_examples: int, *, with_update: bool = False, statistic: Callable[[Sequence[float]], float] = statistics.median
+    programs: WorkerPrograms,
+    num_examples: int,
+    *,
+    with_update: bool = False,
+    statistic: Callable[[Sequence[float]], float] = statistics.median,
 ) -> WorkerCosts:
-    """Compiles and times a worker's program for up to `MAX_CUTS` depths, its forward pass, and, if asked to, the whole step. `statistic`: of a program's times."""
-    compiled: dict[Any, Any] = {first: programs.compile(num_examples, first) for first in (None, *choose_cuts(programs.found))}
+    """Compiles and times a worker's program for up to `MAX_CUTS` depths, its forward pass, and, if asked to, the whole
+    step. `statistic`: of a program's times."""
+    compiled: dict[Any, Any] = {
+        first: programs.compile(num_examples, first) for first in (None, *choose_cuts(programs.found))
+    }
     runs = {first: functools.partial(program, *values) for first, (program, values) in compiled.items()}
     all_are_cut = len(compiled) > len(programs.found.stages)
     seconds = {} if all_are_cut else _timed(runs, statistic, _FEW_ROUNDS)
-    while not all_are_cut and len(runs) <= MAX_CUTS and (cut := next_cut(_costs(num_examples, seconds, dict.fromkeys(seconds, 0)), programs.found)) is not None:
+    while (
+        not all_are_cut
+        and len(runs) <= MAX_CUTS
+        and (cut := next_cut(_costs(num_examples, seconds, dict.fromkeys(seconds, 0)), programs.found)) is not None
+    ):
         compiled[cut] = programs.compile(num_examples, cut)
         runs[cut] = functools.partial(compiled[cut][0], *compiled[cut][1])
         seconds |= _timed({cut: runs[cut]}, statistic, _FEW_ROUNDS)
@@ -158,13 +187,30 @@ def measure_costs(
         runs[_STEP] = functools.partial(program, *values)
     seconds = _timed(runs, statistic, _MIN_ROUNDS, _MAX_ROUNDS)
     update_seconds = max(0.0, seconds.pop(_STEP, 0.0) - seconds[0])
-    return _costs(num_examples, seconds, {first: temporary_bytes(program) for first, (program, _) in compiled.items()}, update_seconds)
+    return _costs(
+        num_examples,
+        seconds,
+        {first: temporary_bytes(program) for first, (program, _) in compiled.items()},
+        update_seconds,
+    )
 
 
-def _costs(num_examples: int, seconds: Mapping[int | None, float], num_bytes: Mapping[int | None, int], update_seconds: float = 0.0) -> WorkerCosts:
+def _costs(
+    num_examples: int,
+    seconds: Mapping[int | None, float],
+    num_bytes: Mapping[int | None, int],
+    update_seconds: float = 0.0,
+) -> WorkerCosts:
     """By cut; None: of the forward pass."""
     cuts = tuple(sorted(cut for cut in seconds if cut is not None))
-    return WorkerCosts(num_examples, seconds[None], cuts, tuple(seconds[cut] for cut in cuts), tuple(num_bytes[cut] for cut in cuts), update_seconds)
+    return WorkerCosts(
+        num_examples,
+        seconds[None],
+        cuts,
+        tuple(seconds[cut] for cut in cuts),
+        tuple(num_bytes[cut] for cut in cuts),
+        update_seconds,
+    )
 
 
 def temporary_bytes(compiled: Any) -> int:
@@ -173,7 +219,9 @@ def temporary_bytes(compiled: Any) -> int:
     return 0 if stats is None else int(stats.temp_size_in_bytes + stats.output_size_in_bytes)
 
 
-def _timed(programs: Mapping[Any, Any], statistic: Callable[[Sequence[float]], float], least: int, most: int | None = None) -> dict[Any, float]:
+def _timed(
+    programs: Mapping[Any, Any], statistic: Callable[[Sequence[float]], float], least: int, most: int | None = None
+) -> dict[Any, float]:
     """Seconds of each, over `least` rounds, and on to `most` until enough time was spent."""
     for run in programs.values():
         jax.block_until_ready(run())

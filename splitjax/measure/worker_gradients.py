@@ -1,8 +1,9 @@
 """The gradients of one worker of a step, as a function of the worker's number, for any number of workers on one device.
 
-A worker's gradient is its summand of the global batch's gradient: its examples, with the whole batch's denominators and its part of the
-whole batch's random bits, by the analysis that accumulates microbatches (`microbatch.prepare`). A loss that is no sum over examples
-(batch norm) has no such summands: the step is then traced with one worker's examples, as the worker would run it alone.
+A worker's gradient is its summand of the global batch's gradient: its examples, with the whole batch's denominators and
+its part of the whole batch's random bits, by the analysis that accumulates microbatches (`microbatch.prepare`). A loss
+that is no sum over examples (batch norm) has no such summands: the step is then traced with one worker's examples, as
+the worker would run it alone.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class WorkerGradients:
     """Of one signature of a step and one number of workers.
 
     - `gradients`: what is evaluated, in the order of the boundaries' operands.
-    - `run(*leaves, worker)`: the flat arguments of the whole batch and the worker's number (i32) -> its gradients. To be traced.
+    - `run(*leaves, worker)`: the flat arguments of the whole batch and the worker's number (i32) -> its gradients. To
+      be traced.
     - `notes`: in which way they are not summands of the global gradient.
     """
 
@@ -61,21 +63,26 @@ class WorkerGradients:
 def worker_gradients(entry: Entry, mesh: Mesh, num_workers: int, place: str) -> WorkerGradients:
     """The gradients of a step's workers, each of which has an equal slice of the batch (which divides).
 
-    Raises `ProfileError` for a boundary in a loop, `BatchError` for a step that is another program for one worker's examples.
+    Raises `ProfileError` for a boundary in a loop, `BatchError` for a step that is another program for one worker's
+    examples.
     """
     sites = tuple(_boundary_sites(entry.jaxpr, place))
     bare, num_examples = Layout(mesh, {}, frozenset()), entry.graph.num_examples
     assert num_examples is not None
     if num_workers == 1:
         gradients = _gradients(entry, sites, {})
-        return WorkerGradients(gradients, functools.partial(_alone, bare, entry.jaxpr, gradients, entry.bound, num_examples), ())
+        return WorkerGradients(
+            gradients, functools.partial(_alone, bare, entry.jaxpr, gradients, entry.bound, num_examples), ()
+        )
     share = num_examples // num_workers
     try:
         return _divided(entry, bare, sites, num_workers, share)
     except MicrobatchError as error:
         raise BatchError(
-            f"the step cannot be measured with the {share} examples of one of {num_workers} workers: {error.message}", value=share,
-            place=place, remedy="write the step for any batch size, or profile with num_workers=1",
+            f"the step cannot be measured with the {share} examples of one of {num_workers} workers: {error.message}",
+            value=share,
+            place=place,
+            remedy="write the step for any batch size, or profile with num_workers=1",
         ) from error
 
 
@@ -89,12 +96,16 @@ def _divided(entry: Entry, bare: Layout, sites: Sequence[Site], num_workers: int
     gradients = _gradients(entry, sites, dims)
     forwards = {site: gradient.boundary_forward(twin)[0] for site, twin in twins.items()}
     try:
-        jobs = {site: prepare(eqn.params, dims[site], forwards[site], num_workers, (), None) for site, eqn in eqns.items()}
+        jobs = {
+            site: prepare(eqn.params, dims[site], forwards[site], num_workers, (), None) for site, eqn in eqns.items()
+        }
     except MicrobatchError as error:
         for site, eqn in eqns.items():
             twin_of(eqn, site, share)
         note = f"every worker's gradients are those of a step with its examples alone: {error.message}"
-        return WorkerGradients(gradients, functools.partial(_alone, bare, local(share), gradients, entry.bound, share), (note,))
+        return WorkerGradients(
+            gradients, functools.partial(_alone, bare, local(share), gradients, entry.bound, share), (note,)
+        )
     return WorkerGradients(gradients, functools.partial(_summands, bare, entry.jaxpr, gradients, jobs), ())
 
 
@@ -111,14 +122,18 @@ def _boundary_sites(jaxpr: Any, place: str, prefix: Site = (), inside: str = "")
                 yield from _boundary_sites(body, place, (*prefix, index, number), within)
         elif inside:
             raise ProfileError(
-                f"the step takes gradients inside a {inside}, where there is not one per call", value=eqn.params["label"], place=place,
+                f"the step takes gradients inside a {inside}, where there is not one per call",
+                value=eqn.params["label"],
+                place=place,
                 remedy="profile a step that takes them once, such as the loop's body",
             )
         else:
             yield (*prefix, index)
 
 
-def _gradients(entry: Entry, sites: Sequence[Site], dims: Mapping[Site, Sequence[int | None]]) -> tuple[WorkerGradient, ...]:
+def _gradients(
+    entry: Entry, sites: Sequence[Site], dims: Mapping[Site, Sequence[int | None]]
+) -> tuple[WorkerGradient, ...]:
     """Every gradient that workers would add up: not those of what holds examples."""
     graph = entry.graph
     params = {(one.site, one.result): one.param for one in graph.gradients}
@@ -136,13 +151,20 @@ def _gradients(entry: Entry, sites: Sequence[Site], dims: Mapping[Site, Sequence
             is_table = table is not None and tuple(aval.shape[:1]) == (table.num_rows,)
             reason = table.reason if table is not None and is_table else ""
             dtype = str(aval.dtype)
-            found.append(WorkerGradient(
-                Tensor(path, tuple(aval.shape), dtype, boundary.label, is_table, reason, itemsize(dtype)), site, result, position,
-            ))  # fmt: skip
+            found.append(
+                WorkerGradient(
+                    Tensor(path, tuple(aval.shape), dtype, boundary.label, is_table, reason, itemsize(dtype)),
+                    site,
+                    result,
+                    position,
+                )
+            )
     return tuple(found)
 
 
-def _summands(bare: Layout, jaxpr: Any, gradients: Sequence[WorkerGradient], jobs: Mapping[Site, Job | None], *values: Any) -> list[Any]:
+def _summands(
+    bare: Layout, jaxpr: Any, gradients: Sequence[WorkerGradient], jobs: Mapping[Site, Job | None], *values: Any
+) -> list[Any]:
     """One worker's summands of the gradients. A loss that does not depend on the batch has the same gradient on all."""
     *leaves, worker = values
     found: dict[tuple[Site, int], Any] = {}
@@ -159,7 +181,9 @@ def _summands(bare: Layout, jaxpr: Any, gradients: Sequence[WorkerGradient], job
     return [found[one.site, one.result] for one in gradients]
 
 
-def _alone(bare: Layout, jaxpr: Any, gradients: Sequence[WorkerGradient], bound: Bound, share: int, *values: Any) -> list[Any]:
+def _alone(
+    bare: Layout, jaxpr: Any, gradients: Sequence[WorkerGradient], bound: Bound, share: int, *values: Any
+) -> list[Any]:
     """The gradients of a step with one worker's `share` examples. `jaxpr`: the step, traced for so many."""
     *leaves, worker = values
     own = [

@@ -1,4 +1,5 @@
-"""How much the gradients of a step's workers differ, layer by layer: sigma_j^2 and the squared norm of the whole, one worker at a time on one device."""
+"""How much the gradients of a step's workers differ, layer by layer: sigma_j^2 and the squared norm of the whole, one
+worker at a time on one device."""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ from splitjax.partial.stages import Stages
 class WorkerNoise:
     """The noise of one signature of a step.
 
-    With g_w the gradient of worker w's examples as an estimate of the whole batch's (its summand times N, or the gradient of its own loss
-    where a loss is no sum over examples) and m the mean over the N workers, per layer, summed over its elements:
+    With g_w the gradient of worker w's examples as an estimate of the whole batch's (its summand times N, or the
+    gradient of its own loss where a loss is no sum over examples) and m the mean over the N workers, per layer, summed
+    over its elements:
 
-    - sigma^2 = sum_w |g_w - m|^2 / (N - 1), which is unbiased for the variance of one worker's gradient where shards are drawn alike;
+    - sigma^2 = sum_w |g_w - m|^2 / (N - 1), which is unbiased for the variance of one worker's gradient where shards
+      are drawn alike;
     - |m|^2 - sigma^2 / N, unbiased for the squared norm of the expected gradient.
 
     Averages over batches stay unbiased. `used`: the flat arguments that gradients depend on.
@@ -37,19 +40,28 @@ class WorkerNoise:
         self.stages = [stage_of[one.position] for one in gradients.gradients if one.position in stage_of]
         wanted = [k for k, one in enumerate(gradients.gradients) if one.position in stage_of]
         scale = 1 if gradients.notes else num_workers  # a summand, or a gradient by itself
-        shapes = [jax.ShapeDtypeStruct(gradients.gradients[k].tensor.shape, gradients.gradients[k].tensor.dtype) for k in wanted]
+        shapes = [
+            jax.ShapeDtypeStruct(gradients.gradients[k].tensor.shape, gradients.gradients[k].tensor.dtype)
+            for k in wanted
+        ]
 
         def add(worker: Any, carry: Any, *leaves: Any) -> Any:
             """Welford's sums, which do not cancel where noise is small beside the gradient."""
             means, squares = carry
-            own = [jnp.asarray(one, jnp.result_type(one, jnp.float32)) * scale for one in (gradients.run(*leaves, worker)[k] for k in wanted)]
+            own = [
+                jnp.asarray(one, jnp.result_type(one, jnp.float32)) * scale
+                for one in (gradients.run(*leaves, worker)[k] for k in wanted)
+            ]
             apart = [one - mean for one, mean in zip(own, means, strict=True)]
             means = [mean + one / (worker + 1).astype(_real(one)) for one, mean in zip(apart, means, strict=True)]
             more = [_squared(one, here - mean) for one, here, mean in zip(apart, own, means, strict=True)]
             return means, squares + self._by_stage(more)
 
         wide = lambda one: jnp.result_type(one.dtype, jnp.float32)
-        carry = [jax.ShapeDtypeStruct(one.shape, wide(one)) for one in shapes], jax.ShapeDtypeStruct((self.num_stages,), jnp.float32)
+        carry = (
+            [jax.ShapeDtypeStruct(one.shape, wide(one)) for one in shapes],
+            jax.ShapeDtypeStruct((self.num_stages,), jnp.float32),
+        )
         flat, tree = jax.tree.flatten(carry)
 
         def flatly(worker: Any, *values: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Models to train, each in Flax Linen and in Flax NNX: VGG, ResNet, MobileNet, EfficientNet, ConvNeXt, an MLP and a small decoder
-Transformer; and those whose gradients are mostly tables: an LSTM with a sampled softmax, DeepFM and DLRM.
+"""Models to train, each in Flax Linen and in Flax NNX: VGG, ResNet, MobileNet, EfficientNet, ConvNeXt, an MLP and a
+small decoder Transformer; and those whose gradients are mostly tables: an LSTM with a sampled softmax, DeepFM and DLRM.
 
 They are ordinary Flax models, and `make_step` makes ordinary training steps of them: nothing here knows about
 parallelism. The demo, the benchmarks and the tests decorate these steps as a user would decorate their own.

@@ -24,7 +24,8 @@ LINEAR_INIT = jax.nn.initializers.lecun_normal()
 
 
 def recurrent_init(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
-    """Flax's initialisation of recurrent kernels, orthogonal, in any dtype: JAX has no decomposition in half precision."""
+    """Flax's initialisation of recurrent kernels, orthogonal, in any dtype: JAX has no decomposition in half
+    precision."""
     wide = jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
     return jax.nn.initializers.orthogonal()(key, shape, wide).astype(dtype)
 
@@ -84,8 +85,8 @@ def check_rate(place: str, rate: float, name: str = "dropout") -> None:
 def halved(x: jax.Array) -> jax.Array:
     """Max pooling of 2x2 windows that do not overlap: f32[B, H, W, C] -> f32[B, H // 2, W // 2, C].
 
-    Written as a maximum over dims of size 2, not as a window that slides: XLA's CPU compiler differentiates the latter through whole
-    arrays of indices, several times as large as the images."""
+    Written as a maximum over dims of size 2, not as a window that slides: XLA's CPU compiler differentiates the latter
+    through whole arrays of indices, several times as large as the images."""
     batch, height, width, channels = x.shape
     x = x[:, : height // 2 * 2, : width // 2 * 2]
     return x.reshape(batch, height // 2, 2, width // 2, 2, channels).max((2, 4))

@@ -1,8 +1,9 @@
-"""DeepFM, a click model of a factorisation machine and a deep network over the same embeddings, in Flax Linen and in Flax NNX.
+"""DeepFM, a click model of a factorisation machine and a deep network over the same embeddings, in Flax Linen and in
+Flax NNX.
 
-Source: Guo, Tang, Ye, Li and He 2017, "DeepFM: a factorization-machine based neural network for CTR prediction" (arXiv 1703.04247),
-section 2; the second order by Rendle 2010, "Factorization machines" (ICDM), lemma 3.1. A number of the data is a field whose only
-feature has that number as its value. Both versions name their parts alike.
+Source: Guo, Tang, Ye, Li and He 2017, "DeepFM: a factorization-machine based neural network for CTR prediction" (arXiv
+1703.04247), section 2; the second order by Rendle 2010, "Factorization machines" (ICDM), lemma 3.1. A number of the
+data is a field whose only feature has that number as its value. Both versions name their parts alike.
 """
 
 from __future__ import annotations
@@ -78,12 +79,17 @@ class LinenDeepFM(nn.Module):
     def __call__(self, ids: jax.Array, values: jax.Array, *, train: bool = False) -> jax.Array:
         config = self.config
         rows, values = table_rows(ids, config.field_sizes), values.astype(config.dtype)
-        embedded = nn.Embed(config.num_rows, config.embedding_width, embedding_init=EMBEDDING_INIT, name="embedding", **config.dtypes)(rows)
+        embedded = nn.Embed(
+            config.num_rows, config.embedding_width, embedding_init=EMBEDDING_INIT, name="embedding", **config.dtypes
+        )(rows)
         weights = nn.Embed(config.num_rows, 1, embedding_init=ZEROS, name="first_order", **config.dtypes)(rows)
         shape = (config.num_dense, config.embedding_width)
         of_values = self.param("dense_embedding", EMBEDDING_INIT, shape, config.param_dtype).astype(config.dtype)
         factors = jnp.concatenate([embedded, values[:, :, None] * of_values], axis=1)
-        first = weights.sum((1, 2)) + nn.Dense(1, kernel_init=ZEROS, name="dense_first_order", **config.dtypes)(values)[:, 0]
+        first = (
+            weights.sum((1, 2))
+            + nn.Dense(1, kernel_init=ZEROS, name="dense_first_order", **config.dtypes)(values)[:, 0]
+        )
         x = factors.reshape((factors.shape[0], -1))
         for index, features in enumerate(config.features, start=1):
             x = nn.relu(nn.Dense(features, kernel_init=RELU_INIT, name=f"dense{index}", **config.dtypes)(x))

@@ -1,7 +1,8 @@
-"""DLRM, a click model of dot products between embeddings and what a network makes of the numbers, in Flax Linen and in Flax NNX.
+"""DLRM, a click model of dot products between embeddings and what a network makes of the numbers, in Flax Linen and in
+Flax NNX.
 
-Source: Naumov et al. 2019, "Deep learning recommendation model for personalization and recommendation systems" (arXiv 1906.00091),
-section 2. Both versions name their parts alike.
+Source: Naumov et al. 2019, "Deep learning recommendation model for personalization and recommendation systems" (arXiv
+1906.00091), section 2. Both versions name their parts alike.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class DLRMConfig:
     - `field_sizes`: rows of each categorical field; one number means Criteo's 26 fields of it.
     - `num_dense`: how many numbers an example has.
     - `embedding_width`: of the vectors whose dot products are taken.
-    - `bottom_features`: widths of the hidden layers over the numbers, before the one of `embedding_width`; one number means two of it.
+    - `bottom_features`: widths of the hidden layers over the numbers, before the one of `embedding_width`; one number
+      means two of it.
     - `features`: widths of the hidden layers over the dot products; one number means two layers of it.
     - `dropout`: rate after each of the latter.
     - `dtype`, `param_dtype`: of the computation, of the parameters.
@@ -56,8 +58,8 @@ class DLRMConfig:
 
 
 def interactions(vectors: jax.Array) -> jax.Array:
-    """The dot product of every pair of an example's vectors, once: [B, F, K] -> [B, F (F - 1) / 2], those of vector i with the
-    vectors before it behind those of vector i - 1. Source: Naumov et al. 2019, section 2.1.3."""
+    """The dot product of every pair of an example's vectors, once: [B, F, K] -> [B, F (F - 1) / 2], those of vector i
+    with the vectors before it behind those of vector i - 1. Source: Naumov et al. 2019, section 2.1.3."""
     products = jnp.einsum("bfk,bgk->bfg", vectors, vectors)
     # Slices and not one gather: every plan knows what a slice does to the example dim, forward and backward.
     return jnp.concatenate([products[:, one, :one] for one in range(1, vectors.shape[1])], axis=1)
@@ -74,7 +76,9 @@ class LinenDLRM(nn.Module):
         x = values.astype(config.dtype)
         for index, features in enumerate((*config.bottom_features, config.embedding_width), start=1):
             x = nn.relu(nn.Dense(features, kernel_init=RELU_INIT, name=f"bottom{index}", **config.dtypes)(x))
-        table = nn.Embed(config.num_rows, config.embedding_width, embedding_init=EMBEDDING_INIT, name="embedding", **config.dtypes)
+        table = nn.Embed(
+            config.num_rows, config.embedding_width, embedding_init=EMBEDDING_INIT, name="embedding", **config.dtypes
+        )
         embedded = table(table_rows(ids, config.field_sizes))
         x = jnp.concatenate([x, interactions(jnp.concatenate([x[:, None], embedded], axis=1))], axis=1)
         for index, features in enumerate(config.features, start=1):

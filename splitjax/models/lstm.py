@@ -1,17 +1,20 @@
 """A language model of LSTM layers with projections and a sampled softmax, in Flax Linen and in Flax NNX.
 
-Source: Jozefowicz, Vinyals, Schuster, Shazeer and Wu 2016, "Exploring the limits of language modeling" (arXiv 1602.02410), section 3:
-word embeddings, LSTM layers (Hochreiter and Schmidhuber 1997), each followed by a linear projection (after Sak et al. 2014, here behind the
-recurrence), a softmax table with as many rows as words, 20 steps of backpropagation through time, 8192 negatives. Not theirs: the
-state is zero at the start of each window, as examples are shuffled, and the softmax has no biases.
+Source: Jozefowicz, Vinyals, Schuster, Shazeer and Wu 2016, "Exploring the limits of language modeling" (arXiv
+1602.02410), section 3: word embeddings, LSTM layers (Hochreiter and Schmidhuber 1997), each followed by a linear
+projection (after Sak et al. 2014, here behind the recurrence), a softmax table with as many rows as words, 20 steps of
+backpropagation through time, 8192 negatives. Not theirs: the state is zero at the start of each window, as examples are
+shuffled, and the softmax has no biases.
 
-In training both tables are read by lookups alone: the input table at the tokens, the softmax table at the words to predict and at the
-negatives. Their gradients have as many rows as that, and not one for each word of the vocabulary. Evaluation takes the full softmax.
+In training both tables are read by lookups alone: the input table at the tokens, the softmax table at the words to
+predict and at the negatives. Their gradients have as many rows as that, and not one for each word of the vocabulary.
+Evaluation takes the full softmax.
 
-The negatives come with the batch (`splitjax.data.Negatives`): each example has its own, which all its positions share. They are part of
-the batch and not drawn in the step, so that a worker holds those of its examples and reads no other rows, while the step remains a function
-of the global batch: the same numbers on every mesh, and again after a resume. For many positions to share many negatives examples may be
-long: with `bptt` the state starts anew every so many tokens. 1024 windows of 20 tokens that share 8192 negatives are one example of 20,480.
+The negatives come with the batch (`splitjax.data.Negatives`): each example has its own, which all its positions share.
+They are part of the batch and not drawn in the step, so that a worker holds those of its examples and reads no other
+rows, while the step remains a function of the global batch: the same numbers on every mesh, and again after a resume.
+For many positions to share many negatives examples may be long: with `bptt` the state starts anew every so many tokens.
+1024 windows of 20 tokens that share 8192 negatives are one example of 20,480.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ class LSTMConfig:
 
     - `vocab_size`: number of words, and of rows of both tables.
     - `max_len`: positions of an example, as `ModelSpec.example` gives them; the model itself takes any number.
-    - `bptt`: steps of backpropagation through time: an example is cut into windows of so many tokens, which divide it. None: one window.
+    - `bptt`: steps of backpropagation through time: an example is cut into windows of so many tokens, which divide it.
+      None: one window.
     - `embedding_width`: of a word's vectors in both tables, and of the projections.
     - `hidden_width`: of the LSTM layers.
     - `num_layers`: LSTM layers, each with its projection.
@@ -77,15 +81,17 @@ def _windows(config: LSTMConfig, tokens: jax.Array) -> jax.Array:
         return tokens
     if tokens.shape[1] % config.bptt:
         raise ModelError(
-            f"bptt, {config.bptt}, must divide the positions of an example", value=tokens.shape, place="the tokens given to the LSTM",
+            f"bptt, {config.bptt}, must divide the positions of an example",
+            value=tokens.shape,
+            place="the tokens given to the LSTM",
             remedy="cut the text into examples of a multiple of it (seq_len), or choose another bptt",
         )
     return tokens.reshape((tokens.shape[0], -1, config.bptt))
 
 
 def _zeros(config: LSTMConfig, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The state before the first token, at least float32 (Flax's own has the type of the parameters, which need not be the computation's):
-    what a cell adds up over steps needs more digits than bfloat16 has."""
+    """The state before the first token, at least float32 (Flax's own has the type of the parameters, which need not be
+    the computation's): what a cell adds up over steps needs more digits than bfloat16 has."""
     zeros = jnp.zeros((*x.shape[:-2], config.hidden_width), jnp.promote_types(config.dtype, jnp.float32))
     return zeros, zeros
 
@@ -94,8 +100,10 @@ def _compare(softmax: Any, hidden: jax.Array, labels: jax.Array, negatives: jax.
     """As `LinenLSTM.sampled`, from the vectors of the positions and the lookup in the softmax table."""
     if negatives.ndim != 2 or negatives.shape[0] != labels.shape[0]:
         raise ModelError(
-            f"negatives must be i32[B, S] for the {labels.shape[0]} examples of the batch", value=negatives.shape,
-            place="the negatives given to the LSTM", remedy="draw them with splitjax.data.Negatives",
+            f"negatives must be i32[B, S] for the {labels.shape[0]} examples of the batch",
+            value=negatives.shape,
+            place="the negatives given to the LSTM",
+            remedy="draw them with splitjax.data.Negatives",
         )
     true_logits = jnp.sum(hidden * softmax(labels), axis=-1)
     return true_logits, jnp.einsum("btd,bsd->bts", hidden, softmax(negatives)), labels, negatives
@@ -111,7 +119,13 @@ class LinenLSTM(nn.Module):
         self.embedding = nn.Embed(config.vocab_size, config.embedding_width, **config.dtypes)
         self.dropout = nn.Dropout(config.dropout)
         for index in range(1, config.num_layers + 1):
-            setattr(self, f"lstm{index}", nn.RNN(nn.OptimizedLSTMCell(config.hidden_width, recurrent_kernel_init=recurrent_init, **config.dtypes)))
+            setattr(
+                self,
+                f"lstm{index}",
+                nn.RNN(
+                    nn.OptimizedLSTMCell(config.hidden_width, recurrent_kernel_init=recurrent_init, **config.dtypes)
+                ),
+            )
             projection = nn.Dense(config.embedding_width, use_bias=False, kernel_init=LINEAR_INIT, **config.dtypes)
             setattr(self, f"projection{index}", projection)
         self.softmax = nn.Embed(config.vocab_size, config.embedding_width, **config.dtypes)
@@ -123,12 +137,15 @@ class LinenLSTM(nn.Module):
         """i32[B, T] -> [B, T, embedding_width], what the rows of the softmax table are multiplied with."""
         x = self.dropout(self.embedding(_windows(self.config, tokens)), deterministic=not train)
         for index in range(1, self.config.num_layers + 1):
-            x = getattr(self, f"projection{index}")(getattr(self, f"lstm{index}")(x, initial_carry=_zeros(self.config, x)))
+            x = getattr(self, f"projection{index}")(
+                getattr(self, f"lstm{index}")(x, initial_carry=_zeros(self.config, x))
+            )
             x = self.dropout(x, deterministic=not train)
         return x.reshape((*tokens.shape, -1))
 
     def sampled(self, tokens: jax.Array, labels: jax.Array, negatives: jax.Array, *, train: bool = True) -> Sampled:
-        """What `sampled_cross_entropy` compares: logits [B, T] of the labels and [B, T, S] of the negatives, labels, negatives.
+        """What `sampled_cross_entropy` compares: logits [B, T] of the labels and [B, T, S] of the negatives, labels,
+        negatives.
 
         From i32[B, T], i32[B, T] and i32[B, S]."""
         return _compare(self.softmax, self.hidden(tokens, train=train), labels, negatives)
@@ -144,9 +161,13 @@ class NnxLSTM(nnx.Module):
         if config.dropout:
             self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
         for index in range(1, config.num_layers + 1):
-            cell = nnx.LSTMCell(config.embedding_width, config.hidden_width, recurrent_kernel_init=recurrent_init, **options)
+            cell = nnx.LSTMCell(
+                config.embedding_width, config.hidden_width, recurrent_kernel_init=recurrent_init, **options
+            )
             setattr(self, f"lstm{index}", nnx.RNN(cell, rngs=False))
-            projection = nnx.Linear(config.hidden_width, config.embedding_width, use_bias=False, kernel_init=LINEAR_INIT, **options)
+            projection = nnx.Linear(
+                config.hidden_width, config.embedding_width, use_bias=False, kernel_init=LINEAR_INIT, **options
+            )
             setattr(self, f"projection{index}", projection)
         self.softmax = nnx.Embed(config.vocab_size, config.embedding_width, **options)
 
@@ -157,7 +178,9 @@ class NnxLSTM(nnx.Module):
         """As `LinenLSTM.hidden`."""
         x = self._drop(self.embedding(_windows(self.config, tokens)), train)
         for index in range(1, self.config.num_layers + 1):
-            x = getattr(self, f"projection{index}")(getattr(self, f"lstm{index}")(x, initial_carry=_zeros(self.config, x)))
+            x = getattr(self, f"projection{index}")(
+                getattr(self, f"lstm{index}")(x, initial_carry=_zeros(self.config, x))
+            )
             x = self._drop(x, train)
         return x.reshape((*tokens.shape, -1))
 

@@ -55,23 +55,27 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, *, label_smoothing: floa
 
 
 def log_loss(logits: jax.Array, labels: jax.Array, *, label_smoothing: float = 0.0) -> jax.Array:
-    """The cross-entropy of two classes of which the logits are the second's, in nats: ([...], i32[...]) -> [...], at least float32;
-    label smoothing as of `cross_entropy`."""
+    """The cross-entropy of two classes of which the logits are the second's, in nats: ([...], i32[...]) -> [...], at
+    least float32; label smoothing as of `cross_entropy`."""
     logits = at_least_float32(logits)
     targets = labels.astype(logits.dtype)
     return optax.sigmoid_binary_cross_entropy(logits, (1 - label_smoothing) * targets + label_smoothing / 2)
 
 
 def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> float:
-    """The area under the receiver operating characteristic, exactly: the probability that a random example of label 1 has a higher
-    score than one of label 0, half of the ties counted ([N] scores, [N] labels of both kinds -> in [0, 1]).
+    """The area under the receiver operating characteristic, exactly: the probability that a random example of label 1
+    has a higher score than one of label 0, half of the ties counted ([N] scores, [N] labels of both kinds -> in [0,
+    1]).
 
-    By ranks: Mann and Whitney 1947, "On a test of whether one of two random variables is stochastically larger than the other"."""
+    By ranks: Mann and Whitney 1947, "On a test of whether one of two random variables is stochastically larger than the
+    other"."""
     positive = np.asarray(labels) == 1
     num, num_positive = len(positive), int(positive.sum())
     _, place, count = np.unique(np.asarray(scores, np.float64), return_inverse=True, return_counts=True)
     ranks = (np.cumsum(count) - (count - 1) / 2)[place]  # equal scores share the mean of their ranks
-    return float((ranks[positive].sum() - num_positive * (num_positive + 1) / 2) / (num_positive * (num - num_positive)))
+    return float(
+        (ranks[positive].sum() - num_positive * (num_positive + 1) / 2) / (num_positive * (num - num_positive))
+    )
 
 
 def training(
@@ -92,7 +96,8 @@ def training(
 
 
 def evaluation(spec: ModelSpec, loss: str | Loss | None) -> Objective:
-    """Of an evaluation step: the whole softmax, no smoothing. The metrics hold the loss too, and for clicks the logits."""
+    """Of an evaluation step: the whole softmax, no smoothing. The metrics hold the loss too, and for clicks the
+    logits."""
     loss_of = _loss_function(spec, loss if callable(loss) else "cross_entropy", 0.0)
 
     def judge(logits, batch):
@@ -108,8 +113,10 @@ def evaluation(spec: ModelSpec, loss: str | Loss | None) -> Objective:
 def _sampled(spec: ModelSpec, label_smoothing: float, log_probability: LogProbability | None) -> Objective:
     if not spec.num_negatives or label_smoothing:
         raise ModelError(
-            "the sampled softmax is the LSTM's, and has no label smoothing", value=(spec.name, label_smoothing),
-            place="splitjax.models.make_step, option 'loss'", remedy="pass loss='cross_entropy' for the whole softmax",
+            "the sampled softmax is the LSTM's, and has no label smoothing",
+            value=(spec.name, label_smoothing),
+            place="splitjax.models.make_step, option 'loss'",
+            remedy="pass loss='cross_entropy' for the whole softmax",
         )
     log_probability = log_probability or log_uniform(spec.num_classes)
 

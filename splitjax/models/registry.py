@@ -24,9 +24,17 @@ from splitjax.models.transformer import LinenTransformer, NnxTransformer, Transf
 from splitjax.models.vgg import LinenVGG, NnxVGG, VGGConfig
 
 Config = (
-    VGGConfig | ResNetConfig | MobileNetConfig | EfficientNetConfig | ConvNeXtConfig | MLPConfig | TransformerConfig | LSTMConfig
-    | DeepFMConfig | DLRMConfig
-)  # fmt: skip
+    VGGConfig
+    | ResNetConfig
+    | MobileNetConfig
+    | EfficientNetConfig
+    | ConvNeXtConfig
+    | MLPConfig
+    | TransformerConfig
+    | LSTMConfig
+    | DeepFMConfig
+    | DLRMConfig
+)
 Reads = Literal["images", "text", "clicks"]
 
 
@@ -89,7 +97,8 @@ class ModelSpec:
 
     @property
     def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The batch entries that the model reads, in its arguments' order: the shape of one example, without the example dim."""
+        """The batch entries that the model reads, in its arguments' order: the shape of one example, without the
+        example dim."""
         config = self.config
         if self.reads == "clicks":
             return {
@@ -98,7 +107,11 @@ class ModelSpec:
             }
         if self.reads == "text":
             return {"tokens": jax.ShapeDtypeStruct((config.max_len,), jnp.int32)}
-        shape = config.input_shape if isinstance(config, MLPConfig) else (config.image_size, config.image_size, config.channels)
+        shape = (
+            config.input_shape
+            if isinstance(config, MLPConfig)
+            else (config.image_size, config.image_size, config.channels)
+        )
         return {"image": jax.ShapeDtypeStruct(shape, jnp.float32)}
 
     @property
@@ -113,7 +126,8 @@ class ModelSpec:
 
     @property
     def num_negatives(self) -> int:
-        """Words that a training batch brings drawn for each example, for a softmax that is sampled in training; 0 for others."""
+        """Words that a training batch brings drawn for each example, for a softmax that is sampled in training; 0 for
+        others."""
         return self.config.negatives if isinstance(self.config, LSTMConfig) else 0
 
     @property
@@ -134,8 +148,9 @@ class ModelSpec:
     def example(self, batch_size: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of a training batch: enough to plan a step without data.
 
-        Images: `{"image": f32[B, *shape], "label": i32[B]}`; text: `{"tokens": i32[B, max_len]}`, for the LSTM `{"tokens":
-        i32[B, max_len + 1], "negatives": i32[B, negatives]}`; clicks: `{"ids": i32[B, F], "values": f32[B, D], "label": i32[B]}`.
+        Images: `{"image": f32[B, *shape], "label": i32[B]}`; text: `{"tokens": i32[B, max_len]}`, for the LSTM
+        `{"tokens": i32[B, max_len + 1], "negatives": i32[B, negatives]}`; clicks:
+        `{"ids": i32[B, F], "values": f32[B, D], "label": i32[B]}`.
         """
         batch = {name: jax.ShapeDtypeStruct((batch_size, *one.shape), one.dtype) for name, one in self.inputs.items()}
         if self.reads != "text":
@@ -157,8 +172,8 @@ class ModelSpec:
     def apply(self, variables: dict[str, Any], *inputs: jax.Array, train: bool = False, **options: Any) -> Any:
         """Run the Linen model, as its `module.apply`: `options` are `rngs`, `mutable` and the like.
 
-        The arrays of `inputs`, [B, ...] each -> [B, num_classes] logits ([B, T, vocab_size] for tokens, [B] for clicks). Raises
-        `ModelError` for an NNX model.
+        The arrays of `inputs`, [B, ...] each -> [B, num_classes] logits ([B, T, vocab_size] for tokens, [B] for
+        clicks). Raises `ModelError` for an NNX model.
         """
         return self._linen("apply").apply(variables, *inputs, train=train, **options)
 
@@ -202,12 +217,14 @@ def build(name: str, *, library: str = "linen", num_classes: int | None = None, 
 
     **Arguments:**
 
-    - `name`: `"vgg11"`, `"vgg16"`, `"resnet18"`, `"resnet50"`, `"mobilenet_v2"`, `"mobilenet_v3_large"`, `"mobilenet_v3_small"`,
-      `"efficientnet_b0"`, `"convnext_tiny"`, `"mlp"`, `"transformer"`, `"lstm"`, `"deepfm"` or `"dlrm"`.
+    - `name`: `"vgg11"`, `"vgg16"`, `"resnet18"`, `"resnet50"`, `"mobilenet_v2"`, `"mobilenet_v3_large"`,
+      `"mobilenet_v3_small"`, `"efficientnet_b0"`, `"convnext_tiny"`, `"mlp"`, `"transformer"`, `"lstm"`, `"deepfm"` or
+      `"dlrm"`.
     - `library`: `"linen"` or `"nnx"`.
-    - `num_classes`: width of the last layer, default 10; for models of text the same as their `vocab_size`; those of clicks have none.
-    - `options`: the fields of the model's config, such as `VGGConfig` or `LSTMConfig`. `dtype` and `param_dtype` may be names, such as
-      `"bfloat16"`.
+    - `num_classes`: width of the last layer, default 10; for models of text the same as their `vocab_size`; those of
+      clicks have none.
+    - `options`: the fields of the model's config, such as `VGGConfig` or `LSTMConfig`. `dtype` and `param_dtype` may be
+      names, such as `"bfloat16"`.
 
     Raises `ModelError` for an unknown name, library or option, and for options that contradict each other.
     """
@@ -237,7 +254,9 @@ def build(name: str, *, library: str = "linen", num_classes: int | None = None, 
 
 def _choose(key: Any, table: dict[str, Any], what: str, place: str) -> Any:
     if not isinstance(key, str) or key not in table:
-        raise ModelError(f"no such {what}", value=key, place=place, remedy=f"choose one of {', '.join(map(repr, table))}")
+        raise ModelError(
+            f"no such {what}", value=key, place=place, remedy=f"choose one of {', '.join(map(repr, table))}"
+        )
     return table[key]
 
 

@@ -1,9 +1,10 @@
 """ResNet of basic or bottleneck blocks, in Flax Linen and in Flax NNX.
 
 Source: He et al. 2015, "Deep residual learning for image recognition" (arXiv 1512.03385), table 1 (ImageNet), figure 5
-(bottleneck) and section 4.2 (the 3x3 stem for 32x32 images); shortcuts are option B, a projection where the shape changes.
-A bottleneck has its stride in the 3x3 convolution, not in the first, as in most implementations since Goyal et al. 2017
-(arXiv 1706.02677, section 5.1). Both versions name their layers alike (`stem_conv`, `stage1_block1.conv1`, `logits`).
+(bottleneck) and section 4.2 (the 3x3 stem for 32x32 images); shortcuts are option B, a projection where the shape
+changes. A bottleneck has its stride in the 3x3 convolution, not in the first, as in most implementations since Goyal et
+al. 2017 (arXiv 1706.02677, section 5.1). Both versions name their layers alike (`stem_conv`, `stage1_block1.conv1`,
+`logits`).
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class ResNetConfig:
 
     @property
     def blocks(self) -> tuple[tuple[str, int, int], ...]:
-        """For each block in order: its name, its number of channels (a bottleneck puts out four times as many), its stride."""
+        """For each block in order: its name, its number of channels (a bottleneck puts out four times as many), its
+        stride."""
         return tuple(
             (f"stage{stage}_block{block}", scaled(64 * 2 ** (stage - 1), self.width), 2 if block == 1 < stage else 1)
             for stage, size in enumerate(self.stage_sizes, start=1)
@@ -124,7 +126,8 @@ class ResNetConfig:
 
 
 class LinenBlock(nn.Module):
-    """Two or three convolutions beside a shortcut: [B, H, W, C] -> [B, H / stride, W / stride, features], or four times the features."""
+    """Two or three convolutions beside a shortcut: [B, H, W, C] -> [B, H / stride, W / stride, features], or four times
+    the features."""
 
     config: ResNetConfig
     features: int

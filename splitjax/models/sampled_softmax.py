@@ -1,8 +1,9 @@
 """The softmax over a large vocabulary, trained on the words of the batch and some drawn ones in place of all.
 
-Source: Jean, Cho, Memisevic and Bengio 2015, "On using very large target vocabulary for neural machine translation" (arXiv 1412.2007),
-section 3; the estimator as TensorFlow's `sampled_softmax_loss`: the logarithm of how often a word was to be expected among the drawn
-ones is taken from its logit, and a drawn word that is the very one to predict does not count.
+Source: Jean, Cho, Memisevic and Bengio 2015, "On using very large target vocabulary for neural machine translation"
+(arXiv 1412.2007), section 3; the estimator as TensorFlow's `sampled_softmax_loss`: the logarithm of how often a word
+was to be expected among the drawn ones is taken from its logit, and a drawn word that is the very one to predict does
+not count.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ def log_uniform(vocab_size: int) -> LogProbability:
     """Of word k, in a vocabulary by falling frequency: log((k + 2) / (k + 1)) / log(vocab_size + 1), near Zipf's law.
 
     Draw them with `splitjax.data.LogUniform`."""
+
     def log_probability(words):
         return jnp.log(jnp.log1p(1 / (words.astype(jnp.float32) + 1))) - math.log(math.log1p(vocab_size))
 
@@ -50,9 +52,11 @@ def sampled_cross_entropy(
     - `true_logits`: [..., N], of the words to predict.
     - `sampled_logits`: [..., N, S], of the drawn words at each position.
     - `labels`: i32[..., N], the words to predict.
-    - `negatives`: i32[..., S], the words that were drawn, each independently of the others (so that one may come twice).
-    - `log_probability`: of a word in one draw. S draws are expected to hold it S times as often. None: no correction, for draws of equal
-      probability, where it would cancel out, and for a sample that is the whole vocabulary: the result then is the full cross-entropy.
+    - `negatives`: i32[..., S], the words that were drawn, each independently of the others (so that one may come
+      twice).
+    - `log_probability`: of a word in one draw. S draws are expected to hold it S times as often. None: no correction,
+      for draws of equal probability, where it would cancel out, and for a sample that is the whole vocabulary: the
+      result then is the full cross-entropy.
     """
     true_logits, sampled_logits = at_least_float32(true_logits), at_least_float32(sampled_logits)
     if log_probability is not None:

@@ -7,10 +7,10 @@ give it the boundary through `value_and_grad`:
     train_step = splitjax.parallelize(train_step, mesh={"data": 2, "model": 4})
 
 Batches are dicts. Images: `{"image": f32[B, H, W, C], "label": i32[B]}`. Tokens: `{"tokens": i32[B, T]}`, where
-position t predicts token t + 1, or with `"label": i32[B, T]` what position t is to predict; where the softmax is sampled
-in training (LSTM), training batches have `"negatives": i32[B, S]` too. Clicks: `{"ids": i32[B, F], "values": f32[B, D],
-"label": i32[B]}`. An optional `"mask"`, f32[B] (or f32[B, T] for tokens), weighs the examples: means are weighted means,
-so padding with mask 0 counts nothing.
+position t predicts token t + 1, or with `"label": i32[B, T]` what position t is to predict; where the softmax is
+sampled in training (LSTM), training batches have `"negatives": i32[B, S]` too. Clicks:
+`{"ids": i32[B, F], "values": f32[B, D], "label": i32[B]}`. An optional `"mask"`, f32[B] (or f32[B, T] for tokens),
+weighs the examples: means are weighted means, so padding with mask 0 counts nothing.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ def make_step(
 
     - `spec`: a model of `build(..., library="linen")`.
     - `optimizer`: any optax optimizer.
-    - `loss`: `"cross_entropy"` (of two classes for clicks), the LSTM's `"sampled_softmax"`, or a function from [..., classes] logits
-      and i32[...] labels to [...] losses. None: the sampled softmax where the model has it, the cross-entropy elsewhere.
+    - `loss`: `"cross_entropy"` (of two classes for clicks), the LSTM's `"sampled_softmax"`, or a function from [...,
+      classes] logits and i32[...] labels to [...] losses. None: the sampled softmax where the model has it, the
+      cross-entropy elsewhere.
     - `label_smoothing`: in [0, 1), for the cross-entropy in training; evaluation has none.
-    - `log_probability`: for the sampled softmax, of a word in one draw of negatives; None: `splitjax.models.log_uniform`.
+    - `log_probability`: for the sampled softmax, of a word in one draw of negatives; None:
+      `splitjax.models.log_uniform`.
     - `value_and_grad`: `jax.value_and_grad` or what replaces it.
 
     **Returns:**
@@ -87,7 +89,9 @@ def make_step(
             options["rngs"] = {"dropout": jax.random.fold_in(state["key"], state["step"])}
 
         def loss_fn(params):
-            outputs, updated = spec.apply(variables_of(state, params), *inputs, train=True, mutable=["batch_stats"], **options)
+            outputs, updated = spec.apply(
+                variables_of(state, params), *inputs, train=True, mutable=["batch_stats"], **options
+            )
             value, metrics = trained.judge(outputs, batch)
             return value, (metrics, updated)
 
@@ -121,7 +125,8 @@ def make_nnx_step(
 
     - `init_fn(key) -> (model, optimizer)`, an `nnx.Module` and its `nnx.Optimizer`.
     - `train_step(model, optimizer, batch) -> {"loss": f32[], "accuracy": f32[]}`.
-    - `eval_step(model, batch) -> {"loss": f32[], "accuracy": f32[], "correct": f32[]}`; for clicks `"logits": f32[B]` too.
+    - `eval_step(model, batch) -> {"loss": f32[], "accuracy": f32[], "correct": f32[]}`; for clicks `"logits": f32[B]`
+      too.
 
     Raises as `make_step`, with the libraries exchanged.
     """

@@ -110,7 +110,9 @@ class LinenAttention(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         config = self.config
-        query, key, value = (nn.DenseGeneral(config.heads, name=name, **config.dtypes)(x) for name in ("query", "key", "value"))
+        query, key, value = (
+            nn.DenseGeneral(config.heads, name=name, **config.dtypes)(x) for name in ("query", "key", "value")
+        )
         x = causal_attention(query, key, value)
         return nn.DenseGeneral(config.d_model, axis=(-2, -1), name="out", **config.dtypes)(x)
 

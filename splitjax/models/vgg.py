@@ -71,7 +71,9 @@ class VGGConfig:
             )
         object.__setattr__(self, "head_features", as_widths(self.head_features, 2))
         check_positive(place, width=self.width)
-        check_widths(place, head_features=self.head_features, num_classes=(self.num_classes,), channels=(self.channels,))
+        check_widths(
+            place, head_features=self.head_features, num_classes=(self.num_classes,), channels=(self.channels,)
+        )
         check_rate(place, self.dropout)
         if self.image_size < 32:
             raise ModelError(
@@ -121,7 +123,9 @@ class LinenVGG(nn.Module):
                     **config.dtypes,
                 )(x)
                 if config.batch_norm:
-                    norm = nn.BatchNorm(use_running_average=not train, momentum=0.9, name=f"norm{suffix}", **config.dtypes)
+                    norm = nn.BatchNorm(
+                        use_running_average=not train, momentum=0.9, name=f"norm{suffix}", **config.dtypes
+                    )
                     x = norm(x)
                 x = nn.relu(x)
             x = halved(x)

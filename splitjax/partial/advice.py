@@ -1,9 +1,12 @@
-"""`Advice`: what partial backpropagation would save and cost on one step, beside a smaller batch of equal cost. Numbers only; `measure.advising` measures.
+"""`Advice`: what partial backpropagation would save and cost on one step, beside a smaller batch of equal cost. Numbers
+only; `measure.advising` measures.
 
-What a way to train costs is compared by the variance of its gradient. With sigma_j^2 the variance of one worker's gradient of layer j, of N workers that
-differentiate everything the mean has sum_j sigma_j^2 / N; where n_j workers differentiate layer j, sum_j sigma_j^2 / n_j; with a fraction f of the
-batch, sum_j sigma_j^2 / (N f). Steps that noise keeps from being longer are needed in proportion to it: time x variance is the time to the same progress.
-A smaller batch costs f and has 1 / f of the variance, whatever f is: partial backpropagation is worth its compute where its product is below 1.
+What a way to train costs is compared by the variance of its gradient. With sigma_j^2 the variance of one worker's
+gradient of layer j, of N workers that differentiate everything the mean has sum_j sigma_j^2 / N; where n_j workers
+differentiate layer j, sum_j sigma_j^2 / n_j; with a fraction f of the batch, sum_j sigma_j^2 / (N f). Steps that noise
+keeps from being longer are needed in proportion to it: time x variance is the time to the same progress. A smaller
+batch costs f and has 1 / f of the variance, whatever f is: partial backpropagation is worth its compute where its
+product is below 1.
 """
 
 from __future__ import annotations
@@ -31,9 +34,10 @@ class StageAdvice:
     - `name`: of the layer. `num_bytes`: of its gradient.
     - `noise`: sigma_j^2, the variance of one worker's gradient around the mean over workers, summed over its elements.
     - `squared_norm`: of the whole gradient, without what noise adds to it (not below 0).
-    - `backward_seconds`: what going back through it adds for one worker's share of the batch. `is_measured`: whether both its ends were timed; else
-      it has its predicted part of the time between the cuts around it.
-    - `memory_bytes`: temporaries and results of a worker that differentiates from here on, as compiled; of the next deeper cut that was compiled.
+    - `backward_seconds`: what going back through it adds for one worker's share of the batch. `is_measured`: whether
+      both its ends were timed; else it has its predicted part of the time between the cuts around it.
+    - `memory_bytes`: temporaries and results of a worker that differentiates from here on, as compiled; of the next
+      deeper cut that was compiled.
     """
 
     name: str
@@ -49,11 +53,13 @@ class StageAdvice:
 class AdviceRow:
     """One way to train.
 
-    - `name`: `full`, `smaller batch` (of the cost of what was asked for), `spatial`, `optimal` (under the same budget) or `temporal`. `what`: in words.
+    - `name`: `full`, `smaller batch` (of the cost of what was asked for), `spatial`, `optimal` (under the same budget)
+      or `temporal`. `what`: in words.
     - `device_time`: compute of all workers over that of full backpropagation.
-    - `compute_seconds`: of a worker, mean over workers and turns. `busiest_seconds`: of the worker that computes most, for which the others wait.
-    - `sent_bytes`: gradients and sums that a worker sends in a step, mean. `communication_seconds`: predicted from the link: what the worker
-      that sends most sends, and messages that wait for each other.
+    - `compute_seconds`: of a worker, mean over workers and turns. `busiest_seconds`: of the worker that computes most,
+      for which the others wait.
+    - `sent_bytes`: gradients and sums that a worker sends in a step, mean. `communication_seconds`: predicted from the
+      link: what the worker that sends most sends, and messages that wait for each other.
     - `mean_memory_bytes`, `max_memory_bytes`: temporaries and results of a worker's program, over workers.
     - `variance`: of the gradient; None where some layer never has one.
     - `cuts`: by worker in the first step the layer at which its backward pass ends; none for all of it.
@@ -79,11 +85,13 @@ class AdviceRow:
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """What to do. Prints as paragraphs: what is recommended, under which other aim something else would be, what else differs.
+    """What to do. Prints as paragraphs: what is recommended, under which other aim something else would be, what else
+    differs.
 
-    - `option`: the `AdviceRow.name` that is recommended: it costs least compute for the same progress. `fastest`: the one whose steps take least time for it where the job
-      has workers and link for itself.
-    - `reasons`: for `option`, sentences. `wins`: in which respects partial backpropagation does better than the smaller batch of equal cost.
+    - `option`: the `AdviceRow.name` that is recommended: it costs least compute for the same progress. `fastest`: the
+      one whose steps take least time for it where the job has workers and link for itself.
+    - `reasons`: for `option`, sentences. `wins`: in which respects partial backpropagation does better than the smaller
+      batch of equal cost.
     - `unless`: the aim under which `fastest` is the better choice, where that is another; else empty.
     """
 
@@ -94,21 +102,25 @@ class Recommendation:
     unless: str = ""
 
     def __str__(self) -> str:
-        return "\n".join(filter(None, (f"Recommended: {self.option}. {' '.join(self.reasons)}", self.unless, " ".join(self.wins))))
+        return "\n".join(
+            filter(None, (f"Recommended: {self.option}. {' '.join(self.reasons)}", self.unless, " ".join(self.wins)))
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """What partial backpropagation would save and cost on this model and these links. Print it, show it in a notebook, keep it with `to_json`.
+    """What partial backpropagation would save and cost on this model and these links. Print it, show it in a notebook,
+    keep it with `to_json`.
 
     **Attributes:**
 
-    - `step`: the step's name. `num_workers`: of the data axes. `num_examples`: of a worker's share of the batch. `num_batches`: that were measured.
+    - `step`: the step's name. `num_workers`: of the data axes. `num_examples`: of a worker's share of the batch.
+      `num_batches`: that were measured.
     - `platform`: of the device that was timed. `latency_seconds`, `bytes_per_second`: of the link.
     - `forward_seconds`: of a worker's forward pass. `stages`: all layers, input side first.
     - `rows`: the ways to train, full backpropagation first.
-    - `is_uniform`: whether the square-root rule, were it free to leave workers out of the forward pass too, would give all layers the same
-      contributors: a smaller batch, that is.
+    - `is_uniform`: whether the square-root rule, were it free to leave workers out of the forward pass too, would give
+      all layers the same contributors: a smaller batch, that is.
     - `recommendation`: see `Recommendation`.
     - `notes`: what to know about how it was measured.
     """
@@ -131,19 +143,27 @@ class Advice:
     def measured(self) -> Measured:
         """For `PartialBackprop(measured=...)`: cuts by measured times, and `depths="optimal"`."""
         return Measured(
-            tuple(one.name for one in self.stages), tuple(one.backward_seconds for one in self.stages), self.forward_seconds,
+            tuple(one.name for one in self.stages),
+            tuple(one.backward_seconds for one in self.stages),
+            self.forward_seconds,
             tuple(one.noise for one in self.stages),
-        )  # fmt: skip
+        )
 
     def row(self, name: str) -> AdviceRow:
         """Raises `PartialError` for a row that is not there."""
         for one in self.rows:
             if one.name == name:
                 return one
-        raise PartialError("the advice has no such row", value=name, place="Advice.row", remedy=f"give one of {', '.join(one.name for one in self.rows)}")
+        raise PartialError(
+            "the advice has no such row",
+            value=name,
+            place="Advice.row",
+            remedy=f"give one of {', '.join(one.name for one in self.rows)}",
+        )
 
     def compute(self, row: AdviceRow) -> float | None:
-        """Device time to the progress of one full step, over that of full backpropagation: time x variance. None where it never gets there."""
+        """Device time to the progress of one full step, over that of full backpropagation: time x variance. None where
+        it never gets there."""
         return compute_to_progress(row, self.rows[0])
 
     def alone(self, row: AdviceRow) -> float | None:
@@ -167,16 +187,22 @@ class Advice:
             return cls(**made, recommendation=said, **_tuples(data))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PartialError(
-                f"this is not the JSON of an advice: {error}", place="Advice.from_json", remedy="pass what `advice.to_json()` returned",
-            ) from error  # fmt: skip
+                f"this is not the JSON of an advice: {error}",
+                place="Advice.from_json",
+                remedy="pass what `advice.to_json()` returned",
+            ) from error
 
     def __str__(self) -> str:
-        from splitjax.report.advice.text import render_advice_text  # rendering stands on a higher floor: loaded when something is printed
+        # rendering stands on a higher floor: loaded when something is printed
+        from splitjax.report.advice.text import render_advice_text
 
         return render_advice_text(self)
 
     def __repr__(self) -> str:
-        return f"<Advice on {self.step}: {self.num_workers} workers, {len(self.stages)} layers, recommends {self.recommendation.option}>"
+        return (
+            f"<Advice on {self.step}: {self.num_workers} workers, {len(self.stages)} layers, recommends"
+            f" {self.recommendation.option}>"
+        )
 
     def _repr_html_(self) -> str:
         from splitjax.report.advice.html import render_advice_html
@@ -194,7 +220,8 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Measurements:
-    """What rows are made from. `noise`, `memory`: by stage name; `memory` of a worker that differentiates from there on."""
+    """What rows are made from. `noise`, `memory`: by stage name; `memory` of a worker that differentiates from there
+    on."""
 
     num_workers: int
     noise: Mapping[str, float]
@@ -204,32 +231,66 @@ class Measurements:
         """Everybody differentiates everything. `depths`: any of the step's."""
         seconds = depths.forward + sum(segment.backward for segment in depths.segments)
         memory = self._memory(depths, 0)
-        return AdviceRow(FULL, "everything, on all workers", 1.0, seconds, seconds, exchange.sent_bytes, exchange.seconds, memory, memory, self._full())
+        return AdviceRow(
+            FULL,
+            "everything, on all workers",
+            1.0,
+            seconds,
+            seconds,
+            exchange.sent_bytes,
+            exchange.seconds,
+            memory,
+            memory,
+            self._full(),
+        )
 
     def smaller(self, fraction: float, full: AdviceRow, memory: float) -> AdviceRow:
-        """Full backpropagation with a fraction of the batch, for that fraction of the compute. `memory`: of its program, in bytes."""
+        """Full backpropagation with a fraction of the batch, for that fraction of the compute. `memory`: of its
+        program, in bytes."""
         seconds = fraction * full.compute_seconds
         return AdviceRow(
-            SMALLER, f"full, with {100 * fraction:.1f} % of the batch", fraction, seconds, seconds, full.sent_bytes, full.communication_seconds, memory, memory,
+            SMALLER,
+            f"full, with {100 * fraction:.1f} % of the batch",
+            fraction,
+            seconds,
+            seconds,
+            full.sent_bytes,
+            full.communication_seconds,
+            memory,
+            memory,
             self._full() / fraction,
-        )  # fmt: skip
+        )
 
-    def spatial(self, name: str, what: str, depths: Depths, exchange: Exchange, shares: Sequence[float] | None = None) -> AdviceRow:
+    def spatial(
+        self, name: str, what: str, depths: Depths, exchange: Exchange, shares: Sequence[float] | None = None
+    ) -> AdviceRow:
         """Workers of different depths. `shares`: by slot, of the examples, where they are balanced."""
         slots = range(self.num_workers)
         shares = tuple(shares or (1 / self.num_workers for _ in slots))
         seconds = [shares[slot] * self.num_workers * (depths.forward + depths.backward(slot)) for slot in slots]
         whole = depths.forward + sum(segment.backward for segment in depths.segments)
         covered = [sum(shares[slot] for slot in depths.contributors(number)) for number in range(len(depths.segments))]
-        memory = [self._memory(depths, depths.first[slot]) * max(1.0, shares[slot] * self.num_workers) for slot in slots]
+        memory = [
+            self._memory(depths, depths.first[slot]) * max(1.0, shares[slot] * self.num_workers) for slot in slots
+        ]
         mean = sum(memory) / len(memory) if depths.request.execution == PROGRAM else max(memory)
         return AdviceRow(
-            name, what, sum(seconds) / (self.num_workers * whole), sum(seconds) / self.num_workers, max(seconds), exchange.sent_bytes, exchange.seconds, mean,
-            max(memory), self._variance(depths, covered), self._cuts(depths),
-        )  # fmt: skip
+            name,
+            what,
+            sum(seconds) / (self.num_workers * whole),
+            sum(seconds) / self.num_workers,
+            max(seconds),
+            exchange.sent_bytes,
+            exchange.seconds,
+            mean,
+            max(memory),
+            self._variance(depths, covered),
+            self._cuts(depths),
+        )
 
     def temporal(self, what: str, depths: Depths, exchange: Exchange) -> AdviceRow:
-        """All workers share the depth of a slot, slots take turns. The variance is that of the mean over a whole cycle, at the same parameters."""
+        """All workers share the depth of a slot, slots take turns. The variance is that of the mean over a whole cycle,
+        at the same parameters."""
         slots = range(self.num_workers)
         seconds = [depths.forward + depths.backward(slot) for slot in slots]
         whole = depths.forward + sum(segment.backward for segment in depths.segments)
@@ -238,9 +299,18 @@ class Measurements:
         mean = sum(memory) / len(memory) if depths.request.execution == PROGRAM else max(memory)
         compute = sum(seconds) / self.num_workers
         return AdviceRow(
-            TEMPORAL_ROW, what, compute / whole, compute, compute, exchange.sent_bytes, exchange.seconds, mean, max(memory), self._variance(depths, covered),
+            TEMPORAL_ROW,
+            what,
+            compute / whole,
+            compute,
+            compute,
+            exchange.sent_bytes,
+            exchange.seconds,
+            mean,
+            max(memory),
+            self._variance(depths, covered),
             self._cuts(depths),
-        )  # fmt: skip
+        )
 
     def _full(self) -> float:
         return sum(self.noise.values()) / self.num_workers
@@ -249,7 +319,11 @@ class Measurements:
         """`covered`: by segment the share of the examples (of the steps) that reach it."""
         if not all(covered):
             return None
-        return sum(self.noise[stage.name] / (self.num_workers * share) for segment, share in zip(depths.segments, covered, strict=True) for stage in segment.stages)
+        return sum(
+            self.noise[stage.name] / (self.num_workers * share)
+            for segment, share in zip(depths.segments, covered, strict=True)
+            for stage in segment.stages
+        )
 
     def _memory(self, depths: Depths, first: int) -> float:
         return self.memory[depths.segments[first].stages[0].name]
@@ -265,12 +339,17 @@ def compute_to_progress(row: AdviceRow, full: AdviceRow) -> float | None:
 
 def time_to_progress(row: AdviceRow, full: AdviceRow) -> float | None:
     """See `Advice.alone`."""
-    return None if row.variance is None else _ratio(row.step_seconds, full.step_seconds) * _ratio(row.variance, full.variance)
+    return (
+        None
+        if row.variance is None
+        else _ratio(row.step_seconds, full.step_seconds) * _ratio(row.variance, full.variance)
+    )
 
 
 def uniform_is_optimal(noise: Sequence[float], costs: Sequence[float]) -> bool:
-    """Whether contributors in proportion to sqrt(noise / cost) come out alike for all segments, given that their number can only stay or grow from the input to the loss: then no
-    assignment beats a smaller batch. `costs`: of the last segment with the forward pass."""
+    """Whether contributors in proportion to sqrt(noise / cost) come out alike for all segments, given that their number
+    can only stay or grow from the input to the loss: then no assignment beats a smaller batch. `costs`: of the last
+    segment with the forward pass."""
     blocks: list[tuple[float, float]] = []
     for one, cost in zip(noise, costs, strict=True):
         blocks.append((one, cost))
@@ -281,7 +360,8 @@ def uniform_is_optimal(noise: Sequence[float], costs: Sequence[float]) -> bool:
 
 
 def recommend(rows: Sequence[AdviceRow], is_uniform: bool) -> Recommendation:
-    """From the table: the smaller batch unless some partial backpropagation needs less compute for the same progress."""
+    """From the table: the smaller batch unless some partial backpropagation needs less compute for the same
+    progress."""
     full, smaller = (next(one for one in rows if one.name == name) for name in (FULL, SMALLER))
     partial = [one for one in rows if one.name not in (FULL, SMALLER)]
     scored = [(score, one) for one in partial if (score := compute_to_progress(one, full)) is not None]
@@ -290,27 +370,40 @@ def recommend(rows: Sequence[AdviceRow], is_uniform: bool) -> Recommendation:
     if best is not None and best[0] < 1 - _MARGIN:
         option = best[1].name
         reasons.append(
-            f"Partial backpropagation ({option}) is worth its compute here: to the same progress it needs {100 * best[0]:.1f} % of the device time of full "
-            f"backpropagation, and of a smaller batch, which needs as much."
-        )  # fmt: skip
+            f"Partial backpropagation ({option}) is worth its compute here: to the same progress it needs"
+            f" {100 * best[0]:.1f} % of the device time of full backpropagation, and of a smaller batch, which needs as"
+            " much."
+        )
     else:
         option = SMALLER
-        reasons.append(f"Full backpropagation with a smaller batch ({smaller.what}) has at equal compute a gradient that is at least as good.")
+        reasons.append(
+            f"Full backpropagation with a smaller batch ({smaller.what}) has at equal compute a gradient that is at"
+            " least as good."
+        )
         if best is not None:
-            reasons.append(f"The best partial backpropagation here ({best[1].name}) needs {100 * best[0]:.1f} % of its device time to the same progress.")
+            reasons.append(
+                f"The best partial backpropagation here ({best[1].name}) needs {100 * best[0]:.1f} % of its device time"
+                " to the same progress."
+            )
         if is_uniform:
-            reasons.append("With the forward pass charged to the last layers, the square-root rule gives every layer the same contributors, which is a smaller batch.")
+            reasons.append(
+                "With the forward pass charged to the last layers, the square-root rule gives every layer the same"
+                " contributors, which is a smaller batch."
+            )
     timed = [(score, one) for one in rows if (score := time_to_progress(one, full)) is not None]
     shortest, fastest = min(timed, key=lambda pair: (pair[0], pair[1] is not smaller))
     unless = ""
     if fastest.name != option:
         own = next(score for score, one in timed if one.name == option)
         rival = f"the {option}" if option == SMALLER else option
-        share = f"takes {100 * shortest / own:.1f} % of the time of {rival}" if own > 0 else f"takes less time than {rival}"
+        share = (
+            f"takes {100 * shortest / own:.1f} % of the time of {rival}" if own > 0 else f"takes less time than {rival}"
+        )
         unless = (
-            "This goes by the device time of all workers. Only if the time until this job is done is all that counts, and the job has its workers and their link to itself, "
-            f"{fastest.name} ({fastest.what}) is better: with the exchange counted it {share}."
-        )  # fmt: skip
+            "This goes by the device time of all workers. Only if the time until this job is done is all that counts,"
+            f" and the job has its workers and their link to itself, {fastest.name} ({fastest.what}) is better: with"
+            f" the exchange counted it {share}."
+        )
     return Recommendation(option, fastest.name, tuple(reasons), _wins(partial, smaller), unless)
 
 
@@ -321,13 +414,19 @@ def _wins(partial: Sequence[AdviceRow], smaller: AdviceRow) -> tuple[str, ...]:
         found = []
         if one.sent_bytes < (1 - _MARGIN) * smaller.sent_bytes:
             slower = one.communication_seconds > (1 + _MARGIN) * smaller.communication_seconds
-            found.append(f"{_less(one.sent_bytes, smaller.sent_bytes, 'fewer')} bytes sent" + (", though in more time (group after group, then sums are handed on)" if slower else ""))
+            found.append(
+                f"{_less(one.sent_bytes, smaller.sent_bytes, 'fewer')} bytes sent"
+                + (", though in more time (group after group, then sums are handed on)" if slower else "")
+            )
         if one.communication_seconds < (1 - _MARGIN) * smaller.communication_seconds:
             found.append(f"{_less(one.communication_seconds, smaller.communication_seconds)} time for the exchange")
         if one.mean_memory_bytes < (1 - _MARGIN) * smaller.mean_memory_bytes:
             found.append(f"{_less(one.mean_memory_bytes, smaller.mean_memory_bytes)} memory on the mean worker")
         if one.busiest_seconds > (1 + _MARGIN) * one.compute_seconds:
-            found.append(f"room for another job: workers are idle {100 * (1 - one.compute_seconds / one.busiest_seconds):.0f} % of the time")
+            found.append(
+                f"room for another job: workers are idle {100 * (1 - one.compute_seconds / one.busiest_seconds):.0f} %"
+                " of the time"
+            )
         if found:
             wins.append(f"Compared with the smaller batch, {one.name} has {', '.join(found)}.")
     return tuple(wins) or ("In no other respect does partial backpropagation do better here.",)

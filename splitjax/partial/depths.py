@@ -1,7 +1,8 @@
-"""How far back each worker differentiates: stages joined to segments between the chosen cuts, and who contributes to which.
+"""How far back each worker differentiates: stages joined to segments between the chosen cuts, and who contributes to
+which.
 
-Worker slots are numbered 0..N-1, the last the deepest. Step by step workers move through the slots (`Depths.slot`). Source: Kumar et al.,
-arXiv 2111.10672: worker i covers the last (i+1)/N; assignments rotate.
+Worker slots are numbered 0..N-1, the last the deepest. Step by step workers move through the slots (`Depths.slot`).
+Source: Kumar et al., arXiv 2111.10672: worker i covers the last (i+1)/N; assignments rotate.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Segment:
 class Depths:
     """Who differentiates what.
 
-    - `segments`: input side first. `first`: by slot, the number of the first segment that it differentiates; never growing, 0 for all of them.
+    - `segments`: input side first. `first`: by slot, the number of the first segment that it differentiates; never
+      growing, 0 for all of them.
     - `shares`: by slot, its share of the examples; equal unless balanced.
     - `forward`: time of the forward pass of an equal share of the batch, `backward` times of the segments likewise.
     """
@@ -76,7 +78,8 @@ class Depths:
         return self.num_slots if self.request.rotate else 1
 
     def scale(self, segment: int, shares: Sequence[float] | None = None) -> float:
-        """What the sum of the contributions to the whole batch's gradient is multiplied by. `shares`: by slot, of the examples."""
+        """What the sum of the contributions to the whole batch's gradient is multiplied by. `shares`: by slot, of the
+        examples."""
         if self.request.estimator != COUNT:
             return 1.0
         shares = shares or (1 / self.num_slots,) * self.num_slots
@@ -100,16 +103,21 @@ class Depths:
 
 
 def choose_depths(found: Stages, request: PartialBackprop, num_workers: int, place: str) -> Depths:
-    """The depths of `num_workers` workers. Raises `PartialError` where there is no cut or one worker, or where no depths keep the budget."""
+    """The depths of `num_workers` workers. Raises `PartialError` where there is no cut or one worker, or where no
+    depths keep the budget."""
     if num_workers < 2:
         raise PartialError(
-            "partial backpropagation divides the backward pass among workers, and there is one", value=num_workers, place=place,
+            "partial backpropagation divides the backward pass among workers, and there is one",
+            value=num_workers,
+            place=place,
             remedy="use a mesh whose data axis has two devices or more, or backprop=None",
         )
     if len(found.stages) < 2:
         only = found.stages[0].name if found.stages else "nothing"
         raise PartialError(
-            f"the backward pass has no legal cut: {only} is all that it differentiates", value=len(found.stages), place=place,
+            f"the backward pass has no legal cut: {only} is all that it differentiates",
+            value=len(found.stages),
+            place=place,
             remedy="layers that one scan stacks are one stage: unroll it, or leave backprop=None",
         )
     counts = None
@@ -121,22 +129,29 @@ def choose_depths(found: Stages, request: PartialBackprop, num_workers: int, pla
         fractions = sorted(request.depths)
         if len(fractions) != num_workers:
             raise PartialError(
-                f"depths has {len(fractions)} fractions for {num_workers} workers", value=request.depths, place=place,
+                f"depths has {len(fractions)} fractions for {num_workers} workers",
+                value=request.depths,
+                place=place,
                 remedy=f"give {num_workers} fractions, one for every worker of the data axis",
             )
     if counts is not None:  # the slot that is k-th from the deepest covers what at least k contribute to
         ends = [next(j for j, count in enumerate(counts) if count >= num_workers - slot) for slot in range(num_workers)]
     else:
         # All of it is all of it, also where the first stages were measured to take no time.
-        reach = lambda fraction: [0] if fraction >= 1 else [j for j in range(len(found.stages)) if found.share(j) >= fraction - _ENOUGH]
+        reach = lambda fraction: (
+            [0] if fraction >= 1 else [j for j in range(len(found.stages)) if found.share(j) >= fraction - _ENOUGH]
+        )
         ends = [max(reach(fraction)) for fraction in fractions]
     return _joined(found, ends, request)
 
 
 def _joined(found: Stages, ends: Sequence[int], request: PartialBackprop) -> Depths:
-    """Depths from the first stage of every slot. Stages that nobody differentiates make a segment of their own in front."""
+    """Depths from the first stage of every slot. Stages that nobody differentiates make a segment of their own in
+    front."""
     cuts = sorted({0, *ends})
-    segments = tuple(Segment(found.stages[start:end]) for start, end in zip(cuts, [*cuts[1:], len(found.stages)], strict=True))
+    segments = tuple(
+        Segment(found.stages[start:end]) for start, end in zip(cuts, [*cuts[1:], len(found.stages)], strict=True)
+    )
     return Depths(segments, tuple(cuts.index(end) for end in ends), found.forward, request)
 
 
@@ -147,7 +162,9 @@ def _optimal(found: Stages, request: PartialBackprop, num_workers: int, place: s
     missing = [stage.name for stage in found.stages if stage.name not in noise]
     if missing:
         raise PartialError(
-            "the measured noise is of another step: it has no such layer", value=missing[0], place=place,
+            "the measured noise is of another step: it has no such layer",
+            value=missing[0],
+            place=place,
             remedy="call step.advise on this step, and pass its .measured",
         )
     costs = [stage.backward for stage in found.stages]

@@ -1,9 +1,10 @@
 """How many workers should contribute to each segment: least variance of the gradient for the time that is to be spent.
 
-Minimises sum_j noise_j / n_j under sum_j n_j cost_j <= budget, where n_j never falls towards the loss (who differentiates a segment differentiates all
-behind it): n_j is in proportion to sqrt(noise_j / cost_j) (Neyman's allocation), segments that would violate the order are pooled
-(isotonic regression, pool adjacent violators), and rounded to whole workers greedily. Where there are few enough ways they are all compared instead:
-rounding can miss the best by a third where workers are few.
+Minimises sum_j noise_j / n_j under sum_j n_j cost_j <= budget, where n_j never falls towards the loss (who
+differentiates a segment differentiates all behind it): n_j is in proportion to sqrt(noise_j / cost_j) (Neyman's
+allocation), segments that would violate the order are pooled (isotonic regression, pool adjacent violators), and
+rounded to whole workers greedily. Where there are few enough ways they are all compared instead: rounding can miss the
+best by a third where workers are few.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ _ROUNDING = 1e-9  # of the budget, for sums of floating-point times
 _FEW_WAYS = 20_000
 
 
-def optimal_contributors(noise: Sequence[float], costs: Sequence[float], num_workers: int, budget: float, place: str) -> tuple[int, ...]:
-    """Contributors per segment, 1 to `num_workers`, never falling; the last has all, as every worker runs the forward pass.
+def optimal_contributors(
+    noise: Sequence[float], costs: Sequence[float], num_workers: int, budget: float, place: str
+) -> tuple[int, ...]:
+    """Contributors per segment, 1 to `num_workers`, never falling; the last has all, as every worker runs the forward
+    pass.
 
-    **Arguments:** `noise`: per segment, input side first, the variance of one worker's gradient. `costs`: per segment the time that one worker spends; the
-    last with the forward pass. `budget`: the time of all workers over that of all differentiating everything.
+    **Arguments:** `noise`: per segment, input side first, the variance of one worker's gradient. `costs`: per segment
+    the time that one worker spends; the last with the forward pass. `budget`: the time of all workers over that of all
+    differentiating everything.
 
     Raises `PartialError` for a budget below one contributor a segment.
     """
@@ -33,14 +38,19 @@ def optimal_contributors(noise: Sequence[float], costs: Sequence[float], num_wor
     least = _spent(counts, costs)
     if least > allowed:
         raise PartialError(
-            f"no depths keep the budget: with one worker at full depth they take {least / (num_workers * sum(costs)):.3f} of full backpropagation",
-            value=budget, place=place, remedy="raise the budget, or use a smaller batch with full backpropagation",
+            "no depths keep the budget: with one worker at full depth they take"
+            f" {least / (num_workers * sum(costs)):.3f} of full backpropagation",
+            value=budget,
+            place=place,
+            remedy="raise the budget, or use a smaller batch with full backpropagation",
         )
     if math.comb(len(costs) + num_workers - 2, num_workers - 1) <= _FEW_WAYS:
         return _best(noise, costs, num_workers, allowed)
     wanted = _continuous(noise[:-1], costs[:-1], num_workers, allowed - num_workers * costs[-1])
     counts = [*(max(1, min(num_workers, math.floor(one + _ROUNDING))) for one in wanted), num_workers]
-    while True:  # the next whole worker where it lowers the variance most for its time; a block that has to rise together rises together
+    # the next whole worker where it lowers the variance most for its time; a block that has to rise together rises
+    # together
+    while True:
         best, gain = None, 0.0
         for start in range(len(counts) - 1):
             end = start
@@ -63,8 +73,13 @@ def optimal_contributors(noise: Sequence[float], costs: Sequence[float], num_wor
 def _best(noise: Sequence[float], costs: Sequence[float], num_workers: int, allowed: float) -> tuple[int, ...]:
     """Of all ways: by k the first segment that at least k contribute to."""
     numbers = range(len(costs))
-    starts = np.array(list(itertools.combinations_with_replacement(numbers, num_workers - 1)), np.int32).reshape(-1, num_workers - 1)
-    counts = 1 + sum((starts[:, k, None] <= np.arange(len(costs)) for k in range(num_workers - 1)), np.zeros((len(starts), len(costs)), np.int32))
+    starts = np.array(list(itertools.combinations_with_replacement(numbers, num_workers - 1)), np.int32).reshape(
+        -1, num_workers - 1
+    )
+    counts = 1 + sum(
+        (starts[:, k, None] <= np.arange(len(costs)) for k in range(num_workers - 1)),
+        np.zeros((len(starts), len(costs)), np.int32),
+    )
     counts = counts[counts @ np.asarray(costs, float) <= allowed]
     variance = (np.asarray(noise, float) / counts).sum(1)
     return tuple(int(count) for count in counts[np.argmin(variance)])

@@ -1,9 +1,11 @@
-"""Where a backward pass can end: the layers of a traced forward pass by their distance from the loss, with times and what crosses between them.
+"""Where a backward pass can end: the layers of a traced forward pass by their distance from the loss, with times and
+what crosses between them.
 
-A *stage* is what one more step back differentiates: the operands of one layer. Stages are ordered by the predicted time of the longest way from the
-layer to the loss, so that the branches of a network are cut side by side. A parameter that is used twice counts where it is farthest from
-the loss. Differentiating the last stages alone needs no edit of the forward pass: automatic differentiation goes back to their operands and no
-further. Cuts: Kumar et al., arXiv 2111.10672; there by fractions of the parameters, here of time.
+A *stage* is what one more step back differentiates: the operands of one layer. Stages are ordered by the predicted time
+of the longest way from the layer to the loss, so that the branches of a network are cut side by side. A parameter that
+is used twice counts where it is farthest from the loss. Differentiating the last stages alone needs no edit of the
+forward pass: automatic differentiation goes back to their operands and no further. Cuts: Kumar et al., arXiv
+2111.10672; there by fractions of the parameters, here of time.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from splitjax.trace.flatten import Flat, Op, flatten
 from splitjax.trace.graph import itemsize
 from splitjax.trace.uses import product_flops
 
-# Predicted time counts in flops: an operation that only moves values takes as long as so many flops for each of its bytes. Devices of today are
-# between 5 (a CPU core) and 300; for cuts only the order of magnitude between convolutions and norms matters. Measured times replace it.
+# Predicted time counts in flops: an operation that only moves values takes as long as so many flops for each of its
+# bytes. Devices of today are between 5 (a CPU core) and 300; for cuts only the order of magnitude between convolutions
+# and norms matters. Measured times replace it.
 FLOPS_PER_BYTE = 16
 
 
@@ -29,11 +32,12 @@ FLOPS_PER_BYTE = 16
 class Stage:
     """One layer as a place where a backward pass can end, behind which it does not go.
 
-    - `name`: of the layer. `operands`: positions of its operands in the gradient boundary. `num_bytes`: of their gradients.
-    - `backward`: time that going back through this stage adds, its own weights' gradients and what they need of the stages behind; in flops
-      where it is predicted, in seconds where it is measured.
-    - `crossing_values`, `crossing_bytes`: what a cut in front of this stage separates: values of the front that it or later ones read, for the traced
-      number of examples.
+    - `name`: of the layer. `operands`: positions of its operands in the gradient boundary. `num_bytes`: of their
+      gradients.
+    - `backward`: time that going back through this stage adds, its own weights' gradients and what they need of the
+      stages behind; in flops where it is predicted, in seconds where it is measured.
+    - `crossing_values`, `crossing_bytes`: what a cut in front of this stage separates: values of the front that it or
+      later ones read, for the traced number of examples.
     """
 
     name: str
@@ -46,7 +50,8 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """The stages of one gradient boundary, input side first, and the time of its forward pass (in the unit of theirs)."""
+    """The stages of one gradient boundary, input side first, and the time of its forward pass (in the unit of
+    theirs)."""
 
     stages: tuple[Stage, ...]
     forward: float
@@ -65,8 +70,8 @@ class Stages:
 def find_stages(forward: Any, positions: Sequence[int], names: Mapping[int, str]) -> Stages:
     """The stages of a boundary.
 
-    **Arguments:** `forward`: its closed jaxpr, operands -> value, *aux. `positions`: the operands that it differentiates. `names`: by position the layer
-    that the operand belongs to; those of one layer make one stage.
+    **Arguments:** `forward`: its closed jaxpr, operands -> value, *aux. `positions`: the operands that it
+    differentiates. `names`: by position the layer that the operand belongs to; those of one layer make one stage.
 
     Operands that the loss does not depend on belong to the stage nearest to it: they cost nothing.
     """
@@ -88,9 +93,16 @@ def find_stages(forward: Any, positions: Sequence[int], names: Mapping[int, str]
         crossing = walk.crossing(distance[name]) if index else []
         size = lambda v: math.prod(flat.shapes[v]) * itemsize(flat.dtypes[v])
         own = tuple(sorted(groups[name]))
-        stages.append(Stage(
-            name, own, sum(size(value_of[p]) for p in own), max(costs[behind + 1] - costs[behind], 0.0), len(crossing), sum(size(v) for v in crossing),
-        ))  # fmt: skip
+        stages.append(
+            Stage(
+                name,
+                own,
+                sum(size(value_of[p]) for p in own),
+                max(costs[behind + 1] - costs[behind], 0.0),
+                len(crossing),
+                sum(size(v) for v in crossing),
+            )
+        )
     return Stages(tuple(stages), walk.forward)
 
 
@@ -105,7 +117,9 @@ class _Walk:
     def __init__(self, flat: Flat, loss: int) -> None:
         self.flat = flat
         self.ops = _needed(flat, loss)
-        self.node = {id(op): ("loop", op.loops[0]) if op.loops else ("op", number) for number, op in enumerate(self.ops)}
+        self.node = {
+            id(op): ("loop", op.loops[0]) if op.loops else ("op", number) for number, op in enumerate(self.ops)
+        }
         self.cost: dict[Any, float] = collections.defaultdict(float)
         self.readers: dict[int, set[Any]] = collections.defaultdict(set)
         made: dict[Any, set[int]] = collections.defaultdict(set)
@@ -120,7 +134,10 @@ class _Walk:
         self.distance: dict[Any, float] = {}
         last = {self.node[id(op)]: number for number, op in enumerate(self.ops)}
         for at in sorted(last, key=last.__getitem__, reverse=True):
-            behind = max((self.distance[r] for v in made[at] for r in self.readers[v] if r != at and r in self.distance), default=0.0)
+            behind = max(
+                (self.distance[r] for v in made[at] for r in self.readers[v] if r != at and r in self.distance),
+                default=0.0,
+            )
             self.distance[at] = behind + max(self.cost[at], 1.0)
 
     def distance_from(self, value: int) -> float:
@@ -128,7 +145,8 @@ class _Walk:
         return max((self.distance[at] for at in self.readers[value]), default=0.0)
 
     def backward(self, chosen: set[int]) -> float:
-        """Predicted time of a backward pass to some values: products once for each operand that depends on them, the rest once."""
+        """Predicted time of a backward pass to some values: products once for each operand that depends on them, the
+        rest once."""
         live, total, before = set(chosen), 0.0, -1
         while before != len(live):  # a carried value is live once the loop's body makes it so
             before, total = len(live), 0.0
@@ -150,7 +168,11 @@ class _Walk:
         for op in self.ops:
             at = self.node[id(op)]
             if self.distance[at] > distance:
-                found += [v for v in op.outputs if any(self.distance[r] <= distance for r in self.readers[v] if r in self.distance and r != at)]
+                found += [
+                    v
+                    for v in op.outputs
+                    if any(self.distance[r] <= distance for r in self.readers[v] if r in self.distance and r != at)
+                ]
         return list(dict.fromkeys(found))
 
 
@@ -181,4 +203,8 @@ def _flops(op: Op, flat: Flat) -> float:
 
 
 def _is_inexact(dtype: str) -> bool:
-    return not dtype.startswith("key<") and dtype != "token" and (dtype.startswith(("bfloat16", "float8")) or np.issubdtype(np.dtype(dtype), np.inexact))
+    return (
+        not dtype.startswith("key<")
+        and dtype != "token"
+        and (dtype.startswith(("bfloat16", "float8")) or np.issubdtype(np.dtype(dtype), np.inexact))
+    )

@@ -1,6 +1,7 @@
 """What XLA's SPMD partitioner computes wrongly, as a table, and what splitjax does instead.
 
-See `defects.py` for the table, docs/partitioner.md for how it came about, and `benchmarks/partitioner/main.py` for the search."""
+See `defects.py` for the table, docs/partitioner.md for how it came about, and `benchmarks/partitioner/main.py` for the
+search."""
 
 from splitjax.partitioner.defects import COVERED, DEFECTS, Action, Defect, Operation, Touched, defect_named, defect_of
 

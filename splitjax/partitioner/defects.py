@@ -5,8 +5,8 @@ program computes other numbers than the whole one, without a word, or the compil
 operation, under which condition, in which versions, and what splitjax does instead. `trace` marks the operations of a
 step that a row covers (`Graph.suspects`), `lower` applies the row's action to them, and the plan notes it.
 
-Rows are found by `python -m benchmarks partitioner`, which compares drawn programs with one device; each has a test that
-passes with the remedy, and fails once XLA alone is right, so that the row can go.
+Rows are found by `python -m benchmarks partitioner`, which compares drawn programs with one device; each has a test
+that passes with the remedy, and fails once XLA alone is right, so that the row can go.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ class Action(enum.Enum):
     LOCAL = "local"  # every device evaluates its own part; the collectives are written out, and planned
     REWRITE = "rewrite"  # it is evaluated as another operation of the same meaning; nothing is sent
     WHOLE = "whole"  # the dims in question are gathered for it, and leave it whole
-    ORDER = "order"  # axes that split one dim together are listed in the order of the mesh; a pinned plan that does not is refused
+    # axes that split one dim together are listed in the order of the mesh; a pinned plan that does not is refused
+    ORDER = "order"
     REFUSE = "refuse"  # the plan is refused: nothing else is known to give the right numbers
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation of a traced step: its primitive with the equation's parameters, the shapes of operands and results, and the
-    operands (by position) that are numbers in the program."""
+    """An operation of a traced step: its primitive with the equation's parameters, the shapes of operands and results,
+    and the operands (by position) that are numbers in the program."""
 
     primitive: str
     params: Mapping[str, Any]
@@ -51,10 +52,11 @@ class Defect:
     - `consequence`: what the split program does instead of computing the right numbers.
     - `versions`: of JAX, in which it was seen; `partitioners`: Shardy, GSPMD, or both.
     - `remedy`: what splitjax does, in words; `action` is the same for `lower`.
-    - `touches(operation)`: which dims of an operation must not be split while XLA partitions it: operand position (-1 for the
-      first result) -> dims. Empty for an operation that the row does not cover.
-    - `uneven`: whether these are dims that an axis of the mesh does not divide. No plan splits such a dim, but XLA may, where it
-      carries the layout of another value on; so the row is applied to all of them, on meshes of two axes or more.
+    - `touches(operation)`: which dims of an operation must not be split while XLA partitions it: operand position (-1
+      for the first result) -> dims. Empty for an operation that the row does not cover.
+    - `uneven`: whether these are dims that an axis of the mesh does not divide. No plan splits such a dim, but XLA may,
+      where it carries the layout of another value on; so the row is applied to all of them, on meshes of two axes or
+      more.
     """
 
     name: str
@@ -88,7 +90,8 @@ def _transformed(operation: Operation) -> Touched:
     return _all_dims(operation) if operation.primitive == "fft" else {}
 
 
-# Primitive -> the position of the operand whose shape is the window's (None: `slice_sizes`), and of the first start index.
+# Primitive -> the position of the operand whose shape is the window's (None: `slice_sizes`), and of the first start
+# index.
 _WINDOWS = {"dynamic_slice": (None, 1), "dynamic_update_slice": (1, 2)}
 
 
@@ -121,7 +124,10 @@ def _strided_to_one(operation: Operation) -> Touched:
     if operation.primitive != "slice" or not operation.params["strides"]:
         return {}
     dims = tuple(
-        dim for dim, (stride, taken, size) in enumerate(zip(operation.params["strides"], operation.results[0], operation.operands[0], strict=True))
+        dim
+        for dim, (stride, taken, size) in enumerate(
+            zip(operation.params["strides"], operation.results[0], operation.operands[0], strict=True)
+        )
         if stride > 2 and taken == 1 < size
     )
     return {0: dims} if dims else {}
@@ -139,11 +145,15 @@ def _indexed(operation: Operation) -> Touched:
     if operation.primitive == "gather":
         rows = len(operation.results[0])
         offsets = operation.params["dimension_numbers"].offset_dims
-        return _without_none({1: range(len(operation.operands[1]) - 1), -1: [dim for dim in range(rows) if dim not in offsets]})
+        return _without_none(
+            {1: range(len(operation.operands[1]) - 1), -1: [dim for dim in range(rows) if dim not in offsets]}
+        )
     if operation.primitive in _SCATTERS:
         rows = len(operation.operands[2])
         windows = operation.params["dimension_numbers"].update_window_dims
-        return _without_none({1: range(len(operation.operands[1]) - 1), 2: [dim for dim in range(rows) if dim not in windows]})
+        return _without_none(
+            {1: range(len(operation.operands[1]) - 1), 2: [dim for dim in range(rows) if dim not in windows]}
+        )
     return {}
 
 
@@ -155,24 +165,39 @@ _BITWISE = frozenset({"reduce_and", "reduce_or", "reduce_xor"})
 
 
 def _reduced(operation: Operation) -> Touched:
-    """The dims that a reduction without a collective of its own sums up: bitwise ones, and those with a computation of the user's."""
+    """The dims that a reduction without a collective of its own sums up: bitwise ones, and those with a computation of
+    the user's."""
     if operation.primitive in _BITWISE:
         return {0: tuple(operation.params["axes"])}
     if operation.primitive == "reduce":
-        return {position: tuple(operation.params["dimensions"]) for position, shape in enumerate(operation.operands) if shape}
+        return {
+            position: tuple(operation.params["dimensions"])
+            for position, shape in enumerate(operation.operands)
+            if shape
+        }
     return {}
 
 
-_EVALUATED_LOCALLY = "each device convolves its own examples and groups, and sums what it contributes by planned collectives"
+_EVALUATED_LOCALLY = (
+    "each device convolves its own examples and groups, and sums what it contributes by planned collectives"
+)
 
 DEFECTS: tuple[Defect, ...] = (
     Defect(
         name="grouped-convolution",
-        operation="a convolution with feature groups or batch groups (grouped, depthwise, one kernel an example), and its gradients",
-        condition="the examples are split over some axes of the mesh and whole over another, or the groups do not divide by the axes that "
-        "split the features, or the groups run over examples",
-        consequence="the weight's gradient is multiplied by the size of the axis over which the examples are whole; where the groups do not "
-        "divide, the compiler ends the process; where the examples are split over all axes, every device gathers all of them",
+        operation=(
+            "a convolution with feature groups or batch groups (grouped, depthwise, one kernel an example), and its"
+            " gradients"
+        ),
+        condition=(
+            "the examples are split over some axes of the mesh and whole over another, or the groups do not divide by"
+            " the axes that split the features, or the groups run over examples"
+        ),
+        consequence=(
+            "the weight's gradient is multiplied by the size of the axis over which the examples are whole; where the"
+            " groups do not divide, the compiler ends the process; where the examples are split over all axes, every"
+            " device gathers all of them"
+        ),
         versions="0.10.2 to 0.12.0.1",
         partitioners="Shardy and GSPMD",
         remedy=_EVALUATED_LOCALLY,
@@ -181,10 +206,17 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         name="convolution",
-        operation="any other convolution, and its gradients: plain, strided, dilated, transposed, one whose window is a point or all there is",
-        condition="the examples are whole over an axis of the mesh, or some convolution's weight is split or stored in parts",
-        consequence="the gradient of weight or data is wrong, by up to several times itself, or the compiler ends the process; which sizes and "
-        "layouts are hit follows no rule that could be relied on",
+        operation=(
+            "any other convolution, and its gradients: plain, strided, dilated, transposed, one whose window is a point"
+            " or all there is"
+        ),
+        condition=(
+            "the examples are whole over an axis of the mesh, or some convolution's weight is split or stored in parts"
+        ),
+        consequence=(
+            "the gradient of weight or data is wrong, by up to several times itself, or the compiler ends the process;"
+            " which sizes and layouts are hit follows no rule that could be relied on"
+        ),
         versions="0.10.2 to 0.12.0.1",
         partitioners="Shardy and GSPMD",
         remedy=_EVALUATED_LOCALLY,
@@ -195,8 +227,10 @@ DEFECTS: tuple[Defect, ...] = (
         name="fourier-transform",
         operation="a Fourier transform (jax.numpy.fft), and its gradient",
         condition="some dim of its operand is split",
-        consequence="the partitioner gathers the operand for it, also where only examples are split, or splits a transformed dim; the CPU "
-        "backend's compiler fails with an internal error, or ends the process",
+        consequence=(
+            "the partitioner gathers the operand for it, also where only examples are split, or splits a transformed"
+            " dim; the CPU backend's compiler fails with an internal error, or ends the process"
+        ),
         versions="0.10.2 to 0.12.0.1",
         partitioners="Shardy",
         remedy="each device transforms its own examples; a transformed dim that is split is gathered",
@@ -205,9 +239,13 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         name="axes-out-of-mesh-order",
-        operation="a product whose result is split over several axes along one dim, in another order than the mesh lists them",
-        condition="the mesh has three axes or more, and another dim of the result is split over an axis that splits the contracted dim; such a "
-        "result is the gradient of a weight that a rule splits so",
+        operation=(
+            "a product whose result is split over several axes along one dim, in another order than the mesh lists them"
+        ),
+        condition=(
+            "the mesh has three axes or more, and another dim of the result is split over an axis that splits the"
+            " contracted dim; such a result is the gradient of a weight that a rule splits so"
+        ),
         consequence="the parts of the result are wrong, by up to itself",
         versions="0.10.2 to 0.12.0.1",
         partitioners="Shardy and GSPMD",
@@ -286,14 +324,17 @@ DEFECTS: tuple[Defect, ...] = (
 
 
 def defect_of(operation: Operation) -> tuple[Defect, Touched] | None:
-    """The first row that covers an operation, with the dims that it touches; None for an operation that no row covers."""
+    """The first row that covers an operation, with the dims that it touches; None for an operation that no row
+    covers."""
     if operation.primitive not in COVERED:
         return None
     return next(((row, touched) for row in DEFECTS if (touched := row.touches(operation))), None)
 
 
 # Most operations of a step are looked up here and no further.
-COVERED = frozenset({"conv_general_dilated", "fft", "mulhi", "pad", "reduce", "gather", "slice", *_SCATTERS, *_WINDOWS, *_BITWISE})
+COVERED = frozenset(
+    {"conv_general_dilated", "fft", "mulhi", "pad", "reduce", "gather", "slice", *_SCATTERS, *_WINDOWS, *_BITWISE}
+)
 
 
 def defect_named(name: str) -> Defect:

@@ -1,9 +1,10 @@
-"""Which group communication a step uses: `gather`, `turns` or `modulo`, asked for or chosen by predicted bytes and memory.
+"""Which group communication a step uses: `gather`, `turns` or `modulo`, asked for or chosen by predicted bytes and
+memory.
 
-`gather` moves the fewest messages; `modulo` as many bytes in as many turns as a group has workers, with the activations of one turn
-alive at a time; `turns` twice the bytes (its broadcasts change their sender from turn to turn: all-reduces), so that it is never
-chosen, only asked for. `auto` takes `modulo` where that lowers the predicted peak by more than `WORTHWHILE`, for its smaller products
-run less efficiently.
+`gather` moves the fewest messages; `modulo` as many bytes in as many turns as a group has workers, with the activations
+of one turn alive at a time; `turns` twice the bytes (its broadcasts change their sender from turn to turn:
+all-reduces), so that it is never chosen, only asked for. `auto` takes `modulo` where that lowers the predicted peak by
+more than `WORTHWHILE`, for its smaller products run less efficiently.
 """
 
 from __future__ import annotations
@@ -24,16 +25,19 @@ WORTHWHILE = 0.1  # of the predicted peak
 def choose(requested: str, plan: Plan, graph: Graph, check: Callable[[str], bool], crosses: bool) -> Plan:
     """The plan with its group communication decided.
 
-    **Arguments:** `requested`: an option's value. `check(kind)`: whether anything crosses in a gradient boundary of the step, raising
-    `Refused` where that cannot run in turns. `crosses`: whether the layout has a crossing at all.
+    **Arguments:** `requested`: an option's value. `check(kind)`: whether anything crosses in a gradient boundary of the
+    step, raising `Refused` where that cannot run in turns. `crosses`: whether the layout has a crossing at all.
 
-    Raises `PlanError` for `turns` or `modulo` where the step refuses them, `BatchError` where the batch does not divide into turns."""
+    Raises `PlanError` for `turns` or `modulo` where the step refuses them, `BatchError` where the batch does not divide
+    into turns."""
     asked = requested not in ("auto", "gather")
     if asked and not graph.num_boundaries:
         raise PlanError(
-            f"group_comm={requested!r} needs a gradient boundary: the step takes its gradient with plain jax.grad, which lowering cannot "
-            "run in turns",
-            value=requested, place="parallelize, group_comm", remedy="use splitjax.value_and_grad for the gradient",
+            f"group_comm={requested!r} needs a gradient boundary: the step takes its gradient with plain jax.grad,"
+            " which lowering cannot run in turns",
+            value=requested,
+            place="parallelize, group_comm",
+            remedy="use splitjax.value_and_grad for the gradient",
         )
     if requested == "gather":
         return plan
@@ -56,7 +60,9 @@ def choose(requested: str, plan: Plan, graph: Graph, check: Callable[[str], bool
         reason = error.message
     if asked:
         raise PlanError(
-            f"group_comm={requested!r} cannot be had for this step: {reason}", value=requested, place="parallelize, group_comm",
+            f"group_comm={requested!r} cannot be had for this step: {reason}",
+            value=requested,
+            place="parallelize, group_comm",
             remedy='use group_comm="auto", which falls back to "gather"',
         )
     return dataclasses.replace(plan, notes=(*plan.notes, f"group communication: gather, not modulo: {reason}"))
@@ -65,9 +71,12 @@ def choose(requested: str, plan: Plan, graph: Graph, check: Callable[[str], bool
 def with_kind(plan: Plan, graph: Graph, kind: str) -> Plan:
     """The plan with another group communication, predicted anew."""
     return dataclasses.replace(
-        plan, group_comm=kind,
+        plan,
+        group_comm=kind,
         memory=predict_memory(graph, plan.leaves, plan.mesh, plan.batch_axes, plan.replicated_batch, group_comm=kind),
-        collectives=predict_collectives(graph, plan.leaves, plan.layers, plan.mesh, plan.batch_axes, plan.replicated_batch, group_comm=kind),
+        collectives=predict_collectives(
+            graph, plan.leaves, plan.layers, plan.mesh, plan.batch_axes, plan.replicated_batch, group_comm=kind
+        ),
     )
 
 

@@ -1,8 +1,9 @@
-"""From the first steps to the scheme and capacities of every table: what was observed, when it suffices, and what follows.
+"""From the first steps to the scheme and capacities of every table: what was observed, when it suffices, and what
+follows.
 
-The program of the first steps gathers all rows and returns the ids. Afterwards their sparsity is known, and the step is built once more.
-While it runs, steps in which the capacities did not suffice are counted; too many of them, and steps are observed anew: capacities
-then have room for all that was seen. All processes see the same numbers and decide alike.
+The program of the first steps gathers all rows and returns the ids. Afterwards their sparsity is known, and the step is
+built once more. While it runs, steps in which the capacities did not suffice are counted; too many of them, and steps
+are observed anew: capacities then have room for all that was seen. All processes see the same numbers and decide alike.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Observer:
     """What was seen of one signature's steps.
 
     - `samples`: by table, of every observed step the ids of n workers, i32[n, k].
-    - `waiting`: what steps returned since the last look, still on the device. `before`: how many more there were since then, before a run
-      was resumed; `fell_back`: in how many of these the capacities of each table did not suffice.
+    - `waiting`: what steps returned since the last look, still on the device. `before`: how many more there were since
+      then, before a run was resumed; `fell_back`: in how many of these the capacities of each table did not suffice.
     """
 
     samples: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
@@ -75,12 +76,16 @@ class Observer:
     def seen(self, observes: bool, syncs: tuple[SyncPlan, ...]) -> Seen:
         """All of it as a value. `syncs`: how the program that runs now synchronises its tables."""
         samples = {param: np.stack(steps) for param, steps in (self._samples() if observes else self.samples).items()}
-        return Seen(() if observes else syncs, samples, self.before + len(self.waiting), {} if observes else self._fell_back())
+        return Seen(
+            () if observes else syncs, samples, self.before + len(self.waiting), {} if observes else self._fell_back()
+        )
 
     @staticmethod
     def of(seen: Seen) -> Observer:
         """The inverse of `seen`."""
-        return Observer({param: list(steps) for param, steps in seen.samples.items()}, [], seen.num_steps, dict(seen.fell_back))
+        return Observer(
+            {param: list(steps) for param, steps in seen.samples.items()}, [], seen.num_steps, dict(seen.fell_back)
+        )
 
     def _samples(self) -> dict[str, list[np.ndarray]]:
         found = {param: list(steps) for param, steps in self.samples.items()}
@@ -117,7 +122,10 @@ def decide(step: SparseStep, request: SyncRequest, samples: Mapping[str, list[np
             chosen[table.param] = dataclasses.replace(table.scheme, capacities=capacities), capacities
             busiest = max(sparsity.skewness, 1.0)
             hint = "; ids that are sorted by frequency load the first owners: hash them once" if busiest > 2 else ""
-            why[table.param] = f"each worker owns its rows: those read are pulled, gradients pushed; the busiest owner has {busiest:.2f} times the mean{hint}"
+            why[table.param] = (
+                "each worker owns its rows: those read are pulled, gradients pushed; the busiest owner has"
+                f" {busiest:.2f} times the mean{hint}"
+            )
             continue
         seen = f"capacities from {len(samples[table.param])} steps, density {sparsity.density:.3g}"
         if asked != AUTO:
@@ -132,10 +140,14 @@ def decide(step: SparseStep, request: SyncRequest, samples: Mapping[str, list[np
 
 
 def _candidates(step: SparseStep, table: TableSync) -> list[Scheme]:
-    """The schemes that `auto` may choose for a table: no dense one where that would change what a lazy update computes, and of rows that are
-    split none whose devices would not agree on what was touched."""
+    """The schemes that `auto` may choose for a table: no dense one where that would change what a lazy update computes,
+    and of rows that are split none whose devices would not agree on what was touched."""
     is_lazy, is_split = step.table_of(table).update is None, bool(spec_axes(table.row_spec))
-    return [one for one in candidates() if not (is_lazy and isinstance(one, Dense)) and not (is_split and one.needs_whole_rows)]
+    return [
+        one
+        for one in candidates()
+        if not (is_lazy and isinstance(one, Dense)) and not (is_split and one.needs_whole_rows)
+    ]
 
 
 def sparsity_of(table: TableSync, samples: list[np.ndarray]) -> Sparsity:
@@ -144,8 +156,9 @@ def sparsity_of(table: TableSync, samples: list[np.ndarray]) -> Sparsity:
 
 
 def with_syncs(plan: Plan, step: SparseStep, decision: Decision | None) -> Plan:
-    """The plan of a step whose tables are synchronised by rows: the dense exchanges of their gradients are replaced, and the gathers of
-    tables that are stored in pieces: their rows are pulled, or left to XLA, which mostly finds them where they are."""
+    """The plan of a step whose tables are synchronised by rows: the dense exchanges of their gradients are replaced,
+    and the gathers of tables that are stored in pieces: their rows are pulled, or left to XLA, which mostly finds them
+    where they are."""
     syncs = sync_plans(plan, step, decision)
     names = {param: layer.name for layer in plan.layers for param in layer.params}
     sparse = {table.param for table in step.tables}
@@ -153,8 +166,15 @@ def with_syncs(plan: Plan, step: SparseStep, decision: Decision | None) -> Plan:
     gone = stored | {_gradient_of(param) for param in sparse}
     kept = tuple(one for one in plan.collectives if one.why not in gone)
     exchanges = tuple(
-        Collective(ROW_EXCHANGE, one.axis, one.bytes, names.get(one.param, one.param), f"rows of the gradient of {one.param}, by {one.scheme}")
-        for one in syncs if one.param in sparse and one.bytes
+        Collective(
+            ROW_EXCHANGE,
+            one.axis,
+            one.bytes,
+            names.get(one.param, one.param),
+            f"rows of the gradient of {one.param}, by {one.scheme}",
+        )
+        for one in syncs
+        if one.param in sparse and one.bytes
     )
     notes = plan.notes if step.graph.tables else (*plan.notes, _nothing(gradient_in_loop(step.jaxpr)))
     memory = predict_memory(
@@ -175,8 +195,8 @@ def _gradient_of(param: str) -> str:
 
 
 def _row_bytes(table: TableSync, found: Table) -> int:
-    """What a device has of a table's gradient: the rows of its lookups and their sums; then, in the exchange or in its fallback, what it
-    sends and gets; and the residual of a table that is rounded."""
+    """What a device has of a table's gradient: the rows of its lookups and their sums; then, in the exchange or in its
+    fallback, what it sends and gets; and the residual of a table that is rounded."""
     n, capacities = table.num_workers, table.capacities
     num_ids = sum(one.num_ids for one in found.lookups) // n
     local = min(num_ids, table.num_rows)
@@ -184,7 +204,9 @@ def _row_bytes(table: TableSync, found: Table) -> int:
     if capacities is None or n == 1:
         moved = everything if n > 1 else 0
     else:
-        moved = max(everything, capacities.local + capacities.union + capacities.hot + n * (capacities.push + capacities.pull))
+        moved = max(
+            everything, capacities.local + capacities.union + capacities.hot + n * (capacities.push + capacities.pull)
+        )
     residual = table.num_rows if table.wire_dtype else 0
     return (num_ids + local + moved + residual) * table.row_size * itemsize(table.dtype)
 
@@ -195,25 +217,52 @@ def sync_plans(plan: Plan, step: SparseStep, decision: Decision | None) -> tuple
     tables = {one.param: one for one in step.tables}
     for found in step.graph.tables:
         table = tables.get(found.param)
-        dense_bytes = sum(one.bytes for one in plan.collectives if one.why.partition(", onto")[0] == _gradient_of(found.param))
+        dense_bytes = sum(
+            one.bytes for one in plan.collectives if one.why.partition(", onto")[0] == _gradient_of(found.param)
+        )
         if table is None:
-            why = decision.why[found.param] if decision is not None and found.param in decision.why else step.reasons[found.param]
-            entries.append(SyncPlan(found.param, Dense.name, "+".join(plan.batch_axes), found.num_rows, dense_bytes, dense_bytes, why))
+            why = (
+                decision.why[found.param]
+                if decision is not None and found.param in decision.why
+                else step.reasons[found.param]
+            )
+            entries.append(
+                SyncPlan(
+                    found.param, Dense.name, "+".join(plan.batch_axes), found.num_rows, dense_bytes, dense_bytes, why
+                )
+            )
             continue
         sizes = Costs(table.num_rows, table.row_size, itemsize(table.dtype), table.num_workers)
         sent, why = 0, f"the first {OBSERVED_STEPS} steps are observed, with all rows gathered"
         if decision is not None:
-            sent = table.scheme.predicted_bytes(sizes) if table.is_owned else table.scheme.predicted_bytes(table.capacities, sizes)
+            sent = (
+                table.scheme.predicted_bytes(sizes)
+                if table.is_owned
+                else table.scheme.predicted_bytes(table.capacities, sizes)
+            )
             why = decision.why[found.param]
         if table.wire_dtype:
             read = ", and the rows that are read" if table.is_owned else ""
-            why = _once(f"gradients{read} are rounded to {table.wire_dtype} on the wire, which changes the numbers: {_KEPT}", why)
+            why = _once(
+                f"gradients{read} are rounded to {table.wire_dtype} on the wire, which changes the numbers: {_KEPT}",
+                why,
+            )
         if found.update is None:
             why = _once(f"lazy, which changes the numbers: {found.reason}", why)
-        entries.append(SyncPlan(
-            found.param, name_of(table.scheme), "+".join(table.axes), found.num_rows, sent if table.num_workers > 1 else 0, dense_bytes, why,
-            found.update is None, options_of(table.scheme), {} if table.capacities is None else sizes_of(table.capacities),
-        ))  # fmt: skip
+        entries.append(
+            SyncPlan(
+                found.param,
+                name_of(table.scheme),
+                "+".join(table.axes),
+                found.num_rows,
+                sent if table.num_workers > 1 else 0,
+                dense_bytes,
+                why,
+                found.update is None,
+                options_of(table.scheme),
+                {} if table.capacities is None else sizes_of(table.capacities),
+            )
+        )
     return tuple(entries)
 
 

@@ -12,8 +12,9 @@ HANDED = "collective_permute"
 
 
 def with_partial(plan: Plan, step: PartialStep, platform: str, pinned: PartialPlan | None = None) -> Plan:
-    """The plan of a step that is differentiated partially: the segments, and the exchange of their gradients among those who computed them.
-    `platform`: of the mesh's devices. `pinned`: whose depths these are; its times stay, which may have been measured."""
+    """The plan of a step that is differentiated partially: the segments, and the exchange of their gradients among
+    those who computed them. `platform`: of the mesh's devices. `pinned`: whose depths these are; its times stay, which
+    may have been measured."""
     depths, axis = step.depths, "+".join(step.axes)
     num_workers, whole = depths.num_slots, sum(segment.backward for segment in depths.segments)
     sent: dict[str, tuple[float, float]] = {}  # by parameter
@@ -30,18 +31,40 @@ def with_partial(plan: Plan, step: PartialStep, platform: str, pinned: PartialPl
             elif param in wider:  # summed beside layers that are split over the other axes, by all
                 sent[param] = float(whole_bytes[param]), 0.0
             else:
-                sent[param] = sent_bytes(size, count if in_groups(step.axes, platform) or not count else num_workers, num_workers)
-        segments.append(SegmentPlan(
-            tuple(stage.name for stage in segment.stages), count, segment.backward / whole if whole else 0.0, sum(sizes.values()),
-            round(sum(sent[param][0] for param in params)), round(sum(sent[param][1] for param in params)),
-        ))  # fmt: skip
+                sent[param] = sent_bytes(
+                    size, count if in_groups(step.axes, platform) or not count else num_workers, num_workers
+                )
+        segments.append(
+            SegmentPlan(
+                tuple(stage.name for stage in segment.stages),
+                count,
+                segment.backward / whole if whole else 0.0,
+                sum(sizes.values()),
+                round(sum(sent[param][0] for param in params)),
+                round(sum(sent[param][1] for param in params)),
+            )
+        )
     request = step.request
     found = PartialPlan(
-        request.assignment, request.estimator, request.rotate, request.warmup_steps, request.execution, request.rebalance, request.statistics, axis,
-        depths.first, depths.device_time, "predicted" if request.measured is None else "measured", tuple(segments), step.examples,
-    )  # fmt: skip
+        request.assignment,
+        request.estimator,
+        request.rotate,
+        request.warmup_steps,
+        request.execution,
+        request.rebalance,
+        request.statistics,
+        axis,
+        depths.first,
+        depths.device_time,
+        "predicted" if request.measured is None else "measured",
+        tuple(segments),
+        step.examples,
+    )
     if pinned is not None:
-        timed = [dataclasses.replace(one, backward=known.backward) for one, known in zip(segments, pinned.segments, strict=True)]
+        timed = [
+            dataclasses.replace(one, backward=known.backward)
+            for one, known in zip(segments, pinned.segments, strict=True)
+        ]
         found = dataclasses.replace(found, segments=tuple(timed), device_time=pinned.device_time, times=pinned.times)
     return dataclasses.replace(plan, partial=found, collectives=_collectives(plan, step, sent, axis))
 
@@ -59,7 +82,9 @@ def gradient_of(one: Collective) -> str:
     return one.why.removeprefix("gradient of ").partition(", onto")[0] if one.why.startswith("gradient of ") else ""
 
 
-def _collectives(plan: Plan, step: PartialStep, sent: dict[str, tuple[float, float]], axis: str) -> tuple[Collective, ...]:
+def _collectives(
+    plan: Plan, step: PartialStep, sent: dict[str, tuple[float, float]], axis: str
+) -> tuple[Collective, ...]:
     """The exchanges of gradients, with what they send on average; all others as they are."""
     found = []
     for one in plan.collectives:
@@ -74,5 +99,9 @@ def _collectives(plan: Plan, step: PartialStep, sent: dict[str, tuple[float, flo
             op = one.op if step.is_temporal or one.axis != axis else "all_reduce"
             found.append(dataclasses.replace(one, op=op, bytes=round(summed)))
         if round(handed):
-            found.append(Collective(HANDED, axis, round(handed), one.layer, f"{one.why}, handed to workers that did not compute it"))
+            found.append(
+                Collective(
+                    HANDED, axis, round(handed), one.layer, f"{one.why}, handed to workers that did not compute it"
+                )
+            )
     return tuple(found)

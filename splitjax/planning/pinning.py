@@ -1,4 +1,5 @@
-"""Tables whose synchronisation is known beforehand: from a pinned plan, or from the run that is resumed. Nothing is observed then."""
+"""Tables whose synchronisation is known beforehand: from a pinned plan, or from the run that is resumed. Nothing is
+observed then."""
 
 from __future__ import annotations
 
@@ -26,12 +27,19 @@ def pins_tables(plan: Plan | None) -> bool:
 
 
 def synchronised(
-    graph: Graph, jaxpr: Any, plan: Plan, request: SyncRequest, *, pinned: Plan | None, carried: Sequence[SyncPlan], decision: Decision | None
+    graph: Graph,
+    jaxpr: Any,
+    plan: Plan,
+    request: SyncRequest,
+    *,
+    pinned: Plan | None,
+    carried: Sequence[SyncPlan],
+    decision: Decision | None,
 ) -> tuple[SparseStep, Plan, Decision | None]:
     """The tables of a step, its plan with them, and what was decided: None while steps are to be observed.
 
-    **Arguments:** `decision`: from observed steps. Without one the `pinned` plan decides, if it has schemes and capacities; then what was
-    `carried` from the run that is resumed, if it fits and is what `request` asks for.
+    **Arguments:** `decision`: from observed steps. Without one the `pinned` plan decides, if it has schemes and
+    capacities; then what was `carried` from the run that is resumed, if it fits and is what `request` asks for.
 
     Raises `PlanError` for a pinned plan whose tables are not those of the step, naming the first difference."""
     if decision is None and pins_tables(pinned):
@@ -40,14 +48,20 @@ def synchronised(
         problem = _first_difference(graph, jaxpr, plan, request, pinned.syncs, decision, "plan", decides=True)
         if problem:
             raise PlanError(
-                f"the pinned plan does not fit this step: {problem}", place="plan=, syncs",
-                remedy="make a new plan once the step has observed its tables, or take syncs out of it: they are then observed as sync= says",
+                f"the pinned plan does not fit this step: {problem}",
+                place="plan=, syncs",
+                remedy=(
+                    "make a new plan once the step has observed its tables, or take syncs out of it: they are then"
+                    " observed as sync= says"
+                ),
             )
     elif decision is None and carried:
         found = _decision_of(carried)
         problem = _first_difference(graph, jaxpr, plan, request, carried, found, "run that is resumed", decides=False)
         if problem:
-            logger.warning("splitjax: tables are observed anew, for what the resumed run knew of them does not fit: %s", problem)
+            logger.warning(
+                "splitjax: tables are observed anew, for what the resumed run knew of them does not fit: %s", problem
+            )
         else:
             decision = found
     sparse = find_sparse(graph, jaxpr, plan, request, None if decision is None else decision.chosen)
@@ -57,7 +71,11 @@ def synchronised(
 def _request_of(syncs: Sequence[SyncPlan]) -> SyncRequest:
     """What a plan asks for."""
     # Of a table with owners the layout decides that it has them; "auto" stands for whatever the plan has.
-    return SyncRequest(tuple((glob.escape(one.param), ByRows(Dense() if one.scheme == Dense.name else AUTO, one.lazy)) for one in syncs))
+    return SyncRequest(
+        tuple(
+            (glob.escape(one.param), ByRows(Dense() if one.scheme == Dense.name else AUTO, one.lazy)) for one in syncs
+        )
+    )
 
 
 def _decision_of(syncs: Sequence[SyncPlan]) -> Decision:
@@ -67,15 +85,24 @@ def _decision_of(syncs: Sequence[SyncPlan]) -> Decision:
         try:
             chosen[one.param] = exchange_of(one.scheme, one.options, one.capacities, one.rows)
         except SyncError as error:
-            raise PlanError(error.message, value=error.value, place=f"syncs[{number}].{error.place}", remedy=error.remedy) from error
+            raise PlanError(
+                error.message, value=error.value, place=f"syncs[{number}].{error.place}", remedy=error.remedy
+            ) from error
     return Decision(chosen, {one.param: one.why for one in syncs})
 
 
 def _first_difference(
-    graph: Graph, jaxpr: Any, plan: Plan, request: SyncRequest, syncs: Sequence[SyncPlan], decision: Decision, where: str, decides: bool
+    graph: Graph,
+    jaxpr: Any,
+    plan: Plan,
+    request: SyncRequest,
+    syncs: Sequence[SyncPlan],
+    decision: Decision,
+    where: str,
+    decides: bool,
 ) -> str:
-    """The first difference between the tables of a step and those of `where`, in words; empty where they agree. `decides`: whatever is asked
-    for, the scheme is that of `where`."""
+    """The first difference between the tables of a step and those of `where`, in words; empty where they agree.
+    `decides`: whatever is asked for, the scheme is that of `where`."""
     known, tables = {one.param: one for one in syncs}, {one.param for one in graph.tables}
     for param in known:
         if param not in tables:
@@ -92,14 +119,22 @@ def _first_difference(
         if one.scheme == Dense.name and (table is None or decides):
             continue
         if table is None:
-            return f"{one.param!r} is synchronised by {one.scheme} in the {where} and stays dense in the step: {here.why}"
+            return (
+                f"{one.param!r} is synchronised by {one.scheme} in the {where} and stays dense in the step: {here.why}"
+            )
         if (one.scheme == OWNED) != table.is_owned and one.scheme != Dense.name:
             there, here_too = ("", "not ") if one.scheme == OWNED else ("not ", "")
             return f"{one.param!r} is {there}owned by rows in the {where} and {here_too}in the step"
         if one.scheme != Dense.name and one.axis != here.axis:
-            return f"{one.param!r} is synchronised over {one.axis or 'nothing'} in the {where} and over {here.axis or 'nothing'} in the step"
+            return (
+                f"{one.param!r} is synchronised over {one.axis or 'nothing'} in the {where} and over"
+                f" {here.axis or 'nothing'} in the step"
+            )
         if one.scheme != Dense.name and one.lazy != here.lazy:
-            return f"the update of {one.param!r} is {'' if one.lazy else 'not '}lazy in the {where} and {'' if here.lazy else 'not '}in the step"
+            return (
+                f"the update of {one.param!r} is {'' if one.lazy else 'not '}lazy in the {where} and"
+                f" {'' if here.lazy else 'not '}in the step"
+            )
         # What is asked for by name is what is wanted; of a table with owners only how values are sent.
         exchange = decision.chosen[one.param][0]
         is_asked = not decides and (table.is_owned or request.of(one.param).scheme != AUTO)

@@ -25,7 +25,8 @@ class ReportedCollective:
     **Attributes:**
 
     - `compiled`: what XLA compiled: shape, trips, groups, names, stack.
-    - `layer`: the layer that it belongs to; of the module around it where no layer is closer; empty for what belongs to none (the loss).
+    - `layer`: the layer that it belongs to; of the module around it where no layer is closer; empty for what belongs to
+      none (the loss).
     - `phase`: `forward`, `backward` or `update`.
     - `cause`: why it is there: the plan's own reason where it was planned. Empty where nothing is known.
     - `rule`: the sharding rule that decided the layer's weight; empty without a layer.
@@ -85,20 +86,32 @@ def attribute(
     if step is None:
         return (), plan.collectives
     paired, missing = pair([one for one, _, _ in known], step)
-    return tuple(_reported(one, flow, step, planned) for (one, flow, step), planned in zip(known, paired, strict=True)), missing
+    return tuple(
+        _reported(one, flow, step, planned) for (one, flow, step), planned in zip(known, paired, strict=True)
+    ), missing
 
 
 def _counted(one: Evidence) -> Evidence:
     """A fallback counts nothing: it hardly ever runs."""
-    return dataclasses.replace(one, collective=dataclasses.replace(one.collective, trips=0, bytes=0)) if one.about == FALLBACK else one
+    return (
+        dataclasses.replace(one, collective=dataclasses.replace(one.collective, trips=0, bytes=0))
+        if one.about == FALLBACK
+        else one
+    )
 
 
 def _reported(one: Evidence, flow: Dataflow, step: Step, planned: Collective | None) -> ReportedCollective:
     layer = planned.layer if planned is not None else one.layer
     return ReportedCollective(
-        one.collective, layer, one.phase, cause_of(one, flow, step) if planned is None else planned.why,
+        one.collective,
+        layer,
+        one.phase,
+        cause_of(one, flow, step) if planned is None else planned.why,
         rule=next((found.rule for found in step.plan.layers if found.name == layer), ""),
-        known_by=one.known_by, planned=planned, differs="" if planned is None else difference(one, planned), source=one.frames[0] if one.frames else _line_nearby(one, flow),
+        known_by=one.known_by,
+        planned=planned,
+        differs="" if planned is None else difference(one, planned),
+        source=one.frames[0] if one.frames else _line_nearby(one, flow),
     )
 
 

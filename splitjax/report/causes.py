@@ -1,7 +1,8 @@
 """Why a compiled collective is there, in words, from what is known of it: never a label for whatever is left over.
 
-What the plan foresaw has the plan's own reason. This module speaks of the rest: small sums that plans leave out (`cost.collectives`), and
-what XLA's partitioner moved on its own. A collective of which neither the operation nor the value is known has no cause.
+What the plan foresaw has the plan's own reason. This module speaks of the rest: small sums that plans leave out
+(`cost.collectives`), and what XLA's partitioner moved on its own. A collective of which neither the operation nor the
+value is known has no cause.
 """
 
 from __future__ import annotations
@@ -32,7 +33,18 @@ _ADDITIONS = ("scatter-add", "scatter_add", "scatter", "dynamic_update_slice")
 _SUMS = ("all_reduce", "reduce_scatter")
 _STATE = ("param", "optimizer", "statistic")
 # JAX's names of reductions; `reduce` is `argmax` and the like.
-_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce", "argmax", "argmin", "reduce_precision")
+_REDUCTIONS = (
+    "reduce_sum",
+    "reduce_max",
+    "reduce_min",
+    "reduce_prod",
+    "reduce_and",
+    "reduce_or",
+    "reduce",
+    "argmax",
+    "argmin",
+    "reduce_precision",
+)
 _ORDERS = ("sort", "top_k", "approx_top_k", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev")
 
 
@@ -57,7 +69,11 @@ def cause_of(one: Evidence, flow: Dataflow, step: Step) -> str:
         return f"{one.leaf} is laid out otherwise than the {one.phase} pass reads it"
     if one.about == STATE:
         new = one.node is not None and all(step.leaf(flow.origin(source)) is None for source in flow.sources(one.node))
-        return f"XLA computes the new {one.leaf} in another layout than the plan has for it" if new else f"{one.leaf} is laid out otherwise than it is read"
+        return (
+            f"XLA computes the new {one.leaf} in another layout than the plan has for it"
+            if new
+            else f"{one.leaf} is laid out otherwise than it is read"
+        )
     if one.about == STATISTIC:
         return f"batch statistics: {one.leaf}"
     if one.about == BATCH:
@@ -83,8 +99,11 @@ def _sum(one: Evidence, operation: str, over: str, flow: Dataflow, step: Step) -
         return _scalar(one, operation, flow, step)
     if step.kinds.get(one.layer) == "norm" and operation.startswith("reduce"):
         shapes = [leaf.shape for leaf in step.plan.leaves if step.layers.get(leaf.path) == one.layer]
-        batch_axes = step.plan.mesh.present(step.plan.batch_axes)  # the examples of any layer are split over the first of them
-        of_batch = bool(batch_axes) and batch_axes[0] in collective.axis.split("+") and _has_shape(collective.shape, shapes)
+        # the examples of any layer are split over the first of them
+        batch_axes = step.plan.mesh.present(step.plan.batch_axes)
+        of_batch = (
+            bool(batch_axes) and batch_axes[0] in collective.axis.split("+") and _has_shape(collective.shape, shapes)
+        )
         what = "batch statistics" if of_batch else f"statistics of a normalisation whose features are {over}"
         return what if one.phase != BACKWARD else f"cotangents of {what}"
     if operation in _PRODUCTS:
@@ -102,16 +121,24 @@ def _sum(one: Evidence, operation: str, over: str, flow: Dataflow, step: Step) -
 
 def _has_shape(shape: Sequence[int], shapes: Sequence[Sequence[int]]) -> bool:
     plain = [n for n in shape if n > 1]
-    return any(plain == [n for n in other if n > 1] or (len(plain) == 1 and len(other) == 1 and other[0] % plain[0] == 0) for other in shapes)
+    return any(
+        plain == [n for n in other if n > 1] or (len(plain) == 1 and len(other) == 1 and other[0] % plain[0] == 0)
+        for other in shapes
+    )
 
 
 def _scalar(one: Evidence, operation: str, flow: Dataflow, step: Step) -> str:
-    """A scalar: from gradients (a norm), from the batch and read by the derivative or the update (a mask's sum), or only returned."""
+    """A scalar: from gradients (a norm), from the batch and read by the derivative or the update (a mask's sum), or
+    only returned."""
     name = operation if operation.startswith("reduce") else f"sum ({operation})"
     if one.node is None:
         return f"{name} to a scalar, in the {one.phase} pass"
     cone = [node for _, node in flow.walk([one.node], flow.users)]
-    to_state = any(step.roles.get(step.leaf(flow.argument(source)) or "") in _STATE for node in cone for source in flow.sources(node))
+    to_state = any(
+        step.roles.get(step.leaf(flow.argument(source)) or "") in _STATE
+        for node in cone
+        for source in flow.sources(node)
+    )
     sources = [node for _, node in flow.walk([one.node], flow.sources)]
     roles = {step.roles.get(step.leaf(flow.argument(node)) or "", "") for node in sources}
     if to_state and one.phase == BACKWARD:

@@ -1,8 +1,9 @@
 """Which values of a compiled module flow into which: what a collective was made from, and what becomes of it.
 
-XLA cuts a step into fusions, calls, loops and branches, and packs results into tuples. Here all of that is looked through: what is
-left is one graph of *nodes*, the instructions that compute something, joined by the values they read. Names and source lines
-say where an operation was written; this graph says what it is about, such as a sum that ends in the new value of one parameter.
+XLA cuts a step into fusions, calls, loops and branches, and packs results into tuples. Here all of that is looked
+through: what is left is one graph of *nodes*, the instructions that compute something, joined by the values they read.
+Names and source lines say where an operation was written; this graph says what it is about, such as a sum that ends in
+the new value of one parameter.
 """
 
 from __future__ import annotations
@@ -14,26 +15,79 @@ from collections.abc import Callable, Iterable, Iterator
 from splitjax.report.hlo import user_lines
 from splitjax.report.wire import Instruction, Module
 
-# (how it was reached, instruction, member): a computation that is called twice has its nodes twice; a combined collective has a
-# node per member, everything else has the member 0.
+# (how it was reached, instruction, member): a computation that is called twice has its nodes twice; a combined
+# collective has a node per member, everything else has the member 0.
 Node = tuple[int, int, int]
 _ENTRY = 0
-_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast", "ragged-all-to-all")
+_COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    "ragged-all-to-all",
+)
 _CALLS = frozenset({"fusion", "call", "conditional", "async-start", "while"})
 # Hand on the value that they read, tuples and all.
-_SAME = frozenset({"copy-start", "copy-done", "async-done", "async-update", "optimization-barrier", "opt-barrier", "add-dependency"})
+_SAME = frozenset(
+    {"copy-start", "copy-done", "async-done", "async-update", "optimization-barrier", "opt-barrier", "add-dependency"}
+)
 # Rearrange values, or pick some of them, but compute nothing.
-MOVES = frozenset({
-    "bitcast", "bitcast-convert", "copy", "reshape", "transpose", "convert", "slice", "dynamic-slice", "dynamic-reshape", "reverse", "pad",
-    "dynamic-update-slice", "concatenate", "all-gather", "all-gather-start", "all-to-all", "all-to-all-start", "collective-permute",
-    "collective-permute-start", "collective-broadcast", "domain", "reduce-precision",
-})  # fmt: skip
+MOVES = frozenset(
+    {
+        "bitcast",
+        "bitcast-convert",
+        "copy",
+        "reshape",
+        "transpose",
+        "convert",
+        "slice",
+        "dynamic-slice",
+        "dynamic-reshape",
+        "reverse",
+        "pad",
+        "dynamic-update-slice",
+        "concatenate",
+        "all-gather",
+        "all-gather-start",
+        "all-to-all",
+        "all-to-all-start",
+        "collective-permute",
+        "collective-permute-start",
+        "collective-broadcast",
+        "domain",
+        "reduce-precision",
+    }
+)
 # Compute each value from several of an operand's: they end what one array's values say about another's.
-MIXES = frozenset({
-    "dot", "convolution", "reduce", "reduce-window", "select-and-scatter", "gather", "scatter", "sort", "custom-call", "rng",
-    "rng-bit-generator", "fft", "triangular-solve", "cholesky", "topk", "map", "scan", "ragged-dot", "all-reduce", "all-reduce-start",
-    "reduce-scatter", "reduce-scatter-start", "ragged-all-to-all",
-})  # fmt: skip
+MIXES = frozenset(
+    {
+        "dot",
+        "convolution",
+        "reduce",
+        "reduce-window",
+        "select-and-scatter",
+        "gather",
+        "scatter",
+        "sort",
+        "custom-call",
+        "rng",
+        "rng-bit-generator",
+        "fft",
+        "triangular-solve",
+        "cholesky",
+        "topk",
+        "map",
+        "scan",
+        "ragged-dot",
+        "all-reduce",
+        "all-reduce-start",
+        "reduce-scatter",
+        "reduce-scatter-start",
+        "ragged-all-to-all",
+    }
+)
 # Make many values of few: what they read has another shape than what they give.
 SPREADS = frozenset({"broadcast", "iota"})
 # Cones of activations may span the whole step; what says something about a collective stands near it.
@@ -95,12 +149,14 @@ class Dataflow:
         return tuple(self._users.get(node, ()))
 
     def argument(self, node: Node) -> str | None:
-        """The name that JAX gave the step's argument that a node is, such as `args[0]['params']['kernel']`; None for other nodes."""
+        """The name that JAX gave the step's argument that a node is, such as `args[0]['params']['kernel']`; None for
+        other nodes."""
         one = self.instruction(node)
         return one.op_name if one.opcode == "parameter" and node[0] == _ENTRY else None
 
     def walk(self, start: Iterable[Node], onward: Callable[[Node], Iterable[Node]]) -> Iterator[tuple[int, Node]]:
-        """(distance, node) from the starting nodes on, nearest first, each once; `onward` gives where to go from a node."""
+        """(distance, node) from the starting nodes on, nearest first, each once; `onward` gives where to go from a
+        node."""
         queue = collections.deque((0, node) for node in start)
         seen = {node for _, node in queue}
         while queue and len(seen) < _MAX_NODES:
@@ -124,11 +180,13 @@ class Dataflow:
         return tuple((name, node) for node in self._operands if (name := self.argument(node)) is not None)
 
     def origin(self, node: Node, through: frozenset[str] = MOVES) -> str | None:
-        """The argument whose values a node only rearranges; None where something was computed, or where there are several."""
+        """The argument whose values a node only rearranges; None where something was computed, or where there are
+        several."""
         return self._only_argument(node, lambda one: self._moved(one, through) if self.opcode(one) in through else None)
 
     def scaled_origin(self, node: Node) -> str | None:
-        """As `origin`, where constants may have scaled or shifted the values: the running mean in `0.9 * mean + 0.1 * new`."""
+        """As `origin`, where constants may have scaled or shifted the values: the running mean in
+        `0.9 * mean + 0.1 * new`."""
 
         def onward(one: Node) -> tuple[Node, ...] | None:
             opcode = self.opcode(one)
@@ -158,13 +216,17 @@ class Dataflow:
         return found.pop() if len(found) == 1 else None
 
     def _is_constant(self, node: Node) -> bool:
-        return all(self.opcode(one) in ("constant", "iota", *MOVES, *SPREADS) for _, one in self.walk([node], self.sources))
+        return all(
+            self.opcode(one) in ("constant", "iota", *MOVES, *SPREADS) for _, one in self.walk([node], self.sources)
+        )
 
     def _moved(self, node: Node, through: frozenset[str]) -> tuple[Node, ...]:
         """What a rearrangement reads; positions to cut at are no values of its result."""
         opcode = self.opcode(node)
         operands = self.operands(node)
-        kept = operands if opcode == "concatenate" else operands[:2] if opcode == "dynamic-update-slice" else operands[:1]
+        kept = (
+            operands if opcode == "concatenate" else operands[:2] if opcode == "dynamic-update-slice" else operands[:1]
+        )
         return tuple(one for operand in kept for one in operand)
 
     # Building.
@@ -174,7 +236,11 @@ class Dataflow:
         self._calls.append(call)
         for one in self._module.computations[call.computation].instructions.values():
             if one.opcode in _CALLS:
-                inner = [self._enter(_Call(called, (number, one.id))) for called in one.called if called in self._module.computations]
+                inner = [
+                    self._enter(_Call(called, (number, one.id)))
+                    for called in one.called
+                    if called in self._module.computations
+                ]
                 self._children[number, one.id] = inner
             elif _is_collective(one):
                 self._collectives.setdefault(one.name, (number, one.id))
@@ -183,7 +249,12 @@ class Dataflow:
     def _nodes(self) -> Iterator[Node]:
         for number, call in enumerate(self._calls):
             for one in self._module.computations[call.computation].instructions.values():
-                if one.opcode in _CALLS or one.opcode in _SAME or one.opcode in ("tuple", "get-tuple-element") or _is_done(one):
+                if (
+                    one.opcode in _CALLS
+                    or one.opcode in _SAME
+                    or one.opcode in ("tuple", "get-tuple-element")
+                    or _is_done(one)
+                ):
                     continue
                 if one.opcode == "parameter" and call.caller is not None:
                     continue
@@ -198,7 +269,10 @@ class Dataflow:
             elif one.opcode == "while":
                 for child in inner:
                     computation = self._module.computations[self._calls[child].computation]
-                    if computation.root in computation.instructions and not computation.instructions[computation.root].shape.members:
+                    if (
+                        computation.root in computation.instructions
+                        and not computation.instructions[computation.root].shape.members
+                    ):
                         yield from self._resolve(child, computation.root, None, ())
 
     def _sources(self, node: Node) -> Iterator[tuple[Node, ...]]:
@@ -226,7 +300,8 @@ class Dataflow:
         return result
 
     def _behind(self, call: int, number: int, index: int | None) -> Iterator[tuple[int | None, int, int | None]]:
-        """One step of `_resolve`: (call, instruction, member) to resolve further, or (None, instruction, member) for a node."""
+        """One step of `_resolve`: (call, instruction, member) to resolve further, or (None, instruction, member) for a
+        node."""
         instructions = self._module.computations[self._calls[call].computation].instructions
         one = instructions.get(number)
         if one is None:
@@ -280,11 +355,14 @@ def _is_collective(one: Instruction) -> bool:
 
 
 def _is_combined(one: Instruction) -> bool:
-    """Whether an instruction stands for several collectives; an all-to-all with several operands is one, a permutation's and a
-    ragged exchange's further operands are not data."""
-    return _is_collective(one) and one.opcode.removesuffix("-start") in ("all-reduce", "all-gather", "reduce-scatter") and len(one.operands) > 1
+    """Whether an instruction stands for several collectives; an all-to-all with several operands is one, a
+    permutation's and a ragged exchange's further operands are not data."""
+    return (
+        _is_collective(one)
+        and one.opcode.removesuffix("-start") in ("all-reduce", "all-gather", "reduce-scatter")
+        and len(one.operands) > 1
+    )
 
 
 def _is_done(one: Instruction) -> bool:
     return one.opcode.endswith("-done") and one.opcode.removesuffix("-done") in _COLLECTIVES
-

@@ -1,4 +1,5 @@
-"""The depths of a step that is differentiated partially: what the plan says of each, beside the branch that XLA compiled for it."""
+"""The depths of a step that is differentiated partially: what the plan says of each, beside the branch that XLA
+compiled for it."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ class ReportedDepth:
     - `slot`: worker i is in slot i in the first step, and moves on by one each step where depths rotate.
     - `layer`: the layer nearest to the input that it differentiates.
     - `backward`: the share of the time of the full backward pass that this takes by the plan.
-    - `num_products`: products and convolutions, forward and backward, in the branch, or the program, that XLA compiled for it, those in loops as
-      often as they run; None for a temporal assignment, which has no depths by worker.
+    - `num_products`: products and convolutions, forward and backward, in the branch, or the program, that XLA compiled
+      for it, those in loops as often as they run; None for a temporal assignment, which has no depths by worker.
     """
 
     slot: int
@@ -59,7 +60,9 @@ def read_depths(parts: Sequence[Part], plan: Plan) -> tuple[ReportedDepth, ...]:
     depths = []
     for slot, number in enumerate(first):
         segments = plan.partial.segments[number:]
-        depths.append(ReportedDepth(slot, segments[0].layers[0], sum(one.backward for one in segments), found.get(slot)))
+        depths.append(
+            ReportedDepth(slot, segments[0].layers[0], sum(one.backward for one in segments), found.get(slot))
+        )
     return tuple(depths)
 
 
@@ -70,5 +73,7 @@ def _products(module: Module, computation: Computation) -> int:
         if one.opcode in _PRODUCTS or by_library:
             total += 1
         times = (num_turns(module, computation, one) or 1) if one.opcode == "while" else 1
-        total += times * sum(_products(module, module.computations[called]) for called in one.called if called in module.computations)
+        total += times * sum(
+            _products(module, module.computations[called]) for called in one.called if called in module.computations
+        )
     return total

@@ -1,9 +1,10 @@
-"""What a compiled collective is about: its phase of the step, the state leaf that it moves or sums, its layer, and how that is known.
+"""What a compiled collective is about: its phase of the step, the state leaf that it moves or sums, its layer, and how
+that is known.
 
 Four sources, the surest first:
 
-- `dataflow`: where its values come from and where they go (`report.dataflow`): the sum that ends in the new value of a kernel is that
-  kernel's gradient, whatever it is called.
+- `dataflow`: where its values come from and where they go (`report.dataflow`): the sum that ends in the new value of a
+  kernel is that kernel's gradient, whatever it is called.
 - `scope`: splitjax's own name scopes around explicit collectives (`lower.products.groups.scope`).
 - `name`: the module path in the name that JAX gave the operation. Flax Linen and Haiku write one, Flax NNX does not.
 - `line`: the user's lines on its stack, where layers have a line in common narrowed down by the weights nearby.
@@ -22,7 +23,15 @@ from splitjax.report.hlo import CompiledCollective
 from splitjax.trace.graph import Graph
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
-GRADIENT, MOVED, WEIGHT, STATE, STATISTIC, BATCH, VALUE = "gradient", "moved gradient", "weight", "state", "statistic", "batch", "value"
+GRADIENT, MOVED, WEIGHT, STATE, STATISTIC, BATCH, VALUE = (
+    "gradient",
+    "moved gradient",
+    "weight",
+    "state",
+    "statistic",
+    "batch",
+    "value",
+)
 ROWS, FALLBACK = "rows", "fallback"
 SUMMED, HANDED = "summed", "handed"
 _SCOPE = re.compile(r"splitjax:(?:enter|product|stored):([^/()]+)")
@@ -32,10 +41,22 @@ _STORED = re.compile(r"splitjax:stored:([^/()]+)")
 _SUMS = ("all_reduce", "reduce_scatter")
 _STATE = ("param", "optimizer", "statistic")
 # Operations of the step that are collectives, or ask for one.
-_COLLECTIVE_PRIMITIVES = frozenset({
-    "all_gather", "all_gather_invariant", "reduce_scatter", "psum", "psum_invariant", "pmax", "pmin", "all_to_all", "ppermute", "pbroadcast",
-    "ragged_all_to_all", "sharding_constraint",
-})  # fmt: skip
+_COLLECTIVE_PRIMITIVES = frozenset(
+    {
+        "all_gather",
+        "all_gather_invariant",
+        "reduce_scatter",
+        "psum",
+        "psum_invariant",
+        "pmax",
+        "pmin",
+        "all_to_all",
+        "ppermute",
+        "pbroadcast",
+        "ragged_all_to_all",
+        "sharding_constraint",
+    }
+)
 # Beyond this many operations a weight nearby says little about a collective.
 _NEAR = 40
 
@@ -48,13 +69,13 @@ class Evidence:
 
     - `collective`: the collective.
     - `phase`: `forward` (of the differentiated function, or of a step without a derivative), `backward`, or `update`.
-    - `about`: `gradient` (it sums one), `moved gradient` (it lays out one that is summed), `weight` (it brings the parts of one
-      together), `state` (it lays out state, old or new), `statistic`, `batch`, `rows` (it synchronises a table's rows) or `fallback` (all of
-      them, where the capacities of that did not suffice), `summed` (a gradient, over the workers that computed it) or `handed` (that sum, to
-      one that did not), or `value` for any other value.
+    - `about`: `gradient` (it sums one), `moved gradient` (it lays out one that is summed), `weight` (it brings the
+      parts of one together), `state` (it lays out state, old or new), `statistic`, `batch`, `rows` (it synchronises a
+      table's rows) or `fallback` (all of them, where the capacities of that did not suffice), `summed` (a gradient,
+      over the workers that computed it) or `handed` (that sum, to one that did not), or `value` for any other value.
     - `leaf`: the path of the state or batch leaf that `about` speaks of; empty for a value.
-    - `op_name`, `frames`: name and lines of the operation that it serves: what reads its result, or whose partial results it sums.
-      XLA names a change of layout after either side of it, by version, or not at all.
+    - `op_name`, `frames`: name and lines of the operation that it serves: what reads its result, or whose partial
+      results it sums. XLA names a change of layout after either side of it, by version, or not at all.
     - `layer`: empty where unknown.
     - `known_by`: `dataflow`, `scope`, `name` or `line`: how the layer is known; empty where it is not.
     - `node`: its place in the dataflow; None where the module has no such instruction.
@@ -77,8 +98,10 @@ class Step:
     **Arguments:**
 
     - `plan`, `graph`: of the step.
-    - `argument_names`: JAX's name of every array among the step's arguments (`args[0]['kernel']`) -> its path in the plan.
-    - `flow`: of the compiled module: it knows lines of layers without products, such as norms, which the graph has none of.
+    - `argument_names`: JAX's name of every array among the step's arguments (`args[0]['kernel']`) -> its path in the
+      plan.
+    - `flow`: of the compiled module: it knows lines of layers without products, such as norms, which the graph has none
+      of.
     """
 
     def __init__(self, plan: Plan, graph: Graph, argument_names: Mapping[str, str], flow: Dataflow) -> None:
@@ -95,8 +118,12 @@ class Step:
         self._products = {(one.layer, one.primitive) for one in graph.uses}
         stacks = tuple(self._stacks_of_weights(flow))
         callers = collections.Counter(line for _, lines in stacks for line in set(lines[1:]))
-        for name, source in (*((one.layer, one.source) for one in graph.uses), *((name, lines[0]) for name, lines in stacks)):
-            # A line that most layers are called from is no layer's (JAX traces some functions once, and keeps an outer line of them).
+        for name, source in (
+            *((one.layer, one.source) for one in graph.uses),
+            *((name, lines[0]) for name, lines in stacks),
+        ):
+            # A line that most layers are called from is no layer's (JAX traces some functions once, and keeps an outer
+            # line of them).
             if name and source and 2 * callers[source] <= len(stacks) and name not in self._lines[_line(source)]:
                 self._lines[_line(source)].append(name)
         split = [tuple(part for part in name.split("/") if part != "~") for name in self.order]
@@ -115,7 +142,7 @@ class Step:
         if owner in self.layers:
             return self.layers[owner]
         parent = leaf.split("/")[1:-1]  # batch_stats/norm1/mean stands beside params/norm1/scale
-        found = [name for name in self.order if parent and name.split("/")[-len(parent):] == parent]
+        found = [name for name in self.order if parent and name.split("/")[-len(parent) :] == parent]
         return found[0] if len(found) == 1 else ""
 
     def dotted(self, name: str) -> str:
@@ -147,12 +174,12 @@ class Step:
             return "", False
         longest = max(modules, key=len)
         whole = next(self._paths[path] for path in self._paths if path[: len(longest)] == longest)
-        rest = next(path for path in self._paths if path[: len(longest)] == longest)[len(longest):]
+        rest = next(path for path in self._paths if path[: len(longest)] == longest)[len(longest) :]
         return "/".join(whole.split("/")[: -len(rest)]), False
 
     def at_line(self, frames: Sequence[str], operation: str) -> tuple[str, ...]:
-        """The layers on the innermost of these lines that any layer has: of several, those with a product of this kind, or those
-        without one for any other operation."""
+        """The layers on the innermost of these lines that any layer has: of several, those with a product of this kind,
+        or those without one for any other operation."""
         found = next((self._lines[_line(frame)] for frame in frames if _line(frame) in self._lines), [])
         exact = [name for name in found if (name, operation) in self._products]
         return tuple(exact or [name for name in found if self.kinds.get(name) == "norm"] or found)
@@ -167,7 +194,13 @@ class Step:
             for _, one in flow.walk([start], onward):
                 name = flow.instruction(one).op_name
                 lines = flow.lines(one)
-                if lines and one != start and flow.opcode(one) not in MOVES | SPREADS and "jvp(" in name and "transpose(" not in name:
+                if (
+                    lines
+                    and one != start
+                    and flow.opcode(one) not in MOVES | SPREADS
+                    and "jvp(" in name
+                    and "transpose(" not in name
+                ):
                     yield self.layer_of(leaf or ""), lines
 
 
@@ -194,7 +227,9 @@ def _served(one: CompiledCollective, node: Node | None, flow: Dataflow) -> tuple
         return one.op_name, one.frames
     if one.op not in _SUMS:
         onward = lambda at: flow.users(at) if at == node or flow.opcode(at) in MOVES else ()
-        readers = [at for _, at in flow.walk([node], onward) if flow.opcode(at) not in MOVES and flow.instruction(at).op_name]
+        readers = [
+            at for _, at in flow.walk([node], onward) if flow.opcode(at) not in MOVES and flow.instruction(at).op_name
+        ]
         # A weight that both passes read is there for the forward pass already.
         readers.sort(key=lambda at: "transpose(" in flow.instruction(at).op_name)
         if readers:
@@ -210,8 +245,8 @@ def _served(one: CompiledCollective, node: Node | None, flow: Dataflow) -> tuple
 
 
 def name_parts(op_name: str) -> tuple[str, ...]:
-    """The parts of an operation's name without what transformations wrap around them: `jit(f)/jvp(Net)/a/dot_general` ->
-    `Net, a, dot_general`."""
+    """The parts of an operation's name without what transformations wrap around them: `jit(f)/jvp(Net)/a/dot_general`
+    -> `Net, a, dot_general`."""
     parts = []
     for part in op_name.split("/"):
         while match := re.fullmatch(r"(\w+)\((.*)\)", part):
@@ -229,7 +264,9 @@ def primitive(op_name: str) -> str:
 def _phase(op_name: str, step: Step) -> str:
     if "transpose(" in op_name:
         return BACKWARD
-    differentiates = any(role == "optimizer" for role in step.roles.values()) or any(one.why.startswith("gradient") for one in step.plan.collectives)
+    differentiates = any(role == "optimizer" for role in step.roles.values()) or any(
+        one.why.startswith("gradient") for one in step.plan.collectives
+    )
     return FORWARD if "jvp(" in op_name or not differentiates else UPDATE
 
 
@@ -262,13 +299,14 @@ def _is_result(node: Node, flow: Dataflow) -> bool:
 
 
 def _nearest_state(start: Iterable[Node], flow: Dataflow, step: Step, roles: Sequence[str], *, backward: bool) -> str:
-    """The state leaf of these roles that values meet element by element, in the fewest operations: the old value beside an update.
-    Empty for none, or for several parameters at the same distance."""
+    """The state leaf of these roles that values meet element by element, in the fewest operations: the old value beside
+    an update. Empty for none, or for several parameters at the same distance."""
     start = tuple(start)
 
     def plain(one: Node) -> bool:
         opcode = flow.opcode(one)
-        return opcode.startswith("all-reduce") or (opcode not in MIXES and opcode not in SPREADS)  # a sum of sums is one
+        # a sum of sums is one
+        return opcode.startswith("all-reduce") or (opcode not in MIXES and opcode not in SPREADS)
 
     def onward(one: Node) -> list[Node]:
         if backward:
@@ -279,7 +317,12 @@ def _nearest_state(start: Iterable[Node], flow: Dataflow, step: Step, roles: Seq
     for distance, one in flow.walk(start, onward):
         if best is not None and distance > best:
             break
-        if flow.opcode(one) in MOVES or not plain(one) or (one in start and not backward) or flow.opcode(one).startswith("all-reduce"):
+        if (
+            flow.opcode(one) in MOVES
+            or not plain(one)
+            or (one in start and not backward)
+            or flow.opcode(one).startswith("all-reduce")
+        ):
             continue
         for source in flow.sources(one):
             leaf = step.leaf(flow.scaled_origin(source))
@@ -314,7 +357,8 @@ def _layer(
 
 
 def _layers_nearby(node: Node, flow: Dataflow, step: Step) -> tuple[str, ...]:
-    """The layers of the parameters that stand nearest to a collective in the dataflow, before or after it, nearest first."""
+    """The layers of the parameters that stand nearest to a collective in the dataflow, before or after it, nearest
+    first."""
     distances: dict[str, int] = {}
     for before in (True, False):
 

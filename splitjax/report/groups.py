@@ -1,7 +1,7 @@
 """Which mesh axes a collective runs over, from the groups of devices that XLA wrote down.
 
-Devices are numbered by their position in the mesh, row-major: that is how `jax.jit` assigns the partitions of a program to a
-mesh's devices, whatever ids the devices have.
+Devices are numbered by their position in the mesh, row-major: that is how `jax.jit` assigns the partitions of a program
+to a mesh's devices, whatever ids the devices have.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ OTHER = "other"
 
 
 def expand(groups: GroupList, num_devices: int) -> Groups:
-    """The groups as lists of device numbers, whatever form they are written in; no groups means all devices together."""
+    """The groups as lists of device numbers, whatever form they are written in; no groups means all devices
+    together."""
     if groups.iota is not None:
         count, size, reshape, transpose = groups.iota
         return _rows(_iota(reshape, transpose).reshape(count, size))
@@ -47,8 +48,8 @@ def axes_of(groups: Groups, mesh: MeshShape) -> tuple[str, ...] | None:
 
 
 def varying_axes(groups: Groups, mesh: MeshShape) -> tuple[str, ...] | None:
-    """The mesh axes in which devices of any one group differ, whatever part of them the groups are: a sum over some of an axis's
-    workers. None where a device is not the mesh's."""
+    """The mesh axes in which devices of any one group differ, whatever part of them the groups are: a sum over some of
+    an axis's workers. None where a device is not the mesh's."""
     return permuted_axes(((group[0], device) for group in groups for device in group), mesh)
 
 

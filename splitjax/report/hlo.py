@@ -1,8 +1,10 @@
-"""The collectives of a compiled step, as one flat list of values: what runs, over which mesh axes, how often, how many bytes.
+"""The collectives of a compiled step, as one flat list of values: what runs, over which mesh axes, how often, how many
+bytes.
 
-Read from the modules that XLA compiled (`report.wire`), from the entry computation on: into loops (their bodies count as often
-as they run), calls, branches, fusions and the computations that asynchronous collectives are wrapped in. Combined collectives are
-taken apart again: XLA joins small ones of one kind into one operation with several operands, each of which had its own cause.
+Read from the modules that XLA compiled (`report.wire`), from the entry computation on: into loops (their bodies count
+as often as they run), calls, branches, fusions and the computations that asynchronous collectives are wrapped in.
+Combined collectives are taken apart again: XLA joins small ones of one kind into one operation with several operands,
+each of which had its own cause.
 """
 
 from __future__ import annotations
@@ -23,27 +25,73 @@ from splitjax.report.wire import Computation, Frame, Groups, Instruction, Module
 _OPS = {
     f"{name}{suffix}": name.replace("-", "_")
     for name in (
-        "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast", "ragged-all-to-all"
+        "all-reduce",
+        "all-gather",
+        "reduce-scatter",
+        "all-to-all",
+        "collective-permute",
+        "collective-broadcast",
+        "ragged-all-to-all",
     )
     for suffix in ("", "-start")
 }
 # Instructions that hand a value on: the cause of what they hand on stands further up.
-_PASSING = frozenset({
-    "bitcast", "copy", "get-tuple-element", "tuple", "reshape", "transpose", "convert", "optimization-barrier", "copy-start",
-    "copy-done", "async-done", "async-update", "opt-barrier",
-})  # fmt: skip
+_PASSING = frozenset(
+    {
+        "bitcast",
+        "copy",
+        "get-tuple-element",
+        "tuple",
+        "reshape",
+        "transpose",
+        "convert",
+        "optimization-barrier",
+        "copy-start",
+        "copy-done",
+        "async-done",
+        "async-update",
+        "opt-barrier",
+    }
+)
 # (name as JAX says it, bits) by `xla.PrimitiveType`.
 _DTYPES = {
-    1: ("bool", 8), 2: ("int8", 8), 3: ("int16", 16), 4: ("int32", 32), 5: ("int64", 64), 6: ("uint8", 8), 7: ("uint16", 16),
-    8: ("uint32", 32), 9: ("uint64", 64), 10: ("float16", 16), 11: ("float32", 32), 12: ("float64", 64), 15: ("complex64", 64),
-    16: ("bfloat16", 16), 18: ("complex128", 128), 19: ("float8_e5m2", 8), 20: ("float8_e4m3fn", 8), 21: ("int4", 4), 22: ("uint4", 4),
-    23: ("float8_e4m3b11fnuz", 8), 24: ("float8_e5m2fnuz", 8), 25: ("float8_e4m3fnuz", 8), 26: ("int2", 2), 27: ("uint2", 2),
-    28: ("float8_e4m3", 8), 29: ("float8_e3m4", 8), 30: ("int1", 1), 31: ("uint1", 1), 32: ("float4_e2m1fn", 4),
-    33: ("float8_e8m0fnu", 8), 35: ("float6_e3m2fn", 6), 36: ("float6_e2m3fn", 6),
-}  # fmt: skip
+    1: ("bool", 8),
+    2: ("int8", 8),
+    3: ("int16", 16),
+    4: ("int32", 32),
+    5: ("int64", 64),
+    6: ("uint8", 8),
+    7: ("uint16", 16),
+    8: ("uint32", 32),
+    9: ("uint64", 64),
+    10: ("float16", 16),
+    11: ("float32", 32),
+    12: ("float64", 64),
+    15: ("complex64", 64),
+    16: ("bfloat16", 16),
+    18: ("complex128", 128),
+    19: ("float8_e5m2", 8),
+    20: ("float8_e4m3fn", 8),
+    21: ("int4", 4),
+    22: ("uint4", 4),
+    23: ("float8_e4m3b11fnuz", 8),
+    24: ("float8_e5m2fnuz", 8),
+    25: ("float8_e4m3fnuz", 8),
+    26: ("int2", 2),
+    27: ("uint2", 2),
+    28: ("float8_e4m3", 8),
+    29: ("float8_e3m4", 8),
+    30: ("int1", 1),
+    31: ("uint1", 1),
+    32: ("float4_e2m1fn", 4),
+    33: ("float8_e8m0fnu", 8),
+    35: ("float6_e3m2fn", 6),
+    36: ("float6_e2m3fn", 6),
+}
 
 
-# A choice among branches of which splitjax knows how many of so many steps, or of so many workers, take each (`lower.partial.truncation.turns_scope`).
+# A choice among branches of which splitjax knows how many of so many steps, or of so many workers, take each
+# (`lower.partial.truncation.turns_scope`).
 _TURNS = re.compile(r"splitjax:(?:turns|depths):([\d.]+)/cond$")
 _HANDED = "splitjax:handed:"  # `lower.partial.allreduce`
 
@@ -57,18 +105,18 @@ class CompiledCollective:
     - `op`: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `collective_permute`, `collective_broadcast` or
       `ragged_all_to_all`.
     - `axis`: the mesh axes it runs over, joined by `+` in the mesh's order; `other` for groups that are no set of axes.
-    - `groups`: device numbers of each group where `axis` is `other` or groups are of unequal size, else empty. Of a permutation
-      over `other`: its (from, to) pairs.
+    - `groups`: device numbers of each group where `axis` is `other` or groups are of unequal size, else empty. Of a
+      permutation over `other`: its (from, to) pairs.
     - `group_size`: devices that take part together; of groups of unequal size, in the largest.
-    - `bytes`: what each device sends per step by the ring formulas (`cost.ring`), all `trips` together; where groups are of unequal size, and
-      of hand-overs of partial sums, the mean over all devices; else of those that send.
+    - `bytes`: what each device sends per step by the ring formulas (`cost.ring`), all `trips` together; where groups
+      are of unequal size, and of hand-overs of partial sums, the mean over all devices; else of those that send.
     - `dtype`, `shape`: of what a device puts in, once.
     - `trips`: how often it runs per step.
     - `trips_known`: False inside a loop whose number of turns XLA does not know: `trips` then counts one turn.
     - `conditional`: it stands in a branch, so that a step may do without it.
-    - `share`: how much of the time it runs, where splitjax knows how often a branch is taken (partial backpropagation: the share of its turns,
-      which repeat, or of the workers, each of which takes the branch of its depth); `bytes` is then the mean over turns and workers. 1 for
-      everything else: what XLA may skip is counted as if it ran.
+    - `share`: how much of the time it runs, where splitjax knows how often a branch is taken (partial backpropagation:
+      the share of its turns, which repeat, or of the workers, each of which takes the branch of its depth); `bytes` is
+      then the mean over turns and workers. 1 for everything else: what XLA may skip is counted as if it ran.
     - `branch`: of one with a share, which branch it stands in.
     - `op_name`: the path of scopes and transformations that JAX gave the operation it belongs to.
     - `source`: the user's `file:line (function)`; empty where XLA has none.
@@ -138,11 +186,14 @@ def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def compiled_collectives(compiled: object, mesh: MeshShape) -> tuple[CompiledCollective, ...]:
-    """The collectives of a `jax.stages.Compiled` over a mesh's devices (in the mesh's order), in the order of the program.
+    """The collectives of a `jax.stages.Compiled` over a mesh's devices (in the mesh's order), in the order of the
+    program.
 
-    Collectives within groups of one device send nothing and are left out. Raises `report.wire.WireError` where the modules
-    cannot be read."""
-    return tuple(one for data in _compat.serialized_modules(compiled) for one in read_collectives(read_module(data), mesh))
+    Collectives within groups of one device send nothing and are left out. Raises `report.wire.WireError` where the
+    modules cannot be read."""
+    return tuple(
+        one for data in _compat.serialized_modules(compiled) for one in read_collectives(read_module(data), mesh)
+    )
 
 
 def read_collectives(module: Module, mesh: MeshShape) -> tuple[CompiledCollective, ...]:
@@ -154,9 +205,10 @@ def read_collectives(module: Module, mesh: MeshShape) -> tuple[CompiledCollectiv
 def _walk(
     reader: _Reader, computation: Computation, context: _Context, fused: set[str] | None = None
 ) -> Iterator[CompiledCollective]:
-    """`fused`: of a fusion's body the chains of collectives that fusions beside it held already. The TPU's compiler hides a collective
-    behind others' work in a chain of fusions that each hold a copy of it: one that starts it, those that carry it on and compute,
-    one that waits for it. (Channels do not tell them apart: a `shard_map`'s collectives all have the same.)"""
+    """`fused`: of a fusion's body the chains of collectives that fusions beside it held already. The TPU's compiler
+    hides a collective behind others' work in a chain of fusions that each hold a copy of it: one that starts it, those
+    that carry it on and compute, one that waits for it. (Channels do not tell them apart: a `shard_map`'s collectives
+    all have the same.)"""
     inside: set[str] = set()
     for one in computation.instructions.values():
         if one.opcode in _OPS:
@@ -170,20 +222,27 @@ def _walk(
         inner = context
         if one.opcode == "while":
             turns = num_turns(reader.module, computation, one)
-            inner = dataclasses.replace(context, trips=context.trips * (turns or 1), known=context.known and turns is not None)
+            inner = dataclasses.replace(
+                context, trips=context.trips * (turns or 1), known=context.known and turns is not None
+            )
         for number, called in enumerate(one.called):
             if called in reader.module.computations:
                 where = context.into(one, number) if one.opcode == "conditional" else inner
-                yield from _walk(reader, reader.module.computations[called], where, inside if one.opcode == "fusion" else None)
+                yield from _walk(
+                    reader, reader.module.computations[called], where, inside if one.opcode == "fusion" else None
+                )
 
 
-def _collective(reader: _Reader, computation: Computation, one: Instruction, context: _Context) -> Iterator[CompiledCollective]:
+def _collective(
+    reader: _Reader, computation: Computation, one: Instruction, context: _Context
+) -> Iterator[CompiledCollective]:
     op, num_devices = _OPS[one.opcode], max(reader.mesh.num_devices, 1)
     if op == "collective_permute":
         size, axes = 2, permuted_axes(one.pairs, reader.mesh)
         groups, kept = one.pairs, one.pairs if axes is None else ()
         sends = [source for source, target in one.pairs if source != target]
-        # What a scheme of sparse synchronisation sends counts by the worker that sends most; hand-overs of partial sums by the mean.
+        # What a scheme of sparse synchronisation sends counts by the worker that sends most; hand-overs of partial sums
+        # by the mean.
         sending = len(sends) / num_devices if _HANDED in one.op_name else min(len(sends), 1)
         send = lambda local: sending * local
     else:
@@ -194,7 +253,11 @@ def _collective(reader: _Reader, computation: Computation, one: Instruction, con
         if axes is None and uneven:
             axes = varying_axes(groups, reader.mesh)
         sending = size - 1
-        send = lambda local: sum(len(group) * _sent(op, len(group), local) for group in groups) / num_devices if uneven else _sent(op, size, local)
+        send = lambda local: (
+            sum(len(group) * _sent(op, len(group), local) for group in groups) / num_devices
+            if uneven
+            else _sent(op, size, local)
+        )
     if not sending:
         return
     members = _members(computation, one, op)
@@ -203,16 +266,30 @@ def _collective(reader: _Reader, computation: Computation, one: Instruction, con
         op_name, frame, direct = _cause(reader.module, computation, one, position, len(members))
         frames = user_lines(reader.module.frames, frame) or direct
         yield CompiledCollective(
-            op=op, axis=OTHER if axes is None else "+".join(axes), bytes=round(context.share * context.trips * send(num_bytes(dtype, member))),
-            dtype=dtype, shape=member, group_size=size, trips=context.trips, trips_known=context.known,
-            conditional=context.conditional, op_name=op_name, source=frames[0] if frames else "", frames=frames, name=one.name,
-            num_combined=len(members), member=position, groups=kept, share=context.share, branch=context.branch,
+            op=op,
+            axis=OTHER if axes is None else "+".join(axes),
+            bytes=round(context.share * context.trips * send(num_bytes(dtype, member))),
+            dtype=dtype,
+            shape=member,
+            group_size=size,
+            trips=context.trips,
+            trips_known=context.known,
+            conditional=context.conditional,
+            op_name=op_name,
+            source=frames[0] if frames else "",
+            frames=frames,
+            name=one.name,
+            num_combined=len(members),
+            member=position,
+            groups=kept,
+            share=context.share,
+            branch=context.branch,
         )
 
 
 def _members(computation: Computation, one: Instruction, op: str) -> list[tuple[Shape, tuple[int, ...]]]:
-    """The arrays that a device puts in: one per collective that was combined. An all-to-all may be written with an operand per
-    receiver, which is one exchange."""
+    """The arrays that a device puts in: one per collective that was combined. An all-to-all may be written with an
+    operand per receiver, which is one exchange."""
     operands = [computation.instructions[n].shape for n in one.operands if n in computation.instructions]
     shapes = [flat for shape in operands for flat in _flat(shape)]
     if op == "ragged_all_to_all":
@@ -244,15 +321,19 @@ def _sent(op: str, size: int, local_bytes: int) -> int:
     return local_bytes  # a broadcast that every device hands on
 
 
-def _cause(module: Module, computation: Computation, one: Instruction, position: int, count: int) -> tuple[str, int, tuple[str, ...]]:
-    """The name, stack frame and direct source of the operation that a collective (or a member of a combined one) belongs to.
+def _cause(
+    module: Module, computation: Computation, one: Instruction, position: int, count: int
+) -> tuple[str, int, tuple[str, ...]]:
+    """The name, stack frame and direct source of the operation that a collective (or a member of a combined one)
+    belongs to.
 
-    A combined collective carries the metadata of one of its members. What each of them was is kept by the instruction that takes
-    its result out of the tuple, and by the one that computes its operand."""
+    A combined collective carries the metadata of one of its members. What each of them was is kept by the instruction
+    that takes its result out of the tuple, and by the one that computes its operand."""
     candidates: list[Instruction] = []
     if count > 1:
         candidates += [
-            user for user in computation.instructions.values()
+            user
+            for user in computation.instructions.values()
             if user.opcode == "get-tuple-element" and one.id in user.operands and user.tuple_index == position
         ]
         candidates += _producers(computation.instructions, one.operands[position : position + 1])
@@ -264,7 +345,11 @@ def _cause(module: Module, computation: Computation, one: Instruction, position:
         return "", 0, ()
     best = next((found for found in named if found.op_name and (found.stack_frame or found.source[0])), named[0])
     direct = best.source
-    return best.op_name, best.stack_frame, (f"{direct[0]}:{direct[1]}",) if direct[0] and not _compat.is_machinery(direct[0]) else ()
+    return (
+        best.op_name,
+        best.stack_frame,
+        (f"{direct[0]}:{direct[1]}",) if direct[0] and not _compat.is_machinery(direct[0]) else (),
+    )
 
 
 def _producers(instructions: Mapping[int, Instruction], operands: tuple[int, ...]) -> list[Instruction]:

@@ -1,5 +1,5 @@
-"""How often a loop runs whose number of turns XLA does not write down (a TPU's compiler): read off a counter that its condition
-compares with a constant, as JAX's `scan` and `fori_loop` have it."""
+"""How often a loop runs whose number of turns XLA does not write down (a TPU's compiler): read off a counter that its
+condition compares with a constant, as JAX's `scan` and `fori_loop` have it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,23 @@ def num_turns(module: Module, around: Computation, loop: Instruction) -> int | N
     for number in loop.called:
         condition = module.computations.get(number)
         root = condition.instructions.get(condition.root) if condition is not None else None
-        if condition is None or root is None or root.opcode != "compare" or root.direction != "LT" or len(root.operands) != 2:
+        if (
+            condition is None
+            or root is None
+            or root.opcode != "compare"
+            or root.direction != "LT"
+            or len(root.operands) != 2
+        ):
             continue
         counter, limit = (_behind(condition, operand) for operand in root.operands)
         if counter is None or limit is None or counter.opcode != "get-tuple-element" or limit.literal is None:
             return None
         start = _start(around, loop, counter.tuple_index)
-        counts = any(_counts(module.computations[body], counter.tuple_index) for body in loop.called if body in module.computations)
+        counts = any(
+            _counts(module.computations[body], counter.tuple_index)
+            for body in loop.called
+            if body in module.computations
+        )
         return max(limit.literal - start, 0) if counts and start is not None else None
     return None
 
@@ -35,7 +45,9 @@ def _counts(body: Computation, index: int) -> bool:
     if new is None or new.opcode != "add":
         return False
     parts = [_behind(body, operand) for operand in new.operands]
-    return any(one is not None and one.literal == 1 for one in parts) and any(one is not None and one.tuple_index == index for one in parts)
+    return any(one is not None and one.literal == 1 for one in parts) and any(
+        one is not None and one.tuple_index == index for one in parts
+    )
 
 
 def _start(around: Computation, loop: Instruction, index: int) -> int | None:

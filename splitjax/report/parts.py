@@ -1,4 +1,5 @@
-"""The programs that make a step: one as a rule; of partial backpropagation with a program per worker, one before the workers', theirs, and one behind."""
+"""The programs that make a step: one as a rule; of partial backpropagation with a program per worker, one before the
+workers', theirs, and one behind."""
 
 from __future__ import annotations
 
@@ -35,12 +36,17 @@ class Part:
         found = read_collectives(module, self.mesh)
         if self.worker is None:
             return found
-        return tuple(dataclasses.replace(one, bytes=round(one.bytes * self.share), share=one.share * self.share, branch=f"worker {self.worker}") for one in found)
+        return tuple(
+            dataclasses.replace(
+                one, bytes=round(one.bytes * self.share), share=one.share * self.share, branch=f"worker {self.worker}"
+            )
+            for one in found
+        )
 
 
 def read_parts(compiled: Any, plan: Plan, argument_names: Mapping[str, str]) -> tuple[Part, ...]:
-    """Of a `jax.stages.Compiled`, or of `lower.partial.workers.CompiledPrograms`, of which `argument_names` is as for a program with one
-    operand (the turn) before the step's arguments."""
+    """Of a `jax.stages.Compiled`, or of `lower.partial.workers.CompiledPrograms`, of which `argument_names` is as for a
+    program with one operand (the turn) before the step's arguments."""
     modules = lambda program: tuple(read_module(data) for data in _compat.serialized_modules(program))
     if not hasattr(compiled, "parts"):
         return (Part(modules(compiled), argument_names, plan.mesh),)
@@ -50,7 +56,9 @@ def read_parts(compiled: Any, plan: Plan, argument_names: Mapping[str, str]) -> 
     parts = []
     for name, program in compiled.parts.items():
         if name.startswith("worker "):
-            parts.append(Part(modules(program), {}, row, int(name.removeprefix("worker ")), 1 / len(plan.partial.first)))
+            parts.append(
+                Part(modules(program), {}, row, int(name.removeprefix("worker ")), 1 / len(plan.partial.first))
+            )
         else:  # in front of the workers' there is no turn, behind them there are also their sums
             parts.append(Part(modules(program), _moved(argument_names, -1 if name == "before" else 1), plan.mesh))
     return tuple(parts)
@@ -58,4 +66,7 @@ def read_parts(compiled: Any, plan: Plan, argument_names: Mapping[str, str]) -> 
 
 def _moved(names: Mapping[str, str], by: int) -> dict[str, str]:
     """Names of arguments that stand so many places further behind."""
-    return {_ARGUMENT.sub(lambda found: f"args[{int(found.group(1)) + by}]", name, count=1): path for name, path in names.items()}
+    return {
+        _ARGUMENT.sub(lambda found: f"args[{int(found.group(1)) + by}]", name, count=1): path
+        for name, path in names.items()
+    }

@@ -1,9 +1,10 @@
-"""Planned and compiled collectives, paired: which planned one a compiled one realises, and what the plan has that XLA left out.
+"""Planned and compiled collectives, paired: which planned one a compiled one realises, and what the plan has that XLA
+left out.
 
-Gradients, gathers of weights and new state are paired by the leaf that they are of, however XLA realises them (an all-reduce
-where a reduce-scatter was planned). Activations are paired by layer and phase of the step; where XLA names the operation of a
-neighbouring layer, by size. Each planned collective is realised at most once, by one compiled collective or by several that add
-up to it: each then stands beside its part of the planned bytes.
+Gradients, gathers of weights and new state are paired by the leaf that they are of, however XLA realises them (an
+all-reduce where a reduce-scatter was planned). Activations are paired by layer and phase of the step; where XLA names
+the operation of a neighbouring layer, by size. Each planned collective is realised at most once, by one compiled
+collective or by several that add up to it: each then stands beside its part of the planned bytes.
 """
 
 from __future__ import annotations
@@ -40,10 +41,21 @@ _STORED = re.compile(r"(forward|backward): (.+) is stored in pieces")
 _ROWS = re.compile(r"rows of the gradient of (.+), by \w+")
 _NEW = re.compile(r"new value of (.+?)(?:, from its split optimizer state)?")
 # Operations whose partial results a planned exchange of activations sums: not the statistics of a norm, say.
-_CARRIERS = frozenset({
-    "dot_general", "conv_general_dilated", "gather", "scatter-add", "all_gather", "reduce_scatter", "psum", "psum_invariant", "all_to_all",
-    "ragged_dot", "ragged_dot_general",
-})  # fmt: skip
+_CARRIERS = frozenset(
+    {
+        "dot_general",
+        "conv_general_dilated",
+        "gather",
+        "scatter-add",
+        "all_gather",
+        "reduce_scatter",
+        "psum",
+        "psum_invariant",
+        "all_to_all",
+        "ragged_dot",
+        "ragged_dot_general",
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +87,8 @@ def purpose(planned: Collective) -> Purpose:
 def pair(found: Sequence[Evidence], step: Step) -> tuple[tuple[Collective | None, ...], tuple[Collective, ...]]:
     """Per compiled collective the planned one that it realises, or None; and the planned ones that none realises.
 
-    Branches of which a step takes one are whole programs by turns: each is compared with the plan by itself, and what realises a planned
-    collective in some of them shares its bytes, which are a mean over the turns."""
+    Branches of which a step takes one are whole programs by turns: each is compared with the plan by itself, and what
+    realises a planned collective in some of them shares its bytes, which are a mean over the turns."""
     left = dict(enumerate(step.plan.collectives))
     branches: dict[str, list[int]] = collections.defaultdict(list)
     for position, one in enumerate(found):
@@ -84,7 +96,9 @@ def pair(found: Sequence[Evidence], step: Step) -> tuple[tuple[Collective | None
     last = branches.pop("", [])
     realised: dict[int, list[int]] = collections.defaultdict(list)
     for positions in branches.values():
-        for k, (number, _) in _pair([_unshared(found[position], step.plan.partial) for position in positions], left, step).items():
+        for k, (number, _) in _pair(
+            [_unshared(found[position], step.plan.partial) for position in positions], left, step
+        ).items():
             realised[number].append(positions[k])
     paired: dict[int, Collective] = {}
     for number, positions in realised.items():
@@ -105,7 +119,8 @@ def _unshared(one: Evidence, partial: PartialPlan | None) -> Evidence:
 
 
 def _examples(branch: str, partial: PartialPlan) -> int:
-    """How many a worker has that takes a branch, or runs a program of its own (in the first turn worker i is in slot i)."""
+    """How many a worker has that takes a branch, or runs a program of its own (in the first turn worker i is in slot
+    i)."""
     number = int(re.split("[ :]", branch)[-1])
     if branch.startswith("worker "):
         return partial.examples[number]
@@ -114,21 +129,29 @@ def _examples(branch: str, partial: PartialPlan) -> int:
 
 
 def _dealt(planned: Collective, positions: Sequence[int], found: Sequence[Evidence]) -> dict[int, Collective]:
-    """A planned collective among those that realise it together: each beside its own bytes, and the largest beside what the others
-    leave of the plan's."""
+    """A planned collective among those that realise it together: each beside its own bytes, and the largest beside what
+    the others leave of the plan's."""
     sizes = {position: found[position].collective.bytes for position in positions}
     largest = max(positions, key=sizes.__getitem__)
     rest = planned.bytes - sum(size for position, size in sizes.items() if position != largest)
-    return {position: dataclasses.replace(planned, bytes=max(rest, 0) if position == largest else size) for position, size in sizes.items()}
+    return {
+        position: dataclasses.replace(planned, bytes=max(rest, 0) if position == largest else size)
+        for position, size in sizes.items()
+    }
 
 
-def _pair(found: Sequence[Evidence], planned_ones: Mapping[int, Collective], step: Step) -> dict[int, tuple[int, Collective]]:
-    """By position of a compiled collective the number of the planned one that it realises, and that with its share of the bytes."""
+def _pair(
+    found: Sequence[Evidence], planned_ones: Mapping[int, Collective], step: Step
+) -> dict[int, tuple[int, Collective]]:
+    """By position of a compiled collective the number of the planned one that it realises, and that with its share of
+    the bytes."""
     left = dict(planned_ones)
     purposes = {number: purpose(one) for number, one in left.items()}
     paired: dict[int, tuple[int, Collective]] = {}
 
-    def match(fits: Callable[[Evidence, Collective, Purpose], bool], cost: Callable[[Evidence, Collective], object]) -> None:
+    def match(
+        fits: Callable[[Evidence, Collective, Purpose], bool], cost: Callable[[Evidence, Collective], object]
+    ) -> None:
         for position, one in enumerate(found):
             if position in paired:
                 continue
@@ -151,15 +174,27 @@ def _pair(found: Sequence[Evidence], planned_ones: Mapping[int, Collective], ste
 
     for number, planned in list(left.items()):
         wanted = {ROWS: ROWS, GRADIENT: SUMMED, HANDED: HANDED}.get(purposes[number].about)
-        messages = [k for k, one in enumerate(found) if wanted is not None and (one.about, one.leaf) == (wanted, purposes[number].leaf)]
+        messages = [
+            k
+            for k, one in enumerate(found)
+            if wanted is not None and (one.about, one.leaf) == (wanted, purposes[number].leaf)
+        ]
         if messages:
             del left[number]
             for k, one in _dealt(planned, messages, found).items():
                 paired[k] = number, dataclasses.replace(one, op=found[k].collective.op) if wanted == ROWS else one
 
     by_leaf = lambda one, planned, why: one.leaf != "" and (one.about, one.leaf) == (why.about, why.leaf)
-    match(lambda one, planned, why: by_leaf(one, planned, why) and same(one, planned) and why.phase in (one.phase, BACKWARD, UPDATE), _nothing)
-    match(lambda one, planned, why: by_leaf(one, planned, why) and (why.about != WEIGHT or one.phase == why.phase), _nothing)
+    match(
+        lambda one, planned, why: (
+            by_leaf(one, planned, why) and same(one, planned) and why.phase in (one.phase, BACKWARD, UPDATE)
+        ),
+        _nothing,
+    )
+    match(
+        lambda one, planned, why: by_leaf(one, planned, why) and (why.about != WEIGHT or one.phase == why.phase),
+        _nothing,
+    )
     match(by_leaf, _nothing)
 
     def activation(one: Evidence, why: Purpose) -> bool:
@@ -170,28 +205,50 @@ def _pair(found: Sequence[Evidence], planned_ones: Mapping[int, Collective], ste
     def alike(one: Evidence, planned: Collective) -> bool:
         return same(one, planned) and any(one.collective.bytes * wider == planned.bytes for wider in _widths(one))
 
-    match(lambda one, planned, why: activation(one, why) and alike(one, planned) and one.layer == planned.layer, _nothing)
+    match(
+        lambda one, planned, why: activation(one, why) and alike(one, planned) and one.layer == planned.layer, _nothing
+    )
     for number, planned in list(left.items()):
         parts = _parts(found, paired, planned, purposes[number])
         if parts:
             del left[number]
-            paired |= {position: (number, dataclasses.replace(planned, bytes=found[position].collective.bytes)) for position in parts}
-    match(lambda one, planned, why: activation(one, why) and same_size(one, planned) and one.layer == planned.layer, _nothing)
+            paired |= {
+                position: (number, dataclasses.replace(planned, bytes=found[position].collective.bytes))
+                for position in parts
+            }
+    match(
+        lambda one, planned, why: activation(one, why) and same_size(one, planned) and one.layer == planned.layer,
+        _nothing,
+    )
     match(lambda one, planned, why: activation(one, why) and alike(one, planned) and bool(one.layer), distance)
     match(
-        lambda one, planned, why: activation(one, why) and same_size(one, planned) and one.collective.axis == planned.axis
-        and bool(one.layer) and distance(one, planned) <= 2, distance,
+        lambda one, planned, why: (
+            activation(one, why)
+            and same_size(one, planned)
+            and one.collective.axis == planned.axis
+            and bool(one.layer)
+            and distance(one, planned) <= 2
+        ),
+        distance,
     )
     return paired
 
 
-def _parts(found: Sequence[Evidence], paired: Mapping[int, object], planned: Collective, why: Purpose) -> tuple[int, ...]:
-    """The positions of explicit collectives that together are a planned one: turns in a loop, say, and the last beside it. Their bytes
-    add up to the byte, or there are none. Outside a derivative both passes read `update`, and come in the program's order."""
+def _parts(
+    found: Sequence[Evidence], paired: Mapping[int, object], planned: Collective, why: Purpose
+) -> tuple[int, ...]:
+    """The positions of explicit collectives that together are a planned one: turns in a loop, say, and the last beside
+    it. Their bytes add up to the byte, or there are none. Outside a derivative both passes read `update`, and come in
+    the program's order."""
     parts: list[int] = []
     missing_bytes = planned.bytes
     for position, one in enumerate(found):
-        fits = position not in paired and one.known_by == "scope" and one.layer == planned.layer and one.phase in (why.phase, UPDATE)
+        fits = (
+            position not in paired
+            and one.known_by == "scope"
+            and one.layer == planned.layer
+            and one.phase in (why.phase, UPDATE)
+        )
         if fits and why.about == VALUE and (one.collective.op, one.collective.axis) == (planned.op, planned.axis):
             if one.collective.bytes <= missing_bytes:
                 parts.append(position)
@@ -207,7 +264,8 @@ def difference(compiled: Evidence, planned: Collective) -> str:
     parts = []
     if one.op != planned.op:
         parts.append(f"{one.op} for {planned.op}")
-    # A shift along several axes together moves some places along a few of them only: half the places of 2 x 2, along the first.
+    # A shift along several axes together moves some places along a few of them only: half the places of 2 x 2, along
+    # the first.
     is_shift = one.op == "collective_permute" and set(one.axis.split("+")) <= set(planned.axis.split("+"))
     if one.axis != planned.axis and not is_shift:
         parts.append(f"over {one.axis} for {planned.axis}")
@@ -219,8 +277,8 @@ def difference(compiled: Evidence, planned: Collective) -> str:
 
 
 def _widths(one: Evidence) -> tuple[int, ...]:
-    """By how much the step's own values may be wider than what is sent: a TPU's compiler sends float32 as bfloat16 where a product
-    rounds it anyway."""
+    """By how much the step's own values may be wider than what is sent: a TPU's compiler sends float32 as bfloat16
+    where a product rounds it anyway."""
     return (1, 2) if one.collective.dtype in ("bfloat16", "float16") else (1,)
 
 

@@ -1,4 +1,5 @@
-"""What a rendered report shows, independent of how: lines of memory, sums, and rows of collectives with equal blocks folded."""
+"""What a rendered report shows, independent of how: lines of memory, sums, and rows of collectives with equal blocks
+folded."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRow:
-    """One collective, or `count` that differ only in a number of their names, such as those of equal blocks; bytes are of all."""
+    """One collective, or `count` that differ only in a number of their names, such as those of equal blocks; bytes are
+    of all."""
 
     layer: str
     op: str
@@ -31,14 +33,21 @@ class CollectiveRow:
 
 
 def headline(report: Report) -> str:
-    return f"{report.step} on {report.mesh} ({report.mesh.num_devices} devices), rules {report.rules}, compiled for {report.platform}"
+    return (
+        f"{report.step} on {report.mesh} ({report.mesh.num_devices} devices), rules {report.rules}, compiled for"
+        f" {report.platform}"
+    )
 
 
 def memory_rows(report: Report) -> tuple[tuple[str, str, str, str], ...]:
     """(what the plan predicts, its size, what XLA compiled, its size)."""
     predicted, compiled = report.memory.predicted, report.memory.compiled
     if compiled is None:
-        mine = (("state", predicted.state_bytes), ("activations", predicted.activation_bytes), ("peak", predicted.peak_bytes))
+        mine = (
+            ("state", predicted.state_bytes),
+            ("activations", predicted.activation_bytes),
+            ("peak", predicted.peak_bytes),
+        )
         return tuple((name, bytes_text(size), "not told by the backend", "") for name, size in mine)
     rows = [
         ("state", bytes_text(predicted.state_bytes), "arguments", bytes_text(compiled.argument_bytes)),
@@ -58,8 +67,8 @@ def total_rows(report: Report) -> tuple[tuple[str, ...], ...]:
 
 
 def layer_rows(report: Report) -> tuple[tuple[str, ...], ...]:
-    """(layer, predicted number and bytes, compiled number and bytes), the largest first; equal blocks folded, with the figures of
-    one of them."""
+    """(layer, predicted number and bytes, compiled number and bytes), the largest first; equal blocks folded, with the
+    figures of one of them."""
     folded: dict[tuple[str, Total], list[str]] = {}
     for layer, total in report.by_layer.items():
         folded.setdefault((_NUMBER.sub("*", layer), total), []).append(layer)
@@ -70,12 +79,14 @@ def layer_rows(report: Report) -> tuple[tuple[str, ...], ...]:
         else:
             rows.append((pattern, total, len(layers)))
     return tuple(
-        ((f"each of {count}: " if count > 1 else "") + (layer or "(no layer)"), *_sums(total)) for layer, total, count in rows
+        ((f"each of {count}: " if count > 1 else "") + (layer or "(no layer)"), *_sums(total))
+        for layer, total, count in rows
     )
 
 
 def depth_rows(report: Report) -> tuple[tuple[str, str, str, str], ...]:
-    """(worker in the first step, the first layer that it differentiates, its share of the backward pass, products in its branch)."""
+    """(worker in the first step, the first layer that it differentiates, its share of the backward pass, products in
+    its branch)."""
     count = lambda one: "" if one.num_products is None else str(one.num_products)
     return tuple((str(one.slot), one.layer, f"{100 * one.backward:.1f} %", count(one)) for one in report.depths)
 
@@ -101,8 +112,8 @@ def verdict(report: Report) -> str:
     differing = sum(bool(one.differs) for one in realised)
     how = f" ({differing} with another op, axis or size)" if differing else ""
     return (
-        f"{len(report.collectives)} collectives a step: {len(realised)} planned{how}, {len(report.unplanned)} unplanned, "
-        f"{len(report.unattributed)} unattributed; {len(report.missing)} planned but missing"
+        f"{len(report.collectives)} collectives a step: {len(realised)} planned{how}, {len(report.unplanned)}"
+        f" unplanned, {len(report.unattributed)} unattributed; {len(report.missing)} planned but missing"
     )
 
 
@@ -110,11 +121,18 @@ def short_source(source: str) -> str:
     """`file:line` without folders and function, which `to_json` has; an `__init__.py` with its folder."""
     path, colon, line = source.partition(" (")[0].rpartition(":")
     folder, name = os.path.split(path)
-    return f"{os.path.join(os.path.basename(folder), name) if name == '__init__.py' else name}:{line}" if colon else source
+    return (
+        f"{os.path.join(os.path.basename(folder), name) if name == '__init__.py' else name}:{line}" if colon else source
+    )
 
 
 def _sums(total: Total) -> tuple[str, str, str, str]:
-    return str(total.predicted_count), bytes_text(total.predicted_bytes), str(total.compiled_count), bytes_text(total.compiled_bytes)
+    return (
+        str(total.predicted_count),
+        bytes_text(total.predicted_bytes),
+        str(total.compiled_count),
+        bytes_text(total.compiled_bytes),
+    )
 
 
 def _row(one: ReportedCollective) -> CollectiveRow:
@@ -127,7 +145,13 @@ def _row(one: ReportedCollective) -> CollectiveRow:
         notes.append("in a branch")
     why = "; ".join(part for part in (one.cause or "unattributed", *notes) if part)
     return CollectiveRow(
-        one.layer, one.op, one.axis, one.predicted_bytes, one.bytes, _within(why, one.layer), _within(one.rule, one.layer),
+        one.layer,
+        one.op,
+        one.axis,
+        one.predicted_bytes,
+        one.bytes,
+        _within(why, one.layer),
+        _within(one.rule, one.layer),
         short_source(one.source),
     )
 
@@ -137,7 +161,8 @@ def _missing_row(one: Collective) -> CollectiveRow:
 
 
 def _within(text: str, layer: str) -> str:
-    """A text beside a layer's name, which it need not say again: `gradient of kernel`; of another layer what both share."""
+    """A text beside a layer's name, which it need not say again: `gradient of kernel`; of another layer what both
+    share."""
     if not layer:
         return text
     shared = layer.rpartition("/")[0]
@@ -148,7 +173,9 @@ def _within(text: str, layer: str) -> str:
 def _fold(rows: Iterable[CollectiveRow]) -> tuple[CollectiveRow, ...]:
     groups: dict[CollectiveRow, list[CollectiveRow]] = {}
     for row in rows:
-        blank = dataclasses.replace(row, **{name: _NUMBER.sub("*", getattr(row, name)) for name in ("layer", "why", "rule", "source")})
+        blank = dataclasses.replace(
+            row, **{name: _NUMBER.sub("*", getattr(row, name)) for name in ("layer", "why", "rule", "source")}
+        )
         groups.setdefault(blank, []).append(row)
     found: list[CollectiveRow] = []
     for blank, group in groups.items():
@@ -156,9 +183,18 @@ def _fold(rows: Iterable[CollectiveRow]) -> tuple[CollectiveRow, ...]:
             found += group
             continue
         # What all of them have in common keeps its numbers: a source line, say.
-        shared = {name: getattr(group[0], name) for name in ("layer", "why", "rule", "source") if len({getattr(row, name) for row in group}) == 1}
-        found.append(dataclasses.replace(
-            blank, **shared, count=len(group), predicted_bytes=sum(row.predicted_bytes for row in group),
-            compiled_bytes=sum(row.compiled_bytes for row in group),
-        ))
+        shared = {
+            name: getattr(group[0], name)
+            for name in ("layer", "why", "rule", "source")
+            if len({getattr(row, name) for row in group}) == 1
+        }
+        found.append(
+            dataclasses.replace(
+                blank,
+                **shared,
+                count=len(group),
+                predicted_bytes=sum(row.predicted_bytes for row in group),
+                compiled_bytes=sum(row.compiled_bytes for row in group),
+            )
+        )
     return tuple(found)

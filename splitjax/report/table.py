@@ -1,4 +1,5 @@
-"""What a rendered plan shows, independent of how: rows of parameters, repeated blocks folded, and titled summary lines."""
+"""What a rendered plan shows, independent of how: rows of parameters, repeated blocks folded, and titled summary
+lines."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ def clean(text: str) -> str:
 
 
 def table(plan: Plan) -> tuple[tuple[Row, ...], ...]:
-    """Rows grouped by layer, in program order; runs of equal blocks folded into one (`blocks_[0-31]/mlp`); parameters that
-    no layer uses come last."""
+    """Rows grouped by layer, in program order; runs of equal blocks folded into one (`blocks_[0-31]/mlp`); parameters
+    that no layer uses come last."""
     leaves = {leaf.path: leaf for leaf in plan.leaves}
     groups: list[tuple[Row, ...]] = []
     seen: set[str] = set()
@@ -68,14 +69,20 @@ def _row(plan: Plan, layer: LayerPlan | None, leaf: LeafPlan) -> Row:
     name = layer.name if layer else ""
     param = leaf.path.removeprefix(name + "/") if name else leaf.path
     return Row(
-        name, param, layer.kind if layer else "", leaf.shape, spec_text(leaf.spec), _rule_text(leaf.rule, name),
-        leaf.bytes_per_device, leaf.whole_bytes(plan.mesh),
+        name,
+        param,
+        layer.kind if layer else "",
+        leaf.shape,
+        spec_text(leaf.spec),
+        _rule_text(leaf.rule, name),
+        leaf.bytes_per_device,
+        leaf.whole_bytes(plan.mesh),
     )
 
 
 def _rule_text(rule: str, layer: str) -> str:
-    """The rule without what the row says already: the path of a parameter of the same layer, the path that both layers share.
-    So the blocks of a network read alike, and fold."""
+    """The rule without what the row says already: the path of a parameter of the same layer, the path that both layers
+    share. So the blocks of a network read alike, and fold."""
     head, sep, path = rule.partition(" (with ")
     if sep and path.startswith(f"{layer}/"):
         return head
@@ -92,10 +99,13 @@ def _rule_text(rule: str, layer: str) -> str:
 def _fold(groups: Sequence[tuple[Row, ...]]) -> Iterable[tuple[Row, ...]]:
     """Folds runs of blocks of layers that are equal but for one number in their names, counting up by one.
 
-    At each position the block length that covers most layers wins, the shorter among equals: two equal convolutions within
-    each of 32 equal blocks fold as 32 blocks, not 32 times as two convolutions."""
+    At each position the block length that covers most layers wins, the shorter among equals: two equal convolutions
+    within each of 32 equal blocks fold as 32 blocks, not 32 times as two convolutions."""
     names = [_NUMBER.split(group[0].layer or group[0].param) for group in groups]
-    bodies = [tuple(dataclasses.replace(row, layer="", param=row.param if row.layer else "") for row in group) for group in groups]
+    bodies = [
+        tuple(dataclasses.replace(row, layer="", param=row.param if row.layer else "") for row in group)
+        for group in groups
+    ]
     i = 0
     while i < len(groups):
         length, times, slot = 1, 1, 0
@@ -112,13 +122,17 @@ def _fold(groups: Sequence[tuple[Row, ...]]) -> Iterable[tuple[Row, ...]]:
             parts = [*names[j][:slot], f"[{names[j][slot]}-{last}]", *names[j][slot + 1 :]]
             folded = "".join(parts)
             yield tuple(
-                dataclasses.replace(row, layer=folded if row.layer else "", param=row.param if row.layer else folded, repeat=times)
+                dataclasses.replace(
+                    row, layer=folded if row.layer else "", param=row.param if row.layer else folded, repeat=times
+                )
                 for row in groups[j]
             )
         i += length * times
 
 
-def _repetitions(names: Sequence[list[str]], bodies: Sequence[tuple[Row, ...]], start: int, period: int) -> tuple[int, int]:
+def _repetitions(
+    names: Sequence[list[str]], bodies: Sequence[tuple[Row, ...]], start: int, period: int
+) -> tuple[int, int]:
     """How often the block of `period` groups at `start` repeats, and which part of the names counts."""
     if start + period >= len(names):
         return 1, 0
@@ -128,16 +142,24 @@ def _repetitions(names: Sequence[list[str]], bodies: Sequence[tuple[Row, ...]], 
         return 1, 0
     slot, times = slots[0], 1
     while all(
-        _counts_up(names, bodies, start + j, start + times * period + j, slot, times, names[start][slot]) for j in range(period)
+        _counts_up(names, bodies, start + j, start + times * period + j, slot, times, names[start][slot])
+        for j in range(period)
     ):
         times += 1
     return times, slot
 
 
 def _counts_up(
-    names: Sequence[list[str]], bodies: Sequence[tuple[Row, ...]], base: int, other: int, slot: int, step: int, first: str
+    names: Sequence[list[str]],
+    bodies: Sequence[tuple[Row, ...]],
+    base: int,
+    other: int,
+    slot: int,
+    step: int,
+    first: str,
 ) -> bool:
-    """Whether the group at `other` is the one at `base` with its number increased by `step`. All of a block share the number."""
+    """Whether the group at `other` is the one at `base` with its number increased by `step`. All of a block share the
+    number."""
     if other >= len(names) or len(names[base]) <= slot or names[base][slot] != first or bodies[base] != bodies[other]:
         return False
     return names[other] == [*names[base][:slot], str(int(first) + step), *names[base][slot + 1 :]]
@@ -149,7 +171,10 @@ def summary(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
     replicated = "every axis" if plan.replicated_batch == "all" else "the data axis"
     sections = (
         ("mesh", [f"{plan.mesh} ({plan.mesh.num_devices} devices)"]),
-        ("rules", [f"{plan.rules}; batch split over {batch}; replicated layers have the batch split over {replicated}"]),
+        (
+            "rules",
+            [f"{plan.rules}; batch split over {batch}; replicated layers have the batch split over {replicated}"],
+        ),
         ("crossing", [_CROSSINGS[plan.group_comm]] if plan.group_comm != "gather" else []),
         ("state", _state(plan)),
         ("optimizer", _optimizer(plan)),
@@ -160,7 +185,10 @@ def summary(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
         ("backprop", _partial(plan)),
         ("constraints", [f"shardings pinned inside the step: {len(plan.constraints)}"] if plan.constraints else []),
         ("batch", [f"{leaf.path} {leaf.shape} {spec_text(leaf.spec)}" for leaf in plan.leaves if leaf.role == "batch"]),
-        ("inputs", [f"{leaf.path} {leaf.shape} {spec_text(leaf.spec)}" for leaf in plan.leaves if leaf.role == "input"]),
+        (
+            "inputs",
+            [f"{leaf.path} {leaf.shape} {spec_text(leaf.spec)}" for leaf in plan.leaves if leaf.role == "input"],
+        ),
         ("gathered", [f"replicated around {operation}: no dim rule" for operation in plan.gathered]),
         ("exceptions", _exceptions(plan)),
         ("notes", list(plan.notes)),
@@ -178,7 +206,11 @@ def _state(plan: Plan) -> list[str]:
     state = [leaf for leaf in plan.leaves if leaf.is_state]
     whole = sum(leaf.whole_bytes(plan.mesh) for leaf in state)
     held = sum(leaf.bytes_per_device for leaf in state)
-    return [f"{bytes_text(held)} per device, {bytes_text(whole)} on one device: {percent_saved(held, whole)} saved"] if state else []
+    return (
+        [f"{bytes_text(held)} per device, {bytes_text(whole)} on one device: {percent_saved(held, whole)} saved"]
+        if state
+        else []
+    )
 
 
 def _held(plan: Plan, role: str) -> list[str]:
@@ -217,15 +249,23 @@ def _collectives(plan: Plan) -> list[str]:
         for (op, axis), (count, total) in sorted(sums.items(), key=lambda item: -item[1][1])
     ]
     if len(lines) > 1:
-        lines.append(f"all: {bytes_text(sum(collective.bytes for collective in plan.collectives))} sent per device and step")
+        lines.append(
+            f"all: {bytes_text(sum(collective.bytes for collective in plan.collectives))} sent per device and step"
+        )
     return lines
 
 
 def _tables(plan: Plan) -> list[str]:
     lines = []
     for one in plan.syncs:
-        size = f", {bytes_text(one.bytes)} sent per device instead of {bytes_text(one.dense_bytes)}" if one.bytes and one.scheme != "dense" else ""
-        lines.append(f"{one.param}, {one.rows:,} rows: {one.scheme}{f' over {one.axis}' if one.axis else ''}{size}; {one.why}")
+        size = (
+            f", {bytes_text(one.bytes)} sent per device instead of {bytes_text(one.dense_bytes)}"
+            if one.bytes and one.scheme != "dense"
+            else ""
+        )
+        lines.append(
+            f"{one.param}, {one.rows:,} rows: {one.scheme}{f' over {one.axis}' if one.axis else ''}{size}; {one.why}"
+        )
     return lines
 
 
@@ -235,31 +275,49 @@ def _partial(plan: Plan) -> list[str]:
         return []
     num_slots = len(one.first)
     shares = [sum(segment.backward for segment in one.segments[first:]) for first in one.first]
-    who = f"each of {num_slots} workers over {one.axis} to its own depth" if one.assignment == "spatial" else f"{num_slots} depths in turn, all workers alike"
+    who = (
+        f"each of {num_slots} workers over {one.axis} to its own depth"
+        if one.assignment == "spatial"
+        else f"{num_slots} depths in turn, all workers alike"
+    )
     turns = ", moving on by one every step" if one.rotate else ""
     lines = [
-        f"partial, which changes the numbers: {who}{turns}; {', '.join(f'{100 * share:.0f} %' for share in shares)} of the backward pass; "
-        f"{100 * one.device_time:.1f} % of the device time of full backpropagation, {one.times}",
-        f"estimator {one.estimator}, execution {one.execution}" + (", examples balanced" if one.rebalance else "")
+        (
+            f"partial, which changes the numbers: {who}{turns}; {', '.join(f'{100 * share:.0f} %' for share in shares)}"
+            f" of the backward pass; {100 * one.device_time:.1f} % of the device time of full backpropagation,"
+            f" {one.times}"
+        ),
+        f"estimator {one.estimator}, execution {one.execution}"
+        + (", examples balanced" if one.rebalance else "")
         + (f", {one.warmup_steps} first steps in full" if one.warmup_steps else "")
         + (", each worker with the loss and statistics of its own examples" if one.statistics == "local" else ""),
-    ]  # fmt: skip
+    ]
     for segment in one.segments:
         names = segment.layers[0] if len(segment.layers) == 1 else f"{segment.layers[0]} to {segment.layers[-1]}"
         size = f"{bytes_text(segment.summed_bytes)} sent per worker to add up {bytes_text(segment.num_bytes)}"
         size += f", {bytes_text(segment.handed_bytes)} to hand on the sum" if segment.handed_bytes else ""
         count = f"{segment.contributors} of {num_slots} {'workers' if one.assignment == 'spatial' else 'depths'}"
-        lines.append(f"{names}: {count}, {100 * segment.backward:.1f} % of the backward pass, {size}" if segment.contributors else f"{names}: never differentiated, kept as it is")
+        lines.append(
+            f"{names}: {count}, {100 * segment.backward:.1f} % of the backward pass, {size}"
+            if segment.contributors
+            else f"{names}: never differentiated, kept as it is"
+        )
     return lines
 
 
 def _exceptions(plan: Plan) -> list[str]:
-    """Notes of leaves and layers, equal ones joined: `kernel, bias: 10 does not divide`. A layer repeats its weight's note."""
+    """Notes of leaves and layers, equal ones joined: `kernel, bias: 10 does not divide`. A layer repeats its weight's
+    note."""
     notes: dict[str, list[str]] = {}
     for leaf in plan.leaves:
         if leaf.note:
             notes.setdefault(leaf.note, []).append(leaf.path)
     for layer in plan.layers:
-        if layer.note and not any(layer.note == note and set(paths) & set(layer.params) for note, paths in notes.items()):
+        if layer.note and not any(
+            layer.note == note and set(paths) & set(layer.params) for note, paths in notes.items()
+        ):
             notes.setdefault(layer.note, []).append(layer.name)
-    return [f"{', '.join(paths[:4])}{f' and {len(paths) - 4} more' if len(paths) > 4 else ''}: {note}" for note, paths in notes.items()]
+    return [
+        f"{', '.join(paths[:4])}{f' and {len(paths) - 4} more' if len(paths) > 4 else ''}: {note}"
+        for note, paths in notes.items()
+    ]

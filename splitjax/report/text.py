@@ -19,10 +19,14 @@ MAX_WIDTH, PIPED_WIDTH, MIN_WIDTH = 160, 120, 60
 
 
 def render_text(plan: Plan, width: int | None = None) -> str:
-    """The plan as a table of parameters and a summary. `width`: columns; None for the terminal's, at most 160, and for 120
-    where the output is no terminal. Long names are folded onto further lines, never cut."""
+    """The plan as a table of parameters and a summary. `width`: columns; None for the terminal's, at most 160, and for
+    120 where the output is no terminal. Long names are folded onto further lines, never cut."""
     console = Console(
-        file=io.StringIO(), width=text_width() if width is None else width, color_system=None, force_terminal=False, legacy_windows=False
+        file=io.StringIO(),
+        width=text_width() if width is None else width,
+        color_system=None,
+        force_terminal=False,
+        legacy_windows=False,
     )
     groups = table(plan)
     if groups:
@@ -59,7 +63,15 @@ def _parameters(groups: tuple[tuple[Row, ...], ...]) -> Table:
     for group in groups:
         for i, row in enumerate(group):
             # Text objects: brackets and colons in names are no markup and no emoji.
-            cells = ("" if i else row.layer, row.param, "" if i else row.kind, str(row.shape), row.spec, row.rule, row_bytes(row))
+            cells = (
+                "" if i else row.layer,
+                row.param,
+                "" if i else row.kind,
+                str(row.shape),
+                row.spec,
+                row.rule,
+                row_bytes(row),
+            )
             grid.add_row(*(Text(clean(cell)) for cell in cells))
     return grid
 
@@ -68,7 +80,9 @@ def row_bytes(row: Row) -> str:
     return bytes_text(row.device_bytes) if row.repeat == 1 else f"{row.repeat} x {bytes_text(row.device_bytes)}"
 
 
-def section(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> None:
+def section(
+    console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]
+) -> None:
     """Prints a titled table, and nothing where it has no rows. `numbers`: the columns that are aligned on the right."""
     if not rows:
         return

@@ -30,8 +30,8 @@ class CompiledMemory:
     - `temporary_bytes`: what lives only during the step: activations, gradients, buffers of collectives.
     - `output_bytes`: results, the new states among them.
     - `alias_bytes`: the part of the results that is written over arguments (donated states).
-    - `peak_bytes`: the backend's own figure for the highest use; None where it gives none. On a CPU it is only the arguments, on a TPU
-      it is the figure to trust.
+    - `peak_bytes`: the backend's own figure for the highest use; None where it gives none. On a CPU it is only the
+      arguments, on a TPU it is the figure to trust.
     """
 
     argument_bytes: int
@@ -52,8 +52,11 @@ class CompiledMemory:
         if stats is None:
             return None
         return cls(
-            int(stats.argument_size_in_bytes), int(stats.temp_size_in_bytes), int(stats.output_size_in_bytes),
-            int(stats.alias_size_in_bytes), int(getattr(stats, "peak_memory_in_bytes", 0)) or None,
+            int(stats.argument_size_in_bytes),
+            int(stats.temp_size_in_bytes),
+            int(stats.output_size_in_bytes),
+            int(stats.alias_size_in_bytes),
+            int(getattr(stats, "peak_memory_in_bytes", 0)) or None,
         )
 
 
@@ -67,8 +70,8 @@ class ReportMemory:
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """Sums over collectives: how many run per step, and the bytes that each device sends for them. What runs in some steps only
-    (`CompiledCollective.share`) counts for its share."""
+    """Sums over collectives: how many run per step, and the bytes that each device sends for them. What runs in some
+    steps only (`CompiledCollective.share`) counts for its share."""
 
     predicted_count: int
     predicted_bytes: int
@@ -88,8 +91,8 @@ class Report:
     - `platform`: what it was compiled for: `cpu`, `gpu`, `tpu`.
     - `plan_digest`: `Plan.digest` of the plan.
     - `memory`: bytes per device, predicted and compiled.
-    - `collectives`: every collective of the compiled step, in the order of the program, with op, axis, bytes, layer, source line,
-      cause and rule; those that the plan foresaw with their prediction.
+    - `collectives`: every collective of the compiled step, in the order of the program, with op, axis, bytes, layer,
+      source line, cause and rule; those that the plan foresaw with their prediction.
     - `missing`: planned collectives that XLA did without.
     - `depths`: how far back each worker differentiates, where that is partial; else none.
     """
@@ -121,7 +124,8 @@ class Report:
 
     @functools.cached_property
     def by_layer(self) -> Mapping[str, Total]:
-        """Layer -> what the plan and the compiled step send for it; `""` for what belongs to no layer, such as the loss."""
+        """Layer -> what the plan and the compiled step send for it; `""` for what belongs to no layer, such as the
+        loss."""
         return _totals(self, lambda one: one.layer)
 
     @property
@@ -130,12 +134,19 @@ class Report:
         return _totals(self, lambda one: "").get("", Total(0, 0, 0, 0))
 
     def to_json(self) -> str:
-        """The report as JSON text (ASCII), one collective a line, read back by `Report.from_json`. All sizes are bytes per device,
-        and what is sent is per step."""
+        """The report as JSON text (ASCII), one collective a line, read back by `Report.from_json`. All sizes are bytes
+        per device, and what is sent is per step."""
         head = {
-            "format": FORMAT, "step": self.step, "mesh": self.mesh.axes, "rules": self.rules, "platform": self.platform,
-            "plan_digest": self.plan_digest, "memory": dataclasses.asdict(self.memory),
-            "by_op": [{"op": op, "axis": axis, **dataclasses.asdict(total)} for (op, axis), total in self.by_op.items()],
+            "format": FORMAT,
+            "step": self.step,
+            "mesh": self.mesh.axes,
+            "rules": self.rules,
+            "platform": self.platform,
+            "plan_digest": self.plan_digest,
+            "memory": dataclasses.asdict(self.memory),
+            "by_op": [
+                {"op": op, "axis": axis, **dataclasses.asdict(total)} for (op, axis), total in self.by_op.items()
+            ],
             "by_layer": [{"layer": layer, **dataclasses.asdict(total)} for layer, total in self.by_layer.items()],
             "depths": [dataclasses.asdict(one) for one in self.depths],
         }
@@ -154,15 +165,23 @@ class Report:
                 raise ValueError(f"format {data['format']!r}")
             compiled = data["memory"]["compiled"]
             return cls(
-                data["step"], MeshShape(tuple((name, size) for name, size in data["mesh"])), data["rules"], data["platform"],
+                data["step"],
+                MeshShape(tuple((name, size) for name, size in data["mesh"])),
+                data["rules"],
+                data["platform"],
                 data["plan_digest"],
-                ReportMemory(Memory(**data["memory"]["predicted"]), None if compiled is None else CompiledMemory(**compiled)),
-                tuple(_reported(one) for one in data["collectives"]), tuple(Collective(**one) for one in data["missing"]),
+                ReportMemory(
+                    Memory(**data["memory"]["predicted"]), None if compiled is None else CompiledMemory(**compiled)
+                ),
+                tuple(_reported(one) for one in data["collectives"]),
+                tuple(Collective(**one) for one in data["missing"]),
                 tuple(ReportedDepth(**one) for one in data.get("depths", ())),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise PlanError(
-                f"this is not the JSON of a report: {error}", place="Report.from_json", remedy="pass what `report.to_json()` returned",
+                f"this is not the JSON of a report: {error}",
+                place="Report.from_json",
+                remedy="pass what `report.to_json()` returned",
             ) from error
 
     def __str__(self) -> str:
@@ -172,8 +191,8 @@ class Report:
 
     def __repr__(self) -> str:
         return (
-            f"<Report of {self.step} on {self.mesh} ({self.platform}): {len(self.collectives)} collectives, {len(self.unplanned)} "
-            f"unplanned, {len(self.missing)} missing, {len(self.unattributed)} unattributed>"
+            f"<Report of {self.step} on {self.mesh} ({self.platform}): {len(self.collectives)} collectives,"
+            f" {len(self.unplanned)} unplanned, {len(self.missing)} missing, {len(self.unattributed)} unattributed>"
         )
 
     def _repr_html_(self) -> str:
@@ -182,12 +201,15 @@ class Report:
         return render_report_html(self)
 
 
-def make_report(compiled: Any, plan: Plan, graph: Graph, argument_names: Mapping[str, str], *, step: str, platform: str) -> Report:
+def make_report(
+    compiled: Any, plan: Plan, graph: Graph, argument_names: Mapping[str, str], *, step: str, platform: str
+) -> Report:
     """The report of a compiled step.
 
     **Arguments:**
 
-    - `compiled`: a `jax.stages.Compiled` with its metadata (`_compat.metadata_in_cache_key`), or the programs of several workers.
+    - `compiled`: a `jax.stages.Compiled` with its metadata (`_compat.metadata_in_cache_key`), or the programs of
+      several workers.
     - `plan`, `graph`: what it was compiled from.
     - `argument_names`: JAX's name of every array among the step's arguments -> its path in the plan.
     - `step`, `platform`: names for the report.
@@ -195,11 +217,14 @@ def make_report(compiled: Any, plan: Plan, graph: Graph, argument_names: Mapping
     parts = read_parts(compiled, plan, argument_names)
     collectives, missing = attribute(parts, plan, graph)
     memory = ReportMemory(plan.memory, CompiledMemory.of(compiled))
-    return Report(step, plan.mesh, plan.rules, platform, plan.digest, memory, collectives, missing, read_depths(parts, plan))
+    return Report(
+        step, plan.mesh, plan.rules, platform, plan.digest, memory, collectives, missing, read_depths(parts, plan)
+    )
 
 
 def _totals(report: Report, key: Any) -> dict[Any, Total]:
-    """Sums by key, largest first. A planned collective counts under its own op, axis and layer, however XLA realised it."""
+    """Sums by key, largest first. A planned collective counts under its own op, axis and layer, however XLA realised
+    it."""
     sums: dict[Any, list[float]] = {}
     realised = [(one.planned, one.compiled.share) for one in report.collectives if one.planned is not None]
     planned: Iterable[tuple[Any, float]] = (*realised, *((one, 1.0) for one in report.missing))
@@ -219,7 +244,11 @@ def _flat(one: ReportedCollective | Collective) -> dict[str, Any]:
     compiled = dataclasses.asdict(one.compiled)
     del compiled["source"]  # the first of its frames; the object's own `source` is never less
     first = {name: compiled.pop(name) for name in ("op", "axis", "bytes")}
-    rest = {field.name: getattr(one, field.name) for field in dataclasses.fields(one) if field.name not in ("compiled", "planned")}
+    rest = {
+        field.name: getattr(one, field.name)
+        for field in dataclasses.fields(one)
+        if field.name not in ("compiled", "planned")
+    }
     return {**first, **rest, "planned": None if one.planned is None else dataclasses.asdict(one.planned), **compiled}
 
 
@@ -229,7 +258,9 @@ def _reported(data: Mapping[str, Any]) -> ReportedCollective:
     rest = {name: value for name, value in data.items() if name not in names}
     planned = rest.pop("planned")
     compiled["source"] = compiled["frames"][0] if compiled["frames"] else ""
-    return ReportedCollective(CompiledCollective(**compiled), planned=None if planned is None else Collective(**planned), **rest)
+    return ReportedCollective(
+        CompiledCollective(**compiled), planned=None if planned is None else Collective(**planned), **rest
+    )
 
 
 def _tuples(value: Any) -> Any:

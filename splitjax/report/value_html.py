@@ -26,17 +26,39 @@ _NUMBERS = ("predicted", "compiled")
 
 def render_report_html(report: Report) -> str:
     """The same content as `report.value_text.render_report_text`; long tables fold away."""
-    return "".join((
-        f'<div class="splitjax-plan"><style>{STYLE}</style><p>{safe(headline(report))}<br>{safe(verdict(report))}</p>',
-        html_table("memory per device", ("predicted", "", "compiled", ""), memory_rows(report), numbers=(1, 3)),
-        html_table("sent per device and step", ("", "", "predicted", "", "compiled"), total_rows(report), numbers=(1, 2, 3, 4)),
-        html_table("by layer", ("layer", "", "predicted", "", "compiled"), layer_rows(report), numbers=(1, 2, 3, 4)),
-        html_table("depths in the first step", DEPTH_COLUMNS, depth_rows(report), numbers=(2, 3)),
-        _collectives("as planned", planned_rows(report), ("layer", "collective", "predicted", "compiled", "why", "rule", "line")),
-        _collectives("unplanned", unplanned_rows(report), ("layer", "collective", "compiled", "why", "rule", "line")),
-        _collectives("planned, but not in the compiled step", missing_rows(report), ("layer", "collective", "predicted", "why")),
-        "</div>",
-    ))
+    return "".join(
+        (
+            (
+                "<div"
+                f' class="splitjax-plan"><style>{STYLE}</style><p>{safe(headline(report))}<br>{safe(verdict(report))}</p>'  # noqa: E501
+            ),
+            html_table("memory per device", ("predicted", "", "compiled", ""), memory_rows(report), numbers=(1, 3)),
+            html_table(
+                "sent per device and step",
+                ("", "", "predicted", "", "compiled"),
+                total_rows(report),
+                numbers=(1, 2, 3, 4),
+            ),
+            html_table(
+                "by layer", ("layer", "", "predicted", "", "compiled"), layer_rows(report), numbers=(1, 2, 3, 4)
+            ),
+            html_table("depths in the first step", DEPTH_COLUMNS, depth_rows(report), numbers=(2, 3)),
+            _collectives(
+                "as planned",
+                planned_rows(report),
+                ("layer", "collective", "predicted", "compiled", "why", "rule", "line"),
+            ),
+            _collectives(
+                "unplanned", unplanned_rows(report), ("layer", "collective", "compiled", "why", "rule", "line")
+            ),
+            _collectives(
+                "planned, but not in the compiled step",
+                missing_rows(report),
+                ("layer", "collective", "predicted", "why"),
+            ),
+            "</div>",
+        )
+    )
 
 
 def _collectives(title: str, rows: Sequence[CollectiveRow], columns: Sequence[str]) -> str:

@@ -1,4 +1,5 @@
-"""A report as plain text, as `report.text` writes a plan: no colour codes, so that it can be logged, compared and piped."""
+"""A report as plain text, as `report.text` writes a plan: no colour codes, so that it can be logged, compared and
+piped."""
 
 from __future__ import annotations
 
@@ -30,17 +31,37 @@ def render_report_text(report: Report, width: int | None = None) -> str:
     """The report as tables: memory, sums by operation and by layer, then every collective. `width`: columns, as for
     `report.text.render_text`."""
     console = Console(
-        file=io.StringIO(), width=text_width() if width is None else width, color_system=None, force_terminal=False, legacy_windows=False
+        file=io.StringIO(),
+        width=text_width() if width is None else width,
+        color_system=None,
+        force_terminal=False,
+        legacy_windows=False,
     )
     console.print(Text(clean(headline(report))))
     console.print()
     section(console, "memory per device", ("predicted", "", "compiled", ""), memory_rows(report), numbers=(1, 3))
-    section(console, "sent per device and step", ("", "", "predicted", "", "compiled"), total_rows(report), numbers=(1, 2, 3, 4))
+    section(
+        console,
+        "sent per device and step",
+        ("", "", "predicted", "", "compiled"),
+        total_rows(report),
+        numbers=(1, 2, 3, 4),
+    )
     section(console, "by layer", ("layer", "", "predicted", "", "compiled"), layer_rows(report), numbers=(1, 2, 3, 4))
     section(console, "depths in the first step", DEPTH_COLUMNS, depth_rows(report), numbers=(2, 3))
-    _collectives(console, "as planned", planned_rows(report), ("layer", "collective", "predicted", "compiled", "why", "rule", "line"))
+    _collectives(
+        console,
+        "as planned",
+        planned_rows(report),
+        ("layer", "collective", "predicted", "compiled", "why", "rule", "line"),
+    )
     _collectives(console, "unplanned", unplanned_rows(report), ("layer", "collective", "compiled", "why", "line"))
-    _collectives(console, "planned, but not in the compiled step", missing_rows(report), ("layer", "collective", "predicted", "why"))
+    _collectives(
+        console,
+        "planned, but not in the compiled step",
+        missing_rows(report),
+        ("layer", "collective", "predicted", "why"),
+    )
     console.print(Text(verdict(report)))
     file = console.file
     assert isinstance(file, io.StringIO)
@@ -51,11 +72,22 @@ def cells(row: CollectiveRow) -> dict[str, str]:
     """A row's texts by column."""
     times = f"{row.count} x " if row.count > 1 else ""
     return {
-        "layer": row.layer, "collective": f"{times}{row.op} over {row.axis}", "predicted": bytes_text(row.predicted_bytes),
-        "compiled": bytes_text(row.compiled_bytes), "why": row.why, "rule": row.rule, "line": row.source,
+        "layer": row.layer,
+        "collective": f"{times}{row.op} over {row.axis}",
+        "predicted": bytes_text(row.predicted_bytes),
+        "compiled": bytes_text(row.compiled_bytes),
+        "why": row.why,
+        "rule": row.rule,
+        "line": row.source,
     }
 
 
 def _collectives(console: Console, title: str, rows: Sequence[CollectiveRow], columns: Sequence[str]) -> None:
     texts = [tuple(cells(row)[name] for name in columns) for row in rows]
-    section(console, title, columns, texts, numbers=tuple(i for i, name in enumerate(columns) if name in ("predicted", "compiled")))
+    section(
+        console,
+        title,
+        columns,
+        texts,
+        numbers=tuple(i for i, name in enumerate(columns) if name in ("predicted", "compiled")),
+    )

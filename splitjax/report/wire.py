@@ -1,12 +1,13 @@
 """The part of a serialised HLO module that a report reads, as typed values.
 
-jaxlib's Python objects (`hlo_modules()`) show names, opcodes and operands, but in jax 0.10.2 neither shapes nor groups nor
-metadata; HLO's text is made for eyes and changes between versions. Both serialise: `HloModuleProto` is a protocol buffer,
-whose field numbers never change their meaning, and its wire format takes a page to read
+jaxlib's Python objects (`hlo_modules()`) show names, opcodes and operands, but in jax 0.10.2 neither shapes nor groups
+nor metadata; HLO's text is made for eyes and changes between versions. Both serialise: `HloModuleProto` is a protocol
+buffer, whose field numbers never change their meaning, and its wire format takes a page to read
 (https://protobuf.dev/programming-guides/encoding).
 
-The numbers in this file are those of `xla/service/hlo.proto` and `xla/xla_data.proto` (https://github.com/openxla/xla) and
-agree with the descriptors inside the jaxlib of jax 0.10.2 and of jax 0.12.0.1. Fields not named here are skipped unread.
+The numbers in this file are those of `xla/service/hlo.proto` and `xla/xla_data.proto` (https://github.com/openxla/xla)
+and agree with the descriptors inside the jaxlib of jax 0.10.2 and of jax 0.12.0.1. Fields not named here are skipped
+unread.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class GroupList:
     """Groups of devices in one of their three forms, or none of them (which means all devices together)."""
 
     listed: Groups = ()
-    iota: tuple[int, int, tuple[int, ...], tuple[int, ...]] | None = None  # groups, devices per group, reshape, transpose
+    # groups, devices per group, reshape, transpose
+    iota: tuple[int, int, tuple[int, ...], tuple[int, ...]] | None = None
     mesh: MeshGroups | None = None
 
 
@@ -68,7 +70,8 @@ class Instruction:
     called: tuple[int, ...]
     tuple_index: int
     parameter: int  # of a parameter: its position
-    chain: str  # of a collective that the TPU's compiler spreads over several fusions: which, as each of its copies says
+    # of a collective that the TPU's compiler spreads over several fusions: which, as each of its copies says
+    chain: str
     groups: GroupList
     pairs: tuple[tuple[int, int], ...]  # of a collective-permute: (from, to)
     trip_count: int | None  # of a while loop, where XLA writes it down
@@ -120,13 +123,23 @@ def _instruction(data: bytes, payloads: Sequence[bytes]) -> Instruction:
     opcode = _text(fields, 2)
     metadata = _message(fields, 7)
     return Instruction(
-        id=_number(fields, 35), name=_text(fields, 1), opcode=opcode, shape=_shape(_message(fields, 3)),
-        op_name=_text(metadata, 2), stack_frame=_number(metadata, 15), source=(_text(metadata, 3), _number(metadata, 4)),
-        operands=_numbers(fields, 36), called=_numbers(fields, 38), tuple_index=_number(fields, 13), parameter=_number(fields, 9),
-        chain=_attribute(_message(fields, 68), "chain_id"), groups=_groups(fields),
+        id=_number(fields, 35),
+        name=_text(fields, 1),
+        opcode=opcode,
+        shape=_shape(_message(fields, 3)),
+        op_name=_text(metadata, 2),
+        stack_frame=_number(metadata, 15),
+        source=(_text(metadata, 3), _number(metadata, 4)),
+        operands=_numbers(fields, 36),
+        called=_numbers(fields, 38),
+        tuple_index=_number(fields, 13),
+        parameter=_number(fields, 9),
+        chain=_attribute(_message(fields, 68), "chain_id"),
+        groups=_groups(fields),
         pairs=tuple((_number(pair, 1), _number(pair, 2)) for pair in map(_fields, fields.get(52, ()))),
         trip_count=_trip_count(_config(fields, payloads)) if opcode == "while" else None,
-        literal=_integer(_message(fields, 8)) if opcode == "constant" else None, direction=_text(fields, 63),
+        literal=_integer(_message(fields, 8)) if opcode == "constant" else None,
+        direction=_text(fields, 63),
     )
 
 
@@ -147,8 +160,8 @@ def _shape(fields: Mapping[int, list[Any]]) -> Shape:
 
 
 def _groups(fields: Mapping[int, list[Any]]) -> GroupList:
-    """`collective_device_list` (87), `iota_collective_device_list` (92), `mesh_axes_replica_group_list` (93), or the older
-    `replica_groups` (49)."""
+    """`collective_device_list` (87), `iota_collective_device_list` (92), `mesh_axes_replica_group_list` (93), or the
+    older `replica_groups` (49)."""
     listed = tuple(_numbers(_fields(one), 1) for one in (_message(fields, 87).get(1, ()) or fields.get(49, ())))
     if 92 in fields:
         iota = _message(fields, 92)
@@ -168,7 +181,8 @@ def _groups(fields: Mapping[int, list[Any]]) -> GroupList:
 
 
 def _config(fields: Mapping[int, list[Any]], payloads: Sequence[bytes]) -> bytes:
-    """`backend_config` (43), or `backend_config_payload` (99): the bytes themselves or their place in the module's payloads."""
+    """`backend_config` (43), or `backend_config_payload` (99): the bytes themselves or their place in the module's
+    payloads."""
     if fields.get(43):
         return fields[43][-1]
     payload = _message(fields, 99)
@@ -196,9 +210,14 @@ def _frames(data: bytes) -> tuple[Frame, ...]:
     frames = []
     for frame in map(_fields, fields.get(4, ())):
         place = _at(places, _number(frame, 1), {})
-        frames.append(Frame(
-            _at(files, _number(place, 1), ""), _number(place, 3), _at(functions, _number(place, 2), ""), _number(frame, 2)
-        ))
+        frames.append(
+            Frame(
+                _at(files, _number(place, 1), ""),
+                _number(place, 3),
+                _at(functions, _number(place, 2), ""),
+                _number(frame, 2),
+            )
+        )
     return tuple(frames)
 
 
@@ -207,7 +226,8 @@ def _at(values: Sequence[Any], position: int, default: Any) -> Any:
     return values[position - 1] if 0 < position <= len(values) else default
 
 
-# The wire format. A message is a list of (number, type, value); a later field of the same number wins or is one more entry.
+# The wire format. A message is a list of (number, type, value); a later field of the same number wins or is one more
+# entry.
 
 
 def _fields(data: bytes) -> dict[int, list[Any]]:

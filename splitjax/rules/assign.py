@@ -1,5 +1,5 @@
-"""Graph x RuleSet x MeshShape -> the layout of every argument of the step: parameters by rule, the rest of the state by what
-it follows, batches over their axes."""
+"""Graph x RuleSet x MeshShape -> the layout of every argument of the step: parameters by rule, the rest of the state by
+what it follows, batches over their axes."""
 
 from __future__ import annotations
 
@@ -39,13 +39,16 @@ def assign(graph: Graph, rules: RuleSet, mesh: MeshShape | Mapping[str, int]) ->
     The result is legal: every split divides, an array uses a mesh axis at most once, and parameters that share storage
     agree (see `decide`). Batches are split over all axes of the mesh or over `data`, as `rules.replicated_batch` says.
 
-    Raises `MeshError` for a rule that names an axis the mesh cannot have, `RuleError` where an axis other than `data` (or one
-    of `rules.axes`) shards no parameter and the set does not allow that, `BatchError` where the batch does not divide."""
+    Raises `MeshError` for a rule that names an axis the mesh cannot have, `RuleError` where an axis other than `data`
+    (or one of `rules.axes`) shards no parameter and the set does not allow that, `BatchError` where the batch does not
+    divide."""
     mesh = MeshShape.of(mesh)
     for rule, error in unknown_axes(rules, mesh):
         place = f"rule set {rules.name!r}" + (f", rule {rule.name!r}" if rule else ", key 'axes'")
         raise MeshError(
-            error.message, value=dict(mesh.axes), place=place,
+            error.message,
+            value=dict(mesh.axes),
+            place=place,
             remedy=f"add the axis to the mesh, or let the rule name one of {', '.join(mesh.names)}",
         )
     decisions = decide(graph, rules, mesh)
@@ -58,16 +61,30 @@ def assign(graph: Graph, rules: RuleSet, mesh: MeshShape | Mapping[str, int]) ->
     layers = []
     for layer in graph.layers:
         weight = decisions.params.get(layer.params[0]) if layer.params else None
-        layers.append(LayerPlan(
-            layer.name, layer.kind, layer.params, tuple(specs[path] for path in layer.params),
-            weight.rule if weight else "default", weight.note if weight else "",
-        ))
+        layers.append(
+            LayerPlan(
+                layer.name,
+                layer.kind,
+                layer.params,
+                tuple(specs[path] for path in layer.params),
+                weight.rule if weight else "default",
+                weight.note if weight else "",
+            )
+        )
     notes = [f"{one.path}: {one.note}" for one in decisions.params.values() if one.problem]
-    notes += [f"{leaf.path}: {leaf.note}" for leaf in leaves if leaf.role not in ("param", "batch", "input") and leaf.note]
+    notes += [
+        f"{leaf.path}: {leaf.note}" for leaf in leaves if leaf.role not in ("param", "batch", "input") and leaf.note
+    ]
     if not decisions.params:
         notes.append("the step has no parameters, so no rule applies")
     return Assignment(
-        rules.name, rules.replicated_batch, batch_axes, leaves, tuple(layers), tuple(notes), dead_rules(rules, decisions)
+        rules.name,
+        rules.replicated_batch,
+        batch_axes,
+        leaves,
+        tuple(layers),
+        tuple(notes),
+        dead_rules(rules, decisions),
     )
 
 
@@ -112,7 +129,10 @@ def _idle(graph: Graph, rules: RuleSet, mesh: MeshShape, decisions: Decisions, a
         lines.append(f"  rule {rule.name!r} ({rule.matchers}): {_why_idle(rule, axis, decisions)}")
     if not rules.rules:
         lines.append("  the set has no rules")
-    remedy = f"add a rule that shards one of these over {axis!r}, take {axis!r} out of the mesh, or say allow_replicated = true"
+    remedy = (
+        f"add a rule that shards one of these over {axis!r}, take {axis!r} out of the mesh, or say allow_replicated ="
+        " true"
+    )
     return RuleError("\n".join(lines), value=dict(mesh.axes), place=f"rule set {rules.name!r}", remedy=remedy)
 
 
@@ -139,7 +159,9 @@ def _check_batch(graph: Graph, mesh: MeshShape, batch_axes: tuple[str, ...]) -> 
         smaller, larger = size // num * num, -(-size // num) * num
         nearest = f"{smaller} or {larger}" if smaller else f"{larger}"
         raise BatchError(
-            f"{size} examples do not divide by {axes_text(mesh, batch_axes)}", value=size, place=place,
+            f"{size} examples do not divide by {axes_text(mesh, batch_axes)}",
+            value=size,
+            place=place,
             remedy=f"use {nearest} examples, or a mesh in which {' x '.join(batch_axes)} divides {size}",
         )
 
@@ -158,14 +180,25 @@ def _leaf(graph: Graph, mesh: MeshShape, decisions: Decisions, batch_axes: tuple
         spec, rule, note = _follow(graph, mesh, decisions, leaf)
     ordered = tuple(spec_entry(mesh.in_order(spec_axes((entry,)))) for entry in spec)
     if ordered != spec:
-        note = "; ".join(filter(None, (note, "several axes along one dim are in the mesh's order (axes-out-of-mesh-order)")))
+        note = "; ".join(
+            filter(None, (note, "several axes along one dim are in the mesh's order (axes-out-of-mesh-order)"))
+        )
     return LeafPlan(
-        leaf.path, leaf.shape, leaf.dtype, leaf.role, leaf.is_state, ordered, rule, note, bytes_per_device(leaf, spec, mesh)
+        leaf.path,
+        leaf.shape,
+        leaf.dtype,
+        leaf.role,
+        leaf.is_state,
+        ordered,
+        rule,
+        note,
+        bytes_per_device(leaf, spec, mesh),
     )
 
 
 def _follow(graph: Graph, mesh: MeshShape, decisions: Decisions, leaf: Leaf) -> tuple[Spec, str, str]:
-    """Spec, rule and note of optimizer state or a statistic: every dim as the parameter dim with the same storage class."""
+    """Spec, rule and note of optimizer state or a statistic: every dim as the parameter dim with the same storage
+    class."""
     axes, notes, path = [], [], leaf.follows
     for dim, atoms in enumerate(leaf.dims):
         label = graph.hard[atoms[0]] if atoms else None

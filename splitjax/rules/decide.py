@@ -5,13 +5,13 @@ because they have one entry between them. `_Work.chosen` holds that entry; a cla
 
 Layers decide in program order, each its weight first:
 
-1. `_settle` takes the first alternative of the parameter's first matching rule that fits (`_fit`): every dim it names is
-   there, divides by its axes, and no array linked by storage would be split twice over one axis (`_illegal`).
+1. `_settle` takes the first alternative of the parameter's first matching rule that fits (`_fit`): every dim it names
+   is there, divides by its axes, and no array linked by storage would be split twice over one axis (`_illegal`).
 2. `_share` gives the other parameters of the layer the axes of the dims they have in common with it (same *local*
    class): the bias of a dense layer split by columns. Dims that the weight keeps whole they keep whole too: the bias of
    one split by rows.
-3. `_spread`, for rules with `ties="local"`, gives the axis to open parameters of other layers in the same local class, so
-   that the next dense layer is split by rows: column then row (Shoeybi et al., arXiv 1909.08053, section 3).
+3. `_spread`, for rules with `ties="local"`, gives the axis to open parameters of other layers in the same local class,
+   so that the next dense layer is split by rows: column then row (Shoeybi et al., arXiv 1909.08053, section 3).
 
 A local class is a default, so a rule that replicates, or has `ties="hard"`, takes no axis from other layers.
 """
@@ -24,7 +24,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from splitjax.mesh import MeshShape
-from splitjax.rules.match import axes_text, candidates, dim_text, divides, first_match, named_params, param_kinds, sized_text
+from splitjax.rules.match import (
+    axes_text,
+    candidates,
+    dim_text,
+    divides,
+    first_match,
+    named_params,
+    param_kinds,
+    sized_text,
+)
 from splitjax.rules.rule import LARGEST, Alternative, DimRef, Rule
 from splitjax.rules.ruleset import RuleSet
 from splitjax.trace.graph import Graph, Leaf
@@ -112,8 +121,14 @@ def _start(graph: Graph, rules: RuleSet, mesh: MeshShape) -> _Work:
             homes.setdefault(path, layer.name)
     by_hard, by_local = defaultdict(list), defaultdict(list)
     work = _Work(
-        graph, mesh, params, kinds, {path: first_match(rules.rules, leaf, kinds[path]) for path, leaf in params.items()},
-        homes, by_hard, by_local,
+        graph,
+        mesh,
+        params,
+        kinds,
+        {path: first_match(rules.rules, leaf, kinds[path]) for path, leaf in params.items()},
+        homes,
+        by_hard,
+        by_local,
     )
     for path, leaf in params.items():
         for label in dict.fromkeys(work.hard(leaf).values()):
@@ -157,7 +172,11 @@ def _spread(work: _Work, source: Leaf, dims: Iterable[int]) -> None:
         for path in work.by_local[work.local(source)[dim]]:
             rule = work.rules[path]
             takes = rule is None or (rule.ties == "local" and not rule.replicates)
-            if takes and path not in work.done and work.homes.get(path, path) != work.homes.get(source.path, source.path):
+            if (
+                takes
+                and path not in work.done
+                and work.homes.get(path, path) != work.homes.get(source.path, source.path)
+            ):
                 _tie(work, source, dim, work.params[path], given[dim], by_name=False)
 
 
@@ -176,8 +195,8 @@ def _tie(work: _Work, source: Leaf, source_dim: int, target: Leaf, choice: _Choi
 
 
 def _settle(work: _Work, leaf: Leaf, near: Sequence[Leaf]) -> None:
-    """Decides a parameter for good: its open dims get the first alternative that fits, or stay whole. `near` are the settled
-    parameters of its layer that the same rule decided."""
+    """Decides a parameter for good: its open dims get the first alternative that fits, or stay whole. `near` are the
+    settled parameters of its layer that the same rule decided."""
     rule, given, hard = work.rules[leaf.path], work.given(leaf), work.hard(leaf)
     refusals: list[str] = []
     picked: dict[int, Axes] | None = None
@@ -189,7 +208,9 @@ def _settle(work: _Work, leaf: Leaf, near: Sequence[Leaf]) -> None:
         refusals.append(fit)
     new = {dim: axes for dim, axes in (picked or {}).items() if axes and dim not in given}
     # A bias whose dim the weight keeps whole is no misfit.
-    follows = next((one.path for one in near for label in work.local(leaf).values() if _keeps_whole(work, one, label)), None)
+    follows = next(
+        (one.path for one in near for label in work.local(leaf).values() if _keeps_whole(work, one, label)), None
+    )
     shown, note, problem = _explain(rule, given, new, picked, refusals, follows)
     if problem == "misfit" and near and len(hard) <= 1 and not any(leaf.dim_names):
         problem = ""  # a vector beside a weight, with no dim in common that tracing saw: its note is enough
@@ -204,7 +225,11 @@ def _settle(work: _Work, leaf: Leaf, near: Sequence[Leaf]) -> None:
 
 
 def _explain(
-    rule: Rule | None, given: dict[int, _Choice], new: dict[int, Axes], picked: dict[int, Axes] | None, refusals: list[str],
+    rule: Rule | None,
+    given: dict[int, _Choice],
+    new: dict[int, Axes],
+    picked: dict[int, Axes] | None,
+    refusals: list[str],
     follows: str | None,
 ) -> tuple[str, str, str]:
     """What the plan shows as the rule, the note, and the kind of problem, if any."""
@@ -217,7 +242,11 @@ def _explain(
             return f"{rule.name} ({tie})", "", ""
         # An explicit rule, or one that replicates, that a tie outvotes is worth a word; a kind's rule expects it.
         outvoted = rule.replicates or (rule.is_explicit and picked is None)
-        return tie, f"rule {rule.name!r} gives way: {reasons or 'it replicates'}" if outvoted else "", "conflict" if outvoted else ""
+        return (
+            tie,
+            f"rule {rule.name!r} gives way: {reasons or 'it replicates'}" if outvoted else "",
+            "conflict" if outvoted else "",
+        )
     if picked is not None or rule.replicates:
         return rule.name, "", ""
     if follows is not None:
@@ -285,7 +314,9 @@ def _illegal(work: _Work, extra: dict[int, Axes]) -> str | None:
         leaf, used = work.params[path], {}
         for dim, label in work.hard(leaf).items():
             axes = extra.get(label) or (work.chosen[label].axes if label in work.chosen else ())
-            if label in extra and not divides([work.graph.atom_sizes[atom] for atom in leaf.dims[dim]], work.mesh.size(axes)):
+            if label in extra and not divides(
+                [work.graph.atom_sizes[atom] for atom in leaf.dims[dim]], work.mesh.size(axes)
+            ):
                 return f"{sized_text(work.graph, leaf, dim)} of {path} does not divide by {axes_text(work.mesh, axes)}"
             for axis in axes:
                 if axis in used:

@@ -29,7 +29,9 @@ class Finding:
     check: str = ""  # which check found it: "dead", "shadowed", "conflicting", ...
 
 
-def lint(rules: RuleSet, graph: Graph | None = None, mesh: MeshShape | Mapping[str, int] | None = None) -> tuple[Finding, ...]:
+def lint(
+    rules: RuleSet, graph: Graph | None = None, mesh: MeshShape | Mapping[str, int] | None = None
+) -> tuple[Finding, ...]:
     """All findings about a rule set, errors first.
 
     Without a graph only what the rules say by themselves is checked; with a graph also what matches; with a mesh too
@@ -40,9 +42,15 @@ def lint(rules: RuleSet, graph: Graph | None = None, mesh: MeshShape | Mapping[s
         found += _matching(rules, graph, {finding.rule for finding in found if finding.check == "shadowed"})
     unknown = unknown_axes(rules, shape) if shape is not None else []
     for rule, error in unknown:
-        found.append(Finding(
-            "error", rule.name if rule else "", error.message, "add the axis to the mesh, or name another one", "unknown axis",
-        ))
+        found.append(
+            Finding(
+                "error",
+                rule.name if rule else "",
+                error.message,
+                "add the axis to the mesh, or name another one",
+                "unknown axis",
+            )
+        )
     if shape is None:
         found += _foreign_axes(rules)
     if graph is not None and shape is not None and not unknown:
@@ -55,27 +63,39 @@ def _static(rules: RuleSet) -> Iterator[Finding]:
         for earlier in rules.rules[:position]:
             if _covers(earlier, rule):
                 yield Finding(
-                    "warning", rule.name, f"rule {earlier.name!r} ({earlier.matchers}) comes first and matches all that it matches",
-                    f"move it before {earlier.name!r}, or take it out", "shadowed",
+                    "warning",
+                    rule.name,
+                    f"rule {earlier.name!r} ({earlier.matchers}) comes first and matches all that it matches",
+                    f"move it before {earlier.name!r}, or take it out",
+                    "shadowed",
                 )
                 break
         for alternative in rule.shard:
             axes = [axis for _, several in alternative for axis in several]
             for axis in sorted({axis for axis in axes if axes.count(axis) > 1}):
                 yield Finding(
-                    "error", rule.name, f"an alternative splits two dims over {axis!r}, which never fits",
-                    "a mesh axis may split one dim of an array: use two axes, or two alternatives", "conflicting",
+                    "error",
+                    rule.name,
+                    f"an alternative splits two dims over {axis!r}, which never fits",
+                    "a mesh axis may split one dim of an array: use two axes, or two alternatives",
+                    "conflicting",
                 )
             for ref, _ in alternative:
                 if isinstance(ref, str) and ref != LARGEST and ref not in DIM_NAMES:
                     yield Finding(
-                        "warning", rule.name, f"{ref!r} is no dim name that tracing gives{closest(ref, (*DIM_NAMES, LARGEST))}",
-                        f"use one of {', '.join((*DIM_NAMES, LARGEST))}, or a position", "unknown dim",
+                        "warning",
+                        rule.name,
+                        f"{ref!r} is no dim name that tracing gives{closest(ref, (*DIM_NAMES, LARGEST))}",
+                        f"use one of {', '.join((*DIM_NAMES, LARGEST))}, or a position",
+                        "unknown dim",
                     )
     if not rules.allow_replicated and all(rule.replicates for rule in rules.rules):
         yield Finding(
-            "warning", "", "no rule shards anything, so a mesh with an axis other than data is an error",
-            "add a rule that shards, or say allow_replicated = true", "replicated",
+            "warning",
+            "",
+            "no rule shards anything, so a mesh with an axis other than data is an error",
+            "add a rule that shards, or say allow_replicated = true",
+            "replicated",
         )
 
 
@@ -84,8 +104,11 @@ def _foreign_axes(rules: RuleSet) -> Iterator[Finding]:
         for axis in rule.axes:
             if axis not in KNOWN_AXES and axis not in rules.axes:
                 yield Finding(
-                    "info", rule.name, f"{axis!r} has to be an axis of the mesh{closest(axis, KNOWN_AXES)}",
-                    f"only {' and '.join(KNOWN_AXES)} may be absent", "unknown axis",
+                    "info",
+                    rule.name,
+                    f"{axis!r} has to be an axis of the mesh{closest(axis, KNOWN_AXES)}",
+                    f"only {' and '.join(KNOWN_AXES)} may be absent",
+                    "unknown axis",
                 )
 
 
@@ -112,24 +135,33 @@ def _matching(rules: RuleSet, graph: Graph, covered: set[str]) -> Iterator[Findi
         if not leaves:
             # A set for many models has rules for kinds that this one lacks; a pattern was written for this one.
             severity = "warning" if rule.is_explicit or rule.shape is not None else "info"
-            yield Finding(severity, rule.name, f"matches no parameter ({rule.matchers})", _why_dead(rule, graph, kinds), "dead")
+            yield Finding(
+                severity, rule.name, f"matches no parameter ({rule.matchers})", _why_dead(rule, graph, kinds), "dead"
+            )
             continue
         mine = [leaf for leaf in leaves if first[leaf.path] is rule]
         if not mine and rule.name not in covered:
             earlier = first[leaves[0].path]
             yield Finding(
-                "warning", rule.name, f"matches {leaves[0].path}, and rule {earlier.name if earlier else ''!r} always comes first",
-                "move it up, or take it out", "shadowed",
+                "warning",
+                rule.name,
+                f"matches {leaves[0].path}, and rule {earlier.name if earlier else ''!r} always comes first",
+                "move it up, or take it out",
+                "shadowed",
             )
         names = {name for leaf in mine for name in leaf.dim_names if name}
-        wanted = [ref for alternative in rule.shard for ref, _ in alternative if isinstance(ref, str) and ref != LARGEST]
+        wanted = [
+            ref for alternative in rule.shard for ref, _ in alternative if isinstance(ref, str) and ref != LARGEST
+        ]
         for ref in dict.fromkeys(wanted):
             if mine and ref not in names:
                 there = ", ".join(sorted({kinds[leaf.path] for leaf in mine}))
                 yield Finding(
-                    "info" if set(wanted) & names else "warning", rule.name,
+                    "info" if set(wanted) & names else "warning",
+                    rule.name,
                     f"no parameter that it decides ({there}) has a dim named {ref!r}{closest(ref, sorted(names))}",
-                    f"their dims are {', '.join(sorted(names)) or 'without names: use positions'}", "unknown dim",
+                    f"their dims are {', '.join(sorted(names)) or 'without names: use positions'}",
+                    "unknown dim",
                 )
 
 
@@ -138,9 +170,15 @@ def _why_dead(rule: Rule, graph: Graph, kinds: dict[str, str]) -> str:
     if rule.path is not None and not any(glob_pattern(rule.path).fullmatch(path) for path in kinds):
         if any(glob_pattern("**/" + rule.path).fullmatch(path) for path in kinds):
             return f'a glob is for the whole path: write path = "**/{rule.path}"'
-        return f"parameter paths here look like {next(iter(kinds), 'nothing: there are none')}{closest(rule.path, list(kinds))}"
+        return (
+            "parameter paths here look like"
+            f" {next(iter(kinds), 'nothing: there are none')}{closest(rule.path, list(kinds))}"
+        )
     if rule.kind is not None and not set(rule.kind) & set(kinds.values()):
-        return f"the kinds here are {', '.join(sorted(set(kinds.values()))) or 'none'}: take the rule out if the set is for this model only"
+        return (
+            f"the kinds here are {', '.join(sorted(set(kinds.values()))) or 'none'}: take the rule out if the set is"
+            " for this model only"
+        )
     for key in ("regex", "shape", "min_size", "max_size"):
         if getattr(rule, key) is not None:
             relaxed = dataclasses.replace(rule, **{key: None})
@@ -156,21 +194,31 @@ def _placing(rules: RuleSet, graph: Graph, mesh: MeshShape) -> Iterator[Finding]
     for one in decisions.params.values():
         if one.problem == "misfit":
             yield Finding(
-                "warning", one.matched or "", f"{one.path} stays replicated: {one.note}",
-                "choose a mesh axis that divides one of its dims, pad the dim, or add an alternative", "non-dividing",
+                "warning",
+                one.matched or "",
+                f"{one.path} stays replicated: {one.note}",
+                "choose a mesh axis that divides one of its dims, pad the dim, or add an alternative",
+                "non-dividing",
             )
         if one.problem == "conflict":
             yield Finding(
-                "warning", one.matched or "", f"{one.path} {one.rule}, and {one.note}",
-                'let the rule agree with the tie; ties = "hard" keeps away what comes from another layer, though not from shared storage',
+                "warning",
+                one.matched or "",
+                f"{one.path} {one.rule}, and {one.note}",
+                'let the rule agree with the tie; ties = "hard" keeps away what comes from another layer, though not'
+                " from shared storage",
                 "conflicting",
             )
     yield from _large(by_name, graph, mesh, decisions)
     for axis in idle_axes(graph, rules, mesh, decisions):
         dead = dead_rules(rules, decisions)
         yield Finding(
-            "error", "", f"every parameter stays whole over {axes_text(mesh, (axis,))}" + (f"; dead: {', '.join(dead)}" if dead else ""),
-            f"add a rule that shards over {axis!r}, or take the axis out of the mesh", "replicated",
+            "error",
+            "",
+            f"every parameter stays whole over {axes_text(mesh, (axis,))}"
+            + (f"; dead: {', '.join(dead)}" if dead else ""),
+            f"add a rule that shards over {axis!r}, or take the axis out of the mesh",
+            "replicated",
         )
 
 
@@ -184,7 +232,10 @@ def _large(by_name: dict[str, Rule], graph: Graph, mesh: MeshShape, decisions: D
         rule = by_name.get(one.matched or "")
         on_purpose = rule is not None and rule.replicates
         yield Finding(
-            "info" if on_purpose else "warning", one.matched or "",
-            f"{leaf.path} ({leaf.num_bytes / 2**20:.1f} MiB, {one.kind}) is on each of the {axes_text(mesh, (MODEL,))} devices",
-            "it is replicated on purpose" if on_purpose else "add a rule or an alternative that fits it", "replicated",
+            "info" if on_purpose else "warning",
+            one.matched or "",
+            f"{leaf.path} ({leaf.num_bytes / 2**20:.1f} MiB, {one.kind}) is on each of the {axes_text(mesh, (MODEL,))}"
+            " devices",
+            "it is replicated on purpose" if on_purpose else "add a rule or an alternative that fits it",
+            "replicated",
         )

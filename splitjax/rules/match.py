@@ -62,7 +62,9 @@ def shape_matches(pattern: Shape, shape: tuple[int, ...]) -> bool:
         if len(shape) < len(head) + len(tail):
             return False
         return shape_matches(head, shape[:at]) and shape_matches(tail, shape[len(shape) - len(tail) :])
-    return len(pattern) == len(shape) and all(want is None or want == size for want, size in zip(pattern, shape, strict=True))
+    return len(pattern) == len(shape) and all(
+        want is None or want == size for want, size in zip(pattern, shape, strict=True)
+    )
 
 
 def first_match(rules: Sequence[Rule], leaf: Leaf, kind: str) -> Rule | None:
@@ -81,8 +83,9 @@ def param_kinds(graph: Graph) -> dict[str, str]:
 
 
 def named_params(graph: Graph) -> dict[str, Leaf]:
-    """The parameters by path, with a layer's dim names on all of its arrays: tracing names the dims of weights, and a dim
-    without name takes that of the weight's dim in the same local class (`out` where a square weight offers several)."""
+    """The parameters by path, with a layer's dim names on all of its arrays: tracing names the dims of weights, and a
+    dim without name takes that of the weight's dim in the same local class (`out` where a square weight offers
+    several)."""
     found = {leaf.path: leaf for leaf in graph.params}
     for layer in graph.layers:
         names: dict[int, list[str]] = {}
@@ -95,14 +98,16 @@ def named_params(graph: Graph) -> dict[str, Leaf]:
             known = (*leaf.dim_names, *(None,) * (len(leaf.shape) - len(leaf.dim_names)))
             offers = [names.get(graph.local[atoms[0]], []) if atoms else [] for atoms in leaf.dims]
             filled = tuple(
-                name or ("out" if "out" in offer else next(iter(offer), None)) for name, offer in zip(known, offers, strict=True)
+                name or ("out" if "out" in offer else next(iter(offer), None))
+                for name, offer in zip(known, offers, strict=True)
             )
             found[leaf.path] = dataclasses.replace(leaf, dim_names=filled)
     return found
 
 
 def candidates(leaf: Leaf, ref: DimRef) -> list[int]:
-    """The positions that a dim reference may mean, in order of preference; empty where the parameter has no such dim."""
+    """The positions that a dim reference may mean, in order of preference; empty where the parameter has no such
+    dim."""
     if isinstance(ref, int):
         rank = len(leaf.shape)
         return [ref % rank] if -rank <= ref < rank else []
@@ -112,8 +117,8 @@ def candidates(leaf: Leaf, ref: DimRef) -> list[int]:
 
 
 def divides(sizes: Sequence[int], num: int) -> bool:
-    """Whether a dim of these atom sizes (major first) splits into `num` equal parts without cutting through an atom that
-    is not itself cut evenly: `num` divides the first atom, or takes all of it and divides the rest."""
+    """Whether a dim of these atom sizes (major first) splits into `num` equal parts without cutting through an atom
+    that is not itself cut evenly: `num` divides the first atom, or takes all of it and divides the rest."""
     if num == 1:
         return True
     if not sizes:
@@ -134,7 +139,8 @@ def axes_text(mesh: MeshShape, axes: Sequence[str]) -> str:
 
 
 def sized_text(graph: Graph, leaf: Leaf, dim: int) -> str:
-    """A dim with its size for people: `out 10`, `out 48 (3 x 16)` for one of two atoms, `dim 1 of size 10` without a name."""
+    """A dim with its size for people: `out 10`, `out 48 (3 x 16)` for one of two atoms, `dim 1 of size 10` without a
+    name."""
     sizes = [graph.atom_sizes[atom] for atom in leaf.dims[dim]]
     named = dim < len(leaf.dim_names) and leaf.dim_names[dim]
     product = f" ({' x '.join(map(str, sizes))})" if len(sizes) > 1 else ""

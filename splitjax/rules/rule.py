@@ -64,17 +64,32 @@ class Rule:
             _fail("?", "name", "a rule needs a name", self.name, 'write name = "dense"')
         if self.name in RESERVED:
             _fail(
-                self.name, "name", f"{self.name!r} is what plans write where no rule decided", self.name,
+                self.name,
+                "name",
+                f"{self.name!r} is what plans write where no rule decided",
+                self.name,
                 "choose another name",
             )
         for key in ("path", "regex"):
             value = getattr(self, key)
             if value is not None and (not isinstance(value, str) or not value):
-                _fail(self.name, key, f"{key} is a pattern in a non-empty string", value, "leave the key out to match every path")
+                _fail(
+                    self.name,
+                    key,
+                    f"{key} is a pattern in a non-empty string",
+                    value,
+                    "leave the key out to match every path",
+                )
         if not isinstance(self.source, str):
             _fail(self.name, "source", "source is text", self.source, "write the paper and its section in a string")
         if self.ties not in TIES:
-            _fail(self.name, "ties", f"ties is one of {', '.join(TIES)}", self.ties, 'write ties = "local" or ties = "hard"')
+            _fail(
+                self.name,
+                "ties",
+                f"ties is one of {', '.join(TIES)}",
+                self.ties,
+                'write ties = "local" or ties = "hard"',
+            )
         object.__setattr__(self, "kind", _kinds(self.name, self.kind))
         object.__setattr__(self, "shape", _shape(self.name, self.shape))
         object.__setattr__(self, "shard", _alternatives(self.name, self.shard))
@@ -124,7 +139,8 @@ def closest(word: object, words: Sequence[str]) -> str:
 
 
 class Mistake(RuleError):
-    """A `RuleError` about one key of a rule or rule set, which a loader can raise again with file and line as its place."""
+    """A `RuleError` about one key of a rule or rule set, which a loader can raise again with file and line as its
+    place."""
 
     def __init__(self, message: str, *, value: object, owner: str, key: str, remedy: str):
         super().__init__(message, value=value, place=f"{owner}, key {key!r}", remedy=remedy)
@@ -148,7 +164,13 @@ def _kinds(name: str, kind: Any) -> tuple[str, ...] | None:
         _fail(name, "kind", "kind is a layer kind or a list of them", kind, f"use some of {', '.join(KINDS)}")
     for one in kinds:
         if one not in KINDS:
-            _fail(name, "kind", f"there is no layer kind {one!r}{closest(one, KINDS)}", one, f"use one of {', '.join(KINDS)}")
+            _fail(
+                name,
+                "kind",
+                f"there is no layer kind {one!r}{closest(one, KINDS)}",
+                one,
+                f"use one of {', '.join(KINDS)}",
+            )
     return tuple(dict.fromkeys(kinds))
 
 
@@ -173,7 +195,13 @@ def _check_regex(name: str, regex: str | None) -> None:
     try:
         re.compile(regex)
     except re.error as error:
-        _fail(name, "regex", f"the regular expression is invalid: {error}", regex, "escape special characters with a backslash")
+        _fail(
+            name,
+            "regex",
+            f"the regular expression is invalid: {error}",
+            regex,
+            "escape special characters with a backslash",
+        )
 
 
 def _check_sizes(name: str, smallest: Any, largest: Any) -> None:
@@ -181,7 +209,13 @@ def _check_sizes(name: str, smallest: Any, largest: Any) -> None:
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
             _fail(name, key, f"{key} is a number of elements", size, f"write {key} = 1024, or leave it out")
     if smallest is not None and largest is not None and smallest > largest:
-        _fail(name, "min_size", f"min_size {smallest} is above max_size {largest}: the rule matches nothing", smallest, "exchange the two")
+        _fail(
+            name,
+            "min_size",
+            f"min_size {smallest} is above max_size {largest}: the rule matches nothing",
+            smallest,
+            "exchange the two",
+        )
 
 
 def _alternatives(name: str, shard: Any) -> tuple[Alternative, ...]:
@@ -189,15 +223,21 @@ def _alternatives(name: str, shard: Any) -> tuple[Alternative, ...]:
         shard = (shard,)
     if shard is None or isinstance(shard, str) or not isinstance(shard, Sequence):
         _fail(
-            name, "shard", "shard is a mapping from dims to mesh axes, or a list of such alternatives", shard,
+            name,
+            "shard",
+            "shard is a mapping from dims to mesh axes, or a list of such alternatives",
+            shard,
             'write shard = [{out = "model"}, {in = "model"}], or shard = [] to replicate',
         )
     alternatives = tuple(_alternative(name, one) for one in shard)
     for position, alternative in enumerate(alternatives[:-1]):
         if not alternative:
             _fail(
-                name, "shard", f"alternative {position + 1} is empty and always fits, so the ones after it never apply",
-                shard, "put the empty alternative last, or take it out",
+                name,
+                "shard",
+                f"alternative {position + 1} is empty and always fits, so the ones after it never apply",
+                shard,
+                "put the empty alternative last, or take it out",
             )
     return () if alternatives == ((),) else alternatives
 
@@ -207,7 +247,10 @@ def _alternative(name: str, alternative: Any) -> Alternative:
         pairs = alternative if isinstance(alternative, tuple) else None
         if pairs is None or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             _fail(
-                name, "shard", "an alternative is a mapping from dims to mesh axes", alternative,
+                name,
+                "shard",
+                "an alternative is a mapping from dims to mesh axes",
+                alternative,
                 'write {out = "model"}',
             )
         alternative = dict(pairs)
@@ -216,11 +259,24 @@ def _alternative(name: str, alternative: Any) -> Alternative:
         if isinstance(ref, str) and _POSITION.fullmatch(ref):
             ref = int(ref)  # the keys of a TOML table are strings
         if isinstance(ref, bool) or not isinstance(ref, (str, int)) or ref == "":
-            _fail(name, "shard", "a dim is a name, a position, or 'largest'", ref, 'write {out = "model"} or {"-1" = "model"}')
-        several = (axes,) if isinstance(axes, str) else axes
-        if not isinstance(several, Sequence) or not several or not all(isinstance(axis, str) and axis for axis in several):
             _fail(
-                name, "shard", f"the mesh axis of dim {ref!r} is a name or a list of names", axes,
+                name,
+                "shard",
+                "a dim is a name, a position, or 'largest'",
+                ref,
+                'write {out = "model"} or {"-1" = "model"}',
+            )
+        several = (axes,) if isinstance(axes, str) else axes
+        if (
+            not isinstance(several, Sequence)
+            or not several
+            or not all(isinstance(axis, str) and axis for axis in several)
+        ):
+            _fail(
+                name,
+                "shard",
+                f"the mesh axis of dim {ref!r} is a name or a list of names",
+                axes,
                 f'write {{{ref} = "model"}} or {{{ref} = ["data", "model"]}}',
             )
         if len(set(several)) < len(several):

@@ -25,11 +25,12 @@ class RuleSet:
 
     - `name`: what plans and errors call it.
     - `rules`: the rules, each name once.
-    - `replicated_batch`: where the batch of replicated layers goes: `"all"` spreads it over every mesh axis, `"data"` over
-      the axis `data` only.
+    - `replicated_batch`: where the batch of replicated layers goes: `"all"` spreads it over every mesh axis, `"data"`
+      over the axis `data` only.
     - `description`, `source`: text for people.
     - `allow_replicated`: whether leaving every parameter whole is what the set is for.
-    - `sync`: how gradients of tables with row lookups are exchanged where `parallelize(sync=)` is left at `"dense"`: one of its names.
+    - `sync`: how gradients of tables with row lookups are exchanged where `parallelize(sync=)` is left at `"dense"`:
+      one of its names.
     - `axes`: axes, besides every one other than `data`, over which some parameter has to be sharded.
 
     Raises `RuleError` for a value of the wrong type, or a rule name that occurs twice.
@@ -51,7 +52,11 @@ class RuleSet:
             if not isinstance(getattr(self, key), str):
                 self._fail(key, f"{key} is text", "write it in a string")
         if self.replicated_batch not in BATCH:
-            self._fail("replicated_batch", f"replicated_batch is one of {', '.join(BATCH)}", 'write replicated_batch = "all" or "data"')
+            self._fail(
+                "replicated_batch",
+                f"replicated_batch is one of {', '.join(BATCH)}",
+                'write replicated_batch = "all" or "data"',
+            )
         if not isinstance(self.allow_replicated, bool):
             self._fail("allow_replicated", "allow_replicated is true or false", "write allow_replicated = true")
         if not isinstance(self.axes, (list, tuple)) or not all(isinstance(axis, str) and axis for axis in self.axes):
@@ -64,7 +69,10 @@ class RuleSet:
         for position, rule in enumerate(self.rules, 1):
             if rule.name in seen:
                 raise Mistake(
-                    "two rules have one name", value=rule.name, owner=f"rule set {self.name!r}, rule {position}", key="name",
+                    "two rules have one name",
+                    value=rule.name,
+                    owner=f"rule set {self.name!r}, rule {position}",
+                    key="name",
                     remedy="give every rule its own name, so that a plan can say which one decided",
                 )
             seen.add(rule.name)
@@ -74,12 +82,15 @@ class RuleSet:
 
 
 def available() -> dict[str, Any]:
-    """The shipped rule sets: name -> file, from the wheel (`splitjax/_sharding_rules`) or the repository beside the package."""
+    """The shipped rule sets: name -> file, from the wheel (`splitjax/_sharding_rules`) or the repository beside the
+    package."""
     packaged = importlib.resources.files("splitjax").joinpath("_sharding_rules")
     folder = packaged if packaged.is_dir() else pathlib.Path(__file__).resolve().parents[2] / "sharding_rules"
     if not folder.is_dir():
         raise RuleError(
-            "the shipped rule sets are not installed", value=str(folder), place="splitjax's installation",
+            "the shipped rule sets are not installed",
+            value=str(folder),
+            place="splitjax's installation",
             remedy="install splitjax again from its wheel or its repository, or give a path to a TOML file",
         )
     files = sorted((file for file in folder.iterdir() if file.name.endswith(_SUFFIX)), key=lambda file: file.name)
@@ -89,25 +100,31 @@ def available() -> dict[str, Any]:
 def load_rules(source: str | os.PathLike[str] | RuleSet) -> RuleSet:
     """The rule set for what the user gave: a `RuleSet` as it is, the name of a shipped one, or a path to a TOML file.
 
-    Raises `RuleError`, with file, rule and key as its place, for an unknown name, a file that cannot be read, or a mistake
-    in it; `UnavailableError` for `"auto"`."""
+    Raises `RuleError`, with file, rule and key as its place, for an unknown name, a file that cannot be read, or a
+    mistake in it; `UnavailableError` for `"auto"`."""
     if isinstance(source, RuleSet):
         return source
     if source == "auto":
         raise UnavailableError(
-            'rules="auto" belongs to the planner, which is not part of this version', value=source, place="rules",
+            'rules="auto" belongs to the planner, which is not part of this version',
+            value=source,
+            place="rules",
             remedy='name a rule set, such as rules="splitbrain"',
         )
     if not isinstance(source, (str, os.PathLike)):
         raise RuleError(
-            "rules is a name, a path to a TOML file, or a RuleSet", value=source, place="rules",
+            "rules is a name, a path to a TOML file, or a RuleSet",
+            value=source,
+            place="rules",
             remedy=f"use one of {', '.join(available())}, or splitjax.RuleSet(name, rules)",
         )
     if isinstance(source, str) and not source.endswith(_SUFFIX) and not re.search(r"[/\\]", source):
         shipped = available()
         if source not in shipped:
             raise RuleError(
-                f"there is no rule set {source!r}{closest(source, list(shipped))}", value=source, place="rules",
+                f"there is no rule set {source!r}{closest(source, list(shipped))}",
+                value=source,
+                place="rules",
                 remedy=f"use one of {', '.join(shipped)}, or give a path that ends in {_SUFFIX}",
             )
         return parse_rules(shipped[source].read_text(encoding="utf-8"), f"sharding_rules/{source}{_SUFFIX}")
@@ -116,7 +133,9 @@ def load_rules(source: str | os.PathLike[str] | RuleSet) -> RuleSet:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RuleError(
-            f"the rule file cannot be read: {error}", value=str(file), place="rules",
+            f"the rule file cannot be read: {error}",
+            value=str(file),
+            place="rules",
             remedy=f"give the path of a TOML file, or one of {', '.join(available())}",
         ) from error
     return parse_rules(text, str(file))
@@ -129,20 +148,25 @@ def parse_rules(text: str, file: str) -> RuleSet:
     except tomllib.TOMLDecodeError as error:
         where = re.search(r"\(at (.*)\)", str(error))
         raise RuleError(
-            f"the rule file is not valid TOML: {error}", place=f"{file}, {where[1]}" if where else file,
+            f"the rule file is not valid TOML: {error}",
+            place=f"{file}, {where[1]}" if where else file,
             remedy="correct that line; sharding_rules/README.md shows the schema",
         ) from error
     keys = [field.name for field in dataclasses.fields(RuleSet) if field.name != "rules"] + ["rule"]
     _check_keys(table, keys, file)
     entries = table.pop("rule", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise RuleError("rules are tables", value=entries, place=f"{file}, key 'rule'", remedy="start every rule with [[rule]]")
+        raise RuleError(
+            "rules are tables", value=entries, place=f"{file}, key 'rule'", remedy="start every rule with [[rule]]"
+        )
     places = _places(entries, text, file)
     rules = [_parse_rule(entry, place) for entry, place in zip(entries, places, strict=True)]
     for position, rule in enumerate(rules):
         if rule.name in (earlier.name for earlier in rules[:position]):
             raise RuleError(
-                "two rules have one name", value=rule.name, place=f"{places[position]}, key 'name'",
+                "two rules have one name",
+                value=rule.name,
+                place=f"{places[position]}, key 'name'",
                 remedy="give every rule its own name, so that a plan can say which one decided",
             )
     try:
@@ -154,7 +178,9 @@ def parse_rules(text: str, file: str) -> RuleSet:
 def _parse_rule(entry: dict[str, Any], place: str) -> Rule:
     _check_keys(entry, [field.name for field in dataclasses.fields(Rule)], place)
     if "name" not in entry:
-        raise RuleError("the rule has no name", value=entry, place=f"{place}, key 'name'", remedy='write name = "dense"')
+        raise RuleError(
+            "the rule has no name", value=entry, place=f"{place}, key 'name'", remedy='write name = "dense"'
+        )
     try:
         return Rule(**entry)
     except Mistake as error:
@@ -175,6 +201,8 @@ def _check_keys(table: dict[str, Any], keys: list[str], place: str) -> None:
     for key in table:
         if key not in keys:
             raise RuleError(
-                f"there is no key {key!r}{closest(key, keys)}", value=key, place=f"{place}, key {key!r}",
+                f"there is no key {key!r}{closest(key, keys)}",
+                value=key,
+                place=f"{place}, key {key!r}",
                 remedy=f"use some of {', '.join(keys)}",
             )

@@ -1,9 +1,9 @@
 """Sharded state: optimizer state and summed gradients of whole parameters laid over the devices that hold them whole.
 
-After Rajbhandari et al., "ZeRO" (arXiv 1910.02054), stages 1 and 2: where every device of an axis holds the same parameter,
-each keeps a part of the optimizer state, receives the sum of that part of the gradient, and computes that part of the new
-values, which all then gather. The parameters themselves stay as the rules have them, as SplitBrain's convolutions do
-(arXiv 2112.15317); sharding those too is stage 3, the rule set `fsdp`.
+After Rajbhandari et al., "ZeRO" (arXiv 1910.02054), stages 1 and 2: where every device of an axis holds the same
+parameter, each keeps a part of the optimizer state, receives the sum of that part of the gradient, and computes that
+part of the new values, which all then gather. The parameters themselves stay as the rules have them, as SplitBrain's
+convolutions do (arXiv 2112.15317); sharding those too is stage 3, the rule set `fsdp`.
 
 A pure function over leaves, after the rules: one choice per parameter, for its gradient and all that follows it.
 """
@@ -34,8 +34,8 @@ def shard_state(
     - `graph`, `leaves`: the traced step and what the rules gave it, in the same order.
     - `batch_axes`: the axes that split the batch: over these gradients are summed.
 
-    **Returns** the leaves, parameters with `LeafPlan.gradient`, and lines for the plan's notes. What divides by no axis stays
-    as it was, and its note says so."""
+    **Returns** the leaves, parameters with `LeafPlan.gradient`, and lines for the plan's notes. What divides by no axis
+    stays as it was, and its note says so."""
     traced = {leaf.path: leaf for leaf in graph.leaves}
     trained = _trained(graph)
     chosen: dict[str, Entries] = {}
@@ -56,9 +56,9 @@ def shard_state(
 def spread(
     shape: Sequence[int], entries: Entries, free: Axes, mesh: MeshShape, prefer: Sequence[int] = ()
 ) -> tuple[Entries, Axes]:
-    """Adds axes to the dims of an array: all of them to one dim if one divides by them, else each, the largest first, to
-    whatever dim divides by it. Preferred dims first, then those that are whole, then the largest part. Returns the entries and
-    the axes that fit nowhere."""
+    """Adds axes to the dims of an array: all of them to one dim if one divides by them, else each, the largest first,
+    to whatever dim divides by it. Preferred dims first, then those that are whole, then the largest part. Returns the
+    entries and the axes that fit nowhere."""
 
     def with_axes(entries: Entries, axes: Axes) -> Entries | None:
         for dim in sorted(range(len(shape)), key=lambda dim: (dim not in prefer, bool(entries[dim]), -shape[dim], dim)):
@@ -79,8 +79,9 @@ def spread(
 
 
 def whole_dims(graph: Graph, leaf: Leaf, dims: Sequence[Dim]) -> dict[int, int]:
-    """The dims of a parameter that are a dim of an operand made of it (which may be a slice of the parameter, or a reshape of
-    it), each with its position there. A dim that a reshape joined with a later one is the major part of that dim."""
+    """The dims of a parameter that are a dim of an operand made of it (which may be a slice of the parameter, or a
+    reshape of it), each with its position there. A dim that a reshape joined with a later one is the major part of that
+    dim."""
     local = lambda dim: tuple(graph.local[atom] for atom in dim)
     own, operand = [local(dim) for dim in leaf.dims], [local(dim) for dim in dims]
     found: dict[int, int] = {}
@@ -109,8 +110,8 @@ def _entries(leaf: LeafPlan) -> Entries:
 
 
 def _mapped(graph: Graph, leaf: Leaf) -> tuple[int, ...]:
-    """The dims that are dims of the operand wherever it meets examples: along these its gradient can be summed as it appears. The
-    dim that a loop slices is none of them."""
+    """The dims that are dims of the operand wherever it meets examples: along these its gradient can be summed as it
+    appears. The dim that a loop slices is none of them."""
     operands = [use.weight_dims for use in graph.uses if use.param == leaf.path and not use.backward]
     operands += [spread.dims for spread in graph.spreads if spread.param == leaf.path]
     everywhere = set(range(len(leaf.shape)))
@@ -120,11 +121,16 @@ def _mapped(graph: Graph, leaf: Leaf) -> tuple[int, ...]:
 
 
 def _state(
-    graph: Graph, traced: Mapping[str, Leaf], planned: Mapping[str, LeafPlan], chosen: Mapping[str, Entries], mesh: MeshShape,
-    batch_axes: Sequence[str], leaf: LeafPlan,
+    graph: Graph,
+    traced: Mapping[str, Leaf],
+    planned: Mapping[str, LeafPlan],
+    chosen: Mapping[str, Entries],
+    mesh: MeshShape,
+    batch_axes: Sequence[str],
+    leaf: LeafPlan,
 ) -> LeafPlan:
-    """Optimizer state with the spec of its parameter's gradient; a statistic of some of its dims (Adafactor's) has the axes of
-    those, and the others wherever they divide."""
+    """Optimizer state with the spec of its parameter's gradient; a statistic of some of its dims (Adafactor's) has the
+    axes of those, and the others wherever they divide."""
     mine = traced[leaf.path]
     if leaf.role != "optimizer" or mine.follows not in chosen or math.prod(leaf.shape) == 1:
         return leaf
@@ -135,12 +141,18 @@ def _state(
         missed = tuple(axis for axis in _free(leaf, mesh, batch_axes) if axis not in spec_axes(entries))
     else:
         added = {
-            graph.hard[atoms[0]]: after[len(had) :] for atoms, had, after in zip(param.dims, before, entries, strict=True) if atoms
+            graph.hard[atoms[0]]: after[len(had) :]
+            for atoms, had, after in zip(param.dims, before, entries, strict=True)
+            if atoms
         }
         entries = _entries(leaf)
         for dim, atoms in enumerate(mine.dims):
             axes = added.get(graph.hard[atoms[0]], ()) if atoms else ()
-            if axes and not set(axes) & set(spec_axes(entries)) and leaf.shape[dim] % mesh.size((*entries[dim], *axes)) == 0:
+            if (
+                axes
+                and not set(axes) & set(spec_axes(entries))
+                and leaf.shape[dim] % mesh.size((*entries[dim], *axes)) == 0
+            ):
                 entries = (*entries[:dim], (*entries[dim], *axes), *entries[dim + 1 :])
         used = spec_axes(entries)
         if left := tuple(axis for axis in _free(leaf, mesh, batch_axes) if axis not in used):
@@ -150,7 +162,10 @@ def _state(
     if spec == leaf.spec:
         return dataclasses.replace(leaf, note=note)
     return dataclasses.replace(
-        leaf, spec=spec, rule=f"{leaf.rule}, sharded state", note=note,
+        leaf,
+        spec=spec,
+        rule=f"{leaf.rule}, sharded state",
+        note=note,
         bytes_per_device=leaf.whole_bytes(mesh) // mesh.size(spec_axes(spec)),
     )
 
@@ -162,7 +177,9 @@ def _missed(leaf: Leaf, axes: Axes, mesh: MeshShape, what: str) -> str:
     return f"sharded state: {what} stays whole over {axes_text(mesh, axes)}, by which nothing of it divides ({dims})"
 
 
-def _notes(before: Sequence[LeafPlan], after: Sequence[LeafPlan], mesh: MeshShape, batch_axes: Sequence[str]) -> tuple[str, ...]:
+def _notes(
+    before: Sequence[LeafPlan], after: Sequence[LeafPlan], mesh: MeshShape, batch_axes: Sequence[str]
+) -> tuple[str, ...]:
     """One line on what was sharded, and what it saves."""
     changed = [(old, new) for old, new in zip(before, after, strict=True) if old.spec != new.spec]
     gradients = sum(leaf.gradient is not None for leaf in after)
@@ -171,6 +188,8 @@ def _notes(before: Sequence[LeafPlan], after: Sequence[LeafPlan], mesh: MeshShap
     saved = sum(old.bytes_per_device - new.bytes_per_device for old, new in changed)
     axes = axes_text(mesh, mesh.present(tuple(batch_axes)))
     return (
-        f"sharded state (ZeRO stages 1 and 2): {len(changed)} arrays of optimizer state and {gradients} gradients lie over {axes}, "
-        f"{saved:,} bytes less state per device",
+        (
+            f"sharded state (ZeRO stages 1 and 2): {len(changed)} arrays of optimizer state and {gradients} gradients"
+            f" lie over {axes}, {saved:,} bytes less state per device"
+        ),
     )

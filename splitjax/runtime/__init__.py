@@ -1,6 +1,7 @@
 """Leaving a run alone: the training loop, checkpoints, many processes, what one sees of them.
 
-What scripts of one's own use is here by name; it is imported when it is first used, because `import splitjax` comes through here.
+What scripts of one's own use is here by name; it is imported when it is first used, because `import splitjax` comes
+through here.
 """
 
 from __future__ import annotations
@@ -9,12 +10,22 @@ import importlib
 from typing import Any
 
 _PLACES = {
-    "CheckpointOptions": "checkpoint.options", "Checkpoints": "checkpoint.checkpoints", "JsonLines": "training.metrics",
-    "Ledger": "training.ledger", "LoopOptions": "training.loop", "Placement": "training.placing", "Profile": "training.profiling",
-    "StopRequest": "training.stopping", "Table": "training.metrics", "TensorBoard": "training.metrics",
-    "TrainingProgress": "training.progress", "batch_layout": "training.placing", "read_metrics": "training.metrics",
-    "restore": "training.stepping", "train": "training.loop",
-}  # fmt: skip
+    "CheckpointOptions": "checkpoint.options",
+    "Checkpoints": "checkpoint.checkpoints",
+    "JsonLines": "training.metrics",
+    "Ledger": "training.ledger",
+    "LoopOptions": "training.loop",
+    "Placement": "training.placing",
+    "Profile": "training.profiling",
+    "StopRequest": "training.stopping",
+    "Table": "training.metrics",
+    "TensorBoard": "training.metrics",
+    "TrainingProgress": "training.progress",
+    "batch_layout": "training.placing",
+    "read_metrics": "training.metrics",
+    "restore": "training.stepping",
+    "train": "training.loop",
+}
 
 __all__ = sorted(_PLACES)
 

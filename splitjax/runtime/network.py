@@ -1,7 +1,9 @@
-"""A network of its own for every worker: namespaces joined by a bridge, each behind a link of a given rate (Linux, root, iproute2).
+"""A network of its own for every worker: namespaces joined by a bridge, each behind a link of a given rate (Linux,
+root, iproute2).
 
-The namespaces have no names. They live as long as the launcher holds them open or a worker runs inside, so the kernel takes down everything
-(bridge, links, limits) when these processes are gone, however they went: there is nothing to clean up and nothing to leave behind.
+The namespaces have no names. They live as long as the launcher holds them open or a worker runs inside, so the kernel
+takes down everything (bridge, links, limits) when these processes are gone, however they went: there is nothing to
+clean up and nothing to leave behind.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ DEVICE = "eth0"
 _PREFIX, _PREFIX_BITS = "10.213", 16
 MAX_WORKERS = 1023  # ports of a Linux bridge
 _BRIDGE = "br0"
-# A token bucket must hold what the rate yields between two looks at the clock; 1 ms and the size of the largest segment are enough.
+# A token bucket must hold what the rate yields between two looks at the clock; 1 ms and the size of the largest segment
+# are enough.
 _MIN_BURST_BYTES, _BURST_SECONDS = 128 * 1024, 0.001
 _QUEUE_MILLISECONDS = 400
-# The kernel's default lets one connection fill the queue of a slow link; rounds of pairwise exchanges then run at 0.6 of its rate, with
-# this at 0.83 (measured with gloo, 8 to 16 workers).
+# The kernel's default lets one connection fill the queue of a slow link; rounds of pairwise exchanges then run at 0.6
+# of its rate, with this at 0.83 (measured with gloo, 8 to 16 workers).
 _TCP_SEND_BUFFER = "4096 65536 131072"
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _CLONE_NEWNET = 0x40000000
@@ -45,7 +48,9 @@ def parse_bandwidth(text: str) -> int:
     rate = round(float(match[1]) * _UNITS[match[2]]) if match else 0
     if rate < 8000:
         raise LaunchError(
-            "a bandwidth is a number of kbit, mbit or gbit a second, 8kbit or more", value=text, place="--bandwidth",
+            "a bandwidth is a number of kbit, mbit or gbit a second, 8kbit or more",
+            value=text,
+            place="--bandwidth",
             remedy="write it as 200mbit or 1gbit",
         )
     return rate
@@ -55,18 +60,24 @@ def check_available() -> None:
     """Raises `LaunchError` where namespaces cannot be made, saying what is missing."""
     if sys.platform != "linux":
         raise LaunchError(
-            "workers have networks of their own on Linux only", value=sys.platform, place="--bandwidth",
+            "workers have networks of their own on Linux only",
+            value=sys.platform,
+            place="--bandwidth",
             remedy="leave --bandwidth out: workers then talk over the loopback",
         )
     if os.geteuid() != 0:
         raise LaunchError(
-            "network namespaces need root", value=f"user {os.geteuid()}", place="--bandwidth",
+            "network namespaces need root",
+            value=f"user {os.geteuid()}",
+            place="--bandwidth",
             remedy="run it with sudo, or leave --bandwidth out: workers then talk over the loopback",
         )
     missing = [tool for tool in _TOOLS if _find(tool) is None]
     if missing:
         raise LaunchError(
-            f"network namespaces need programs that are not installed: {', '.join(missing)}", value=missing, place="--bandwidth",
+            f"network namespaces need programs that are not installed: {', '.join(missing)}",
+            value=missing,
+            place="--bandwidth",
             remedy="install the packages iproute2 and util-linux",
         )
 
@@ -102,7 +113,9 @@ class Network:
     def __init__(self, num_workers: int, bits_per_second: int):
         check_available()
         if num_workers > MAX_WORKERS:
-            raise LaunchError(f"a bridge joins at most {MAX_WORKERS} workers", value=num_workers, place="-n", remedy="start fewer")
+            raise LaunchError(
+                f"a bridge joins at most {MAX_WORKERS} workers", value=num_workers, place="-n", remedy="start fewer"
+            )
         self.bits_per_second = bits_per_second
         self._files: list[int] = []
         self._bridge = -1
@@ -158,7 +171,8 @@ class Network:
         shown = json.loads(self._in(self._bridge, "ip", "-s", "-j", "link", "show"))
         counts = {link["ifname"]: link["stats64"] for link in shown}
         return tuple(
-            Traffic(rank, counts[_port(rank)]["rx"]["bytes"], counts[_port(rank)]["tx"]["bytes"]) for rank in range(len(self._files))
+            Traffic(rank, counts[_port(rank)]["rx"]["bytes"], counts[_port(rank)]["tx"]["bytes"])
+            for rank in range(len(self._files))
         )
 
     def close(self) -> None:
@@ -174,7 +188,10 @@ class Network:
         ports = [_port(rank) for rank in range(len(self._files))]
         lines = [f"link add {_BRIDGE} type bridge", f"link set {_BRIDGE} up"]
         for port, file in zip(ports, self._files):
-            lines += [f"link add {port} type veth peer name {DEVICE} netns /proc/self/fd/{file}", f"link set {port} master {_BRIDGE} up"]
+            lines += [
+                f"link add {port} type veth peer name {DEVICE} netns /proc/self/fd/{file}",
+                f"link set {port} master {_BRIDGE} up",
+            ]
         self._quiet(self._bridge)
         for file in self._files:
             self._quiet(file)
@@ -182,20 +199,30 @@ class Network:
         self._in(self._bridge, "tc", "-batch", "-", lines=[f"qdisc add dev {port} {limit}" for port in ports])
         for rank, file in enumerate(self._files):
             address = f"{self.address(rank)}/{_PREFIX_BITS}"
-            self._in(file, "ip", "-batch", "-", lines=["link set lo up", f"addr add {address} dev {DEVICE}", f"link set {DEVICE} up"])
+            self._in(
+                file,
+                "ip",
+                "-batch",
+                "-",
+                lines=["link set lo up", f"addr add {address} dev {DEVICE}", f"link set {DEVICE} up"],
+            )
             self._in(file, "tc", "qdisc", "add", "dev", DEVICE, *limit.split())
 
     def _quiet(self, file: int) -> None:
         """Settings of a namespace: no IPv6, whose announcements would be counted too, and small send buffers."""
         script = (
-            f'echo "{_TCP_SEND_BUFFER}" > /proc/sys/net/ipv4/tcp_wmem; cd /proc/sys/net/ipv6/conf 2>/dev/null || exit 0; '
-            "for which in all default; do echo 1 > $which/disable_ipv6; done"
+            f'echo "{_TCP_SEND_BUFFER}" > /proc/sys/net/ipv4/tcp_wmem; cd /proc/sys/net/ipv6/conf 2>/dev/null || exit'
+            " 0; for which in all default; do echo 1 > $which/disable_ipv6; done"
         )
         self._in(file, "sh", "-c", script)
 
-    def _in(self, namespace: int, tool: str, *arguments: str, lines: Sequence[str] = (), files: Sequence[int] = ()) -> str:
+    def _in(
+        self, namespace: int, tool: str, *arguments: str, lines: Sequence[str] = (), files: Sequence[int] = ()
+    ) -> str:
         command = [_tool("nsenter"), f"--net=/proc/self/fd/{namespace}", "--", _tool(tool), *arguments]
-        done = subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True, pass_fds=[namespace, *files])
+        done = subprocess.run(
+            command, input="\n".join(lines) + "\n", capture_output=True, text=True, pass_fds=[namespace, *files]
+        )
         if done.returncode != 0:
             raise _refused(" ".join([tool, *arguments]), done.stderr)
         return done.stdout
@@ -204,8 +231,11 @@ class Network:
 def _new_namespace() -> int:
     """An open file on a new network namespace; the process that made it is gone when this returns."""
     maker: Any = subprocess.Popen(
-        [_tool("unshare"), "--net", "--", "sh", "-c", "echo made; read line"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
+        [_tool("unshare"), "--net", "--", "sh", "-c", "echo made; read line"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     with maker:
         if not maker.stdout.readline():
@@ -217,8 +247,12 @@ def _new_namespace() -> int:
 
 def _refused(what: str, words: str) -> LaunchError:
     return LaunchError(
-        f"`{what}` failed: {words.strip().splitlines()[0] if words.strip() else 'no reason given'}", place="--bandwidth",
-        remedy="it needs CAP_SYS_ADMIN and CAP_NET_ADMIN (in a container: --privileged), and a kernel with veth, bridge and sch_tbf",
+        f"`{what}` failed: {words.strip().splitlines()[0] if words.strip() else 'no reason given'}",
+        place="--bandwidth",
+        remedy=(
+            "it needs CAP_SYS_ADMIN and CAP_NET_ADMIN (in a container: --privileged), and a kernel with veth, bridge"
+            " and sch_tbf"
+        ),
     )
 
 

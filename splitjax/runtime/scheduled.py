@@ -9,8 +9,9 @@ jobs, programs = [Job("mine", 0.0, 2, 1000, profile)], {"mine": DecoratedJob(bui
 execute(jobs, programs, cluster, "jigsaw", RayEngine(cluster))
 ```
 
-The processes of a job's workers join one run of JAX's distributed runtime, so the step is written for the global batch as ever. A batch belongs to the number of
-its iteration, so a job that is preempted, moved or restarted trains on what it would have trained on, and ends with the same numbers.
+The processes of a job's workers join one run of JAX's distributed runtime, so the step is written for the global batch
+as ever. A batch belongs to the number of its iteration, so a job that is preempted, moved or restarted trains on what
+it would have trained on, and ends with the same numbers.
 """
 
 from __future__ import annotations
@@ -47,13 +48,16 @@ class Training:
 
     - `step`: decorated, `step(state, batch) -> (state, {"loss": f32[], ...})`, over a mesh of one device per worker.
     - `init_fn`, `key`: `init_fn(key)` is the state that it begins with.
-    - `batch`: `batch(number)`: the global batch of iteration `number` (from 1 on), host arrays, the same in every process.
-    - `read`: what of `batch` is input: `read(number)` comes first, and `batch` is called with its result too, `batch(number, read)`. Disciplines that give
-      storage turns of its own call it in those.
-    - `at_depths`: for jobs that train partially: `at_depths(depths)` is the step that differentiates, on worker w, at least the share `depths[w]` of the model
-      (`partial_steps` makes it for `splitjax.PartialBackprop`). None: `step` itself, which does more than it is asked for.
-    - `warm_up`: depths of the programs that are compiled before the job counts as started, by running them once on a state that is thrown away. None: full
-      backpropagation; what is missing is compiled while the job holds its devices.
+    - `batch`: `batch(number)`: the global batch of iteration `number` (from 1 on), host arrays, the same in every
+      process.
+    - `read`: what of `batch` is input: `read(number)` comes first, and `batch` is called with its result too,
+      `batch(number, read)`. Disciplines that give storage turns of its own call it in those.
+    - `at_depths`: for jobs that train partially: `at_depths(depths)` is the step that differentiates, on worker w, at
+      least the share `depths[w]` of the model (`partial_steps` makes it for `splitjax.PartialBackprop`). None: `step`
+      itself, which does more than it is asked for.
+    - `warm_up`: depths of the programs that are compiled before the job counts as started, by running them once on a
+      state that is thrown away. None: full backpropagation; what is missing is compiled while the job holds its
+      devices.
     """
 
     step: Any
@@ -71,12 +75,13 @@ class DecoratedJob:
 
     **Attributes:**
 
-    - `build`: `build(place) -> Training`, called in every worker's process once it has joined the others; picklable (a function of a module, or one that
-      cloudpickle takes).
-    - `directory`: of its checkpoints, on a file system that all its processes share. A job whose folder has a checkpoint goes on from it.
+    - `build`: `build(place) -> Training`, called in every worker's process once it has joined the others; picklable (a
+      function of a module, or one that cloudpickle takes).
+    - `directory`: of its checkpoints, on a file system that all its processes share. A job whose folder has a
+      checkpoint goes on from it.
     - `host`: address on which worker 0's process listens for the others.
-    - `release_early`: gives the device to others while the step only waits for its exchange. Noticed on processors under Linux; elsewhere a step keeps its
-      device until it is done.
+    - `release_early`: gives the device to others while the step only waits for its exchange. Noticed on processors
+      under Linux; elsewhere a step keeps its device until it is done.
     """
 
     build: Callable[[Place], Training]
@@ -94,9 +99,12 @@ class DecoratedJob:
     def begin(self, place: Place) -> DecoratedTask:
         if place.num_workers > 1:
             os.environ |= {
-                joining.COORDINATOR: place.meeting, joining.NUM_PROCESSES: str(place.num_workers), joining.PROCESS_ID: str(place.worker),
-                joining.HEARTBEAT_SECONDS: str(_HEARTBEAT_SECONDS), joining.ATTEMPT: str(place.attempt),
-            }  # fmt: skip
+                joining.COORDINATOR: place.meeting,
+                joining.NUM_PROCESSES: str(place.num_workers),
+                joining.PROCESS_ID: str(place.worker),
+                joining.HEARTBEAT_SECONDS: str(_HEARTBEAT_SECONDS),
+                joining.ATTEMPT: str(place.attempt),
+            }
             for name in (joining.JOINED_PID, joining.EXIT_FD, joining.LOCAL_DEVICE_IDS):
                 os.environ.pop(name, None)
             joining.initialize()
@@ -122,7 +130,9 @@ class DecoratedTask:
         if self._checkpoints.newest_good() is None:
             self._state = begin()
             return 0
-        restored = self._checkpoints.restore(training.step.abstract_state(training.init_fn, training.key, example=example))
+        restored = self._checkpoints.restore(
+            training.step.abstract_state(training.init_fn, training.key, example=example)
+        )
         self._state = restored.state
         training.step.resume(restored.carried)
         return restored.step
@@ -139,7 +149,12 @@ class DecoratedTask:
             self._state, metrics = step(self._state, batch)
             jax.block_until_ready((self._state, metrics))
         if "loss" not in metrics:
-            raise TrainingError("the step's metrics have no loss", value=sorted(metrics), place=f"job {self._place.job!r}", remedy='return {"loss": ...}')
+            raise TrainingError(
+                "the step's metrics have no loss",
+                value=sorted(metrics),
+                place=f"job {self._place.job!r}",
+                remedy='return {"loss": ...}',
+            )
         return {name: float(value) for name, value in metrics.items()}
 
     def save(self, number: int) -> None:
@@ -157,35 +172,42 @@ class DecoratedTask:
 
 
 def one_core_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Variables for processes that have a processor core each (`RayOptions.environment`): one thread, one device. `base`: variables that they are added to, this
-    process's if not given."""
+    """Variables for processes that have a processor core each (`RayOptions.environment`): one thread, one device.
+    `base`: variables that they are added to, this process's if not given."""
     return one_core_variables(os.environ if base is None else base)
 
 
 def partial_steps(
     decorate: Callable[[PartialBackprop | None], ParallelStep], num_workers: int, estimator: str = "count"
 ) -> tuple[ParallelStep, Callable[[tuple[float, ...]], Callable[[Any, Any], Any]], tuple[tuple[float, ...], ...]]:
-    """`step`, `at_depths` and `warm_up` of a `Training` whose workers differentiate to the depths that a discipline hands out.
+    """`step`, `at_depths` and `warm_up` of a `Training` whose workers differentiate to the depths that a discipline
+    hands out.
 
     **Arguments:**
 
-    - `decorate`: `decorate(backprop)` is the step with that `backprop`. It is called with None and with spatial linear depths that rotate.
+    - `decorate`: `decorate(backprop)` is the step with that `backprop`. It is called with None and with spatial linear
+      depths that rotate.
     - `estimator`: as in `PartialBackprop`.
 
-    Depths that no rotation of the linear ones covers are rounded up to full backpropagation. For steps whose gradients are exchanged densely: what a step with
-    `sync=` has seen of its tables is not carried from one of the two to the other.
+    Depths that no rotation of the linear ones covers are rounded up to full backpropagation. For steps whose gradients
+    are exchanged densely: what a step with `sync=` has seen of its tables is not carried from one of the two to the
+    other.
     """
     full = decorate(None)
     every = (1.0,) * num_workers
     if num_workers == 1:
         return full, lambda depths: full, (every,)
     partial = decorate(PartialBackprop(estimator=estimator, warmup_steps=0))
-    turns = [tuple(((worker + turn) % num_workers + 1) / num_workers for worker in range(num_workers)) for turn in range(num_workers)]
+    turns = [
+        tuple(((worker + turn) % num_workers + 1) / num_workers for worker in range(num_workers))
+        for turn in range(num_workers)
+    ]
 
     def at_depths(depths: tuple[float, ...]) -> Callable[[Any, Any], Any]:
         for turn, covered in enumerate(turns):
             if all(has >= wanted - 1e-6 for has, wanted in zip(covered, depths, strict=True)):
-                partial.resume(Carried(num_steps=turn))  # the number of a job's iteration decides, not how often this process has called the step
+                # the number of a job's iteration decides, not how often this process has called the step
+                partial.resume(Carried(num_steps=turn))
                 return partial
         return full
 

@@ -1,7 +1,9 @@
-"""Many training jobs on one cluster: jobs, traces, policies, and a simulator. Pure Python and numpy; nothing here imports JAX.
+"""Many training jobs on one cluster: jobs, traces, policies, and a simulator. Pure Python and numpy; nothing here
+imports JAX.
 
-After Kumar et al., "Partial backpropagation and JigSaw" (arXiv 2111.10672): work is placed at the granularity of iterations, so that the holes
-that workers of unequal depth leave are filled with other jobs' tasks. `docs/scheduler.md` tells what can be asked.
+After Kumar et al., "Partial backpropagation and JigSaw" (arXiv 2111.10672): work is placed at the granularity of
+iterations, so that the holes that workers of unequal depth leave are filled with other jobs' tasks. `docs/scheduler.md`
+tells what can be asked.
 """
 
 from splitjax.schedule import policies as policies

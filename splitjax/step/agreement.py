@@ -1,5 +1,5 @@
-"""Do all processes of a run do the same thing? Compared before a program first runs, through the key-value store of JAX's
-coordination service: without a device, so that a difference is an error and not a collective that never ends."""
+"""Do all processes of a run do the same thing? Compared before a program first runs, through the key-value store of
+JAX's coordination service: without a device, so that a difference is an error and not a collective that never ends."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ Items = Sequence[tuple[str, str]]  # what is compared, with its digest
 
 
 def program_text(jaxpr: Any) -> str:
-    """A closed jaxpr with digests of the values it closes over, as text. What differs between two processes that traced the same
-    step (addresses of functions, the order of sets) is left out."""
+    """A closed jaxpr with digests of the values it closes over, as text. What differs between two processes that traced
+    the same step (addresses of functions, the order of sets) is left out."""
     text = _SET.sub(lambda found: ",".join(sorted((found[1] or found[2]).split(", "))), _ADDRESS.sub("0x", str(jaxpr)))
     _, consts = _compat.open_jaxpr(jaxpr)
     values = (f"constant {value_digest(np.asarray(const))}" for const in consts if _is_host_value(const))
@@ -48,7 +48,8 @@ def _is_host_value(const: Any) -> bool:
 def agree(name: str, plan: Plan, program: str, values: Items, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
     """Compares this process's plan, program (`program_text`) and host values with those of the run's other processes.
 
-    Raises `ProcessError`, in every process, that names the first difference, or the processes that did not come in time."""
+    Raises `ProcessError`, in every process, that names the first difference, or the processes that did not come in
+    time."""
     client = _compat.coordination_client()
     if client is None or jax.process_count() == 1:
         return
@@ -63,7 +64,8 @@ def agree(name: str, plan: Plan, program: str, values: Items, timeout_seconds: f
         client.wait_at_barrier(f"{folder}all", round(timeout_seconds * 1000))
     except Exception as error:  # the runtime's own type differs by version
         raise ProcessError(
-            f"not every process came to this call within {timeout_seconds:g} s: {str(error).splitlines()[0][:300]}", place=place,
+            f"not every process came to this call within {timeout_seconds:g} s: {str(error).splitlines()[0][:300]}",
+            place=place,
             remedy="every process must call the same steps in the same order; see what the others do or wait for",
         ) from error
     theirs = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in client.key_value_dir_get(f"{folder}items/")}
@@ -75,8 +77,8 @@ def agree(name: str, plan: Plan, program: str, values: Items, timeout_seconds: f
 
 
 def _publish(client: Any, name: str, rank: int, text: str) -> str:
-    """Writes this process's entry into the first folder of that name that it has not used, and returns the folder: processes that
-    build the same programs in the same order meet in the same ones."""
+    """Writes this process's entry into the first folder of that name that it has not used, and returns the folder:
+    processes that build the same programs in the same order meet in the same ones."""
     for number in itertools.count():
         folder = f"splitjax/{name}/{number}/"
         try:
@@ -127,8 +129,11 @@ def _remedy(what: str) -> str:
     if what == "plan":
         return "give every process the same mesh, rules, model and versions"
     if what == "program":
-        return "trace the same code with the same constants everywhere: no branch on the process, no unseeded randomness, no clock"
+        return (
+            "trace the same code with the same constants everywhere: no branch on the process, no unseeded randomness,"
+            " no clock"
+        )
     return (
-        "an array that is not global must be the same in every process: seed alike, pass the whole batch everywhere, or make each "
-        "process's own examples its part with splitjax.global_batch(local_batch)"
+        "an array that is not global must be the same in every process: seed alike, pass the whole batch everywhere, or"
+        " make each process's own examples its part with splitjax.global_batch(local_batch)"
     )

@@ -29,7 +29,8 @@ class Options:
     static_argnums: tuple[int, ...]
     state_outnums: tuple[int, ...] | None
     names: tuple[str, ...]  # parameter names by position, as far as the signature has them
-    static_defaults: tuple[tuple[int, Any], ...] = ()  # of static arguments: a call that leaves one alone is the call that gives it
+    # of static arguments: a call that leaves one alone is the call that gives it
+    static_defaults: tuple[tuple[int, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,17 +58,25 @@ def make_options(fn: Callable, state_argnums, batch_argnums, static_argnums, sta
     names = parameter_names(fn)
     static = [*_numbers(static_argnums, names), *(_position(name, names) for name in _names(static_argnames))]
     state, batch = _numbers(state_argnums, names), _numbers(batch_argnums, names)
-    for first, second, what in ((state, batch, "state and batch"), (state, static, "state and static"), (batch, static, "batch and static")):
+    for first, second, what in (
+        (state, batch, "state and batch"),
+        (state, static, "state and static"),
+        (batch, static, "batch and static"),
+    ):
         if set(first) & set(second):
             raise StateError(
-                f"an argument cannot be {what} at once", value=sorted(set(first) & set(second)), place=f"parallelize({_name(fn)})",
+                f"an argument cannot be {what} at once",
+                value=sorted(set(first) & set(second)),
+                place=f"parallelize({_name(fn)})",
                 remedy="give state_argnums, batch_argnums and static_argnums distinct positions",
             )
     outnums = None if state_outnums is None else _numbers(state_outnums, ())
     if outnums is not None and len(outnums) != len(state):
         raise StateError(
-            f"state_outnums names {len(outnums)} results for {len(state)} state arguments", value=state_outnums,
-            place=f"parallelize({_name(fn)})", remedy="give one result position per state argument",
+            f"state_outnums names {len(outnums)} results for {len(state)} state arguments",
+            value=state_outnums,
+            place=f"parallelize({_name(fn)})",
+            remedy="give one result position per state argument",
         )
     static = sorted(set(static))
     outnums = None if outnums is None else tuple(outnums)
@@ -107,7 +116,9 @@ def _names(names: str | Sequence[str] | None) -> Sequence[str]:
 def _position(name: str, names: Sequence[str]) -> int:
     if name not in names:
         raise StateError(
-            "static_argnames names a parameter that the step does not have", value=name, place="parallelize",
+            "static_argnames names a parameter that the step does not have",
+            value=name,
+            place="parallelize",
             remedy=f"name one of {', '.join(names)}",
         )
     return names.index(name)
@@ -127,8 +138,8 @@ def keyword_only(fn: Callable) -> tuple[str, ...]:
 
 
 def positional(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """All arguments as positions: keyword arguments moved to theirs, `Default` in the gaps, keyword-only ones last. Raises
-    `TypeError` as a plain call would, and `TraceError` for a step that takes `**kwargs`."""
+    """All arguments as positions: keyword arguments moved to theirs, `Default` in the gaps, keyword-only ones last.
+    Raises `TypeError` as a plain call would, and `TraceError` for a step that takes `**kwargs`."""
     keywords = keyword_only(fn)
     if not kwargs and not keywords:
         return args
@@ -141,7 +152,9 @@ def positional(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple:
         given = bound.arguments.get(parameter.name, Default())
         if parameter.kind is parameter.VAR_KEYWORD and not isinstance(given, Default):
             raise TraceError(
-                "a parallel step cannot take **kwargs: its arguments need positions", value=sorted(given), place=f"call of {_name(fn)}",
+                "a parallel step cannot take **kwargs: its arguments need positions",
+                value=sorted(given),
+                place=f"call of {_name(fn)}",
                 remedy="name them as parameters of the step, or close over them",
             )
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -173,13 +186,15 @@ def with_static_defaults(options: Options, args: tuple) -> tuple:
 
 def bind(fn: Callable, options: Options, args: tuple) -> Bound:
     """Takes a call apart. Raises `StateError` where a state argument is missing or a static one cannot be hashed,
-    `TraceError` for a leaf that is not an array, `BatchError` for such a leaf or a list of numbers in a batch, and where batch arrays disagree on
-    the number of examples."""
+    `TraceError` for a leaf that is not an array, `BatchError` for such a leaf or a list of numbers in a batch, and
+    where batch arrays disagree on the number of examples."""
     args = with_static_defaults(options, args)
     for number in options.state_argnums:
         if number >= len(args) or isinstance(args[number], Default):
             raise StateError(
-                f"state argument {number} is missing", value=f"{len(args)} arguments", place=f"call of {_name(fn)}",
+                f"state argument {number} is missing",
+                value=f"{len(args)} arguments",
+                place=f"call of {_name(fn)}",
                 remedy="pass the state by position, or correct state_argnums",
             )
     leaves: list[Any] = []
@@ -206,24 +221,35 @@ def bind(fn: Callable, options: Options, args: tuple) -> Bound:
 
 
 def check_batch(batch: Any, path_of: Callable[[Any], str], static: bool = False) -> None:
-    """Raises `BatchError` for what cannot hold examples: a list of Python numbers, which is a pytree of scalars and no array, and leaves that are neither
-    arrays nor numbers. `static`: these are part of the program, as in steps over modules."""
+    """Raises `BatchError` for what cannot hold examples: a list of Python numbers, which is a pytree of scalars and no
+    array, and leaves that are neither arrays nor numbers. `static`: these are part of the program, as in steps over
+    modules."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_list_of_numbers):
         if isinstance(leaf, list):
             raise BatchError(
-                "a list of numbers in a batch is no array, but as many scalars", value=leaf, place=path_of(path),
+                "a list of numbers in a batch is no array, but as many scalars",
+                value=leaf,
+                place=path_of(path),
                 remedy="make it an array: numpy.asarray(...); lists of arrays may stay",
             )
-        if not static and (isinstance(leaf, (str, bytes)) or (isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "US")):
+        if not static and (
+            isinstance(leaf, (str, bytes)) or (isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "US")
+        ):
             raise BatchError(
-                "a batch holds text, which no device takes", value=leaf, place=path_of(path),
+                "a batch holds text, which no device takes",
+                value=leaf,
+                place=path_of(path),
                 remedy="give arrays of numbers, such as ids of words or of classes, and leave names out of the batch",
             )
 
 
 def _is_list_of_numbers(node: Any) -> bool:
     """Of numbers, or of such lists."""
-    return isinstance(node, list) and bool(node) and all(isinstance(one, (int, float, complex, np.generic)) or _is_list_of_numbers(one) for one in node)
+    return (
+        isinstance(node, list)
+        and bool(node)
+        and all(isinstance(one, (int, float, complex, np.generic)) or _is_list_of_numbers(one) for one in node)
+    )
 
 
 def leaf_path(options: Options, number: int, path: Any) -> str:
@@ -236,8 +262,8 @@ def leaf_path(options: Options, number: int, path: Any) -> str:
 
 
 def argument_names(bound: Bound, num_before: int = 0) -> dict[str, str]:
-    """JAX's name of every array among a call's arguments, as compiled programs have it (`args[0]['params']['kernel']`) -> its path.
-    `num_before`: operands that the program takes before the call's arguments."""
+    """JAX's name of every array among a call's arguments, as compiled programs have it (`args[0]['params']['kernel']`)
+    -> its path. `num_before`: operands that the program takes before the call's arguments."""
     names: list[str] = []
     for number, (start, stop) in enumerate(bound.spans):
         if start < stop:
@@ -255,9 +281,13 @@ def describe(leaf: Any, path: str) -> tuple[tuple[int, ...], str, bool]:
         return tuple(aval.shape), str(aval.dtype), bool(getattr(aval, "weak_type", False))
     except (TypeError, AttributeError):
         raise TraceError(
-            "an argument of a parallel step holds something that is not an array", value=leaf, place=path,
-            remedy="mark the argument with static_argnums; for Equinox modules use splitjax.equinox.parallelize, for NNX modules "
-            "splitjax.nnx.parallelize",
+            "an argument of a parallel step holds something that is not an array",
+            value=leaf,
+            place=path,
+            remedy=(
+                "mark the argument with static_argnums; for Equinox modules use splitjax.equinox.parallelize, for NNX"
+                " modules splitjax.nnx.parallelize"
+            ),
         ) from None
 
 
@@ -279,7 +309,9 @@ def _hashable(value: Any, number: int, fn: Callable) -> Any:
         hash(value)
     except TypeError:
         raise StateError(
-            "a static argument must be hashable", value=value, place=f"argument {number} of {_name(fn)}",
+            "a static argument must be hashable",
+            value=value,
+            place=f"argument {number} of {_name(fn)}",
             remedy="pass a tuple, a frozen dataclass or a number, or drop it from static_argnums",
         ) from None
     return value
@@ -289,9 +321,13 @@ def _check_examples(fn: Callable, avals, arguments: Sequence[Argument]) -> None:
     sizes = {a.path: shape[0] for (shape, _, _), a in zip(avals, arguments, strict=True) if a.is_batch and shape}
     if len(set(sizes.values())) > 1:
         raise BatchError(
-            "batch arrays disagree on the number of examples (their leading dim)", value=sizes, place=f"call of {_name(fn)}",
-            remedy="give all batch arrays the same leading dim; pass what is not per example as an argument of its own, "
-            "outside batch_argnums",
+            "batch arrays disagree on the number of examples (their leading dim)",
+            value=sizes,
+            place=f"call of {_name(fn)}",
+            remedy=(
+                "give all batch arrays the same leading dim; pass what is not per example as an argument of its own, "
+                "outside batch_argnums"
+            ),
         )
 
 
@@ -304,7 +340,9 @@ def difference(new: Bound, old: Bound) -> tuple[int, str]:
     news = {a.path: d for a, d in zip(new.arguments, new.signature.avals, strict=True)}
     found += [f"{path} is new" for path in news.keys() - olds.keys()]
     found += [f"{path} is gone" for path in olds.keys() - news.keys()]
-    found += [f"{path}: {_text(olds[path])} -> {_text(d)}" for path, d in news.items() if path in olds and olds[path] != d]
+    found += [
+        f"{path}: {_text(olds[path])} -> {_text(d)}" for path, d in news.items() if path in olds and olds[path] != d
+    ]
     if not found:
         found.append("the structure of the arguments changed (a static field of a pytree node)")
     return len(found), found[0] + (f" and {len(found) - 1} more" if len(found) > 1 else "")

@@ -18,35 +18,77 @@ class OptionError(SplitjaxError, ValueError):
     """An option of `parallelize` that is none of its documented values."""
 
 
-def check_options(fn: Callable, *, mesh: Any, rules: Any, group_comm: Any, backprop: Any, shard_state: Any, unknown: Any, verify: Any = None) -> None:
-    """Raises `OptionError` for values that are not documented, `UnavailableError` for documented ones that this version lacks."""
+def check_options(
+    fn: Callable,
+    *,
+    mesh: Any,
+    rules: Any,
+    group_comm: Any,
+    backprop: Any,
+    shard_state: Any,
+    unknown: Any,
+    verify: Any = None,
+) -> None:
+    """Raises `OptionError` for values that are not documented, `UnavailableError` for documented ones that this version
+    lacks."""
     place = f"parallelize({getattr(fn, '__name__', fn)!s})"
     if not callable(fn):
-        raise OptionError("parallelize decorates a function", value=fn, place="parallelize", remedy="pass the training step")
+        raise OptionError(
+            "parallelize decorates a function", value=fn, place="parallelize", remedy="pass the training step"
+        )
     _one_of("unknown", unknown, ("error", "gather"), place)
     _one_of("group_comm", group_comm, _GROUP_COMM, place)
     if backprop is not None and not isinstance(backprop, PartialBackprop):
-        raise OptionError("backprop has no such value", value=backprop, place=f"{place}, backprop",
-                          remedy="pass a splitjax.PartialBackprop, or None for full backpropagation")
+        raise OptionError(
+            "backprop has no such value",
+            value=backprop,
+            place=f"{place}, backprop",
+            remedy="pass a splitjax.PartialBackprop, or None for full backpropagation",
+        )
     if backprop is not None and group_comm in ("turns", "modulo"):
-        raise OptionError("partial backpropagation and group communication in turns both decide how a boundary runs", value=group_comm,
-                          place=f"{place}, group_comm", remedy='use group_comm="gather" or "auto" with backprop=')
+        raise OptionError(
+            "partial backpropagation and group communication in turns both decide how a boundary runs",
+            value=group_comm,
+            place=f"{place}, group_comm",
+            remedy='use group_comm="gather" or "auto" with backprop=',
+        )
     if not isinstance(shard_state, bool):
-        raise OptionError("shard_state is true or false", value=shard_state, place=f"{place}, shard_state",
-                          remedy="pass True to shard the optimizer state and gradients of whole parameters")
+        raise OptionError(
+            "shard_state is true or false",
+            value=shard_state,
+            place=f"{place}, shard_state",
+            remedy="pass True to shard the optimizer state and gradients of whole parameters",
+        )
     if verify not in (None, "first"):
-        raise OptionError("verify has no such value", value=verify, place=f"{place}, verify",
-                          remedy='use "first" to verify the step before its first call, or None; step.verify(...) does it at any time')
+        raise OptionError(
+            "verify has no such value",
+            value=verify,
+            place=f"{place}, verify",
+            remedy=(
+                'use "first" to verify the step before its first call, or None; step.verify(...) does it at any time'
+            ),
+        )
     if isinstance(mesh, str):
         if mesh != "auto":
-            raise OptionError("a mesh is no string", value=mesh, place=f"{place}, mesh", remedy='give {"data": 2, "model": 4}')
-        raise UnavailableError('mesh="auto" belongs to the planner, which is not part of this version', value=mesh,
-                               place=f"{place}, mesh", remedy='give {"data": 2, "model": 4}, or None for all devices on data')
+            raise OptionError(
+                "a mesh is no string", value=mesh, place=f"{place}, mesh", remedy='give {"data": 2, "model": 4}'
+            )
+        raise UnavailableError(
+            'mesh="auto" belongs to the planner, which is not part of this version',
+            value=mesh,
+            place=f"{place}, mesh",
+            remedy='give {"data": 2, "model": 4}, or None for all devices on data',
+        )
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...], place: str) -> None:
     if not isinstance(value, str) or value not in allowed:
-        raise OptionError(f"{name} has no such value", value=value, place=f"{place}, {name}", remedy=f"use one of {', '.join(allowed)}")
+        raise OptionError(
+            f"{name} has no such value",
+            value=value,
+            place=f"{place}, {name}",
+            remedy=f"use one of {', '.join(allowed)}",
+        )
 
 
 def resolve_plan(plan: Plan | str | os.PathLike | None) -> Plan | None:
@@ -55,7 +97,8 @@ def resolve_plan(plan: Plan | str | os.PathLike | None) -> Plan | None:
 
 
 def reject_mutating_modules(args: tuple, name: str) -> None:
-    """Raises `TraceError` when a plain step gets NNX modules or optimizers: its updates would be lost without a word."""
+    """Raises `TraceError` when a plain step gets NNX modules or optimizers: its updates would be lost without a
+    word."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return
@@ -66,8 +109,11 @@ def reject_mutating_modules(args: tuple, name: str) -> None:
         for one in found:
             if isinstance(one, nnx.Module | nnx.Optimizer):
                 raise TraceError(
-                    f"argument {number} is an NNX {type(one).__name__}, which a step changes in place; a plain parallel step would "
-                    "throw those changes away",
-                    value=type(one).__name__, place=f"call of {name}",
-                    remedy="decorate with splitjax.nnx.parallelize, or pass nnx.split's state and merge inside the step",
+                    f"argument {number} is an NNX {type(one).__name__}, which a step changes in place; a plain parallel"
+                    " step would throw those changes away",
+                    value=type(one).__name__,
+                    place=f"call of {name}",
+                    remedy=(
+                        "decorate with splitjax.nnx.parallelize, or pass nnx.split's state and merge inside the step"
+                    ),
                 )

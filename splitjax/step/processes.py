@@ -1,8 +1,10 @@
 """A step's arguments in a run of several processes: from what each process holds to arrays over the whole mesh.
 
-`jax.jit` takes only global arrays there. A script that runs alone should run unchanged, so a step takes three things more:
+`jax.jit` takes only global arrays there. A script that runs alone should run unchanged, so a step takes three things
+more:
 
-- a host value (NumPy array, Python number, array on this process's devices): the same in every process; each places its parts;
+- a host value (NumPy array, Python number, array on this process's devices): the same in every process; each places its
+  parts;
 - a global array in another layout than the plan's, such as `global_batch` makes: laid out anew;
 - and what the plan wants already, which is handed on.
 """
@@ -31,7 +33,8 @@ def _place(leaf: Any, sharding: NamedSharding) -> Any:
         if leaf.sharding == sharding:
             return leaf
         if not leaf.is_fully_addressable:
-            return jax.device_put(leaf, sharding)  # an equal layout by other names too: it would be another program to jax.jit
+            # an equal layout by other names too: it would be another program to jax.jit
+            return jax.device_put(leaf, sharding)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = _from_host(np.asarray(jax.random.key_data(leaf)), sharding)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
@@ -69,23 +72,26 @@ def global_batch(local_batch: Any) -> Any:
 
     - `local_batch`: a pytree of host arrays `[b, ...]`, with the same b in every process and array.
 
-    **Returns** the pytree of global arrays `[b * processes, ...]`: process p's examples are the rows from `p * b` on. A decorated
-    step lays them out by its plan. In a run of one process: the batch as it is.
+    **Returns** the pytree of global arrays `[b * processes, ...]`: process p's examples are the rows from `p * b` on. A
+    decorated step lays them out by its plan. In a run of one process: the batch as it is.
 
-    Raises `BatchError` for arrays without an example dim or of unequal lengths. Unequal lengths among processes are noticed by
-    the first step (`ProcessError`).
+    Raises `BatchError` for arrays without an example dim or of unequal lengths. Unequal lengths among processes are
+    noticed by the first step (`ProcessError`).
     """
     lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(local_batch)}
     if len(lengths) > 1 or () in lengths:
         raise BatchError(
             "the arrays of a batch must have the same number of examples",
-            value=jax.tree.map(np.shape, local_batch), place="global_batch", remedy="give every array the examples as its leading dim",
+            value=jax.tree.map(np.shape, local_batch),
+            place="global_batch",
+            remedy="give every array the examples as its leading dim",
         )
     if jax.process_count() == 1 or not lengths:
         return local_batch
     devices = np.asarray(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
     mesh = Mesh(devices.reshape(jax.process_count(), -1), ("process", "local"), axis_types=(AxisType.Auto,) * 2)
-    # Split over all devices where the examples divide; else every device of a process gets all of the process's examples.
+    # Split over all devices where the examples divide; else every device of a process gets all of the process's
+    # examples.
     divides = next(iter(lengths))[0] % jax.local_device_count() == 0
     sharding = NamedSharding(mesh, PartitionSpec(("process", "local") if divides else "process"))
     return jax.tree.map(lambda leaf: jax.make_array_from_process_local_data(sharding, np.asarray(leaf)), local_batch)

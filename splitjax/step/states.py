@@ -27,9 +27,9 @@ class _Place:
 def match_states(options: Options, bound: Bound, result: Any) -> dict[int, int]:
     """Flat argument position of every state leaf -> flat result position of its new value.
 
-    `result` is the step's result as a pytree of `ShapeDtypeStruct`s. Raises `StateError` when a state does not come back
-    (naming the first path that differs), or comes back in more than one place of the same depth (of several, the outermost is
-    the state).
+    `result` is the step's result as a pytree of `ShapeDtypeStruct`s. Raises `StateError` when a state does not come
+    back (naming the first path that differs), or comes back in more than one place of the same depth (of several, the
+    outermost is the state).
     """
     leaves = jax.tree.leaves(result)
     places = list(_places(result, "result", 0, None, 0))
@@ -41,7 +41,9 @@ def match_states(options: Options, bound: Bound, result: Any) -> dict[int, int]:
         tree = jax.tree.structure(bound.args[number])
         name = options.names[number] if number < len(options.names) else f"argument {number}"
         if options.state_outnums is not None:
-            found = [p for p in places if p.number == options.state_outnums[order]] or [p for p in places if p.path == "result"]
+            found = [p for p in places if p.number == options.state_outnums[order]] or [
+                p for p in places if p.path == "result"
+            ]
             chosen = found[0]
             if chosen.tree != tree:
                 raise _missing(name, bound, number, places, leaves, options)
@@ -52,7 +54,8 @@ def match_states(options: Options, bound: Bound, result: Any) -> dict[int, int]:
             if len(found) > 1 and len({(p.start, p.stop) for p in found}) > 1:
                 raise StateError(
                     f"the state {name!r} could be any of {len(found)} results of the same structure",
-                    value=[p.path for p in found], place=f"results of the step, state argument {number}",
+                    value=[p.path for p in found],
+                    place=f"results of the step, state argument {number}",
                     remedy="say which results are the states with state_outnums=(...), positions in the returned tuple",
                 )
             if not found:
@@ -77,7 +80,8 @@ def _places(node: Any, path: str, start: int, number: int | None, depth: int) ->
 
 def _fits(place: _Place, start: int, bound: Bound, leaves: Sequence[Any]) -> bool:
     return all(
-        tuple(leaf.shape) == bound.signature.avals[start + k][0] and str(leaf.dtype) == bound.signature.avals[start + k][1]
+        tuple(leaf.shape) == bound.signature.avals[start + k][0]
+        and str(leaf.dtype) == bound.signature.avals[start + k][1]
         for k, leaf in enumerate(leaves[place.start : place.stop])
     )
 
@@ -90,7 +94,8 @@ def _check(place: _Place, start: int, bound: Bound, leaves: Sequence[Any], name:
             raise StateError(
                 f"the state {name!r} comes back changed: {path} goes in as {dtype}{list(shape)} and comes out as "
                 f"{leaf.dtype}{list(leaf.shape)}",
-                value=path, place=place.path,
+                value=path,
+                place=place.path,
                 remedy="return the new state with the shapes and dtypes it came with (cast it back, as with .astype)",
             )
 
@@ -108,7 +113,8 @@ def _missing(name: str, bound: Bound, number: int, places: Sequence[_Place], lea
     return StateError(
         f"the state {name!r} does not come back: no result of the step has its structure "
         f"({stop - start} arrays, first {mine[0]})",
-        value=sorted({p.path for p in places})[:12], place=f"results of the step, state argument {number}",
+        value=sorted({p.path for p in places})[:12],
+        place=f"results of the step, state argument {number}",
         remedy="return the new state with the same pytree structure; for a step that only reads it (evaluation) use "
         "step.like(fn), and for steps that mutate NNX modules splitjax.nnx.parallelize",
     )

@@ -1,11 +1,12 @@
 """Row-sparse gradients of embedding tables, and the schemes that synchronise them.
 
-Schemes by name: `dense`, `all_gather`, `recursive_doubling`, `blocks`, `parameter_server`, `hierarchical`, `zen`, `row_exchange`.
+Schemes by name: `dense`, `all_gather`, `recursive_doubling`, `blocks`, `parameter_server`, `hierarchical`, `zen`,
+`row_exchange`.
 
 A worker, inside a `shard_map` over the data axis with `check_vma=False`:
 
-    local = from_lookups(ids, cotangents, num_rows)
-    table, stats = synchronise_into(scheme, local, "data", capacities, table, lambda rows, table: rows.update(table, row_update))
+    local = from_lookups(ids, cotangents, num_rows) table, stats = synchronise_into(scheme, local, "data", capacities,
+    table, lambda rows, table: rows.update(table, row_update))
 
 with `capacities = scheme.plan(measure(ids of the first steps, ...))`; `choose.choose` picks the scheme.
 """

@@ -20,7 +20,8 @@ _ID_BYTES = 4
 @register
 @dataclasses.dataclass(frozen=True)
 class AllGather(Scheme):
-    """(n-1) k (w + 4) bytes, k rows of w bytes: Zen's 2(n-1)dM with an index a row instead of one a value (arXiv 2309.13254)."""
+    """(n-1) k (w + 4) bytes, k rows of w bytes: Zen's 2(n-1)dM with an index a row instead of one a value (arXiv
+    2309.13254)."""
 
     name: ClassVar[str] = "all_gather"
 

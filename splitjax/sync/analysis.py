@@ -1,7 +1,8 @@
-"""The sparsity of every gradient tensor of a step over its workers, as one value: Zen's analysis (Wang et al., arXiv 2309.13254, section 2).
+"""The sparsity of every gradient tensor of a step over its workers, as one value: Zen's analysis (Wang et al., arXiv
+2309.13254, section 2).
 
-Numbers only; `measure.profiling` evaluates the gradients. What is counted are a tensor's *units*: rows of a table that the step looks rows up in,
-elements of any other tensor.
+Numbers only; `measure.profiling` evaluates the gradients. What is counted are a tensor's *units*: rows of a table that
+the step looks rows up in, elements of any other tensor.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ class Figures:
 
     - `densities`: per worker, the share of elements that are not zero.
     - `row_densities`: per worker, the share of rows that are not all zero; empty for a tensor that is no table.
-    - `unions`: (m, share of units that m workers have together, so that their sum is not zero there), for m = 1, 2, 4, ... and
-      the number of workers; mean over the disjoint groups of m neighbours. Sums that cancel exactly count as not zero.
+    - `unions`: (m, share of units that m workers have together, so that their sum is not zero there), for m = 1, 2, 4,
+      ... and the number of workers; mean over the disjoint groups of m neighbours. Sums that cancel exactly count as
+      not zero.
     - `overlap`: |I1 and I2| / min(|I1|, |I2|), mean over all pairs of workers with a gradient.
-    - `skewness`: the units in the fullest of n equal ranges over the mean of the ranges, for n workers; mean over workers with a gradient.
+    - `skewness`: the units in the fullest of n equal ranges over the mean of the ranges, for n workers; mean over
+      workers with a gradient.
     """
 
     densities: tuple[float, ...]
@@ -55,12 +58,14 @@ class Figures:
         return float(np.mean(self.row_densities)) if self.row_densities else None
 
     def densification(self, num_workers: int) -> float:
-        """Zen's gamma: the density of the sum of so many workers (1, 2, 4, ... or all) over the density of one; 1 for a gradient that
-        is all zero. Raises `ProfileError` for another number."""
+        """Zen's gamma: the density of the sum of so many workers (1, 2, 4, ... or all) over the density of one; 1 for a
+        gradient that is all zero. Raises `ProfileError` for another number."""
         shares = dict(self.unions)
         if num_workers not in shares:
             raise ProfileError(
-                f"densification was not measured for {num_workers} workers", value=num_workers, place="densification(num_workers)",
+                f"densification was not measured for {num_workers} workers",
+                value=num_workers,
+                place="densification(num_workers)",
                 remedy=f"give one of {', '.join(map(str, shares))}, or profile with num_workers=",
             )
         return shares[num_workers] / shares[1] if shares[1] else 1.0
@@ -78,7 +83,8 @@ class TensorProfile:
     - `is_table`: whether the step looks rows up in it: its units are rows then.
     - `dense_reason`: why the gradient of a table has to stay dense whatever its sparsity; empty if it need not.
     - `steps`: the figures of every step.
-    - `overlaps`: `[n][n]`, the overlap of every two workers, mean over the steps; 0 where one of them never had a gradient.
+    - `overlaps`: `[n][n]`, the overlap of every two workers, mean over the steps; 0 where one of them never had a
+      gradient.
     - `sparsity`: of a table, what `sync.choose` decides by; None for other tensors.
     """
 
@@ -95,13 +101,17 @@ class TensorProfile:
     @property
     def mean(self) -> Figures:
         """The figures averaged over the steps."""
-        average = lambda rows: tuple(float(value) for value in np.mean(np.asarray(rows), axis=0)) if rows and rows[0] else ()
+        average = lambda rows: (
+            tuple(float(value) for value in np.mean(np.asarray(rows), axis=0)) if rows and rows[0] else ()
+        )
         steps = self.steps
         sizes = [m for m, _ in steps[0].unions]
         return Figures(
-            average([one.densities for one in steps]), average([one.row_densities for one in steps]),
+            average([one.densities for one in steps]),
+            average([one.row_densities for one in steps]),
             tuple(zip(sizes, average([[share for _, share in one.unions] for one in steps]), strict=True)),
-            float(np.mean([one.overlap for one in steps])), float(np.mean([one.skewness for one in steps])),
+            float(np.mean([one.overlap for one in steps])),
+            float(np.mean([one.skewness for one in steps])),
         )
 
     @property
@@ -141,7 +151,8 @@ class TensorProfile:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """How sparse a step's gradients are over its workers. Print it, show it in a notebook, keep it with `save`, draw it with `plot`.
+    """How sparse a step's gradients are over its workers. Print it, show it in a notebook, keep it with `save`, draw it
+    with `plot`.
 
     **Attributes:**
 
@@ -169,33 +180,50 @@ class Profile:
         return tuple(one for one in self.tensors if one.is_table)
 
     def tensor(self, path: str) -> TensorProfile:
-        """One tensor by its path. Raises `ProfileError` for a path that is not there, or that several losses differentiate."""
+        """One tensor by its path. Raises `ProfileError` for a path that is not there, or that several losses
+        differentiate."""
         found = [one for one in self.tensors if one.path == path]
         if len(found) == 1:
             return found[0]
         if found:
             raise ProfileError(
-                f"{len(found)} losses differentiate {path!r}", value=[one.loss for one in found], place="Profile.tensor",
+                f"{len(found)} losses differentiate {path!r}",
+                value=[one.loss for one in found],
+                place="Profile.tensor",
                 remedy="choose among `profile.tensors` by their `loss`",
             )
-        raise ProfileError("the profile has no such tensor", value=path, place="Profile.tensor", remedy=f"give one of {_paths(self.tensors)}")
+        raise ProfileError(
+            "the profile has no such tensor",
+            value=path,
+            place="Profile.tensor",
+            remedy=f"give one of {_paths(self.tensors)}",
+        )
 
     def sparsity(self, path: str) -> Sparsity:
-        """What `sync.choose` needs to know of a table; a profile that was read from JSON has no samples, and does not do. Raises `ProfileError` for a tensor that is no table."""
+        """What `sync.choose` needs to know of a table; a profile that was read from JSON has no samples, and does not
+        do. Raises `ProfileError` for a tensor that is no table."""
         found = self.tensor(path).sparsity
         if found is None:
             raise ProfileError(
-                f"{path!r} is no table: the step looks no rows up in it", value=path, place="Profile.sparsity",
-                remedy=f"give one of {_paths(self.tables)}" if self.tables else "the step has no table: its gradients travel dense",
+                f"{path!r} is no table: the step looks no rows up in it",
+                value=path,
+                place="Profile.sparsity",
+                remedy=f"give one of {_paths(self.tables)}"
+                if self.tables
+                else "the step has no table: its gradients travel dense",
             )
         return found
 
     def to_json(self) -> str:
-        """The profile as JSON text (ASCII), one tensor a line, read back by `from_json`. The row numbers behind a table's `sparsity`
-        (its `samples`) are left out."""
+        """The profile as JSON text (ASCII), one tensor a line, read back by `from_json`. The row numbers behind a
+        table's `sparsity` (its `samples`) are left out."""
         head = {
-            "format": FORMAT, "step": self.step, "num_workers": self.num_workers, "num_examples": self.num_examples, "notes": self.notes,
-        }  # fmt: skip
+            "format": FORMAT,
+            "step": self.step,
+            "num_workers": self.num_workers,
+            "num_examples": self.num_examples,
+            "notes": self.notes,
+        }
         lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
         entries = ",\n".join(f"    {json.dumps(_flat(one))}" for one in self.tensors)
         return "{\n" + ",\n".join([*lines, f'  "tensors": [\n{entries}\n  ]']) + "\n}\n"
@@ -208,13 +236,18 @@ class Profile:
             if data["format"] != FORMAT:
                 raise ValueError(f"format {data['format']!r}")
             return cls(
-                data["step"], data["num_workers"], tuple(data["num_examples"]), tuple(_tensor(one) for one in data["tensors"]),
+                data["step"],
+                data["num_workers"],
+                tuple(data["num_examples"]),
+                tuple(_tensor(one) for one in data["tensors"]),
                 tuple(data["notes"]),
-            )  # fmt: skip
+            )
         except (ValueError, KeyError, TypeError) as error:
             raise ProfileError(
-                f"this is not the JSON of a profile: {error}", place="Profile.from_json", remedy="pass what `profile.to_json()` returned",
-            ) from error  # fmt: skip
+                f"this is not the JSON of a profile: {error}",
+                place="Profile.from_json",
+                remedy="pass what `profile.to_json()` returned",
+            ) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the JSON to a file, whole or not at all. Raises `ProfileError` when the file cannot be written."""
@@ -239,11 +272,13 @@ class Profile:
         return cls.from_json(text)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """A `matplotlib.figure.Figure`: density and skewness by tensor, densification by number of workers, overlap of workers.
+        """A `matplotlib.figure.Figure`: density and skewness by tensor, densification by number of workers, overlap of
+        workers.
 
-        `path`: also written there (PNG, SVG, PDF by the ending). Raises `ProfileError` where matplotlib is not installed, or
-        the file cannot be written."""
-        from splitjax.report.profile.plot import draw_profile  # rendering stands on a higher floor: loaded when something is drawn
+        `path`: also written there (PNG, SVG, PDF by the ending). Raises `ProfileError` where matplotlib is not
+        installed, or the file cannot be written."""
+        # rendering stands on a higher floor: loaded when something is drawn
+        from splitjax.report.profile.plot import draw_profile
 
         return draw_profile(self, path)
 
@@ -254,8 +289,8 @@ class Profile:
 
     def __repr__(self) -> str:
         return (
-            f"<Profile of {self.step}: {len(self.tensors)} gradients, {len(self.tables)} of tables, {self.num_workers} workers, "
-            f"{self.num_steps} steps>"
+            f"<Profile of {self.step}: {len(self.tensors)} gradients, {len(self.tables)} of tables, {self.num_workers}"
+            f" workers, {self.num_steps} steps>"
         )
 
     def _repr_html_(self) -> str:
@@ -289,7 +324,8 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class StepMasks:
-    """One tensor's gradient in one step: per worker its units that are not zero (packed), and its elements that are not zero."""
+    """One tensor's gradient in one step: per worker its units that are not zero (packed), and its elements that are not
+    zero."""
 
     units: tuple[np.ndarray, ...]
     num_elements: tuple[int, ...]

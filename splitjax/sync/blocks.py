@@ -1,4 +1,5 @@
-"""`blocks` (OmniReduce, Fei et al., SIGCOMM'21): blocks of 256 values with any non-zero one travel whole, to range owners and back."""
+"""`blocks` (OmniReduce, Fei et al., SIGCOMM'21): blocks of 256 values with any non-zero one travel whole, to range
+owners and back."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from splitjax.sync.owners import OwnerExchange, pair_and_owner_rooms, range_load
 from splitjax.sync.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.rows import RowSparse
-from splitjax.sync.scheme import Attempt, Capacities, Scheme, check_levels, local_capacity, register, roomy, union_capacity
+from splitjax.sync.scheme import (
+    Attempt,
+    Capacities,
+    Scheme,
+    check_levels,
+    local_capacity,
+    register,
+    roomy,
+    union_capacity,
+)
 from splitjax.sync.wire import Axis
 
 _ID_BYTES = 4
@@ -24,14 +34,17 @@ _ID_BYTES = 4
 @register
 @dataclasses.dataclass(frozen=True)
 class Blocks(Scheme):
-    """About (n-1)/n s (b + B) (256 values + an id) bytes, b blocks on a worker, B in the union (Zen's formula for OmniReduce).
+    """About (n-1)/n s (b + B) (256 values + an id) bytes, b blocks on a worker, B in the union (Zen's formula for
+    OmniReduce).
 
-    A block is as many whole rows as `block_values` holds, at least one: rows longer than a block have no zero blocks inside. Rows
-    whose sum is zero are not in the result, as nothing in a block tells them from rows that nobody touched.
+    A block is as many whole rows as `block_values` holds, at least one: rows longer than a block have no zero blocks
+    inside. Rows whose sum is zero are not in the result, as nothing in a block tells them from rows that nobody
+    touched.
 
     **Attributes:**
 
-    - `block_values`: values of a block. `pattern`: how the push goes, `all_to_all`, `ppermute` or `auto`: see `wire.PATTERNS`.
+    - `block_values`: values of a block. `pattern`: how the push goes, `all_to_all`, `ppermute` or `auto`: see
+      `wire.PATTERNS`.
     """
 
     name: ClassVar[str] = "blocks"
@@ -46,7 +59,9 @@ class Blocks(Scheme):
         push, pull = pair_and_owner_rooms(sparsity, partition, block)
         blocks = max((np.unique(ids // block).size for step in sparsity.samples for ids in step), default=0)
         levels = (roomy(blocks, partition.num_items),)
-        return Capacities(local=local_capacity(sparsity), union=union_capacity(sparsity), push=push, pull=pull, levels=levels)
+        return Capacities(
+            local=local_capacity(sparsity), union=union_capacity(sparsity), push=push, pull=pull, levels=levels
+        )
 
     def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:
         local, row_size = local.padded(min(capacities.local, local.capacity)), local.row_size
@@ -54,7 +69,9 @@ class Blocks(Scheme):
         check_levels(self, capacities, 1)
         exchange = self._exchange(capacities, local.num_rows, row_size, n)
         num_blocks = exchange.partition.num_items
-        ids, slots, count = unite(jnp.where(local.ids < local.num_rows, local.ids // block, num_blocks), num_blocks, capacities.levels[0])
+        ids, slots, count = unite(
+            jnp.where(local.ids < local.num_rows, local.ids // block, num_blocks), num_blocks, capacities.levels[0]
+        )
         place = jnp.where(slots < capacities.levels[0], slots * block + local.ids % block, capacities.levels[0] * block)
         rows = local.values.reshape(local.capacity, row_size)
         values = sum_rows(rows, place, capacities.levels[0] * block).reshape(capacities.levels[0], block, row_size)

@@ -1,7 +1,8 @@
 """Which scheme for which sparsity and link: the cost formulas, evaluated for all, and the cheapest with the reason.
 
-Pure arithmetic on a profile; Zen's choice (Wang et al., arXiv 2309.13254, section 3.4: profile the first iterations, then keep the
-best) over more candidates. Bytes are those of the capacities that each scheme would get, padding included, as `Scheme.predicted_bytes`.
+Pure arithmetic on a profile; Zen's choice (Wang et al., arXiv 2309.13254, section 3.4: profile the first iterations,
+then keep the best) over more candidates. Bytes are those of the capacities that each scheme would get, padding
+included, as `Scheme.predicted_bytes`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _CLEARLY = 0.98
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A scheme with its capacities, and what it would cost: seconds a step, bytes that a worker sends, messages one after the other."""
+    """A scheme with its capacities, and what it would cost: seconds a step, bytes that a worker sends, messages one
+    after the other."""
 
     scheme: Scheme
     capacities: Capacities
@@ -51,13 +53,22 @@ class Choice:
 
 
 def candidates(pattern: str = "auto") -> tuple[Scheme, ...]:
-    """All schemes with their default options, the simplest first; Zen by running counts, which send what its hashes send, sooner.
+    """All schemes with their default options, the simplest first; Zen by running counts, which send what its hashes
+    send, sooner.
 
     `pattern`: how those with owners push, see `wire.PATTERNS`."""
     return (
-        Dense(), AllGather(), RecursiveDoubling(), Hierarchical(), RowExchange(pattern=pattern), RowExchange(hot=True, pattern=pattern),
-        Zen(partition="pack", pattern=pattern), Zen("row", "pack", pattern=pattern), ParameterServer(pattern), Blocks(pattern=pattern),
-    )  # fmt: skip
+        Dense(),
+        AllGather(),
+        RecursiveDoubling(),
+        Hierarchical(),
+        RowExchange(pattern=pattern),
+        RowExchange(hot=True, pattern=pattern),
+        Zen(partition="pack", pattern=pattern),
+        Zen("row", "pack", pattern=pattern),
+        ParameterServer(pattern),
+        Blocks(pattern=pattern),
+    )
 
 
 def choose(sparsity: Sparsity, link: Link, schemes: Sequence[Scheme] | None = None) -> Choice:
@@ -75,7 +86,9 @@ def choose(sparsity: Sparsity, link: Link, schemes: Sequence[Scheme] | None = No
     """
     if not sparsity.samples:
         raise SyncError(
-            "the sparsity has no samples, from which schemes take their capacities", value=sparsity.table, place="choose(sparsity)",
+            "the sparsity has no samples, from which schemes take their capacities",
+            value=sparsity.table,
+            place="choose(sparsity)",
             remedy="pass what `measure` or `step.profile(...)` found in this process, not what was read from JSON",
         )
     found = []
@@ -85,7 +98,15 @@ def choose(sparsity: Sparsity, link: Link, schemes: Sequence[Scheme] | None = No
         capacities, n = scheme.plan(sparsity), sparsity.num_workers
         sent = scheme.predicted_bytes(capacities, sparsity.table) if n > 1 else 0
         messages = scheme.num_messages(capacities, sparsity.table) if n > 1 else 0
-        found.append(Candidate(scheme, capacities, scheme.predicted_seconds(sparsity, link, capacities) if n > 1 else 0.0, sent, messages))
+        found.append(
+            Candidate(
+                scheme,
+                capacities,
+                scheme.predicted_seconds(sparsity, link, capacities) if n > 1 else 0.0,
+                sent,
+                messages,
+            )
+        )
     best = found[0]
     if sparsity.num_workers == 1:  # nothing is sent, but a dense gradient has the table's size
         best = next((one for one in found if not isinstance(one.scheme, Dense)), best)
@@ -103,14 +124,25 @@ def _reason(best: Candidate, table: Sequence[Candidate], sparsity: Sparsity) -> 
     facts = f"density {sparsity.density:.3g}, densification {sparsity.densification(sparsity.num_workers):.3g}"
     text = f"{best.seconds:.3g} s a step predicted for {_sent(best)} ({facts})"
     # Who sees more bytes than of an all-reduce, or a faster candidate, asks why.
-    dense = next((one for one in table if isinstance(one.scheme, Dense) and one.sent_bytes < best.sent_bytes and one.seconds > best.seconds), None)
+    dense = next(
+        (
+            one
+            for one in table
+            if isinstance(one.scheme, Dense) and one.sent_bytes < best.sent_bytes and one.seconds > best.seconds
+        ),
+        None,
+    )
     if dense is not None:
         more = "in more messages that wait for each other " if dense.num_messages > best.num_messages else ""
         text += f"; dense sends fewer bytes, but {more}and takes longer: {_costs(dense)}"
     if other is None or other is dense:
         return text
     text += f"; next: {other.scheme.name}, {_costs(other)}"
-    return text if other.seconds >= best.seconds else f"{text}, not {100 * (1 - _CLEARLY):.0f} % faster: the simpler scheme is kept"
+    return (
+        text
+        if other.seconds >= best.seconds
+        else f"{text}, not {100 * (1 - _CLEARLY):.0f} % faster: the simpler scheme is kept"
+    )
 
 
 def _costs(one: Candidate) -> str:

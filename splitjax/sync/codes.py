@@ -51,7 +51,9 @@ class IdCode:
             return ids, fits
         if self.bits == BITMAP:
             return kernels.encode_ids(ids, self.size), fits
-        codes, needed = jax.vmap(lambda one, count: encode_gaps(one, count, self.num_codes, _DTYPES[self.bits]))(ids, counts)
+        codes, needed = jax.vmap(lambda one, count: encode_gaps(one, count, self.num_codes, _DTYPES[self.bits]))(
+            ids, counts
+        )
         return codes, fits & (needed <= self.num_codes)
 
     def decode(self, codes: Array) -> Array:
@@ -80,11 +82,15 @@ def shortest(lists: list[np.ndarray], capacity: int, size: int) -> IdCode:
         needed = max((num_gap_codes(ids, bits) for ids in lists), default=0)
         # Room in the codes as in the ids, but never more than any list of that many ids needs.
         most = capacity + size // ((1 << bits) - 1)
-        found.append(IdCode(bits, capacity, size, min(needed + capacity - min((ids.size for ids in lists), default=0), most)))
+        found.append(
+            IdCode(bits, capacity, size, min(needed + capacity - min((ids.size for ids in lists), default=0), most))
+        )
     return min(found, key=lambda code: code.num_bytes)
 
 
 def always(capacity: int, size: int) -> IdCode:
     """The code with the fewest bytes among those in which every list of at most `capacity` ids fits."""
     gaps = [IdCode(bits, capacity, size, capacity + size // ((1 << bits) - 1)) for bits in (GAPS8, GAPS16)]
-    return min([IdCode(BITMAP, capacity, size), *gaps, IdCode(NUMBERS, capacity, size)], key=lambda code: code.num_bytes)
+    return min(
+        [IdCode(BITMAP, capacity, size), *gaps, IdCode(NUMBERS, capacity, size)], key=lambda code: code.num_bytes
+    )

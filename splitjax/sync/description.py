@@ -1,4 +1,5 @@
-"""Schemes and capacities as plain values, as plans and checkpoints hold them: a name, the options that are not the usual ones, the sizes."""
+"""Schemes and capacities as plain values, as plans and checkpoints hold them: a name, the options that are not the
+usual ones, the sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ def name_of(exchange: Exchange) -> str:
 def options_of(exchange: Exchange) -> dict[str, Any]:
     """The options that are not the defaults, as JSON values."""
     usual = {"ownership": "range"} if isinstance(exchange, OwnerSharded) else {}
-    fields = [(one.name, usual.get(one.name, one.default), getattr(exchange, one.name)) for one in dataclasses.fields(exchange)]
+    fields = [
+        (one.name, usual.get(one.name, one.default), getattr(exchange, one.name))
+        for one in dataclasses.fields(exchange)
+    ]
     found = {name: value for name, default, value in fields if name not in _OF_THE_TABLE and value != default}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
@@ -33,7 +37,11 @@ def options_of(exchange: Exchange) -> dict[str, Any]:
 def sizes_of(capacities: Capacities) -> dict[str, Any]:
     """The capacities that are not 0, as JSON values."""
     found = {one.name: getattr(capacities, one.name) for one in dataclasses.fields(capacities)}
-    return {name: list(map(int, value)) if isinstance(value, tuple) else int(value) for name, value in found.items() if value}
+    return {
+        name: list(map(int, value)) if isinstance(value, tuple) else int(value)
+        for name, value in found.items()
+        if value
+    }
 
 
 def by_owners(num_rows: int, capacities: Capacities | None = None, wire_dtype: str | None = None) -> OwnerSharded:
@@ -41,15 +49,26 @@ def by_owners(num_rows: int, capacities: Capacities | None = None, wire_dtype: s
     return OwnerSharded(num_rows, capacities or Capacities(), wire_dtype=wire_dtype, ownership="range")
 
 
-def exchange_of(name: str, options: Mapping[str, Any], sizes: Mapping[str, Any], num_rows: int) -> tuple[Exchange, Capacities]:
+def exchange_of(
+    name: str, options: Mapping[str, Any], sizes: Mapping[str, Any], num_rows: int
+) -> tuple[Exchange, Capacities]:
     """The inverse of the others. Raises `SyncError` for names and options that there are not."""
     known = {one.name for one in dataclasses.fields(Capacities)}
     for size, value in sizes.items():
         if size not in known or isinstance(value, list) != (size == "levels"):
-            raise SyncError("capacities have no such size", value={size: value}, place="capacities", remedy=f"one of {', '.join(sorted(known))}")
-    capacities = Capacities(**{size: tuple(value) if isinstance(value, list) else value for size, value in sizes.items()})
+            raise SyncError(
+                "capacities have no such size",
+                value={size: value},
+                place="capacities",
+                remedy=f"one of {', '.join(sorted(known))}",
+            )
+    capacities = Capacities(
+        **{size: tuple(value) if isinstance(value, list) else value for size, value in sizes.items()}
+    )
     if name != OWNED and name not in SCHEMES:
-        raise SyncError("no scheme of this name", value=name, place="scheme", remedy=f"one of {', '.join((*SCHEMES, OWNED))}")
+        raise SyncError(
+            "no scheme of this name", value=name, place="scheme", remedy=f"one of {', '.join((*SCHEMES, OWNED))}"
+        )
     given = {option: tuple(value) if isinstance(value, list) else value for option, value in options.items()}
     cls = OwnerSharded if name == OWNED else SCHEMES[name]
     allowed = [one.name for one in dataclasses.fields(cls) if one.name not in _OF_THE_TABLE]

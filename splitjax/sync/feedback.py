@@ -1,7 +1,9 @@
-"""Error feedback for values that are rounded on the wire: what rounding takes away is added the next time the row is touched.
+"""Error feedback for values that are rounded on the wire: what rounding takes away is added the next time the row is
+touched.
 
-After Seide et al. 2014 ("1-bit stochastic gradient descent") and Karimireddy et al., arXiv 1901.09847. Every worker keeps one residual
-table. All residuals and all that was delivered add up to all gradients: nothing is lost, but parts come later.
+After Seide et al. 2014 ("1-bit stochastic gradient descent") and Karimireddy et al., arXiv 1901.09847. Every worker
+keeps one residual table. All residuals and all that was delivered add up to all gradients: nothing is lost, but parts
+come later.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def synchronise_rounded(
 def with_residual(local: RowSparse, residual: Array) -> tuple[RowSparse, Array]:
     """This worker's rows with what was kept back of them, and the residual f[num_rows, *row] without it."""
     kept = take_rows(residual, local.ids)
-    # Taken away and not set to zero: what is written then follows from what was read, so that XLA makes no copy of the table.
+    # Taken away and not set to zero: what is written then follows from what was read, so that XLA makes no copy of the
+    # table.
     rest = residual.at[local.ids].add(-kept, mode="drop")
     return dataclasses.replace(local, values=local.values + kept.astype(local.values.dtype)), rest
 

@@ -1,7 +1,7 @@
 """`hierarchical`: partial sums of ever more workers, gathered level by level.
 
-Hierarchical centralisation in Zen's design space (Wang et al., arXiv 2309.13254, section 3). At each level, groups of workers
-that hold the sums of different parts gather them and add them up. Groups of two are SparCML's shape.
+Hierarchical centralisation in Zen's design space (Wang et al., arXiv 2309.13254, section 3). At each level, groups of
+workers that hold the sums of different parts gather them and add them up. Groups of two are SparCML's shape.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from splitjax.errors import SyncError
 from splitjax.sync import wire
 from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.rows import RowSparse, merge
-from splitjax.sync.scheme import Attempt, Capacities, Scheme, check_levels, local_capacity, partial_capacity, register, union_capacity
+from splitjax.sync.scheme import (
+    Attempt,
+    Capacities,
+    Scheme,
+    check_levels,
+    local_capacity,
+    partial_capacity,
+    register,
+    union_capacity,
+)
 from splitjax.sync.wire import Axis
 
 _ID_BYTES = 4
@@ -26,12 +35,13 @@ _ID_BYTES = 4
 @register
 @dataclasses.dataclass(frozen=True)
 class Hierarchical(Scheme):
-    """Sum over levels of (g-1) U_m (w + 4) bytes: groups of g gather sums of m workers, m the product of the levels before.
+    """Sum over levels of (g-1) U_m (w + 4) bytes: groups of g gather sums of m workers, m the product of the levels
+    before.
 
     **Attributes:**
 
-    - `factors`: group sizes from the inside out, such as (devices of a host, hosts); their product is the number of workers. By
-      default its prime factors.
+    - `factors`: group sizes from the inside out, such as (devices of a host, hosts); their product is the number of
+      workers. By default its prime factors.
     """
 
     name: ClassVar[str] = "hierarchical"
@@ -65,7 +75,9 @@ class Hierarchical(Scheme):
 
     def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
         factors = self._factors(table.num_workers)
-        return sum((factor - 1) * self._message_bytes(capacity, table) for factor, capacity in zip(factors, capacities.levels))
+        return sum(
+            (factor - 1) * self._message_bytes(capacity, table) for factor, capacity in zip(factors, capacities.levels)
+        )
 
     def formula_bytes(self, sparsity: Sparsity) -> float:
         total, m = 0.0, 1
@@ -88,9 +100,11 @@ class Hierarchical(Scheme):
     def _factors(self, num_workers: int) -> tuple[int, ...]:
         if self.factors and math.prod(self.factors) != num_workers:
             raise SyncError(
-                f"the groups of the hierarchy make {math.prod(self.factors)} workers, not {num_workers}", value=self.factors,
-                place="Hierarchical(factors=...)", remedy="give group sizes whose product is the number of workers",
-            )  # fmt: skip
+                f"the groups of the hierarchy make {math.prod(self.factors)} workers, not {num_workers}",
+                value=self.factors,
+                place="Hierarchical(factors=...)",
+                remedy="give group sizes whose product is the number of workers",
+            )
         return self.factors or _prime_factors(num_workers)
 
 

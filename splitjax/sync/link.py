@@ -23,7 +23,8 @@ _WORTHWHILE_SECONDS = 0.02
 
 
 def measure_link(mesh: Mesh, axes: tuple[str, ...]) -> Link:
-    """Latency and rate of the links along some axes of a mesh: every worker sends to the next one at once, as the schemes do.
+    """Latency and rate of the links along some axes of a mesh: every worker sends to the next one at once, as the
+    schemes do.
 
     In a run of several processes all must call this at the same time; all get what process 0 measured."""
     size = math.prod(mesh.shape[axis] for axis in axes)
@@ -43,7 +44,9 @@ def _ring(mesh: Mesh, axes: tuple[str, ...], size: int, num_bytes: int) -> Calla
     spec = PartitionSpec(axes)
     pairs = [(i, (i + 1) % size) for i in range(size)]
     run = jax.jit(jax.shard_map(lambda x: wire.permute([x], axes, pairs)[0], mesh=mesh, in_specs=spec, out_specs=spec))
-    message = jax.jit(lambda: jnp.zeros((size * num_bytes // 4,), jnp.float32), out_shardings=NamedSharding(mesh, spec))()
+    message = jax.jit(
+        lambda: jnp.zeros((size * num_bytes // 4,), jnp.float32), out_shardings=NamedSharding(mesh, spec)
+    )()
     return lambda: run(message)
 
 

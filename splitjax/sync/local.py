@@ -1,13 +1,15 @@
 """What a worker does alone: ranks in a set of ids, packing into send order, codes for sorted ids. Static shapes.
 
-Bitmaps, sums of rows, and rows taken and put are `kernels`, which are plain JAX on CPU; the rest is plain JAX everywhere.
+Bitmaps, sums of rows, and rows taken and put are `kernels`, which are plain JAX on CPU; the rest is plain JAX
+everywhere.
 
-A set of ids below `size` is a *bitmap* (one bit an id, `u32` words) with running popcounts: the rank of an id is a table
-look-up, the id of a rank a search inside one word (Jacobson 1989, "Space-efficient static trees and graphs"). So duplicates are
-found and sets united without sorting, which on CPU is the costly part. Lists of ids are sorted, unique, and filled up with `size`.
+A set of ids below `size` is a *bitmap* (one bit an id, `u32` words) with running popcounts: the rank of an id is a
+table look-up, the id of a rank a search inside one word (Jacobson 1989, "Space-efficient static trees and graphs"). So
+duplicates are found and sets united without sorting, which on CPU is the costly part. Lists of ids are sorted, unique,
+and filled up with `size`.
 
-Two codes send such a list: the bitmap itself (`size / 8` bytes), and gaps (`encode_gaps`: about one byte an id), which is shorter
-where fewer than one id in eight is in the set.
+Two codes send such a list: the bitmap itself (`size / 8` bytes), and gaps (`encode_gaps`: about one byte an id), which
+is shorter where fewer than one id in eight is in the set.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _SPARSEST = 512
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Ranked:
-    """A set of ids as a bitmap with running popcounts. `words`: u32[w]; `before`: i32[w], ids in earlier words; `count`: i32[]."""
+    """A set of ids as a bitmap with running popcounts. `words`: u32[w]; `before`: i32[w], ids in earlier words;
+    `count`: i32[]."""
 
     words: Array
     before: Array
@@ -52,15 +55,18 @@ def ranked(words: Array) -> Ranked:
 def unite(ids: Array, size: int, capacity: int) -> tuple[Array, Array, Array]:
     """The set of `ids` (any shape and order, duplicates allowed, >= size: none).
 
-    **Returns:** the sorted unique ids, i32[capacity]; the slot of each of `ids` in them (>= capacity: none); the exact number
-    of unique ids, which may exceed `capacity`.
+    **Returns:** the sorted unique ids, i32[capacity]; the slot of each of `ids` in them (>= capacity: none); the exact
+    number of unique ids, which may exceed `capacity`.
     """
     if size <= _SPARSEST * max(ids.size, 1):
         found = ranked(kernels.encode_ids(ids.reshape(-1), size))
         slots = jnp.where(ids < size, found.rank(ids), capacity)
-        by_slot = lambda ids, slots, *_: jnp.full((capacity,), size, jnp.int32).at[slots].set(ids, mode="drop", wrap_negative_indices=False)
+        by_slot = lambda ids, slots, *_: (
+            jnp.full((capacity,), size, jnp.int32).at[slots].set(ids, mode="drop", wrap_negative_indices=False)
+        )
         by_bits = lambda ids, slots, *found: kernels.select(*found, capacity, size)
-        # Every id writes itself where it belongs; on TPU, where a scatter goes one by one, they are looked up in the bitmap.
+        # Every id writes itself where it belongs; on TPU, where a scatter goes one by one, they are looked up in the
+        # bitmap.
         operands = ids.astype(jnp.int32), slots, found.words, found.before, found.count
         return kernels.dispatch(by_slot, *operands, tpu=by_bits, gpu=None), slots, found.count
     flat = ids.reshape(-1)
@@ -68,13 +74,20 @@ def unite(ids: Array, size: int, capacity: int) -> tuple[Array, Array, Array]:
     ascending = flat[order]
     first = (ascending < size) & (ascending != jnp.concatenate([jnp.full((1,), -1, ascending.dtype), ascending[:-1]]))
     rank = jnp.cumsum(first.astype(jnp.int32)) - 1
-    unique = jnp.full((capacity,), size, jnp.int32).at[jnp.where(first, rank, capacity)].set(ascending, mode="drop", wrap_negative_indices=False)
+    unique = (
+        jnp.full((capacity,), size, jnp.int32)
+        .at[jnp.where(first, rank, capacity)]
+        .set(ascending, mode="drop", wrap_negative_indices=False)
+    )
     slots = jnp.zeros(flat.shape, jnp.int32).at[order].set(jnp.where(ascending < size, rank, capacity))
     return unique, slots.reshape(ids.shape), first.sum(dtype=jnp.int32)
 
 
-def sum_rows(values: Array, slots: Array, capacity: int, dtype: jnp.dtype | None = None, *, has_no_gaps: bool = False) -> Array:
-    """`kernels.sum_rows` of rows of any shape: values f[m, *row], slots i32[m] -> f[capacity, *row], added up in `dtype`."""
+def sum_rows(
+    values: Array, slots: Array, capacity: int, dtype: jnp.dtype | None = None, *, has_no_gaps: bool = False
+) -> Array:
+    """`kernels.sum_rows` of rows of any shape: values f[m, *row], slots i32[m] -> f[capacity, *row], added up in
+    `dtype`."""
     rows = as_matrix(values.astype(dtype or values.dtype))
     return kernels.sum_rows(rows, slots, capacity, has_no_gaps).reshape(capacity, *values.shape[1:])
 
@@ -85,7 +98,8 @@ def take_rows(values: Array, slots: Array) -> Array:
 
 
 def rounded_away(values: Array, rounded: Array) -> Array:
-    """What a conversion to a shorter dtype took away; nothing of values that are not finite, which would stay for ever."""
+    """What a conversion to a shorter dtype took away; nothing of values that are not finite, which would stay for
+    ever."""
     kind = jnp.finfo(rounded.dtype)
     # XLA may leave out a conversion there and back, but no `reduce_precision`.
     lost = values - lax.reduce_precision(rounded.astype(values.dtype), kind.nexp, kind.nmant)
@@ -93,7 +107,8 @@ def rounded_away(values: Array, rounded: Array) -> Array:
 
 
 def set_rows(table: Array, rows: Array, values: Array, *, is_sorted: bool = True) -> Array:
-    """`kernels.scatter_rows` of rows of any shape: `rows` i32[m], ascending (`is_sorted`) and different, past the end for none."""
+    """`kernels.scatter_rows` of rows of any shape: `rows` i32[m], ascending (`is_sorted`) and different, past the end
+    for none."""
     return kernels.scatter_rows(as_matrix(table), rows, as_matrix(values), is_sorted).reshape(table.shape)
 
 
@@ -107,7 +122,8 @@ def group_ranks(groups: Array, num_groups: int, first: Array | None = None) -> t
 
     `first`, bool[m]: those entries of a group that come before its others; None: they come in their order.
 
-    **Returns:** also the size of each group, i32[num_groups]. One bitmap for each group, so that the running counts are over words.
+    **Returns:** also the size of each group, i32[num_groups]. One bitmap for each group, so that the running counts are
+    over words.
     """
     m = groups.size
     padded = jnp.concatenate([groups, jnp.full((-m % _WORD_BITS,), num_groups, groups.dtype)]).reshape(-1, _WORD_BITS)
@@ -131,7 +147,8 @@ def group_ranks(groups: Array, num_groups: int, first: Array | None = None) -> t
 
 
 def send_order(groups: Array, num_groups: int, capacity: int) -> tuple[Array, Array]:
-    """Positions by group, in their order: `groups` i32[m] (>= num_groups: none) -> i32[num_groups, capacity], filled up with m.
+    """Positions by group, in their order: `groups` i32[m] (>= num_groups: none) -> i32[num_groups, capacity], filled up
+    with m.
 
     **Returns:** also the exact number in each group, i32[num_groups], which may exceed `capacity`.
     """
@@ -144,7 +161,8 @@ def send_order(groups: Array, num_groups: int, capacity: int) -> tuple[Array, Ar
 
 
 def compact(ids: Array, capacity: int, size: int) -> Array:
-    """The ids below `size` of i32[..., m], in their order: i32[..., capacity], filled up with `size`. Of a numpy vector in numpy."""
+    """The ids below `size` of i32[..., m], in their order: i32[..., capacity], filled up with `size`. Of a numpy vector
+    in numpy."""
     if isinstance(ids, np.ndarray):
         return np.pad(ids[ids < size][:capacity], (0, max(0, capacity - (ids < size).sum())), constant_values=size)
     if ids.ndim == 2:
@@ -164,12 +182,17 @@ def encode_gaps(ids: Array, count: Array, num_codes: int, dtype: jnp.dtype) -> t
     gaps = jnp.diff(ids, prepend=jnp.full((1,), -1, ids.dtype)) - 1
     last = jnp.cumsum(gaps // top + 1) - 1
     valid = jnp.arange(ids.size) < count
-    codes = jnp.full((num_codes,), top, dtype).at[jnp.where(valid, last, num_codes)].set((gaps % top).astype(dtype), mode="drop")
+    codes = (
+        jnp.full((num_codes,), top, dtype)
+        .at[jnp.where(valid, last, num_codes)]
+        .set((gaps % top).astype(dtype), mode="drop")
+    )
     return codes, jnp.max(jnp.where(valid, last + 1, 0), initial=0)
 
 
 def decode_gaps(codes: Array, capacity: int, size: int) -> Array:
-    """The first `capacity` ids of each list that `encode_gaps` wrote, filled up with `size`: u[m, c] -> i32[m, capacity]."""
+    """The first `capacity` ids of each list that `encode_gaps` wrote, filled up with `size`: u[m, c] -> i32[m,
+    capacity]."""
     return compact(spread_gaps(codes, size), capacity, size)
 
 

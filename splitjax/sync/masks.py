@@ -1,6 +1,8 @@
-"""Which units (rows of a table, elements of another tensor) are not zero on which worker: packed bits on the host, and what is counted on them.
+"""Which units (rows of a table, elements of another tensor) are not zero on which worker: packed bits on the host, and
+what is counted on them.
 
-One bit a unit, most significant first (`numpy.packbits`): 1/32 of a float32 gradient of elements, 1/32 of one column of a table.
+One bit a unit, most significant first (`numpy.packbits`): 1/32 of a float32 gradient of elements, 1/32 of one column of
+a table.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def union_counts(masks: Sequence[np.ndarray]) -> tuple[tuple[int, float], ...]:
 
 
 def overlaps(masks: Sequence[np.ndarray]) -> np.ndarray:
-    """f64 `[n, n]`: |I1 and I2| / min(|I1|, |I2|) of every two workers (Zen's overlap); nan where either has nothing."""
+    """f64 `[n, n]`: |I1 and I2| / min(|I1|, |I2|) of every two workers (Zen's overlap); nan where either has
+    nothing."""
     n, sizes = len(masks), [count(mask) for mask in masks]
     found = np.full((n, n), np.nan)
     for i in range(n):
@@ -69,11 +72,16 @@ def mean_overlap(matrix: np.ndarray) -> float | None:
 
 
 def skewness(mask: np.ndarray, num_units: int, num_ranges: int) -> float | None:
-    """The units in the fullest of so many equal ranges, over their mean number (Zen's skewness); None for an empty mask."""
+    """The units in the fullest of so many equal ranges, over their mean number (Zen's skewness); None for an empty
+    mask."""
     total, size = count(mask), max(-(-num_units // num_ranges), 1)
     if not total:
         return None
-    most = max(_count_between(mask, i * size, min((i + 1) * size, num_units)) for i in range(num_ranges) if i * size < num_units)
+    most = max(
+        _count_between(mask, i * size, min((i + 1) * size, num_units))
+        for i in range(num_ranges)
+        if i * size < num_units
+    )
     return most * num_ranges / total
 
 

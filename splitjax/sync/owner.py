@@ -1,11 +1,13 @@
-"""Owner-sharded tables: worker i stores a part of the rows (those with id % n = i, or the i-th range); a step pulls the rows that it reads and pushes their gradients.
+"""Owner-sharded tables: worker i stores a part of the rows (those with id % n = i, or the i-th range); a step pulls the
+rows that it reads and pushes their gradients.
 
-The least that can be sent: (n-1)/n k (w + ids) bytes each way for k rows of w bytes. Rows that no batch reads are neither sent
-nor held twice. Ids are sent once: owners remember who asked for what (`Requests`), so gradients travel as bare rows.
+The least that can be sent: (n-1)/n k (w + ids) bytes each way for k rows of w bytes. Rows that no batch reads are
+neither sent nor held twice. Ids are sent once: owners remember who asked for what (`Requests`), so gradients travel as
+bare rows.
 
-Capacities are per worker and per pair of workers. Where more rows are asked for of one owner, the exchange runs again for the rest: all
-workers alike, as often as the fullest pair needs, in a loop in the same program; where a worker reads more rows in all, with room for
-everything. Call inside `shard_map` with `check_vma=False`.
+Capacities are per worker and per pair of workers. Where more rows are asked for of one owner, the exchange runs again
+for the rest: all workers alike, as often as the fullest pair needs, in a loop in the same program; where a worker reads
+more rows in all, with room for everything. Call inside `shard_map` with `check_vma=False`.
 """
 
 from __future__ import annotations
@@ -39,11 +41,12 @@ class OwnerSharded:
 
     **Attributes:**
 
-    - `num_rows`: of the logical table. `capacities`: `push`, `pull` and `local` (0: room for all) count; see `plan_owner`.
-    - `ownership`: `strided`, which balances ids that are sorted by frequency, or `range`, in which an array that is cut into equal parts
-      already lies.
-    - `pattern`: `all_to_all`, `ppermute` or `auto`: see `wire.PATTERNS`. `wire_dtype`: dtype of rows on the wire; None: as they are. A smaller one
-      changes the numbers.
+    - `num_rows`: of the logical table. `capacities`: `push`, `pull` and `local` (0: room for all) count; see
+      `plan_owner`.
+    - `ownership`: `strided`, which balances ids that are sorted by frequency, or `range`, in which an array that is cut
+      into equal parts already lies.
+    - `pattern`: `all_to_all`, `ppermute` or `auto`: see `wire.PATTERNS`. `wire_dtype`: dtype of rows on the wire; None:
+      as they are. A smaller one changes the numbers.
     """
 
     num_rows: int
@@ -57,8 +60,8 @@ class OwnerSharded:
 
         **Arguments:** `shard`: as `pull` has it. `ids`: i32[m], those looked up, in any order (`num_rows`: none).
 
-        **Returns:** f[m, *row]; where each id stands among the rows asked for, i32[m] (past their end for none, and for those that
-        there was no room to ask for); and the requests.
+        **Returns:** f[m, *row]; where each id stands among the rows asked for, i32[m] (past their end for none, and for
+        those that there was no room to ask for); and the requests.
         """
         most = min(ids.size, self.num_rows)
         unique, slots, count = unite(ids, self.num_rows, self.room(most))
@@ -79,10 +82,12 @@ class OwnerSharded:
         return min(self.capacities.local or most, most)
 
     def request(self, ids: Array, axis: Axis, count: Array | None = None) -> Requests:
-        """Tells owners which rows this worker reads: ids i32[k], unique, sorted, filled up with `num_rows` (`RowSparse.ids`).
+        """Tells owners which rows this worker reads: ids i32[k], unique, sorted, filled up with `num_rows`
+        (`RowSparse.ids`).
 
-        `count`, i32[]: the exact number of rows, where it may exceed k; then some are not asked for, as `Requests.lacks` says. None: `ids` are all.
-        Needs no parameters or gradients, so that it can run ahead of the step that reads the rows.
+        `count`, i32[]: the exact number of rows, where it may exceed k; then some are not asked for, as
+        `Requests.lacks` says. None: `ids` are all. Needs no parameters or gradients, so that it can run ahead of the
+        step that reads the rows.
         """
         n, partition = lax.axis_size(axis), self._partition(axis)
         code = always(self.capacities.push, partition.size)
@@ -93,15 +98,17 @@ class OwnerSharded:
         (codes, passes), sources = wire.exchange([codes, jnp.full((n,), passes)], axis, self.pattern)
         asked = code.decode(codes)[jnp.argsort(sources)]
         owned, slots, count = unite(asked, partition.size, self.capacities.pull)
-        return Requests(ids, order, asked, owned, slots, count, jnp.abs(passes).max(), (passes < 0).any() if is_cut else None)
+        return Requests(
+            ids, order, asked, owned, slots, count, jnp.abs(passes).max(), (passes < 0).any() if is_cut else None
+        )
 
     def pull(self, shard: Array, requests: Requests, axis: Axis) -> tuple[Array, Requests]:
         """The rows that were asked for.
 
         **Arguments:** `shard`: f[size, *row], this worker's rows (`shard_table`).
 
-        **Returns:** f[k, *row] in the order of the ids (zeros where there is none), and the requests, which now know whether all
-        gradients will have room.
+        **Returns:** f[k, *row] in the order of the ids (zeros where there is none), and the requests, which now know
+        whether all gradients will have room.
         """
         partition = self._partition(axis)
         code = always(self.capacities.push, partition.size)
@@ -142,7 +149,8 @@ class OwnerSharded:
         - `shard`: a pytree that `then` takes and returns, such as this worker's rows of parameter and optimizer state.
         - `values`: f[k, *row], in the order of the requested ids. `requests`: as `pull` returned them.
         - `then`: (shard, the sum as `RowSparse` over this worker's positions) -> the new shard.
-        - `every`: all rows of this worker, (i32[m], f[m, *row]) as `collect_all` takes them. None: those that were requested.
+        - `every`: all rows of this worker, (i32[m], f[m, *row]) as `collect_all` takes them. None: those that were
+          requested.
 
         **Returns:** the new shard, and what a smaller `wire_dtype` rounded away, f[k, *row] (None without one).
 
@@ -150,16 +158,19 @@ class OwnerSharded:
         """
         if every is None and requests.lacks is not None:
             raise SyncError(
-                "the gradients of rows that there was no room to ask for would be lost", value=f"room for {requests.ids.size} rows", place="push(every=...)",
+                "the gradients of rows that there was no room to ask for would be lost",
+                value=f"room for {requests.ids.size} rows",
+                place="push(every=...)",
                 remedy="pass all ids and gradients of this worker, or request all rows (without count)",
-            )  # fmt: skip
+            )
         owned, lost = self.collect(values, requests, axis)
         whole = lambda shard: then(shard, self.collect_all(*(every or (requests.ids, values)), axis))
         new = once(~requests.fits, whole, once(requests.fits, lambda shard: then(shard, owned), shard))
         return new, lost
 
     def collect(self, values: Array, requests: Requests, axis: Axis) -> tuple[RowSparse, Array | None]:
-        """The sum of the gradients of this worker's rows, over their positions, where `requests.fits`; and what rounding took away."""
+        """The sum of the gradients of this worker's rows, over their positions, where `requests.fits`; and what
+        rounding took away."""
         partition, pull = self._partition(axis), self.capacities.pull
         rounded = values.astype(self.wire_dtype or values.dtype)
         (blocks,), sources = wire.exchange([take_rows(rounded, requests.order)], axis, self.pattern)
@@ -169,7 +180,8 @@ class OwnerSharded:
         return owned, rounded_away(values, rounded) if self.wire_dtype else None
 
     def collect_all(self, ids: Array, values: Array, axis: Axis) -> RowSparse:
-        """The same from all rows of all workers, whatever their number: `ids` i32[m], duplicates allowed, and `values` f[m, *row] of this worker."""
+        """The same from all rows of all workers, whatever their number: `ids` i32[m], duplicates allowed, and `values`
+        f[m, *row] of this worker."""
         partition = self._partition(axis)
         ids, every = wire.gather([ids, values.astype(self.wire_dtype or values.dtype)], axis)
         positions = jnp.where(partition.owner(ids) == lax.axis_index(axis), partition.position(ids), partition.size)
@@ -185,19 +197,24 @@ class OwnerSharded:
         return (table.num_workers - 1) * (code.num_bytes + 2 * _FLAG_BYTES + 2 * self.capacities.push * row_bytes)
 
     def _ask(self, ids: Array, waiting: Array, partition: Partition, code: IdCode) -> tuple[Array, Array, Array]:
-        """For each owner the rows that it is asked for next: where they stand in `ids`, their codes; passes needed in all."""
+        """For each owner the rows that it is asked for next: where they stand in `ids`, their codes; passes needed in
+        all."""
         n = partition.num_owners
         order, counts = send_order(jnp.where(waiting, partition.owner(ids), n), n, code.capacity)
         positions = jnp.concatenate([partition.position(ids), jnp.full((1,), partition.size, jnp.int32)])[order]
         codes, _ = code.encode(positions, jnp.minimum(counts, code.capacity))
         return order, codes, jnp.max(-(-counts // code.capacity))
 
-    def _answer(self, rows: Array, shard: Array, asked: Array, order: Array, fits: Array, axis: Axis) -> tuple[Array, Array]:
+    def _answer(
+        self, rows: Array, shard: Array, asked: Array, order: Array, fits: Array, axis: Axis
+    ) -> tuple[Array, Array]:
         n = lax.axis_size(axis)
         flags = jnp.full((n,), fits.astype(jnp.int32))
         found = take_rows(shard, asked).astype(self.wire_dtype or shard.dtype)
         (blocks, flags), sources = wire.exchange([found, flags], axis, self.pattern)
-        new = set_rows(rows, order[sources].reshape(-1), blocks.reshape(-1, *rows.shape[1:]).astype(rows.dtype), is_sorted=False)
+        new = set_rows(
+            rows, order[sources].reshape(-1), blocks.reshape(-1, *rows.shape[1:]).astype(rows.dtype), is_sorted=False
+        )
         return new, (flags > 0).all()
 
     def _partition(self, axis: Axis) -> Partition:
@@ -211,12 +228,13 @@ class Requests:
 
     **Attributes:**
 
-    - `ids`: i32[k], the rows that this worker reads. `order`: i32[n, push], for each owner where in `ids` they stand (k: none).
-    - `asked`: i32[n, push], for each worker the positions that it reads here. `owned`: i32[pull], all of them, sorted; `slots`:
-      i32[n, push], where in `owned` each stands; `count`: i32[], their exact number.
-    - `num_passes`: i32[], how often the fullest pair must be served. `lacks`: bool[], some worker reads rows that it had no room to ask
-      for; None where every worker asked for all. `fits`: bool[], set by `pull`: one pass, nothing lacks, and all owners have room. All alike on
-      all workers.
+    - `ids`: i32[k], the rows that this worker reads. `order`: i32[n, push], for each owner where in `ids` they stand
+      (k: none).
+    - `asked`: i32[n, push], for each worker the positions that it reads here. `owned`: i32[pull], all of them, sorted;
+      `slots`: i32[n, push], where in `owned` each stands; `count`: i32[], their exact number.
+    - `num_passes`: i32[], how often the fullest pair must be served. `lacks`: bool[], some worker reads rows that it
+      had no room to ask for; None where every worker asked for all. `fits`: bool[], set by `pull`: one pass, nothing
+      lacks, and all owners have room. All alike on all workers.
     """
 
     ids: Array
@@ -235,14 +253,18 @@ def plan_owner(sparsity: Sparsity, ownership: str = "strided") -> Capacities:
     partition = Partition(ownership, sparsity.table.num_rows, sparsity.num_workers)
     pair = owned = 0
     for step in sparsity.samples:
-        counts = [np.bincount(partition.owner(ids), minlength=partition.num_owners) for ids in (*step, np.unique(np.concatenate(step)))]
+        counts = [
+            np.bincount(partition.owner(ids), minlength=partition.num_owners)
+            for ids in (*step, np.unique(np.concatenate(step)))
+        ]
         pair, owned = max(pair, *(int(one.max()) for one in counts[:-1])), max(owned, int(counts[-1].max()))
     push, pull = (roomy(one, partition.size) for one in (pair, owned))
     return Capacities(local=local_capacity(sparsity), push=push, pull=pull)
 
 
 def shard_table(table: Array, num_workers: int) -> Array:
-    """A logical table [num_rows, ...] as owners store it, [n * size, ...]: worker i's rows are the i-th part, padded with zeros."""
+    """A logical table [num_rows, ...] as owners store it, [n * size, ...]: worker i's rows are the i-th part, padded
+    with zeros."""
     size = -(-table.shape[0] // num_workers)
     padded = jnp.pad(table, [(0, size * num_workers - table.shape[0]), *[(0, 0)] * (table.ndim - 1)])
     return padded.reshape(size, num_workers, *table.shape[1:]).swapaxes(0, 1).reshape(padded.shape)

@@ -1,8 +1,8 @@
 """Balanced and other parallelism with owners: push items to their owners, which add them up, and pull the sums.
 
-Zen's point-to-point, one-shot, parallel corner of the design space (Wang et al., arXiv 2309.13254, section 3). What differs
-between the schemes that use it is what an item is, who owns it (`partition`), and how ids are written (`codes`). One message
-each way: ids, values and counts travel together.
+Zen's point-to-point, one-shot, parallel corner of the design space (Wang et al., arXiv 2309.13254, section 3). What
+differs between the schemes that use it is what an item is, who owns it (`partition`), and how ids are written
+(`codes`). One message each way: ids, values and counts travel together.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _COUNT_BYTES = 4
 class Owned:
     """What owners sent back: `items` i32[n, pull] (`num_items`: none), `values` [n, pull, ...], alike on all workers.
 
-    `fits`: bool[], alike on all workers. `sent_items`: i32[], items that this worker sent, gathers counted n-1 times."""
+    `fits`: bool[], alike on all workers. `sent_items`: i32[], items that this worker sent, gathers counted n-1
+    times."""
 
     items: Array
     values: Array
@@ -55,7 +56,9 @@ class OwnerExchange:
         """
         n, me = self.partition.num_owners, lax.axis_index(axis)
         order, counts = send_order(self.partition.owner(items), n, self.push.capacity)
-        positions = jnp.concatenate([self.partition.position(items), jnp.full((1,), self.partition.size, jnp.int32)])[order]
+        positions = jnp.concatenate([self.partition.position(items), jnp.full((1,), self.partition.size, jnp.int32)])[
+            order
+        ]
         codes, fitted = self.push.encode(positions, counts)
         (codes, values), sources = wire.exchange([codes, take_rows(values, order)], axis, self.pattern)
         del sources  # whose they were does not matter to a sum
@@ -65,7 +68,11 @@ class OwnerExchange:
         verdict = jnp.where(good & fitted.all() & pulled[0], count, -1)
         codes, sums, counts_of = wire.gather([codes[0], sums, verdict], axis)
         owners = jnp.arange(n, dtype=jnp.int32)[:, None]
-        sent = jnp.minimum(counts, self.push.capacity).sum() - jnp.minimum(counts[me], self.push.capacity) + (n - 1) * count
+        sent = (
+            jnp.minimum(counts, self.push.capacity).sum()
+            - jnp.minimum(counts[me], self.push.capacity)
+            + (n - 1) * count
+        )
         return Owned(self.partition.item(owners, self.pull.decode(codes)), sums, (counts_of >= 0).all(), sent)
 
     def num_bytes(self, item_bytes: int) -> int:
@@ -91,7 +98,10 @@ def pair_and_owner_rooms(sparsity: Sparsity, partition: Partition, factor: int =
     pair = owned = 0
     for step in sparsity.samples:
         sets = [(np.unique(ids // factor)[:, None] * np.int64(items) + np.arange(items)).reshape(-1) for ids in step]
-        pair = max(pair, *(int(np.bincount(partition.owner(ids), minlength=partition.num_owners).max(initial=0)) for ids in sets))
+        pair = max(
+            pair,
+            *(int(np.bincount(partition.owner(ids), minlength=partition.num_owners).max(initial=0)) for ids in sets),
+        )
         union = np.unique(np.concatenate(sets))
         owned = max(owned, int(np.bincount(partition.owner(union), minlength=partition.num_owners).max(initial=0)))
     return roomy(pair, partition.size), roomy(owned, partition.size)

@@ -1,4 +1,5 @@
-"""`parameter_server`: every worker serves one range of the rows; (id, row) pairs are pushed to it, and the sums pulled."""
+"""`parameter_server`: every worker serves one range of the rows; (id, row) pairs are pushed to it, and the sums
+pulled."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _ID_BYTES = 4
 @register
 @dataclasses.dataclass(frozen=True)
 class ParameterServer(Scheme):
-    """(n-1)/n s (k + U) (w + 4) bytes: Zen's 2(n-1)(d + d_n) s M / n with an index a row (arXiv 2309.13254), s the skewness.
+    """(n-1)/n s (k + U) (w + 4) bytes: Zen's 2(n-1)(d + d_n) s M / n with an index a row (arXiv 2309.13254), s the
+    skewness.
 
     **Attributes:** `pattern`: how the push goes, `all_to_all`, `ppermute` or `auto`: see `wire.PATTERNS`.
     """

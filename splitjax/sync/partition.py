@@ -1,4 +1,5 @@
-"""Which worker owns which item (a row, a block of rows, an element), and where in its part: bijections without tables."""
+"""Which worker owns which item (a row, a block of rows, an element), and where in its part: bijections without
+tables."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ class Partition:
 
     **Attributes:**
 
-    - `kind`: `range` (equal consecutive ranges, OmniReduce and parameter servers), `strided` (item % n), or `hashed`: of each n
-      consecutive items every owner gets one, in an order rotated by a hash of the n's number. As balanced as a universal hash of
-      the items (Zen's h0), and both directions are arithmetic: no table of positions.
+    - `kind`: `range` (equal consecutive ranges, OmniReduce and parameter servers), `strided` (item % n), or `hashed`:
+      of each n consecutive items every owner gets one, in an order rotated by a hash of the n's number. As balanced as
+      a universal hash of the items (Zen's h0), and both directions are arithmetic: no table of positions.
     """
 
     kind: str

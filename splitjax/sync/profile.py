@@ -1,4 +1,5 @@
-"""How sparse a table's gradient is across workers: Zen's analysis (Wang et al., arXiv 2309.13254, section 2), on sets of row ids.
+"""How sparse a table's gradient is across workers: Zen's analysis (Wang et al., arXiv 2309.13254, section 2), on sets
+of row ids.
 
 Numbers only, from ids that each worker touched in a few steps; nothing here touches a device.
 """
@@ -18,7 +19,8 @@ from splitjax.sync import masks
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """What is synchronised: a table of `num_rows` rows of `row_size` values of `itemsize` bytes, over `num_workers` workers."""
+    """What is synchronised: a table of `num_rows` rows of `row_size` values of `itemsize` bytes, over `num_workers`
+    workers."""
 
     num_rows: int
     row_size: int
@@ -95,10 +97,17 @@ class Sparsity:
     def to_json(self) -> dict[str, Any]:
         """Plain numbers, without the samples."""
         return {
-            **dataclasses.asdict(self.table), "rows": self.rows, "rows_max": self.rows_max, "density": self.density,
-            "unions": [list(one) for one in self.unions], "densification": self.densification(self.num_workers),
-            "overlap": self.overlap, "skewness": self.skewness, "hot_rows": self.hot_rows, "bound_bytes": self.bound_bytes(),
-        }  # fmt: skip
+            **dataclasses.asdict(self.table),
+            "rows": self.rows,
+            "rows_max": self.rows_max,
+            "density": self.density,
+            "unions": [list(one) for one in self.unions],
+            "densification": self.densification(self.num_workers),
+            "overlap": self.overlap,
+            "skewness": self.skewness,
+            "hot_rows": self.hot_rows,
+            "bound_bytes": self.bound_bytes(),
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Sparsity:
@@ -113,7 +122,8 @@ def measure(id_sets: Sequence[Sequence[np.ndarray]], num_rows: int, row_size: in
 
     **Arguments:**
 
-    - `id_sets`: [step][worker] integer arrays of row ids, any shape; duplicates and ids outside 0..`num_rows`-1 do not count.
+    - `id_sets`: [step][worker] integer arrays of row ids, any shape; duplicates and ids outside 0..`num_rows`-1 do not
+      count.
     - `num_rows`, `row_size`, `itemsize`: of the table; bytes a value.
 
     Raises `SyncError` without a step or a worker, or where steps have different numbers of workers.
@@ -130,10 +140,15 @@ def measure(id_sets: Sequence[Sequence[np.ndarray]], num_rows: int, row_size: in
     sets = [ids for step in samples for ids in step]
     held = [np.unique(np.concatenate(step), return_counts=True)[1] for step in samples]
     return Sparsity(
-        Table(num_rows, row_size, itemsize, n), float(np.mean([ids.size for ids in sets])), max(ids.size for ids in sets), unions,
-        _overlap(samples), skewness(sets, num_rows, n), float(np.mean([np.sum(counts == n) for counts in held])) if n > 1 else 0.0,
+        Table(num_rows, row_size, itemsize, n),
+        float(np.mean([ids.size for ids in sets])),
+        max(ids.size for ids in sets),
+        unions,
+        _overlap(samples),
+        skewness(sets, num_rows, n),
+        float(np.mean([np.sum(counts == n) for counts in held])) if n > 1 else 0.0,
         samples,
-    )  # fmt: skip
+    )
 
 
 def _unique(ids: np.ndarray, num_rows: int) -> np.ndarray:
@@ -163,7 +178,8 @@ def _membership(step: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def skewness(sets: Sequence[np.ndarray], num_rows: int, n: int) -> float:
-    """The largest density of n equal ranges over the density of all, mean over the sets of ids; 1 where all are empty."""
+    """The largest density of n equal ranges over the density of all, mean over the sets of ids; 1 where all are
+    empty."""
     size = max(-(-num_rows // n), 1)
     found = [np.bincount(ids // size, minlength=n).max() * n / ids.size for ids in sets if ids.size]
     return float(np.mean(found)) if found else 1.0

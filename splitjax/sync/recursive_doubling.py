@@ -1,4 +1,5 @@
-"""`recursive_doubling` (SparCML, Renggli et al., SC'19): partners swap sparse partial sums, which turn dense when they fill."""
+"""`recursive_doubling` (SparCML, Renggli et al., SC'19): partners swap sparse partial sums, which turn dense when they
+fill."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from splitjax.sync import wire
 from splitjax.sync.local import take_rows
 from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.rows import RowSparse, merge
-from splitjax.sync.scheme import Attempt, Capacities, Scheme, check_levels, local_capacity, partial_capacity, register, union_capacity
+from splitjax.sync.scheme import (
+    Attempt,
+    Capacities,
+    Scheme,
+    check_levels,
+    local_capacity,
+    partial_capacity,
+    register,
+    union_capacity,
+)
 from splitjax.sync.wire import Axis
 
 _ID_BYTES, _VERDICT_BYTES = 4, 4
@@ -26,12 +36,12 @@ _ID_BYTES, _VERDICT_BYTES = 4, 4
 class RecursiveDoubling(Scheme):
     """Sum over rounds i of U(2^i) (w + 4) bytes: Zen's 2dM sum gamma^(2^(i-1)) with an index a row (arXiv 2309.13254).
 
-    In round i partners 2^i apart swap the sums of 2^i workers each. With n workers, not a power of two, those from the largest power
-    on hand their rows to a partner first, and get the result from it at the end (section 5.3 of SparCML).
+    In round i partners 2^i apart swap the sums of 2^i workers each. With n workers, not a power of two, those from the
+    largest power on hand their rows to a partner first, and get the result from it at the end (section 5.3 of SparCML).
 
-    `dense_above`: rounds whose partial sums fill more than this share of the rows swap whole tables, and so do all later ones. None:
-    where that is fewer bytes, which is SparCML's threshold: half of the values where each has an index, nearly all rows where a row has one.
-    Raises `SyncError` for what is no share.
+    `dense_above`: rounds whose partial sums fill more than this share of the rows swap whole tables, and so do all
+    later ones. None: where that is fewer bytes, which is SparCML's threshold: half of the values where each has an
+    index, nearly all rows where a row has one. Raises `SyncError` for what is no share.
     """
 
     name: ClassVar[str] = "recursive_doubling"
@@ -40,7 +50,12 @@ class RecursiveDoubling(Scheme):
     def __post_init__(self) -> None:
         share = self.dense_above
         if share is not None and not (isinstance(share, (int, float)) and 0 <= share <= 1):
-            raise SyncError("not a share of the rows", value=share, place="RecursiveDoubling(dense_above=...)", remedy="a number from 0 to 1, or None")
+            raise SyncError(
+                "not a share of the rows",
+                value=share,
+                place="RecursiveDoubling(dense_above=...)",
+                remedy="a number from 0 to 1, or None",
+            )
 
     def plan(self, sparsity: Sparsity) -> Capacities:
         n, rounds = sparsity.num_workers, _num_rounds(sparsity.num_workers)
@@ -84,7 +99,8 @@ class RecursiveDoubling(Scheme):
         return [_message_bytes(level, table, whole) for level, whole in zip(levels, self._dense_rounds(levels, table))]
 
     def _folded_bytes(self, capacities: Capacities, table: Table) -> list[int]:
-        """Of the message that a worker past the last power of two sends first, and of the one that it gets in the end."""
+        """Of the message that a worker past the last power of two sends first, and of the one that it gets in the
+        end."""
         if not self._folded(table):
             return []
         is_dense = any(self._dense_rounds(capacities.levels[1:], table))
@@ -105,7 +121,9 @@ class RecursiveDoubling(Scheme):
         return doubled + (min(sparsity.union(n) * per_row, sparsity.table.num_bytes) if n > 1 << rounds else 0)
 
     def num_messages(self, capacities: Capacities, table: Table) -> int:
-        return sum(wire.shift_messages(2, 1, size) for size in self._swapped_bytes(capacities, table)) + len(self._folded_bytes(capacities, table))
+        return sum(wire.shift_messages(2, 1, size) for size in self._swapped_bytes(capacities, table)) + len(
+            self._folded_bytes(capacities, table)
+        )
 
     def _is_dense(self, rows: int, table: Table) -> bool:
         if self.dense_above is None:
@@ -125,7 +143,8 @@ def _num_rounds(num_workers: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Partial:
-    """A partial sum: rows with their exact number, or a table with a bitmap of the rows touched. `good`: nothing was lost yet."""
+    """A partial sum: rows with their exact number, or a table with a bitmap of the rows touched. `good`: nothing was
+    lost yet."""
 
     arrays: tuple[Array, ...]  # (ids, values, count) or (bitmap, table)
     good: Array
@@ -147,7 +166,9 @@ class _Partial:
 
     def permuted(self, axis: Axis, pairs: list[tuple[int, int]]) -> _Partial:
         *arrays, good = wire.permute([*self.arrays, self.good.astype(jnp.int32)], axis, pairs)
-        is_target = jnp.asarray([any(i == to for _, to in pairs) for i in range(lax.axis_size(axis))])[lax.axis_index(axis)]
+        is_target = jnp.asarray([any(i == to for _, to in pairs) for i in range(lax.axis_size(axis))])[
+            lax.axis_index(axis)
+        ]
         if not self.is_dense:  # who gets nothing gets zeros: ids of row 0
             arrays[0] = jnp.where(is_target, arrays[0], self.num_rows)
         return _Partial(tuple(arrays), (good > 0) | ~is_target, self.num_rows)
@@ -157,7 +178,10 @@ class _Partial:
         good = self.good & other.good
         if self.is_dense:
             return _Partial((self.arrays[0] | other.arrays[0], self.arrays[1] + other.arrays[1]), good, self.num_rows)
-        stacked = [jnp.stack([jnp.where(first, a, b), jnp.where(first, b, a)]) for a, b in zip(self.arrays[:2], other.arrays[:2])]
+        stacked = [
+            jnp.stack([jnp.where(first, a, b), jnp.where(first, b, a)])
+            for a, b in zip(self.arrays[:2], other.arrays[:2])
+        ]
         return _Partial.sparse(merge(*stacked, self.num_rows, room), good)
 
     def where(self, condition: Array, other: _Partial) -> _Partial:

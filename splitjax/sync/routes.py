@@ -1,7 +1,9 @@
-"""Who owns and who sends which row, known to all workers alike from one exchange of index sets: the plan of a row exchange.
+"""Who owns and who sends which row, known to all workers alike from one exchange of index sets: the plan of a row
+exchange.
 
-Ids are known from the batch, before the forward pass, so this can run while the forward pass computes. All that follows is
-arithmetic on the same numbers everywhere: no further agreement is needed, and capacities are checked without communication.
+Ids are known from the batch, before the forward pass, so this can run while the forward pass computes. All that follows
+is arithmetic on the same numbers everywhere: no further agreement is needed, and capacities are checked without
+communication.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from splitjax.sync.partition import Partition
 from splitjax.sync.wire import Axis
 
 _WORD_BITS = 32
-# How often rows ask for an owner: with the third time, nearly all have one (measured on word counts, 4 to 16 workers). One row in so
-# many may ask more than once; the first time leaves fewer than one in a hundred there.
+# How often rows ask for an owner: with the third time, nearly all have one (measured on word counts, 4 to 16 workers).
+# One row in so many may ask more than once; the first time leaves fewer than one in a hundred there.
 _ASKED, _AGAIN = 3, 8
 OWNERSHIPS = ("contributor", "strided", "hashed")
 
@@ -59,11 +61,13 @@ def exchange_indices(
 
     **Arguments:**
 
-    - `ids`: i32[k], this worker's rows, sorted, filled up with the number of rows; `count`: i32[] of them (more than k: they do not fit).
+    - `ids`: i32[k], this worker's rows, sorted, filled up with the number of rows; `count`: i32[] of them (more than k:
+      they do not fit).
     - `code`: how a set is written; its `size` is the number of rows.
-    - `union`, `push`, `pull`, `hot`: room for rows of the union, from one worker to one owner, of one owner, summed densely.
-    - `ownership`: one of `OWNERSHIPS`: a row's owner is one of the workers that have it, as far as all own equally many; or id % n; or
-      by a hash of the id.
+    - `union`, `push`, `pull`, `hot`: room for rows of the union, from one worker to one owner, of one owner, summed
+      densely.
+    - `ownership`: one of `OWNERSHIPS`: a row's owner is one of the workers that have it, as far as all own equally
+      many; or id % n; or by a hash of the id.
     """
     n = lax.axis_size(axis)
     codes, fitted = code.encode(ids[None], count[None])
@@ -86,7 +90,8 @@ def exchange_indices(
         owner = jnp.where(cold, Partition(ownership, num_rows, n).owner(unique), n)
         rank, owned = group_ranks(owner, n)
         has_room = owned.max() <= pull
-    # One flat index, and a column for rows without an owner: twice as fast on CPU as pairs of indices that may be outside.
+    # One flat index, and a column for rows without an owner: twice as fast on CPU as pairs of indices that may be
+    # outside.
     target = workers * (n + 1) + owner.at[slots].get(mode="fill", fill_value=n, wrap_negative_indices=False)
     pairs = jnp.zeros((n * (n + 1),), jnp.int32).at[target].add(1, mode="promise_in_bounds").reshape(n, n + 1)[:, :n]
     pairs = jnp.where(workers == workers.T, 0, pairs)
@@ -98,20 +103,21 @@ def exchange_indices(
 def contributors(holders: Array, cold: Array, n: int, quota: int, xp: Any = jnp) -> tuple[Array, Array]:
     """An owner for each row, of at most `quota` rows each: one that holds the row, as far as that goes.
 
-    Rows that one worker holds stay with it. The others ask one of their holders, each with equal probability, so that every pair of
-    workers gets about as many; who is full sends the rest on. What is left over goes to whoever has room.
+    Rows that one worker holds stay with it. The others ask one of their holders, each with equal probability, so that
+    every pair of workers gets about as many; who is full sends the rest on. What is left over goes to whoever has room.
 
-    **Arguments:** `holders`: u32[ceil(n / 32), u], bit w % 32 of word w // 32 says whether worker w holds the row; `cold`: bool[u], rows
-    that need an owner; `xp`: `jax.numpy` or `numpy`.
+    **Arguments:** `holders`: u32[ceil(n / 32), u], bit w % 32 of word w // 32 says whether worker w holds the row;
+    `cold`: bool[u], rows that need an owner; `xp`: `jax.numpy` or `numpy`.
 
-    **Returns:** the owners, i32[u], n for rows that need none, or for which there is no room; where among its owner's rows each stands
-    that has one, i32[u], all different and below the quota.
+    **Returns:** the owners, i32[u], n for rows that need none, or for which there is no room; where among its owner's
+    rows each stands that has one, i32[u], all different and below the quota.
     """
     union = cold.size
     ranks = _ranks_on_host if xp is np else group_ranks
     numbers = xp.arange(union, dtype=xp.int32)
     asked = xp.where(cold, _one_of(holders, numbers, 0, n, xp), n)
-    place, counts = ranks(asked, n, _population(holders, xp) == 1)  # who alone has a row comes first: nobody else could keep it
+    # who alone has a row comes first: nobody else could keep it
+    place, counts = ranks(asked, n, _population(holders, xp) == 1)
     taken = (asked < n) & (place < quota)
     owner, load = xp.where(taken, asked, n), xp.minimum(counts, quota)
 
@@ -120,8 +126,12 @@ def contributors(holders: Array, cold: Array, n: int, quota: int, xp: Any = jnp)
     their = xp.concatenate([holders, xp.zeros((holders.shape[0], 1), holders.dtype)], axis=1)[:, waiting]
     settled, spot = xp.full((room,), n, dtype=xp.int32), xp.zeros((room,), dtype=xp.int32)
     for time in range(1, _ASKED):
-        with_room = xp.pad(load < quota, (0, -n % _WORD_BITS)).reshape(-1, _WORD_BITS).astype(xp.uint32) << xp.arange(_WORD_BITS, dtype=xp.uint32)
-        asked = _one_of(xp.where(settled == n, their & with_room.sum(axis=1, dtype=xp.uint32)[:, None], 0), waiting, time, n, xp)
+        with_room = xp.pad(load < quota, (0, -n % _WORD_BITS)).reshape(-1, _WORD_BITS).astype(xp.uint32) << xp.arange(
+            _WORD_BITS, dtype=xp.uint32
+        )
+        asked = _one_of(
+            xp.where(settled == n, their & with_room.sum(axis=1, dtype=xp.uint32)[:, None], 0), waiting, time, n, xp
+        )
         rank, counts = ranks(asked, n)
         rank += load[xp.minimum(asked, n - 1)]
         taken = (asked < n) & (rank < quota)
@@ -132,7 +142,11 @@ def contributors(holders: Array, cold: Array, n: int, quota: int, xp: Any = jnp)
     left = cold & (owner == n)
     number = (np.cumsum(left) if xp is np else running_sum(left.astype(jnp.int32))) - 1
     ends = xp.cumsum(quota - load)
-    other = np.searchsorted(ends, number, side="right") if xp is np else jnp.searchsorted(ends, number, side="right", method="compare_all")
+    other = (
+        np.searchsorted(ends, number, side="right")
+        if xp is np
+        else jnp.searchsorted(ends, number, side="right", method="compare_all")
+    )
     start = quota - ends  # place and number of an owner's rows differ by as much
     place = xp.where(left, start[xp.minimum(other, n - 1)] + number, place)
     return xp.where(left, other, owner).astype(xp.int32), place.astype(xp.int32)
@@ -154,7 +168,12 @@ def _holders(slots: Array, union: int) -> Array:
     target = workers // _WORD_BITS * (union + 1) + jnp.minimum(slots, union)
     bits = jnp.broadcast_to(jnp.uint32(1) << (workers % _WORD_BITS).astype(jnp.uint32), slots.shape)
     words = -(-n // _WORD_BITS)
-    return jnp.zeros((words * (union + 1),), jnp.uint32).at[target].add(bits, mode="promise_in_bounds").reshape(words, union + 1)[:, :union]
+    return (
+        jnp.zeros((words * (union + 1),), jnp.uint32)
+        .at[target]
+        .add(bits, mode="promise_in_bounds")
+        .reshape(words, union + 1)[:, :union]
+    )
 
 
 def _by_worker(holders: Array, n: int) -> Array:
@@ -166,7 +185,8 @@ def _by_worker(holders: Array, n: int) -> Array:
 
 
 def _one_of(holders: Array, rows: Array, time: int, n: int, xp: Any) -> Array:
-    """One holder of each row, by a hash of the row's number and of how often it has asked; n where there is none: u32[w, m] -> i32[m]."""
+    """One holder of each row, by a hash of the row's number and of how often it has asked; n where there is none:
+    u32[w, m] -> i32[m]."""
     mixed = (rows.astype(xp.uint32) + xp.uint32(time << 28)) * xp.uint32(0x9E3779B9)
     mixed = (mixed ^ (mixed >> 15)) * xp.uint32(0x85EBCA6B)
     total = _population(holders, xp)
@@ -176,7 +196,10 @@ def _one_of(holders: Array, rows: Array, time: int, n: int, xp: Any) -> Array:
     for word in range(1, holders.shape[0]):
         before = _population(holders[:word], xp)
         is_later = rest >= before
-        bits, bit, start = (xp.where(is_later, new, old) for new, old in ((holders[word], bits), (word * _WORD_BITS, bit), (before, start)))
+        bits, bit, start = (
+            xp.where(is_later, new, old)
+            for new, old in ((holders[word], bits), (word * _WORD_BITS, bit), (before, start))
+        )
     rest = rest - start
     for width in (16, 8, 4, 2, 1):
         low = _population(bits[None] & xp.uint32(2**width - 1), xp)
@@ -201,7 +224,9 @@ def _put(array: Array, places: Array, values: Array, xp: Any) -> Array:
     return out
 
 
-def _ranks_on_host(groups: np.ndarray, num_groups: int, first: np.ndarray | bool = True) -> tuple[np.ndarray, np.ndarray]:
+def _ranks_on_host(
+    groups: np.ndarray, num_groups: int, first: np.ndarray | bool = True
+) -> tuple[np.ndarray, np.ndarray]:
     """`local.group_ranks` in numpy."""
     order = np.argsort(2 * groups + np.logical_not(first), kind="stable")
     counts = np.bincount(groups, minlength=num_groups + 1)

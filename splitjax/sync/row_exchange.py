@@ -1,10 +1,10 @@
 """`row_exchange`: rows to owners and back, near the least that can be sent.
 
-Every worker must send its rows to where they are added up, and get the sums: w (k + (1 - 2/n) U) bytes at least, for k rows of w
-bytes on a worker and U in the union, if each row is added up by a worker that has it. So: whole rows, not elements; index sets
-as gaps of one byte, exchanged before the forward pass (`exchange_indices`); owners among the workers that hold a row, all owning
-equally many, so that nothing is padded on the way back; values afterwards, without any index (`exchange_values`); rows that all workers
-hold, by a dense all-reduce.
+Every worker must send its rows to where they are added up, and get the sums: w (k + (1 - 2/n) U) bytes at least, for k
+rows of w bytes on a worker and U in the union, if each row is added up by a worker that has it. So: whole rows, not
+elements; index sets as gaps of one byte, exchanged before the forward pass (`exchange_indices`); owners among the
+workers that hold a row, all owning equally many, so that nothing is padded on the way back; values afterwards, without
+any index (`exchange_values`); rows that all workers hold, by a dense all-reduce.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class RowExchange(Scheme):
 
     - `ownership`: who adds a row up. `contributor`: a worker that has it; `strided`: id % n; `hashed`.
     - `hot`: sum rows that all workers have by an all-reduce; up to as many of them as the profile found.
-    - `pattern`: how rows are pushed: `ppermute`, `all_to_all`, `kernel` (on TPU, packed and sent by one kernel; elsewhere as
-      `all_to_all`), or `auto`: see `wire.push_rows`.
-    - `wire_dtype`: dtype of the values on the wire, such as "bfloat16". Changes the numbers: see `sync.feedback`. None: as they are.
+    - `pattern`: how rows are pushed: `ppermute`, `all_to_all`, `kernel` (on TPU, packed and sent by one kernel;
+      elsewhere as `all_to_all`), or `auto`: see `wire.push_rows`.
+    - `wire_dtype`: dtype of the values on the wire, such as "bfloat16". Changes the numbers: see `sync.feedback`. None:
+      as they are.
     """
 
     name: ClassVar[str] = "row_exchange"
@@ -82,8 +83,8 @@ class RowExchange(Scheme):
         return Attempt(rows, found.fits, sent)
 
     def attempt_rounded(self, local: RowSparse, axis: Axis, capacities: Capacities) -> tuple[Attempt, RowSparse | None]:
-        """The same, and what rounding took away here (`feedback.keep`), of a scheme with a `wire_dtype`: nothing where capacities did not
-        suffice, for then all rows are gathered as they are."""
+        """The same, and what rounding took away here (`feedback.keep`), of a scheme with a `wire_dtype`: nothing where
+        capacities did not suffice, for then all rows are gathered as they are."""
         found = self.exchange_indices(local.ids, local.count, local.num_rows, axis, capacities)
         rows, sent, errors = self.exchange_values(local.values, found, local.num_rows, axis, capacities)
         if errors is not None:
@@ -91,7 +92,8 @@ class RowExchange(Scheme):
         return Attempt(rows, found.fits, sent), errors
 
     def exchange_indices(self, ids: Array, count: Array, num_rows: int, axis: Axis, capacities: Capacities) -> Routes:
-        """The first half, which needs no values: `RowSparse.ids` and `.count` of this worker -> `Routes`, alike on all workers."""
+        """The first half, which needs no values: `RowSparse.ids` and `.count` of this worker -> `Routes`, alike on all
+        workers."""
         ids = _resized(ids, capacities.local, num_rows)
         return exchange_indices(
             ids, count, axis, self._code(capacities, num_rows), union=capacities.union, push=capacities.push,
@@ -103,8 +105,8 @@ class RowExchange(Scheme):
     ) -> tuple[RowSparse, Array, RowSparse | None]:
         """The second half: this worker's values, in the order of the ids given before.
 
-        **Returns:** the sum; rows really sent, i32[]; with a `wire_dtype` what rounding took away here, by row (duplicates possible), None
-        without.
+        **Returns:** the sum; rows really sent, i32[]; with a `wire_dtype` what rounding took away here, by row
+        (duplicates possible), None without.
         """
         n, me = lax.axis_size(axis), lax.axis_index(axis)
         k, full = capacities.local, values.dtype
@@ -112,7 +114,9 @@ class RowExchange(Scheme):
         values = _resized(values, k, 0)
         rounded = values.astype(wire_dtype)
         (slots,), _ = kernels.decode(found.held[me][None], k, capacities.union)
-        owner, place = (take.at[slots].get(mode="fill", fill_value=fill) for take, fill in ((found.owner, n), (found.place, 0)))
+        owner, place = (
+            take.at[slots].get(mode="fill", fill_value=fill) for take, fill in ((found.owner, n), (found.place, 0))
+        )
         sums = sum_rows(values, jnp.where(owner == me, place, capacities.pull), capacities.pull)
         if n > 1 and capacities.push:
             order, counts = send_order(jnp.where(owner == me, n, owner), n, capacities.push)
@@ -124,7 +128,9 @@ class RowExchange(Scheme):
             sent = jnp.int32(0)
         (parts,) = wire.gather([sums.astype(wire_dtype)], axis)
         parts = parts.reshape(-1, *values.shape[1:])
-        source = jnp.where(found.owner < n, found.owner * capacities.pull + found.place, parts.shape[0] + capacities.hot)
+        source = jnp.where(
+            found.owner < n, found.owner * capacities.pull + found.place, parts.shape[0] + capacities.hot
+        )
         if capacities.hot:
             hot_slots = jnp.where((owner == n) & (slots < capacities.union), place, capacities.hot)
             # Hot rows are not rounded: what an all-reduce rounds on its way nobody could keep.
@@ -162,7 +168,15 @@ class RowExchange(Scheme):
         return IdCode(capacities.code_bits, capacities.local, num_rows, capacities.codes)
 
     def _error(
-        self, values: Array, rounded: Array, sums: Array, owner: Array, slots: Array, found: Routes, num_rows: int, me: Array
+        self,
+        values: Array,
+        rounded: Array,
+        sums: Array,
+        owner: Array,
+        slots: Array,
+        found: Routes,
+        num_rows: int,
+        me: Array,
     ) -> RowSparse | None:
         if not self.wire_dtype:
             return None
@@ -173,7 +187,9 @@ class RowExchange(Scheme):
         mine = jnp.where(found.owner == me, found.place, sums.shape[0])
         owned = jnp.full((sums.shape[0],), num_rows, jnp.int32).at[mine].set(found.ids, mode="drop")
         rest = rounded_away(sums, sums.astype(rounded.dtype))
-        return RowSparse(jnp.concatenate([ids, owned]), jnp.concatenate([lost, rest]), jnp.int32(ids.size + owned.size), num_rows)
+        return RowSparse(
+            jnp.concatenate([ids, owned]), jnp.concatenate([lost, rest]), jnp.int32(ids.size + owned.size), num_rows
+        )
 
 
 def _num_hot(step: tuple[np.ndarray, ...]) -> int:
@@ -183,7 +199,8 @@ def _num_hot(step: tuple[np.ndarray, ...]) -> int:
 
 
 def _targets(found: Routes, me: Array, capacities: Capacities) -> tuple[Array, Array]:
-    """Where in this owner's part each row belongs that a worker sends: i32[n, push]; and how many each sends: i32[n]."""
+    """Where in this owner's part each row belongs that a worker sends: i32[n, push]; and how many each sends:
+    i32[n]."""
     workers = jnp.arange(found.held.shape[0], dtype=jnp.int32)[:, None]
     mine = kernels.encode(found.owner == me)
     slots, incoming = kernels.decode(jnp.where(workers == me, 0, found.held & mine), capacities.push, capacities.union)
@@ -198,13 +215,21 @@ def _resized(array: Array, length: int, fill: int) -> Array:
 
 
 def _largest(step: tuple[np.ndarray, ...], num_rows: int, pull: int, hot: int, ownership: str) -> tuple[int, int]:
-    """The most rows from one worker to one owner, and of one owner, in a profiled step: as `routes.exchange_indices` routes them."""
+    """The most rows from one worker to one owner, and of one owner, in a profiled step: as `routes.exchange_indices`
+    routes them."""
     n, union = len(step), np.unique(np.concatenate(step))
     slots = [np.searchsorted(union, ids) for ids in step]
     holders = holders_on_host(slots, union.size)
     is_hot = (np.bitwise_count(holders).sum(axis=0) == n) & (n > 1)
     is_hot &= np.cumsum(is_hot) <= hot
-    owner = contributors(holders, ~is_hot, n, pull, np)[0] if ownership == "contributor" else Partition(ownership, num_rows, n).owner(union)
+    owner = (
+        contributors(holders, ~is_hot, n, pull, np)[0]
+        if ownership == "contributor"
+        else Partition(ownership, num_rows, n).owner(union)
+    )
     owner = np.where(is_hot, n, owner)
-    pairs = [np.bincount(owner[one][owner[one] != worker], minlength=n)[:n].max(initial=0) for worker, one in enumerate(slots)]
+    pairs = [
+        np.bincount(owner[one][owner[one] != worker], minlength=n)[:n].max(initial=0)
+        for worker, one in enumerate(slots)
+    ]
     return int(max(pairs)), int(np.bincount(owner, minlength=n)[:n].max(initial=0))

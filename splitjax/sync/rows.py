@@ -76,7 +76,8 @@ class RowSparse:
         **Arguments:**
 
         - `tables`: a pytree of arrays [num_rows, ...], such as parameter and accumulator.
-        - `function`: (their touched rows [capacity, ...], these values) -> their new rows, row by row. Slots without a row get zeros.
+        - `function`: (their touched rows [capacity, ...], these values) -> their new rows, row by row. Slots without a
+          row get zeros.
 
         **Returns:** the tables with the new rows; untouched rows are bit-identical.
         """
@@ -95,19 +96,24 @@ def from_lookups(
     - `values`: f[*ids.shape, *row], the cotangents of the looked-up rows.
     - `num_rows`: of the table.
     - `capacity`: of the result. The default, as many as there are ids (at most `num_rows`), always suffices.
-    - `mode`: what the lookup's gradient does with ids out of range: "clip" gives it to the nearest row; "fill" and "drop" to
-      none, and so does "promise_in_bounds" (a scatter skips them).
-    - `wrap`: negative ids count from the end first, as in numpy. False for ids as a `gather` has them, where `jnp` has wrapped them.
+    - `mode`: what the lookup's gradient does with ids out of range: "clip" gives it to the nearest row; "fill" and
+      "drop" to none, and so does "promise_in_bounds" (a scatter skips them).
+    - `wrap`: negative ids count from the end first, as in numpy. False for ids as a `gather` has them, where `jnp` has
+      wrapped them.
 
     Raises `SyncError` for an unknown mode or shapes that do not fit.
     """
     if mode not in MODES:
-        raise SyncError("unknown mode of a lookup", value=mode, place="from_lookups(mode=...)", remedy=f"one of {', '.join(MODES)}")
+        raise SyncError(
+            "unknown mode of a lookup", value=mode, place="from_lookups(mode=...)", remedy=f"one of {', '.join(MODES)}"
+        )
     if values.shape[: ids.ndim] != ids.shape or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise SyncError(
-            "ids must be integers, and values must start with their shape", value=(ids.dtype.name, ids.shape, values.shape),
-            place="from_lookups(ids, values)", remedy="pass values of shape [*ids.shape, *row]",
-        )  # fmt: skip
+            "ids must be integers, and values must start with their shape",
+            value=(ids.dtype.name, ids.shape, values.shape),
+            place="from_lookups(ids, values)",
+            remedy="pass values of shape [*ids.shape, *row]",
+        )
     if num_rows > jnp.iinfo(jnp.int32).max - 64:
         raise SyncError("more rows than a 32-bit id can tell apart", value=num_rows, remedy="split the table")
     values = values.reshape(ids.size, *values.shape[ids.ndim :])

@@ -1,8 +1,9 @@
 """The protocol of synchronisation schemes: row-sparse values of all workers -> their sum, the same on every worker.
 
-A scheme is a frozen dataclass. `plan` turns a profile into static capacities; `attempt` is the exchange itself, within them, and
-says, alike on all workers, whether everything fitted; `synchronise` adds the lossless fallback. Call both inside a `shard_map`
-over the data axis with `check_vma=False`: what all-gathers return is alike on all workers, which the checker cannot know.
+A scheme is a frozen dataclass. `plan` turns a profile into static capacities; `attempt` is the exchange itself, within
+them, and says, alike on all workers, whether everything fitted; `synchronise` adds the lossless fallback. Call both
+inside a `shard_map` over the data axis with `check_vma=False`: what all-gathers return is alike on all workers, which
+the checker cannot know.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class Stats:
 
     **Attributes:**
 
-    - `local_rows`: i32[], this worker's rows. `union_rows`: i32[], rows of the sum. `sent_rows`: i32[], rows that this worker really
-      sent point to point or into gathers (each gather counted n-1 times), without the padding up to the capacities.
+    - `local_rows`: i32[], this worker's rows. `union_rows`: i32[], rows of the sum. `sent_rows`: i32[], rows that this
+      worker really sent point to point or into gathers (each gather counted n-1 times), without the padding up to the
+      capacities.
     - `fell_back`: bool[], capacities did not suffice and the fallback ran, on all workers.
     - `incomplete`: bool[], a worker's own rows were cut off before (`RowSparse.overflowed`): the sum lacks them.
     """
@@ -73,8 +75,8 @@ class Stats:
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """An exchange within its capacities. `fits`: bool[], alike on all workers (True itself where it always fits); where False `rows`
-    lack some. `sent_rows`: as in `Stats`."""
+    """An exchange within its capacities. `fits`: bool[], alike on all workers (True itself where it always fits); where
+    False `rows` lack some. `sent_rows`: as in `Stats`."""
 
     rows: RowSparse
     fits: Array | bool
@@ -86,7 +88,8 @@ class Scheme(abc.ABC):
     """One way to synchronise a row-sparse gradient."""
 
     name: ClassVar[str]
-    needs_whole_rows: ClassVar[bool] = False  # it tells rows by their values, so that devices that have parts of rows would not agree
+    # it tells rows by their values, so that devices that have parts of rows would not agree
+    needs_whole_rows: ClassVar[bool] = False
 
     def takes(self, table: Table) -> bool:
         """Whether it can exchange a table of this size."""
@@ -102,7 +105,8 @@ class Scheme(abc.ABC):
 
     @abc.abstractmethod
     def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
-        """What one worker sends in `attempt`, padding included: the sum over its collectives by the ring formulas (`cost.ring`)."""
+        """What one worker sends in `attempt`, padding included: the sum over its collectives by the ring formulas
+        (`cost.ring`)."""
 
     @abc.abstractmethod
     def formula_bytes(self, sparsity: Sparsity) -> float:
@@ -110,7 +114,8 @@ class Scheme(abc.ABC):
 
     @abc.abstractmethod
     def num_messages(self, capacities: Capacities, table: Table) -> int:
-        """Messages that a worker sends one after the other in `attempt`, on CPU: each costs a latency (`wire.gather_messages`)."""
+        """Messages that a worker sends one after the other in `attempt`, on CPU: each costs a latency
+        (`wire.gather_messages`)."""
 
     def predicted_seconds(self, sparsity: Sparsity, link: Link, capacities: Capacities | None = None) -> float:
         """Bytes over the link's rate, and a latency per message; work on the worker itself is not counted."""
@@ -128,7 +133,9 @@ class Link:
 
     def __post_init__(self) -> None:
         if not self.bytes_per_second > 0 or self.latency_seconds < 0:
-            raise SyncError("a link needs a rate above 0 and a latency of at least 0", value=self, remedy="measure it again")
+            raise SyncError(
+                "a link needs a rate above 0 and a latency of at least 0", value=self, remedy="measure it again"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,10 +145,11 @@ class ByRows:
     **Attributes:**
 
     - `scheme`: a scheme, its name, or `"auto"`.
-    - `lazy`: also for updates that change rows without gradient (momentum, Adam, weight decay): these rows are then left alone until they
-      have one. Changes the numbers, as PyTorch's `SparseAdam` and TensorFlow's `LazyAdam` do.
-    - `wire_dtype`: "bfloat16" for values rounded on the wire, with error feedback: each worker keeps what that takes away, in an array of the
-      table's size. Changes the numbers. For `row_exchange`, and for tables whose workers own the rows.
+    - `lazy`: also for updates that change rows without gradient (momentum, Adam, weight decay): these rows are then
+      left alone until they have one. Changes the numbers, as PyTorch's `SparseAdam` and TensorFlow's `LazyAdam` do.
+    - `wire_dtype`: "bfloat16" for values rounded on the wire, with error feedback: each worker keeps what that takes
+      away, in an array of the table's size. Changes the numbers. For `row_exchange`, and for tables whose workers own
+      the rows.
     """
 
     scheme: str | Scheme = "auto"
@@ -172,14 +180,14 @@ def synchronise(
 ) -> tuple[Any, Stats]:
     """The sum of all workers' rows, whatever the capacities, and what is done with it.
 
-    Where they do not suffice, all workers alike gather all rows instead. As that result has more room, what reads it runs inside
-    the branch, once for each size: give it as `then`. To update tables in place, `synchronise_into`.
+    Where they do not suffice, all workers alike gather all rows instead. As that result has more room, what reads it
+    runs inside the branch, once for each size: give it as `then`. To update tables in place, `synchronise_into`.
 
     **Arguments:**
 
     - `which`: the scheme. `local`: this worker's rows. `axis`: the mesh axis or axes of the workers.
-    - `then`: the rows of the sum -> any pytree, whose shapes do not depend on their capacity (such as a norm). By default the
-      rows themselves, padded to where every sum fits: `lossless_rows`.
+    - `then`: the rows of the sum -> any pytree, whose shapes do not depend on their capacity (such as a norm). By
+      default the rows themselves, padded to where every sum fits: `lossless_rows`.
 
     **Returns:** what `then` returns, the same on every worker, and `Stats`.
     """
@@ -188,7 +196,9 @@ def synchronise(
     return finish(which.attempt(local, axis, capacities), local, axis, then)
 
 
-def finish(attempt: Attempt, local: RowSparse, axis: Axis, then: Callable[[RowSparse], Any] | None = None) -> tuple[Any, Stats]:
+def finish(
+    attempt: Attempt, local: RowSparse, axis: Axis, then: Callable[[RowSparse], Any] | None = None
+) -> tuple[Any, Stats]:
     """What `synchronise` does after the attempt: use its rows, or all workers alike gather all."""
     room = max(lossless_rows(local, axis), attempt.rows.capacity)
     then = then or (lambda rows: rows.padded(room))
@@ -203,12 +213,18 @@ def finish(attempt: Attempt, local: RowSparse, axis: Axis, then: Callable[[RowSp
 
 
 def synchronise_into(
-    which: Scheme, local: RowSparse, axis: Axis, capacities: Capacities, carry: Any, then: Callable[[RowSparse, Any], Any]
+    which: Scheme,
+    local: RowSparse,
+    axis: Axis,
+    capacities: Capacities,
+    carry: Any,
+    then: Callable[[RowSparse, Any], Any],
 ) -> tuple[Any, Stats]:
-    """`synchronise` for what is updated in place, such as tables: XLA copies whole what a branch returns, but not what a loop carries.
+    """`synchronise` for what is updated in place, such as tables: XLA copies whole what a branch returns, but not what
+    a loop carries.
 
-    **Arguments:** `carry`: any pytree; `then`: (the rows of the sum, carry) -> the new carry, of the same shapes and dtypes. The rest
-    as `synchronise`.
+    **Arguments:** `carry`: any pytree; `then`: (the rows of the sum, carry) -> the new carry, of the same shapes and
+    dtypes. The rest as `synchronise`.
 
     **Returns:** the new carry, and `Stats`.
     """
@@ -234,8 +250,11 @@ def finish_into(
 
 
 def once(condition: Array, function: Callable[[Any], Any], carry: Any) -> Any:
-    """`function(carry)` where the condition (bool[], alike on all workers) holds, else the carry: a loop of one turn or none."""
-    return lax.while_loop(lambda state: state[0], lambda state: (jnp.bool_(False), function(state[1])), (condition, carry))[1]
+    """`function(carry)` where the condition (bool[], alike on all workers) holds, else the carry: a loop of one turn or
+    none."""
+    return lax.while_loop(
+        lambda state: state[0], lambda state: (jnp.bool_(False), function(state[1])), (condition, carry)
+    )[1]
 
 
 def _stats(attempt: Attempt, union_rows: Array, local: RowSparse, axis: Axis) -> Stats:
@@ -252,7 +271,9 @@ def _is_trivial(local: RowSparse, axis: Axis) -> bool:
 
 def _alone(local: RowSparse, then: Callable[[RowSparse], Any] | None) -> tuple[Any, Stats]:
     """This worker's rows are the sum."""
-    return then(local) if then else local, Stats(local.count, local.count, jnp.int32(0), jnp.bool_(False), local.overflowed)
+    return then(local) if then else local, Stats(
+        local.count, local.count, jnp.int32(0), jnp.bool_(False), local.overflowed
+    )
 
 
 def lossless_rows(local: RowSparse, axis: Axis) -> int:
@@ -269,15 +290,19 @@ def gather_all(local: RowSparse, axis: Axis) -> RowSparse:
 def bucket(size: float, most: int | None = None) -> int:
     """The next size of the series 1, 2, ... 128, and on in steps of 2^(1/128), but not more than `most`."""
     size = max(math.ceil(size), 0)
-    found = size if size <= _PER_OCTAVE else math.ceil(2 ** (math.ceil(math.log2(size) * _PER_OCTAVE - 1e-9) / _PER_OCTAVE))
+    found = (
+        size if size <= _PER_OCTAVE else math.ceil(2 ** (math.ceil(math.log2(size) * _PER_OCTAVE - 1e-9) / _PER_OCTAVE))
+    )
     return found if most is None else min(found, most)
 
 
 def roomy(largest: float, most: int) -> int:
-    """A capacity for a count of which `largest` was the largest seen: 1.5 standard deviations of a Poisson count above it.
+    """A capacity for a count of which `largest` was the largest seen: 1.5 standard deviations of a Poisson count above
+    it.
 
-    Less would let more steps overflow, and a step that falls back sends many times as much; more would be padding in every message. A table
-    that overflows often, as where examples vary together, is observed again, and gets the room of all that was seen.
+    Less would let more steps overflow, and a step that falls back sends many times as much; more would be padding in
+    every message. A table that overflows often, as where examples vary together, is observed again, and gets the room
+    of all that was seen.
     """
     return max(bucket(largest + 1.5 * math.sqrt(largest), most), 1)
 
@@ -291,9 +316,11 @@ def check_levels(which: Scheme, capacities: Capacities, num_levels: int) -> None
     """Raises `SyncError` for capacities that were planned for another number of workers."""
     if len(capacities.levels) != num_levels:
         raise SyncError(
-            f"{which.name} needs capacities for {num_levels} rounds here", value=capacities.levels, place="Capacities.levels",
+            f"{which.name} needs capacities for {num_levels} rounds here",
+            value=capacities.levels,
+            place="Capacities.levels",
             remedy="plan with a profile of as many workers as the axis has",
-        )  # fmt: skip
+        )
 
 
 def local_capacity(sparsity: Sparsity) -> int:

@@ -1,6 +1,7 @@
 """Messages between workers: several arrays as one array of bytes, and the patterns that move them, by size on CPU.
 
-One message instead of several saves latency and processor time, on gloo some tenths of a millisecond each. Call inside `shard_map`.
+One message instead of several saves latency and processor time, on gloo some tenths of a millisecond each. Call inside
+`shard_map`.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from splitjax.errors import SyncError
 from splitjax.sync.local import as_matrix, take_rows
 
 Axis = str | tuple[str, ...]
-# How a push goes. "kernel" is `kernels.exchange_rows`, for rows alone. "auto": on TPU and GPU one all-to-all, which serves all links at
-# once (the kernel for rows, on TPU, where it pays). On CPU, by gloo, all-to-all waits for nobody in between, and permutations come nearer
-# to the link's rate.
+# How a push goes. "kernel" is `kernels.exchange_rows`, for rows alone. "auto": on TPU and GPU one all-to-all, which
+# serves all links at once (the kernel for rows, on TPU, where it pays). On CPU, by gloo, all-to-all waits for nobody in
+# between, and permutations come nearer to the link's rate.
 PATTERNS = ("auto", "ppermute", "all_to_all", "kernel")
-# By `benchmarks sparse --only messages`, 16 processes behind links of 100 Mb/s: 15 messages of 14 KiB take 22 ms by all-to-all and 40 by
-# permutations, of 27 KiB 38 and 42, of 37 KiB 57 and 51. A gather in rounds that double takes 13 ms for 7 KiB, where the ring takes 36; for
-# 32 KiB 77 and 44.
+# By `benchmarks sparse --only messages`, 16 processes behind links of 100 Mb/s: 15 messages of 14 KiB take 22 ms by
+# all-to-all and 40 by permutations, of 27 KiB 38 and 42, of 37 KiB 57 and 51. A gather in rounds that double takes 13
+# ms for 7 KiB, where the ring takes 36; for 32 KiB 77 and 44.
 _MOST_AT_ONCE, _MOST_DOUBLED = 28 << 10, 64 << 10  # bytes of one message
-# Two workers that swap messages with each other have one connection. Who comes second finds the other ready, sends at once, and what says that
-# it can receive waits behind that: large messages go one after the other (1 MiB each way takes 156 ms, in parts 94; 256 KiB 24).
+# Two workers that swap messages with each other have one connection. Who comes second finds the other ready, sends at
+# once, and what says that it can receive waits behind that: large messages go one after the other (1 MiB each way takes
+# 156 ms, in parts 94; 256 KiB 24).
 _MOST_SWAPPED, _MOST_PARTS = 256 << 10, 512  # bytes of one part; parts, each of which is an operation of the program
 
 
@@ -41,7 +43,8 @@ def pack(arrays: Sequence[Array], num_lead: int) -> Array:
 
 
 def unpack(message: Array, like: Sequence[Array], num_lead: int) -> list[Array]:
-    """What `pack` packed, with the trailing shapes and dtypes of `like`, and the message's own first `num_lead` dims."""
+    """What `pack` packed, with the trailing shapes and dtypes of `like`, and the message's own first `num_lead`
+    dims."""
     if len(like) == 1:
         return [lax.bitcast_convert_type(message, like[0].dtype)]
     lead, start, out = message.shape[:num_lead], 0, []
@@ -56,18 +59,25 @@ def unpack(message: Array, like: Sequence[Array], num_lead: int) -> list[Array]:
 def exchange(blocks: Sequence[Array], axis: Axis, pattern: str) -> tuple[list[Array], Array]:
     """Every worker sends `block[o]` of each of `blocks` (all [n, ...]) to worker o.
 
-    **Returns:** arrays [n, ...] of what came in, and the worker that each of the n entries came from (own one included).
+    **Returns:** arrays [n, ...] of what came in, and the worker that each of the n entries came from (own one
+    included).
     """
     n = lax.axis_size(axis)
     if pattern not in PATTERNS or pattern == "kernel":
         raise SyncError(
-            "no way to move messages", value=pattern, place="pattern",
-            remedy="one of auto, ppermute, all_to_all" + ("; the kernel moves the rows of row_exchange" if pattern == "kernel" else ""),
-        )  # fmt: skip
+            "no way to move messages",
+            value=pattern,
+            place="pattern",
+            remedy="one of auto, ppermute, all_to_all"
+            + ("; the kernel moves the rows of row_exchange" if pattern == "kernel" else ""),
+        )
     if n == 1:
         return list(blocks), jnp.zeros((1,), jnp.int32)
     message = pack(blocks, 1)
-    at_once, in_rounds = functools.partial(_exchange_at_once, axis=axis), functools.partial(_exchange_in_rounds, axis=axis)
+    at_once, in_rounds = (
+        functools.partial(_exchange_at_once, axis=axis),
+        functools.partial(_exchange_in_rounds, axis=axis),
+    )
     if pattern == "auto":
         on_cpu = at_once if _num_bytes(message, 1) <= _MOST_AT_ONCE else in_rounds
         received, sources = kernels.dispatch(on_cpu, message, tpu=at_once, gpu=at_once)
@@ -89,18 +99,23 @@ def _exchange_in_rounds(message: Array, *, axis: Axis) -> tuple[Array, Array]:
     return jnp.stack(received), (me - jnp.arange(n, dtype=jnp.int32)) % n
 
 
-def push_rows(values: Array, order: Array, counts: Array, incoming: Array, axis: Axis, pattern: str) -> tuple[Array, Array]:
+def push_rows(
+    values: Array, order: Array, counts: Array, incoming: Array, axis: Axis, pattern: str
+) -> tuple[Array, Array]:
     """Every worker sends rows of its own to worker o.
 
     **Arguments:**
 
     - `values`: f[m, *row]. `order`: i32[n, room], which of them go to worker o (m: none).
-    - `counts`: i32[n], how many of them there are; `incoming`: i32[n], the same of each worker for this one. Both may exceed the room.
+    - `counts`: i32[n], how many of them there are; `incoming`: i32[n], the same of each worker for this one. Both may
+      exceed the room.
 
-    **Returns:** f[n, room, *row] of what came in, zeros where there was none, and the worker that each of the n entries came from.
+    **Returns:** f[n, room, *row] of what came in, zeros where there was none, and the worker that each of the n entries
+    came from.
 
-    The kernel sends `counts` rows, rounded up to its chunks, the messages as many as there is room. It needs a single mesh axis. "auto"
-    takes it on TPU for rows of a multiple of 128 32-bit words: a TPU pads others to that, on the wire too.
+    The kernel sends `counts` rows, rounded up to its chunks, the messages as many as there is room. It needs a single
+    mesh axis. "auto" takes it on TPU for rows of a multiple of 128 32-bit words: a TPU pads others to that, on the wire
+    too.
     """
 
     def by_messages(values: Array, order: Array, counts: Array, incoming: Array) -> tuple[Array, Array]:
@@ -115,7 +130,12 @@ def push_rows(values: Array, order: Array, counts: Array, incoming: Array, axis:
     operands = values, order, counts, incoming
     if pattern == "kernel":
         if len(names) > 1:
-            raise SyncError("the kernel sends along one mesh axis", value=axis, place="pattern", remedy="pattern='auto', or one axis")
+            raise SyncError(
+                "the kernel sends along one mesh axis",
+                value=axis,
+                place="pattern",
+                remedy="pattern='auto', or one axis",
+            )
         return by_kernel(*operands)
     row_bytes = math.prod(values.shape[1:]) * values.dtype.itemsize
     pays = len(names) == 1 and values.dtype.itemsize in (2, 4) and row_bytes and row_bytes % 512 == 0
@@ -125,15 +145,19 @@ def push_rows(values: Array, order: Array, counts: Array, incoming: Array, axis:
 def gather(parts: Sequence[Array], axis: Axis) -> list[Array]:
     """Every worker's `parts` on all workers: [...] -> [n, ...].
 
-    Short ones on CPU in rounds that double (Bruck et al. 1997, "Efficient algorithms for all-to-all communications in multiport
-    message-passing systems"): as many bytes as a ring sends, in log n messages instead of n - 1."""
+    Short ones on CPU in rounds that double (Bruck et al. 1997, "Efficient algorithms for all-to-all communications in
+    multiport message-passing systems"): as many bytes as a ring sends, in log n messages instead of n - 1."""
     n = lax.axis_size(axis)
     if n == 1:
         return [part[None] for part in parts]
     message = pack(parts, 0)
     at_once = lambda message: lax.all_gather(message, axis)
     doubling = functools.partial(gather_by_doubling, axis=axis)
-    received = kernels.dispatch(doubling, message, tpu=at_once, gpu=at_once) if _doubles(n, _num_bytes(message, 0)) else at_once(message)
+    received = (
+        kernels.dispatch(doubling, message, tpu=at_once, gpu=at_once)
+        if _doubles(n, _num_bytes(message, 0))
+        else at_once(message)
+    )
     return unpack(received, [part[None] for part in parts], 1)
 
 
@@ -143,13 +167,15 @@ def gather_messages(n: int, num_bytes: int) -> int:
 
 
 def exchange_messages(n: int, num_bytes: int, pattern: str) -> int:
-    """The same for an `exchange` or `push_rows`, for one worker's part of so many bytes. At once they take half the time."""
+    """The same for an `exchange` or `push_rows`, for one worker's part of so many bytes. At once they take half the
+    time."""
     at_once = pattern in ("all_to_all", "kernel") or (pattern == "auto" and num_bytes <= _MOST_AT_ONCE)
     return n // 2 if at_once else sum(shift_messages(n, shift, num_bytes) for shift in range(1, n))
 
 
 def shift_messages(n: int, shift: int, num_bytes: int) -> int:
-    """The same where every one of n workers sends so many bytes to the one `shift` places further on: parts of what two swap."""
+    """The same where every one of n workers sends so many bytes to the one `shift` places further on: parts of what two
+    swap."""
     return _swapped_parts(num_bytes) if 2 * shift == n else 1
 
 
@@ -200,4 +226,8 @@ def _as_bytes(array: Array) -> Array:
 
 
 def _from_bytes(data: Array, dtype: jnp.dtype) -> Array:
-    return data[..., 0] if dtype == jnp.uint8 else lax.bitcast_convert_type(data if dtype.itemsize > 1 else data[..., 0], dtype)
+    return (
+        data[..., 0]
+        if dtype == jnp.uint8
+        else lax.bitcast_convert_type(data if dtype.itemsize > 1 else data[..., 0], dtype)
+    )

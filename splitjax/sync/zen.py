@@ -26,17 +26,18 @@ GRANULARITIES = ("element", "row")
 @register
 @dataclasses.dataclass(frozen=True)
 class Zen(Scheme):
-    """(n-1)/n (2d + gamma d + 1/32) M words: (index, value) pairs to the owners, then sums and a bitmap of each partition back.
+    """(n-1)/n (2d + gamma d + 1/32) M words: (index, value) pairs to the owners, then sums and a bitmap of each
+    partition back.
 
-    h0 (`Partition("hashed")`) gives every index its owner, the same on all workers; both sides know the sorted indices of a
-    partition, so the pull sends one bit for each instead of an index (section 3.2).
+    h0 (`Partition("hashed")`) gives every index its owner, the same on all workers; both sides know the sorted indices
+    of a partition, so the pull sends one bit for each instead of an index (section 3.2).
 
     **Attributes:**
 
     - `granularity`: `element`, as published: every value of a row has an index; `row`: a row has one.
-    - `partition`: how a worker finds the place of each index in what it sends. `hash`, as published (section 3.1): k further hashes into
-      the owner's r1 slots, what still collides to a serial memory of r1/10, then compaction; `pack`: running counts. The messages
-      hold the same; where there are no atomics, running counts are faster.
+    - `partition`: how a worker finds the place of each index in what it sends. `hash`, as published (section 3.1): k
+      further hashes into the owner's r1 slots, what still collides to a serial memory of r1/10, then compaction;
+      `pack`: running counts. The messages hold the same; where there are no atomics, running counts are faster.
     - `num_hashes`: k. `pattern`: how the push goes, `all_to_all`, `ppermute` or `auto`: see `wire.PATTERNS`.
     """
 
@@ -50,17 +51,26 @@ class Zen(Scheme):
         for value, known in ((self.granularity, GRANULARITIES), (self.partition, ("hash", "pack"))):
             if value not in known:
                 raise SyncError(
-                    "no such way of Zen", value=value, place="Zen(granularity=..., partition=...)", remedy=f"one of {', '.join(known)}"
+                    "no such way of Zen",
+                    value=value,
+                    place="Zen(granularity=..., partition=...)",
+                    remedy=f"one of {', '.join(known)}",
                 )
 
     def takes(self, table: Table) -> bool:
         return table.num_rows * self._items_per_row(table.row_size) < np.iinfo(np.int32).max
 
     def plan(self, sparsity: Sparsity) -> Capacities:
-        items, local, union = self._items_per_row(sparsity.table.row_size), local_capacity(sparsity), union_capacity(sparsity)
+        items, local, union = (
+            self._items_per_row(sparsity.table.row_size),
+            local_capacity(sparsity),
+            union_capacity(sparsity),
+        )
         n = sparsity.num_workers
         if items % n:
-            push, pull = pair_and_owner_rooms(sparsity, Partition("hashed", sparsity.table.num_rows * items, n), items=items)
+            push, pull = pair_and_owner_rooms(
+                sparsity, Partition("hashed", sparsity.table.num_rows * items, n), items=items
+            )
         else:
             # Owners share the values of every row evenly.
             push, pull = (bucket(rows * items / n, -(-sparsity.table.num_rows * items // n)) for rows in (local, union))
@@ -72,11 +82,17 @@ class Zen(Scheme):
         exchange = self._exchange(capacities, local.num_rows, items, lax.axis_size(axis))
         local = local.padded(min(capacities.local, local.capacity))
         num_items = exchange.partition.num_items
-        ids = jnp.where((local.ids < local.num_rows)[:, None], local.ids[:, None] * items + jnp.arange(items, dtype=jnp.int32), num_items)
+        ids = jnp.where(
+            (local.ids < local.num_rows)[:, None],
+            local.ids[:, None] * items + jnp.arange(items, dtype=jnp.int32),
+            num_items,
+        )
         ids, values, good = ids.reshape(-1), local.values.reshape(ids.size, -1), ~local.overflowed
         if self.partition == "hash":
             owners = exchange.partition.owner(ids)
-            order, lost = hierarchical_order(owners, ids, exchange.partition.num_owners, capacities.push, self.num_hashes)
+            order, lost = hierarchical_order(
+                owners, ids, exchange.partition.num_owners, capacities.push, self.num_hashes
+            )
             ids = jnp.concatenate([ids, jnp.full((1,), num_items, jnp.int32)])[order]
             values, good = take_rows(values, order), good & ~lost
         owned = exchange.run(ids, values, good, axis)
@@ -95,7 +111,9 @@ class Zen(Scheme):
 
     def num_messages(self, capacities: Capacities, table: Table) -> int:
         items = self._items_per_row(table.row_size)
-        return self._exchange(capacities, table.num_rows, items, table.num_workers).num_messages(table.row_bytes // items)
+        return self._exchange(capacities, table.num_rows, items, table.num_workers).num_messages(
+            table.row_bytes // items
+        )
 
     def _items_per_row(self, row_size: int) -> int:
         return row_size if self.granularity == "element" else 1
@@ -103,9 +121,11 @@ class Zen(Scheme):
     def _exchange(self, capacities: Capacities, num_rows: int, items: int, num_workers: int) -> OwnerExchange:
         if num_rows * items >= np.iinfo(np.int32).max:
             raise SyncError(
-                "more elements than a 32-bit index can tell apart", value=num_rows * items, place="Zen(granularity='element')",
+                "more elements than a 32-bit index can tell apart",
+                value=num_rows * items,
+                place="Zen(granularity='element')",
                 remedy="use granularity='row'",
-            )  # fmt: skip
+            )
         partition = Partition("hashed", num_rows * items, num_workers)
         push = IdCode(NUMBERS, capacities.push, partition.size)
         return OwnerExchange(partition, push, IdCode(BITMAP, capacities.pull, partition.size), self.pattern)
@@ -114,14 +134,14 @@ class Zen(Scheme):
 def hierarchical_order(owners: Array, ids: Array, num_owners: int, room: int, num_hashes: int) -> tuple[Array, Array]:
     """Zen's hierarchical hashing: a place in memory for every index, owner by owner (Algorithm 1 of the paper).
 
-    Every owner has r1 = 2 `room` slots and a serial memory of r1/10. Hash by hash, indices that have no place yet try the slot that it
-    gives; of those that meet in one, the smallest position stays. (The published code lets them overwrite each other, and takes
-    index 0 for an empty slot.) The rest goes into the serial memories in order.
+    Every owner has r1 = 2 `room` slots and a serial memory of r1/10. Hash by hash, indices that have no place yet try
+    the slot that it gives; of those that meet in one, the smallest position stays. (The published code lets them
+    overwrite each other, and takes index 0 for an empty slot.) The rest goes into the serial memories in order.
 
     **Arguments:** `owners`, `ids`: i32[m]; owner `num_owners` for no index.
 
-    **Returns:** positions i32[num_owners * (r1 + r1/10)] in the order of the memory, m for an empty slot; whether a serial memory was too
-    small (bool[]), so that indices are missing.
+    **Returns:** positions i32[num_owners * (r1 + r1/10)] in the order of the memory, m for an empty slot; whether a
+    serial memory was too small (bool[]), so that indices are missing.
     """
     slots, serial = 2 * room, max(2 * room // _SERIAL_SHARE, 1)
     m = ids.size

@@ -1,4 +1,5 @@
-"""Attention: the projections around a softmax between two products of activations (Vaswani et al. 2017, section 3.2)."""
+"""Attention: the projections around a softmax between two products of activations (Vaswani et al. 2017, section
+3.2)."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ def mark_attention(flat: Flat, linked: Linked, flow: Flow, uses: Mapping[int, tu
     """The operations (among `uses`: operation -> positions of weight and data) that feed the scores or the values of an
     attention, or read its result first.
 
-    Values are tagged with what made them since the last mixing: `("use", op)`, `("score", op)` for a product of activations,
-    `("softmax", op)` for its exponential, `("result", op)` for a product with such probabilities."""
+    Values are tagged with what made them since the last mixing: `("use", op)`, `("score", op)` for a product of
+    activations, `("softmax", op)` for its exponential, `("result", op)` for a product with such probabilities."""
     tags: list[frozenset] = [_NONE] * len(flat.shapes)
     feeds: dict[int, frozenset] = {}
     attention: set[int] = set()
@@ -55,7 +56,8 @@ def mark_attention(flat: Flat, linked: Linked, flow: Flow, uses: Mapping[int, tu
 
 
 def _joined(inputs, incoming, tags, flow) -> frozenset:
-    """What is added to the residual stream is no attention result any more: its tag stays only if all activations have it."""
+    """What is added to the residual stream is no attention result any more: its tag stays only if all activations have
+    it."""
     activations = [v for v in inputs if flow.carrying[v]]
     if len(activations) < 2:
         return incoming

@@ -1,8 +1,8 @@
 """Atoms and dim classes: from the dim maps of all operations to three equivalence relations.
 
 Every dim of every value starts as one atom of its size. A link says that two dims (or runs of dims) are the same thing;
-linking a dim of 96 with dims (4, 8, 3) splits its atom in three, and with it every dim that shares the atom. When nothing
-splits any more, atoms are united by the links' strengths: hard, hard + local, hard + local + soft.
+linking a dim of 96 with dims (4, 8, 3) splits its atom in three, and with it every dim that shares the atom. When
+nothing splits any more, atoms are united by the links' strengths: hard, hard + local, hard + local + soft.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Atoms:
         return len(self._children)
 
     def align(self, link: Runs) -> tuple[list[tuple[int, int]], bool]:
-        """Pairs the atoms of both runs, splitting the larger where one divides the other, and whether all of both lined up.
-        What stands behind a mismatch stays unlinked (a wrong link would be worse than none)."""
+        """Pairs the atoms of both runs, splitting the larger where one divides the other, and whether all of both lined
+        up. What stands behind a mismatch stays unlinked (a wrong link would be worse than none)."""
         left, right = self.run(link.left), self.run(link.right)
         pairs: list[tuple[int, int]] = []
         i = j = 0

@@ -108,7 +108,9 @@ def register_dims(primitive: Any, rule: str | DimRule, *, mixing: bool = False) 
         DIM_RULES.add(name, call)
     else:
         raise TraceError(
-            "a dim rule is a notation or a function", value=rule, place=f"register_dims({name!r})",
+            "a dim rule is a notation or a function",
+            value=rule,
+            place=f"register_dims({name!r})",
             remedy='write register_dims("my_primitive", "b i, i o -> b o")',
         )
 
@@ -117,7 +119,8 @@ _TOKEN = re.compile(r"\s*(\.\.\.|\(|\)|[A-Za-z_]\w*|\S)")
 
 
 def parse_notation(text: str) -> tuple[list[list[Any]], list[list[Any]]]:
-    """Parses `"b (h d), h o -> b o"` into operands and results; each is a list of labels, tuples of labels, or `...`."""
+    """Parses `"b (h d), h o -> b o"` into operands and results; each is a list of labels, tuples of labels, or
+    `...`."""
     sides = text.split("->")
     if len(sides) != 2:
         raise TraceError("a dim notation has one ->", value=text, place="dim rule", remedy='write "b i, i o -> b o"')
@@ -137,7 +140,9 @@ def parse_notation(text: str) -> tuple[list[list[Any]], list[list[Any]]]:
                 (dims if group is None else group).append(token)
             else:
                 raise TraceError(
-                    f"a dim notation cannot hold {token!r} here", value=text, place="dim rule",
+                    f"a dim notation cannot hold {token!r} here",
+                    value=text,
+                    place="dim rule",
                     remedy='use names, "(a b)" for factors, "..." once per tensor and "_" for a dim that links nothing',
                 )
         if group is not None:
@@ -152,8 +157,11 @@ def from_notation(text: str, inputs: Sequence[Shape], outputs: Sequence[Shape], 
     operands, results = parse_notation(text)
     if len(operands) != len(inputs) or len(results) != len(outputs):
         raise TraceError(
-            f"the notation has {len(operands)} operands and {len(results)} results, the operation {len(inputs)} and {len(outputs)}",
-            value=text, place="dim rule", remedy="give one group of labels per operand and result",
+            f"the notation has {len(operands)} operands and {len(results)} results, the operation {len(inputs)} and"
+            f" {len(outputs)}",
+            value=text,
+            place="dim rule",
+            remedy="give one group of labels per operand and result",
         )
     blank = [0]
     sizes: dict[Label, int] = {}
@@ -161,8 +169,12 @@ def from_notation(text: str, inputs: Sequence[Shape], outputs: Sequence[Shape], 
     def labels(dims: list[Any], shape: Shape) -> Labels:
         rank = len(shape) - sum(dim is not Ellipsis for dim in dims)
         if rank < 0 or (rank and Ellipsis not in dims):
-            raise TraceError(f"the notation does not fit a tensor of shape {shape}", value=text, place="dim rule",
-                             remedy="give one label per dim, or ... for the leading ones")
+            raise TraceError(
+                f"the notation does not fit a tensor of shape {shape}",
+                value=text,
+                place="dim rule",
+                remedy="give one label per dim, or ... for the leading ones",
+            )
         out: list[tuple[Label, ...]] = []
         for dim in dims:
             if dim is Ellipsis:
@@ -177,8 +189,12 @@ def from_notation(text: str, inputs: Sequence[Shape], outputs: Sequence[Shape], 
                 out.append((dim,))
         for dim, size in zip(out, shape, strict=True):
             if len(dim) == 1 and size != 1 and sizes.setdefault(dim[0], size) != size:
-                raise TraceError(f"label {dim[0]!r} has sizes {sizes[dim[0]]} and {size}", value=text, place="dim rule",
-                                 remedy="give different dims different labels")
+                raise TraceError(
+                    f"label {dim[0]!r} has sizes {sizes[dim[0]]} and {size}",
+                    value=text,
+                    place="dim rule",
+                    remedy="give different dims different labels",
+                )
         return tuple(out)
 
     ins = tuple(labels(d, s) for d, s in zip(operands, inputs, strict=True))
@@ -207,7 +223,11 @@ def _solve_factor_sizes(dim: tuple[Label, ...], size: int, sizes: dict[Label, in
     for label in dim:
         known *= sizes.get(label, 1)
     if len(unknown) > 1 or (unknown and size % known) or (not unknown and known != size):
-        raise TraceError(f"the factors of a dim of size {size} cannot be told", value=text, place="dim rule",
-                         remedy="let all factors but one stand alone in some other tensor")
+        raise TraceError(
+            f"the factors of a dim of size {size} cannot be told",
+            value=text,
+            place="dim rule",
+            remedy="let all factors but one stand alone in some other tensor",
+        )
     if unknown:
         sizes[unknown[0]] = size // known

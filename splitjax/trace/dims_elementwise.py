@@ -1,4 +1,5 @@
-"""Dim rules of operations that keep dims in place: elementwise, identities, reductions, scans along a dim, random bits."""
+"""Dim rules of operations that keep dims in place: elementwise, identities, reductions, scans along a dim, random
+bits."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from splitjax.trace.dims import DimMap, rule_for
 
 _ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
-convert_element_type cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac
-imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi ne neg nextafter not
-one_minus_square or polygamma polynomial population_count pow random_fold_in random_gamma random_gamma_grad real reciprocal
-regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
-square sub tan tanh threefry2x32 xor zeta
+convert_element_type cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
+igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi ne neg nextafter
+not one_minus_square or polygamma polynomial population_count pow random_fold_in random_gamma random_gamma_grad real
+reciprocal regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical
+sign sin sinh sqrt square sub tan tanh threefry2x32 xor zeta
 """.split()
 
 _IDENTITY = """
@@ -23,8 +24,8 @@ with_memory_space_constraint xla_metadata_value zeros_like
 
 @rule_for(*_ELEMENTWISE, *_IDENTITY)
 def elementwise(inputs, outputs, params):
-    """Result dim i runs along dim i of every operand of the same rank. An operand dim of size 1 is an implicit broadcast
-    (missing it unlinks every factored Adafactor statistic); a scalar links nothing."""
+    """Result dim i runs along dim i of every operand of the same rank. An operand dim of size 1 is an implicit
+    broadcast (missing it unlinks every factored Adafactor statistic); a scalar links nothing."""
     rank = max(len(shape) for shape in outputs)
 
     def labels(k, shape):
@@ -32,7 +33,9 @@ def elementwise(inputs, outputs, params):
             return tuple((f"private{k}.{i}",) for i in range(len(shape)))
         return tuple((i,) if size != 1 else () for i, size in enumerate(shape))
 
-    return DimMap(tuple(labels(k, s) for k, s in enumerate(inputs)), tuple(labels(-1, s) for s in outputs), joins=len(inputs) > 1)
+    return DimMap(
+        tuple(labels(k, s) for k, s in enumerate(inputs)), tuple(labels(-1, s) for s in outputs), joins=len(inputs) > 1
+    )
 
 
 @rule_for("optimization_barrier")
@@ -43,7 +46,9 @@ def pairwise(inputs, outputs, params):
     return DimMap(ins, outs)
 
 
-@rule_for("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin")
+@rule_for(
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"
+)
 def reduction(inputs, outputs, params):
     """The dims that are not reduced stay, in order."""
     kept = [i for i in range(len(inputs[0])) if i not in params["axes"]]
@@ -75,8 +80,20 @@ def top_k(inputs, outputs, params):
     return DimMap((source,), tuple(labels for _ in outputs))
 
 
-@rule_for("iota", "empty", "empty2", "rng_uniform", "platform_index", "create_token", "debug_callback", "debug_print", "inspect_sharding",
-          "unvmap_any", "unvmap_all", "unvmap_max")
+@rule_for(
+    "iota",
+    "empty",
+    "empty2",
+    "rng_uniform",
+    "platform_index",
+    "create_token",
+    "debug_callback",
+    "debug_print",
+    "inspect_sharding",
+    "unvmap_any",
+    "unvmap_all",
+    "unvmap_max",
+)
 def creation(inputs, outputs, params):
     """New dims: they link only through what later meets them."""
     return _unlinked(inputs, outputs)
@@ -86,8 +103,10 @@ def creation(inputs, outputs, params):
 def random(inputs, outputs, params):
     """A batch of keys (seeds, raw keys) keeps its dims; what each key gives stands behind them."""
     lead = min(len(inputs[0]), len(outputs[0]))
-    labels = [tuple((i,) if i < lead else (f"{tag}{i}",) for i in range(len(shape)))
-              for tag, shape in (("in", inputs[0]), ("out", outputs[0]))]
+    labels = [
+        tuple((i,) if i < lead else (f"{tag}{i}",) for i in range(len(shape)))
+        for tag, shape in (("in", inputs[0]), ("out", outputs[0]))
+    ]
     return DimMap((labels[0],), (labels[1],))
 
 

@@ -1,4 +1,5 @@
-"""Dim rules of fused operations that other rules would see through in their plain form: attention kernels, scaled products."""
+"""Dim rules of fused operations that other rules would see through in their plain form: attention kernels, scaled
+products."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ FUSED_ATTENTION = frozenset({"dot_product_attention_fwd_wrapper", "dot_product_a
 def fused_attention(inputs, outputs, params):
     """cuDNN's attention behind `jax.nn.dot_product_attention(implementation="cudnn")`.
 
-    Query (b, t, heads, h), key and value (b, s, shared heads, h); with `layout` 1 heads stand before positions. Each shared head
-    serves a group of the query's: heads are (shared, group). Other operands: bias (b, heads, t, s), lengths (b,), and in the
-    backward pass softmax statistics (b, heads, t), the forward result and its cotangent, both shaped like the query."""
+    Query (b, t, heads, h), key and value (b, s, shared heads, h); with `layout` 1 heads stand before positions. Each
+    shared head serves a group of the query's: heads are (shared, group). Other operands: bias (b, heads, t, s), lengths
+    (b,), and in the backward pass softmax statistics (b, heads, t), the forward result and its cotangent, both shaped
+    like the query."""
     heads = 1 if params["layout"] else 2
     query, key = inputs[0], inputs[1]
     shared = key[heads]

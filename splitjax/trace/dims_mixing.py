@@ -7,7 +7,8 @@ from splitjax.trace.dims import DimMap, rule_for
 
 @rule_for("dot_general")
 def dot_general(inputs, outputs, params):
-    """Batch dims first, then the free dims of the left and of the right operand; contracted dims run along each other."""
+    """Batch dims first, then the free dims of the left and of the right operand; contracted dims run along each
+    other."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = params["dimension_numbers"]
     left, right, out = _dot_labels(inputs, params["dimension_numbers"])
     rest = tuple(tuple(((f"p{k}", i),) for i in range(len(s))) for k, s in enumerate(inputs[2:], 2))
@@ -15,21 +16,24 @@ def dot_general(inputs, outputs, params):
 
 
 def _dot_labels(inputs, numbers):
-    """Labels of both operands and of the result: batch dims, then the left operand's free dims, then the right one's."""
+    """Labels of both operands and of the result: batch dims, then the left operand's free dims, then the right
+    one's."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
     lhs = {d: ("b", k) for k, d in enumerate(lhs_batch)} | {d: ("k", k) for k, d in enumerate(lhs_contract)}
     rhs = {d: ("b", k) for k, d in enumerate(rhs_batch)} | {d: ("k", k) for k, d in enumerate(rhs_contract)}
     left = [(lhs.get(d, ("l", d)),) for d in range(len(inputs[0]))]
     right = [(rhs.get(d, ("r", d)),) for d in range(len(inputs[1]))]
     out = [(("b", k),) for k in range(len(lhs_batch))]
-    out += [label for d, label in enumerate(left) if d not in lhs] + [label for d, label in enumerate(right) if d not in rhs]
+    out += [label for d, label in enumerate(left) if d not in lhs] + [
+        label for d, label in enumerate(right) if d not in rhs
+    ]
     return left, right, out
 
 
 @rule_for("ragged_dot_general")
 def ragged_dot(inputs, outputs, params):
-    """A dot whose left operand has one dim in groups of given sizes. The experts (groups) run along the group sizes; they are a
-    dim of the right operand, or a new leading dim of the result where the ragged dim is contracted."""
+    """A dot whose left operand has one dim in groups of given sizes. The experts (groups) run along the group sizes;
+    they are a dim of the right operand, or a new leading dim of the result where the ragged dim is contracted."""
     numbers = params["ragged_dot_dimension_numbers"]
     left, right, out = _dot_labels(inputs, numbers.dot_dimension_numbers)
     right = [("g",) if d in numbers.rhs_group_dimensions else label for d, label in enumerate(right)]
@@ -48,8 +52,8 @@ def ragged_dot(inputs, outputs, params):
 def convolution(inputs, outputs, params):
     """Batch, input and output features run through; spatial dims slide and do not, unless the window is a point.
 
-    With feature groups the features are (group, input) and (group, output), and the kernel's input dim is one group's. With
-    batch groups (the weight gradient of the former) it is the operand's batch that is (group, batch)."""
+    With feature groups the features are (group, input) and (group, output), and the kernel's input dim is one group's.
+    With batch groups (the weight gradient of the former) it is the operand's batch that is (group, batch)."""
     numbers = params["dimension_numbers"]
     lhs_batch, lhs_feature, *lhs_spatial = numbers.lhs_spec
     rhs_out, rhs_in, *rhs_spatial = numbers.rhs_spec
@@ -77,14 +81,16 @@ def convolution(inputs, outputs, params):
 
 def _is_point(window, params, k) -> bool:
     """Whether spatial dim `k` of a convolution keeps every position where it is."""
-    return (
-        window == params["window_strides"][k] == params["lhs_dilation"][k] == 1 and tuple(params["padding"][k]) == (0, 0)
+    return window == params["window_strides"][k] == params["lhs_dilation"][k] == 1 and tuple(params["padding"][k]) == (
+        0,
+        0,
     )
 
 
 @rule_for("gather")
 def gather(inputs, outputs, params):
-    """Index dims stand where the result has no offset dim; operand dims taken whole run through; looked-up dims do not."""
+    """Index dims stand where the result has no offset dim; operand dims taken whole run through; looked-up dims do
+    not."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     batching = tuple(getattr(numbers, "operand_batching_dims", ()))
     index_batching = tuple(getattr(numbers, "start_indices_batching_dims", ()))
@@ -109,8 +115,8 @@ def gather(inputs, outputs, params):
 
 @rule_for("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 def scatter(inputs, outputs, params):
-    """The result is the operand; update windows run along the operand dims they cover whole, update batch dims along the
-    indices."""
+    """The result is the operand; update windows run along the operand dims they cover whole, update batch dims along
+    the indices."""
     numbers = params["dimension_numbers"]
     batching = tuple(getattr(numbers, "operand_batching_dims", ()))
     index_batching = tuple(getattr(numbers, "scatter_indices_batching_dims", ()))
@@ -133,7 +139,8 @@ def scatter(inputs, outputs, params):
 
 @rule_for("triangular_solve")
 def triangular_solve(inputs, outputs, params):
-    """a x = b, or x a = b: leading dims are a stack of systems, the columns (rows) of b are independent of each other."""
+    """a x = b, or x a = b: leading dims are a stack of systems, the columns (rows) of b are independent of each
+    other."""
     rank = len(inputs[1])
     free = rank - 1 if params["left_side"] else rank - 2
 
@@ -154,10 +161,25 @@ def tridiagonal_solve(inputs, outputs, params):
     return DimMap(tuple(labels(f"in{k}", s) for k, s in enumerate(inputs)), (labels("x", outputs[0]),), mixing=True)
 
 
-@rule_for("cholesky", "qr", "eigh", "eig", "svd", "lu", "schur", "hessenberg", "tridiagonal", "householder_product",
-          "lu_pivots_to_permutation", "symmetric_product", "fft", "geqrf")
+@rule_for(
+    "cholesky",
+    "qr",
+    "eigh",
+    "eig",
+    "svd",
+    "lu",
+    "schur",
+    "hessenberg",
+    "tridiagonal",
+    "householder_product",
+    "lu_pivots_to_permutation",
+    "symmetric_product",
+    "fft",
+    "geqrf",
+)
 def matrices(inputs, outputs, params):
-    """Leading dims are a stack of matrices (of vectors for the FFT's untouched dims) and run through; the matrix is mixed."""
+    """Leading dims are a stack of matrices (of vectors for the FFT's untouched dims) and run through; the matrix is
+    mixed."""
     touched = len(params["fft_lengths"]) if "fft_lengths" in params else 2
     lead = max(len(inputs[0]) - touched, 0)
 

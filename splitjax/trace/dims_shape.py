@@ -15,8 +15,8 @@ def _all(shape):
 def reshape(inputs, outputs, params):
     """Runs of dims with equal products face each other; within a run both sides are cut into common factors.
 
-    (B, 7, 7, 64) -> (B, 3136) gives b -> b and (h w c) for the last dim. Where two runs do not nest, (6, 4) -> (4, 6) say, they
-    share what they have in common at the front and at the back: (2 3) (2 2) -> (2 2) (3 2)."""
+    (B, 7, 7, 64) -> (B, 3136) gives b -> b and (h w c) for the last dim. Where two runs do not nest, (6, 4) -> (4, 6)
+    say, they share what they have in common at the front and at the back: (2 3) (2 2) -> (2 2) (3 2)."""
     order = params.get("dimensions") or range(len(inputs[0]))  # an order other than this transposes first
     sizes: dict[int, int] = {}
     labels, labels_out = common_factors([inputs[0][d] for d in order], outputs[0], sizes)
@@ -26,7 +26,8 @@ def reshape(inputs, outputs, params):
 
 
 def common_factors(source, target, sizes):
-    """Labels per dim for both sides of a reshape, major first; their sizes go into `sizes`. Dims of size 1 have none."""
+    """Labels per dim for both sides of a reshape, major first; their sizes go into `sizes`. Dims of size 1 have
+    none."""
     left: list[tuple] = [()] * len(source)
     right: list[tuple] = [()] * len(target)
     for i, j in _runs(source, target):
@@ -56,8 +57,8 @@ def _runs(source, target):
 
 
 def _share(left, right, sizes):
-    """Cuts the dims of one run into factors: from the front until the sides do not nest, then what is left from the back; the
-    rest of a dim, if any, stands between and is its own."""
+    """Cuts the dims of one run into factors: from the front until the sides do not nest, then what is left from the
+    back; the rest of a dim, if any, stands between and is its own."""
     rests = [list(left), list(right)]
     heads = [[[] for _ in side] for side in rests]
     tails = [[[] for _ in side] for side in rests]
@@ -121,8 +122,16 @@ def squeeze(inputs, outputs, params):
     return DimMap((_all(inputs[0]),), (tuple((i,) for i in range(len(inputs[0])) if i not in gone),))
 
 
-@rule_for("slice", "dynamic_slice", "pad", "split", "reduce_window", "reduce_window_sum", "reduce_window_max",
-          "reduce_window_min")
+@rule_for(
+    "slice",
+    "dynamic_slice",
+    "pad",
+    "split",
+    "reduce_window",
+    "reduce_window_sum",
+    "reduce_window_max",
+    "reduce_window_min",
+)
 def resize(inputs, outputs, params):
     """A dim that keeps its full size runs through; one that is cut, padded or windowed does not."""
     rank = len(outputs[0])
@@ -132,7 +141,9 @@ def resize(inputs, outputs, params):
         return inputs[0][i] == outputs[0][i] and (window is None or window[i] == 1)
 
     ins = tuple(
-        tuple((i,) if through(i) else (f"in{k}.{i}",) for i in range(rank)) if len(shape) == rank else _private(k, shape)
+        tuple((i,) if through(i) else (f"in{k}.{i}",) for i in range(rank))
+        if len(shape) == rank
+        else _private(k, shape)
         for k, shape in enumerate(inputs)
     )
     outs = tuple(
@@ -185,7 +196,8 @@ def bitcast(inputs, outputs, params):
 
 @rule_for("select_and_scatter_add", "select_and_gather_add", "select_and_scatter")
 def select_window(inputs, outputs, params):
-    """Pooling's derivative: dims with a window of 1 run through (operands are source and operand, or tangents and operand)."""
+    """Pooling's derivative: dims with a window of 1 run through (operands are source and operand, or tangents and
+    operand)."""
     window = params["window_dimensions"]
 
     def labels(tag, shape):

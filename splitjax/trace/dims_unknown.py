@@ -1,5 +1,5 @@
-"""Primitives that have no dim rule on purpose, with the reason. What reaches them sharded is an `UnknownPrimitiveError`, which a
-user settles with `register_dims`; nothing is guessed."""
+"""Primitives that have no dim rule on purpose, with the reason. What reaches them sharded is an
+`UnknownPrimitiveError`, which a user settles with `register_dims`; nothing is guessed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _TOKEN = "it orders side effects and has no dims"
 
 NO_RULE: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(
-        """all_gather all_gather_invariant all_gather_reduced all_to_all axis_index pbroadcast pcast pmax pmin ppermute preduced psum
-        psum2 psum_invariant pvary ragged_all_to_all reduce_scatter unreduced_psum unreduced_reduce_scatter""".split(), _MANUAL,
+        """all_gather all_gather_invariant all_gather_reduced all_to_all axis_index pbroadcast pcast pmax pmin ppermute
+        preduced psum psum2 psum_invariant pvary ragged_all_to_all reduce_scatter unreduced_psum
+        unreduced_reduce_scatter""".split(),
+        _MANUAL,
     )
     | dict.fromkeys("get swap addupdate new_ref freeze empty_ref run_state run_scoped core_map".split(), _STATE)
     | dict.fromkeys("pure_callback io_callback ffi_call pallas_call call_exported call_tf".split(), _HOST)

@@ -6,7 +6,8 @@ walked once; pseudo-operations (names starting with `_`) stand for what a loop d
 
 - `_scan_in`: one slice of a scanned operand (the leading dim is gone);
 - `_scan_out`: results stacked over iterations (a new leading dim);
-- `_carry_in`: a carried value entering the loop; `_carry_back`: the body's result becoming the next iteration's operand;
+- `_carry_in`: a carried value entering the loop; `_carry_back`: the body's result becoming the next iteration's
+  operand;
 - `_branch`: one result of a conditional, from each branch;
 - `_scan_index`: all scanned operands and stacked results of one scan: their leading dims count the same iterations;
 - `_gradient`: the gradient of a differentiated operand of the boundary: same shape, same dims.
@@ -28,7 +29,8 @@ Site = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Op:
-    """One operation: value numbers in and out (-1 for an operand without dims that matter, such as a literal scalar)."""
+    """One operation: value numbers in and out (-1 for an operand without dims that matter, such as a literal
+    scalar)."""
 
     primitive: str
     inputs: tuple[int, ...]
@@ -43,11 +45,13 @@ class Op:
     inside: bool  # it belongs to the forward computation of a gradient boundary
     conditional: bool  # it may not run: it stands in a branch, or in a loop that ends when it wants to
     calls: tuple[Any, ...] = ()  # equations of the calls that it stands in, outermost first
-    rule_at: Site | None = None  # where it is not editable: the site of the call whose derivative rule it stands in, if that is JAX's custom one
+    # where it is not editable: the site of the call whose derivative rule it stands in, if that is JAX's custom one
+    rule_at: Site | None = None
 
     @property
     def source(self) -> str:
-        """The user's `file:line`. JAX traces some of its own functions once and keeps the result: then it is that of their call."""
+        """The user's `file:line`. JAX traces some of its own functions once and keeps the result: then it is that of
+        their call."""
         equations = (self.eqn, *reversed(self.calls)) if self.eqn is not None else reversed(self.calls)
         return next((line for eqn in equations if (line := _compat.source_line(eqn))), "")
 
@@ -75,18 +79,37 @@ _REDUCTIONS = {"psum": "reduce_sum", "pmax": "reduce_max", "pmin": "reduce_min"}
 def _reduction(eqn: Any) -> str | None:
     """The reduction that a collective over dims alone is; None for everything else."""
     known = _REDUCTIONS.get(eqn.primitive.name)
-    return known if known and len(eqn.invars) == 1 and all(isinstance(axis, int) for axis in eqn.params["axes"]) else None
+    return (
+        known if known and len(eqn.invars) == 1 and all(isinstance(axis, int) for axis in eqn.params["axes"]) else None
+    )
 
 
 # Calls that hand operands and results straight through: primitive name -> the parameters that may hold the body.
 _CALLS = {
-    "jit": ("jaxpr",), "pjit": ("jaxpr",), "closed_call": ("call_jaxpr",), "core_call": ("call_jaxpr",), "core_closed_call": ("call_jaxpr",),
-    "call": ("call_jaxpr",), "xla_call": ("call_jaxpr",), "remat": ("jaxpr",), "remat2": ("jaxpr",), "checkpoint": ("jaxpr",),
-    "custom_jvp_call": ("call_jaxpr",), "custom_vjp_call": ("call_jaxpr",), "custom_vjp_call_jaxpr": ("fun_jaxpr", "call_jaxpr"),
-    "custom_lin": ("call_jaxpr",), "composite": ("jaxpr", "call_jaxpr"), "linear_call": ("callee",), "custom_vmap_call": ("call",),
-    "custom_partitioning": ("call",), "remat_opt": ("fwd_jaxpr",), "xla_metadata_call": ("jaxpr",), "eval_jaxpr": ("jaxpr",),
+    "jit": ("jaxpr",),
+    "pjit": ("jaxpr",),
+    "closed_call": ("call_jaxpr",),
+    "core_call": ("call_jaxpr",),
+    "core_closed_call": ("call_jaxpr",),
+    "call": ("call_jaxpr",),
+    "xla_call": ("call_jaxpr",),
+    "remat": ("jaxpr",),
+    "remat2": ("jaxpr",),
+    "checkpoint": ("jaxpr",),
+    "custom_jvp_call": ("call_jaxpr",),
+    "custom_vjp_call": ("call_jaxpr",),
+    "custom_vjp_call_jaxpr": ("fun_jaxpr", "call_jaxpr"),
+    "custom_lin": ("call_jaxpr",),
+    "composite": ("jaxpr", "call_jaxpr"),
+    "linear_call": ("callee",),
+    "custom_vmap_call": ("call",),
+    "custom_partitioning": ("call",),
+    "remat_opt": ("fwd_jaxpr",),
+    "xla_metadata_call": ("jaxpr",),
+    "eval_jaxpr": ("jaxpr",),
 }
-# Calls that `lower.products.interpret` can rebuild around an edited body; the others carry rules of their own beside it.
+# Calls that `lower.products.interpret` can rebuild around an edited body; the others carry rules of their own beside
+# it.
 _EDITABLE = frozenset({"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"})
 _CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 BOUNDARY = "splitjax_value_and_grad"
@@ -156,7 +179,9 @@ class _Flattener:
         name = _reduction(eqn) or eqn.primitive.name
         body = call_body(eqn)
         if body is not None:
-            return self.walk(body, operands, where.into(0, editable=name in _EDITABLE, call=eqn, custom=name in _CUSTOM_RULES))
+            return self.walk(
+                body, operands, where.into(0, editable=name in _EDITABLE, call=eqn, custom=name in _CUSTOM_RULES)
+            )
         handler = _CONTROL.get(name)
         if handler is not None:
             return handler(self, eqn, operands, where)
@@ -165,8 +190,22 @@ class _Flattener:
     def emit(self, name, operands, avals, where, eqn=None, params=None) -> list[int]:
         results = [self.value(aval) for aval in avals]
         self.ops.append(
-            Op(name, tuple(operands), tuple(results), params or {}, where.site, where.trips, where.loops, eqn, where.editable,
-               where.phase, where.inside, where.conditional, where.calls, where.rule_at)
+            Op(
+                name,
+                tuple(operands),
+                tuple(results),
+                params or {},
+                where.site,
+                where.trips,
+                where.loops,
+                eqn,
+                where.editable,
+                where.phase,
+                where.inside,
+                where.conditional,
+                where.calls,
+                where.rule_at,
+            )
         )
         return results
 
@@ -190,14 +229,41 @@ class _Where:
     def at(self, index: int, eqn: Any) -> _Where:
         # The outermost derivative counts: what an inner one does is part of what the outer one differentiates.
         phase = self.phase or derivative_phase(_compat.name_stack(eqn))
-        return _Where((*self.site, index), self.trips, self.loops, self.editable, phase, self.inside, self.conditional, self.calls, self.rule_at)
+        return _Where(
+            (*self.site, index),
+            self.trips,
+            self.loops,
+            self.editable,
+            phase,
+            self.inside,
+            self.conditional,
+            self.calls,
+            self.rule_at,
+        )
 
-    def into(self, body: int, trips: int = 1, loop: int | None = None, editable: bool = True, boundary: bool = False,
-             conditional: bool = False, call: Any = None, custom: bool = False) -> _Where:
+    def into(
+        self,
+        body: int,
+        trips: int = 1,
+        loop: int | None = None,
+        editable: bool = True,
+        boundary: bool = False,
+        conditional: bool = False,
+        call: Any = None,
+        custom: bool = False,
+    ) -> _Where:
         loops = self.loops if loop is None else (*self.loops, loop)
-        return _Where((*self.site, body), self.trips * trips, loops, self.editable and editable, self.phase, self.inside or boundary,
-                      self.conditional or conditional, self.calls if call is None else (*self.calls, call),
-                      self.site if custom and self.editable else self.rule_at)
+        return _Where(
+            (*self.site, body),
+            self.trips * trips,
+            loops,
+            self.editable and editable,
+            self.phase,
+            self.inside or boundary,
+            self.conditional or conditional,
+            self.calls if call is None else (*self.calls, call),
+            self.site if custom and self.editable else self.rule_at,
+        )
 
 
 def derivative_phase(name_stack: str) -> str:
@@ -213,7 +279,11 @@ def _scan(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> lis
     body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
     loop = flat.loop()
     inside = where.into(0, eqn.params["length"], loop)
-    consts, init, scanned = operands[:num_consts], operands[num_consts : num_consts + num_carry], operands[num_consts + num_carry :]
+    consts, init, scanned = (
+        operands[:num_consts],
+        operands[num_consts : num_consts + num_carry],
+        operands[num_consts + num_carry :],
+    )
     carry = _enter(flat, init, [v.aval for v in body.invars[num_consts : num_consts + num_carry]], inside, loop)
     slices = [
         flat.emit("_scan_in", [outer], [var.aval], inside)[0]
@@ -256,7 +326,9 @@ def _carry_back(flat: _Flattener, results: list[int], carry: list[int], where: _
 
 
 def _cond(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> list[int]:
-    branches = [flat.walk(b, operands[1:], where.into(k, conditional=True)) for k, b in enumerate(eqn.params["branches"])]
+    branches = [
+        flat.walk(b, operands[1:], where.into(k, conditional=True)) for k, b in enumerate(eqn.params["branches"])
+    ]
     return [
         flat.emit("_branch", list(results), [var.aval], where)[0]
         for results, var in zip(zip(*branches, strict=True), eqn.outvars, strict=True)
@@ -277,8 +349,8 @@ def _boundary(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) ->
 
 
 def boundary_parts(eqn: Any) -> tuple[Any, tuple[int, ...]]:
-    """The forward jaxpr of a gradient boundary, and which of its operands it differentiates. The equation's results are the
-    value, the auxiliary values, then one gradient per differentiated operand."""
+    """The forward jaxpr of a gradient boundary, and which of its operands it differentiates. The equation's results are
+    the value, the auxiliary values, then one gradient per differentiated operand."""
     return eqn.params["forward"], tuple(eqn.params["positions"])
 
 
@@ -292,8 +364,16 @@ def flatten(jaxpr: Any) -> Flat:
     inputs = [flat.value(var.aval) for var in inner.invars]
     outputs = flat.walk(jaxpr, inputs, _Where())
     return Flat(
-        tuple(flat.ops), tuple(flat.shapes), tuple(flat.dtypes), tuple(inputs), tuple(outputs),
-        flat.num_boundaries, frozenset(flat.differentiated), tuple(flat.carried), tuple(flat.constants), flat.literals,
+        tuple(flat.ops),
+        tuple(flat.shapes),
+        tuple(flat.dtypes),
+        tuple(inputs),
+        tuple(outputs),
+        flat.num_boundaries,
+        frozenset(flat.differentiated),
+        tuple(flat.carried),
+        tuple(flat.constants),
+        flat.literals,
     )
 
 
@@ -314,5 +394,8 @@ def bodies(eqn: Any) -> list[Any]:
     if eqn.primitive.name == "while":
         return [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]
     return [
-        body for value in eqn.params.values() for body in (value if isinstance(value, (tuple, list)) else (value,)) if _compat.is_jaxpr(body)
+        body
+        for value in eqn.params.values()
+        for body in (value if isinstance(value, (tuple, list)) else (value,))
+        if _compat.is_jaxpr(body)
     ]

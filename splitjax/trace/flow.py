@@ -1,7 +1,7 @@
 """What depends on what: example-carrying values, roles of leaves, the update region.
 
-Everything here is about values of a flat step (see `flatten`). Operations stand in the order of dependence but for loops,
-whose `_carry_back` hands a value to the next iteration.
+Everything here is about values of a flat step (see `flatten`). Operations stand in the order of dependence but for
+loops, whose `_carry_back` hands a value to the next iteration.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ _RESIZES = frozenset({"concatenate", "slice", "dynamic_slice", "pad", "split"})
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
 
-def example_labels(flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft: Sequence[int]) -> tuple[frozenset[int], frozenset[int]]:
-    """Soft classes of dims of examples: those of whole batches (the leading dims of batch arguments, and what whole batches are
-    joined to), and those of parts of a batch."""
+def example_labels(
+    flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft: Sequence[int]
+) -> tuple[frozenset[int], frozenset[int]]:
+    """Soft classes of dims of examples: those of whole batches (the leading dims of batch arguments, and what whole
+    batches are joined to), and those of parts of a batch."""
     batch = [v for v, a in zip(flat.inputs, arguments, strict=True) if a.is_batch and flat.shapes[v]]
     whole = {soft[a] for v in batch for a in atoms.dim(v, 0)}
     num = flat.shapes[batch[0]][0] if batch else 0
@@ -66,7 +68,12 @@ def example_labels(flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft
             for value in op.outputs:
                 for position, size in enumerate(flat.shapes[value]):
                     mine = {soft[a] for a in atoms.dim(value, position)}
-                    if not mine or mine & whole or mine & parts or not _comes_from(op, flat, atoms, soft, position, whole | parts):
+                    if (
+                        not mine
+                        or mine & whole
+                        or mine & parts
+                        or not _comes_from(op, flat, atoms, soft, position, whole | parts)
+                    ):
                         continue
                     (parts if size % num else whole).update(mine)
                     changed = True
@@ -80,14 +87,14 @@ def _comes_from(op: Op, flat: Flat, atoms: Atoms, soft: Sequence[int], position:
         dims = () if position in numbers.offset_dims else numbers.collapsed_slice_dims
         return any(soft[a] in labels for d in dims for a in atoms.dim(op.inputs[0], d))
     rank = len(flat.shapes[op.outputs[0]])
-    return any(
-        soft[a] in labels for v in op.inputs if len(flat.shapes[v]) == rank for a in atoms.dim(v, position)
-    )
+    return any(soft[a] in labels for v in op.inputs if len(flat.shapes[v]) == rank for a in atoms.dim(v, position))
 
 
-def forward(flat: Flat, seeds: Iterable[int], stop: Callable[[int], bool] = lambda v: False, loops: bool = True) -> list[bool]:
-    """The values that depend on the seeds; a value for which `stop` holds does not pass the dependence on. With `loops`, also
-    by what an iteration hands to the next."""
+def forward(
+    flat: Flat, seeds: Iterable[int], stop: Callable[[int], bool] = lambda v: False, loops: bool = True
+) -> list[bool]:
+    """The values that depend on the seeds; a value for which `stop` holds does not pass the dependence on. With
+    `loops`, also by what an iteration hands to the next."""
     reached = [False] * len(flat.shapes)
     for value in seeds:
         reached[value] = True
@@ -137,16 +144,22 @@ def first_effect(flat: Flat, goal: Sequence[bool], blocked: Sequence[bool]) -> l
 def analyse(flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft: Sequence[int]) -> Flow:
     """Finds example-carrying values and parameters.
 
-    A parameter is a floating-point state array that influences some example-carrying value (or a product with the batch) other
-    than through an update (optimizer state only does so through one), or that a gradient boundary differentiates. In a step
-    whose batch has no dims, what the differentiated computation reads stands for the examples.
+    A parameter is a floating-point state array that influences some example-carrying value (or a product with the
+    batch) other than through an update (optimizer state only does so through one), or that a gradient boundary
+    differentiates. In a step whose batch has no dims, what the differentiated computation reads stands for the
+    examples.
     """
     whole, parts = example_labels(flat, arguments, atoms, soft)
     has_examples = bool(whole)
     carrying = _with_labels(flat, atoms, soft, whole | parts)
     data = forward(flat, _data_seeds(flat, arguments, has_examples))
-    gradients = [v for op in flat.ops if op.primitive == "_gradient" or (op.phase == BACKWARD and not op.inside)
-                 for v in op.outputs if not carrying[v]]
+    gradients = [
+        v
+        for op in flat.ops
+        if op.primitive == "_gradient" or (op.phase == BACKWARD and not op.inside)
+        for v in op.outputs
+        if not carrying[v]
+    ]
     blocked = forward(flat, gradients, stop=carrying.__getitem__, loops=False)
     goal = _with_products(flat, carrying, data) if has_examples else _differentiated_results(flat)
     effect = first_effect(flat, goal, blocked)
@@ -157,13 +170,19 @@ def analyse(flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft: Seque
         state = argument.is_state and is_floating(flat.dtypes[value]) and not carrying[value]
         is_param.append(state and (reaches or value in differentiated))
     seeds = [
-        v for v, a, param in zip(flat.inputs, arguments, is_param, strict=True)
+        v
+        for v, a, param in zip(flat.inputs, arguments, is_param, strict=True)
         if a.is_state and not param and flat.shapes[v] and is_floating(flat.dtypes[v])
     ]
     return Flow(
-        carrying=tuple(carrying), data=tuple(data), updated=tuple(forward(flat, gradients, stop=carrying.__getitem__)),
-        update=tuple(forward(flat, seeds, stop=carrying.__getitem__)), effect=tuple(effect), is_param=tuple(is_param),
-        examples=whole, has_examples=has_examples,
+        carrying=tuple(carrying),
+        data=tuple(data),
+        updated=tuple(forward(flat, gradients, stop=carrying.__getitem__)),
+        update=tuple(forward(flat, seeds, stop=carrying.__getitem__)),
+        effect=tuple(effect),
+        is_param=tuple(is_param),
+        examples=whole,
+        has_examples=has_examples,
     )
 
 
@@ -179,7 +198,8 @@ def _with_labels(flat: Flat, atoms: Atoms, soft: Sequence[int], labels: frozense
 
 
 def _data_seeds(flat: Flat, arguments: Sequence[Argument], has_examples: bool) -> list[int]:
-    """The batch; where it has no dims, everything that is not state: other arguments, constants, numbers made on the spot."""
+    """The batch; where it has no dims, everything that is not state: other arguments, constants, numbers made on the
+    spot."""
     if has_examples:
         return [v for v, a in zip(flat.inputs, arguments, strict=True) if a.is_batch]
     made = [v for op in flat.ops if not op.inputs for v in op.outputs]
@@ -187,8 +207,8 @@ def _data_seeds(flat: Flat, arguments: Sequence[Argument], has_examples: bool) -
 
 
 def _with_products(flat: Flat, carrying: Sequence[bool], data: Sequence[bool]) -> list[bool]:
-    """Example-carrying values, and what differentiated products make of the batch when no example is left in it (nodes pooled
-    to graphs, say)."""
+    """Example-carrying values, and what differentiated products make of the batch when no example is left in it (nodes
+    pooled to graphs, say)."""
     goal = list(carrying)
     for op in flat.ops:
         if op.primitive in _PRODUCTS and (op.inside or op.phase == FORWARD):

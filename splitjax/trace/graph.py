@@ -39,7 +39,8 @@ class Leaf:
     role: str
     is_state: bool  # it belongs to one of the state arguments
     dims: tuple[Dim, ...]  # per dim its atoms, major first; a dim of size 1 has none
-    dim_names: tuple[str | None, ...] = ()  # per dim "in", "out", "vocab", "features", "height", "width", "expert", "stack", ... or None
+    # per dim "in", "out", "vocab", "features", "height", "width", "expert", "stack", ... or None
+    dim_names: tuple[str | None, ...] = ()
     layer: str | None = None  # the layer that uses it, for parameters
     follows: str | None = None  # for optimizer state: the path of its parameter
 
@@ -58,7 +59,8 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """One operation of a layer that mixes dims: a dot, a convolution, a lookup. What constraints and costs attach to."""
+    """One operation of a layer that mixes dims: a dot, a convolution, a lookup. What constraints and costs attach
+    to."""
 
     layer: str
     primitive: str
@@ -78,14 +80,17 @@ class Use:
     backward: bool = False  # it belongs to a backward pass that plain JAX already traced
     editable: bool = True  # lowering can reach it: it is not inside a custom derivative rule
     fed_by: tuple[str, ...] = ()  # batch leaves whose values reach the data without passing another use
-    data_twins: tuple[tuple[tuple[int, ...], int], ...] = ()  # (site, operand) of products that read the same data: weight gradients
+    # (site, operand) of products that read the same data: weight gradients
+    data_twins: tuple[tuple[tuple[int, ...], int], ...] = ()
     weight_dims: tuple[Dim, ...] = ()  # of the weight operand, which may be a reshaped or stacked parameter's part
-    in_boundary: bool = False  # a `splitjax.value_and_grad` differentiates it, so that lowering says how it is differentiated
+    # a `splitjax.value_and_grad` differentiates it, so that lowering says how it is differentiated
+    in_boundary: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """An elementwise operation of a boundary's forward in which a parameter meets every example alike: a bias, a scale."""
+    """An elementwise operation of a boundary's forward in which a parameter meets every example alike: a bias, a
+    scale."""
 
     site: tuple[int, ...]
     layer: str
@@ -121,7 +126,8 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Unknown:
-    """An operation that has to run replicated if something sharded reaches it, because its primitive has no dim rule."""
+    """An operation that has to run replicated if something sharded reaches it, because its primitive has no dim
+    rule."""
 
     primitive: str
     site: tuple[int, ...]
@@ -148,7 +154,8 @@ class ConvolutionDims:
 
 @dataclasses.dataclass(frozen=True)
 class TouchedDims:
-    """Some `dims` of an operand (by its position) or a result (-1 is the first) of an operation; `atoms`: of all of its dims."""
+    """Some `dims` of an operand (by its position) or a result (-1 is the first) of an operation; `atoms`: of all of its
+    dims."""
 
     position: int
     dims: tuple[int, ...]
@@ -167,7 +174,8 @@ class Suspect:
     - `defect`: the name of the row; `primitive`, `site`, `source`: of the operation.
     - `touched`: the dims that must not be split while XLA partitions it.
     - `editable`: whether lowering can reach it: it does not stand inside a custom derivative rule.
-    - `rule_at`: otherwise the site of the `custom_jvp` or `custom_vjp` call that it stands in; None in another kind of call.
+    - `rule_at`: otherwise the site of the `custom_jvp` or `custom_vjp` call that it stands in; None in another kind of
+      call.
     - `backward`: whether it belongs to a backward pass that plain JAX already traced.
     - `convolution`: the atoms of a convolution that lowering evaluates device by device; None for other operations.
     """
@@ -216,8 +224,8 @@ class Table:
     - `lookups`: all of them.
     - `update`: how its update runs on touched rows alone; None if it cannot, or if the gradient is dense.
     - `reason`: why the table's gradient stays dense, with the line; empty if it need not.
-    - `lazy_update`: how its update runs on touched rows where it changes others too, and these are to be left alone all the same, which
-      changes the numbers.
+    - `lazy_update`: how its update runs on touched rows where it changes others too, and these are to be left alone all
+      the same, which changes the numbers.
     """
 
     param: str

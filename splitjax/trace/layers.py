@@ -18,15 +18,21 @@ _RESULT_NAMES = ("out", "features", "expert", "stack")
 
 
 def group_params(
-    arguments: Sequence[Argument], flat: Flat, flow: Flow, linked: Linked, uses: Sequence[RawUse], sources: Sequence[frozenset[int]],
-    classes: Classes, dim_names: Mapping[int, Names],
+    arguments: Sequence[Argument],
+    flat: Flat,
+    flow: Flow,
+    linked: Linked,
+    uses: Sequence[RawUse],
+    sources: Sequence[frozenset[int]],
+    classes: Classes,
+    dim_names: Mapping[int, Names],
 ) -> tuple[dict[int, str], frozenset[int]]:
     """Leaf index -> layer name, for parameters; and the parameters that scale or shift a normalised value.
 
-    A layer is what shares a parent path (`params/Dense_0/{kernel,bias}`). Where one parent holds several unrelated weights
-    (`params/{w1,b1,w2,b2}`), or whole modules beside parameters, each weight is a layer of its own, and the others join the
-    weight to whose result they are added; the weights of one recurrent cell stay together. A norm's parameters are never part
-    of a weight's layer.
+    A layer is what shares a parent path (`params/Dense_0/{kernel,bias}`). Where one parent holds several unrelated
+    weights (`params/{w1,b1,w2,b2}`), or whole modules beside parameters, each weight is a layer of its own, and the
+    others join the weight to whose result they are added; the weights of one recurrent cell stay together. A norm's
+    parameters are never part of a weight's layer.
     """
     parents: dict[str, list[int]] = collections.defaultdict(list)
     for index, argument in enumerate(arguments):
@@ -61,14 +67,19 @@ def _parent(path: str) -> str:
     return "/".join(parts[:-1])
 
 
-def _owner(index: int, heavy: Sequence[int], added: Mapping[int, int], flat: Flat, classes: Classes, dim_names) -> int | None:
+def _owner(
+    index: int, heavy: Sequence[int], added: Mapping[int, int], flat: Flat, classes: Classes, dim_names
+) -> int | None:
     """The weight beside a parameter whose result has all of its dims: the one it is added to, else the first."""
     mine = {classes.local(a) for dim in _dims(index, flat, classes) for a in dim}
     fitting = []
     for leaf in heavy:
         names = dim_names.get(leaf, ())
         result = {
-            classes.local(a) for dim, name in zip(_dims(leaf, flat, classes), names, strict=False) if name in _RESULT_NAMES for a in dim
+            classes.local(a)
+            for dim, name in zip(_dims(leaf, flat, classes), names, strict=False)
+            if name in _RESULT_NAMES
+            for a in dim
         }
         if mine and mine <= result:
             fitting.append(leaf)
@@ -79,7 +90,9 @@ def _dims(index: int, flat: Flat, classes: Classes) -> tuple[tuple[int, ...], ..
     return classes.dims(flat.inputs[index], len(flat.shapes[flat.inputs[index]]))
 
 
-def _added_to(flat: Flat, flow: Flow, linked: Linked, uses: Sequence[RawUse], sources: Sequence[frozenset[int]]) -> dict[int, int]:
+def _added_to(
+    flat: Flat, flow: Flow, linked: Linked, uses: Sequence[RawUse], sources: Sequence[frozenset[int]]
+) -> dict[int, int]:
     """Parameter -> the weight whose result it meets first, elementwise and before anything mixes."""
     at = {use.op: use.leaves[0] for use in uses}
     made_by: dict[int, int] = {}
@@ -102,7 +115,12 @@ def _added_to(flat: Flat, flow: Flow, linked: Linked, uses: Sequence[RawUse], so
 
 
 def build_layers(
-    leaves: Sequence[Leaf], names: Mapping[int, str], uses: Sequence[RawUse], flat: Flat, flow: Flow, norms: frozenset[int]
+    leaves: Sequence[Leaf],
+    names: Mapping[int, str],
+    uses: Sequence[RawUse],
+    flat: Flat,
+    flow: Flow,
+    norms: frozenset[int],
 ) -> tuple[Layer, ...]:
     """Layers in program order, weight first among their parameters."""
     members: dict[str, list[Leaf]] = collections.defaultdict(list)
@@ -128,7 +146,9 @@ def build_layers(
             order = min((e for e in effects if e is not None), default=len(flat.ops))
         source = flat.ops[own[0].op].source if own else ""
         kind = _kind(own, flat, group, norms)
-        layer = Layer(name, kind, tuple(leaf.path for leaf in group), flops[name], sum(leaf.num_bytes for leaf in group), source)
+        layer = Layer(
+            name, kind, tuple(leaf.path for leaf in group), flops[name], sum(leaf.num_bytes for leaf in group), source
+        )
         layers.append((order, group[0].index, layer))
     return tuple(layer for _, _, layer in sorted(layers, key=lambda item: item[:2]))
 
@@ -164,8 +184,8 @@ def _kind(uses: Sequence[RawUse], flat: Flat, group: Sequence[Leaf], norms: froz
 
 
 def find_norms(flat: Flat, flow: Flow, mixing: Sequence[bool], sources: Sequence[frozenset[int]]) -> frozenset[int]:
-    """Parameters that meet, before anything mixes, a value scaled by an inverse root (batch, layer, group and RMS norm). Only
-    the way to the loss counts: an optimizer divides by roots too, and every parameter meets those."""
+    """Parameters that meet, before anything mixes, a value scaled by an inverse root (batch, layer, group and RMS
+    norm). Only the way to the loss counts: an optimizer divides by roots too, and every parameter meets those."""
     tagged = [False] * len(flat.shapes)
     norms: set[int] = set()
     for index, op in enumerate(flat.ops):

@@ -60,7 +60,8 @@ _NAMED = {"pallas_call": "name", "ffi_call": "target_name", "composite": "name"}
 
 
 def qualified_name(op: Op) -> str:
-    """`primitive:name` for a primitive that stands for many operations (a Pallas kernel, a foreign call), else its name."""
+    """`primitive:name` for a primitive that stands for many operations (a Pallas kernel, a foreign call), else its
+    name."""
     name = op.params.get(_NAMED.get(op.primitive, ""))
     return f"{op.primitive}:{name}" if name else op.primitive
 
@@ -77,7 +78,8 @@ def _apply(rule, op: Op, flat: Flat) -> DimMap:
         raise
     except Exception as error:
         raise TraceError(
-            f"the dim rule of {op.primitive!r} does not fit: {error}", value=(inputs, outputs),
+            f"the dim rule of {op.primitive!r} does not fit: {error}",
+            value=(inputs, outputs),
             place=op.source,
             remedy=f"correct it with splitjax.register_dims({op.primitive!r}, ...)",
         ) from error
@@ -105,7 +107,9 @@ def _links_of(index: int, op: Op, dim_map: DimMap, shapes: list[tuple[int, ...]]
             label = dim[0]
             contracted = kept is not None and label not in kept
             if len(dim) > 1:
-                links.append(RawLink(((value, position),), tuple([compound[one] for one in dim]), index, operand, contracted))
+                links.append(
+                    RawLink(((value, position),), tuple([compound[one] for one in dim]), index, operand, contracted)
+                )
             elif label not in anchor:
                 anchor[label] = (value, position)
             elif anchor[label] != (value, position):

@@ -1,9 +1,10 @@
 """Tables that a step only looks rows up in, so that their gradients have as many rows as there were lookups.
 
-A parameter is such a table if, inside one gradient boundary, it (or a conversion of it to another dtype) is read by row lookups alone:
-gathers that pick whole rows by one number each, which is what `jnp.take`, indexing and Flax's `Embed` trace to, through jit, remat,
-vmap and scan. A lookup inside a custom derivative rule or a condition cannot be given another derivative; a use of another kind
-(tied logits, weight decay in the loss) makes the gradient dense. Both leave the table dense, with the reason.
+A parameter is such a table if, inside one gradient boundary, it (or a conversion of it to another dtype) is read by row
+lookups alone: gathers that pick whole rows by one number each, which is what `jnp.take`, indexing and Flax's `Embed`
+trace to, through jit, remat, vmap and scan. A lookup inside a custom derivative rule or a condition cannot be given
+another derivative; a use of another kind (tied logits, weight decay in the loss) makes the gradient dense. Both leave
+the table dense, with the reason.
 """
 
 from __future__ import annotations
@@ -46,8 +47,14 @@ def _readers(flat: Flat) -> Mapping[int, list[Op]]:
     return readers
 
 
-def _table(flat: Flat, leaf: int, gradients: Sequence[Op], readers: Mapping[int, list[Op]], state_results: Mapping[int, int],
-           paths: Sequence[str]) -> Table | None:
+def _table(
+    flat: Flat,
+    leaf: int,
+    gradients: Sequence[Op],
+    readers: Mapping[int, list[Op]],
+    state_results: Mapping[int, int],
+    paths: Sequence[str],
+) -> Table | None:
     value = flat.inputs[leaf]
     uses = list(_uses(flat, value, readers))
     lookups = [_lookup(flat, op, read) for op, read in uses if _is_row_lookup(flat, op, read)]
@@ -66,7 +73,8 @@ def _table(flat: Flat, leaf: int, gradients: Sequence[Op], readers: Mapping[int,
 
 
 def _uses(flat: Flat, value: int, readers: Mapping[int, list[Op]]) -> Iterator[tuple[Op, int]]:
-    """Every operation of differentiated computations that reads the value, or a conversion of it, with what it reads."""
+    """Every operation of differentiated computations that reads the value, or a conversion of it, with what it
+    reads."""
     for op in readers.get(value, ()):
         if not op.inside:
             continue
@@ -81,9 +89,12 @@ def _is_row_lookup(flat: Flat, op: Op, read: int) -> bool:
         return False
     numbers, shape = op.params["dimension_numbers"], flat.shapes[read]
     whole_rows = tuple(op.params["slice_sizes"]) == (1, *shape[1:])
-    # Where `vmap` batches `table[k]`, each row starts at (k, 0, ...), and clipping leaves no other start in dims that are taken whole.
+    # Where `vmap` batches `table[k]`, each row starts at (k, 0, ...), and clipping leaves no other start in dims that
+    # are taken whole.
     starts = tuple(numbers.start_index_map)
-    return whole_rows and (starts == (0,) or (0 in starts and _mode(op) == "clip")) and not numbers.operand_batching_dims
+    return (
+        whole_rows and (starts == (0,) or (0 in starts and _mode(op) == "clip")) and not numbers.operand_batching_dims
+    )
 
 
 def _lookup(flat: Flat, op: Op, read: int) -> Lookup:

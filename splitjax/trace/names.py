@@ -1,4 +1,5 @@
-"""Names of parameter dims, from the operations that use them back through casts, reshapes, slices and scans to the leaves."""
+"""Names of parameter dims, from the operations that use them back through casts, reshapes, slices and scans to the
+leaves."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ Names = tuple[str | None, ...]
 _PARTS = frozenset({"slice", "split", "dynamic_slice", "pad", "concatenate"})
 
 
-def name_dims(flat: Flat, linked: Linked, flow: Flow, uses: Sequence[RawUse], sources: Sequence[frozenset[int]]) -> dict[int, Names]:
-    """Leaf index -> name per dim, for every parameter. Where uses disagree, the first in the program decides (a table that is
-    looked up and then multiplied by has a vocabulary); a backward pass only names what no forward use does."""
+def name_dims(
+    flat: Flat, linked: Linked, flow: Flow, uses: Sequence[RawUse], sources: Sequence[frozenset[int]]
+) -> dict[int, Names]:
+    """Leaf index -> name per dim, for every parameter. Where uses disagree, the first in the program decides (a table
+    that is looked up and then multiplied by has a vocabulary); a backward pass only names what no forward use does."""
     named: dict[int, Names] = {}
     for backward in (False, True):
         seeds: dict[int, list[RawUse]] = {}
@@ -85,4 +88,7 @@ def _finish(names: Names | None, shape: tuple[int, ...]) -> Names:
     if names is None:
         return (None,) * len(shape)
     # Layers that are picked from a stack one by one leave its leading dim without a name.
-    return tuple("stack" if name is None and d == 0 and len(shape) > 2 and any(names[1:]) else name for d, name in enumerate(names))
+    return tuple(
+        "stack" if name is None and d == 0 and len(shape) > 2 and any(names[1:]) else name
+        for d, name in enumerate(names)
+    )

@@ -12,10 +12,11 @@ from splitjax.trace.links import Linked
 def mark_recurrent(flat: Flat, linked: Linked, flow: Flow, uses: Mapping[int, tuple[int, int]]) -> frozenset[int]:
     """The operations (among `uses`: operation -> positions of weight and data) whose weight is recurrent.
 
-    In a loop that reads a sequence, the weight is the same in every iteration, its data depend on what the loop carries, and
-    its result goes into what the loop carries. A stack of layers is none (its weight is a slice of a scanned operand), nor are
-    a layer that is repeated without reading anything, an update loop (its weights are themselves carried) and a head that only
-    emits. The input projections of a cell, added to a recurrent one in the same step, count as recurrent too.
+    In a loop that reads a sequence, the weight is the same in every iteration, its data depend on what the loop
+    carries, and its result goes into what the loop carries. A stack of layers is none (its weight is a slice of a
+    scanned operand), nor are a layer that is repeated without reading anything, an update loop (its weights are
+    themselves carried) and a head that only emits. The input projections of a cell, added to a recurrent one in the
+    same step, count as recurrent too.
     """
     if not flat.carried:
         return frozenset()
@@ -29,7 +30,10 @@ def mark_recurrent(flat: Flat, linked: Linked, flow: Flow, uses: Mapping[int, tu
             continue
         w, x = op.inputs[weight], op.inputs[data]
         if any(
-            loop in sequences and x in carried[loop] and w not in carried[loop] and loop not in sliced.get(w, ())
+            loop in sequences
+            and x in carried[loop]
+            and w not in carried[loop]
+            and loop not in sliced.get(w, ())
             and op.outputs[0] in feeding[loop]
             for loop in op.loops
             if loop in carried  # a map carries nothing, though a loop beside it may
@@ -111,4 +115,3 @@ def _cell_inputs(flat: Flat, linked: Linked, uses: Mapping[int, tuple[int, int]]
         if own:
             tags.update((v, own) for v in op.outputs)
     return found
-

@@ -1,12 +1,14 @@
 """Does an update act on a table row by row, and does it leave a row alone whose gradient is zero?
 
-If both hold, running it on the rows that a step has touched gives the numbers of running it on all of them. The question is answered
-from the update's own operations. Every value with the table's rows is followed from the gradient and from the state, with its
-*rest*: what it is in a row whose gradient is zero: a number (the same in all these rows, known or not), the old row of a leaf of
-the state, or something else. A leaf is left alone if the rest of its new value is its own old row.
+If both hold, running it on the rows that a step has touched gives the numbers of running it on all of them. The
+question is answered from the update's own operations. Every value with the table's rows is followed from the gradient
+and from the state, with its *rest*: what it is in a row whose gradient is zero: a number (the same in all these rows,
+known or not), the old row of a leaf of the state, or something else. A leaf is left alone if the rest of its new value
+is its own old row.
 
-SGD and Adagrad pass; what decays (momentum, Adam's moments, weight decay) does not, and the operation that changes resting rows is the
-reason. Zero times anything is taken as zero: an update that divides by zero in resting rows is not told from one that does not.
+SGD and Adagrad pass; what decays (momentum, Adam's moments, weight decay) does not, and the operation that changes
+resting rows is the reason. Zero times anything is taken as zero: an update that divides by zero in resting rows is not
+told from one that does not.
 """
 
 from __future__ import annotations
@@ -48,15 +50,17 @@ ZERO = Number(0.0)
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """Why an update cannot run on touched rows alone: a sentence, and the user's line. `lazy`: how it runs on them if rows without
-    gradient are to be left alone all the same, which changes the numbers; None if it cannot."""
+    """Why an update cannot run on touched rows alone: a sentence, and the user's line. `lazy`: how it runs on them if
+    rows without gradient are to be left alone all the same, which changes the numbers; None if it cannot."""
 
     reason: str
     source: str
     lazy: RowUpdate | None = None
 
 
-def row_update(flat: Flat, gradient: int, table: int, state_results: Mapping[int, int], paths: Sequence[str]) -> RowUpdate | Refusal:
+def row_update(
+    flat: Flat, gradient: int, table: int, state_results: Mapping[int, int], paths: Sequence[str]
+) -> RowUpdate | Refusal:
     """Whether the update of one table can run on touched rows alone.
 
     **Arguments:**
@@ -71,9 +75,11 @@ def row_update(flat: Flat, gradient: int, table: int, state_results: Mapping[int
     if walk.refusal is not None:
         return walk.refusal
     refusal = None
-    changed = {leaf: flat.outputs[result] for leaf, result in state_results.items() if flat.outputs[result] in walk.behind}
-    # Behind a norm over all gradients lie other parameters' leaves too; what they are in rows is nothing to this table, even if they are
-    # laid out along one (a bias of one number).
+    changed = {
+        leaf: flat.outputs[result] for leaf, result in state_results.items() if flat.outputs[result] in walk.behind
+    }
+    # Behind a norm over all gradients lie other parameters' leaves too; what they are in rows is nothing to this table,
+    # even if they are laid out along one (a bias of one number).
     changed = {leaf: value for leaf, value in changed.items() if flat.shapes[value][:1] == (walk.num_rows,)}
     for leaf, value in changed.items():
         rest = walk.rest.get(value)
@@ -83,7 +89,9 @@ def row_update(flat: Flat, gradient: int, table: int, state_results: Mapping[int
     if walk.rest.get(changed.get(table, -1)) is None:
         return Refusal(f"{paths[table]} does not get a new value from its gradient row by row", "")
     results = set(state_results.values())
-    if any(value in walk.behind and value in walk.rest for index, value in enumerate(flat.outputs) if index not in results):
+    if any(
+        value in walk.behind and value in walk.rest for index, value in enumerate(flat.outputs) if index not in results
+    ):
         return Refusal("the step returns an array of the gradient's rows beside its state", "")
     written = [leaf for leaf, value in changed.items() if value in walk.rest]
     leaves = dict.fromkeys((table, *written, *sorted(walk.read)))
@@ -98,17 +106,23 @@ def _change(rest: Rest) -> tuple[str, str]:
 
 
 class _Walk:
-    """Follows the table's rows through the operations outside the differentiated computation. Lives for one call of `row_update`."""
+    """Follows the table's rows through the operations outside the differentiated computation. Lives for one call of
+    `row_update`."""
 
     def __init__(self, flat: Flat, gradient: int, state_results: Mapping[int, int]):
         self.flat, self.num_rows = flat, flat.shapes[gradient][0]
-        rows = {flat.inputs[leaf]: leaf for leaf in state_results if flat.shapes[flat.inputs[leaf]][:1] == (self.num_rows,)}
+        rows = {
+            flat.inputs[leaf]: leaf for leaf in state_results if flat.shapes[flat.inputs[leaf]][:1] == (self.num_rows,)
+        }
         # Of values with the table's rows. Not all of the state's are the table's: some dims are only as long.
         self.rest: dict[int, Rest] = {value: OldRow(leaf) for value, leaf in rows.items()}
         self.rest[gradient] = ZERO
-        self.origin: dict[int, frozenset[int]] = {value: frozenset((leaf,)) for value, leaf in rows.items()}  # leaves it is made of
+        # leaves it is made of
+        self.origin: dict[int, frozenset[int]] = {value: frozenset((leaf,)) for value, leaf in rows.items()}
         self.behind = {gradient}  # values that depend on the gradient
-        self.numbers = {value: number for value, literal in flat.literals.items() if (number := _number(literal)) is not None}
+        self.numbers = {
+            value: number for value, literal in flat.literals.items() if (number := _number(literal)) is not None
+        }
         self.totals: set[int] = set()
         self.read: set[int] = set()
         self.refusal: Refusal | None = None
@@ -178,7 +192,10 @@ class _Walk:
         for value in op.inputs:
             rest = self.rest.get(value) or self._alike(value, len(self.flat.shapes[out]))
             if rest is None:
-                return f"{op.primitive} joins rows of the gradient with an array of shape {self.flat.shapes[value]} that is no state"
+                return (
+                    f"{op.primitive} joins rows of the gradient with an array of shape {self.flat.shapes[value]} that"
+                    " is no state"
+                )
             rests.append(rest)
         self.rest[out] = _combine(op, rests)
         self.origin[out] = frozenset().union(*(self.origin.get(v, frozenset()) for v in op.inputs))
@@ -248,20 +265,44 @@ REDUCTIONS = frozenset(NEUTRAL) | {"reduce_max", "reduce_min", "reduce_prod"}
 
 # Elementwise operations on known numbers.
 _VALUES: dict[str, Callable[..., Any]] = {
-    "add": lambda op, a, b: a + b, "add_any": lambda op, a, b: a + b, "sub": lambda op, a, b: a - b, "mul": lambda op, a, b: a * b,
-    "div": lambda op, a, b: np.float64(a) / b, "max": lambda op, a, b: max(a, b), "min": lambda op, a, b: min(a, b),
-    "pow": lambda op, a, b: np.float64(a) ** b, "integer_pow": lambda op, a: np.float64(a) ** op.params["y"],
-    "neg": lambda op, a: -a, "abs": lambda op, a: abs(a), "sign": lambda op, a: np.sign(a), "square": lambda op, a: a * a,
-    "sqrt": lambda op, a: np.sqrt(a), "exp": lambda op, a: np.exp(a), "log1p": lambda op, a: np.log1p(a), "expm1": lambda op, a: np.expm1(a),
-    "tanh": lambda op, a: np.tanh(a), "sin": lambda op, a: np.sin(a), "cos": lambda op, a: np.cos(a),
-    "eq": lambda op, a, b: a == b, "ne": lambda op, a, b: a != b, "lt": lambda op, a, b: a < b, "le": lambda op, a, b: a <= b,
-    "gt": lambda op, a, b: a > b, "ge": lambda op, a, b: a >= b, "is_finite": lambda op, a: np.isfinite(a), "not": lambda op, a: not a,
-    "and": lambda op, a, b: bool(a) and bool(b), "or": lambda op, a, b: bool(a) or bool(b),
-    "clamp": lambda op, low, a, high: min(max(a, low), high), "convert_element_type": lambda op, a: a, "copy": lambda op, a: a,
+    "add": lambda op, a, b: a + b,
+    "add_any": lambda op, a, b: a + b,
+    "sub": lambda op, a, b: a - b,
+    "mul": lambda op, a, b: a * b,
+    "div": lambda op, a, b: np.float64(a) / b,
+    "max": lambda op, a, b: max(a, b),
+    "min": lambda op, a, b: min(a, b),
+    "pow": lambda op, a, b: np.float64(a) ** b,
+    "integer_pow": lambda op, a: np.float64(a) ** op.params["y"],
+    "neg": lambda op, a: -a,
+    "abs": lambda op, a: abs(a),
+    "sign": lambda op, a: np.sign(a),
+    "square": lambda op, a: a * a,
+    "sqrt": lambda op, a: np.sqrt(a),
+    "exp": lambda op, a: np.exp(a),
+    "log1p": lambda op, a: np.log1p(a),
+    "expm1": lambda op, a: np.expm1(a),
+    "tanh": lambda op, a: np.tanh(a),
+    "sin": lambda op, a: np.sin(a),
+    "cos": lambda op, a: np.cos(a),
+    "eq": lambda op, a, b: a == b,
+    "ne": lambda op, a, b: a != b,
+    "lt": lambda op, a, b: a < b,
+    "le": lambda op, a, b: a <= b,
+    "gt": lambda op, a, b: a > b,
+    "ge": lambda op, a, b: a >= b,
+    "is_finite": lambda op, a: np.isfinite(a),
+    "not": lambda op, a: not a,
+    "and": lambda op, a, b: bool(a) and bool(b),
+    "or": lambda op, a, b: bool(a) or bool(b),
+    "clamp": lambda op, low, a, high: min(max(a, low), high),
+    "convert_element_type": lambda op, a: a,
+    "copy": lambda op, a: a,
     "reduce_precision": lambda op, a: a,
-}  # fmt: skip
+}
 ELEMENTWISE = frozenset(_VALUES) | frozenset(
-    "select_n rsqrt cbrt log logistic erf tan atan atan2 exp2 floor ceil round rem nextafter xor real imag conj stop_gradient".split()
+    "select_n rsqrt cbrt log logistic erf tan atan atan2 exp2 floor ceil round rem nextafter xor real imag conj"
+    " stop_gradient".split()
 )
 
 
@@ -271,7 +312,9 @@ def _keeps_first_dim(op: Op, before: tuple[int, ...], after: tuple[int, ...]) ->
 
 # Whether a shape operation leaves the rows where they are.
 SHAPES: dict[str, Callable[[Op, tuple[int, ...], tuple[int, ...]], bool]] = {
-    "broadcast_in_dim": lambda op, before, after: op.params["broadcast_dimensions"][:1] == (0,) and after[0] == before[0],
+    "broadcast_in_dim": lambda op, before, after: (
+        op.params["broadcast_dimensions"][:1] == (0,) and after[0] == before[0]
+    ),
     "transpose": lambda op, before, after: op.params["permutation"][0] == 0,
     "squeeze": lambda op, before, after: 0 not in op.params["dimensions"],
     "reshape": _keeps_first_dim,

@@ -12,8 +12,8 @@ from splitjax.trace.graph import Leaf
 
 
 def fallback_ties(flat: Flat, arguments: Sequence[Argument], flow: Flow, classes: Classes) -> list[tuple[int, int]]:
-    """Pairs (state value, parameter value) of equal shape for floating-point state that dataflow left alone and whose path
-    ends like exactly one parameter's (`opt/0/mu/Dense_0/kernel`, `params/Dense_0/kernel`)."""
+    """Pairs (state value, parameter value) of equal shape for floating-point state that dataflow left alone and whose
+    path ends like exactly one parameter's (`opt/0/mu/Dense_0/kernel`, `params/Dense_0/kernel`)."""
     params = [i for i, is_param in enumerate(flow.is_param) if is_param]
     tied = {classes.hard(a) for i in params for a in _atoms(flat, classes, i)}
     pairs = []
@@ -37,7 +37,8 @@ def _atoms(flat: Flat, classes: Classes, index: int) -> list[int]:
 
 
 def _best_by_path(path: str, candidates: Sequence[str]) -> int | None:
-    """The one candidate with the longest common path ending, of at least two parts; None when there is none or a draw."""
+    """The one candidate with the longest common path ending, of at least two parts; None when there is none or a
+    draw."""
     scores = [_common_ending(path, other) for other in candidates]
     best = max(scores, default=0)
     return scores.index(best) if best >= 2 and scores.count(best) == 1 else None
@@ -55,7 +56,8 @@ def _common_ending(a: str, b: str) -> int:
 def follow(leaves: Sequence[Leaf], classes: Classes) -> list[Leaf]:
     """Gives every state leaf whose dims are hard-tied to a parameter's the role `optimizer` and that parameter's path.
 
-    Where several parameters share the class, the one with most dims in common wins, then equal shape, then path ending."""
+    Where several parameters share the class, the one with most dims in common wins, then equal shape, then path
+    ending."""
     params = [leaf for leaf in leaves if leaf.role == "param"]
     owners: dict[int, list[Leaf]] = {}
     for param in params:
@@ -67,9 +69,14 @@ def follow(leaves: Sequence[Leaf], classes: Classes) -> list[Leaf]:
         if leaf.role == "statistic" and leaf.is_state and mine:
             candidates = {p.path: p for label in mine for p in owners.get(label, ())}.values()
             if candidates:
-                best = max(candidates, key=lambda p: (
-                    len(mine & {classes.hard(a) for dim in p.dims for a in dim}), p.shape == leaf.shape,
-                    _common_ending(p.path, leaf.path)))
+                best = max(
+                    candidates,
+                    key=lambda p: (
+                        len(mine & {classes.hard(a) for dim in p.dims for a in dim}),
+                        p.shape == leaf.shape,
+                        _common_ending(p.path, leaf.path),
+                    ),
+                )
                 leaf = dataclasses.replace(leaf, role="optimizer", follows=best.path)
         out.append(leaf)
     return out

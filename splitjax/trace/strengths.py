@@ -1,8 +1,9 @@
 """How strong each link is (see `trace.graph` for what the strengths mean).
 
-The measurements behind the cuts: one union-find ties half of a Transformer's parameter dims together through its residual
-stream, and both dims of square recurrent kernels. Dropping backward passes, the skip operand of a join, what a loop
-carries, and the input side of a weight that its own output comes back to leaves the groups that people shard by hand.
+The measurements behind the cuts: one union-find ties half of a Transformer's parameter dims together through its
+residual stream, and both dims of square recurrent kernels. Dropping backward passes, the skip operand of a join, what a
+loop carries, and the input side of a weight that its own output comes back to leaves the groups that people shard by
+hand.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ _COPIES = frozenset({"stack", "unstack", "concatenate", "split"})
 
 
 def strengths(flat: Flat, linked: Linked, flow: Flow, raw: Sequence[RawLink]) -> list[Strength]:
-    """The strength of every link: hard in the update (what depends on gradients or optimizer state) and for gradients of the
-    boundary; soft for backward passes, residual operands, carried values and updates that mix; local otherwise."""
+    """The strength of every link: hard in the update (what depends on gradients or optimizer state) and for gradients
+    of the boundary; soft for backward passes, residual operands, carried values and updates that mix; local
+    otherwise."""
     skips, returns = cut_operands(flat, linked, flow)
     of_op = [_of_operation(flat, linked, flow, index) for index in range(len(flat.ops))]
     found = []
@@ -54,9 +56,10 @@ def _of_operation(flat: Flat, linked: Linked, flow: Flow, index: int) -> Strengt
 def cut_operands(flat: Flat, linked: Linked, flow: Flow) -> tuple[dict[int, frozenset[int]], frozenset[int]]:
     """Two kinds of cuts, from one walk over ancestors:
 
-    - per elementwise join, the operands that are upstream of another operand through a mixing operation (skip connections);
-    - the products in which a weight meets what descends from it through a mixing operation (a recurrent weight in its second
-      step, a table that both embeds and decodes)."""
+    - per elementwise join, the operands that are upstream of another operand through a mixing operation (skip
+      connections);
+    - the products in which a weight meets what descends from it through a mixing operation (a recurrent weight in its
+      second step, a table that both embeds and decodes)."""
     bit = _shared_values(flat)
     above = [0] * len(flat.shapes)  # ancestors, any way, and the value itself
     mixed = [0] * len(flat.shapes)  # ancestors through a mixing operation
@@ -70,8 +73,12 @@ def cut_operands(flat: Flat, linked: Linked, flow: Flow) -> tuple[dict[int, froz
         mixing = linked.mixing[index]
         if len(op.inputs) > 1 and linked.joins[index]:
             found = [
-                k for k, v in enumerate(op.inputs)
-                if v in bit and any(mixed[w] & bit[v] and _is_branch(op.primitive, flat.shapes[w], flat.shapes[v]) for w in op.inputs)
+                k
+                for k, v in enumerate(op.inputs)
+                if v in bit
+                and any(
+                    mixed[w] & bit[v] and _is_branch(op.primitive, flat.shapes[w], flat.shapes[v]) for w in op.inputs
+                )
             ]
             if found and len(found) < len(op.inputs):
                 skips[index] = frozenset(found)
@@ -90,8 +97,8 @@ def cut_operands(flat: Flat, linked: Linked, flow: Flow) -> tuple[dict[int, froz
 
 
 def _is_branch(primitive: str, shape: tuple[int, ...], skip: tuple[int, ...]) -> bool:
-    """Whether a value can be the branch beside a skip connection. A scale with fewer values than what it scales (squeeze and
-    excitation, spectral norm) is not."""
+    """Whether a value can be the branch beside a skip connection. A scale with fewer values than what it scales
+    (squeeze and excitation, spectral norm) is not."""
     return bool(shape) and (shape == skip or primitive not in ("mul", "div"))
 
 

@@ -1,7 +1,7 @@
 """Finds the operations of a step that XLA's partitioner may compute wrongly (`splitjax.partitioner`).
 
-What lowering needs to evaluate them otherwise: the atoms of the dims that must not be split while XLA partitions them and,
-for a convolution, the atoms behind each of its four kinds of dims.
+What lowering needs to evaluate them otherwise: the atoms of the dims that must not be split while XLA partitions them
+and, for a convolution, the atoms behind each of its four kinds of dims.
 """
 
 from __future__ import annotations
@@ -26,11 +26,19 @@ def find_suspects(flat: Flat, classes: Classes) -> tuple[Suspect, ...]:
         defect, touched = covered
         touched_dims = [
             TouchedDims(position, dims, classes.dims(value, len(flat.shapes[value])))
-            for position, dims in touched.items() for value in (op.inputs[position] if position >= 0 else op.outputs[-1 - position],)
+            for position, dims in touched.items()
+            for value in (op.inputs[position] if position >= 0 else op.outputs[-1 - position],)
         ]
         found.append(
             Suspect(
-                defect.name, qualified_name(op), op.site, op.source, tuple(touched_dims), op.editable, op.rule_at, op.phase == BACKWARD,
+                defect.name,
+                qualified_name(op),
+                op.site,
+                op.source,
+                tuple(touched_dims),
+                op.editable,
+                op.rule_at,
+                op.phase == BACKWARD,
                 _convolution_dims(op, flat, classes) if op.primitive == "conv_general_dilated" else None,
             )
         )
@@ -41,13 +49,17 @@ def operation_of(op: Op, flat: Flat) -> Operation:
     """An operation in the terms of the table."""
     literals = {position: flat.literals[value] for position, value in enumerate(op.inputs) if value in flat.literals}
     return Operation(
-        op.primitive, op.params, tuple(flat.shapes[v] for v in op.inputs), tuple(flat.shapes[v] for v in op.outputs), literals
+        op.primitive,
+        op.params,
+        tuple(flat.shapes[v] for v in op.inputs),
+        tuple(flat.shapes[v] for v in op.outputs),
+        literals,
     )
 
 
 def _convolution_dims(op: Op, flat: Flat, classes: Classes) -> ConvolutionDims:
-    """The atoms of a convolution's kinds of dims. The features of the result are (group, feature), those of the data (group,
-    contracted) with feature groups; with batch groups its examples are (group, example)."""
+    """The atoms of a convolution's kinds of dims. The features of the result are (group, feature), those of the data
+    (group, contracted) with feature groups; with batch groups its examples are (group, example)."""
     data, weight, result = (classes.dims(value, len(flat.shapes[value])) for value in (*op.inputs[:2], op.outputs[0]))
     numbers, params = op.params["dimension_numbers"], op.params
     num_groups = params["feature_group_count"] * params["batch_group_count"]
@@ -55,7 +67,8 @@ def _convolution_dims(op: Op, flat: Flat, classes: Classes) -> ConvolutionDims:
     if not groups:  # the weight's atoms need not be cut at its groups; the result's or the data's may be
         groups = next(
             (
-                leading for dim in (result[numbers.out_spec[1]], data[numbers.lhs_spec[1]], data[numbers.lhs_spec[0]])
+                leading
+                for dim in (result[numbers.out_spec[1]], data[numbers.lhs_spec[1]], data[numbers.lhs_spec[0]])
                 if (leading := split_leading(dim, num_groups, classes.atoms.sizes)[0])
             ),
             (),

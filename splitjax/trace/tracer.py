@@ -1,7 +1,8 @@
 """Step + example arguments -> `Graph`: the passes in order.
 
-flatten (see through calls) -> link (dim rule of every operation) -> refine (split atoms until links line up) -> find the
-example dim, parameters and the update region -> unite atoms by strength -> tie state to parameters -> layers and kinds.
+flatten (see through calls) -> link (dim rule of every operation) -> refine (split atoms until links line up) -> find
+the example dim, parameters and the update region -> unite atoms by strength -> tie state to parameters -> layers and
+kinds.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def build_graph(jaxpr: Any, arguments: Sequence[Argument], state_results: Mappin
     - `arguments`: one `Argument` per flat argument.
     - `state_results`: flat argument position of every state leaf -> flat result position of its new value.
 
-    Raises `TraceError` when a registered dim rule does not fit its operation. Primitives without a rule do not fail here;
-    they are listed in `Graph.unknown`, and planning fails if something sharded reaches them.
+    Raises `TraceError` when a registered dim rule does not fit its operation. Primitives without a rule do not fail
+    here; they are listed in `Graph.unknown`, and planning fails if something sharded reaches them.
     """
     flat = flatten(jaxpr)
     linked = link(flat)
@@ -64,7 +65,9 @@ def _assemble(flat: Flat, linked: Linked, flow: Flow, arguments, classes: Classe
     uses = find_uses(flat, linked, flow, sources)
     dim_names = name_dims(flat, linked, flow, uses, sources)
     names, norms = group_params(arguments, flat, flow, linked, uses, sources, classes, dim_names)
-    leaves = follow([_leaf(i, flat, flow, arguments, classes, dim_names, names) for i in range(len(arguments))], classes)
+    leaves = follow(
+        [_leaf(i, flat, flow, arguments, classes, dim_names, names) for i in range(len(arguments))], classes
+    )
     batch = [flat.shapes[v][0] for v, g in zip(flat.inputs, arguments, strict=True) if g.is_batch and flat.shapes[v]]
     products, feeds = _products(flat, {use.op for use in uses}), _feeds(flat, {use.op for use in uses}, arguments)
     example_atoms = frozenset(a for a, label in enumerate(classes.labels[Strength.SOFT]) if label in examples)
@@ -91,7 +94,9 @@ def _assemble(flat: Flat, linked: Linked, flow: Flow, arguments, classes: Classe
 _JOINS = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "broadcast_in_dim"})
 
 
-def _spreads(flat: Flat, arguments, sources, names: Mapping[int, str], classes: Classes, examples: frozenset[int]) -> Iterator[Spread]:
+def _spreads(
+    flat: Flat, arguments, sources, names: Mapping[int, str], classes: Classes, examples: frozenset[int]
+) -> Iterator[Spread]:
     """Operations that lay what is made of one parameter along the examples."""
     for op in flat.ops:
         if op.primitive not in _JOINS or not op.inside or not op.editable:
@@ -112,8 +117,14 @@ def _spreads(flat: Flat, arguments, sources, names: Mapping[int, str], classes: 
                 (index,) = sources[value]
                 layer = names.get(index, arguments[index].path)
                 yield Spread(
-                    op.site, layer, arguments[index].path, operand, classes.dims(value, len(shape)), example_dim,
-                    flat.shapes[op.outputs[0]][example_dim], op.trips,
+                    op.site,
+                    layer,
+                    arguments[index].path,
+                    operand,
+                    classes.dims(value, len(shape)),
+                    example_dim,
+                    flat.shapes[op.outputs[0]][example_dim],
+                    op.trips,
                 )
 
 
@@ -127,7 +138,9 @@ def _gradients(flat: Flat, arguments: Sequence[Argument], sources: Sequence[froz
     return tuple(found)
 
 
-def _leaf(index: int, flat: Flat, flow: Flow, arguments, classes: Classes, dim_names, layers: Mapping[int, str]) -> Leaf:
+def _leaf(
+    index: int, flat: Flat, flow: Flow, arguments, classes: Classes, dim_names, layers: Mapping[int, str]
+) -> Leaf:
     value, argument = flat.inputs[index], arguments[index]
     role = "input"
     if argument.is_batch:
@@ -136,14 +149,21 @@ def _leaf(index: int, flat: Flat, flow: Flow, arguments, classes: Classes, dim_n
         role = "param" if flow.is_param[index] else "statistic"
     shape = flat.shapes[value]
     return Leaf(
-        index, argument.path, shape, flat.dtypes[value], role, argument.is_state, classes.dims(value, len(shape)),
-        dim_names.get(index, (None,) * len(shape)), layers.get(index),
+        index,
+        argument.path,
+        shape,
+        flat.dtypes[value],
+        role,
+        argument.is_state,
+        classes.dims(value, len(shape)),
+        dim_names.get(index, (None,) * len(shape)),
+        layers.get(index),
     )
 
 
 def _products(flat: Flat, uses: set[int]) -> dict[int, list[tuple[tuple[int, ...], int]]]:
-    """Value -> the products between activations that read it, as (site, operand): in a backward pass that JAX already traced,
-    the gradients of the weights that it met."""
+    """Value -> the products between activations that read it, as (site, operand): in a backward pass that JAX already
+    traced, the gradients of the weights that it met."""
     found: dict[int, list[tuple[tuple[int, ...], int]]] = {}
     for index, op in enumerate(flat.ops):
         if op.primitive in ("dot_general", "conv_general_dilated") and index not in uses and op.editable:
@@ -170,14 +190,27 @@ def _use(use: RawUse, flat: Flat, names: dict[int, str], arguments, classes: Cla
     out = op.outputs[0]
     data = op.inputs[use.data] if use.data is not None else out
     return Use(
-        layer=names[use.leaves[0]], primitive=op.primitive, site=op.site, param=arguments[use.leaves[0]].path,
-        weight=use.weight, data=use.data,
-        data_shape=flat.shapes[data], data_dims=classes.dims(data, len(flat.shapes[data])), data_dtype=flat.dtypes[data],
-        out_shape=flat.shapes[out], out_dims=classes.dims(out, len(flat.shapes[out])), out_dtype=flat.dtypes[out],
-        flops=use.flops, trips=op.trips, source=op.source, backward=use.backward, editable=op.editable,
+        layer=names[use.leaves[0]],
+        primitive=op.primitive,
+        site=op.site,
+        param=arguments[use.leaves[0]].path,
+        weight=use.weight,
+        data=use.data,
+        data_shape=flat.shapes[data],
+        data_dims=classes.dims(data, len(flat.shapes[data])),
+        data_dtype=flat.dtypes[data],
+        out_shape=flat.shapes[out],
+        out_dims=classes.dims(out, len(flat.shapes[out])),
+        out_dtype=flat.dtypes[out],
+        flops=use.flops,
+        trips=op.trips,
+        source=op.source,
+        backward=use.backward,
+        editable=op.editable,
         fed_by=tuple(sorted(feeds[data])),
         data_twins=tuple(products.get(data, ())) if use.data is not None else (),
-        weight_dims=classes.dims(op.inputs[use.weight], len(flat.shapes[op.inputs[use.weight]])), in_boundary=op.inside,
+        weight_dims=classes.dims(op.inputs[use.weight], len(flat.shapes[op.inputs[use.weight]])),
+        in_boundary=op.inside,
     )
 
 
@@ -192,8 +225,8 @@ def _unknown(flat: Flat, index: int, classes: Classes) -> Unknown:
 
 # Linear in each operand (or mere moves): the backward pass needs no copy of their operands.
 _LINEAR = frozenset(
-    "add sub neg reshape broadcast_in_dim transpose squeeze convert_element_type copy reduce_sum slice pad concatenate add_any "
-    "_scan_in _scan_out _carry_in _carry_back _branch _gradient select_n split stack unstack rev expand_dims".split()
+    "add sub neg reshape broadcast_in_dim transpose squeeze convert_element_type copy reduce_sum slice pad concatenate"
+    " add_any _scan_in _scan_out _carry_in _carry_back _branch _gradient select_n split stack unstack rev expand_dims".split()  # noqa: E501
 )
 
 

@@ -44,7 +44,11 @@ def find_uses(flat: Flat, linked: Linked, flow: Flow, sources: Sequence[frozense
         weight, data = found
         size = {i: math.prod(flat.shapes[flat.inputs[i]]) for i in sources[op.inputs[weight]]}
         leaves = tuple(sorted(size, key=lambda i: (-size[i], i)))
-        raw.append(RawUse(index, weight, data, leaves, names_of(op, weight, flat), product_flops(op, flat), op.phase == BACKWARD))
+        raw.append(
+            RawUse(
+                index, weight, data, leaves, names_of(op, weight, flat), product_flops(op, flat), op.phase == BACKWARD
+            )
+        )
     at = {use.op: (use.weight, use.data) for use in raw if use.data is not None}
     recurrent = mark_recurrent(flat, linked, flow, at)
     attention = mark_attention(flat, linked, flow, at)
@@ -74,8 +78,9 @@ def weight_sources(flat: Flat, flow: Flow) -> list[frozenset[int]]:
 
 
 def _operands(op: Op, flow: Flow, sources: Sequence[frozenset[int]], flat: Flat) -> tuple[int, int | None] | None:
-    """The positions of weight and data, where an operation is a use: its data carry examples, or depend on the batch and its
-    result does something to examples (the inputs of an expert, which belong to no example any more) or to a loss."""
+    """The positions of weight and data, where an operation is a use: its data carry examples, or depend on the batch
+    and its result does something to examples (the inputs of an expert, which belong to no example any more) or to a
+    loss."""
     for weight in (0,) if op.primitive == "gather" else (0, 1):
         if not sources[op.inputs[weight]]:
             continue
@@ -86,7 +91,12 @@ def _operands(op: Op, flow: Flow, sources: Sequence[frozenset[int]], flat: Flat)
             continue
         if flow.data[other] and not flow.is_weight(other):
             return weight, 1 - weight
-        if op.primitive == "gather" and flow.has_effect(op.outputs[0]) and not sources[other] and len(flat.shapes[other]) > 1:
+        if (
+            op.primitive == "gather"
+            and flow.has_effect(op.outputs[0])
+            and not sources[other]
+            and len(flat.shapes[other]) > 1
+        ):
             return weight, None
     return None
 
@@ -103,7 +113,9 @@ def _conv_names(op: Op, weight: int, flat: Flat) -> tuple[str | None, ...]:
     out, in_, *spatial = op.params["dimension_numbers"].rhs_spec
     names = {0: (), 1: ("width",), 2: ("height", "width"), 3: ("depth", "height", "width")}.get(len(spatial), ())
     space = dict(zip(spatial, names, strict=False))
-    return tuple("out" if d == out else "in" if d == in_ else space.get(d) for d in range(len(flat.shapes[op.inputs[1]])))
+    return tuple(
+        "out" if d == out else "in" if d == in_ else space.get(d) for d in range(len(flat.shapes[op.inputs[1]]))
+    )
 
 
 def _gather_names(op: Op, weight: int, flat: Flat) -> tuple[str | None, ...]:
@@ -125,8 +137,12 @@ def _scaled_names(op: Op, weight: int, flat: Flat) -> tuple[str | None, ...]:
 
 
 _WEIGHTS = {
-    "dot_general": _dot_names, "conv_general_dilated": _conv_names, "gather": _gather_names, "ragged_dot_general": _ragged_names,
-    "scaled_matmul_wrapper": _scaled_names, "scaled_matmul": _scaled_names,
+    "dot_general": _dot_names,
+    "conv_general_dilated": _conv_names,
+    "gather": _gather_names,
+    "ragged_dot_general": _ragged_names,
+    "scaled_matmul_wrapper": _scaled_names,
+    "scaled_matmul": _scaled_names,
 }
 
 

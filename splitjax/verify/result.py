@@ -133,9 +133,11 @@ class Verification:
                 f"float64, the {worst.kind} of {worst.name} most",
                 value=_difference_text(worst),
                 place=place,
-                remedy="use rules that do not split the layer named, or constrain its operands with jax.lax.with_sharding_constraint; "
-                "if it is "
-                "splitjax that is wrong, report it with str(step.verify(...)) (docs/verify.md)",
+                remedy=(
+                    "use rules that do not split the layer named, or constrain its operands with"
+                    " jax.lax.with_sharding_constraint; if it is splitjax that is wrong, report it with"
+                    " str(step.verify(...)) (docs/verify.md)"
+                ),
             )
         return self
 

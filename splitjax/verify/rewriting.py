@@ -260,6 +260,14 @@ def _boundary(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Tap
 
 
 _SPECIAL = {
-    "scan": _scan, "while": _while, "cond": _cond, "remat": _remat, "remat2": _remat, "checkpoint": _remat,
-    "custom_jvp_call": _custom_rule, "custom_vjp_call": _custom_rule, "custom_vjp_call_jaxpr": _custom_rule, gradient.PRIMITIVE: _boundary,
-}  # fmt: skip
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "remat": _remat,
+    "remat2": _remat,
+    "checkpoint": _remat,
+    "custom_jvp_call": _custom_rule,
+    "custom_vjp_call": _custom_rule,
+    "custom_vjp_call_jaxpr": _custom_rule,
+    gradient.PRIMITIVE: _boundary,
+}

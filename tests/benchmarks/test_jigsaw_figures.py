@@ -1,4 +1,5 @@
-"""What the benchmark of the scheduler calculates: calibration, errors, goals, the page. On a tiny trace that its own simulator "measured"."""
+"""What the benchmark of the scheduler calculates: calibration, errors, goals, the page. On a tiny trace that its own
+simulator "measured"."""
 
 from __future__ import annotations
 
@@ -12,8 +13,12 @@ from benchmarks.jigsaw import fidelity, interleaved
 from benchmarks.jigsaw import main as jigsaw
 from splitjax.schedule import read_muri
 
-TRACE = "job_id,num_gpu,submit_time,iterations,model_name,iteration_time,resource_time_0,resource_time_1,resource_time_2\n" + "".join(
-    f"{number},{(1, 4, 8, 32)[number % 4]},{number * 400_000},{500 + 900 * (number % 7)},m{number % 3},{200 + 100 * (number % 3)},{150 - 60 * (number % 3)},{20 + 110 * (number % 3)},20\n" for number in range(24)
+TRACE = (
+    "job_id,num_gpu,submit_time,iterations,model_name,iteration_time,resource_time_0,resource_time_1,resource_time_2\n"
+    + "".join(
+        f"{number},{(1, 4, 8, 32)[number % 4]},{number * 400_000},{500 + 900 * (number % 7)},m{number % 3},{200 + 100 * (number % 3)},{150 - 60 * (number % 3)},{20 + 110 * (number % 3)},20\n"  # noqa: E501
+        for number in range(24)
+    )
 )
 TRUTH = fidelity.Calibration(1.05, 20.0)
 LONGER = interleaved.Overhead(job_seconds=0.1)
@@ -25,7 +30,8 @@ def _interleaving(name, overhead=LONGER):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The files of a testbed whose iterations take 5 % longer than the trace says, a start 20 s, and a cycle of several jobs 0.1 s more for each."""
+    """The files of a testbed whose iterations take 5 % longer than the trace says, a start 20 s, and a cycle of several
+    jobs 0.1 s more for each."""
     muri = tmp_path_factory.mktemp("data") / "muri"
     muri.mkdir()
     (muri / "testbed_trace.csv").write_text(TRACE)
@@ -37,7 +43,15 @@ def folder(tmp_path_factory):
             out = csv.writer(file)
             out.writerow(["job_id", "JCT", "real_executed_time", "end_time", "job_counter"])
             for record in fidelity.replay(jobs, decide, TRUTH).records:
-                out.writerow([record.name, record.completion_seconds, record.running_seconds, record.finish_seconds, record.num_starts])
+                out.writerow(
+                    [
+                        record.name,
+                        record.completion_seconds,
+                        record.running_seconds,
+                        record.finish_seconds,
+                        record.num_starts,
+                    ]
+                )
     return muri.parent
 
 
@@ -61,7 +75,9 @@ def test_a_cycle_is_as_long_as_its_slots():
 
 def test_one_constant_is_fitted_under_one_policy_and_predicts_the_other(folder):
     jobs = read_muri(folder / "muri" / "testbed_trace.csv").jobs
-    measured = {name: fidelity.read_measured(folder / "muri" / file, jobs) for name, file in fidelity.INTERLEAVED_FILES.items()}
+    measured = {
+        name: fidelity.read_measured(folder / "muri" / file, jobs) for name, file in fidelity.INTERLEAVED_FILES.items()
+    }
     replayed = lambda overhead: fidelity.replay(jobs, _interleaving("Muri-S", overhead), TRUTH)
     found = interleaved.fit("a time for each job of a cycle", jobs, measured["Muri-S"].running_seconds, replayed)
     assert found.constant == pytest.approx(LONGER.job_seconds, abs=0.002) and found.off < 0.01
@@ -73,8 +89,20 @@ def test_one_constant_is_fitted_under_one_policy_and_predicts_the_other(folder):
 
 def test_the_page_keeps_parts_and_says_which_goals_are_met(folder, tmp_path, capsys):
     assert "fidelity" in jigsaw.parts() and jigsaw.parts()[0] == "fidelity"
-    (tmp_path / "jigsaw.json").write_text(json.dumps({"zz": {"title": "Kept", "header": "h\n", "seconds": 1, "load": "-", "lines": ["kept line"],
-                                                             "goals": [{"what": "g", "value": 2, "limit": 1, "at_most": True, "form": "d"}]}}))  # fmt: skip
+    (tmp_path / "jigsaw.json").write_text(
+        json.dumps(
+            {
+                "zz": {
+                    "title": "Kept",
+                    "header": "h\n",
+                    "seconds": 1,
+                    "load": "-",
+                    "lines": ["kept line"],
+                    "goals": [{"what": "g", "value": 2, "limit": 1, "at_most": True, "form": "d"}],
+                }
+            }
+        )
+    )
     status = jigsaw.main(["--data-dir", str(folder), "--only", "fidelity", "--output", str(tmp_path)])
     page = (tmp_path / "jigsaw.md").read_text()
     assert status == 0 and page.index("Fidelity") < page.index("Kept") and "**MISS g: 2 (goal: at most 1)**" in page

@@ -44,7 +44,11 @@ def test_jobs_are_packed_where_they_should_be_and_at_the_depths_of_partial_backp
         found = execute(jobs, programs, Cluster(1, 2), policy, ThreadEngine())
         depths[title] = {name: {(number, given) for _, _, number, given in toy.log} for name, toy in programs.items()}
         assert not found.failed
-        assert all(min(given) < 1 if title in PARTIAL else min(given) == 1 for log in depths[title].values() for _, given in log)
+        assert all(
+            min(given) < 1 if title in PARTIAL else min(given) == 1
+            for log in depths[title].values()
+            for _, given in log
+        )
         first = sorted(min(one.end_seconds for one in found.tasks if one.job == name) for name in MODELS)
         last = sorted(max(one.end_seconds for one in found.tasks if one.job == name) for name in MODELS)
         assert (first[1] < last[0]) == (title in ("Muri", FULL, JIGSAW, ALL))  # together, or one after the other
@@ -96,6 +100,11 @@ def test_every_run_begins_anew_in_the_processes_of_the_first(tmp_path) -> None:
     for seed, order in ((0, jobs), (0, jobs[::-1]), (3, jobs)):
         engine.rewind(order, seed)
         found = execute(order, programs, Cluster(1, 1), "gang-fifo", engine)
-        assert {name: metrics["loss"] for name, metrics in found.metrics.items()} == {"a": 10 + 400 * seed, "b": 10 + 400 * seed}
-        assert min(found.tasks, key=lambda one: one.start_seconds).job == order[0].name and not any(found.restarts.values())
+        assert {name: metrics["loss"] for name, metrics in found.metrics.items()} == {
+            "a": 10 + 400 * seed,
+            "b": 10 + 400 * seed,
+        }
+        assert min(found.tasks, key=lambda one: one.start_seconds).job == order[0].name and not any(
+            found.restarts.values()
+        )
     engine.end()

@@ -1,4 +1,5 @@
-"""What the benchmark of partial backpropagation calculates: steps to a loss, times to it, bytes by the formula; its section, picture and page."""
+"""What the benchmark of partial backpropagation calculates: steps to a loss, times to it, bytes by the formula; its
+section, picture and page."""
 
 from __future__ import annotations
 
@@ -10,31 +11,59 @@ from benchmarks.partial import device, pays, quality
 from benchmarks.partial import main as partial
 from splitjax.lower.partial.allreduce import sent_bytes
 
-LOSSES = {pays.RIVAL: [[(10, 2.0), (20, 1.0)], [(10, 2.0), (20, 1.2)]], quality.SMALLER: [[(10, 1.5), (20, 0.8)], [(10, 1.6), (20, 0.4)]]}
+LOSSES = {
+    pays.RIVAL: [[(10, 2.0), (20, 1.0)], [(10, 2.0), (20, 1.2)]],
+    quality.SMALLER: [[(10, 1.5), (20, 0.8)], [(10, 1.6), (20, 0.4)]],
+}
 
 
 def facts(partial_seconds=0.3):
     one = lambda seconds: {"seconds": seconds, "low": seconds, "high": seconds, "sent": None}
-    steps = {f"{link}, {name}, {how}": one(partial_seconds if name == pays.RIVAL and link == "100mbit" else 1.0)
-             for link in ("100mbit", "unlimited") for name in (pays.RIVAL, quality.SMALLER) for how in (pays.ALONE, pays.SHARED)}  # fmt: skip
-    sent = {"full": {"sent": 154.0, "planned": 150, "segments": [], "whole": 100}, "branch": {"sent": 150.0, "planned": 120, "segments": [[2, 40], [4, 60]], "whole": 100}}
+    steps = {
+        f"{link}, {name}, {how}": one(partial_seconds if name == pays.RIVAL and link == "100mbit" else 1.0)
+        for link in ("100mbit", "unlimited")
+        for name in (pays.RIVAL, quality.SMALLER)
+        for how in (pays.ALONE, pays.SHARED)
+    }
+    sent = {
+        "full": {"sent": 154.0, "planned": 150, "segments": [], "whole": 100},
+        "branch": {"sent": 150.0, "planned": 120, "segments": [[2, 40], [4, 60]], "whole": 100},
+    }
     return {"steps": steps, "smaller": 56, "share": 0.4, "others": 0.0, "bytes": sent}
 
 
 def kept(measured):
     measured = {"facts": measured, "seconds": 1.0, "load": "load average 0.0", "header": "h\n"}
-    return {"quality": {"facts": {f"{pays.TASK}, sgd": LOSSES}, "title": "Q", "lines": ["kept"], "goals": [], "seconds": 1, "load": "-", "header": "h"}, "pays": measured}
+    return {
+        "quality": {
+            "facts": {f"{pays.TASK}, sgd": LOSSES},
+            "title": "Q",
+            "lines": ["kept"],
+            "goals": [],
+            "seconds": 1,
+            "load": "-",
+            "header": "h",
+        },
+        "pays": measured,
+    }
 
 
 def test_a_loss_is_reached_between_two_points_of_a_curve():
     curve = [(20, 2.0), (40, 1.0), (60, 1.5), (80, 0.5)]
-    assert pays.steps_to(curve, 1.5) == 30 and pays.steps_to(curve, 2.5) == 20 and pays.steps_to(curve, 0.75) == 75 and pays.steps_to(curve, 0.1) is None
+    assert (
+        pays.steps_to(curve, 1.5) == 30
+        and pays.steps_to(curve, 2.5) == 20
+        and pays.steps_to(curve, 0.75) == 75
+        and pays.steps_to(curve, 0.1) is None
+    )
     loss, mine, rival = pays.steps_by_seed(LOSSES)
     assert (loss, mine) == (1.2, [18.0, 20.0]) and rival == pytest.approx([10 + 10 * 0.3 / 0.7, 10 + 10 * 0.4 / 1.2])
 
 
 def test_bytes_by_the_formula_are_those_of_the_plan():
-    assert pays.by_formula([[2, 40], [0, 7], [4, 60]], 0, 4) == pytest.approx(sum(sent_bytes(40, 2, 4)) + sum(sent_bytes(60, 4, 4)))
+    assert pays.by_formula([[2, 40], [0, 7], [4, 60]], 0, 4) == pytest.approx(
+        sum(sent_bytes(40, 2, 4)) + sum(sent_bytes(60, 4, 4))
+    )
     assert pays.by_formula([], 100, 4) == 150
 
 
@@ -49,7 +78,9 @@ def test_the_section_says_where_it_is_sooner_and_draws_it():
     assert picture.startswith("<?xml") and "100 Mb/s" in picture and "sooner" in picture
     assert pays.render(facts(), kept(facts()))[1] == pictures, "the same figures give the same file"
     empty, drawn = pays.render(facts(2.0), kept(facts()))
-    assert "sgd, alone: nowhere" in "\n".join(empty.lines) and list(drawn) == list(pictures), "an empty region is drawn, too"
+    assert "sgd, alone: nowhere" in "\n".join(empty.lines) and list(drawn) == list(pictures), (
+        "an empty region is drawn, too"
+    )
     without, drawn = pays.render({**facts(), "share": None}, {})
     assert drawn == {} and "not held to a share" in "\n".join(without.lines)
 
@@ -59,10 +90,18 @@ def test_the_page_is_made_again_without_measuring(tmp_path, monkeypatch, capsys)
     arguments = ["--data-dir", str(tmp_path), "--output", str(tmp_path)]
     assert partial.main([*arguments, "--page"]) == 0
     page = (tmp_path / "partial.md").read_text()
-    assert page.index("## Q") < page.index("## Where it pays") and "**1 of 2 goals met.**" in page and (tmp_path / pays.PICTURE).is_file()
-    monkeypatch.setattr(partial, "_run", lambda part, options: {"facts": facts(2.0), "seconds": 2.0, "load": "-", "header": "new"})
+    assert (
+        page.index("## Q") < page.index("## Where it pays")
+        and "**1 of 2 goals met.**" in page
+        and (tmp_path / pays.PICTURE).is_file()
+    )
+    monkeypatch.setattr(
+        partial, "_run", lambda part, options: {"facts": facts(2.0), "seconds": 2.0, "load": "-", "header": "new"}
+    )
     assert partial.main([*arguments, "--only", "pays"]) == 1, "a goal is missed"
-    assert "nowhere" in (tmp_path / "partial.md").read_text() and json.loads((tmp_path / "partial.json").read_text())["quality"]["lines"] == ["kept"]
+    assert "nowhere" in (tmp_path / "partial.md").read_text() and json.loads((tmp_path / "partial.json").read_text())[
+        "quality"
+    ]["lines"] == ["kept"]
     monkeypatch.setattr(partial, "_run", lambda part, options: None)
     assert partial.main([*arguments, "--only", "pays"]) == 1 and "failed: pays" in capsys.readouterr().out
 

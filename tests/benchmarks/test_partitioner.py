@@ -1,4 +1,5 @@
-"""The search for what XLA's partitioner computes wrongly: a hundred programs under splitjax, and whether the search finds what is planted."""
+"""The search for what XLA's partitioner computes wrongly: a hundred programs under splitjax, and whether the search
+finds what is planted."""
 
 from __future__ import annotations
 
@@ -38,22 +39,38 @@ def worker(request):
 @pytest.mark.parametrize("worker", [Settings(way="splitjax")], indirect=True)
 def test_a_hundred_programs_are_right_or_refused(worker):
     """In a process of its own: what kills the compiler is a failure of this test, and not of the run."""
-    outcomes = [outcome for start in range(0, HUNDRED, RUN) for outcome in run_numbers(worker, SEED, range(start, min(start + RUN, HUNDRED)))]
-    bad = [f"{outcome.number} {outcome.family}: {outcome.status} {outcome.message} {outcome.wrong}" for outcome in outcomes if outcome.status not in ("right", "refused")]
-    assert not bad, f"repeat with `python -m benchmarks partitioner --way splitjax --program {SEED!r}:NUMBER`:\n" + "\n".join(bad)
+    outcomes = [
+        outcome
+        for start in range(0, HUNDRED, RUN)
+        for outcome in run_numbers(worker, SEED, range(start, min(start + RUN, HUNDRED)))
+    ]
+    bad = [
+        f"{outcome.number} {outcome.family}: {outcome.status} {outcome.message} {outcome.wrong}"
+        for outcome in outcomes
+        if outcome.status not in ("right", "refused")
+    ]
+    assert not bad, (
+        f"repeat with `python -m benchmarks partitioner --way splitjax --program {SEED!r}:NUMBER`:\n" + "\n".join(bad)
+    )
     assert sum(outcome.status == "right" for outcome in outcomes) > 0.8 * HUNDRED  # refusing is not the way to be right
 
 
 @pytest.mark.parametrize("worker", [Settings(planted="move")], indirect=True)
 def test_what_is_planted_is_found_and_shrunk(worker):
-    """Results of this family are spoiled where there is more than one example: all of its programs are found, the others are right, and the least form
-    has two examples and nothing else."""
+    """Results of this family are spoiled where there is more than one example: all of its programs are found, the
+    others are right, and the least form has two examples and nothing else."""
     numbers = [number for number in range(4) if draw("planted", number, "move").settings["batch"] > 1]
-    wrong = {outcome.number: outcome for outcome in run_numbers(worker, "planted", numbers, "move") if outcome.status == "wrong"}
+    wrong = {
+        outcome.number: outcome
+        for outcome in run_numbers(worker, "planted", numbers, "move")
+        if outcome.status == "wrong"
+    }
     assert numbers and set(wrong) == set(numbers)
     assert {outcome.status for outcome in run_numbers(worker, "planted", range(4), "slice")} == {"right"}
     program = draw("planted", numbers[0], "move")
-    least = shrink(program, lambda candidate: same_kind(run_one(worker, candidate), wrong[numbers[0]]), limit_seconds=60)
+    least = shrink(
+        program, lambda candidate: same_kind(run_one(worker, candidate), wrong[numbers[0]]), limit_seconds=60
+    )
     assert least.settings["batch"] == 2
     assert (least.wrapper, least.reuse, least.pinned) == ("plain", "once", False)
     assert not least.used_axes
@@ -66,10 +83,14 @@ class Dying:
         self.alone = alone
 
     def ask(self, **request):
-        numbers = request["numbers"] if "numbers" in request else [Draw.from_json(text).number for text in request["draws"]]
+        numbers = (
+            request["numbers"] if "numbers" in request else [Draw.from_json(text).number for text in request["draws"]]
+        )
         if 5 in numbers and (self.alone or not request.get("reference")):
             raise Died("SIGABRT", "Check failed: here")
-        return {"outcomes": [dataclasses.asdict(Outcome(number, "dot", "right", primitives=("add",))) for number in numbers]}
+        return {
+            "outcomes": [dataclasses.asdict(Outcome(number, "dot", "right", primitives=("add",))) for number in numbers]
+        }
 
 
 def test_a_death_is_told_and_halved():
@@ -162,12 +183,18 @@ def test_relative_error():
 
 
 def test_page_and_kept_runs(tmp_path):
-    """Two runs are kept beside each other, a second of the same kind replaces the first, and the page shows what was found with its least form."""
+    """Two runs are kept beside each other, a second of the same kind replaces the first, and the page shows what was
+    found with its least form."""
     program = draw("page", 0)
     outcome = Outcome(0, program.family, "wrong", (("['w0']", 3.0),), primitives=("dot_general",))
-    least = {pages.kind_of(program, outcome): [{"draw": program.to_json(), "outcome": "wrong ['w0'] 3", "number": "page:0"}]}
+    least = {
+        pages.kind_of(program, outcome): [{"draw": program.to_json(), "outcome": "wrong ['w0'] 3", "number": "page:0"}]
+    }
     for jax_version, partitioner_name in (("0.10.2", "shardy"), ("0.10.2", "gspmd"), ("0.10.2", "shardy")):
-        pages.store(pages.summary(jax_version, partitioner_name, "hand", "page", "- here", [(program, outcome)], least), tmp_path)
+        pages.store(
+            pages.summary(jax_version, partitioner_name, "hand", "page", "- here", [(program, outcome)], least),
+            tmp_path,
+        )
     assert len(pages.load(tmp_path)) == 2
     text = "\n".join(pages.page(pages.load(tmp_path)))
     assert "least form" in text and "page:0" in text and "dot_general" in text

@@ -1,4 +1,5 @@
-"""What the benchmark of sparse synchronisation calculates: ids, goals, ratios to formulas, the page; and the ways themselves, on virtual devices."""
+"""What the benchmark of sparse synchronisation calculates: ids, goals, ratios to formulas, the page; and the ways
+themselves, on virtual devices."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ def test_the_fields_of_an_example_have_rows_of_their_own_and_workers_share_none(
     assert clicks.num_rows == 26 * 50
     assert all((one // 50 == np.arange(26)).all() for one in ids)
     with np.load(folder / data.CRITEO_FILE) as file:
-        assert np.sort(np.concatenate(ids).sum(axis=1)).tolist() == np.sort((file["ids"] + 50 * np.arange(26)).sum(axis=1)).tolist()
+        assert (
+            np.sort(np.concatenate(ids).sum(axis=1)).tolist()
+            == np.sort((file["ids"] + 50 * np.arange(26)).sum(axis=1)).tolist()
+        )
     with pytest.raises(FileNotFoundError, match="lm1b_word_counts"):
         data.named("lm1b_input", folder / "none")
 
@@ -57,7 +61,10 @@ def test_sequences_are_pieces_of_the_text(folder):
 
 
 def test_regimes_are_what_they_say(folder):
-    rows = {name: [set(data.named(name, folder).ids(0, rank, 4).tolist()) for rank in range(4)] for name in ("few", "all", "half", "same", "apart")}
+    rows = {
+        name: [set(data.named(name, folder).ids(0, rank, 4).tolist()) for rank in range(4)]
+        for name in ("few", "all", "half", "same", "apart")
+    }
     assert len(rows["few"][0]) <= 48 and rows["few"][0] != rows["few"][1]
     assert all(len(one) == 4096 for one in rows["all"] + rows["half"]) and len(set.union(*rows["half"])) > 7000
     assert rows["same"][0] == rows["same"][3] and len(rows["same"][0]) == 4000
@@ -79,7 +86,10 @@ def batches():
 @pytest.fixture(scope="module")
 def made_ways(batches):
     """Those with programs of their own, and one scheme."""
-    return {name: ways.make_way(name, *batches) for name in (ways.DENSE, ways.AGSPARSE, ways.ROWS_AHEAD, ways.ROWS_BF16, ways.OWNER_BF16)}
+    return {
+        name: ways.make_way(name, *batches)
+        for name in (ways.DENSE, ways.AGSPARSE, ways.ROWS_AHEAD, ways.ROWS_BF16, ways.OWNER_BF16)
+    }
 
 
 @pytest.mark.parametrize("name", [ways.DENSE, ways.AGSPARSE, ways.ROWS_AHEAD, ways.ROWS_BF16, ways.OWNER_BF16])
@@ -93,7 +103,16 @@ def test_every_way_gives_the_exact_sum_and_sends_what_is_predicted(name, made_wa
 
 def _ring_bytes(message, n):
     size = int(np.prod(message.shape)) * np.dtype(message.dtype).itemsize
-    return size * {"all_gather": n - 1, "psum": 2 * (n - 1) / n, "pmax": 2 * (n - 1) / n, "ppermute": 1, "all_to_all": (n - 1) / n}[message.op]
+    return (
+        size
+        * {
+            "all_gather": n - 1,
+            "psum": 2 * (n - 1) / n,
+            "pmax": 2 * (n - 1) / n,
+            "ppermute": 1,
+            "all_to_all": (n - 1) / n,
+        }[message.op]
+    )
 
 
 def test_a_wrong_sum_is_found(batches, made_ways):
@@ -108,7 +127,8 @@ def test_a_wrong_sum_is_found(batches, made_ways):
 def test_messages_alone_are_all_of_them(batches, made_ways):
     made, _ = batches
     messages = made_ways[ways.ROWS_AHEAD].messages
-    assert [one.op for one in messages] == ["all_to_all", "ppermute", "ppermute"]  # short ones: at once, and gathered in two rounds
+    # short ones: at once, and gathered in two rounds
+    assert [one.op for one in messages] == ["all_to_all", "ppermute", "ppermute"]
     found = ways.transfer(messages, made.mesh)(0)
     assert len(found) == 3 and all((np.asarray(one) == 0).all() for one in found)
 
@@ -123,22 +143,44 @@ def answers(milliseconds, num_workers=16, sent=None, formula=None, key="lm1b_inp
     def of(rank):
         found = {
             way: {
-                "turns": [turn(1e-3 * ms, (sent or {}).get(way, 1e6)), turn(1e-3 * ms * (1.1 if rank == num_workers - 1 else 1.0), (sent or {}).get(way, 1e6))],
-                "alone": [], "predicted": 1_000_000, "formula": (formula or {}).get(way, 1e6), "fitted": [True, True],
+                "turns": [
+                    turn(1e-3 * ms, (sent or {}).get(way, 1e6)),
+                    turn(1e-3 * ms * (1.1 if rank == num_workers - 1 else 1.0), (sent or {}).get(way, 1e6)),
+                ],
+                "alone": [],
+                "predicted": 1_000_000,
+                "formula": (formula or {}).get(way, 1e6),
+                "fitted": [True, True],
             }
             for way, ms in milliseconds.items()
-        }  # fmt: skip
-        facts = {"name": "words", "what": "ids", "num_rows": 1000, "width": 32, "rows": 10.0, "union": 90.0, "density": 0.01, "bound": 1e6}
+        }
+        facts = {
+            "name": "words",
+            "what": "ids",
+            "num_rows": 1000,
+            "width": 32,
+            "rows": 10.0,
+            "union": 90.0,
+            "density": 0.01,
+            "bound": 1e6,
+        }
         return {"workloads": {key: {"ways": found, "choice": choice, **facts}}}
 
     return launch.Answers(tuple(of(rank) for rank in range(num_workers)), 0.1)
 
 
-MILLISECONDS = dict.fromkeys(NAMES, 1000.0) | {ways.DENSE: 17_000.0, ways.ROWS: 400.0, ways.OWNER: 200.0, ways.OWNER_BF16: 80.0}
+MILLISECONDS = dict.fromkeys(NAMES, 1000.0) | {
+    ways.DENSE: 17_000.0,
+    ways.ROWS: 400.0,
+    ways.OWNER: 200.0,
+    ways.OWNER_BF16: 80.0,
+}
 
 
 def test_the_slowest_worker_counts_and_the_one_that_sends_most():
-    found = launch.over_workers([[turn(1.0, 10), turn(2.0, 20), turn(3.0, 90)], [turn(2.0, 40), turn(1.0, 40), turn(1.0, 40)]])
+    found = launch.over_workers(
+        [[turn(1.0, 10), turn(2.0, 20), turn(3.0, 90)], [turn(2.0, 40), turn(1.0, 40), turn(1.0, 40)]]
+    )
     assert found.seconds == 2.0 and found.sent == 40
     assert launch.over_workers([[turn(1.0, None)]]).sent is None
 
@@ -146,10 +188,15 @@ def test_the_slowest_worker_counts_and_the_one_that_sends_most():
 def test_goals_on_speed_are_for_the_run_that_they_were_set_for():
     goals = schemes.report(answers(MILLISECONDS), 16, "100mbit").goals
     values = {goal.what: goal for goal in goals}
-    assert values[f"words: {ways.ROWS} over dense"].value == pytest.approx(42.5) and not values[f"words: {ways.ROWS} over dense"].ok
+    assert (
+        values[f"words: {ways.ROWS} over dense"].value == pytest.approx(42.5)
+        and not values[f"words: {ways.ROWS} over dense"].ok
+    )
     assert values[f"words: {ways.ROWS} over the better of AGsparse and SparCML"].ok
     assert values[f"words: {ways.OWNER_BF16} over dense"].value == pytest.approx(212.5)
-    assert [goal.what for goal in schemes.report(answers(MILLISECONDS, 4), 4, "100mbit").goals] == [goal.what for goal in goals][-2:]
+    assert [goal.what for goal in schemes.report(answers(MILLISECONDS, 4), 4, "100mbit").goals] == [
+        goal.what for goal in goals
+    ][-2:]
     assert len(schemes.report(answers(MILLISECONDS, key="criteo"), 16, "100mbit").goals) == 3
 
 
@@ -165,7 +212,10 @@ def test_bytes_are_held_against_bound_and_formula():
 def test_omnireduce_without_padding_takes_as_long_as_its_formula_s_bytes():
     found = answers(MILLISECONDS, sent={ways.OMNIREDUCE: 2e6}, formula={ways.OMNIREDUCE: 1.5e6})
     assert schemes.unpadded_seconds(schemes.rows_of(found, "lm1b_input")[ways.OMNIREDUCE]) == pytest.approx(1.05 * 0.75)
-    assert any(line.startswith(f"| {ways.OMNIREDUCE}{schemes.UNPADDED} | 788 |") for line in schemes.report(found, 16, "100mbit").lines)
+    assert any(
+        line.startswith(f"| {ways.OMNIREDUCE}{schemes.UNPADDED} | 788 |")
+        for line in schemes.report(found, 16, "100mbit").lines
+    )
 
 
 def test_a_rival_that_sends_much_padding_is_there_without_it_too():
@@ -180,20 +230,42 @@ def test_steps_of_a_turn():
 
 
 def test_a_choice_is_right_within_noise():
-    said = {"chosen": ways.ROWS, "predicted": dict.fromkeys(ways.SCHEMES, 0.4), "latency": 1e-3, "rate": 12.5e6, "reason": ""}
+    said = {
+        "chosen": ways.ROWS,
+        "predicted": dict.fromkeys(ways.SCHEMES, 0.4),
+        "latency": 1e-3,
+        "rate": 12.5e6,
+        "reason": "",
+    }
     good, close, bad = ({**{way: 500.0 for way in ways.SCHEMES}, ways.ROWS: ms} for ms in (400.0, 520.0, 540.0))
     kinds = [answers(one, key=str(k), choice=said) for k, one in enumerate((good, close, bad, bad))]
-    merged = [{"workloads": {key: value for one in kinds for key, value in one.workers[rank]["workloads"].items()}} for rank in range(4)]
+    merged = [
+        {"workloads": {key: value for one in kinds for key, value in one.workers[rank]["workloads"].items()}}
+        for rank in range(4)
+    ]
     section = choice.report(launch.Answers(tuple(merged), None), 4, "100mbit")
     assert [goal.value for goal in section.goals] == [2, 0]
-    assert [line.split(" | ")[6] for line in section.lines if line.startswith("| words")] == ["1.00", "1.04", "1.08", "1.08"]
+    assert [line.split(" | ")[6] for line in section.lines if line.startswith("| words")] == [
+        "1.00",
+        "1.04",
+        "1.08",
+        "1.08",
+    ]
 
 
 def test_training_is_compared_in_the_run_with_goals():
     milliseconds = {"dense": 1000.0, "all_gather": 400.0, "blocks": 500.0, "row_exchange": 250.0, "auto": 250.0}
     facts = {"examples": 100, "chosen": {"auto": "row_exchange"}, "losses": [1.0, 0.5], "parameters": "w 3"}
-    found = launch.Answers(tuple({"models": {"lstm": {"ways": {way: [turn(1e-3 * ms)] for way, ms in milliseconds.items()}, **facts}}} for _ in range(2)), 0.0)
-    beside = launch.Answers(tuple({"models": {"lstm": {"ways": {end_to_end.TORCH[0]: [turn(2.0)]}}}} for _ in range(2)), None)
+    found = launch.Answers(
+        tuple(
+            {"models": {"lstm": {"ways": {way: [turn(1e-3 * ms)] for way, ms in milliseconds.items()}, **facts}}}
+            for _ in range(2)
+        ),
+        0.0,
+    )
+    beside = launch.Answers(
+        tuple({"models": {"lstm": {"ways": {end_to_end.TORCH[0]: [turn(2.0)]}}}} for _ in range(2)), None
+    )
     section = end_to_end.report(found, beside, "", 2, "200mbit")
     assert [(goal.value, goal.ok) for goal in section.goals] == [(4.0, True), (2.0, False)]
     assert any(line.startswith(f"| {end_to_end.TORCH[0]} | 100 | **0.50**") for line in section.lines)
@@ -208,7 +280,9 @@ def test_the_models_take_their_batches_and_their_tables_go_by_rows(name, folder)
     batch = made.batch(0, 0, 2)
     assert {len(array) for array in batch.values()} == {made.examples}
     state = jax.eval_shape(made.init, jax.random.key(0))
-    plan = splitjax.parallelize(made.step, mesh={"data": 2}, rules="data_parallel", sync="row_exchange").plan(state, batch)
+    plan = splitjax.parallelize(made.step, mesh={"data": 2}, rules="data_parallel", sync="row_exchange").plan(
+        state, batch
+    )
     assert [one.scheme for one in plan.syncs] == ["row_exchange"] * 2
 
 
@@ -221,7 +295,13 @@ def test_local_work_is_all_but_the_update_over_the_transfer():
 def test_a_dense_gradient_of_the_big_table_misses():
     table = 20_000_000 * 64 * 4
     sizes = lambda temporaries: {"arguments": table, "temporaries": temporaries, "fresh": 0}
-    found = {"rows": 20_000_000, "memory": {"dense": sizes(table), "row_exchange": sizes(10**8)}, "seconds": [1.0], "losses": [1.0, 0.5], "peak": table}
+    found = {
+        "rows": 20_000_000,
+        "memory": {"dense": sizes(table), "row_exchange": sizes(10**8)},
+        "seconds": [1.0],
+        "losses": [1.0, 0.5],
+        "peak": table,
+    }
     assert all(goal.ok for goal in big_table.report(found, 1).goals)
     found["memory"]["row_exchange"] = sizes(table)
     assert [goal.ok for goal in big_table.report(found, 1).goals] == [False, True, True, True]
@@ -229,29 +309,72 @@ def test_a_dense_gradient_of_the_big_table_misses():
 
 def test_sections_are_replaced_one_by_one_and_stand_in_order(tmp_path, monkeypatch):
     def section(title):
-        return {"title": title, "lines": ["text", ""], "goals": [], "seconds": 1.0, "load": "load", "header": "- header"}
+        return {
+            "title": title,
+            "lines": ["text", ""],
+            "goals": [],
+            "seconds": 1.0,
+            "load": "load",
+            "header": "- header",
+        }
 
-    keys = ["local, 16 workers", *(f"schemes, {rest}" for rest in ("16 workers, 100mbit, criteo", "4 workers, 1000mbit, lm1b_input", "4 workers, 200mbit, criteo",
-                                                                   "4 workers, 200mbit, lm1b_input"))]  # fmt: skip
+    keys = [
+        "local, 16 workers",
+        *(
+            f"schemes, {rest}"
+            for rest in (
+                "16 workers, 100mbit, criteo",
+                "4 workers, 1000mbit, lm1b_input",
+                "4 workers, 200mbit, criteo",
+                "4 workers, 200mbit, lm1b_input",
+            )
+        ),
+    ]
     (tmp_path / "sparse.json").write_text(json.dumps({key: section(f"old {key}") for key in keys}))
     monkeypatch.setattr(sparse, "_run", lambda key, run: section(f"new {key}"))
-    arguments = ["--data-dir", str(tmp_path), "--only", "schemes", "--workers", "4", "--links", "200mbit", "--tables", "criteo", "--output", str(tmp_path)]
+    arguments = [
+        "--data-dir",
+        str(tmp_path),
+        "--only",
+        "schemes",
+        "--workers",
+        "4",
+        "--links",
+        "200mbit",
+        "--tables",
+        "criteo",
+        "--output",
+        str(tmp_path),
+    ]
     assert sparse.main(arguments) == 0
     titles = [line for line in (tmp_path / "sparse.md").read_text().splitlines() if line.startswith("## ")]
-    assert titles == [f"## {age} {key}" for age, key in zip(("old", "new", "old", "old", "old"), reversed(keys), strict=True)]
+    assert titles == [
+        f"## {age} {key}" for age, key in zip(("old", "new", "old", "old", "old"), reversed(keys), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("chosen", [["criteo"], []])
 def test_tables_can_be_chosen(chosen, tmp_path, monkeypatch):
     monkeypatch.setattr(schemes, "section", lambda quick, data_dir, **what: what["table"])
-    arguments = ["--data-dir", str(tmp_path), "--only", "schemes", "--workers", "4", *(["--tables", *chosen] if chosen else [])]
+    arguments = [
+        "--data-dir",
+        str(tmp_path),
+        "--only",
+        "schemes",
+        "--workers",
+        "4",
+        *(["--tables", *chosen] if chosen else []),
+    ]
     jobs = sparse._jobs(sparse._options(arguments))
     assert [run() for run in jobs.values()] == (chosen or list(sparse.TABLES))
     asked = []
     monkeypatch.setattr(sparse, "run_part", lambda key, measure, command: asked.append(command))
     for key, run in jobs.items():
         sparse._run(key, run)
-    assert asked[0] == f"python -m benchmarks sparse --data-dir DIR --only schemes --workers 4 --links 100mbit --tables {(chosen or sparse.TABLES)[0]}"
+    assert (
+        asked[0] == "python -m benchmarks sparse --data-dir DIR --only schemes --workers 4 --links 100mbit --tables"
+        f" {(chosen or sparse.TABLES)[0]}"
+    )
 
 
 def test_every_scheme_that_auto_chooses_from_has_a_name_of_its_own():

@@ -1,4 +1,5 @@
-"""What the benchmark of SplitBrain calculates: flops with loops multiplied out, overlap in a schedule, the formula's terms, goals."""
+"""What the benchmark of SplitBrain calculates: flops with loops multiplied out, overlap in a schedule, the formula's
+terms, goals."""
 
 from __future__ import annotations
 
@@ -45,7 +46,12 @@ def test_flops_of_a_loop_in_a_loop():
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
 def test_flops_of_convolutions_and_their_gradients_are_those_of_xla(padding, stride):
     def loss(x, w):
-        return jax.lax.conv_general_dilated(x, w, (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")).sum() ** 2
+        return (
+            jax.lax.conv_general_dilated(
+                x, w, (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
+            ).sum()
+            ** 2
+        )
 
     found = compiled(jax.grad(loss, (0, 1)), (4, 10, 10, 64), (3, 3, 64, 128))
     assert hlo.flops(found) == pytest.approx(found.cost_analysis()["flops"], rel=0.01)
@@ -53,14 +59,31 @@ def test_flops_of_convolutions_and_their_gradients_are_those_of_xla(padding, str
 
 def instruction(number, opcode, operands=(), called=(), trips=None, name=""):
     empty = {field.name: "" for field in dataclasses.fields(Instruction)}
-    known = {"id": number, "name": name or f"{opcode}.{number}", "opcode": opcode, "operands": operands, "called": called, "trip_count": trips}
+    known = {
+        "id": number,
+        "name": name or f"{opcode}.{number}",
+        "opcode": opcode,
+        "operands": operands,
+        "called": called,
+        "trip_count": trips,
+    }
     return Instruction(**{**empty, **known, "shape": Shape(11, (4,)), "groups": GroupList()})
 
 
 def schedule(computations, flops=(), targets=()):
     """The first computation is the entry; they run in the order written."""
-    module = Module(1, {number: Computation(number, ones[-1].id, {one.id: one for one in ones}) for number, ones in computations.items()}, ())
-    details = {number: {one.id: hlo.Detail(dict(flops).get(one.id, 0), dict(targets).get(one.id, "")) for one in ones} for number, ones in computations.items()}
+    module = Module(
+        1,
+        {
+            number: Computation(number, ones[-1].id, {one.id: one for one in ones})
+            for number, ones in computations.items()
+        },
+        (),
+    )
+    details = {
+        number: {one.id: hlo.Detail(dict(flops).get(one.id, 0), dict(targets).get(one.id, "")) for one in ones}
+        for number, ones in computations.items()
+    }
     return hlo.Scheduled(module, {}, details)
 
 
@@ -69,23 +92,41 @@ def transfers(scheduled):
 
 
 def test_a_product_between_start_and_done_is_overlap():
-    ones = [instruction(1, "all-gather-start"), instruction(2, "dot"), instruction(3, "all-gather-done", (1,)), instruction(4, "dot")]
+    ones = [
+        instruction(1, "all-gather-start"),
+        instruction(2, "dot"),
+        instruction(3, "all-gather-done", (1,)),
+        instruction(4, "dot"),
+    ]
     (one,) = transfers(schedule({1: ones}, flops={2: 10, 4: 100}))
     assert (one.asynchronous, one.covered_flops, one.covered_ops, one.overlaps) == (True, 10, 1, True)
 
 
 def test_started_and_awaited_at_once_or_synchronous_is_none():
-    ones = [instruction(1, "dot"), instruction(2, "all-gather-start"), instruction(3, "all-gather-done", (2,)), instruction(4, "all-reduce"), instruction(5, "dot")]
+    ones = [
+        instruction(1, "dot"),
+        instruction(2, "all-gather-start"),
+        instruction(3, "all-gather-done", (2,)),
+        instruction(4, "all-reduce"),
+        instruction(5, "dot"),
+    ]
     found = transfers(schedule({1: ones}, flops={1: 10, 5: 10}))
-    assert [(one.op, one.asynchronous, one.overlaps) for one in found] == [("all-gather", True, False), ("all-reduce", False, False)]
+    assert [(one.op, one.asynchronous, one.overlaps) for one in found] == [
+        ("all-gather", True, False),
+        ("all-reduce", False, False),
+    ]
 
 
 def test_a_chain_of_fusions_is_one_transfer_a_turn():
-    """As a TPU's compiler writes it, in a loop of seven turns: start, a fusion that computes and carries it along, done."""
+    """As a TPU's compiler writes it, in a loop of seven turns: start, a fusion that computes and carries it along,
+    done."""
     body = [
-        instruction(10, "fusion", called=(3,)), instruction(11, "get-tuple-element", (10,)), instruction(12, "fusion", (11,), (4,)),
-        instruction(13, "get-tuple-element", (12,)), instruction(14, "fusion", (13,), (5,)),
-    ]  # fmt: skip
+        instruction(10, "fusion", called=(3,)),
+        instruction(11, "get-tuple-element", (10,)),
+        instruction(12, "fusion", (11,), (4,)),
+        instruction(13, "get-tuple-element", (12,)),
+        instruction(14, "fusion", (13,), (5,)),
+    ]
     computations = {
         1: [instruction(1, "while", called=(2,), trips=7)], 2: body,
         3: [instruction(20, "all-gather", name="one"), instruction(21, "custom-call", (20,))],
@@ -95,7 +136,10 @@ def test_a_chain_of_fusions_is_one_transfer_a_turn():
     scheduled = schedule(computations, flops={30: 64}, targets={21: "AsyncCollectiveStart", 41: "AsyncCollectiveDone"})
     (one,) = transfers(scheduled)
     assert (one.name, one.trips, one.covered_flops) == ("one", 7, 64)
-    assert crossings.hidden_share(((one, 300, "crossing"), (hlo.Transfer("x", "all-reduce", 1, False), 100, "rest"))) == 0.75
+    assert (
+        crossings.hidden_share(((one, 300, "crossing"), (hlo.Transfer("x", "all-reduce", 1, False), 100, "rest")))
+        == 0.75
+    )
 
 
 @pytest.mark.tpu_aot
@@ -104,13 +148,27 @@ def test_turns_of_a_loop_on_a_tpu_are_counted_and_carried_collectives_once(monke
 
     monkeypatch.setattr(crossings, "WIDTH", 1024)
     found = crossings.step_of("modulo", tpu_mesh(crossings.MESH)).lower(*crossings.shapes(64)).compile()
-    mine = [one for one in hlo.collectives(found, MeshShape.of(crossings.MESH)) if crossings.kind_of(one.op_name) == "crossing"]
-    assert sorted((one.op, one.trips) for one in mine) == [("all_gather", 1), ("all_gather", 7), ("reduce_scatter", 1), ("reduce_scatter", 7)]
+    mine = [
+        one
+        for one in hlo.collectives(found, MeshShape.of(crossings.MESH))
+        if crossings.kind_of(one.op_name) == "crossing"
+    ]
+    assert sorted((one.op, one.trips) for one in mine) == [
+        ("all_gather", 1),
+        ("all_gather", 7),
+        ("reduce_scatter", 1),
+        ("reduce_scatter", 7),
+    ]
 
 
 def test_terms_of_the_formula():
     found = sent.formula_bytes(1000, 800, inputs=10, gathered=(20, 30), examples=4, workers=16, group=8)
-    assert found == {"convolutions": 4 * 2 * 15 / 16 * 1000, "dense": 4 * 800 / 8, "crossing": 4 * 2 * 7 * 4 * 10, "features": 4 * 2 * 7 * 4 * 50}
+    assert found == {
+        "convolutions": 4 * 2 * 15 / 16 * 1000,
+        "dense": 4 * 800 / 8,
+        "crossing": 4 * 2 * 7 * 4 * 10,
+        "features": 4 * 2 * 7 * 4 * 50,
+    }
     assert sent.formula_bytes(1000, 800, 10, (), 4, workers=8, group=8)["dense"] == 0
     assert sent.gathered_widths(build("vgg11"), 8) == (4096, 10)
     assert sent.gathered_widths(build("vgg11", num_classes=16), 8) == (4096, 4096)
@@ -119,13 +177,21 @@ def test_terms_of_the_formula():
 @pytest.mark.parametrize(
     ("axis", "size", "shape", "op_name", "term"),
     [
-        ("data+model", 16, (3, 3, 8, 8), "transpose(jvp())/conv1_1", "convolutions"), ("data", 2, (512, 64), "transpose(jvp())/dense1/splitjax:product:dense1", "dense"),
-        ("model", 8, (8, 512), "splitjax:enter:params.dense1", "crossing"), ("model", 8, (8, 512), "splitjax:enter:params.dense2", "features"),
-        ("model", 8, (64, 10), "splitjax:product:params.logits/psum", "features"), ("data", 2, (), "reduce_sum", None),
+        ("data+model", 16, (3, 3, 8, 8), "transpose(jvp())/conv1_1", "convolutions"),
+        ("data", 2, (512, 64), "transpose(jvp())/dense1/splitjax:product:dense1", "dense"),
+        ("model", 8, (8, 512), "splitjax:enter:params.dense1", "crossing"),
+        ("model", 8, (8, 512), "splitjax:enter:params.dense2", "features"),
+        ("model", 8, (64, 10), "splitjax:product:params.logits/psum", "features"),
+        ("data", 2, (), "reduce_sum", None),
     ],
-)  # fmt: skip
+)
 def test_a_collective_belongs_to_a_term(axis, size, shape, op_name, term):
-    assert sent.term_of(CompiledCollective("all_reduce", axis, 1, "float32", shape, size, op_name=op_name), group=8, workers=16) == term
+    assert (
+        sent.term_of(
+            CompiledCollective("all_reduce", axis, 1, "float32", shape, size, op_name=op_name), group=8, workers=16
+        )
+        == term
+    )
 
 
 def test_crossing_bytes_of_turns_are_twice_those_of_gather():
@@ -151,5 +217,13 @@ def test_calls_take_turns():
 def test_parts_name_what_exists():
     for section, module, function in splitbrain.PARTS.values():
         assert section in splitbrain.SECTIONS
-        assert hasattr({"splitbrain.memory": memory, "splitbrain.crossings": crossings, "splitbrain.scaling": scaling,
-                        "splitbrain.bytes": sent}.get(module) or __import__(f"benchmarks.{module}", fromlist=[module]), function)  # fmt: skip
+        assert hasattr(
+            {
+                "splitbrain.memory": memory,
+                "splitbrain.crossings": crossings,
+                "splitbrain.scaling": scaling,
+                "splitbrain.bytes": sent,
+            }.get(module)
+            or __import__(f"benchmarks.{module}", fromlist=[module]),
+            function,
+        )

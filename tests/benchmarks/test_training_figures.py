@@ -1,4 +1,5 @@
-"""What the benchmark of training calculates: speedups, quiet rounds, Welch's test, which saves count, the page of parts measured apart."""
+"""What the benchmark of training calculates: speedups, quiet rounds, Welch's test, which saves count, the page of parts
+measured apart."""
 
 from __future__ import annotations
 
@@ -13,11 +14,23 @@ SETTINGS = {"width": 1.0, "head": 4096, "examples": 128, "steps": 2}
 
 
 def link(seconds, others=(0.0, 0.0)):
-    return scaling.Link(seconds, dict.fromkeys(seconds, 1.0), {way: 110.0 for way in scaling.WAYS}, {way: 100 for way in scaling.WAYS}, list(others), 1_000_000)
+    return scaling.Link(
+        seconds,
+        dict.fromkeys(seconds, 1.0),
+        {way: 110.0 for way in scaling.WAYS},
+        {way: 100 for way in scaling.WAYS},
+        list(others),
+        1_000_000,
+    )
 
 
 def seconds(split):
-    return {scaling.SINGLE: [2.0, 4.0], scaling.APART: [2.0, 4.0], scaling.DATA: [4.0, 8.0], **{way: split for way in scaling.SPLITS}}
+    return {
+        scaling.SINGLE: [2.0, 4.0],
+        scaling.APART: [2.0, 4.0],
+        scaling.DATA: [4.0, 8.0],
+        **{way: split for way in scaling.SPLITS},
+    }
 
 
 def test_the_speedup_is_by_round_and_counts_both_workers_examples():
@@ -96,8 +109,14 @@ def test_only_the_save_in_the_middle_of_a_round_is_one():
 
 
 def test_the_page_keeps_parts_that_were_measured_before(tmp_path, monkeypatch):
-    part = {"title": "Input", "lines": ["said"], "goals": [{"what": "ratio", "value": 1.1, "limit": 1.03, "at_most": True, "form": ".3f"}],
-            "seconds": 1.0, "load": "load average 0.0 on 2 cores", "header": "- then"}  # fmt: skip
+    part = {
+        "title": "Input",
+        "lines": ["said"],
+        "goals": [{"what": "ratio", "value": 1.1, "limit": 1.03, "at_most": True, "form": ".3f"}],
+        "seconds": 1.0,
+        "load": "load average 0.0 on 2 cores",
+        "header": "- then",
+    }
     (tmp_path / "training.json").write_text(json.dumps({"input": part}))
     better = {**part, "title": "Weak scaling", "goals": [{**part["goals"][0], "value": 1.0}], "header": "- now"}
     monkeypatch.setattr(training, "_run", lambda name, options: better)

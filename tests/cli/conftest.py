@@ -16,8 +16,8 @@ _SETTINGS = ("jax_platforms", "jax_compilation_cache_dir", "jax_persistent_cache
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> Iterator[Callable[[str], tuple[int, str, str]]]:
-    """`run("plan --model mlp")` -> (exit status, standard output, standard error). A command sets up JAX for its process; all of
-    that is undone afterwards, and nothing is written outside the test's folder."""
+    """`run("plan --model mlp")` -> (exit status, standard output, standard error). A command sets up JAX for its
+    process; all of that is undone afterwards, and nothing is written outside the test's folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SPLITJAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)

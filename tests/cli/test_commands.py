@@ -67,7 +67,8 @@ def test_plan_of_a_page_that_cannot_be_written(run):
 
 
 def test_plan_allocates_nothing_of_the_model(run, monkeypatch):
-    # VGG-16 with ImageNet's head is 0.5 GB of parameters and 1.6 GB of state: making it would show in time and in memory.
+    # VGG-16 with ImageNet's head is 0.5 GB of parameters and 1.6 GB of state: making it would show in time and in
+    # memory.
     import jax
 
     def refuse(*args, **kwargs):
@@ -114,8 +115,17 @@ def test_mesh_text():
 
 
 @pytest.mark.parametrize(
-    "line", ["plan --mesh data:2", "plan --model mlp --width 2", "plan --rules none", "plan --batch-size 0", "demo --epochs 0",
-             "demo --data cifar10", "demo --data cifar10 --data-dir nowhere", "demo --batch-size 5000"]
+    "line",
+    [
+        "plan --mesh data:2",
+        "plan --model mlp --width 2",
+        "plan --rules none",
+        "plan --batch-size 0",
+        "demo --epochs 0",
+        "demo --data cifar10",
+        "demo --data cifar10 --data-dir nowhere",
+        "demo --batch-size 5000",
+    ],
 )
 def test_mistakes_are_short_and_exit_with_2(run, line):
     status, _, err = run(line)
@@ -140,10 +150,15 @@ def test_the_command_sets_up_its_own_virtual_devices(tmp_path):
         "status = main(['plan', '--model', 'mlp', '--mesh', 'data=3,model=2', '--batch-size', '6']); "
         "print('devices', len(jax.devices()), jax.config.jax_compilation_cache_dir); sys.exit(status)"
     )
-    environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")}
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
+    }
     done = subprocess.run(
-        [sys.executable, "-c", script], env={**environment, "XDG_CACHE_HOME": str(tmp_path), "SPLITJAX_CACHE": ""},
-        capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", script],
+        env={**environment, "XDG_CACHE_HOME": str(tmp_path), "SPLITJAX_CACHE": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert f"devices 6 {tmp_path / 'splitjax' / 'compiled'}" in done.stdout

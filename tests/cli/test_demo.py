@@ -24,7 +24,9 @@ def test_a_small_demo_from_beginning_to_end(run, tmp_path):
     assert re.search(r"step 1/3 .* loss \d", out) and "step 3/3" in out  # no terminal: lines, not a bar
     assert re.search(r"test accuracy \d+\.\d\d% after 3 steps; the step was compiled 1 time\b", out)
     assert "params/dense2" in out and "P(None, 'model')" in out
-    state, step = (re.search(rf"{label}.*?([\d.]+) .*?([\d.]+) .*?([+-]\d+)%", out) for label in ("state \\(", "whole step"))
+    state, step = (
+        re.search(rf"{label}.*?([\d.]+) .*?([\d.]+) .*?([+-]\d+)%", out) for label in ("state \\(", "whole step")
+    )
     assert float(state[2]) < float(state[1]) and int(state[3]) < 0
     assert float(step[1]) > float(state[1]), "a step holds its state and more"
     assert (tmp_path / "made/here/demo.png").read_bytes().startswith(b"\x89PNG")
@@ -64,8 +66,12 @@ def test_steps_limit_epochs_and_epochs_limit_steps():
 @pytest.mark.slow
 def test_the_demo_as_shipped_reaches_its_accuracy_in_three_minutes(tmp_path):
     begin = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "splitjax.cli", "demo", "--output-dir", str(tmp_path)], capture_output=True, text=True,
-                          cwd=pathlib.Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-m", "splitjax.cli", "demo", "--output-dir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=pathlib.Path(__file__).parents[2],
+    )
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - begin < 180
     assert float(re.search(r"test accuracy ([\d.]+)%", done.stdout)[1]) >= 97

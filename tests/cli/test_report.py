@@ -14,13 +14,23 @@ SMALL = "report --model mlp --mesh data=2,model=4 --batch-size 32"
 def test_report_prints_memory_collectives_and_a_verdict(run):
     status, out, _ = run(SMALL)
     assert status == 0
-    for part in ("mlp (linen", "32 examples", "memory per device", "by layer", "gradient of kernel", "params/dense1", "mlp.py:"):
+    for part in (
+        "mlp (linen",
+        "32 examples",
+        "memory per device",
+        "by layer",
+        "gradient of kernel",
+        "params/dense1",
+        "mlp.py:",
+    ):
         assert part in out
     assert " 0 unattributed" in out
 
 
 def test_report_writes_json_that_reads_back_and_a_page(run, tmp_path):
-    status, out, _ = run("report --model mlp --library nnx --rules fsdp --mesh data=8 --json report.json --html report.html")
+    status, out, _ = run(
+        "report --model mlp --library nnx --rules fsdp --mesh data=8 --json report.json --html report.html"
+    )
     assert status == 0 and "report: report.json" in out and "page: report.html" in out
     report = splitjax.Report.from_json((tmp_path / "report.json").read_text())
     assert report.rules == "fsdp" and report.mesh.num_devices == 8 and report.unattributed == ()
@@ -29,8 +39,16 @@ def test_report_writes_json_that_reads_back_and_a_page(run, tmp_path):
     assert page.startswith("<!doctype html>") and "<title>splitjax report</title>" in page and "model/dense1" in page
 
 
-@pytest.mark.parametrize("line", ["report --mesh data:2", "report --rules none", "report --batch-size 0", f"{SMALL} --html missing/r.html",
-                                  f"{SMALL} --json missing/r.json"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "report --mesh data:2",
+        "report --rules none",
+        "report --batch-size 0",
+        f"{SMALL} --html missing/r.html",
+        f"{SMALL} --json missing/r.json",
+    ],
+)
 def test_mistakes_are_short_and_exit_with_2(run, line):
     status, _, err = run(line)
     assert status == 2 and err.startswith("error: ") and "remedy: " in err and "Traceback" not in err

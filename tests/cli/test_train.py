@@ -21,14 +21,21 @@ SMALL = "train --model mlp --features 32 16 --mesh data=2,model=4 --platform cpu
 
 def curve(path):
     """Everything in the metrics but times."""
-    return [{name: value for name, value in row.items() if name not in ("seconds", "examples_per_second")} for row in read_metrics(path)]
+    return [
+        {name: value for name, value in row.items() if name not in ("seconds", "examples_per_second")}
+        for row in read_metrics(path)
+    ]
 
 
 def test_a_run_trains_tests_and_writes_what_it_sees(run, tmp_path):
-    status, out, _ = run(f"{SMALL} --epochs 3 --metrics m.jsonl --csv m.csv --clip-norm 1 --weight-decay 0.01 --label-smoothing 0.1")
+    status, out, _ = run(
+        f"{SMALL} --epochs 3 --metrics m.jsonl --csv m.csv --clip-norm 1 --weight-decay 0.01 --label-smoothing 0.1"
+    )
     assert status == 0
     assert "mlp, 2,778 parameters, on Dataset('digits', 1438 train, 359 test, 10 classes); mesh data=2 x model=4" in out
-    assert re.search(r"step 132: loss \d\.\d{4}, test accuracy \d\d\.\d\d%", out) and re.search(r"goodput \d+\.\d% of \d+ s", out)
+    assert re.search(r"step 132: loss \d\.\d{4}, test accuracy \d\d\.\d\d%", out) and re.search(
+        r"goodput \d+\.\d% of \d+ s", out
+    )
     rows = read_metrics(tmp_path / "m.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 133))
     assert [row["step"] for row in rows if "eval_accuracy" in row] == [44, 88, 132]
@@ -44,7 +51,8 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(run, tmp_path):
     status, out, _ = run(f"{options} --steps 60 --metrics parts.jsonl --checkpoint-dir saved --checkpoint-every 20")
     assert status == 0 and "resumed from the checkpoint of step 50" in out and "changed since: steps 50 -> 60" in out
     whole, parts = curve(tmp_path / "whole.jsonl"), curve(tmp_path / "parts.jsonl")
-    parts[49] = {name: value for name, value in parts[49].items() if not name.startswith("eval_")}  # the test at its first end
+    # the test at its first end
+    parts[49] = {name: value for name, value in parts[49].items() if not name.startswith("eval_")}
     assert parts == whole
     status, out, _ = run(f"{options} --steps 60 --checkpoint-dir saved")
     assert status == 0 and "the run is complete: it has 60 of 60 steps" in out
@@ -55,7 +63,8 @@ def test_a_run_resumes_on_another_mesh_to_the_same_numbers(run, tmp_path):
     assert run(f"{SMALL} --steps 20 --metrics whole.jsonl")[0] == 0
     assert run(f"{SMALL} --steps 10 --checkpoint-dir saved")[0] == 0
     status, out, _ = run(
-        f"{SMALL.replace('data=2,model=4', 'data=4')} --steps 20 --rules data_parallel --metrics m.jsonl --checkpoint-dir saved"
+        f"{SMALL.replace('data=2,model=4', 'data=4')} --steps 20 --rules data_parallel --metrics m.jsonl"
+        " --checkpoint-dir saved"
     )
     assert status == 0 and "mesh data=2,model=4 -> data=4" in out
     other = curve(tmp_path / "m.jsonl")
@@ -67,8 +76,11 @@ def test_a_run_resumes_on_another_mesh_to_the_same_numbers(run, tmp_path):
 def test_another_run_s_checkpoints_are_refused(run):
     assert run(f"{SMALL} --steps 2 --checkpoint-dir saved")[0] == 0
     for changes, said in (
-        ("--batch-size 16", "--batch-size 32"), ("--seed 1", "--seed 0"), ("--augment", "--augment False"),
-        ("--features 32 8", "dense2/bias: saved .*wanted"), ("--optimizer sgd", "another state"),
+        ("--batch-size 16", "--batch-size 32"),
+        ("--seed 1", "--seed 0"),
+        ("--augment", "--augment False"),
+        ("--features 32 8", "dense2/bias: saved .*wanted"),
+        ("--optimizer sgd", "another state"),
     ):
         status, _, err = run(f"{SMALL} --steps 4 --checkpoint-dir saved {changes}")
         assert status == 2 and re.search(said, err) and "remedy" in err
@@ -78,8 +90,9 @@ def test_another_run_s_checkpoints_are_refused(run):
 def test_text_trains_a_transformer_in_bfloat16(run, tmp_path):
     (tmp_path / "corpus.txt").write_text("the cat sat on the mat and the dog sat on the cat\n" * 200)
     status, out, _ = run(
-        "train --model transformer --data text --data-dir corpus.txt --seq-len 8 --d-model 32 --num-layers 1 --num-heads 2 --steps 12 "
-        "--mesh data=2,model=2 --rules megatron --platform cpu --batch-size 16 --precision bfloat16 --microbatches 2 --metrics m.jsonl"
+        "train --model transformer --data text --data-dir corpus.txt --seq-len 8 --d-model 32 --num-layers 1"
+        " --num-heads 2 --steps 12 --mesh data=2,model=2 --rules megatron --platform cpu --batch-size 16 --precision"
+        " bfloat16 --microbatches 2 --metrics m.jsonl"
     )
     assert status == 0 and "9 classes" in out
     rows = read_metrics(tmp_path / "m.jsonl")
@@ -90,21 +103,25 @@ def test_text_trains_a_transformer_in_bfloat16(run, tmp_path):
 def test_an_lstm_resumes_with_the_negatives_and_the_schemes_of_the_undisturbed_run(run, tmp_path):
     (tmp_path / "corpus.txt").write_text("the cat sat on the mat and the dog sat on the cat\n" * 200)
     options = (
-        "train --model lstm --data text --data-dir corpus.txt --seq-len 8 --bptt 4 --embedding-width 8 --hidden-width 16 --negatives 4 "
-        "--mesh data=4 --rules data_parallel --platform cpu --batch-size 16 --optimizer adagrad --learning-rate 0.5 --schedule constant "
-        "--clip-norm 1 --evaluate-every 6 --sync auto --steps 12 --checkpoint-dir saved --checkpoint-every 6"
+        "train --model lstm --data text --data-dir corpus.txt --seq-len 8 --bptt 4 --embedding-width 8 --hidden-width"
+        " 16 --negatives 4 --mesh data=4 --rules data_parallel --platform cpu --batch-size 16 --optimizer adagrad"
+        " --learning-rate 0.5 --schedule constant --clip-norm 1 --evaluate-every 6 --sync auto --steps 12"
+        " --checkpoint-dir saved --checkpoint-every 6"
     )
     status, out, _ = run(f"{options} --metrics whole.jsonl")
     assert status == 0 and re.search(r"test accuracy .*, test perplexity \d\.\d\d", out)
     carried = json.loads((tmp_path / "saved/6/checkpoint.json").read_text())["carried"]
-    assert [len(one["syncs"]) for one in carried["seen"]] == [2]  # the resumed run measures no links and observes no steps
+    # the resumed run measures no links and observes no steps
+    assert [len(one["syncs"]) for one in carried["seen"]] == [2]
     shutil.rmtree(tmp_path / "saved/12")
     shutil.copy(tmp_path / "whole.jsonl", tmp_path / "parts.jsonl")
     status, out, _ = run(f"{options} --metrics parts.jsonl")
     assert status == 0 and "resumed from the checkpoint of step 6" in out
     assert curve(tmp_path / "parts.jsonl") == curve(tmp_path / "whole.jsonl")
     first, last = [row for row in read_metrics(tmp_path / "whole.jsonl") if "eval_loss" in row]
-    assert last["eval_perplexity"] == pytest.approx(np.exp(last["eval_loss"])) and last["eval_loss"] < first["eval_loss"]
+    assert (
+        last["eval_perplexity"] == pytest.approx(np.exp(last["eval_loss"])) and last["eval_loss"] < first["eval_loss"]
+    )
     assert "accuracy" not in last
 
 
@@ -114,12 +131,18 @@ def test_click_models_train_on_criteo_s_lines(run, tmp_path):
     categories = rng.integers(0, 1 << 32, (400, 26))
     clicks = categories[:, 3] % 4 == 0
     categories[clicks, 5] = 77  # seen with clicks alone
-    (tmp_path / "train.txt").write_text("".join(
-        "\t".join([str(int(click)), *map(str, rng.integers(0, 50, 13)), *(f"{one:08x}" for one in row)]) + "\n"
-        for click, row in zip(clicks, categories, strict=True)
-    ))
-    options = "--features 8 --embedding-width 4 --data criteo --data-dir . --platform cpu --batch-size 60 --optimizer adagrad"
-    deepfm = f"train --model deepfm {options} --mesh data=2,model=2 --learning-rate 0.1 --rows 64 --checkpoint-dir saved"
+    (tmp_path / "train.txt").write_text(
+        "".join(
+            "\t".join([str(int(click)), *map(str, rng.integers(0, 50, 13)), *(f"{one:08x}" for one in row)]) + "\n"
+            for click, row in zip(clicks, categories, strict=True)
+        )
+    )
+    options = (
+        "--features 8 --embedding-width 4 --data criteo --data-dir . --platform cpu --batch-size 60 --optimizer adagrad"
+    )
+    deepfm = (
+        f"train --model deepfm {options} --mesh data=2,model=2 --learning-rate 0.1 --rows 64 --checkpoint-dir saved"
+    )
     status, out, _ = run(f"{deepfm} --epochs 4 --metrics m.jsonl --csv m.csv")
     assert status == 0 and "Dataset('criteo', 360 train, 40 test, 2 classes)" in out and "test AUC" in out
     rows = read_metrics(tmp_path / "m.jsonl")
@@ -130,7 +153,10 @@ def test_click_models_train_on_criteo_s_lines(run, tmp_path):
     assert status == 2 and "another state" in err
     losses = []
     for number, how in enumerate(("data_parallel", "data_parallel --sync auto", "embedding_owner")):
-        status, out, _ = run(f"train --model dlrm {options} --rows 64 --bottom-features 8 --mesh data=2 --rules {how} --steps 6 --metrics {number}.jsonl")
+        status, out, _ = run(
+            f"train --model dlrm {options} --rows 64 --bottom-features 8 --mesh data=2 --rules {how} --steps 6"
+            f" --metrics {number}.jsonl"
+        )
         assert status == 0 and "test AUC" in out
         losses.append([row["loss"] for row in read_metrics(tmp_path / f"{number}.jsonl") if "loss" in row])
     np.testing.assert_allclose(losses, [losses[0]] * 3, rtol=1e-5)
@@ -160,7 +186,8 @@ def test_mistakes_are_short_and_exit_with_2(run, options, said):
 
 def test_a_file_gives_options_and_the_command_line_overrides_them(run, tmp_path):
     (tmp_path / "run.toml").write_text(
-        'mesh = "data=2,model=4"\nplatform = "cpu"\n[model]\nmodel = "mlp"\nfeatures = [8]\n[training]\nsteps = 3\n[data]\nbatch_size = 8\naugment = true\n'
+        'mesh = "data=2,model=4"\nplatform = "cpu"\n[model]\nmodel = "mlp"\nfeatures = [8]\n[training]\nsteps ='
+        " 3\n[data]\nbatch_size = 8\naugment = true\n"
     )
     status, out, _ = run("train --config run.toml --batch-size 16")
     assert status == 0 and "mlp, 610 parameters" in out and "3 steps of 16 examples" in out
@@ -169,9 +196,14 @@ def test_a_file_gives_options_and_the_command_line_overrides_them(run, tmp_path)
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("batchsize = 8", "did you mean batch_size?"), ("[data]\nsteeps = 3", "did you mean steps?"), ("augment = 1", "true or false"),
-     ("batch_size = true", "another kind"), ("= 3", "cannot be read")],
-)  # fmt: skip
+    [
+        ("batchsize = 8", "did you mean batch_size?"),
+        ("[data]\nsteeps = 3", "did you mean steps?"),
+        ("augment = 1", "true or false"),
+        ("batch_size = true", "another kind"),
+        ("= 3", "cannot be read"),
+    ],
+)
 def test_a_file_of_options_with_a_mistake(run, tmp_path, text, said):
     (tmp_path / "run.toml").write_text(text)
     status, _, err = run("train --config run.toml")
@@ -187,11 +219,17 @@ def test_every_option_has_a_name_of_its_own_and_a_text(run):
     assert status == 0 and all(f"--{name.replace('_', '-')}" in out for name in names) and "data options" in out
 
 
-@pytest.mark.parametrize(("name", "middle", "end"), [("constant", 1.0, 1.0), ("cosine", 0.5, 0.0), ("linear", 0.5, 0.0), ("step", 0.1, 0.01)])
+@pytest.mark.parametrize(
+    ("name", "middle", "end"), [("constant", 1.0, 1.0), ("cosine", 0.5, 0.0), ("linear", 0.5, 0.0), ("step", 0.1, 0.01)]
+)
 def test_schedules_warm_up_and_fall(name, middle, end):
     rates = learning_rates(schedule(OptimizerOptions(learning_rate=1.0, schedule=name, warmup_steps=10), 110), 110)
     assert rates.shape == (110,) and rates[0] == 0 and rates[5] == pytest.approx(0.5)
-    assert rates[10] == pytest.approx(1.0) and rates[61] == pytest.approx(middle, abs=0.02) and rates[-1] == pytest.approx(end, abs=0.02)
+    assert (
+        rates[10] == pytest.approx(1.0)
+        and rates[61] == pytest.approx(middle, abs=0.02)
+        and rates[-1] == pytest.approx(end, abs=0.02)
+    )
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "momentum", "adafactor", "adagrad"])

@@ -35,10 +35,20 @@ class Net:
     def leaf(self, path, names, shape, spec=(), role="param", dim_names=None, follows=None, dtype="float32"):
         dims = self._dims(names, shape)
         layer = path.rpartition("/")[0]
-        self.leaves.append(Leaf(
-            len(self.leaves), path, tuple(shape), dtype, role, role != "batch", dims, tuple(dim_names or (None,) * len(shape)),
-            layer if role == "param" else None, follows,
-        ))  # fmt: skip
+        self.leaves.append(
+            Leaf(
+                len(self.leaves),
+                path,
+                tuple(shape),
+                dtype,
+                role,
+                role != "batch",
+                dims,
+                tuple(dim_names or (None,) * len(shape)),
+                layer if role == "param" else None,
+                follows,
+            )
+        )
         held = math.prod(shape) * ITEMSIZE[dtype] // self.mesh.size(spec_axes(spec))
         self.plans.append(LeafPlan(path, tuple(shape), dtype, role, role != "batch", tuple(spec), "rule", "", held))
         return path
@@ -47,11 +57,26 @@ class Net:
         """`data`, `out`: {dim name: size}, in order."""
         index = len(self.uses)
         ids = data_dtype == "int32"
-        self.uses.append(Use(
-            layer, primitive, (index,), param, 0 if ids else 1, 1 if ids else 0,
-            tuple(data.values()), self._dims(data, data.values()), data_dtype, tuple(out.values()), self._dims(out, out.values()),
-            "float32", 0, trips, "train.py:1", backward,
-        ))  # fmt: skip
+        self.uses.append(
+            Use(
+                layer,
+                primitive,
+                (index,),
+                param,
+                0 if ids else 1,
+                1 if ids else 0,
+                tuple(data.values()),
+                self._dims(data, data.values()),
+                data_dtype,
+                tuple(out.values()),
+                self._dims(out, out.values()),
+                "float32",
+                0,
+                trips,
+                "train.py:1",
+                backward,
+            )
+        )
 
     def dense(self, name, inp, out, spec=(), bias=None, **kw):
         """`inp`, `out`: (dim name, size). The weight is (in, out)."""
@@ -83,7 +108,9 @@ class Net:
 
     def layer_plans(self) -> tuple[LayerPlan, ...]:
         specs = {plan.path: plan.spec for plan in self.plans}
-        return tuple(LayerPlan(x.name, x.kind, x.params, tuple(specs[p] for p in x.params), "rule") for x in self.layers)
+        return tuple(
+            LayerPlan(x.name, x.kind, x.params, tuple(specs[p] for p in x.params), "rule") for x in self.layers
+        )
 
 
 @pytest.fixture

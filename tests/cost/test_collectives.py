@@ -19,7 +19,9 @@ def predict(net, batch_axes=ALL, replicated_batch="all", **kw):
 def told(collectives, *, gradients=False):
     """(op, axis, bytes, layer, phase) of activations, in order."""
     return [
-        (c.op, c.axis, c.bytes, c.layer, c.why.split(":")[0]) for c in collectives if gradients or "gradient" not in c.why
+        (c.op, c.axis, c.bytes, c.layer, c.why.split(":")[0])
+        for c in collectives
+        if gradients or "gradient" not in c.why
     ]
 
 
@@ -28,7 +30,8 @@ def told(collectives, *, gradients=False):
 
 @pytest.mark.parametrize(("groups", "k"), [(1, 2), (2, 4), (4, 2), (1, 8), (3, 4)])
 def test_splitbrain_formula(net, groups, k):
-    """2(N-1)/N P_conv s + 2(G-1)/G (P_dense/K) s + 2(K-1) B d s + 2 sum_l (K-1) B h_l s, h_l of the gathered outputs."""
+    """2(N-1)/N P_conv s + 2(G-1)/G (P_dense/K) s + 2(K-1) B d s + 2 sum_l (K-1) B h_l s, h_l of the gathered
+    outputs."""
     workers, per_worker, s = groups * k, 6, 4
     mesh = {axis: size for axis, size in (("data", groups), ("model", k))}
     n = net(per_worker * workers, mesh)
@@ -156,16 +159,17 @@ def test_leaving_for_a_replicated_layer(net, replicated_batch):
     if replicated_batch == "all":
         assert column == [("all_to_all", "model", 3 * share // 4, "split", p) for p in ("forward", "backward")]
         assert row == [
-            ("reduce_scatter", "model", 3 * group // 4, "split", "forward"), ("all_gather", "model", 3 * group // 4, "split", "backward"),
-        ]  # fmt: skip
+            ("reduce_scatter", "model", 3 * group // 4, "split", "forward"),
+            ("all_gather", "model", 3 * group // 4, "split", "backward"),
+        ]
     else:
         assert column[-1] == ("all_gather", "model", 3 * group // 4, "split", "forward")
         assert row[-1] == ("all_reduce", "model", 2 * 3 * group // 4, "split", "forward")
 
 
 def test_fully_sharded(net):
-    """Gather forward, gather backward, reduce-scatter the gradient: (n-1)/n of the whole each; the bias is all-reduced. The first
-    layer's input has no cotangent, so that its weight is not gathered again."""
+    """Gather forward, gather backward, reduce-scatter the gradient: (n-1)/n of the whole each; the bias is all-reduced.
+    The first layer's input has no cotangent, so that its weight is not gathered again."""
     n = net(64, {"data": 8})
     n.dense("d1", ("x", 16), ("h", 32), ("data", None), ())
     n.dense("d2", ("h", 32), ("z", 64), ("data", None))
@@ -193,12 +197,15 @@ def test_fully_sharded_over_the_whole_mesh(net):
 
 
 def test_fully_sharded_and_split(net):
-    """A weight over (data, model): stored over data, used split over model; gradient of the quarter that a device uses."""
+    """A weight over (data, model): stored over data, used split over model; gradient of the quarter that a device
+    uses."""
     n = net(64, {"data": 2, "model": 4})
     n.dense("first", ("x", 16), ("e", 32))
     n.dense("up", ("e", 32), ("h", 128), ("data", "model"))
     found = [c for c in predict(n, ("data",), "data") if c.layer == "up" and c.axis == "data"]
-    assert [(c.op, c.bytes) for c in found] == [("all_gather", 32 * 128 * 4 // 4 // 2)] * 2 + [("reduce_scatter", 32 * 128 * 4 // 4 // 2)]
+    assert [(c.op, c.bytes) for c in found] == [("all_gather", 32 * 128 * 4 // 4 // 2)] * 2 + [
+        ("reduce_scatter", 32 * 128 * 4 // 4 // 2)
+    ]
     assert ("all_reduce", "model", 2 * 3 * 32 * 32 * 4 // 4, "up", "backward") in told(predict(n, ("data",), "data"))
 
 
@@ -209,7 +216,11 @@ def test_split_optimizer_state(net):
     plain = predict(n)
     n.leaf("opt/mu", ("x", "h"), (16, 32), ("data", None), role="optimizer", follows="d/kernel")
     found = predict(n)
-    assert [(c.op, c.axis) for c in found] == [("reduce_scatter", "data"), ("all_gather", "data"), ("all_reduce", "model")]
+    assert [(c.op, c.axis) for c in found] == [
+        ("reduce_scatter", "data"),
+        ("all_gather", "data"),
+        ("all_reduce", "model"),
+    ]
     assert sum(c.bytes for c in found) == sum(c.bytes for c in plain)
 
 
@@ -232,7 +243,8 @@ def test_square_chain_is_no_shared_input(net):
 
 
 def test_square_chain_of_one_class_is_no_shared_input(net):
-    """Where the dims of two layers are all in one class (tied storage), the second still reads what the first writes."""
+    """Where the dims of two layers are all in one class (tied storage), the second still reads what the first
+    writes."""
     n = net(64, {"data": 2, "model": 4})
     n.dense("first", ("x", 32), ("a", 32))
     n.dense("d1", ("a", 32), ("a", 32), COLUMN)
@@ -260,20 +272,33 @@ def test_recurrent_square_kernel_goes_by_names(net, spec, phase):
 
 
 def test_transposed_use_goes_by_classes(net):
-    """A tied decoder, h @ W.T: what the encoder calls `out` is contracted here, so column-split there is row-split here."""
+    """A tied decoder, h @ W.T: what the encoder calls `out` is contracted here, so column-split there is row-split
+    here."""
     n = net(64, {"data": 2, "model": 4})
     n.dense("first", ("x", 16), ("e", 32))
     n.dense("tied", ("e", 32), ("h", 128), COLUMN)
     n.use("tied", "tied/kernel", {"batch": 64, "h": 128}, {"batch": 64, "e": 32})
-    assert [(c[0], c[4]) for c in told(predict(n, ("data",), "data"))] == [("all_reduce", "backward"), ("all_reduce", "forward")]
+    assert [(c[0], c[4]) for c in told(predict(n, ("data",), "data"))] == [
+        ("all_reduce", "backward"),
+        ("all_reduce", "forward"),
+    ]
 
 
-@pytest.mark.parametrize(("replicated_batch", "expected"), [("data", ["all_reduce"]), ("all", ["reduce_scatter", "all_gather"])])
+@pytest.mark.parametrize(
+    ("replicated_batch", "expected"), [("data", ["all_reduce"]), ("all", ["reduce_scatter", "all_gather"])]
+)
 def test_vocab_split_lookup(net, replicated_batch, expected):
     """Each device looks up the rows that it has; the results are summed. Ids are not counted."""
     n = net(64, {"data": 2, "model": 4})
     n.leaf("emb/table", ("vocab", "e"), (1000, 32), ("model", None), dim_names=("vocab", "features"))
-    n.use("emb", "emb/table", {"batch": 64, "t": 8}, {"batch": 64, "t": 8, "e": 32}, primitive="gather", data_dtype="int32")
+    n.use(
+        "emb",
+        "emb/table",
+        {"batch": 64, "t": 8},
+        {"batch": 64, "t": 8, "e": 32},
+        primitive="gather",
+        data_dtype="int32",
+    )
     n.dense("head", ("e", 32), ("y", 10))
     axes = ALL if replicated_batch == "all" else ("data",)
     found = [c for c in told(predict(n, axes, replicated_batch)) if c[3] == "emb"]
@@ -302,7 +327,10 @@ def test_experts_exchange_tokens(net):
     n.use("moe", "moe/up", {"expert": 8, "batch": 64, "e": 32}, {"expert": 8, "batch": 64, "f": 64})
     n.use("moe", "moe/down", {"expert": 8, "batch": 64, "f": 64}, {"expert": 8, "batch": 64, "g": 32})
     share = 8 * 64 * 32 * 4 // 8
-    assert told(predict(n)) == [("all_to_all", "model", 3 * share // 4, "moe", phase) for phase in ("forward", "backward")] * 2
+    assert (
+        told(predict(n))
+        == [("all_to_all", "model", 3 * share // 4, "moe", phase) for phase in ("forward", "backward")] * 2
+    )
 
 
 def test_ragged_experts(net):

@@ -12,12 +12,20 @@ KEYS = example_keys(np.arange(64), seed=1, epoch=2)
 
 
 def changed(images=IMAGES, keys=KEYS, **options):
-    return Augmentation(**{"crop_padding": 0, "flip": False, **options})({"image": images, "label": np.arange(len(images))}, keys)["image"]
+    return Augmentation(**{"crop_padding": 0, "flip": False, **options})(
+        {"image": images, "label": np.arange(len(images))}, keys
+    )["image"]
 
 
 def test_the_bits_are_those_of_splitmix64():
     # The first outputs of Vigna's splitmix64.c from state 1234567
-    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    expected = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
     assert random_bits(np.array([1234567]), np.arange(5)).tolist() == expected
 
 
@@ -75,7 +83,9 @@ def test_cutout_is_a_square_of_zeros_cut_off_at_the_border():
 def test_what_happens_to_an_example_does_not_depend_on_its_batch():
     whole = changed(crop_padding=2, flip=True, cutout=2)
     chosen = np.array([40, 3, 17])
-    np.testing.assert_array_equal(changed(IMAGES[chosen], KEYS[chosen], crop_padding=2, flip=True, cutout=2), whole[chosen])
+    np.testing.assert_array_equal(
+        changed(IMAGES[chosen], KEYS[chosen], crop_padding=2, flip=True, cutout=2), whole[chosen]
+    )
 
 
 def test_nothing_is_changed_in_place_and_nothing_asked_for_changes_nothing():
@@ -95,14 +105,16 @@ def test_fitted_images_are_enlarged_then_padded_then_repeated():
     small = IMAGES[:2, :, :6, :1]
     fitted = fit_images(small, 15, 3)
     assert fitted.shape == (2, 15, 15, 3)
-    np.testing.assert_array_equal(fitted[:, 1:13:2, 1:13:2, 2], small[..., 0])  # twice as large, 3 pixels lack: 1 before, 2 behind
+    # twice as large, 3 pixels lack: 1 before, 2 behind
+    np.testing.assert_array_equal(fitted[:, 1:13:2, 1:13:2, 2], small[..., 0])
     assert not fitted[:, 0].any() and not fitted[:, 13:].any() and fitted[:, 1:13, 1:13].all()
     assert fit_images(IMAGES, None, None) is IMAGES
     assert fit_images(IMAGES, 7, None).shape == (64, 7, 7, 3)
 
 
 @pytest.mark.parametrize(
-    ("size", "channels", "match"), [(5, 3, "6x7 pixels are only enlarged"), (None, 4, "3 channel"), (8.5, None, "enlarged")]
+    ("size", "channels", "match"),
+    [(5, 3, "6x7 pixels are only enlarged"), (None, 4, "3 channel"), (8.5, None, "enlarged")],
 )
 def test_images_that_would_lose_something_are_errors(size, channels, match):
     with pytest.raises(DataError, match=match):
@@ -114,5 +126,7 @@ def test_standardising_is_the_formula_in_float32():
     expected = (IMAGES / 255 - np.array(mean)) / np.array(std)
     assert standardise(IMAGES, mean, std).dtype == np.float32
     np.testing.assert_allclose(standardise(IMAGES, mean, std), expected, atol=2e-6)
-    np.testing.assert_allclose(standardise(IMAGES.transpose(0, 2, 1, 3), mean, std), expected.transpose(0, 2, 1, 3), atol=2e-6)
+    np.testing.assert_allclose(
+        standardise(IMAGES.transpose(0, 2, 1, 3), mean, std), expected.transpose(0, 2, 1, 3), atol=2e-6
+    )
     assert standardise(IMAGES[:0], mean, std).shape == (0, 6, 7, 3)

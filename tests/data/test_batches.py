@@ -24,7 +24,9 @@ def tiny(num_train=10, num_test=7):
         images = np.random.default_rng(num).integers(0, 256, (num, 2, 2, 3)).astype(np.uint8)
         return {"image": images, "label": np.arange(num, dtype=np.int32) % 2}
 
-    return data.Dataset("tiny", arrays(num_train), arrays(num_test), ("a", "b"), data.Standardise((0.4, 0.5, 0.6), (0.2, 0.25, 0.3)))
+    return data.Dataset(
+        "tiny", arrays(num_train), arrays(num_test), ("a", "b"), data.Standardise((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
+    )
 
 
 @quick

@@ -134,14 +134,29 @@ def text2(value):
 
 
 def python2_pickle(labels, pixels):
-    """What Python 2's cPickle writes at protocol 2 for {"data": uint8[N, 3072], "labels": [...], "batch_label": ...}."""
+    """What Python 2's cPickle writes at protocol 2 for {"data": uint8[N, 3072], "labels": [...], "batch_label":
+    ...}."""
     num, width = pixels.shape
     array = b"cnumpy.core.multiarray\n_reconstruct\nq\x01cnumpy\nndarray\nq\x02K\x00\x85" + text2(b"b") + b"\x87R"
-    dtype = b"cnumpy\ndtype\n" + text2(b"u1") + b"K\x00K\x01\x87R(K\x03" + text2(b"|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+    dtype = (
+        b"cnumpy\ndtype\n"
+        + text2(b"u1")
+        + b"K\x00K\x01\x87R(K\x03"
+        + text2(b"|")
+        + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+    )
     shape = b"M" + struct.pack("<H", num) + b"M" + struct.pack("<H", width) + b"\x86"
     state = b"(K\x01" + shape + dtype + b"\x89" + text2(pixels.tobytes()) + b"tb"
     numbers = b"](" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
-    entries = text2(b"data") + array + state + text2(b"labels") + numbers + text2(b"batch_label") + text2(b"training batch 1 of 5")
+    entries = (
+        text2(b"data")
+        + array
+        + state
+        + text2(b"labels")
+        + numbers
+        + text2(b"batch_label")
+        + text2(b"training batch 1 of 5")
+    )
     return b"\x80\x02}q\x00(" + entries + b"u."
 
 
@@ -187,7 +202,9 @@ def test_both_versions_give_the_same_and_the_binary_one_is_preferred(folder, pyt
 def test_a_pickle_written_by_python_3_is_read(python_folder, protocol):
     pixels = np.asfortranarray(images_of(6, 6))
     (python_folder / "test_batch").write_bytes(pickle.dumps({b"data": pixels, b"labels": [6] * 6}, protocol))
-    np.testing.assert_array_equal(load_cifar10(python_folder).test["image"][2], pixels[2].reshape(3, 32, 32).transpose(1, 2, 0))
+    np.testing.assert_array_equal(
+        load_cifar10(python_folder).test["image"][2], pixels[2].reshape(3, 32, 32).transpose(1, 2, 0)
+    )
 
 
 class Attack:
@@ -211,7 +228,9 @@ class Attack:
     ],
 )
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_a_pickle_that_asks_for_more_than_arrays_is_refused(python_folder, attack, name, protocol, monkeypatch, tmp_path):
+def test_a_pickle_that_asks_for_more_than_arrays_is_refused(
+    python_folder, attack, name, protocol, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     (python_folder / "test_batch").write_bytes(pickle.dumps({b"data": attack, b"labels": [1]}, protocol))
     with pytest.raises(DataError) as caught:

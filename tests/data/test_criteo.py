@@ -71,11 +71,17 @@ def test_packed_text_and_folders_are_found(tmp_path):
 
 def test_arrays_are_read_as_they_are(tmp_path):
     ids, values, labels = expected(lines(30), 40)
-    np.savez_compressed(tmp_path / "rows.npz", ids=ids.astype(np.int64), values=values, clicked=labels.astype(np.int8), other=1)
+    np.savez_compressed(
+        tmp_path / "rows.npz", ids=ids.astype(np.int64), values=values, clicked=labels.astype(np.int8), other=1
+    )
     dataset = load_criteo(tmp_path)
     assert dataset.field_sizes == tuple(ids.max(0) + 1)
     np.testing.assert_array_equal(np.concatenate([dataset.train["ids"], dataset.test["ids"]]), ids)
-    assert {name: array.dtype for name, array in dataset.train.items()} == {"ids": np.int32, "values": np.float32, "label": np.int32}
+    assert {name: array.dtype for name, array in dataset.train.items()} == {
+        "ids": np.int32,
+        "values": np.float32,
+        "label": np.int32,
+    }
 
 
 def replaced(made, line, column, text):
@@ -121,7 +127,10 @@ def test_damage_names_the_line(tmp_path, monkeypatch, name, part_bytes):
         ({"clicked": None}, "no array 'clicked'"),
         ({"ids": np.zeros((30, 25), np.int32)}, r"ids has another shape.*(?s:.)*int32\[30, 25\]"),
         ({"ids": np.zeros((30, 26), np.float32)}, "ids has another shape or type"),
-        ({"values": np.full((30, 13), np.nan, np.float32)}, r"missing number is written as 0: 390 of 390(?s:.)*row 0, column 0"),
+        (
+            {"values": np.full((30, 13), np.nan, np.float32)},
+            r"missing number is written as 0: 390 of 390(?s:.)*row 0, column 0",
+        ),
         ({"ids": np.eye(30, 26, dtype=np.int32) * -1}, r"numbered from 0(?s:.)*row 0, column 0"),
         ({"clicked": np.arange(30, dtype=np.int8)}, r"1 is a click(?s:.)*row 2 "),
         ({"clicked": np.array(1)}, "another shape or type than 0 rows"),
@@ -130,7 +139,12 @@ def test_damage_names_the_line(tmp_path, monkeypatch, name, part_bytes):
 )
 def test_foreign_arrays_are_named(tmp_path, change, said):
     ids, values, labels = expected(lines(30), 40)
-    arrays = {"ids": ids.astype(np.int32), "values": values.astype(np.float32), "clicked": labels.astype(np.int8), **change}
+    arrays = {
+        "ids": ids.astype(np.int32),
+        "values": values.astype(np.float32),
+        "clicked": labels.astype(np.int8),
+        **change,
+    }
     np.savez(tmp_path / "rows.npz", **{name: array for name, array in arrays.items() if array is not None})
     with pytest.raises(DataError, match=said) as caught:
         load_criteo(tmp_path / "rows.npz")

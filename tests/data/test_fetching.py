@@ -74,7 +74,10 @@ def offer(served, contents, **more):
     folder, url, _ = served
     (folder / "cifar.tar.gz").write_bytes(contents)
     sizes = dict.fromkeys(FILES, 3 * RECORD_BYTES)
-    return Source(FOLDER, (Download(f"{url}/cifar.tar.gz", len(contents), hashlib.sha256(contents).hexdigest(), sizes, FOLDER, **more),))
+    return Source(
+        FOLDER,
+        (Download(f"{url}/cifar.tar.gz", len(contents), hashlib.sha256(contents).hexdigest(), sizes, FOLDER, **more),),
+    )
 
 
 def listing(folder):
@@ -221,10 +224,14 @@ def test_packed_files_are_fetched_one_by_one(served, tmp_path):
         contents = bytes(header) + bytes([number] * number * (16 if "images" in name else 1))
         packed = gzip.compress(contents)
         (folder / f"{name}.gz").write_bytes(packed)
-        downloads.append(Download(f"{url}/{name}.gz", len(packed), hashlib.sha256(packed).hexdigest(), {name: len(contents)}))
+        downloads.append(
+            Download(f"{url}/{name}.gz", len(packed), hashlib.sha256(packed).hexdigest(), {name: len(contents)})
+        )
     source = Source("mnist", tuple(downloads))
     dataset = load_idx(fetch_source(source, tmp_path / "data"))
-    assert dataset.train["label"].tolist() == [2, 2] and dataset.test["image"][0].tolist() == np.ones((4, 4, 1)).tolist()
+    assert (
+        dataset.train["label"].tolist() == [2, 2] and dataset.test["image"][0].tolist() == np.ones((4, 4, 1)).tolist()
+    )
     (tmp_path / "data/mnist/t10k-labels-idx1-ubyte").unlink()
     fetch_source(source, tmp_path / "data")
     assert asked[4:] == ["/t10k-labels-idx1-ubyte.gz"]  # only what lacks
@@ -284,8 +291,14 @@ def test_the_official_sources_are_complete():
 
 
 @pytest.mark.network
-@pytest.mark.parametrize(("name", "load", "sizes"), [("mnist", load_idx, (60_000, 10_000)), ("cifar10", load_cifar10, (50_000, 10_000)),
-                                                     ("cifar10-python", load_cifar10, (50_000, 10_000))])
+@pytest.mark.parametrize(
+    ("name", "load", "sizes"),
+    [
+        ("mnist", load_idx, (60_000, 10_000)),
+        ("cifar10", load_cifar10, (50_000, 10_000)),
+        ("cifar10-python", load_cifar10, (50_000, 10_000)),
+    ],
+)
 def test_the_official_files_are_fetched(tmp_path, name, load, sizes):
     folder = fetch(name, os.environ.get("SPLITJAX_TEST_DATA", tmp_path))
     dataset = load(folder)

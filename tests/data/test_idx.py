@@ -16,7 +16,11 @@ NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3
 
 def idx(array, code=0x08):
     array = np.asarray(array)
-    return bytes([0, 0, code, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.astype(TYPES[code]).tobytes()
+    return (
+        bytes([0, 0, code, array.ndim])
+        + struct.pack(f">{array.ndim}I", *array.shape)
+        + array.astype(TYPES[code]).tobytes()
+    )
 
 
 def images_of(num, size=28):
@@ -40,9 +44,15 @@ def test_the_official_files_are_read(folder):
     assert dataset.train["label"].tolist() == [*range(10), 0, 1] and dataset.train["label"].dtype == np.int32
     assert isinstance(dataset.test["image"], FileRows) and dataset.test["image"].shape == (5, 28, 28, 1)
     pixels = images_of(12) / 255
-    np.testing.assert_allclose(dataset.transform.mean + dataset.transform.std, [pixels.mean(), pixels.std()], rtol=1e-12)
+    np.testing.assert_allclose(
+        dataset.transform.mean + dataset.transform.std, [pixels.mean(), pixels.std()], rtol=1e-12
+    )
     (batch,) = dataset.train_batches(12)
-    assert batch["image"].dtype == np.float32 and abs(batch["image"].mean()) < 1e-5 and abs(batch["image"].std() - 1) < 1e-5
+    assert (
+        batch["image"].dtype == np.float32
+        and abs(batch["image"].mean()) < 1e-5
+        and abs(batch["image"].std() - 1) < 1e-5
+    )
     assert not dataset.augmentation.flip
     assert load_idx(folder.parent).num_train == 12
 
@@ -56,7 +66,9 @@ def test_packed_files_give_the_same(folder, packed):
     dataset = load_idx(folder, image_size=32, channels=3)
     for split in ("train", "test"):
         for name in ("image", "label"):
-            np.testing.assert_array_equal(np.asarray(getattr(dataset, split)[name]), np.asarray(getattr(plain, split)[name]))
+            np.testing.assert_array_equal(
+                np.asarray(getattr(dataset, split)[name]), np.asarray(getattr(plain, split)[name])
+            )
     assert dataset.transform == plain.transform
 
 
@@ -117,7 +129,11 @@ def test_a_file_of_another_length_than_its_dims_say_is_an_error(folder, name, pa
         write(whole[:size])
         with pytest.raises(DataError, match="truncated") as caught:
             load_idx(folder)
-        assert name in caught.value.place and caught.value.place.endswith(f"byte offset {size}") and caught.value.value == size
+        assert (
+            name in caught.value.place
+            and caught.value.place.endswith(f"byte offset {size}")
+            and caught.value.value == size
+        )
     write(whole + b"\0")
     with pytest.raises(DataError, match="too long") as caught:
         load_idx(folder)

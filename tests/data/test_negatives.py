@@ -10,7 +10,11 @@ from splitjax.data import ByCounts, Dataset, LogUniform, Negatives, Position, ex
 from splitjax.errors import DataError
 
 
-@pytest.mark.parametrize("sampler", [LogUniform(1000), ByCounts([5, 1, 10, 4]), ByCounts(np.arange(1, 200), power=0.75)], ids=["log_uniform", "counts", "power"])
+@pytest.mark.parametrize(
+    "sampler",
+    [LogUniform(1000), ByCounts([5, 1, 10, 4]), ByCounts(np.arange(1, 200), power=0.75)],
+    ids=["log_uniform", "counts", "power"],
+)
 def test_words_are_drawn_with_their_probabilities(sampler):
     if isinstance(sampler, LogUniform):
         words = np.arange(1000)
@@ -45,7 +49,9 @@ def test_counts_that_are_none_are_refused(counts):
 
 def dataset():
     tokens = np.arange(44, dtype=np.int32).reshape(11, 4)
-    return Dataset("t", {"tokens": tokens}, {"tokens": tokens[:3]}, tuple("ab"), draws={"negatives": Negatives(LogUniform(50), 6)})
+    return Dataset(
+        "t", {"tokens": tokens}, {"tokens": tokens[:3]}, tuple("ab"), draws={"negatives": Negatives(LogUniform(50), 6)}
+    )
 
 
 def test_a_stream_brings_them_from_any_position_and_tests_do_not():

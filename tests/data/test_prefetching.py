@@ -44,7 +44,9 @@ def test_items_come_placed_and_in_order():
 def test_a_stream_keeps_its_positions_and_its_batches_are_placed_on_devices():
     arrays = {"image": np.arange(40, dtype=np.float32).reshape(10, 4), "label": np.arange(10, dtype=np.int32)}
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[1])
-    with prefetch(data.stream(arrays, 4, seed=0, num_epochs=2), lambda batch: jax.device_put(batch, sharding)) as batches:
+    with prefetch(
+        data.stream(arrays, 4, seed=0, num_epochs=2), lambda batch: jax.device_put(batch, sharding)
+    ) as batches:
         items = list(batches)
     assert [position for position, _ in items] == [Position(0, 1), Position(1), Position(1, 1), Position(2)]
     for (_, placed), (_, plain) in zip(items, data.stream(arrays, 4, seed=0, num_epochs=2), strict=True):

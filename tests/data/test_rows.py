@@ -20,7 +20,9 @@ def both(tmp_path):
     (tmp_path / "a").write_bytes(b"head" + values[:4].tobytes())
     (tmp_path / "b").write_bytes(values[4:].tobytes() + b"tail")
     parts = [Part(tmp_path / "a", 4, 4), Part(tmp_path / "b", 0, 5)]
-    return FileRows(parts, row_bytes=6, row_shape=(3, 2), decode=lambda rows: rows.reshape(-1, 3, 2)), values.reshape(9, 3, 2)
+    return FileRows(parts, row_bytes=6, row_shape=(3, 2), decode=lambda rows: rows.reshape(-1, 3, 2)), values.reshape(
+        9, 3, 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,13 @@ def test_rows_are_those_of_an_array(both, key):
 
 def test_it_looks_like_an_array(both):
     rows, values = both
-    assert (rows.shape, rows.ndim, rows.dtype, len(rows), rows.nbytes) == (values.shape, 3, values.dtype, 9, values.nbytes)
+    assert (rows.shape, rows.ndim, rows.dtype, len(rows), rows.nbytes) == (
+        values.shape,
+        3,
+        values.dtype,
+        9,
+        values.nbytes,
+    )
     np.testing.assert_array_equal(np.asarray(rows), values)
     assert np.asarray(rows, np.float32).dtype == np.float32
     with pytest.raises(IndexError):
@@ -49,7 +57,9 @@ def test_it_looks_like_an_array(both):
 def test_only_the_rows_asked_for_are_read(both, monkeypatch):
     rows, values = both
     read, pread = [], os.pread
-    monkeypatch.setattr(rows_module.os, "pread", lambda fd, size, offset: read.append((size, offset)) or pread(fd, size, offset))
+    monkeypatch.setattr(
+        rows_module.os, "pread", lambda fd, size, offset: read.append((size, offset)) or pread(fd, size, offset)
+    )
     np.testing.assert_array_equal(rows[[5, 0]], values[[5, 0]])
     assert read == [(6, 6), (6, 4)]
 
@@ -91,8 +101,11 @@ def test_files_are_closed_with_it(tmp_path):
     (tmp_path / "a").write_bytes(bytes(4))
 
     def is_open():
-        return any(pathlib.Path("/proc/self/fd", name).exists() and os.readlink(f"/proc/self/fd/{name}") == str(tmp_path / "a")
-                   for name in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{name}"))
+        return any(
+            pathlib.Path("/proc/self/fd", name).exists() and os.readlink(f"/proc/self/fd/{name}") == str(tmp_path / "a")
+            for name in os.listdir("/proc/self/fd")
+            if os.path.islink(f"/proc/self/fd/{name}")
+        )
 
     if not os.path.isdir("/proc/self/fd"):
         pytest.skip("needs /proc")

@@ -45,7 +45,14 @@ def test_resumed_at_any_position_it_goes_on_exactly(num, batch_size, seed, taken
 
 def test_epochs_are_those_of_epoch_batches_and_positions_lie_behind_batches():
     items = list(stream(split(11), 3, seed=5, num_epochs=2))
-    assert [position for position, _ in items] == [Position(0, 1), Position(0, 2), Position(1), Position(1, 1), Position(1, 2), Position(2)]
+    assert [position for position, _ in items] == [
+        Position(0, 1),
+        Position(0, 2),
+        Position(1),
+        Position(1, 1),
+        Position(1, 2),
+        Position(2),
+    ]
     expected = [b for epoch in range(2) for b in data.epoch_batches(split(11), 3, seed=5, epoch=epoch)]
     for (_, batch), other in zip(items, expected, strict=True):
         np.testing.assert_array_equal(batch["image"], other["image"])
@@ -58,7 +65,12 @@ def test_epochs_are_those_of_epoch_batches_and_positions_lie_behind_batches():
 def test_the_batches_do_not_depend_on_the_number_of_processes_and_none_reads_anothers_rows(num_processes):
     images = np.random.default_rng(0).integers(0, 256, (31, 8, 8, 3), dtype=np.uint8)
     plain = {"image": images, "label": np.arange(31, dtype=np.int32)}
-    options = {"seed": 3, "num_epochs": 2, "augment": Augmentation(crop_padding=2), "transform": data.Standardise((0.5,) * 3, (0.2,) * 3)}
+    options = {
+        "seed": 3,
+        "num_epochs": 2,
+        "augment": Augmentation(crop_padding=2),
+        "transform": data.Standardise((0.5,) * 3, (0.2,) * 3),
+    }
     whole = list(stream(plain, 12, **options))
     shards, read = [], []
     for process in range(num_processes):
@@ -84,14 +96,21 @@ def test_augmentation_comes_before_the_transform_and_sees_the_examples_keys():
         seen.append(keys)
         return {**batch, "label": batch["label"] + 100}
 
-    items = list(stream(split(6), 3, seed=1, num_epochs=1, augment=augment, transform=lambda batch: {"label": batch["label"] * 2}))
+    items = list(
+        stream(
+            split(6), 3, seed=1, num_epochs=1, augment=augment, transform=lambda batch: {"label": batch["label"] * 2}
+        )
+    )
     order = data.shuffled_indices(6, seed=1, epoch=0)
     np.testing.assert_array_equal(np.concatenate([b["label"] for _, b in items]), (order + 100) * 2)
     np.testing.assert_array_equal(np.concatenate(seen), data.example_keys(order, seed=1, epoch=0))
 
 
 def test_without_shuffling_the_order_is_that_of_the_arrays():
-    assert [batch for _, batch in labels(stream(split(5), 2, seed=0, num_epochs=2, shuffle=False))] == [[0, 1], [2, 3]] * 2
+    assert [batch for _, batch in labels(stream(split(5), 2, seed=0, num_epochs=2, shuffle=False))] == [
+        [0, 1],
+        [2, 3],
+    ] * 2
 
 
 @pytest.mark.parametrize(
@@ -143,9 +162,16 @@ def test_a_data_sets_stream_is_augmented_only_when_asked():
 def test_arrays_may_be_read_at_other_rows_each():
     images = np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3), dtype=np.uint8)
     arrays = {"image": Recorded(images), "label": np.arange(20, dtype=np.int32)}
-    options = {"seed": 3, "num_epochs": 1, "augment": Augmentation(crop_padding=2), "transform": data.Standardise((0.5,) * 3, (0.2,) * 3)}
+    options = {
+        "seed": 3,
+        "num_epochs": 1,
+        "augment": Augmentation(crop_padding=2),
+        "transform": data.Standardise((0.5,) * 3, (0.2,) * 3),
+    }
     whole = [batch for _, batch in stream({**arrays, "image": images}, 8, **options)]
-    parts = [batch for _, batch in stream(arrays, 8, rows={"image": np.asarray([2, 3]), "label": np.arange(4)}, **options)]
+    parts = [
+        batch for _, batch in stream(arrays, 8, rows={"image": np.asarray([2, 3]), "label": np.arange(4)}, **options)
+    ]
     assert len(arrays["image"].read) == 2 * len(whole)
     for one, part in zip(whole, parts, strict=True):
         np.testing.assert_array_equal(part["image"], one["image"][2:4])

@@ -72,8 +72,15 @@ def test_the_names_of_the_corpora_are_found(tmp_path, names, test):
 
 def test_characters(folder):
     dataset = load_text(folder, seq_len=5, level="char")
-    assert dataset.vocabulary.words[:2] == ("<unk>", " ") and "\n" in dataset.vocabulary.words and "<eos>" not in dataset.vocabulary.words
-    assert "".join(dataset.vocabulary.decode(window[:-1]) for window in dataset.train["tokens"]) == TRAIN.replace("\r\n", "\n")[:35]
+    assert (
+        dataset.vocabulary.words[:2] == ("<unk>", " ")
+        and "\n" in dataset.vocabulary.words
+        and "<eos>" not in dataset.vocabulary.words
+    )
+    assert (
+        "".join(dataset.vocabulary.decode(window[:-1]) for window in dataset.train["tokens"])
+        == TRAIN.replace("\r\n", "\n")[:35]
+    )
 
 
 def test_a_vocabulary_is_saved_whole_and_read_back(folder, tmp_path):

@@ -1,4 +1,5 @@
-"""The quick part of the fault suite (all of it: `python -m benchmarks faults`), and that its checks see what they are there to see."""
+"""The quick part of the fault suite (all of it: `python -m benchmarks faults`), and that its checks see what they are
+there to see."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at the pr
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
     recipe = Recipe(
-        folder / "undisturbed", folder / "compiled", num_steps=100, checkpoint_every=20,
+        folder / "undisturbed",
+        folder / "compiled",
+        num_steps=100,
+        checkpoint_every=20,
         training=(*TRAINING, "--data", "digits", "--evaluate-every", "60"),
     )
     train_alone(recipe)
@@ -32,9 +36,12 @@ def undisturbed(tmp_path_factory):
 
 
 def train_alone(recipe):
-    """Runs it in one process with two virtual devices: the same mesh, so the same numbers, and quicker to start. Returns its output."""
+    """Runs it in one process with two virtual devices: the same mesh, so the same numbers, and quicker to start.
+    Returns its output."""
     recipe.folder.mkdir(exist_ok=True)
-    done = subprocess.run(recipe.command(), env=recipe.environment(), cwd=recipe.folder, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(
+        recipe.command(), env=recipe.environment(), cwd=recipe.folder, capture_output=True, text=True, timeout=180
+    )
     assert done.returncode == 0, done
     return done.stdout
 
@@ -70,13 +77,17 @@ def test_a_full_disk_is_reported_and_left_behind(undisturbed, tmp_path):
 def test_a_run_goes_on_from_the_newest_undamaged_checkpoint(undisturbed, copy):
     shutil.rmtree(copy.checkpoints / "100")
     rng = random.Random(3)
-    files = [damage.kinds(copy.checkpoints / step)[kind] for step, kind in (("80", "state/d/*"), ("60", "manifest.json"))]
+    files = [
+        damage.kinds(copy.checkpoints / step)[kind] for step, kind in (("80", "state/d/*"), ("60", "manifest.json"))
+    ]
     bad = [damage.flip(files[0].read_bytes(), rng), damage.truncate(files[1].read_bytes(), rng)]
     for file, data in zip(files, bad, strict=True):
         file.write_bytes(data)
     damage.damage_logs(copy)
     out = train_alone(copy)
-    assert "resumed from the checkpoint of step 40" in out and "step 80 is damaged" in out and "step 60 is damaged" in out
+    assert (
+        "resumed from the checkpoint of step 40" in out and "step 80 is damaged" in out and "step 60 is damaged" in out
+    )
     assert compare(copy, undisturbed) == [] and lost(copy, (20, 40, 60, 80, 100)) == []
     for step, file, data in zip(("80", "60"), files, bad, strict=True):
         kept = copy.checkpoints / f"{step}.damaged-1" / file.relative_to(copy.checkpoints / step)
@@ -87,8 +98,10 @@ def test_a_run_that_is_not_the_undisturbed_one_is_found_out(undisturbed, copy):
     assert compare(copy, undisturbed) == []
     lines = copy.metrics.read_text().splitlines(keepends=True)
     for changed, said in (
-        (lines[:50] + lines[51:], "not one for each"), (lines[:50] + lines[49:], "not one for each"),
-        ([*lines[:50], _nudged(lines[50]), *lines[51:]], "differ from step 51"), ([*lines[:99], lines[99][:9]], "cannot be read"),
+        (lines[:50] + lines[51:], "not one for each"),
+        (lines[:50] + lines[49:], "not one for each"),
+        ([*lines[:50], _nudged(lines[50]), *lines[51:]], "differ from step 51"),
+        ([*lines[:99], lines[99][:9]], "cannot be read"),
     ):
         copy.metrics.write_text("".join(changed))
         [problem] = compare(copy, undisturbed)
@@ -98,7 +111,9 @@ def test_a_run_that_is_not_the_undisturbed_one_is_found_out(undisturbed, copy):
         file = copy.checkpoints / "100" / path
         whole = file.read_bytes()
         file.write_bytes(whole + flipped)
-        assert compare(copy, undisturbed) == [f"the last checkpoint: {path}: {len(whole) + len(flipped)} bytes, written were {len(whole)}"]
+        assert compare(copy, undisturbed) == [
+            f"the last checkpoint: {path}: {len(whole) + len(flipped)} bytes, written were {len(whole)}"
+        ]
         assert lost(copy, (80, 100)) != [] and lost(copy, (80,)) == []
         file.write_bytes(whole)
     shutil.rmtree(copy.checkpoints / "20")
@@ -137,7 +152,9 @@ def test_rows_that_an_attempt_keeps_are_not_its_steps(copy):
 
 
 def test_what_a_fault_may_cost():
-    fault = Fault("kill", "save", interval=25, last_step=57, saving_step=50, resumed_step=25, end_seconds=6.9, limit_seconds=7)
+    fault = Fault(
+        "kill", "save", interval=25, last_step=57, saving_step=50, resumed_step=25, end_seconds=6.9, limit_seconds=7
+    )
     assert fault.lost_steps == 32 and fault.steps_of_save == 7 and own_problems(fault) == []
     assert "32 steps lost" in own_problems(dataclasses.replace(fault, saving_step=None))[0]
     assert "33 steps lost" in own_problems(dataclasses.replace(fault, resumed_step=24))[0]

@@ -113,7 +113,9 @@ def run(step, states, rest, steps=3):
 @functools.cache
 def mlp_on_one_device():
     with X64(True):
-        losses, states = run(eqx.filter_jit(step_with(eqx.filter_value_and_grad)), make_mlp(), lambda n: (flat_batch(n),))
+        losses, states = run(
+            eqx.filter_jit(step_with(eqx.filter_value_and_grad)), make_mlp(), lambda n: (flat_batch(n),)
+        )
         return losses, arrays(states)
 
 
@@ -163,7 +165,11 @@ def test_batch_norm(rules):
     losses, final = cnn_on_one_device()
     with X64(True):
         step = splitjax.equinox.parallelize(
-            batch_norm_step(splitjax.equinox.value_and_grad), mesh=MESH, rules=rules, state_argnums=(0, 1, 2), batch_argnums=(3, 4)
+            batch_norm_step(splitjax.equinox.value_and_grad),
+            mesh=MESH,
+            rules=rules,
+            state_argnums=(0, 1, 2),
+            batch_argnums=(3, 4),
         )
         mine, trained = run(step, make_cnn(), image_batch)
         assert_same(mine, losses)
@@ -233,7 +239,9 @@ def test_microbatches():
     losses, final = mlp_on_one_device()
     with X64(True):
         accumulating = step_with(functools.partial(splitjax.equinox.value_and_grad, microbatches=2))
-        mine, states = run(splitjax.equinox.parallelize(accumulating, mesh=MESH), make_mlp(), lambda n: (flat_batch(n),))
+        mine, states = run(
+            splitjax.equinox.parallelize(accumulating, mesh=MESH), make_mlp(), lambda n: (flat_batch(n),)
+        )
         assert_same(mine, losses)
         assert_same(arrays(states), final)
 
@@ -289,8 +297,13 @@ def test_optimizer_as_an_argument_and_scattered_states():
         loss, opt_state, model = step(model, SGD, batch, opt_state=opt_state)
     assert np.isfinite(loss) and len(step.compiles) == 1
     # 33 numbers in a list: static, so that Python control flow may depend on them.
-    listed = splitjax.equinox.parallelize(lambda model, n, x: (model, x.sum() * sum(n)), mesh=MESH, state_argnums=0, batch_argnums=2,
-                                          rules="data_parallel")  # fmt: skip
+    listed = splitjax.equinox.parallelize(
+        lambda model, n, x: (model, x.sum() * sum(n)),
+        mesh=MESH,
+        state_argnums=0,
+        batch_argnums=2,
+        rules="data_parallel",
+    )
     assert listed(make_mlp()[0], [1] * 33, np.ones(16, np.float32))[1] == 33 * 16
 
 
@@ -299,8 +312,13 @@ def test_static_fields_are_part_of_the_program():
         weight: jax.Array
         sizes: list = eqx.field(static=True)
 
-    step = splitjax.equinox.parallelize(lambda model, x: (model, x.sum() * model.sizes[0]), mesh=MESH, state_argnums=0, batch_argnums=1,
-                                        rules="data_parallel")  # fmt: skip
+    step = splitjax.equinox.parallelize(
+        lambda model, x: (model, x.sum() * model.sizes[0]),
+        mesh=MESH,
+        state_argnums=0,
+        batch_argnums=1,
+        rules="data_parallel",
+    )
     for sizes in ([1, 2], [3, 4], [1, 2]):
         assert step(Listed(jnp.ones(8), sizes), np.ones(16, np.float32))[1] == 16 * sizes[0]
     assert len(step.compiles) == 2
@@ -338,7 +356,9 @@ def test_init_creates_the_states_sharded():
 
 def test_init_makes_static_leaves_once():
     def make(key):
-        model = eqx.nn.Sequential([eqx.nn.Linear(16, 64, key=key), eqx.nn.Lambda(lambda x: jnp.tanh(x)), eqx.nn.Linear(64, 8, key=key)])
+        model = eqx.nn.Sequential(
+            [eqx.nn.Linear(16, 64, key=key), eqx.nn.Lambda(lambda x: jnp.tanh(x)), eqx.nn.Linear(64, 8, key=key)]
+        )
         return model, SGD.init(eqx.filter(model, eqx.is_inexact_array))
 
     step = splitjax.equinox.parallelize(train_step, mesh=MESH)
@@ -464,7 +484,12 @@ assert model["name"] == "w" and "equinox" not in sys.modules and "flax.nnx" not 
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [({"rules": "nothing"}, "rule set"), ({"sync": "wrong"}, "sync"), ({"mesh": {"data": 0}}, "data"), ({"batch_argnums": 1}, "at once")],
+    [
+        ({"rules": "nothing"}, "rule set"),
+        ({"sync": "wrong"}, "sync"),
+        ({"mesh": {"data": 0}}, "data"),
+        ({"batch_argnums": 1}, "at once"),
+    ],
     ids=["rules", "sync", "mesh", "overlap"],
 )
 def test_options_are_checked_when_the_decorator_runs(options, word):

@@ -116,7 +116,9 @@ def make_cnn():
 
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize(
-    ("make_objects", "batches"), [(make, flat_batch), (make_dropout, flat_batch), (make_cnn, image_batch)], ids=["mlp", "dropout", "batch_norm"]
+    ("make_objects", "batches"),
+    [(make, flat_batch), (make_dropout, flat_batch), (make_cnn, image_batch)],
+    ids=["mlp", "dropout", "batch_norm"],
 )
 def test_trains_like_one_device(make_objects, batches, rules):
     step = splitjax.nnx.parallelize(train_step, mesh=MESH, rules=rules)
@@ -128,7 +130,9 @@ def test_trains_like_one_device(make_objects, batches, rules):
 
 @pytest.mark.parametrize("rules", ["splitbrain", "megatron"])
 def test_eight_devices(rules):
-    model, optimizer = compare(make, flat_batch, splitjax.nnx.parallelize(train_step, mesh={"data": 2, "model": 4}, rules=rules))
+    model, optimizer = compare(
+        make, flat_batch, splitjax.nnx.parallelize(train_step, mesh={"data": 2, "model": 4}, rules=rules)
+    )
     kernel = model.layers[0].kernel.get_value()
     assert kernel.addressable_shards[0].data.shape == (16, 16)
     assert optimizer.opt_state[0].trace["layers"][0]["kernel"].get_value().sharding == kernel.sharding
@@ -363,7 +367,9 @@ def test_place_moves_in_place_and_copies():
     old = model.layers[0].kernel.get_value()
     placed = step.place(model, optimizer, example=(flat_batch(),))
     assert placed[0] is model and placed[1] is optimizer
-    assert model.layers[0].kernel.get_value().sharding.spec == step.plan(model, optimizer, flat_batch()).spec("model/layers/0/kernel")
+    assert model.layers[0].kernel.get_value().sharding.spec == step.plan(model, optimizer, flat_batch()).spec(
+        "model/layers/0/kernel"
+    )
     step(model, optimizer, flat_batch())
     assert not old.is_deleted()
 
@@ -403,7 +409,9 @@ def test_arrays_are_donated_once_each():
 def test_objects_that_share_an_array():
     def train(model, target, optimizer, batch):
         loss = train_step(model, optimizer, batch)
-        nnx.update(target, jax.tree.map(lambda a, b: 0.5 * (a + b), nnx.state(target, nnx.Param), nnx.state(model, nnx.Param)))
+        nnx.update(
+            target, jax.tree.map(lambda a, b: 0.5 * (a + b), nnx.state(target, nnx.Param), nnx.state(model, nnx.Param))
+        )
         return loss
 
     step = splitjax.nnx.parallelize(train, mesh=MESH)
@@ -495,7 +503,12 @@ def test_gradient_outside_a_step_is_that_of_nnx():
 
 @pytest.mark.parametrize(
     ("argnums", "has_aux"),
-    [(0, False), (nnx.DiffState(0, nnx.PathContains("kernel")), True), ((0, 2), False), ((nnx.DiffState(0, nnx.Param), 1, 2), True)],
+    [
+        (0, False),
+        (nnx.DiffState(0, nnx.PathContains("kernel")), True),
+        ((0, 2), False),
+        ((nnx.DiffState(0, nnx.Param), 1, 2), True),
+    ],
     ids=["int", "filter", "two", "mixed"],
 )
 def test_gradient_in_a_trace_equals_nnx(argnums, has_aux):
@@ -562,7 +575,12 @@ def test_the_plain_decorator_rejects_nnx_objects():
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [({"rules": "nothing"}, "rule set"), ({"sync": "wrong"}, "sync"), ({"mesh": {"data": 0}}, "data"), ({"unknown": 1}, "unknown")],
+    [
+        ({"rules": "nothing"}, "rule set"),
+        ({"sync": "wrong"}, "sync"),
+        ({"mesh": {"data": 0}}, "data"),
+        ({"unknown": 1}, "unknown"),
+    ],
     ids=["rules", "sync", "mesh", "unknown"],
 )
 def test_options_are_checked_when_the_decorator_runs(options, word):
@@ -616,14 +634,17 @@ def test_static_arguments():
 
 
 def test_static_fields_without_a_hash():
-    """Lists and dicts on a module, as many people write them: equal ones share a program, one changed in place does not."""
+    """Lists and dicts on a module, as many people write them: equal ones share a program, one changed in place does
+    not."""
 
     class Listed(nnx.Module):
         def __init__(self, sizes, options):
             self.sizes, self.options = sizes, options
             self.weight = nnx.Param(jnp.ones(8))
 
-    step = splitjax.nnx.parallelize(lambda model, x: x.sum() * sum(model.sizes) * model.options["a"][0], mesh=MESH, rules="data_parallel")
+    step = splitjax.nnx.parallelize(
+        lambda model, x: x.sum() * sum(model.sizes) * model.options["a"][0], mesh=MESH, rules="data_parallel"
+    )
     model = Listed([1, 2], {"a": [2]})
     assert step(model, np.ones(16, np.float32)) == 16 * 3 * 2
     assert step(Listed([1, 2], {"a": [2]}), np.ones(16, np.float32)) == 16 * 3 * 2 and len(step.compiles) == 1
@@ -633,8 +654,11 @@ def test_static_fields_without_a_hash():
 
 
 def test_partial_backpropagation():
-    """One worker of two goes to the front: its examples alone train the first layer, all examples the head. The assignment is carried on."""
-    step = splitjax.nnx.parallelize(train_step, mesh={"data": 2}, rules="data_parallel", backprop=splitjax.PartialBackprop((0.01, 1.0)))
+    """One worker of two goes to the front: its examples alone train the first layer, all examples the head. The
+    assignment is carried on."""
+    step = splitjax.nnx.parallelize(
+        train_step, mesh={"data": 2}, rules="data_parallel", backprop=splitjax.PartialBackprop((0.01, 1.0))
+    )
     (model, optimizer), batch = make(), flat_batch()
     second_half = {name: array[8:] for name, array in batch.items()}
     (whole, of_whole), (half, of_half) = make(), make()
@@ -645,11 +669,15 @@ def test_partial_backpropagation():
     assert_same(values(model.layers[0]), values(half.layers[0]))
     assert not np.allclose(values(half.layers[0])[1], values(whole.layers[0])[1], atol=1e-4)
     assert step.carried().num_steps == 1
-    again = splitjax.nnx.parallelize(train_step, mesh={"data": 2}, rules="data_parallel", backprop=splitjax.PartialBackprop((0.01, 1.0)))
+    again = splitjax.nnx.parallelize(
+        train_step, mesh={"data": 2}, rules="data_parallel", backprop=splitjax.PartialBackprop((0.01, 1.0))
+    )
     again.resume(step.carried())
     step(model, optimizer, batch)
     before = values(model, optimizer)
-    advice = again.advise(model, optimizer, [flat_batch(number) for number in range(2)], link=splitjax.sync.Link(1e-4, 1e8))
+    advice = again.advise(
+        model, optimizer, [flat_batch(number) for number in range(2)], link=splitjax.sync.Link(1e-4, 1e8)
+    )
     assert_same(values(model, optimizer), before, 0)
     assert again.carried().num_steps == 1 and step.carried().num_steps == 2, "an advice is no step"
     assert len(advice.row("spatial").cuts) == 2 and "head" in str(advice) and advice.recommendation.option

@@ -1,4 +1,5 @@
-"""`profile` of steps over Flax Linen, Flax NNX and Equinox modules: their lookups are tables, and objects stay as they are."""
+"""`profile` of steps over Flax Linen, Flax NNX and Equinox modules: their lookups are tables, and objects stay as they
+are."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ from splitjax.errors import DonatedStateError, ProfileError
 VOCABULARY, WIDTH, NUM_WORKERS = 24, 4, 4
 MESH = {"data": 2, "model": 2}
 TX = optax.sgd(0.1)
-BATCHES = [{"ids": np.random.default_rng(seed).integers(0, VOCABULARY, (8, 3)), "y": np.ones((8, 2), np.float32)} for seed in range(2)]
+BATCHES = [
+    {"ids": np.random.default_rng(seed).integers(0, VOCABULARY, (8, 3)), "y": np.ones((8, 2), np.float32)}
+    for seed in range(2)
+]
 ROWS = [[list(np.unique(batch["ids"][2 * i : 2 * i + 2])) for i in range(NUM_WORKERS)] for batch in BATCHES]
 
 
@@ -58,7 +62,9 @@ def test_linen():
 
     @splitjax.parallelize(mesh=MESH)  # splitbrain: every device is a worker
     def step(state, batch):
-        loss, grads = splitjax.value_and_grad(lambda p: ((model.apply(p, batch["ids"]) - batch["y"]) ** 2).mean())(state["params"])
+        loss, grads = splitjax.value_and_grad(lambda p: ((model.apply(p, batch["ids"]) - batch["y"]) ** 2).mean())(
+            state["params"]
+        )
         updates, opt = TX.update(grads, state["opt"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
 
@@ -89,12 +95,18 @@ def test_nnx():
     profile = step.profile(model, optimizer, BATCHES)
     (table,) = profile.tables
     # each example's dropout may drop a whole sum of rows, but no row comes from nowhere
-    assert all(set(ours) <= set(all_of) for step, whole in zip(rows_of(profile, table.path), ROWS) for ours, all_of in zip(step, whole))
+    assert all(
+        set(ours) <= set(all_of)
+        for step, whole in zip(rows_of(profile, table.path), ROWS)
+        for ours, all_of in zip(step, whole)
+    )
     assert sum(map(len, rows_of(profile, table.path)[0])) > sum(map(len, ROWS[0])) / 2
     # workers have dropout masks of their own: with equal ones the same columns would be zero on all
     head = profile.tensor("model/head/kernel")
     assert head.shape == (WIDTH, 2) and 0 < head.density <= 1
-    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param))))
+    jax.tree.map(
+        np.testing.assert_array_equal, before, jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    )
     with pytest.raises(ProfileError, match="no batch to profile"):
         step.profile(model, optimizer, [])
 

@@ -1,6 +1,7 @@
 """An NVIDIA H200 for XLA's GPU compiler, which needs no such device: `devices(count)`, with the CUDA plugin installed.
 
-Run as a program, in a process of its own (the suite's has CPU devices only), it compiles what its argument names and prints the program:
+Run as a program, in a process of its own (the suite's has CPU devices only), it compiles what its argument names and
+prints the program:
 
     JAX_PLATFORMS=cpu,cuda JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m tests.kernels.h200 gather_rows
 """
@@ -10,7 +11,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-# Figures as XLA has them for this device (openxla/xla, xla/backends/gpu/target_config/specs/h200.txtpb), without its rates of arithmetic.
+# Figures as XLA has them for this device (openxla/xla, xla/backends/gpu/target_config/specs/h200.txtpb), without its
+# rates of arithmetic.
 TARGET = """
 gpu_device_info {
   threads_per_block_limit: 1024
@@ -48,7 +50,9 @@ def devices(count: int) -> Any:
     import numpy as np
     from jax.experimental import topologies
 
-    topology = topologies.get_topology_desc(platform="cuda", topology_name="h200", topology=f"1x1x{count}", target_config=TARGET)
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="h200", topology=f"1x1x{count}", target_config=TARGET
+    )
     return np.array(topology.devices).reshape(-1)
 
 
@@ -88,7 +92,9 @@ def synchronisation(name: str) -> str:
     from splitjax.sync import by_name
     from tests.sync.test_kernels import WORKERS, compiled_for
 
-    return compiled_for(Mesh(devices(WORKERS), ("data",), axis_types=(AxisType.Auto,)), by_name(name), 20_000, 40, 128).as_text()
+    return compiled_for(
+        Mesh(devices(WORKERS), ("data",), axis_types=(AxisType.Auto,)), by_name(name), 20_000, 40, 128
+    ).as_text()
 
 
 def train_step(plan: str) -> str:

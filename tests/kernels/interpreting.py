@@ -7,7 +7,9 @@ import contextlib
 import jax
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter  # the race detectors' verdicts are not public
+
+# the race detectors' verdicts are not public
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as gpu_interpreter
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.experimental.pallas import tpu as pltpu
@@ -55,6 +57,7 @@ def compiled_for_tpu(function, *types, topology: str) -> str:
 
 
 def lowered_for_gpu(function, *types) -> str:
-    """The program of a function lowered for CUDA, kernels down to their MLIR; needs no GPU. `types`: pairs (shape, dtype)."""
+    """The program of a function lowered for CUDA, kernels down to their MLIR; needs no GPU. `types`: pairs (shape,
+    dtype)."""
     arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()

@@ -30,7 +30,8 @@ def test_bits_lie_as_numpy_packs_them(size):
 
 
 @pytest.mark.parametrize(
-    ("size", "density", "mode"), [(1, 1.0, "eager"), (4097, 0.0, "on_wait"), (300_000, 0.02, "on_wait"), (300_000, 0.02, "eager")]
+    ("size", "density", "mode"),
+    [(1, 1.0, "eager"), (4097, 0.0, "on_wait"), (300_000, 0.02, "on_wait"), (300_000, 0.02, "eager")],
 )
 def test_tpu_kernels_agree_with_their_oracles(size, density, mode):
     presence = presence_of(size, density)
@@ -62,7 +63,9 @@ def test_there_and_back(ids, capacity):
     expected = np.full(capacity, FILLER, np.int32)
     expected[: len(ids)] = sorted(ids)[:capacity]
     np.testing.assert_array_equal(found, expected)
-    for own, oracle in zip((found, count), jax.jit(bitmap_decode.decode_reference, static_argnums=1)(words, capacity), strict=True):
+    for own, oracle in zip(
+        (found, count), jax.jit(bitmap_decode.decode_reference, static_argnums=1)(words, capacity), strict=True
+    ):
         np.testing.assert_array_equal(own, oracle)
 
 

@@ -1,4 +1,5 @@
-"""Rows sent to their owners: the kernel against the oracle on virtual devices, what it leaves unsent, and the TPU's own compiler."""
+"""Rows sent to their owners: the kernel against the oracle on virtual devices, what it leaves unsent, and the TPU's own
+compiler."""
 
 from __future__ import annotations
 
@@ -21,16 +22,22 @@ def mesh_of(devices):
 
 
 def operands(devices, num_rows, capacity, width, dtype=jnp.float32):
-    """Values, row numbers with some outside, and counts between nothing (of the first device) and everything (for the last)."""
+    """Values, row numbers with some outside, and counts between nothing (of the first device) and everything (for the
+    last)."""
     rng = np.random.default_rng(devices)
     counts = rng.integers(0, capacity + 1, (devices, devices))
     counts[0], counts[:, -1] = 0, capacity
     rows = rng.integers(-1, num_rows + 1, (devices, devices, capacity))
-    return jnp.asarray(rng.normal(size=(devices, num_rows, width)), dtype), jnp.asarray(rows, jnp.int32), jnp.asarray(counts, jnp.int32)
+    return (
+        jnp.asarray(rng.normal(size=(devices, num_rows, width)), dtype),
+        jnp.asarray(rows, jnp.int32),
+        jnp.asarray(counts, jnp.int32),
+    )
 
 
 def everywhere(function, mesh, *arrays, check_vma=False):
-    """`function(values, rows, counts, incoming)` on each device, on its own part of the arrays; the results side by side."""
+    """`function(values, rows, counts, incoming)` on each device, on its own part of the arrays; the results side by
+    side."""
     names = mesh.axis_names
 
     def local(values, rows, counts):
@@ -54,7 +61,8 @@ def expected_of(values, rows, counts):
 
 @by_mode
 @pytest.mark.parametrize(
-    ("devices", "capacity", "width", "dtype"), [(1, 5, 16, jnp.float32), (3, 20, 33, jnp.bfloat16), (5, 9, 130, jnp.float32)]
+    ("devices", "capacity", "width", "dtype"),
+    [(1, 5, 16, jnp.float32), (3, 20, 33, jnp.bfloat16), (5, 9, 130, jnp.float32)],
 )
 def test_tpu_kernel(devices, capacity, width, dtype, mode):
     values, rows, counts = operands(devices, 10, capacity, width, dtype)
@@ -70,7 +78,9 @@ def test_tpu_kernel_along_one_axis_of_two():
     groups = [operands(3, 10, 9, 16) for _ in range(2)]
     arrays = [jnp.stack([groups[0][i], groups[1][i] + (i == 0)], axis=1) for i in range(3)]
     with interpreting("on_wait") as interpret:
-        received = everywhere(functools.partial(exchange_tpu, axis="x", chunk=8, interpret=interpret), mesh, *arrays, check_vma=True)
+        received = everywhere(
+            functools.partial(exchange_tpu, axis="x", chunk=8, interpret=interpret), mesh, *arrays, check_vma=True
+        )
     for group in range(2):
         np.testing.assert_array_equal(received[:, group], expected_of(*(one[:, group] for one in arrays)))
 
@@ -125,11 +135,15 @@ def test_what_does_not_fit_the_mesh_is_refused():
     with pytest.raises(KernelError, match="has 2 devices"):
         everywhere(lambda v, r, c, i: exchange_rows(v, r[:1], c, i, "x"), mesh_of(2), values, rows, counts)
     with pytest.raises(KernelError, match="wrong dtype"):
-        everywhere(lambda v, r, c, i: exchange_rows(v, r.astype(jnp.float32), c, i, "x"), mesh_of(2), values, rows, counts)
+        everywhere(
+            lambda v, r, c, i: exchange_rows(v, r.astype(jnp.float32), c, i, "x"), mesh_of(2), values, rows, counts
+        )
 
 
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize(("topology", "dtype"), [*zip(TOPOLOGIES, (jnp.float32, jnp.float32, jnp.bfloat16), strict=True)])
+@pytest.mark.parametrize(
+    ("topology", "dtype"), [*zip(TOPOLOGIES, (jnp.float32, jnp.float32, jnp.bfloat16), strict=True)]
+)
 def test_tpu_programs_of_several_chips_contain_every_kernel(topology, dtype):
     """A step's local work and exchange, and its derivative, in one program over four chips."""
     mesh = tpu_mesh(topology, 4)
@@ -150,6 +164,10 @@ def test_tpu_programs_of_several_chips_contain_every_kernel(topology, dtype):
     spec = PartitionSpec("x")
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
     types = ((4, 500, 96), jnp.float32), ((4, 200), jnp.int32), ((4, 4, 64), jnp.int32), ((4, 4), jnp.int32)
-    text = run.lower(*(jax.ShapeDtypeStruct(*one, sharding=NamedSharding(mesh, spec)) for one in types)).compile().as_text()
+    text = (
+        run.lower(*(jax.ShapeDtypeStruct(*one, sharding=NamedSharding(mesh, spec)) for one in types))
+        .compile()
+        .as_text()
+    )
     for name in ("exchange_rows", "gather_rows", "scatter_rows", "segment_sum", "bitmap_encode", "bitmap_ranks"):
         assert f"splitjax_{name}" in text

@@ -1,4 +1,5 @@
-"""The GPU kernels, a synchronisation and a training step through XLA's GPU compiler, for an H200 that need not be there."""
+"""The GPU kernels, a synchronisation and a training step through XLA's GPU compiler, for an H200 that need not be
+there."""
 
 from __future__ import annotations
 
@@ -19,17 +20,42 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 def compiled(*arguments):
     """The program for an H200, compiled in a process that has the GPU compiler."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu,cuda", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "PYTHONPATH": str(ROOT)}
-    found = subprocess.run([sys.executable, "-m", "tests.kernels.h200", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu,cuda",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.h200", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     assert found.returncode == 0, found.stderr[-4000:]
     assert "mosaic_gpu" in found.stdout
     return found.stdout
 
 
-@pytest.mark.parametrize("arguments", [("gather_rows", "128"), ("gather_rows", "768", "bfloat16"), ("segment_sum", "128"), ("segment_sum", "256", "bfloat16"), ("sum_rows",)])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("gather_rows", "128"),
+        ("gather_rows", "768", "bfloat16"),
+        ("segment_sum", "128"),
+        ("segment_sum", "256", "bfloat16"),
+        ("sum_rows",),
+    ],
+)
 def test_kernels_compile_for_an_h200(arguments):
     text = compiled(*arguments)
-    kernels = {"gather_rows": ["gather_rows"], "segment_sum": ["segment_sum"], "sum_rows": ["gather_rows", "segment_sum"]}[arguments[0]]
+    kernels = {
+        "gather_rows": ["gather_rows"],
+        "segment_sum": ["segment_sum"],
+        "sum_rows": ["gather_rows", "segment_sum"],
+    }[arguments[0]]
     assert [name for name in kernels if f"splitjax_{name}" not in text] == []
 
 

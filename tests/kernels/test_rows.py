@@ -33,7 +33,9 @@ def numbers(num_rows, count, seed=1, unique=False):
 def test_gather_on_tpu(num_rows, width, count, mode):
     table, rows = table_of(num_rows, width), numbers(num_rows, count)
     with interpreting(mode) as interpret:
-        np.testing.assert_array_equal(gather_tpu(table, rows, block=8, interpret=interpret), gather_reference(table, rows))
+        np.testing.assert_array_equal(
+            gather_tpu(table, rows, block=8, interpret=interpret), gather_reference(table, rows)
+        )
 
 
 @by_mode
@@ -42,7 +44,9 @@ def test_gather_on_tpu_of_full_blocks_and_of_nothing(mode):
     table = table_of(40, 128)
     rows = jnp.concatenate([jnp.arange(8), jnp.full(8, FILLER), jnp.arange(8) % 3]).astype(jnp.int32)
     with interpreting(mode) as interpret:
-        np.testing.assert_array_equal(gather_tpu(table, rows, block=8, interpret=interpret), gather_reference(table, rows))
+        np.testing.assert_array_equal(
+            gather_tpu(table, rows, block=8, interpret=interpret), gather_reference(table, rows)
+        )
 
 
 @by_mode

@@ -1,4 +1,5 @@
-"""Sums of rows of equal ids: kernels against the oracle, the oracle against numpy, and the accelerators' own compilers."""
+"""Sums of rows of equal ids: kernels against the oracle, the oracle against numpy, and the accelerators' own
+compilers."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from hypothesis import strategies as st
 from splitjax.errors import KernelError
 from splitjax.kernels import FILLER, segment_sum
 from splitjax.kernels.segment_sum import _gpu_codes, ranks_of, sums_gpu, sums_reference, sums_tpu
-from tests.kernels.interpreting import MODES, TOPOLOGIES, compiled_for_tpu, interpreting, interpreting_gpu, lowered_for_gpu
+from tests.kernels.interpreting import (
+    MODES,
+    TOPOLOGIES,
+    compiled_for_tpu,
+    interpreting,
+    interpreting_gpu,
+    lowered_for_gpu,
+)
 
 
 def rows_of(num_rows, num_ids, num_fillers, width, dtype=jnp.float32):
@@ -40,7 +48,9 @@ def test_tpu_kernel(num_rows, num_ids, num_fillers, width, dtype, capacity, mode
     with interpreting(mode) as interpret:
         sums = sums_tpu(values, ranks, capacity=capacity, block=16, interpret=interpret)
     found = min(int(count), capacity)
-    np.testing.assert_allclose(sums[:found], sums_reference(values, ranks, capacity=capacity)[:found], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        sums[:found], sums_reference(values, ranks, capacity=capacity)[:found], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_what_is_not_finite_stays_in_its_row_on_tpu():
@@ -55,7 +65,11 @@ def test_what_is_not_finite_stays_in_its_row_on_tpu():
 
 
 @settings(max_examples=10, deadline=None)
-@given(ids=st.lists(st.integers(0, 9), min_size=12, max_size=12), num_fillers=st.integers(0, 12), capacity=st.sampled_from([3, 12]))
+@given(
+    ids=st.lists(st.integers(0, 9), min_size=12, max_size=12),
+    num_fillers=st.integers(0, 12),
+    capacity=st.sampled_from([3, 12]),
+)
 def test_sums_are_those_of_numpy(ids, num_fillers, capacity):
     ids = np.sort(np.asarray(ids, np.int32))
     ids[12 - num_fillers :] = FILLER
@@ -90,7 +104,9 @@ def test_derivative():
     weights = jnp.arange(80.0).reshape(20, 4)
     grad = jax.grad(lambda v: (segment_sum(ids, v).sums * weights).sum())(values)
     _, ranks, _ = ranks_of(ids, 20)
-    np.testing.assert_allclose(grad, jax.grad(lambda v: (sums_reference(v, ranks, capacity=20) * weights).sum())(values))
+    np.testing.assert_allclose(
+        grad, jax.grad(lambda v: (sums_reference(v, ranks, capacity=20) * weights).sum())(values)
+    )
 
 
 def test_what_does_not_fit_is_refused():
@@ -117,7 +133,9 @@ def walk(codes, values, capacity, num_parts):
     return sums, parts
 
 
-@pytest.mark.parametrize("ranks", [[0] * 32, [0, 1, 1, 1] + [2] * 16 + [3] * 4 + [4, 5, 5, -1] + [-1] * 4, [-1] * 32, list(range(32))])
+@pytest.mark.parametrize(
+    "ranks", [[0] * 32, [0, 1, 1, 1] + [2] * 16 + [3] * 4 + [4, 5, 5, -1] + [-1] * 4, [-1] * 32, list(range(32))]
+)
 def test_rounds_of_the_gpu_kernel(ranks):
     """Every rank's rows arrive once: as a sum, or as parts that are written and bear its number."""
     values = np.random.default_rng(0).normal(size=(32, 3))
@@ -157,10 +175,13 @@ def test_gpu_programs_contain_the_kernel():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("num_rows", "num_ids", "width", "dtype"), [(50, 20, 128, jnp.float32), (20_000, 3, 640, jnp.float32), (20_000, 9000, 384, jnp.bfloat16)]
+    ("num_rows", "num_ids", "width", "dtype"),
+    [(50, 20, 128, jnp.float32), (20_000, 3, 640, jnp.float32), (20_000, 9000, 384, jnp.bfloat16)],
 )
 def test_gpu_kernel(num_rows, num_ids, width, dtype):
     ids, values = rows_of(num_rows, num_ids, num_rows // 7, width, dtype)
     _, ranks, count = ranks_of(ids, num_rows)
     sums = jax.jit(functools.partial(sums_gpu, capacity=num_rows))(values, ranks)[: int(count)]
-    np.testing.assert_allclose(sums, sums_reference(values, ranks, capacity=num_rows)[: int(count)], rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(
+        sums, sums_reference(values, ranks, capacity=num_rows)[: int(count)], rtol=1e-4, atol=1e-3
+    )

@@ -121,8 +121,10 @@ def test_aux_keeps_what_is_not_an_array():
 
     assert_same(step(value_and_grad), step(jax.value_and_grad))
     assert captured[value_and_grad] == captured[jax.value_and_grad] == ("run", None, 3, np.ndarray)
-    assert_same(jax.jit(lambda w: grad(lambda w: (w.sum(), w), has_aux=True)(w))(W),
-                jax.jit(lambda w: jax.grad(lambda w: (w.sum(), w), has_aux=True)(w))(W))
+    assert_same(
+        jax.jit(lambda w: grad(lambda w: (w.sum(), w), has_aux=True)(w))(W),
+        jax.jit(lambda w: jax.grad(lambda w: (w.sum(), w), has_aux=True)(w))(W),
+    )
 
 
 def test_closed_over_tracers_become_operands():
@@ -180,22 +182,35 @@ def test_transformations_around_it(jitted):
         "per example": (lambda g: per_example(g), (W, X)),
         "vmap over params": (batched_params, (jnp.stack([W, 2 * W], 2), X)),
         "vmap with axis name": (
-            lambda g: jax.vmap(g(lambda w, x: jax.lax.psum((x @ w).sum() ** 2, "i")), (None, 0), axis_name="i"), (W, X)),
+            lambda g: jax.vmap(g(lambda w, x: jax.lax.psum((x @ w).sum() ** 2, "i")), (None, 0), axis_name="i"),
+            (W, X),
+        ),
         "jvp": (lambda g: lambda w, x: jax.jvp(lambda v: g(loss)(v, x), (w,), (w + 1,)), (W, X)),
         "forward over reverse": (lambda g: jax.jacfwd(g(loss)), (W, X)),
         "reverse over reverse": (lambda g: jax.jacrev(g(loss)), (W, X)),
         "nested": (lambda g: g(lambda w, x: (g(loss)(w, x) ** 2).sum()), (W, X)),
         "inner and outer data": (lambda g: g(lambda w, x: loss(w - 0.1 * g(loss)(w, x[:2]), x[2:])), (W, X)),
-        "scan": (lambda g: lambda w, x: jax.lax.scan(lambda c, r: (c - 0.1 * g(loss)(c, r[None]), c.sum()), w, x), (W, X)),
+        "scan": (
+            lambda g: lambda w, x: jax.lax.scan(lambda c, r: (c - 0.1 * g(loss)(c, r[None]), c.sum()), w, x),
+            (W, X),
+        ),
         "scan, differentiated": (
-            lambda g: jax.grad(lambda w, x: jax.lax.scan(
-                lambda c, r: (c - 0.1 * g(loss)(c, r[None]), None), w, x)[0].sum()), (W, X)),
+            lambda g: jax.grad(
+                lambda w, x: jax.lax.scan(lambda c, r: (c - 0.1 * g(loss)(c, r[None]), None), w, x)[0].sum()
+            ),
+            (W, X),
+        ),
         "while": (lambda g: lambda w, x: jax.lax.fori_loop(0, 3, lambda i, c: c - 0.1 * g(loss)(c, x), w), (W, X)),
         "cond": (lambda g: lambda w, x: jax.lax.cond(x.sum() > 0, lambda: g(loss)(w, x), lambda: w), (W, X)),
         "remat": (lambda g: jax.grad(lambda w, x: jax.checkpoint(g(loss))(w, x).sum()), (W, X)),
         "integer aux under jvp": (
-            lambda g: lambda w, x: jax.jvp(
-                lambda v: g(lambda v: (loss(v, x), (v @ v.T).argmax()), has_aux=True)(v)[0], (w,), (w,)), (W, X)),
+            lambda g: (
+                lambda w, x: jax.jvp(
+                    lambda v: g(lambda v: (loss(v, x), (v @ v.T).argmax()), has_aux=True)(v)[0], (w,), (w,)
+                )
+            ),
+            (W, X),
+        ),
     }
     for name, (build, args) in cases.items():
         ours, theirs = wrap(build(grad))(*args), wrap(build(jax.grad))(*args)
@@ -213,8 +228,12 @@ def test_keys_integers_and_empty_derivatives():
     assert_same(jax.jit(value_and_grad(fun))(*args), jax.jit(jax.value_and_grad(fun))(*args))
     legacy = (W, 3, jax.random.PRNGKey(3), flags)
     assert_same(jax.jit(value_and_grad(fun))(*legacy), jax.jit(jax.value_and_grad(fun))(*legacy))
-    ints = lambda g: lambda w, n, k, f: [jax.tree.map(lambda a: np.dtype(a.dtype) == jax.dtypes.float0 and a.shape, one)
-                                         for one in g(fun, (1, 0, 3), allow_int=True)(w, n, k, f)[::2]]
+    ints = lambda g: (
+        lambda w, n, k, f: [
+            jax.tree.map(lambda a: np.dtype(a.dtype) == jax.dtypes.float0 and a.shape, one)
+            for one in g(fun, (1, 0, 3), allow_int=True)(w, n, k, f)[::2]
+        ]
+    )
     seen = []
     for g in (grad, jax.grad):
         jax.make_jaxpr(lambda *a, g=g: seen.append(ints(g)(*a)) or 0)(*args)
@@ -223,14 +242,19 @@ def test_keys_integers_and_empty_derivatives():
 
 def test_python_scalars_and_numpy_arguments():
     fun = lambda a, w, x: (a * w * x).sum()
-    ours, theirs = (jax.jit(lambda x, t=t: t(fun, (0, 1))(2.0, np.ones(3, np.float32), x))(X) for t in (value_and_grad, jax.value_and_grad))
+    ours, theirs = (
+        jax.jit(lambda x, t=t: t(fun, (0, 1))(2.0, np.ones(3, np.float32), x))(X)
+        for t in (value_and_grad, jax.value_and_grad)
+    )
     assert_same(ours, theirs)
 
 
 def test_holomorphic():
     z = jnp.array([1 + 2j, 0.5j])
     fun = lambda z: (z**3).sum()
-    assert_same(jax.jit(value_and_grad(fun, holomorphic=True))(z), jax.jit(jax.value_and_grad(fun, holomorphic=True))(z))
+    assert_same(
+        jax.jit(value_and_grad(fun, holomorphic=True))(z), jax.jit(jax.value_and_grad(fun, holomorphic=True))(z)
+    )
     real = lambda z: (jnp.abs(z) ** 2).sum()
     assert_same(jax.jit(grad(real))(z), jax.jit(jax.grad(real))(z))
 
@@ -269,7 +293,9 @@ def test_flax_with_state_and_dropout():
     def step(transform):
         def run(variables, x, key):
             def fun(params):
-                y, state = model.apply({**variables, "params": params}, x, rngs={"dropout": key}, mutable=["batch_stats"])
+                y, state = model.apply(
+                    {**variables, "params": params}, x, rngs={"dropout": key}, mutable=["batch_stats"]
+                )
                 return (y**2).mean(), state
 
             return transform(fun, has_aux=True)(freeze(variables["params"]))
@@ -310,9 +336,9 @@ def test_equinox_and_haiku():
 def test_errors_are_jax_errors_in_kind(call):
     for transform in (value_and_grad, grad):
         with pytest.raises(TypeError):
-            jax.jit(lambda w, transform=transform: call(lambda f, **k: (lambda *a: transform(f, **k)(w, *a[1:]))))(W)
+            jax.jit(lambda w, transform=transform: call(lambda f, **k: lambda *a: transform(f, **k)(w, *a[1:])))(W)
     with pytest.raises(TypeError):
-        jax.jit(lambda w: call(lambda f, **k: (lambda *a: jax.grad(f, **k)(w, *a[1:]))))(W)
+        jax.jit(lambda w: call(lambda f, **k: lambda *a: jax.grad(f, **k)(w, *a[1:])))(W)
 
 
 def test_errors_name_place_and_remedy():

@@ -1,4 +1,5 @@
-"""`step.profile` against gradients taken worker by worker with plain JAX, and figures computed from them as they are defined."""
+"""`step.profile` against gradients taken worker by worker with plain JAX, and figures computed from them as they are
+defined."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ def params():
     random = np.random.default_rng(3)
     draw = lambda *shape: random.standard_normal(shape).astype(np.float32)
     # Half of the units of `w` are dead but for few examples; no size is a multiple of 8 or of the number of workers.
-    return {"words": draw(21, 3), "tags": draw(10, 3), "w": draw(3, 5), "b": np.float32([-9, -2, 0, 1, -1.5]), "unused": draw(2)}
+    return {
+        "words": draw(21, 3),
+        "tags": draw(10, 3),
+        "w": draw(3, 5),
+        "b": np.float32([-9, -2, 0, 1, -1.5]),
+        "unused": draw(2),
+    }
 
 
 def batch(seed):
@@ -32,9 +39,10 @@ def batch(seed):
     weight = np.ones(NUM_EXAMPLES, np.float32)
     weight[:2] = 0.0  # the first of eight workers has no gradient at all
     return {
-        "words": (21 * random.random((NUM_EXAMPLES, 2)) ** 3).astype(np.int32), "tags": random.integers(0, 10, NUM_EXAMPLES).astype(np.int32),
+        "words": (21 * random.random((NUM_EXAMPLES, 2)) ** 3).astype(np.int32),
+        "tags": random.integers(0, 10, NUM_EXAMPLES).astype(np.int32),
         "weight": weight,
-    }  # fmt: skip
+    }
 
 
 BATCHES = [batch(1), batch(2)]
@@ -86,10 +94,12 @@ def expected(gradients, is_table):
     width = -(-units[0].size // n)
     ranges = [[unit[i * width : (i + 1) * width].sum() for i in range(n)] for unit in units if unit.any()]
     return {
-        "densities": [np.mean(g != 0) for g in gradients], "row_densities": [unit.mean() for unit in units] if is_table else [],
-        "unions": unions, "overlap": np.mean(pairs) if pairs else 0.0,
+        "densities": [np.mean(g != 0) for g in gradients],
+        "row_densities": [unit.mean() for unit in units] if is_table else [],
+        "unions": unions,
+        "overlap": np.mean(pairs) if pairs else 0.0,
         "skewness": np.mean([max(one) / np.mean(one) for one in ranges]) if ranges else 1.0,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])  # on two devices
@@ -101,16 +111,24 @@ def test_figures_are_those_of_the_workers_gradients(profiles, n):
     for number, batch in enumerate(BATCHES):
         gradients = worker_gradients(batch, n)
         for one in profile.tensors:
-            found, wanted = one.steps[number], expected([g[one.path.removeprefix("params/")] for g in gradients], one.is_table)
+            found, wanted = (
+                one.steps[number],
+                expected([g[one.path.removeprefix("params/")] for g in gradients], one.is_table),
+            )
             for name in ("densities", "row_densities", "overlap", "skewness"):
                 np.testing.assert_allclose(getattr(found, name), wanted[name], err_msg=f"{one.path} {name}")
             assert [m for m, _ in found.unions] == list(wanted["unions"])
-            np.testing.assert_allclose([share for _, share in found.unions], list(wanted["unions"].values()), err_msg=one.path)
-            assert found.densification(n) == pytest.approx(wanted["unions"][n] / wanted["unions"][1] if wanted["unions"][1] else 1.0)
+            np.testing.assert_allclose(
+                [share for _, share in found.unions], list(wanted["unions"].values()), err_msg=one.path
+            )
+            assert found.densification(n) == pytest.approx(
+                wanted["unions"][n] / wanted["unions"][1] if wanted["unions"][1] else 1.0
+            )
 
 
 def test_the_model_has_what_the_figures_are_about(profiles):
-    """Or agreement would mean little: holes in a dense weight, a worker without a gradient, overlaps and skew of either sort."""
+    """Or agreement would mean little: holes in a dense weight, a worker without a gradient, overlaps and skew of either
+    sort."""
     profile = profiles[8]
     words, weight = profile.tensor("params/words"), profile.tensor("params/w")
     assert words.steps[0].row_densities[0] == 0.0 and 0.0 < words.overlap < 1.0 and words.skewness > 1.5
@@ -129,9 +147,14 @@ def test_averages_over_steps(profiles):
 
 def test_a_table_has_the_sparsity_that_chooses_its_scheme(profiles):
     found = profiles[4].sparsity("params/words")
-    ids = [[batch["words"][4 * i : 4 * i + 4][batch["weight"][4 * i : 4 * i + 4] > 0] for i in range(4)] for batch in BATCHES]
+    ids = [
+        [batch["words"][4 * i : 4 * i + 4][batch["weight"][4 * i : 4 * i + 4] > 0] for i in range(4)]
+        for batch in BATCHES
+    ]
     wanted = sync.measure(ids, 21, 3)
-    assert all(np.array_equal(a, b) for ours, theirs in zip(found.samples, wanted.samples) for a, b in zip(ours, theirs))
+    assert all(
+        np.array_equal(a, b) for ours, theirs in zip(found.samples, wanted.samples) for a, b in zip(ours, theirs)
+    )
     # not only the same rows: the profile's own figures agree with those of the rows
     assert found == wanted
     one = profiles[4].tensor("params/words")
@@ -158,7 +181,9 @@ def test_random_bits_and_denominators_are_those_of_the_global_batch():
             own, shared = jax.random.split(key)
             keep = jax.random.bernoulli(own, 0.2, batch["words"].shape)  # for every example its own
             negatives = jax.random.randint(shared, (3,), 0, 10)  # one draw for all
-            return (p["words"][batch["words"]] * keep[..., None]).mean() - p["tags"][negatives].mean() * batch["weight"].mean()
+            return (p["words"][batch["words"]] * keep[..., None]).mean() - p["tags"][negatives].mean() * batch[
+                "weight"
+            ].mean()
 
         value, grads = splitjax.value_and_grad(loss)(state)
         return jax.tree.map(lambda p, g: p - g, state, grads), value
@@ -192,7 +217,9 @@ def test_a_dense_model_and_a_table_that_must_stay_dense():
     data = {"x": np.ones((4, 21), np.float32), "words": np.arange(4, dtype=np.int32)}
     dense = step_of(lambda p, batch: (batch["x"] @ p["words"] @ p["w"]).mean())
     profile = dense.profile({"params": weights, "opt": TX.init(weights)}, [data])
-    assert not profile.tables and all((one.density, one.overlap, one.skewness) == (1, 1, pytest.approx(1, abs=0.1)) for one in profile.tensors)
+    assert not profile.tables and all(
+        (one.density, one.overlap, one.skewness) == (1, 1, pytest.approx(1, abs=0.1)) for one in profile.tensors
+    )
     with pytest.raises(ProfileError, match="looks no rows up"):
         profile.sparsity("params/w")
     tied = step_of(lambda p, batch: (p["words"][batch["words"]] @ p["words"].T).mean() + p["w"].sum())
@@ -272,7 +299,9 @@ def test_two_batch_arguments_and_two_losses():
     ids = [one["words"] for one in BATCHES]
     first, second = step.profile(table, ids, targets).tensors
     assert first.path == second.path == "words" and first.loss != second.loss and first.is_table
-    assert [len(rows) for rows in second.sparsity.samples[0]] == [np.unique(ids[0][8 * i : 8 * i + 8, 0]).size for i in range(2)]
+    assert [len(rows) for rows in second.sparsity.samples[0]] == [
+        np.unique(ids[0][8 * i : 8 * i + 8, 0]).size for i in range(2)
+    ]
     with pytest.raises(ProfileError, match="2 losses differentiate 'words'"):
         step.profile(table, ids, targets).tensor("words")
     with pytest.raises(BatchError, match="argument 2 ends first"):

@@ -35,8 +35,12 @@ def flat(tree):
 
 
 def flat_nnx(model, kind):
-    """By the names of Linen, which calls the input gate's partner of an LSTM `if`: in Python no name for NNX's attribute."""
-    return {".".join(path).replace(".if_.", ".if."): variable for path, variable in nnx.to_flat_state(nnx.state(model, kind))}
+    """By the names of Linen, which calls the input gate's partner of an LSTM `if`: in Python no name for NNX's
+    attribute."""
+    return {
+        ".".join(path).replace(".if_.", ".if."): variable
+        for path, variable in nnx.to_flat_state(nnx.state(model, kind))
+    }
 
 
 def abstract(spec):
@@ -71,9 +75,12 @@ def twins(name, **options):
         assert values.keys() == targets.keys()
         for path, variable in targets.items():
             assert variable.shape == values[path].shape, path
-        nnx.update(model, nnx.from_flat_state([
-            (tuple(p.replace(".if.", ".if_.").split(".")), v.replace(values[p])) for p, v in targets.items()
-        ]))
+        nnx.update(
+            model,
+            nnx.from_flat_state(
+                [(tuple(p.replace(".if.", ".if_.").split(".")), v.replace(values[p])) for p, v in targets.items()]
+            ),
+        )
     return linen, variables, model
 
 
@@ -81,7 +88,9 @@ def inputs_for(spec, batch_size=2):
     rng = np.random.default_rng(7)
     if spec.reads == "clicks":
         ids = [rng.integers(0, size, batch_size) for size in spec.config.field_sizes]
-        return jnp.asarray(np.stack(ids, 1), jnp.int32), jnp.asarray(rng.random((batch_size, spec.config.num_dense)), jnp.float32)
+        return jnp.asarray(np.stack(ids, 1), jnp.int32), jnp.asarray(
+            rng.random((batch_size, spec.config.num_dense)), jnp.float32
+        )
     shape = (batch_size, *spec.input_shape)
     if spec.reads == "text":
         return (jnp.asarray(rng.integers(0, spec.num_classes, shape), jnp.int32),)
@@ -107,14 +116,19 @@ def given_to(spec, batch):
         ("resnet50", {"num_classes": 1000, "image_size": 224, "stem": "imagenet"}, 25_557_032),
         # The same blocks between a 3x3 stem and ten classes: 9,408 fewer values by 1,728, 2,049,000 by 20,490
         ("resnet50", {}, 25_557_032 - 9_408 + 1_728 - 2_049_000 + 20_490),
-        # Published: 3.5 million (Sandler et al. 2018, table 4), 5.4 and 2.5 million (Howard et al. 2019, table 3), 5.3, 7.8 and 9.2
-        # million for EfficientNet-B0, B1 and B2 (Tan and Le 2019, table 2), 28.6 million (Liu et al. 2022, table 1).
+        # Published: 3.5 million (Sandler et al. 2018, table 4), 5.4 and 2.5 million (Howard et al. 2019, table 3), 5.3,
+        # 7.8 and 9.2 million for EfficientNet-B0, B1 and B2 (Tan and Le 2019, table 2), 28.6 million (Liu et al. 2022,
+        # table 1).
         ("mobilenet_v2", {"num_classes": 1000, "image_size": 224, "stem": "imagenet"}, 3_504_872),
         ("mobilenet_v3_large", {"num_classes": 1000, "image_size": 224, "stem": "imagenet"}, 5_483_032),
         ("mobilenet_v3_small", {"num_classes": 1000, "image_size": 224, "stem": "imagenet"}, 2_542_856),
         ("efficientnet_b0", {"num_classes": 1000, "image_size": 224, "stem": "imagenet"}, 5_288_548),
         ("efficientnet_b0", {"num_classes": 1000, "image_size": 240, "depth": 1.1, "stem": "imagenet"}, 7_794_184),
-        ("efficientnet_b0", {"num_classes": 1000, "image_size": 260, "width": 1.1, "depth": 1.2, "stem": "imagenet"}, 9_109_994),
+        (
+            "efficientnet_b0",
+            {"num_classes": 1000, "image_size": 260, "width": 1.1, "depth": 1.2, "stem": "imagenet"},
+            9_109_994,
+        ),
         ("convnext_tiny", {"num_classes": 1000, "image_size": 224, "stem": "imagenet"}, 28_589_128),
         ("mlp", {"features": (512,)}, 3072 * 512 + 512 + 512 * 10 + 10),
     ],
@@ -156,7 +170,9 @@ def test_logits_have_the_right_shape_at_full_size(name):
     logits = jax.eval_shape(spec.apply, variables, *given_to(spec, batch))
     shape = {"transformer": (3, 128, 256), "lstm": (3, 21, 10_000), "deepfm": (3,), "dlrm": (3,)}.get(name, (3, 10))
     assert (logits.shape, logits.dtype) == (shape, jnp.float32)
-    assert ("batch_stats" in variables) == spec.has_batch_stats == name.startswith(("resnet", "mobilenet", "efficientnet"))
+    assert (
+        ("batch_stats" in variables) == spec.has_batch_stats == name.startswith(("resnet", "mobilenet", "efficientnet"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,7 +253,8 @@ def test_dropout_acts_in_training_only(name, library):
 
 @pytest.mark.parametrize("name", ["efficientnet_b0", "convnext_tiny"])
 def test_stochastic_depth_skips_blocks_for_whole_examples(name):
-    """An example either skips a block or has all of it: of examples that are alike there are at most two kinds for each block."""
+    """An example either skips a block or has all of it: of examples that are alike there are at most two kinds for each
+    block."""
     spec = models.build(name, drop_path=0.5, **NARROW[name])
     assert spec.has_dropout and not models.build(name, **NARROW[name]).has_dropout
     twin = nnx.eval_shape(lambda: models.build(name, library="nnx", drop_path=0.5, **NARROW[name]).make(nnx.Rngs(0)))

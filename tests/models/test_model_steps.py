@@ -18,7 +18,13 @@ NARROW = {
     "resnet18": {"width": 1 / 16},
     "mobilenet_v2": {"width": 1 / 8, "depth": 0.1, "head_features": 32, "image_size": 8},
     "efficientnet_b0": {"width": 1 / 8, "depth": 0.1, "image_size": 8},
-    "convnext_tiny": {"width": 1 / 12, "stage_sizes": (1, 2), "stage_channels": (96, 192), "image_size": 16, "layer_scale": 0.1},
+    "convnext_tiny": {
+        "width": 1 / 12,
+        "stage_sizes": (1, 2),
+        "stage_channels": (96, 192),
+        "image_size": 16,
+        "layer_scale": 0.1,
+    },
     "mlp": {"features": 32, "input_shape": (8, 8, 1)},
     "transformer": {"vocab_size": 16, "max_len": 8, "d_model": 16, "num_heads": 2, "num_layers": 1},
     "lstm": {"vocab_size": 16, "max_len": 8, "embedding_width": 8, "hidden_width": 12, "negatives": 4},
@@ -43,8 +49,11 @@ def batch_for(spec, batch_size=8, seed=0):
         return {name: rng.integers(0, spec.num_classes, shape).astype(np.int32) for name, shape in shapes.items()}
     if spec.reads == "clicks":
         return {
-            "ids": np.stack([rng.integers(0, size, batch_size) for size in spec.config.field_sizes], 1).astype(np.int32),
-            "values": rng.random((batch_size, spec.config.num_dense), np.float32), "label": rng.integers(0, 2, batch_size).astype(np.int32),
+            "ids": np.stack([rng.integers(0, size, batch_size) for size in spec.config.field_sizes], 1).astype(
+                np.int32
+            ),
+            "values": rng.random((batch_size, spec.config.num_dense), np.float32),
+            "label": rng.integers(0, 2, batch_size).astype(np.int32),
         }
     return {
         "image": rng.normal(size=(batch_size, *spec.input_shape)).astype(np.float32),
@@ -56,7 +65,9 @@ def close(ours, theirs, **tolerance):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["vgg11", "resnet18", "mobilenet_v2", "efficientnet_b0", "convnext_tiny", "mlp", "transformer"])
+@pytest.mark.parametrize(
+    "name", ["vgg11", "resnet18", "mobilenet_v2", "efficientnet_b0", "convnext_tiny", "mlp", "transformer"]
+)
 def test_training_reduces_the_loss(name):
     spec = build_small(name)
     init_fn, train_step, eval_step = models.make_step(spec, optax.sgd(0.05, momentum=0.9))
@@ -83,7 +94,9 @@ def test_nnx_training_reduces_the_loss(name):
     assert set(nnx.eval_shape(eval_step, model, batch)) == {"loss", "accuracy", "correct"}
 
 
-@pytest.mark.parametrize("name", ["mlp", "transformer", "resnet18", "mobilenet_v2", "efficientnet_b0", "convnext_tiny", "deepfm", "dlrm"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "transformer", "resnet18", "mobilenet_v2", "efficientnet_b0", "convnext_tiny", "deepfm", "dlrm"]
+)
 def test_a_linen_step_and_an_nnx_step_are_the_same(name):
     linen, nnx_ = (build_small(name, library) for library in models.LIBRARIES)
     tx = optax.sgd(0.1, momentum=0.9)
@@ -167,7 +180,11 @@ def test_a_batch_of_padding_alone_counts_nothing():
     spec = build_small("mlp")
     init_fn, train_step, eval_step = models.make_step(spec, optax.sgd(0.1))
     state, batch = init_fn(jax.random.key(0)), {**batch_for(spec), "mask": np.zeros(8, np.float32)}
-    assert {k: float(v) for k, v in jax.jit(eval_step)(state, batch).items()} == {"loss": 0, "accuracy": 0, "correct": 0}
+    assert {k: float(v) for k, v in jax.jit(eval_step)(state, batch).items()} == {
+        "loss": 0,
+        "accuracy": 0,
+        "correct": 0,
+    }
     after, _ = jax.jit(train_step)(state, batch)
     close(after["params"], state["params"], atol=0)
 

@@ -1,4 +1,5 @@
-"""The models whose gradients are mostly tables: their numbers against numpy's, and their tables found as read by lookups alone."""
+"""The models whose gradients are mostly tables: their numbers against numpy's, and their tables found as read by
+lookups alone."""
 
 import itertools
 import math
@@ -56,13 +57,17 @@ def test_second_order_is_the_sum_over_pairs():
 def test_interactions_are_every_pair_once():
     vectors = np.random.default_rng(0).normal(size=(4, 5, 3))
     pairs = [(vectors[:, i] * vectors[:, j]).sum(-1) for i in range(5) for j in range(i)]
-    np.testing.assert_allclose(interactions(jnp.asarray(vectors, jnp.float32)), np.stack(pairs, 1), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        interactions(jnp.asarray(vectors, jnp.float32)), np.stack(pairs, 1), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_deepfm_is_linear_plus_pairs_plus_network():
     spec, batch = build_small("deepfm"), batch_for(build_small("deepfm"))
     params, values, rows = random_params(spec), batch["values"].astype(np.float64), rows_of(spec, batch["ids"])
-    factors = np.concatenate([params["embedding"]["embedding"][rows], values[:, :, None] * params["dense_embedding"]], 1)
+    factors = np.concatenate(
+        [params["embedding"]["embedding"][rows], values[:, :, None] * params["dense_embedding"]], 1
+    )
     linear = params["first_order"]["embedding"][rows].sum((1, 2)) + dense(params["dense_first_order"], values)[:, 0]
     pairs = sum((factors[:, i] * factors[:, j]).sum(-1) for i, j in itertools.combinations(range(factors.shape[1]), 2))
     hidden = relu(dense(params["dense2"], relu(dense(params["dense1"], factors.reshape(len(rows), -1)))))
@@ -86,7 +91,10 @@ def test_dlrm_is_a_network_over_dot_products():
 
 def test_a_sample_of_all_words_is_the_full_softmax():
     rng = np.random.default_rng(0)
-    logits, labels = jnp.asarray(rng.normal(size=(2, 5, 7)), jnp.float32), jnp.asarray(rng.integers(0, 7, (2, 5)), jnp.int32)
+    logits, labels = (
+        jnp.asarray(rng.normal(size=(2, 5, 7)), jnp.float32),
+        jnp.asarray(rng.integers(0, 7, (2, 5)), jnp.int32),
+    )
     true_logits = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
     everything = jnp.stack([jnp.asarray(rng.permutation(7), jnp.int32) for _ in range(2)])
     sampled = jnp.take_along_axis(logits, jnp.broadcast_to(everything[:, None], logits.shape), -1)
@@ -106,27 +114,41 @@ def test_the_sampled_loss_takes_off_expected_counts_and_accidental_hits():
         kept = [label, *(word for word in negatives if word != label)]
         scores = np.array([h @ table[word] - np.log(counts[word]) for word in kept])
         expected.append(np.log(np.exp(scores).sum()) - scores[0])
-    given = (jnp.asarray((hidden * table[labels]).sum(-1), jnp.float32), jnp.asarray(hidden @ table[negatives].T, jnp.float32))
+    given = (
+        jnp.asarray((hidden * table[labels]).sum(-1), jnp.float32),
+        jnp.asarray(hidden @ table[negatives].T, jnp.float32),
+    )
     words = (jnp.asarray(labels, jnp.int32), jnp.asarray(negatives, jnp.int32))
-    np.testing.assert_allclose(sampled_cross_entropy(*given, *words, log_probability=models.log_uniform(num_words)), expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        sampled_cross_entropy(*given, *words, log_probability=models.log_uniform(num_words)), expected, rtol=1e-5
+    )
     probabilities = counts / num_draws
-    np.testing.assert_allclose(sampled_cross_entropy(*given, *words, log_probability=models.tabled(probabilities)), expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        sampled_cross_entropy(*given, *words, log_probability=models.tabled(probabilities)), expected, rtol=1e-5
+    )
 
 
 def test_a_sample_of_hits_alone_has_no_loss_and_finite_gradients():
     def loss(h):
-        return models.sampled_cross_entropy(h[..., 0], h, jnp.full((1, 2), 3), jnp.full((1, 4), 3), models.log_uniform(5)).sum()
+        return models.sampled_cross_entropy(
+            h[..., 0], h, jnp.full((1, 2), 3), jnp.full((1, 4), 3), models.log_uniform(5)
+        ).sum()
 
     value, grad = jax.jit(jax.value_and_grad(loss))(jnp.ones((1, 2, 4)))
     assert float(value) == 0 and np.isfinite(grad).all()
 
 
-@pytest.mark.parametrize("sampler", [data.LogUniform(50), data.ByCounts(np.arange(1, 51)[::-1] ** 2)], ids=["log_uniform", "counts"])
+@pytest.mark.parametrize(
+    "sampler", [data.LogUniform(50), data.ByCounts(np.arange(1, 51)[::-1] ** 2)], ids=["log_uniform", "counts"]
+)
 def test_the_model_knows_the_distribution_that_the_data_draw_from(sampler):
-    log_probability = models.log_uniform(50) if isinstance(sampler, data.LogUniform) else models.tabled(sampler.probabilities)
+    log_probability = (
+        models.log_uniform(50) if isinstance(sampler, data.LogUniform) else models.tabled(sampler.probabilities)
+    )
     probabilities = np.exp(log_probability(jnp.arange(50, dtype=jnp.int32)))
     assert probabilities.sum() == pytest.approx(1, abs=1e-5)
-    uniform = (np.arange(200_000) + 0.5) / 200_000  # equally spaced: their shares are the probabilities, but for one of them each
+    # equally spaced: their shares are the probabilities, but for one of them each
+    uniform = (np.arange(200_000) + 0.5) / 200_000
     np.testing.assert_allclose(np.bincount(sampler.words(uniform), minlength=50) / 200_000, probabilities, atol=2e-5)
 
 
@@ -147,7 +169,9 @@ def test_the_lstm_compares_each_example_with_its_own_negatives():
     tokens, labels, negatives = batch["tokens"][:, :-1], batch["tokens"][:, 1:], batch["negatives"]
     full = run(spec, params, tokens)
     true_logits, sampled, *_ = run(spec, params, tokens, labels, negatives, method="sampled")
-    np.testing.assert_allclose(true_logits, np.take_along_axis(np.asarray(full), labels[..., None], -1)[..., 0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        true_logits, np.take_along_axis(np.asarray(full), labels[..., None], -1)[..., 0], rtol=1e-4, atol=1e-5
+    )
     expected = np.take_along_axis(np.asarray(full), np.broadcast_to(negatives[:, None], sampled.shape), -1)
     np.testing.assert_allclose(sampled, expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(models.ModelError, match=r"i32\[B, S\] for the 3 examples"):

@@ -45,7 +45,9 @@ def test_notebook_runs(path, monkeypatch):
     monkeypatch.delenv("NPROC", raising=False)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(FOLDER.parent), os.environ.get("PYTHONPATH")))))
     notebook = jupytext.read(path)
-    nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}).execute()
+    nbclient.NotebookClient(
+        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
+    ).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert outputs and not [output for output in outputs if output.output_type == "error"]
     if path.stem == "01_quickstart":

@@ -36,7 +36,9 @@ def batch_of(seed: int = 0) -> dict:
 
 
 def steps(learning_rate: float = 0.01, **options):
-    init_fn, train_step, eval_step = models.make_step(SPEC, optax.adam(learning_rate), value_and_grad=splitjax.value_and_grad)
+    init_fn, train_step, eval_step = models.make_step(
+        SPEC, optax.adam(learning_rate), value_and_grad=splitjax.value_and_grad
+    )
     return init_fn, splitjax.parallelize(train_step, mesh=MESH, **options), eval_step
 
 
@@ -77,7 +79,8 @@ say("megatron global_batch", losses=train("megatron", "init", splitjax.global_ba
 say("fsdp global_batch", losses=train("fsdp", "init", splitjax.global_batch(mine)))
 
 nnx_init, nnx_step, _ = models.make_nnx_step(
-    models.build("mlp", library="nnx", input_shape=(32,), features=(64, 32), num_classes=4), optax.adam(0.01),
+    models.build("mlp", library="nnx", input_shape=(32,), features=(64, 32), num_classes=4),
+    optax.adam(0.01),
     value_and_grad=splitjax.nnx.value_and_grad,
 )
 nnx_step = splitjax.nnx.parallelize(nnx_step, mesh=MESH)
@@ -88,7 +91,6 @@ assert isinstance(model, nnx.Module)
 init_fn, step, _ = steps()
 state = step.init(init_fn, jax.random.key(0), example=(SPEC.example(8),))
 say("profile", json=step.profile(state, [splitjax.global_batch(mine), batch_of()], num_workers=8).to_json())
-
 
 
 def lookups(sync: str) -> tuple[list[float], list[str]]:
@@ -117,17 +119,23 @@ advice = advised.advise(state, [splitjax.global_batch(mine), batch_of(1)], split
 say("advice", json=advice.to_json(), consumed=any(leaf.is_deleted() for leaf in jax.tree.leaves(state)))
 
 for execution in ("branch", "program"):
-    say(f"partial {execution}", losses=train("splitbrain", "init", batch_of(), backprop=splitjax.PartialBackprop(execution=execution)))
+    say(
+        f"partial {execution}",
+        losses=train("splitbrain", "init", batch_of(), backprop=splitjax.PartialBackprop(execution=execution)),
+    )
 
 
 def rounded(checkpoints: Checkpoints, resumed: bool) -> str:
-    """The digest of a table after six steps with values rounded on the wire: of a whole run, which saves after five, or of its last step."""
+    """The digest of a table after six steps with values rounded on the wire: of a whole run, which saves after five, or
+    of its last step."""
 
     def step(state, batch):
         loss, grads = splitjax.value_and_grad(lambda params: (params["table"][batch["ids"]] * 1.003).mean())(state)
         return jax.tree.map(lambda p, g: p - g, state, grads), loss
 
-    step = splitjax.parallelize(step, mesh={"data": 4}, rules="data_parallel", sync=ByRows("row_exchange", wire_dtype="bfloat16"))
+    step = splitjax.parallelize(
+        step, mesh={"data": 4}, rules="data_parallel", sync=ByRows("row_exchange", wire_dtype="bfloat16")
+    )
     first, state = 0, {"table": np.zeros((50, 4), np.float32)}
     batch_at = lambda number: {"ids": np.random.RandomState(number).randint(0, 50, (8, 4)).astype(np.int32)}
     if resumed:
@@ -150,8 +158,15 @@ with Checkpoints(CheckpointOptions(FOLDER)) as checkpoints:
 expect_error("plan", lambda: one_call(rules="splitbrain" if RANK == 0 else "data_parallel"))
 expect_error("program", lambda: one_call(learning_rate=0.01 * (1 + RANK)))
 expect_error("batch", lambda: one_call(batch_seed=RANK))
-expect_error("lengths", lambda: steps()[1](steps()[0](jax.random.key(0)), splitjax.global_batch(
-    {"image": np.zeros((4 + 4 * RANK, 32), np.float32), "label": np.zeros(4 + 4 * RANK, np.int32)})))
+expect_error(
+    "lengths",
+    lambda: steps()[1](
+        steps()[0](jax.random.key(0)),
+        splitjax.global_batch(
+            {"image": np.zeros((4 + 4 * RANK, 32), np.float32), "label": np.zeros(4 + 4 * RANK, np.int32)}
+        ),
+    ),
+)
 plan = steps()[1].plan(jax.eval_shape(steps()[0], jax.random.key(0)), SPEC.example(8))
 if RANK == 0:
     expect_error("absent", lambda: agree("alone", plan, "", (), timeout_seconds=0.5))

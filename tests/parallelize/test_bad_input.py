@@ -44,7 +44,11 @@ def complains(error_type, pattern, call):
 
 
 def test_wrong_mesh_product():
-    error = complains(MeshError, "needs 12 devices, and JAX sees 8", lambda: splitjax.parallelize(step, mesh={"data": 3, "model": 4})(fresh(), BATCH))
+    error = complains(
+        MeshError,
+        "needs 12 devices, and JAX sees 8",
+        lambda: splitjax.parallelize(step, mesh={"data": 3, "model": 4})(fresh(), BATCH),
+    )
     assert error.value == {"data": 3, "model": 4}
 
 
@@ -55,9 +59,19 @@ def test_malformed_mesh(mesh):
 
 @pytest.mark.parametrize(
     ("mesh", "remedy"),
-    [(8, "mesh={'data': 8}"), (np.int64(8), "mesh={'data': 8}"), ((2, 4), "mesh={'data': 2, 'model': 4}"), ([2, 4], "{'data': 2, 'model': 4}"), (np.array([2, 4]), "{'data': 2, 'model': 4}"),
-     ((2, 2, 2), 'jax.make_mesh((2, 2, 2), names)'), (8.0, "jax.make_mesh"), ({"data", "model"}, "jax.make_mesh"), (True, "jax.make_mesh")],
-    ids=["number", "numpy-number", "tuple", "list", "array", "three-axes", "float", "set", "bool"])  # fmt: skip
+    [
+        (8, "mesh={'data': 8}"),
+        (np.int64(8), "mesh={'data': 8}"),
+        ((2, 4), "mesh={'data': 2, 'model': 4}"),
+        ([2, 4], "{'data': 2, 'model': 4}"),
+        (np.array([2, 4]), "{'data': 2, 'model': 4}"),
+        ((2, 2, 2), "jax.make_mesh((2, 2, 2), names)"),
+        (8.0, "jax.make_mesh"),
+        ({"data", "model"}, "jax.make_mesh"),
+        (True, "jax.make_mesh"),
+    ],
+    ids=["number", "numpy-number", "tuple", "list", "array", "three-axes", "float", "set", "bool"],
+)
 def test_a_mesh_without_names(mesh, remedy):
     for decorate in (splitjax.parallelize, splitjax.nnx.parallelize, splitjax.equinox.parallelize):
         error = complains(MeshError, "named axes", lambda decorate=decorate: decorate(step, mesh=mesh))
@@ -67,7 +81,9 @@ def test_a_mesh_without_names(mesh, remedy):
 def test_a_mesh_of_devices_alone_and_one_without_devices():
     error = complains(MeshError, "named axes", lambda: splitjax.parallelize(step, mesh=jax.devices()))
     assert "jax.sharding.Mesh(devices" in error.remedy
-    complains(MeshError, "no devices", lambda: splitjax.parallelize(step, mesh=jax.sharding.AbstractMesh((8,), ("data",))))
+    complains(
+        MeshError, "no devices", lambda: splitjax.parallelize(step, mesh=jax.sharding.AbstractMesh((8,), ("data",)))
+    )
 
 
 def test_unknown_rule_set_and_axis():
@@ -82,12 +98,20 @@ def test_rules_that_replicate_everything():
 
 
 def test_state_that_does_not_come_back():
-    complains(StateError, "does not come back", lambda: splitjax.parallelize(lambda state, batch: batch.sum(), mesh=MESH)(fresh(), BATCH))
+    complains(
+        StateError,
+        "does not come back",
+        lambda: splitjax.parallelize(lambda state, batch: batch.sum(), mesh=MESH)(fresh(), BATCH),
+    )
 
     def widened(state, batch):
         return {"w": state["w"].astype(jnp.float16)}, 0.0
 
-    error = complains(StateError, "comes back changed: w goes in as float32", lambda: splitjax.parallelize(widened, mesh=MESH)(fresh(), BATCH))
+    error = complains(
+        StateError,
+        "comes back changed: w goes in as float32",
+        lambda: splitjax.parallelize(widened, mesh=MESH)(fresh(), BATCH),
+    )
     assert error.value == "w"
 
 
@@ -102,7 +126,9 @@ def test_ambiguous_state():
 
 
 def test_non_dividing_batch_names_the_nearest():
-    error = complains(BatchError, "12", lambda: splitjax.parallelize(step, mesh=MESH)(fresh(), np.ones((12, 8), np.float32)))
+    error = complains(
+        BatchError, "12", lambda: splitjax.parallelize(step, mesh=MESH)(fresh(), np.ones((12, 8), np.float32))
+    )
     assert "8" in str(error) and "16" in str(error)
 
 
@@ -117,11 +143,29 @@ def test_batch_arrays_that_disagree():
 @pytest.mark.parametrize("called", [False, True], ids=["first call", "later call"])
 @pytest.mark.parametrize(
     ("batch", "place", "remedy"),
-    [({"x": BATCH.tolist()}, "batch/x", "numpy.asarray"), (BATCH.tolist(), "batch", "numpy.asarray"), ({"x": [1.0] * 8}, "batch/x", "numpy.asarray"), ({"x": list(np.ones(8))}, "batch/x", "numpy.asarray"),
-     ({"x": [BATCH, [1, 2]]}, "batch/x/1", "numpy.asarray"), ("text", "batch", "ids of words"), ({"x": BATCH, "name": ["a", "b"]}, "batch/name/0", "ids of words"),
-     ({"x": BATCH, "name": np.array(["a"] * 8)}, "batch/name", "ids of words"), ({"x": BATCH, "name": b"a"}, "batch/name", "ids of words")],
-    ids=["rows", "bare rows", "numbers", "numbers of NumPy", "beside an array", "text", "texts", "an array of text", "bytes"],
-)  # fmt: skip
+    [
+        ({"x": BATCH.tolist()}, "batch/x", "numpy.asarray"),
+        (BATCH.tolist(), "batch", "numpy.asarray"),
+        ({"x": [1.0] * 8}, "batch/x", "numpy.asarray"),
+        ({"x": list(np.ones(8))}, "batch/x", "numpy.asarray"),
+        ({"x": [BATCH, [1, 2]]}, "batch/x/1", "numpy.asarray"),
+        ("text", "batch", "ids of words"),
+        ({"x": BATCH, "name": ["a", "b"]}, "batch/name/0", "ids of words"),
+        ({"x": BATCH, "name": np.array(["a"] * 8)}, "batch/name", "ids of words"),
+        ({"x": BATCH, "name": b"a"}, "batch/name", "ids of words"),
+    ],
+    ids=[
+        "rows",
+        "bare rows",
+        "numbers",
+        "numbers of NumPy",
+        "beside an array",
+        "text",
+        "texts",
+        "an array of text",
+        "bytes",
+    ],
+)
 def test_lists_of_numbers_and_text_in_a_batch(batch, place, remedy, called):
     def sums(state, batch):
         return state, sum(leaf.sum() for leaf in jax.tree.leaves(batch))
@@ -149,14 +193,24 @@ def test_a_list_of_numbers_in_a_batch_of_a_step_over_modules():
 
 
 def test_missing_and_overlapping_arguments():
-    complains(StateError, "missing", lambda: splitjax.parallelize(step, mesh=MESH, state_argnums=(0, 3))(fresh(), BATCH))
+    complains(
+        StateError, "missing", lambda: splitjax.parallelize(step, mesh=MESH, state_argnums=(0, 3))(fresh(), BATCH)
+    )
     complains(StateError, "state and batch at once", lambda: splitjax.parallelize(step, mesh=MESH, batch_argnums=0))
     complains(StateError, "static_argnames", lambda: splitjax.parallelize(step, mesh=MESH, static_argnames="nothing"))
-    complains(StateError, "hashable", lambda: splitjax.parallelize(lambda s, b, c: (s, b.sum()), mesh=MESH, static_argnums=2)(fresh(), BATCH, [1]))
+    complains(
+        StateError,
+        "hashable",
+        lambda: splitjax.parallelize(lambda s, b, c: (s, b.sum()), mesh=MESH, static_argnums=2)(fresh(), BATCH, [1]),
+    )
 
 
 def test_what_is_not_an_array():
-    complains(TraceError, "not an array", lambda: splitjax.parallelize(lambda s, b, f: (s, b.sum()), mesh=MESH)(fresh(), BATCH, "text"))
+    complains(
+        TraceError,
+        "not an array",
+        lambda: splitjax.parallelize(lambda s, b, f: (s, b.sum()), mesh=MESH)(fresh(), BATCH, "text"),
+    )
 
 
 def test_collectives_of_pmap():
@@ -171,7 +225,11 @@ def test_documented_options_of_later_versions(options):
     complains(UnavailableError, "not part of this version|planner", lambda: splitjax.parallelize(step, **options))
 
 
-@pytest.mark.parametrize("options", [{"group_comm": "all"}, {"sync": "denze"}, {"backprop": "linear"}, {"unknown": "ignore"}, {"mesh": "data=8"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"group_comm": "all"}, {"sync": "denze"}, {"backprop": "linear"}, {"unknown": "ignore"}, {"mesh": "data=8"}],
+    ids=str,
+)
 def test_undocumented_options(options):
     complains(ValueError, "no such value|no string", lambda: splitjax.parallelize(step, **options))
 

@@ -109,7 +109,9 @@ def test_several_states():
     parallel = splitjax.parallelize(step, mesh=MESH, state_argnums=(0, 1), batch_argnums=2, rules="megatron")
     params, opt = parallel.init(init, jax.random.key(0), example=(BATCH, 1.0))
     plan = parallel.plan(params, opt, BATCH, 1.0)
-    assert plan.spec("params/w1") == PartitionSpec(None, "model") and plan.spec("opt_state/0/mu/w2") == PartitionSpec("model", None)
+    assert plan.spec("params/w1") == PartitionSpec(None, "model") and plan.spec("opt_state/0/mu/w2") == PartitionSpec(
+        "model", None
+    )
     want = jax.jit(step)(*init(jax.random.key(0)), BATCH, 1.0)
     got = parallel(params, opt, BATCH, 1.0)
     np.testing.assert_allclose(got[0]["w1"], want[0]["w1"], atol=1e-5)
@@ -155,7 +157,9 @@ def test_like_evaluates_on_the_same_layouts(case):
     state = step.init(case.init, jax.random.key(0), example=(case.batches[0],))
     metrics = evaluation(state, case.batches[0])
     assert not state["params"]["Dense_0"]["kernel"].is_deleted()
-    assert float(metrics["loss"]) == pytest.approx(float(jax.jit(evaluate)(case.init(jax.random.key(0)), case.batches[0])["loss"]), abs=1e-5)
+    assert float(metrics["loss"]) == pytest.approx(
+        float(jax.jit(evaluate)(case.init(jax.random.key(0)), case.batches[0])["loss"]), abs=1e-5
+    )
     assert evaluation.plan(state, case.batches[0]).spec("params/Dense_1/kernel") == PartitionSpec(None, "model")
 
 
@@ -217,7 +221,9 @@ def test_state_outnums_settle_states_of_equal_structure():
         new = jax.tree.map(lambda p: p - 0.1 * batch.mean(), params)
         return new, jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, ema, new), batch.sum()
 
-    parallel = splitjax.parallelize(step, mesh=MESH, state_argnums=(0, 1), batch_argnums=2, state_outnums=(0, 1), rules="data_parallel")
+    parallel = splitjax.parallelize(
+        step, mesh=MESH, state_argnums=(0, 1), batch_argnums=2, state_outnums=(0, 1), rules="data_parallel"
+    )
     params, ema, _ = parallel(toy_state(), toy_state(), BATCH)
     assert float(params["w"][0, 0]) == pytest.approx(0.9) and float(ema["w"][0, 0]) == pytest.approx(0.99)
 
@@ -245,6 +251,7 @@ def test_keyword_only_arguments():
 
 def test_an_array_that_stands_in_the_state_twice():
     """Averaged parameters often start as the parameters themselves; donating one buffer twice crashes jax 0.10.2."""
+
     def step(state, batch):
         new = state["w"] - 0.1 * batch.mean()
         return {"w": new, "average": 0.5 * (state["average"] + new)}, batch.sum()
@@ -260,6 +267,7 @@ def test_an_array_that_stands_in_the_state_twice():
 
 def test_defaults_that_a_call_leaves_alone_are_not_traced():
     """As under `jax.jit`: a schedule bound by `functools.partial`, a flag, an array that is None by default."""
+
     def step(state, batch, noise=None, train=True, scale=1.0, *, schedule, mean=np.mean):
         assert train is True and isinstance(scale, float) and mean is np.mean
         total = batch.sum() if noise is None else (batch + noise).sum()

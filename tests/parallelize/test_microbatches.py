@@ -1,4 +1,5 @@
-"""`microbatches=N` inside a parallel step: the same numbers as the whole batch, one exchange, and errors where it cannot."""
+"""`microbatches=N` inside a parallel step: the same numbers as the whole batch, one exchange, and errors where it
+cannot."""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ def test_replicated_layers_before_and_behind_split_ones(mesh):
     state = {name: rng.normal(size=shape).astype(np.float32) / 4 for name, shape in shapes.items()}
     b = {"x": rng.normal(size=(192, 16)).astype(np.float32), "y": rng.integers(0, 16, 192).astype(np.int32)}
     rules = splitjax.RuleSet(
-        name="islands", replicated_batch="all",
+        name="islands",
+        replicated_batch="all",
         rules=(
             splitjax.Rule(name="whole", path="**conv**", shard=[]),
             splitjax.Rule(name="rows", path="**rows**", shard=[{"in": "model"}], ties="hard"),

@@ -1,4 +1,5 @@
-"""A plan never changes the numbers: every layout equals one device, through everything that is global over the batch."""
+"""A plan never changes the numbers: every layout equals one device, through everything that is global over the
+batch."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def one_device(case):
 @functools.cache
 def float64_case(make):
     options = {"dtype": np.float64} if make is conv_case else {}
-    return make(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.05, momentum=0.9)), steps=20, dropout=0.3, **options)
+    return make(
+        optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.05, momentum=0.9)), steps=20, dropout=0.3, **options
+    )
 
 
 @functools.cache
@@ -72,8 +75,11 @@ def test_plain_jax_gradients_get_layouts_too(rules):
     assert not state["params"]["Dense_0"]["kernel"].sharding.is_fully_replicated
 
 
-@pytest.mark.parametrize("tx", [optax.adam(1e-3), optax.adafactor(1e-2, min_dim_size_to_factor=8), optax.MultiSteps(optax.sgd(0.1), 2)],
-                         ids=["adam", "adafactor", "multisteps"])
+@pytest.mark.parametrize(
+    "tx",
+    [optax.adam(1e-3), optax.adafactor(1e-2, min_dim_size_to_factor=8), optax.MultiSteps(optax.sgd(0.1), 2)],
+    ids=["adam", "adafactor", "multisteps"],
+)
 def test_optimizer_state_lives_with_its_parameter(tx):
     with jax.enable_x64(True):
         step, state = compare(conv_case(tx, dtype=np.float64, batch_norm=False), "splitbrain", MESHES[0], 1e-10)
@@ -88,6 +94,7 @@ def test_optimizer_state_lives_with_its_parameter(tx):
 
 def test_dropout_draws_the_bits_of_the_global_batch():
     """Drawn per worker, the mask would repeat on every worker, and 20 dropped rows would not be 20 different ones."""
+
     def step(state, batch):
         keep = jax.random.bernoulli(state["key"], 0.5, batch.shape)
         return {"key": state["key"], "w": state["w"] + 0 * batch.sum()}, keep * batch
@@ -103,6 +110,7 @@ def test_dropout_draws_the_bits_of_the_global_batch():
 
 def test_a_masked_mean_is_global():
     """Averaged per worker, two workers with 8 and 1 valid examples would weigh the same."""
+
     def step(state, batch):
         def loss(w):
             return (((batch["x"] @ w) ** 2) * batch["mask"]).sum() / batch["mask"].sum()
@@ -148,7 +156,9 @@ def test_several_boundaries_in_one_step():
 
 @pytest.mark.parametrize("gradient", [jax.grad, splitjax.grad])
 def test_gradients_per_example_of_a_convolution(gradient):
-    """`vmap` makes them convolutions whose groups run over examples, which XLA partitions wrongly: each device evaluates its own."""
+    """`vmap` makes them convolutions whose groups run over examples, which XLA partitions wrongly: each device
+    evaluates its own."""
+
     def step(kernel, batch):
         def loss(k, x):
             return (jax.lax.conv(x[None], k, (1, 1), "SAME") ** 2).sum()

@@ -1,4 +1,5 @@
-"""The decorator in a run of two processes with two devices each: one process's numbers, and an error where they disagree."""
+"""The decorator in a run of two processes with two devices each: one process's numbers, and an error where they
+disagree."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from tests.processes import run_processes
 def said(tmp_path_factory) -> list[dict[str, dict]]:
     """Per process: scenario -> what was said."""
     folder = str(tmp_path_factory.mktemp("run"))
-    outputs = run_processes(pathlib.Path(__file__).with_name("processes_worker.py"), folder, num=2, devices=2, timeout_seconds=400)
+    outputs = run_processes(
+        pathlib.Path(__file__).with_name("processes_worker.py"), folder, num=2, devices=2, timeout_seconds=400
+    )
     lines = [[json.loads(line) for line in output.splitlines() if line.startswith("{")] for output in outputs]
     return [{line["scenario"]: line for line in each} for each in lines]
 
@@ -40,7 +43,9 @@ def alone() -> list[float]:
     return [*losses, float(jax.jit(eval_step)(state, batch)["loss"])]
 
 
-@pytest.mark.parametrize("how", ["splitbrain init", "splitbrain place", "megatron host", "megatron global_batch", "fsdp global_batch"])
+@pytest.mark.parametrize(
+    "how", ["splitbrain init", "splitbrain place", "megatron host", "megatron global_batch", "fsdp global_batch"]
+)
 def test_two_processes_train_to_the_numbers_of_one_device(said, alone, how):
     for each in said:
         np.testing.assert_allclose(each[how]["losses"], alone, rtol=2e-5)
@@ -52,7 +57,9 @@ def test_nnx_steps_run_in_several_processes(said):
 
 
 def test_tables_are_synchronised_by_rows_and_all_processes_choose_alike(said):
-    (expected, none), (found, schemes), (chosen, of_auto) = (said[0][f"sync {name}"]["found"] for name in ("dense", "row_exchange", "auto"))
+    (expected, none), (found, schemes), (chosen, of_auto) = (
+        said[0][f"sync {name}"]["found"] for name in ("dense", "row_exchange", "auto")
+    )
     np.testing.assert_allclose([found, chosen], [expected, expected], rtol=1e-5)
     assert (none, schemes) == ([], ["row_exchange"]) and len(of_auto) == 1
     assert all(said[1][name] == said[0][name] for name in said[0] if name.startswith("sync"))
@@ -81,9 +88,14 @@ def test_every_process_gets_the_advice_of_the_first(said):
     assert advice.num_workers == 4 and advice.bytes_per_second > 0 and advice.recommendation.option
     spec = models.build("mlp", input_shape=(32,), features=(64, 32), num_classes=4)
     init_fn, train_step, _ = models.make_step(spec, optax.adam(0.01), value_and_grad=splitjax.value_and_grad)
-    batches = [{"image": random.randn(8, 32).astype(np.float32), "label": random.randint(0, 4, 8).astype(np.int32)} for random in map(np.random.RandomState, (0, 1))]
+    batches = [
+        {"image": random.randn(8, 32).astype(np.float32), "label": random.randint(0, 4, 8).astype(np.int32)}
+        for random in map(np.random.RandomState, (0, 1))
+    ]
     step = splitjax.parallelize(train_step, mesh={"data": 4}, rules="data_parallel")
-    alone = step.advise(init_fn(jax.random.key(0)), batches, splitjax.PartialBackprop(), link=splitjax.sync.Link(1e-4, 1e8))
+    alone = step.advise(
+        init_fn(jax.random.key(0)), batches, splitjax.PartialBackprop(), link=splitjax.sync.Link(1e-4, 1e8)
+    )
     np.testing.assert_allclose([one.noise for one in advice.stages], [one.noise for one in alone.stages], rtol=1e-4)
 
 
@@ -110,7 +122,11 @@ def test_every_process_gets_the_profile_of_one(said):
     [
         ("plan", "process 1 made another plan", "rules: 'splitbrain' -> 'data_parallel'"),
         ("program", "process 1 made another program", "mul -0.0199"),
-        ("batch", "process 1 passes another value of 'batch/image' than process 0", "splitjax.global_batch(local_batch)"),
+        (
+            "batch",
+            "process 1 passes another value of 'batch/image' than process 0",
+            "splitjax.global_batch(local_batch)",
+        ),
         ("lengths", "process 1 made another plan", "shape"),
     ],
 )

@@ -35,7 +35,8 @@ def batch_for(spec):
 
 @functools.cache
 def one_device(name):
-    """The step, a state, its batch, and what one device makes of them: the state behind, the losses, and its evaluation."""
+    """The step, a state, its batch, and what one device makes of them: the state behind, the losses, and its
+    evaluation."""
     spec = models.build(name, **SMALL[name])
     init_fn, step, evaluate = models.make_step(spec, optax.adagrad(RATE), value_and_grad=splitjax.value_and_grad)
     batch = batch_for(spec)

@@ -27,7 +27,11 @@ def make_batch(seed=1, dtype=np.float64, num_examples=NUM_EXAMPLES, masked=True)
     """Examples with weights 0, 1 and 2, so that workers have different denominators of their own."""
     rng = np.random.default_rng(seed)
     weights = rng.integers(0, 3, size=num_examples) if masked else np.ones(num_examples)
-    return {"x": rng.normal(size=(num_examples, SIZES[0])).astype(dtype), "y": rng.normal(size=(num_examples, SIZES[-1])).astype(dtype), "m": weights.astype(dtype)}
+    return {
+        "x": rng.normal(size=(num_examples, SIZES[0])).astype(dtype),
+        "y": rng.normal(size=(num_examples, SIZES[-1])).astype(dtype),
+        "m": weights.astype(dtype),
+    }
 
 
 def forward(params, x):
@@ -45,7 +49,10 @@ def make_step(tx=adam, with_gradient=False):
     def step(state, batch):
         loss, grads = splitjax.value_and_grad(lambda params: loss_sum(params, batch) / batch["m"].sum())(state["p"])
         updates, opt = tx.update(grads, state["o"], state["p"])
-        return {"p": optax.apply_updates(state["p"], updates), "o": opt}, {"loss": loss, **({"grads": grads} if with_gradient else {})}
+        return {"p": optax.apply_updates(state["p"], updates), "o": opt}, {
+            "loss": loss,
+            **({"grads": grads} if with_gradient else {}),
+        }
 
     return step
 

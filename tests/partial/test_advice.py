@@ -1,4 +1,5 @@
-"""`step.advise`: its measurements against plain JAX, its table against plans, what it recommends, and what it refuses."""
+"""`step.advise`: its measurements against plain JAX, its table against plans, what it recommends, and what it
+refuses."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def test_noise_is_the_unbiased_variance_between_workers(advised):
         grad = jax.jit(jax.grad(lambda p, part, total: 4 * loss_sum(p, part) / total))
         own = [grad(params, {k: v[4 * w : 4 * w + 4] for k, v in batch.items()}, batch["m"].sum()) for w in range(4)]
         for name in LAYERS:
-            flat = np.stack([np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(one[name[2:]])]) for one in own]).astype(float)
+            flat = np.stack(
+                [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(one[name[2:]])]) for one in own]
+            ).astype(float)
             noise[name] += flat.var(axis=0, ddof=1).sum() / len(BATCHES)
             norms[name] += ((flat.mean(0) ** 2).sum() - flat.var(axis=0, ddof=1).sum() / 4) / len(BATCHES)
     for one in advice.stages:
@@ -55,8 +58,14 @@ def test_the_table_sends_what_plans_say(advised):
     plan = asked.plan(state, BATCHES[0])
     assert plan.partial.times == "measured"
     assert advice.row("spatial").device_time == pytest.approx(plan.partial.device_time)
-    assert advice.row("spatial").sent_bytes == pytest.approx(sum(one.summed_bytes + one.handed_bytes for one in plan.partial.segments))
-    best = splitjax.parallelize(make_step(), backprop=PartialBackprop(depths="optimal", measured=advice.measured, budget=plan.partial.device_time), **OPTIONS)
+    assert advice.row("spatial").sent_bytes == pytest.approx(
+        sum(one.summed_bytes + one.handed_bytes for one in plan.partial.segments)
+    )
+    best = splitjax.parallelize(
+        make_step(),
+        backprop=PartialBackprop(depths="optimal", measured=advice.measured, budget=plan.partial.device_time),
+        **OPTIONS,
+    )
     assert best.plan(state, BATCHES[0]).partial.device_time == pytest.approx(advice.row("optimal").device_time)
     # A full exchange is a ring: 2 (N - 1) messages that wait for each other, and its bytes over the rate.
     assert advice.row("full").communication_seconds == pytest.approx(full / 1e6 + 6e-4)
@@ -64,16 +73,25 @@ def test_the_table_sends_what_plans_say(advised):
 
 def test_the_ways_are_compared_at_equal_cost(advised):
     *_, advice = advised
-    full, smaller, spatial, best, temporal = (advice.row(name) for name in ("full", "smaller batch", "spatial", "optimal", "temporal"))
+    full, smaller, spatial, best, temporal = (
+        advice.row(name) for name in ("full", "smaller batch", "spatial", "optimal", "temporal")
+    )
     assert smaller.device_time == spatial.device_time == temporal.device_time >= best.device_time * (1 - 1e-9)
     assert advice.compute(full) == 1.0 and advice.compute(smaller) == pytest.approx(1.0)
     assert spatial.variance == pytest.approx(temporal.variance) and best.variance <= spatial.variance * (1 + 1e-9)
     # All workers go the same way in turn: nobody waits, where depths by worker wait for the deepest.
-    assert full.busiest_seconds == spatial.busiest_seconds > spatial.compute_seconds == pytest.approx(temporal.busiest_seconds)
+    assert (
+        full.busiest_seconds
+        == spatial.busiest_seconds
+        > spatial.compute_seconds
+        == pytest.approx(temporal.busiest_seconds)
+    )
     assert spatial.max_memory_bytes == full.max_memory_bytes and spatial.mean_memory_bytes < full.mean_memory_bytes
     memory = [one.memory_bytes for one in advice.stages]
     assert memory == sorted(memory, reverse=True) and memory[-1] < memory[0]
-    assert [one.name for one in advice.stages] == list(LAYERS) and min(one.backward_seconds for one in advice.stages) >= 0 < advice.forward_seconds
+    assert [one.name for one in advice.stages] == list(LAYERS) and min(
+        one.backward_seconds for one in advice.stages
+    ) >= 0 < advice.forward_seconds
     assert len(spatial.cuts) == 4 and spatial.cuts[-1] == LAYERS[0]
 
 
@@ -81,7 +99,16 @@ def test_it_prints_and_serialises_and_consumes_nothing(advised):
     _, state, advice = advised
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     text = str(advice)
-    for words in ("smaller batch", "optimal", "temporal", "noise / cost", "p/d2", "recommended", "8 Mbit/s", "execution program"):
+    for words in (
+        "smaller batch",
+        "optimal",
+        "temporal",
+        "noise / cost",
+        "p/d2",
+        "recommended",
+        "8 Mbit/s",
+        "execution program",
+    ):
         assert words in text, words
     assert "<table" in advice._repr_html_() and "recommended" in advice._repr_html_() and "recommends" in repr(advice)
     assert Advice.from_json(advice.to_json()) == advice and json.loads(advice.to_json())["num_workers"] == 4
@@ -101,25 +128,33 @@ def test_a_loss_with_batch_statistics_says_so():
         return jax.tree.map(lambda p, g: p - g, state, splitjax.grad(loss_fn)(state)), None
 
     state = {"a": np.ones((6, 8), np.float32), "b": np.ones((8, 4), np.float32)}
-    parallel = splitjax.parallelize(step, mesh={"data": 2}, rules="data_parallel", backprop=PartialBackprop(statistics="local", rebalance=False))
+    parallel = splitjax.parallelize(
+        step, mesh={"data": 2}, rules="data_parallel", backprop=PartialBackprop(statistics="local", rebalance=False)
+    )
     advice = parallel.advise(state, BATCHES[:1], link=LINK)
-    assert any("examples alone" in note for note in advice.notes) and any('statistics="local"' in note for note in advice.notes)
+    assert any("examples alone" in note for note in advice.notes) and any(
+        'statistics="local"' in note for note in advice.notes
+    )
     assert any("one batch" in note for note in advice.notes)
 
 
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"batches": []}, PartialError, "no batch to measure"), ({"batches": BATCHES[0]}, BatchError, "several batches"),
-        ({"mesh": {"data": 1}}, PartialError, "there is one"), ({"backprop": "linear"}, PartialError, "takes what parallelize takes"),
-        ({"link": 5}, PartialError, "link between workers"), ({"plain": True}, PartialError, "plain JAX"),
+        ({"batches": []}, PartialError, "no batch to measure"),
+        ({"batches": BATCHES[0]}, BatchError, "several batches"),
+        ({"mesh": {"data": 1}}, PartialError, "there is one"),
+        ({"backprop": "linear"}, PartialError, "takes what parallelize takes"),
+        ({"link": 5}, PartialError, "link between workers"),
+        ({"plain": True}, PartialError, "plain JAX"),
         ({"batches": [make_batch(0, np.float32, num_examples=14)]}, BatchError, "14 examples do not divide"),
         ({"batches": [BATCHES[0], make_batch(0, np.float32, num_examples=8)]}, PartialError, "different shapes"),
         ({"batches": [jax.eval_shape(lambda: BATCHES[0])]}, PartialError, "needs values"),
-        ({"one_layer": True}, PartialError, "no legal cut"), ({"backprop": PartialBackprop(depths=(0.5, 1.0))}, PartialError, "2 fractions for 4"),
+        ({"one_layer": True}, PartialError, "no legal cut"),
+        ({"backprop": PartialBackprop(depths=(0.5, 1.0))}, PartialError, "2 fractions for 4"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)  # fmt: skip
+)
 def test_what_cannot_be_advised_on(change, error, words):
     def step(state, batch):
         gradient = jax.grad if change.get("plain") else splitjax.grad
@@ -133,7 +168,12 @@ def test_what_cannot_be_advised_on(change, error, words):
 
     parallel = splitjax.parallelize(step, mesh=change.get("mesh", {"data": 4}), rules="data_parallel")
     with pytest.raises(error, match=words) as caught:
-        parallel.advise(make_state(dtype=np.float32), change.get("batches", BATCHES), backprop=change.get("backprop"), link=change.get("link", LINK))
+        parallel.advise(
+            make_state(dtype=np.float32),
+            change.get("batches", BATCHES),
+            backprop=change.get("backprop"),
+            link=change.get("link", LINK),
+        )
     assert isinstance(caught.value, SplitjaxError) and caught.value.place and caught.value.remedy
 
 
@@ -148,7 +188,9 @@ def made(noise, forward=1.5):
 
 
 def spatial(found, measurements, shares=None, **options):
-    return measurements.spatial("spatial", "as asked", choose_depths(found, PartialBackprop(**options), 4, "here"), Exchange(450, 1.2), shares)
+    return measurements.spatial(
+        "spatial", "as asked", choose_depths(found, PartialBackprop(**options), 4, "here"), Exchange(450, 1.2), shares
+    )
 
 
 def test_rows_by_hand():
@@ -156,7 +198,9 @@ def test_rows_by_hand():
     assert (full.compute_seconds, full.variance, full.mean_memory_bytes) == (4.5, 1.5, 300)
     one = spatial(found, measurements, execution="program")  # contributors 2 (rounded up), 3, 4
     assert one.cuts == ("l2", "l1", "l0", "l0")
-    assert one.variance == pytest.approx(1 / 2 + 2 / 3 + 3 / 4) and one.device_time == pytest.approx((2.5 + 3.5 + 4.5 + 4.5) / 18)
+    assert one.variance == pytest.approx(1 / 2 + 2 / 3 + 3 / 4) and one.device_time == pytest.approx(
+        (2.5 + 3.5 + 4.5 + 4.5) / 18
+    )
     assert one.busiest_seconds == 4.5 and one.mean_memory_bytes == 225 and one.max_memory_bytes == 300
     assert spatial(found, measurements).mean_memory_bytes == 300, "one program is as large as its largest branch"
     assert one.step_seconds == pytest.approx(5.7)
@@ -190,8 +234,17 @@ def test_it_recommends_one_way_and_says_under_which_other_aim_another_is_better(
     said = recommend((slow_link, smaller, spatial(found, measurements)), False)
     assert said.option == "smaller batch" and said.fastest != said.option
     recommended, unless, *besides = str(said).split("\n")
-    assert recommended.startswith("Recommended: smaller batch.") and said.fastest not in recommended.removeprefix("Recommended: smaller batch.").split()
-    assert unless == said.unless and unless.startswith("This goes by the device time") and "Only if" in unless and said.fastest in unless and "% of the time of the smaller batch" in unless
+    assert (
+        recommended.startswith("Recommended: smaller batch.")
+        and said.fastest not in recommended.removeprefix("Recommended: smaller batch.").split()
+    )
+    assert (
+        unless == said.unless
+        and unless.startswith("This goes by the device time")
+        and "Only if" in unless
+        and said.fastest in unless
+        and "% of the time of the smaller batch" in unless
+    )
     assert len(besides) == 1 and "Recommended" not in besides[0]
 
 
@@ -222,8 +275,12 @@ def test_times_between_compiled_cuts_are_divided_by_predicted_time():
     assert seconds == pytest.approx((3.0, 1.0, 2.0, 2.0)) and timed == (False, False, True, True)
     costs = WorkerCosts(8, 1.0, (0, 1, 2, 3), (9.0, 4.0, 4.5, 3.0), (300, 250, 200, 100))
     seconds, timed = costs.backward(four)
-    assert sum(seconds) == pytest.approx(8.0) and timed == (False, False, True, True), "cut 1 in less time than cut 2 is noise"
+    assert sum(seconds) == pytest.approx(8.0) and timed == (False, False, True, True), (
+        "cut 1 in less time than cut 2 is noise"
+    )
     seconds, timed = WorkerCosts(8, 1.0, (0, 1, 2, 3), (5.0, 6.0, 5.5, 3.0), (300, 250, 200, 100)).backward(four)
-    assert seconds == pytest.approx((1.0, 1 / 3, 2 / 3, 2.0)) and timed == (False, False, False, True), "the whole takes no less than its part"
+    assert seconds == pytest.approx((1.0, 1 / 3, 2 / 3, 2.0)) and timed == (False, False, False, True), (
+        "the whole takes no less than its part"
+    )
     assert [costs.bytes_from(stage) for stage in range(4)] == [300, 250, 200, 100]
     assert WorkerCosts(8, 1.0, (0, 3), (9.0, 3.0), (300, 100)).bytes_from(2) == 300

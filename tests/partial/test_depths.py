@@ -1,4 +1,5 @@
-"""Who differentiates what: fractions, slots that turn, estimators, the best allocation, and what may not be asked for."""
+"""Who differentiates what: fractions, slots that turn, estimators, the best allocation, and what may not be asked
+for."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def test_full_depth_has_the_layers_that_take_no_time():
 
 @given(st.lists(st.floats(0.01, 10), min_size=2, max_size=6), st.lists(st.floats(0.01, 1), min_size=2, max_size=5))
 def test_every_worker_counts_alike_over_the_turns(times, fractions):
-    """The estimator `count` is unbiased: over the rotations every worker's part of every gradient comes with factors that add up to their number."""
+    """The estimator `count` is unbiased: over the rotations every worker's part of every gradient comes with factors
+    that add up to their number."""
     depths = choose_depths(stages(*times), PartialBackprop(depths=tuple(fractions)), len(fractions), "here")
     assert depths.num_turns == len(fractions)
     for segment in range(len(depths.segments)):
@@ -70,7 +72,8 @@ def variance(noise, counts):
 @settings(max_examples=60)
 @given(st.data(), st.booleans())
 def test_optimal_contributors_against_all_ways(data, rounded):
-    """Exact where all ways are compared; by rounding of the square-root rule never better, and never over the budget."""
+    """Exact where all ways are compared; by rounding of the square-root rule never better, and never over the
+    budget."""
     size, workers = data.draw(st.integers(2, 5)), data.draw(st.integers(2, 5))
     positive = st.lists(st.floats(0.01, 100), min_size=size, max_size=size)
     noise, costs = data.draw(positive), data.draw(positive)
@@ -92,10 +95,16 @@ def test_with_the_forward_pass_to_pay_even_noise_goes_to_the_last_layers():
     measured = Measured(("l0", "l1", "l2"), (1.0, 1.0, 1.0), 1.5, (1.0, 1.0, 1.0))
     request = PartialBackprop(depths="optimal", measured=measured, budget=0.8)
     depths = choose_depths(stages(1, 1, 1, forward=1.5), request, 4, "here")
-    assert [len(depths.contributors(number)) for number in range(len(depths.segments))] == [2, 4] and depths.device_time <= 0.8
+    assert [len(depths.contributors(number)) for number in range(len(depths.segments))] == [
+        2,
+        4,
+    ] and depths.device_time <= 0.8
     assert [len(segment.stages) for segment in depths.segments] in ([1, 2], [2, 1])
     free = choose_depths(stages(1, 1, 1, forward=1.5), PartialBackprop(depths="optimal", measured=measured), 4, "here")
-    assert free.device_time <= choose_depths(stages(1, 1, 1, forward=1.5), PartialBackprop(), 4, "here").device_time + 1e-12
+    assert (
+        free.device_time
+        <= choose_depths(stages(1, 1, 1, forward=1.5), PartialBackprop(), 4, "here").device_time + 1e-12
+    )
 
 
 def test_a_budget_that_no_depths_keep_is_an_error():
@@ -110,16 +119,29 @@ def test_a_budget_that_no_depths_keep_is_an_error():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"depths": "square"}, "depths has no such value"), ({"depths": ()}, "depths has no such value"), ({"depths": 3}, "depths has no such value"),
-        ({"depths": (0.5, 0.0)}, "share of the backward pass"), ({"depths": (0.5, 1.5)}, "share of the backward pass"), ({"depths": (True,)}, "share of the backward"),
-        ({"depths": (float("nan"), 1.0)}, "share of the backward pass"), ({"assignment": "random"}, "assignment has no such value"),
-        ({"estimator": "sum"}, "estimator has no such value"), ({"execution": "switch"}, "execution has no such value"),
-        ({"statistics": "none"}, "statistics has no such value"), ({"rotate": 1}, "rotate is true or false"), ({"rebalance": "yes"}, "rebalance is true or false"),
-        ({"warmup_steps": -1}, "counts steps"), ({"warmup_steps": 2.0}, "counts steps"), ({"warmup_steps": True}, "counts steps"),
-        ({"budget": 0.5}, "belongs to depths"), ({"budget": 0.0, "depths": "optimal"}, "share of the time"), ({"depths": "optimal"}, "need the noise"),
-        ({"measured": {}}, "what step.advise found"), ({"rebalance": True, "assignment": "temporal"}, "nothing to balance"),
+        ({"depths": "square"}, "depths has no such value"),
+        ({"depths": ()}, "depths has no such value"),
+        ({"depths": 3}, "depths has no such value"),
+        ({"depths": (0.5, 0.0)}, "share of the backward pass"),
+        ({"depths": (0.5, 1.5)}, "share of the backward pass"),
+        ({"depths": (True,)}, "share of the backward"),
+        ({"depths": (float("nan"), 1.0)}, "share of the backward pass"),
+        ({"assignment": "random"}, "assignment has no such value"),
+        ({"estimator": "sum"}, "estimator has no such value"),
+        ({"execution": "switch"}, "execution has no such value"),
+        ({"statistics": "none"}, "statistics has no such value"),
+        ({"rotate": 1}, "rotate is true or false"),
+        ({"rebalance": "yes"}, "rebalance is true or false"),
+        ({"warmup_steps": -1}, "counts steps"),
+        ({"warmup_steps": 2.0}, "counts steps"),
+        ({"warmup_steps": True}, "counts steps"),
+        ({"budget": 0.5}, "belongs to depths"),
+        ({"budget": 0.0, "depths": "optimal"}, "share of the time"),
+        ({"depths": "optimal"}, "need the noise"),
+        ({"measured": {}}, "what step.advise found"),
+        ({"rebalance": True, "assignment": "temporal"}, "nothing to balance"),
     ],
-)  # fmt: skip
+)
 def test_values_that_are_none_of_the_documented_ones(options, words):
     with pytest.raises(PartialError, match=words) as caught:
         PartialBackprop(**options)
@@ -140,6 +162,8 @@ def test_shares_finish_together_in_whole_units(num_workers, unit, more, forward)
     assert sum(shares) == num_examples and min(shares) >= unit and all(share % unit == 0 for share in shares)
     rates = [1 / (depths.forward + depths.backward(slot)) for slot in range(num_workers)]
     if min(rates) / sum(rates) * num_examples >= unit:
-        assert all(abs(share - num_examples * rate / sum(rates)) <= unit for share, rate in zip(shares, rates, strict=True))
+        assert all(
+            abs(share - num_examples * rate / sum(rates)) <= unit for share, rate in zip(shares, rates, strict=True)
+        )
     with pytest.raises(BatchError):
         balanced_examples(depths, unit * (num_workers - 1), "here", unit)

@@ -1,4 +1,5 @@
-"""The numbers of partial backpropagation: unbiased over the rotations, as the prototype's where asked for, and by turns for all workers alike."""
+"""The numbers of partial backpropagation: unbiased over the rotations, as the prototype's where asked for, and by turns
+for all workers alike."""
 
 from __future__ import annotations
 
@@ -32,8 +33,14 @@ def gradient_step(state, batch):
 def own_gradients(params, batch, num_workers):
     """By worker the gradient of its part of the whole batch's loss."""
     share = len(batch["x"]) // num_workers
-    parts = [{name: value[worker * share : (worker + 1) * share] for name, value in batch.items()} for worker in range(num_workers)]
-    return [jax.tree.map(np.asarray, jax.grad(lambda p, part=part: loss_sum(p, part) / batch["m"].sum())(params)) for part in parts]
+    parts = [
+        {name: value[worker * share : (worker + 1) * share] for name, value in batch.items()}
+        for worker in range(num_workers)
+    ]
+    return [
+        jax.tree.map(np.asarray, jax.grad(lambda p, part=part: loss_sum(p, part) / batch["m"].sum())(params))
+        for part in parts
+    ]
 
 
 def close(found, wanted, rtol=1e-11):
@@ -42,7 +49,14 @@ def close(found, wanted, rtol=1e-11):
 
 @pytest.fixture(scope="module")
 def rotating():
-    step = splitjax.parallelize(gradient_step, mesh={"data": 4}, rules="data_parallel", backprop=PartialBackprop(), donate=False, state_outnums=0)
+    step = splitjax.parallelize(
+        gradient_step,
+        mesh={"data": 4},
+        rules="data_parallel",
+        backprop=PartialBackprop(),
+        donate=False,
+        state_outnums=0,
+    )
     full = jax.jit(jax.grad(lambda params, batch: loss_sum(params, batch) / batch["m"].sum()))
     return step, full
 
@@ -55,23 +69,36 @@ def test_the_mean_over_rotations_is_the_full_gradient(rotating, seed, masked, sc
     batch = make_batch(seed, masked=masked)
     turns = [jax.tree.map(np.asarray, step(params, batch)[1]) for _ in range(4)]
     close(jax.tree.map(lambda *parts: np.mean(parts, axis=0), *turns), full(params, batch))
-    assert not np.allclose(turns[0]["d0"]["w"], turns[1]["d0"]["w"], rtol=1e-6), "each turn by itself is another gradient"
+    assert not np.allclose(turns[0]["d0"]["w"], turns[1]["d0"]["w"], rtol=1e-6), (
+        "each turn by itself is another gradient"
+    )
 
 
 def test_fixed_depths_are_biased_where_shards_differ(rotating):
     """The claim above is about rotations: without them a layer only ever learns from its contributors' examples."""
     step, full = rotating
     params, batch = make_params(), make_batch()
-    fixed = splitjax.parallelize(gradient_step, mesh={"data": 4}, rules="data_parallel", backprop=PartialBackprop(rotate=False), donate=False, state_outnums=0)
+    fixed = splitjax.parallelize(
+        gradient_step,
+        mesh={"data": 4},
+        rules="data_parallel",
+        backprop=PartialBackprop(rotate=False),
+        donate=False,
+        state_outnums=0,
+    )
     first, again = (jax.tree.map(np.asarray, fixed(params, batch)[1]) for _ in range(2))
     close(first, again, rtol=0)
     assert not np.allclose(first["d0"]["w"], full(params, batch)["d0"]["w"], rtol=1e-3)
     close(first["d3"], full(params, batch)["d3"])
 
 
-@pytest.mark.parametrize(("mesh", "rules"), [({"data": 2, "model": 2}, "splitbrain"), ({"data": 4}, "fsdp")], ids=["splitbrain", "fsdp"])
+@pytest.mark.parametrize(
+    ("mesh", "rules"), [({"data": 2, "model": 2}, "splitbrain"), ({"data": 4}, "fsdp")], ids=["splitbrain", "fsdp"]
+)
 def test_the_prototypes_mean_divides_by_all_workers(mesh, rules):
-    step = splitjax.parallelize(gradient_step, mesh=mesh, rules=rules, backprop=PartialBackprop(estimator="mean"), donate=False, state_outnums=0)
+    step = splitjax.parallelize(
+        gradient_step, mesh=mesh, rules=rules, backprop=PartialBackprop(estimator="mean"), donate=False, state_outnums=0
+    )
     params, batch, workers = make_params(), make_batch(), mesh["data"]
     state = step.place(params, example=(batch,))
     depths, own = step._last.partial.depths, own_gradients(params, batch, workers)
@@ -80,7 +107,10 @@ def test_the_prototypes_mean_divides_by_all_workers(mesh, rules):
         for number, segment in enumerate(depths.segments):
             who = [worker for worker in range(workers) if depths.slot(worker, turn) in depths.contributors(number)]
             for name in (stage.name for stage in segment.stages):
-                close(found[name], jax.tree.map(lambda *parts: np.sum(parts, axis=0), *(own[worker][name] for worker in who)))
+                close(
+                    found[name],
+                    jax.tree.map(lambda *parts: np.sum(parts, axis=0), *(own[worker][name] for worker in who)),
+                )
 
 
 @pytest.mark.parametrize("execution", ["branch", "program"])
@@ -110,14 +140,21 @@ def test_depths_in_turn_keep_what_they_skip_and_scale_what_they_do_not(execution
 
 
 def test_gradients_inside_a_branch_on_the_workers_number_are_right():
-    """jax#40823: `lax.cond` on `axis_index` with replicated inputs under `check_vma=True` differentiates silently wrong (4 instead of 5). Branches
-    of depths are such conditionals, with whole numbers here so that nothing rounds."""
+    """jax#40823: `lax.cond` on `axis_index` with replicated inputs under `check_vma=True` differentiates silently wrong
+    (4 instead of 5). Branches of depths are such conditionals, with whole numbers here so that nothing rounds."""
 
     def step(state, batch):
         grads = splitjax.grad(lambda w: jnp.sum(jnp.square(batch["x"] * w["front"]) * w["back"]))(state)
         return jax.tree.map(lambda w, g: w - g, state, grads), grads
 
-    parallel = splitjax.parallelize(step, mesh={"data": 2}, rules="data_parallel", backprop=PartialBackprop(depths=(0.01, 1.0)), donate=False, state_outnums=0)
+    parallel = splitjax.parallelize(
+        step,
+        mesh={"data": 2},
+        rules="data_parallel",
+        backprop=PartialBackprop(depths=(0.01, 1.0)),
+        donate=False,
+        state_outnums=0,
+    )
     state, batch = {"front": np.float64(3.0), "back": np.float64(2.0)}, {"x": np.array([1.0, 2.0])}
     for turn, deep in enumerate([2.0, 1.0]):  # the examples of the worker that goes to full depth
         _, grads = parallel(state, batch)

@@ -1,4 +1,5 @@
-"""Reports of partial backpropagation: what the plan says is sent is what the compiled program sends, a branch counted by its frequency."""
+"""Reports of partial backpropagation: what the plan says is sent is what the compiled program sends, a branch counted
+by its frequency."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def sent(collectives, layer):
     return tuple(sum(one.bytes for one in mine if one.op == op) for op in ("all_reduce", "collective_permute"))
 
 
-@pytest.fixture(scope="module", params=[{}, {"rotate": False}, {"execution": "program"}], ids=["rotating", "fixed", "programs"])
+@pytest.fixture(
+    scope="module", params=[{}, {"rotate": False}, {"execution": "program"}], ids=["rotating", "fixed", "programs"]
+)
 def spatial(request):
     return request.param.get("rotate", True), *report_of(PartialBackprop(**request.param))
 
@@ -35,17 +38,21 @@ def test_plan_and_program_send_the_same(spatial):
     for layer in LAYERS:
         planned, compiled = sent(plan.collectives, layer), sent(report.collectives, layer)
         assert compiled == pytest.approx(planned, rel=0.01, abs=2) and planned[0] > 0
-    # By hand: who contributes to d0 are 2 of 4 workers, so each sends 2 (2 - 1) / 4 of it to add up, and the two others get it once each.
+    # By hand: who contributes to d0 are 2 of 4 workers, so each sends 2 (2 - 1) / 4 of it to add up, and the two others
+    # get it once each.
     counts = {name: segment.contributors for segment in plan.partial.segments for name in segment.layers}
     for layer in LAYERS:
-        size = sum(leaf.bytes_per_device for leaf in plan.leaves if leaf.role == "param" and leaf.path.startswith(layer))
+        size = sum(
+            leaf.bytes_per_device for leaf in plan.leaves if leaf.role == "param" and leaf.path.startswith(layer)
+        )
         n = counts[layer]
         assert sent(plan.collectives, layer) == pytest.approx((2 * (n - 1) / 4 * size, (4 - n) / 4 * size), abs=1)
 
 
 def test_what_is_planned_is_not_unplanned(spatial):
     rotates, _, report = spatial
-    assert all(one.compiled.shape == () for one in report.unplanned) and not report.unattributed  # the loss and its mask's sum
+    # the loss and its mask's sum
+    assert all(one.compiled.shape == () for one in report.unplanned) and not report.unattributed
     assert not any(one.differs for one in report.collectives)
     shares = {one.compiled.share for one in report.collectives if one.planned is not None}
     assert shares == ({0.25} if rotates else {1.0})
@@ -56,8 +63,12 @@ def test_what_is_planned_is_not_unplanned(spatial):
 
 def test_depths_are_shown_with_their_branches(spatial):
     _, plan, report = spatial
-    assert [one.layer for one in report.depths] == [plan.partial.segments[first].layers[0] for first in plan.partial.first]
-    # Four products forward; each layer backward a product for its weight and, unless it is the last one back, one for its input.
+    assert [one.layer for one in report.depths] == [
+        plan.partial.segments[first].layers[0] for first in plan.partial.first
+    ]
+
+    # Four products forward; each layer backward a product for its weight and, unless it is the last one back, one for
+    # its input.
     def products(first):
         return 4 + 2 * (4 - first) - 1
 

@@ -1,4 +1,5 @@
-"""Where a backward pass can end: stages of chains, residual and branching networks, tied weights, loops and rematerialised blocks."""
+"""Where a backward pass can end: stages of chains, residual and branching networks, tied weights, loops and
+rematerialised blocks."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def test_a_chain_is_cut_between_its_layers():
     assert names(found) == "abcd" and crossings(found) == [0, 1, 1, 1]
     assert [stage.crossing_bytes for stage in found.stages] == [0, *[4 * EXAMPLES * WIDTH] * 3]
     assert [stage.num_bytes for stage in found.stages] == [4 * WIDTH * WIDTH] * 4
-    # The last layer's own gradient is one product; each step further back needs another layer's cotangent and one more gradient.
+    # The last layer's own gradient is one product; each step further back needs another layer's cotangent and one more
+    # gradient.
     last, *rest = [stage.backward for stage in reversed(found.stages)]
     pointwise = found.forward - 4 * PRODUCT
     assert PRODUCT <= last < PRODUCT + pointwise and all(2 * PRODUCT <= one < 2 * PRODUCT + pointwise for one in rest)
@@ -101,7 +103,9 @@ def test_layers_of_a_loop_are_one_stage():
     a, b, c = (stage.backward for stage in found.stages)
     assert b > 2.5 * c and b > 2.5 * a, "three times as much as one of them"
     alone = stages_of(lambda p, x: jax.lax.scan(lambda x, w: (layer(x, w), None), x, p["b"])[0].mean(), b=stacked)
-    counted = stages_of(lambda p, x: (layer(layer(x, p["a"]), p["b"]) * (jnp.arange(WIDTH) < 3)).mean(), a=WEIGHT, b=WEIGHT)
+    counted = stages_of(
+        lambda p, x: (layer(layer(x, p["a"]), p["b"]) * (jnp.arange(WIDTH) < 3)).mean(), a=WEIGHT, b=WEIGHT
+    )
     assert names(counted) == "ab", "operations without operands are no products"
     with pytest.raises(PartialError, match="no legal cut"):
         choose_depths(alone, PartialBackprop(), 4, "here")
@@ -126,7 +130,10 @@ def test_what_the_loss_does_not_depend_on_costs_nothing():
 def test_measured_times_move_the_cuts():
     found = stages_of(chain)
     slow_front = with_times(found, {"a": 7.0, "b": 1.0, "c": 1.0, "d": 1.0}, 5.0)
-    cuts = lambda stages: ["".join(stage.name for stage in segment.stages) for segment in choose_depths(stages, PartialBackprop(), 2, "here").segments]
+    cuts = lambda stages: [
+        "".join(stage.name for stage in segment.stages)
+        for segment in choose_depths(stages, PartialBackprop(), 2, "here").segments
+    ]
     assert cuts(slow_front) == ["abcd"], "half of the time ends inside the first layer, and a depth is rounded up"
     assert cuts(with_times(found, {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}, 2.0)) == ["ab", "cd"]
     assert cuts(found) != ["abcd"]

@@ -22,62 +22,82 @@ from splitjax.partitioner import DEFECTS, Action, Operation, defect_named, defec
 
 # By hand: a function of arrays and the spec of each on a mesh of data=2 x model=4. Prints `right` or `wrong`, or dies.
 BY_HAND = {
-    "grouped-convolution": """
+    "grouped-convolution": (
+        """
         def function(images, kernel):
             convolved = lambda kernel: jax.lax.conv_general_dilated(
                 images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=8)
             return jax.grad(lambda kernel: (convolved(kernel) ** 2).sum())(kernel)
         arguments = [normal(8, 4, 4, 8), normal(3, 3, 1, 8)], [P("data"), P()]
-    """,
-    "convolution": """
+    """
+    ),
+    "convolution": (
+        """
         def function(images, kernel):
             convolved = lambda images: jax.lax.conv_general_dilated(images, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
             return jax.grad(lambda images: (convolved(images) ** 2).sum())(images)
         arguments = [normal(8, 3, 2, 4), normal(3, 2, 4, 1)], [P("data"), P(None, "data")]
-    """,
-    "fourier-transform": """
+    """  # noqa: E501
+    ),
+    "fourier-transform": (
+        """
         def function(array):
             return jax.grad(lambda array: (jax.numpy.abs(jax.numpy.fft.fft(array)) ** 4).sum())(array)
         arguments = [normal(8, 8)], [P("data", "model")]
-    """,
-    "axes-out-of-mesh-order": """
+    """
+    ),
+    "axes-out-of-mesh-order": (
+        """
         def function(data, cotangent):
             return jax.numpy.einsum("bli,blo->io", data, cotangent)
         arguments = [normal(4, 8, 8), normal(4, 8, 8)], [P("data"), P("data")]
         names, sizes, result = ("data", "model", "expert"), (2, 2, 2), P(("expert", "model"), "data")
-    """,
-    "start-index-out-of-range": """
+    """
+    ),
+    "start-index-out-of-range": (
+        """
         def function(array, update, start):
             return jax.lax.dynamic_update_slice_in_dim(array, update, start, axis=0)
         arguments = [normal(8), normal(1), np.int32(8)], [P("data"), P(), P()]
-    """,
-    "dilated-pad-with-negative-edge": """
+    """
+    ),
+    "dilated-pad-with-negative-edge": (
+        """
         def function(array):
             return jax.lax.pad(array, 0.0, [(-1, 0, 1)])
         arguments = [normal(8)], [P("data")]
-    """,
-    "unevenly-split-indices": """
+    """
+    ),
+    "unevenly-split-indices": (
+        """
         def function(array):
             split = lambda value: jax.lax.with_sharding_constraint(value, NamedSharding(mesh, P(None, "data")))
             return jax.numpy.zeros((1, 4)).at[:, np.array([1, 2, 3])].add(split(jax.numpy.cos(split(array))))
         arguments = [normal(1, 3)], [P()]
         alone = lambda array: jax.numpy.zeros((1, 4)).at[:, np.array([1, 2, 3])].add(jax.numpy.cos(array))
-    """,
-    "high-half-of-product": """
+    """
+    ),
+    "high-half-of-product": (
+        """
         def function(array):
             return jax.lax.mulhi(array, array)
         arguments = [np.arange(8, dtype=np.uint32)], [P("data")]
-    """,
-    "strided-slice-of-one-element": """
+    """
+    ),
+    "strided-slice-of-one-element": (
+        """
         def function(array):
             return array[1:2:4]
         arguments = [normal(4)], [P("model")]
-    """,
-    "reduction-without-collective": """
+    """
+    ),
+    "reduction-without-collective": (
+        """
         def function(array):
             return jax.lax.reduce_or(array, axes=(0,))
         arguments = [np.arange(8)], [P("data")]
-    """,
+    """
+    ),
 }
 PREAMBLE = """
     import jax, numpy as np
@@ -102,10 +122,13 @@ COMPARISON = """
 @pytest.mark.parametrize("row", [row.name for row in DEFECTS])
 def test_xla_alone_is_still_wrong(row):
     program = "".join(map(textwrap.dedent, (PREAMBLE, BY_HAND[row], COMPARISON)))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env={**os.environ})
-    assert done.stdout.strip() != "right", f"XLA of jax {jax.__version__} has mended {row!r}: take the row out of the table"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env={**os.environ}
+    )
+    assert done.stdout.strip() != "right", (
+        f"XLA of jax {jax.__version__} has mended {row!r}: take the row out of the table"
+    )
     assert "SyntaxError" not in done.stderr and "NameError" not in done.stderr and "ImportError" not in done.stderr
-
 
 
 def parallel_and_alone(step, state, batch, rules="data_parallel", mesh=None):
@@ -120,6 +143,7 @@ def parallel_and_alone(step, state, batch, rules="data_parallel", mesh=None):
 @pytest.mark.parametrize("start", [3, 15, 16, 40])
 def test_start_indices_behind_the_end(start, boundary):
     """An update of one example of a batch-split array, at an index that the batch brings."""
+
     def step(state, batch):
         def loss(w):
             rows = jnp.tanh(batch["x"] @ w)
@@ -140,7 +164,9 @@ def test_start_indices_behind_the_end(start, boundary):
 
 
 def test_start_indices_in_the_program_are_left_alone():
-    operation = lambda start: Operation("dynamic_slice", {"slice_sizes": (1, 4)}, ((8, 4), (), ()), ((1, 4),), {1: start, 2: 0})
+    operation = lambda start: Operation(
+        "dynamic_slice", {"slice_sizes": (1, 4)}, ((8, 4), (), ()), ((1, 4),), {1: start, 2: 0}
+    )
     assert defect_of(operation(7)) is None
     row, touched = defect_of(operation(8))
     assert row.action is Action.REWRITE and touched == {0: (0,), -1: (0,)}
@@ -148,6 +174,7 @@ def test_start_indices_in_the_program_are_left_alone():
 
 def test_start_indices_in_a_loop_that_each_example_leaves_by_itself():
     """`vmap` gives such a loop one condition an example, and no function of JAX's takes that back."""
+
     def walk(table, limit):
         def body(carry):
             number, total = carry
@@ -213,7 +240,10 @@ def test_bitwise_reductions():
 
     rng = np.random.default_rng(0)
     state = {"w": jnp.asarray(rng.normal(size=(8, 4)), jnp.float32)}
-    batch = {"x": jnp.asarray(rng.normal(size=(16, 8)), jnp.float32), "flags": jnp.asarray(rng.integers(0, 256, 16), jnp.int32)}
+    batch = {
+        "x": jnp.asarray(rng.normal(size=(16, 8)), jnp.float32),
+        "flags": jnp.asarray(rng.integers(0, 256, 16), jnp.int32),
+    }
     got, want, plan = parallel_and_alone(step, state, batch)
     assert jax.tree.map(int, got[1]["bits"]) == jax.tree.map(int, want[1]["bits"])
     assert int(got[1]["most"]) == int(want[1]["most"])
@@ -229,8 +259,8 @@ def with_its_own_rule(fn):
 
 @pytest.mark.parametrize("around", [lambda fn: fn, with_its_own_rule], ids=["plain", "rule"])
 def test_indices_that_no_axis_divides(around):
-    """Interactions of a recommendation model: three features an example, whose three products are looked up. The table is split by
-    columns over `data`, and `model` is unused."""
+    """Interactions of a recommendation model: three features an example, whose three products are looked up. The table
+    is split by columns over `data`, and `model` is unused."""
     rows, columns = np.tril_indices(3, -1)
 
     def step(state, batch):
@@ -250,9 +280,15 @@ def test_indices_that_no_axis_divides(around):
         rng = np.random.default_rng(0)
         state = {"table": jnp.asarray(rng.normal(size=(2, 2))), "u": jnp.asarray(rng.normal(size=(3, 2)))}
         batch = {"x": jnp.asarray(rng.normal(size=(8, 3))), "ids": jnp.asarray(rng.integers(0, 2, (8, 2)))}
-        rules = splitjax.RuleSet("columns", replicated_batch="data", allow_replicated=True, rules=(
-            splitjax.Rule(name="table", path="**/table", shard=({"features": "data"},)), splitjax.Rule(name="rest", path="**", shard=()),
-        ))  # fmt: skip
+        rules = splitjax.RuleSet(
+            "columns",
+            replicated_batch="data",
+            allow_replicated=True,
+            rules=(
+                splitjax.Rule(name="table", path="**/table", shard=({"features": "data"},)),
+                splitjax.Rule(name="rest", path="**", shard=()),
+            ),
+        )
         got, want, plan = parallel_and_alone(step, state, batch, rules, {"data": 2, "model": 2})
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), got[0], want[0])
     assert any("unevenly-split-indices" in note for note in plan.notes)
@@ -306,7 +342,8 @@ def test_a_pinned_plan_with_axes_out_of_order_is_refused():
         weights, batch = three_axes()
         plan = splitjax.parallelize(attention_step, mesh=THREE_AXES, rules=BACKWARDS).plan(weights, batch)
         leaves = tuple(
-            dataclasses.replace(leaf, spec=(("expert", "model"), "data")) if number == 1 else leaf for number, leaf in enumerate(plan.leaves)
+            dataclasses.replace(leaf, spec=(("expert", "model"), "data")) if number == 1 else leaf
+            for number, leaf in enumerate(plan.leaves)
         )
         step = splitjax.parallelize(attention_step, mesh=THREE_AXES, plan=dataclasses.replace(plan, leaves=leaves))
         with pytest.raises(PartitionerError, match="in another order than the mesh lists them") as caught:
@@ -317,7 +354,10 @@ def test_a_pinned_plan_with_axes_out_of_order_is_refused():
 def test_rows_read_as_sentences():
     for row in DEFECTS:
         assert defect_named(row.name) is row
-        assert all(text and not text.endswith(".") for text in (row.operation, row.condition, row.consequence, row.remedy, row.versions))
+        assert all(
+            text and not text.endswith(".")
+            for text in (row.operation, row.condition, row.consequence, row.remedy, row.versions)
+        )
     assert len({row.name for row in DEFECTS}) == len(DEFECTS)
     with pytest.raises(KeyError):
         defect_named("none of them")

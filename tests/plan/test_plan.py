@@ -32,10 +32,23 @@ from splitjax.plan import (
 MESH = MeshShape((("data", 2), ("model", 4)))
 KERNEL = LeafPlan("params/Dense_0/kernel", (8, 16), "float32", "param", True, (None, "model"), "dense out", "", 128)
 BIAS = LeafPlan("params/Dense_0/bias", (16,), "float32", "param", True, ("model",), "dense out", "", 16)
-MOMENT = LeafPlan("opt/mu/Dense_0/kernel", (8, 16), "float32", "optimizer", True, (None, "model"), "follows params/Dense_0/kernel", "", 128)
+MOMENT = LeafPlan(
+    "opt/mu/Dense_0/kernel",
+    (8, 16),
+    "float32",
+    "optimizer",
+    True,
+    (None, "model"),
+    "follows params/Dense_0/kernel",
+    "",
+    128,
+)
 IMAGE = LeafPlan("batch/image", (32, 8), "float32", "batch", False, (("data", "model"), None), "batch", "", 128)
 PLAN = Plan(
-    mesh=MESH, rules="splitbrain", replicated_batch="all", batch_axes=("data", "model"),
+    mesh=MESH,
+    rules="splitbrain",
+    replicated_batch="all",
+    batch_axes=("data", "model"),
     leaves=(KERNEL, BIAS, MOMENT, IMAGE),
     layers=(LayerPlan("params/Dense_0", "dense", (KERNEL.path, BIAS.path), (KERNEL.spec, BIAS.spec), "dense out"),),
     constraints=(Constraint((3, 1), 0, ("data", "?"), "params/Dense_0", "the group's examples"),),
@@ -47,7 +60,9 @@ PLAN = Plan(
 
 
 def replaced(plan: Plan, path: str, **changes) -> Plan:
-    return dataclasses.replace(plan, leaves=tuple(dataclasses.replace(x, **changes) if x.path == path else x for x in plan.leaves))
+    return dataclasses.replace(
+        plan, leaves=tuple(dataclasses.replace(x, **changes) if x.path == path else x for x in plan.leaves)
+    )
 
 
 # ---- specs
@@ -107,19 +122,30 @@ def plans(draw) -> Plan:
         dtype = draw(st.sampled_from(["float32", "bfloat16", "key<fry>"]))
         role = draw(st.sampled_from(["param", "optimizer", "batch", "input"]))
         size = draw(st.integers(0, 2**60))
-        leaves.append(LeafPlan(path, tuple(shape), dtype, role, draw(st.booleans()), found, draw(names), draw(names), size))
+        leaves.append(
+            LeafPlan(path, tuple(shape), dtype, role, draw(st.booleans()), found, draw(names), draw(names), size)
+        )
     layers = []
     for name in draw(st.lists(names, max_size=3)):
         used = draw(st.lists(st.sampled_from(leaves), max_size=2, unique=True)) if leaves else []
-        layers.append(LayerPlan(name, "dense", tuple(x.path for x in used), tuple(x.spec for x in used), draw(names), draw(names)))
+        layers.append(
+            LayerPlan(name, "dense", tuple(x.path for x in used), tuple(x.spec for x in used), draw(names), draw(names))
+        )
     constraints = draw(st.lists(st.builds(
         Constraint, st.lists(st.integers(0, 99), max_size=3).map(tuple), st.integers(-1, 3),
         st.just(spec(2, [], open_dims=True)), names, names,
     ), max_size=3))  # fmt: skip
     count = st.integers(0, 2**60)
     return Plan(
-        mesh, draw(names), draw(st.sampled_from(["all", "data"])), tuple(axes[:1]), tuple(leaves), tuple(layers), tuple(constraints),
-        tuple(draw(st.lists(names, max_size=2))), draw(st.builds(Memory, count, count, count)),
+        mesh,
+        draw(names),
+        draw(st.sampled_from(["all", "data"])),
+        tuple(axes[:1]),
+        tuple(leaves),
+        tuple(layers),
+        tuple(constraints),
+        tuple(draw(st.lists(names, max_size=2))),
+        draw(st.builds(Memory, count, count, count)),
         tuple(draw(st.lists(st.builds(Collective, names, names, count, names, names), max_size=4))),
         tuple(draw(st.lists(names, max_size=2))),
     )
@@ -141,7 +167,9 @@ def test_json_round_trip_is_exact(plan):
 def test_diff_is_empty_exactly_for_equal_plans(a, b):
     assert (a.diff(b) == ()) == (a == b) == (a.digest == b.digest)
     assert (b.diff(a) == ()) == (a == b)
-    reordered = dataclasses.replace(a, leaves=a.leaves[::-1], collectives=a.collectives[::-1], constraints=a.constraints[::-1])
+    reordered = dataclasses.replace(
+        a, leaves=a.leaves[::-1], collectives=a.collectives[::-1], constraints=a.constraints[::-1]
+    )
     assert (a.diff(reordered) == ()) == (a == reordered)
 
 
@@ -185,7 +213,11 @@ def edited(edit) -> str:
         (lambda d: d["leaves"][0].update(spec=[None, None, "model"]), "leaves[0].spec", "3 entries for 2 dims"),
         (lambda d: d["leaves"][0].update(shape=[8, 18]), "leaves[0].spec[1]", "18, does not divide by 4"),
         (lambda d: d["leaves"][1].update(path="params/Dense_0/kernel"), "leaves[1].path", "same path"),
-        (lambda d: d["layers"][0].update(params=["params/Dense_0/kernal", "params/Dense_0/bias"]), "layers[0].params[0]", "did you mean"),
+        (
+            lambda d: d["layers"][0].update(params=["params/Dense_0/kernal", "params/Dense_0/bias"]),
+            "layers[0].params[0]",
+            "did you mean",
+        ),
         (lambda d: d["layers"][0].update(specs=[[], ["model"]]), "layers[0].specs[0]", "not that of its leaf"),
         (lambda d: d["layers"][0].update(specs=[]), "layers[0].specs", "one spec per parameter"),
         (lambda d: d["memory"].update(peak_bytes="1"), "memory.peak_bytes", "whole number"),
@@ -194,7 +226,7 @@ def edited(edit) -> str:
         (lambda d: d.update(leaves={}), "leaves", "a list"),
         (lambda d: d["leaves"].insert(0, 3), "leaves[0]", "an object"),
     ],
-)  # fmt: skip
+)
 def test_malformed_json_names_the_key_path(edit, place, words):
     with pytest.raises(PlanError) as caught:
         Plan.from_json(edited(edit))
@@ -202,7 +234,9 @@ def test_malformed_json_names_the_key_path(edit, place, words):
     assert words in str(caught.value) and caught.value.remedy
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"plan"', "plan.json", "[" * 100_000, '{"format": ' + "9" * 5000 + "}", None, b"{}"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", '"plan"', "plan.json", "[" * 100_000, '{"format": ' + "9" * 5000 + "}", None, b"{}"]
+)
 def test_what_is_no_plan_is_an_error(text):
     with pytest.raises(PlanError) as caught:
         Plan.from_json(text)
@@ -221,10 +255,12 @@ PARTIAL = PartialPlan("spatial", "count", True, 0, "branch", False, "global", "d
 @pytest.mark.parametrize(
     ("change", "place", "words"),
     [
-        ({"first": [1, 2]}, "partial.first[1]", "behind the last segment"), ({"segments": [], "first": [0]}, "partial.first[0]", "behind the last segment"),
-        ({"first": [0, -1]}, "partial.first[1]", "not negative"), ({"execution": "brunch"}, "partial.execution", "did you mean 'branch'"),
+        ({"first": [1, 2]}, "partial.first[1]", "behind the last segment"),
+        ({"segments": [], "first": [0]}, "partial.first[0]", "behind the last segment"),
+        ({"first": [0, -1]}, "partial.first[1]", "not negative"),
+        ({"execution": "brunch"}, "partial.execution", "did you mean 'branch'"),
     ],
-)  # fmt: skip
+)
 def test_depths_begin_with_one_of_the_segments(change, place, words):
     plan = dataclasses.replace(PLAN, partial=PARTIAL)
     assert Plan.from_json(plan.to_json()) == plan
@@ -246,9 +282,19 @@ def test_keys_with_defaults_may_be_left_out():
 
 def test_digest_changes_with_any_field():
     changes = {
-        "mesh": MeshShape((("data", 8),)), "rules": "x", "replicated_batch": "data", "batch_axes": (), "leaves": (), "layers": (),
-        "constraints": (), "gathered": (), "memory": Memory(1, 2, 3), "collectives": (), "notes": (),
-        "group_comm": "modulo", "syncs": (SyncPlan("p/t", "zen", "data", 5, 1, 2, "asked for"),),
+        "mesh": MeshShape((("data", 8),)),
+        "rules": "x",
+        "replicated_batch": "data",
+        "batch_axes": (),
+        "leaves": (),
+        "layers": (),
+        "constraints": (),
+        "gathered": (),
+        "memory": Memory(1, 2, 3),
+        "collectives": (),
+        "notes": (),
+        "group_comm": "modulo",
+        "syncs": (SyncPlan("p/t", "zen", "data", 5, 1, 2, "asked for"),),
         "partial": PARTIAL,
     }
     assert changes.keys() == {field.name for field in dataclasses.fields(Plan)}
@@ -316,7 +362,9 @@ def test_diff_says_here_and_there():
 
 def test_diff_names_added_and_missing_entries():
     other = dataclasses.replace(
-        PLAN, leaves=(KERNEL, BIAS, dataclasses.replace(MOMENT, path="opt/nu"), IMAGE), collectives=PLAN.collectives * 3,
+        PLAN,
+        leaves=(KERNEL, BIAS, dataclasses.replace(MOMENT, path="opt/nu"), IMAGE),
+        collectives=PLAN.collectives * 3,
     )
     assert PLAN.diff(other) == (
         "leaf opt/mu/Dense_0/kernel: only in the first plan",
@@ -329,15 +377,27 @@ def test_diff_sees_specs_that_lay_out_alike_and_order():
     assert PLAN.diff(replaced(PLAN, KERNEL.path, spec=(None, "model", None))) == (
         "leaf params/Dense_0/kernel: spec: (None, 'model') -> (None, 'model', None)",
     )
-    assert PLAN.diff(dataclasses.replace(PLAN, leaves=PLAN.leaves[::-1])) == ("leaf entries: the same, in another order",)
+    assert PLAN.diff(dataclasses.replace(PLAN, leaves=PLAN.leaves[::-1])) == (
+        "leaf entries: the same, in another order",
+    )
 
 
 def test_diff_order():
     other = Plan(MeshShape((("data", 8),)), "fsdp", "data", ("data",), (), (), memory=Memory(1, 2, 3))
     first_words = [line.split()[0].split(".")[0].rstrip(":") for line in PLAN.diff(other)]
     assert list(dict.fromkeys(first_words)) == [
-        "mesh", "rules", "replicated_batch", "batch_axes", "leaf", "layer", "constraint", "gathered", "memory", "collective", "note",
-    ]  # fmt: skip
+        "mesh",
+        "rules",
+        "replicated_batch",
+        "batch_axes",
+        "leaf",
+        "layer",
+        "constraint",
+        "gathered",
+        "memory",
+        "collective",
+        "note",
+    ]
     assert PLAN.diff(other)[0] == "mesh: data=2 x model=4 -> data=8"
 
 
@@ -352,18 +412,42 @@ def test_diff_order():
         (PLAN.leaves, {"data": 4, "model": 2}, "mesh data=2 x model=4, the step runs on data=4 x model=2"),
         (PLAN.leaves, {"model": 4, "data": 2}, "mesh"),
         (PLAN.leaves[1:], MESH, "plan has a leaf 'params/Dense_0/kernel' that the step lacks"),
-        ((dataclasses.replace(KERNEL, path="params/Dense_0/Kernel"), *PLAN.leaves), MESH, "did you mean 'params/Dense_0/kernel'"),
-        ((dataclasses.replace(KERNEL, shape=(8, 32)), *PLAN.leaves[1:]), MESH, "shape (8, 16) in the plan and (8, 32) in the step"),
-        ((dataclasses.replace(KERNEL, shape=(16, 16)), *PLAN.leaves[1:]), MESH, "shape (8, 16) in the plan and (16, 16) in the step"),
-        ((KERNEL, dataclasses.replace(BIAS, dtype="bfloat16"), *PLAN.leaves[2:]), MESH, "dtype float32 in the plan and bfloat16"),
-        ((KERNEL, dataclasses.replace(BIAS, role="statistic"), *PLAN.leaves[2:]), MESH, "role param in the plan and statistic"),
+        (
+            (dataclasses.replace(KERNEL, path="params/Dense_0/Kernel"), *PLAN.leaves),
+            MESH,
+            "did you mean 'params/Dense_0/kernel'",
+        ),
+        (
+            (dataclasses.replace(KERNEL, shape=(8, 32)), *PLAN.leaves[1:]),
+            MESH,
+            "shape (8, 16) in the plan and (8, 32) in the step",
+        ),
+        (
+            (dataclasses.replace(KERNEL, shape=(16, 16)), *PLAN.leaves[1:]),
+            MESH,
+            "shape (8, 16) in the plan and (16, 16) in the step",
+        ),
+        (
+            (KERNEL, dataclasses.replace(BIAS, dtype="bfloat16"), *PLAN.leaves[2:]),
+            MESH,
+            "dtype float32 in the plan and bfloat16",
+        ),
+        (
+            (KERNEL, dataclasses.replace(BIAS, role="statistic"), *PLAN.leaves[2:]),
+            MESH,
+            "role param in the plan and statistic",
+        ),
         ((*PLAN.leaves[:3], dataclasses.replace(IMAGE, shape=(16, 8))), MESH, None),  # another number of examples
-        ((*PLAN.leaves[:3], dataclasses.replace(IMAGE, shape=(12, 8))), MESH, "shape (32, 8) in the plan and (12, 8) in the step"),
+        (
+            (*PLAN.leaves[:3], dataclasses.replace(IMAGE, shape=(12, 8))),
+            MESH,
+            "shape (32, 8) in the plan and (12, 8) in the step",
+        ),
         ((*PLAN.leaves[:3], dataclasses.replace(IMAGE, shape=(32, 9))), MESH, "shape"),
         ((*PLAN.leaves[:3], dataclasses.replace(IMAGE, shape=(32,))), MESH, "shape"),
         ((*PLAN.leaves[:3], dataclasses.replace(IMAGE, shape=())), MESH, "shape"),
     ],
-)  # fmt: skip
+)
 def test_first_mismatch(leaves, mesh, words):
     problem = first_mismatch(PLAN, leaves, mesh)
     if words is None:

@@ -30,7 +30,10 @@ def one_table(state, batch):
 def batch_of(number):
     """One in between has fewer examples."""
     rng, examples = np.random.default_rng(number), 8 if number == 3 else 12
-    return {"ids": rng.integers(0, 40, (examples, 3)).astype(np.int32), "by": rng.uniform(1.0, 1.1, (examples, 3, 4)).astype(np.float32)}
+    return {
+        "ids": rng.integers(0, 40, (examples, 3)).astype(np.int32),
+        "by": rng.uniform(1.0, 1.1, (examples, 3, 4)).astype(np.float32),
+    }
 
 
 def make(sync, rules="data_parallel", mesh=None, **options):
@@ -53,9 +56,12 @@ def exact():
     return np.asarray(train(make("dense", mesh={"data": 1}), start(), 0, STEPS)["table"])
 
 
-@pytest.fixture(scope="module", params=["data_parallel", pytest.param("embedding_owner", marks=pytest.mark.one_version)])
+@pytest.fixture(
+    scope="module", params=["data_parallel", pytest.param("embedding_owner", marks=pytest.mark.one_version)]
+)
 def saved(request, tmp_path_factory):
-    """A run with rounded values, undisturbed: its step, table and checkpoints after 2 steps (while they are observed) and 5."""
+    """A run with rounded values, undisturbed: its step, table and checkpoints after 2 steps (while they are observed)
+    and 5."""
     folder = tmp_path_factory.mktemp("run")
     step = make(ROUNDED, request.param)
     with Checkpoints(CheckpointOptions(folder, keep_last=None)) as checkpoints:
@@ -86,7 +92,9 @@ def test_what_rounding_takes_away_comes_back_in_later_steps(saved, exact):
     one_rounding = np.abs(gradient).max() / 256
     assert off[False] < 3 * one_rounding and off[True] > 3 * off[False]
     one = step.plan(start(), batch_of(0)).syncs[0]
-    assert "are rounded to bfloat16 on the wire, which changes the numbers" in one.why and one.options == {"wire_dtype": "bfloat16"}
+    assert "are rounded to bfloat16 on the wire, which changes the numbers" in one.why and one.options == {
+        "wire_dtype": "bfloat16"
+    }
     assert len(step.compiles) == 3
 
 
@@ -100,11 +108,16 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(saved, number):
     with Checkpoints(CheckpointOptions(folder, read_only=True)) as checkpoints:
         restored = checkpoints.restore(like, number)
     # Each device has its own worker's residual, also on the way from the disk.
-    assert number == 2 or {shard.data.shape[0] for shard in restored.carried.residuals["table"].addressable_shards} == {1}
+    assert number == 2 or {shard.data.shape[0] for shard in restored.carried.residuals["table"].addressable_shards} == {
+        1
+    }
     step.resume(restored.carried)
     state = train(step, restored.state, number, STEPS)
     assert np.asarray(state["table"]).tobytes() == table.tobytes()
-    observed, resumed = (sum(record.reason == reason for record in step.compiles) for reason in ("its tables were observed", "a run is resumed"))
+    observed, resumed = (
+        sum(record.reason == reason for record in step.compiles)
+        for reason in ("its tables were observed", "a run is resumed")
+    )
     assert (observed, resumed, len(step.compiles)) == ((1, 0, 3) if number == 2 else (0, 1, 2))
     json.dumps(step.carried().to_json(), allow_nan=False)
 
@@ -121,7 +134,8 @@ def test_another_mesh_takes_over_the_residuals_and_observes_anew(saved):
     step(step.place(restored.state, example=(batch,)), batch)
     before, after = np.asarray(restored.carried.residuals["table"]), np.asarray(step.carried().residuals["table"])
     assert before.shape[0] == 4 and after.shape[0] == 3
-    assert not any(after[worker, batch["ids"][4 * worker : 4 * worker + 4]].any() for worker in range(3))  # sent with the gradients
+    # sent with the gradients
+    assert not any(after[worker, batch["ids"][4 * worker : 4 * worker + 4]].any() for worker in range(3))
     untouched = np.setdiff1d(np.arange(ROWS), batch["ids"])
     np.testing.assert_allclose(after.sum(0)[untouched], before.sum(0)[untouched], atol=1e-9)
     assert before[:, untouched].any() and "first 3 steps are observed" in step.plan(restored.state, batch).syncs[0].why
@@ -179,22 +193,36 @@ def test_a_pinned_plan_stays_and_warns_where_its_capacities_do_not_suffice(plan,
 def test_a_pinned_plan_whose_tables_are_others_is_an_error(plan):
     pin = lambda **changes: dataclasses.replace(plan, syncs=(dataclasses.replace(plan.syncs[0], **changes),))
     for changes, words in (
-        ({"param": "other"}, "has a table 'other', of which the step looks up no rows"), ({"rows": 65}, "65 rows in the plan and 64 in the step"),
-        ({"scheme": "owner_sharded", "options": {}}, "owned by rows in the plan and not in the step"), ({"axis": "model"}, "over model in the plan"),
-        ({"lazy": True}, "lazy in the plan and not in the step"), ({"scheme": "telepathy"}, "no scheme of this name"),
-        ({"options": {"speed": 3}}, "all_gather has no such option"), ({"capacities": {"levels": 3}}, "capacities have no such size"),
+        ({"param": "other"}, "has a table 'other', of which the step looks up no rows"),
+        ({"rows": 65}, "65 rows in the plan and 64 in the step"),
+        ({"scheme": "owner_sharded", "options": {}}, "owned by rows in the plan and not in the step"),
+        ({"axis": "model"}, "over model in the plan"),
+        ({"lazy": True}, "lazy in the plan and not in the step"),
+        ({"scheme": "telepathy"}, "no scheme of this name"),
+        ({"options": {"speed": 3}}, "all_gather has no such option"),
+        ({"capacities": {"levels": 3}}, "capacities have no such size"),
     ):
         with pytest.raises(PlanError, match=words):
             make("dense", plan=pin(**changes)).plan(start(), batch_of(0))
 
     def tied(state, batch):
-        loss, grads = splitjax.value_and_grad(lambda params: jnp.mean(params["table"][batch["ids"]] * batch["by"]) + params["table"].sum())(state)
+        loss, grads = splitjax.value_and_grad(
+            lambda params: jnp.mean(params["table"][batch["ids"]] * batch["by"]) + params["table"].sum()
+        )(state)
         return {"table": state["table"] - grads["table"]}, loss
 
-    with pytest.raises(PlanError, match="synchronised by all_gather in the plan and stays dense in the step: it is also read by reduce_sum"):
+    with pytest.raises(
+        PlanError,
+        match="synchronised by all_gather in the plan and stays dense in the step: it is also read by reduce_sum",
+    ):
         splitjax.parallelize(tied, mesh={"data": 4}, rules="data_parallel", plan=plan).plan(start(), batch_of(0))
     undecided = pin(capacities={})
-    assert make("all_gather", plan=undecided).plan(start(), batch_of(0)).syncs[0].why.startswith("the first 3 steps are observed")
+    assert (
+        make("all_gather", plan=undecided)
+        .plan(start(), batch_of(0))
+        .syncs[0]
+        .why.startswith("the first 3 steps are observed")
+    )
     with pytest.raises(PlanError, match=r"syncs\[0\].capacities.local"):
         Plan.from_json(plan.to_json().replace('"local": ', '"local": -'))
 

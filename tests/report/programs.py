@@ -26,11 +26,14 @@ def f32(*shape):
 
 
 def narrow(name, library="linen", rules="splitbrain", *, mesh=None, shallow=True):
-    """A parallel step of a shipped model, and shapes of its arguments. A ResNet is one of two blocks unless `shallow` is False."""
+    """A parallel step of a shipped model, and shapes of its arguments. A ResNet is one of two blocks unless `shallow`
+    is False."""
     spec = models.build(name, library=library, **NARROW[name])
     if name == "resnet18" and shallow:
         config = dataclasses.replace(spec.config, stage_sizes=(1, 1), image_size=8)
-        spec = dataclasses.replace(spec, config=config, module=models.LinenResNet(config) if library == "linen" else None)
+        spec = dataclasses.replace(
+            spec, config=config, module=models.LinenResNet(config) if library == "linen" else None
+        )
     batch, key, optimizer = spec.example(32), jax.eval_shape(lambda: jax.random.key(0)), optax.adam(1e-3)
     mesh = MESH if mesh is None else mesh
     if library == "nnx":

@@ -1,4 +1,5 @@
-"""Where a compiled step's collectives come from: shipped models without one that is left over, and programs known by hand."""
+"""Where a compiled step's collectives come from: shipped models without one that is left over, and programs known by
+hand."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def check(report, plan):
     assert report.collectives and all(one.source or one.layer for one in report.collectives)
     whys = [one.planned.why for one in report.collectives if one.planned is not None]
     gradients = {why.removeprefix("gradient of ") for why in whys if why.startswith("gradient of ")}
-    assert gradients == {leaf.path for leaf in plan.leaves if leaf.role == "param"}  # each found, and none taken for another
+    # each found, and none taken for another
+    assert gradients == {leaf.path for leaf in plan.leaves if leaf.role == "param"}
     realised = [one.planned for one in report.collectives if one.planned is not None]
     assert sorted((*realised, *report.missing), key=str) == sorted(plan.collectives, key=str)
     layers = {layer.name: layer.rule for layer in plan.layers}
@@ -62,9 +64,16 @@ def check(report, plan):
 
 
 # What is left out here runs with the slow tests.
-QUICK = {"mlp": RULES, "vgg11": ("splitbrain", "fsdp"), "resnet18": ("splitbrain", "megatron"), "transformer": ("splitbrain", "fsdp", "megatron")}
+QUICK = {
+    "mlp": RULES,
+    "vgg11": ("splitbrain", "fsdp"),
+    "resnet18": ("splitbrain", "megatron"),
+    "transformer": ("splitbrain", "fsdp", "megatron"),
+}
 SHIPPED = [
-    pytest.param(name, rules, marks=() if rules in quick else pytest.mark.slow) for name, quick in QUICK.items() for rules in RULES
+    pytest.param(name, rules, marks=() if rules in quick else pytest.mark.slow)
+    for name, quick in QUICK.items()
+    for rules in RULES
 ]
 
 
@@ -76,13 +85,15 @@ def test_every_collective_of_a_shipped_model_is_attributed(name, library, rules)
 
 @pytest.mark.parametrize(("name", "rules"), SHIPPED)
 def test_what_is_found_without_names_is_what_names_say(name, rules):
-    """Both versions of a model compile to the same collectives. Linen names its modules; NNX leaves dataflow and lines to go by."""
+    """Both versions of a model compile to the same collectives. Linen names its modules; NNX leaves dataflow and lines
+    to go by."""
 
     def found(library):
         report, _ = narrow_report(name, library, rules)
         without_root = lambda text: re.sub(r"\b(optimizer/opt_state/0|opt/0|params|model|batch_stats)/", "", text)
         return collections.Counter(
-            (one.op, one.axis, one.bytes, without_root(one.layer), one.phase, without_root(one.cause)) for one in report.collectives
+            (one.op, one.axis, one.bytes, without_root(one.layer), one.phase, without_root(one.cause))
+            for one in report.collectives
         )
 
     assert found("linen") == found("nnx")
@@ -97,7 +108,10 @@ def test_every_collective_of_the_whole_resnet18_is_attributed(library, rules):
 
 
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize(("name", "library", "rules"), [("mlp", "linen", "splitbrain"), ("mlp", "nnx", "fsdp"), ("transformer", "nnx", "splitbrain")])
+@pytest.mark.parametrize(
+    ("name", "library", "rules"),
+    [("mlp", "linen", "splitbrain"), ("mlp", "nnx", "fsdp"), ("transformer", "nnx", "splitbrain")],
+)
 def test_every_collective_that_the_compiler_for_tpus_makes_is_attributed(name, library, rules):
     """It sends bfloat16 for float32, sums zeros where it means a gather, and leaves names out."""
     from jax.experimental import topologies
@@ -125,7 +139,11 @@ def test_blocks_that_share_their_lines_are_told_apart():
 
 def test_batch_statistics_are_named_after_what_they_become():
     report, plan = narrow_report("resnet18", "nnx", "splitbrain")
-    found = {one.cause.removeprefix("batch statistics: ") for one in report.unplanned if one.cause.startswith("batch statistics: ")}
+    found = {
+        one.cause.removeprefix("batch statistics: ")
+        for one in report.unplanned
+        if one.cause.startswith("batch statistics: ")
+    }
     assert {leaf.path for leaf in plan.leaves if leaf.role == "statistic"} >= found
     assert {path.rsplit("/", 1)[-1] for path in found} == {"mean", "var"}
     assert "cotangents of batch statistics" in causes(report)
@@ -136,10 +154,16 @@ def test_a_plan_of_explicit_collectives_is_realised_to_the_byte():
     assert report.missing == ()
     realised = [one for one in report.collectives if one.planned is not None]
     assert [one.differs for one in realised] == [""] * len(realised)
-    assert sum(one.bytes for one in realised) == sum(one.predicted_bytes for one in realised) == report.total.predicted_bytes
+    assert (
+        sum(one.bytes for one in realised)
+        == sum(one.predicted_bytes for one in realised)
+        == report.total.predicted_bytes
+    )
     assert {(one.op, one.layer, one.phase, one.known_by) for one in realised} == {
-        ("all_gather", "params/b", "forward", "scope"), ("reduce_scatter", "params/b", "backward", "scope"),
-        ("all_reduce", "params/a", "backward", "dataflow"), ("all_reduce", "params/b", "backward", "dataflow"),
+        ("all_gather", "params/b", "forward", "scope"),
+        ("reduce_scatter", "params/b", "backward", "scope"),
+        ("all_reduce", "params/a", "backward", "dataflow"),
+        ("all_reduce", "params/b", "backward", "dataflow"),
     }
 
 
@@ -153,7 +177,11 @@ def test_what_xla_makes_of_a_plan_is_said():
 
     report = splitjax.parallelize(step, mesh=MESH, rules="fsdp").report(state, BATCH)
     gradient = next(one for one in report.collectives if one.cause == "gradient of params/a")
-    assert (gradient.op, gradient.planned.op, gradient.bytes) == ("all_reduce", "reduce_scatter", 2 * gradient.predicted_bytes)
+    assert (gradient.op, gradient.planned.op, gradient.bytes) == (
+        "all_reduce",
+        "reduce_scatter",
+        2 * gradient.predicted_bytes,
+    )
     assert gradient.differs == "all_reduce for reduce_scatter"
     # Which of the two passes XLA names the gather after depends on its version.
     assert [one.why.partition(": ")[2] for one in report.missing] == ["params/b is stored in pieces"]
@@ -166,7 +194,12 @@ def test_a_sort_over_the_batch_is_unplanned_and_has_its_line():
 
     report = report_of(loss)
     (one,) = [one for one in report.unplanned if "sort" in one.cause]
-    assert (one.op, one.axis, one.layer, one.cause) == ("all_gather", "data", "", "sort over a dim that is split over data")
+    assert (one.op, one.axis, one.layer, one.cause) == (
+        "all_gather",
+        "data",
+        "",
+        "sort over a dim that is split over data",
+    )
     assert one.source == f"{__file__}:{line_of(loss, 'jnp.sort')} (loss)"
 
 
@@ -184,7 +217,9 @@ def test_a_sharding_that_the_step_asks_for_is_unplanned_and_has_its_line():
     report = report_of(loss)
     assert report.unattributed == () and gathers(report_of(mean_square)) == []
     assert {one.axis for one in gathers(report)} == {"data", "model"} and all(one.cause for one in gathers(report))
-    lines = {f"{__file__}:{line_of(loss, text)} (loss)" for text in ("jnp.tanh", "with_sharding_constraint", "jnp.mean")}
+    lines = {
+        f"{__file__}:{line_of(loss, text)} (loss)" for text in ("jnp.tanh", "with_sharding_constraint", "jnp.mean")
+    }
     assert {one.source for one in gathers(report)} <= lines
 
 
@@ -195,7 +230,11 @@ def test_scalars_say_what_depends_on_them():
 
     report = report_of(loss, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)))
     assert report.unattributed == ()
-    scalars = [one.cause.partition("to a scalar that ")[2].partition(",")[0] for one in report.unplanned if not one.compiled.shape]
+    scalars = [
+        one.cause.partition("to a scalar that ")[2].partition(",")[0]
+        for one in report.unplanned
+        if not one.compiled.shape
+    ]
     assert set(scalars) == {"gradients depend on", "the step returns", "the update depends on"}
 
 
@@ -207,7 +246,11 @@ def test_a_branch_and_what_decides_it():
     report = report_of(loss, rules="fsdp")
     assert "reduce_sum to a scalar that decides which branch is taken" in causes(report)
     inside = [one for one in report.collectives if one.compiled.conditional]
-    assert {one.cause for one in inside} >= {"gradient of params/a", "gradient of params/b", "forward: params/a is stored in pieces"}
+    assert {one.cause for one in inside} >= {
+        "gradient of params/a",
+        "gradient of params/b",
+        "forward: params/a is stored in pieces",
+    }
     assert report.unattributed == ()
 
 
@@ -225,7 +268,8 @@ def test_a_scan_counts_its_turns_and_keeps_its_parameter():
     report = splitjax.parallelize(step, mesh=MESH, rules="fsdp").report(params, BATCH)
     assert {one.compiled.trips for one in report.collectives if one.planned} == {6}
     gathers = [one.planned.why for one in report.collectives if one.op == "all_gather"]
-    assert gathers == ["forward: w is stored in pieces", "backward: w is stored in pieces"]  # rematerialisation gathers again
+    # rematerialisation gathers again
+    assert gathers == ["forward: w is stored in pieces", "backward: w is stored in pieces"]
     assert report.missing == ()
 
 
@@ -236,22 +280,42 @@ def test_without_names_lines_and_dataflow_there_is_no_cause():
     entry = call.step._entry(call.args)
     modules = [read_module(data) for data in _compat.serialized_modules(call.step.lower(*call.args).compile())]
     blind = tuple(
-        dataclasses.replace(module, frames=(), computations={
-            number: dataclasses.replace(computation, instructions={
-                key: dataclasses.replace(one, op_name="", stack_frame=0, source=("", 0)) for key, one in computation.instructions.items()
-            }) for number, computation in module.computations.items()
-        }) for module in modules
+        dataclasses.replace(
+            module,
+            frames=(),
+            computations={
+                number: dataclasses.replace(
+                    computation,
+                    instructions={
+                        key: dataclasses.replace(one, op_name="", stack_frame=0, source=("", 0))
+                        for key, one in computation.instructions.items()
+                    },
+                )
+                for number, computation in module.computations.items()
+            },
+        )
+        for module in modules
     )
     found, _ = attribute((Part(blind, argument_names(entry.bound), entry.plan.mesh),), entry.plan, entry.graph)
     assert len(found) > 50 and not any(one.is_attributed for one in found)
     # With the arguments' names alone, gradients and new state are still known.
     kept = tuple(
-        dataclasses.replace(module, computations={
-            number: dataclasses.replace(computation, instructions={
-                key: one if one.opcode == "parameter" else dataclasses.replace(one, op_name="", stack_frame=0, source=("", 0))
-                for key, one in computation.instructions.items()
-            }) for number, computation in module.computations.items()
-        }) for module in modules
+        dataclasses.replace(
+            module,
+            computations={
+                number: dataclasses.replace(
+                    computation,
+                    instructions={
+                        key: one
+                        if one.opcode == "parameter"
+                        else dataclasses.replace(one, op_name="", stack_frame=0, source=("", 0))
+                        for key, one in computation.instructions.items()
+                    },
+                )
+                for number, computation in module.computations.items()
+            },
+        )
+        for module in modules
     )
     found, _ = attribute((Part(kept, argument_names(entry.bound), entry.plan.mesh),), entry.plan, entry.graph)
     gradients = {one.planned.why for one in found if one.planned and one.planned.why.startswith("gradient of")}
@@ -260,7 +324,10 @@ def test_without_names_lines_and_dataflow_there_is_no_cause():
 
 def test_parts_of_a_planned_collective_add_up_to_it():
     """Turns in a loop and a last one beside it, with the way back under the same scope, outside any derivative."""
-    ways = (Collective("all_reduce", "model", 40, "dense", "forward: in"), Collective("all_reduce", "model", 40, "dense", "backward: out"))
+    ways = (
+        Collective("all_reduce", "model", 40, "dense", "forward: in"),
+        Collective("all_reduce", "model", 40, "dense", "backward: out"),
+    )
     other = Collective("all_gather", "model", 40, "dense", "forward: more")
 
     def explicit(sent):
@@ -268,10 +335,16 @@ def test_parts_of_a_planned_collective_add_up_to_it():
         return Evidence(one, "update", "value", "", "splitjax:enter:dense/psum", (), "dense", "scope", None)
 
     step = types.SimpleNamespace(
-        plan=types.SimpleNamespace(collectives=(*ways, other), mesh=MeshShape((("data", 2), ("model", 4)))), order={"dense": 0}
+        plan=types.SimpleNamespace(collectives=(*ways, other), mesh=MeshShape((("data", 2), ("model", 4)))),
+        order={"dense": 0},
     )
     paired, missing = pair([explicit(sent) for sent in (10, 30, 30, 10)], step)
-    assert [(one.why, one.bytes) for one in paired] == [("forward: in", 10), ("forward: in", 30), ("backward: out", 30), ("backward: out", 10)]
+    assert [(one.why, one.bytes) for one in paired] == [
+        ("forward: in", 10),
+        ("forward: in", 30),
+        ("backward: out", 30),
+        ("backward: out", 10),
+    ]
     assert missing == (other,)
     paired, missing = pair([explicit(sent) for sent in (10, 20)], step)  # does not add up
     assert paired == (None, None) and len(missing) == 3
@@ -291,5 +364,10 @@ def test_the_plan_s_reasons_are_read(name, rules):
 
 
 def test_operations_are_named_as_jax_writes_them():
-    assert name_parts("jit(step)/transpose(jvp(Net))/block1/attention/dot_general") == ("Net", "block1", "attention", "dot_general")
+    assert name_parts("jit(step)/transpose(jvp(Net))/block1/attention/dot_general") == (
+        "Net",
+        "block1",
+        "attention",
+        "dot_general",
+    )
     assert name_parts("jit(step)/jvp(jit(take_along_axis))/gather") == ("gather",)

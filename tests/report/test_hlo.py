@@ -57,7 +57,9 @@ def test_combined_collectives_are_taken_apart():
         return jax.value_and_grad(loss, argnums=(0, 1))(w, v)
 
     found = collectives(step, [(), (), ("data",)], [(16, 12), (12, 4), (8, 16)])
-    assert {(one.op, one.axis, one.num_combined, one.name) for one in found} == {("all_reduce", "data", 3, found[0].name)}
+    assert {(one.op, one.axis, one.num_combined, one.name) for one in found} == {
+        ("all_reduce", "data", 3, found[0].name)
+    }
     assert [one.member for one in found] == [0, 1, 2]
     assert sorted(tuple(sorted(one.shape)) for one in found) == [(), (4, 12), (12, 16)]
     assert sum(one.bytes for one in found) == 4 * (12 * 16 + 4 * 12 + 1)  # 2(n-1)/n with n = 2
@@ -72,7 +74,10 @@ def test_a_collective_in_a_branch_is_marked():
 
     found = collectives(branching, [("model", None), ("data",), ()], [(16, 16), (8, 16), (1,)])
     assert found and all(one.conditional for one in found if one.axis == "model")
-    assert not any(one.conditional for one in collectives(lambda w, x: jnp.tanh(x @ w), [("model", None), ("data", "model")], [(16, 16), (8, 16)]))
+    assert not any(
+        one.conditional
+        for one in collectives(lambda w, x: jnp.tanh(x @ w), [("model", None), ("data", "model")], [(16, 16), (8, 16)])
+    )
 
 
 def test_a_loop_of_unknown_length_counts_one_turn():
@@ -99,14 +104,21 @@ def test_pairs_of_start_and_done_are_one_collective():
     specs = (PartitionSpec(None, None, "model"), PartitionSpec("data"))
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[1], check_vma=False))
     shapes = [(2, 512, 512), (256, 512)]
-    compiled = run.lower(*(
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for shape, spec in zip(shapes, specs, strict=True)
-    )).compile()
+    compiled = run.lower(
+        *(
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+            for shape, spec in zip(shapes, specs, strict=True)
+        )
+    ).compile()
     modules = map(read_module, _compat.serialized_modules(compiled))
     opcodes = collections_module.Counter(
-        one.opcode for module in modules for computation in module.computations.values() for one in computation.instructions.values()
+        one.opcode
+        for module in modules
+        for computation in module.computations.values()
+        for one in computation.instructions.values()
     )
-    # The permutations as pairs; the second gather hidden behind the first product, as fusions that start, carry on and end it.
+    # The permutations as pairs; the second gather hidden behind the first product, as fusions that start, carry on and
+    # end it.
     assert opcodes["collective-permute-start"] == opcodes["collective-permute-done"] == 2 and opcodes["all-gather"] == 4
     found = compiled_collectives(compiled, SHAPE)
     assert sorted((one.op, one.axis, one.bytes) for one in found) == sorted(

@@ -92,16 +92,21 @@ VALUES = {"plan": lambda: SMALL, "report": made_report, "profile": profile_of}
 
 
 @pytest.mark.parametrize(
-    ("stylesheet", "wrapper"), [(LAB, "jp-RenderedHTMLCommon"), (OLD_LAB, "jp-RenderedHTMLCommon"), (CLASSIC, "rendered_html")],
+    ("stylesheet", "wrapper"),
+    [(LAB, "jp-RenderedHTMLCommon"), (OLD_LAB, "jp-RenderedHTMLCommon"), (CLASSIC, "rendered_html")],
     ids=["lab", "old lab", "classic"],
 )
 @pytest.mark.parametrize("value", VALUES)
 def test_text_is_on_the_left_and_numbers_are_on_the_right(value, stylesheet, wrapper):
     found = list(aligned(VALUES[value]()._repr_html_(), stylesheet, wrapper))
     outside = [(cell[-1][1], align) for cell, align in found if not any("matrix" in classes for _, classes in cell)]
-    numbers, texts = ([align for classes, align in outside if ("number" in classes) == wanted] for wanted in (True, False))
+    numbers, texts = (
+        [align for classes, align in outside if ("number" in classes) == wanted] for wanted in (True, False)
+    )
     assert numbers and set(numbers) == {"right"} and texts and set(texts) == {"left"}
-    workers = [align for cell, align in found if any("matrix" in classes for _, classes in cell) and cell[-1][0] == "th"]
+    workers = [
+        align for cell, align in found if any("matrix" in classes for _, classes in cell) and cell[-1][0] == "th"
+    ]
     assert set(workers) == ({"right"} if value == "profile" else set())
 
 

@@ -28,7 +28,9 @@ def leaf(path, shape, spec, rule="dense out", role="param", note=""):
 
 def plan_of(layers: dict[str, list[LeafPlan]], extra=(), **fields) -> Plan:
     plans = tuple(
-        LayerPlan(name, "dense", tuple(x.path for x in leaves), tuple(x.spec for x in leaves), leaves[0].rule, leaves[0].note)
+        LayerPlan(
+            name, "dense", tuple(x.path for x in leaves), tuple(x.spec for x in leaves), leaves[0].rule, leaves[0].note
+        )
         for name, leaves in layers.items()
     )
     leaves = tuple(x for group in layers.values() for x in group)
@@ -94,7 +96,15 @@ def cells(line: str) -> list[str]:
 def test_text_table_of_a_small_plan():
     lines = str(SMALL).splitlines()
     assert cells(lines[0]) == ["layer", "parameter", "kind", "shape", "spec", "rule", "per device"]
-    assert cells(lines[2]) == ["params/Dense_0", "kernel", "dense", "(256, 1024)", "P(None, 'model')", "dense out", "256.0 KiB"]
+    assert cells(lines[2]) == [
+        "params/Dense_0",
+        "kernel",
+        "dense",
+        "(256, 1024)",
+        "P(None, 'model')",
+        "dense out",
+        "256.0 KiB",
+    ]
     assert cells(lines[3]) == ["bias", "(1024,)", "P('model')", "dense out", "1.0 KiB"]
     assert cells(lines[4]) == ["params/Head", "kernel", "dense", "(1024, 10)", "replicated", "default", "40.0 KiB"]
     assert lines[5] == ""
@@ -103,7 +113,9 @@ def test_text_table_of_a_small_plan():
     assert footer == {
         "mesh": "data=2 x model=4 (8 devices)",
         "rules": "splitbrain; batch split over data x model; replicated layers have the batch split over every axis",
-        "state": f"{bytes_text(held)} per device, {bytes_text(whole)} on one device: {percent_saved(held, whole)} saved",
+        "state": (
+            f"{bytes_text(held)} per device, {bytes_text(whole)} on one device: {percent_saved(held, whole)} saved"
+        ),
         "optimizer": "2 arrays, 1 split: 256.0 KiB per device of 1.0 MiB",
         "statistics": "1 arrays, 0 split: 256 B per device of 256 B",
         "predicted": "activations 3.0 MiB, peak 5.0 MiB per device",
@@ -124,7 +136,15 @@ def test_html_says_what_the_text_says():
     shown = text_of_html(SMALL._repr_html_())
     for group in table(SMALL):
         for row in group:
-            for cell in (row.layer, row.param, row.kind, str(row.shape), row.spec, row.rule, bytes_text(row.device_bytes)):
+            for cell in (
+                row.layer,
+                row.param,
+                row.kind,
+                str(row.shape),
+                row.spec,
+                row.rule,
+                bytes_text(row.device_bytes),
+            ):
                 assert cell in shown
     for title, lines in summary(SMALL):
         assert title in shown and all(line in shown for line in lines)
@@ -150,7 +170,8 @@ def test_parameter_without_layer_is_shown():
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 * 2**19, "1.5 MiB"), (5 * 2**50, "5120.0 TiB")]
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 * 2**19, "1.5 MiB"), (5 * 2**50, "5120.0 TiB")],
 )
 def test_bytes_text(count, text):
     assert bytes_text(count) == text
@@ -233,9 +254,12 @@ def test_equal_blocks_are_folded():
     plan = plan_of({"params/embed": dense("params/embed"), **blocks(32), "params/head": dense("params/head")})
     groups = table(plan)
     assert [group[0].layer for group in groups] == [
-        "params/embed", "params/blocks_[0-31]/attention/query", "params/blocks_[0-31]/mlp/up", "params/blocks_[0-31]/mlp/down",
+        "params/embed",
+        "params/blocks_[0-31]/attention/query",
+        "params/blocks_[0-31]/mlp/up",
+        "params/blocks_[0-31]/mlp/down",
         "params/head",
-    ]  # fmt: skip
+    ]
     assert [row.repeat for row in groups[1]] == [32, 32]
     assert "32 x 256.0 KiB" in str(plan)
     total = sum(row.device_bytes * row.repeat for group in groups for row in group)

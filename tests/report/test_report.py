@@ -38,9 +38,15 @@ def test_memory_is_what_the_plan_predicted_and_what_xla_says(trained):
     assert report.memory.predicted == plan.memory and report.plan_digest == plan.digest
     compiled = report.memory.compiled
     assert (compiled.argument_bytes, compiled.temporary_bytes, compiled.output_bytes, compiled.alias_bytes) == (
-        stats.argument_size_in_bytes, stats.temp_size_in_bytes, stats.output_size_in_bytes, stats.alias_size_in_bytes,
+        stats.argument_size_in_bytes,
+        stats.temp_size_in_bytes,
+        stats.output_size_in_bytes,
+        stats.alias_size_in_bytes,
     )
-    assert compiled.total_bytes == compiled.argument_bytes + compiled.temporary_bytes + compiled.output_bytes - compiled.alias_bytes
+    assert (
+        compiled.total_bytes
+        == compiled.argument_bytes + compiled.temporary_bytes + compiled.output_bytes - compiled.alias_bytes
+    )
     assert compiled.argument_bytes >= plan.memory.state_bytes  # the state, and the batch
     assert compiled.alias_bytes == plan.memory.state_bytes  # donated
 
@@ -69,7 +75,9 @@ def test_json_round_trip(trained):
     first = data["collectives"][0]
     assert {"op", "axis", "bytes", "layer", "source", "cause", "rule", "planned", "shape", "trips"} <= first.keys()
     assert sum(one["compiled_bytes"] for one in data["by_op"]) == report.total.compiled_bytes
-    assert len([line for line in text.splitlines() if line.startswith('    {"op"')]) == len(report.collectives) + len(report.missing)
+    assert len([line for line in text.splitlines() if line.startswith('    {"op"')]) == len(report.collectives) + len(
+        report.missing
+    )
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99}', '{"format": 1, "step": "s"}', '"x"'])
@@ -80,19 +88,37 @@ def test_what_is_no_report_is_refused(text):
 
 def made(**fields):
     """A report with one planned, one unplanned, one unattributed and one missing collective."""
+
     def compiled(op, sent, **more):
         return CompiledCollective(op=op, axis="data", bytes=sent, dtype="float32", shape=(4,), group_size=2, **more)
 
     planned = Collective("reduce_scatter", "data", 2048, "net/a", "gradient of net/a/kernel")
     base = Report(
-        "step", MeshShape((("data", 2),)), "fsdp", "cpu", "0" * 64,
+        "step",
+        MeshShape((("data", 2),)),
+        "fsdp",
+        "cpu",
+        "0" * 64,
         ReportMemory(Memory(1024, 2048, 4096), CompiledMemory(1000, 3000, 900, 800, 5000)),
         (
             ReportedCollective(
-                compiled("all_reduce", 4096), "net/a", "backward", planned.why, "dense", "dataflow", planned, "all_reduce for reduce_scatter",
+                compiled("all_reduce", 4096),
+                "net/a",
+                "backward",
+                planned.why,
+                "dense",
+                "dataflow",
+                planned,
+                "all_reduce for reduce_scatter",
                 "/home/me/train.py:12 (loss)",
             ),
-            ReportedCollective(compiled("all_gather", 512), "", "forward", "sort over a dim that is split over data", source="/x/train.py:7 (f)"),
+            ReportedCollective(
+                compiled("all_gather", 512),
+                "",
+                "forward",
+                "sort over a dim that is split over data",
+                source="/x/train.py:7 (f)",
+            ),
             ReportedCollective(compiled("all_to_all", 3, trips_known=False), "", "update", ""),
         ),
         (Collective("all_gather", "data", 77, "net/b", "forward: net/b/kernel is stored in pieces"),),
@@ -106,21 +132,36 @@ def test_parts_of_a_report():
     assert [one.op for one in report.unattributed] == ["all_to_all"]
     assert report.collectives[0].predicted_bytes == 2048 and report.collectives[1].predicted_bytes == 0
     # What has another operation, axis or size than planned counts as planned under its own op.
-    assert report.by_op["reduce_scatter", "data"].predicted_bytes == 2048 and report.by_op["reduce_scatter", "data"].compiled_bytes == 0
+    assert (
+        report.by_op["reduce_scatter", "data"].predicted_bytes == 2048
+        and report.by_op["reduce_scatter", "data"].compiled_bytes == 0
+    )
     assert "1 unattributed" in repr(report)
 
 
 def test_text_shows_every_part():
     text = str(made())
-    for title in ("memory per device", "sent per device and step", "by layer", "as planned", "unplanned", "planned, but not in the compiled step"):
+    for title in (
+        "memory per device",
+        "sent per device and step",
+        "by layer",
+        "as planned",
+        "unplanned",
+        "planned, but not in the compiled step",
+    ):
         assert f"\n{title}\n" in text
     words = " ".join(text.split())
     assert "gradient of kernel; all_reduce for reduce_scatter" in words and "train.py:12" in words
     assert "sort over a dim that is split over data" in words and "train.py:7" in words
     assert "unattributed; bytes of one turn of a loop of unknown length" in words
     assert "total 4.0 KiB" in words.replace("  ", " ") and bytes_text(4100) == "4.0 KiB"  # 1000 + 3000 + 900 - 800
-    assert "3 collectives a step: 1 planned (1 with another op, axis or size), 2 unplanned, 1 unattributed; 1 planned but missing" in words
-    assert "1 planned, 2 unplanned" in str(made(collectives=tuple(dataclasses.replace(one, differs="") for one in made().collectives)))
+    assert (
+        "3 collectives a step: 1 planned (1 with another op, axis or size), 2 unplanned, 1 unattributed; 1 planned but"
+        " missing" in words
+    )
+    assert "1 planned, 2 unplanned" in str(
+        made(collectives=tuple(dataclasses.replace(one, differs="") for one in made().collectives))
+    )
     assert "results in buffers of their own" in words
     assert all(len(line) <= 120 for line in text.splitlines())
 
@@ -133,7 +174,11 @@ def test_text_without_collectives_or_memory():
 def test_equal_blocks_are_folded():
     one = made().collectives[0]
     blocks = tuple(
-        dataclasses.replace(one, layer=f"net/block{i}", planned=Collective("reduce_scatter", "data", 2048, f"net/block{i}", "gradient of x"))
+        dataclasses.replace(
+            one,
+            layer=f"net/block{i}",
+            planned=Collective("reduce_scatter", "data", 2048, f"net/block{i}", "gradient of x"),
+        )
         for i in range(12)
     )
     text = str(made(collectives=blocks))
@@ -159,8 +204,13 @@ def test_html_holds_the_same_and_escapes_names():
     evil = '<script>alert("1")</script>&'
     base = made()
     report = dataclasses.replace(
-        base, step=evil, missing=(dataclasses.replace(base.missing[0], layer=evil, why=evil),),
-        collectives=tuple(dataclasses.replace(one, layer=evil, cause=evil, rule=evil, source=f"{evil}:1 (f)") for one in base.collectives),
+        base,
+        step=evil,
+        missing=(dataclasses.replace(base.missing[0], layer=evil, why=evil),),
+        collectives=tuple(
+            dataclasses.replace(one, layer=evil, cause=evil, rule=evil, source=f"{evil}:1 (f)")
+            for one in base.collectives
+        ),
     )
     source = report._repr_html_()
     page = Page()
@@ -168,7 +218,14 @@ def test_html_holds_the_same_and_escapes_names():
     assert "script" not in page.tags and evil in "".join(page.text)
     assert "<script>" not in source.replace("<style>", "")
     plain = base._repr_html_()
-    for word in ("memory per device", "as planned", "unplanned", "train.py:12", "all_reduce for reduce_scatter", "net/b"):
+    for word in (
+        "memory per device",
+        "as planned",
+        "unplanned",
+        "train.py:12",
+        "all_reduce for reduce_scatter",
+        "net/b",
+    ):
         assert word in plain
     assert re.findall(r"<(\w+)[^>]*>", plain).count("table") == 6
 
@@ -191,8 +248,11 @@ def test_arrays_serve_as_well_as_shapes_and_are_not_consumed(trained):
     params = fill(PARAMS)
     state = {"params": params, "opt": optax.adam(1e-3).init(params)}
     report = splitjax.parallelize(step, mesh=MESH).report(state, fill(BATCH))
-    parts = lambda one: (one.op, one.axis, one.bytes, one.layer, one.cause, one.source)  # all but the stack below the step
-    assert list(map(parts, report.collectives)) == list(map(parts, wanted.collectives)) and report.memory == wanted.memory
+    # all but the stack below the step
+    parts = lambda one: (one.op, one.axis, one.bytes, one.layer, one.cause, one.source)
+    assert (
+        list(map(parts, report.collectives)) == list(map(parts, wanted.collectives)) and report.memory == wanted.memory
+    )
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
@@ -215,7 +275,9 @@ def test_equinox_modules():
 
     @splitjax.equinox.parallelize(mesh=MESH, state_argnums=(0, 1), batch_argnums=(2,))
     def step(model, opt, batch):
-        value, grads = splitjax.equinox.value_and_grad(lambda m: jnp.mean((jax.vmap(m)(batch["x"]) - batch["y"]) ** 2))(model)
+        value, grads = splitjax.equinox.value_and_grad(lambda m: jnp.mean((jax.vmap(m)(batch["x"]) - batch["y"]) ** 2))(
+            model
+        )
         updates, opt = optimizer.update(grads, opt, eqx.filter(model, eqx.is_array))
         return eqx.apply_updates(model, updates), opt, value
 
@@ -227,7 +289,11 @@ def test_equinox_modules():
 
 def test_haiku_modules():
     hk = pytest.importorskip("haiku")
-    net = hk.without_apply_rng(hk.transform(lambda x: hk.Sequential([hk.Linear(64), jax.nn.relu, hk.Linear(32), hk.LayerNorm(-1, True, True)])(x)))
+    net = hk.without_apply_rng(
+        hk.transform(
+            lambda x: hk.Sequential([hk.Linear(64), jax.nn.relu, hk.Linear(32), hk.LayerNorm(-1, True, True)])(x)
+        )
+    )
     params = jax.eval_shape(net.init, jax.random.key(0), BATCH["x"])
 
     def step(state, batch):
@@ -238,14 +304,19 @@ def test_haiku_modules():
     assert report.unattributed == () and report.missing == ()
     # 16 examples a device and 32 features: only the axis tells a statistic per example from one per feature.
     norms = {one.cause for one in report.unplanned if one.layer == "layer_norm" and one.op == "all_reduce"}
-    assert norms == {f"{part}statistics of a normalisation whose features are split over model" for part in ("", "cotangents of ")}
+    assert norms == {
+        f"{part}statistics of a normalisation whose features are split over model" for part in ("", "cotangents of ")
+    }
 
 
 def test_a_cached_program_of_other_lines_is_not_reported(tmp_path):
-    """JAX's compilation cache goes by operations alone: without metadata in its key the second report would show the first's lines."""
+    """JAX's compilation cache goes by operations alone: without metadata in its key the second report would show the
+    first's lines."""
     settings = {
-        "jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1, "jax_enable_compilation_cache": True,
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+        "jax_enable_compilation_cache": True,
     }
     before = {name: getattr(jax.config, name) for name in settings}
 

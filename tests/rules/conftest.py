@@ -1,6 +1,6 @@
-"""Small graphs written by hand. A parameter's dims are one string: `in:784 out:4096@h` is a dim named "in" of 784 elements
-and one named "out" of 4096 in the local class `h`; `out:4x8@h#t` has atoms of 4 and 8 and the hard class `t`, and `_:10` no
-name, as the dims of biases that tracing gives."""
+"""Small graphs written by hand. A parameter's dims are one string: `in:784 out:4096@h` is a dim named "in" of 784
+elements and one named "out" of 4096 in the local class `h`; `out:4x8@h#t` has atoms of 4 and 8 and the hard class `t`,
+and `_:10` no name, as the dims of biases that tracing gives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class Builder:
         self.local.append(near)
         return len(self.sizes) - 1
 
-    def leaf(self, path: str, dims: str, role: str = "param", layer: str | None = None, follows: str | None = None) -> Leaf:
+    def leaf(
+        self, path: str, dims: str, role: str = "param", layer: str | None = None, follows: str | None = None
+    ) -> Leaf:
         names, shape, atoms = [], [], []
         for position, text in enumerate(dims.split()):
             text, _, hard = text.partition("#")
@@ -43,13 +45,24 @@ class Builder:
             factors = [int(size) for size in sizes.split("x")]
             names.append(None if name == "_" else name)
             shape.append(math.prod(factors))
-            atoms.append(tuple(
-                self.atom(size, (hard or f"{path} {position}") + f" {i or ''}", local and local + f" {i or ''}")
-                for i, size in enumerate(factors) if size > 1
-            ))
+            atoms.append(
+                tuple(
+                    self.atom(size, (hard or f"{path} {position}") + f" {i or ''}", local and local + f" {i or ''}")
+                    for i, size in enumerate(factors)
+                    if size > 1
+                )
+            )
         leaf = Leaf(
-            len(self.leaves), path, tuple(shape), "float32", role, role not in ("batch", "input"), tuple(atoms), tuple(names),
-            layer, follows,
+            len(self.leaves),
+            path,
+            tuple(shape),
+            "float32",
+            role,
+            role not in ("batch", "input"),
+            tuple(atoms),
+            tuple(names),
+            layer,
+            follows,
         )
         self.leaves.append(leaf)
         return leaf
@@ -57,7 +70,11 @@ class Builder:
     def layer(self, name: str, kind: str, **params: str) -> None:
         """A layer whose parameters are keywords, weight first."""
         leaves = [self.leaf(f"params/{name}/{key}", dims, layer=name) for key, dims in params.items()]
-        self.layers.append(Layer(name, kind, tuple(leaf.path for leaf in leaves), 0, sum(leaf.num_bytes for leaf in leaves), "step.py:1"))
+        self.layers.append(
+            Layer(
+                name, kind, tuple(leaf.path for leaf in leaves), 0, sum(leaf.num_bytes for leaf in leaves), "step.py:1"
+            )
+        )
 
     def moments(self, *paths: str) -> None:
         """Optimizer state in the storage classes of these parameters (all without arguments)."""
@@ -71,9 +88,20 @@ class Builder:
                     self.local.append(self.local[atom])
                 dims.append(tuple(range(start, len(self.sizes))))
             path = leaf.path.replace("params", "opt/mu", 1)
-            self.leaves.append(Leaf(
-                len(self.leaves), path, leaf.shape, leaf.dtype, "optimizer", True, tuple(dims), leaf.dim_names, None, leaf.path,
-            ))
+            self.leaves.append(
+                Leaf(
+                    len(self.leaves),
+                    path,
+                    leaf.shape,
+                    leaf.dtype,
+                    "optimizer",
+                    True,
+                    tuple(dims),
+                    leaf.dim_names,
+                    None,
+                    leaf.path,
+                )
+            )
 
     def graph(self, batch: int | None = 32) -> Graph:
         example = frozenset()
@@ -81,9 +109,19 @@ class Builder:
             image = self.leaf("batch/image", f"example:{batch} _:3", role="batch")
             example = frozenset(image.dims[0])
         return Graph(
-            leaves=tuple(self.leaves), layers=tuple(self.layers), uses=(), unknown=(), atom_sizes=tuple(self.sizes),
-            hard=tuple(self.hard), local=tuple(self.local), soft=tuple(self.local), example_atoms=example, num_examples=batch,
-            num_boundaries=1, flops=0, activation_bytes=0,
+            leaves=tuple(self.leaves),
+            layers=tuple(self.layers),
+            uses=(),
+            unknown=(),
+            atom_sizes=tuple(self.sizes),
+            hard=tuple(self.hard),
+            local=tuple(self.local),
+            soft=tuple(self.local),
+            example_atoms=example,
+            num_examples=batch,
+            num_boundaries=1,
+            flops=0,
+            activation_bytes=0,
         )
 
 
@@ -118,10 +156,16 @@ BLOCK: Layers = [
 ]
 MOE: Layers = [
     ("router", "dense", {"kernel": "in:64@d out:8@r"}),
-    ("experts", "expert", {
-        "w1": "expert:8@e in:64@d out:256@f", "b1": "_:8@e _:256@f",
-        "w2": "expert:8@e in:256@f out:64@d2", "b2": "_:8@e _:64@d2",
-    }),
+    (
+        "experts",
+        "expert",
+        {
+            "w1": "expert:8@e in:64@d out:256@f",
+            "b1": "_:8@e _:256@f",
+            "w2": "expert:8@e in:256@f out:64@d2",
+            "b2": "_:8@e _:64@d2",
+        },
+    ),
 ]
 FLAT: Layers = [("w1", "dense", {"w": "in:16 out:32@h"}), ("w2", "dense", {"w": "in:32@h out:4"})]
 

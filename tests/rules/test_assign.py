@@ -130,12 +130,26 @@ def test_experts_that_do_not_divide(build):
 
 def test_one_layer_with_several_matrices(build):
     """Query and output in one layer, biases listed first: each bias follows its own matrix."""
-    graph = build([("att", "attention", {
-        "q": "in:64@d out:64@h", "obias": "_:64@d2", "qbias": "_:64@h", "okernel": "in:64@h out:64@d2",
-    })])
+    graph = build(
+        [
+            (
+                "att",
+                "attention",
+                {
+                    "q": "in:64@d out:64@h",
+                    "obias": "_:64@d2",
+                    "qbias": "_:64@h",
+                    "okernel": "in:64@h out:64@d2",
+                },
+            )
+        ]
+    )
     plan = plans(assign(graph, load_rules("megatron"), M4))
     assert plan["params/att/okernel"].spec == ("model", None) and plan["params/att/qbias"].spec == ("model",)
-    assert plan["params/att/obias"].spec == (None,) and plan["params/att/obias"].rule == "attention (with params/att/okernel)"
+    assert (
+        plan["params/att/obias"].spec == (None,)
+        and plan["params/att/obias"].rule == "attention (with params/att/okernel)"
+    )
 
 
 def test_square_recurrent_kernel_goes_by_columns(build):
@@ -143,7 +157,9 @@ def test_square_recurrent_kernel_goes_by_columns(build):
     graph = build([("lstm", "recurrent", {"ih": "in:32@x out:64@h", "hh": "in:64@h out:64@h", "b": "_:64@h"})])
     for name in ("splitbrain", "megatron"):
         spec = specs(assign(graph, load_rules(name), M4))
-        assert spec["params/lstm/ih"] == spec["params/lstm/hh"] == (None, "model") and spec["params/lstm/b"] == ("model",)
+        assert spec["params/lstm/ih"] == spec["params/lstm/hh"] == (None, "model") and spec["params/lstm/b"] == (
+            "model",
+        )
 
 
 def test_a_layer_with_unlinked_matrices_shards_each(build):
@@ -184,7 +200,9 @@ def test_fsdp_of_a_small_model_on_data_alone_is_an_error(build):
 def test_data_parallel(vgg):
     found = assign(vgg, load_rules("data_parallel"), M4)
     assert all(entry is None for leaf in found.leaves if leaf.is_state for entry in leaf.spec)
-    assert found.batch_axes == ("data", "model") and {leaf.rule for leaf in found.leaves if leaf.role == "param"} == {"all"}
+    assert found.batch_axes == ("data", "model") and {leaf.rule for leaf in found.leaves if leaf.role == "param"} == {
+        "all"
+    }
 
 
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 8, "model": 1}, {"data": 1, "model": 1}])
@@ -218,7 +236,9 @@ def test_reasons_of_a_misfit(build):
 
 
 def test_atoms_have_to_divide(build):
-    graph = build([("qkv", "attention", {"kernel": "in:64 out:3x16"}), ("heads", "attention", {"kernel": "in:64 out:2x16"})])
+    graph = build(
+        [("qkv", "attention", {"kernel": "in:64 out:3x16"}), ("heads", "attention", {"kernel": "in:64 out:2x16"})]
+    )
     plan = plans(assign(graph, one_rule({"out": "model"}), {"model": 4}))
     assert plan["params/qkv/kernel"].spec == (None, None)
     assert plan["params/qkv/kernel"].note == "out 48 (3 x 16) does not divide by model=4"
@@ -239,11 +259,17 @@ def test_replicating_rule_overrides_ties(build):
 def test_a_tie_stands_against_an_explicit_rule_and_hard_keeps_it_away(build):
     layers = [("a", "dense", {"w": "in:8 out:16@h"}), ("b", "dense", {"w": "in:16@h out:8"})]
     dense = Rule("dense", path="params/a/*", shard={"out": "model"})
-    found = assign(build(layers), RuleSet("m", (Rule("mine", path="params/b/*", shard={"out": "model"}), dense)), {"model": 4})
+    found = assign(
+        build(layers), RuleSet("m", (Rule("mine", path="params/b/*", shard={"out": "model"}), dense)), {"model": 4}
+    )
     tied = plans(found)["params/b/w"]
     assert tied.spec == ("model", None) and tied.rule == "ties with params/a/w"
     assert "rule 'mine' gives way: model already splits in" in tied.note and len(found.notes) == 1
-    found = assign(build(layers), RuleSet("m", (Rule("mine", path="params/b/*", shard={"out": "model"}, ties="hard"), dense)), {"model": 4})
+    found = assign(
+        build(layers),
+        RuleSet("m", (Rule("mine", path="params/b/*", shard={"out": "model"}, ties="hard"), dense)),
+        {"model": 4},
+    )
     assert plans(found)["params/b/w"].spec == (None, "model") and plans(found)["params/b/w"].rule == "mine"
 
 
@@ -269,7 +295,10 @@ def test_parameters_without_a_rule_take_ties_and_are_whole_otherwise(build):
 
 def test_shared_storage_agrees(build):
     """A head tied to the table by storage: it has the table's axis, although its own rule would take columns."""
-    layers = [("embed", "embedding", {"table": "vocab:100#v features:64#f"}), ("head", "dense", {"kernel": "in:64#f out:100#v"})]
+    layers = [
+        ("embed", "embedding", {"table": "vocab:100#v features:64#f"}),
+        ("head", "dense", {"kernel": "in:64#f out:100#v"}),
+    ]
     plan = plans(assign(build(layers), load_rules("splitbrain"), M4))
     assert plan["params/embed/table"].spec == (None, "model") and plan["params/head/kernel"].spec == ("model", None)
     assert plan["params/head/kernel"].rule == "ties with params/embed/table"
@@ -278,7 +307,9 @@ def test_shared_storage_agrees(build):
 def test_shared_storage_has_to_fit_everywhere(build):
     """The square array would be split twice, so its partner stays whole on that dim and takes the next alternative."""
     layers = [("a", "dense", {"w": "in:8 out:16#t"}), ("b", "dense", {"w": "in:16#t out:16#t"})]
-    plan = plans(assign(build(layers), RuleSet("m", (Rule("d", shard=[{"out": "model"}, {"in": "model"}]),)), {"model": 4}))
+    plan = plans(
+        assign(build(layers), RuleSet("m", (Rule("d", shard=[{"out": "model"}, {"in": "model"}]),)), {"model": 4})
+    )
     assert plan["params/a/w"].spec == ("model", None)
     assert plan["params/b/w"].spec == (None, None) and "stays whole, as in params/a/w" in plan["params/b/w"].note
 
@@ -331,7 +362,10 @@ def test_an_unlinked_vector_is_noted_on_itself_only(build):
 def test_reasons_of_positions_and_sizes(build):
     graph = build([("fc", "dense", {"kernel": "in:6 out:10", "bias": "out:10"})])
     plan = plans(assign(graph, one_rule({5: "model"}, {-1: "model"}, {"largest": "model"}), {"model": 4}))
-    assert plan["params/fc/kernel"].note == "no dim 5; out 10 does not divide by model=4; no open dim of (6, 10) divides by model=4"
+    assert (
+        plan["params/fc/kernel"].note
+        == "no dim 5; out 10 does not divide by model=4; no open dim of (6, 10) divides by model=4"
+    )
 
 
 def test_a_rule_set_that_does_nothing_is_an_error(flat, vgg):
@@ -371,4 +405,6 @@ def test_batch_that_does_not_divide(build):
 
 
 def test_a_step_without_parameters(builder):
-    assert assign(builder.graph(), load_rules("splitbrain"), M4).notes == ("the step has no parameters, so no rule applies",)
+    assert assign(builder.graph(), load_rules("splitbrain"), M4).notes == (
+        "the step has no parameters, so no rule applies",
+    )

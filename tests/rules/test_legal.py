@@ -43,7 +43,19 @@ def graphs(draw):
     for number in range(draw(st.integers(0, 2))):
         array(f"opt/{number}", "optimizer", follows=draw(st.sampled_from((None, "params/l0/p0"))))
     return Graph(
-        tuple(leaves), tuple(layers), (), (), tuple(sizes), tuple(hard), tuple(local), tuple(local), frozenset(), None, 1, 0, 0
+        tuple(leaves),
+        tuple(layers),
+        (),
+        (),
+        tuple(sizes),
+        tuple(hard),
+        tuple(local),
+        tuple(local),
+        frozenset(),
+        None,
+        1,
+        0,
+        0,
     )
 
 
@@ -57,8 +69,12 @@ def alternatives():
 def rule_sets(draw):
     rules = [
         Rule(
-            f"r{number}", draw(st.none() | st.sampled_from(KINDS)), draw(st.sampled_from((None, "**/p0", "**/p1", "**"))),
-            shard=draw(alternatives()), ties=draw(st.sampled_from(("local", "hard"))), min_size=draw(st.none() | st.integers(0, 64)),
+            f"r{number}",
+            draw(st.none() | st.sampled_from(KINDS)),
+            draw(st.sampled_from((None, "**/p0", "**/p1", "**"))),
+            shard=draw(alternatives()),
+            ties=draw(st.sampled_from(("local", "hard"))),
+            min_size=draw(st.none() | st.integers(0, 64)),
         )
         for number in range(draw(st.integers(1, 4)))
     ]
@@ -91,7 +107,10 @@ def test_any_assignment_is_legal(graph, rules, mesh):
     # State of a class without parameter is whole, so one entry holds for parameters and state alike.
     assert all(len(entries) == 1 for entries in classes.values())
     assert found == assign(graph, rules, mesh)
-    assert all(layer.specs == tuple(found.leaves[graph.leaf(path).index].spec for path in layer.params) for layer in found.layers)
+    assert all(
+        layer.specs == tuple(found.leaves[graph.leaf(path).index].spec for path in layer.params)
+        for layer in found.layers
+    )
 
 
 @settings(deadline=None, max_examples=100)
@@ -109,8 +128,11 @@ def test_lint_never_raises_and_sees_every_misfit(graph, rules, mesh):
 @settings(deadline=None, max_examples=100)
 @given(graphs(), meshes)
 def test_a_dim_that_fits_is_sharded(graph, mesh):
-    """Without ties, links or other rules in the way, the largest dim that divides is sharded: nothing stays whole silently."""
-    unlinked = Graph(**{**graph.__dict__, "hard": tuple(range(len(graph.hard))), "local": tuple(range(len(graph.hard)))})
+    """Without ties, links or other rules in the way, the largest dim that divides is sharded: nothing stays whole
+    silently."""
+    unlinked = Graph(
+        **{**graph.__dict__, "hard": tuple(range(len(graph.hard))), "local": tuple(range(len(graph.hard)))}
+    )
     rules = RuleSet("all", (Rule("r", shard={"largest": "model"}, ties="hard"),), allow_replicated=True)
     if mesh.size("model") == 1:
         return

@@ -22,7 +22,11 @@ def test_shipped_sets_are_clean(name, vgg, block, moe):
 
 
 def test_dead(vgg):
-    path, kind, shape = Rule("p", path="fc1/kernel", shard=OUT), Rule("k", "expert", shard=OUT), Rule("s", "dense", shape=(3,), shard=OUT)
+    path, kind, shape = (
+        Rule("p", path="fc1/kernel", shard=OUT),
+        Rule("k", "expert", shard=OUT),
+        Rule("s", "dense", shape=(3,), shard=OUT),
+    )
     rules = RuleSet("m", (path, kind, shape))
     dead = {rule: (severity, remedy) for severity, rule, _, remedy in found("dead", rules, vgg)}
     assert dead["p"] == ("warning", 'a glob is for the whole path: write path = "**/fc1/kernel"')
@@ -39,18 +43,21 @@ def test_shadowed(vgg):
     assert "params/fc1/kernel" in found("shadowed", rules, vgg)[0][2]
 
 
-@pytest.mark.parametrize(("earlier", "later", "expected"), [
-    (dict(kind="dense"), dict(kind=("dense", "conv")), False),
-    (dict(kind=("dense", "conv")), dict(kind="dense", path="**/a"), True),
-    (dict(path="**"), dict(path="**/a"), True),
-    (dict(path="**/a"), dict(path="**/b"), False),
-    (dict(min_size=10), dict(), False),
-    (dict(min_size=10), dict(min_size=20), True),
-    (dict(max_size=10), dict(), False),
-    (dict(max_size=10), dict(max_size=5), True),
-    (dict(shape=(None, 4)), dict(), False),
-    (dict(regex="a"), dict(regex="a", kind="dense"), True),
-])
+@pytest.mark.parametrize(
+    ("earlier", "later", "expected"),
+    [
+        (dict(kind="dense"), dict(kind=("dense", "conv")), False),
+        (dict(kind=("dense", "conv")), dict(kind="dense", path="**/a"), True),
+        (dict(path="**"), dict(path="**/a"), True),
+        (dict(path="**/a"), dict(path="**/b"), False),
+        (dict(min_size=10), dict(), False),
+        (dict(min_size=10), dict(min_size=20), True),
+        (dict(max_size=10), dict(), False),
+        (dict(max_size=10), dict(max_size=5), True),
+        (dict(shape=(None, 4)), dict(), False),
+        (dict(regex="a"), dict(regex="a", kind="dense"), True),
+    ],
+)
 def test_covers(earlier, later, expected):
     rules = RuleSet("m", (Rule("a", shard=OUT, **earlier), Rule("b", shard=OUT, **later)))
     assert bool(found("shadowed", rules)) == expected
@@ -64,7 +71,11 @@ def test_conflicting_dims():
 def test_conflicting_tie(vgg):
     rules = RuleSet("m", (Rule("mine", path="**/fc2/kernel", shard=OUT), Rule("dense", "dense", shard=OUT)))
     severity, rule, message, remedy = found("conflicting", rules, vgg, M4)[0]
-    assert (severity, rule) == ("warning", "mine") and "params/fc2/kernel ties with params/fc1/kernel" in message and "hard" in remedy
+    assert (
+        (severity, rule) == ("warning", "mine")
+        and "params/fc2/kernel ties with params/fc1/kernel" in message
+        and "hard" in remedy
+    )
 
 
 def test_non_dividing(vgg):
@@ -75,7 +86,9 @@ def test_non_dividing(vgg):
 
 
 def test_large_replicated(vgg):
-    rules = RuleSet("m", (Rule("keep", path="**/fc2/kernel"), Rule("one", path="**/fc1/kernel", shard=OUT, ties="hard")))
+    rules = RuleSet(
+        "m", (Rule("keep", path="**/fc2/kernel"), Rule("one", path="**/fc1/kernel", shard=OUT, ties="hard"))
+    )
     large = {rule: (severity, message) for severity, rule, message, _ in found("replicated", rules, vgg, M4)}
     assert large["keep"][0] == "info" and "64.0 MiB" in large["keep"][1]
     assert "one" not in large and "" not in large  # fc3 is under 1 MiB, fc1 is sharded
@@ -113,4 +126,8 @@ def test_errors_come_first(vgg):
     twice = Rule("twice", shard={"in": "model", "out": "model"})
     rules = RuleSet("m", (Rule("k", "expert", shard=OUT), Rule("p", path="nothing", shard=OUT), twice))
     severities = [one.severity for one in lint(rules, vgg, M4)]
-    assert severities == sorted(severities, key=("error", "warning", "info").index) and set(severities) == {"error", "warning", "info"}
+    assert severities == sorted(severities, key=("error", "warning", "info").index) and set(severities) == {
+        "error",
+        "warning",
+        "info",
+    }

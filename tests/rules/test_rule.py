@@ -18,38 +18,44 @@ def leaf(path="params/fc/kernel", shape=(4, 8), names=("in", "out")):
     return Leaf(0, path, shape, "float32", "param", True, tuple((i,) for i in range(len(shape))), names)
 
 
-@pytest.mark.parametrize(("glob", "path", "expected"), [
-    ("params/*/kernel", "params/fc/kernel", True),
-    ("params/*/kernel", "params/a/b/kernel", False),
-    ("params/**/kernel", "params/a/b/kernel", True),
-    ("params/**/kernel", "params/kernel", True),
-    ("**/kernel", "kernel", True),
-    ("**/kernel", "params/mykernel", False),
-    ("**", "params/fc/kernel", True),
-    ("*", "params/fc", False),
-    ("**/fc[12]/*", "params/fc2/bias", True),
-    ("**/fc[!12]/*", "params/fc2/bias", False),
-    ("**/fc?/bias", "params/fc2/bias", True),
-    ("a[!b]c", "a/c", False),
-    ("a.c", "abc", False),
-    ("params/layers/0/w[", "params/layers/0/w[", True),
-    ("**/Dense", "params/dense", False),
-])
+@pytest.mark.parametrize(
+    ("glob", "path", "expected"),
+    [
+        ("params/*/kernel", "params/fc/kernel", True),
+        ("params/*/kernel", "params/a/b/kernel", False),
+        ("params/**/kernel", "params/a/b/kernel", True),
+        ("params/**/kernel", "params/kernel", True),
+        ("**/kernel", "kernel", True),
+        ("**/kernel", "params/mykernel", False),
+        ("**", "params/fc/kernel", True),
+        ("*", "params/fc", False),
+        ("**/fc[12]/*", "params/fc2/bias", True),
+        ("**/fc[!12]/*", "params/fc2/bias", False),
+        ("**/fc?/bias", "params/fc2/bias", True),
+        ("a[!b]c", "a/c", False),
+        ("a.c", "abc", False),
+        ("params/layers/0/w[", "params/layers/0/w[", True),
+        ("**/Dense", "params/dense", False),
+    ],
+)
 def test_glob(glob, path, expected):
     assert (glob_pattern(glob).fullmatch(path) is not None) == expected
 
 
-@pytest.mark.parametrize(("pattern", "shape", "expected"), [
-    ((None, 8), (4, 8), True),
-    ((None, 8), (4, 9), False),
-    ((None, 8), (1, 4, 8), False),
-    ((..., 8), (1, 4, 8), True),
-    ((..., 8), (8,), True),
-    ((4, ..., 8), (8,), False),
-    ((4, ...), (4, 1, 1), True),
-    ((), (), True),
-    ((...,), (), True),
-])
+@pytest.mark.parametrize(
+    ("pattern", "shape", "expected"),
+    [
+        ((None, 8), (4, 8), True),
+        ((None, 8), (4, 9), False),
+        ((None, 8), (1, 4, 8), False),
+        ((..., 8), (1, 4, 8), True),
+        ((..., 8), (8,), True),
+        ((4, ..., 8), (8,), False),
+        ((4, ...), (4, 1, 1), True),
+        ((), (), True),
+        ((...,), (), True),
+    ],
+)
 def test_shape_pattern(pattern, shape, expected):
     assert shape_matches(pattern, shape) == expected
 
@@ -72,20 +78,38 @@ def test_first_match_wins():
     assert first_match(rules[:1], leaf(), "dense") is None
 
 
-@pytest.mark.parametrize(("ref", "expected"), [
-    ("out", [1]), ("vocab", []), (-1, [1]), (1, [1]), (2, []), (-3, []), ("largest", [1, 0]),
-])
+@pytest.mark.parametrize(
+    ("ref", "expected"),
+    [
+        ("out", [1]),
+        ("vocab", []),
+        (-1, [1]),
+        (1, [1]),
+        (2, []),
+        (-3, []),
+        ("largest", [1, 0]),
+    ],
+)
 def test_candidates(ref, expected):
     assert candidates(leaf(), ref) == expected
 
 
-@pytest.mark.parametrize(("sizes", "num", "expected"), [
-    ((10,), 4, False), ((12,), 4, True), ((), 1, True), ((), 2, False),
-    ((2, 6), 4, True),  # all of the first atom, and half of the second
-    ((4, 8, 3), 8, True), ((4, 8, 3), 96, True), ((4, 8, 3), 6, False),
-    ((3, 8), 4, False),  # 24 divides by 4, but not on the boundaries of its atoms
-    ((6, 4), 3, True), ((6, 4), 4, False),
-])
+@pytest.mark.parametrize(
+    ("sizes", "num", "expected"),
+    [
+        ((10,), 4, False),
+        ((12,), 4, True),
+        ((), 1, True),
+        ((), 2, False),
+        ((2, 6), 4, True),  # all of the first atom, and half of the second
+        ((4, 8, 3), 8, True),
+        ((4, 8, 3), 96, True),
+        ((4, 8, 3), 6, False),
+        ((3, 8), 4, False),  # 24 divides by 4, but not on the boundaries of its atoms
+        ((6, 4), 3, True),
+        ((6, 4), 4, False),
+    ],
+)
 def test_divides(sizes, num, expected):
     assert divides(sizes, num) == expected
 
@@ -112,32 +136,35 @@ def test_shard_is_normalised_and_hashable():
     assert rule.matchers == "kind=dense, shape=(*, ..., 4)"
 
 
-@pytest.mark.parametrize(("key", "value", "words"), [
-    ("kind", "dens", "did you mean 'dense'"),
-    ("kind", ["dense", 3], "list of them"),
-    ("kind", [], "list of them"),
-    ("path", "", "pattern"),
-    ("path", 3, "pattern"),
-    ("regex", "a(", "regular expression is invalid"),
-    ("shape", "4", "list of sizes"),
-    ("shape", ["a"], "entry of shape"),
-    ("shape", [True], "entry of shape"),
-    ("shape", ["...", "..."], "one ellipsis"),
-    ("min_size", "1", "number of elements"),
-    ("min_size", True, "number of elements"),
-    ("max_size", -1, "number of elements"),
-    ("shard", "model", "mapping from dims"),
-    ("shard", ["out"], "an alternative is a mapping"),
-    ("shard", [{"out": 4}], "name or a list of names"),
-    ("shard", [{"out": []}], "name or a list of names"),
-    ("shard", [{"out": ["model", "model"]}], "one axis twice"),
-    ("shard", [{1.5: "model"}], "a dim is a name"),
-    ("shard", [{}, {"out": "model"}], "never apply"),
-    ("ties", "soft", "ties is one of"),
-    ("source", 3, "source is text"),
-    ("name", "", "needs a name"),
-    ("name", "default", "where no rule decided"),
-])
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("kind", "dens", "did you mean 'dense'"),
+        ("kind", ["dense", 3], "list of them"),
+        ("kind", [], "list of them"),
+        ("path", "", "pattern"),
+        ("path", 3, "pattern"),
+        ("regex", "a(", "regular expression is invalid"),
+        ("shape", "4", "list of sizes"),
+        ("shape", ["a"], "entry of shape"),
+        ("shape", [True], "entry of shape"),
+        ("shape", ["...", "..."], "one ellipsis"),
+        ("min_size", "1", "number of elements"),
+        ("min_size", True, "number of elements"),
+        ("max_size", -1, "number of elements"),
+        ("shard", "model", "mapping from dims"),
+        ("shard", ["out"], "an alternative is a mapping"),
+        ("shard", [{"out": 4}], "name or a list of names"),
+        ("shard", [{"out": []}], "name or a list of names"),
+        ("shard", [{"out": ["model", "model"]}], "one axis twice"),
+        ("shard", [{1.5: "model"}], "a dim is a name"),
+        ("shard", [{}, {"out": "model"}], "never apply"),
+        ("ties", "soft", "ties is one of"),
+        ("source", 3, "source is text"),
+        ("name", "", "needs a name"),
+        ("name", "default", "where no rule decided"),
+    ],
+)
 def test_mistakes_name_the_key(key, value, words):
     with pytest.raises(RuleError, match=words) as caught:
         Rule(**{"name": "mine", key: value})
@@ -149,22 +176,27 @@ def test_contradictory_sizes():
         Rule("r", min_size=10, max_size=9)
 
 
-@pytest.mark.parametrize(("fields", "words"), [
-    ({"rules": (Rule("a"), Rule("a"))}, "one name"),
-    ({"rules": ({"name": "a"},)}, "sequence of splitjax.Rule"),
-    ({"rules": Rule("a")}, "sequence of splitjax.Rule"),
-    ({"replicated_batch": "model"}, "one of all, data"),
-    ({"allow_replicated": 1}, "true or false"),
-    ({"axes": "data"}, "list of mesh axis names"),
-    ({"name": ""}, "needs a name"),
-    ({"description": None}, "is text"),
-])
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"rules": (Rule("a"), Rule("a"))}, "one name"),
+        ({"rules": ({"name": "a"},)}, "sequence of splitjax.Rule"),
+        ({"rules": Rule("a")}, "sequence of splitjax.Rule"),
+        ({"replicated_batch": "model"}, "one of all, data"),
+        ({"allow_replicated": 1}, "true or false"),
+        ({"axes": "data"}, "list of mesh axis names"),
+        ({"name": ""}, "needs a name"),
+        ({"description": None}, "is text"),
+    ],
+)
 def test_rule_set_mistakes(fields, words):
     with pytest.raises(RuleError, match=words):
         RuleSet(**{"name": "mine", **fields})
 
 
 def test_a_layer_names_all_of_its_dims(build):
-    graph = build([("lstm", "recurrent", {"hh": "in:8@h out:8@h", "ih": "in:4 out:8@h", "b": "_:8@h", "other": "_:3@x"})])
+    graph = build(
+        [("lstm", "recurrent", {"hh": "in:8@h out:8@h", "ih": "in:4 out:8@h", "b": "_:8@h", "other": "_:3@x"})]
+    )
     names = {path.rpartition("/")[2]: leaf.dim_names for path, leaf in named_params(graph).items()}
     assert names == {"hh": ("in", "out"), "ih": ("in", "out"), "b": ("out",), "other": (None,)}

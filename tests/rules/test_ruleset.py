@@ -47,21 +47,29 @@ def test_a_rule_set_is_taken_as_it_is():
 def test_a_file(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text(
-        'replicated_batch = "data"\naxes = ["expert"]\n'
-        '[[rule]]\nname = "a"\nkind = ["dense", "expert"]\npath = "**/kernel"\nregex = "fc"\nshape = ["...", 8]\nmin_size = 1\n'
-        'max_size = 99\nshard = [{ out = "model", "0" = "expert" }, { largest = ["data", "model"] }]\nties = "hard"\nsource = "here"\n'
-        '[[rule]]\nname = "b"\n'
+        'replicated_batch = "data"\naxes = ["expert"]\n[[rule]]\nname = "a"\nkind = ["dense", "expert"]\npath ='
+        ' "**/kernel"\nregex = "fc"\nshape = ["...", 8]\nmin_size = 1\nmax_size = 99\nshard = [{ out = "model", "0" ='
+        ' "expert" }, { largest = ["data", "model"] }]\nties = "hard"\nsource = "here"\n[[rule]]\nname = "b"\n'
     )
     expected = RuleSet(
         "mine",
         (
             Rule(
-                "a", ("dense", "expert"), "**/kernel", "fc", (..., 8), 1, 99,
-                ({"out": "model", 0: "expert"}, {"largest": ("data", "model")}), "hard", "here",
+                "a",
+                ("dense", "expert"),
+                "**/kernel",
+                "fc",
+                (..., 8),
+                1,
+                99,
+                ({"out": "model", 0: "expert"}, {"largest": ("data", "model")}),
+                "hard",
+                "here",
             ),
             Rule("b"),
         ),
-        replicated_batch="data", axes=("expert",),
+        replicated_batch="data",
+        axes=("expert",),
     )
     assert load_rules(file) == expected == load_rules(str(file))
 
@@ -82,24 +90,31 @@ def test_auto_is_not_there_yet():
         load_rules("auto")
 
 
-@pytest.mark.parametrize(("text", "words", "place"), [
-    ("a = [", "not valid TOML", "mine.toml"),
-    ("\n\nx = = 1\n", "not valid TOML", "line 3"),
-    ("rules = []\n", "did you mean 'rule'", "key 'rules'"),
-    ("rule = 3\n", "rules are tables", "key 'rule'"),
-    ('replicated_batch = "none"\n', "one of all, data", "key 'replicated_batch'"),
-    ("allow_replicated = 1\n", "true or false", "key 'allow_replicated'"),
-    ("axes = 3\n", "list of mesh axis names", "key 'axes'"),
-    ('[[rule]]\nkind = "dense"\n', "has no name", "mine.toml:1, rule 1"),
-    ('[[rule]]\nname = "a"\n\n[[rule]]\nname = "b"\nkinds = "dense"\n', "did you mean 'kind'", "mine.toml:4, rule 2 ('b'), key 'kinds'"),
-    ('[[rule]]\nname = "a"\nkind = "convolution"\n', "no layer kind", "mine.toml:1, rule 1 ('a'), key 'kind'"),
-    ('[[rule]]\nname = "a"\nregex = "("\n', "invalid", "key 'regex'"),
-    ('[[rule]]\nname = "a"\nshard = [{ out = 4 }]\n', "name or a list of names", "key 'shard'"),
-    ('[[rule]]\nname = "a"\nshape = 4\n', "list of sizes", "key 'shape'"),
-    ('[[rule]]\nname = "a"\nmin_size = 1.5\n', "number of elements", "key 'min_size'"),
-    ('[[rule]]\nname = "a"\n[[rule]]\nname = "a"\n', "one name", "mine.toml:3, rule 2 ('a'), key 'name'"),
-    ('rule = [{ name = "a", ties = "no" }]\n', "ties is one of", "mine.toml, rule 1 ('a'), key 'ties'"),
-])
+@pytest.mark.parametrize(
+    ("text", "words", "place"),
+    [
+        ("a = [", "not valid TOML", "mine.toml"),
+        ("\n\nx = = 1\n", "not valid TOML", "line 3"),
+        ("rules = []\n", "did you mean 'rule'", "key 'rules'"),
+        ("rule = 3\n", "rules are tables", "key 'rule'"),
+        ('replicated_batch = "none"\n', "one of all, data", "key 'replicated_batch'"),
+        ("allow_replicated = 1\n", "true or false", "key 'allow_replicated'"),
+        ("axes = 3\n", "list of mesh axis names", "key 'axes'"),
+        ('[[rule]]\nkind = "dense"\n', "has no name", "mine.toml:1, rule 1"),
+        (
+            '[[rule]]\nname = "a"\n\n[[rule]]\nname = "b"\nkinds = "dense"\n',
+            "did you mean 'kind'",
+            "mine.toml:4, rule 2 ('b'), key 'kinds'",
+        ),
+        ('[[rule]]\nname = "a"\nkind = "convolution"\n', "no layer kind", "mine.toml:1, rule 1 ('a'), key 'kind'"),
+        ('[[rule]]\nname = "a"\nregex = "("\n', "invalid", "key 'regex'"),
+        ('[[rule]]\nname = "a"\nshard = [{ out = 4 }]\n', "name or a list of names", "key 'shard'"),
+        ('[[rule]]\nname = "a"\nshape = 4\n', "list of sizes", "key 'shape'"),
+        ('[[rule]]\nname = "a"\nmin_size = 1.5\n', "number of elements", "key 'min_size'"),
+        ('[[rule]]\nname = "a"\n[[rule]]\nname = "a"\n', "one name", "mine.toml:3, rule 2 ('a'), key 'name'"),
+        ('rule = [{ name = "a", ties = "no" }]\n', "ties is one of", "mine.toml, rule 1 ('a'), key 'ties'"),
+    ],
+)
 def test_mistakes_name_file_rule_and_key(tmp_path, text, words, place):
     file = tmp_path / "mine.toml"
     file.write_text(text)

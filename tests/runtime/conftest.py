@@ -25,9 +25,14 @@ class Launched:
     def __init__(self, script: str, **options):
         self.out, self.err = io.StringIO(), io.StringIO()
         path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
-        environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "NPROC")} | {"PYTHONPATH": path}
+        environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "NPROC")} | {
+            "PYTHONPATH": path
+        }
         self.run = launch.start(
-            launch.LaunchConfig(**options), [sys.executable, "-c", script], environment=environment, console=Console(self.out, self.err)
+            launch.LaunchConfig(**options),
+            [sys.executable, "-c", script],
+            environment=environment,
+            console=Console(self.out, self.err),
         )
 
     def wait(self) -> Outcome:
@@ -70,9 +75,16 @@ def launched():
 
 def command(*arguments: str, **options) -> subprocess.Popen[str]:
     """`splitjax launch ...` as a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p),
+    }
     return subprocess.Popen(
-        [sys.executable, "-m", "splitjax.cli", "launch", *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "splitjax.cli", "launch", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         **options,
     )
 

@@ -65,8 +65,8 @@ def processes() -> dict[int, tuple[int, str]]:
 
 
 def namespaces_below(root: int) -> set[str]:
-    """The network namespaces that processes started by `root` are in, but for that of `root` itself. Others on this machine may make
-    some too: whose they are is known by descent only."""
+    """The network namespaces that processes started by `root` are in, but for that of `root` itself. Others on this
+    machine may make some too: whose they are is known by descent only."""
     known = processes()
     below, grown = {root}, True
     while grown:
@@ -79,7 +79,9 @@ def are_gone(namespaces: set[str]) -> bool:
     return not namespaces & {namespace for _, namespace in processes().values()}
 
 
-@pytest.mark.parametrize(("text", "rate"), [("200mbit", 200_000_000), ("1gbit", 10**9), ("1.5 Mbit", 1_500_000), ("64kbit", 64_000)])
+@pytest.mark.parametrize(
+    ("text", "rate"), [("200mbit", 200_000_000), ("1gbit", 10**9), ("1.5 Mbit", 1_500_000), ("64kbit", 64_000)]
+)
 def test_bandwidths(text, rate):
     assert network.parse_bandwidth(text) == rate
 
@@ -132,9 +134,11 @@ def test_a_link_has_its_rate_and_its_bytes_are_counted(launched):
 @needs_namespaces
 def test_bytes_of_a_killed_worker_count_and_restarts_add_up(launched):
     # Without the launcher's variable, so that importing splitjax does not wait for the other worker at each start.
-    script = RANK + (
-        "del os.environ['SPLITJAX_COORDINATOR']\nfrom splitjax.runtime import network\npeer = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\nfor _ in range(20): peer.sendto(bytes(1000), ('10.213.0.1', 9))\n"
-        "time.sleep(0.2); print('sent', network.bytes_sent()); os.kill(os.getpid(), 9) if rank == 1 else time.sleep(100)"
+    script = (
+        RANK + "del os.environ['SPLITJAX_COORDINATOR']\nfrom splitjax.runtime import network\npeer ="
+        " socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\nfor _ in range(20): peer.sendto(bytes(1000),"
+        " ('10.213.0.1', 9))\ntime.sleep(0.2); print('sent', network.bytes_sent()); os.kill(os.getpid(), 9) if rank"
+        " == 1 else time.sleep(100)"
     )
     run = launched(script, num_processes=2, bandwidth="100mbit", restarts=1, grace_seconds=0.1)
     outcome = run.wait()
@@ -147,12 +151,12 @@ def test_bytes_of_a_killed_worker_count_and_restarts_add_up(launched):
 @pytest.mark.one_version
 @needs_namespaces
 def test_a_link_can_be_cut_and_joined(launched):
-    script = RANK + (
-        "peer = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); peer.settimeout(0.1)\n"
-        "if rank == 1:\n    peer.bind(('10.213.0.2', 7))\n    while True:\n        try: peer.sendto(b'x', peer.recvfrom(9)[1])\n"
-        "        except TimeoutError: pass\n"
-        "while True:\n    peer.sendto(b'x', ('10.213.0.2', 7))\n"
-        "    try: peer.recvfrom(9); print('answer', flush=True)\n    except TimeoutError: print('silence', flush=True)\n    time.sleep(0.05)"
+    script = (
+        RANK + "peer = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); peer.settimeout(0.1)\nif rank == 1:\n   "
+        " peer.bind(('10.213.0.2', 7))\n    while True:\n        try: peer.sendto(b'x', peer.recvfrom(9)[1])\n       "
+        " except TimeoutError: pass\nwhile True:\n    peer.sendto(b'x', ('10.213.0.2', 7))\n    try:"
+        " peer.recvfrom(9); print('answer', flush=True)\n    except TimeoutError: print('silence', flush=True)\n   "
+        " time.sleep(0.05)"
     )
     run = launched(script, num_processes=2, bandwidth="100mbit")
     run.until("answer", 3)

@@ -28,7 +28,9 @@ def init(key):
 
 
 def train_step(state, batch):
-    loss, grads = splitjax.value_and_grad(lambda params: jnp.square(batch["x"] @ params["w"] - batch["y"]).mean())(state["params"])
+    loss, grads = splitjax.value_and_grad(lambda params: jnp.square(batch["x"] @ params["w"] - batch["y"]).mean())(
+        state["params"]
+    )
     updates, opt = TX.update(grads, state["opt"], state["params"])
     return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss}
 
@@ -39,7 +41,9 @@ def batch(number: int):
 
 
 def build(place: Place) -> Training:
-    return Training(splitjax.parallelize(train_step, mesh={"data": 1}, rules="data_parallel"), init, jax.random.key(0), batch)
+    return Training(
+        splitjax.parallelize(train_step, mesh={"data": 1}, rules="data_parallel"), init, jax.random.key(0), batch
+    )
 
 
 def final_loss(num_iterations: int) -> float:
@@ -52,7 +56,9 @@ def final_loss(num_iterations: int) -> float:
 def test_a_preempted_job_ends_with_the_loss_of_one_that_was_left_alone(tmp_path) -> None:
     jobs = [Job("long", 0.0, 1, 400, PROFILE), Job("short", 1.0, 1, 5, PROFILE)]
     programs = {job.name: DecoratedJob(build, tmp_path / job.name) for job in jobs}
-    execution = execute(jobs, programs, Cluster(1, 1), "gang-srtf", ThreadEngine(), ExecutionOptions(checkpoint_every_seconds=5.0))
+    execution = execute(
+        jobs, programs, Cluster(1, 1), "gang-srtf", ThreadEngine(), ExecutionOptions(checkpoint_every_seconds=5.0)
+    )
     assert execution.result.records[0].num_starts >= 1 and not execution.failed
     for job in jobs:
         assert execution.metrics[job.name]["loss"] == pytest.approx(final_loss(job.num_iterations), rel=1e-5)
@@ -82,7 +88,9 @@ def test_input_is_read_in_its_stage_or_else_by_the_step(tmp_path) -> None:
 
 
 def test_a_step_without_a_loss_is_an_error(tmp_path) -> None:
-    silent = splitjax.parallelize(lambda state, batch: (state, {"x": batch["x"].mean()}), mesh={"data": 1}, rules="data_parallel")
+    silent = splitjax.parallelize(
+        lambda state, batch: (state, {"x": batch["x"].mean()}), mesh={"data": 1}, rules="data_parallel"
+    )
     task = DecoratedJob(lambda place: Training(silent, init, jax.random.key(0), batch), tmp_path).begin(PLACE)
     task.restore()
     with pytest.raises(TrainingError, match="no loss"):
@@ -108,7 +116,8 @@ def test_depths_choose_the_turn_of_a_step_with_partial_backpropagation() -> None
         depths = tuple(((worker + turn) % 4 + 1) / 4 for worker in range(4))
         assert at_depths(depths) is partial and partial.turn == turn
         assert at_depths(tuple(depth - 0.2 for depth in depths)) is partial and partial.turn == turn
-    assert at_depths((1.0, 1.0, 0.25, 0.25)) is full  # no rotation of the linear depths is as deep: never shallower than asked
+    # no rotation of the linear depths is as deep: never shallower than asked
+    assert at_depths((1.0, 1.0, 0.25, 0.25)) is full
     alone, at_depths, warm_up = partial_steps(Recorded, 1)
     assert at_depths((0.5,)) is alone and warm_up == ((1.0,),)
 
@@ -146,4 +155,8 @@ def test_waiting_is_told_from_computing_and_from_being_kept_from_it() -> None:
 def test_one_core_is_one_thread_and_one_device() -> None:
     found = one_core_environment({"XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_dump_to=/x"})
     assert found["NPROC"] == "1" and found["JAX_NUM_CPU_DEVICES"] == "1"
-    assert found["XLA_FLAGS"].split() == ["--xla_dump_to=/x", "--xla_cpu_multi_thread_eigen=false", "intra_op_parallelism_threads=1"]
+    assert found["XLA_FLAGS"].split() == [
+        "--xla_dump_to=/x",
+        "--xla_cpu_multi_thread_eigen=false",
+        "intra_op_parallelism_threads=1",
+    ]

@@ -1,4 +1,5 @@
-"""Programs that train nothing, for executors: they wait, meet their fellows at a barrier as an exchange does, and keep checkpoints in memory."""
+"""Programs that train nothing, for executors: they wait, meet their fellows at a barrier as an exchange does, and keep
+checkpoints in memory."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from splitjax.schedule import Depth, Job, JobProfile, Place, StepOrder
 PROFILE = JobProfile("toy", 0.004, (Depth(1.0, 0.008), Depth(0.5, 0.004)), exposed_seconds=0.004, state_bytes=1)
 
 
-def job(name: str, num_workers: int = 2, num_iterations: int = 6, arrival_seconds: float = 0.0, profile: JobProfile = PROFILE) -> Job:
+def job(
+    name: str,
+    num_workers: int = 2,
+    num_iterations: int = 6,
+    arrival_seconds: float = 0.0,
+    profile: JobProfile = PROFILE,
+) -> Job:
     return Job(name, arrival_seconds, num_workers, num_iterations, profile)
 
 
@@ -20,7 +27,8 @@ def job(name: str, num_workers: int = 2, num_iterations: int = 6, arrival_second
 class Toy:
     """One job.
 
-    - `seconds`: of an iteration at full depth. `exchange_seconds`: of what follows. `overlap`: whether, or by which workers, the device is given back before the exchange.
+    - `seconds`: of an iteration at full depth. `exchange_seconds`: of what follows. `overlap`: whether, or by which
+      workers, the device is given back before the exchange.
     - `dies`: {(attempt, worker): number of the iteration in which it raises}. `hangs`: the same, and it never answers.
     - `saved`: iterations of every checkpoint; `log`: what ran.
     """

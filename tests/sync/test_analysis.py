@@ -17,7 +17,9 @@ from splitjax.sync.analysis import Profile, StepMasks, Tensor, analyse_step, col
 def profile_of(num_workers=4, steps=2, blocks=3):
     random = np.random.default_rng(0)
     tensors = [Tensor("params/[table]<b>", (13, 2), "float32", "loss at f.py:1", True, "it is tied", 4)]
-    tensors += [Tensor(f"params/block_{i}/kernel", (3, 3), "bfloat16", "loss at f.py:1", False, "", 2) for i in range(blocks)]
+    tensors += [
+        Tensor(f"params/block_{i}/kernel", (3, 3), "bfloat16", "loss at f.py:1", False, "", 2) for i in range(blocks)
+    ]
     found = []
     for tensor in tensors:
         made = []
@@ -40,7 +42,9 @@ def test_counts_on_masks(size, num_ranges):
     width = -(-size // num_ranges)
     for unit, mask in zip(dense, packed, strict=True):
         most = max(unit[i * width : (i + 1) * width].sum() for i in range(num_ranges))
-        assert masks.skewness(mask, size, num_ranges) == (pytest.approx(most * num_ranges / unit.sum()) if unit.any() else None)
+        assert masks.skewness(mask, size, num_ranges) == (
+            pytest.approx(most * num_ranges / unit.sum()) if unit.any() else None
+        )
 
 
 def test_groups_of_workers_that_are_no_power_of_two():
@@ -78,9 +82,18 @@ def test_text_shows_every_tensor_and_folds_equal_blocks():
     profile = profile_of()
     text = str(profile)
     table = profile.tables[0]
-    assert "4 workers, 2 steps of 8 examples" in text and "3 x params/block_*/kernel" in text and "it is tied" in text and "measured by hand" in text
+    assert (
+        "4 workers, 2 steps of 8 examples" in text
+        and "3 x params/block_*/kernel" in text
+        and "it is tied" in text
+        and "measured by hand" in text
+    )
     line = next(line for line in text.splitlines() if line.startswith("params/[table]<b>"))
-    assert f"{100 * table.density:.3g} %" in line and f"{table.overlap:.3g}" in line and line.endswith(f"{table.densification(4):.3g}")
+    assert (
+        f"{100 * table.density:.3g} %" in line
+        and f"{table.overlap:.3g}" in line
+        and line.endswith(f"{table.densification(4):.3g}")
+    )
     assert "sum of 2" in text and repr(profile).startswith("<Profile of train_step: 4 gradients, 1 of tables")
     assert "20 tensors without zeros" in str(profile_of(blocks=20))
     assert "overlap" in str(dataclasses.replace(profile, tensors=()))  # a step without gradients to show prints

@@ -70,7 +70,8 @@ SLOW, FAR, FAST = sync.Link(1e-4, 12.5e6), sync.Link(5e-2, 1e9), sync.Link(1e-6,
         (dict(num_rows=500, rows=480, workers=4, row_size=64), SLOW, "dense"),
         (dict(num_rows=50_000, rows=2000, workers=8, row_size=64, power=0.8), SLOW, "row_exchange"),
         (dict(num_rows=50_000, rows=2000, workers=8, row_size=4), FAR, "recursive_doubling"),
-        (dict(num_rows=50_000, rows=100, workers=8, row_size=4), FAR, "all_gather"),  # short: gathered in as few messages
+        # short: gathered in as few messages
+        (dict(num_rows=50_000, rows=100, workers=8, row_size=4), FAR, "all_gather"),
         (dict(num_rows=50_000, rows=100, workers=2, row_size=4), FAR, "all_gather"),
     ],
 )
@@ -88,7 +89,10 @@ def test_a_choice_that_sends_more_than_dense_says_what_for():
     chosen = choose(found, sync.Link(4e-4, 1e9))
     dense = next(one for one in chosen.table if one.scheme.name == "dense")
     assert dense.sent_bytes < chosen.best.sent_bytes and dense.seconds > chosen.best.seconds
-    said = f"dense sends fewer bytes, but in more messages that wait for each other and takes longer: {dense.seconds:.3g} s for {dense.sent_bytes:,} bytes in 14 messages"
+    said = (
+        f"dense sends fewer bytes, but in more messages that wait for each other and takes longer: {dense.seconds:.3g}"
+        f" s for {dense.sent_bytes:,} bytes in 14 messages"
+    )
     assert said in chosen.reason
     slow = choose(found, sync.Link(1e-6, 1e6))
     assert slow.best.sent_bytes <= dense.sent_bytes and "dense sends fewer" not in slow.reason
@@ -99,7 +103,10 @@ def test_a_choice_that_is_slower_than_the_next_says_why_it_is_kept():
     for latency in np.geomspace(1e-6, 1e-2, 9):
         chosen = choose(found, sync.Link(latency, 1e8))
         following = next(one for one in chosen.table if one.scheme.name != chosen.scheme.name)
-        assert f"next: {following.scheme.name}, {following.seconds:.3g} s for {following.sent_bytes:,} bytes in {following.num_messages} messages" in chosen.reason
+        assert (
+            f"next: {following.scheme.name}, {following.seconds:.3g} s for {following.sent_bytes:,} bytes in"
+            f" {following.num_messages} messages" in chosen.reason
+        )
         is_slower = following.seconds < chosen.best.seconds
         assert ("not 2 % faster: the simpler scheme is kept" in chosen.reason) == is_slower
         kept += is_slower
@@ -118,7 +125,9 @@ def test_elements_that_a_number_cannot_tell_apart_are_no_choice():
     with pytest.raises(SyncError, match="32-bit index"):
         sync.Zen().predicted_bytes(sync.Zen("row").plan(found), found.table)
     shown = [one.scheme for one in choose(found, SLOW).table]
-    assert len(shown) == len(candidates()) - 1 and not any(isinstance(one, sync.Zen) and one.granularity == "element" for one in shown)
+    assert len(shown) == len(candidates()) - 1 and not any(
+        isinstance(one, sync.Zen) and one.granularity == "element" for one in shown
+    )
 
 
 @pytest.mark.parametrize("row_size", [3, 8, 24, 32])

@@ -28,7 +28,8 @@ def batch(num_rows, lookups, width, seed=0, workers=WORKERS):
 
 
 def step_of(scheme, num_rows, lookups, width, workers=WORKERS):
-    """A whole synchronisation with a table's update, on each worker: (table, ids, values) -> (table, whether it fell back)."""
+    """A whole synchronisation with a table's update, on each worker: (table, ids, values) -> (table, whether it fell
+    back)."""
     samples = [list(batch(num_rows, lookups, width, seed, workers)[0]) for seed in range(3)]
     capacities = scheme.plan(sync.measure(samples, num_rows, width))
 
@@ -65,8 +66,14 @@ def compiled_for(mesh, scheme, num_rows, lookups, width):
 @pytest.mark.parametrize(
     ("scheme", "names"),
     [
-        (sync.RowExchange(), {"exchange_rows", "gather_rows", "scatter_rows", "segment_sum", "bitmap_encode", "bitmap_ranks"}),
-        (sync.Zen(granularity="row", partition="pack"), {"gather_rows", "scatter_rows", "segment_sum", "bitmap_encode", "bitmap_ranks"}),
+        (
+            sync.RowExchange(),
+            {"exchange_rows", "gather_rows", "scatter_rows", "segment_sum", "bitmap_encode", "bitmap_ranks"},
+        ),
+        (
+            sync.Zen(granularity="row", partition="pack"),
+            {"gather_rows", "scatter_rows", "segment_sum", "bitmap_encode", "bitmap_ranks"},
+        ),
     ],
 )
 def test_tpu_programs_of_whole_synchronisations_consist_of_kernels(scheme, names):
@@ -93,17 +100,29 @@ def test_gpu_programs_of_whole_synchronisations_contain_kernels():
 def as_on_tpu(monkeypatch):
     """Every operation takes its TPU kernel where it has one."""
     take = lambda reference, *operands, tpu, gpu: (tpu or reference)(*operands)
-    for name in ("bitmap_decode", "bitmap_encode", "exchange_rows", "gather_rows", "scatter_rows", "segment_sum", "sum_rows"):
+    for name in (
+        "bitmap_decode",
+        "bitmap_encode",
+        "exchange_rows",
+        "gather_rows",
+        "scatter_rows",
+        "segment_sum",
+        "sum_rows",
+    ):
         monkeypatch.setattr(sys.modules[f"splitjax.kernels.{name}"], "dispatch", take)
     monkeypatch.setattr(kernels, "dispatch", take)
 
 
 @pytest.mark.one_version
 def test_a_synchronisation_of_tpu_kernels_gives_the_same_table(as_on_tpu, request):
-    """All of them in the interpreter, `row_exchange` with the kernel collective; the other program pushes by ppermute."""
+    """All of them in the interpreter, `row_exchange` with the kernel collective; the other program pushes by
+    ppermute."""
     num_rows, lookups, width, workers = 30, 4, 16, 2
     ids, values = batch(num_rows, lookups, width, workers=workers)
-    mesh, run = cpu_mesh(workers), lambda pattern: step_of(sync.RowExchange(pattern=pattern), num_rows, lookups, width, workers)
+    mesh, run = (
+        cpu_mesh(workers),
+        lambda pattern: step_of(sync.RowExchange(pattern=pattern), num_rows, lookups, width, workers),
+    )
     table = np.random.default_rng(5).integers(-9, 10, (num_rows, width)).astype(np.float32)
     with interpreting("on_wait") as interpret, pltpu.force_tpu_interpret_mode(interpret):
         own, fell_back = sharded(run("kernel"), mesh)(table, ids, values)
@@ -127,7 +146,9 @@ def test_the_kernel_pushes_what_ppermute_pushes(mode, as_on_tpu):
             blocks, sources = wire.push_rows(values[0], order[0], counts[0], incoming[0], "data", pattern)
             return blocks[jnp.argsort(sources)][None]
 
-        run = jax.shard_map(worker, mesh=cpu_mesh(), in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=False)
+        run = jax.shard_map(
+            worker, mesh=cpu_mesh(), in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=False
+        )
         return np.asarray(jax.jit(run)(values, order, counts, counts.T))
 
     with interpreting(mode) as interpret, pltpu.force_tpu_interpret_mode(interpret):
@@ -143,7 +164,9 @@ def test_kernels_step_back_where_an_axis_is_left_to_xla():
 
     def lowered(axes):
         spec = PartitionSpec("data")
-        run = jax.shard_map(kernels.gather_rows, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False)
+        run = jax.shard_map(
+            kernels.gather_rows, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False
+        )
         return jax.jit(run).trace(*types).lower(lowering_platforms=("tpu",)).as_text()
 
     assert "tpu_custom_call" in lowered({"data", "model"})
@@ -154,9 +177,13 @@ def test_patterns_that_cannot_be_are_refused():
     mesh = Mesh(np.array(jax.devices()[:WORKERS]).reshape(2, 2), ("data", "model"))
 
     def pushed(pattern, axis):
-        run = lambda values: wire.push_rows(values, *[jnp.zeros(shape, jnp.int32) for shape in ((4, 3), (4,), (4,))], axis, pattern)[0]
+        run = lambda values: wire.push_rows(
+            values, *[jnp.zeros(shape, jnp.int32) for shape in ((4, 3), (4,), (4,))], axis, pattern
+        )[0]
         spec = PartitionSpec(("data", "model"))
-        return jax.eval_shape(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False), jnp.zeros((8, 4)))
+        return jax.eval_shape(
+            jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False), jnp.zeros((8, 4))
+        )
 
     with pytest.raises(SyncError, match="along one mesh axis"):
         pushed("kernel", ("data", "model"))
@@ -169,9 +196,13 @@ def test_patterns_that_cannot_be_are_refused():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_sums_by_sorting_are_those_of_a_scatter(has_no_gaps, dtype):
     rng = np.random.default_rng(0)
-    slots = np.append(rng.integers(-1, 9, 30), np.arange(7)) if has_no_gaps else rng.choice([-3, 0, 4, 5, 11, 12, 99], 37)
+    slots = (
+        np.append(rng.integers(-1, 9, 30), np.arange(7)) if has_no_gaps else rng.choice([-3, 0, 4, 5, 11, 12, 99], 37)
+    )
     values = jnp.asarray(rng.integers(-8, 9, (37, 5)), dtype)
-    found = jax.jit(sum_by_sorting, static_argnames=("capacity", "has_no_gaps"))(values, slots, capacity=12, has_no_gaps=has_no_gaps)
+    found = jax.jit(sum_by_sorting, static_argnames=("capacity", "has_no_gaps"))(
+        values, slots, capacity=12, has_no_gaps=has_no_gaps
+    )
     assert found.dtype == dtype
     np.testing.assert_array_equal(found, sum_reference(values, slots, capacity=12))
 

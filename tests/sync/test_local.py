@@ -17,7 +17,9 @@ from splitjax.sync.partition import KINDS, Partition
 
 SIZE, CAPACITY = 1000, 12
 few = settings(max_examples=15, deadline=None, derandomize=True, database=None)
-id_sets = st.sets(st.one_of(st.integers(0, SIZE - 1), st.sampled_from([0, 31, 32, 63, SIZE - 1])), max_size=CAPACITY + 4)
+id_sets = st.sets(
+    st.one_of(st.integers(0, SIZE - 1), st.sampled_from([0, 31, 32, 63, SIZE - 1])), max_size=CAPACITY + 4
+)
 
 
 @functools.cache
@@ -31,7 +33,11 @@ def test_unite(sparse):
     run, size = unite(sparse)
 
     @few
-    @given(st.lists(st.sampled_from([0, 5, 31, 32, 33, 500, size - 1, size]) | st.integers(0, size), min_size=20, max_size=20))
+    @given(
+        st.lists(
+            st.sampled_from([0, 5, 31, 32, 33, 500, size - 1, size]) | st.integers(0, size), min_size=20, max_size=20
+        )
+    )
     def check(ids):
         unique, slots, count = run(jnp.asarray(ids, jnp.int32))
         expected = np.unique([i for i in ids if i < size])

@@ -40,7 +40,9 @@ def compiled(num_workers, pattern="ppermute"):
         rows, slots, requests = exchange.read(shard["w"], read, "data")
         gradient = weights[0] * rows  # of sum(weights * w ** 2) / 2
         local = sum_rows(gradient, slots, requests.ids.size)
-        new, error = exchange.push(shard, local, requests, "data", lambda shard, grad: grad.update(shard, adagrad), (read, gradient))
+        new, error = exchange.push(
+            shard, local, requests, "data", lambda shard, grad: grad.update(shard, adagrad), (read, gradient)
+        )
         assert error is None
         return new, rows[None], read[None], jnp.stack([requests.fits, requests.lacks])[None]
 
@@ -50,12 +52,18 @@ def compiled(num_workers, pattern="ppermute"):
     stored = -(-NUM_ROWS // num_workers) * num_workers
     shape = lambda *dims, dtype=jnp.float32: jax.ShapeDtypeStruct(dims, dtype)
     shard = {"w": shape(stored, WIDTH), "total": shape(stored, WIDTH)}
-    return jax.jit(run).lower(shard, shape(num_workers, LOOKUPS, dtype=jnp.int32), shape(num_workers, LOOKUPS, WIDTH)).compile()
+    return (
+        jax.jit(run)
+        .lower(shard, shape(num_workers, LOOKUPS, dtype=jnp.int32), shape(num_workers, LOOKUPS, WIDTH))
+        .compile()
+    )
 
 
 def check(num_workers, ids, seed):
     rng = np.random.default_rng(seed)
-    table = {name: rng.integers(low, 5, (NUM_ROWS, WIDTH)).astype(np.float32) for name, low in (("w", -4), ("total", 0))}
+    table = {
+        name: rng.integers(low, 5, (NUM_ROWS, WIDTH)).astype(np.float32) for name, low in (("w", -4), ("total", 0))
+    }
     weights = rng.integers(-3, 4, (num_workers, LOOKUPS, WIDTH)).astype(np.float32)
     shard = jax.tree.map(lambda t: sync.shard_table(jnp.asarray(t), num_workers), table)
     new, rows, row_ids, fits = compiled(num_workers)(shard, jnp.asarray(ids, jnp.int32), weights)

@@ -28,7 +28,9 @@ def test_owners_hold_their_rows_and_own_equally_many(n):
     cold = rng.random(rows) < 0.95
     quota = -(-int(cold.sum()) // n) + 10
     owner, place = found = owners_of(held, cold, quota)
-    for ours, theirs in zip(jax.jit(contributors, static_argnums=(2, 3))(holders_of(held), cold, n, quota), found, strict=True):
+    for ours, theirs in zip(
+        jax.jit(contributors, static_argnums=(2, 3))(holders_of(held), cold, n, quota), found, strict=True
+    ):
         np.testing.assert_array_equal(ours[cold], theirs[cold])
     assert (owner[~cold] == n).all() and (owner[cold] < n).all()
     assert np.bincount(owner, minlength=n)[:n].max() <= quota
@@ -38,19 +40,25 @@ def test_owners_hold_their_rows_and_own_equally_many(n):
     alone = cold & (held.sum(axis=0) == 1)
     assert held[owner[alone], np.flatnonzero(alone)].mean() > 0.97
     if n == 8:
-        pairs = np.array([[np.sum(held[worker] & (owner == other)) for other in range(n) if other != worker] for worker in range(n)])
-        assert pairs.max() < 1.2 * pairs.mean()  # three standard deviations of chance, which the largest of 56 stays below
+        pairs = np.array(
+            [[np.sum(held[worker] & (owner == other)) for other in range(n) if other != worker] for worker in range(n)]
+        )
+        # three standard deviations of chance, which the largest of 56 stays below
+        assert pairs.max() < 1.2 * pairs.mean()
 
 
 def test_pairs_of_workers_get_as_many_as_chance_gives():
-    """Counts that vary as those of a Poisson process do, over several draws: a choice that favours some holders varies more."""
+    """Counts that vary as those of a Poisson process do, over several draws: a choice that favours some holders varies
+    more."""
     spreads = []
     for seed in range(12):
         rng = np.random.default_rng(seed)
         held = rng.random((8, 4000)) < (1.0 + np.arange(4000)) ** -0.3
         held[rng.integers(0, 8, 4000), np.arange(4000)] = True
         owner, _ = owners_of(held, np.ones(4000, bool), 510)
-        pairs = np.array([np.sum(held[worker] & (owner == other)) for other in range(8) for worker in range(8) if other != worker])
+        pairs = np.array(
+            [np.sum(held[worker] & (owner == other)) for other in range(8) for worker in range(8) if other != worker]
+        )
         spreads.append(pairs.std() / pairs.mean() ** 0.5)
     assert np.mean(spreads) < 1.1
 
@@ -77,7 +85,9 @@ def test_rows_of_few_workers_go_to_others_that_have_room():
     owner, place = found
     assert np.bincount(owner, minlength=5).tolist() == [1000, 1000, 1000, 1000, 0]
     assert np.unique(owner * 1000 + place).size == 4000 and place.max() == 999
-    for ours, theirs in zip(jax.jit(contributors, static_argnums=(2, 3))(holders_of(held), np.ones(4000, bool), 4, 1000), found, strict=True):
+    for ours, theirs in zip(
+        jax.jit(contributors, static_argnums=(2, 3))(holders_of(held), np.ones(4000, bool), 4, 1000), found, strict=True
+    ):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -91,7 +101,9 @@ def owners_of(held, cold, quota):
 
 def random_batch(seed):
     rng = np.random.default_rng(seed)
-    return rng.integers(0, NUM_ROWS, (WORKERS, LOOKUPS)).astype(np.int32), rng.normal(size=(WORKERS, LOOKUPS, WIDTH)).astype(np.float32)
+    return rng.integers(0, NUM_ROWS, (WORKERS, LOOKUPS)).astype(np.int32), rng.normal(
+        size=(WORKERS, LOOKUPS, WIDTH)
+    ).astype(np.float32)
 
 
 def plan(scheme):
@@ -145,11 +157,14 @@ def test_rounding_is_made_good_later(hot):
 
     spec = PartitionSpec("data")
     mesh = Mesh(np.array(jax.devices()[:WORKERS]), ("data",))
-    run = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=spec, out_specs=(spec, spec, PartitionSpec()), check_vma=False))
+    run = jax.jit(
+        jax.shard_map(worker, mesh=mesh, in_specs=spec, out_specs=(spec, spec, PartitionSpec()), check_vma=False)
+    )
     batches = [random_batch(seed) for seed in range(6)]
     for ids, _ in batches:
         ids[:, :hot] = np.arange(hot)  # on all workers
-    crowded = np.arange(WORKERS * LOOKUPS, dtype=np.int32).reshape(WORKERS, LOOKUPS)  # more rows than there is room for: nothing is rounded
+    # more rows than there is room for: nothing is rounded
+    crowded = np.arange(WORKERS * LOOKUPS, dtype=np.int32).reshape(WORKERS, LOOKUPS)
     batches = [*batches[:3], (crowded, batches[0][1]), *batches[3:]]
     step = run.lower(*batches[0], jnp.zeros((WORKERS, NUM_ROWS, WIDTH))).compile()
     collectives = [one for one in compiled_collectives(step, MeshShape((("data", WORKERS),))) if not one.conditional]
@@ -171,7 +186,9 @@ def test_one_worker_rounds_nothing(push):
     def worker(ids, values, residual):
         local = sync.from_lookups(ids, values, NUM_ROWS)
         add = lambda rows, table: rows.update(table, jnp.add)
-        return sync.synchronise_rounded(scheme, local, residual, "data", capacities, jnp.zeros((NUM_ROWS, WIDTH)), add)[:2]
+        return sync.synchronise_rounded(scheme, local, residual, "data", capacities, jnp.zeros((NUM_ROWS, WIDTH)), add)[
+            :2
+        ]
 
     mesh, spec = Mesh(np.array(jax.devices()[:1]), ("data",)), PartitionSpec("data")
     run = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))

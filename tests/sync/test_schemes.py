@@ -31,11 +31,18 @@ SCHEMES = {
     "row_exchange": sync.RowExchange(hot=True),
     "row_exchange strided": sync.RowExchange(ownership="strided", pattern="all_to_all"),
 }
-# Compiling is what takes the time: by default all schemes on 5 workers, and on others those whose program depends most on it.
-_MORE = {1: ("row_exchange",), 2: ("row_exchange",), 3: ("recursive_doubling",), 8: ("recursive_doubling", "hierarchical", "row_exchange")}
+# Compiling is what takes the time: by default all schemes on 5 workers, and on others those whose program depends most
+# on it.
+_MORE = {
+    1: ("row_exchange",),
+    2: ("row_exchange",),
+    3: ("recursive_doubling",),
+    8: ("recursive_doubling", "hierarchical", "row_exchange"),
+}
 CASES = [
     pytest.param(name, n, marks=[] if n == 5 else pytest.mark.one_version if name in _MORE[n] else pytest.mark.slow)
-    for n in (1, 2, 3, 5, 8) for name in SCHEMES
+    for n in (1, 2, 3, 5, 8)
+    for name in SCHEMES
 ]
 few = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 
@@ -61,13 +68,18 @@ def compiled(name, num_workers):
 
     spec = PartitionSpec("data")
     run = jax.shard_map(worker, mesh=mesh_of(num_workers), in_specs=spec, out_specs=spec, check_vma=False)
-    shapes = jax.ShapeDtypeStruct((num_workers, LOOKUPS), jnp.int32), jax.ShapeDtypeStruct((num_workers, LOOKUPS, WIDTH), jnp.float32)
+    shapes = (
+        jax.ShapeDtypeStruct((num_workers, LOOKUPS), jnp.int32),
+        jax.ShapeDtypeStruct((num_workers, LOOKUPS, WIDTH), jnp.float32),
+    )
     return jax.jit(run).lower(*shapes).compile()
 
 
 def ids_of(num_workers):
     """Ids from below the table to past it, often equal, 0 and last ones, and workers without any."""
-    one = st.one_of(st.integers(-NUM_ROWS - 2, NUM_ROWS + 2), st.sampled_from([0, NUM_ROWS - 1, -1, -NUM_ROWS, 7, 7, 7]))
+    one = st.one_of(
+        st.integers(-NUM_ROWS - 2, NUM_ROWS + 2), st.sampled_from([0, NUM_ROWS - 1, -1, -NUM_ROWS, 7, 7, 7])
+    )
     some = st.lists(one, min_size=LOOKUPS, max_size=LOOKUPS)
     nothing, equal = st.just([NUM_ROWS] * LOOKUPS), one.map(lambda i: [i] * LOOKUPS)
     return st.lists(st.one_of(some, some, nothing, equal), min_size=num_workers, max_size=num_workers)
@@ -116,9 +128,12 @@ def test_equals_the_dense_sum_and_sends_what_is_predicted(name, num_workers):
         check(name, num_workers, ids, rng.integers(-8, 9, shape) if whole else rng.normal(size=shape))
 
     run()
-    # Here, so that the program is compiled once: it sends what is predicted, besides the flag that says whether rows were cut off before.
+    # Here, so that the program is compiled once: it sends what is predicted, besides the flag that says whether rows
+    # were cut off before.
     collectives = compiled_collectives(compiled(name, num_workers), MeshShape((("data", num_workers),)))
-    sent = [one.bytes for one in collectives if not one.conditional and not (one.op == "all_reduce" and one.shape == ())]
+    sent = [
+        one.bytes for one in collectives if not one.conditional and not (one.op == "all_reduce" and one.shape == ())
+    ]
     scheme, found = SCHEMES[name], profile(num_workers)
     assert sum(sent) == (scheme.predicted_bytes(scheme.plan(found), found.table) if num_workers > 1 else 0)
 
@@ -126,7 +141,8 @@ def test_equals_the_dense_sum_and_sends_what_is_predicted(name, num_workers):
 @pytest.mark.parametrize("width", [1, 32])
 @pytest.mark.parametrize("room", [1, 20, 21, 22, 38, 39, 40, NUM_ROWS])
 def test_partial_sums_turn_dense_where_that_is_fewer_bytes(width, room):
-    """SparCML's threshold: rows of one value, whose index is as long, are worth it up to half of them, long rows nearly to the last."""
+    """SparCML's threshold: rows of one value, whose index is as long, are worth it up to half of them, long rows nearly
+    to the last."""
     table, scheme = sync.Table(NUM_ROWS, width, 4, 2), sync.RecursiveDoubling()
     capacities = sync.Capacities(local=room, union=NUM_ROWS, levels=(room,))
     whole = table.num_bytes + 4 * kernels.num_words(NUM_ROWS) + 4
@@ -136,15 +152,24 @@ def test_partial_sums_turn_dense_where_that_is_fewer_bytes(width, room):
         rows = sync.RowSparse(ids[0], values[0], jnp.int32(0), NUM_ROWS)
         return jax.tree.map(lambda x: x[None], scheme.attempt(rows, "data", capacities).rows)
 
-    run = jax.shard_map(worker, mesh=mesh_of(2), in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=False)
+    run = jax.shard_map(
+        worker, mesh=mesh_of(2), in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=False
+    )
     shapes = jax.ShapeDtypeStruct((2, room), jnp.int32), jax.ShapeDtypeStruct((2, room, width), jnp.float32)
     assert sent_in(jax.make_jaxpr(run)(*shapes).jaxpr) == scheme.predicted_bytes(capacities, table)
 
 
 def sent_in(jaxpr):
     """Bytes of all permutations, those of inner programs among them."""
-    sent = sum(v.aval.size * v.aval.dtype.itemsize for eqn in jaxpr.eqns if eqn.primitive.name == "ppermute" for v in eqn.invars)
-    inner = [getattr(value, "jaxpr", value) for eqn in jaxpr.eqns for value in jax.tree.leaves(list(eqn.params.values()))]
+    sent = sum(
+        v.aval.size * v.aval.dtype.itemsize
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "ppermute"
+        for v in eqn.invars
+    )
+    inner = [
+        getattr(value, "jaxpr", value) for eqn in jaxpr.eqns for value in jax.tree.leaves(list(eqn.params.values()))
+    ]
     return sent + sum(sent_in(one) for one in inner if hasattr(one, "eqns"))
 
 
@@ -164,14 +189,17 @@ def in_order(*rows):
 
 @pytest.mark.parametrize("name", ["all_gather", "parameter_server", "zen by row", "row_exchange strided"])
 def test_the_order_of_sums_on_cpu_is_fixed(name):
-    """To the last bit: a worker adds up its own in the order of the batch, an owner what came in in the order of arrival."""
+    """To the last bit: a worker adds up its own in the order of the batch, an owner what came in in the order of
+    arrival."""
     n = 5
     ids = np.random.default_rng(3).choice([0, 3, 9, 12], (n, LOOKUPS)).astype(np.int32)
     values = np.random.default_rng(4).normal(size=(n, LOOKUPS, WIDTH)).astype(np.float32)
     found = compiled(name, n)(ids, values)
     assert not found[3].fell_back.any()
     for row in np.unique(ids):
-        parts = {worker: in_order(*values[worker][ids[worker] == row]) for worker in range(n) if (ids[worker] == row).any()}
+        parts = {
+            worker: in_order(*values[worker][ids[worker] == row]) for worker in range(n) if (ids[worker] == row).any()
+        }
         if name == "all_gather" or name == "zen by row":
             expected = in_order(*parts.values())
         elif name == "parameter_server":
@@ -209,7 +237,16 @@ def test_capacities_for_other_workers_are_an_error(name):
 
 
 def test_names_are_those_of_the_design():
-    names = ("dense", "all_gather", "recursive_doubling", "blocks", "parameter_server", "hierarchical", "zen", "row_exchange")
+    names = (
+        "dense",
+        "all_gather",
+        "recursive_doubling",
+        "blocks",
+        "parameter_server",
+        "hierarchical",
+        "zen",
+        "row_exchange",
+    )
     assert set(sync.SCHEMES) == set(names)
     assert all(sync.by_name(name).name == name for name in names)
 
@@ -227,7 +264,9 @@ def test_tables_are_updated_in_place_and_no_dense_gradient_exists():
         return table, stats.fell_back
 
     spec, whole = PartitionSpec("data"), PartitionSpec()
-    run = jax.shard_map(worker, mesh=mesh_of(n), in_specs=(whole, spec, spec), out_specs=(whole, whole), check_vma=False)
+    run = jax.shard_map(
+        worker, mesh=mesh_of(n), in_specs=(whole, spec, spec), out_specs=(whole, whole), check_vma=False
+    )
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (
         ((num_rows, width), jnp.float32), ((n, lookups), jnp.int32), ((n, lookups, width), jnp.float32)
     )]  # fmt: skip
@@ -235,7 +274,10 @@ def test_tables_are_updated_in_place_and_no_dense_gradient_exists():
     memory, table_bytes = step.memory_analysis(), num_rows * width * 4
     assert memory.alias_size_in_bytes == table_bytes
     assert memory.temp_size_in_bytes < table_bytes / 4
-    few_rows, many_rows = np.zeros((n, lookups), np.int32), np.arange(n * lookups, dtype=np.int32).reshape(n, lookups) * 100
+    few_rows, many_rows = (
+        np.zeros((n, lookups), np.int32),
+        np.arange(n * lookups, dtype=np.int32).reshape(n, lookups) * 100,
+    )
     for ids in (few_rows, many_rows):
         table, fell_back = step(jnp.zeros((num_rows, width)), ids, np.ones((n, lookups, width), np.float32))
         assert fell_back == (ids is many_rows)

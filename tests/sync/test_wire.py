@@ -16,7 +16,11 @@ from splitjax.sync import wire
 def compiled(worker, num_workers, *arrays):
     mesh = Mesh(np.array(jax.devices()[:num_workers]), ("data",))
     spec = PartitionSpec("data")
-    run = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)).lower(*arrays).compile()
+    run = (
+        jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+        .lower(*arrays)
+        .compile()
+    )
     return run, [one.op for one in compiled_collectives(run, MeshShape((("data", num_workers),)))]
 
 
@@ -35,10 +39,15 @@ def test_every_worker_gets_what_each_has(num_workers, size):
     assert ops == (["all_gather"] if rounds is None else ["collective_permute"] * rounds)
 
 
-@pytest.mark.parametrize(("size", "pattern", "ops"), [
-    (5, "auto", ["all_to_all"]), (20_000, "auto", ["collective_permute"] * 4), (5, "ppermute", ["collective_permute"] * 4),
-    (20_000, "all_to_all", ["all_to_all"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "pattern", "ops"),
+    [
+        (5, "auto", ["all_to_all"]),
+        (20_000, "auto", ["collective_permute"] * 4),
+        (5, "ppermute", ["collective_permute"] * 4),
+        (20_000, "all_to_all", ["all_to_all"]),
+    ],
+)
 def test_every_worker_gets_what_is_for_it(size, pattern, ops):
     n = 5
 

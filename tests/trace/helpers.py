@@ -36,7 +36,9 @@ def graph_of(step: Callable, state: Any, *batch: Any, extra: tuple = ()) -> Grap
     return build_graph(closed, arguments, {i: i for i in range(num_state)})
 
 
-def train_step(loss: Callable, tx: optax.GradientTransformation | None = None, gradient: str = "boundary") -> tuple[Callable, Callable]:
+def train_step(
+    loss: Callable, tx: optax.GradientTransformation | None = None, gradient: str = "boundary"
+) -> tuple[Callable, Callable]:
     """`(step, init)` for `loss(params, batch)`: state is `{"params", "opt"}`."""
     tx = tx or optax.sgd(0.1)
 
@@ -77,7 +79,9 @@ def labels(graph: Graph, path: str, dim: int, strength: str = "local") -> tuple[
 
 def leaf_of(graph: Graph, path: str) -> Leaf:
     """The leaf whose path is, or ends in, `path`."""
-    found = [leaf for leaf in graph.leaves if leaf.path == path] or [leaf for leaf in graph.leaves if leaf.path.endswith("/" + path)]
+    found = [leaf for leaf in graph.leaves if leaf.path == path] or [
+        leaf for leaf in graph.leaves if leaf.path.endswith("/" + path)
+    ]
     assert len(found) == 1, f"{path} names {[leaf.path for leaf in found]}"
     return found[0]
 
@@ -91,7 +95,8 @@ def names_of(graph: Graph, path: str) -> tuple[str | None, ...]:
 
 
 def check(graph: Graph) -> Graph:
-    """What holds of every graph: finer classes lie in coarser ones, dims multiply up, layers and uses name real leaves."""
+    """What holds of every graph: finer classes lie in coarser ones, dims multiply up, layers and uses name real
+    leaves."""
     num_atoms = len(graph.atom_sizes)
     for fine, coarse in ((graph.hard, graph.local), (graph.local, graph.soft)):
         assert len(fine) == len(coarse) == num_atoms

@@ -204,7 +204,14 @@ def lists_of_tuples() -> Model:
 
 
 def plain_dict() -> Model:
-    params = {"w1": zeros(D, 64), "b1": zeros(64), "w2": zeros(64, 64), "b2": zeros(64), "w3": zeros(64, C), "b3": zeros(C)}
+    params = {
+        "w1": zeros(D, 64),
+        "b1": zeros(64),
+        "w2": zeros(64, 64),
+        "b2": zeros(64),
+        "w3": zeros(64, C),
+        "b3": zeros(C),
+    }
 
     def loss(p, b):
         x = jnp.tanh(jnp.tanh(b["x"] @ p["w1"] + p["b1"]) @ p["w2"] + p["b2"])
@@ -221,10 +228,23 @@ def fused_transformer(heads: int = 4) -> Model:
     """By hand: fused qkv, learned positions, table tied to the softmax, everything of a block in one dict."""
     size = D // heads
     block = {
-        "ln1": zeros(D), "qkv": zeros(D, 3 * D), "qkv_b": zeros(3 * D), "o": zeros(D, D), "o_b": zeros(D), "ln2": zeros(D),
-        "up": zeros(D, 64), "up_b": zeros(64), "down": zeros(64, D), "down_b": zeros(D),
+        "ln1": zeros(D),
+        "qkv": zeros(D, 3 * D),
+        "qkv_b": zeros(3 * D),
+        "o": zeros(D, D),
+        "o_b": zeros(D),
+        "ln2": zeros(D),
+        "up": zeros(D, 64),
+        "up_b": zeros(64),
+        "down": zeros(64, D),
+        "down_b": zeros(D),
     }
-    params = {"emb": zeros(V, D), "pos": zeros(T, D), "blocks": [block, dict(block)], "norm": {"scale": zeros(D), "bias": zeros(D)}}
+    params = {
+        "emb": zeros(V, D),
+        "pos": zeros(T, D),
+        "blocks": [block, dict(block)],
+        "norm": {"scale": zeros(D), "bias": zeros(D)},
+    }
 
     def loss(p, b):
         x = p["emb"][b["x"]] + p["pos"]
@@ -244,8 +264,17 @@ def fused_transformer(heads: int = 4) -> Model:
 
 def gated_transformer() -> Model:
     """By hand: separate q, k, v with heads as dims, RMS norms, gated MLP, `jax.nn.dot_product_attention`."""
-    block = {"n1": zeros(D), "q": zeros(D, 4, 8), "k": zeros(D, 2, 8), "v": zeros(D, 2, 8), "o": zeros(4, 8, D), "n2": zeros(D),
-             "gate": zeros(D, 64), "up": zeros(D, 64), "down": zeros(64, D)}
+    block = {
+        "n1": zeros(D),
+        "q": zeros(D, 4, 8),
+        "k": zeros(D, 2, 8),
+        "v": zeros(D, 2, 8),
+        "o": zeros(4, 8, D),
+        "n2": zeros(D),
+        "gate": zeros(D, 64),
+        "up": zeros(D, 64),
+        "down": zeros(64, D),
+    }
     params = {"embed": zeros(V, D), "blocks": {"0": block, "1": dict(block)}, "norm": zeros(D), "head": zeros(D, V)}
 
     def rms(x, scale):
@@ -334,9 +363,24 @@ def unrolled_recurrent() -> Model:
 MODELS: dict[str, Callable[[], Model]] = {
     fn.__name__: fn
     for fn in (
-        linen_transformer, linen_conv, linen_stack, linen_remat_stack, linen_recurrent, linen_time_major, nnx_tied, haiku_model,
-        equinox_model, lists_of_tuples, plain_dict, fused_transformer, gated_transformer, experts, ragged_experts, recurrent_by_hand,
-        shared_layers, unrolled_recurrent,
+        linen_transformer,
+        linen_conv,
+        linen_stack,
+        linen_remat_stack,
+        linen_recurrent,
+        linen_time_major,
+        nnx_tied,
+        haiku_model,
+        equinox_model,
+        lists_of_tuples,
+        plain_dict,
+        fused_transformer,
+        gated_transformer,
+        experts,
+        ragged_experts,
+        recurrent_by_hand,
+        shared_layers,
+        unrolled_recurrent,
     )
 }
 

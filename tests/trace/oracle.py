@@ -1,5 +1,5 @@
-"""An oracle for dim rules that knows no primitive: dims with one label run along each other, so permuting all of them among
-the operands permutes them among the results, `f(perm(x)) == perm(f(x))`."""
+"""An oracle for dim rules that knows no primitive: dims with one label run along each other, so permuting all of them
+among the operands permutes them among the results, `f(perm(x)) == perm(f(x))`."""
 
 from __future__ import annotations
 
@@ -18,19 +18,32 @@ from splitjax.trace.flatten import call_body
 
 # Values move along a dim that stays what it is: splitting it is meaningful, permuting it is not.
 MOVES = {
-    "cumsum": lambda params: (params["axis"],), "cumprod": lambda params: (params["axis"],),
-    "cummax": lambda params: (params["axis"],), "cummin": lambda params: (params["axis"],),
-    "cumlogsumexp": lambda params: (params["axis"],), "rev": lambda params: params["dimensions"],
+    "cumsum": lambda params: (params["axis"],),
+    "cumprod": lambda params: (params["axis"],),
+    "cummax": lambda params: (params["axis"],),
+    "cummin": lambda params: (params["axis"],),
+    "cumlogsumexp": lambda params: (params["axis"],),
+    "rev": lambda params: params["dimensions"],
     "sort": lambda params: (params["dimension"],),
     "pad": lambda params: [d for d, low_high_inner in enumerate(params["padding_config"]) if any(low_high_inner)],
 }
 # What an element becomes depends on its place, and on no other element along the dim.
 LOCAL = {
-    "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "dynamic_update_slice", "random_gamma", "ragged_dot_general",
+    "scatter",
+    "scatter-add",
+    "scatter-sub",
+    "scatter-mul",
+    "scatter-min",
+    "scatter-max",
+    "dynamic_update_slice",
+    "random_gamma",
+    "ragged_dot_general",
 }
-# What a permutation of a matrix or a linear solver does is opaque: dims that run along each other, and that no rule links.
+# What a permutation of a matrix or a linear solver does is opaque: dims that run along each other, and that no rule
+# links.
 UNLINKED = {"lu", "custom_linear_solve"}
-# Labels that tie storage without being a permutation symmetry: rows are dealt to experts in the order of the group sizes.
+# Labels that tie storage without being a permutation symmetry: rows are dealt to experts in the order of the group
+# sizes.
 STORAGE = {("ragged_dot_general", "g"), ("ragged_dot_general", ("rows", 0)), ("rng_bit_generator", ("key", 0))}
 
 
@@ -104,7 +117,9 @@ def places(dim_map: DimMap) -> tuple[dict[Any, list[Place]], dict[Any, list[Plac
     return sides[0], sides[1]
 
 
-def label_size(label: Any, where: Sequence[Place], labels: Sequence[Any], values: Sequence[Any], dim_map: DimMap) -> int:
+def label_size(
+    label: Any, where: Sequence[Place], labels: Sequence[Any], values: Sequence[Any], dim_map: DimMap
+) -> int:
     t, d, _ = where[0]
     return dim_map.sizes[label] if len(labels[t][d]) > 1 else np.shape(values[t])[d]
 
@@ -120,7 +135,9 @@ def permuted(value: Any, dim: int, factor: int, labels: Sequence[Any], dim_map: 
     return permuted(spread, dim + factor, 0, (), dim_map, order).reshape(shape)
 
 
-def apply(values: Sequence[Any], where: Sequence[Place], labels: Sequence[Any], dim_map: DimMap, order: np.ndarray) -> list[Any]:
+def apply(
+    values: Sequence[Any], where: Sequence[Place], labels: Sequence[Any], dim_map: DimMap, order: np.ndarray
+) -> list[Any]:
     out = list(values)
     for t, d, f in where:
         out[t] = permuted(out[t], d, f, labels[t][d], dim_map, order)
@@ -160,7 +177,12 @@ def violations(one: Equation) -> Iterator[Trial]:
     for label, where in sources.items():
         into = targets.get(label, [])
         size = label_size(label, where, dim_map.inputs, one.operands, dim_map)
-        if (not into and len(where) < 2) or size < 2 or any(d in moved for _, d, _ in where) or (one.name, label) in STORAGE:
+        if (
+            (not into and len(where) < 2)
+            or size < 2
+            or any(d in moved for _, d, _ in where)
+            or (one.name, label) in STORAGE
+        ):
             continue
         order = np.roll(np.arange(size), 1)
         order[:2] = order[:2][::-1] if size > 2 else order[:2]
@@ -208,8 +230,12 @@ def missing(one: Equation) -> Iterator[Trial]:
             order = np.roll(np.arange(size), 1)
             operands = list(one.operands)
             operands[t] = permuted(operands[t], d, 0, (), dim_map, order)
-            free = [(u, e) for u, result in enumerate(one.results) for e in range(np.ndim(result))
-                    if (u, e) not in linked and np.shape(result)[e] == size]
+            free = [
+                (u, e)
+                for u, result in enumerate(one.results)
+                for e in range(np.ndim(result))
+                if (u, e) not in linked and np.shape(result)[e] == size
+            ]
             if not free or all(map(close, operands, one.operands)):
                 continue  # no candidate, or constant along the dim
 

@@ -53,7 +53,11 @@ def test_what_stands_behind_a_mismatch_stays_alone():
 
 
 def test_a_later_split_mends_a_mismatch():
-    links = [Link(((0, 0), (0, 1)), ((1, 0), (1, 1))), Link(((0, 0),), ((2, 0), (2, 1))), Link(((1, 0),), ((3, 0), (3, 1)))]
+    links = [
+        Link(((0, 0), (0, 1)), ((1, 0), (1, 1))),
+        Link(((0, 0),), ((2, 0), (2, 1))),
+        Link(((1, 0),), ((3, 0), (3, 1))),
+    ]
     atoms, pairs = refine([(6, 4), (4, 6), (2, 3), (2, 2)], links)
     assert len(pairs[0]) == 1  # the common factor 2 at the front
     assert sizes(atoms, 1, 0) == [2, 2]

@@ -1,4 +1,5 @@
-"""Every dim rule against an oracle that knows nothing of it (see `oracle.py`), and every primitive of JAX accounted for."""
+"""Every dim rule against an oracle that knows nothing of it (see `oracle.py`), and every primitive of JAX accounted
+for."""
 
 from __future__ import annotations
 
@@ -23,10 +24,11 @@ from tests.trace.programs import PROGRAMS
 
 # Met only on accelerators, in other versions of JAX, in other libraries, or as stand-ins while a step is flattened.
 NOT_RUN = set(
-    """_branch _carry_back _carry_in _gradient _scan_in _scan_index _scan_out copy_p create_token debug_callback debug_print empty
-    dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fwd dot_product_attention_fwd_wrapper empty2
-    eq_to geqrf select_and_scatter inspect_sharding layout_constraint le_to log2 lt_to lu_pivots_to_permutation one_minus_square polynomial random_gamma_grad
-    reciprocal reshard random_gamma rng_uniform scaled_matmul scaled_matmul_wrapper shard_map threefry2x32 unvmap_all unvmap_any unvmap_max
+    """_branch _carry_back _carry_in _gradient _scan_in _scan_index _scan_out copy_p create_token debug_callback
+    debug_print empty dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fwd
+    dot_product_attention_fwd_wrapper empty2 eq_to geqrf select_and_scatter inspect_sharding layout_constraint le_to
+    log2 lt_to lu_pivots_to_permutation one_minus_square polynomial random_gamma_grad reciprocal reshard random_gamma
+    rng_uniform scaled_matmul scaled_matmul_wrapper shard_map threefry2x32 unvmap_all unvmap_any unvmap_max
     with_memory_space_constraint xla_metadata_value zeros_like""".split()
 )
 
@@ -58,12 +60,16 @@ def test_every_rule_was_run(seen):
 def test_every_primitive_of_jax_is_accounted_for():
     names = {getattr(primitives, key).name for key in dir(primitives) if key.endswith("_p")}
     assert len(names) > 150
-    assert {name for name in names if not (name in DIM_RULES or name in _CALLS or name in _CONTROL or name in NO_RULE)} == set()
+    assert {
+        name for name in names if not (name in DIM_RULES or name in _CALLS or name in _CONTROL or name in NO_RULE)
+    } == set()
     assert {name for name in NO_RULE if name in DIM_RULES} == set()
 
 
 def test_the_oracle_finds_a_wrong_rule():
-    (one,) = equations(lambda x, y: x + y, np.ones((3, 3), "float32") * np.arange(3), np.arange(9, dtype="float32").reshape(3, 3))
+    (one,) = equations(
+        lambda x, y: x + y, np.ones((3, 3), "float32") * np.arange(3), np.arange(9, dtype="float32").reshape(3, 3)
+    )
     assert problems([one]) == []
     wrong = DIM_RULES.get("transpose")([(3, 3)], [(3, 3)], {"permutation": (1, 0)})
     wrong = type(wrong)((*wrong.inputs, wrong.inputs[0]), wrong.outputs)
@@ -77,7 +83,8 @@ def test_the_oracle_finds_a_wrong_rule():
 @given(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4), st.data())
 @settings(max_examples=60, deadline=None)
 def test_reshape_shares_factors(source, data):
-    """Any two shapes of one size: the factors of both sides multiply up, and permuting a shared factor permutes it in the result."""
+    """Any two shapes of one size: the factors of both sides multiply up, and permuting a shared factor permutes it in
+    the result."""
     size = int(np.prod(source))
     target, rest = [], size
     while rest > 1:
@@ -129,7 +136,11 @@ def test_fused_attention_ties_heads_in_groups():
     assert found.outputs == ((("b",), ("t",), ("n", "g"), ("v",)), (("b",), ("n", "g"), ("t",)))
     back = DIM_RULES.get("dot_product_attention_bwd_wrapper")
     found = back([*shapes, (2, 8, 16), shapes[0], shapes[0]], shapes[:3], {"layout": 0})
-    assert found.outputs[0] == found.inputs[0] and found.outputs[2] == found.inputs[2] and found.inputs[-1] == found.inputs[-2]
+    assert (
+        found.outputs[0] == found.inputs[0]
+        and found.outputs[2] == found.inputs[2]
+        and found.inputs[-1] == found.inputs[-2]
+    )
 
 
 def test_source_of_every_equation_is_the_users():

@@ -32,10 +32,16 @@ def equation_at(jaxpr, site):
     eqn = inner.eqns[site[0]]
     if len(site) == 1:
         return eqn
-    bodies = eqn.params["branches"] if "branches" in eqn.params else (
-        [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]] if "cond_jaxpr" in eqn.params
-        else [eqn.params["forward"]] if "forward" in eqn.params
-        else [call_body(eqn) if call_body(eqn) is not None else eqn.params["jaxpr"]]
+    bodies = (
+        eqn.params["branches"]
+        if "branches" in eqn.params
+        else (
+            [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]
+            if "cond_jaxpr" in eqn.params
+            else [eqn.params["forward"]]
+            if "forward" in eqn.params
+            else [call_body(eqn) if call_body(eqn) is not None else eqn.params["jaxpr"]]
+        )
     )
     return equation_at(bodies[site[1]], site[2:])
 
@@ -55,8 +61,11 @@ def custom_cube(x):
 
 custom_cube.defjvp(lambda p, t: (custom_cube(*p), 3 * p[0] ** 2 * t[0]))
 CALLS = {
-    "jit": (jax.jit(lambda x: x * x), True), "nested jit": (jax.jit(lambda x: jax.jit(lambda y: y * y)(x)), True),
-    "remat": (jax.checkpoint(lambda x: x * x), True), "custom_jvp": (custom_cube, False), "custom_vjp": (custom_square, False),
+    "jit": (jax.jit(lambda x: x * x), True),
+    "nested jit": (jax.jit(lambda x: jax.jit(lambda y: y * y)(x)), True),
+    "remat": (jax.checkpoint(lambda x: x * x), True),
+    "custom_jvp": (custom_cube, False),
+    "custom_vjp": (custom_square, False),
     "remat of custom_vjp in jit": (jax.jit(jax.checkpoint(custom_square)), False),
     "composite": (lax.composite(lambda x: x * x, name="my.square"), False),
 }
@@ -83,7 +92,9 @@ def test_sites_lead_back_to_equations():
             y = jax.jit(lambda p, x: jnp.sin(x) * p)(p, x)
             y, ys = lax.scan(lambda c, x: (c * jnp.cos(x), jnp.tanh(c)), y[0], y)
             y = lax.cond(y.sum() > 0, lambda y: jnp.exp(y), lambda y: jnp.log(y), y)
-            return (y * lax.while_loop(lambda y: y.sum() < 3, lambda y: jax.checkpoint(jnp.sinh)(y), y)).sum() + ys.sum()
+            return (
+                y * lax.while_loop(lambda y: y.sum() < 3, lambda y: jax.checkpoint(jnp.sinh)(y), y)
+            ).sum() + ys.sum()
 
         return value_and_grad(loss)(p)
 
@@ -193,8 +204,13 @@ def test_phases():
 @pytest.mark.parametrize(
     "stack, phase",
     [
-        ("", ""), ("Model/Dense_0", ""), ("jvp(Model)/Dense_0", FORWARD), ("transpose(jvp(Model))/Dense_0", BACKWARD),
-        ("vmap(transpose(jvp()))", BACKWARD), ("jvp(vmap(transpose(jvp())))", FORWARD), ("outer/transpose(jvp())", BACKWARD),
+        ("", ""),
+        ("Model/Dense_0", ""),
+        ("jvp(Model)/Dense_0", FORWARD),
+        ("transpose(jvp(Model))/Dense_0", BACKWARD),
+        ("vmap(transpose(jvp()))", BACKWARD),
+        ("jvp(vmap(transpose(jvp())))", FORWARD),
+        ("outer/transpose(jvp())", BACKWARD),
         ("jit(transpose)/jvp()", FORWARD),
     ],
 )

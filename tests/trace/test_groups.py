@@ -32,17 +32,28 @@ def test_megatron_groups_of_a_transformer(gradient):
     for block in ("block0", "block1"):
         assert {f"{block}/fc1/kernel:1", f"{block}/fc1/bias:0", f"{block}/fc2/kernel:0"} in found
         attention = f"{block}/attention"
-        heads = {f"{attention}/{one}/{leaf}:{dim}" for one in ("query", "key", "value") for leaf, dim in (("kernel", 1), ("bias", 0))}
+        heads = {
+            f"{attention}/{one}/{leaf}:{dim}"
+            for one in ("query", "key", "value")
+            for leaf, dim in (("kernel", 1), ("bias", 0))
+        }
         assert heads | {f"{attention}/out/kernel:0"} in found
-        assert {f"{attention}/{one}/{leaf}:{dim}" for one in ("query", "key") for leaf, dim in (("kernel", 2), ("bias", 1))} in found
+        assert {
+            f"{attention}/{one}/{leaf}:{dim}" for one in ("query", "key") for leaf, dim in (("kernel", 2), ("bias", 1))
+        } in found
         assert {f"{attention}/value/kernel:2", f"{attention}/value/bias:1", f"{attention}/out/kernel:1"} in found
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_blocks_meet_only_softly_in_the_residual_stream(gradient):
     graph = traced("linen_transformer", gradient)
-    stream = [("block0/attention/query/kernel", 0), ("block0/fc1/kernel", 0), ("block1/attention/query/kernel", 0), ("block1/fc1/kernel", 0),
-              ("head/kernel", 0)]
+    stream = [
+        ("block0/attention/query/kernel", 0),
+        ("block0/fc1/kernel", 0),
+        ("block1/attention/query/kernel", 0),
+        ("block1/fc1/kernel", 0),
+        ("head/kernel", 0),
+    ]
     assert len({labels(graph, f"params/{path}", dim) for path, dim in stream}) == len(stream)
     assert len({labels(graph, f"params/{path}", dim, "soft") for path, dim in stream}) == 1
     # What a branch adds is the next one's input, by way of the sum.
@@ -71,7 +82,13 @@ def test_both_kinds_of_gradient_give_the_same_groups(name):
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize(
-    "name, path", [("recurrent_by_hand", "wh"), ("unrolled_recurrent", "wh"), ("linen_recurrent", "LSTMCell_0/hi/kernel"), ("shared_layers", "w")]
+    "name, path",
+    [
+        ("recurrent_by_hand", "wh"),
+        ("unrolled_recurrent", "wh"),
+        ("linen_recurrent", "LSTMCell_0/hi/kernel"),
+        ("shared_layers", "w"),
+    ],
 )
 def test_recurrent_kernels_are_tied_softly_only(name, path, gradient):
     graph = traced(name, gradient)
@@ -81,7 +98,12 @@ def test_recurrent_kernels_are_tied_softly_only(name, path, gradient):
 
 def test_a_recurrent_layer_feeds_the_next_one():
     graph = traced("recurrent_by_hand")
-    assert labels(graph, "params/wx", 1) == labels(graph, "params/wh", 1) == labels(graph, "params/b", 0) == labels(graph, "params/out", 0)
+    assert (
+        labels(graph, "params/wx", 1)
+        == labels(graph, "params/wh", 1)
+        == labels(graph, "params/b", 0)
+        == labels(graph, "params/out", 0)
+    )
 
 
 def test_experts_share_their_dim():
@@ -124,7 +146,13 @@ def test_flattened_images_keep_their_channels(gradient):
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_projected_skips_and_gates_by_few_values(gradient):
     """A skip through a projection ties both branches; squeeze and excitation scales what it is scaled by."""
-    params = {"a": zeros(3, 3, 3, 8), "skip": zeros(1, 1, 3, 8), "down": zeros(8, 2), "up": zeros(2, 8), "head": zeros(8, C)}
+    params = {
+        "a": zeros(3, 3, 3, 8),
+        "skip": zeros(1, 1, 3, 8),
+        "down": zeros(8, 2),
+        "up": zeros(2, 8),
+        "head": zeros(8, C),
+    }
 
     def convolve(x, w):
         return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
@@ -136,7 +164,10 @@ def test_projected_skips_and_gates_by_few_values(gradient):
         return cross_entropy(x.mean((1, 2)) @ p["head"], b["y"])
 
     graph = check(trace_loss(loss, params, IMAGES, gradient=gradient))
-    tied = {labels(graph, f"params/{path}", dim) for path, dim in (("a", 3), ("skip", 3), ("up", 1), ("head", 0), ("down", 0))}
+    tied = {
+        labels(graph, f"params/{path}", dim)
+        for path, dim in (("a", 3), ("skip", 3), ("up", 1), ("head", 0), ("down", 0))
+    }
     assert len(tied) == 1
 
 
@@ -144,9 +175,13 @@ def test_grouped_convolutions_split_by_group():
     params = {"a": zeros(3, 3, 3, 8), "b": zeros(3, 3, 4, 16), "c": zeros(1, 1, 16, C)}
 
     def convolve(x, w, groups=1):
-        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups)
+        return lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
+        )
 
-    loss = lambda p, b: cross_entropy(convolve(convolve(convolve(b["x"], p["a"]), p["b"], 2), p["c"]).mean((1, 2)), b["y"])  # noqa: E731
+    loss = lambda p, b: cross_entropy(
+        convolve(convolve(convolve(b["x"], p["a"]), p["b"], 2), p["c"]).mean((1, 2)), b["y"]
+    )  # noqa: E731
     graph = check(trace_loss(loss, params, IMAGES))
     out, group = labels(graph, "params/a", 3), labels(graph, "params/b", 3)
     assert len(out) == len(group) == 2 and out[0] == group[0]

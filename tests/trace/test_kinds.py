@@ -33,46 +33,94 @@ def block_kinds(name: str, **kinds: str) -> dict[str, str]:
 
 
 _LINEN_BLOCK = {
-    "norm1": "norm", "attention/query": "attention", "attention/key": "attention", "attention/value": "attention",
-    "attention/out": "attention", "norm2": "norm", "fc1": "dense", "fc2": "dense",
+    "norm1": "norm",
+    "attention/query": "attention",
+    "attention/key": "attention",
+    "attention/value": "attention",
+    "attention/out": "attention",
+    "norm2": "norm",
+    "fc1": "dense",
+    "fc2": "dense",
 }
 _HAND_BLOCK = {"ln1": "norm", "qkv": "attention", "o": "attention", "ln2": "norm", "up": "dense", "down": "dense"}
 _GATED_BLOCK = {
-    "n1": "norm", "q": "attention", "k": "attention", "v": "attention", "o": "attention", "n2": "norm", "gate": "dense", "up": "dense",
+    "n1": "norm",
+    "q": "attention",
+    "k": "attention",
+    "v": "attention",
+    "o": "attention",
+    "n2": "norm",
+    "gate": "dense",
+    "up": "dense",
     "down": "dense",
 }
 _CELL = {
-    "LSTMCell_0": "ii hi if hf ig hg io ho", "GRUCell_0": "ir hr iz hz in hn", "OptimizedLSTMCell_0": "hf hg hi ho if ig ii io",
+    "LSTMCell_0": "ii hi if hf ig hg io ho",
+    "GRUCell_0": "ir hr iz hz in hn",
+    "OptimizedLSTMCell_0": "hf hg hi ho if ig ii io",
 }
 EXPECTED: dict[str, dict[str, str]] = {
     "linen_transformer": {
-        "embed": "embedding", **block_kinds("block0", **_LINEN_BLOCK), **block_kinds("block1", **_LINEN_BLOCK), "norm": "norm", "head": "dense",
+        "embed": "embedding",
+        **block_kinds("block0", **_LINEN_BLOCK),
+        **block_kinds("block1", **_LINEN_BLOCK),
+        "norm": "norm",
+        "head": "dense",
     },
-    "linen_conv": {"Conv_0": "conv", "GroupNorm_0": "norm", "Conv_1": "conv", "Dense_0": "dense", "Dense_1": "dense", "Dense_2": "dense"},
+    "linen_conv": {
+        "Conv_0": "conv",
+        "GroupNorm_0": "norm",
+        "Conv_1": "conv",
+        "Dense_0": "dense",
+        "Dense_1": "dense",
+        "Dense_2": "dense",
+    },
     "linen_stack": {"Dense_0": "dense", **block_kinds("blocks/LinenBlock_0", **_LINEN_BLOCK), "Dense_1": "dense"},
-    "linen_recurrent": {f"{cell}/{gate}": "recurrent" for cell, gates in _CELL.items() for gate in gates.split()} | {"Dense_0": "dense"},
-    "linen_time_major": {f"LSTMCell_0/{gate}": "recurrent" for gate in _CELL["LSTMCell_0"].split()} | {"Dense_0": "dense"},
+    "linen_recurrent": {f"{cell}/{gate}": "recurrent" for cell, gates in _CELL.items() for gate in gates.split()}
+    | {"Dense_0": "dense"},
+    "linen_time_major": {f"LSTMCell_0/{gate}": "recurrent" for gate in _CELL["LSTMCell_0"].split()}
+    | {"Dense_0": "dense"},
     "nnx_tied": {
-        "embed": "embedding", "positions/value": "other",
+        "embed": "embedding",
+        "positions/value": "other",
         **{f"blocks/{i}/{key}": kind for i in (0, 1) for key, kind in _LINEN_BLOCK.items()},
     },
     "haiku_model": {
-        "embed": "embedding", "layer_norm": "norm", "multi_head_attention/query": "attention", "multi_head_attention/key": "attention",
-        "multi_head_attention/value": "attention", "multi_head_attention/linear": "attention", "lstm/linear": "recurrent",
-        "gru": "recurrent", "linear": "dense",
+        "embed": "embedding",
+        "layer_norm": "norm",
+        "multi_head_attention/query": "attention",
+        "multi_head_attention/key": "attention",
+        "multi_head_attention/value": "attention",
+        "multi_head_attention/linear": "attention",
+        "lstm/linear": "recurrent",
+        "gru": "recurrent",
+        "linear": "dense",
     },
     "equinox_model": {
-        "embed": "embedding", "norm": "norm", "attention/query_proj": "attention", "attention/key_proj": "attention",
-        "attention/value_proj": "attention", "attention/output_proj": "attention", "conv": "conv", "cell": "recurrent",
-        "mlp/layers/0": "dense", "mlp/layers/1": "dense", "mlp/layers/2": "dense",
+        "embed": "embedding",
+        "norm": "norm",
+        "attention/query_proj": "attention",
+        "attention/key_proj": "attention",
+        "attention/value_proj": "attention",
+        "attention/output_proj": "attention",
+        "conv": "conv",
+        "cell": "recurrent",
+        "mlp/layers/0": "dense",
+        "mlp/layers/1": "dense",
+        "mlp/layers/2": "dense",
     },
     "lists_of_tuples": {"0": "dense", "1": "dense", "2": "dense"},
     "plain_dict": {"w1": "dense", "w2": "dense", "w3": "dense"},
     "fused_transformer": {
-        "emb": "embedding", "pos": "other", **{f"blocks/{i}/{key}": kind for i in (0, 1) for key, kind in _HAND_BLOCK.items()}, "norm": "norm",
+        "emb": "embedding",
+        "pos": "other",
+        **{f"blocks/{i}/{key}": kind for i in (0, 1) for key, kind in _HAND_BLOCK.items()},
+        "norm": "norm",
     },
     "gated_transformer": {
-        "embed": "embedding", **{f"blocks/{i}/{key}": kind for i in (0, 1) for key, kind in _GATED_BLOCK.items()}, "norm": "norm",
+        "embed": "embedding",
+        **{f"blocks/{i}/{key}": kind for i in (0, 1) for key, kind in _GATED_BLOCK.items()},
+        "norm": "norm",
         "head": "dense",
     },
     "experts": {"gate": "dense", "up": "expert", "down": "expert", "head": "dense"},
@@ -139,7 +187,12 @@ def test_a_stack_of_layers_is_one_dim():
 def test_what_belongs_to_a_layer():
     graph = traced("fused_transformer")
     for name, members in {
-        "qkv": ["qkv", "qkv_b"], "o": ["o", "o_b"], "up": ["up", "up_b"], "down": ["down", "down_b"], "ln1": ["ln1"], "ln2": ["ln2"],
+        "qkv": ["qkv", "qkv_b"],
+        "o": ["o", "o_b"],
+        "up": ["up", "up_b"],
+        "down": ["down", "down_b"],
+        "ln1": ["ln1"],
+        "ln2": ["ln2"],
     }.items():
         assert graph.layer(f"params/blocks/1/{name}").params == tuple(f"params/blocks/1/{member}" for member in members)
     assert graph.layer("params/norm").params == ("params/norm/bias", "params/norm/scale")
@@ -152,7 +205,15 @@ def test_what_belongs_to_a_layer():
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_biases_of_one_shape_go_to_their_own_weight(gradient):
     """Query, key and value biases beside each other have one class; each joins the weight it is added to."""
-    params = {"wq": zeros(D, D), "wk": zeros(D, D), "wv": zeros(D, D), "bq": zeros(D), "bk": zeros(D), "bv": zeros(D), "t": zeros()}
+    params = {
+        "wq": zeros(D, D),
+        "wk": zeros(D, D),
+        "wv": zeros(D, D),
+        "bq": zeros(D),
+        "bk": zeros(D),
+        "bv": zeros(D),
+        "t": zeros(),
+    }
 
     def loss(p, b):
         q, k, v = (b["x"] @ p["w" + n] + p["b" + n] for n in "qkv")
@@ -189,9 +250,19 @@ def test_lookups_by_position():
         bias = p["relative"]["w"][(jnp.arange(T)[:, None] - jnp.arange(T)) % 8]
         return cross_entropy((jax.nn.softmax(x @ x.swapaxes(1, 2) + bias) @ x) @ p["head"]["w"], b["y"])
 
-    params = {"table": {"w": zeros(V, D)}, "positions": {"w": zeros(T, D)}, "relative": {"w": zeros(8)}, "head": {"w": zeros(D, V)}}
+    params = {
+        "table": {"w": zeros(V, D)},
+        "positions": {"w": zeros(T, D)},
+        "relative": {"w": zeros(8)},
+        "head": {"w": zeros(D, V)},
+    }
     graph = check(trace_loss(loss, params, TOKENS))
-    assert kinds(graph) == {"table": "embedding", "positions": "embedding", "relative": "embedding", "head": "attention"}
+    assert kinds(graph) == {
+        "table": "embedding",
+        "positions": "embedding",
+        "relative": "embedding",
+        "head": "attention",
+    }
     (use,) = (use for use in graph.uses if use.param == "params/positions/w")
     assert use.data is None and use.data_shape == use.out_shape == (T, D)
 
@@ -304,13 +375,20 @@ def test_a_loop_that_picks_its_step(gradient):
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_flops_by_hand(gradient):
-    """Two per multiply-add of the forward pass: 3x3 convolution with padding, grouped and depthwise, dense, repeated by a scan."""
-    params = {"conv": zeros(3, 3, 3, 8), "grouped": zeros(3, 3, 4, 16), "depthwise": zeros(5, 5, 1, 16), "dense": zeros(16, 16),
-              "head": zeros(16, C)}
+    """Two per multiply-add of the forward pass: 3x3 convolution with padding, grouped and depthwise, dense, repeated by
+    a scan."""
+    params = {
+        "conv": zeros(3, 3, 3, 8),
+        "grouped": zeros(3, 3, 4, 16),
+        "depthwise": zeros(5, 5, 1, 16),
+        "dense": zeros(16, 16),
+        "head": zeros(16, C),
+    }
 
     def convolve(x, w, groups=1, stride=1):
-        return lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
-                                        feature_group_count=groups)
+        return lax.conv_general_dilated(
+            x, w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
+        )
 
     def loss(p, b):
         x = convolve(convolve(convolve(b["x"], p["conv"]), p["grouped"], 2, stride=2), p["depthwise"], 16)
@@ -319,8 +397,11 @@ def test_flops_by_hand(gradient):
 
     graph = check(trace_loss(loss, params, IMAGES, gradient=gradient))
     expected = {
-        "conv": 2 * B * 8 * 8 * 8 * 9 * 3, "grouped": 2 * B * 4 * 4 * 16 * 9 * 4, "depthwise": 2 * B * 4 * 4 * 16 * 25,
-        "dense": 5 * 2 * B * 16 * 16, "head": 2 * B * 16 * C,
+        "conv": 2 * B * 8 * 8 * 8 * 9 * 3,
+        "grouped": 2 * B * 4 * 4 * 16 * 9 * 4,
+        "depthwise": 2 * B * 4 * 4 * 16 * 25,
+        "dense": 5 * 2 * B * 16 * 16,
+        "head": 2 * B * 16 * C,
     }
     assert {layer.name.removeprefix("params/"): layer.flops for layer in graph.layers} == expected
     assert graph.flops == sum(expected.values())

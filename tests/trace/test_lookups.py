@@ -1,4 +1,5 @@
-"""Tables that are only looked up in: found through what libraries and transformations make of a lookup, dense with a reason otherwise."""
+"""Tables that are only looked up in: found through what libraries and transformations make of a lookup, dense with a
+reason otherwise."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def custom_lookup(table, ids):
     return table[ids]
 
 
-custom_lookup.defvjp(lambda table, ids: (table[ids], (table, ids)), lambda kept, g: (jnp.zeros_like(kept[0]).at[kept[1]].add(g), None))
+custom_lookup.defvjp(
+    lambda table, ids: (table[ids], (table, ids)), lambda kept, g: (jnp.zeros_like(kept[0]).at[kept[1]].add(g), None)
+)
 
 SPARSE = {
     "take": (lambda p, ids: jnp.take(p["table"], ids, axis=0).sum(), [(16, "fill_or_drop", "float32", 1)]),
@@ -43,18 +46,34 @@ SPARSE = {
         lambda p, ids: p["table"][ids].sum() + p["table"][ids[:, 0]].sum(),
         [(16, "promise_in_bounds", "float32", 1), (8, "promise_in_bounds", "float32", 1)],
     ),
-    "vmap": (lambda p, ids: jax.vmap(lambda one: p["table"][one])(ids).sum(), [(16, "promise_in_bounds", "float32", 1)]),
-    "jit": (lambda p, ids: jax.jit(lambda t, i: t[i])(p["table"], ids).sum(), [(16, "promise_in_bounds", "float32", 1)]),
-    "remat": (lambda p, ids: jax.checkpoint(lambda t, i: jnp.sin(t[i]))(p["table"], ids).sum(), [(16, "promise_in_bounds", "float32", 1)]),
-    "scan": (
-        lambda p, ids: jax.lax.scan(lambda c, i: (c + p["table"][i].sum(), None), 0.0, ids)[0], [(16, "promise_in_bounds", "float32", 8)]
+    "vmap": (
+        lambda p, ids: jax.vmap(lambda one: p["table"][one])(ids).sum(),
+        [(16, "promise_in_bounds", "float32", 1)],
     ),
-    "bfloat16": (lambda p, ids: p["table"].astype(jnp.bfloat16)[ids].sum().astype(jnp.float32), [(16, "promise_in_bounds", "bfloat16", 1)]),
+    "jit": (
+        lambda p, ids: jax.jit(lambda t, i: t[i])(p["table"], ids).sum(),
+        [(16, "promise_in_bounds", "float32", 1)],
+    ),
+    "remat": (
+        lambda p, ids: jax.checkpoint(lambda t, i: jnp.sin(t[i]))(p["table"], ids).sum(),
+        [(16, "promise_in_bounds", "float32", 1)],
+    ),
+    "scan": (
+        lambda p, ids: jax.lax.scan(lambda c, i: (c + p["table"][i].sum(), None), 0.0, ids)[0],
+        [(16, "promise_in_bounds", "float32", 8)],
+    ),
+    "bfloat16": (
+        lambda p, ids: p["table"].astype(jnp.bfloat16)[ids].sum().astype(jnp.float32),
+        [(16, "promise_in_bounds", "bfloat16", 1)],
+    ),
 }
 DENSE = {
     "tied logits": (lambda p, ids: (p["table"][ids] @ p["table"].T).sum(), "also read by transpose"),
     "decay in the loss": (lambda p, ids: p["table"][ids].sum() + (p["table"] ** 2).sum(), "also read by"),
-    "a branch": (lambda p, ids: jax.lax.cond(ids[0, 0] > 0, lambda: p["table"][ids], lambda: 2 * p["table"][ids]).sum(), "stands in a condition"),
+    "a branch": (
+        lambda p, ids: jax.lax.cond(ids[0, 0] > 0, lambda: p["table"][ids], lambda: 2 * p["table"][ids]).sum(),
+        "stands in a condition",
+    ),
     "a custom derivative": (lambda p, ids: custom_lookup(p["table"], ids).sum(), "inside a custom derivative rule"),
 }
 NONE = {

@@ -37,13 +37,21 @@ def test_notation_parses():
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("b i, i o", "one ->"), ("b -> i -> o", "one ->"), ("(h d -> h", "not closed"), ("h d) -> h", "cannot hold ')'"),
-        ("b [i] -> b", "cannot hold '['"), ("... b ... -> b", "cannot hold '...'"), ("(... d) -> d", "cannot hold '...'"),
-        ("((h) d) -> h", "cannot hold '('"), ("3 b -> b", "cannot hold '3'"),
+        ("b i, i o", "one ->"),
+        ("b -> i -> o", "one ->"),
+        ("(h d -> h", "not closed"),
+        ("h d) -> h", "cannot hold ')'"),
+        ("b [i] -> b", "cannot hold '['"),
+        ("... b ... -> b", "cannot hold '...'"),
+        ("(... d) -> d", "cannot hold '...'"),
+        ("((h) d) -> h", "cannot hold '('"),
+        ("3 b -> b", "cannot hold '3'"),
     ],
 )
 def test_notation_that_does_not_parse(text, message):
-    with pytest.raises(TraceError, match=message.replace("(", r"\(").replace(")", r"\)").replace("[", r"\[").replace("...", r"\.\.\.")) as info:
+    with pytest.raises(
+        TraceError, match=message.replace("(", r"\(").replace(")", r"\)").replace("[", r"\[").replace("...", r"\.\.\.")
+    ) as info:
         register_dims("never_registered", text)
     assert text in str(info.value) and "remedy" in str(info.value)
     assert "never_registered" not in DIM_RULES
@@ -85,7 +93,9 @@ def _linear_primitive(name: str):
     def evaluate(x, w):
         return [x @ w]
 
-    return _compat.define_primitive(name, evaluate, lambda x, w: ([jax.core.ShapedArray((x.shape[0], w.shape[1]), x.dtype)], set()))
+    return _compat.define_primitive(
+        name, evaluate, lambda x, w: ([jax.core.ShapedArray((x.shape[0], w.shape[1]), x.dtype)], set())
+    )
 
 
 def test_a_primitive_of_ones_own(registered):
@@ -119,7 +129,9 @@ def test_rules_as_functions(registered):
     assert graph.unknown == ()
 
 
-@pytest.mark.parametrize("rule", ["b i, i o, x -> b o", lambda inputs, outputs, params: 1 / 0, lambda *_: DimMap((((),),), ())])
+@pytest.mark.parametrize(
+    "rule", ["b i, i o, x -> b o", lambda inputs, outputs, params: 1 / 0, lambda *_: DimMap((((),),), ())]
+)
 def test_a_rule_that_does_not_fit_its_operation(registered, rule):
     mine = _linear_primitive("my_misfit")
     registered("my_misfit", rule)

@@ -54,7 +54,12 @@ def test_two_networks_with_an_update_each(gradient):
     tx = optax.adam(1e-3)
     generator = {"g1": {"w": zeros(8, 64)}, "g2": {"w": zeros(64, D)}}
     critic = {"d1": {"w": zeros(D, 64)}, "d2": {"w": zeros(64, 1)}}
-    state = {"gen": generator, "critic": critic, "gen_opt": jax.eval_shape(tx.init, generator), "critic_opt": jax.eval_shape(tx.init, critic)}
+    state = {
+        "gen": generator,
+        "critic": critic,
+        "gen_opt": jax.eval_shape(tx.init, generator),
+        "critic_opt": jax.eval_shape(tx.init, critic),
+    }
     take = VALUE_AND_GRAD[gradient]
 
     def make(p, z):
@@ -137,7 +142,9 @@ def test_accumulation_by_hand(gradient):
 
 def test_per_example_gradients():
     def step(s, batch):
-        grads = jax.vmap(jax.grad(lambda p, x, y: cross_entropy(mlp(p, x), y)), (None, 0, 0))(s["params"], batch["x"], batch["y"])
+        grads = jax.vmap(jax.grad(lambda p, x, y: cross_entropy(mlp(p, x), y)), (None, 0, 0))(
+            s["params"], batch["x"], batch["y"]
+        )
         norms = jnp.sqrt(sum((g.reshape(B, -1) ** 2).sum(1) for g in jax.tree.leaves(grads)))
         grads = jax.tree.map(lambda g: (g / norms.reshape(-1, *[1] * (g.ndim - 1))).mean(0), grads)
         mu = jax.tree.map(lambda m, g: 0.9 * m + g, s["mu"], grads)
@@ -145,7 +152,9 @@ def test_per_example_gradients():
 
     graph = check(graph_of(step, {"params": MLP, "mu": MLP}, VECTORS))
     assert params_of(graph) == {f"params/{name}" for name in ("fc1/w", "fc1/b", "fc2/w", "fc2/b")}
-    assert all(leaf.follows == leaf.path.replace("mu/", "params/") for leaf in graph.leaves if leaf.path.startswith("mu/"))
+    assert all(
+        leaf.follows == leaf.path.replace("mu/", "params/") for leaf in graph.leaves if leaf.path.startswith("mu/")
+    )
     assert graph.num_examples == B
 
 
@@ -167,8 +176,11 @@ def test_second_derivatives(gradient):
 def test_weights_reach_their_use_by_detours(gradient):
     """Casts, weight norm, stopped gradients, low-rank updates: dims keep their names."""
     params = {
-        "half": {"w": zeros(D, 64)}, "normed": {"v": zeros(64, 64), "g": zeros(64)}, "stopped": {"w": zeros(64, 48)},
-        "adapted": {"w": zeros(48, 40), "a": zeros(48, 4), "b": zeros(4, 40)}, "head": {"w": zeros(40, C)},
+        "half": {"w": zeros(D, 64)},
+        "normed": {"v": zeros(64, 64), "g": zeros(64)},
+        "stopped": {"w": zeros(64, 48)},
+        "adapted": {"w": zeros(48, 40), "a": zeros(48, 4), "b": zeros(4, 40)},
+        "head": {"w": zeros(40, C)},
     }
 
     def loss(p, b):
@@ -186,7 +198,11 @@ def test_weights_reach_their_use_by_detours(gradient):
     assert names_of(graph, "params/adapted/a")[0] == "in" and names_of(graph, "params/adapted/b")[1] == "out"
     assert set(kinds(graph).values()) == {"dense"}
     assert graph.layer("params/normed").params == ("params/normed/v", "params/normed/g")
-    assert labels(graph, "params/normed/v", 1) == labels(graph, "params/normed/g", 0) == labels(graph, "params/stopped/w", 0)
+    assert (
+        labels(graph, "params/normed/v", 1)
+        == labels(graph, "params/normed/g", 0)
+        == labels(graph, "params/stopped/w", 0)
+    )
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
@@ -206,7 +222,10 @@ def test_averaged_and_target_parameters(gradient):
 
     def step(s, batch):
         def loss(p):
-            return mlp_loss(p, batch) + ((mlp(p, batch["x"]) - lax.stop_gradient(mlp(s["teacher"], batch["x"]))) ** 2).mean()
+            return (
+                mlp_loss(p, batch)
+                + ((mlp(p, batch["x"]) - lax.stop_gradient(mlp(s["teacher"], batch["x"]))) ** 2).mean()
+            )
 
         _, grads = VALUE_AND_GRAD[gradient](loss)(s["params"])
         params = jax.tree.map(lambda p, g: p - g, s["params"], grads)
@@ -214,7 +233,9 @@ def test_averaged_and_target_parameters(gradient):
         return {"params": params, "ema": blend("ema"), "teacher": blend("teacher")}, 0.0
 
     graph = check(graph_of(step, {"params": MLP, "ema": MLP, "teacher": MLP}, VECTORS))
-    assert params_of(graph) == {f"{tree}/{name}" for tree in ("params", "teacher") for name in ("fc1/w", "fc1/b", "fc2/w", "fc2/b")}
+    assert params_of(graph) == {
+        f"{tree}/{name}" for tree in ("params", "teacher") for name in ("fc1/w", "fc1/b", "fc2/w", "fc2/b")
+    }
     # Blended with the new parameters: the same storage, dim for dim.
     for dim in (0, 1):
         assert len({labels(graph, f"{tree}/fc1/w", dim, "hard") for tree in ("params", "ema", "teacher")}) == 1
@@ -225,8 +246,14 @@ def test_batches_of_any_structure():
     """Nested, with scalars, with keys beside; integer state, keys in the state, and optimizer state without leaves."""
     tx = optax.chain(optax.clip(1.0), optax.adam(1e-3))
     typed, raw = jax.eval_shape(lambda: jax.random.key(0)), zeros(2, dtype="uint32")
-    state = {"params": MLP, "opt": jax.eval_shape(tx.init, MLP), "count": zeros(dtype="int32"), "key": typed, "raw": raw,
-             "seen": zeros(C, dtype="int32")}
+    state = {
+        "params": MLP,
+        "opt": jax.eval_shape(tx.init, MLP),
+        "count": zeros(dtype="int32"),
+        "key": typed,
+        "raw": raw,
+        "seen": zeros(C, dtype="int32"),
+    }
     batch = {"inputs": {"x": zeros(B, D), "scale": zeros()}, "targets": [zeros(B, dtype="int32")]}
 
     def step(s, batch, key):
@@ -239,8 +266,14 @@ def test_batches_of_any_structure():
         value, grads = value_and_grad(loss)(s["params"])
         updates, opt = tx.update(grads, s["opt"])
         seen = s["seen"].at[batch["targets"][0]].add(1)
-        return {"params": optax.apply_updates(s["params"], updates), "opt": opt, "count": s["count"] + 1, "key": new,
-                "raw": jax.random.split(s["raw"])[0], "seen": seen}, value
+        return {
+            "params": optax.apply_updates(s["params"], updates),
+            "opt": opt,
+            "count": s["count"] + 1,
+            "key": new,
+            "raw": jax.random.split(s["raw"])[0],
+            "seen": seen,
+        }, value
 
     graph = check(graph_of(step, state, batch, extra=(typed,)))
     found = roles(graph)
@@ -252,7 +285,8 @@ def test_batches_of_any_structure():
 
 
 def test_a_loop_that_carries_nothing_beside_a_recurrence():
-    """A map over the sequence reads it by steps as a recurrence does, but carries nothing: its weights are not recurrent."""
+    """A map over the sequence reads it by steps as a recurrence does, but carries nothing: its weights are not
+    recurrent."""
     params = {"wh": zeros(D, D), "each": zeros(D, D), "out": zeros(D, C)}
 
     def loss(p, batch):
@@ -391,7 +425,9 @@ def test_examples_that_are_pooled(gradient):
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_examples_that_are_picked(gradient):
     def loss(p, b):
-        return mlp(p, b["x"][np.array([0, 3, 4])]).sum() + mlp(p, jnp.take(b["x"], jnp.arange(2 * B) // 2, axis=0)).sum()
+        return (
+            mlp(p, b["x"][np.array([0, 3, 4])]).sum() + mlp(p, jnp.take(b["x"], jnp.arange(2 * B) // 2, axis=0)).sum()
+        )
 
     graph = check(trace_loss(loss, MLP, {"x": zeros(B, D)}, gradient=gradient))
     sizes = {use.data_shape[0]: graph.is_example(use.data_dims[0]) for use in graph.uses if not use.backward}
@@ -404,7 +440,10 @@ def test_anchors_in_the_loss_follow_their_parameter(gradient):
 
     def step(s, batch):
         def loss(p):
-            pull = sum(((a - b) ** 2 * w).sum() for a, b, w in zip(*map(jax.tree.leaves, (p, s["old"], s["weight"])), strict=True))
+            pull = sum(
+                ((a - b) ** 2 * w).sum()
+                for a, b, w in zip(*map(jax.tree.leaves, (p, s["old"], s["weight"])), strict=True)
+            )
             return mlp_loss(p, batch) + pull
 
         _, grads = VALUE_AND_GRAD[gradient](loss)(s["params"])

@@ -27,7 +27,8 @@ def make_step(tx):
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss}
 
     table = jnp.linspace(-1.0, 1.0, NUM_ROWS * WIDTH).reshape(NUM_ROWS, WIDTH)
-    params = {"table": table, "w": jnp.ones((WIDTH, 2)), "scale": jnp.ones(1)}  # one number as an array: no row of a table
+    # one number as an array: no row of a table
+    params = {"table": table, "w": jnp.ones((WIDTH, 2)), "scale": jnp.ones(1)}
     return step, {"params": params, "opt": tx.init(params)}
 
 
@@ -37,11 +38,16 @@ def batch_of(ids):
 
 def analyse(step, state):
     """The verdict on the table `params/table`, and the paths of the leaves."""
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+    paths = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]
+    ]
     leaves, tree = jax.tree.flatten((state, batch_of(TOUCHED)))
     flat = flatten(jax.make_jaxpr(lambda *xs: jax.tree.leaves(step(*jax.tree.unflatten(tree, xs))))(*leaves))
     table = paths.index("params/table")
-    gradient = next(op.outputs[0] for op in flat.ops if op.primitive == "_gradient" and op.inputs[0] == flat.inputs[table])
+    gradient = next(
+        op.outputs[0] for op in flat.ops if op.primitive == "_gradient" and op.inputs[0] == flat.inputs[table]
+    )
     return row_update(flat, gradient, table, {n: n for n in range(len(paths))}, paths), paths
 
 
@@ -66,7 +72,10 @@ ROW_BY_ROW = {
     "signs": (optax.sign_sgd(0.1), 1),
     "centred rows": (optax.chain(optax.centralize(), optax.sgd(0.1)), 1),
     "a trained part": (optax.masked(optax.adagrad(0.1), {"table": True, "w": False, "scale": False}), 2),
-    "multi transform": (optax.multi_transform({"a": optax.adagrad(0.1), "b": optax.adam(0.1)}, {"table": "a", "w": "b", "scale": "b"}), 2),
+    "multi transform": (
+        optax.multi_transform({"a": optax.adagrad(0.1), "b": optax.adam(0.1)}, {"table": "a", "w": "b", "scale": "b"}),
+        2,
+    ),
 }
 DECAYING = {
     "momentum": (optax.sgd(0.1, momentum=0.9), "opt/0/trace/table changes, by mul"),
@@ -129,7 +138,9 @@ def test_other_parameters_behind_a_norm_of_all_gradients_are_not_this_tables():
     tx = optax.chain(optax.clip_by_global_norm(0.01), optax.adagrad(0.1))
 
     def step(state, batch):
-        loss, grads = splitjax.value_and_grad(lambda p: jnp.mean((p["table"][batch["ids"]].sum(-1) + p["bias"]) ** 2))(state["params"])
+        loss, grads = splitjax.value_and_grad(lambda p: jnp.mean((p["table"][batch["ids"]].sum(-1) + p["bias"]) ** 2))(
+            state["params"]
+        )
         updates, opt = tx.update(grads, state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss}
 

@@ -22,10 +22,19 @@ D, HEADS, FF, VOCAB, T = 4096, 32, 11008, 32000, 64
 def llama(num_layers: int):
     """The 7B model of Touvron et al. (arXiv 2302.13971), abstractly."""
     block = {
-        "n1": zeros(D), "q": zeros(D, HEADS, D // HEADS), "k": zeros(D, HEADS, D // HEADS), "v": zeros(D, HEADS, D // HEADS),
-        "o": zeros(HEADS, D // HEADS, D), "n2": zeros(D), "gate": zeros(D, FF), "up": zeros(D, FF), "down": zeros(FF, D),
+        "n1": zeros(D),
+        "q": zeros(D, HEADS, D // HEADS),
+        "k": zeros(D, HEADS, D // HEADS),
+        "v": zeros(D, HEADS, D // HEADS),
+        "o": zeros(HEADS, D // HEADS, D),
+        "n2": zeros(D),
+        "gate": zeros(D, FF),
+        "up": zeros(D, FF),
+        "down": zeros(FF, D),
     }
-    params = {"embed": zeros(VOCAB, D), "norm": zeros(D), "head": zeros(D, VOCAB)} | {f"block_{i}": dict(block) for i in range(num_layers)}
+    params = {"embed": zeros(VOCAB, D), "norm": zeros(D), "head": zeros(D, VOCAB)} | {
+        f"block_{i}": dict(block) for i in range(num_layers)
+    }
 
     def rms(x, scale):
         return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
@@ -60,7 +69,9 @@ def vgg16():
         x = b["x"]
         for i, width in enumerate(widths):
             if width:
-                x = lax.conv_general_dilated(x, p[f"conv{i}"]["w"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+                x = lax.conv_general_dilated(
+                    x, p[f"conv{i}"]["w"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+                )
                 x = jax.nn.relu(x + p[f"conv{i}"]["b"])
             else:
                 x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
@@ -82,7 +93,8 @@ def seconds(model, gradient: str, repeat: int = 1) -> tuple[float, float, object
     arguments = [Argument(path_of(path[1:]), path[0].idx == 0, path[0].idx == 1) for path, _ in paths]
     results = {i: i for i in range(sum(one.is_state for one in arguments))}
     gc.collect()
-    gc.disable()  # a full collection of what hundreds of other tests left behind takes a second, whoever happens to start it
+    # a full collection of what hundreds of other tests left behind takes a second, whoever happens to start it
+    gc.disable()
     try:
         start = time.process_time()
         closed, _ = _compat.trace(step, *args)
@@ -101,7 +113,8 @@ def seconds(model, gradient: str, repeat: int = 1) -> tuple[float, float, object
 def test_vgg16_in_a_second(gradient):
     trace, build, graph = seconds(vgg16(), gradient)
     assert len(graph.layers) == 16 and [layer.kind for layer in graph.layers] == ["conv"] * 13 + ["dense"] * 3
-    # Simonyan and Zisserman (arXiv 1409.1556) count 15.3 G multiply-adds of convolutions and 0.12 G of dense layers an image.
+    # Simonyan and Zisserman (arXiv 1409.1556) count 15.3 G multiply-adds of convolutions and 0.12 G of dense layers an
+    # image.
     assert graph.flops / B / 2 == pytest.approx(15.47e9, rel=0.01)
     assert sum(leaf.size for leaf in graph.params) == pytest.approx(138e6, rel=0.01)
     assert trace + build < 1

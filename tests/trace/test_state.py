@@ -49,7 +49,9 @@ OPTIMIZERS = {
     "adaptive clip": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1, momentum=0.9)),
     "apply_if_finite": optax.apply_if_finite(optax.adam(1e-3), 3),
     "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(learning_rate=_SCHEDULE, weight_decay=0.1),
-    "multi_transform": optax.multi_transform({"matrix": optax.adam(1e-3), "vector": optax.sgd(0.1, momentum=0.9)}, by_rank),
+    "multi_transform": optax.multi_transform(
+        {"matrix": optax.adam(1e-3), "vector": optax.sgd(0.1, momentum=0.9)}, by_rank
+    ),
     "masked": optax.masked(optax.adam(1e-3), is_matrix),
     "frozen vectors": optax.multi_transform({"matrix": optax.adam(1e-3), "vector": optax.set_to_zero()}, by_rank),
     "averaged updates": optax.chain(optax.sgd(0.1), optax.ema(0.99)),
@@ -67,10 +69,19 @@ def loose_ends(graph: Graph, prefix: str = "params/") -> list[str]:
     """State that should follow a parameter dim for dim, and does not."""
     found = []
     for leaf in graph.state:
-        if leaf.role == "param" or leaf.size <= 1 or leaf.path.endswith(OWN) or not leaf.dtype.startswith(("float", "bfloat")):
+        if (
+            leaf.role == "param"
+            or leaf.size <= 1
+            or leaf.path.endswith(OWN)
+            or not leaf.dtype.startswith(("float", "bfloat"))
+        ):
             continue
         ending = [f"/{one.path.removeprefix(prefix)}" for one in graph.params]
-        expected = {end for end in ending if leaf.path.endswith(end) or f"{end}/" in leaf.path or leaf.path.endswith(f"{end}/raw_value")}
+        expected = {
+            end
+            for end in ending
+            if leaf.path.endswith(end) or f"{end}/" in leaf.path or leaf.path.endswith(f"{end}/raw_value")
+        }
         if not leaf.follows or leaf.role != "optimizer":
             found.append(f"{leaf.path} follows nothing")
         elif not any(f"/{leaf.follows.removeprefix(prefix)}" == end for end in expected):
@@ -112,7 +123,9 @@ def test_every_optimizer(name, gradient):
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("name", ["adafactor", "clipped"])
-@pytest.mark.parametrize("kind", ["linen_conv", "linen_stack", "nnx_tied", "haiku_model", "equinox_model", "lists_of_tuples", "experts"])
+@pytest.mark.parametrize(
+    "kind", ["linen_conv", "linen_stack", "nnx_tied", "haiku_model", "equinox_model", "lists_of_tuples", "experts"]
+)
 def test_every_framework(kind, name, gradient):
     loss, params, batch = model(kind)
     graph = check(trace_loss(loss, params, batch, OPTIMIZERS[name], gradient))
@@ -167,14 +180,19 @@ def test_accumulators_under_a_condition(gradient):
         params, mu, total = jax.lax.cond(s["count"] % 4 == 3, apply, lambda *same: same, s["params"], s["mu"], total)
         return {"params": params, "mu": mu, "total": total, "count": s["count"] + 1}, 0.0
 
-    graph = check(graph_of(step, {"params": params, "mu": params, "total": params, "count": zeros(dtype="int32")}, batch))
+    graph = check(
+        graph_of(step, {"params": params, "mu": params, "total": params, "count": zeros(dtype="int32")}, batch)
+    )
     assert loose_ends(graph) == []
     assert tied_params(graph) == []
 
 
 def test_state_that_no_update_reaches_follows_by_its_path():
     loss, params, batch = model("plain_dict")
-    step = lambda s, b: (s | {"params": jax.tree.map(lambda p, g: p - g, s["params"], jax.grad(loss)(s["params"], b))}, 0.0)  # noqa: E731
+    step = lambda s, b: (
+        s | {"params": jax.tree.map(lambda p, g: p - g, s["params"], jax.grad(loss)(s["params"], b))},
+        0.0,
+    )  # noqa: E731
     spare = {"params": {"inner": zeros(D, 64)}}
     params = {"inner": zeros(D, 64), "out": zeros(64, C)}
     loss = lambda p, b: cross_entropy(b["x"] @ p["inner"] @ p["out"], b["y"])  # noqa: E731

@@ -6,9 +6,7 @@ from benchmarks.strangers.adapters import equinox, flax_linen, flax_nnx, haiku, 
 from benchmarks.strangers.adapters.base import Loaded, Stranger
 
 ALL: tuple[Stranger, ...] = tuple(
-    stranger
-    for module in (flax_linen, flax_nnx, haiku, equinox, optax, plain_jax)
-    for stranger in module.STRANGERS
+    stranger for module in (flax_linen, flax_nnx, haiku, equinox, optax, plain_jax) for stranger in module.STRANGERS
 )
 
 __all__ = ["ALL", "Loaded", "Stranger"]

@@ -6,7 +6,8 @@ read it, all leaving the step as its authors wrote it:
 - `example_module`: an example's folder goes on the import path and its module is imported whole;
 - `pick`: from a script, a notebook or a Markdown page, the import statements and the named definitions are executed,
   also those inside a function (`"main.update"`) or under `if __name__ == "__main__":` (`"__main__.update"`);
-- `undecorated`: what is under `jax.jit`, `nnx.jit` or `eqx.filter_jit`, because the decorator under test takes its place.
+- `undecorated`: what is under `jax.jit`, `nnx.jit` or `eqx.filter_jit`, because the decorator under test takes its
+  place.
 
 Packages that only bring data, plots or logs are replaced by empty stand-ins (`STUBBED`); batches are synthetic.
 """
@@ -31,10 +32,30 @@ from typing import Any
 import numpy as np
 
 STUBBED = (
-    "albumentations", "datasets", "diffrax", "dm_env", "dp_accounting", "grain", "matplotlib", "mpl_toolkits", "pandas",
-    "plotnine", "requests", "seaborn", "sentencepiece", "tensorboard", "tensorboardX", "tensorflow", "tensorflow_datasets",
-    "tensorflow_text", "tiktoken", "torch", "torchvision", "tqdm", "transformers",
-)  # fmt: skip
+    "albumentations",
+    "datasets",
+    "diffrax",
+    "dm_env",
+    "dp_accounting",
+    "grain",
+    "matplotlib",
+    "mpl_toolkits",
+    "pandas",
+    "plotnine",
+    "requests",
+    "seaborn",
+    "sentencepiece",
+    "tensorboard",
+    "tensorboardX",
+    "tensorflow",
+    "tensorflow_datasets",
+    "tensorflow_text",
+    "tiktoken",
+    "torch",
+    "torchvision",
+    "tqdm",
+    "transformers",
+)
 
 
 @dataclasses.dataclass(frozen=True)

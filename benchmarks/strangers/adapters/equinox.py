@@ -103,7 +103,9 @@ def rnn(path: pathlib.Path) -> Loaded:
     )
 
 
-@stranger("equinox-frozen-layer", "docs/examples/frozen_layer.ipynb", "dense", "frozen", "vmap", "multi_state", "no_loss")
+@stranger(
+    "equinox-frozen-layer", "docs/examples/frozen_layer.ipynb", "dense", "frozen", "vmap", "multi_state", "no_loss"
+)
 def frozen_layer(path: pathlib.Path) -> Loaded:
     import equinox as eqx
     import jax

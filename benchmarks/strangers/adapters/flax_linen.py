@@ -65,7 +65,9 @@ def _transformer_state(train: object, model: object, *inputs: object) -> tuple:
     return (state_type.create(apply_fn=model.apply, params=params, tx=tx, **more),)
 
 
-@stranger("flax-lm1b-transformer", "examples/lm1b/train.py", "attention", "embedding", "dropout", "TrainState", "static")
+@stranger(
+    "flax-lm1b-transformer", "examples/lm1b/train.py", "attention", "embedding", "dropout", "TrainState", "static"
+)
 def lm1b(path: pathlib.Path) -> Loaded:
     import jax
     import jax.numpy as jnp
@@ -101,6 +103,7 @@ def wmt(path: pathlib.Path) -> Loaded:
                                             mlp_dim=64, max_len=32)  # fmt: skip
     model = train.models.Transformer(config.replace(deterministic=True))
     schedule = train.create_learning_rate_schedule(0.01, 4)
+
     def arguments(states: tuple, number: int) -> tuple[tuple, dict]:
         tokens = [padded_tokens(number, 64, BATCH, 32, salt=salt) for salt in (4, 5)]
         batch = dict(zip(("inputs", "targets"), tokens, strict=True))
@@ -151,7 +154,11 @@ def sst2(path: pathlib.Path) -> Loaded:
 
     def batch(number: int) -> dict:
         tokens = padded_tokens(number, 64, BATCH, 24)
-        return {"token_ids": tokens, "length": (tokens > 0).sum(1).astype(np.int32), "label": integers(number, 2, BATCH)}
+        return {
+            "token_ids": tokens,
+            "length": (tokens > 0).sum(1).astype(np.int32),
+            "label": integers(number, 2, BATCH),
+        }
 
     return Loaded(
         step=train.train_step,
@@ -192,7 +199,9 @@ def vae(path: pathlib.Path) -> Loaded:
     )
 
 
-@stranger("flax-ppo", "examples/ppo/ppo_lib.py", "conv", "dense", "TrainState", "static", "several_updates", "actor_critic")
+@stranger(
+    "flax-ppo", "examples/ppo/ppo_lib.py", "conv", "dense", "TrainState", "static", "several_updates", "actor_critic"
+)
 def ppo(path: pathlib.Path) -> Loaded:
     import jax
     import ml_collections

@@ -67,7 +67,9 @@ def _toy_batch(number: int) -> tuple:
     return images(number, 32, 1), normals(number, 32, 1)
 
 
-@stranger("nnx-lifted-transforms", "examples/nnx_toy_examples/02_lifted_transforms.py", "dense", "multi_state", "no_loss")
+@stranger(
+    "nnx-lifted-transforms", "examples/nnx_toy_examples/02_lifted_transforms.py", "dense", "multi_state", "no_loss"
+)
 def lifted_transforms(path: pathlib.Path) -> Loaded:
     import optax
     from flax import nnx
@@ -89,7 +91,9 @@ def lifted_transforms(path: pathlib.Path) -> Loaded:
     )
 
 
-@stranger("nnx-train-state", "examples/nnx_toy_examples/03_train_state.py", "dense", "split_merge", "TrainState", "no_loss")
+@stranger(
+    "nnx-train-state", "examples/nnx_toy_examples/03_train_state.py", "dense", "split_merge", "TrainState", "no_loss"
+)
 def train_state(path: pathlib.Path) -> Loaded:
     import optax
     from flax import nnx
@@ -99,7 +103,9 @@ def train_state(path: pathlib.Path) -> Loaded:
     def states() -> tuple:
         model = script.MLP(din=1, dhidden=32, dout=1, rngs=nnx.Rngs(0))
         graphdef, params, counts = nnx.split(model, nnx.Param, script.Count)
-        state = script.TrainState.create(apply_fn=None, graphdef=graphdef, params=params, tx=optax.sgd(0.1), counts=counts)
+        state = script.TrainState.create(
+            apply_fn=None, graphdef=graphdef, params=params, tx=optax.sgd(0.1), counts=counts
+        )
         return (state,)
 
     return Loaded(

@@ -1,4 +1,5 @@
-"""Training steps of optax's documentation and examples (checkout `optax`, the public repository google-deepmind/optax)."""
+"""Training steps of optax's documentation and examples (checkout `optax`, the public repository
+google-deepmind/optax)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def _digits(number: int) -> tuple:
     return images(number, BATCH, 28, 28, 1), integers(number, 10, BATCH)
 
 
-@stranger("optax-getting-started", "docs/getting_started.ipynb", "dense", "multi_state", "inject_hyperparams", "schedule")
+@stranger(
+    "optax-getting-started", "docs/getting_started.ipynb", "dense", "multi_state", "inject_hyperparams", "schedule"
+)
 def getting_started(path: pathlib.Path) -> Loaded:
     import numpy as np
 

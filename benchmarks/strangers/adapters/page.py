@@ -25,13 +25,17 @@ def text(result: dict[str, Any]) -> str:
     lines = [
         "# Strangers: other people's training steps",
         "",
-        f"**{counts['passed']} of {counts['total']} pass**, {counts['split']} of them with arrays split over the model axis: "
-        f"{frameworks}.",
+        (
+            f"**{counts['passed']} of {counts['total']} pass**, {counts['split']} of them with arrays split over the"
+            f" model axis: {frameworks}."
+        ),
         "",
-        f"A step passes where every rule set ({', '.join(environment['rules'])}) plans it and runs it on a mesh of "
-        f"{environment['mesh']} (data x model), and the losses of {environment['num_steps']} steps are those of one device "
-        "(1e-4, relative above one and absolute below). The steps are read from public checkouts, unchanged but for their "
-        "own jit; `benchmarks/strangers/main.py` says how.",
+        (
+            f"A step passes where every rule set ({', '.join(environment['rules'])}) plans it and runs it on a mesh of"
+            f" {environment['mesh']} (data x model), and the losses of {environment['num_steps']} steps are those of"
+            " one device (1e-4, relative above one and absolute below). The steps are read from public checkouts,"
+            " unchanged but for their own jit; `benchmarks/strangers/main.py` says how."
+        ),
         "",
         environment["header"].rstrip(),
         f"- checkouts: {commits}",

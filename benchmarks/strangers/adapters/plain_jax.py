@@ -89,4 +89,3 @@ def dpsgd(path: pathlib.Path) -> Loaded:
         options={"state_argnums": (2,), "batch_argnums": (3,)},
         probe=lambda states: script.loss(script.get_params(states[0]), batch(0, dummy_dim=False)),
     )
-

@@ -152,7 +152,9 @@ def _run(loaded: Loaded, step: Callable, num_steps: int, *, planned: bool = Fals
             first_call_seconds = time.perf_counter() - start
         losses.append(_losses(loaded, loss, states))
     arrays = _arrays(loaded, states)
-    num_sharded = sum("model" in str(getattr(leaf.sharding, "spec", "")) for leaf in arrays if isinstance(leaf, jax.Array))
+    num_sharded = sum(
+        "model" in str(getattr(leaf.sharding, "spec", "")) for leaf in arrays if isinstance(leaf, jax.Array)
+    )
     return Run(losses, [_host(leaf) for leaf in arrays], num_sharded, plan_seconds, first_call_seconds, plan)
 
 

@@ -19,7 +19,8 @@ from splitjax.lower.microbatch.pairing import Const, Node, Program, Ref, resized
 
 BEFORE, LOOP, AFTER, INSIDE = "before", "loop", "after", "inside"
 Env = dict[tuple[int, str], Any]
-# (equation, operands, site) -> results: how one equation is evaluated. The site is as in `trace.flatten`, within the forward.
+# (equation, operands, site) -> results: how one equation is evaluated. The site is as in `trace.flatten`, within the
+# forward.
 Bind = Callable[[Any, Sequence[Any], tuple[int, ...]], Sequence[Any]]
 
 
@@ -37,9 +38,11 @@ class Evaluator:
     split: Split
     bind: Bind
 
-    def run(self, marked: Marked, env: Env, stage: str, slot: Slot | None = None, only: Collection[int] | None = None) -> None:
-        """Computes what is needed of a body and not yet in `env`. `stage`: at the top, which of the three parts of the step;
-        INSIDE for nested bodies, where known values are computed on the spot. `only`: the nodes to run."""
+    def run(
+        self, marked: Marked, env: Env, stage: str, slot: Slot | None = None, only: Collection[int] | None = None
+    ) -> None:
+        """Computes what is needed of a body and not yet in `env`. `stage`: at the top, which of the three parts of the
+        step; INSIDE for nested bodies, where known values are computed on the spot. `only`: the nodes to run."""
         analysis = marked.analysis
         for index, node in enumerate(analysis.body.nodes):
             if only is not None and index not in only:
@@ -72,7 +75,11 @@ class Evaluator:
         wanted = [v for v in node.outputs if (v, WHOLE) in marked.needed and (v, WHOLE) not in env]
         if index in marked.pruned and stage in (BEFORE, INSIDE):
             closed, used, known = marked.pruned[index]
-            operands = [self.read(analysis, ref, WHOLE, env, None) for ref, is_used in zip(node.inputs, used, strict=True) if is_used]
+            operands = [
+                self.read(analysis, ref, WHOLE, env, None)
+                for ref, is_used in zip(node.inputs, used, strict=True)
+                if is_used
+            ]
             values = iter(_compat.eval_jaxpr(closed, (), *operands))
             env.update({(v, WHOLE): next(values) for v, is_known in zip(node.outputs, known, strict=True) if is_known})
             return
@@ -123,7 +130,9 @@ class Evaluator:
             return operands  # written for the whole batch; layouts inside the loop are the plan's business
         if found.outcome.rows is not None:
             position, component = found.outcome.rows
-            operands[position] = _own_numbers(operands[position], component, analysis.info(node.inputs[position], self.batch))
+            operands[position] = _own_numbers(
+                operands[position], component, analysis.info(node.inputs[position], self.batch)
+            )
         if self.batch.is_exact:
             return self.bind(node.part, operands, node.site)
         if node.name in DERIVATIVE_RULES:
@@ -133,7 +142,9 @@ class Evaluator:
     def draw(self, node: Node, key: Any, info: Info, slot: Slot) -> Any:
         """A microbatch's own random bits among those of the whole batch."""
         shape, layout = node.whole.outvars[0].aval.shape, info.layout
-        numbers = self.split.take(jnp.arange(shape[layout.dim], dtype=jnp.uint32), dataclasses.replace(layout, dim=0), slot)
+        numbers = self.split.take(
+            jnp.arange(shape[layout.dim], dtype=jnp.uint32), dataclasses.replace(layout, dim=0), slot
+        )
         positions = jnp.zeros((), jnp.uint32)
         for dim, size in enumerate(shape):
             own = numbers if dim == layout.dim else jnp.arange(size, dtype=jnp.uint32)
@@ -141,31 +152,44 @@ class Evaluator:
         return _compat.positional_bits(key, node.whole.params["bit_width"], positions)
 
     def repeated(self, analysis: Analysis, node: Node, found: Found, operands: list[Any]) -> Sequence[Any]:
-        """A function with its own derivative rule exists at the sizes of the traces only: it is run on the microbatch's one
-        example repeated, and the first result is kept."""
+        """A function with its own derivative rule exists at the sizes of the traces only: it is run on the microbatch's
+        one example repeated, and the first result is kept."""
         layouts = [analysis.info(ref, self.batch).layout for ref in node.inputs]
-        repeated = [self.split.resize(value, layout, self.batch.run, self.batch.part) for value, layout in zip(operands, layouts, strict=True)]
+        repeated = [
+            self.split.resize(value, layout, self.batch.run, self.batch.part)
+            for value, layout in zip(operands, layouts, strict=True)
+        ]
         results = self.bind(node.part, repeated, node.site)
         return [
-            self.split.resize(value, info.layout, self.batch.part, self.batch.run) for value, info in zip(results, found.outcome.infos, strict=True)
+            self.split.resize(value, info.layout, self.batch.part, self.batch.run)
+            for value, info in zip(results, found.outcome.infos, strict=True)
         ]
 
-    def inputs(self, analysis: Analysis, marked: Marked, operands: Sequence[Ref], targets: Sequence[Info], env: Env, slot: Slot) -> list[Any]:
+    def inputs(
+        self, analysis: Analysis, marked: Marked, operands: Sequence[Ref], targets: Sequence[Info], env: Env, slot: Slot
+    ) -> list[Any]:
         """The values of a nested body's needed inputs, in the order of `marked.inputs`."""
         values = []
         for position, form in marked.inputs:
             ref = operands[position]
             values.append(
-                self.read(analysis, ref, WHOLE, env, slot) if form == WHOLE else self.bring(analysis, ref, targets[position], env, slot)
+                self.read(analysis, ref, WHOLE, env, slot)
+                if form == WHOLE
+                else self.bring(analysis, ref, targets[position], env, slot)
             )
         return values
 
     def body(self, marked: Marked, values: Sequence[Any], slot: Slot) -> Env:
-        env: Env = {(marked.analysis.body.inputs[p], form): value for (p, form), value in zip(marked.inputs, values, strict=True)}
+        env: Env = {
+            (marked.analysis.body.inputs[p], form): value
+            for (p, form), value in zip(marked.inputs, values, strict=True)
+        }
         self.run(marked, env, INSIDE, slot)
         return env
 
-    def results(self, inner: Analysis, wanted: Sequence[int], targets: Sequence[Info], env: Env, slot: Slot) -> list[Any]:
+    def results(
+        self, inner: Analysis, wanted: Sequence[int], targets: Sequence[Info], env: Env, slot: Slot
+    ) -> list[Any]:
         return [self.bring(inner, inner.body.outputs[k], targets[k], env, slot) for k in wanted]
 
     def remat(self, marked: Marked, index: int, node: Node, found: Found, env: Env, slot: Slot) -> Sequence[Any]:
@@ -193,15 +217,26 @@ class Evaluator:
 
         first = marked.nested[index][0]
         values = self.inputs(
-            marked.analysis, dataclasses.replace(first, inputs=tuple(every)), node.inputs[1:], first.analysis.inputs, env, slot
+            marked.analysis,
+            dataclasses.replace(first, inputs=tuple(every)),
+            node.inputs[1:],
+            first.analysis.inputs,
+            env,
+            slot,
         )
         choice = self.use(marked.analysis, node.inputs[0], env, slot)
-        return _place(lax.switch(choice, [branch(one) for one in marked.nested[index]], values, slot), wanted, len(node.outputs))
+        return _place(
+            lax.switch(choice, [branch(one) for one in marked.nested[index]], values, slot), wanted, len(node.outputs)
+        )
 
     def scan(self, marked: Marked, index: int, node: Node, found: Found, env: Env, slot: Slot) -> Sequence[Any]:
         (inner,), analysis, params = marked.nested[index], marked.analysis, node.part.params
         num_consts, num_carry = _compat.scan_counts(node.whole.params)
-        targets = (*inner.analysis.inputs[:num_consts], *found.targets, *inner.analysis.inputs[num_consts + num_carry :])
+        targets = (
+            *inner.analysis.inputs[:num_consts],
+            *found.targets,
+            *inner.analysis.inputs[num_consts + num_carry :],
+        )
         outputs = (*found.targets, *inner.analysis.outputs[num_carry:])
         stacked = [k for k in inner.returned if k >= num_carry]
         carried = sorted(
@@ -210,30 +245,48 @@ class Evaluator:
         )
         consts = [(p, form) for p, form in inner.inputs if p < num_consts]
         scanned = [(p, form) for p, form in inner.inputs if p >= num_consts + num_carry]
-        fetch = lambda needs: self.inputs(analysis, dataclasses.replace(inner, inputs=tuple(needs)), node.inputs, targets, env, slot)
+        fetch = lambda needs: self.inputs(
+            analysis, dataclasses.replace(inner, inputs=tuple(needs)), node.inputs, targets, env, slot
+        )
         shared = fetch(consts)
         start = [
-            jnp.asarray(value, self.program.types[inner.analysis.body.inputs[num_consts + k]][0].dtype) if isinstance(value, (int, float, complex)) else value
+            jnp.asarray(value, self.program.types[inner.analysis.body.inputs[num_consts + k]][0].dtype)
+            if isinstance(value, (int, float, complex))
+            else value
             for (k, _), value in zip(carried, fetch([(num_consts + k, form) for k, form in carried]), strict=True)
         ]
 
         def step(carry, slices):
-            at_hand = dict(zip(consts, shared, strict=True)) | {(num_consts + k, form): v for (k, form), v in zip(carried, carry, strict=True)}
+            at_hand = dict(zip(consts, shared, strict=True)) | {
+                (num_consts + k, form): v for (k, form), v in zip(carried, carry, strict=True)
+            }
             at_hand |= dict(zip(scanned, slices, strict=True))
             inside = self.body(inner, [at_hand[need] for need in inner.inputs], slot)
             after = [
-                self.read(inner.analysis, inner.analysis.body.outputs[k], WHOLE, inside, slot) if form == WHOLE
+                self.read(inner.analysis, inner.analysis.body.outputs[k], WHOLE, inside, slot)
+                if form == WHOLE
                 else self.bring(inner.analysis, inner.analysis.body.outputs[k], found.targets[k], inside, slot)
                 for k, form in carried
             ]
-            after = [jnp.asarray(new, old.dtype) if not hasattr(new, "dtype") else new for new, old in zip(after, carry, strict=True)]
+            after = [
+                jnp.asarray(new, old.dtype) if not hasattr(new, "dtype") else new
+                for new, old in zip(after, carry, strict=True)
+            ]
             return after, self.results(inner.analysis, stacked, outputs, inside, slot)
 
         extra = {"_split_transpose": params["_split_transpose"]} if params.get("_split_transpose") else {}
         final, rows = lax.scan(
-            step, start, fetch(scanned), length=params["length"], reverse=params["reverse"], unroll=params["unroll"], **extra
+            step,
+            start,
+            fetch(scanned),
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+            **extra,
         )
-        values = {k: value for (k, form), value in zip(carried, final, strict=True) if form == used_form(found.targets[k])}
+        values = {
+            k: value for (k, form), value in zip(carried, final, strict=True) if form == used_form(found.targets[k])
+        }
         values.update(zip(stacked, rows, strict=True))
         return [values.get(k) for k in range(len(node.outputs))]
 

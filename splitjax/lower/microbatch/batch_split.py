@@ -1,9 +1,9 @@
 """Which examples a microbatch has, and how values are cut and put together again.
 
-The batch of B examples lies on the workers in order: with the batch axes of sizes s1..sk, worker (i1..ik) has a contiguous
-part. A microbatch takes one N-th of *each* worker's part, so that cutting moves nothing: the example index is read as
-(s1, .., sk, N, n) and microbatch m has the entries with N-index m. Axes that are manual in the surrounding `shard_map` appear
-with size 1 inside it.
+The batch of B examples lies on the workers in order: with the batch axes of sizes s1..sk, worker (i1..ik) has a
+contiguous part. A microbatch takes one N-th of *each* worker's part, so that cutting moves nothing: the example index
+is read as (s1, .., sk, N, n) and microbatch m has the entries with N-index m. Axes that are manual in the surrounding
+`shard_map` appear with size 1 inside it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from splitjax.lower.microbatch.example_relation import Layout
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["microbatch", "places"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Inside the loop: the number of the microbatch, and the worker's place along each manual axis (scalar int32 tracers)."""
+    """Inside the loop: the number of the microbatch, and the worker's place along each manual axis (scalar int32
+    tracers)."""
 
     microbatch: Any
     places: Mapping[str, Any]
@@ -40,7 +41,8 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How the batch is cut. `axes`: the batch axes with their sizes, major first; `manual`: those that `shard_map` handles."""
+    """How the batch is cut. `axes`: the batch axes with their sizes, major first; `manual`: those that `shard_map`
+    handles."""
 
     num_microbatches: int
     axes: tuple[tuple[str, int], ...]
@@ -64,14 +66,24 @@ class Split:
     def _factors(self, size: int, layout: Layout) -> tuple[int, ...]:
         sizes = tuple(size for _, size in self.axes)
         examples = size // (layout.major * layout.minor)
-        return (layout.major, *sizes, self.num_microbatches, examples // (math.prod(sizes) * self.num_microbatches), layout.minor)
+        return (
+            layout.major,
+            *sizes,
+            self.num_microbatches,
+            examples // (math.prod(sizes) * self.num_microbatches),
+            layout.minor,
+        )
 
     def _local(self, factors: Sequence[int]) -> tuple[int, ...]:
-        return (factors[0], *(1 if name in self.manual else size for name, size in self.axes), *factors[len(self.axes) + 1 :])
+        return (
+            factors[0],
+            *(1 if name in self.manual else size for name, size in self.axes),
+            *factors[len(self.axes) + 1 :],
+        )
 
     def cut(self, value: Any, layout: Layout, whole_over: Sequence[str] = ()) -> Any:
-        """A whole value as (N, *before, major, s1..sk, n, minor, *behind): microbatches lead. `whole_over`: batch axes over which it
-        is not split, but whole."""
+        """A whole value as (N, *before, major, s1..sk, n, minor, *behind): microbatches lead. `whole_over`: batch axes
+        over which it is not split, but whole."""
         shape, dim = value.shape, layout.dim
         split = jnp.reshape(value, (*shape[:dim], *self._factors(shape[dim], layout), *shape[dim + 1 :]))
         return self._pin(jnp.moveaxis(split, dim + 1 + len(self.axes), 0), 1 + dim, whole_over)
@@ -118,7 +130,8 @@ class Split:
         return jnp.reshape(part, (*shape[:dim], *without, *shape[dim + 1 :]))
 
     def apart(self, part: Any, layout: Layout, whole_size: int) -> Any:
-        """A part with its example dim taken apart by axes, so that it can cross into an island (`islands.py`), or out of it."""
+        """A part with its example dim taken apart by axes, so that it can cross into an island (`islands.py`), or out
+        of it."""
         return self.uncut_local(part, layout, whole_size)
 
     def together(self, apart: Any, layout: Layout) -> Any:

@@ -1,4 +1,5 @@
-"""Finds how every value of a paired loss relates to the examples: `classify` walks a program once, nested bodies included."""
+"""Finds how every value of a paired loss relates to the examples: `classify` walks a program once, nested bodies
+included."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ class Analysis:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Found:
-    """What was found for one node. `nested`: the analyses of its bodies; `targets`: for a loop or branches, the relation that
-    carried values (results) are brought to."""
+    """What was found for one node. `nested`: the analyses of its bodies; `targets`: for a loop or branches, the
+    relation that carried values (results) are brought to."""
 
     outcome: Outcome
     plain: bool
@@ -83,7 +84,9 @@ class _Classifier:
         infos = dict(zip(body.inputs, inputs, strict=True))
         found = []
         for node in body.nodes:
-            operands = tuple(const_info(ref, self.batch) if isinstance(ref, Const) else infos[ref] for ref in node.inputs)
+            operands = tuple(
+                const_info(ref, self.batch) if isinstance(ref, Const) else infos[ref] for ref in node.inputs
+            )
             one = self.node(node, operands)
             found.append(one)
             infos.update(zip(node.outputs, one.outcome.infos, strict=True))
@@ -97,7 +100,12 @@ class _Classifier:
         key = id(node), infos
         if key not in self.checked:
             try:
-                check_rule(node, infos, results, lambda program, known: _Classifier(program, self.batch, {}, False).body(program.body, known))
+                check_rule(
+                    node,
+                    infos,
+                    results,
+                    lambda program, known: _Classifier(program, self.batch, {}, False).body(program.body, known),
+                )
                 self.checked[key] = None
             except Mixed as mixed:
                 self.checked[key] = mixed
@@ -105,8 +113,8 @@ class _Classifier:
             raise self.checked[key]
 
     def node(self, node: Node, infos: tuple[Info, ...]) -> Found:
-        """What one operation does; where slices cannot reproduce it, its live results are known later only, and the others
-        are computed for the whole batch."""
+        """What one operation does; where slices cannot reproduce it, its live results are known later only, and the
+        others are computed for the whole batch."""
         live = any(info.live for info in infos)
         types = tuple(self.program.types[v] for v in node.outputs)
         try:
@@ -143,8 +151,17 @@ class _Classifier:
             outcome = answer(question)
         else:
             outcome = self.without_examples(question)
-        exact = not any(isinstance(ref, Const) and (ref.differs or info.layout is not None) for ref, info in zip(node.inputs, infos, strict=True))
-        plain = exact and not outcome.shares and outcome.rows is None and not outcome.draws and all(info.local for info in outcome.infos)
+        exact = not any(
+            isinstance(ref, Const) and (ref.differs or info.layout is not None)
+            for ref, info in zip(node.inputs, infos, strict=True)
+        )
+        plain = (
+            exact
+            and not outcome.shares
+            and outcome.rows is None
+            and not outcome.draws
+            and all(info.local for info in outcome.infos)
+        )
         return Found(outcome, plain)
 
     def without_examples(self, q: Question) -> Outcome:
@@ -193,7 +210,9 @@ class _Classifier:
             targets = tuple(join(a, b) for a, b in zip(targets, branch.outputs, strict=True))
         targets = tuple(dataclasses.replace(one, live=one.live or infos[0].live, fact=None) for one in targets)
         _refuse_later(targets)
-        plain = all(b.plain and all(a.kind == t.kind for a, t in zip(b.outputs, targets, strict=True)) for b in branches)
+        plain = all(
+            b.plain and all(a.kind == t.kind for a, t in zip(b.outputs, targets, strict=True)) for b in branches
+        )
         return Found(Outcome(targets), plain, branches, targets)
 
     def scan(self, node: Node, infos: tuple[Info, ...], types: tuple[tuple[Any, Any], ...]) -> Found:
@@ -206,23 +225,32 @@ class _Classifier:
         carry = tuple(dataclasses.replace(info, fact=None) for info in carry)
         for _ in range(4 * max(num_carry, 1) + 1):
             analysis = self.body(node.bodies[0], (*consts, *carry, *scanned))
-            joined = tuple(dataclasses.replace(join(a, b), fact=None) for a, b in zip(carry, analysis.outputs[:num_carry], strict=True))
+            joined = tuple(
+                dataclasses.replace(join(a, b), fact=None)
+                for a, b in zip(carry, analysis.outputs[:num_carry], strict=True)
+            )
             if joined == carry:
                 break
             carry = joined
         stacked = tuple(_shift(info, 1) for info in analysis.outputs[num_carry:])
         _refuse_later((*carry, *stacked))
         before = infos[num_consts : num_consts + num_carry]
-        plain = analysis.plain and all(a.kind == b.kind == c.kind for a, b, c in zip(before, carry, analysis.outputs[:num_carry], strict=True))
+        plain = analysis.plain and all(
+            a.kind == b.kind == c.kind for a, b, c in zip(before, carry, analysis.outputs[:num_carry], strict=True)
+        )
         return Found(Outcome((*carry, *stacked)), plain, (analysis,), carry)
 
-    def map_over_examples(self, node: Node, infos: tuple[Info, ...], types: tuple[tuple[Any, Any], ...], num_carry: int) -> Found:
+    def map_over_examples(
+        self, node: Node, infos: tuple[Info, ...], types: tuple[tuple[Any, Any], ...], num_carry: int
+    ) -> Found:
         """`lax.map` over the batch: one example an iteration, nothing carried."""
         inner = [self.program.types[v] for v in node.bodies[0].inputs]
         num_consts = len(infos) - sum(1 for a, b in zip(infos, inner, strict=True) if a.layout is not None)
         if num_carry or any(self.batch.sliced_dims(one) for one in inner):
             raise Mixed("it goes through the examples one after the other, carrying values along")
-        if any(info.layout.dim for info in infos[num_consts:] if info.layout is not None) or any(i.kind == PARTIAL for i in infos):
+        if any(info.layout.dim for info in infos[num_consts:] if info.layout is not None) or any(
+            i.kind == PARTIAL for i in infos
+        ):
             raise Mixed("it goes through the examples one after the other")
         live = any(info.live for info in infos)
         inside = tuple(Info(info.live) for info in infos)

@@ -1,7 +1,8 @@
 """Convolutions in the layout that XLA's CPU compiler has a fast kernel for.
 
-It brings convolutions into that layout (examples first, features last) in a program's entry computation only: those in a branch or a loop, such as the
-gradients in a branch of partial backpropagation, run through a plain loop nest, several times slower (seen with jax 0.10.2). Here they are written in it.
+It brings convolutions into that layout (examples first, features last) in a program's entry computation only: those in
+a branch or a loop, such as the gradients in a branch of partial backpropagation, run through a plain loop nest, several
+times slower (seen with jax 0.10.2). Here they are written in it.
 """
 
 from __future__ import annotations
@@ -60,11 +61,18 @@ def _convolution(params: dict[str, Any], data: Any, weight: Any) -> Any:
     rank = data.ndim
     last, positions = rank - 1, tuple(range(1, rank - 1))
     result = lax.conv_general_dilated(
-        lax.transpose(data, (batch, *where, feature)), lax.transpose(weight, (*window, into, out)), params["window_strides"], params["padding"],
-        params["lhs_dilation"], params["rhs_dilation"],
+        lax.transpose(data, (batch, *where, feature)),
+        lax.transpose(weight, (*window, into, out)),
+        params["window_strides"],
+        params["padding"],
+        params["lhs_dilation"],
+        params["rhs_dilation"],
         lax.ConvDimensionNumbers((0, last, *positions), (last, last - 1, *range(rank - 2)), (0, last, *positions)),
-        params["feature_group_count"], params["batch_group_count"], params["precision"], params["preferred_element_type"],
-    )  # fmt: skip
+        params["feature_group_count"],
+        params["batch_group_count"],
+        params["precision"],
+        params["preferred_element_type"],
+    )
     goes_to = numbers.out_spec  # where examples, features and positions are wanted
     source = dict(zip(goes_to, (0, last, *positions), strict=True))
     return lax.transpose(result, tuple(source[dim] for dim in range(rank)))

@@ -1,8 +1,8 @@
 """Functions with their own derivative rule (`custom_vjp`, `custom_jvp`) in microbatches.
 
-Such a rule is fixed for the function as a whole, and may use what the function itself does not: the batch size, a total over the
-batch, a non-linear function of the cotangent. So it is traced at both batch sizes as well, and has to give each example its own
-gradient, and shared operands a sum over examples.
+Such a rule is fixed for the function as a whole, and may use what the function itself does not: the batch size, a total
+over the batch, a non-linear function of the cotangent. So it is traced at both batch sizes as well, and has to give
+each example its own gradient, and shared operands a sum over examples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from splitjax.lower.microbatch.pairing import Const, Node, Program, pair
 WHY = "its own derivative rule depends on the number of examples, or combines them"
 
 
-def check_rule(node: Node, operands: Sequence[Info], results: Sequence[Info], analyse: Callable[[Program, list[Info]], Any]) -> None:
+def check_rule(
+    node: Node, operands: Sequence[Info], results: Sequence[Info], analyse: Callable[[Program, list[Info]], Any]
+) -> None:
     """Raises `Mixed` unless the function's derivative rule works in microbatches.
 
     `operands`, `results`: the relations of the function's operands and results; `analyse(program, inputs)` classifies.
@@ -30,7 +32,11 @@ def check_rule(node: Node, operands: Sequence[Info], results: Sequence[Info], an
         program = pair(whole, part, node.source)
     except MicrobatchError as error:
         raise Mixed(WHY) from error
-    known = [dataclasses.replace(info, fact=None) for ref, info in zip(node.inputs, operands, strict=True) if not isinstance(ref, Const)]
+    known = [
+        dataclasses.replace(info, fact=None)
+        for ref, info in zip(node.inputs, operands, strict=True)
+        if not isinstance(ref, Const)
+    ]
     # A shared result has a different cotangent in every microbatch, and they add up; a sum's is the same in all.
     opposite = {SAME: Info(True, PARTIAL), PARTIAL: Info(True, SAME)}
     cotangents = [opposite.get(results[k].kind) or dataclasses.replace(results[k], live=True) for k in with_cotangent]
@@ -42,7 +48,9 @@ def check_rule(node: Node, operands: Sequence[Info], results: Sequence[Info], an
         if not operand.live or gradient.fact == ("zero",):
             continue
         if operand.kind == EXAMPLES:
-            own = gradient.layout is not None and operand.layout is not None and gradient.layout.dim == operand.layout.dim
+            own = (
+                gradient.layout is not None and operand.layout is not None and gradient.layout.dim == operand.layout.dim
+            )
             if gradient.kind != EXAMPLES or not own:
                 raise Mixed(WHY)
         elif gradient.kind != PARTIAL:

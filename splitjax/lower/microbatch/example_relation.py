@@ -20,8 +20,8 @@ SAME, EXAMPLES, PARTIAL, LATER = "same", "examples", "partial", "later"
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where examples sit: dim `dim` is `major` x examples x `minor`, row-major. `uniform`: equal for all examples, so that
-    any other layout of that dim describes it as well."""
+    """Where examples sit: dim `dim` is `major` x examples x `minor`, row-major. `uniform`: equal for all examples, so
+    that any other layout of that dim describes it as well."""
 
     dim: int
     major: int = 1
@@ -43,8 +43,8 @@ class Info:
     """What is known of one value.
 
     `local`: a microbatch can compute it from its own slices (else it is computed for the whole batch, then sliced).
-    `fact`: what is known of the numbers themselves: `("row",)`, the example's own number; `("rows", c)`, component c of the last
-    dim is (indexing with them picks each example's own entry); `("false",)` and `("zero",)`, so throughout.
+    `fact`: what is known of the numbers themselves: `("row",)`, the example's own number; `("rows", c)`, component c of
+    the last dim is (indexing with them picks each example's own entry); `("false",)` and `("zero",)`, so throughout.
     """
 
     live: bool
@@ -61,8 +61,9 @@ class Mixed(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The number of examples in the whole batch, in the part trace, and in what is run. The last two differ for a single
-    example, with which JAX may trace other operations than with several: then sizes are interpolated between the traces."""
+    """The number of examples in the whole batch, in the part trace, and in what is run. The last two differ for a
+    single example, with which JAX may trace other operations than with several: then sizes are interpolated between the
+    traces."""
 
     whole: int
     part: int
@@ -87,7 +88,8 @@ class Batch:
         return tuple(i for i, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b)
 
     def example_dim(self, types: tuple[Any, Any]) -> int | None:
-        """The one dim that holds examples; None without. Raises `Mixed` for several or for a size that is no multiple."""
+        """The one dim that holds examples; None without. Raises `Mixed` for several or for a size that is no
+        multiple."""
         dims = self.sliced_dims(types)
         if not dims:
             return None
@@ -127,7 +129,8 @@ def merge_layouts(layouts: list[Layout]) -> Layout:
 
 
 def join(a: Info, b: Info) -> Info:
-    """What holds of a value that is either of two: branches of a conditional, a carried value before and after a loop's body."""
+    """What holds of a value that is either of two: branches of a conditional, a carried value before and after a loop's
+    body."""
     if LATER in (a.kind, b.kind):
         return a if a.kind == LATER else b
     live, local, fact = a.live or b.live, a.local and b.local, a.fact if a.fact == b.fact else None

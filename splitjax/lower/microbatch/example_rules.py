@@ -1,8 +1,8 @@
 """What each primitive does with the dim that holds examples: one rule a primitive, in a registry.
 
-A rule sees one operation with at least one operand that holds examples, and answers with the relation of every result, or
-raises `Mixed` with what the operation does to the examples. A primitive without rule is refused on the way to the loss, and
-computed for the whole batch elsewhere: never guessed.
+A rule sees one operation with at least one operand that holds examples, and answers with the relation of every result,
+or raises `Mixed` with what the operation does to the examples. A primitive without rule is refused on the way to the
+loss, and computed for the whole batch elsewhere: never guessed.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outcome:
-    """The results' relations. `shares`: operands that are not sums over examples but are added to one: each microbatch adds
-    its share. `rows`: (operand, component) of indices that count examples. `draws`: it draws random bits by position, of
-    which a microbatch draws its own."""
+    """The results' relations. `shares`: operands that are not sums over examples but are added to one: each microbatch
+    adds its share. `rows`: (operand, component) of indices that count examples. `draws`: it draws random bits by
+    position, of which a microbatch draws its own."""
 
     infos: tuple[Info, ...]
     shares: frozenset[int] = frozenset()
@@ -68,7 +68,20 @@ Rule = Callable[[Question], Outcome]
 RULES: dict[str, Rule] = {}
 
 # Parameters that hold sizes: a part of the batch has its own.
-SIZES = frozenset({"shape", "new_sizes", "sharding", "out_sharding", "sizes", "limit_indices", "start_indices", "slice_sizes", "length", "dimensions"})
+SIZES = frozenset(
+    {
+        "shape",
+        "new_sizes",
+        "sharding",
+        "out_sharding",
+        "sizes",
+        "limit_indices",
+        "start_indices",
+        "slice_sizes",
+        "length",
+        "dimensions",
+    }
+)
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -95,13 +108,14 @@ def require_same_params(node: Node, allowed: frozenset[str] = SIZES) -> None:
 
 
 ELEMENTWISE = (
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz "
-    "complex conj convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt "
-    "igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not "
-    "one_minus_square or polygamma polynomial population_count pow pvary random_clone random_fold_in random_gamma random_unwrap "
-    "random_wrap real reduce_precision regularized_incomplete_beta rem round rsqrt sharding_constraint shift_left "
-    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta "
-    "to_edtype from_edtype squeeze expand_dims transpose random_seed random_bits random_split"
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil"
+    " clamp clz complex conj convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp"
+    " exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p logistic lt"
+    " max min mul name ne neg nextafter not one_minus_square or polygamma polynomial population_count pow pvary"
+    " random_clone random_fold_in random_gamma random_unwrap random_wrap real reduce_precision"
+    " regularized_incomplete_beta rem round rsqrt sharding_constraint shift_left shift_right_arithmetic"
+    " shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta to_edtype"
+    " from_edtype squeeze expand_dims transpose random_seed random_bits random_split"
 )
 
 
@@ -162,7 +176,9 @@ def _spectator(*params: str) -> Rule:
     return check
 
 
-rule("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin")(_spectator("axes"))
+rule("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin")(
+    _spectator("axes")
+)
 rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k")(_spectator("axis"))
 rule("sort")(_spectator("dimension"))
 rule("approx_top_k")(_spectator("reduction_dimension"))

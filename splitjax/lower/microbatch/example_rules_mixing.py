@@ -40,8 +40,13 @@ _WINDOWS = ("window_dimensions", "window_strides", "base_dilation", "window_dila
 
 
 @rule(
-    "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
-    "select_and_gather_add", "select_and_scatter",
+    "reduce_window",
+    "reduce_window_sum",
+    "reduce_window_max",
+    "reduce_window_min",
+    "select_and_scatter_add",
+    "select_and_gather_add",
+    "select_and_scatter",
 )
 def _window(q: Question) -> Outcome:
     layout = q.carried()
@@ -53,7 +58,19 @@ def _window(q: Question) -> Outcome:
     return q.spread(layout)
 
 
-@rule("cholesky", "triangular_solve", "eigh", "eig", "svd", "qr", "lu", "householder_product", "tridiagonal_solve", "schur", "geqrf")
+@rule(
+    "cholesky",
+    "triangular_solve",
+    "eigh",
+    "eig",
+    "svd",
+    "qr",
+    "lu",
+    "householder_product",
+    "tridiagonal_solve",
+    "schur",
+    "geqrf",
+)
 def _linear_algebra(q: Question) -> Outcome:
     layout = q.carried()
     if any(info.layout is not None and layout.dim >= len(q.shape(i)) - 2 for i, info in enumerate(q.infos)):
@@ -92,7 +109,8 @@ def _common(q: Question, *positions: int) -> Layout:
 
 
 def _own_entries(q: Question, batching, index_batching, index_map) -> tuple[int, int] | None:
-    """Whether every example indexes its own entries only: by a batching dim (None), or by counting (operand, component)."""
+    """Whether every example indexes its own entries only: by a batching dim (None), or by counting (operand,
+    component)."""
     operand, indices = q.layout(0), q.layout(1)
     _common(q, 0, 1)
     if operand.dim in batching:
@@ -109,8 +127,19 @@ def _own_entries(q: Question, batching, index_batching, index_map) -> tuple[int,
     return 1, component
 
 
-@rule("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter-min", "scatter_min", "scatter-max", "scatter_max",
-      "scatter-sub", "scatter_sub")
+@rule(
+    "scatter",
+    "scatter-add",
+    "scatter_add",
+    "scatter-mul",
+    "scatter_mul",
+    "scatter-min",
+    "scatter_min",
+    "scatter-max",
+    "scatter_max",
+    "scatter-sub",
+    "scatter_sub",
+)
 def _scatter(q: Question) -> Outcome:
     require_same_params(q.node)
     numbers, operand, indices, updates = q.params["dimension_numbers"], q.layout(0), q.layout(1), q.layout(2)
@@ -120,9 +149,17 @@ def _scatter(q: Question) -> Outcome:
         # Contributions of examples are added up; what they are added to counts once.
         return Outcome((Info(False, PARTIAL),), shares=frozenset({0}))
     if indices is None:
-        window = [d for d in range(len(q.shape(0))) if d not in numbers.inserted_window_dims and d not in numbers.operand_batching_dims]
+        window = [
+            d
+            for d in range(len(q.shape(0)))
+            if d not in numbers.inserted_window_dims and d not in numbers.operand_batching_dims
+        ]
         full = operand.dim in window and operand.dim not in numbers.scatter_dims_to_operand_dims
-        if not full or updates is None or q.shape(2)[numbers.update_window_dims[window.index(operand.dim)]] != q.shape(0)[operand.dim]:
+        if (
+            not full
+            or updates is None
+            or q.shape(2)[numbers.update_window_dims[window.index(operand.dim)]] != q.shape(0)[operand.dim]
+        ):
             raise Mixed("it writes some of the examples")
         return q.spread(_common(q, 0, 2))
     if updates is None:

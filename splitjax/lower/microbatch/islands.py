@@ -1,12 +1,14 @@
-"""Replicated layers in a loop over microbatches, run by each worker for itself, so that their gradients are exchanged once.
+"""Replicated layers in a loop over microbatches, run by each worker for itself, so that their gradients are exchanged
+once.
 
-Where some layers are split over axes that split the batch of the others (SplitBrain's `model`), the loop cannot handle those axes
-as a whole: split layers need XLA, or `groups.py`, to communicate over them. The operations of replicated layers are gathered into
-*islands*: `shard_map`s over the group inside the loop, traced with the examples of one worker. A parameter comes into an island as
-*copies* (one more leading dim, one entry per worker of the group), so that its gradients stay unsummed from microbatch to microbatch.
+Where some layers are split over axes that split the batch of the others (SplitBrain's `model`), the loop cannot handle
+those axes as a whole: split layers need XLA, or `groups.py`, to communicate over them. The operations of replicated
+layers are gathered into *islands*: `shard_map`s over the group inside the loop, traced with the examples of one worker.
+A parameter comes into an island as *copies* (one more leading dim, one entry per worker of the group), so that its
+gradients stay unsummed from microbatch to microbatch.
 
-An operation's *stage* counts how often its data changed from replicated layers (even) to split layers (odd) and back; the stages run
-in order. What depends on no example is computed wherever it is needed.
+An operation's *stage* counts how often its data changed from replicated layers (even) to split layers (odd) and back;
+the stages run in order. What depends on no example is computed wherever it is needed.
 """
 
 from __future__ import annotations
@@ -53,8 +55,9 @@ def stages(analysis: Analysis, split_sites: Collection[Site], whole_sites: Colle
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """What a loop is told of its replicated layers. `axes`: the group. `forward`: the boundary's forward, traced with the examples
-    that one worker has in a microbatch. `split_sites`, `whole_sites`: as for `stages`. `bind`: evaluates an equation in an island."""
+    """What a loop is told of its replicated layers. `axes`: the group. `forward`: the boundary's forward, traced with
+    the examples that one worker has in a microbatch. `split_sites`, `whole_sites`: as for `stages`. `bind`: evaluates
+    an equation in an island."""
 
     axes: tuple[str, ...]
     forward: Any
@@ -75,7 +78,9 @@ class Island:
     outputs: tuple[int, ...]
 
 
-def find_island(analysis: Analysis, marked: Marked, stage_of: Mapping[int, int], stage: int, wanted: Collection[int]) -> Island | None:
+def find_island(
+    analysis: Analysis, marked: Marked, stage_of: Mapping[int, int], stage: int, wanted: Collection[int]
+) -> Island | None:
     """The island of a stage; None where no parameter is read in it. `wanted`: values that the loop returns."""
     own = {index for index, s in stage_of.items() if s == stage}
     writer = {v: index for index, node in enumerate(analysis.body.nodes) for v in node.outputs}
@@ -83,7 +88,12 @@ def find_island(analysis: Analysis, marked: Marked, stage_of: Mapping[int, int],
     for index, node in enumerate(analysis.body.nodes):
         if index not in own and index in stage_of:
             read_elsewhere.update(ref for ref in node.inputs if isinstance(ref, int))
-    outputs = [v for index in sorted(own) for v in analysis.body.nodes[index].outputs if v in read_elsewhere and (v, PART) in marked.needed]
+    outputs = [
+        v
+        for index in sorted(own)
+        for v in analysis.body.nodes[index].outputs
+        if v in read_elsewhere and (v, PART) in marked.needed
+    ]
     nodes: set[int] = set()
     inputs: dict[int, None] = {}
     known: dict[int, None] = {}
@@ -112,7 +122,8 @@ def find_island(analysis: Analysis, marked: Marked, stage_of: Mapping[int, int],
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Archipelago:
-    """The islands of one loop, and how they run. `marked` and `evaluator` are those of the trace with one worker's examples."""
+    """The islands of one loop, and how they run. `marked` and `evaluator` are those of the trace with one worker's
+    examples."""
 
     axes: tuple[str, ...]  # the group
     where: Where
@@ -139,7 +150,9 @@ class Archipelago:
         """What `outer.run(marked, env, LOOP, slot)` computes, replicated layers in islands."""
         read = self.read_outside(marked.analysis)
         nodes = enumerate(marked.analysis.body.nodes)
-        outer.run(marked, env, LOOP, slot, {i for i, node in nodes if i not in self.stage_of and read & set(node.outputs)})
+        outer.run(
+            marked, env, LOOP, slot, {i for i, node in nodes if i not in self.stage_of and read & set(node.outputs)}
+        )
         for stage in range(self.num_stages):
             if stage in self.islands:
                 self.run(stage, env, copies, outer.split, slot)
@@ -147,10 +160,13 @@ class Archipelago:
                 outer.run(marked, env, LOOP, slot, {i for i, one in self.stage_of.items() if one == stage})
 
     def read_outside(self, analysis: Analysis) -> set[int]:
-        """The values that are read outside of islands, through everything without a stage that they are computed with."""
+        """The values that are read outside of islands, through everything without a stage that they are computed
+        with."""
         writer = {v: index for index, node in enumerate(analysis.body.nodes) for v in node.outputs}
         waiting = [
-            ref for index, node in enumerate(analysis.body.nodes) for ref in node.inputs
+            ref
+            for index, node in enumerate(analysis.body.nodes)
+            for ref in node.inputs
             if isinstance(ref, int) and index in self.stage_of and self.stage_of[index] not in self.islands
         ]
         waiting += [ref for ref in analysis.body.outputs if isinstance(ref, int)]
@@ -179,10 +195,14 @@ class Archipelago:
         def local(params, inputs, known, number, places, own_places, held):
             own = outside.holding(held)
             here: Env = {(v, PART): value[0] for v, value in zip(island.params, params, strict=True)}
-            here.update({(v, PART): own.together(value, layout(v)) for v, value in zip(island.inputs, inputs, strict=True)})
+            here.update(
+                {(v, PART): own.together(value, layout(v)) for v, value in zip(island.inputs, inputs, strict=True)}
+            )
             here.update({(v, WHOLE): value for v, value in zip(island.known, known, strict=True)})
             numbers = {**places, **{name: place[0] for name, place in zip(names, own_places, strict=True)}}
-            dataclasses.replace(self.evaluator, split=own).run(self.marked, here, LOOP, Slot(number, numbers), island.nodes)
+            dataclasses.replace(self.evaluator, split=own).run(
+                self.marked, here, LOOP, Slot(number, numbers), island.nodes
+            )
             return [own.apart(here[v, PART], layout(v), size(v)) for v in island.outputs]
 
         def spec(v: int) -> PartitionSpec:
@@ -195,26 +215,42 @@ class Archipelago:
         whole = PartitionSpec()
         results = self._map(
             local,
-            ([PartitionSpec(self.axes)] * len(island.params), [spec(v) for v in island.inputs], [whole] * len(island.known), whole,
-             dict.fromkeys(slot.places, whole), [PartitionSpec(name) for name in names], tuple(whole for _ in outside.held)),
+            (
+                [PartitionSpec(self.axes)] * len(island.params),
+                [spec(v) for v in island.inputs],
+                [whole] * len(island.known),
+                whole,
+                dict.fromkeys(slot.places, whole),
+                [PartitionSpec(name) for name in names],
+                tuple(whole for _ in outside.held),
+            ),
             [spec(v) for v in island.outputs],
         )(
             [copies[v] for v in island.params],
             [split.apart(env[v, PART], layout(v), size(v)) for v in island.inputs],
-            [env[v, WHOLE] for v in island.known], slot.microbatch, dict(slot.places),
-            [jnp.arange(dict(split.axes)[name], dtype=jnp.int32) for name in names], outside.held,
+            [env[v, WHOLE] for v in island.known],
+            slot.microbatch,
+            dict(slot.places),
+            [jnp.arange(dict(split.axes)[name], dtype=jnp.int32) for name in names],
+            outside.held,
         )
-        env.update({(v, PART): split.together(value, layout(v)) for v, value in zip(island.outputs, results, strict=True)})
+        env.update(
+            {(v, PART): split.together(value, layout(v)) for v, value in zip(island.outputs, results, strict=True)}
+        )
 
     def total(self, gradients: Sequence[Any], manual: Sequence[str]) -> list[Any]:
-        """The sum of unsummed gradients: one exchange over the group, and over what else the loop handled. They come with a leading
-        dim per set of axes: those in `manual` (if any), then the group."""
+        """The sum of unsummed gradients: one exchange over the group, and over what else the loop handled. They come
+        with a leading dim per set of axes: those in `manual` (if any), then the group."""
         axes = (*manual, *self.axes)
         lead = [PartitionSpec(tuple(manual), self.axes) if manual else PartitionSpec(self.axes)] * len(gradients)
         sizes = 2 if manual else 1
         run = jax.shard_map(
-            lambda parts: lax.psum([part.reshape(part.shape[sizes:]) for part in parts], axes), mesh=self.where.mesh, in_specs=(lead,),
-            out_specs=[PartitionSpec()] * len(gradients), axis_names=frozenset(axes), check_vma=False,
+            lambda parts: lax.psum([part.reshape(part.shape[sizes:]) for part in parts], axes),
+            mesh=self.where.mesh,
+            in_specs=(lead,),
+            out_specs=[PartitionSpec()] * len(gradients),
+            axis_names=frozenset(axes),
+            check_vma=False,
         )
         return run(list(gradients))
 

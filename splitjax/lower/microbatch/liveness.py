@@ -1,7 +1,7 @@
 """Which values of an analysed loss have to be computed, and in which form: `mark` walks backwards from what is wanted.
 
-A value has two forms: `WHOLE`, for the whole batch, and `PART`, for one microbatch. Live values of the loop, and known values
-that hold examples, are used as parts; everything else that is known is used as a whole.
+A value has two forms: `WHOLE`, for the whole batch, and `PART`, for one microbatch. Live values of the loop, and known
+values that hold examples, are used as parts; everything else that is known is used as a whole.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ def used_form(info: Info) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Marked:
-    """What a body has to compute. `inputs`: (position, form) of its inputs that are needed, sorted. `nested`: per node that is
-    rebuilt, its bodies. `pruned`: per node of which only known results are needed, the equation cut down to them. `effects`:
-    operations run for their side effect. `loop`: at the top, what the loop reads or returns. `returned`: at the top, the values that the loop returns; in a nested
-    body, the positions of the results that are wanted."""
+    """What a body has to compute. `inputs`: (position, form) of its inputs that are needed, sorted. `nested`: per node
+    that is rebuilt, its bodies. `pruned`: per node of which only known results are needed, the equation cut down to
+    them. `effects`: operations run for their side effect. `loop`: at the top, what the loop reads or returns.
+    `returned`: at the top, the values that the loop returns; in a nested body, the positions of the results that are
+    wanted."""
 
     analysis: Analysis
     needed: frozenset[Need]
@@ -49,8 +50,8 @@ def is_rebuilt(node: Node, found: Found) -> bool:
 
 
 def mark(analysis: Analysis, wants: Iterable[Need], batch: Batch, top: bool = False) -> Marked:
-    """Marks a body for the wanted (value, form) pairs. `top`: the forward jaxpr itself, outside of which whole live values
-    are computed after the loop."""
+    """Marks a body for the wanted (value, form) pairs. `top`: the forward jaxpr itself, outside of which whole live
+    values are computed after the loop."""
     marker = _Marker(analysis, batch, top, set(wants), set(), {}, {}, set(), {})
     if top:
         marker.loop.update(need for need in marker.need if need[1] == PART)
@@ -62,8 +63,14 @@ def mark(analysis: Analysis, wants: Iterable[Need], batch: Batch, top: bool = Fa
             marker.bring_back(v)
     inputs = sorted((positions[v], form) for v, form in marker.need if v in positions)
     return Marked(
-        analysis, frozenset(marker.need), tuple(inputs), marker.nested, marker.pruned, frozenset(marker.effects),
-        frozenset(marker.loop), tuple(marker.returned),
+        analysis,
+        frozenset(marker.need),
+        tuple(inputs),
+        marker.nested,
+        marker.pruned,
+        frozenset(marker.effects),
+        frozenset(marker.loop),
+        tuple(marker.returned),
     )
 
 
@@ -125,7 +132,8 @@ class _Marker:
 
     def whole(self, index: int, node: Node, infos: list[Info]) -> None:
         later = [
-            v for v, info in zip(node.outputs, infos, strict=True)
+            v
+            for v, info in zip(node.outputs, infos, strict=True)
             if (v, WHOLE) in self.need and info.live and info.kind not in (PARTIAL, EXAMPLES)
         ]
         known = [(v, WHOLE) in self.need and not info.live for v, info in zip(node.outputs, infos, strict=True)]
@@ -158,12 +166,16 @@ class _Marker:
         self.nested[index] = marked
         for one in marked:
             for position, form in one.inputs:
-                self.want(operands[position], WHOLE if form == WHOLE else used_form(self.info(operands[position])), self.top)
+                self.want(
+                    operands[position], WHOLE if form == WHOLE else used_form(self.info(operands[position])), self.top
+                )
 
     def body(self, analysis: Analysis, wants: list[tuple[Ref, str]]) -> Marked:
         """Marks a body for results in the form in which its surroundings use them."""
         needs = [
-            (ref, WHOLE if form == WHOLE else used_form(analysis.info(ref, self.batch))) for ref, form in wants if isinstance(ref, int)
+            (ref, WHOLE if form == WHOLE else used_form(analysis.info(ref, self.batch)))
+            for ref, form in wants
+            if isinstance(ref, int)
         ]
         return mark(analysis, needs, self.batch)
 

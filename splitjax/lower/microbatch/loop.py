@@ -1,4 +1,5 @@
-"""One boundary, ready for the loop over microbatches: what is computed before it, what crosses into it, what comes after.
+"""One boundary, ready for the loop over microbatches: what is computed before it, what crosses into it, what comes
+after.
 
 See `microbatch.py` for the whole, `worker_loop.py` for the loop of one place, `places.py` for all of them.
 """
@@ -42,27 +43,34 @@ class Job:
         return self.analysis.infos[v]
 
     def results(
-        self, operands: Sequence[Any], positions: Sequence[int], fetches: Mapping[int, MakeFetch], known_whole_over: Sequence[str],
+        self,
+        operands: Sequence[Any],
+        positions: Sequence[int],
+        fetches: Mapping[int, MakeFetch],
+        known_whole_over: Sequence[str],
         runner: Runner | None = None,
     ) -> list[Any]:
         """Value, aux leaves, gradients. Arguments as for `expand_microbatches`."""
         env: Env = {(v, WHOLE): value for v, value in zip(self.analysis.body.inputs, operands, strict=True)}
         self.evaluator.run(self.marked, env, BEFORE)
         differentiated = [self.analysis.body.inputs[p] for p in positions]
-        value, totals, grads = self.loop(env, differentiated, self.fetches(fetches), known_whole_over, runner or Together())
+        value, totals, grads = self.loop(
+            env, differentiated, self.fetches(fetches), known_whole_over, runner or Together()
+        )
         env.update({(v, WHOLE): total for v, total in zip(self.marked.returned, totals, strict=True)})
         self.evaluator.run(self.marked, env, AFTER)
         types = self.evaluator.program.type_of
         loss, *aux = self.analysis.body.outputs
         leaves = [self.evaluator.read(self.analysis, ref, WHOLE, env, None) for ref in aux]
         return [
-            value.astype(types(loss)[0].dtype), *(jnp.asarray(leaf) for leaf in leaves),
+            value.astype(types(loss)[0].dtype),
+            *(jnp.asarray(leaf) for leaf in leaves),
             *(grad.astype(types(v)[0].dtype) for v, grad in zip(differentiated, grads, strict=True)),
         ]
 
     def summands(self, operands: Sequence[Any], positions: Sequence[int], number: Any) -> dict[int, Any]:
-        """One microbatch's contribution to the gradient, by position of the differentiated operand; not of operands that hold
-        examples. For a job without manual axes and islands."""
+        """One microbatch's contribution to the gradient, by position of the differentiated operand; not of operands
+        that hold examples. For a job without manual axes and islands."""
         inputs = self.analysis.body.inputs
         env: Env = {(v, WHOLE): value for v, value in zip(inputs, operands, strict=True)}
         self.evaluator.run(self.marked, env, BEFORE)
@@ -70,7 +78,9 @@ class Job:
         sliced = [v for v in differentiated if self.info(v).kind == EXAMPLES]
         same = [v for v in differentiated if v not in sliced]
         shared = sorted({v for v, form in self.marked.loop if form == WHOLE} - set(differentiated))
-        parts = [v for v, form in self.marked.loop if form == PART and (v, WHOLE) in env and self.info(v).kind == EXAMPLES]
+        parts = [
+            v for v, form in self.marked.loop if form == PART and (v, WHOLE) in env and self.info(v).kind == EXAMPLES
+        ]
         cuts = sorted({*parts, *sliced})
         slices = [self.split.cut(env[v, WHOLE], self.info(v).layout)[number] for v in cuts]
         contribution = Contribution(self, same, (), sliced, shared, cuts, (), (), {})
@@ -82,16 +92,28 @@ class Job:
         """By value number, those of the operands that the loop reads."""
         inputs, types = self.analysis.body.inputs, self.evaluator.program.types
         read = {v for v, _ in self.marked.needed}
-        chosen = {inputs[p]: make for p, make in makers.items() if inputs[p] in read and self.info(inputs[p]).kind == EXAMPLES}
-        return {v: make(self.split, self.info(v).layout, types[v][0].shape[self.info(v).layout.dim]) for v, make in chosen.items()}
+        chosen = {
+            inputs[p]: make for p, make in makers.items() if inputs[p] in read and self.info(inputs[p]).kind == EXAMPLES
+        }
+        return {
+            v: make(self.split, self.info(v).layout, types[v][0].shape[self.info(v).layout.dim])
+            for v, make in chosen.items()
+        }
 
     def loop(
-        self, env: Env, differentiated: Sequence[int], fetches: dict[int, Any], known_whole_over: Sequence[str], runner: Runner
+        self,
+        env: Env,
+        differentiated: Sequence[int],
+        fetches: dict[int, Any],
+        known_whole_over: Sequence[str],
+        runner: Runner,
     ) -> tuple[Any, list[Any], list[Any]]:
         """Runs the microbatches: the loss, the returned values for the whole batch, and the gradients."""
         sliced = [v for v in differentiated if self.info(v).kind == EXAMPLES and v not in fetches]
         # What crosses into the loop: slices for each microbatch, and values that are the same for all.
-        cuts = sorted(v for v, form in self.marked.loop if form == PART and (v, WHOLE) in env and self.info(v).kind == EXAMPLES)
+        cuts = sorted(
+            v for v, form in self.marked.loop if form == PART and (v, WHOLE) in env and self.info(v).kind == EXAMPLES
+        )
         cuts = sorted({*cuts, *sliced} - set(fetches))
         shared = sorted({v for v, form in self.marked.loop if form == WHOLE} - set(differentiated))
         same = [v for v in differentiated if v not in sliced and v not in fetches]

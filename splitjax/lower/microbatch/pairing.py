@@ -1,9 +1,9 @@
 """One loss traced at two batch sizes, read as one program.
 
-The *whole* jaxpr has the global number of examples, the *part* jaxpr the number that one microbatch of one worker has. Both come
-from the same Python function, so their equations correspond one to one; a dim whose sizes differ holds examples, and a literal
-that differs was computed from the number of examples. `pair` checks the correspondence and numbers the values; calls of
-`jit` are inlined, other nested jaxprs become bodies of their node.
+The *whole* jaxpr has the global number of examples, the *part* jaxpr the number that one microbatch of one worker has.
+Both come from the same Python function, so their equations correspond one to one; a dim whose sizes differ holds
+examples, and a literal that differs was computed from the number of examples. `pair` checks the correspondence and
+numbers the values; calls of `jit` are inlined, other nested jaxprs become bodies of their node.
 """
 
 from __future__ import annotations
@@ -20,11 +20,23 @@ from splitjax.errors import MicrobatchError
 Site = tuple[int, ...]
 
 # Calls without a meaning of their own, and the parameter with their body.
-_INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+_INLINED = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+}
 # Equations that keep a body, and the parameter that holds it (or several).
 BODIES = {
-    "scan": "jaxpr", "remat2": "jaxpr", "remat": "jaxpr", "checkpoint": "jaxpr", "cond": "branches",
-    "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "scan": "jaxpr",
+    "remat2": "jaxpr",
+    "remat": "jaxpr",
+    "checkpoint": "jaxpr",
+    "cond": "branches",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
 }
 
 
@@ -45,7 +57,13 @@ class Const:
     def is_zero(self) -> bool:
         """Whether it is the number 0 in both traces."""
         shape, dtype = getattr(self.whole_aval, "shape", None), getattr(self.whole_aval, "dtype", None)
-        return shape == () and dtype is not None and np.issubdtype(dtype, np.number) and bool(self.whole == 0) and not self.differs
+        return (
+            shape == ()
+            and dtype is not None
+            and np.issubdtype(dtype, np.number)
+            and bool(self.whole == 0)
+            and not self.differs
+        )
 
 
 Ref = int | Const  # a value's number, or a constant
@@ -92,7 +110,9 @@ def pair(whole: Any, part: Any, label: str) -> Program:
     """Pairs two closed jaxprs of one function. Raises `MicrobatchError` where they differ in structure."""
     pairer = _Pairer([], label)
     inner_whole, inner_part = _compat.open_jaxpr(whole)[0], _compat.open_jaxpr(part)[0]
-    pairer.require(len(inner_whole.invars) == len(inner_part.invars), None, "it closes over a different number of values")
+    pairer.require(
+        len(inner_whole.invars) == len(inner_part.invars), None, "it closes over a different number of values"
+    )
     inputs = tuple(pairer.number(a.aval, b.aval) for a, b in zip(inner_whole.invars, inner_part.invars, strict=True))
     body = pairer.body(whole, part, inputs, ())
     return Program(body, tuple(pairer.types))
@@ -116,8 +136,10 @@ class _Pairer:
             f"the loss does different operations for the whole batch and for one microbatch: {why}",
             value=None if eqn is None else eqn.primitive.name,
             place=(_compat.source_line(eqn) if eqn is not None else "") or self.label,
-            remedy="let the loss do the same operations at every batch size (no Python branches on it), use fewer microbatches, "
-            "or microbatches=None",
+            remedy=(
+                "let the loss do the same operations at every batch size (no Python branches on it), use fewer"
+                " microbatches, or microbatches=None"
+            ),
         )
 
     def body(self, whole: Any, part: Any, inputs: tuple[int, ...], site: Site, source: str = "") -> Body:
@@ -125,13 +147,16 @@ class _Pairer:
         outputs = self.walk(whole, part, inputs, site, nodes, source)
         return Body(tuple(nodes), inputs, tuple(outputs))
 
-    def walk(self, whole: Any, part: Any, inputs: Sequence[Ref], site: Site, nodes: list[Node], source: str) -> list[Ref]:
+    def walk(
+        self, whole: Any, part: Any, inputs: Sequence[Ref], site: Site, nodes: list[Node], source: str
+    ) -> list[Ref]:
         """Adds the operations of a pair of jaxprs to `nodes`; returns its results."""
         (whole, whole_consts), (part, part_consts) = _compat.open_jaxpr(whole), _compat.open_jaxpr(part)
         first = next(iter(whole.eqns), None)
         self.require(len(whole.constvars) == len(part.constvars), first, "different constants")
         self.require(
-            len(whole.eqns) == len(part.eqns) and len(whole.outvars) == len(part.outvars), _first_difference(whole, part) or first,
+            len(whole.eqns) == len(part.eqns) and len(whole.outvars) == len(part.outvars),
+            _first_difference(whole, part) or first,
             f"{len(whole.eqns)} operations against {len(part.eqns)}",
         )
         known: dict[Any, Ref] = dict(zip(whole.invars, inputs, strict=True))
@@ -149,14 +174,20 @@ class _Pairer:
 
         for index, (a, b) in enumerate(zip(whole.eqns, part.eqns, strict=True)):
             self.require(a.primitive is b.primitive, a, f"{a.primitive.name} against {b.primitive.name}")
-            self.require(len(a.invars) == len(b.invars) and len(a.outvars) == len(b.outvars), a, "different numbers of operands or results")
+            self.require(
+                len(a.invars) == len(b.invars) and len(a.outvars) == len(b.outvars),
+                a,
+                "different numbers of operands or results",
+            )
             operands = [read(x, y, a) for x, y in zip(a.invars, b.invars, strict=True)]
             results = self.equation(a, b, operands, (*site, index), nodes, _source(a, source))
             known.update(zip(a.outvars, results, strict=True))
             matching.update(zip(b.outvars, results, strict=True))
         return [read(x, y, first) for x, y in zip(whole.outvars, part.outvars, strict=True)]
 
-    def equation(self, a: Any, b: Any, operands: Sequence[Ref], site: Site, nodes: list[Node], source: str) -> list[Ref]:
+    def equation(
+        self, a: Any, b: Any, operands: Sequence[Ref], site: Site, nodes: list[Node], source: str
+    ) -> list[Ref]:
         name = a.primitive.name
         if name in _INLINED and _compat.is_jaxpr(a.params.get(_INLINED[name])):
             return self.walk(a.params[_INLINED[name]], b.params[_INLINED[name]], operands, (*site, 0), nodes, source)
@@ -168,7 +199,9 @@ class _Pairer:
         param = BODIES.get(a.primitive.name)
         if param is None or param not in a.params:
             return ()
-        ours, theirs = ((eqn.params[param],) if _compat.is_jaxpr(eqn.params[param]) else tuple(eqn.params[param]) for eqn in (a, b))
+        ours, theirs = (
+            (eqn.params[param],) if _compat.is_jaxpr(eqn.params[param]) else tuple(eqn.params[param]) for eqn in (a, b)
+        )
         self.require(len(ours) == len(theirs), a, "different numbers of branches")
         bodies = []
         for index, (x, y) in enumerate(zip(ours, theirs, strict=True)):

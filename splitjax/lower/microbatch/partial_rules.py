@@ -1,5 +1,5 @@
-"""What may be done with a sum over examples before all of it is known: linear operations, whose results on the contributions
-of the microbatches add up to the result on the whole sum."""
+"""What may be done with a sum over examples before all of it is known: linear operations, whose results on the
+contributions of the microbatches add up to the result on the whole sum."""
 
 from __future__ import annotations
 
@@ -10,21 +10,26 @@ from splitjax.lower.microbatch.example_relation import PARTIAL, Info, Mixed
 from splitjax.lower.microbatch.example_rules import SIZES, Outcome, Question, require_same_params
 
 _UNARY = frozenset(
-    "neg reshape squeeze expand_dims transpose broadcast_in_dim reduce_sum cumsum real imag conj copy copy_p rev slice name "
-    "sharding_constraint stop_gradient pvary split unstack tile device_put reduce_window_sum".split()
+    "neg reshape squeeze expand_dims transpose broadcast_in_dim reduce_sum cumsum real imag conj copy copy_p rev slice"
+    " name sharding_constraint stop_gradient pvary split unstack tile device_put reduce_window_sum".split()
 )
 _SUMS = frozenset({"add", "sub", "add_any", "concatenate", "stack", "pad"})
 _PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
 # Operands that may be sums (and get a share of what is not); the others choose entries.
 _PLACED = {
-    "select_n": lambda n: range(1, n), "dynamic_slice": lambda n: range(1), "gather": lambda n: range(1),
-    "dynamic_update_slice": lambda n: range(2), "scatter": lambda n: (0, 2), "scatter-add": lambda n: (0, 2),
+    "select_n": lambda n: range(1, n),
+    "dynamic_slice": lambda n: range(1),
+    "gather": lambda n: range(1),
+    "dynamic_update_slice": lambda n: range(2),
+    "scatter": lambda n: (0, 2),
+    "scatter-add": lambda n: (0, 2),
     "scatter_add": lambda n: (0, 2),
 }
 
 
 def answer_partial(question: Question) -> Outcome:
-    """The outcome of one operation, some operand of which is a sum over examples. Raises `Mixed` unless it is linear."""
+    """The outcome of one operation, some operand of which is a sum over examples. Raises `Mixed` unless it is
+    linear."""
     sums = [i for i, info in enumerate(question.infos) if info.kind == PARTIAL]
     if any(info.layout is not None for info in question.infos):
         raise Mixed("it combines a total over the batch with single examples, as batch statistics do")
@@ -57,7 +62,11 @@ def _shares(q: Question, sums: list[int]) -> frozenset[int]:
         if sums == [0] and jnp.issubdtype(q.types_out[0][0].dtype, np.inexact):
             return frozenset()
     elif name in _PLACED:
-        if name == "gather" and "FILL" in str(q.params["mode"]) and not _adds_up(q.params["fill_value"], q.types_out[0][0].dtype):
+        if (
+            name == "gather"
+            and "FILL" in str(q.params["mode"])
+            and not _adds_up(q.params["fill_value"], q.types_out[0][0].dtype)
+        ):
             raise Mixed("it fills in values that would be added once a microbatch")
         placed = frozenset(_PLACED[name](count))
         if placed.issuperset(sums):
@@ -66,7 +75,8 @@ def _shares(q: Question, sums: list[int]) -> frozenset[int]:
 
 
 def _adds_up(fill: float | None, dtype: np.dtype) -> bool:
-    """Whether adding a fill value once a microbatch gives the fill value: zero does, and NaN (the default of floats)."""
+    """Whether adding a fill value once a microbatch gives the fill value: zero does, and NaN (the default of
+    floats)."""
     if fill is None:
         return bool(jnp.issubdtype(dtype, np.inexact))
     return bool(fill == 0) or bool(fill != fill)

@@ -1,7 +1,8 @@
-"""The loops of all places (workers along the manual axes): what crosses into them, how they run, and how their results are joined.
+"""The loops of all places (workers along the manual axes): what crosses into them, how they run, and how their results
+are joined.
 
-A `Runner` decides how they run: `Together`, all alike in a `shard_map`; `truncation.Branches` and `rows` for workers that differentiate to
-different depths.
+A `Runner` decides how they run: `Together`, all alike in a `shard_map`; `truncation.Branches` and `rows` for workers
+that differentiate to different depths.
 """
 
 from __future__ import annotations
@@ -51,22 +52,33 @@ class Places:
         return self.job.analysis.body.inputs.index(v)
 
     def inputs(self) -> tuple[list[Any], ...]:
-        """What crosses into the loops: parameters, those that islands read, constants, slices, what is fetched, places."""
+        """What crosses into the loops: parameters, those that islands read, constants, slices, what is fetched,
+        places."""
         job, one, env = self.job, self.contribution, self.env
         worked = {v for v in one.cuts if job.info(v).live} | (job.islands.inputs if job.islands else set())
         return (
-            [env[v, WHOLE] for v in one.same], [env[v, WHOLE] for v in one.on_islands], [env[v, WHOLE] for v in one.shared],
-            [self.split.cut(env[v, WHOLE], job.info(v).layout, () if v in worked else self.whole_over) for v in one.cuts],
-            [fetch.cut(env[v, WHOLE]) for v, fetch in one.fetches.items()], [jnp.arange(size, dtype=jnp.int32) for _, size in self.manual],
-        )  # fmt: skip
+            [env[v, WHOLE] for v in one.same],
+            [env[v, WHOLE] for v in one.on_islands],
+            [env[v, WHOLE] for v in one.shared],
+            [
+                self.split.cut(env[v, WHOLE], job.info(v).layout, () if v in worked else self.whole_over)
+                for v in one.cuts
+            ],
+            [fetch.cut(env[v, WHOLE]) for v, fetch in one.fetches.items()],
+            [jnp.arange(size, dtype=jnp.int32) for _, size in self.manual],
+        )
 
     def in_specs(self) -> tuple[list[PartitionSpec], ...]:
         """Theirs for a `shard_map` over the places: parameters replicated, slices split."""
         one = self.contribution
         return (
-            [REPLICATED] * len(one.same), [REPLICATED] * len(one.on_islands), [REPLICATED] * len(one.shared), [self.spec(v) for v in one.cuts],
-            [self.spec(v) for v in one.fetches], [PartitionSpec(name) for name in self.axes],
-        )  # fmt: skip
+            [REPLICATED] * len(one.same),
+            [REPLICATED] * len(one.on_islands),
+            [REPLICATED] * len(one.shared),
+            [self.spec(v) for v in one.cuts],
+            [self.spec(v) for v in one.fetches],
+            [PartitionSpec(name) for name in self.axes],
+        )
 
     def row_specs(self) -> tuple[list[PartitionSpec], ...]:
         """Those of the rows that come out: of per-example results, of sliced and of fetched operands."""
@@ -99,7 +111,8 @@ class Places:
         return dataclasses.replace(self, env={})
 
     def with_share(self, share: int, offset: Any) -> Places:
-        """The same for a worker whose share of the examples begins at a number: all have equal shares here (`uneven.Balanced`)."""
+        """The same for a worker whose share of the examples begins at a number: all have equal shares here
+        (`uneven.Balanced`)."""
         return self
 
     def at_place(self, inputs: tuple[list[Any], ...], live: frozenset[int] | None = None) -> Sums:
@@ -108,14 +121,19 @@ class Places:
         contribution = self.contribution
         if live is not None:
             known = enumerate(self.job.analysis.body.inputs)
-            contribution = dataclasses.replace(contribution, chosen=frozenset(v for position, v in known if position in live))
+            contribution = dataclasses.replace(
+                contribution, chosen=frozenset(v for position, v in known if position in live)
+            )
         copies = [self.job.islands.copies(value) for value in island_params] if self.job.islands else []
         at = {name: place[0] for name, place in zip(self.axes, places, strict=True)}
         (*totals, unsummed), rows = contribution.accumulate((params, copies), constants, scanned, ahead, at)
         return totals, unsummed, rows
 
-    def joined(self, totals: Any, unsummed: Any, rows: Any, runner: Runner) -> tuple[Any, dict[int, Any], dict[int, Any]]:
-        """The results of all places as those of the boundary: the loss, returned values and gradients by value number."""
+    def joined(
+        self, totals: Any, unsummed: Any, rows: Any, runner: Runner
+    ) -> tuple[Any, dict[int, Any], dict[int, Any]]:
+        """The results of all places as those of the boundary: the loss, returned values and gradients by value
+        number."""
         one, islands = self.contribution, self.job.islands
         value, sums, grads = totals
         stacked, grad_rows, fetched_rows = rows
@@ -125,9 +143,16 @@ class Places:
         by_operand = dict(zip(one.same, grads, strict=True))
         by_operand |= {v: scaled(v, self._whole(row, v)) for v, row in zip(one.sliced, grad_rows, strict=True)}
         if islands:
-            exchanged = [scaled(v, total) for v, total in zip(one.on_islands, islands.total(unsummed, self.axes), strict=True)]
-            by_operand |= {v: by_operand[v] + total if v in by_operand else total for v, total in zip(one.on_islands, exchanged, strict=True)}
-        by_operand |= {v: scaled(v, fetch.join(row)) for (v, fetch), row in zip(one.fetches.items(), fetched_rows, strict=True)}
+            exchanged = [
+                scaled(v, total) for v, total in zip(one.on_islands, islands.total(unsummed, self.axes), strict=True)
+            ]
+            by_operand |= {
+                v: by_operand[v] + total if v in by_operand else total
+                for v, total in zip(one.on_islands, exchanged, strict=True)
+            }
+        by_operand |= {
+            v: scaled(v, fetch.join(row)) for (v, fetch), row in zip(one.fetches.items(), fetched_rows, strict=True)
+        }
         return value, whole, by_operand
 
     def _whole(self, rows: Any, v: int) -> Any:
@@ -135,13 +160,20 @@ class Places:
         return self.split.join(rows, layout, self.job.evaluator.program.types[v][0].shape[layout.dim])
 
 
-def over_places(places: Any, run: Any, out_specs: Any, extra_specs: tuple[Any, ...] = (), mesh: Mesh | None = None) -> Any:
-    """`run(inputs, *extra)` as a `shard_map` over the places: `Places`, or what stands in for them. `mesh`: another one than theirs."""
+def over_places(
+    places: Any, run: Any, out_specs: Any, extra_specs: tuple[Any, ...] = (), mesh: Mesh | None = None
+) -> Any:
+    """`run(inputs, *extra)` as a `shard_map` over the places: `Places`, or what stands in for them. `mesh`: another one
+    than theirs."""
     # check_vma=False: the body was traced outside, without the marks; sums over places are explicit.
     return jax.shard_map(
-        run, mesh=mesh or places.mesh, in_specs=(places.in_specs(), *extra_specs), out_specs=out_specs, axis_names=frozenset(places.axes),
+        run,
+        mesh=mesh or places.mesh,
+        in_specs=(places.in_specs(), *extra_specs),
+        out_specs=out_specs,
+        axis_names=frozenset(places.axes),
         check_vma=False,
-    )  # fmt: skip
+    )
 
 
 class Runner(Protocol):

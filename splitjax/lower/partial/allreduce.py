@@ -1,8 +1,8 @@
 """Adding up gradients over the workers that computed them, and handing the sum to those that did not.
 
-Inside a `shard_map` over the axis of the workers. What a worker sends for a value of S bytes with n contributors of N workers is
-2(n-1)/n S where it contributes; the N-n others are sent the sum once each, by a tree that starts at all contributors. Zeros are
-never sent.
+Inside a `shard_map` over the axis of the workers. What a worker sends for a value of S bytes with n contributors of N
+workers is 2(n-1)/n S where it contributes; the N-n others are sent the sum once each, by a tree that starts at all
+contributors. Zeros are never sent.
 """
 
 from __future__ import annotations
@@ -23,17 +23,24 @@ SUMMED, HANDED = "summed", "handed"
 
 
 def in_groups(axes: Sequence[str], platform: str) -> bool:
-    """Whether only the contributors take part in a sum over workers: groups of them are named along one axis, on devices that have them."""
+    """Whether only the contributors take part in a sum over workers: groups of them are named along one axis, on
+    devices that have them."""
     return len(axes) == 1 and platform not in _EQUAL_GROUPS
 
 
 def total_of_contributors(
-    values: Sequence[Any], contributors: Sequence[int], axes: tuple[str, ...], num_workers: int, platform: str, names: Sequence[str] = (),
+    values: Sequence[Any],
+    contributors: Sequence[int],
+    axes: tuple[str, ...],
+    num_workers: int,
+    platform: str,
+    names: Sequence[str] = (),
 ) -> list[Any]:
     """The sum of the contributors' values, on all workers.
 
-    **Arguments:** `values`: of this worker; of one that does not contribute, zeros. `contributors`: places along the axes, the same
-    on all workers. `platform`: of the mesh's devices. `names`: of the parameters whose gradients the values are, for reports.
+    **Arguments:** `values`: of this worker; of one that does not contribute, zeros. `contributors`: places along the
+    axes, the same on all workers. `platform`: of the mesh's devices. `names`: of the parameters whose gradients the
+    values are, for reports.
     """
     mine, values = sorted(contributors), list(values)
     names = names or [""] * len(values)
@@ -44,10 +51,15 @@ def total_of_contributors(
     (axis,) = axes
     if len(mine) > 1:
         groups = [mine, *([worker] for worker in range(num_workers) if worker not in mine)]
-        values = [_named(SUMMED, name, lax.psum, value, axis, axis_index_groups=groups) for value, name in zip(values, names, strict=True)]
+        values = [
+            _named(SUMMED, name, lax.psum, value, axis, axis_index_groups=groups)
+            for value, name in zip(values, names, strict=True)
+        ]
     place = lax.axis_index(axis)
     for pairs in handing(mine, num_workers):
-        received = [_named(HANDED, name, lax.ppermute, value, axis, pairs) for value, name in zip(values, names, strict=True)]
+        received = [
+            _named(HANDED, name, lax.ppermute, value, axis, pairs) for value, name in zip(values, names, strict=True)
+        ]
         takes = jax.numpy.isin(place, jax.numpy.asarray([to for _, to in pairs]))
         values = [jax.numpy.where(takes, new, old) for new, old in zip(received, values, strict=True)]
     return values
@@ -74,4 +86,6 @@ def sent_bytes(num_bytes: int, num_contributors: int, num_workers: int) -> tuple
     """Mean bytes that a worker sends for a value: to add it up, and to hand it on."""
     if num_contributors == 0:
         return 0.0, 0.0
-    return 2 * (num_contributors - 1) * num_bytes / num_workers, (num_workers - num_contributors) * num_bytes / num_workers
+    return 2 * (num_contributors - 1) * num_bytes / num_workers, (
+        num_workers - num_contributors
+    ) * num_bytes / num_workers

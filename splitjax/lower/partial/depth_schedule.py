@@ -1,7 +1,8 @@
 """The programs of a step with partial backpropagation, and which one runs when.
 
-Spatial as branches: one program, with the number of the turn as an operand. Temporal: a program per depth, or one with a branch per depth. The first
-`warmup_steps` run the program of full backpropagation. A program is compiled when it first runs.
+Spatial as branches: one program, with the number of the turn as an operand. Temporal: a program per depth, or one with
+a branch per depth. The first `warmup_steps` run the program of full backpropagation. A program is compiled when it
+first runs.
 """
 
 from __future__ import annotations
@@ -65,10 +66,15 @@ def turned(step: PartialStep, hooks: PartialHooks, lowered: Lowered, programs: A
     full = functools.cache(lambda: programs.whole(functools.partial(lowered.run, hooks.hook)))
     with_turn = lambda run: Turned(step, full, None, functools.cache(lambda: programs.whole(run, (everywhere,))))
     if not step.is_temporal and step.request.execution == BRANCH:
-        return with_turn(lambda leaves, residuals, turn: lowered.run_keeping(hooks.apart(turn), kept, leaves, residuals))
+        return with_turn(
+            lambda leaves, residuals, turn: lowered.run_keeping(hooks.apart(turn), kept, leaves, residuals)
+        )
     if not step.is_temporal:
         return Turned(step, full, None, functools.cache(lambda: WorkerPrograms(step, hooks, lowered, programs)))
-    at_depth = {first: functools.partial(lowered.run_keeping, hooks.together(first), step.kept_leaves(first)) for first in depths.distinct}
+    at_depth = {
+        first: functools.partial(lowered.run_keeping, hooks.together(first), step.kept_leaves(first))
+        for first in depths.distinct
+    }
     if step.request.execution != BRANCH:
         by_depth = functools.cache(lambda first: programs.whole(at_depth[first]))
         return Turned(step, full, lambda slot: by_depth(depths.first[slot]), None)

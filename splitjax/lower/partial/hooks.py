@@ -1,4 +1,5 @@
-"""Boundaries that are differentiated partially: by all workers alike (temporal), or by each to its own depth (spatial, as branches)."""
+"""Boundaries that are differentiated partially: by all workers alike (temporal), or by each to its own depth (spatial,
+as branches)."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from splitjax.trace.flatten import equation_at
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartialHooks:
-    """The evaluators of one step's boundaries. `hook`: evaluates a boundary as a step without partial backpropagation would."""
+    """The evaluators of one step's boundaries. `hook`: evaluates a boundary as a step without partial backpropagation
+    would."""
 
     step: PartialStep
     jaxpr: Any
@@ -51,13 +53,17 @@ class PartialHooks:
             results = self.hook(part, operands, site, forward)
             found = dict(zip(live, results[num_values:], strict=True))
             # Nobody reads the zeros: what follows from a skipped gradient is dropped with the new state.
-            grads = [found[k] if k in found else jnp.zeros(v.aval.shape, v.aval.dtype) for k, v in enumerate(eqn.outvars[num_values:])]
+            grads = [
+                found[k] if k in found else jnp.zeros(v.aval.shape, v.aval.dtype)
+                for k, v in enumerate(eqn.outvars[num_values:])
+            ]
             return self._scaled(eqn, [*results[:num_values], *grads], site)
 
         return hook
 
     def apart(self, turn: Any, runner: Callable[[Truncation], Runner] = lambda truncation: truncation) -> BoundaryHook:
-        """Each worker differentiates to its own depth. `turn`: i32[]. `runner`: how the workers' loops run, by default as branches."""
+        """Each worker differentiates to its own depth. `turn`: i32[]. `runner`: how the workers' loops run, by default
+        as branches."""
 
         def hook(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable) -> list[Any]:
             if site != self.step.site:
@@ -68,22 +74,38 @@ class PartialHooks:
                 if self.step.examples:
                     run = self._balancing(run, eqn, site, number)
                 results = accumulated_boundary(
-                    eqn, operands, site, forward, number, self.step.graph, self.mesh, self.plan, self.layout, self.twin_of, self.step.axes, run
+                    eqn,
+                    operands,
+                    site,
+                    forward,
+                    number,
+                    self.step.graph,
+                    self.mesh,
+                    self.plan,
+                    self.layout,
+                    self.twin_of,
+                    self.step.axes,
+                    run,
                 )
                 return self._without_rows_of_others(eqn, site, results, turn)
             except MicrobatchError as error:
                 if self.step.request.statistics == LOCAL and number == 1 and not self.step.examples:
                     return self._own_loss(eqn, operands, site).results(run)
                 raise PartialError(
-                    f"workers cannot have depths of their own: {error.message}", value=error.value, place=error.place,
-                    remedy='use assignment="temporal", or PartialBackprop(statistics="local") with one microbatch, with which each worker has the loss of '
-                    "its own examples",
+                    f"workers cannot have depths of their own: {error.message}",
+                    value=error.value,
+                    place=error.place,
+                    remedy=(
+                        'use assignment="temporal", or PartialBackprop(statistics="local") with one microbatch, with'
+                        " which each worker has the loss of its own examples"
+                    ),
                 ) from error
 
         return hook
 
     def _without_rows_of_others(self, eqn: Any, site: Site, results: list[Any], turn: Any) -> list[Any]:
-        """The results, where the ids of lookups that a worker did not differentiate are outside of their tables: it has no rows to send."""
+        """The results, where the ids of lookups that a worker did not differentiate are outside of their tables: it has
+        no rows to send."""
         tables = self._tables(site)
         if not tables:
             return results
@@ -96,7 +118,9 @@ class PartialHooks:
             slots = self.step.depths.contributors(segments[len(eqn.invars) - len(tables) + k])
             if dim is None or table.is_owned or len(slots) == num_workers:
                 continue
-            is_sent = jnp.asarray([self.step.contributes(slots, number) for number in range(self.step.depths.num_turns)])[turn]
+            is_sent = jnp.asarray(
+                [self.step.contributes(slots, number) for number in range(self.step.depths.num_turns)]
+            )[turn]
             ids = found[first + k]
             shape = [-1 if d == dim else 1 for d in range(ids.ndim)]
             found[first + k] = jnp.where(is_sent.reshape(shape), ids, jnp.asarray(table.num_rows, ids.dtype))
@@ -112,10 +136,22 @@ class PartialHooks:
     def _balancing(self, runner: Runner, eqn: Any, site: Site, num_microbatches: int) -> Runner:
         if num_microbatches > 1:
             raise PartialError(
-                "examples cannot be balanced among workers that accumulate over microbatches", value=num_microbatches, place=eqn.params["label"],
+                "examples cannot be balanced among workers that accumulate over microbatches",
+                value=num_microbatches,
+                place=eqn.params["label"],
                 remedy="use rebalance=False, or microbatches=None",
             )
-        jobs = uneven_jobs(eqn, site, self.step.examples, self.step.graph, self.mesh, self.plan, self.layout, self.twin_of, self.step.axes)
+        jobs = uneven_jobs(
+            eqn,
+            site,
+            self.step.examples,
+            self.step.graph,
+            self.mesh,
+            self.plan,
+            self.layout,
+            self.twin_of,
+            self.step.axes,
+        )
         return Balancing(runner, jobs, self.step.graph.num_examples)
 
     def _own_loss(self, eqn: Any, operands: Sequence[Any], site: Site) -> OwnLoss:

@@ -1,10 +1,15 @@
-"""A step whose workers run programs of their own: one a depth, compiled for the devices of one place (a row of the mesh), without collectives between workers.
+"""A step whose workers run programs of their own: one a depth, compiled for the devices of one place (a row of the
+mesh), without collectives between workers.
 
-A call dispatches three kinds of programs, all of which evaluate the traced step and differ in what they do at its gradient boundary:
+A call dispatches three kinds of programs, all of which evaluate the traced step and differ in what they do at its
+gradient boundary:
 
-1. `before`, on the whole mesh, ends there: it gives what crosses into the boundary's loops, which lies on its workers already.
-2. A *row program* for every place: its loop, to the depth of its slot. It is as small as its depth: what shallow workers save in memory, too.
-3. `after`, on the whole mesh, goes on from there with the rows' sums: it adds every segment up over its contributors and updates the state.
+1. `before`, on the whole mesh, ends there: it gives what crosses into the boundary's loops, which lies on its workers
+   already.
+2. A *row program* for every place: its loop, to the depth of its slot. It is as small as its depth: what shallow
+   workers save in memory, too.
+3. `after`, on the whole mesh, goes on from there with the rows' sums: it adds every segment up over its contributors
+   and updates the state.
 
 Places whose depth leaves a segment out hold zeros for it when `after` begins, where its sum arrives.
 """
@@ -48,7 +53,8 @@ class Capture:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Given:
-    """The runner that goes on with what the places have summed: by place, with a leading dim for them (rows without)."""
+    """The runner that goes on with what the places have summed: by place, with a leading dim for them (rows
+    without)."""
 
     truncation: Truncation
     sums: Any  # ((loss, sums, gradients), unsummed gradients of islands, rows)
@@ -61,8 +67,13 @@ class Given:
             return self.truncation.summed(places, jax.tree.map(lambda one: one.reshape(one.shape[1:]), given), turn)
 
         added = jax.shard_map(
-            total, mesh=places.mesh, in_specs=(spec, REPLICATED), out_specs=REPLICATED, axis_names=frozenset(places.axes), check_vma=False,
-        )(totals, self.truncation.turn)  # fmt: skip
+            total,
+            mesh=places.mesh,
+            in_specs=(spec, REPLICATED),
+            out_specs=REPLICATED,
+            axis_names=frozenset(places.axes),
+            check_vma=False,
+        )(totals, self.truncation.turn)
         return added, unsummed, rows
 
     def scaled(self, value: Any, position: int) -> Any:
@@ -89,7 +100,8 @@ class Specs:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowPrograms:
-    """The row programs of one signature of a step. `places`: as the trace of `before` left them (its values are not read)."""
+    """The row programs of one signature of a step. `places`: as the trace of `before` left them (its values are not
+    read)."""
 
     places: Places
     truncation: Truncation
@@ -100,7 +112,9 @@ class RowPrograms:
     def rows(self) -> tuple[Mesh, ...]:
         """The mesh of every place: its devices, with size 1 along the axes of the places."""
         names = self.mesh.axis_names
-        moved = np.moveaxis(self.mesh.devices, [names.index(axis) for axis in self.places.axes], range(len(self.places.axes)))
+        moved = np.moveaxis(
+            self.mesh.devices, [names.index(axis) for axis in self.places.axes], range(len(self.places.axes))
+        )
         shape = tuple(1 if name in self.places.axes else self.mesh.shape[name] for name in names)
         count = math.prod(self.mesh.shape[axis] for axis in self.places.axes)
         return tuple(Mesh(one.reshape(shape), names) for one in moved.reshape(count, -1))
@@ -109,7 +123,11 @@ class RowPrograms:
     def mine(self) -> tuple[int, ...]:
         """The places whose devices belong to this process."""
         here = jax.process_index()
-        return tuple(place for place, mesh in enumerate(self.rows) if any(device.process_index == here for device in mesh.devices.flat))
+        return tuple(
+            place
+            for place, mesh in enumerate(self.rows)
+            if any(device.process_index == here for device in mesh.devices.flat)
+        )
 
     @functools.cached_property
     def in_specs(self) -> Any:
@@ -118,15 +136,24 @@ class RowPrograms:
     @functools.cached_property
     def sum_types(self) -> Any:
         """Of one place's results, everything differentiated: shapes as on a mesh with one place."""
-        return jax.eval_shape(self._run(self.rows[self.mine[0]], 0, self.truncation.variant(0)[1], 0), *self._local(self.input_types, self.in_specs))
+        return jax.eval_shape(
+            self._run(self.rows[self.mine[0]], 0, self.truncation.variant(0)[1], 0),
+            *self._local(self.input_types, self.in_specs),
+        )
 
     def sum_specs(self, input_specs: Any) -> Any:
-        """Specs of the results, on a row's mesh and on the whole mesh alike: gradients lie as their parameters do. `input_specs`: of the inputs."""
+        """Specs of the results, on a row's mesh and on the whole mesh alike: gradients lie as their parameters do.
+        `input_specs`: of the inputs."""
         lead, one = self.places.axes, self.places.contribution
         return (
-            (PartitionSpec(lead), [PartitionSpec(lead)] * len(one.summed), [PartitionSpec(lead, *spec) for spec in input_specs[0]]),
-            [PartitionSpec(lead, self.places.island_axes)] * len(one.on_islands), self.places.whole_row_specs(),
-        )  # fmt: skip
+            (
+                PartitionSpec(lead),
+                [PartitionSpec(lead)] * len(one.summed),
+                [PartitionSpec(lead, *spec) for spec in input_specs[0]],
+            ),
+            [PartitionSpec(lead, self.places.island_axes)] * len(one.on_islands),
+            self.places.whole_row_specs(),
+        )
 
     def local_inputs(self, types: Any) -> Any:
         """What a row program takes, as types."""
@@ -138,7 +165,9 @@ class RowPrograms:
 
     def _everywhere(self, one: Any, spec: PartitionSpec) -> Any:
         """The type of a place's result on the whole mesh."""
-        return jax.ShapeDtypeStruct(tuple(size * self._parts(entry) for size, entry in _with_entries(one.shape, spec)), one.dtype)
+        return jax.ShapeDtypeStruct(
+            tuple(size * self._parts(entry) for size, entry in _with_entries(one.shape, spec)), one.dtype
+        )
 
     def _parts(self, entry: Any) -> int:
         """Over how many places a dim is split."""
@@ -146,13 +175,19 @@ class RowPrograms:
 
     def _local(self, types: Any, specs: Any) -> Any:
         """Types on the whole mesh as those on a row's."""
-        local = lambda one, spec: jax.ShapeDtypeStruct(tuple(size // self._parts(entry) for size, entry in _with_entries(one.shape, spec)), one.dtype)
+        local = lambda one, spec: jax.ShapeDtypeStruct(
+            tuple(size // self._parts(entry) for size, entry in _with_entries(one.shape, spec)), one.dtype
+        )
         return jax.tree.map(local, types, specs)
 
     def _run(self, mesh: Mesh, first: int, share: int, offset: int) -> Any:
-        """The loop of one place to a depth, with its share of the examples (0: an equal one): results of what it does not differentiate are left out (None)."""
+        """The loop of one place to a depth, with its share of the examples (0: an equal one): results of what it does
+        not differentiate are left out (None)."""
         live = self.truncation.live(first)
-        same, on_islands = ([self.places.position(v) in live for v in group] for group in (self.places.contribution.same, self.places.contribution.on_islands))
+        same, on_islands = (
+            [self.places.position(v) in live for v in group]
+            for group in (self.places.contribution.same, self.places.contribution.on_islands)
+        )
 
         def run(inputs: Any) -> Any:
             (value, sums, grads), unsummed, rows = self.places.with_share(share, offset).at_place(inputs, live)
@@ -170,7 +205,14 @@ class RowPrograms:
     def program(self, place: int, slot: int, specs: Specs) -> Any:
         """The program of a place in a slot. `specs`: of the inputs."""
         first, share = self.truncation.variant(slot)
-        turn = next((turn for turn in range(self.truncation.depths.num_turns) if self.truncation.depths.slot(place, turn) == slot), 0)
+        turn = next(
+            (
+                turn
+                for turn in range(self.truncation.depths.num_turns)
+                if self.truncation.depths.slot(place, turn) == slot
+            ),
+            0,
+        )
         return self._program(place, first, share, self.truncation.offset(place, turn), specs)
 
     @functools.cache  # noqa: B019 (lives as long as the step's programs)
@@ -199,7 +241,10 @@ class RowPrograms:
         found = []
         for index, spec in enumerate(jax.tree.leaves(self.sum_specs(specs.tree), is_leaf=_is_spec)):
             given = [by_place[place][index] for place in self.mine]
-            parts = [self._blank(place, index, spec)() if one is None else one for place, one in zip(self.mine, given, strict=True)]
+            parts = [
+                self._blank(place, index, spec)() if one is None else one
+                for place, one in zip(self.mine, given, strict=True)
+            ]
             found.append(self._joined(parts, spec))
         return jax.tree.unflatten(jax.tree.structure(self.sum_types), found)
 
@@ -214,7 +259,9 @@ class RowPrograms:
     def _joined(self, parts: Sequence[Any], spec: PartitionSpec) -> Any:
         """The places' results as one array over the whole mesh; nothing is copied."""
         shards = [shard.data for part in parts for shard in part.addressable_shards]
-        return jax.make_array_from_single_device_arrays(self._everywhere(parts[0], spec).shape, NamedSharding(self.mesh, spec), shards)
+        return jax.make_array_from_single_device_arrays(
+            self._everywhere(parts[0], spec).shape, NamedSharding(self.mesh, spec), shards
+        )
 
 
 def _with_entries(shape: Sequence[int], spec: PartitionSpec) -> list[tuple[int, Any]]:
@@ -227,5 +274,3 @@ def _is_spec(value: Any) -> bool:
 
 def _axes(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-

@@ -1,7 +1,8 @@
-"""Partial backpropagation of a step: which boundary, which workers, which cuts, and what happens to the state of layers that are skipped.
+"""Partial backpropagation of a step: which boundary, which workers, which cuts, and what happens to the state of layers
+that are skipped.
 
-Layers that no worker differentiates in a step keep their parameters and their optimizer state; counters that belong to no parameter go on.
-Where every layer has a contributor, all state is updated as ever.
+Layers that no worker differentiates in a step keep their parameters and their optimizer state; counters that belong to
+no parameter go on. Where every layer has a contributor, all state is updated as ever.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class PartialStep:
     """The partial backpropagation of one signature of a step.
 
     - `site`: its gradient boundary. `axes`: the mesh axes of the workers, major first.
-    - `params`: by position of a differentiated operand of the boundary, the path of its parameter (or what the boundary calls it).
+    - `params`: by position of a differentiated operand of the boundary, the path of its parameter (or what the boundary
+      calls it).
     """
 
     graph: Graph
@@ -55,10 +57,13 @@ class PartialStep:
 
     def segment_of(self) -> dict[int, int]:
         """By position of a differentiated operand its segment."""
-        return {position: number for number, segment in enumerate(self.depths.segments) for position in segment.operands}
+        return {
+            position: number for number, segment in enumerate(self.depths.segments) for position in segment.operands
+        }
 
     def segments_for(self, eqn: Any, more: Sequence[str] = ()) -> dict[int, int]:
-        """The same for the boundary's equation with further operands behind its own, which belong to parameters `more`."""
+        """The same for the boundary's equation with further operands behind its own, which belong to parameters
+        `more`."""
         own = self.segment_of()
         by_param = {self.params[position]: segment for position, segment in own.items()}
         return own | {position: by_param[param] for position, param in self._further(eqn, more).items()}
@@ -74,12 +79,16 @@ class PartialStep:
 
     def skipped(self, first: int) -> frozenset[str]:
         """The parameters that nobody differentiates where the deepest worker begins with segment `first`."""
-        return frozenset(self.params[position] for segment in self.depths.segments[:first] for position in segment.operands)
+        return frozenset(
+            self.params[position] for segment in self.depths.segments[:first] for position in segment.operands
+        )
 
     def kept_leaves(self, first: int) -> tuple[int, ...]:
         """The flat arguments that then stay what they are: skipped parameters and the state that follows them."""
         gone = self.skipped(first)
-        return tuple(leaf.index for leaf in self.graph.leaves if leaf.is_state and (leaf.path in gone or leaf.follows in gone))
+        return tuple(
+            leaf.index for leaf in self.graph.leaves if leaf.is_state and (leaf.path in gone or leaf.follows in gone)
+        )
 
     def contributes(self, slots: Collection[int], turn: int) -> list[bool]:
         """Per example of the batch whether it belongs to a worker in one of these slots."""
@@ -100,8 +109,8 @@ class PartialStep:
 def find_partial(
     request: PartialBackprop | None, pinned: PartialPlan | None, graph: Graph, jaxpr: Any, plan: Plan, place: str
 ) -> PartialStep | None:
-    """How a step is differentiated partially: as a pinned plan says, or as asked for; None where neither does. Raises `PartialError` where it
-    cannot be, `PlanError` where the pinned plan is of another step."""
+    """How a step is differentiated partially: as a pinned plan says, or as asked for; None where neither does. Raises
+    `PartialError` where it cannot be, `PlanError` where the pinned plan is of another step."""
     request = request if pinned is None else pinned_request(pinned)
     if request is None:
         return None
@@ -109,11 +118,16 @@ def find_partial(
     axes = worker_axes(graph, plan)
     found, params = stages_of(graph, jaxpr, site, request)
     num_workers = plan.mesh.size(axes)
-    depths = choose_depths(found, request, num_workers, place) if pinned is None else pinned_depths(found, pinned, request, num_workers)
+    depths = (
+        choose_depths(found, request, num_workers, place)
+        if pinned is None
+        else pinned_depths(found, pinned, request, num_workers)
+    )
     if not request.rebalance:
         return PartialStep(graph, site, axes, depths, params)
     examples, unit = () if pinned is None else pinned.examples, devices_of_worker(plan, axes)
-    if sum(examples) != graph.num_examples or any(one % unit for one in examples):  # the plan was made for another batch, or for none
+    # the plan was made for another batch, or for none
+    if sum(examples) != graph.num_examples or any(one % unit for one in examples):
         examples = balanced_examples(depths, graph.num_examples, place, unit)
     return PartialStep(graph, site, axes, depths, params, examples)
 
@@ -123,20 +137,27 @@ def devices_of_worker(plan: Plan, axes: tuple[str, ...]) -> int:
     return plan.mesh.size(tuple(axis for axis in plan.mesh.present(plan.batch_axes) if axis not in axes))
 
 
-def stages_of(graph: Graph, jaxpr: Any, site: Site, request: PartialBackprop | None = None) -> tuple[Stages, dict[int, str]]:
-    """The stages of a boundary, with measured times where the request has them; by operand the path of its parameter."""
+def stages_of(
+    graph: Graph, jaxpr: Any, site: Site, request: PartialBackprop | None = None
+) -> tuple[Stages, dict[int, str]]:
+    """The stages of a boundary, with measured times where the request has them; by operand the path of its
+    parameter."""
     boundary = gradient.boundary_of(equation_at(jaxpr, site).params)
     known = {(one.site, one.result): one.param for one in graph.gradients}
     layers = {param: layer.name for layer in graph.layers for param in layer.params}
     params = {position: known.get((site, result), boundary.names[position]) for result, position in boundary.gradients}
-    found = find_stages(boundary.forward, boundary.positions, {position: layers.get(param, param) for position, param in params.items()})
+    found = find_stages(
+        boundary.forward, boundary.positions, {position: layers.get(param, param) for position, param in params.items()}
+    )
     measured = None if request is None else request.measured
     if measured is not None:
         seconds = dict(zip(measured.layers, measured.backward_seconds, strict=True))
         other = [stage.name for stage in found.stages if stage.name not in seconds]
         if other:
             raise PartialError(
-                "the measured times are of another step: they have no such layer", value=other[0], place=boundary.label,
+                "the measured times are of another step: they have no such layer",
+                value=other[0],
+                place=boundary.label,
                 remedy="call step.advise on this step, and pass its .measured",
             )
         found = with_times(found, seconds, measured.forward_seconds)
@@ -144,8 +165,8 @@ def stages_of(graph: Graph, jaxpr: Any, site: Site, request: PartialBackprop | N
 
 
 def worker_axes(graph: Graph, plan: Plan) -> tuple[str, ...]:
-    """The batch axes over which no parameter is split while it is used: each place along them is a worker, whatever it shares its
-    examples with along the others."""
+    """The batch axes over which no parameter is split while it is used: each place along them is a worker, whatever it
+    shares its examples with along the others."""
     used: set[str] = set()
     for leaf in plan.leaves:
         if leaf.role == "param":
@@ -157,18 +178,23 @@ def find_boundary(graph: Graph, jaxpr: Any, place: str) -> Site:
     """The step's one gradient boundary. Raises `PartialError` where it has none, or several, or takes it in a loop."""
     if graph.num_boundaries == 0:
         raise PartialError(
-            "the step takes its gradient with plain JAX, or none at all, so there is nothing to end early", value=graph.num_boundaries, place=place,
+            "the step takes its gradient with plain JAX, or none at all, so there is nothing to end early",
+            value=graph.num_boundaries,
+            place=place,
             remedy="take it with splitjax.value_and_grad or splitjax.grad",
         )
     if graph.num_examples is None:
         raise PartialError(
-            "the step has no batch, so its workers have no examples of their own", place=place,
+            "the step has no batch, so its workers have no examples of their own",
+            place=place,
             remedy="name the arguments that hold examples in batch_argnums",
         )
     sites = list(_sites(jaxpr, place))
     if len(sites) != 1:
         raise PartialError(
-            f"the step takes {len(sites)} gradients, and depths are those of one", value=len(sites), place=place,
+            f"the step takes {len(sites)} gradients, and depths are those of one",
+            value=len(sites),
+            place=place,
             remedy="take one gradient of the sum of the losses, or use backprop=None",
         )
     return sites[0]
@@ -180,7 +206,9 @@ def _sites(jaxpr: Any, place: str, prefix: Site = (), inside: str = "") -> list[
         if gradient.is_boundary(eqn):
             if inside:
                 raise PartialError(
-                    f"the step takes its gradient inside a {inside}, more than once a step", value=eqn.params["label"], place=place,
+                    f"the step takes its gradient inside a {inside}, more than once a step",
+                    value=eqn.params["label"],
+                    place=place,
                     remedy="decorate the loop's body, which takes it once",
                 )
             found.append((*prefix, index))

@@ -1,7 +1,8 @@
-"""A gradient boundary whose workers differentiate to different depths (`partial.depths`): what the loop over microbatches is told of it.
+"""A gradient boundary whose workers differentiate to different depths (`partial.depths`): what the loop over
+microbatches is told of it.
 
-One program for all workers: each takes the branch of its depth, in which no collective over the workers' axes stands; then every segment's
-gradient is added up over the workers that computed it (`contributors.py`).
+One program for all workers: each takes the branch of its depth, in which no collective over the workers' axes stands;
+then every segment's gradient is added up over the workers that computed it (`contributors.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from splitjax.partial.depths import Depths
 
 
 def turns_scope(num_turns: Sequence[int], what: str = "turns") -> str:
-    """The name scope of a choice among branches by the number of the turn, so many of which take each; or of `depths`, by worker, so many
-    of which take each. `report.hlo` counts by it."""
+    """The name scope of a choice among branches by the number of the turn, so many of which take each; or of `depths`,
+    by worker, so many of which take each. `report.hlo` counts by it."""
     return f"splitjax:{what}:{'.'.join(map(str, num_turns))}"
 
 
@@ -31,7 +32,8 @@ def turns_scope(num_turns: Sequence[int], what: str = "turns") -> str:
 class Truncation:
     """How one boundary is truncated.
 
-    - `segments`, `params`: by position of a differentiated operand, its segment and the path of its parameter. `axes`: the mesh axes of the workers, major first.
+    - `segments`, `params`: by position of a differentiated operand, its segment and the path of its parameter. `axes`:
+      the mesh axes of the workers, major first.
     - `turn`: i32[], the number of the step among those of `depths.num_turns`.
     - `examples`: by slot how many it takes, where they differ.
     """
@@ -68,14 +70,23 @@ class Truncation:
         variants = sorted({self.variant(slot) for slot in range(self.num_workers)}, reverse=True)
         table = jnp.asarray([variants.index(self.variant(slot)) for slot in range(self.num_workers)], jnp.int32)
         counts = [sum(self.variant(slot) == one for slot in range(self.num_workers)) for one in variants]
-        offsets = jnp.asarray([[self.offset(worker, turn) for worker in range(self.num_workers)] for turn in range(self.depths.num_turns)], jnp.int32)
+        offsets = jnp.asarray(
+            [
+                [self.offset(worker, turn) for worker in range(self.num_workers)]
+                for turn in range(self.depths.num_turns)
+            ],
+            jnp.int32,
+        )
 
         def run(inputs: tuple[list[Any], ...], turn: Any) -> Sums:
             number = self.place({name: place[0] for name, place in zip(places.axes, inputs[-1], strict=True)})
             slot = (number + turn) % self.num_workers if self.depths.request.rotate else number
             offset = offsets[turn % self.depths.num_turns, number]
             branches = [
-                lambda given, start, first=first, share=share: places.with_share(share, start).at_place(given, self.live(first)) for first, share in variants
+                lambda given, start, first=first, share=share: places.with_share(share, start).at_place(
+                    given, self.live(first)
+                )
+                for first, share in variants
             ]
             if self.platform == "cpu":
                 branches = [with_cpu_layouts(branch) for branch in branches]
@@ -87,7 +98,8 @@ class Truncation:
         return over_places(places, run, out_specs, (REPLICATED,))(places.inputs(), self.turn)
 
     def variant(self, slot: int) -> tuple[int, int]:
-        """What a slot's loop depends on: the first segment that it differentiates, and its share of the examples (0 where all are equal)."""
+        """What a slot's loop depends on: the first segment that it differentiates, and its share of the examples (0
+        where all are equal)."""
         return self.depths.first[slot], self.examples[slot] if self.examples else 0
 
     def offset(self, worker: int, turn: int) -> int:
@@ -106,7 +118,10 @@ class Truncation:
         for segment in range(len(self.depths.segments)):
             found[segment] = [k for k, position in enumerate(positions) if self.segments[position] == segment]
         names = [self.params.get(position, "") for position in positions]
-        turned = [lambda parts, number=number: self._turned(parts, names, found, number) for number in range(self.depths.num_turns)]
+        turned = [
+            lambda parts, number=number: self._turned(parts, names, found, number)
+            for number in range(self.depths.num_turns)
+        ]
         if len(turned) == 1 or not in_groups(self.axes, self.platform):  # all turns are alike
             values = turned[0](values)
         else:
@@ -120,7 +135,9 @@ class Truncation:
         factor = self.depths.scale(self.segments[position], shares)
         return value if factor == 1.0 else value * jnp.asarray(factor, value.dtype)
 
-    def _turned(self, values: Sequence[Any], names: Sequence[str], found: Mapping[int, Sequence[int]], turn: int) -> list[Any]:
+    def _turned(
+        self, values: Sequence[Any], names: Sequence[str], found: Mapping[int, Sequence[int]], turn: int
+    ) -> list[Any]:
         """The sums in one turn, whose contributors are known."""
         results: dict[int, Any] = {}
         workers = range(self.num_workers)

@@ -1,7 +1,8 @@
 """Workers with different numbers of examples: each takes its range out of the whole batch, which every worker is given.
 
-As `batch_split.Split`, for one microbatch. Rows that come out stand in zeros of the whole batch's size, to be added up over the workers. Where devices share a
-worker's examples (`islands.py`), they do so in equal parts: shares are multiples of their number.
+As `batch_split.Split`, for one microbatch. Rows that come out stand in zeros of the whole batch's size, to be added up
+over the workers. Where devices share a worker's examples (`islands.py`), they do so in equal parts: shares are
+multiples of their number.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from splitjax.lower.microbatch.worker_loop import Contribution
 
 @dataclasses.dataclass(frozen=True)
 class UnevenSplit(Split):
-    """`share` of `whole` examples, from number `offset` (i32[]) on, of a place along the axes `workers`; other axes that are manual divide it."""
+    """`share` of `whole` examples, from number `offset` (i32[]) on, of a place along the axes `workers`; other axes
+    that are manual divide it."""
 
     share: int = 0
     whole: int = 0
@@ -99,8 +101,8 @@ class UnevenSplit(Split):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Balanced:
-    """Places whose shares differ, as `places.Places`. `jobs`: the boundary prepared for every share (`loop.Job`); `places`: as of equal shares, in whose
-    words results come out. Rows are among the sums here."""
+    """Places whose shares differ, as `places.Places`. `jobs`: the boundary prepared for every share (`loop.Job`);
+    `places`: as of equal shares, in whose words results come out. Rows are among the sums here."""
 
     places: Places
     jobs: Mapping[int, Any]
@@ -151,12 +153,27 @@ class Balanced:
 
     def at_place(self, inputs: tuple[list[Any], ...], live: frozenset[int] | None = None) -> Sums:
         job, split = self.jobs[self.share], self.places.split
-        own = UnevenSplit(split.num_microbatches, split.axes, split.manual, split.mesh, self.share, self.num_examples, self.offset, self.axes)
-        islands = job.islands and dataclasses.replace(job.islands, evaluator=_divided(job.islands.evaluator, own, {*split.manual, *job.islands.axes}))
+        own = UnevenSplit(
+            split.num_microbatches,
+            split.axes,
+            split.manual,
+            split.mesh,
+            self.share,
+            self.num_examples,
+            self.offset,
+            self.axes,
+        )
+        islands = job.islands and dataclasses.replace(
+            job.islands, evaluator=_divided(job.islands.evaluator, own, {*split.manual, *job.islands.axes})
+        )
         job = dataclasses.replace(job, evaluator=dataclasses.replace(job.evaluator, split=own), islands=islands)
-        one = dataclasses.replace(self.places, job=job, contribution=dataclasses.replace(self.places.contribution, job=job))
+        one = dataclasses.replace(
+            self.places, job=job, contribution=dataclasses.replace(self.places.contribution, job=job)
+        )
         params, islands, constants, cuts, ahead, places = inputs
-        (value, sums, grads), unsummed, (stacked, sliced, _) = one.at_place((params, islands, constants, [cut[None] for cut in cuts], ahead, places), live)
+        (value, sums, grads), unsummed, (stacked, sliced, _) = one.at_place(
+            (params, islands, constants, [cut[None] for cut in cuts], ahead, places), live
+        )
         return (value, [*sums, *(row[0] for row in (*stacked, *sliced))], grads), unsummed, ([], [], [])
 
 
@@ -178,7 +195,10 @@ class Balancing:
         value, every, grads = totals
         one = places.contribution
         sums, rows = every[: len(one.summed)], every[len(one.summed) :]
-        cut = [places.split.cut(row, places.job.info(v).layout) for v, row in zip((*one.stacked, *one.sliced), rows, strict=True)]
+        cut = [
+            places.split.cut(row, places.job.info(v).layout)
+            for v, row in zip((*one.stacked, *one.sliced), rows, strict=True)
+        ]
         return (value, sums, grads), unsummed, (cut[: len(one.stacked)], cut[len(one.stacked) :], [])
 
     def scaled(self, value: Any, position: int) -> Any:

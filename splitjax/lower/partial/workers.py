@@ -41,7 +41,13 @@ class WorkerPrograms:
         for place, slot in self.slots(int(turn)).items():
             if place in self.rows.mine:
                 mesh = self.rows.rows[place]
-                typed = jax.tree.map(lambda one, spec, mesh=mesh: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=NamedSharding(mesh, spec)), local, specs.tree)
+                typed = jax.tree.map(
+                    lambda one, spec, mesh=mesh: jax.ShapeDtypeStruct(
+                        one.shape, one.dtype, sharding=NamedSharding(mesh, spec)
+                    ),
+                    local,
+                    specs.tree,
+                )
                 parts[f"worker {place}"] = self.rows.program(place, slot, specs).lower(*typed)
         sums = self.rows.sum_types_everywhere(self.rows.sum_specs(specs.tree))
         parts["after"] = self.after(specs).lower(turn, sums, *args)
@@ -53,13 +59,21 @@ class WorkerPrograms:
 
     @functools.cached_property
     def rows(self) -> RowPrograms:
-        leaves = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _compat.open_jaxpr(self.hooks.jaxpr)[0].invars]
+        leaves = [
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _compat.open_jaxpr(self.hooks.jaxpr)[0].invars
+        ]
         found: list[Captured] = []
 
-        residuals = {} if self.lowered.sparse is None else {one.param: jax.ShapeDtypeStruct(one.residual_shape, one.dtype) for one in self.lowered.sparse.rounded}
+        residuals = (
+            {}
+            if self.lowered.sparse is None
+            else {one.param: jax.ShapeDtypeStruct(one.residual_shape, one.dtype) for one in self.lowered.sparse.rounded}
+        )
 
         def inputs(*values: Any) -> Any:
-            found.append(self._captured(values, {name: jnp.zeros(one.shape, one.dtype) for name, one in residuals.items()}))
+            found.append(
+                self._captured(values, {name: jnp.zeros(one.shape, one.dtype) for name, one in residuals.items()})
+            )
             return found[-1].places.inputs()
 
         types = jax.eval_shape(inputs, *leaves)
@@ -85,9 +99,15 @@ class WorkerPrograms:
     def _pinned(self, value: Any, spec: PartitionSpec) -> Any:
         if set(self.step.axes) >= set(self.hooks.mesh.axis_names):
             return jax.lax.with_sharding_constraint(value, NamedSharding(self.hooks.mesh, spec))
-        # A constraint cannot say what lies over the workers' axes and leave the others open; a shard_map over the former can.
+        # A constraint cannot say what lies over the workers' axes and leave the others open; a shard_map over the
+        # former can.
         return jax.shard_map(
-            lambda one: one, mesh=self.hooks.mesh, in_specs=spec, out_specs=spec, axis_names=frozenset(self.step.axes), check_vma=False
+            lambda one: one,
+            mesh=self.hooks.mesh,
+            in_specs=spec,
+            out_specs=spec,
+            axis_names=frozenset(self.step.axes),
+            check_vma=False,
         )(value)
 
     @functools.cache  # noqa: B019 (lives as long as the step's programs)
@@ -95,10 +115,14 @@ class WorkerPrograms:
         """`specs`: of what `before` gives."""
         kept = self.step.kept_leaves(min(self.step.depths.first))
         here = lambda spec: NamedSharding(self.hooks.mesh, spec)
-        shardings = jax.tree.map(here, self.rows.sum_specs(specs.tree), is_leaf=lambda one: isinstance(one, PartitionSpec))
+        shardings = jax.tree.map(
+            here, self.rows.sum_specs(specs.tree), is_leaf=lambda one: isinstance(one, PartitionSpec)
+        )
 
         def run(leaves: Sequence[Any], residuals: Any, turn: Any, sums: Any) -> Evaluated:
-            return self.lowered.run_keeping(self.hooks.apart(turn, lambda truncation: Given(truncation, sums)), kept, leaves, residuals)
+            return self.lowered.run_keeping(
+                self.hooks.apart(turn, lambda truncation: Given(truncation, sums)), kept, leaves, residuals
+            )
 
         return self.programs.whole(run, (here(PartitionSpec()), shardings), (1,))
 
@@ -132,7 +156,12 @@ class CompiledPrograms:
 
 def peak_bytes(memory: Any) -> int:
     """Bytes that a program holds at most: arguments, temporaries, and results that are not written over arguments."""
-    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return (
+        memory.argument_size_in_bytes
+        + memory.temp_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
 
 
 def _joined(parts: Mapping[str, Any], *args: Any, **kwargs: Any) -> str:

@@ -3,9 +3,9 @@
 Few on purpose: XLA carries the arguments' shardings through the program, and a constraint that says what it would infer
 anyway buys nothing. Needed are the places where two layouts meet:
 
-- *crossing* (SplitBrain, arXiv 2112.15317; "one weird trick", arXiv 1404.5997, scheme a): activations that enter a layer
-  sharded over `model` have their examples over the other batch axes only, and are whole (or split like the weight's
-  contracted dim) in their features;
+- *crossing* (SplitBrain, arXiv 2112.15317; "one weird trick", arXiv 1404.5997, scheme a): activations that enter a
+  layer sharded over `model` have their examples over the other batch axes only, and are whole (or split like the
+  weight's contracted dim) in their features;
 - *back*: activations that enter a replicated layer behind a sharded one have their examples over all batch axes again;
 - *gathered weights* (ZeRO-3, arXiv 1910.02054): where a weight is itself split over `data`, the activations keep their
   examples split, so that XLA gathers the weight and not the activations.
@@ -43,7 +43,9 @@ def derive_constraints(
         elif crossed and len(batch_axes) > 1:
             spec = example_spec(graph, use.data_dims, batch_axes)
             if spec is not None:
-                found.append(Constraint(use.site, use.data, spec, use.layer, "replicated layer: every device is a worker"))
+                found.append(
+                    Constraint(use.site, use.data, spec, use.layer, "replicated layer: every device is a worker")
+                )
     return tuple(found)
 
 
@@ -52,9 +54,9 @@ def place_batches(
 ) -> tuple[LeafPlan, ...]:
     """Leaves whose batches lie where their first layers want them.
 
-    A batch that no replicated layer reads (labels, tokens of a split embedding) meets only values whose examples are over the
-    axes that the split layers leave free. Over all batch axes it would be gathered for them, or worse, the loss would be
-    computed in its layout and every cotangent resharded."""
+    A batch that no replicated layer reads (labels, tokens of a split embedding) meets only values whose examples are
+    over the axes that the split layers leave free. Over all batch axes it would be gathered for them, or worse, the
+    loss would be computed in its layout and every cotangent resharded."""
     by_path = {leaf.path: leaf for leaf in leaves}
     split: set[str] = set()
     wanted_whole: set[str] = set()
@@ -73,7 +75,9 @@ def place_batches(
         if leaf.role != "batch" or not leaf.shape or leaf.path in wanted_whole:
             return leaf
         return dataclasses.replace(
-            leaf, spec=(entry, *leaf.spec[1:]), rule="batch (of split layers)",
+            leaf,
+            spec=(entry, *leaf.spec[1:]),
+            rule="batch (of split layers)",
             bytes_per_device=leaf.whole_bytes(mesh) // mesh.size(rest),
         )
 
@@ -96,33 +100,38 @@ def _gathered(graph: Graph, use: Use, batch_axes: tuple[str, ...]) -> list[Const
     return [Constraint(use.site, operand, spec, use.layer, why) for operand, spec in specs if spec is not None]
 
 
-def _crossing(graph: Graph, use: Use, weight_spec: Spec, axes: tuple[str, ...], batch_axes: tuple[str, ...]) -> list[Constraint]:
+def _crossing(
+    graph: Graph, use: Use, weight_spec: Spec, axes: tuple[str, ...], batch_axes: tuple[str, ...]
+) -> list[Constraint]:
     rest = tuple(axis for axis in batch_axes if axis not in axes)
     spec = example_spec(graph, use.data_dims, rest)
     if spec is None:
         return []
     if use.primitive == "gather":
         # The indices of a lookup: whole in every dim but the examples.
-        return [Constraint(use.site, use.data, tuple(None if e == FREE else e for e in spec), use.layer, "crossing of a lookup")]
+        return [
+            Constraint(
+                use.site, use.data, tuple(None if e == FREE else e for e in spec), use.layer, "crossing of a lookup"
+            )
+        ]
     contracted = _contracted(graph, use, weight_spec)
-    full = tuple(
-        contracted.get(position, FREE) if entry == FREE else entry for position, entry in enumerate(spec)
-    )
+    full = tuple(contracted.get(position, FREE) if entry == FREE else entry for position, entry in enumerate(spec))
     why = f"crossing: examples over {_text(rest)}, layer over {_text(axes)}"
     out = _result_spec(graph, use, weight_spec, rest)
-    # In a step whose backward pass is already traced, the weight's gradient reads the same data: in another layout XLA reshards
-    # it once more, and jax 0.12.0.1 aborts ("ReplicateOnLastTileDim should not be called for HloShardingV3").
+    # In a step whose backward pass is already traced, the weight's gradient reads the same data: in another layout XLA
+    # reshards it once more, and jax 0.12.0.1 aborts ("ReplicateOnLastTileDim should not be called for HloShardingV3").
     twins = [Constraint(site, operand, full, use.layer, why) for site, operand in use.data_twins]
     return [Constraint(use.site, use.data, full, use.layer, why), Constraint(use.site, -1, out, use.layer, why), *twins]
 
 
 def _result_spec(graph: Graph, use: Use, weight_spec: Spec, rest: tuple[str, ...]) -> Spec:
-    """The result's layout: examples over the axes that are left, features like the weight's free dims. It pins the backward
-    pass too: a cotangent with another layout would make XLA reshard through a full copy."""
+    """The result's layout: examples over the axes that are left, features like the weight's free dims. It pins the
+    backward pass too: a cotangent with another layout would make XLA reshard through a full copy."""
     leaf = graph.leaf(use.param)
     free = {
         graph.local[dim[0]]: weight_spec[d] if d < len(weight_spec) else None
-        for d, dim in enumerate(leaf.dims) if dim and leaf.dim_names[d] != "in"
+        for d, dim in enumerate(leaf.dims)
+        if dim and leaf.dim_names[d] != "in"
     }
     entry = rest[0] if len(rest) == 1 else rest or None
     return tuple(
@@ -135,7 +144,8 @@ def _contracted(graph: Graph, use: Use, weight_spec: Spec) -> dict[int, SpecEntr
     leaf = graph.leaf(use.param)
     by_atom = {
         atom: weight_spec[d] if d < len(weight_spec) else None
-        for d, dim in enumerate(leaf.dims) if leaf.dim_names[d] == "in"
+        for d, dim in enumerate(leaf.dims)
+        if leaf.dim_names[d] == "in"
         for atom in (graph.local[a] for a in dim[:1])
     }
     kept = {graph.local[a] for dim in use.out_dims for a in dim}

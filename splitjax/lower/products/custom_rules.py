@@ -72,15 +72,21 @@ def vjp_of(eqn: Any) -> ReverseRule:
 Run = Callable[[Any, Sequence[Any]], list[Any]]  # evaluates a jaxpr of a rule on flat operands
 
 
-def custom_call(eqn: Any, body: Callable[..., list[Any]], run: Run, rule: tuple[tuple[int, ...], ForwardRule] | ReverseRule) -> Callable[..., list[Any]]:
+def custom_call(
+    eqn: Any, body: Callable[..., list[Any]], run: Run, rule: tuple[tuple[int, ...], ForwardRule] | ReverseRule
+) -> Callable[..., list[Any]]:
     """The function of a custom-rule equation, with its rule, evaluated otherwise: operands -> results.
 
-    **Arguments:** `body`: operands -> results, where nothing is differentiated; `run`: evaluates the jaxprs of `rule`, which
-    `jvp_of` or `vjp_of` gives for the equation."""
-    return _with_reverse(eqn, body, run, rule) if isinstance(rule, ReverseRule) else _with_forward(eqn, body, run, *rule)
+    **Arguments:** `body`: operands -> results, where nothing is differentiated; `run`: evaluates the jaxprs of `rule`,
+    which `jvp_of` or `vjp_of` gives for the equation."""
+    return (
+        _with_reverse(eqn, body, run, rule) if isinstance(rule, ReverseRule) else _with_forward(eqn, body, run, *rule)
+    )
 
 
-def _with_forward(eqn: Any, body: Callable[..., list[Any]], run: Run, positions: tuple[int, ...], rule: ForwardRule) -> Callable[..., list[Any]]:
+def _with_forward(
+    eqn: Any, body: Callable[..., list[Any]], run: Run, positions: tuple[int, ...], rule: ForwardRule
+) -> Callable[..., list[Any]]:
     function = jax.custom_jvp(body)
 
     @function.defjvp

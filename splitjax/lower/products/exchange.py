@@ -1,9 +1,9 @@
 """What a split layer exchanges where it is used: graph + leaf specs -> one `Exchange` per product with a split weight.
 
-XLA's partitioner would place these collectives itself, but as an all-reduce of whole gradients where a reduce-scatter has half
-the bytes (seen on CPU and TPU), and it is asked again at every compile. `groups.py` evaluates an exchange as explicit
-collectives, forward and backward. After Lai et al., "SplitBrain" (arXiv 2112.15317), Krizhevsky, "One weird trick" (arXiv
-1404.5997, section 4), and for rows Shoeybi et al., "Megatron-LM" (arXiv 1909.08053, section 3).
+XLA's partitioner would place these collectives itself, but as an all-reduce of whole gradients where a reduce-scatter
+has half the bytes (seen on CPU and TPU), and it is asked again at every compile. `groups.py` evaluates an exchange as
+explicit collectives, forward and backward. After Lai et al., "SplitBrain" (arXiv 2112.15317), Krizhevsky, "One weird
+trick" (arXiv 1404.5997, section 4), and for rows Shoeybi et al., "Megatron-LM" (arXiv 1909.08053, section 3).
 
 What is not a plain product with one weight dim split over the group (lookups, convolutions, experts, weights stored in
 pieces) keeps its constraints (`constraints.py`), and so does every step without a gradient boundary.
@@ -47,7 +47,8 @@ class Exchange:
     out_example_dim: int
     enter: str
     leave: str
-    scatter: tuple[tuple[int, tuple[str, ...]], ...] = ()  # dims of the weight along which its gradient is summed into parts (`scatter.py`)
+    # dims of the weight along which its gradient is summed into parts (`scatter.py`)
+    scatter: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -56,7 +57,8 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class WeightUse:
-    """Where a weight is used inside a gradient boundary. `axes`: over which it is split; none for a replicated layer."""
+    """Where a weight is used inside a gradient boundary. `axes`: over which it is split; none for a replicated
+    layer."""
 
     site: tuple[int, ...]
     layer: str
@@ -69,7 +71,9 @@ def weight_uses(
     """The forward uses of weights inside gradient boundaries, in program order."""
     split = {leaf.path: mesh.present(spec_axes(leaf.spec)) for leaf in leaves}
     chain = flows(graph, leaves, mesh, batch_axes, replicated_batch)
-    return tuple(WeightUse(flow.use.site, flow.use.layer, split[flow.use.param]) for flow in chain if flow.use.in_boundary)
+    return tuple(
+        WeightUse(flow.use.site, flow.use.layer, split[flow.use.param]) for flow in chain if flow.use.in_boundary
+    )
 
 
 def derive_exchanges(
@@ -83,7 +87,12 @@ def derive_exchanges(
 
 
 def _exchange(
-    graph: Graph, flow: Flow, chain: Sequence[Flow], planned: Mapping[str, LeafPlan], mesh: MeshShape, batch_axes: tuple[str, ...]
+    graph: Graph,
+    flow: Flow,
+    chain: Sequence[Flow],
+    planned: Mapping[str, LeafPlan],
+    mesh: MeshShape,
+    batch_axes: tuple[str, ...],
 ) -> Exchange | None:
     use, leaf = flow.use, planned[flow.use.param]
     axes = mesh.present(spec_axes(leaf.spec))
@@ -106,7 +115,20 @@ def _exchange(
         leave = SUM if flow.consumer is None or target is not None else SCATTER
     if enter in (FEATURES, SWAP) and use.data_shape[feature_dim] % mesh.size(axes):
         return None
-    return Exchange(use.site, use.layer, use.data, use.weight, weight_dim, axes, rest, example_dim, feature_dim, out_example_dim, enter, leave)
+    return Exchange(
+        use.site,
+        use.layer,
+        use.data,
+        use.weight,
+        weight_dim,
+        axes,
+        rest,
+        example_dim,
+        feature_dim,
+        out_example_dim,
+        enter,
+        leave,
+    )
 
 
 def _example_dim(graph: Graph, dims: Sequence[tuple[int, ...]]) -> int | None:
@@ -115,8 +137,8 @@ def _example_dim(graph: Graph, dims: Sequence[tuple[int, ...]]) -> int | None:
 
 
 def _weight_dim(graph: Graph, use: Use, leaf: LeafPlan, axes: tuple[str, ...]) -> int | None:
-    """The dim of the weight operand (which may be a part of the parameter, or a reshape of it) that the split dim becomes; None
-    where that is not one whole leading dim."""
+    """The dim of the weight operand (which may be a part of the parameter, or a reshape of it) that the split dim
+    becomes; None where that is not one whole leading dim."""
     split = [d for d, entry in enumerate(leaf.spec) if set(spec_axes((entry,))) & set(axes)]
     traced = graph.leaf(use.param)
     if len(split) != 1 or tuple(spec_axes((leaf.spec[split[0]],))) != axes or not traced.dims[split[0]]:

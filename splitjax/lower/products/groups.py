@@ -1,11 +1,11 @@
 """Group communication: evaluates a product with a split weight as explicit collectives, forward and backward.
 
-A gathered activation is kept as *copies*: one more leading dim, one entry per device of the group. Its values are those of a
-replicated array, but its cotangent is not summed yet: every device keeps its own summand until one reduce-scatter (or
-all-reduce) sums them on the way back, however many products read the copies (q, k and v, say).
+A gathered activation is kept as *copies*: one more leading dim, one entry per device of the group. Its values are those
+of a replicated array, but its cotangent is not summed yet: every device keeps its own summand until one reduce-scatter
+(or all-reduce) sums them on the way back, however many products read the copies (q, k and v, say).
 
-Each piece is a `custom_vjp` of two `shard_map`s, so that what is sent backward is as explicit as what is sent forward. Over axes
-that a surrounding `shard_map` already handles, nothing is sent: the caller sums over them once.
+Each piece is a `custom_vjp` of two `shard_map`s, so that what is sent backward is as explicit as what is sent forward.
+Over axes that a surrounding `shard_map` already handles, nothing is sent: the caller sums over them once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,14 @@ class Where:
     def shard_map(self, fn: Callable, axes: Sequence[str], in_specs: Any, out_specs: Any) -> Callable:
         mesh = jax.sharding.get_abstract_mesh() if self.manual else self.mesh
         # check_vma=False: every sum is written out here.
-        return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=frozenset(self.left(axes)), check_vma=False)
+        return jax.shard_map(
+            fn,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=frozenset(self.left(axes)),
+            check_vma=False,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +68,9 @@ class Product:
         """The data as it comes."""
         one = self.exchange
         entries = {
-            EXAMPLES: {one.example_dim: one.batch_axes}, SWAP: {one.example_dim: one.batch_axes}, COPY: {one.example_dim: one.rest},
+            EXAMPLES: {one.example_dim: one.batch_axes},
+            SWAP: {one.example_dim: one.batch_axes},
+            COPY: {one.example_dim: one.rest},
         }.get(one.enter, {one.example_dim: one.rest, one.feature_dim: one.axes})
         return self.spec(self.data_rank, entries)
 
@@ -94,11 +103,15 @@ class Product:
 
     @property
     def out_feature_dim(self) -> int:
-        """Where the weight's split dim is in the result: a product's results are its batch dims, the left's free dims, the right's."""
+        """Where the weight's split dim is in the result: a product's results are its batch dims, the left's free dims,
+        the right's."""
         (contract, batch), ranks = self.eqn.params["dimension_numbers"], [self.data_rank, self.weight_rank]
         if self.exchange.weight == 0:
             ranks.reverse()
-        free = [[d for d in range(rank) if d not in contract[side] and d not in batch[side]] for side, rank in enumerate(ranks)]
+        free = [
+            [d for d in range(rank) if d not in contract[side] and d not in batch[side]]
+            for side, rank in enumerate(ranks)
+        ]
         before = len(batch[0]) + (len(free[0]) if self.exchange.weight == 1 else 0)
         return before + free[self.exchange.weight].index(self.exchange.weight_dim)
 
@@ -108,7 +121,8 @@ class Product:
 
 
 def fits(one: Exchange, eqn: Any, operands: Sequence[Any]) -> bool:
-    """Whether an equation is the product that the exchange was planned for: the split weight dim is where its columns or rows are."""
+    """Whether an equation is the product that the exchange was planned for: the split weight dim is where its columns
+    or rows are."""
     if eqn.primitive.name != "dot_general":
         return False
     contract, batch = eqn.params["dimension_numbers"]
@@ -121,8 +135,8 @@ def fits(one: Exchange, eqn: Any, operands: Sequence[Any]) -> bool:
 
 
 def evaluate_product(one: Exchange, eqn: Any, operands: Sequence[Any], where: Where, copies: Copies) -> list[Any]:
-    """The results of a product with a split weight. `copies` remembers gathered activations by value: products that read the same
-    ones (q, k and v) gather them once."""
+    """The results of a product with a split weight. `copies` remembers gathered activations by value: products that
+    read the same ones (q, k and v) gather them once."""
     data, weight = operands[one.data], operands[one.weight]
     product = Product(one, where, eqn, data.ndim, weight.ndim)
     if one.leave == STAY:
@@ -192,7 +206,9 @@ def swap(product: Product, data: Any) -> Any:
     return _all_to_all(product, data, one.feature_dim, one.example_dim, (product.data_outside, product.data_inside))
 
 
-def _all_to_all(product: Product, value: Any, split_dim: int, join_dim: int, specs: tuple[PartitionSpec, PartitionSpec]) -> Any:
+def _all_to_all(
+    product: Product, value: Any, split_dim: int, join_dim: int, specs: tuple[PartitionSpec, PartitionSpec]
+) -> Any:
     one = product.exchange
     axes = product.where.left(one.axes)
     run = lambda part: lax.all_to_all(part, axes, split_axis=split_dim, concat_axis=join_dim, tiled=True)
@@ -205,7 +221,9 @@ def _swap_forward(product: Product, data: Any) -> tuple[Any, None]:
 
 def _swap_backward(product: Product, _: None, cotangent: Any) -> tuple[Any]:
     one = product.exchange
-    return (_all_to_all(product, cotangent, one.example_dim, one.feature_dim, (product.data_inside, product.data_outside)),)
+    return (
+        _all_to_all(product, cotangent, one.example_dim, one.feature_dim, (product.data_inside, product.data_outside)),
+    )
 
 
 swap.defvjp(_swap_forward, _swap_backward)
@@ -248,7 +266,9 @@ def _multiply_backward(product: Product, kept: tuple[Any, Any], cotangent: Any) 
         return to_data[None] if one.leave == STAY else to_data, to_weight
 
     specs = (product.data_inside, product.weight_spec)
-    run = product.where.shard_map(local, one.batch_axes, (*specs, product.out_spec), (product.data_inside, product.gradient_spec))
+    run = product.where.shard_map(
+        local, one.batch_axes, (*specs, product.out_spec), (product.data_inside, product.gradient_spec)
+    )
     return run(*kept, cotangent)
 
 
@@ -256,7 +276,8 @@ multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
 def sum_into_parts(value: Any, parts: Sequence[tuple[int, tuple[str, ...]]], axes: Sequence[str]) -> Any:
-    """Inside a `shard_map`: the sum over `axes`, of which each device keeps a part; over axes that no part names, all of it."""
+    """Inside a `shard_map`: the sum over `axes`, of which each device keeps a part; over axes that no part names, all
+    of it."""
     for dim, over in parts:
         value = lax.psum_scatter(value, over, scatter_dimension=dim, tiled=True)
     left = tuple(axis for axis in axes if all(axis not in over for _, over in parts))

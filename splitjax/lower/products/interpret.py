@@ -1,8 +1,10 @@
-"""Plan -> function: the traced step evaluated equation by equation, with the plan's constraints and exchanges at their sites.
+"""Plan -> function: the traced step evaluated equation by equation, with the plan's constraints and exchanges at their
+sites.
 
-What comes out is an ordinary traceable function over the step's flat arguments, which `parallelize` compiles with `jax.jit`
-and the plan's shardings. Equations without constraints are bound as they are; a call is rebuilt (scan as scan, remat as
-remat) only where a constraint lies inside it, so that derivative rules, policies and source lines survive.
+What comes out is an ordinary traceable function over the step's flat arguments, which `parallelize` compiles with
+`jax.jit` and the plan's shardings. Equations without constraints are bound as they are; a call is rebuilt (scan as
+scan, remat as remat) only where a constraint lies inside it, so that derivative rules, policies and source lines
+survive.
 """
 
 from __future__ import annotations
@@ -34,9 +36,11 @@ from splitjax.plan import Constraint, Spec
 from splitjax.trace.flatten import call_body
 
 Site = tuple[int, ...]
-# Evaluates a gradient boundary, in microbatches or turns if need be: (equation, operands, evaluator of its forward) -> results.
+# Evaluates a gradient boundary, in microbatches or turns if need be: (equation, operands, evaluator of its forward) ->
+# results.
 BoundaryHook = Callable[[Any, Sequence[Any], Site, Callable[[Any, Sequence[Any]], list[Any]]], list[Any]]
-# Evaluates an equation outside of boundaries otherwise: (equation, operands, evaluator of a call's body) -> results, or None.
+# Evaluates an equation outside of boundaries otherwise: (equation, operands, evaluator of a call's body) -> results, or
+# None.
 EquationHook = Callable[[Any, list[Any], Callable[[Any, Sequence[Any]], list[Any]]], list[Any] | None]
 
 
@@ -50,7 +54,8 @@ class Hooks:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Constraints and exchanges by site, on a mesh. `inside` holds every site that has one (or a boundary) further in."""
+    """Constraints and exchanges by site, on a mesh. `inside` holds every site that has one (or a boundary) further
+    in."""
 
     mesh: Mesh
     by_site: Mapping[Site, tuple[Constraint, ...]]
@@ -60,16 +65,26 @@ class Layout:
     uses: tuple[WeightUse, ...] = ()
     manual: tuple[str, ...] = ()  # the axes of a surrounding shard_map: shardings refer to the mesh in context
     names: Mapping[Site, str] = dataclasses.field(default_factory=dict)  # layers of products, for profiles
-    convolutions: Mapping[Site, LocalConvolution] = dataclasses.field(default_factory=dict)  # those that XLA is not asked to partition
-    transforms: Mapping[Site, tuple[tuple[str, ...], ...]] = dataclasses.field(default_factory=dict)  # Fourier ones: axes by dim
+    # those that XLA is not asked to partition
+    convolutions: Mapping[Site, LocalConvolution] = dataclasses.field(default_factory=dict)
+    # Fourier ones: axes by dim
+    transforms: Mapping[Site, tuple[tuple[str, ...], ...]] = dataclasses.field(default_factory=dict)
     rewritten: frozenset[Site] = frozenset()  # operations that are evaluated as others of the same meaning
-    guarded: frozenset[Site] = frozenset()  # calls with custom derivative rules, in which operations that XLA gets wrong run whole
+    # calls with custom derivative rules, in which operations that XLA gets wrong run whole
+    guarded: frozenset[Site] = frozenset()
     rematerialised: bool = False  # inside a function that the backward pass runs again
 
     @classmethod
     def of(
-        cls, mesh: Mesh, constraints: Sequence[Constraint], explicit: Sequence[Exchange | Scatter | Summed] = (), uses: Sequence[WeightUse] = (),
-        names: Mapping[Site, str] | None = None, convolutions: Sequence[LocalConvolution] = (), rewrites: Collection[Site] = (), guarded: Collection[Site] = (),
+        cls,
+        mesh: Mesh,
+        constraints: Sequence[Constraint],
+        explicit: Sequence[Exchange | Scatter | Summed] = (),
+        uses: Sequence[WeightUse] = (),
+        names: Mapping[Site, str] | None = None,
+        convolutions: Sequence[LocalConvolution] = (),
+        rewrites: Collection[Site] = (),
+        guarded: Collection[Site] = (),
         transforms: Mapping[Site, tuple[tuple[str, ...], ...]] | None = None,
     ) -> Layout:
         by_site: dict[Site, list[Constraint]] = collections.defaultdict(list)
@@ -81,10 +96,23 @@ class Layout:
         exchanges = {one.site: one for one in explicit if isinstance(one, Exchange)}
         sums = {one.site: one for one in explicit if not isinstance(one, Exchange)}
         local = {one.site: one for one in convolutions}
-        return cls(mesh, pinned, inside, exchanges, sums, tuple(uses), names=dict(names or {}), convolutions=local, transforms=dict(transforms or {}), rewritten=frozenset(rewrites), guarded=frozenset(guarded))
+        return cls(
+            mesh,
+            pinned,
+            inside,
+            exchanges,
+            sums,
+            tuple(uses),
+            names=dict(names or {}),
+            convolutions=local,
+            transforms=dict(transforms or {}),
+            rewritten=frozenset(rewrites),
+            guarded=frozenset(guarded),
+        )
 
     def without(self, manual: Sequence[str]) -> Layout:
-        """The same layout for the inside of a `shard_map` that is manual over some axes: they do not occur in its constraints."""
+        """The same layout for the inside of a `shard_map` that is manual over some axes: they do not occur in its
+        constraints."""
         if not manual:
             return self
         if set(manual) >= set(self.mesh.axis_names):
@@ -110,7 +138,9 @@ def evaluate_equation(layout: Layout, eqn: Any, operands: Sequence[Any], site: S
 
 def named_sharding(mesh: Mesh, spec: Spec) -> NamedSharding:
     """The `NamedSharding` of a plan's spec; `?` leaves a dim to XLA."""
-    return NamedSharding(mesh, PartitionSpec(*(PartitionSpec.UNCONSTRAINED if entry == "?" else entry for entry in spec)))
+    return NamedSharding(
+        mesh, PartitionSpec(*(PartitionSpec.UNCONSTRAINED if entry == "?" else entry for entry in spec))
+    )
 
 
 def evaluate(layout: Layout, jaxpr: Any, operands: Sequence[Any], hooks: Hooks | None = None) -> list[Any]:
@@ -123,12 +153,18 @@ def evaluate(layout: Layout, jaxpr: Any, operands: Sequence[Any], hooks: Hooks |
 def evaluate_part(
     layout: Layout, jaxpr: Any, operands: Sequence[Any], prefix: Site, sites: Sequence[Site] | None, copies: Copies
 ) -> list[Any]:
-    """Evaluates some equations of a boundary's forward, which stand at `sites` behind `prefix`; None: all of them, in order."""
+    """Evaluates some equations of a boundary's forward, which stand at `sites` behind `prefix`; None: all of them, in
+    order."""
     return _run(layout, jaxpr, operands, prefix, None, copies, sites)
 
 
 def _run(
-    layout: Layout, jaxpr: Any, operands: Sequence[Any], prefix: Site, hooks: Hooks | None, copies: Copies | None,
+    layout: Layout,
+    jaxpr: Any,
+    operands: Sequence[Any],
+    prefix: Site,
+    hooks: Hooks | None,
+    copies: Copies | None,
     sites: Sequence[Site] | None = None,
 ) -> list[Any]:
     inner, consts = _compat.open_jaxpr(jaxpr)
@@ -148,10 +184,14 @@ def _run(
     return [read(a) for a in inner.outvars]
 
 
-def _hooked(layout: Layout, eqn: Any, values: list[Any], site: Site, hooks: Hooks | None, copies: Copies | None) -> list[Any]:
+def _hooked(
+    layout: Layout, eqn: Any, values: list[Any], site: Site, hooks: Hooks | None, copies: Copies | None
+) -> list[Any]:
     """One equation's results, by the hook for equations where that wants it."""
     if copies is None and hooks is not None and hooks.equation is not None:
-        results = hooks.equation(eqn, values, lambda body, operands: _run(layout, body, operands, (*site, 0), hooks, None))
+        results = hooks.equation(
+            eqn, values, lambda body, operands: _run(layout, body, operands, (*site, 0), hooks, None)
+        )
         if results is not None:
             return results
     return _placed(layout, eqn, values, site, hooks, copies)
@@ -160,15 +200,19 @@ def _hooked(layout: Layout, eqn: Any, values: list[Any], site: Site, hooks: Hook
 def _placed(
     layout: Layout, eqn: Any, values: list[Any], site: Site, hooks: Hooks | None, copies: Copies | None
 ) -> list[Any]:
-    """One equation's results. Inside a boundary (`copies` given) products with split weights are evaluated as exchanges."""
+    """One equation's results. Inside a boundary (`copies` given) products with split weights are evaluated as
+    exchanges."""
     exchange, summed = (found.get(site) if copies is not None else None for found in (layout.exchanges, layout.sums))
     if exchange is not None and fits(exchange, eqn, values):
         return evaluate_product(exchange, eqn, values, Where(layout.mesh, layout.manual), copies)
-    if summed is not None and not layout.manual:  # where a surrounding shard_map handles axes, gradients are summed once, after it
+    # where a surrounding shard_map handles axes, gradients are summed once, after it
+    if summed is not None and not layout.manual:
         if isinstance(summed, Summed):
             return evaluate_summed(summed, eqn, values, Where(layout.mesh))
         if summed.fits(eqn):
-            return evaluate_scatter(summed, eqn, values, Where(layout.mesh), layout.rematerialised, layout.convolutions.get(site))
+            return evaluate_scatter(
+                summed, eqn, values, Where(layout.mesh), layout.rematerialised, layout.convolutions.get(site)
+            )
     values = _pin(layout, site, values, results=False)
     results = rewritten(eqn, values) if site in layout.rewritten else None
     if site in layout.guarded:
@@ -184,10 +228,18 @@ def _placed(
 
 def _guarded(layout: Layout, eqn: Any, values: list[Any]) -> list[Any]:
     """A call with a custom derivative rule, in whose body and rule what XLA's partitioner gets wrong runs whole."""
+
     def run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
         constraints, rewrites = whole_inside(jaxpr, MeshShape.of(layout.mesh))
         inner = dataclasses.replace(Layout.of(layout.mesh, constraints, rewrites=rewrites), manual=layout.manual)
-        return _run(inner if set(layout.manual) < set(layout.mesh.axis_names) else Layout(layout.mesh, {}, frozenset()), jaxpr, operands, (), None, None)
+        return _run(
+            inner if set(layout.manual) < set(layout.mesh.axis_names) else Layout(layout.mesh, {}, frozenset()),
+            jaxpr,
+            operands,
+            (),
+            None,
+            None,
+        )
 
     rule = jvp_of(eqn) if eqn.primitive.name == "custom_jvp_call" else vjp_of(eqn)
     return list(custom_call(eqn, lambda *operands: run(call_body(eqn), operands), run, rule)(*values))
@@ -207,6 +259,7 @@ def _equation(
     layout: Layout, eqn: Any, values: list[Any], site: Site, hooks: Hooks | None, copies: Copies | None
 ) -> list[Any]:
     if gradient.is_boundary(eqn):
+
         def forward(jaxpr, operands):
             return _run(layout, jaxpr, operands, (*site, 0), hooks, {})
 
@@ -216,7 +269,9 @@ def _equation(
     rebuild = _REBUILD.get(eqn.primitive.name)
     if rebuild is not None and (site in layout.inside or holds_boundary(eqn)):
         inner = dataclasses.replace(layout, rematerialised=True) if rebuild is _remat else layout
-        return rebuild(lambda jaxpr, body, operands: _run(inner, jaxpr, operands, (*site, body), hooks, copies), eqn, values)
+        return rebuild(
+            lambda jaxpr, body, operands: _run(inner, jaxpr, operands, (*site, body), hooks, copies), eqn, values
+        )
     return _compat.bind_equation(eqn, values)
 
 
@@ -251,14 +306,23 @@ def _remat(run, eqn, values):
 
 def _scan(run, eqn, values):
     num_consts, num_carry = _compat.scan_counts(eqn.params)
-    consts, init, xs = values[:num_consts], values[num_consts : num_consts + num_carry], values[num_consts + num_carry :]
+    consts, init, xs = (
+        values[:num_consts],
+        values[num_consts : num_consts + num_carry],
+        values[num_consts + num_carry :],
+    )
 
     def body(carry, x):
         results = run(eqn.params["jaxpr"], 0, [*consts, *carry, *x])
         return results[:num_carry], results[num_carry:]
 
     carry, ys = jax.lax.scan(
-        body, list(init), list(xs), length=eqn.params["length"], reverse=eqn.params["reverse"], unroll=eqn.params["unroll"]
+        body,
+        list(init),
+        list(xs),
+        length=eqn.params["length"],
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
     )
     return [*carry, *ys]
 
@@ -276,7 +340,9 @@ def _while(run, eqn, values):
         return [jax.lax.select(keep(old), new, old) for old, new in zip(carry, body(carry), strict=True)]
 
     if num_batched:
-        return list(jax.lax.while_loop(lambda carry: goes_on(carry).any(), batched, list(values[num_cond + num_body :])))
+        return list(
+            jax.lax.while_loop(lambda carry: goes_on(carry).any(), batched, list(values[num_cond + num_body :]))
+        )
     return list(jax.lax.while_loop(goes_on, body, list(values[num_cond + num_body :])))
 
 
@@ -288,6 +354,14 @@ def _cond(run, eqn, values):
 
 
 _REBUILD = {
-    "jit": _call("jaxpr"), "pjit": _call("jaxpr"), "closed_call": _call("call_jaxpr"), "core_call": _call("call_jaxpr"),
-    "remat": _remat, "remat2": _remat, "checkpoint": _remat, "scan": _scan, "while": _while, "cond": _cond,
+    "jit": _call("jaxpr"),
+    "pjit": _call("jaxpr"),
+    "closed_call": _call("call_jaxpr"),
+    "core_call": _call("call_jaxpr"),
+    "remat": _remat,
+    "remat2": _remat,
+    "checkpoint": _remat,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
 }

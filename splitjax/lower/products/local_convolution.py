@@ -1,14 +1,14 @@
 """Convolutions that XLA's partitioner is not asked about: each device evaluates its own part, in a `shard_map`.
 
 Goes in: an equation that a row of `splitjax.partitioner.DEFECTS` covers, and by the plan the mesh axes over which its
-examples, groups and features are split. Comes out: its result, differentiable, with the numbers of one device. It exists
-because XLA multiplies weight gradients of grouped convolutions by the size of an axis over which the examples are whole,
-or gathers all examples on every device (xla#47945), or ends the process.
+examples, groups and features are split. Comes out: its result, differentiable, with the numbers of one device. It
+exists because XLA multiplies weight gradients of grouped convolutions by the size of an axis over which the examples
+are whole, or gathers all examples on every device (xla#47945), or ends the process.
 
-With the kinds of dims of `cost.convolutions`, `data[b, g i] * weight[g o, i] -> result[b, g o]`: what is split over an axis along
-any of them is convolved by each device for itself; what is summed over a split dim (`i` forward, `o` in the data's gradient, `b` in
-the weight's) leaves by an all-reduce over its axes. Along a dim of two kinds, such as `g i`, only the groups can be split: each
-device's part has to be in one piece.
+With the kinds of dims of `cost.convolutions`, `data[b, g i] * weight[g o, i] -> result[b, g o]`: what is split over an
+axis along any of them is convolved by each device for itself; what is summed over a split dim (`i` forward, `o` in the
+data's gradient, `b` in the weight's) leaves by an all-reduce over its axes. Along a dim of two kinds, such as `g i`,
+only the groups can be split: each device's part has to be in one piece.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class _Convolution:
-    """An equation with the axes that split it here: those that its sizes allow, less those that a surrounding `shard_map`
-    handles already. Specs are of whole values."""
+    """An equation with the axes that split it here: those that its sizes allow, less those that a surrounding
+    `shard_map` handles already. Specs are of whole values."""
 
     split: LocalConvolution
     where: Where
@@ -60,7 +60,8 @@ class _Convolution:
         return self.eqn.params["dimension_numbers"].out_spec[1]
 
     def gathered(self, gradient: Any, dim: int) -> Any:
-        """Inside the `shard_map`: a weight's gradient with the groups of all devices along `dim`, where the weight is whole."""
+        """Inside the `shard_map`: a weight's gradient with the groups of all devices along `dim`, where the weight is
+        whole."""
         return lax.all_gather(gradient, self.split.gathered, axis=dim, tiled=True) if self.split.gathered else gradient
 
     @property
@@ -86,7 +87,8 @@ def _spec(rank: int, entries: Mapping[int, Axes]) -> PartitionSpec:
 
 
 def evaluate_local(split: LocalConvolution, eqn: Any, operands: Sequence[Any], where: Where) -> list[Any]:
-    """The result of a convolution [rank of the data], evaluated device by device over all mesh axes that `where` leaves."""
+    """The result of a convolution [rank of the data], evaluated device by device over all mesh axes that `where`
+    leaves."""
     data, weight = operands
     left = tuple(axis for axis in where.mesh.axis_names if axis not in where.manual)
     if not left:
@@ -97,8 +99,8 @@ def evaluate_local(split: LocalConvolution, eqn: Any, operands: Sequence[Any], w
 
 
 def _dividing(split: LocalConvolution, eqn: Any, shapes: tuple[Shape, Shape], where: Where) -> LocalConvolution:
-    """The axes that split an equation here, whose data and weight have these shapes. A dim that does not divide by its axes is
-    whole, and so is a dim of two kinds whose groups are not split in one piece."""
+    """The axes that split an equation here, whose data and weight have these shapes. A dim that does not divide by its
+    axes is whole, and so is a dim of two kinds whose groups are not split in one piece."""
     numbers, params = eqn.params["dimension_numbers"], eqn.params
     data, weight = shapes
     feature_groups, batch_groups = params["feature_group_count"], params["batch_group_count"]
@@ -146,7 +148,9 @@ def _backward(convolution: _Convolution, kept: tuple[Any, Any], cotangent: Any) 
 
     specs = (convolution.data_spec, convolution.weight_spec)
     gradient = PartitionSpec() if split.gathered else convolution.weight_spec
-    return _map(convolution, local, (*specs, convolution.result_spec), (convolution.data_spec, gradient))(*kept, cotangent)
+    return _map(convolution, local, (*specs, convolution.result_spec), (convolution.data_spec, gradient))(
+        *kept, cotangent
+    )
 
 
 def _map(convolution: _Convolution, local: Any, in_specs: Any, out_specs: Any) -> Any:

@@ -1,9 +1,10 @@
-"""Fourier transforms that XLA's partitioner is not asked about: each device transforms its own examples, in a `shard_map`.
+"""Fourier transforms that XLA's partitioner is not asked about: each device transforms its own examples, in a
+`shard_map`.
 
-Goes in: an `fft` equation and the mesh axes that split its dims by the plan. Comes out: its result, differentiable, with the numbers of
-one device. It exists because the partitioner gathers a whole batch for a transform, or splits it along a transformed dim, and the
-program that results fails to compile on the CPU backend or ends the process. A transformed dim that is split is gathered; the
-dims beside it stay where they are.
+Goes in: an `fft` equation and the mesh axes that split its dims by the plan. Comes out: its result, differentiable,
+with the numbers of one device. It exists because the partitioner gathers a whole batch for a transform, or splits it
+along a transformed dim, and the program that results fails to compile on the CPU backend or ends the process. A
+transformed dim that is split is gathered; the dims beside it stay where they are.
 """
 
 from __future__ import annotations
@@ -27,10 +28,15 @@ Axes = tuple[str, ...]
 
 
 def derive_transforms(suspects: Sequence[Suspect], sharded: ShardedDims) -> dict[Site, tuple[Axes, ...]]:
-    """Maps the site of every Fourier transform among `suspects` to the axes that split its operand, a tuple for each dim."""
+    """Maps the site of every Fourier transform among `suspects` to the axes that split its operand, a tuple for each
+    dim."""
     return {
-        suspect.site: tuple(sharded.axes(atoms, suspect.site) for atoms in next(one.atoms for one in suspect.touched if one.position == 0))
-        for suspect in suspects if suspect.primitive == "fft" and suspect.editable
+        suspect.site: tuple(
+            sharded.axes(atoms, suspect.site)
+            for atoms in next(one.atoms for one in suspect.touched if one.position == 0)
+        )
+        for suspect in suspects
+        if suspect.primitive == "fft" and suspect.editable
     }
 
 
@@ -52,7 +58,8 @@ class _Transform:
 
 
 def evaluate_transform(axes: Sequence[Axes], eqn: Any, operands: Sequence[Any], where: Where) -> list[Any]:
-    """The result of an `fft` equation. `axes`: by dim; those that do not divide a dim, or split a transformed one, are left out."""
+    """The result of an `fft` equation. `axes`: by dim; those that do not divide a dim, or split a transformed one, are
+    left out."""
     (operand,) = operands
     if not where.left(where.mesh.axis_names):
         return _compat.bind_equation(eqn, operands)
@@ -82,7 +89,11 @@ def _forward(fourier: _Transform, operand: Any) -> tuple[Any, Any]:
 
 def _backward(fourier: _Transform, operand: Any, cotangent: Any) -> tuple[Any]:
     # The operand's values do not matter, as the transform is linear; XLA removes them.
-    return (fourier.each(lambda operand, cotangent: jax.vjp(fourier.local, operand)[1](cotangent)[0], 2)(operand, cotangent),)
+    return (
+        fourier.each(lambda operand, cotangent: jax.vjp(fourier.local, operand)[1](cotangent)[0], 2)(
+            operand, cotangent
+        ),
+    )
 
 
 transform.defvjp(_forward, _backward)

@@ -1,9 +1,11 @@
-"""What a plan does about operations that XLA's partitioner computes wrongly: graph + table -> constraints and notes, or an error.
+"""What a plan does about operations that XLA's partitioner computes wrongly: graph + table -> constraints and notes, or
+an error.
 
-An operation of the table (`splitjax.partitioner.DEFECTS`) that nothing sharded reaches is left alone. For the others the
-row's action is taken: convolutions are evaluated device by device (`local_convolution.py`), some operations as others of the same
-meaning (`rewrites.py`), others have the dims in question gathered, and where nothing helps the plan is refused. Inside a custom
-derivative rule (`jax.custom_vjp`, `jax.custom_jvp`), of whose dims nothing is known, they run whole on every device.
+An operation of the table (`splitjax.partitioner.DEFECTS`) that nothing sharded reaches is left alone. For the others
+the row's action is taken: convolutions are evaluated device by device (`local_convolution.py`), some operations as
+others of the same meaning (`rewrites.py`), others have the dims in question gathered, and where nothing helps the plan
+is refused. Inside a custom derivative rule (`jax.custom_vjp`, `jax.custom_jvp`), of whose dims nothing is known, they
+run whole on every device.
 """
 
 from __future__ import annotations
@@ -44,11 +46,18 @@ def apply_remedies(reached: Mapping[str, Sequence[Suspect]], graph: Graph) -> Re
         row = defect_named(name)
         _refuse(row, suspects)
         if row.action is Action.WHOLE:
-            constraints += [constraint for suspect in suspects if suspect.editable for constraint in _whole(row, suspect)]
+            constraints += [
+                constraint for suspect in suspects if suspect.editable for constraint in _whole(row, suspect)
+            ]
         hidden = [suspect for suspect in suspects if not suspect.editable]
-        for chosen, remedy in ((suspects if not hidden else [one for one in suspects if one.editable], row.remedy), (hidden, _IN_A_RULE)):
+        for chosen, remedy in (
+            (suspects if not hidden else [one for one in suspects if one.editable], row.remedy),
+            (hidden, _IN_A_RULE),
+        ):
             if chosen:
-                notes.append(f"{_places(graph, chosen)}: {remedy}, because XLA's partitioner gets it wrong ({row.name})")
+                notes.append(
+                    f"{_places(graph, chosen)}: {remedy}, because XLA's partitioner gets it wrong ({row.name})"
+                )
     return Remedies(tuple(constraints), tuple(notes))
 
 
@@ -58,8 +67,8 @@ _IN_A_RULE = "inside a custom derivative rule, where it is gathered and runs who
 def reached_suspects(
     graph: Graph, mesh: MeshShape, sharded: ShardedDims, convolutions: Sequence[LocalConvolution]
 ) -> dict[str, list[Suspect]]:
-    """The suspects of a step that a plan makes wrong, by row. `sharded`: what the plan splits; `convolutions`: those of the suspects
-    that are evaluated device by device."""
+    """The suspects of a step that a plan makes wrong, by row. `sharded`: what the plan splits; `convolutions`: those of
+    the suspects that are evaluated device by device."""
     reached: dict[str, list[Suspect]] = collections.defaultdict(list)
     if mesh.num_devices == 1:
         return reached
@@ -84,9 +93,9 @@ def guarded_sites(reached: Mapping[str, Sequence[Suspect]]) -> frozenset[tuple[i
 
 
 def whole_inside(jaxpr: Any, mesh: MeshShape) -> tuple[tuple[Constraint, ...], frozenset[tuple[int, ...]]]:
-    """For a jaxpr whose dims nothing is known of, such as that of a derivative rule: constraints that gather every operation of the
-    table, and the sites of those that are rewritten instead. Of a row with `uneven` dims only those are gathered that some axis of `mesh` does
-    not divide."""
+    """For a jaxpr whose dims nothing is known of, such as that of a derivative rule: constraints that gather every
+    operation of the table, and the sites of those that are rewritten instead. Of a row with `uneven` dims only those
+    are gathered that some axis of `mesh` does not divide."""
     constraints: list[Constraint] = []
     rewritten = set()
     flat = flatten(jaxpr)
@@ -100,9 +109,13 @@ def whole_inside(jaxpr: Any, mesh: MeshShape) -> tuple[tuple[Constraint, ...], f
         if covered[0].action is Action.REWRITE:
             rewritten.add(op.site)
             continue
-        ranks = {position: len(flat.shapes[v]) for position, v in enumerate(op.inputs)} | {-1: len(flat.shapes[op.outputs[0]])}
+        ranks = {position: len(flat.shapes[v]) for position, v in enumerate(op.inputs)} | {
+            -1: len(flat.shapes[op.outputs[0]])
+        }
         constraints += [
-            Constraint(op.site, position, (None,) * rank, op.primitive, f"{covered[0].name}: {_IN_A_RULE}") for position, rank in ranks.items() if rank
+            Constraint(op.site, position, (None,) * rank, op.primitive, f"{covered[0].name}: {_IN_A_RULE}")
+            for position, rank in ranks.items()
+            if rank
         ]
     return tuple(constraints), frozenset(rewritten)
 
@@ -120,7 +133,8 @@ def _uneven_inside(op: Op, covered: tuple[Defect, Touched], flat: Flat, mesh: Me
 
 
 def _is_uneven(size: int, mesh: MeshShape) -> bool:
-    """Whether XLA could split a dim of this size unevenly. There is no such dim on a mesh of one axis, which splits right."""
+    """Whether XLA could split a dim of this size unevenly. There is no such dim on a mesh of one axis, which splits
+    right."""
     axis_sizes = [mesh.size(axis) for axis in mesh.present(mesh.names)]
     return len(axis_sizes) > 1 and size > 1 and any(size % count for count in axis_sizes)
 
@@ -130,8 +144,8 @@ def _is_split(suspect: Suspect, sharded: ShardedDims) -> bool:
 
 
 def _unevenly_split(suspect: Suspect, graph: Graph, mesh: MeshShape) -> Suspect:
-    """The suspect with those of its dims that XLA could split unevenly. There are none
-    where the indices run along the examples as well (the ids of an embedding), which is the dim that XLA splits then."""
+    """The suspect with those of its dims that XLA could split unevenly. There are none where the indices run along the
+    examples as well (the ids of an embedding), which is the dim that XLA splits then."""
     size_of = lambda dim: math.prod(graph.atom_sizes[atom] for atom in dim)
     along_examples = any(graph.is_example(dim) for one in suspect.touched for dim in one.chosen)
     touched = []
@@ -143,24 +157,33 @@ def _unevenly_split(suspect: Suspect, graph: Graph, mesh: MeshShape) -> Suspect:
 
 
 def check_orders(leaves: Sequence[LeafPlan], mesh: MeshShape) -> None:
-    """Raises `PartitionerError` for a leaf, or its gradient, that several axes split along one dim in another order than the mesh's,
-    beside another split dim. Rules never give such a layout; a plan that was edited, or sharded state on three axes, may."""
+    """Raises `PartitionerError` for a leaf, or its gradient, that several axes split along one dim in another order
+    than the mesh's, beside another split dim. Rules never give such a layout; a plan that was edited, or sharded state
+    on three axes, may."""
     for leaf in leaves:
         for spec in (leaf.spec, leaf.gradient or ()):
             split = [axes for entry in spec if (axes := mesh.present(spec_axes((entry,))))]
             if len(split) > 1 and any(mesh.in_order(axes) != axes for axes in split):
                 row = defect_named("axes-out-of-mesh-order")
                 raise PartitionerError(
-                    f"XLA's partitioner computes {row.operation} wrongly if {row.condition}", value=spec_text(spec), place=leaf.path,
-                    remedy=f"list the axes of a dim in the order of the mesh ({', '.join(mesh.names)}), or split one dim alone",
+                    f"XLA's partitioner computes {row.operation} wrongly if {row.condition}",
+                    value=spec_text(spec),
+                    place=leaf.path,
+                    remedy=(
+                        f"list the axes of a dim in the order of the mesh ({', '.join(mesh.names)}), or split one dim"
+                        " alone"
+                    ),
                 )
 
 
 def rewritten_sites(graph: Graph, mesh: MeshShape) -> frozenset[tuple[int, ...]]:
-    """The sites of operations that are evaluated as others of the same meaning (`rewrites.py`), split or not: it costs nothing."""
+    """The sites of operations that are evaluated as others of the same meaning (`rewrites.py`), split or not: it costs
+    nothing."""
     if mesh.num_devices == 1:
         return frozenset()
-    return frozenset(one.site for one in graph.suspects if one.editable and defect_named(one.defect).action is Action.REWRITE)
+    return frozenset(
+        one.site for one in graph.suspects if one.editable and defect_named(one.defect).action is Action.REWRITE
+    )
 
 
 def _refuse(row: Defect, suspects: Sequence[Suspect]) -> None:
@@ -169,10 +192,17 @@ def _refuse(row: Defect, suspects: Sequence[Suspect]) -> None:
             inside = "" if suspect.editable else "; it stands inside a call that cannot be evaluated otherwise"
             raise PartitionerError(
                 f"XLA's partitioner computes {row.operation} wrongly if {row.condition} ({row.consequence}){inside}",
-                value=row.name, place=suspect.source or suspect.primitive,
-                remedy="use a rule set that leaves what the operation reads whole, or a mesh with one device along the axis; "
-                "or take the operation out of that call" if not suspect.editable else
-                "use a rule set that leaves what the operation reads whole, or a mesh with one device along the axis",
+                value=row.name,
+                place=suspect.source or suspect.primitive,
+                remedy=(
+                    "use a rule set that leaves what the operation reads whole, or a mesh with one device along the"
+                    " axis; or take the operation out of that call"
+                    if not suspect.editable
+                    else (
+                        "use a rule set that leaves what the operation reads whole, or a mesh with one device along the"
+                        " axis"
+                    )
+                ),
             )
 
 
@@ -180,7 +210,10 @@ def _whole(row: Defect, suspect: Suspect) -> list[Constraint]:
     """Pins the dims in question to be whole on every device; XLA decides about the others."""
     return [
         Constraint(
-            suspect.site, one.position, tuple(None if dim in one.dims else FREE for dim in range(len(one.atoms))), suspect.primitive,
+            suspect.site,
+            one.position,
+            tuple(None if dim in one.dims else FREE for dim in range(len(one.atoms))),
+            suspect.primitive,
             f"{row.name}: {row.remedy}",
         )
         for one in suspect.touched
@@ -191,7 +224,9 @@ def _places(graph: Graph, suspects: Sequence[Suspect]) -> str:
     """`3 operations conv_general_dilated, the first in layer stem at train.py:12`."""
     first = suspects[0]
     layer = next((use.layer for use in graph.uses if use.site == first.site), None)
-    where = " ".join(part for part in (f"in layer {layer}" if layer else "", f"at {first.source}" if first.source else "") if part)
+    where = " ".join(
+        part for part in (f"in layer {layer}" if layer else "", f"at {first.source}" if first.source else "") if part
+    )
     if len(suspects) == 1:
         return f"{first.primitive} {where}".strip()
     return f"{len(suspects)} operations {first.primitive}" + (f", the first {where}" if where else "")

@@ -2,9 +2,9 @@
 
 The rows of `splitjax.partitioner.DEFECTS` whose action is `REWRITE`; nothing is sent for any of them:
 
-- a dynamic slice's start indices are brought into their range. XLA's semantics clamp them anyway, but its partitioner compares the
-  index as it comes with what each device holds, and no device writes an update that starts behind the end. The gradient of a
-  dynamic slice inherits its indices;
+- a dynamic slice's start indices are brought into their range. XLA's semantics clamp them anyway, but its partitioner
+  compares the index as it comes with what each device holds, and no device writes an update that starts behind the end.
+  The gradient of a dynamic slice inherits its indices;
 - a slice that takes one element of a dim takes it with stride 1;
 - a pad that dilates a dim and cuts into its beginning does so in two steps.
 """
@@ -27,11 +27,14 @@ def rewritten(eqn: Any, operands: Sequence[Any]) -> list[Any] | None:
 
 
 def _dynamic(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """`dynamic_slice` (array, start per dim) or `dynamic_update_slice` (array, update, start per dim), every start index between 0 and
-    the size of its dim less that of the window."""
+    """`dynamic_slice` (array, start per dim) or `dynamic_update_slice` (array, update, start per dim), every start
+    index between 0 and the size of its dim less that of the window."""
     first = 1 if eqn.primitive.name == "dynamic_slice" else 2
     window = eqn.params["slice_sizes"] if first == 1 else operands[1].shape
-    starts = [_clamped(start, size - width) for start, size, width in zip(operands[first:], operands[0].shape, window, strict=True)]
+    starts = [
+        _clamped(start, size - width)
+        for start, size, width in zip(operands[first:], operands[0].shape, window, strict=True)
+    ]
     return _compat.bind_equation(eqn, [*operands[:first], *starts])
 
 

@@ -1,8 +1,9 @@
 """Values with one row per row of a table, kept as what they are computed from, until the touched rows are known.
 
-Behind a gradient boundary whose tables give rows (`lookups.py`), the update's operations on a table's gradient and state are not bound
-but written down as `Rows`. What is then computed: sums over all rows (a norm), from the touched ones, for the others add nothing; and
-the new rows of the state. `trace.row_update` has found before that this gives the numbers of the dense update.
+Behind a gradient boundary whose tables give rows (`lookups.py`), the update's operations on a table's gradient and
+state are not bound but written down as `Rows`. What is then computed: sums over all rows (a norm), from the touched
+ones, for the others add nothing; and the new rows of the state. `trace.row_update` has found before that this gives the
+numbers of the dense update.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Rows:
     - `shape`, `dtype`: of the whole value, which is not made.
     - `table`: the table's number; None for what is alike for the rows of any table (a number laid out over them).
     - `behind`: it depends on the table's gradient.
-    - `leaf`, `array`: of a leaf of the state, its flat argument and its value. `eqn`, `operands`: of what an operation made. Neither:
-      the gradient itself.
+    - `leaf`, `array`: of a leaf of the state, its flat argument and its value. `eqn`, `operands`: of what an operation
+      made. Neither: the gradient itself.
     """
 
     shape: tuple[int, ...]
@@ -50,9 +51,9 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class View:
-    """Some rows of a table, where they are computed: `ids` i32[k], different positions in the given `leaves` (past the end: none), ascending
-    if `is_sorted`; `gradient` f[k, *row]; `leaves`: by flat argument; `given`: other arrays by `id` of what they stand for. `made`
-    remembers what was computed."""
+    """Some rows of a table, where they are computed: `ids` i32[k], different positions in the given `leaves` (past the
+    end: none), ascending if `is_sorted`; `gradient` f[k, *row]; `leaves`: by flat argument; `given`: other arrays by
+    `id` of what they stand for. `made` remembers what was computed."""
 
     ids: Any
     gradient: Any
@@ -70,7 +71,8 @@ class View:
         return self.made[id(value)]
 
     def reduced(self, eqn: Any, value: Rows, num_rows: int) -> Any:
-        """A reduction over these rows of `num_rows`. Ids past the end take no part: what is computed from zeros for them may be no number."""
+        """A reduction over these rows of `num_rows`. Ids past the end take no part: what is computed from zeros for
+        them may be no number."""
         rows = self.rows(value)
         is_row = (self.ids < num_rows).reshape(-1, *[1] * (rows.ndim - 1))
         return _compat.rebind(eqn, [jnp.where(is_row, rows, jnp.asarray(NEUTRAL[eqn.primitive.name], rows.dtype))])[0]
@@ -117,7 +119,11 @@ class RowWriter:
         tables = {one.table for one in found} - {None}
         if name == "optimization_barrier" and len(tables) <= 1:
             return values
-        if len(tables) <= 1 and len(eqn.outvars) == 1 and (name in ELEMENTWISE or (name in SHAPES and _keeps_rows(eqn, found[0]))):
+        if (
+            len(tables) <= 1
+            and len(eqn.outvars) == 1
+            and (name in ELEMENTWISE or (name in SHAPES and _keeps_rows(eqn, found[0])))
+        ):
             return [_of(eqn, values, next(iter(tables), None))]
         if name in REDUCTIONS and found[0].behind:
             if 0 not in eqn.params["axes"]:
@@ -129,7 +135,14 @@ class RowWriter:
 
 def _of(eqn: Any, operands: Sequence[Any], table: int | None) -> Rows:
     aval = eqn.outvars[0].aval
-    return Rows(tuple(aval.shape), aval.dtype, table, any(isinstance(one, Rows) and one.behind for one in operands), eqn=eqn, operands=tuple(operands))
+    return Rows(
+        tuple(aval.shape),
+        aval.dtype,
+        table,
+        any(isinstance(one, Rows) and one.behind for one in operands),
+        eqn=eqn,
+        operands=tuple(operands),
+    )
 
 
 def _keeps_rows(eqn: Any, value: Rows) -> bool:
@@ -152,5 +165,6 @@ def written(view: View, new: Mapping[int, Rows]) -> dict[int, Any]:
     """The leaves of the state with these rows replaced; all others are as they were."""
     rows = {leaf: view.rows(value) for leaf, value in new.items()}
     return {
-        leaf: set_rows(view.leaves[leaf], view.ids, one.astype(view.leaves[leaf].dtype), is_sorted=view.is_sorted) for leaf, one in rows.items()
+        leaf: set_rows(view.leaves[leaf], view.ids, one.astype(view.leaves[leaf].dtype), is_sorted=view.is_sorted)
+        for leaf, one in rows.items()
     }

@@ -1,12 +1,12 @@
 """Where gradients are summed into parts (ZeRO stage 2, arXiv 1910.02054): graph + leaf specs -> products and pins.
 
-XLA sums the gradient of a whole weight on every device and cuts its part out afterwards (CPU, jax 0.10.2): twice the bytes,
-and the whole sum in memory. So a product with such a weight is evaluated as `shard_map`s with their own derivative
-(`scattering.py`), in which each device's summand leaves by a reduce-scatter as it appears. Products that are exchanges already
-(`exchange.py`) sum the copies of their shards likewise.
+XLA sums the gradient of a whole weight on every device and cuts its part out afterwards (CPU, jax 0.10.2): twice the
+bytes, and the whole sum in memory. So a product with such a weight is evaluated as `shard_map`s with their own
+derivative (`scattering.py`), in which each device's summand leaves by a reduce-scatter as it appears. Products that are
+exchanges already (`exchange.py`) sum the copies of their shards likewise.
 
-Biases and scales are laid along the examples in the same way. What else reads a parameter (recurrent weights, whose summands a loop
-adds up before they are sent) has its gradient pinned where it leaves the boundary, and XLA decides.
+Biases and scales are laid along the examples in the same way. What else reads a parameter (recurrent weights, whose
+summands a loop adds up before they are sent) has its gradient pinned where it leaves the boundary, and XLA decides.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from splitjax.plan import Constraint, LeafPlan, Spec, spec_axes
 from splitjax.rules.sharded_state import whole_dims
 from splitjax.trace.graph import Dim, Graph, Use
 
-Parts = tuple[tuple[int, tuple[str, ...]], ...]  # dims of the weight operand, each with the axes that its gradient gains
+# dims of the weight operand, each with the axes that its gradient gains
+Parts = tuple[tuple[int, tuple[str, ...]], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Scatter:
-    """A product of examples with a weight that is used whole over all batch axes, and whose gradient is summed into parts."""
+    """A product of examples with a weight that is used whole over all batch axes, and whose gradient is summed into
+    parts."""
 
     site: tuple[int, ...]
     layer: str
@@ -40,7 +42,8 @@ class Scatter:
     out_example_dim: int
     parts: Parts
     kept: Parts = ()  # dims that other axes split, as the rules have them
-    stored: Parts = ()  # dims along which the weight is stored in parts, and gathered for the product: once forward, once backward
+    # dims along which the weight is stored in parts, and gathered for the product: once forward, once backward
+    stored: Parts = ()
 
     def fits(self, eqn: Any) -> bool:
         """Whether an equation treats examples one by one, so that a device can evaluate it for its own."""
@@ -62,11 +65,20 @@ class Summed:
 
 
 def derive_scatters(
-    graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: tuple[str, ...], replicated_batch: str, exchanges: Sequence[Exchange]
+    graph: Graph,
+    leaves: Sequence[LeafPlan],
+    mesh: MeshShape,
+    batch_axes: tuple[str, ...],
+    replicated_batch: str,
+    exchanges: Sequence[Exchange],
 ) -> tuple[Exchange | Scatter | Summed, ...]:
-    """The exchanges, those with split gradients marked so; the products with weights that are used whole and whose gradient is
-    split, as their state is or they are themselves; biases and scales."""
-    planned = {leaf.path: leaf for leaf in leaves if leaf.gradient is not None or stored_axes(leaf, mesh, batch_axes, replicated_batch)}
+    """The exchanges, those with split gradients marked so; the products with weights that are used whole and whose
+    gradient is split, as their state is or they are themselves; biases and scales."""
+    planned = {
+        leaf.path: leaf
+        for leaf in leaves
+        if leaf.gradient is not None or stored_axes(leaf, mesh, batch_axes, replicated_batch)
+    }
     if not planned:
         return tuple(exchanges)
     uses = {use.site: use for use in graph.uses}
@@ -99,19 +111,31 @@ def pin_gradients(graph: Graph, leaves: Sequence[LeafPlan]) -> tuple[Constraint,
     for one in graph.gradients:
         leaf = planned.get(one.param)
         if leaf is not None and leaf.gradient is not None and one.shape == leaf.shape:
-            found.append(Constraint(one.site, -1 - one.result, leaf.gradient, one.param, "sharded state: a part of the gradient"))
+            found.append(
+                Constraint(one.site, -1 - one.result, leaf.gradient, one.param, "sharded state: a part of the gradient")
+            )
     return tuple(found)
 
 
 def derive_spreads(
-    graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: tuple[str, ...], exchanges: Sequence[Exchange]
+    graph: Graph,
+    leaves: Sequence[LeafPlan],
+    mesh: MeshShape,
+    batch_axes: tuple[str, ...],
+    exchanges: Sequence[Exchange],
 ) -> tuple[Summed, ...]:
-    """Biases and scales whose gradient is summed into parts, where it is known how the examples lie: over all batch axes before
-    the first split layer, and within a layer split by columns over the axes that it leaves."""
+    """Biases and scales whose gradient is summed into parts, where it is known how the examples lie: over all batch
+    axes before the first split layer, and within a layer split by columns over the axes that it leaves."""
     planned = {leaf.path: leaf for leaf in leaves if leaf.gradient is not None}
     split = {leaf.path for leaf in leaves if leaf.role == "param" and set(spec_axes(leaf.spec)) & set(batch_axes)}
     crossings = [use.site for use in graph.uses if use.param in split and not use.backward]
-    columns = {graph.leaf(use.param).layer: one for one in exchanges if one.leave == STAY for use in graph.uses if use.site == one.site}
+    columns = {
+        graph.leaf(use.param).layer: one
+        for one in exchanges
+        if one.leave == STAY
+        for use in graph.uses
+        if use.site == one.site
+    }
     found = []
     for spread in graph.spreads:
         leaf = planned.get(spread.param)
@@ -130,11 +154,12 @@ def derive_spreads(
 
 
 def updated_in_parts(jaxpr: Any, leaves: Sequence[LeafPlan], matched: Mapping[int, int]) -> dict[int, Spec]:
-    """Result positions of new values that devices compute in parts, each with the parts' spec: gathered only as they leave the
-    step, so that the update runs where gradient and state are. What is handed through is not gathered."""
+    """Result positions of new values that devices compute in parts, each with the parts' spec: gathered only as they
+    leave the step, so that the update runs where gradient and state are. What is handed through is not gathered."""
     inner, _ = _compat.open_jaxpr(jaxpr)
     return {
-        target: gradient for source, target in matched.items()
+        target: gradient
+        for source, target in matched.items()
         if (gradient := leaves[source].gradient) is not None and inner.outvars[target] not in inner.invars
     }
 
@@ -143,12 +168,21 @@ def _scatter(
     graph: Graph, use: Use, leaf: LeafPlan, mesh: MeshShape, batch_axes: tuple[str, ...], replicated_batch: str
 ) -> Scatter | None:
     inside = stored_axes(leaf, mesh, batch_axes, replicated_batch)
-    if not use.in_boundary or not use.editable or use.backward or use.data is None or (set(spec_axes(leaf.spec)) & set(batch_axes)) - set(inside):
+    if (
+        not use.in_boundary
+        or not use.editable
+        or use.backward
+        or use.data is None
+        or (set(spec_axes(leaf.spec)) & set(batch_axes)) - set(inside)
+    ):
         return None
     if not read_once(graph, use.weight_dims, leaf, use.trips):
         return None
     example_dim, out_example_dim = _example_dim(graph, use.data_dims), _example_dim(graph, use.out_dims)
-    split, gained = split_dims(graph, use.weight_dims, leaf, mesh), gained_dims(graph, use.weight_dims, leaf, batch_axes)
+    split, gained = (
+        split_dims(graph, use.weight_dims, leaf, mesh),
+        gained_dims(graph, use.weight_dims, leaf, batch_axes),
+    )
     if example_dim is None or out_example_dim is None or split is None or not (gained or inside):
         return None
     num = mesh.size(batch_axes)
@@ -158,7 +192,18 @@ def _scatter(
     kept = tuple((dim, own) for dim, axes in split if (own := tuple(axis for axis in axes if axis not in inside)))
     if leaf.gradient is not None and not gained and gradient_gains(leaf):
         return None
-    return Scatter(use.site, use.layer, use.data, use.weight, batch_axes, example_dim, out_example_dim, (*stored, *gained), kept, stored)
+    return Scatter(
+        use.site,
+        use.layer,
+        use.data,
+        use.weight,
+        batch_axes,
+        example_dim,
+        out_example_dim,
+        (*stored, *gained),
+        kept,
+        stored,
+    )
 
 
 def gradient_gains(leaf: LeafPlan) -> bool:
@@ -167,15 +212,16 @@ def gradient_gains(leaf: LeafPlan) -> bool:
 
 
 def split_dims(graph: Graph, dims: Sequence[Dim], leaf: LeafPlan, mesh: MeshShape) -> Parts | None:
-    """The dims of an operand made of a parameter that are split already; None where a split one is not a dim of the operand."""
+    """The dims of an operand made of a parameter that are split already; None where a split one is not a dim of the
+    operand."""
     places = whole_dims(graph, graph.leaf(leaf.path), dims)
     split = [(dim, axes) for dim, entry in enumerate(leaf.spec) if (axes := mesh.present(spec_axes((entry,))))]
     return None if any(dim not in places for dim, _ in split) else tuple((places[dim], axes) for dim, axes in split)
 
 
 def gained_dims(graph: Graph, dims: Sequence[Dim], leaf: LeafPlan, summed: Sequence[str]) -> Parts:
-    """The dims of an operand made of a parameter along which its gradient gains axes; nothing where one of them is not a dim of the
-    operand, or an axis is not summed over."""
+    """The dims of an operand made of a parameter along which its gradient gains axes; nothing where one of them is not
+    a dim of the operand, or an axis is not summed over."""
     places = whole_dims(graph, graph.leaf(leaf.path), dims)
     parts = []
     before = (*leaf.spec, *(None,) * (len(leaf.shape) - len(leaf.spec)))
@@ -189,9 +235,11 @@ def gained_dims(graph: Graph, dims: Sequence[Dim], leaf: LeafPlan, summed: Seque
 
 
 def read_once(graph: Graph, dims: Sequence[Dim], leaf: LeafPlan, trips: int) -> bool:
-    """Whether an operand made of a parameter is another part of it in every turn of a loop. One that is read again and again has a
-    summand in every turn: sent each time, it would cost more than the sum."""
-    return trips == 1 or math.prod(graph.atom_sizes[atom] for dim in dims for atom in dim) * trips <= math.prod(leaf.shape)
+    """Whether an operand made of a parameter is another part of it in every turn of a loop. One that is read again and
+    again has a summand in every turn: sent each time, it would cost more than the sum."""
+    return trips == 1 or math.prod(graph.atom_sizes[atom] for dim in dims for atom in dim) * trips <= math.prod(
+        leaf.shape
+    )
 
 
 def _example_dim(graph: Graph, dims: Sequence[Dim]) -> int | None:
@@ -209,7 +257,12 @@ def _fits_dot(one: Scatter, eqn: Any) -> bool:
 
 def _fits_conv(one: Scatter, eqn: Any) -> bool:
     numbers = eqn.params["dimension_numbers"]
-    places = one.data == 0 and one.weight == 1 and numbers.lhs_spec[0] == one.example_dim and numbers.out_spec[0] == one.out_example_dim
+    places = (
+        one.data == 0
+        and one.weight == 1
+        and numbers.lhs_spec[0] == one.example_dim
+        and numbers.out_spec[0] == one.out_example_dim
+    )
     return places and eqn.params["batch_group_count"] == 1
 
 
@@ -217,7 +270,12 @@ def _fits_gather(one: Scatter, eqn: Any) -> bool:
     numbers = eqn.params["dimension_numbers"]
     rank = len(eqn.outvars[0].aval.shape)
     indexed = [d for d in range(rank) if d not in numbers.offset_dims]
-    if one.weight != 0 or one.data != 1 or getattr(numbers, "operand_batching_dims", ()) or one.example_dim >= len(indexed):
+    if (
+        one.weight != 0
+        or one.data != 1
+        or getattr(numbers, "operand_batching_dims", ())
+        or one.example_dim >= len(indexed)
+    ):
         return False
     return indexed[one.example_dim] == one.out_example_dim
 

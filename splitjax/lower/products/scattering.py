@@ -1,7 +1,8 @@
-"""Evaluates products with whole weights, biases and scales, whose gradients are summed into parts (`scatter.py`): each device for
-its own examples, and backward a reduce-scatter of its summand of the gradient.
+"""Evaluates products with whole weights, biases and scales, whose gradients are summed into parts (`scatter.py`): each
+device for its own examples, and backward a reduce-scatter of its summand of the gradient.
 
-A `custom_vjp` of `shard_map`s over the batch axes, as `groups.py` has it for split weights: what is sent backward is written out.
+A `custom_vjp` of `shard_map`s over the batch axes, as `groups.py` has it for split weights: what is sent backward is
+written out.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class _Product:
     where: Where
     eqn: Any
     keeps: bool  # a weight that was gathered for the forward pass serves the backward pass, too
-    convolution: LocalConvolution | None  # how it is evaluated where XLA's partitioner must not be asked over the other axes
+    # how it is evaluated where XLA's partitioner must not be asked over the other axes
+    convolution: LocalConvolution | None
 
     @property
     def data_spec(self) -> PartitionSpec:
@@ -63,12 +65,19 @@ class _Product:
 
 
 def evaluate_scatter(
-    one: Scatter, eqn: Any, operands: Sequence[Any], where: Where, rematerialised: bool, convolution: LocalConvolution | None = None
+    one: Scatter,
+    eqn: Any,
+    operands: Sequence[Any],
+    where: Where,
+    rematerialised: bool,
+    convolution: LocalConvolution | None = None,
 ) -> list[Any]:
-    """The result of the product, differentiated as planned. `rematerialised`: the backward pass runs the forward once more, and
-    gathers a stored weight in doing so. `convolution`: as the layout has it at this site."""
+    """The result of the product, differentiated as planned. `rematerialised`: the backward pass runs the forward once
+    more, and gathers a stored weight in doing so. `convolution`: as the layout has it at this site."""
     with jax.named_scope(scope("product", one.layer)):
-        return [multiply(_Product(one, where, eqn, rematerialised, convolution), operands[one.data], operands[one.weight])]
+        return [
+            multiply(_Product(one, where, eqn, rematerialised, convolution), operands[one.data], operands[one.weight])
+        ]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -83,7 +92,9 @@ def _forward(product: _Product, data: Any, weight: Any) -> tuple[Any, tuple[Any,
         return product.local(data, whole), whole if product.keeps else None
 
     specs = (product.data_spec, product.weight_spec(weight.ndim))
-    out, whole = product.where.shard_map(local, product.scatter.axes, specs, (product.out_spec, PartitionSpec()))(data, weight)
+    out, whole = product.where.shard_map(local, product.scatter.axes, specs, (product.out_spec, PartitionSpec()))(
+        data, weight
+    )
     return out, (data, weight if whole is None else whole)
 
 
@@ -105,11 +116,14 @@ def _backward(product: _Product, kept: tuple[Any, Any], cotangent: Any) -> tuple
     weight_spec = PartitionSpec() if product.keeps else product.weight_spec(weight.ndim)
     run = product.where.shard_map(local, one.axes, (product.data_spec, weight_spec, product.out_spec), out_specs)
     to_data, summands = run(data, weight, cotangent)
-    # Over axes that split the weight XLA partitions the product, but would gather its result for a sum inside the same shard_map. This one is
-    # manual over all axes: where some are left to XLA, its CPU backend dies of 16-bit sums ("Invalid binary instruction opcode copy").
+    # Over axes that split the weight XLA partitions the product, but would gather its result for a sum inside the same
+    # shard_map. This one is manual over all axes: where some are left to XLA, its CPU backend dies of 16-bit sums
+    # ("Invalid binary instruction opcode copy").
     add = product.where.shard_map(
-        lambda summand: sum_into_parts(summand[0], one.parts, one.axes), product.where.mesh.axis_names,
-        (PartitionSpec(one.axes, *_spec(weight.ndim, one.kept)),), _spec(weight.ndim, one.kept, one.parts),
+        lambda summand: sum_into_parts(summand[0], one.parts, one.axes),
+        product.where.mesh.axis_names,
+        (PartitionSpec(one.axes, *_spec(weight.ndim, one.kept)),),
+        _spec(weight.ndim, one.kept, one.parts),
     )
     return to_data if floating else np.zeros(data.shape, jax.dtypes.float0), add(summands)
 
@@ -118,9 +132,10 @@ multiply.defvjp(_forward, _backward)
 
 
 def _nothing(value: Any) -> Any:
-    """A zero of which XLA cannot know that it is one: a number is not infinite and no number at once. Added to a stored weight, it ties
-    the gather of the backward pass to that pass; XLA would keep what the forward pass gathered otherwise (an optimization barrier
-    does not help on CPU: it is taken out before equal operations are merged). An empty cotangent ties nothing."""
+    """A zero of which XLA cannot know that it is one: a number is not infinite and no number at once. Added to a stored
+    weight, it ties the gather of the backward pass to that pass; XLA would keep what the forward pass gathered
+    otherwise (an optimization barrier does not help on CPU: it is taken out before equal operations are merged). An
+    empty cotangent ties nothing."""
     if not value.size:
         return jnp.zeros((), bool)
     one = value[(0,) * value.ndim]
@@ -136,7 +151,8 @@ def _spec(rank: int, *parts: Parts) -> PartitionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class _Laid:
-    """A bias or scale to be laid along the examples. It has the result's dims (1 for each that it lacks), and so have the parts of `one`."""
+    """A bias or scale to be laid along the examples. It has the result's dims (1 for each that it lacks), and so have
+    the parts of `one`."""
 
     one: Summed
     where: Where
@@ -148,9 +164,13 @@ def evaluate_summed(one: Summed, eqn: Any, operands: Sequence[Any], where: Where
     """The results of an operation with its bias or scale laid along the examples, differentiated as planned."""
     value, out = operands[one.operand], eqn.outvars[0].aval.shape
     if eqn.primitive.name != "broadcast_in_dim":
-        return _compat.bind_equation(eqn, [_laid(one, value, out, where) if k == one.operand else x for k, x in enumerate(operands)])
+        return _compat.bind_equation(
+            eqn, [_laid(one, value, out, where) if k == one.operand else x for k, x in enumerate(operands)]
+        )
     places = eqn.params["broadcast_dimensions"]
-    value = lax.broadcast_in_dim(value, tuple(value.shape[places.index(d)] if d in places else 1 for d in range(len(out))), places)
+    value = lax.broadcast_in_dim(
+        value, tuple(value.shape[places.index(d)] if d in places else 1 for d in range(len(out))), places
+    )
     move = lambda parts: tuple((places[dim], axes) for dim, axes in parts)
     value = _laid(dataclasses.replace(one, parts=move(one.parts), kept=move(one.kept)), value, out, where)
     return [lax.broadcast_in_dim(value, out, tuple(range(len(out))))]
@@ -168,7 +188,9 @@ def along(laid: _Laid, value: Any) -> Any:
     num = laid.num_examples // math.prod(laid.where.mesh.shape[axis] for axis in one.axes)
 
     def local(value):
-        return lax.broadcast_in_dim(value, (*value.shape[: one.example_dim], num, *value.shape[one.example_dim + 1 :]), tuple(range(rank)))
+        return lax.broadcast_in_dim(
+            value, (*value.shape[: one.example_dim], num, *value.shape[one.example_dim + 1 :]), tuple(range(rank))
+        )
 
     specs = _spec(rank, one.kept), _spec(rank, one.kept, ((one.example_dim, one.axes),))
     return laid.where.shard_map(local, laid.where.mesh.axis_names, specs[:1], specs[1])(value)

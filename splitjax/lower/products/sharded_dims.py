@@ -15,7 +15,8 @@ Axes = tuple[str, ...]
 class ShardedDims:
     """The axes of every local dim class in which some leaf is split.
 
-    Inside a gradient boundary the parameters' own layout counts: what only their optimizer state has does not get there."""
+    Inside a gradient boundary the parameters' own layout counts: what only their optimizer state has does not get
+    there."""
 
     graph: Graph
     batch_axes: Axes

@@ -1,11 +1,13 @@
 """A gradient boundary whose tables give rows instead of dense gradients.
 
-Every lookup `rows = gather(table, ids)` of the forward becomes `gather(table, ids) + delta`, or `delta` alone where the rows were brought from
-elsewhere. The boundary differentiates with respect to the deltas, which are zero or these rows, and no longer the table; the ids are further
-results. So the table's gradient comes out as (ids, cotangents), one row per lookup, and nothing of the table's size is made. Calls that a
-lookup stands in (jit, remat, scan) hand its delta in and its ids out.
+Every lookup `rows = gather(table, ids)` of the forward becomes `gather(table, ids) + delta`, or `delta` alone where the
+rows were brought from elsewhere. The boundary differentiates with respect to the deltas, which are zero or these rows,
+and no longer the table; the ids are further results. So the table's gradient comes out as (ids, cotangents), one row
+per lookup, and nothing of the table's size is made. Calls that a lookup stands in (jit, remat, scan) hand its delta in
+and its ids out.
 
-Equations keep their places, so that sites (`trace.flatten`) mean the same in the edited forward: plans and layouts need not know.
+Equations keep their places, so that sites (`trace.flatten`) mean the same in the edited forward: plans and layouts need
+not know.
 """
 
 from __future__ import annotations
@@ -30,8 +32,11 @@ def _evaluate(table: Any, ids: Any, delta: Any, *, is_given: bool, **params: Any
     return [delta if is_given else jax.lax.gather_p.bind(table, ids, **params) + delta]
 
 
-# (table, ids, delta) -> [gather(table, ids) + delta], or [delta] where the rows are given instead; further parameters are the gather's.
-lookup_p = _compat.define_primitive(PRIMITIVE, _evaluate, lambda table, ids, delta, **params: ([delta], _compat.NO_EFFECTS))
+# (table, ids, delta) -> [gather(table, ids) + delta], or [delta] where the rows are given instead; further parameters
+# are the gather's.
+lookup_p = _compat.define_primitive(
+    PRIMITIVE, _evaluate, lambda table, ids, delta, **params: ([delta], _compat.NO_EFFECTS)
+)
 
 
 @rule(PRIMITIVE)
@@ -46,8 +51,8 @@ def _lookup(q: Question) -> Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """One edited lookup: its gather's parameters, the type of its delta, and how many loops it stands in, whose lengths are the leading
-    dims of its ids and its delta."""
+    """One edited lookup: its gather's parameters, the type of its delta, and how many loops it stands in, whose lengths
+    are the leading dims of its ids and its delta."""
 
     params: Mapping[str, Any]
     delta: jax.ShapeDtypeStruct
@@ -56,9 +61,9 @@ class Lookup:
 
 @dataclasses.dataclass(frozen=True)
 class Edited:
-    """A boundary's equation with edited lookups: its further operands, `deltas`, come last, one per lookup in the order of the sites;
-    its further results are the ids, behind the auxiliary ones, and the deltas' gradients, last. `kept`: the positions of the
-    gradients that it still has, among those of the original."""
+    """A boundary's equation with edited lookups: its further operands, `deltas`, come last, one per lookup in the order
+    of the sites; its further results are the ids, behind the auxiliary ones, and the deltas' gradients, last. `kept`:
+    the positions of the gradients that it still has, among those of the original."""
 
     eqn: Any
     lookups: tuple[Lookup, ...]
@@ -85,19 +90,23 @@ def edit_boundary(eqn: Any, sites: Sequence[Site], tables: Sequence[int], given:
         invars=[*eqn.invars, *variables],
         outvars=[*eqn.outvars[:num_results], *ids, *(eqn.outvars[num_results + number] for number in kept), *gradients],
         params={
-            **eqn.params, "forward": edited,
+            **eqn.params,
+            "forward": edited,
             "positions": (*(positions[number] for number in kept), *range(num_operands, num_operands + len(deltas))),
             "names": (*eqn.params["names"], *("rows of a lookup" for _ in deltas)),
         },
     )
     found = [equation_at(forward, site) for site in sites]
-    lookups = (Lookup(one.params, delta, len(delta.shape) - one.outvars[0].aval.ndim) for one, delta in zip(found, deltas, strict=True))
+    lookups = (
+        Lookup(one.params, delta, len(delta.shape) - one.outvars[0].aval.ndim)
+        for one, delta in zip(found, deltas, strict=True)
+    )
     return Edited(new, tuple(lookups), kept)
 
 
 def _edit(jaxpr: Any, lookups: Mapping[Site, int], given: frozenset[int]) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
-    """A jaxpr with the lookups at some sites edited: deltas are further operands, ids further results, by number. Returns also the
-    deltas' types."""
+    """A jaxpr with the lookups at some sites edited: deltas are further operands, ids further results, by number.
+    Returns also the deltas' types."""
     inner, consts = _compat.open_jaxpr(jaxpr)
     eqns, deltas, ids, constants = list(inner.eqns), {}, {}, list(zip(inner.constvars, consts, strict=True))
     inside: dict[int, dict[Site, int]] = {}
@@ -108,7 +117,9 @@ def _edit(jaxpr: Any, lookups: Mapping[Site, int], given: frozenset[int]) -> tup
             ids[number] = eqns[index].invars[1]
             deltas[number] = delta
             eqns[index] = eqns[index].replace(
-                primitive=lookup_p, invars=[*eqns[index].invars, delta], params={**eqns[index].params, "is_given": number in given}
+                primitive=lookup_p,
+                invars=[*eqns[index].invars, delta],
+                params={**eqns[index].params, "is_given": number in given},
             )
         else:
             inside.setdefault(site[0], {})[site[2:]] = number
@@ -121,15 +132,25 @@ def _edit(jaxpr: Any, lookups: Mapping[Site, int], given: frozenset[int]) -> tup
         eqns = [eqn.replace(invars=[swap(v) for v in eqn.invars]) for eqn in eqns]
     numbers = sorted(deltas)
     new = _compat.build_jaxpr(
-        jaxpr, [*inner.invars, *(deltas[n] for n in numbers)], [*map(swap, inner.outvars), *(ids[n] for n in numbers)], eqns,
+        jaxpr,
+        [*inner.invars, *(deltas[n] for n in numbers)],
+        [*map(swap, inner.outvars), *(ids[n] for n in numbers)],
+        eqns,
         constants,
     )
     return new, [_struct(deltas[n].aval) for n in numbers]
 
 
-def _call(eqn: Any, lookups: Mapping[Site, int], given: frozenset[int], deltas: dict[int, Any], ids: dict[int, Any], renamed: dict[Any, Any]) -> tuple[Any, list]:
-    """A call around edited lookups: adds its deltas and ids to the caller's; `renamed` gets results that JAX hands straight through.
-    Returns also the constants (variable, value) that the caller gets with it."""
+def _call(
+    eqn: Any,
+    lookups: Mapping[Site, int],
+    given: frozenset[int],
+    deltas: dict[int, Any],
+    ids: dict[int, Any],
+    renamed: dict[Any, Any],
+) -> tuple[Any, list]:
+    """A call around edited lookups: adds its deltas and ids to the caller's; `renamed` gets results that JAX hands
+    straight through. Returns also the constants (variable, value) that the caller gets with it."""
     rebuild, parameter = _CALLS[eqn.primitive.name]
     numbers = sorted(lookups.values())
     body, types = _edit(eqn.params[parameter], lookups, given)
@@ -157,15 +178,17 @@ def _call(eqn: Any, lookups: Mapping[Site, int], given: frozenset[int], deltas: 
     ids.update({number: renamed.get(v, v) for number, v in zip(numbers, found, strict=True)})
     swap = lambda v: v if isinstance(v, _compat.Literal) else operand[v]
     outvars = [results.get(v, v) for v in made.outvars]
-    return made.replace(invars=[swap(v) for v in made.invars], outvars=outvars, source_info=eqn.source_info), list(zip(outer.constvars, values, strict=True))
+    return made.replace(invars=[swap(v) for v in made.invars], outvars=outvars, source_info=eqn.source_info), list(
+        zip(outer.constvars, values, strict=True)
+    )
 
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
-# Each gets the equation, its edited body and the types of the body's deltas. Returns `run(operands, deltas) -> results and ids`,
-# whose trace is one equation, and the types of the deltas that it takes.
+# Each gets the equation, its edited body and the types of the body's deltas. Returns
+# `run(operands, deltas) -> results and ids`, whose trace is one equation, and the types of the deltas that it takes.
 
 
 def _jit(eqn: Any, body: Any, types: list[Any]) -> tuple[Callable, list[Any]]:
@@ -178,7 +201,9 @@ def _jit(eqn: Any, body: Any, types: list[Any]) -> tuple[Callable, list[Any]]:
 
 def _remat(eqn: Any, body: Any, types: list[Any]) -> tuple[Callable, list[Any]]:
     run = jax.checkpoint(
-        lambda *values: _compat.eval_jaxpr(body, (), *values), prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"]
+        lambda *values: _compat.eval_jaxpr(body, (), *values),
+        prevent_cse=eqn.params["prevent_cse"],
+        policy=eqn.params["policy"],
     )
     return lambda values, deltas: run(*values, *deltas), types
 
@@ -188,7 +213,11 @@ def _scan(eqn: Any, body: Any, types: list[Any]) -> tuple[Callable, list[Any]]:
     num_consts, num_carry = _compat.scan_counts(params)
 
     def run(values, deltas):
-        consts, init, xs = values[:num_consts], values[num_consts : num_consts + num_carry], values[num_consts + num_carry :]
+        consts, init, xs = (
+            values[:num_consts],
+            values[num_consts : num_consts + num_carry],
+            values[num_consts + num_carry :],
+        )
 
         def turn(carry, slices):
             x, delta = slices
@@ -196,21 +225,35 @@ def _scan(eqn: Any, body: Any, types: list[Any]) -> tuple[Callable, list[Any]]:
             return results[:num_carry], results[num_carry:]
 
         carry, stacked = jax.lax.scan(
-            turn, list(init), (list(xs), list(deltas)), length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
+            turn,
+            list(init),
+            (list(xs), list(deltas)),
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
         )
         return [*carry, *stacked]
 
-    return run, [jax.ShapeDtypeStruct((params["length"], *one.shape), one.dtype, weak_type=one.weak_type) for one in types]
+    return run, [
+        jax.ShapeDtypeStruct((params["length"], *one.shape), one.dtype, weak_type=one.weak_type) for one in types
+    ]
 
 
 _CALLS: dict[str, tuple[Callable, str]] = {
-    "jit": (_jit, "jaxpr"), "pjit": (_jit, "jaxpr"), "closed_call": (_jit, "call_jaxpr"), "core_call": (_jit, "call_jaxpr"),
-    "remat": (_remat, "jaxpr"), "remat2": (_remat, "jaxpr"), "checkpoint": (_remat, "jaxpr"), "scan": (_scan, "jaxpr"),
-}  # fmt: skip
+    "jit": (_jit, "jaxpr"),
+    "pjit": (_jit, "jaxpr"),
+    "closed_call": (_jit, "call_jaxpr"),
+    "core_call": (_jit, "call_jaxpr"),
+    "remat": (_remat, "jaxpr"),
+    "remat2": (_remat, "jaxpr"),
+    "checkpoint": (_remat, "jaxpr"),
+    "scan": (_scan, "jaxpr"),
+}
 
 
 def rows_of(lookup: Lookup, ids: Any, cotangent: Any = None) -> tuple[Any, Any]:
-    """A lookup's ids i[...] and cotangents f[..., *row], from the ids as its gather has them (i[..., components]) and its delta's gradient."""
+    """A lookup's ids i[...] and cotangents f[..., *row], from the ids as its gather has them (i[..., components]) and
+    its delta's gradient."""
     if cotangent is None:
         return ids[..., tuple(lookup.params["dimension_numbers"].start_index_map).index(0)], None
     numbers, row_shape = lookup.params["dimension_numbers"], lookup.params["slice_sizes"][1:]
@@ -220,7 +263,8 @@ def rows_of(lookup: Lookup, ids: Any, cotangent: Any = None) -> tuple[Any, Any]:
 
 
 def ids_of(edited: Edited) -> tuple[Any, list[bool]] | None:
-    """The ids of an edited boundary's lookups as a closed jaxpr over some of its operands, and which these are; None where they depend on what it differentiates."""
+    """The ids of an edited boundary's lookups as a closed jaxpr over some of its operands, and which these are; None
+    where they depend on what it differentiates."""
     num_ids, forward = len(edited.lookups), edited.eqn.params["forward"]
     inner, _ = _compat.open_jaxpr(forward)
     used = [False] * (len(inner.outvars) - num_ids) + [True] * num_ids

@@ -1,7 +1,9 @@
-"""Tables whose rows are split over the workers: a step pulls the rows that its lookups read, and pushes their gradients to their owners.
+"""Tables whose rows are split over the workers: a step pulls the rows that its lookups read, and pushes their gradients
+to their owners.
 
-No worker ever has the whole table, forward or backward: 1/n of its memory, and the least that can be sent (`sync.owner`). Which rows are
-read must be known before the forward pass runs: where ids depend on parameters, the table is gathered as XLA sees fit.
+No worker ever has the whole table, forward or backward: 1/n of its memory, and the least that can be sent
+(`sync.owner`). Which rows are read must be known before the forward pass runs: where ids depend on parameters, the
+table is gathered as XLA sees fit.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class Pulled:
     """What a step asked the owners for, by worker (leading dims of all arrays are cut over them).
 
     - `rows`: per lookup f[*ids, *row]. `ids`: per lookup i[...].
-    - `slots`: where each looked-up id stands among the rows that the worker asked for, those without a gradient past the end.
+    - `slots`: where each looked-up id stands among the rows that the worker asked for, those without a gradient past
+      the end.
     - `requests`: as `sync.owner` has them, each leaf with a leading dim of 1.
     """
 
@@ -52,7 +55,8 @@ class Pulled:
 def pull(table: TableSync, mesh: Mesh, turns: Turns, array: Any, ids: Sequence[Any]) -> Pulled:
     """The rows that all lookups read.
 
-    **Arguments:** `turns`: of all tables of the step; `array`: the table f[num_rows, *row]. `ids`: per lookup i[...], as the gathers have them."""
+    **Arguments:** `turns`: of all tables of the step; `array`: the table f[num_rows, *row]. `ids`: per lookup i[...],
+    as the gathers have them."""
 
     def body(shard, numbers, ready):
         read, has_gradient = _read(table, numbers)
@@ -68,9 +72,20 @@ def pull(table: TableSync, mesh: Mesh, turns: Turns, array: Any, ids: Sequence[A
     row_spec = table.row_spec
     spec = PartitionSpec(table.axes)
     run = jax.shard_map(
-        body, mesh=mesh, check_vma=False,
-        in_specs=(PartitionSpec(table.axes, *row_spec), [cut(one.dim, table.axes) for one in table.lookups], PartitionSpec()),
-        out_specs=(tuple(cut(one.dim, table.axes, x.ndim, row_spec) for one, x in zip(table.lookups, ids, strict=True)), spec, spec, PartitionSpec()),
+        body,
+        mesh=mesh,
+        check_vma=False,
+        in_specs=(
+            PartitionSpec(table.axes, *row_spec),
+            [cut(one.dim, table.axes) for one in table.lookups],
+            PartitionSpec(),
+        ),
+        out_specs=(
+            tuple(cut(one.dim, table.axes, x.ndim, row_spec) for one, x in zip(table.lookups, ids, strict=True)),
+            spec,
+            spec,
+            PartitionSpec(),
+        ),
     )
     with jax.named_scope(scope("rows", table.param)):
         rows, slots, requests, ended = run(array, list(ids), turns.ready())
@@ -79,7 +94,8 @@ def pull(table: TableSync, mesh: Mesh, turns: Turns, array: Any, ids: Sequence[A
 
 
 def _read(table: TableSync, ids: Sequence[Any]) -> tuple[Any, Any]:
-    """The rows that all lookups of a worker read, i32[m], `num_rows` for none; and whether they have a gradient here, bool[m]."""
+    """The rows that all lookups of a worker read, i32[m], `num_rows` for none; and whether they have a gradient here,
+    bool[m]."""
     read, given = [], []
     for one, found in zip(table.lookups, ids, strict=True):
         flat = found.reshape(-1)
@@ -97,9 +113,15 @@ def _gathered(lookup: Lookup, table: TableSync, mode: str, ids: Any, rows: Any) 
         value = lookup.params["fill_value"]
         value = jnp.nan if value is None else value
         good = (ids >= 0) & (ids < table.num_rows)
-        rows = jnp.where(good.reshape(*good.shape, *[1] * (rows.ndim - good.ndim)), rows, jnp.asarray(value, rows.dtype))
+        rows = jnp.where(
+            good.reshape(*good.shape, *[1] * (rows.ndim - good.ndim)), rows, jnp.asarray(value, rows.dtype)
+        )
     num_offset = len(numbers.offset_dims)
-    inner = lookup.params["slice_sizes"] if num_offset == len(lookup.params["slice_sizes"]) else lookup.params["slice_sizes"][1:]
+    inner = (
+        lookup.params["slice_sizes"]
+        if num_offset == len(lookup.params["slice_sizes"])
+        else lookup.params["slice_sizes"][1:]
+    )
     rows = rows.reshape(*ids.shape, *inner)
     offset = [lookup.num_loops + dim for dim in numbers.offset_dims]
     return jnp.moveaxis(rows, range(rows.ndim - num_offset, rows.ndim), offset).astype(lookup.delta.dtype)
@@ -107,12 +129,13 @@ def _gathered(lookup: Lookup, table: TableSync, mode: str, ids: Any, rows: Any) 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Owned:
-    """The sum of the gradients of each owner's rows: `positions` i32[n * pull] in its part, `values` f[n * pull, *row], where everything
-    had room (`fits`, bool[]); otherwise found anew from `lookups`, per lookup ids and cotangents, and what was `added`.
+    """The sum of the gradients of each owner's rows: `positions` i32[n * pull] in its part, `values` f[n * pull, *row],
+    where everything had room (`fits`, bool[]); otherwise found anew from `lookups`, per lookup ids and cotangents, and
+    what was `added`.
 
     - `asked`: the ids that all workers asked for, i32[n * k].
-    - `added`: f[n * k, *row], of a table that has a `wire_dtype`: what rounding took away in earlier steps of the rows asked for.
-      `residual`: f[n, num_rows, *row], what it has taken away now."""
+    - `added`: f[n * k, *row], of a table that has a `wire_dtype`: what rounding took away in earlier steps of the rows
+      asked for. `residual`: f[n, num_rows, *row], what it has taken away now."""
 
     table: TableSync
     mesh: Mesh
@@ -127,7 +150,8 @@ class Owned:
 
     @property
     def observed(self) -> dict[str, Any]:
-        """What the step returns of it: `fell_back` bool[], and while capacities are not known `touched`, the ids of all workers."""
+        """What the step returns of it: `fell_back` bool[], and while capacities are not known `touched`, the ids of all
+        workers."""
         if self.table.capacities is None:
             return {"fell_back": jnp.bool_(False), "touched": self.asked.reshape(self.table.num_workers, -1)}
         return {"fell_back": jnp.logical_not(self.fits)}
@@ -158,7 +182,8 @@ class Owned:
         return self._run(body, leaves, given, PartitionSpec())
 
     def _run(self, body: Callable, leaves: Mapping[int, Any], given: Mapping[int, Any], out_specs: Any) -> Any:
-        """`body(the owner's rows, fits, the same from all workers' rows, leaves, other arrays)`, on each owner: its result, and `_ended`."""
+        """`body(the owner's rows, fits, the same from all workers' rows, leaves, other arrays)`, on each owner: its
+        result, and `_ended`."""
         table = self.table
         manual = table.row_axes if spec_axes(table.row_spec) else tuple(self.mesh.axis_names)
         spec, lookups = PartitionSpec(table.row_axes), [cut(one.dim, table.axes) for one in table.lookups]
@@ -168,11 +193,25 @@ class Owned:
             return body(mine, fits, lambda: _every(table, *looked, *asked), state, others)
 
         run = jax.shard_map(
-            inside, mesh=self.mesh, axis_names=frozenset(manual), check_vma=False, out_specs=(out_specs, PartitionSpec()),
-            in_specs=(spec, spec, PartitionSpec(), (lookups, lookups), (spec, spec), {leaf: spec for leaf in leaves}, PartitionSpec()),
+            inside,
+            mesh=self.mesh,
+            axis_names=frozenset(manual),
+            check_vma=False,
+            out_specs=(out_specs, PartitionSpec()),
+            in_specs=(
+                spec,
+                spec,
+                PartitionSpec(),
+                (lookups, lookups),
+                (spec, spec),
+                {leaf: spec for leaf in leaves},
+                PartitionSpec(),
+            ),
         )
         fits, looked = self.turns.next(self.fits), tuple(map(list, self.lookups))
-        out, self.turns.token = run(self.positions, self.values, fits, looked, (self.asked, self.added), dict(leaves), dict(given))
+        out, self.turns.token = run(
+            self.positions, self.values, fits, looked, (self.asked, self.added), dict(leaves), dict(given)
+        )
         return out
 
 
@@ -182,9 +221,9 @@ def _ended(rows: RowSparse) -> Any:
 
 
 def push(pulled: Pulled, turns: Turns, ready: Any, values: Sequence[Any], residual: Any = None) -> Owned:
-    """Sends the gradients of the pulled rows to their owners. `ready`: bool[], True once all pulls have ended. `values`: per lookup
-    f[*ids, *row]. `residual`: as `Owned` has it, of earlier steps; every worker keeps what was rounded away of all that it sends, its own
-    rows' gradients too."""
+    """Sends the gradients of the pulled rows to their owners. `ready`: bool[], True once all pulls have ended.
+    `values`: per lookup f[*ids, *row]. `residual`: as `Owned` has it, of earlier steps; every worker keeps what was
+    rounded away of all that it sends, its own rows' gradients too."""
     table = pulled.table
 
     def body(cotangents, slots, requests, kept, ready):
@@ -193,7 +232,9 @@ def push(pulled: Pulled, turns: Turns, ready: Any, values: Sequence[Any], residu
         local, added = sum_rows(_flat(table, cotangents), slots, requests.ids.size, table.dtype), None
         if kept is not None:
             # Apart from the gradients: where there is no room, these come from the lookups themselves.
-            rows, kept = with_residual(RowSparse(requests.ids, jnp.zeros_like(local), jnp.int32(0), table.num_rows), kept[0])
+            rows, kept = with_residual(
+                RowSparse(requests.ids, jnp.zeros_like(local), jnp.int32(0), table.num_rows), kept[0]
+            )
             added = rows.values
             local += added
         mine, lost = _exchange(table, requests.ids.size).collect(local, requests, table.axes)
@@ -208,14 +249,29 @@ def push(pulled: Pulled, turns: Turns, ready: Any, values: Sequence[Any], residu
     spec, rows = PartitionSpec(table.axes), PartitionSpec(table.axes, *table.row_spec)
     of_residual = None if residual is None else table.residual_spec
     run = jax.shard_map(
-        body, mesh=pulled.mesh, check_vma=False, out_specs=(spec, rows, PartitionSpec(), spec, rows, of_residual),
+        body,
+        mesh=pulled.mesh,
+        check_vma=False,
+        out_specs=(spec, rows, PartitionSpec(), spec, rows, of_residual),
         in_specs=(
-            [cut(one.dim, table.axes, x.ndim - len(table.shape) + 1, table.row_spec) for one, x in zip(table.lookups, values, strict=True)],
-            spec, spec, of_residual, PartitionSpec(),
+            [
+                cut(one.dim, table.axes, x.ndim - len(table.shape) + 1, table.row_spec)
+                for one, x in zip(table.lookups, values, strict=True)
+            ],
+            spec,
+            spec,
+            of_residual,
+            PartitionSpec(),
         ),
     )
     with jax.named_scope(scope("rows", table.param)):
-        found = Owned(table, pulled.mesh, turns, (pulled.ids, values), *run(list(values), pulled.slots, pulled.requests, residual, ready))
+        found = Owned(
+            table,
+            pulled.mesh,
+            turns,
+            (pulled.ids, values),
+            *run(list(values), pulled.slots, pulled.requests, residual, ready),
+        )
     turns.join(found.fits)
     return found
 
@@ -225,12 +281,14 @@ def _exchange(table: TableSync, capacity: int) -> OwnerSharded:
     if table.capacities is not None:
         return table.scheme
     size = table.num_rows // max(lax.axis_size(table.axes), 1)
-    return by_owners(table.num_rows, Capacities(push=min(capacity, size), pull=min(capacity * lax.axis_size(table.axes), size)))
+    return by_owners(
+        table.num_rows, Capacities(push=min(capacity, size), pull=min(capacity * lax.axis_size(table.axes), size))
+    )
 
 
 def _every(table: TableSync, ids: Sequence[Any], cotangents: Sequence[Any], asked: Any, added: Any) -> RowSparse:
-    """The sum of all rows that workers read, whether there was room to ask for them or not: per lookup `ids` i[...] and `cotangents`
-    f[..., *row]; `asked` i32[k] and `added` f[k, *row] as `Owned` has them, of this worker."""
+    """The sum of all rows that workers read, whether there was room to ask for them or not: per lookup `ids` i[...] and
+    `cotangents` f[..., *row]; `asked` i32[k] and `added` f[k, *row] as `Owned` has them, of this worker."""
     with jax.named_scope(scope("fallback", table.param)):
         read, has_gradient = _read(table, ids)
         flat = _flat(table, cotangents)
@@ -241,7 +299,8 @@ def _every(table: TableSync, ids: Sequence[Any], cotangents: Sequence[Any], aske
 
 
 def _flat(table: TableSync, cotangents: Sequence[Any]) -> Any:
-    """The cotangents of all lookups, f[m, *row], in the table's own dtype: those in half precision are added up without losing digits."""
+    """The cotangents of all lookups, f[m, *row], in the table's own dtype: those in half precision are added up without
+    losing digits."""
     row_shape = cotangents[0].shape[cotangents[0].ndim - len(table.shape) + 1 :]
     return jnp.concatenate([one.reshape(-1, *row_shape).astype(table.dtype) for one in cotangents])
 

@@ -1,7 +1,8 @@
 """Which tables of a step are synchronised by rows, and the evaluation of such a step.
 
-A table takes part if its gradient has rows (`trace.lookups`), its update acts on rows (`trace.row_update`), its boundary runs once a step,
-and its state is laid out alike. Every other table with lookups stays dense, with the reason in the plan.
+A table takes part if its gradient has rows (`trace.lookups`), its update acts on rows (`trace.row_update`), its
+boundary runs once a step, and its state is laid out alike. Every other table with lookups stays dense, with the reason
+in the plan.
 """
 
 from __future__ import annotations
@@ -97,9 +98,11 @@ def find_sparse(graph: Graph, jaxpr: Any, plan: Plan, request: SyncRequest, chos
     **Arguments:** `chosen`: schemes and capacities, once they are known; None while the first steps are observed."""
     if not graph.num_boundaries:
         raise SyncError(
-            "sync needs a gradient boundary: the step takes its gradient with plain jax.grad, whose tables cannot be told apart",
-            place="parallelize, sync", remedy="use splitjax.value_and_grad for the gradient",
-        )  # fmt: skip
+            "sync needs a gradient boundary: the step takes its gradient with plain jax.grad, whose tables cannot be"
+            " told apart",
+            place="parallelize, sync",
+            remedy="use splitjax.value_and_grad for the gradient",
+        )
     request.check([leaf.path for leaf in graph.params])
     leaves = {leaf.path: leaf for leaf in plan.leaves}
     tables, reasons = [], {}
@@ -114,8 +117,15 @@ def find_sparse(graph: Graph, jaxpr: Any, plan: Plan, request: SyncRequest, chos
         tables.append(_table_sync(table, graph, jaxpr, plan, leaves[table.param], asked, chosen))
     step = SparseStep(graph, jaxpr, tuple(tables), reasons)
     # Where the ids are known only with the parameters, rows cannot be brought before the forward pass.
-    late = {one.param for one in tables if one.is_owned and ids_of(step.edited(equation_at(jaxpr, site := step.table_of(one).boundary), site)[0]) is None}
-    again = lambda one: _table_sync(step.table_of(one), graph, jaxpr, plan, leaves[one.param], request.of(one.param), chosen, may_own=False)
+    late = {
+        one.param
+        for one in tables
+        if one.is_owned
+        and ids_of(step.edited(equation_at(jaxpr, site := step.table_of(one).boundary), site)[0]) is None
+    }
+    again = lambda one: _table_sync(
+        step.table_of(one), graph, jaxpr, plan, leaves[one.param], request.of(one.param), chosen, may_own=False
+    )
     return dataclasses.replace(step, tables=tuple(again(one) if one.param in late else one for one in tables))
 
 
@@ -131,8 +141,14 @@ def _reason(table: Table, jaxpr: Any, plan: Plan, asked: ByRows) -> str:
         if around.primitive.name not in _CALLS:
             return _inside(around)
     planned = [plan.leaves[index] for index in update.leaves]
-    if isinstance(asked.scheme, Scheme) and asked.scheme.needs_whole_rows and any(spec_axes(one.spec[1:]) for one in planned):
-        return f"its rows are split, and {asked.scheme.name} tells rows by their values, of which each device has a part"
+    if (
+        isinstance(asked.scheme, Scheme)
+        and asked.scheme.needs_whole_rows
+        and any(spec_axes(one.spec[1:]) for one in planned)
+    ):
+        return (
+            f"its rows are split, and {asked.scheme.name} tells rows by their values, of which each device has a part"
+        )
     if any(one.gradient is not None for one in planned):
         return "its gradient is summed into parts (shard_state)"
     if len({spec_axes(one.spec[:1]) for one in planned}) > 1:
@@ -161,7 +177,14 @@ def _update(table: Table, asked: ByRows) -> RowUpdate | None:
 
 
 def _table_sync(
-    table: Table, graph: Graph, jaxpr: Any, plan: Plan, leaf: LeafPlan, asked: ByRows, chosen: Chosen | None, may_own: bool = True
+    table: Table,
+    graph: Graph,
+    jaxpr: Any,
+    plan: Plan,
+    leaf: LeafPlan,
+    asked: ByRows,
+    chosen: Chosen | None,
+    may_own: bool = True,
 ) -> TableSync:
     split = spec_axes(leaf.spec[1:])
     axes = tuple(axis for axis in plan.mesh.present(plan.batch_axes) if axis not in split)
@@ -174,16 +197,29 @@ def _table_sync(
         scheme, capacities = _asked(asked, table.num_rows, leaf, num_workers, is_owned), None
     row_size = math.prod(leaf.shape[1:]) // plan.mesh.size(split)
     index = next(index for index, one in enumerate(graph.leaves) if one.path == table.param)
-    lookups = tuple(IdCut(_example_dim(one, graph, jaxpr, num_workers), one.mode.removesuffix("_or_drop")) for one in table.lookups)
+    lookups = tuple(
+        IdCut(_example_dim(one, graph, jaxpr, num_workers), one.mode.removesuffix("_or_drop")) for one in table.lookups
+    )
     return TableSync(
-        table.param, index, _update(table, asked).leaves, leaf.shape, leaf.dtype, leaf.spec, axes, num_workers, lookups, is_owned, row_size,
-        scheme, capacities,
-    )  # fmt: skip
+        table.param,
+        index,
+        _update(table, asked).leaves,
+        leaf.shape,
+        leaf.dtype,
+        leaf.spec,
+        axes,
+        num_workers,
+        lookups,
+        is_owned,
+        row_size,
+        scheme,
+        capacities,
+    )
 
 
 def _asked(asked: ByRows, num_rows: int, leaf: LeafPlan, num_workers: int, is_owned: bool) -> Exchange:
-    """How a table's rows are added up as far as that is known before steps were observed. What is not sent, or has no more digits than
-    are sent, is not rounded."""
+    """How a table's rows are added up as far as that is known before steps were observed. What is not sent, or has no
+    more digits than are sent, is not rounded."""
     scheme = asked.scheme if isinstance(asked.scheme, Scheme) else AllGather()
     wire_dtype = getattr(scheme, "wire_dtype", None)
     if wire_dtype is not None and (num_workers == 1 or itemsize(leaf.dtype) <= itemsize(wire_dtype)):
@@ -198,7 +234,14 @@ def _example_dim(lookup: Any, graph: Graph, jaxpr: Any, num_workers: int) -> int
         return None
     of_rows = equation_at(jaxpr, lookup.site).params["dimension_numbers"].offset_dims
     of_ids = [dim for dim in range(len(use.out_shape)) if dim not in of_rows]
-    return next((k for k, dim in enumerate(of_ids) if graph.is_example(use.out_dims[dim]) and use.out_shape[dim] % num_workers == 0), None)
+    return next(
+        (
+            k
+            for k, dim in enumerate(of_ids)
+            if graph.is_example(use.out_dims[dim]) and use.out_shape[dim] % num_workers == 0
+        ),
+        None,
+    )
 
 
 @dataclasses.dataclass(eq=False)
@@ -228,16 +271,24 @@ class _Run:
         for number in positions:
             rows = [
                 rows_of(lookup, one, cotangent)
-                for (table, _), lookup, one, cotangent in zip(order, edited.lookups, ids, cotangents, strict=True) if table == number
+                for (table, _), lookup, one, cotangent in zip(order, edited.lookups, ids, cotangents, strict=True)
+                if table == number
             ]
             residual = self.residuals.get(self.step.tables[number].param)
             if number in pulled:
                 self.found[number] = push(pulled[number], self.turns, ready, [one for _, one in rows], residual)
                 continue
-            loops = [lookup.num_loops for (table, _), lookup in zip(order, edited.lookups, strict=True) if table == number]
+            loops = [
+                lookup.num_loops for (table, _), lookup in zip(order, edited.lookups, strict=True) if table == number
+            ]
             self.found[number] = exchange(
-                self._placed(self.step.tables[number], loops, [one for one, _ in rows]), self.mesh, self.turns, ready, [one for one, _ in rows],
-                [one for _, one in rows], residual,
+                self._placed(self.step.tables[number], loops, [one for one, _ in rows]),
+                self.mesh,
+                self.turns,
+                ready,
+                [one for one, _ in rows],
+                [one for _, one in rows],
+                residual,
             )
         whole: dict[int, Any] = dict(zip(edited.kept, kept, strict=True))
         table_at = {position: number for number, position in positions.items()}
@@ -247,7 +298,9 @@ class _Run:
                 whole[k] = Rows(table.shape, table.dtype, table_at[position], True)
         return [*results[:num_results], *(whole[k] for k in range(len(whole)))]
 
-    def _pulled(self, edited: Edited, order: Sequence[tuple[int, int]], positions: Mapping[int, int], operands: Sequence[Any]) -> dict[int, Pulled]:
+    def _pulled(
+        self, edited: Edited, order: Sequence[tuple[int, int]], positions: Mapping[int, int], operands: Sequence[Any]
+    ) -> dict[int, Pulled]:
         """The rows of the tables that their workers own, brought before the forward pass."""
         owned = [number for number in positions if self.step.tables[number].is_owned]
         if not owned:
@@ -265,10 +318,13 @@ class _Run:
     def _delta(self, lookup: Lookup, place: int, order: Sequence[tuple[int, int]], pulled: Mapping[int, Pulled]) -> Any:
         """What a lookup's rows are differentiated by: zeros that are added to them, or the pulled rows themselves."""
         number, k = order[place]
-        return pulled[number].given(lookup, k) if number in pulled else jnp.zeros(lookup.delta.shape, lookup.delta.dtype)
+        return (
+            pulled[number].given(lookup, k) if number in pulled else jnp.zeros(lookup.delta.shape, lookup.delta.dtype)
+        )
 
     def _placed(self, table: TableSync, loops: Sequence[int], ids: Sequence[Any]) -> TableSync:
-        """The dims of lookups as they are here: behind those of loops. One that no example has is cut where it divides."""
+        """The dims of lookups as they are here: behind those of loops. One that no example has is cut where it
+        divides."""
         lookups = []
         for one, num_loops, found in zip(table.lookups, loops, ids, strict=True):
             dim = None if one.dim is None else one.dim + num_loops
@@ -283,23 +339,33 @@ class _Run:
 
 
 def evaluate_sparse(
-    step: SparseStep, mesh: Mesh, layout: Layout, arguments: Sequence[Any], hook: BoundaryHook, results_of: Mapping[int, int],
+    step: SparseStep,
+    mesh: Mesh,
+    layout: Layout,
+    arguments: Sequence[Any],
+    hook: BoundaryHook,
+    results_of: Mapping[int, int],
     residuals: Mapping[str, Any],
 ) -> tuple[list[Any], dict[str, dict[str, Any]], dict[str, Any]]:
     """Evaluates a step whose tables are synchronised by rows.
 
-    **Arguments:** `arguments`: its flat arguments. `results_of`: flat argument of a state leaf -> its flat result. `residuals`: by table that is
-    rounded on the wire f[n, num_rows, *row], what rounding took away from each of n workers.
+    **Arguments:** `arguments`: its flat arguments. `results_of`: flat argument of a state leaf -> its flat result.
+    `residuals`: by table that is rounded on the wire f[n, num_rows, *row], what rounding took away from each of n
+    workers.
 
-    **Returns:** its flat results; by table what was observed: `fell_back` bool[], whether the capacities did not suffice; `touched` i32[n, k],
-    the ids of n workers, while there are no capacities; and the new residuals.
+    **Returns:** its flat results; by table what was observed: `fell_back` bool[], whether the capacities did not
+    suffice; `touched` i32[n, k], the ids of n workers, while there are no capacities; and the new residuals.
     """
     run = _Run(step, mesh, hook, arguments, residuals, {})
     operands = list(arguments)
     for number, table in enumerate(step.tables):
         for leaf in table.leaves:
-            operands[leaf] = Rows(arguments[leaf].shape, arguments[leaf].dtype, number, False, leaf=leaf, array=arguments[leaf])
-    writer = RowWriter(frozenset(one.num_rows for one in step.tables), run.total, lambda eqn: is_boundary(eqn) or holds_boundary(eqn))
+            operands[leaf] = Rows(
+                arguments[leaf].shape, arguments[leaf].dtype, number, False, leaf=leaf, array=arguments[leaf]
+            )
+    writer = RowWriter(
+        frozenset(one.num_rows for one in step.tables), run.total, lambda eqn: is_boundary(eqn) or holds_boundary(eqn)
+    )
     results = evaluate(layout, step.jaxpr, operands, Hooks(run.boundary, writer.equation))
     observed = {}
     for number, table in enumerate(step.tables):

@@ -29,7 +29,9 @@ class SyncRequest:
 
     def of(self, path: str) -> ByRows:
         """What is asked for a parameter; its scheme is a `Scheme`, or `"auto"`."""
-        return next((choice for pattern, choice in self.choices if glob_pattern(pattern).fullmatch(path)), ByRows(Dense()))
+        return next(
+            (choice for pattern, choice in self.choices if glob_pattern(pattern).fullmatch(path)), ByRows(Dense())
+        )
 
     def names(self, path: str) -> bool:
         """Whether a pattern fits a parameter."""
@@ -41,9 +43,13 @@ class SyncRequest:
             if pattern != EVERY and not any(glob_pattern(pattern).fullmatch(path) for path in paths):
                 close = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.4)
                 raise SyncError(
-                    "no parameter has such a path", value=pattern, place="parallelize, sync",
-                    remedy=f"did you mean {', '.join(map(repr, close))}?" if close else "see the paths in `step.plan(...).leaves`; `**/name` finds any depth",
-                )  # fmt: skip
+                    "no parameter has such a path",
+                    value=pattern,
+                    place="parallelize, sync",
+                    remedy=f"did you mean {', '.join(map(repr, close))}?"
+                    if close
+                    else "see the paths in `step.plan(...).leaves`; `**/name` finds any depth",
+                )
 
 
 DENSE = SyncRequest(())
@@ -59,8 +65,13 @@ def parse(sync: Any, place: str) -> SyncRequest:
         known = isinstance(scheme, Scheme) or (isinstance(scheme, str) and (scheme == AUTO or scheme in SCHEMES))
         if not isinstance(pattern, str) or not known or not isinstance(choice.lazy, bool):
             raise SyncError(
-                "sync has no such value", value=sync, place=f"{place}, sync",
-                remedy=f'use one of {", ".join(SCHEMES)}, "auto", a scheme of splitjax.sync, splitjax.sync.ByRows, or {{parameter pattern: one of these}}',
+                "sync has no such value",
+                value=sync,
+                place=f"{place}, sync",
+                remedy=(
+                    f'use one of {", ".join(SCHEMES)}, "auto", a scheme of splitjax.sync, splitjax.sync.ByRows, or'
+                    " {parameter pattern: one of these}"
+                ),
             )
         scheme = scheme if scheme == AUTO else by_name(scheme)
         if choice.wire_dtype is not None:
@@ -68,18 +79,27 @@ def parse(sync: Any, place: str) -> SyncRequest:
         wire_dtype = getattr(scheme, "wire_dtype", None)
         if wire_dtype not in (None, "bfloat16"):
             raise UnavailableError(
-                "values are sent as they are or as bfloat16, which has float32's range: a residual could not make up for infinities",
-                value=wire_dtype, place=f"{place}, sync, wire_dtype", remedy='pass wire_dtype="bfloat16" or leave it None',
-            )  # fmt: skip
+                "values are sent as they are or as bfloat16, which has float32's range: a residual could not make up"
+                " for infinities",
+                value=wire_dtype,
+                place=f"{place}, sync, wire_dtype",
+                remedy='pass wire_dtype="bfloat16" or leave it None',
+            )
         choices.append((pattern, dataclasses.replace(choice, scheme=scheme, wire_dtype=None)))
     return SyncRequest(tuple(choices))
 
 
 def _rounded(scheme: Any, wire_dtype: str, place: str) -> Scheme:
     """A scheme with its values rounded on the wire."""
-    rounding = [name for name, cls in SCHEMES.items() if any(one.name == "wire_dtype" for one in dataclasses.fields(cls))]
+    rounding = [
+        name for name, cls in SCHEMES.items() if any(one.name == "wire_dtype" for one in dataclasses.fields(cls))
+    ]
     if scheme == AUTO or scheme.name not in rounding:
-        problem = "auto chooses among schemes that keep the numbers" if scheme == AUTO else f"{scheme.name} sends values as they are"
+        problem = (
+            "auto chooses among schemes that keep the numbers"
+            if scheme == AUTO
+            else f"{scheme.name} sends values as they are"
+        )
         raise UnavailableError(
             problem, value=scheme, place=f"{place}, sync, wire_dtype",
             remedy=f"name a scheme that rounds and keeps the rest: {', '.join(rounding)}",

@@ -1,8 +1,8 @@
 """One table's rows on a mesh: this step's lookups -> their sum over the workers -> what is computed from it.
 
-The exchange runs in a `shard_map` over all axes: a worker of the table's `axes` has its examples' rows, split like the table over the
-others. Its result is the same on all workers; what is computed from it stands outside, where XLA lays it out, but for tables that are
-split by rows: there each device writes its own.
+The exchange runs in a `shard_map` over all axes: a worker of the table's `axes` has its examples' rows, split like the
+table over the others. Its result is the same on all workers; what is computed from it stands outside, where XLA lays it
+out, but for tables that are split by rows: there each device writes its own.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from splitjax.sync.scheme import Attempt, Capacities, gather_all, once
 
 @dataclasses.dataclass(frozen=True)
 class IdCut:
-    """How one lookup's ids are cut: the dim that lies over the workers, None for ids that all of them have; `mode`: what ids outside
-    the table mean."""
+    """How one lookup's ids are cut: the dim that lies over the workers, None for ids that all of them have; `mode`:
+    what ids outside the table mean."""
 
     dim: int | None
     mode: str
@@ -39,12 +39,15 @@ class IdCut:
 class TableSync:
     """How one table is synchronised.
 
-    - `param`: its path. `leaf`: its flat argument; `leaves`: the flat arguments whose rows its update reads or writes, itself first.
-    - `shape`, `dtype`: of the table. `spec`: its layout; `axes`: the mesh axes of its workers, over which its lookups are summed.
-    - `is_owned`: its rows are split over its workers, which pull and push (`owned_rows`); otherwise every worker gets the sum.
+    - `param`: its path. `leaf`: its flat argument; `leaves`: the flat arguments whose rows its update reads or writes,
+      itself first.
+    - `shape`, `dtype`: of the table. `spec`: its layout; `axes`: the mesh axes of its workers, over which its lookups
+      are summed.
+    - `is_owned`: its rows are split over its workers, which pull and push (`owned_rows`); otherwise every worker gets
+      the sum.
     - `num_workers`: of the axes. `row_size`: values of a row on one device.
-    - `scheme`, `capacities`: of the exchange, an `OwnerSharded` for an owned table. No capacities in the first steps, in which all rows are
-      gathered and the ids returned.
+    - `scheme`, `capacities`: of the exchange, an `OwnerSharded` for an owned table. No capacities in the first steps,
+      in which all rows are gathered and the ids returned.
     """
 
     param: str
@@ -93,12 +96,13 @@ class TableSync:
 
 @dataclasses.dataclass(eq=False)
 class Turns:
-    """Puts the branches in which tables exchange once more in an order: pulls one after the other, each with its further passes; then the
-    exchanges of gradients; behind all of them, one after the other, those that gather everything.
+    """Puts the branches in which tables exchange once more in an order: pulls one after the other, each with its
+    further passes; then the exchanges of gradients; behind all of them, one after the other, those that gather
+    everything.
 
-    XLA's CPU backend orders the collectives of a computation, but not those inside a branch against others: on each device they would come as
-    it happens, and devices that meet in different ones wait forever. An optimisation barrier is gone by then; `token`, i32[] from 0 on, is
-    data that every branch waits for and hands on."""
+    XLA's CPU backend orders the collectives of a computation, but not those inside a branch against others: on each
+    device they would come as it happens, and devices that meet in different ones wait forever. An optimisation barrier
+    is gone by then; `token`, i32[] from 0 on, is data that every branch waits for and hands on."""
 
     token: Any = None
 
@@ -148,7 +152,12 @@ class Exchanged:
         given = {id(one): one for value in new.values() for one in value.arrays()}
 
         def update(rows: RowSparse, state: dict[int, Any]) -> dict[int, Any]:
-            run = _on_devices(self, lambda view: view.leaves | written(view, new), state, {leaf: self.table.row_axes for leaf in state})
+            run = _on_devices(
+                self,
+                lambda view: view.leaves | written(view, new),
+                state,
+                {leaf: self.table.row_axes for leaf in state},
+            )
             return run(rows, state, given)
 
         return self._into(update, dict(leaves))
@@ -169,7 +178,9 @@ class Exchanged:
         if self.fits is True:
             return function(self.rows)
         whole = lambda rows: (function(rows), rows.count)
-        out, self.turns.token = lax.cond(self.turns.next(self.fits), lambda: (function(self.rows), jnp.int32(0)), lambda: whole(self._all()))
+        out, self.turns.token = lax.cond(
+            self.turns.next(self.fits), lambda: (function(self.rows), jnp.int32(0)), lambda: whole(self._all())
+        )
         return out
 
     def _into(self, function: Callable[[RowSparse, Any], Any], carry: Any) -> Any:
@@ -178,12 +189,16 @@ class Exchanged:
             return function(self.rows, carry)
         carry = once(self.fits, lambda state: function(self.rows, state), carry)
         whole = lambda rows, state: (function(rows, state), rows.count)
-        carry, self.turns.token = once(~self.turns.next(self.fits), lambda state: whole(self._all(), state[0]), (carry, jnp.int32(0)))
+        carry, self.turns.token = once(
+            ~self.turns.next(self.fits), lambda state: whole(self._all(), state[0]), (carry, jnp.int32(0))
+        )
         return carry
 
     def _all(self) -> RowSparse:
         run = _in_shard_map(
-            self.table, self.mesh, lambda ids, values: _parts(gather_all(_row_sparse(self.table, ids, values), self.table.axes)),
+            self.table,
+            self.mesh,
+            lambda ids, values: _parts(gather_all(_row_sparse(self.table, ids, values), self.table.axes)),
             (PartitionSpec(self.table.axes), PartitionSpec(self.table.axes, *self.table.row_spec)),
             (PartitionSpec(), PartitionSpec(None, *self.table.row_spec), PartitionSpec()),
         )
@@ -193,13 +208,19 @@ class Exchanged:
 
 
 def exchange(
-    table: TableSync, mesh: Mesh, turns: Turns, ready: Any, ids: Sequence[Any], values: Sequence[Any], residual: Any = None
+    table: TableSync,
+    mesh: Mesh,
+    turns: Turns,
+    ready: Any,
+    ids: Sequence[Any],
+    values: Sequence[Any],
+    residual: Any = None,
 ) -> Exchanged:
     """Adds up the rows of all lookups over all workers.
 
-    **Arguments:** `turns`: of all tables of the step, which this one joins; `ready`: bool[], True once all pulls have ended; per lookup
-    `ids` i[...] and `values` f[..., *row], the cotangents of its rows. `residual`: f[n, num_rows, *row], what rounding took away in
-    earlier steps, of a table that has a `wire_dtype`.
+    **Arguments:** `turns`: of all tables of the step, which this one joins; `ready`: bool[], True once all pulls have
+    ended; per lookup `ids` i[...] and `values` f[..., *row], the cotangents of its rows. `residual`: f[n, num_rows,
+    *row], what rounding took away in earlier steps, of a table that has a `wire_dtype`.
     """
     is_static = []
 
@@ -209,7 +230,10 @@ def exchange(
         if kept is not None:
             local, kept = with_residual(local, kept[0])
         if table.capacities is None:
-            total, touched = gather_all(local, table.axes), lax.all_gather(local.ids, table.axes) if table.axes else local.ids[None]
+            total, touched = (
+                gather_all(local, table.axes),
+                lax.all_gather(local.ids, table.axes) if table.axes else local.ids[None],
+            )
             attempt = Attempt(total, True, jnp.int32(0))
         elif table.num_workers == 1 or not local.capacity:
             attempt = Attempt(local, True, jnp.int32(0))
@@ -225,15 +249,25 @@ def exchange(
 
     of_residual = None if residual is None else table.residual_spec
     run = _in_shard_map(
-        table, mesh, body,
+        table,
+        mesh,
+        body,
         (
             [cut(one.dim, table.axes) for one in table.lookups],
-            [cut(one.dim, table.axes, x.ndim - len(table.shape) + 1, table.row_spec) for one, x in zip(table.lookups, values, strict=True)],
-            of_residual, PartitionSpec(),
+            [
+                cut(one.dim, table.axes, x.ndim - len(table.shape) + 1, table.row_spec)
+                for one, x in zip(table.lookups, values, strict=True)
+            ],
+            of_residual,
+            PartitionSpec(),
         ),
         (
-            (PartitionSpec(), PartitionSpec(None, *table.row_spec), PartitionSpec()), PartitionSpec(), PartitionSpec(table.axes),
-            PartitionSpec(table.axes, *table.row_spec), PartitionSpec() if table.capacities is None else None, of_residual,
+            (PartitionSpec(), PartitionSpec(None, *table.row_spec), PartitionSpec()),
+            PartitionSpec(),
+            PartitionSpec(table.axes),
+            PartitionSpec(table.axes, *table.row_spec),
+            PartitionSpec() if table.capacities is None else None,
+            of_residual,
         ),
     )
     with jax.named_scope(scope("rows", table.param)):
@@ -241,7 +275,9 @@ def exchange(
     if not is_static[-1]:
         turns.join(fits)
     total = RowSparse(*rows, table.num_rows)
-    return Exchanged(table, mesh, turns, total, True if is_static[-1] else fits, local_ids, local_values, touched, residual)
+    return Exchanged(
+        table, mesh, turns, total, True if is_static[-1] else fits, local_ids, local_values, touched, residual
+    )
 
 
 def known_at_the_end(fits: Any, values: Any) -> Any:
@@ -253,7 +289,8 @@ def known_at_the_end(fits: Any, values: Any) -> Any:
     return fits & (lax.population_count(bits) <= 8 * values.dtype.itemsize)
 
 
-# How partial results of devices that have some of the rows each are put together: of the reductions that `trace.row_update` admits.
+# How partial results of devices that have some of the rows each are put together: of the reductions that
+# `trace.row_update` admits.
 JOIN: Mapping[str, Callable[[Any, tuple[str, ...]], Any]] = {
     "reduce_sum": lax.psum,
     "reduce_and": lambda part, axes: lax.pmin(part.astype(jnp.int32), axes).astype(part.dtype),
@@ -261,11 +298,14 @@ JOIN: Mapping[str, Callable[[Any, tuple[str, ...]], Any]] = {
 }
 
 
-def _on_devices(found: Exchanged, function: Callable[[View], Any], leaves: Mapping[int, Any], out_axes: Any, join: str = "") -> Callable:
+def _on_devices(
+    found: Exchanged, function: Callable[[View], Any], leaves: Mapping[int, Any], out_axes: Any, join: str = ""
+) -> Callable:
     """A function of the touched rows, as each device runs it on the rows that it has.
 
-    Manual over all axes where only rows are split, for kernels cannot be partitioned; otherwise over those that split rows.
-    `out_axes`: like its result, the axes that split its leading dim. `join`: the reduction by which parts of it are put together."""
+    Manual over all axes where only rows are split, for kernels cannot be partitioned; otherwise over those that split
+    rows. `out_axes`: like its result, the axes that split its leading dim. `join`: the reduction by which parts of it
+    are put together."""
     table = found.table
     manual = table.row_axes if spec_axes(table.row_spec) else tuple(found.mesh.axis_names)
     specs = lambda axes: PartitionSpec(axes) if axes else PartitionSpec()
@@ -285,7 +325,10 @@ def _on_devices(found: Exchanged, function: Callable[[View], Any], leaves: Mappi
     is_one = isinstance(out_axes, tuple)
     # check_vma=False: rows are alike on all workers, which the checker cannot know.
     return jax.shard_map(
-        body, mesh=found.mesh, axis_names=frozenset(manual), check_vma=False,
+        body,
+        mesh=found.mesh,
+        axis_names=frozenset(manual),
+        check_vma=False,
         in_specs=(PartitionSpec(), {leaf: specs(table.row_axes) for leaf in leaves}, PartitionSpec()),
         out_specs=specs(out_axes) if is_one else {leaf: specs(axes) for leaf, axes in out_axes.items()},
     )

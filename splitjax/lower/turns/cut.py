@@ -1,9 +1,10 @@
 """Cuts a boundary's forward in two: what comes before its examples cross into split layers, and what comes behind.
 
-`front` holds the data-parallel layers; `back` the first products with split weights and all that depends on them, the loss among
-it. Group communication in turns (`turns.py`) runs the front once and the back in turns. A value is computed in the back unless it
-is needed for a crossing value: random bits and labels' masks are made turn by turn. Scalars that depend on parameters alone
-(penalties) are computed in the front, once. After Krizhevsky, "One weird trick" (arXiv 1404.5997, section 4.1).
+`front` holds the data-parallel layers; `back` the first products with split weights and all that depends on them, the
+loss among it. Group communication in turns (`turns.py`) runs the front once and the back in turns. A value is computed
+in the back unless it is needed for a crossing value: random bits and labels' masks are made turn by turn. Scalars that
+depend on parameters alone (penalties) are computed in the front, once. After Krizhevsky, "One weird trick" (arXiv
+1404.5997, section 4.1).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_ca
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Flat:
-    """A jaxpr with its calls inlined: equations over variables that are each written once, with their sites in the original."""
+    """A jaxpr with its calls inlined: equations over variables that are each written once, with their sites in the
+    original."""
 
     like: Any
     invars: tuple[Any, ...]
@@ -66,22 +68,30 @@ class Cut:
 
     back: tuple[int, ...]  # equations
     front: tuple[int, ...]
-    crossing: tuple[tuple[int, int], ...]  # values that the back reads of the front, as operands behind the forward's own
+    # values that the back reads of the front, as operands behind the forward's own
+    crossing: tuple[tuple[int, int], ...]
     live: tuple[bool, ...]  # per crossing value, whether it is differentiated
-    readers: tuple[tuple[int, ...], ...]  # per crossing value, the equations of `back` that are exchanges and enter with it
+    # per crossing value, the equations of `back` that are exchanges and enter with it
+    readers: tuple[tuple[int, ...], ...]
     outputs: tuple[bool, ...]  # per result of the forward, whether the back computes it
 
     def parts(self, flat: Flat) -> tuple[Part, Part]:
-        """Front: operands -> crossing values, then results that it computes. Back: operands and crossing values -> its results."""
+        """Front: operands -> crossing values, then results that it computes. Back: operands and crossing values -> its
+        results."""
         crossing = [flat.invars[k] if e < 0 else flat.eqns[e].outvars[k] for e, k in self.crossing]
         mine = [v for v, back in zip(flat.outvars, self.outputs, strict=True) if not back]
         theirs = [v for v, back in zip(flat.outvars, self.outputs, strict=True) if back]
-        # A crossing value is an operand of the back under a name of its own: an operand of the forward may cross as it is.
+        # A crossing value is an operand of the back under a name of its own: an operand of the forward may cross as it
+        # is.
         renamed = {v: _compat.new_variable(v) for v in crossing}
         back = dataclasses.replace(flat, eqns=tuple(_rename(eqn, renamed) for eqn in flat.eqns))
         return (
             flat.part(self.front, flat.invars, [*crossing, *mine]),
-            back.part(self.back, [*flat.invars, *renamed.values()], [v if isinstance(v, _compat.Literal) else renamed.get(v, v) for v in theirs]),
+            back.part(
+                self.back,
+                [*flat.invars, *renamed.values()],
+                [v if isinstance(v, _compat.Literal) else renamed.get(v, v) for v in theirs],
+            ),
         )
 
 
@@ -114,7 +124,10 @@ def flatten_calls(closed: Any) -> Flat:
                     inside[v] = _compat.new_variable(v)
                     consts.append((inside[v], value))
                 walk(called, inside, (*prefix, index, 0), True)
-                names.update((v, o if isinstance(o, _compat.Literal) else inside[o]) for v, o in zip(eqn.outvars, called.outvars, strict=True))
+                names.update(
+                    (v, o if isinstance(o, _compat.Literal) else inside[o])
+                    for v, o in zip(eqn.outvars, called.outvars, strict=True)
+                )
                 continue
             outvars = list(eqn.outvars)
             if fresh:  # one jaxpr may be called several times
@@ -129,13 +142,17 @@ def flatten_calls(closed: Any) -> Flat:
     return Flat(closed, tuple(inner.invars), tuple(outvars), tuple(eqns), tuple(sites), tuple(consts))
 
 
-def cut_forward(flat: Flat, positions: Sequence[int], exchanges: Mapping[Site, Exchange], holds_examples: Collection[Any]) -> Cut | None:
+def cut_forward(
+    flat: Flat, positions: Sequence[int], exchanges: Mapping[Site, Exchange], holds_examples: Collection[Any]
+) -> Cut | None:
     """Where a forward is cut; None where nothing crosses.
 
-    **Arguments:** `positions`: the differentiated operands. `exchanges`: by site in the forward. `holds_examples`: the variables
-    with a dim that depends on the number of examples."""
+    **Arguments:** `positions`: the differentiated operands. `exchanges`: by site in the forward. `holds_examples`: the
+    variables with a dim that depends on the number of examples."""
     live, of_examples = _reached(flat, [flat.invars[p] for p in positions]), _reached(flat, list(holds_examples))
-    return _Surgeon(flat, flat.writer(), _behind(flat, exchanges), live, set(holds_examples), of_examples).cut(exchanges)
+    return _Surgeon(flat, flat.writer(), _behind(flat, exchanges), live, set(holds_examples), of_examples).cut(
+        exchanges
+    )
 
 
 def _behind(flat: Flat, exchanges: Mapping[Site, Exchange]) -> set[int]:
@@ -181,7 +198,11 @@ class _Surgeon:
                 if not isinstance(data, _compat.Literal) and self.writer.get(data, -1) not in self.behind:
                     entering.setdefault(data, []).append(index)
             elif one is None and any(site[: len(flat.sites[index])] == flat.sites[index] for site in exchanges):
-                nested.update(v for v in variables(flat.eqns[index]) if v in self.holds_examples and self.writer.get(v, -1) not in self.behind)
+                nested.update(
+                    v
+                    for v in variables(flat.eqns[index])
+                    if v in self.holds_examples and self.writer.get(v, -1) not in self.behind
+                )
         wanted = {*entering, *(v for v in nested if v in self.writer)}
         if not entering and not wanted:
             return None
@@ -190,15 +211,22 @@ class _Surgeon:
         results = [not isinstance(v, _compat.Literal) and self.writer.get(v, -1) in back for v in flat.outvars]
         if not results[0]:
             return None
-        mine = {v for v, behind in zip(flat.outvars, results, strict=True) if not behind and not isinstance(v, _compat.Literal)}
+        mine = {
+            v
+            for v, behind in zip(flat.outvars, results, strict=True)
+            if not behind and not isinstance(v, _compat.Literal)
+        }
         printed = {i for i, eqn in enumerate(flat.eqns) if eqn.effects and i not in back}
         front = printed | self.ancestors({*crossing, *mine, *(v for i in printed for v in variables(flat.eqns[i]))})
         numbers = {v: (-1, k) for k, v in enumerate(flat.invars)}
         numbers |= {v: (i, k) for i, eqn in enumerate(flat.eqns) for k, v in enumerate(eqn.outvars)}
         return Cut(
-            tuple(sorted(back)), tuple(sorted(front)), tuple(numbers[v] for v in crossing),
+            tuple(sorted(back)),
+            tuple(sorted(front)),
+            tuple(numbers[v] for v in crossing),
             tuple(v in self.live and np.issubdtype(v.aval.dtype, np.inexact) for v in crossing),
-            tuple(tuple(entering.get(v, ())) for v in crossing), tuple(results),
+            tuple(tuple(entering.get(v, ())) for v in crossing),
+            tuple(results),
         )
 
     def ancestors(self, wanted: Collection[Any]) -> set[int]:
@@ -230,4 +258,9 @@ class _Surgeon:
         return back, list(crossing)
 
     def is_penalty(self, v: Any) -> bool:
-        return v in self.live and v not in self.of_examples and v.aval.shape == () and np.issubdtype(v.aval.dtype, np.inexact)
+        return (
+            v in self.live
+            and v not in self.of_examples
+            and v.aval.shape == ()
+            and np.issubdtype(v.aval.dtype, np.inexact)
+        )

@@ -1,8 +1,10 @@
-"""How activations that cross into split layers come in turns: fetched one turn ahead, their cotangents sent back turn by turn.
+"""How activations that cross into split layers come in turns: fetched one turn ahead, their cotangents sent back turn
+by turn.
 
-`modulo`: turn k takes slice k of every worker's examples: an all-gather forward, a reduce-scatter backward, every link in use.
-`turns`: turn k takes worker k's examples, broadcast to its group (a masked all-reduce, as the sender changes from turn to turn),
-their cotangents summed and kept by worker k. Krizhevsky, "One weird trick" (arXiv 1404.5997, section 4.1, schemes b and c).
+`modulo`: turn k takes slice k of every worker's examples: an all-gather forward, a reduce-scatter backward, every link
+in use. `turns`: turn k takes worker k's examples, broadcast to its group (a masked all-reduce, as the sender changes
+from turn to turn), their cotangents summed and kept by worker k. Krizhevsky, "One weird trick" (arXiv 1404.5997,
+section 4.1, schemes b and c).
 
 A loop over turns carries what the next turn needs, so that its transfer does not wait for this turn's compute.
 """
@@ -115,7 +117,9 @@ class Turns(_Fetch):
 
         spec = self._stacked(cut.ndim)
         with jax.named_scope(scope("enter", self.products[0].exchange.layer)):
-            copies = self._island(local, (spec, PartitionSpec(self.axes), PartitionSpec()), spec)(cut, self._places(), turn)
+            copies = self._island(local, (spec, PartitionSpec(self.axes), PartitionSpec()), spec)(
+                cut, self._places(), turn
+            )
         return self.split.part(copies, self.moved)
 
     def part(self, fetched: Any) -> Any:
@@ -133,7 +137,8 @@ class Turns(_Fetch):
             return run(rows, cotangent.astype(rows.dtype), self._places(), turn)
 
     def _places(self) -> Any:
-        """Every worker's number in its group; inside a `shard_map` that leaves other axes to XLA there is no other way to know it."""
+        """Every worker's number in its group; inside a `shard_map` that leaves other axes to XLA there is no other way
+        to know it."""
         return jnp.arange(self.split.num_microbatches, dtype=jnp.int32)
 
     def _island(self, fn: Any, in_specs: Any, out_specs: Any) -> Any:
@@ -141,7 +146,8 @@ class Turns(_Fetch):
 
 
 def _uncopy(fetch: Turns, copies: Any) -> Any:
-    """Copies as an ordinary value, for what is no product with a split weight. Its cotangent belongs to one of the copies only."""
+    """Copies as an ordinary value, for what is no product with a split weight. Its cotangent belongs to one of the
+    copies only."""
     product = fetch.products[0]
     one = product.exchange
     inside = product.spec(copies.ndim - 1, {one.example_dim: one.rest}, copies=True)
@@ -162,4 +168,3 @@ def _uncopy(fetch: Turns, copies: Any) -> Any:
 
 
 FETCHES = {"modulo": Modulo, "turns": Turns}
-

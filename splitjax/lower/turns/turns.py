@@ -1,11 +1,13 @@
 """Group communication in turns: a boundary whose split layers run forward and backward one turn at a time.
 
-The forward is cut where examples cross into split layers (`cut.py`). The front runs once, as ever; the back runs in as many turns
-as a group has workers, each with its own slice of the crossing activations (`fetch.py`), and adds up the gradients of its
-parameters (`microbatch.py`); then the front is differentiated with the cotangents of all turns. Activations of the split layers
-exist for one turn at a time. Lai et al., "SplitBrain" (arXiv 2112.15317); Krizhevsky (arXiv 1404.5997, section 4.1).
+The forward is cut where examples cross into split layers (`cut.py`). The front runs once, as ever; the back runs in as
+many turns as a group has workers, each with its own slice of the crossing activations (`fetch.py`), and adds up the
+gradients of its parameters (`microbatch.py`); then the front is differentiated with the cotangents of all turns.
+Activations of the split layers exist for one turn at a time. Lai et al., "SplitBrain" (arXiv 2112.15317); Krizhevsky
+(arXiv 1404.5997, section 4.1).
 
-What cannot run in turns is refused with the reason (`Refused`): a loss that mixes examples after they have crossed, say.
+What cannot run in turns is refused with the reason (`Refused`): a loss that mixes examples after they have crossed,
+say.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ class Refused(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """How a step's boundaries are asked to run in turns. `kind`: `modulo` or `turns`; `manual`: the batch axes over which every
-    parameter is whole, so that the loop over turns handles them itself and gradients are exchanged over them once."""
+    """How a step's boundaries are asked to run in turns. `kind`: `modulo` or `turns`; `manual`: the batch axes over
+    which every parameter is whole, so that the loop over turns handles them itself and gradients are exchanged over
+    them once."""
 
     kind: str
     batch_axes: tuple[str, ...]
@@ -50,7 +53,9 @@ class Mode:
 
     def slice_axes(self, group: tuple[str, ...]) -> tuple[str, ...]:
         """The axes over which the examples of one turn are split."""
-        return self.batch_axes if self.kind == "modulo" else tuple(axis for axis in self.batch_axes if axis not in group)
+        return (
+            self.batch_axes if self.kind == "modulo" else tuple(axis for axis in self.batch_axes if axis not in group)
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,7 +88,9 @@ class Turned:
         used = []
         for part in (self.front, self.back):
             inner, _ = _compat.open_jaxpr(part.jaxpr)
-            read = {v for eqn in inner.eqns for v in eqn.invars if not isinstance(v, _compat.Literal)} | set(inner.outvars)
+            read = {v for eqn in inner.eqns for v in eqn.invars if not isinstance(v, _compat.Literal)} | set(
+                inner.outvars
+            )
             used.append({p for p, v in enumerate(inner.invars) if v in read})
         own = self.boundary.positions
         live = tuple(self.num_operands + k for k, is_live in enumerate(self.cut.live) if is_live)
@@ -95,7 +102,10 @@ class Turned:
         names = (*self.boundary.names, *("crossing",) * len(self.cut.crossing))
         return {
             **{field.name: getattr(self.boundary, field.name) for field in dataclasses.fields(self.boundary)},
-            "forward": self.back.jaxpr, "positions": self.differentiated[1], "microbatches": self.num_turns, "names": names,
+            "forward": self.back.jaxpr,
+            "positions": self.differentiated[1],
+            "microbatches": self.num_turns,
+            "names": names,
         }
 
     def loop_arguments(self) -> tuple[Any, ...]:
@@ -113,7 +123,8 @@ class Turned:
 
 
 def take_turns(eqn: Any, twin: Any, site: Site, layout: Layout, mode: Mode) -> Turned | None:
-    """A boundary cut for turns; None where nothing crosses in it. `twin`: the same boundary traced with the examples of one turn.
+    """A boundary cut for turns; None where nothing crosses in it. `twin`: the same boundary traced with the examples of
+    one turn.
 
     Raises `Refused`."""
     boundary = gradient.boundary_of(eqn.params)
@@ -143,14 +154,18 @@ def take_turns(eqn: Any, twin: Any, site: Site, layout: Layout, mode: Mode) -> T
 
 
 def _require_no_whole_layers(layout: Layout, prefix: Site, back: Sequence[Site], later: Sequence[Exchange]) -> None:
-    """Layers that are whole on every device stand before the crossing: behind it, each turn would exchange their gradients."""
+    """Layers that are whole on every device stand before the crossing: behind it, each turn would exchange their
+    gradients."""
     for one in later:
         if one.enter in (EXAMPLES, SWAP) or one.leave == SCATTER:
             raise Refused(f"a replicated layer stands between split layers, around {one.layer}")
     for one in layout.uses:
         inside = one.site[len(prefix) :]
         if not one.axes and one.site[: len(prefix)] == prefix and any(inside[: len(site)] == site for site in back):
-            raise Refused(f"{one.layer}, which every device holds whole, stands behind the crossing or in one loop or remat with it")
+            raise Refused(
+                f"{one.layer}, which every device holds whole, stands behind the crossing or in one loop or remat"
+                " with it"
+            )
 
 
 def _holding_examples(flat: Flat, small: Flat) -> set[Any]:
@@ -161,8 +176,11 @@ def _holding_examples(flat: Flat, small: Flat) -> set[Any]:
     return {a for a, b in pairs if getattr(a.aval, "shape", ()) != getattr(b.aval, "shape", ())}
 
 
-def _operand_dims(rear: Part, small: Part, cut: Cut, num_examples: int, flat: Flat, exchanges: Mapping[Site, Exchange]) -> tuple[int | None, ...]:
-    """Per operand of the back the dim that holds its examples. Raises `Refused` for crossing values that mix them with other dims."""
+def _operand_dims(
+    rear: Part, small: Part, cut: Cut, num_examples: int, flat: Flat, exchanges: Mapping[Site, Exchange]
+) -> tuple[int | None, ...]:
+    """Per operand of the back the dim that holds its examples. Raises `Refused` for crossing values that mix them with
+    other dims."""
     whole, part = _compat.open_jaxpr(rear.jaxpr)[0], _compat.open_jaxpr(small.jaxpr)[0]
     num_operands = len(flat.invars)
     found: list[int | None] = []
@@ -191,16 +209,23 @@ def evaluate_turns(turned: Turned, operands: Sequence[Any], layout: Layout) -> l
         values = evaluate_part(layout, turned.front.jaxpr, merged, prefix, turned.front.sites, {})
         crossing, rest = values[: len(turned.cut.crossing)], values[len(turned.cut.crossing) :]
         live = [value for value, is_live in zip(crossing, turned.cut.live, strict=True) if is_live]
-        return live, ([None if is_live else value for value, is_live in zip(crossing, turned.cut.live, strict=True)], rest)
+        return live, (
+            [None if is_live else value for value, is_live in zip(crossing, turned.cut.live, strict=True)],
+            rest,
+        )
 
     live, pull, (known, rest) = jax.vjp(front, [operands[p] for p in in_front], has_aux=True)
     alive = iter(live)
     crossing = [next(alive) if is_live else value for value, is_live in zip(known, turned.cut.live, strict=True)]
     inside = _inside(turned, layout)
     results = expand_microbatches(
-        turned.back_params, [*operands, *crossing], *turned.loop_arguments(), manual_axes=turned.mode.manual,
+        turned.back_params,
+        [*operands, *crossing],
+        *turned.loop_arguments(),
+        manual_axes=turned.mode.manual,
         bind=lambda eqn, values, at: evaluate_equation(inside, eqn, values, (*prefix, *turned.back.site(at)), copies),
-        fetches=_fetches(turned, Where(layout.mesh, inside.manual), copies), known_whole_over=turned.group,
+        fetches=_fetches(turned, Where(layout.mesh, inside.manual), copies),
+        known_whole_over=turned.group,
     )
     num_results = sum(turned.cut.outputs)
     computed, grads = iter(results[:num_results]), dict(zip(in_back, results[num_results:], strict=True))
@@ -220,12 +245,15 @@ def evaluate_turns(turned: Turned, operands: Sequence[Any], layout: Layout) -> l
 
 
 def _inside(turned: Turned, layout: Layout) -> Layout:
-    """The layout inside the loop over turns. In `turns` the examples of a turn lie on every worker of a group, so that a row-split
-    layer takes its features where they are."""
+    """The layout inside the loop over turns. In `turns` the examples of a turn lie on every worker of a group, so that
+    a row-split layer takes its features where they are."""
     inside = layout.without(turned.mode.manual)
     if turned.mode.kind == "modulo":
         return inside
-    changed = {site: dataclasses.replace(one, enter=SPLIT) if one.enter == SWAP else one for site, one in inside.exchanges.items()}
+    changed = {
+        site: dataclasses.replace(one, enter=SPLIT) if one.enter == SWAP else one
+        for site, one in inside.exchanges.items()
+    }
     return dataclasses.replace(inside, exchanges=changed)
 
 
@@ -244,5 +272,7 @@ def _fetches(turned: Turned, where: Where, copies: Copies) -> dict[int, MakeFetc
     return found
 
 
-def _make_fetch(kind: str, products: tuple[Product, ...], copies: Copies, split: Any, layout: Any, whole_size: int) -> Any:
+def _make_fetch(
+    kind: str, products: tuple[Product, ...], copies: Copies, split: Any, layout: Any, whole_size: int
+) -> Any:
     return FETCHES[kind](split, layout, whole_size, products, copies)

@@ -5,15 +5,52 @@ from __future__ import annotations
 from splitjax.partial.advice import Advice, StageAdvice
 from splitjax.report.table import bytes_text
 
-COLUMNS = ("", "device time", "compute", "busiest", "sent", "exchange", "step", "memory", "most", "variance", "compute to go", "time to go")
+COLUMNS = (
+    "",
+    "device time",
+    "compute",
+    "busiest",
+    "sent",
+    "exchange",
+    "step",
+    "memory",
+    "most",
+    "variance",
+    "compute to go",
+    "time to go",
+)
 LAYER_COLUMNS = ("layers", "backward", "share", "gradient", "noise", "noise / cost", "squared norm", "memory to here")
 LEGEND = (
-    ("device time", "compute of all workers over that of full backpropagation; compute: of a worker, mean, and of the busiest, for which the others wait"),
-    ("sent", "bytes of gradients that a worker sends in a step, mean; exchange: predicted time on the link; step: busiest and exchange"),
+    (
+        "device time",
+        (
+            "compute of all workers over that of full backpropagation; compute: of a worker, mean, and of the busiest,"
+            " for which the others wait"
+        ),
+    ),
+    (
+        "sent",
+        (
+            "bytes of gradients that a worker sends in a step, mean; exchange: predicted time on the link; step:"
+            " busiest and exchange"
+        ),
+    ),
     ("memory", "temporaries and results of a worker's program, mean and most over workers"),
     ("variance", "of the gradient, over that of full backpropagation"),
-    ("compute to go", "device time x variance: what the progress of one full step takes, over what it takes in full; time to go: the same of steps, exchange included"),
-    ("noise", "variance of one worker's gradient around the mean over workers, summed over its elements; noise / cost: over its share of the time, mean 1"),
+    (
+        "compute to go",
+        (
+            "device time x variance: what the progress of one full step takes, over what it takes in full; time to go:"
+            " the same of steps, exchange included"
+        ),
+    ),
+    (
+        "noise",
+        (
+            "variance of one worker's gradient around the mean over workers, summed over its elements; noise / cost:"
+            " over its share of the time, mean 1"
+        ),
+    ),
 )
 # Layers are joined to at most so many lines.
 _MAX_LAYERS = 16
@@ -23,8 +60,8 @@ def headline(advice: Advice) -> str:
     batches = f"{advice.num_batches} batch{'es' * (advice.num_batches != 1)}"
     link = f"{8 * advice.bytes_per_second / 1e6:,.0f} Mbit/s and {1e6 * advice.latency_seconds:,.0f} us"
     return (
-        f"partial backpropagation of {advice.step}: {advice.num_workers} workers with {advice.num_examples} examples, {batches} measured on {advice.platform}, "
-        f"link {link}; forward pass {seconds_text(advice.forward_seconds)}"
+        f"partial backpropagation of {advice.step}: {advice.num_workers} workers with {advice.num_examples} examples,"
+        f" {batches} measured on {advice.platform}, link {link}; forward pass {seconds_text(advice.forward_seconds)}"
     )
 
 
@@ -32,12 +69,25 @@ def rows(advice: Advice) -> tuple[tuple[str, ...], ...]:
     """The cells of every way to train, then what it is in words."""
     full, found = advice.rows[0], []
     for one in advice.rows:
-        variance = "never" if one.variance is None else ratio_text(one.variance / full.variance) if full.variance else ""
-        found.append((
-            one.name, f"{100 * one.device_time:.1f} %", seconds_text(one.compute_seconds), seconds_text(one.busiest_seconds), bytes_text(round(one.sent_bytes)),
-            seconds_text(one.communication_seconds), seconds_text(one.step_seconds), bytes_text(round(one.mean_memory_bytes)),
-            bytes_text(round(one.max_memory_bytes)), variance, _share(advice.compute(one)), _share(advice.alone(one)),
-        ))  # fmt: skip
+        variance = (
+            "never" if one.variance is None else ratio_text(one.variance / full.variance) if full.variance else ""
+        )
+        found.append(
+            (
+                one.name,
+                f"{100 * one.device_time:.1f} %",
+                seconds_text(one.compute_seconds),
+                seconds_text(one.busiest_seconds),
+                bytes_text(round(one.sent_bytes)),
+                seconds_text(one.communication_seconds),
+                seconds_text(one.step_seconds),
+                bytes_text(round(one.mean_memory_bytes)),
+                bytes_text(round(one.max_memory_bytes)),
+                variance,
+                _share(advice.compute(one)),
+                _share(advice.alone(one)),
+            )
+        )
     return tuple(found)
 
 
@@ -53,10 +103,18 @@ def layer_rows(advice: Advice) -> tuple[tuple[str, ...], ...]:
         seconds, own = sum(one.backward_seconds for one in group), sum(one.noise for one in group)
         cost = seconds + (advice.forward_seconds if group is groups[-1] else 0.0)
         relative = own / noise / (cost / charged) if noise and cost else 0.0
-        found.append((
-            _names(group), seconds_text(seconds), f"{100 * seconds / whole:.1f} %" if whole else "", bytes_text(sum(one.num_bytes for one in group)),
-            f"{own:.3g}", ratio_text(relative), f"{sum(one.squared_norm for one in group):.3g}", bytes_text(group[0].memory_bytes),
-        ))  # fmt: skip
+        found.append(
+            (
+                _names(group),
+                seconds_text(seconds),
+                f"{100 * seconds / whole:.1f} %" if whole else "",
+                bytes_text(sum(one.num_bytes for one in group)),
+                f"{own:.3g}",
+                ratio_text(relative),
+                f"{sum(one.squared_norm for one in group):.3g}",
+                bytes_text(group[0].memory_bytes),
+            )
+        )
     return tuple(found)
 
 
@@ -65,7 +123,13 @@ def remarks(advice: Advice) -> tuple[tuple[str, str], ...]:
     said = advice.recommendation
     ways = tuple((one.name, one.what) for one in advice.rows)
     unless = (("unless", said.unless),) if said.unless else ()
-    return (*ways, ("recommended", f"{said.option}. {' '.join(said.reasons)}"), *unless, *(("besides", one) for one in said.wins), *(("note", one) for one in advice.notes))
+    return (
+        *ways,
+        ("recommended", f"{said.option}. {' '.join(said.reasons)}"),
+        *unless,
+        *(("besides", one) for one in said.wins),
+        *(("note", one) for one in advice.notes),
+    )
 
 
 def seconds_text(seconds: float) -> str:

@@ -1,4 +1,5 @@
-"""An advice as plain text, as `report.text` writes a plan: no colour codes, so that it can be logged, compared and piped."""
+"""An advice as plain text, as `report.text` writes a plan: no colour codes, so that it can be logged, compared and
+piped."""
 
 from __future__ import annotations
 
@@ -18,12 +19,19 @@ _WIDTH = 140
 
 
 def render_advice_text(advice: Advice, width: int | None = None) -> str:
-    """The advice as tables: the ways to train, the layers, and what to do. `width`: columns, as for `report.text.render_text`."""
+    """The advice as tables: the ways to train, the layers, and what to do. `width`: columns, as for
+    `report.text.render_text`."""
     console = Console(
-        file=io.StringIO(), width=max(text_width(), _WIDTH) if width is None else width, color_system=None, force_terminal=False, legacy_windows=False
+        file=io.StringIO(),
+        width=max(text_width(), _WIDTH) if width is None else width,
+        color_system=None,
+        force_terminal=False,
+        legacy_windows=False,
     )
     section(console, clean(headline(advice)), COLUMNS, rows(advice), numbers=range(1, len(COLUMNS)))
-    section(console, "layers, input side first", LAYER_COLUMNS, layer_rows(advice), numbers=range(1, len(LAYER_COLUMNS)))
+    section(
+        console, "layers, input side first", LAYER_COLUMNS, layer_rows(advice), numbers=range(1, len(LAYER_COLUMNS))
+    )
     footer = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     footer.add_column(no_wrap=True)
     footer.add_column(overflow="fold")

@@ -20,13 +20,16 @@ _TABLE, _OTHER = "tab:blue", "tab:gray"
 
 
 def draw_profile(profile: Profile, path: str | os.PathLike[str] | None) -> Any:
-    """The figure, also written to `path` if one is given. Raises `ProfileError` without matplotlib, and for a path that cannot be written."""
+    """The figure, also written to `path` if one is given. Raises `ProfileError` without matplotlib, and for a path that
+    cannot be written."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ProfileError(
-            "a profile is drawn with matplotlib, which is not installed", place="Profile.plot", remedy="pip install 'splitjax[demo]'",
+            "a profile is drawn with matplotlib, which is not installed",
+            place="Profile.plot",
+            remedy="pip install 'splitjax[demo]'",
         ) from error
     # Of tensors without zeros there is nothing to see, unless there are no others.
     sparse = [one for one in profile.tensors if one.is_table or one.density < 1.0] or profile.tensors
@@ -45,14 +48,17 @@ def draw_profile(profile: Profile, path: str | os.PathLike[str] | None) -> Any:
             figure.savefig(path, dpi=120)
         except (OSError, ValueError) as error:  # ValueError: a file type that matplotlib does not write
             raise ProfileError(
-                f"the plot cannot be written: {getattr(error, 'strerror', None) or error}", value=str(path), place="Profile.plot",
+                f"the plot cannot be written: {getattr(error, 'strerror', None) or error}",
+                value=str(path),
+                place="Profile.plot",
                 remedy="give a .png, .svg or .pdf file in an existing, writable folder",
             ) from error
     return figure
 
 
 def _densities(axes: Any, shown: list[TensorProfile]) -> None:
-    """Points, as lengths mean nothing on a logarithmic axis; a gradient that is all zero is said to be, at the left end."""
+    """Points, as lengths mean nothing on a logarithmic axis; a gradient that is all zero is said to be, at the left
+    end."""
     values = [100 * one.density for one in shown]
     lowest = min([value for value in values if value], default=1.0)
     left = 10.0 ** np.floor(np.log10(lowest / 1.5))
@@ -61,7 +67,14 @@ def _densities(axes: Any, shown: list[TensorProfile]) -> None:
         axes.plot([left, max(value, left)], [place, place], color=color, linewidth=1.0, alpha=0.5)
         if value:
             axes.plot([value], [place], marker="o", color=color)
-        axes.annotate(share_text(one.density), (max(value, left), place), xytext=(7, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.annotate(
+            share_text(one.density),
+            (max(value, left), place),
+            xytext=(7, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
     axes.set(title="density of one worker's gradient", xscale="log", xlim=(left, 400))
     ticks = [10.0**power for power in range(round(np.log10(left)), 3)]
     axes.xaxis.set_ticks(ticks, [f"{tick:g} %" for tick in ticks])
@@ -69,7 +82,12 @@ def _densities(axes: Any, shown: list[TensorProfile]) -> None:
 
 
 def _skewness(axes: Any, profile: Profile, shown: list[TensorProfile]) -> None:
-    bars = axes.barh(range(len(shown)), [one.skewness for one in shown], height=0.6, color=[_TABLE if one.is_table else _OTHER for one in shown])
+    bars = axes.barh(
+        range(len(shown)),
+        [one.skewness for one in shown],
+        height=0.6,
+        color=[_TABLE if one.is_table else _OTHER for one in shown],
+    )
     axes.bar_label(bars, labels=[ratio_text(one.skewness) for one in shown], padding=3, fontsize=8)
     axes.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
     axes.set(title="skewness", xlim=(0, 1.15 * max([1.0, *(one.skewness for one in shown)])))
@@ -92,7 +110,9 @@ def _densification(axes: Any, profile: Profile, shown: list[TensorProfile]) -> N
     for first, *others in curves.values():
         label = _short(first.path) + (f" and {len(others)} more" if others else "")
         axes.plot(sizes, [first.densification(m) for m in sizes], marker="o", markersize=3.5, label=label)
-    axes.set(title="densification", xlabel="workers added up", ylabel="density over that of one", xscale="log", yscale="log")
+    axes.set(
+        title="densification", xlabel="workers added up", ylabel="density over that of one", xscale="log", yscale="log"
+    )
     ticks = sizes
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks(ticks, [str(m) for m in ticks])
@@ -108,7 +128,11 @@ def _overlap(figure: Any, axes: Any, shown: list[TensorProfile]) -> None:
         return
     one = shown[0]
     image = axes.imshow(np.asarray(one.overlaps), vmin=0.0, vmax=1.0, cmap="Blues")
-    axes.set(title=f"overlap of two workers, mean {ratio_text(one.overlap)}\n{_short(one.path)}", xlabel="worker", ylabel="worker")
+    axes.set(
+        title=f"overlap of two workers, mean {ratio_text(one.overlap)}\n{_short(one.path)}",
+        xlabel="worker",
+        ylabel="worker",
+    )
     ticks = range(0, one.num_workers, -(-one.num_workers // 8))
     axes.set_xticks(ticks)
     axes.set_yticks(ticks)
@@ -116,7 +140,15 @@ def _overlap(figure: Any, axes: Any, shown: list[TensorProfile]) -> None:
     if one.num_workers <= 8:
         for i, row in enumerate(one.overlaps):
             for j, value in enumerate(row):
-                axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=8, color="white" if value > 0.6 else "black")
+                axes.text(
+                    j,
+                    i,
+                    f"{value:.2f}",
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color="white" if value > 0.6 else "black",
+                )
 
 
 def _short(path: str) -> str:

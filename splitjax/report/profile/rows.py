@@ -1,4 +1,5 @@
-"""What a rendered profile shows, independent of how: a line a tensor with those of equal blocks folded, and the tables step by step."""
+"""What a rendered profile shows, independent of how: a line a tensor with those of equal blocks folded, and the tables
+step by step."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ _MAX_FULL = 8
 # So many steps of a table are shown; the profile has them all.
 MAX_STEPS = 8
 LEGEND = (
-    ("density", "share of elements that are not zero, mean over workers; rows: share of rows that are not all zero, of tables"),
+    (
+        "density",
+        "share of elements that are not zero, mean over workers; rows: share of rows that are not all zero, of tables",
+    ),
     ("overlap", "what two workers both have, over the smaller of the two"),
     ("skewness", "the fullest of as many equal ranges as workers, over their mean"),
     ("sum of m", "densification: density of the sum of m workers over that of one"),
@@ -35,8 +39,8 @@ def columns(profile: Profile) -> tuple[str, ...]:
 
 
 def tensor_rows(profile: Profile) -> tuple[tuple[str, ...], ...]:
-    """The cells of every tensor, averaged over the steps: tables first. Tensors of equal blocks with equal cells are one line, and so
-    are those without zeros, of which there is nothing to say, where there are many."""
+    """The cells of every tensor, averaged over the steps: tables first. Tensors of equal blocks with equal cells are
+    one line, and so are those without zeros, of which there is nothing to say, where there are many."""
     full = [one for one in profile.tensors if not one.is_table and one.density == 1.0]
     full = full if len(full) > _MAX_FULL else []
     told = set(map(id, full))
@@ -57,7 +61,8 @@ def tensor_rows(profile: Profile) -> tuple[tuple[str, ...], ...]:
 
 
 def step_rows(profile: Profile) -> tuple[tuple[str, ...], ...]:
-    """The first steps of every table: (table, step, rows, fewest and most rows of a worker, overlap, skewness, sum of all)."""
+    """The first steps of every table: (table, step, rows, fewest and most rows of a worker, overlap, skewness, sum of
+    all)."""
     if profile.num_steps < 2:
         return ()
     rows = []
@@ -77,9 +82,15 @@ STEP_COLUMNS = ("table", "step", "rows", "least to most of a worker", "overlap",
 
 def remarks(profile: Profile) -> tuple[tuple[str, str], ...]:
     """What to know besides: (title, text)."""
-    found = [("dense", f"{one.path}: its gradient has to stay dense: {one.dense_reason}") for one in profile.tables if one.dense_reason]
+    found = [
+        ("dense", f"{one.path}: its gradient has to stay dense: {one.dense_reason}")
+        for one in profile.tables
+        if one.dense_reason
+    ]
     if profile.num_steps > MAX_STEPS and profile.tables:
-        found.append(("steps", f"the first {MAX_STEPS} of {profile.num_steps} are shown by themselves; `tensor.steps` has all"))
+        found.append(
+            ("steps", f"the first {MAX_STEPS} of {profile.num_steps} are shown by themselves; `tensor.steps` has all")
+        )
     return (*found, *(("note", note) for note in profile.notes))
 
 

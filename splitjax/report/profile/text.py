@@ -1,4 +1,5 @@
-"""A profile as plain text, as `report.text` writes a plan: no colour codes, so that it can be logged, compared and piped."""
+"""A profile as plain text, as `report.text` writes a plan: no colour codes, so that it can be logged, compared and
+piped."""
 
 from __future__ import annotations
 
@@ -15,10 +16,14 @@ from splitjax.sync.analysis import Profile
 
 
 def render_profile_text(profile: Profile, width: int | None = None) -> str:
-    """The profile as tables: every tensor averaged over the steps, the tables step by step, and what the columns mean. `width`: columns,
-    as for `report.text.render_text`."""
+    """The profile as tables: every tensor averaged over the steps, the tables step by step, and what the columns mean.
+    `width`: columns, as for `report.text.render_text`."""
     console = Console(
-        file=io.StringIO(), width=text_width() if width is None else width, color_system=None, force_terminal=False, legacy_windows=False
+        file=io.StringIO(),
+        width=text_width() if width is None else width,
+        color_system=None,
+        force_terminal=False,
+        legacy_windows=False,
     )
     names = columns(profile)
     section(console, clean(headline(profile)), names, tensor_rows(profile), numbers=range(2, len(names)))

@@ -1,7 +1,7 @@
 """Checkpoints of a training run: asynchronous, atomic, verified, for any number of processes.
 
-A state, and what a step carries besides, comes in; folders that are whole or not there come out, and states from them on whatever
-mesh the run has then. `docs/checkpoints.md` tells what can be asked.
+A state, and what a step carries besides, comes in; folders that are whole or not there come out, and states from them
+on whatever mesh the run has then. `docs/checkpoints.md` tells what can be asked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a step carries besides its states (`planning.carried.Carried`), in a checkpoint: arrays among those of the state, the rest as JSON."""
+"""What a step carries besides its states (`planning.carried.Carried`), in a checkpoint: arrays among those of the
+state, the rest as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ PREFIX = "splitjax_carried"  # of the names of its arrays
 
 @dataclasses.dataclass(frozen=True)
 class CarriedParts:
-    """What is saved of it: `leaves` describe the arrays, in the order of the pytree `arrays`; `entry` is for the description."""
+    """What is saved of it: `leaves` describe the arrays, in the order of the pytree `arrays`; `entry` is for the
+    description."""
 
     leaves: tuple[Leaf, ...] = ()
     arrays: Any = ()
@@ -38,24 +40,31 @@ def taken_apart(carried: Carried | None) -> CarriedParts:
     leaves = describe(arrays)
     reject_consumed(leaves, arrays)
     entry = {
-        **carried.to_json(), "arrays": [leaf.to_json() for leaf in leaves], "names": sorted(carried.arrays()), "layouts": carried.layouts(),
-    }  # fmt: skip
+        **carried.to_json(),
+        "arrays": [leaf.to_json() for leaf in leaves],
+        "names": sorted(carried.arrays()),
+        "layouts": carried.layouts(),
+    }
     return CarriedParts(leaves, arrays, entry)
 
 
 def targets(entry: Mapping[str, Any] | None, like: Any) -> CarriedParts:
-    """What is to be read: arrays that lay over a mesh come back over that of `like`, if it has such axes, the others to the host."""
+    """What is to be read: arrays that lay over a mesh come back over that of `like`, if it has such axes, the others to
+    the host."""
     if entry is None:
         return CarriedParts()
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(like))
     mesh = next((one.mesh for one in shardings if isinstance(one, jax.sharding.NamedSharding)), None)
     leaves = tuple(map(Leaf.from_json, entry["arrays"]))
-    found = {name: _target(leaf, entry["layouts"].get(name), mesh) for name, leaf in zip(entry["names"], leaves, strict=True)}
+    found = {
+        name: _target(leaf, entry["layouts"].get(name), mesh) for name, leaf in zip(entry["names"], leaves, strict=True)
+    }
     return CarriedParts(leaves, {PREFIX: found}, entry)
 
 
 def put_together(entry: Mapping[str, Any] | None, arrays: Any) -> Carried | None:
-    """The inverse of `taken_apart`, with the arrays that were read; None, and a warning, for what another version wrote."""
+    """The inverse of `taken_apart`, with the arrays that were read; None, and a warning, for what another version
+    wrote."""
     if entry is None:
         return None
     try:
@@ -70,6 +79,10 @@ def _target(leaf: Leaf, layout: list[Any] | None, mesh: jax.sharding.Mesh | None
     entries = [tuple(entry) if isinstance(entry, list) else entry for entry in layout or ()]
     axes = [(entry,) if isinstance(entry, str) else entry or () for entry in entries]
     known = mesh is not None and layout is not None and all(axis in mesh.shape for entry in axes for axis in entry)
-    if known and all(size % math.prod(mesh.shape[axis] for axis in entry) == 0 for size, entry in zip(leaf.shape, axes, strict=False)):
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*entries)))
+    if known and all(
+        size % math.prod(mesh.shape[axis] for axis in entry) == 0 for size, entry in zip(leaf.shape, axes, strict=False)
+    ):
+        return jax.ShapeDtypeStruct(
+            leaf.shape, dtype, sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*entries))
+        )
     return np.empty(leaf.shape, dtype)

@@ -1,7 +1,7 @@
 """Checkpoints of a training run: asynchronous, atomic, verified, for any number of processes.
 
-A checkpoint is written to a folder with a temporary name, its files are digested into a manifest, and one rename makes it a
-checkpoint. Only then are older ones removed. See docs/checkpoints.md for what is on disk.
+A checkpoint is written to a folder with a temporary name, its files are digested into a manifest, and one rename makes
+it a checkpoint. Only then are older ones removed. See docs/checkpoints.md for what is on disk.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from splitjax.runtime.launch.peers import Peers, of_any
 
 logger = logging.getLogger("splitjax")
 
-# Shares of the timeout after which writing, collecting the processes' reports, and sealing have failed: each leaves the next one
-# time, so that all processes know the end of a save when the timeout is over.
+# Shares of the timeout after which writing, collecting the processes' reports, and sealing have failed: each leaves the
+# next one time, so that all processes know the end of a save when the timeout is over.
 _WRITTEN, _REPORTED, _SEALED = 0.8, 0.85, 0.95
 _GRACE_SECONDS = 1.0  # beyond the timeout, for the thread that noticed it to say so
 _DISK_FULL = ("No space left", "Disk quota exceeded", "File too large")
@@ -52,8 +52,8 @@ class _Save:
 
 
 class Checkpoints:
-    """The checkpoints in one folder; use it as a context manager. In a run of several processes all of them make it, and call its
-    methods with the same arguments in the same order.
+    """The checkpoints in one folder; use it as a context manager. In a run of several processes all of them make it,
+    and call its methods with the same arguments in the same order.
 
     Raises `CheckpointError` for a folder that cannot be used. What runs that died left half written is removed here.
     """
@@ -82,35 +82,49 @@ class Checkpoints:
         """Of every save that failed since this was made, oldest first."""
         return tuple(self._failures)
 
-    def save(self, step: int, state: Any, extra: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None, *,
-             carried: Carried | None = None, wait: bool = False) -> bool:
-        """Saves a state. Returns once it is copied off the devices, so that it may be donated; the rest happens in the background.
-        Waits for an earlier save that is still in progress.
+    def save(
+        self,
+        step: int,
+        state: Any,
+        extra: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        carried: Carried | None = None,
+        wait: bool = False,
+    ) -> bool:
+        """Saves a state. Returns once it is copied off the devices, so that it may be donated; the rest happens in the
+        background. Waits for an earlier save that is still in progress.
 
-        A save that fails (disk full, file system gone, another process died) raises nothing here: it is in `failures`, logged, and
-        given to `on_failure`; its files are removed, earlier checkpoints stay, the next save tries again. `close` raises if the
-        last save failed.
+        A save that fails (disk full, file system gone, another process died) raises nothing here: it is in `failures`,
+        logged, and given to `on_failure`; its files are removed, earlier checkpoints stay, the next save tries again.
+        `close` raises if the last save failed.
 
-        A damaged checkpoint of the same step is renamed (`300.damaged-1`) and kept. A good one stays: nothing is saved. After
-        `restore(..., step=...)` of an older checkpoint, though, those of this step and later ones belong to a run that was given up:
-        the first save renames them (`300.superseded-1`).
+        A damaged checkpoint of the same step is renamed (`300.damaged-1`) and kept. A good one stays: nothing is saved.
+        After `restore(..., step=...)` of an older checkpoint, though, those of this step and later ones belong to a run
+        that was given up: the first save renames them (`300.superseded-1`).
 
         **Arguments:**
 
         - `step`: 0 or more.
-        - `state`: any pytree of arrays, typed PRNG keys, numbers and strings. What is no global `jax.Array` is taken from process 0.
+        - `state`: any pytree of arrays, typed PRNG keys, numbers and strings. What is no global `jax.Array` is taken
+          from process 0.
         - `extra`: JSON values: data position, schedule, identity of the run. Taken from process 0.
         - `metrics`: by which the best are kept.
         - `carried`: `parallel_step.carried()`, what the step keeps besides its states.
         - `wait`: return when the checkpoint is complete, and raise if it fails.
 
-        **Returns:** whether this state is being saved; False for a step that is there already, or a save that failed at once.
+        **Returns:** whether this state is being saved; False for a step that is there already, or a save that failed at
+        once.
 
         Raises `CheckpointError` for arguments that cannot be saved; with `wait=True` for every failure.
         """
         self._require_open()
         if self.options.read_only:
-            raise CheckpointError("the folder was opened to restore only", place=str(self._folder), remedy="open it without read_only=True")
+            raise CheckpointError(
+                "the folder was opened to restore only",
+                place=str(self._folder),
+                remedy="open it without read_only=True",
+            )
         begin, end = self._peers.new_topic(), self._peers.new_topic()
         step = _checked_step(step)
         leaves, more = describe(state), taken_apart(carried)
@@ -137,15 +151,19 @@ class Checkpoints:
         return True
 
     def steps(self) -> tuple[int, ...]:
-        """The steps of the checkpoints that are complete, ascending: every file is there with its size. Contents are not read, except
-        that what `newest_good` and `restore` found damaged is left out."""
+        """The steps of the checkpoints that are complete, ascending: every file is there with its size. Contents are
+        not read, except that what `newest_good` and `restore` found damaged is left out."""
         self._require_open()
         self._join()
-        return tuple(self._peers.decide(self._peers.new_topic(), lambda: list(complete(self._folder, self._damaged)), self._seconds))
+        return tuple(
+            self._peers.decide(
+                self._peers.new_topic(), lambda: list(complete(self._folder, self._damaged)), self._seconds
+            )
+        )
 
     def newest_good(self) -> int | None:
-        """The newest step of which every byte is as it was written; None without one. Reads checkpoints, newest first, until one is
-        good. All processes get the answer of process 0."""
+        """The newest step of which every byte is as it was written; None without one. Reads checkpoints, newest first,
+        until one is good. All processes get the answer of process 0."""
         self._require_open()
         self._join()
         step, skipped = self._peers.decide(self._peers.new_topic(), lambda: newest_good(self._folder), self._seconds)
@@ -157,12 +175,14 @@ class Checkpoints:
 
         **Arguments:**
 
-        - `like`: the state that is wanted, as arrays, or as `ShapeDtypeStruct`s with the shardings in which they are to come back
-          (`parallel_step.abstract_state`). The mesh, its size, the rules and the number of processes need not be those of the save.
+        - `like`: the state that is wanted, as arrays, or as `ShapeDtypeStruct`s with the shardings in which they are to
+          come back (`parallel_step.abstract_state`). The mesh, its size, the rules and the number of processes need not
+          be those of the save.
         - `step`: this one, and no other if it is damaged.
 
-        Raises `CheckpointError` when there is no good checkpoint (saying what is wrong with each), and, before any array is read,
-        when it holds another state: naming the first path that differs, with what was saved and what is wanted.
+        Raises `CheckpointError` when there is no good checkpoint (saying what is wrong with each), and, before any
+        array is read, when it holds another state: naming the first path that differs, with what was saved and what is
+        wanted.
         """
         self._require_open()
         self._join()
@@ -185,7 +205,8 @@ class Checkpoints:
         problem = self._peers.agree(end, problem, self._seconds)
         if problem is not None:
             raise CheckpointError(
-                f"the checkpoint of step {chosen} is undamaged but cannot be read: {problem}", place=str(path),
+                f"the checkpoint of step {chosen} is undamaged but cannot be read: {problem}",
+                place=str(path),
                 remedy="see that all processes can read the folder, and that the state fits into memory",
             ) from cause
         self._note_damage(chosen, skipped)
@@ -213,7 +234,9 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             self.close()
         except CheckpointError:
@@ -245,17 +268,25 @@ class Checkpoints:
                 return None
             if damage is None or other == step:
                 aside = folders.set_aside(path, "superseded" if damage is None else "damaged")
-                logger.warning("checkpoint of step %d set aside as %s: %s", other, aside.name, damage or "an older one was restored")
+                logger.warning(
+                    "checkpoint of step %d set aside as %s: %s",
+                    other,
+                    aside.name,
+                    damage or "an older one was restored",
+                )
                 self._damaged.pop(other, None)
         self._resumed_at = None
         if (self._folder / str(step)).exists():
             raise CheckpointError(
-                f"{step} exists already and is no checkpoint", place=str(self._folder), remedy="rename it, or use another folder"
+                f"{step} exists already and is no checkpoint",
+                place=str(self._folder),
+                remedy="rename it, or use another folder",
             )
         return folders.new_saving_folder(self._folder, step).name
 
     def _conclude(self, save: _Save, writer: ArrayWriter | None, problem: str | None) -> str | None:
-        """Seals and names a checkpoint that all processes wrote. Returns why it failed, then without leaving anything."""
+        """Seals and names a checkpoint that all processes wrote. Returns why it failed, then without leaving
+        anything."""
         problems = of_any([problem, *self._peers.collect(save.topic, self._deadline(save, _REPORTED))])
         try:
             if not problems:
@@ -317,8 +348,10 @@ class Checkpoints:
         elif "after shutdown" in problem:  # of the interpreter's thread pools
             remedy = "end with close(), or use a `with` block: the program ended while the save was in progress"
         error = CheckpointError(
-            f"step {step} was not saved: {_shorten(problem)}", place=str(self._folder),
-            remedy=(remedy or "see the cause above") + "; earlier checkpoints are intact, and the next save tries again",
+            f"step {step} was not saved: {_shorten(problem)}",
+            place=str(self._folder),
+            remedy=(remedy or "see the cause above")
+            + "; earlier checkpoints are intact, and the next save tries again",
         )
         self._failures.append(error)
         self._last_failure = error
@@ -334,7 +367,8 @@ class Checkpoints:
         if self._pending is None:
             return
         save, thread = self._pending
-        # A call of the file system cannot be interrupted, only given up on; should it end, its deadline prevents the rename.
+        # A call of the file system cannot be interrupted, only given up on; should it end, its deadline prevents the
+        # rename.
         thread.join(max(0.0, self._deadline(save, 1.0) - time.monotonic()) + _GRACE_SECONDS)
         self._pending = None
         if thread.is_alive() and save.step not in self._saved:  # saved: it removes old checkpoints still
@@ -350,7 +384,9 @@ class Checkpoints:
 
     def _require_open(self) -> None:
         if self._is_closed:
-            raise CheckpointError("these checkpoints are closed", place=str(self._folder), remedy="use them inside the `with` block")
+            raise CheckpointError(
+                "these checkpoints are closed", place=str(self._folder), remedy="use them inside the `with` block"
+            )
 
 
 def _shared_as(like: Any, state: Any) -> Any:
@@ -368,7 +404,9 @@ def _checked_step(step: Any) -> int:
     except TypeError:
         number = -1
     if number < 0:
-        raise CheckpointError("a step is a whole number, 0 or more", value=step, place="save(step, ...)", remedy="count the steps done")
+        raise CheckpointError(
+            "a step is a whole number, 0 or more", value=step, place="save(step, ...)", remedy="count the steps done"
+        )
     return number
 
 

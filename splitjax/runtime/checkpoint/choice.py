@@ -18,7 +18,8 @@ Skipped = list[tuple[int, str]]
 def complete(folder: Path, ignored: Collection[int] = ()) -> dict[int, Path]:
     """The checkpoints of which every file is there with its size, by step, ascending."""
     return {
-        step: path for step, path in folders.checkpoint_folders(folder).items()
+        step: path
+        for step, path in folders.checkpoint_folders(folder).items()
         if step not in ignored and integrity.find_damage(path, digests=False) is None
     }
 
@@ -29,13 +30,18 @@ def newest_good(folder: Path) -> tuple[int | None, Skipped]:
 
 
 def choose(folder: Path, wanted: Sequence[Leaf], step: int | None) -> tuple[int, Skipped]:
-    """The newest step without damage, or the given one, if it holds the wanted state; and the newer ones with what is wrong.
+    """The newest step without damage, or the given one, if it holds the wanted state; and the newer ones with what is
+    wrong.
 
     Raises `CheckpointError` where there is none, and for another state: compared before the arrays' files are read.
     """
 
     def find_damage(path: Path) -> str | None:
-        return integrity.find_damage(path, only=folders.DESCRIPTION) or _refuse(path, wanted) or integrity.find_damage(path)
+        return (
+            integrity.find_damage(path, only=folders.DESCRIPTION)
+            or _refuse(path, wanted)
+            or integrity.find_damage(path)
+        )
 
     found, skipped = _newest(folder, find_damage, step)
     if found is not None:
@@ -49,8 +55,11 @@ def choose(folder: Path, wanted: Sequence[Leaf], step: int | None) -> tuple[int,
         message = f"there is no checkpoint of step {step}"
     others = list(complete(folder, dict(skipped)))
     raise CheckpointError(
-        message, place=str(folder),
-        remedy=f"complete are the steps {others}" if others else "restore the files from a copy, or start anew in another folder",
+        message,
+        place=str(folder),
+        remedy=f"complete are the steps {others}"
+        if others
+        else "restore the files from a copy, or start anew in another folder",
     )
 
 
@@ -59,13 +68,19 @@ def remove_old(folder: Path, options: CheckpointOptions, damaged: Collection[int
     abouts = {step: integrity.read_about(path) for step, path in complete(folder, damaged).items()}
     metrics = {step: about["metrics"] for step, about in abouts.items() if about is not None}
     kept = folders.steps_to_keep(
-        metrics, keep_last=options.keep_last, keep_best=options.keep_best, best_metric=options.best_metric, best_mode=options.best_mode
+        metrics,
+        keep_last=options.keep_last,
+        keep_best=options.keep_best,
+        best_metric=options.best_metric,
+        best_mode=options.best_mode,
     )
     for step in sorted(set(metrics) - kept):
         folders.remove(folder / str(step))
 
 
-def _newest(folder: Path, find_damage: Callable[[Path], str | None], step: int | None = None) -> tuple[int | None, Skipped]:
+def _newest(
+    folder: Path, find_damage: Callable[[Path], str | None], step: int | None = None
+) -> tuple[int | None, Skipped]:
     skipped: Skipped = []
     for other, path in reversed(folders.checkpoint_folders(folder).items()):
         if step is not None and other != step:
@@ -85,6 +100,7 @@ def _refuse(path: Path, wanted: Sequence[Leaf]) -> None:
     count = len(differences) - 1
     further = f" ({count} further difference{'s' if count > 1 else ''})" if count else ""
     raise CheckpointError(
-        f"the checkpoint holds another state: {differences[0]}{further}", place=str(path),
+        f"the checkpoint holds another state: {differences[0]}{further}",
+        place=str(path),
         remedy="use the model and the optimizer of the run that saved it, or another folder for a new run",
     )

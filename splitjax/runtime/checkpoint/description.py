@@ -14,7 +14,8 @@ from splitjax.runtime.checkpoint.state_match import Leaf
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """The step, the leaves of the state, what the training loop wanted kept beside them, and what the step carried (`carrying`)."""
+    """The step, the leaves of the state, what the training loop wanted kept beside them, and what the step carried
+    (`carrying`)."""
 
     step: int
     leaves: tuple[Leaf, ...]
@@ -32,11 +33,14 @@ class Description:
     @staticmethod
     def read(file: Path) -> Description:
         value = json.loads(file.read_text(encoding="utf-8"))
-        return Description(value["step"], tuple(map(Leaf.from_json, value["leaves"])), value["extra"], value.get("carried"))
+        return Description(
+            value["step"], tuple(map(Leaf.from_json, value["leaves"])), value["extra"], value.get("carried")
+        )
 
 
 def check_json(value: Any, place: str) -> None:
-    """Raises `CheckpointError` for a value that would not come back equal from JSON: what is no dict by strings, list, string, number, boolean or None, tuples among it."""
+    """Raises `CheckpointError` for a value that would not come back equal from JSON: what is no dict by strings, list,
+    string, number, boolean or None, tuples among it."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if type(key) is not str:
@@ -47,6 +51,8 @@ def check_json(value: Any, place: str) -> None:
             check_json(inner, f"{place}[{number}]")
     elif value is not None and type(value) not in (bool, int, float, str):
         raise CheckpointError(
-            "`extra` holds JSON values: dicts, lists, strings, numbers, booleans, None", value=value, place=place,
+            "`extra` holds JSON values: dicts, lists, strings, numbers, booleans, None",
+            value=value,
+            place=place,
             remedy="convert it (int(x), x.tolist(), list(x)), or put arrays into the state",
         )

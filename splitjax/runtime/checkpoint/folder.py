@@ -1,7 +1,7 @@
 """The folder of a run's checkpoints: which names mean what, what may be removed, and what never is.
 
-`300` is a checkpoint. `300.saving-<token>` is being written, `300.deleting` removed; both are leftovers once their run is dead.
-`300.damaged-1` and `300.superseded-1` were set aside and stay. All other names are the user's.
+`300` is a checkpoint. `300.saving-<token>` is being written, `300.deleting` removed; both are leftovers once their run
+is dead. `300.damaged-1` and `300.superseded-1` were set aside and stay. All other names are the user's.
 """
 
 from __future__ import annotations
@@ -30,25 +30,35 @@ def prepare_folder(folder: Path, *, read_only: bool) -> None:
     """Makes the folder where it is to be written to. Raises `CheckpointError` where it cannot be used."""
     place = str(folder)
     if read_only and not folder.exists():
-        raise CheckpointError("there is no such folder of checkpoints", place=place, remedy="name the folder that the run saved to")
+        raise CheckpointError(
+            "there is no such folder of checkpoints", place=place, remedy="name the folder that the run saved to"
+        )
     try:
         if not read_only:
             folder.mkdir(parents=True, exist_ok=True)
-            if not os.access(folder, os.W_OK | os.X_OK):  # nothing is tried out: a disk that is full can still be restored from
+            # nothing is tried out: a disk that is full can still be restored from
+            if not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except (FileExistsError, NotADirectoryError):
-        raise CheckpointError("the path of the checkpoints is a file, or lies below one", place=place, remedy="name a folder") from None
+        raise CheckpointError(
+            "the path of the checkpoints is a file, or lies below one", place=place, remedy="name a folder"
+        ) from None
     except OSError as error:
         raise CheckpointError(
-            f"the folder of the checkpoints cannot be written: {error.strerror or error}", place=place,
-            remedy="free space or correct the permissions, name another folder, or open it with read_only=True to restore only",
+            f"the folder of the checkpoints cannot be written: {error.strerror or error}",
+            place=place,
+            remedy=(
+                "free space or correct the permissions, name another folder, or open it with read_only=True to restore"
+                " only"
+            ),
         ) from error
     if not folder.is_dir():
         raise CheckpointError("the path of the checkpoints is not a folder", place=place, remedy="name a folder")
 
 
 def checkpoint_folders(folder: Path) -> dict[int, Path]:
-    """The checkpoints in a folder, damaged or not, by step, ascending. Folders that only have a number for a name are left out."""
+    """The checkpoints in a folder, damaged or not, by step, ascending. Folders that only have a number for a name are
+    left out."""
     found = {}
     try:
         entries = list(os.scandir(folder))
@@ -66,7 +76,8 @@ def is_ours(path: Path) -> bool:
 
 
 def new_saving_folder(folder: Path, step: int) -> Path:
-    """Makes the folder that a checkpoint is written to. No two attempts share a name: a writer of a failed one may linger."""
+    """Makes the folder that a checkpoint is written to. No two attempts share a name: a writer of a failed one may
+    linger."""
     path = folder / f"{step}.saving-{secrets.token_hex(4)}"
     (path / STATE).mkdir(parents=True)
     return path
@@ -98,8 +109,8 @@ def remove(path: Path) -> None:
 
 
 def discard(saving: Path) -> None:
-    """Deletes what a failed attempt wrote, so that it does not keep a full disk full. Some of its writers may end only now; what they
-    leave after all goes with the leftovers before the next save."""
+    """Deletes what a failed attempt wrote, so that it does not keep a full disk full. Some of its writers may end only
+    now; what they leave after all goes with the leftovers before the next save."""
     for _ in range(20):
         shutil.rmtree(saving, ignore_errors=True)
         if not saving.exists():
@@ -115,7 +126,12 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def steps_to_keep(
-    metrics: Mapping[int, Mapping[str, float]], *, keep_last: int | None, keep_best: int, best_metric: str | None, best_mode: str
+    metrics: Mapping[int, Mapping[str, float]],
+    *,
+    keep_last: int | None,
+    keep_best: int,
+    best_metric: str | None,
+    best_mode: str,
 ) -> set[int]:
     """Which steps stay: the last ones, and the best by a metric. Of equally good ones the later; NaN is never good.
 
@@ -128,7 +144,8 @@ def steps_to_keep(
         return set(steps)
     sign = 1 if best_mode == "max" else -1
     scored = [
-        (sign * values[best_metric], step) for step, values in metrics.items()
+        (sign * values[best_metric], step)
+        for step, values in metrics.items()
         if best_metric is not None and not math.isnan(values.get(best_metric, math.nan))
     ]
     best = sorted(scored, reverse=True)[:keep_best]
@@ -136,9 +153,9 @@ def steps_to_keep(
 
 
 class FolderLock:
-    """Who may remove leftovers: the first process of the run that opened the folder first. Another one that opens it to look (or by
-    mistake) then does not take a save in progress for a leftover. Falls with the process that holds it, however that dies. Where the
-    file system has no locks (some network ones), it counts as held."""
+    """Who may remove leftovers: the first process of the run that opened the folder first. Another one that opens it to
+    look (or by mistake) then does not take a save in progress for a leftover. Falls with the process that holds it,
+    however that dies. Where the file system has no locks (some network ones), it counts as held."""
 
     def __init__(self, folder: Path):
         self._folder = folder

@@ -1,7 +1,9 @@
-"""A folder of files, sealed: a manifest with size and SHA-256 of every file, so that damage is found before anything is used.
+"""A folder of files, sealed: a manifest with size and SHA-256 of every file, so that damage is found before anything is
+used.
 
-Storage formats find some flipped bytes (OCDBT checks its own nodes, not the arrays' values), none in sharding or metadata files.
-The manifest holds a digest of itself and is compared with its own canonical text, so that a byte flipped in it is found too.
+Storage formats find some flipped bytes (OCDBT checks its own nodes, not the arrays' values), none in sharding or
+metadata files. The manifest holds a digest of itself and is compared with its own canonical text, so that a byte
+flipped in it is found too.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _NUM_READERS = 8  # of `find_damage`: hashing leaves the interpreter free, and n
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Writes a text file so that after a crash it is there whole or not at all: temporary name, fsync, rename, fsync of the folder."""
+    """Writes a text file so that after a crash it is there whole or not at all: temporary name, fsync, rename, fsync of
+    the folder."""
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "w", encoding="utf-8", newline="\n") as file:
         file.write(text)
@@ -43,8 +46,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def seal(folder: Path, about: Mapping[str, Any]) -> None:
-    """Writes the manifest of a folder that is complete: `about`, and the size and digest of every file, which are made durable on
-    the way. Raises `OSError`."""
+    """Writes the manifest of a folder that is complete: `about`, and the size and digest of every file, which are made
+    durable on the way. Raises `OSError`."""
     files = {}
     folders = {folder}
     for path in sorted(folder.rglob("*")):
@@ -97,7 +100,11 @@ def find_damage(folder: Path, *, only: str | None = None, digests: bool = True) 
             _, digest = _digest(folder / name, durable=False)
         except OSError as error:
             return f"{name}: {error.strerror or error}"
-        return None if digest == files[name]["sha256"] else f"{name}: its bytes changed since they were written (SHA-256 differs)"
+        return (
+            None
+            if digest == files[name]["sha256"]
+            else f"{name}: its bytes changed since they were written (SHA-256 differs)"
+        )
 
     with concurrent.futures.ThreadPoolExecutor(_NUM_READERS) as readers:
         return next(filter(None, readers.map(compare, files)), None)
@@ -127,7 +134,10 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
         return None, f"{MANIFEST}: {error.strerror or error}"
     except (ValueError, RecursionError):
         return None, f"{MANIFEST}: not readable as JSON"
-    if not isinstance(manifest, dict) or _canonical({name: value for name, value in manifest.items() if name != "sha256"}) != text:
+    if (
+        not isinstance(manifest, dict)
+        or _canonical({name: value for name, value in manifest.items() if name != "sha256"}) != text
+    ):
         return None, f"{MANIFEST}: its bytes changed since they were written"
     if manifest.get("format") != _FORMAT:
         return None, f"{MANIFEST}: format {manifest.get('format')!r}, known is {_FORMAT}; a newer version wrote it"

@@ -17,11 +17,12 @@ class CheckpointOptions:
 
     **Arguments:**
 
-    - `directory`: the folder, on a file system that all processes share. Made if missing. Other files in it are left alone.
+    - `directory`: the folder, on a file system that all processes share. Made if missing. Other files in it are left
+      alone.
     - `keep_last`: how many of the newest are kept, at least 1; None keeps all.
     - `keep_best`: how many of the best are kept, however old they are.
-    - `best_metric`, `best_mode`: what is best: the name of a metric that `save` is given, and whether the smallest (`min`) or the
-      largest (`max`) counts. Checkpoints without it, or with NaN, are kept by age only.
+    - `best_metric`, `best_mode`: what is best: the name of a metric that `save` is given, and whether the smallest
+      (`min`) or the largest (`max`) counts. Checkpoints without it, or with NaN, are kept by age only.
     - `timeout_seconds`: after this a save, and an answer of another process, has failed.
     - `on_failure`: called with the `CheckpointError` of each failed save, in the thread that noticed.
     - `read_only`: only restores; nothing in the folder changes.
@@ -39,7 +40,9 @@ class CheckpointOptions:
     def __post_init__(self) -> None:
         if "://" in str(self.directory):
             raise CheckpointError(
-                "checkpoints are kept in a folder of a mounted file system", value=str(self.directory), place="directory",
+                "checkpoints are kept in a folder of a mounted file system",
+                value=str(self.directory),
+                place="directory",
                 remedy="mount the bucket, or use parallel_step.abstract_state(...) with orbax",
             )
         object.__setattr__(self, "directory", Path(self.directory).absolute())
@@ -50,7 +53,9 @@ class CheckpointOptions:
 
     def _require(self, holds: bool, name: str, wanted: str) -> None:
         if not holds:
-            raise CheckpointError(f"{name} is not usable", value=getattr(self, name), place=f"CheckpointOptions.{name}", remedy=wanted)
+            raise CheckpointError(
+                f"{name} is not usable", value=getattr(self, name), place=f"CheckpointOptions.{name}", remedy=wanted
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +69,8 @@ class Restored:
     - `extra`: as given to `save`.
     - `metrics`: as given to `save`.
     - `carried`: as given to `save`, for `parallel_step.resume`; None if it was not given.
-    - `skipped`: newer checkpoints that are damaged, newest first: pairs of step and what is wrong, naming the first file.
+    - `skipped`: newer checkpoints that are damaged, newest first: pairs of step and what is wrong, naming the first
+      file.
     """
 
     step: int

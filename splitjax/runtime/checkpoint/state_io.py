@@ -1,7 +1,9 @@
-"""Arrays to and from disk, by orbax: what is copied off the devices before a save returns, and which layout arrays come back in.
+"""Arrays to and from disk, by orbax: what is copied off the devices before a save returns, and which layout arrays come
+back in.
 
-Orbax's handler is used, not its `CheckpointManager` or `AsyncCheckpointer`: these remove old checkpoints as soon as the new one has
-its name, which is before it could be verified, and their processes wait at barriers that one failed process never reaches.
+Orbax's handler is used, not its `CheckpointManager` or `AsyncCheckpointer`: these remove old checkpoints as soon as the
+new one has its name, which is before it could be verified, and their processes wait at barriers that one failed process
+never reaches.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class ArrayWriter:
         self._handler = _handler()
         self._futures: list[Any] = []
         arrays = {
-            leaf.path: _storable(value) for leaf, value in zip(leaves, jax.tree.leaves(state)) if leaf.is_stored_as_array
+            leaf.path: _storable(value)
+            for leaf, value in zip(leaves, jax.tree.leaves(state))
+            if leaf.is_stored_as_array
         }
         self._is_empty = not arrays
         if arrays:
@@ -60,10 +64,12 @@ class ArrayWriter:
 
 
 def read_arrays(folder: Path, saved: Sequence[Leaf], like: Any, wanted: Sequence[Leaf]) -> Any:
-    """The state in the structure, kinds of leaves and shardings of `like`, whose description `wanted` is and agrees with `saved`.
+    """The state in the structure, kinds of leaves and shardings of `like`, whose description `wanted` is and agrees
+    with `saved`.
 
-    A leaf of `like` that has a sharding comes back as a `jax.Array` in it; without one (or an array that is not committed to its
-    device), as an uncommitted array on the default device; numpy arrays and scalars and Python values as what they are.
+    A leaf of `like` that has a sharding comes back as a `jax.Array` in it; without one (or an array that is not
+    committed to its device), as an uncommitted array on the default device; numpy arrays and scalars and Python values
+    as what they are.
     """
     by_path = {leaf.path: leaf for leaf in saved}
     targets, tree = jax.tree.flatten(like)
@@ -83,8 +89,10 @@ def check_targets(wanted: Sequence[Leaf], like: Any) -> None:
         dtype = np.dtype(target.dtype)
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:
             raise CheckpointError(
-                f"{dtype.name} arrays need JAX's 64-bit types, which are off; restored without them, values would be rounded",
-                place=leaf.path, remedy='jax.config.update("jax_enable_x64", True) before the state is made',
+                f"{dtype.name} arrays need JAX's 64-bit types, which are off; restored without them, values would be"
+                " rounded",
+                place=leaf.path,
+                remedy='jax.config.update("jax_enable_x64", True) before the state is made',
             )
 
 
@@ -94,8 +102,8 @@ def _handler() -> ocp.PyTreeCheckpointHandler:
 
 
 def _storable(value: Any) -> jax.Array | np.ndarray:
-    """A leaf as orbax writes it. Views of device memory need no copy: a buffer that the host looks at is not given away by donation
-    (the runtime copies it then), which the tests watch. NumPy arrays can be changed in place by anyone."""
+    """A leaf as orbax writes it. Views of device memory need no copy: a buffer that the host looks at is not given away
+    by donation (the runtime copies it then), which the tests watch. NumPy arrays can be changed in place by anyone."""
     if is_key(value):
         value = jax.random.key_data(value)
     is_global = isinstance(value, jax.Array) and not _is_local(value)
@@ -108,7 +116,8 @@ def _is_local(array_or_sharding: Any) -> bool:
 
 
 def _sharding(target: Any) -> Any | None:
-    """The sharding that a target asks for. An array that is not committed, such as `jnp.zeros(3)`, asks for none: jit may move it."""
+    """The sharding that a target asks for. An array that is not committed, such as `jnp.zeros(3)`, asks for none: jit
+    may move it."""
     return target.sharding if getattr(target, "committed", True) and hasattr(target, "sharding") else None
 
 
@@ -128,7 +137,9 @@ def _restore_args(leaf: Leaf, target: Any) -> Any:
         return ocp.RestoreArgs(restore_type=np.ndarray)
     if is_key(target):
         return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=sharding)
-    return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=sharding, global_shape=leaf.shape, dtype=jnp.dtype(leaf.dtype))
+    return ocp.ArrayRestoreArgs(
+        restore_type=jax.Array, sharding=sharding, global_shape=leaf.shape, dtype=jnp.dtype(leaf.dtype)
+    )
 
 
 def _restored(leaf: Leaf, target: Any, array: Any) -> Any:
@@ -150,13 +161,17 @@ def _restored(leaf: Leaf, target: Any, array: Any) -> Any:
         return leaf.value if leaf.value is not None else np.asarray(array).item()
     if not isinstance(array, jax.Array):
         values = array
-        array = jnp.asarray(values) if sharding is None else jax.make_array_from_callback(leaf.shape, sharding, lambda at: values[at])
+        array = (
+            jnp.asarray(values)
+            if sharding is None
+            else jax.make_array_from_callback(leaf.shape, sharding, lambda at: values[at])
+        )
     return _compat.as_weakly_typed(array) if getattr(target, "weak_type", False) else array
 
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine to its end, also where an event loop runs already (notebooks): in a thread then. Otherwise in the calling
-    thread, whose settings of JAX (64-bit types under a context manager) hold."""
+    """Runs a coroutine to its end, also where an event loop runs already (notebooks): in a thread then. Otherwise in
+    the calling thread, whose settings of JAX (64-bit types under a context manager) hold."""
 
     def alone() -> Any:
         loop = asyncio.new_event_loop()
@@ -175,7 +190,8 @@ def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Keeps orbax from printing the traceback of every thread whose write failed: the failure is reported once, by us."""
+    """Keeps orbax from printing the traceback of every thread whose write failed: the failure is reported once, by
+    us."""
     drop = lambda record: "_SignalingThread.run() raised" not in record.getMessage()
     logger = logging.getLogger("absl")
     logger.addFilter(drop)

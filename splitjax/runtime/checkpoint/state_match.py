@@ -23,7 +23,8 @@ class Leaf:
 
     - `path`: such as `params/Dense_0/kernel`; different for every leaf of a state.
     - `shape`, `dtype`: as JAX names them; `key<fry>` for a typed PRNG key, `str` for a Python string.
-    - `key_impl`: how a typed PRNG key draws, such as `threefry2x32`; None for other leaves, and for keys that are only shapes.
+    - `key_impl`: how a typed PRNG key draws, such as `threefry2x32`; None for other leaves, and for keys that are only
+      shapes.
     - `value`: a Python number or string; None for arrays.
     """
 
@@ -35,7 +36,8 @@ class Leaf:
 
     @property
     def is_stored_as_array(self) -> bool:
-        """Whether its values are in array files: Python values are in the description, arrays without elements have none."""
+        """Whether its values are in array files: Python values are in the description, arrays without elements have
+        none."""
         return self.value is None and 0 not in self.shape
 
     def __str__(self) -> str:
@@ -71,7 +73,8 @@ def reject_consumed(leaves: Sequence[Leaf], state: Any) -> None:
     for leaf, value in zip(leaves, jax.tree.leaves(state)):
         if isinstance(value, jax.Array) and value.is_deleted():
             raise CheckpointError(
-                "an array of the state is gone: a later step consumed (donated) it", place=leaf.path,
+                "an array of the state is gone: a later step consumed (donated) it",
+                place=leaf.path,
                 remedy="save the state that the last call of the step returned",
             )
 
@@ -93,7 +96,8 @@ class Difference:
 
 
 def compare(saved: Sequence[Leaf], wanted: Sequence[Leaf]) -> tuple[Difference, ...]:
-    """All differences in path, shape and dtype: first those at wanted leaves, in their order, then the leaves that only were saved."""
+    """All differences in path, shape and dtype: first those at wanted leaves, in their order, then the leaves that only
+    were saved."""
     by_path = {leaf.path: leaf for leaf in saved}
     wanted_paths = {leaf.path for leaf in wanted}
     found = []
@@ -117,7 +121,9 @@ def _describe_leaf(path: str, leaf: Any) -> Leaf:
     if dtype is None or not hasattr(leaf, "shape") or not _is_storable(np.dtype(dtype)):
         raise CheckpointError(
             "a checkpoint holds arrays, PRNG keys, numbers and strings; this leaf is none of them",
-            value=leaf if dtype is None else dtype, place=path, remedy="keep it out of the state, or save it in `extra` as JSON values",
+            value=leaf if dtype is None else dtype,
+            place=path,
+            remedy="keep it out of the state, or save it in `extra` as JSON values",
         )
     return Leaf(path, tuple(leaf.shape), np.dtype(dtype).name)
 
@@ -134,8 +140,8 @@ def _is_storable(dtype: np.dtype) -> bool:
 
 
 def _unique_names(paths: Sequence[Any]) -> list[str]:
-    """Readable names (`params/kernel`), or exact ones (`['params']['kernel']`) where the readable ones are not unique or
-    one would be a folder of another."""
+    """Readable names (`params/kernel`), or exact ones (`['params']['kernel']`) where the readable ones are not unique
+    or one would be a folder of another."""
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
     ordered = sorted(name + "/" for name in names)
     if any(later.startswith(earlier) for earlier, later in zip(ordered, ordered[1:])):

@@ -1,7 +1,7 @@
 """A process beside the launcher that kills what is left of the workers when the launcher dies.
 
-Run as a plain script, without splitjax. Standard input names process groups, `+ID` and `-ID` a line. Its end means that the launcher
-is gone, however it went: the groups still named are killed.
+Run as a plain script, without splitjax. Standard input names process groups, `+ID` and `-ID` a line. Its end means that
+the launcher is gone, however it went: the groups still named are killed.
 """
 
 import os

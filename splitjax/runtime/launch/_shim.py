@@ -1,8 +1,8 @@
 """The first moments of a worker, before it becomes the user's command. Run as a plain script, without splitjax.
 
-`_shim.py LAUNCHER_PID ADDRESS COMMAND...`. The worker shall not outlive its launcher, which a process can ask for only itself
-(Linux: prctl(2), PR_SET_PDEATHSIG). ADDRESS is that of a worker in a network namespace, `-` for any other: there the host name must
-mean this address, because gloo connects to what the host name resolves to.
+`_shim.py LAUNCHER_PID ADDRESS COMMAND...`. The worker shall not outlive its launcher, which a process can ask for only
+itself (Linux: prctl(2), PR_SET_PDEATHSIG). ADDRESS is that of a worker in a network namespace, `-` for any other: there
+the host name must mean this address, because gloo connects to what the host name resolves to.
 """
 
 import ctypes
@@ -34,7 +34,8 @@ def main() -> None:
 
 
 def name_host(address: str) -> None:
-    """Puts a hosts file of its own over /etc/hosts. The file lies in a memory file system of this mount namespace: nothing to clean up."""
+    """Puts a hosts file of its own over /etc/hosts. The file lies in a memory file system of this mount namespace:
+    nothing to clean up."""
     name = os.uname().nodename
     with open("/etc/hosts") as file:
         kept = [line for line in file if name not in line.split("#")[0].split()[1:]]

@@ -36,11 +36,11 @@ ALIVE = "alive"
 def initialize() -> None:
     """Joins this process to its run; without effect in a process that runs alone, and when called again.
 
-    Under `splitjax launch` importing splitjax does this already. In SLURM, Open MPI, Kubernetes and on TPU pods the processes find each
-    other by JAX's own cluster detection. No device is touched: call it before anything that does.
+    Under `splitjax launch` importing splitjax does this already. In SLURM, Open MPI, Kubernetes and on TPU pods the
+    processes find each other by JAX's own cluster detection. No device is touched: call it before anything that does.
 
-    **Raises:** `LaunchError` if the launcher's variables are incomplete or contradict each other, if a JAX backend was started
-    before, or if JAX cannot join.
+    **Raises:** `LaunchError` if the launcher's variables are incomplete or contradict each other, if a JAX backend was
+    started before, or if JAX cannot join.
     """
     if jax.distributed.is_initialized():
         return
@@ -58,14 +58,17 @@ def initialize() -> None:
     except (RuntimeError, ValueError, KeyError) as error:
         raise LaunchError(
             f"JAX could not join the processes that {cluster or 'Open MPI'} started: {error}",
-            remedy="see docs/launching.md on clusters; a process that shall run alone must not call splitjax.initialize()",
+            remedy=(
+                "see docs/launching.md on clusters; a process that shall run alone must not call splitjax.initialize()"
+            ),
         ) from error
 
 
 def join_launched() -> None:
     """What importing splitjax does: joins if `splitjax launch` started this process, and nothing in any other.
 
-    The first process of a worker that gets here joins; processes that it starts inherit the variables, and the mark that says so.
+    The first process of a worker that gets here joins; processes that it starts inherit the variables, and the mark
+    that says so.
 
     **Raises:** `LaunchError` as `initialize`.
     """
@@ -75,11 +78,15 @@ def join_launched() -> None:
     if process_id >= num_processes:
         raise LaunchError(
             f"the run has {num_processes} processes, numbered from 0, and this one is number {process_id}",
-            value=process_id, place=PROCESS_ID, remedy="start workers with `splitjax launch`, which sets these variables",
+            value=process_id,
+            place=PROCESS_ID,
+            remedy="start workers with `splitjax launch`, which sets these variables",
         )
     _refuse_backend("a worker of splitjax launch")
     devices = os.environ.get(LOCAL_DEVICE_IDS)
-    heartbeat_seconds = _count(HEARTBEAT_SECONDS, at_least=1) if HEARTBEAT_SECONDS in os.environ else DEFAULT_HEARTBEAT_SECONDS
+    heartbeat_seconds = (
+        _count(HEARTBEAT_SECONDS, at_least=1) if HEARTBEAT_SECONDS in os.environ else DEFAULT_HEARTBEAT_SECONDS
+    )
     os.environ[JOINED_PID] = str(os.getpid())
     jax.distributed.initialize(
         os.environ[COORDINATOR],
@@ -87,8 +94,9 @@ def join_launched() -> None:
         process_id,
         local_device_ids=[int(number) for number in devices.split(",")] if devices else None,
         cluster_detection_method="deactivate",
-        # The launcher holds the service that all processes connect to, so that process 0 may end before the others, and any process
-        # without waiting for the rest. JAX starts one in process 0 all the same: it gets any free port of the loopback, unused.
+        # The launcher holds the service that all processes connect to, so that process 0 may end before the others, and
+        # any process without waiting for the rest. JAX starts one in process 0 all the same: it gets any free port of
+        # the loopback, unused.
         coordinator_bind_address="127.0.0.1:0",
         heartbeat_timeout_seconds=heartbeat_seconds,
     )
@@ -100,8 +108,8 @@ def join_launched() -> None:
 
 
 def _give_signs(file: int, every_seconds: float) -> None:
-    """Tells the launcher that this process runs, for as long as it does. Its coordination service would not tell: processes that may
-    leave it without the others may also fall silent."""
+    """Tells the launcher that this process runs, for as long as it does. Its coordination service would not tell:
+    processes that may leave it without the others may also fall silent."""
     sign = f"{ALIVE} {os.getpid()}\n".encode()
     try:
         while True:
@@ -112,8 +120,8 @@ def _give_signs(file: int, every_seconds: float) -> None:
 
 
 def _announce_exit(file: int, process_id: int, pid: int) -> None:
-    """Tells the launcher that this process is leaving, before JAX closes its connections: processes that lose them fail within
-    milliseconds, and may well be gone before this one is."""
+    """Tells the launcher that this process is leaving, before JAX closes its connections: processes that lose them fail
+    within milliseconds, and may well be gone before this one is."""
     if os.getpid() == pid:
         try:
             os.write(file, f"{process_id}\n".encode())
@@ -126,7 +134,9 @@ def _count(name: str, *, at_least: int = 0) -> int:
     if text is None or not text.isdecimal() or int(text) < at_least:
         raise LaunchError(
             f"{COORDINATOR} is set, and {name} is {'missing' if text is None else 'no number that it can be'}",
-            value=text, place=name, remedy=f"start workers with `splitjax launch`, which sets both; or unset {COORDINATOR} to run alone",
+            value=text,
+            place=name,
+            remedy=f"start workers with `splitjax launch`, which sets both; or unset {COORDINATOR} to run alone",
         )
     return int(text)
 
@@ -134,6 +144,10 @@ def _count(name: str, *, at_least: int = 0) -> int:
 def _refuse_backend(what: str) -> None:
     if _compat.backend_started():
         raise LaunchError(
-            f"this process is {what}, and its JAX backend was started before it joined: it would see its own devices only",
-            remedy="import splitjax, or call splitjax.initialize(), before the first JAX computation and before jax.devices()",
+            f"this process is {what}, and its JAX backend was started before it joined: it would see its own devices"
+            " only",
+            remedy=(
+                "import splitjax, or call splitjax.initialize(), before the first JAX computation and before"
+                " jax.devices()"
+            ),
         )

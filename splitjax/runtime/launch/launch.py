@@ -50,9 +50,10 @@ class LaunchConfig:
     - `grace_seconds`: how long the other workers may go on after a failure, to say what they saw.
     - `stop_timeout_seconds`: how long workers may take to save and exit when asked to stop.
     - `exit_timeout_seconds`: how long workers may go on after the first has ended well; for ever if not given.
-    - `heartbeat_seconds`: a worker that cannot reach the coordinator for so long ends itself; one that gives the launcher no sign of
-      life for so long is killed.
-    - `bandwidth`: the rate of each worker's link, such as `200mbit`, in a network of its own; the machine's loopback if not given.
+    - `heartbeat_seconds`: a worker that cannot reach the coordinator for so long ends itself; one that gives the
+      launcher no sign of life for so long is killed.
+    - `bandwidth`: the rate of each worker's link, such as `200mbit`, in a network of its own; the machine's loopback if
+      not given.
     """
 
     num_processes: int = 1
@@ -68,15 +69,30 @@ class LaunchConfig:
     bandwidth: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("num_processes", 1), ("restarts", 0), ("threads", 1), ("devices_per_process", 1), ("gpus_per_process", 1),
-                            ("grace_seconds", 0), ("stop_timeout_seconds", 0), ("exit_timeout_seconds", 0), ("heartbeat_seconds", 1)):
+        for name, least in (
+            ("num_processes", 1),
+            ("restarts", 0),
+            ("threads", 1),
+            ("devices_per_process", 1),
+            ("gpus_per_process", 1),
+            ("grace_seconds", 0),
+            ("stop_timeout_seconds", 0),
+            ("exit_timeout_seconds", 0),
+            ("heartbeat_seconds", 1),
+        ):
             value = getattr(self, name)
             if value is not None and not value >= least:
-                raise LaunchError(f"{name} must be at least {least}", value=value, place=name, remedy="give a larger number")
+                raise LaunchError(
+                    f"{name} must be at least {least}", value=value, place=name, remedy="give a larger number"
+                )
 
 
 def start(
-    config: LaunchConfig, command: Sequence[str], *, environment: Mapping[str, str] | None = None, console: Console | None = None
+    config: LaunchConfig,
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    console: Console | None = None,
 ) -> Run:
     """Starts the workers and returns at once.
 
@@ -112,7 +128,9 @@ class Run:
         self._started = threading.Event()
         # One thread starts all workers of all attempts: the kernel kills a worker with the thread that started it.
         self._thread = threading.Thread(target=self._main, name="splitjax-launch", daemon=True)
-        self.network = None if config.bandwidth is None else Network(config.num_processes, parse_bandwidth(config.bandwidth))
+        self.network = (
+            None if config.bandwidth is None else Network(config.num_processes, parse_bandwidth(config.bandwidth))
+        )
         self._thread.start()
         self._started.wait()
         if self._error is not None:
@@ -121,8 +139,8 @@ class Run:
     workers: tuple[Worker, ...]
 
     def stop(self, signal_number: int = SIGTERM) -> None:
-        """Asks all workers to save and exit, by SIGTERM; kills them `stop_timeout_seconds` later. `signal_number`: what the
-        launcher itself was asked with, which decides its exit status."""
+        """Asks all workers to save and exit, by SIGTERM; kills them `stop_timeout_seconds` later. `signal_number`: what
+        the launcher itself was asked with, which decides its exit status."""
         if self._stop_signal is None:
             self._stop_signal = signal_number
 
@@ -146,7 +164,9 @@ class Run:
         try:
             guard = processes.Guard()
             while True:
-                attempts.append(self._attempt(len(attempts), guard, attempts[-1].failed_unix_seconds if attempts else None))
+                attempts.append(
+                    self._attempt(len(attempts), guard, attempts[-1].failed_unix_seconds if attempts else None)
+                )
                 if not self._again(attempts[-1]):
                     break
             self._outcome = Outcome(tuple(attempts), self._stop_signal, self.network.traffic() if self.network else ())
@@ -172,7 +192,10 @@ class Run:
             say(f"stopped by {signal_name(self._stop_signal)}")
             return False
         if attempt.failed is None and attempt.left_on_sigterm is not None:
-            say(f"worker {attempt.left_on_sigterm.rank} left with exit code {LEFT_ON_SIGTERM}: a SIGTERM from outside stopped the run")
+            say(
+                f"worker {attempt.left_on_sigterm.rank} left with exit code {LEFT_ON_SIGTERM}: a SIGTERM from outside"
+                " stopped the run"
+            )
             return False
         if attempt.status == 0 or attempt.number == restarts:
             if attempt.status and restarts:
@@ -218,18 +241,34 @@ class Run:
         listen = lambda host: processes.Coordinator(host, config.num_processes, config.heartbeat_seconds)
         return listen(LOOPBACK) if network is None else network.call(0, lambda: listen(network.address(0)))
 
-    def _spawn(self, rank: int, coordinator: processes.Coordinator, attempt: int, failed_unix_seconds: float | None, output: Output,
-               events: queue.SimpleQueue[Event]) -> Worker:
+    def _spawn(
+        self,
+        rank: int,
+        coordinator: processes.Coordinator,
+        attempt: int,
+        failed_unix_seconds: float | None,
+        output: Output,
+        events: queue.SimpleQueue[Event],
+    ) -> Worker:
         exit_reader, exit_writer = os.pipe()
         output.add_notices(exit_reader, lambda said, now: events.put(Event.noticed(rank, said, now)))
         values = processes.environment(
-            self.config, rank, coordinator=coordinator.address, attempt=attempt, failed_unix_seconds=failed_unix_seconds,
-            exit_file=exit_writer, base=self._base,
+            self.config,
+            rank,
+            coordinator=coordinator.address,
+            attempt=attempt,
+            failed_unix_seconds=failed_unix_seconds,
+            exit_file=exit_writer,
+            base=self._base,
         )
         inside: dict[str, Any] = {}
         if self.network is not None:
             values[NETWORK_DEVICE] = DEVICE
-            inside = {"enter": self.network.enter(rank), "enter_files": [self.network.file(rank)], "address": self.network.address(rank)}
+            inside = {
+                "enter": self.network.enter(rank),
+                "enter_files": [self.network.file(rank)],
+                "address": self.network.address(rank),
+            }
         try:
             worker = processes.spawn(rank, self._command, values, exit_file=exit_writer, **inside)
         finally:

@@ -20,7 +20,8 @@ class WorkerExit:
     - `seconds`: after the start of its attempt.
     - `killed`: whether the launcher killed it.
     - `last_lines`: the last of what it wrote, standard output and standard error together.
-    - `silent_seconds`: how long it had given no sign of life when the launcher therefore killed it; None for any other end.
+    - `silent_seconds`: how long it had given no sign of life when the launcher therefore killed it; None for any other
+      end.
     """
 
     rank: int
@@ -109,7 +110,8 @@ class Outcome:
 
     @property
     def status(self) -> int:
-        """The launcher's exit status: 0, the failed worker's, or 128 and the number of the signal that stopped the run."""
+        """The launcher's exit status: 0, the failed worker's, or 128 and the number of the signal that stopped the
+        run."""
         if self.stop_signal is not None:
             return SIGNAL_STATUS + self.stop_signal
         return self.attempts[-1].status
@@ -130,8 +132,13 @@ def failure_text(attempt: Attempt) -> str:
     lines = [f"worker {failed.rank} failed after {failed.seconds:.1f} s: {failed}"]
     if failed.last_lines:
         lines += ["its last lines:", *(f"    {line}" for line in failed.last_lines)]
-    lines += [f"worker {end.rank} had left with exit code 0 {failed.seconds - end.seconds:.1f} s before" for end in before]
-    lines += [f"after it: {line}" for line in _in_brief([end for end in attempt.exits if end is not failed and end not in before])]
+    lines += [
+        f"worker {end.rank} had left with exit code 0 {failed.seconds - end.seconds:.1f} s before" for end in before
+    ]
+    lines += [
+        f"after it: {line}"
+        for line in _in_brief([end for end in attempt.exits if end is not failed and end not in before])
+    ]
     return "\n".join(lines)
 
 
@@ -144,4 +151,7 @@ def _in_brief(exits: Sequence[WorkerExit]) -> list[str]:
     ranks: dict[str, list[int]] = {}
     for end in exits:
         ranks.setdefault(str(end), []).append(end.rank)
-    return [f"worker{'s' if len(some) > 1 else ''} {', '.join(map(str, sorted(some)))}: {how}" for how, some in ranks.items()]
+    return [
+        f"worker{'s' if len(some) > 1 else ''} {', '.join(map(str, sorted(some)))}: {how}"
+        for how, some in ranks.items()
+    ]

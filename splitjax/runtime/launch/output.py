@@ -1,4 +1,5 @@
-"""What the workers write: streamed line by line with the rank in front, kept for the report of a failure, written to files."""
+"""What the workers write: streamed line by line with the rank in front, kept for the report of a failure, written to
+files."""
 
 from __future__ import annotations
 
@@ -74,11 +75,14 @@ class Output:
             self._selector.register(pipe, selectors.EVENT_READ, self._taker(rank, which))
 
     def add_notices(self, file: int, notice: Callable[[str | None, float], None]) -> None:
-        """Takes over the pipe that tells how a worker is: `notice(line, now)` for what it says, `notice(None, now)` when its end of the
-        pipe is closed, which is when the other workers lose it. `now`: monotonic, the same for what was seen at once."""
+        """Takes over the pipe that tells how a worker is: `notice(line, now)` for what it says, `notice(None, now)`
+        when its end of the pipe is closed, which is when the other workers lose it. `now`: monotonic, the same for what
+        was seen at once."""
         pipe = os.fdopen(file, "rb", buffering=0)
         self._partial[pipe.fileno()] = bytearray()
-        self._selector.register(pipe, selectors.EVENT_READ, lambda line: notice(None if line is None else line.decode(), self._now))
+        self._selector.register(
+            pipe, selectors.EVENT_READ, lambda line: notice(None if line is None else line.decode(), self._now)
+        )
 
     def start(self) -> None:
         self._thread.start()
@@ -153,7 +157,9 @@ def make_log_dir(path: pathlib.Path) -> pathlib.Path:
             raise PermissionError(13, "it may not be written to")
     except OSError as error:
         raise LaunchError(
-            f"the folder for the workers' logs cannot be used: {error.strerror or error}", value=str(path), place="--log-dir",
+            f"the folder for the workers' logs cannot be used: {error.strerror or error}",
+            value=str(path),
+            place="--log-dir",
             remedy="give a folder that may be written to",
         ) from error
     return path

@@ -45,7 +45,8 @@ class Peers:
             self._answered.append(f"{topic}/")
 
     def hear(self, topic: str, deadline: float) -> Any:
-        """The value that the first process announced; in the other processes. Raises `CheckpointError` at the deadline."""
+        """The value that the first process announced; in the other processes. Raises `CheckpointError` at the
+        deadline."""
         return self._get(f"{topic}/first", deadline, 0)
 
     def report(self, topic: str, value: Any) -> None:
@@ -54,8 +55,8 @@ class Peers:
             self._client.key_value_set(f"{topic}/{self.rank}", json.dumps(value))
 
     def collect(self, topic: str, deadline: float) -> list[Any]:
-        """What the other processes reported, by rank, from 1; in the first process. For a process that did not until the deadline a
-        `CheckpointError` stands in the list."""
+        """What the other processes reported, by rank, from 1; in the first process. For a process that did not until
+        the deadline a `CheckpointError` stands in the list."""
         found: list[Any] = []
         for rank in range(1, self.count):
             try:
@@ -70,8 +71,8 @@ class Peers:
         return found
 
     def decide(self, topic: str, make: Callable[[], Any], timeout_seconds: float) -> Any:
-        """What `make` returns in the first process (a JSON value), or the error that it raises, in all processes. `OSError`s become
-        `CheckpointError`s."""
+        """What `make` returns in the first process (a JSON value), or the error that it raises, in all processes.
+        `OSError`s become `CheckpointError`s."""
         if not self.is_first:
             answer = self.hear(topic, time.monotonic() + timeout_seconds)
             if "message" in answer:
@@ -81,7 +82,9 @@ class Peers:
             try:
                 value = make()
             except OSError as error:
-                raise CheckpointError(str(error.strerror or error), place=error.filename, remedy="see the cause above") from error
+                raise CheckpointError(
+                    str(error.strerror or error), place=error.filename, remedy="see the cause above"
+                ) from error
         except Exception as error:
             fields = {name: getattr(error, name, None) for name in ("place", "remedy")}
             self.announce(topic, {"message": getattr(error, "message", str(error)), **fields})
@@ -105,9 +108,12 @@ class Peers:
             return json.loads(self._client.blocking_key_value_get(key, milliseconds))
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).partition("\n")[0]
-            message = f"process {rank} " + ("did not answer in time" if "DEADLINE" in reason else f"cannot be reached: {reason}")
+            message = f"process {rank} " + (
+                "did not answer in time" if "DEADLINE" in reason else f"cannot be reached: {reason}"
+            )
             raise CheckpointError(
-                message, remedy="see whether it still runs; a larger timeout_seconds if its storage is only slow",
+                message,
+                remedy="see whether it still runs; a larger timeout_seconds if its storage is only slow",
             ) from error
 
 

@@ -22,8 +22,9 @@ _PAUSE_SECONDS = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Worker `rank` ended with `code` at the monotonic time `at`; or, without a code, is leaving: it announced so, or it is gone
-    already and its files are closed. With `alive`, the id of its process that joined, it only gives a sign of life."""
+    """Worker `rank` ended with `code` at the monotonic time `at`; or, without a code, is leaving: it announced so, or
+    it is gone already and its files are closed. With `alive`, the id of its process that joined, it only gives a sign
+    of life."""
 
     rank: int
     at: float
@@ -75,8 +76,8 @@ class Watch:
             self._signs[event.rank] = max(event.at, self._stood_still_until), event.alive
             return
         self._signs.pop(event.rank, None)
-        # Not the ends decide who left first: taking down a process can last longer than it takes the others to fail because of
-        # it. Of two in the same instant, one that left without a word was not brought down by an error.
+        # Not the ends decide who left first: taking down a process can last longer than it takes the others to fail
+        # because of it. Of two in the same instant, one that left without a word was not brought down by an error.
         self._left.setdefault(event.rank, (event.at, event.announced))
         if event.code is None:
             return
@@ -116,11 +117,12 @@ class Watch:
             self._lingering, self._deadline = set(), float("inf")
 
     def _end_hung(self) -> None:
-        """Kills workers that gave no sign of life for `heartbeat_seconds`: stopped, or stuck in the system or in a call that never
-        lets Python run. The others wait for them, and nobody else would end it."""
+        """Kills workers that gave no sign of life for `heartbeat_seconds`: stopped, or stuck in the system or in a call
+        that never lets Python run. The others wait for them, and nobody else would end it."""
         now = time.monotonic()
         paused, self._ticked = now - self._ticked, now
-        if paused > _PAUSE_SECONDS:  # this process did not run either: what they wrote meanwhile is yet to be read, or yet to be taken
+        # this process did not run either: what they wrote meanwhile is yet to be read, or yet to be taken
+        if paused > _PAUSE_SECONDS:
             self._stood_still_until = now
             self._signs = {rank: (at + paused, pid) for rank, (at, pid) in self._signs.items()}
         if self._is_stopping or self._deadline < float("inf"):
@@ -136,14 +138,20 @@ class Watch:
         deadline = time.monotonic() + seconds
         if deadline < self._deadline:
             self._deadline = deadline
-            self._reason_of_deadline = f"the {seconds:g} s {what_for} were over: the rest was killed" if what_for else ""
+            self._reason_of_deadline = (
+                f"the {seconds:g} s {what_for} were over: the rest was killed" if what_for else ""
+            )
 
     def attempt(self, number: int, *, stopped: bool) -> Attempt:
         """What happened, once nothing is running and all output is read. `stopped`: whether it was asked to stop."""
         exits = tuple(
             WorkerExit(
-                rank, self._codes[rank], self._left[rank][0] - self._began, rank in self._killed and self._codes[rank] == -SIGKILL,
-                self._output.last_lines(rank), self._config.heartbeat_seconds if rank in self._hung else None,
+                rank,
+                self._codes[rank],
+                self._left[rank][0] - self._began,
+                rank in self._killed and self._codes[rank] == -SIGKILL,
+                self._output.last_lines(rank),
+                self._config.heartbeat_seconds if rank in self._hung else None,
             )
             for rank in sorted(self._codes, key=self._left.__getitem__)
         )

@@ -1,4 +1,5 @@
-"""The processes of a run: their environment, their start, their signals; the guard that outlives the launcher to kill them."""
+"""The processes of a run: their environment, their start, their signals; the guard that outlives the launcher to kill
+them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from splitjax.errors import LaunchError
 from splitjax.runtime.launch import initialize as variables
 
 _HERE = pathlib.Path(__file__).parent
-# Python without the user's site, path or start files: it starts in 20 ms and cannot pick up a module from the working directory.
+# Python without the user's site, path or start files: it starts in 20 ms and cannot pick up a module from the working
+# directory.
 _PYTHON = (sys.executable, "-I", "-S")
 _ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 _DEVICE_COUNT_FLAG = re.compile(r"--xla_force_host_platform_device_count=\S*")
@@ -48,7 +50,8 @@ class Worker:
         return self._process.wait()
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the process alone. The children of a training script (readers of data) are its own to end."""
+        """Sends a signal to the process alone. The children of a training script (readers of data) are its own to
+        end."""
         _send(os.kill, self.pid, number)
 
     def signal_group(self, number: int) -> None:
@@ -74,10 +77,23 @@ def _send(send: Callable[[int, int], None], number: int, what: int) -> None:
         pass  # gone, or (macOS) a zombie
 
 
-def environment(config: Any, rank: int, *, coordinator: str, attempt: int, failed_unix_seconds: float | None, exit_file: int,
-                base: Mapping[str, str]) -> dict[str, str]:
+def environment(
+    config: Any,
+    rank: int,
+    *,
+    coordinator: str,
+    attempt: int,
+    failed_unix_seconds: float | None,
+    exit_file: int,
+    base: Mapping[str, str],
+) -> dict[str, str]:
     """The environment of one worker, from that of the launcher. `config`: a `LaunchConfig`."""
-    of_one_worker = (variables.JOINED_PID, variables.FAILED_UNIX_SECONDS, variables.LOCAL_DEVICE_IDS, variables.NETWORK_DEVICE)
+    of_one_worker = (
+        variables.JOINED_PID,
+        variables.FAILED_UNIX_SECONDS,
+        variables.LOCAL_DEVICE_IDS,
+        variables.NETWORK_DEVICE,
+    )
     values = {key: value for key, value in base.items() if key not in of_one_worker}
     values |= {
         variables.COORDINATOR: coordinator,
@@ -94,7 +110,8 @@ def environment(config: Any, rank: int, *, coordinator: str, attempt: int, faile
         values[variables.FAILED_UNIX_SECONDS] = f"{failed_unix_seconds:.3f}"
     flags = values.get("XLA_FLAGS", "")
     if config.threads is not None:
-        # The size of XLA's thread pools. The flags alone no longer bound products of matrices (measured with jax 0.10.2).
+        # The size of XLA's thread pools. The flags alone no longer bound products of matrices (measured with jax
+        # 0.10.2).
         values["NPROC"] = str(config.threads)
         if config.threads == 1:
             flags = f"{flags} {_ONE_THREAD}".strip()
@@ -115,18 +132,32 @@ def one_core_variables(base: Mapping[str, str]) -> dict[str, str]:
     return {"NPROC": "1", "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": " ".join([*flags, _ONE_THREAD])}
 
 
-def spawn(rank: int, command: Sequence[str], values: Mapping[str, str], *, exit_file: int, enter: Sequence[str] = (), address: str = "-",
-          enter_files: Sequence[int] = ()) -> Worker:
+def spawn(
+    rank: int,
+    command: Sequence[str],
+    values: Mapping[str, str],
+    *,
+    exit_file: int,
+    enter: Sequence[str] = (),
+    address: str = "-",
+    enter_files: Sequence[int] = (),
+) -> Worker:
     """Starts one worker. The kernel kills it when the *thread* that calls this ends.
 
     **Arguments:**
 
     - `exit_file`: where it announces that it leaves.
-    - `enter`, `enter_files`: a command that enters a network namespace, and the files that it reads; `address`: the worker's there.
+    - `enter`, `enter_files`: a command that enters a network namespace, and the files that it reads; `address`: the
+      worker's there.
     """
     shim = [*enter, *_PYTHON, str(_HERE / "_shim.py"), str(os.getpid()), address, *command]
     process = subprocess.Popen(
-        shim, env=dict(values), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        shim,
+        env=dict(values),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
         pass_fds=[exit_file, *enter_files],
     )
     return Worker(rank, process)
@@ -137,7 +168,10 @@ class Guard:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [*_PYTHON, str(_HERE / "_guard.py")], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            [*_PYTHON, str(_HERE / "_guard.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
 
@@ -162,15 +196,16 @@ class Guard:
 
 
 class Coordinator:
-    """JAX's coordination service, held by the launcher: it does not end with a worker, so that every worker can end when it has to.
+    """JAX's coordination service, held by the launcher: it does not end with a worker, so that every worker can end
+    when it has to.
 
-    Held by worker 0, as JAX has it by default, each process that ends waits up to five minutes for all others: one that fails
-    by an exception would hang, and the rest in their collectives with it.
+    Held by worker 0, as JAX has it by default, each process that ends waits up to five minutes for all others: one that
+    fails by an exception would hang, and the rest in their collectives with it.
     """
 
     def __init__(self, host: str, num_processes: int, heartbeat_seconds: int):
-        # XLA shares its port with whoever asks to share (SO_REUSEPORT). This socket never listens; as long as it is bound nobody else is
-        # given the same port.
+        # XLA shares its port with whoever asks to share (SO_REUSEPORT). This socket never listens; as long as it is
+        # bound nobody else is given the same port.
         self._held = socket.socket()
         if hasattr(socket, "SO_REUSEPORT"):
             self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -180,7 +215,9 @@ class Coordinator:
             self._service = _compat.coordination_service(self.address, num_processes, heartbeat_seconds)
         except (OSError, RuntimeError) as error:
             self._held.close()
-            raise LaunchError(f"the coordinator cannot listen on {host}: {error}", remedy="see whether the loopback device is up") from error
+            raise LaunchError(
+                f"the coordinator cannot listen on {host}: {error}", remedy="see whether the loopback device is up"
+            ) from error
 
     def close(self) -> None:
         self._service.shutdown()
@@ -190,7 +227,9 @@ class Coordinator:
 def check_command(command: Sequence[str], base: Mapping[str, str]) -> None:
     """Raises `LaunchError` for a command that cannot be started."""
     if not command:
-        raise LaunchError("no command to start", remedy="write it behind two dashes: splitjax launch -n 4 -- python train.py")
+        raise LaunchError(
+            "no command to start", remedy="write it behind two dashes: splitjax launch -n 4 -- python train.py"
+        )
     name = command[0]
     if os.sep in name:
         found = [name]
@@ -199,12 +238,15 @@ def check_command(command: Sequence[str], base: Mapping[str, str]) -> None:
     files = [path for path in found if os.path.isfile(path)]
     if not files:
         raise LaunchError(
-            "the command does not exist", value=name, place="the command",
+            "the command does not exist",
+            value=name,
+            place="the command",
             remedy="give a program of the PATH, or a path; a Python script is started as `python script.py`",
         )
     if not any(os.access(path, os.X_OK) for path in files):
         raise LaunchError(
-            "the command is not executable", value=files[0], place="the command",
+            "the command is not executable",
+            value=files[0],
+            place="the command",
             remedy=f"start it with its interpreter, as in `python {name}`, or make it executable: chmod +x {files[0]}",
         )
-

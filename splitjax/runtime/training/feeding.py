@@ -35,7 +35,8 @@ class Feed:
         is_one_batch = isinstance(batches, (Mapping, str, bytes, *_ARRAYS))
         if is_one_batch or not (hasattr(batches, "__iter__") or hasattr(batches, "__next__")):
             raise TrainingError(
-                "the batches are none that follow each other", value=type(batches).__name__,
+                "the batches are none that follow each other",
+                value=type(batches).__name__,
                 place="train(..., batches)",
                 remedy="give an iterator of batches, such as splitjax.data.prefetch(...) or a generator; "
                 "itertools.repeat(batch) gives one batch again and again",
@@ -64,7 +65,9 @@ class Feed:
             self._has_positions = is_pair
         elif is_pair != self._has_positions:
             raise TrainingError(
-                "some batches come with a position and others without", value=type(item).__name__, place=place,
+                "some batches come with a position and others without",
+                value=type(item).__name__,
+                place=place,
                 remedy="give (position, batch) every time, or plain batches every time",
             )
         return item
@@ -82,14 +85,18 @@ def _is_pair(item: Any, place: str) -> bool:
             return True
         if isinstance(position, np.generic) or not _has_arrays(position):
             raise TrainingError(
-                "a tuple of two is (position, batch), and this position is not JSON", value=position, place=place,
+                "a tuple of two is (position, batch), and this position is not JSON",
+                value=position,
+                place=place,
                 remedy="give a number (int(position)), a string, None, a list or a dict by strings of such, or an "
                 "object with to_json(); a batch of two has an array first",
             )
         return False
     if not _has_arrays(item):
         raise TrainingError(
-            "what comes as a batch holds no array", value=item, place=place,
+            "what comes as a batch holds no array",
+            value=item,
+            place=place,
             remedy="give batches, pytrees of arrays, or pairs (position, batch)",
         )
     return False

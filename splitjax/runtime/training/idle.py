@@ -1,5 +1,5 @@
-"""When does a program in flight only wait? On a processor the device is the process's own threads: if none of them runs or wants to run, what is left of a
-step is its exchange.
+"""When does a program in flight only wait? On a processor the device is the process's own threads: if none of them runs
+or wants to run, what is left of a step is its exchange.
 
 Linux only (`/proc`): elsewhere nothing is noticed, and a step keeps its device until it returns.
 """
@@ -21,7 +21,8 @@ _STILL_LOOKS = 2  # so many in a row
 
 @contextlib.contextmanager
 def noticing_idle(notice: Callable[[], None]) -> Iterator[None]:
-    """Calls `notice`, once at most, from another thread, when the process has begun to compute and then has no thread left that computes or wants to."""
+    """Calls `notice`, once at most, from another thread, when the process has begun to compute and then has no thread
+    left that computes or wants to."""
     if not _TASKS.is_dir():
         yield
         return
@@ -56,7 +57,8 @@ def _watch(over: threading.Event, notice: Callable[[], None]) -> None:
 
 
 def _that_wants_to_run(me: str, first: str) -> str:
-    """A thread other than `me` that does; empty where there is none. `first`: one to ask first, as there can be a hundred, and each costs time to ask."""
+    """A thread other than `me` that does; empty where there is none. `first`: one to ask first, as there can be a
+    hundred, and each costs time to ask."""
     if first and _wants_to_run(first):
         return first
     return next((name for name in os.listdir(_TASKS) if name != me and _wants_to_run(name)), "")

@@ -1,7 +1,7 @@
 """Goodput: which share of the time of a run, over all its starts, went into steps that were kept.
 
-Source of the word and of its parts: Google's ML Goodput (2024), "runtime goodput": time lost to starting, compiling, waiting for
-input, saving and doing steps again.
+Source of the word and of its parts: Google's ML Goodput (2024), "runtime goodput": time lost to starting, compiling,
+waiting for input, saving and doing steps again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Ledger:
     - `clock`: Unix seconds; for tests.
     """
 
-    def __init__(self, file: pathlib.Path | None, begin_unix_seconds: float | None = None, clock: Callable[[], float] = time.time):
+    def __init__(
+        self, file: pathlib.Path | None, begin_unix_seconds: float | None = None, clock: Callable[[], float] = time.time
+    ):
         self._file, self._clock = file, clock
         begin = clock() if begin_unix_seconds is None else begin_unix_seconds
         self._earlier = _read(file)
@@ -72,7 +74,9 @@ class Ledger:
         """Writes the file. A full disk is no reason to stop training: what cannot be written now may be later."""
         self._now.end_unix_seconds = self._flushed = self._clock()
         if self._file is not None:
-            text = json.dumps({"attempts": [dataclasses.asdict(attempt) for attempt in (*self._earlier, self._now)]}, indent=1)
+            text = json.dumps(
+                {"attempts": [dataclasses.asdict(attempt) for attempt in (*self._earlier, self._now)]}, indent=1
+            )
             with contextlib.suppress(OSError):
                 write_atomically(self._file, text + "\n")
 
@@ -83,8 +87,8 @@ class Ledger:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Seconds of a whole run by what they went to. `parts`: PARTS, `"step"` (kept steps), `"repeated"` (steps whose work was lost),
-    `"restart"` (between the end of an attempt and the start of the next)."""
+    """Seconds of a whole run by what they went to. `parts`: PARTS, `"step"` (kept steps), `"repeated"` (steps whose
+    work was lost), `"restart"` (between the end of an attempt and the start of the next)."""
 
     total_seconds: float
     parts: dict[str, float]
@@ -97,9 +101,17 @@ class Summary:
         return self.parts["step"] / self.total_seconds if self.total_seconds > 0 else 0.0
 
     def __str__(self) -> str:
-        shown = [(name, seconds) for name, seconds in self.parts.items() if name != "step" and seconds >= 0.0005 * self.total_seconds]
-        rest = ", ".join(f"{name} {seconds / self.total_seconds:.1%}" for name, seconds in sorted(shown, key=lambda item: -item[1]))
-        tries = f" in {self.num_attempts} attempts, {self.repeated_steps} steps done again" if self.num_attempts > 1 else ""
+        shown = [
+            (name, seconds)
+            for name, seconds in self.parts.items()
+            if name != "step" and seconds >= 0.0005 * self.total_seconds
+        ]
+        rest = ", ".join(
+            f"{name} {seconds / self.total_seconds:.1%}" for name, seconds in sorted(shown, key=lambda item: -item[1])
+        )
+        tries = (
+            f" in {self.num_attempts} attempts, {self.repeated_steps} steps done again" if self.num_attempts > 1 else ""
+        )
         return f"goodput {self.goodput:.1%} of {self.total_seconds:.0f} s{tries}" + (f"; {rest}" if rest else "")
 
 
@@ -114,7 +126,9 @@ def summarise(attempts: Sequence[Attempt]) -> Summary:
         in_steps = max(0.0, length - sum(attempt.seconds.values()))
         done = attempt.last_step - attempt.first_step + 1
         # Steps that a later attempt did again were in vain.
-        resumed = min((later.first_step for later in attempts[number + 1 :] if later.last_step >= later.first_step), default=None)
+        resumed = min(
+            (later.first_step for later in attempts[number + 1 :] if later.last_step >= later.first_step), default=None
+        )
         lost = 0 if resumed is None else min(done, max(0, attempt.last_step - resumed + 1))
         vain = in_steps * lost / done if done else 0.0
         repeated_steps += lost

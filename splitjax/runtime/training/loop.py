@@ -1,4 +1,5 @@
-"""The training loop: steps in order, metrics of each, checkpoints, evaluation, and a clean end when somebody asks for one.
+"""The training loop: steps in order, metrics of each, checkpoints, evaluation, and a clean end when somebody asks for
+one.
 
 ```python
 with Checkpoints(options) as checkpoints, StopRequest() as stop:
@@ -6,7 +7,8 @@ with Checkpoints(options) as checkpoints, StopRequest() as stop:
     outcome = train(step, state, batches, options, checkpoints=checkpoints, stop=stop)
 ```
 
-A step is given to the devices while the one before it still runs: its metrics are read one step late, and nothing waits for the host.
+A step is given to the devices while the one before it still runs: its metrics are read one step late, and nothing waits
+for the host.
 """
 
 from __future__ import annotations
@@ -33,7 +35,14 @@ class Saves(Protocol):
     """What the loop needs of `runtime.checkpoint.Checkpoints`."""
 
     def save(
-        self, step: int, state: Any, extra: Mapping[str, Any], metrics: Mapping[str, float], *, carried: Any = None, wait: bool = False
+        self,
+        step: int,
+        state: Any,
+        extra: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        *,
+        carried: Any = None,
+        wait: bool = False,
     ) -> bool: ...
 
 
@@ -58,8 +67,8 @@ class LoopOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How training ended: the last state, the number of the last step, whether it was asked to stop before the end, and the last
-    step's metrics."""
+    """How training ended: the last state, the number of the last step, whether it was asked to stop before the end, and
+    the last step's metrics."""
 
     state: Any
     last_step: int
@@ -87,23 +96,28 @@ def train(
 
     **Arguments:**
 
-    - `step`: decorated by `splitjax.parallelize`, `splitjax.equinox.parallelize` or `splitjax.nnx.parallelize`, or a plain `step(state, batch) -> (state, metrics)`.
-      Beside its states it returns its metrics, `{"loss": f32[], ...}`, all of them scalars, or its loss alone. A step with several batch arguments gets tuples for batches.
-    - `state`: as `step.init` or a restore gave it, a tuple where the step has several states. It is donated; NNX objects are changed in place.
-    - `batches`: pairs `(position, batch)`, from the first batch on that this start has to do; a position is JSON or has `to_json()`, and is where the data go on behind the batch.
-      Or plain batches, from the first one of the run on: their position is how many the run has taken, and a start with `first_step` n reads n - 1 of them and drops
-      them. `runtime.training.feeding` says how the two are told apart. A batch is a pytree of arrays, of the host or of the devices.
+    - `step`: decorated by `splitjax.parallelize`, `splitjax.equinox.parallelize` or `splitjax.nnx.parallelize`, or a
+      plain `step(state, batch) -> (state, metrics)`. Beside its states it returns its metrics, `{"loss": f32[], ...}`,
+      all of them scalars, or its loss alone. A step with several batch arguments gets tuples for batches.
+    - `state`: as `step.init` or a restore gave it, a tuple where the step has several states. It is donated; NNX
+      objects are changed in place.
+    - `batches`: pairs `(position, batch)`, from the first batch on that this start has to do; a position is JSON or has
+      `to_json()`, and is where the data go on behind the batch. Or plain batches, from the first one of the run on:
+      their position is how many the run has taken, and a start with `first_step` n reads n - 1 of them and drops them.
+      `runtime.training.feeding` says how the two are told apart. A batch is a pytree of arrays, of the host or of the
+      devices.
     - `first_step`: the number of the first step to do.
-    - `checkpoints`: where the state is saved (of Equinox modules the arrays; `runtime.restore` reads it back), with what the step carries (`ParallelStep.carried`), `extra`, the
-      position, and the metrics (`loss`: the mean since the last save; those of `evaluate` under `eval_`).
+    - `checkpoints`: where the state is saved (of Equinox modules the arrays; `runtime.restore` reads it back), with
+      what the step carries (`ParallelStep.carried`), `extra`, the position, and the metrics (`loss`: the mean since the
+      last save; those of `evaluate` under `eval_`).
     - `learning_rates`: of every step from 1 on, for the metrics.
     - `observers`: told about every step; on process 0 alone, or wherever they are given.
     - `stop`, `ledger`, `profile`: see their modules.
 
     **Returns** an `Outcome`. A run that is asked to stop has saved when this returns.
 
-    Raises `TrainingError` for a state, batch, position or result of the step that is none of these, when the loss is not finite (before that state is
-    saved) or the batches end early, and what `step` and `checkpoints` raise.
+    Raises `TrainingError` for a state, batch, position or result of the step that is none of these, when the loss is
+    not finite (before that state is saved) or the batches end early, and what `step` and `checkpoints` raise.
     """
     loop = _Loop(step, options, checkpoints, dict(extra or {}), observers, ledger or Ledger(None), learning_rates)
     loop_step, feed = as_loop_step(step, state), Feed(batches, first_step - 1)
@@ -145,22 +159,40 @@ def _next(feed: Feed, number: int, options: LoopOptions) -> tuple[Any, Any]:
         return feed.next()
     except StopIteration:
         raise TrainingError(
-            f"the batches ended after step {number}", value=options.num_steps, place="num_steps",
+            f"the batches ended after step {number}",
+            value=options.num_steps,
+            place="num_steps",
             remedy="give batches without end, or as many as there are steps",
         ) from None
 
 
 class _Loop:
-    """What the loop keeps beside the state: metrics on their way from the devices, and the mean loss since the last save."""
+    """What the loop keeps beside the state: metrics on their way from the devices, and the mean loss since the last
+    save."""
 
-    def __init__(self, step: Callable[..., Any], options: LoopOptions, checkpoints: Saves | None, extra: dict[str, Any], observers: Sequence[Observer],
-                 ledger: Ledger, learning_rates: Sequence[float] | None):
-        self.step, self.options, self.checkpoints, self.extra, self.observers = step, options, checkpoints, extra, observers
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        options: LoopOptions,
+        checkpoints: Saves | None,
+        extra: dict[str, Any],
+        observers: Sequence[Observer],
+        ledger: Ledger,
+        learning_rates: Sequence[float] | None,
+    ):
+        self.step, self.options, self.checkpoints, self.extra, self.observers = (
+            step,
+            options,
+            checkpoints,
+            extra,
+            observers,
+        )
         self.ledger, self.learning_rates = ledger, learning_rates
         self.row: dict[str, Any] = {}
         self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
         self._evaluation: dict[str, float] = {}
-        self._loss_sum, self._num_losses = 0.0, 0  # since the last save; no list, which a run without saves would grow for ever
+        # since the last save; no list, which a run without saves would grow for ever
+        self._loss_sum, self._num_losses = 0.0, 0
         self._told = time.perf_counter()
 
     def dispatched(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
@@ -186,10 +218,21 @@ class _Loop:
         self.drain()
         carries = self.step.carried() if hasattr(self.step, "carried") else None
         more = {"carried": carries} if carries else {}
-        metrics = {**evaluation, "loss": self._loss_sum / self._num_losses, **{k: v for k, v in self.row.items() if k == "accuracy"}}
+        metrics = {
+            **evaluation,
+            "loss": self._loss_sum / self._num_losses,
+            **{k: v for k, v in self.row.items() if k == "accuracy"},
+        }
         assert self.checkpoints is not None
         with self.ledger.during("checkpoint"):
-            self.checkpoints.save(number, stored_state(self.step, state), {**self.extra, "position": position_json(position)}, metrics, wait=wait, **more)
+            self.checkpoints.save(
+                number,
+                stored_state(self.step, state),
+                {**self.extra, "position": position_json(position)},
+                metrics,
+                wait=wait,
+                **more,
+            )
         self._loss_sum, self._num_losses = 0.0, 0
 
     def _tell(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
@@ -198,15 +241,25 @@ class _Loop:
         seconds, self._told = now - self._told, now
         if not math.isfinite(values["loss"]) and not self.options.allow_nonfinite:
             raise TrainingError(
-                f"the loss of step {number} is {values['loss']}", value=values["loss"], place=f"step {number}",
+                f"the loss of step {number} is {values['loss']}",
+                value=values["loss"],
+                place=f"step {number}",
                 remedy="lower the learning rate, clip gradients or compute in float32; what was saved before is finite",
             )
         self._loss_sum, self._num_losses = self._loss_sum + values["loss"], self._num_losses + 1
         epoch = None if self.options.steps_per_epoch is None else (number - 1) // self.options.steps_per_epoch
         rate = None if self.learning_rates is None else float(self.learning_rates[number - 1])
         loss = values.pop("loss")
-        self.row = {"step": number, "epoch": epoch, "loss": loss, **values, "learning_rate": rate, **self._evaluation, "seconds": seconds,
-                    "examples_per_second": self.options.batch_size / seconds}
+        self.row = {
+            "step": number,
+            "epoch": epoch,
+            "loss": loss,
+            **values,
+            "learning_rate": rate,
+            **self._evaluation,
+            "seconds": seconds,
+            "examples_per_second": self.options.batch_size / seconds,
+        }
         self._evaluation = {}
         for observer in self.observers:
             observer.step(self.row)

@@ -34,8 +34,9 @@ class JsonLines:
     **Arguments:**
 
     - `path`: the file; made with its folder where it does not exist.
-    - `resume_step`: the step that training goes on from. Lines of later steps, which will be done again, and a last line that
-      was cut off are dropped; everything else stays. A file with damage in other lines is kept beside (`m.jsonl.damaged-1`).
+    - `resume_step`: the step that training goes on from. Lines of later steps, which will be done again, and a last
+      line that was cut off are dropped; everything else stays. A file with damage in other lines is kept beside
+      (`m.jsonl.damaged-1`).
 
     A disk that is full later does not stop the training: the lines are kept, and written once there is room.
 
@@ -61,7 +62,9 @@ class Table:
 
     def step(self, row: Row) -> None:
         line = io.StringIO()
-        csv.writer(line, lineterminator="\n").writerow(["" if row.get(name) is None else row[name] for name in self._columns])
+        csv.writer(line, lineterminator="\n").writerow(
+            ["" if row.get(name) is None else row[name] for name in self._columns]
+        )
         self._file.write(line.getvalue())
 
     def close(self) -> None:
@@ -75,7 +78,9 @@ class TensorBoard:
         try:
             from tensorboard.summary import Writer
         except ImportError as error:
-            raise DataError("TensorBoard is not installed", place="--tensorboard", remedy="pip install tensorboard") from error
+            raise DataError(
+                "TensorBoard is not installed", place="--tensorboard", remedy="pip install tensorboard"
+            ) from error
         self._writer = Writer(str(folder))
 
     def step(self, row: Row) -> None:
@@ -106,7 +111,8 @@ def _csv_step(line: str) -> int | None:
 
 
 class _Lines:
-    """A file that is appended to, past failures of its disk: what could not be written is written before what comes next."""
+    """A file that is appended to, past failures of its disk: what could not be written is written before what comes
+    next."""
 
     def __init__(self, path: pathlib.Path):
         self._path = path
@@ -119,7 +125,9 @@ class _Lines:
         self._unwritten += text.encode("utf-8")
         error = self._flush()
         if error is not None and not was_behind:
-            logger.warning("%s cannot be written (%s): its lines are kept until it can be", self._path, error.strerror or error)
+            logger.warning(
+                "%s cannot be written (%s): its lines are kept until it can be", self._path, error.strerror or error
+            )
 
     def close(self) -> None:
         error = self._flush()
@@ -146,10 +154,19 @@ def _reopen(path: pathlib.Path, step_of: Any, resume_step: int, header: str | No
         steps = [step_of(line) if line.endswith("\n") else None for line in old]
         kept = [line for line, step in zip(old, steps) if step is not None and step <= resume_step]
         # The last line may have been cut off, and the first be the header.
-        damaged = [number for number, step in enumerate(steps) if step is None and number != len(old) - 1 and (number or header is None)]
+        damaged = [
+            number
+            for number, step in enumerate(steps)
+            if step is None and number != len(old) - 1 and (number or header is None)
+        ]
         if damaged:
             aside = set_aside(path, "damaged")
-            logger.warning("%s: line %d is damaged; the file is kept as %s, and its other lines go on", path, damaged[0] + 1, aside.name)
+            logger.warning(
+                "%s: line %d is damaged; the file is kept as %s, and its other lines go on",
+                path,
+                damaged[0] + 1,
+                aside.name,
+            )
         if header is not None:
             kept.insert(0, header + "\n")
         if kept != old or damaged:
@@ -161,6 +178,8 @@ def _reopen(path: pathlib.Path, step_of: Any, resume_step: int, header: str | No
 
 def _unwritable(path: pathlib.Path, error: OSError, what: str) -> DataError:
     return DataError(
-        f"{what}: {error.strerror or error}", value=os.fspath(path), place="metrics file",
+        f"{what}: {error.strerror or error}",
+        value=os.fspath(path),
+        place="metrics file",
         remedy="give a file in a folder that may be written to, on a disk with room",
     )

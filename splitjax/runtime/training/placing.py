@@ -21,7 +21,8 @@ class Placement:
 
     - `shardings`: of every array of the batch, by its name.
     - `batch_size`: B, of the global batch.
-    - `rows`: of every array, i64[b], the rows of the global batch that this process's devices hold, ascending: what it has to read.
+    - `rows`: of every array, i64[b], the rows of the global batch that this process's devices hold, ascending: what it
+      has to read.
     """
 
     shardings: Mapping[str, NamedSharding]
@@ -31,7 +32,9 @@ class Placement:
     @classmethod
     def of(cls, shardings: Mapping[str, NamedSharding], batch_size: int) -> Placement:
         """From the layout that a step gives its batch (`step.shardings(state, batch)[1]`)."""
-        return cls(dict(shardings), batch_size, {name: _rows(sharding, batch_size) for name, sharding in shardings.items()})
+        return cls(
+            dict(shardings), batch_size, {name: _rows(sharding, batch_size) for name, sharding in shardings.items()}
+        )
 
     def __call__(self, local_batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """This process's rows, `[b, ...]` of every array, as its part of global arrays `[B, ...]`.
@@ -39,7 +42,9 @@ class Placement:
         Raises `BatchError` for arrays that are not of their rows, or that the step's batch does not have."""
         if set(local_batch) != set(self.shardings):
             raise BatchError(
-                "the batch has other arrays than the step was planned with", value=sorted(local_batch), place="Placement",
+                "the batch has other arrays than the step was planned with",
+                value=sorted(local_batch),
+                place="Placement",
                 remedy=f"give {', '.join(sorted(self.shardings))}",
             )
         return {name: self._place(name, np.asarray(array)) for name, array in local_batch.items()}
@@ -48,7 +53,9 @@ class Placement:
         rows = self.rows[name]
         if array.shape[:1] != rows.shape:
             raise BatchError(
-                f"this process's part of the batch has {len(rows)} rows", value=array.shape, place=name,
+                f"this process's part of the batch has {len(rows)} rows",
+                value=array.shape,
+                place=name,
                 remedy="read the rows `placement.rows[name]` of the global batch, in this order",
             )
         shape = (self.batch_size, *array.shape[1:])
@@ -66,7 +73,9 @@ def _rows(sharding: NamedSharding, batch_size: int) -> np.ndarray:
     # Other dims do not matter for rows; a spec never has more entries than the array dims.
     spec = sharding.spec[:1]
     only_rows = NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))
-    spans = {index[0].indices(batch_size)[:2] for index in only_rows.addressable_devices_indices_map((batch_size,)).values()}
+    spans = {
+        index[0].indices(batch_size)[:2] for index in only_rows.addressable_devices_indices_map((batch_size,)).values()
+    }
     return np.unique(np.concatenate([np.arange(*span) for span in sorted(spans)]))
 
 

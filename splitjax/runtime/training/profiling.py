@@ -17,8 +17,8 @@ SKIPPED_STEPS = 3
 class Profile:
     """Traces `num_steps` steps into `folder`, after the first few that this process does; None traces nothing.
 
-    Products with weights carry their layer (`splitjax:layer:LAYER`), whatever library made it, and what crosses devices its scope
-    (`splitjax:enter:LAYER`)."""
+    Products with weights carry their layer (`splitjax:layer:LAYER`), whatever library made it, and what crosses devices
+    its scope (`splitjax:enter:LAYER`)."""
 
     folder: pathlib.Path | None = None
     num_steps: int = 3
@@ -36,7 +36,8 @@ class Profile:
             yield
 
     def step_done(self, result: object) -> None:
-        """Ends the trace when its last step is done. `result`: what the step returned; the devices may still be at it."""
+        """Ends the trace when its last step is done. `result`: what the step returned; the devices may still be at
+        it."""
         if self._active and self._seen >= SKIPPED_STEPS + self.num_steps:
             jax.block_until_ready(result)
             self.close()

@@ -19,7 +19,8 @@ LOG_SECONDS = 10.0
 
 
 def memory_bytes() -> int | None:
-    """The most that one of this process's devices held so far; on a CPU what the process holds now, None where nothing tells."""
+    """The most that one of this process's devices held so far; on a CPU what the process holds now, None where nothing
+    tells."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     if all(stats):
         return max(entry.get("peak_bytes_in_use", entry["bytes_in_use"]) for entry in stats)
@@ -31,8 +32,8 @@ def memory_bytes() -> int | None:
 
 
 class TrainingProgress:
-    """Shows loss, accuracy, examples a second, memory and the time left. Use as a context manager, or as an observer of the
-    training loop (`start`, `step`, `close`).
+    """Shows loss, accuracy, examples a second, memory and the time left. Use as a context manager, or as an observer of
+    the training loop (`start`, `step`, `close`).
 
     **Arguments:**
 
@@ -44,8 +45,15 @@ class TrainingProgress:
     - `memory`: bytes to show, if it tells any.
     """
 
-    def __init__(self, console: Console, num_steps: int, batch_size: int, clock: Callable[[], float] = time.monotonic,
-                 num_done: int = 0, memory: Callable[[], int | None] = lambda: None):
+    def __init__(
+        self,
+        console: Console,
+        num_steps: int,
+        batch_size: int,
+        clock: Callable[[], float] = time.monotonic,
+        num_done: int = 0,
+        memory: Callable[[], int | None] = lambda: None,
+    ):
         self._console, self._num_steps, self._batch_size, self._clock = console, num_steps, batch_size, clock
         self._memory = memory
         self._recent: collections.deque[tuple[float, float | None]] = collections.deque(maxlen=AVERAGED_STEPS)
@@ -55,8 +63,12 @@ class TrainingProgress:
         if console.is_terminal:
             self._bar = Progress(
                 # Narrow enough for 80 columns.
-                BarColumn(bar_width=12), TextColumn("{task.completed:.0f}/{task.total:.0f}"), TextColumn("{task.fields[shown]}"),
-                TimeRemainingColumn(compact=True), TextColumn("left"), console=console,
+                BarColumn(bar_width=12),
+                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+                TextColumn("{task.fields[shown]}"),
+                TimeRemainingColumn(compact=True),
+                TextColumn("left"),
+                console=console,
             )
             self._task = self._bar.add_task("training", total=num_steps, completed=num_done, shown="compiling the step")
 
@@ -65,7 +77,9 @@ class TrainingProgress:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -89,8 +103,10 @@ class TrainingProgress:
             self._last_line = now
             left = self.seconds_left
             self._console.print(
-                f"step {self._num_done}/{self._num_steps}  {self.text()}" + (f"  {_duration(left)} left" if left else ""),
-                highlight=False, soft_wrap=True,
+                f"step {self._num_done}/{self._num_steps}  {self.text()}"
+                + (f"  {_duration(left)} left" if left else ""),
+                highlight=False,
+                soft_wrap=True,
             )
 
     def text(self) -> str:

@@ -58,7 +58,11 @@ def stored_state(step: Any, state: Any) -> Any:
 
 
 def restore(
-    checkpoints: Checkpoints, step: Any, make_fn: Callable, *make_args: Any, example: Sequence[Any],
+    checkpoints: Checkpoints,
+    step: Any,
+    make_fn: Callable,
+    *make_args: Any,
+    example: Sequence[Any],
     at: int | None = None,
 ) -> Restored:
     """The newest good checkpoint that `train` saved, laid out as a step wants it, with what the step carried put back:
@@ -95,7 +99,9 @@ class _PlainStep:
         result = self._step(state, batch)
         if type(result) not in (tuple, list) or len(result) != 2:
             raise TrainingError(
-                "a step returns its new state and its metrics", value=_outline(result), place=f"result of {self._name}",
+                "a step returns its new state and its metrics",
+                value=_outline(result),
+                place=f"result of {self._name}",
                 remedy="return (state, metrics); decorate a step that changes NNX objects in place with "
                 "splitjax.nnx.parallelize",
             )
@@ -141,7 +147,9 @@ class _DecoratedStep:
         count = len(self._options.state_argnums) or len(state)
         if type(state) not in (tuple, list) or len(state) != count:
             raise TrainingError(
-                f"the step has {count} states", value=_outline(state), place="train(..., state)",
+                f"the step has {count} states",
+                value=_outline(state),
+                place="train(..., state)",
                 remedy="give what step.init returned: a tuple of the states, in state_argnums order",
             )
         return state
@@ -152,7 +160,9 @@ class _DecoratedStep:
             return (batch,)
         if type(batch) not in (tuple, list) or len(batch) != count:
             raise TrainingError(
-                f"the step has {count} batch arguments", value=_outline(batch), place=f"a batch for {self._name}",
+                f"the step has {count} batch arguments",
+                value=_outline(batch),
+                place=f"a batch for {self._name}",
                 remedy="give a tuple with one entry for each of them, in batch_argnums order",
             )
         return batch
@@ -177,7 +187,8 @@ class _DecoratedStep:
         if missing or (found and len(results) != len(found) + 1):
             names = ", ".join(self._parameters.get(self._state_numbers[k], f"state {k}") for k in wanted)
             raise TrainingError(
-                f"a step returns its new states ({names}) and its metrics, and nothing else", value=_outline(result),
+                f"a step returns its new states ({names}) and its metrics, and nothing else",
+                value=_outline(result),
                 place=f"result of {self._name}",
                 remedy="return a tuple of the states and one mapping of metrics, or the loss; steps made by like() "
                 "return no state",
@@ -194,7 +205,8 @@ def _checked_parameters(step: Any, options: Options, given: set[int], name: str)
     for number, parameter in enumerate(options.names):
         if number not in given and number not in defaults and parameters[parameter].default is inspect.Parameter.empty:
             raise TrainingError(
-                f"the loop has nothing to give for the argument {parameter!r}", value=parameter,
+                f"the loop has nothing to give for the argument {parameter!r}",
+                value=parameter,
                 place=f"train({name}, ...)",
                 remedy="keep it in the state (a random key, a step number), put it into the batch, or give it a "
                 "default",
@@ -223,14 +235,17 @@ def _checked_metrics(metrics: Any) -> Mapping[str, Any]:
         return {"loss": metrics}
     if not isinstance(metrics, Mapping) or "loss" not in metrics:
         raise TrainingError(
-            "the step's metrics have no loss", place="the step's metrics",
+            "the step's metrics have no loss",
+            place="the step's metrics",
             value=sorted(metrics) if isinstance(metrics, Mapping) else _outline(metrics),
             remedy='return a mapping with a scalar "loss", or the loss alone, beside the state',
         )
     for name, value in metrics.items():
         if not isinstance(value, _NUMBERS) or np.shape(value) != ():
             raise TrainingError(
-                f"the metric {name!r} is no single number", value=_outline(value), place="the step's metrics",
+                f"the metric {name!r} is no single number",
+                value=_outline(value),
+                place="the step's metrics",
                 remedy="reduce it to a scalar in the step, or leave it out",
             )
     return metrics

@@ -16,8 +16,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class StopRequest:
     """Whether somebody wants the run to end. A context manager: signals are taken over inside it, and given back.
 
-    In a run of several processes SIGTERM is JAX's: its coordination service tells all processes, and picks the step after which
-    all of them stop. Ctrl-C is turned into one. Alone, a second Ctrl-C interrupts at once.
+    In a run of several processes SIGTERM is JAX's: its coordination service tells all processes, and picks the step
+    after which all of them stop. Ctrl-C is turned into one. Alone, a second Ctrl-C interrupts at once.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,9 @@ class StopRequest:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()

@@ -1,8 +1,10 @@
-"""What real execution is made of: programs of jobs, tasks of their workers, and engines, which hold a process for each (job, device).
+"""What real execution is made of: programs of jobs, tasks of their workers, and engines, which hold a process for each
+(job, device).
 
-A `Program` is what a job trains, as a value that travels to other processes. `begin` makes of it, in the process of one worker, a `WorkerTask`, which
-advances by one iteration per `step`. An `Engine` starts these processes, hands them commands, and reports what became of them. Nothing here knows JAX:
-`splitjax.runtime.scheduled` makes programs of decorated training steps.
+A `Program` is what a job trains, as a value that travels to other processes. `begin` makes of it, in the process of one
+worker, a `WorkerTask`, which advances by one iteration per `step`. An `Engine` starts these processes, hands them
+commands, and reports what became of them. Nothing here knows JAX: `splitjax.runtime.scheduled` makes programs of
+decorated training steps.
 """
 
 from __future__ import annotations
@@ -36,26 +38,30 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class StepOrder:
-    """One iteration: its `number`, counted from 1 over all starts of the job, and for every worker the share of the model that it is to differentiate
-    (`depths`, each in (0, 1]; all 1 is full backpropagation)."""
+    """One iteration: its `number`, counted from 1 over all starts of the job, and for every worker the share of the
+    model that it is to differentiate (`depths`, each in (0, 1]; all 1 is full backpropagation)."""
 
     number: int
     depths: tuple[float, ...]
 
 
 class WorkerTask(Protocol):
-    """One worker of a job, in its process. Methods are called one after the other, `restore` first, always in the same thread."""
+    """One worker of a job, in its process. Methods are called one after the other, `restore` first, always in the same
+    thread."""
 
     def restore(self) -> int:
-        """Continues from the job's newest checkpoint, or begins anew. **Returns:** how many iterations are done; the same in all workers."""
+        """Continues from the job's newest checkpoint, or begins anew. **Returns:** how many iterations are done; the
+        same in all workers."""
 
     def stage(self, number: int, resource: int) -> None:
-        """Does what iteration `number` needs of `STORAGE` (read its batch) or `CPU` (preprocess it) ahead of `step`, if a discipline gives these turns of
-        their own. `step` does what was not done ahead; a task without such stages does nothing here."""
+        """Does what iteration `number` needs of `STORAGE` (read its batch) or `CPU` (preprocess it) ahead of `step`, if
+        a discipline gives these turns of their own. `step` does what was not done ahead; a task without such stages
+        does nothing here."""
 
     def step(self, order: StepOrder, computed: Callable[[], None]) -> Mapping[str, float]:
-        """One iteration, with the exchange of gradients that it needs. `computed` may be called, from any thread, once this worker's device has nothing
-        left to compute but waits for the exchange: others may compute on it from then on. **Returns** metrics, such as the loss."""
+        """One iteration, with the exchange of gradients that it needs. `computed` may be called, from any thread, once
+        this worker's device has nothing left to compute but waits for the exchange: others may compute on it from then
+        on. **Returns** metrics, such as the loss."""
 
     def save(self, number: int) -> None:
         """Writes a checkpoint of the state after iteration `number`, and returns when it is safe."""
@@ -65,17 +71,19 @@ class Program(Protocol):
     """What a job trains. Has to be picklable if its engine uses processes."""
 
     def meet(self, place: Place) -> tuple[Any, Any]:
-        """Called in worker 0's process before any worker begins. **Returns** what all need to find each other, such as an address, and what is to be kept
-        as long as that process is there, such as the service that listens on it; None for nothing."""
+        """Called in worker 0's process before any worker begins. **Returns** what all need to find each other, such as
+        an address, and what is to be kept as long as that process is there, such as the service that listens on it;
+        None for nothing."""
 
     def begin(self, place: Place) -> WorkerTask:
         """Called in every worker's process."""
 
 
 class Kind(enum.Enum):
-    """Of reports. `STARTED`: all workers have restored; `number` is how many iterations are done. `STAGED`: a worker has done `resource` of iteration
-    `number`. `COMPUTED`: a worker waits for its exchange only. `FINISHED`: a worker has done the iteration; `values` are its metrics. `SAVED`: all workers
-    have. `DIED`: a worker failed or its process is gone, `reason` says how."""
+    """Of reports. `STARTED`: all workers have restored; `number` is how many iterations are done. `STAGED`: a worker
+    has done `resource` of iteration `number`. `COMPUTED`: a worker waits for its exchange only. `FINISHED`: a worker
+    has done the iteration; `values` are its metrics. `SAVED`: all workers have. `DIED`: a worker failed or its process
+    is gone, `reason` says how."""
 
     STARTED = "started"
     STAGED = "staged"
@@ -100,7 +108,8 @@ class Report:
 
 
 class Engine(Protocol):
-    """Holds the processes of jobs, which it knows by number. No method but `next` and `close` blocks for long; what becomes of a command is reported."""
+    """Holds the processes of jobs, which it knows by number. No method but `next` and `close` blocks for long; what
+    becomes of a command is reported."""
 
     def start(self, job: int, program: Program, places: tuple[Place, ...]) -> None:
         """Starts a process per place. Reports `STARTED` or `DIED`."""

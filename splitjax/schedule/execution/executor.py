@@ -1,8 +1,9 @@
 """Jobs that really run, under the policies and disciplines that the simulator asks: `execute`.
 
-A job has a process per worker. A policy's groups say which devices they are on; a group's discipline says which job's iteration is next, at which depths;
-all of the iteration's tokens are granted at once (`schedule.execution.tokens`). Times that iterations really take go into what policies and disciplines see next.
-A job that loses its devices is checkpointed first; one that loses a process begins again from its checkpoint. Neither touches other jobs.
+A job has a process per worker. A policy's groups say which devices they are on; a group's discipline says which job's
+iteration is next, at which depths; all of the iteration's tokens are granted at once (`schedule.execution.tokens`).
+Times that iterations really take go into what policies and disciplines see next. A job that loses its devices is
+checkpointed first; one that loses a process begins again from its checkpoint. Neither touches other jobs.
 """
 
 from __future__ import annotations
@@ -36,9 +37,15 @@ logger = logging.getLogger("splitjax")
 
 
 def execute(
-    jobs: Sequence[Job], programs: Mapping[str, Program], cluster: Cluster, policy: str | Policy, engine: Engine, options: ExecutionOptions | None = None,
-) -> Execution:  # fmt: skip
-    """Runs all `jobs` on `cluster` under a policy (or the name of a registered one), in real time, and returns when all are done.
+    jobs: Sequence[Job],
+    programs: Mapping[str, Program],
+    cluster: Cluster,
+    policy: str | Policy,
+    engine: Engine,
+    options: ExecutionOptions | None = None,
+) -> Execution:
+    """Runs all `jobs` on `cluster` under a policy (or the name of a registered one), in real time, and returns when all
+    are done.
 
     **Arguments:**
 
@@ -46,22 +53,42 @@ def execute(
     - `programs`: by name of job, what it trains.
     - `engine`: holds the processes. It is closed at the end, however that comes.
 
-    Raises `ScheduleError` for a job without program or with too many workers, a policy that leaves jobs waiting for ever, or a decision that cannot be carried
-    out.
+    Raises `ScheduleError` for a job without program or with too many workers, a policy that leaves jobs waiting for
+    ever, or a decision that cannot be carried out.
     """
     try:
-        return _Executor(tuple(jobs), programs, cluster, get(policy) if isinstance(policy, str) else policy, engine, options or ExecutionOptions()).run()
+        return _Executor(
+            tuple(jobs),
+            programs,
+            cluster,
+            get(policy) if isinstance(policy, str) else policy,
+            engine,
+            options or ExecutionOptions(),
+        ).run()
     finally:
         engine.close()
 
 
 class _Executor:
-    def __init__(self, jobs: tuple[Job, ...], programs: Mapping[str, Program], cluster: Cluster, policy: Policy, engine: Engine, options: ExecutionOptions):
+    def __init__(
+        self,
+        jobs: tuple[Job, ...],
+        programs: Mapping[str, Program],
+        cluster: Cluster,
+        policy: Policy,
+        engine: Engine,
+        options: ExecutionOptions,
+    ):
         self.jobs, self.cluster, self.policy, self.engine, self.options = jobs, cluster, policy, engine, options
         check_jobs(jobs, cluster)
         names = [job.name for job in jobs]
         if len(set(names)) < len(names) or set(names) - set(programs):
-            raise ScheduleError("every job needs a name and a program of its own", value=names, place="programs", remedy="give programs={job.name: program, ...}")
+            raise ScheduleError(
+                "every job needs a name and a program of its own",
+                value=names,
+                place="programs",
+                remedy="give programs={job.name: program, ...}",
+            )
         self.columns = JobColumns.of(jobs)
         self.progress, self.sums, self.tokens = Progress(jobs, self.columns), Integrals(cluster.num_devices), Tokens()
         self.runs = [JobRun(number, job, programs[job.name]) for number, job in enumerate(jobs)]
@@ -104,8 +131,19 @@ class _Executor:
     def _patience(self) -> float:
         """How long nothing but a report can happen."""
         arrival = self.jobs[self.arrivals[0]].arrival_seconds if self.arrivals else math.inf
-        due = min((run.checkpoint_due(self.options.checkpoint_every_seconds) for run in self.runs if run.status is Status.RUNNING), default=math.inf)
-        return min(max(0.0, min(arrival, self.wake_at, due if due > self.now else math.inf) - self.now), self.options.stall_seconds / 10, 1.0)
+        due = min(
+            (
+                run.checkpoint_due(self.options.checkpoint_every_seconds)
+                for run in self.runs
+                if run.status is Status.RUNNING
+            ),
+            default=math.inf,
+        )
+        return min(
+            max(0.0, min(arrival, self.wake_at, due if due > self.now else math.inf) - self.now),
+            self.options.stall_seconds / 10,
+            1.0,
+        )
 
     def _arrive(self) -> None:
         while self.arrivals and self.jobs[self.arrivals[0]].arrival_seconds <= self.now:
@@ -127,9 +165,10 @@ class _Executor:
         idle = not self.groups and all(run.status in (Status.WAITING, Status.DONE) for run in self.runs)
         if idle and self.active and not self.arrivals and self.wake_at == math.inf and not self.must_decide:
             raise ScheduleError(
-                "the policy leaves jobs waiting though nothing else will happen", value=[self.jobs[job].name for job in self.active[:5]],
+                "the policy leaves jobs waiting though nothing else will happen",
+                value=[self.jobs[job].name for job in self.active[:5]],
                 place=f"policy {self.policy.name!r} at {self.now:.1f} s",
-            )  # fmt: skip
+            )
 
     # Decisions
 
@@ -137,7 +176,13 @@ class _Executor:
         self.must_decide, self.wake_at = False, math.inf
         self.num_decisions += 1
         view = self.progress.view(
-            self.now, self.cluster, np.array(self.active, np.int64), self.sums.fair, MappingProxyType(dict(self.groups)), self._free(), self.memory
+            self.now,
+            self.cluster,
+            np.array(self.active, np.int64),
+            self.sums.fair,
+            MappingProxyType(dict(self.groups)),
+            self._free(),
+            self.memory,
         )
         decision = self.policy.decide(view)
         self.memory = decision.memory
@@ -164,7 +209,9 @@ class _Executor:
         number = self.num_groups = self.num_groups + 1
         self.groups[number], self.since[number] = group, self.now
         self.sums.num_held += len(group.devices)
-        rates = get_discipline(group.discipline).rates(group, [self.jobs[member.job] for member in group.members], self.cluster)
+        rates = get_discipline(group.discipline).rates(
+            group, [self.jobs[member.job] for member in group.members], self.cluster
+        )
         computing = [rate * seconds for rate, seconds in zip(rates.iterations_per_second, rates.device_seconds)]
         for index, member in enumerate(group.members):
             share = len(group.devices) * computing[index] / sum(computing)
@@ -173,7 +220,11 @@ class _Executor:
     def _dissolve(self, number: int) -> Sequence[Any]:
         group = self.groups.pop(number)
         self.sums.num_held -= len(group.devices)
-        self.spans.append(Span(tuple(member.job for member in group.members), group.computing_devices, self.since.pop(number), self.now))
+        self.spans.append(
+            Span(
+                tuple(member.job for member in group.members), group.computing_devices, self.since.pop(number), self.now
+            )
+        )
         for grant in [grant for grant in self.grants if grant.group == number and not grant.has_started]:
             self._cancel(grant)
         for member in group.members:
@@ -229,7 +280,11 @@ class _Executor:
             if run.wanted != run.devices:
                 self.engine.stop(run.number)
                 run.status, run.devices = Status.WAITING, ()
-        if run.status is Status.WAITING and run.wanted is not None and not any(other.blocks(run.wanted) for other in self.runs if other is not run):
+        if (
+            run.status is Status.WAITING
+            and run.wanted is not None
+            and not any(other.blocks(run.wanted) for other in self.runs if other is not run)
+        ):
             self._start(run, run.wanted)
 
     def _start(self, run: JobRun, devices: tuple[int, ...]) -> None:
@@ -237,9 +292,14 @@ class _Executor:
         run.status, run.devices, run.asked = Status.STARTING, devices, self.now
         self.progress.starts[run.number] += 1
         per_node = self.cluster.devices_per_node
-        self.engine.start(run.number, run.program, tuple(
-            Place(run.job.name, worker, len(devices), device, device % per_node, run.attempt) for worker, device in enumerate(devices)
-        ))  # fmt: skip
+        self.engine.start(
+            run.number,
+            run.program,
+            tuple(
+                Place(run.job.name, worker, len(devices), device, device % per_node, run.attempt)
+                for worker, device in enumerate(devices)
+            ),
+        )
 
     def _died(self, run: JobRun, reason: str) -> None:
         """Begins again from the checkpoint, on the same devices if its policy does not say otherwise meanwhile."""
@@ -251,7 +311,13 @@ class _Executor:
         run.attempt += 1  # what its processes still report is void
         run.restarts += 1
         if run.restarts <= self.options.max_restarts:
-            logger.warning("job %s: %s; it begins again after iteration %d, restart %d", run.job.name, reason, run.num_saved, run.restarts)
+            logger.warning(
+                "job %s: %s; it begins again after iteration %d, restart %d",
+                run.job.name,
+                reason,
+                run.num_saved,
+                run.restarts,
+            )
             return
         logger.warning("job %s: %s; given up after %d restarts", run.job.name, reason, self.options.max_restarts)
         run.status, run.failed = Status.DONE, reason
@@ -265,14 +331,17 @@ class _Executor:
     # Iterations
 
     def _grant(self, number: int) -> bool:
-        """Asks a group's discipline for its next iteration, and grants it if one of its tasks can begin at once: what is granted earlier could only stand in
-        the way of a member that turns out to be ready first. Members whose processes are not up are left out."""
+        """Asks a group's discipline for its next iteration, and grants it if one of its tasks can begin at once: what
+        is granted earlier could only stand in the way of a member that turns out to be ready first. Members whose
+        processes are not up are left out."""
         group = self.groups.get(number)
         if group is None:
             return False
         every = self.options.checkpoint_every_seconds
         ready = tuple(
-            member for member in group.members if (run := self.runs[member.job]).can_go_on(member.devices) and run.checkpoint_due(every) > self.now
+            member
+            for member in group.members
+            if (run := self.runs[member.job]).can_go_on(member.devices) and run.checkpoint_due(every) > self.now
         )
         if all(self.runs[member.job].grants for member in ready):
             return False
@@ -286,9 +355,13 @@ class _Executor:
             return False
         free = {device: times[DEVICE] for device, times in zip(group.devices, state.free_seconds)}
         next_number = run.num_done + len(run.grants) + 1
-        iteration = pinned(iteration, next_number, run.devices, free, max(self.now, state.ready_seconds[iteration.member]))
+        iteration = pinned(
+            iteration, next_number, run.devices, free, max(self.now, state.ready_seconds[iteration.member])
+        )
         depths = {task.worker: task.depth for task in iteration.tasks if task.resource == DEVICE}
-        order = StepOrder(next_number, tuple(job.profile.depths[depths[worker]].fraction for worker in range(job.num_workers)))
+        order = StepOrder(
+            next_number, tuple(job.profile.depths[depths[worker]].fraction for worker in range(job.num_workers))
+        )
         grant = Grant(run.number, number, order, iteration, self.now)
         if not any(self.tokens.is_free(turns[0]) for turns in grant.turns):
             return False
@@ -311,7 +384,11 @@ class _Executor:
             grant = turn.grant
             run = self.runs[grant.job]
             stages = grant.turns[turn.task.worker]
-            if turn.started is not None or run.grants[0] is not grant or next(stage for stage in stages if stage.ended is None) is not turn:
+            if (
+                turn.started is not None
+                or run.grants[0] is not grant
+                or next(stage for stage in stages if stage.ended is None) is not turn
+            ):
                 continue
             turn.started = self.now
             if np.isnan(self.progress.started[run.number]):
@@ -328,7 +405,18 @@ class _Executor:
         self.tokens.give_back(turn)
         turn.started, turn.ended = self.now if turn.started is None else turn.started, self.now
         task, run = turn.task, self.runs[turn.grant.job]
-        self.tasks.append(TaskRecord(run.job.name, task.worker, task.device, task.resource, turn.grant.order.number, task.depth, turn.started, self.now))
+        self.tasks.append(
+            TaskRecord(
+                run.job.name,
+                task.worker,
+                task.device,
+                task.resource,
+                turn.grant.order.number,
+                task.depth,
+                turn.started,
+                self.now,
+            )
+        )
         if task.resource == DEVICE:
             run.device_seconds += self.now - turn.started
 
@@ -386,7 +474,11 @@ class _Executor:
 
     def _execution(self) -> Execution:
         total, busy = self.sums.parts()
-        result = SimulationResult(self.policy.name, self.cluster, self.progress.records(), total, busy, self.num_decisions, tuple(self.spans))
+        result = SimulationResult(
+            self.policy.name, self.cluster, self.progress.records(), total, busy, self.num_decisions, tuple(self.spans)
+        )
         by_name = lambda value: {run.job.name: value(run) for run in self.runs}
         failed = {run.job.name: run.failed for run in self.runs if run.failed}
-        return Execution(result, tuple(self.tasks), by_name(lambda run: run.metrics), by_name(lambda run: run.restarts), failed)
+        return Execution(
+            result, tuple(self.tasks), by_name(lambda run: run.metrics), by_name(lambda run: run.restarts), failed
+        )

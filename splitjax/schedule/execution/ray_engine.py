@@ -1,6 +1,8 @@
-"""An engine of Ray actors: one process per (job, device), on this machine or on a Ray cluster. Needs `pip install 'splitjax[ray]'`.
+"""An engine of Ray actors: one process per (job, device), on this machine or on a Ray cluster. Needs
+`pip install 'splitjax[ray]'`.
 
-Ray (Moritz et al., OSDI'18) starts the processes, carries commands to them and notices when one is gone; which of them computes when is the executor's to say.
+Ray (Moritz et al., OSDI'18) starts the processes, carries commands to them and notices when one is gone; which of them
+computes when is the executor's to say.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from splitjax.schedule.execution.engine import Kind, Place, Program, Report, Ste
 from splitjax.schedule.model.cluster import Cluster
 
 LOOPBACK = "127.0.0.1"
-# Ray listens on all of a machine's addresses, whatever address its node is given, unless it takes the machine for one that cannot be in a cluster. It
-# looks at this variable when it is imported.
+# Ray listens on all of a machine's addresses, whatever address its node is given, unless it takes the machine for one
+# that cannot be in a cluster. It looks at this variable when it is imported.
 _CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _STORE_BYTES = 80_000_000  # commands and metrics are all that goes through Ray; this is about the least that it takes
 
@@ -32,9 +34,10 @@ class RayOptions:
 
     **Attributes:**
 
-    - `address`: of a Ray cluster to connect to, such as `"10.0.0.1:6379"` or `"auto"`. None starts Ray on this machine, or uses the one that this process
-      has started.
-    - `node_ip`: the address that a Ray started here has. It listens on the loopback only, unless this is another address.
+    - `address`: of a Ray cluster to connect to, such as `"10.0.0.1:6379"` or `"auto"`. None starts Ray on this machine,
+      or uses the one that this process has started.
+    - `node_ip`: the address that a Ray started here has. It listens on the loopback only, unless this is another
+      address.
     - `cores`: processor core of each device of a node; the device's processes are pinned to it. None leaves them alone.
     - `environment`: variables of each process, set before it imports anything, or a function of its `Place`: on GPUs
       `lambda place: {"CUDA_VISIBLE_DEVICES": str(place.local_device), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}`.
@@ -53,20 +56,27 @@ class RayOptions:
 class RayEngine:
     """See `Engine`. Node n of the cluster is Ray's node n by address.
 
-    Raises `ScheduleError` if Ray is not installed, has too few nodes, or would listen on other addresses than the loopback without being told to.
+    Raises `ScheduleError` if Ray is not installed, has too few nodes, or would listen on other addresses than the
+    loopback without being told to.
     """
 
     def __init__(self, cluster: Cluster, options: RayOptions | None = None):
         self._cluster, self._options = cluster, options or RayOptions()
         if self._options.cores is not None and len(self._options.cores) < cluster.devices_per_node:
-            raise ScheduleError("every device of a node needs a core", value=self._options.cores, place="RayOptions.cores")
+            raise ScheduleError(
+                "every device of a node needs a core", value=self._options.cores, place="RayOptions.cores"
+            )
         self._ray, self._is_ours = _connect(self._options)
         nodes = sorted((node["NodeManagerAddress"], node["NodeID"]) for node in self._ray.nodes() if node["Alive"])
         if len(nodes) < cluster.num_nodes:
             self.close()
-            raise ScheduleError(f"Ray has {len(nodes)} nodes, the cluster {cluster.num_nodes}", value=str(cluster), place="RayEngine")
+            raise ScheduleError(
+                f"Ray has {len(nodes)} nodes, the cluster {cluster.num_nodes}", value=str(cluster), place="RayEngine"
+            )
         self._nodes = [node for _, node in nodes]
-        self._actor = self._ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"work": 1, "watch": 1})(RayWorker)
+        self._actor = self._ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"work": 1, "watch": 1})(
+            RayWorker
+        )
         self._jobs: dict[int, _Started] = {}
         self._pending: dict[Any, Callable[[Any], Report | None]] = {}
         self._of: dict[Any, tuple[int, int, int]] = {}  # by pending call: job, attempt, worker
@@ -82,7 +92,9 @@ class RayEngine:
             core = None if self._options.cores is None else self._options.cores[place.local_device]
             node = NodeAffinitySchedulingStrategy(self._nodes[self._cluster.node_of(place.device)], soft=False)
             runtime = {"env_vars": environment} if environment else None
-            actors.append(self._actor.options(scheduling_strategy=node, runtime_env=runtime).remote(place, environment, core))
+            actors.append(
+                self._actor.options(scheduling_strategy=node, runtime_env=runtime).remote(place, environment, core)
+            )
         held = self._jobs[job] = _Started(places[0].attempt, tuple(actors), len(actors))
         self._ask(job, 0, "meet", (packed,), lambda meeting: self._begin(job, held, packed, meeting))
 
@@ -96,12 +108,25 @@ class RayEngine:
 
     def stage(self, job: int, worker: int, number: int, resource: int) -> None:
         attempt = self._jobs[job].attempt
-        self._ask(job, worker, "stage", (number, resource), lambda _: Report(Kind.STAGED, job, attempt, worker, number, resource))
+        self._ask(
+            job,
+            worker,
+            "stage",
+            (number, resource),
+            lambda _: Report(Kind.STAGED, job, attempt, worker, number, resource),
+        )
 
     def step(self, job: int, worker: int, order: StepOrder) -> None:
         report = functools.partial(Report, job=job, attempt=self._jobs[job].attempt, worker=worker, number=order.number)
         self._ask(job, worker, "step", (order,), lambda metrics: report(Kind.FINISHED, values=metrics))
-        self._ask(job, worker, "computed", (order.number,), lambda early: report(Kind.COMPUTED) if early else None, group="watch")
+        self._ask(
+            job,
+            worker,
+            "computed",
+            (order.number,),
+            lambda early: report(Kind.COMPUTED) if early else None,
+            group="watch",
+        )
 
     def save(self, job: int, number: int) -> None:
         held = self._jobs[job]
@@ -151,7 +176,16 @@ class RayEngine:
         if report is not None:
             self._reports.append(report)
 
-    def _ask(self, job: int, worker: int, method: str, arguments: tuple, then: Callable[[Any], Report | None], *, group: str = "work") -> None:
+    def _ask(
+        self,
+        job: int,
+        worker: int,
+        method: str,
+        arguments: tuple,
+        then: Callable[[Any], Report | None],
+        *,
+        group: str = "work",
+    ) -> None:
         held = self._jobs[job]
         call = getattr(held.actors[worker], method).options(concurrency_group=group).remote(*arguments)
         self._pending[call], self._of[call] = then, (job, held.attempt, worker)
@@ -261,14 +295,24 @@ def _connect(options: RayOptions) -> tuple[Any, bool]:
         return ray, True
     if options.node_ip == LOOPBACK and (found := ray.util.get_node_ip_address()) != LOOPBACK:
         raise ScheduleError(
-            f"Ray would listen on {found}, not on the loopback only", value=os.environ.get(_CLUSTER), place=_CLUSTER,
-            remedy=f"make the engine before anything imports ray, with {_CLUSTER} unset or 0; or give the address as node_ip",
-        )  # fmt: skip
+            f"Ray would listen on {found}, not on the loopback only",
+            value=os.environ.get(_CLUSTER),
+            place=_CLUSTER,
+            remedy=(
+                f"make the engine before anything imports ray, with {_CLUSTER} unset or 0; or give the address as"
+                " node_ip"
+            ),
+        )
     ray.init(
-        address="local", include_dashboard=False, _node_ip_address=options.node_ip, num_cpus=os.cpu_count(), object_store_memory=_STORE_BYTES,
-        _system_config={"worker_niceness": 0},  # Ray's workers give way to everything else otherwise, and tokens would be held by processes that do not run
+        address="local",
+        include_dashboard=False,
+        _node_ip_address=options.node_ip,
+        num_cpus=os.cpu_count(),
+        object_store_memory=_STORE_BYTES,
+        # Ray's workers give way to everything else otherwise, and tokens would be held by processes that do not run
+        _system_config={"worker_niceness": 0},
         **quiet,
-    )  # fmt: skip
+    )
     return ray, True
 
 

@@ -1,4 +1,5 @@
-"""What disciplines are told in a real run: where a group stands, from what its devices did and what they still have to do."""
+"""What disciplines are told in a real run: where a group stands, from what its devices did and what they still have to
+do."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _NOT_YET = 1e-6  # seconds: a job whose iteration should be over by now, but is 
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """A job as its discipline sees it: iterations done or granted, those still to be granted, device time computed, and since when it has nothing under way."""
+    """A job as its discipline sees it: iterations done or granted, those still to be granted, device time computed, and
+    since when it has nothing under way."""
 
     iterations: int
     remaining: int
@@ -26,8 +28,9 @@ class Standing:
 def group_state(group: Group, standings: Sequence[Standing], grants: Iterable[Grant], now: float) -> GroupState:
     """The state of a group, times since the run's beginning.
 
-    What runs is taken to last as long as its discipline said, counted from its real start, and what waits for its turn follows; what takes longer than
-    that is taken to end now. So every answer of a discipline begins with the times that its earlier ones really took.
+    What runs is taken to last as long as its discipline said, counted from its real start, and what waits for its turn
+    follows; what takes longer than that is taken to end now. So every answer of a discipline begins with the times that
+    its earlier ones really took.
 
     **Arguments:**
 
@@ -49,22 +52,30 @@ def group_state(group: Group, standings: Sequence[Standing], grants: Iterable[Gr
         planned = max(task.end_seconds for task in grant.iteration.tasks)
         ready[grant.job] = max(now + _NOT_YET, max(ends) + grant.iteration.ready_seconds - planned)
     return GroupState(
-        now, tuple(one.iterations for one in standings), tuple(float(one.remaining) for one in standings),
-        tuple(ready.get(member.job, one.ready_seconds) for member, one in zip(group.members, standings)), tuple(one.device_seconds for one in standings),
+        now,
+        tuple(one.iterations for one in standings),
+        tuple(float(one.remaining) for one in standings),
+        tuple(ready.get(member.job, one.ready_seconds) for member, one in zip(group.members, standings)),
+        tuple(one.device_seconds for one in standings),
         tuple((times[0], times[1], times[2], times[3]) for times in free.values()),
-    )  # fmt: skip
+    )
 
 
-def pinned(iteration: Iteration, number: int, devices: Sequence[int], free: Mapping[int, float], ready_seconds: float) -> Iteration:
-    """The iteration as processes can run it: every worker's task on the device of its process, depths rotated by the `number` of the iteration.
+def pinned(
+    iteration: Iteration, number: int, devices: Sequence[int], free: Mapping[int, float], ready_seconds: float
+) -> Iteration:
+    """The iteration as processes can run it: every worker's task on the device of its process, depths rotated by the
+    `number` of the iteration.
 
-    Disciplines may place a worker's task on any device of its group, and choose who is deep by what is free; a process cannot move from one iteration to the
-    next, and what a job learns shall not depend on what else runs. So in iteration 1 worker N-1 is the deepest, and each is deeper than the one before it, as in
-    `PartialBackprop`; then depths move on by one worker at a time. Iterations in stages are left as they are.
+    Disciplines may place a worker's task on any device of its group, and choose who is deep by what is free; a process
+    cannot move from one iteration to the next, and what a job learns shall not depend on what else runs. So in
+    iteration 1 worker N-1 is the deepest, and each is deeper than the one before it, as in `PartialBackprop`; then
+    depths move on by one worker at a time. Iterations in stages are left as they are.
 
     **Arguments:**
 
-    - `devices`: of the job's processes, by worker. `free`: by device, from when it is. `ready_seconds`: from when the job can start.
+    - `devices`: of the job's processes, by worker. `free`: by device, from when it is. `ready_seconds`: from when the
+      job can start.
     """
     tasks, count = iteration.tasks, len(devices)
     if any(task.resource != DEVICE for task in tasks):

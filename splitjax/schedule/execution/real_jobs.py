@@ -31,8 +31,10 @@ class JobRun:
 
     - `wanted`: where its policy wants it; None to wait. `devices`: where its processes are.
     - `attempt`: tells reports of different starts apart. `asked`: since when an answer is due.
-    - `num_done`, `num_saved`: iterations, and those of them in the newest checkpoint, of `saved_at`; `unsaved`: the work of the rest.
-    - `grants`: under way; only the first one's tasks can run. `ready_at`: when the last one was over. `device_seconds`: computed.
+    - `num_done`, `num_saved`: iterations, and those of them in the newest checkpoint, of `saved_at`; `unsaved`: the
+      work of the rest.
+    - `grants`: under way; only the first one's tasks can run. `ready_at`: when the last one was over. `device_seconds`:
+      computed.
     """
 
     def __init__(self, number: int, job: Job, program: Program):
@@ -58,7 +60,11 @@ class JobRun:
 
     def blocks(self, devices: tuple[int, ...]) -> bool:
         """Whether it is about to leave one of these devices: its memory is not free before that."""
-        return self.status in (Status.STARTING, Status.RUNNING, Status.SAVING) and self.wanted != self.devices and not set(devices).isdisjoint(self.devices)
+        return (
+            self.status in (Status.STARTING, Status.RUNNING, Status.SAVING)
+            and self.wanted != self.devices
+            and not set(devices).isdisjoint(self.devices)
+        )
 
     def saved(self, number: int, now: float) -> None:
         self.num_saved, self.saved_at, self.status = number, now, Status.RUNNING

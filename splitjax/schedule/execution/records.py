@@ -15,9 +15,10 @@ class ExecutionOptions:
 
     **Attributes:**
 
-    - `checkpoint_every_seconds`: how much of a job's running time a process that dies may cost it. Checkpoints are also written before a job gives up its
-      devices and when it is done.
-    - `max_restarts`: how often a job begins again from its checkpoint because a process of it died; after that it has failed, and the others go on.
+    - `checkpoint_every_seconds`: how much of a job's running time a process that dies may cost it. Checkpoints are also
+      written before a job gives up its devices and when it is done.
+    - `max_restarts`: how often a job begins again from its checkpoint because a process of it died; after that it has
+      failed, and the others go on.
     - `stall_seconds`: a process that has not answered for so long counts as dead.
     """
 
@@ -32,8 +33,8 @@ class ExecutionOptions:
 
 @dataclasses.dataclass(frozen=True)
 class TaskRecord:
-    """One task that ran: `job` by name; it had the token of `resource` of `device` from `start_seconds` to `end_seconds`; `number` of its iteration,
-    `depth` number as in its job's profile."""
+    """One task that ran: `job` by name; it had the token of `resource` of `device` from `start_seconds` to
+    `end_seconds`; `number` of its iteration, `depth` number as in its job's profile."""
 
     job: str
     worker: int
@@ -53,7 +54,8 @@ class Execution:
 
     - `result`: its figures, as a simulation's; times in seconds since the first arrival.
     - `tasks`: in the order in which they ended; of iterations that were lost with a process too.
-    - `metrics`: by job, those of its last iteration. `restarts`: by job, how often it began again because a process died.
+    - `metrics`: by job, those of its last iteration. `restarts`: by job, how often it began again because a process
+      died.
     - `failed`: jobs that were given up, and why.
     """
 

@@ -1,4 +1,5 @@
-"""An engine whose workers are threads of this process: for programs that need no process of their own, and to try out policies and programs."""
+"""An engine whose workers are threads of this process: for programs that need no process of their own, and to try out
+policies and programs."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from splitjax.schedule.execution.engine import Kind, Place, Program, Report, Ste
 
 
 class ThreadEngine:
-    """See `Engine`. A thread cannot be killed: one that is stopped within a call is forgotten, and ends with that call."""
+    """See `Engine`. A thread cannot be killed: one that is stopped within a call is forgotten, and ends with that
+    call."""
 
     def __init__(self) -> None:
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
@@ -24,20 +26,26 @@ class ThreadEngine:
 
     def stage(self, job: int, worker: int, number: int, resource: int) -> None:
         self._jobs[job].workers[worker].do(
-            lambda task: task.stage(number, resource), lambda _: Report(Kind.STAGED, job, self._jobs[job].attempt, worker, number, resource)
+            lambda task: task.stage(number, resource),
+            lambda _: Report(Kind.STAGED, job, self._jobs[job].attempt, worker, number, resource),
         )
 
     def step(self, job: int, worker: int, order: StepOrder) -> None:
         held = self._jobs[job]
         report = functools.partial(Report, job=job, attempt=held.attempt, worker=worker, number=order.number)
         computed = lambda: held.reports.put(report(Kind.COMPUTED))
-        held.workers[worker].do(lambda task: task.step(order, computed), lambda metrics: report(Kind.FINISHED, values=dict(metrics)))
+        held.workers[worker].do(
+            lambda task: task.step(order, computed), lambda metrics: report(Kind.FINISHED, values=dict(metrics))
+        )
 
     def save(self, job: int, number: int) -> None:
         held = self._jobs[job]
         done = _Last(len(held.workers))
         for worker in held.workers:
-            worker.do(lambda task: task.save(number), lambda _: Report(Kind.SAVED, job, held.attempt, number=number) if done() else None)
+            worker.do(
+                lambda task: task.save(number),
+                lambda _: Report(Kind.SAVED, job, held.attempt, number=number) if done() else None,
+            )
 
     def stop(self, job: int) -> None:
         held = self._jobs.pop(job, None)
@@ -73,7 +81,13 @@ class _Job:
         self.attempt, self.reports = places[0].attempt, reports
         started = _Last(len(places))
         self.workers = tuple(
-            _Worker(job, program, place, reports, lambda number: Report(Kind.STARTED, job, self.attempt, number=number) if started() else None)
+            _Worker(
+                job,
+                program,
+                place,
+                reports,
+                lambda number: Report(Kind.STARTED, job, self.attempt, number=number) if started() else None,
+            )
             for place in places
         )
         # As in processes: worker 0 first says where it is to be found.
@@ -83,7 +97,14 @@ class _Job:
 class _Worker:
     """A thread that does what it is given, one after the other."""
 
-    def __init__(self, job: int, program: Program, place: Place, reports: queue.SimpleQueue[Report], started: Callable[[int], Report | None]):
+    def __init__(
+        self,
+        job: int,
+        program: Program,
+        place: Place,
+        reports: queue.SimpleQueue[Report],
+        started: Callable[[int], Report | None],
+    ):
         self._job, self._program, self._place, self._reports, self._started = job, program, place, reports, started
         self._commands: queue.SimpleQueue[Callable[[], Report | None] | None] = queue.SimpleQueue()
         self._task: WorkerTask | None = None
@@ -117,7 +138,13 @@ class _Worker:
             try:
                 report = command()
             except BaseException as error:  # whatever it is, it is this worker's end, and told
-                report = Report(Kind.DIED, self._job, self._place.attempt, self._place.worker, reason=f"{type(error).__name__}: {error}")
+                report = Report(
+                    Kind.DIED,
+                    self._job,
+                    self._place.attempt,
+                    self._place.worker,
+                    reason=f"{type(error).__name__}: {error}",
+                )
             if report is not None and not self._left:
                 self._reports.put(report)
             if report is not None and report.kind is Kind.DIED:

@@ -1,9 +1,10 @@
 """One token per device, and per further resource of it: who may use it now, and who after that.
 
-The tokens of an iteration are granted all at once: every device gets the iteration's turn at the end of its queue in the same instant, so queues of any two
-devices hold the iterations that they share in the same order. The iteration granted longest ago is then first in all of its queues, and runs to its end even if
-its workers wait for each other while they hold their tokens. Were each device to decide by itself, a job that holds device 0 could wait in its exchange for
-its worker on device 1, where another job's waits for device 0.
+The tokens of an iteration are granted all at once: every device gets the iteration's turn at the end of its queue in
+the same instant, so queues of any two devices hold the iterations that they share in the same order. The iteration
+granted longest ago is then first in all of its queues, and runs to its end even if its workers wait for each other
+while they hold their tokens. Were each device to decide by itself, a job that holds device 0 could wait in its exchange
+for its worker on device 1, where another job's waits for device 0.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Grant:
 
     def __post_init__(self) -> None:
         by_worker: dict[int, list[Turn]] = {}
-        for task in sorted(self.iteration.tasks, key=lambda task: (task.start_seconds, task.end_seconds, task.resource)):
+        for task in sorted(
+            self.iteration.tasks, key=lambda task: (task.start_seconds, task.end_seconds, task.resource)
+        ):
             by_worker.setdefault(task.worker, []).append(Turn(self, task))
         self.turns = tuple(tuple(by_worker[worker]) for worker in sorted(by_worker))
 
@@ -67,7 +70,8 @@ class Grant:
 
     @property
     def silent_since(self) -> float:
-        """When the first of its tasks that run began; if all are computed and the exchange is not over, when the last was. Infinite before."""
+        """When the first of its tasks that run began; if all are computed and the exchange is not over, when the last
+        was. Infinite before."""
         running = [turn.started for turn in self.all_turns() if turn.started is not None and turn.ended is None]
         ended = [turn.ended for turn in self.all_turns() if turn.ended is not None]
         if running or len(ended) < sum(map(len, self.turns)):
@@ -81,7 +85,8 @@ class Grant:
 
 
 class Tokens:
-    """The queues. The first turn of a queue has its token, whether its worker can use it yet or not: nobody overtakes."""
+    """The queues. The first turn of a queue has its token, whether its worker can use it yet or not: nobody
+    overtakes."""
 
     def __init__(self) -> None:
         self._queues: dict[tuple[int, int], collections.deque[Turn]] = {}

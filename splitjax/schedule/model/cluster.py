@@ -15,8 +15,8 @@ class Cluster:
     **Attributes:**
 
     - `memory_bytes`: of each device; 0 for memory that is not looked at.
-    - `node_bytes_per_second`, `network_bytes_per_second`: rate of a device's link within its node and between nodes (`links.exchange_seconds`); 0 for
-      links that take no time beyond what profiles say.
+    - `node_bytes_per_second`, `network_bytes_per_second`: rate of a device's link within its node and between nodes
+      (`links.exchange_seconds`); 0 for links that take no time beyond what profiles say.
 
     Raises `ScheduleError` for a cluster without devices.
     """
@@ -28,7 +28,11 @@ class Cluster:
     network_bytes_per_second: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.num_nodes < 1 or self.devices_per_node < 1 or min(self.memory_bytes, self.node_bytes_per_second, self.network_bytes_per_second) < 0:
+        if (
+            self.num_nodes < 1
+            or self.devices_per_node < 1
+            or min(self.memory_bytes, self.node_bytes_per_second, self.network_bytes_per_second) < 0
+        ):
             raise ScheduleError("a cluster has a node and a device at least, and nothing less than none", value=self)
 
     @property
@@ -41,11 +45,18 @@ class Cluster:
         return device // self.devices_per_node
 
     @staticmethod
-    def parse(text: str, *, memory_bytes: int = 0, node_bytes_per_second: float = 0.0, network_bytes_per_second: float = 0.0) -> Cluster:
+    def parse(
+        text: str, *, memory_bytes: int = 0, node_bytes_per_second: float = 0.0, network_bytes_per_second: float = 0.0
+    ) -> Cluster:
         """`"16x8"`: 16 nodes of 8 devices. Raises `ScheduleError`."""
         found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text.strip())
         if found is None:
-            raise ScheduleError("a cluster is given as nodes x devices per node", value=text, place="cluster", remedy='write "16x8" for 16 nodes of 8 devices')
+            raise ScheduleError(
+                "a cluster is given as nodes x devices per node",
+                value=text,
+                place="cluster",
+                remedy='write "16x8" for 16 nodes of 8 devices',
+            )
         return Cluster(int(found[1]), int(found[2]), memory_bytes, node_bytes_per_second, network_bytes_per_second)
 
     def __str__(self) -> str:

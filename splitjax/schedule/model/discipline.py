@@ -1,10 +1,13 @@
-"""How the jobs of one group share its devices, iteration by iteration: a pure function that is asked for one iteration after the other.
+"""How the jobs of one group share its devices, iteration by iteration: a pure function that is asked for one iteration
+after the other.
 
-`next_iteration` gets the group, its jobs and a `GroupState`, and returns one iteration of one member: which device computes which worker's task, at
-which depth, from when. Simulators take its times as they are; executors grant its devices (all tasks of an iteration at once, in the order in which
-iterations are returned, so that jobs cannot wait for each other in a circle) and report the times that it really took.
+`next_iteration` gets the group, its jobs and a `GroupState`, and returns one iteration of one member: which device
+computes which worker's task, at which depth, from when. Simulators take its times as they are; executors grant its
+devices (all tasks of an iteration at once, in the order in which iterations are returned, so that jobs cannot wait for
+each other in a circle) and report the times that it really took.
 
-`rates` is the steady state of the same, for skipping ahead: in closed form where a discipline gives one, else measured over iterations.
+`rates` is the steady state of the same, for skipping ahead: in closed form where a discipline gives one, else measured
+over iterations.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from splitjax.schedule.model.policy import Group
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What one worker does in one iteration on one device: `depth` is a number in `JobProfile.depths`, `resource` one in `RESOURCES`
-    (an iteration of stages has a task for each of them)."""
+    """What one worker does in one iteration on one device: `depth` is a number in `JobProfile.depths`, `resource` one
+    in `RESOURCES` (an iteration of stages has a task for each of them)."""
 
     worker: int
     device: int
@@ -39,8 +42,8 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Iteration:
-    """One iteration of member number `member` of the group; the job's next one may begin at `ready_seconds` (its last task's end, and what of
-    the all-reduce others' computing cannot hide from the job itself)."""
+    """One iteration of member number `member` of the group; the job's next one may begin at `ready_seconds` (its last
+    task's end, and what of the all-reduce others' computing cannot hide from the job itself)."""
 
     member: int
     tasks: tuple[Task, ...]
@@ -54,9 +57,11 @@ class GroupState:
     **Attributes:**
 
     - `now_seconds`: nothing starts earlier.
-    - `iterations`: finished or granted ones of each member in this group. `remaining_iterations`: those that are left; a member with none is not to be chosen.
+    - `iterations`: finished or granted ones of each member in this group. `remaining_iterations`: those that are left;
+      a member with none is not to be chosen.
     - `ready_seconds`: from when each member's next iteration can start.
-    - `attained_device_seconds`: device time that each member has had in this group (a group whose members change is another one).
+    - `attained_device_seconds`: device time that each member has had in this group (a group whose members change is
+      another one).
     - `free_seconds`: [device][resource], from when each is free.
     """
 
@@ -76,8 +81,8 @@ class Rates:
 
     - `iterations_per_second`.
     - `device_seconds`: computing time on devices of one iteration, all workers together.
-    - `credit`: what one iteration is worth if only work really done counts: 1 with full backpropagation, else device-seconds without the
-      skipped backward work over those with it.
+    - `credit`: what one iteration is worth if only work really done counts: 1 with full backpropagation, else
+      device-seconds without the skipped backward work over those with it.
     """
 
     iterations_per_second: tuple[float, ...]
@@ -102,8 +107,9 @@ _DISCIPLINES: dict[str, Discipline] = {}
 
 
 def discipline(name: str, rates: SteadyState | None = None) -> Callable[[NextIteration], NextIteration]:
-    """Decorator: makes `next_iteration(group, jobs, state) -> Iteration` (`jobs`: those of the members, in order) the discipline of this name.
-    `rates(group, jobs, cluster)`: its steady state, if there is a closed form. Raises `ScheduleError` if the name is taken."""
+    """Decorator: makes `next_iteration(group, jobs, state) -> Iteration` (`jobs`: those of the members, in order) the
+    discipline of this name. `rates(group, jobs, cluster)`: its steady state, if there is a closed form. Raises
+    `ScheduleError` if the name is taken."""
 
     def add(next_iteration: NextIteration) -> NextIteration:
         if name in _DISCIPLINES and _DISCIPLINES[name].next_iteration is not next_iteration:
@@ -142,7 +148,13 @@ def gang_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iter
     """One job with whole devices and full backpropagation."""
     ((member,), (job,)) = group.members, jobs
     place = {device: index for index, device in enumerate(group.devices)}
-    start = max([state.now_seconds, state.ready_seconds[0], *(state.free_seconds[place[device]][DEVICE] for device in member.devices)])
+    start = max(
+        [
+            state.now_seconds,
+            state.ready_seconds[0],
+            *(state.free_seconds[place[device]][DEVICE] for device in member.devices),
+        ]
+    )
     seconds = job.profile.task_seconds(0)
     tasks = tuple(Task(worker, device, 0, start, seconds) for worker, device in enumerate(member.devices))
     return Iteration(0, tasks, start + seconds + job.profile.exposed_seconds)

@@ -1,4 +1,5 @@
-"""Jobs that are drawn: arrivals of a Poisson process, sizes from a trace, at a wanted load. The same seed gives the same jobs."""
+"""Jobs that are drawn: arrivals of a Poisson process, sizes from a trace, at a wanted load. The same seed gives the
+same jobs."""
 
 from __future__ import annotations
 
@@ -19,13 +20,17 @@ def offered_load(jobs: Sequence[Job], cluster: Cluster) -> float:
     return sum(job.device_seconds for job in jobs) / (seconds * cluster.num_devices) if seconds else math.inf
 
 
-def generate(sizes: Sequence[Job], cluster: Cluster, *, load: float, seed: int, num_jobs: int | None = None) -> tuple[Job, ...]:
+def generate(
+    sizes: Sequence[Job], cluster: Cluster, *, load: float, seed: int, num_jobs: int | None = None
+) -> tuple[Job, ...]:
     """Jobs with the sizes of a trace's, arriving by a Poisson process.
 
     **Arguments:**
 
-    - `sizes`: the trace's jobs; workers, iterations and profile are taken, arrivals are not. Those wider than the cluster are left out.
-    - `load`: device time that the jobs ask for, with full backpropagation, over that of the devices in the time in which they arrive; met exactly.
+    - `sizes`: the trace's jobs; workers, iterations and profile are taken, arrivals are not. Those wider than the
+      cluster are left out.
+    - `load`: device time that the jobs ask for, with full backpropagation, over that of the devices in the time in
+      which they arrive; met exactly.
     - `num_jobs`: by default every job of the trace once, in random order; else so many, drawn with replacement.
 
     Raises `ScheduleError`.
@@ -41,11 +46,13 @@ def generate(sizes: Sequence[Job], cluster: Cluster, *, load: float, seed: int, 
     chosen = random.permutation(count) if num_jobs is None else random.integers(len(fitting), size=count)
     drawn = [fitting[index] for index in chosen.tolist()]
     seconds = sum(job.device_seconds for job in drawn) / (load * cluster.num_devices)
-    # A Poisson process of which the number of arrivals is known: gaps are exponential, and together as long as they have to be.
+    # A Poisson process of which the number of arrivals is known: gaps are exponential, and together as long as they
+    # have to be.
     gaps = random.exponential(size=count)
     arrivals = (np.cumsum(gaps) - gaps[0]) / max(gaps[1:].sum(), 1e-12) * seconds
     return tuple(
-        dataclasses.replace(job, name=str(number), arrival_seconds=time) for number, (job, time) in enumerate(zip(drawn, arrivals.tolist()))
+        dataclasses.replace(job, name=str(number), arrival_seconds=time)
+        for number, (job, time) in enumerate(zip(drawn, arrivals.tolist()))
     )
 
 

@@ -15,29 +15,39 @@ from splitjax.schedule.model.jobs import DEVICE, RESOURCES, Job
 from splitjax.schedule.model.policy import Group
 
 _STARVED_AFTER = 64  # iterations of others for one of its own: a member that gets less counts as never served
-_WARM_UP, _WINDOW = 4, 16  # iterations of the slowest member, before and in the first window over which rates are measured
+# iterations of the slowest member, before and in the first window over which rates are measured
+_WARM_UP, _WINDOW = 4, 16
 _MOST_MARKS = 7  # after 4, 20, 36, 68, 132, 260 and 516 of them
 _AGREE = 0.02  # by how much rates of two windows may differ
 
 
-def start_state(group: Group, jobs: Sequence[Job], now_seconds: float = 0.0, remaining: Sequence[float] | None = None) -> GroupState:
+def start_state(
+    group: Group, jobs: Sequence[Job], now_seconds: float = 0.0, remaining: Sequence[float] | None = None
+) -> GroupState:
     """A group whose devices and jobs are all free at `now_seconds`."""
     count = len(jobs)
     return GroupState(
-        now_seconds, (0,) * count, tuple(remaining or (float(job.num_iterations) for job in jobs)), (now_seconds,) * count, (0.0,) * count,
+        now_seconds,
+        (0,) * count,
+        tuple(remaining or (float(job.num_iterations) for job in jobs)),
+        (now_seconds,) * count,
+        (0.0,) * count,
         ((now_seconds,) * 4,) * len(group.devices),
-    )  # fmt: skip
+    )
 
 
 def advance(group: Group, state: GroupState, iteration: Iteration) -> GroupState:
-    """The state after an iteration was granted. Raises `ScheduleError` if one of its tasks starts before its device is free."""
+    """The state after an iteration was granted. Raises `ScheduleError` if one of its tasks starts before its device is
+    free."""
     place = {device: index for index, device in enumerate(group.devices)}
     free = [list(times) for times in state.free_seconds]
     used = 0.0
     for task in iteration.tasks:
         times = free[place[task.device]]
         if task.start_seconds < times[task.resource] - 1e-9 * max(1.0, abs(times[task.resource])):
-            raise ScheduleError("a task starts before its device is free", value=task, place=f"discipline {group.discipline!r}")
+            raise ScheduleError(
+                "a task starts before its device is free", value=task, place=f"discipline {group.discipline!r}"
+            )
         times[task.resource] = task.end_seconds
         used += task.seconds if task.resource == DEVICE else 0.0
     member = iteration.member
@@ -57,13 +67,18 @@ def advance(group: Group, state: GroupState, iteration: Iteration) -> GroupState
 def iteration_credit(job: Job, iteration: Iteration) -> float:
     """What the iteration is worth if backward work that it skipped does not count: 1 for full backpropagation."""
     profile = job.profile
-    skipped = sum(profile.task_seconds(0) - profile.task_seconds(task.depth) for task in iteration.tasks if task.resource == DEVICE)
+    skipped = sum(
+        profile.task_seconds(0) - profile.task_seconds(task.depth)
+        for task in iteration.tasks
+        if task.resource == DEVICE
+    )
     return 1 - skipped / (profile.iteration_seconds * job.num_workers)
 
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Where the members of a group that runs stand at one moment: how many iterations each has done, and when the last of them ended."""
+    """Where the members of a group that runs stand at one moment: how many iterations each has done, and when the last
+    of them ended."""
 
     done: tuple[int, ...]
     ends_seconds: tuple[float, ...]
@@ -71,8 +86,9 @@ class Mark:
     def rates_until(self, later: Mark) -> tuple[float, ...]:
         """Iterations per second of each member between the two."""
         return tuple(
-            (now - before) / (end - start) for before, now, start, end in zip(self.done, later.done, self.ends_seconds, later.ends_seconds)
-        )  # fmt: skip
+            (now - before) / (end - start)
+            for before, now, start, end in zip(self.done, later.done, self.ends_seconds, later.ends_seconds)
+        )
 
 
 def iterations_to_next(num_marks: int) -> int:
@@ -83,8 +99,9 @@ def iterations_to_next(num_marks: int) -> int:
 def settled(marks: Sequence[Mark]) -> tuple[Mark, Mark] | None:
     """The marks between which rates are steady: once the last two windows agree, all of both. None: go on.
 
-    A group can hold one pattern for long and then another one: jobs that were ahead wait until the others have caught up, and from then on all take
-    turns. In the few that still change after `_MOST_MARKS`, the last window, as long as all before it, decides.
+    A group can hold one pattern for long and then another one: jobs that were ahead wait until the others have caught
+    up, and from then on all take turns. In the few that still change after `_MOST_MARKS`, the last window, as long as
+    all before it, decides.
     """
     if len(marks) < 3:
         return None
@@ -94,19 +111,23 @@ def settled(marks: Sequence[Mark]) -> tuple[Mark, Mark] | None:
     return (marks[-2], marks[-1]) if len(marks) == _MOST_MARKS else None
 
 
-def within_capacity(speeds: Sequence[float], busy_seconds: Sequence[Sequence[float]], num_devices: int) -> tuple[float, ...]:
-    """The speeds (iterations per second of each member), all lower by one factor if together they take more than there is of a resource.
+def within_capacity(
+    speeds: Sequence[float], busy_seconds: Sequence[Sequence[float]], num_devices: int
+) -> tuple[float, ...]:
+    """The speeds (iterations per second of each member), all lower by one factor if together they take more than there
+    is of a resource.
 
-    `busy_seconds`: [member][resource], of one iteration on all devices. Members end their iterations at different moments, so each one's window is
-    another, and an iteration's worth of work can be counted in windows into which it does not fit.
+    `busy_seconds`: [member][resource], of one iteration on all devices. Members end their iterations at different
+    moments, so each one's window is another, and an iteration's worth of work can be counted in windows into which it
+    does not fit.
     """
     taken = max(sum(speed * seconds for speed, seconds in zip(speeds, each)) for each in zip(*busy_seconds))
     return tuple(speed * num_devices / taken for speed in speeds) if taken > num_devices else tuple(speeds)
 
 
 def measure_rates(next_iteration: NextIteration, group: Group, jobs: Sequence[Job]) -> Rates:
-    """Steady rates: the group is run with endless jobs until they have `settled`, and kept `within_capacity`. Raises `ScheduleError`
-    if a member is never served."""
+    """Steady rates: the group is run with endless jobs until they have `settled`, and kept `within_capacity`. Raises
+    `ScheduleError` if a member is never served."""
     count = len(jobs)
     state = start_state(group, jobs, remaining=[math.inf] * count)
     busy_seconds = np.zeros((count, len(RESOURCES)))
@@ -116,7 +137,8 @@ def measure_rates(next_iteration: NextIteration, group: Group, jobs: Sequence[Jo
     while (found := settled(marks)) is None:
         begun = state.iterations
         window = iterations_to_next(len(marks))
-        # Short windows wait as long as middling ones: a member that was ahead can stand still for long without starving.
+        # Short windows wait as long as middling ones: a member that was ahead can stand still for long without
+        # starving.
         for _ in range(max(window, 64) * _STARVED_AFTER * count):
             iteration = next_iteration(group, jobs, state)
             state = advance(group, state, iteration)
@@ -129,9 +151,11 @@ def measure_rates(next_iteration: NextIteration, group: Group, jobs: Sequence[Jo
                 break
         else:
             raise ScheduleError(
-                "a member of the group is never served", value=list(state.iterations), place=f"discipline {group.discipline!r}",
+                "a member of the group is never served",
+                value=list(state.iterations),
+                place=f"discipline {group.discipline!r}",
                 remedy="serve every member, such as by attained service",
-            )  # fmt: skip
+            )
         marks.append(Mark(state.iterations, tuple(ends)))
         totals.append((busy_seconds.copy(), worth.copy()))
     first, last = found

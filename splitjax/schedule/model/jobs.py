@@ -1,7 +1,8 @@
 """Training jobs as values: what one iteration of each worker costs, how many are wanted, and when the job arrives.
 
-Times are those of one worker on one device. *Depth*: how far back from the loss a worker differentiates. Structured partial
-backpropagation (Kumar et al., arXiv 2111.10672) gives worker i of N the last (N-i)/N of the model, the assignment rotating from step to step.
+Times are those of one worker on one device. *Depth*: how far back from the loss a worker differentiates. Structured
+partial backpropagation (Kumar et al., arXiv 2111.10672) gives worker i of N the last (N-i)/N of the model, the
+assignment rotating from step to step.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Depth:
 
     - `fraction`: share of the model that is differentiated, in (0, 1]; 1 is full backpropagation.
     - `backward_seconds`: the backward pass down to here.
-    - `memory_bytes`: what a worker needs resident while it trains at this depth (parameters, optimizer state, activations).
+    - `memory_bytes`: what a worker needs resident while it trains at this depth (parameters, optimizer state,
+      activations).
     - `gradient_bytes`: bytes of the gradients that it makes, before any exchange.
     - `layer`: at which the backward pass ends, where known.
     """
@@ -44,8 +46,9 @@ class Depth:
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """Seconds of one iteration on each resource, by Muri's split (Zhao et al., SIGCOMM'22, section 3): storage IO, preprocessing on the CPU,
-    the device, the network. Their sum need not be the iteration's time: a job alone may overlap some of them."""
+    """Seconds of one iteration on each resource, by Muri's split (Zhao et al., SIGCOMM'22, section 3): storage IO,
+    preprocessing on the CPU, the device, the network. Their sum need not be the iteration's time: a job alone may
+    overlap some of them."""
 
     storage_seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -67,8 +70,10 @@ class JobProfile:
     - `name`: of the model.
     - `forward_seconds`: the forward pass.
     - `depths`: where the backward pass can end, full backpropagation first, ever shallower.
-    - `exposed_seconds`: time of an iteration, job alone, in which the device waits: input and all-reduce that computing does not hide.
-    - `state_bytes`: of `Depth.memory_bytes`, what stays on a device while other jobs compute there (parameters, optimizer state).
+    - `exposed_seconds`: time of an iteration, job alone, in which the device waits: input and all-reduce that computing
+      does not hide.
+    - `state_bytes`: of `Depth.memory_bytes`, what stays on a device while other jobs compute there (parameters,
+      optimizer state).
     - `stages`: time on each resource, where known.
     - `update_seconds`: the update of the parameters, which every worker computes at whatever depth.
 
@@ -84,13 +89,33 @@ class JobProfile:
     update_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        times = [self.forward_seconds, self.exposed_seconds, self.update_seconds, *(depth.backward_seconds for depth in self.depths), *(self.stages.seconds if self.stages else ())]
+        times = [
+            self.forward_seconds,
+            self.exposed_seconds,
+            self.update_seconds,
+            *(depth.backward_seconds for depth in self.depths),
+            *(self.stages.seconds if self.stages else ()),
+        ]
         fractions = [depth.fraction for depth in self.depths]
-        if not self.depths or fractions[0] != 1 or not all(deep > shallow for deep, shallow in zip(fractions, [*fractions[1:], 0.0])):
-            raise ScheduleError("depths have to fall from 1, full backpropagation, and stay above 0", value=fractions, place=f"profile {self.name!r}")
+        if (
+            not self.depths
+            or fractions[0] != 1
+            or not all(deep > shallow for deep, shallow in zip(fractions, [*fractions[1:], 0.0]))
+        ):
+            raise ScheduleError(
+                "depths have to fall from 1, full backpropagation, and stay above 0",
+                value=fractions,
+                place=f"profile {self.name!r}",
+            )
         if not all(math.isfinite(time) and time >= 0 for time in times) or self.iteration_seconds <= 0:
-            raise ScheduleError("an iteration takes time, and no part of it less than none", value=times, place=f"profile {self.name!r}")
-        sizes = [self.state_bytes, *(depth.memory_bytes for depth in self.depths), *(depth.gradient_bytes for depth in self.depths)]
+            raise ScheduleError(
+                "an iteration takes time, and no part of it less than none", value=times, place=f"profile {self.name!r}"
+            )
+        sizes = [
+            self.state_bytes,
+            *(depth.memory_bytes for depth in self.depths),
+            *(depth.gradient_bytes for depth in self.depths),
+        ]
         if min(sizes) < 0:
             raise ScheduleError("nothing needs less memory than none", value=min(sizes), place=f"profile {self.name!r}")
 
@@ -100,15 +125,18 @@ class JobProfile:
         return self.task_seconds(0) + self.exposed_seconds
 
     def task_seconds(self, depth: int) -> float:
-        """Forward, backward down to depth number `depth`, and the update: how long the iteration keeps a device computing."""
+        """Forward, backward down to depth number `depth`, and the update: how long the iteration keeps a device
+        computing."""
         return self.forward_seconds + self.depths[depth].backward_seconds + self.update_seconds
 
     def depth_at(self, fraction: float) -> int:
-        """Number of the shallowest depth that covers `fraction` of the model: wanted depths are rounded up to real ones, never down."""
+        """Number of the shallowest depth that covers `fraction` of the model: wanted depths are rounded up to real
+        ones, never down."""
         return max(number for number, depth in enumerate(self.depths) if depth.fraction >= fraction - 1e-9)
 
     def partial_depths(self, num_workers: int) -> tuple[int, ...]:
-        """Structured partial backpropagation: depth numbers that the `num_workers` workers of one iteration have between them, deepest first."""
+        """Structured partial backpropagation: depth numbers that the `num_workers` workers of one iteration have
+        between them, deepest first."""
         return _partial_depths(self, num_workers)
 
     def partial_seconds(self, num_workers: int) -> float:
@@ -116,13 +144,14 @@ class JobProfile:
         return _partial_seconds(self, num_workers)
 
     def phi(self, num_workers: int) -> float:
-        """Device time of an iteration with perfect packing over its full-backpropagation time. (2 + 1/N)/3 where the backward pass takes twice
-        the forward pass, can end anywhere, and hides what is exposed only if there is any."""
+        """Device time of an iteration with perfect packing over its full-backpropagation time. (2 + 1/N)/3 where the
+        backward pass takes twice the forward pass, can end anywhere, and hides what is exposed only if there is any."""
         return self.partial_seconds(num_workers) / self.iteration_seconds
 
     def resource_seconds(self, num_workers: int) -> tuple[float, float, float, float]:
-        """What an iteration under partial backpropagation takes at least of each of a worker's resources, in the order of `RESOURCES`. Without stages,
-        what is exposed is waiting of which nobody knows for what: any number of jobs may wait at a time."""
+        """What an iteration under partial backpropagation takes at least of each of a worker's resources, in the order
+        of `RESOURCES`. Without stages, what is exposed is waiting of which nobody knows for what: any number of jobs
+        may wait at a time."""
         compute = self.partial_seconds(num_workers)
         if self.stages is None:
             return 0.0, 0.0, compute, 0.0
@@ -139,17 +168,32 @@ class JobProfile:
         """What `to_json` wrote. Raises `ScheduleError` for anything else; its place says where in `values`."""
         known = checked_fields(JobProfile, values, "")
         if not isinstance(known["depths"], (list, tuple)):
-            raise ScheduleError("depths are a list", value=known["depths"], place="depths", remedy="give them, full backpropagation first")
-        known["depths"] = tuple(Depth(**checked_fields(Depth, one, f"depths[{number}]")) for number, one in enumerate(known["depths"]))
+            raise ScheduleError(
+                "depths are a list",
+                value=known["depths"],
+                place="depths",
+                remedy="give them, full backpropagation first",
+            )
+        known["depths"] = tuple(
+            Depth(**checked_fields(Depth, one, f"depths[{number}]")) for number, one in enumerate(known["depths"])
+        )
         if known.get("stages") is not None:
             known["stages"] = Stages(**checked_fields(Stages, known["stages"], "stages"))
         return JobProfile(**known)
 
     @staticmethod
     def uniform(
-        name: str, iteration_seconds: float, *, num_depths: int = 32, forward_fraction: float = 1 / 3, exposed_fraction: float = 0.0,
-        memory_bytes: int = 0, fixed_memory_fraction: float = 0.5, gradient_bytes: int = 0, stages: Stages | None = None,
-    ) -> JobProfile:  # fmt: skip
+        name: str,
+        iteration_seconds: float,
+        *,
+        num_depths: int = 32,
+        forward_fraction: float = 1 / 3,
+        exposed_fraction: float = 0.0,
+        memory_bytes: int = 0,
+        fixed_memory_fraction: float = 0.5,
+        gradient_bytes: int = 0,
+        stages: Stages | None = None,
+    ) -> JobProfile:
         """A model of equal layers: backward time, activations and gradients are in proportion to depth.
 
         **Arguments:**
@@ -165,13 +209,18 @@ class JobProfile:
             Depth(part, backward * part, round(fixed + (memory_bytes - fixed) * part), round(gradient_bytes * part))
             for part in ((num_depths - index) / num_depths for index in range(num_depths))
         )
-        return JobProfile(name, compute * forward_fraction, depths, iteration_seconds * exposed_fraction, round(fixed), stages)
+        return JobProfile(
+            name, compute * forward_fraction, depths, iteration_seconds * exposed_fraction, round(fixed), stages
+        )
 
 
 def resident_bytes(profiles: Iterable[JobProfile]) -> int:
-    """Memory that a device needs for jobs that take turns on it: the state of all, and of one at a time the rest, at full depth."""
+    """Memory that a device needs for jobs that take turns on it: the state of all, and of one at a time the rest, at
+    full depth."""
     known = list(profiles)
-    return sum(profile.state_bytes for profile in known) + max((profile.depths[0].memory_bytes - profile.state_bytes for profile in known), default=0)
+    return sum(profile.state_bytes for profile in known) + max(
+        (profile.depths[0].memory_bytes - profile.state_bytes for profile in known), default=0
+    )
 
 
 @functools.lru_cache(maxsize=65536)
@@ -229,8 +278,9 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class JobColumns:
-    """What is constant about many jobs, as read-only arrays of one entry per job: `arrival_seconds`, `iteration_seconds` f64, `num_workers`,
-    `num_iterations` i64, `resource_seconds` f64[jobs, 4] (device-seconds an iteration of all workers, `JobProfile.resource_seconds`)."""
+    """What is constant about many jobs, as read-only arrays of one entry per job: `arrival_seconds`,
+    `iteration_seconds` f64, `num_workers`, `num_iterations` i64, `resource_seconds` f64[jobs, 4] (device-seconds an
+    iteration of all workers, `JobProfile.resource_seconds`)."""
 
     arrival_seconds: NDArray[np.float64]
     iteration_seconds: NDArray[np.float64]
@@ -246,7 +296,10 @@ class JobColumns:
             np.array([job.profile.iteration_seconds for job in jobs], np.float64),
             np.array([job.num_workers for job in jobs], np.int64),
             np.array([job.num_iterations for job in jobs], np.int64),
-            np.array([np.multiply(job.profile.resource_seconds(job.num_workers), job.num_workers) for job in jobs], np.float64).reshape(-1, 4),
+            np.array(
+                [np.multiply(job.profile.resource_seconds(job.num_workers), job.num_workers) for job in jobs],
+                np.float64,
+            ).reshape(-1, 4),
         )
         for field in dataclasses.fields(columns):
             getattr(columns, field.name).setflags(write=False)

@@ -15,25 +15,43 @@ _WORDS = {"float": "a number", "int": "a whole number", "str": "a text"}
 def checked_fields(kind: Any, values: Any, place: str) -> dict[str, Any]:
     """The entries of a JSON object that are fields of a dataclass: numbers and texts checked, everything else as it is.
 
-    Raises `ScheduleError` for another value, a field that is missing or not known, a number that is none; its place is `place` and the field."""
+    Raises `ScheduleError` for another value, a field that is missing or not known, a number that is none; its place is
+    `place` and the field."""
     if not isinstance(values, dict):
-        raise ScheduleError(f"{kind.__name__} is a JSON object", value=values, place=place or "the whole", remedy=f"give its fields: {', '.join(_names(kind))}")
+        raise ScheduleError(
+            f"{kind.__name__} is a JSON object",
+            value=values,
+            place=place or "the whole",
+            remedy=f"give its fields: {', '.join(_names(kind))}",
+        )
     at = lambda name: f"{place}.{name}" if place else name
     for name in values:
         if name not in _names(kind):
             close = difflib.get_close_matches(name, _names(kind), n=1)
             raise ScheduleError(
-                f"{kind.__name__} has no such field" + (f"; did you mean {close[0]!r}?" if close else ""), value=name, place=at(name),
+                f"{kind.__name__} has no such field" + (f"; did you mean {close[0]!r}?" if close else ""),
+                value=name,
+                place=at(name),
                 remedy=f"its fields are {', '.join(_names(kind))}",
-            )  # fmt: skip
+            )
     for field in dataclasses.fields(kind):
         if field.name not in values:
             if field.default is dataclasses.MISSING:
-                raise ScheduleError("a field is missing", value=sorted(values), place=at(field.name), remedy=f"give {_WORDS.get(str(field.type), 'it')}")
+                raise ScheduleError(
+                    "a field is missing",
+                    value=sorted(values),
+                    place=at(field.name),
+                    remedy=f"give {_WORDS.get(str(field.type), 'it')}",
+                )
             continue
         value = values[field.name]
         if not _fits(str(field.type), value):
-            raise ScheduleError(f"{field.name} is {_WORDS[str(field.type)]}", value=value, place=at(field.name), remedy="mend the file, or make it anew")
+            raise ScheduleError(
+                f"{field.name} is {_WORDS[str(field.type)]}",
+                value=value,
+                place=at(field.name),
+                remedy="mend the file, or make it anew",
+            )
     return dict(values)
 
 

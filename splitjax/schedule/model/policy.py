@@ -1,7 +1,8 @@
 """The protocol of policies: a pure function from what is known at one moment (`View`) to what changes (`Assignment`).
 
-A policy decides which jobs share which devices (`Group`), whenever a job arrives or finishes, and at times that it asks for. How the jobs of a
-group take turns from iteration to iteration is its *discipline* (`schedule.discipline`), a pure function too. The simulator and executors ask both.
+A policy decides which jobs share which devices (`Group`), whenever a job arrives or finishes, and at times that it asks
+for. How the jobs of a group take turns from iteration to iteration is its *discipline* (`schedule.discipline`), a pure
+function too. The simulator and executors ask both.
 
 A new policy is one function:
 
@@ -30,8 +31,8 @@ from splitjax.schedule.model.jobs import Job, JobColumns
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A job in a group: its number in `View.jobs`, and the devices that hold it, one per worker (where a discipline moves tasks about, its
-    workers' states may be on further devices of the group: those are `resident`)."""
+    """A job in a group: its number in `View.jobs`, and the devices that hold it, one per worker (where a discipline
+    moves tasks about, its workers' states may be on further devices of the group: those are `resident`)."""
 
     job: int
     devices: tuple[int, ...]
@@ -40,8 +41,8 @@ class Member:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Jobs that share devices, and how: `discipline` is the name of a registered discipline, `option` a value that it may read (hashable).
-    No device is in two groups."""
+    """Jobs that share devices, and how: `discipline` is the name of a registered discipline, `option` a value that it
+    may read (hashable). No device is in two groups."""
 
     members: tuple[Member, ...]
     discipline: str = "gang"
@@ -56,8 +57,8 @@ class Group:
 
     @property
     def computing_devices(self) -> tuple[int, ...]:
-        """What a chart draws them on, ascending: all devices while jobs share them, and of a job that is left alone its workers' own, one each. On the further
-        ones it is only resident, until the policy is asked again."""
+        """What a chart draws them on, ascending: all devices while jobs share them, and of a job that is left alone its
+        workers' own, one each. On the further ones it is only resident, until the policy is asked again."""
         return tuple(sorted(set(self.members[0].devices))) if len(self.members) == 1 else self.devices
 
 
@@ -68,12 +69,14 @@ class View:
     **Attributes:**
 
     - `now_seconds`, `cluster`.
-    - `jobs`, `columns`: all jobs of the trace and their constants; numbers of jobs index both. Those that have not arrived are none of a policy's business.
+    - `jobs`, `columns`: all jobs of the trace and their constants; numbers of jobs index both. Those that have not
+      arrived are none of a policy's business.
     - `active`: i64, numbers of the jobs that have arrived and are not done, in order of arrival.
     - `remaining_iterations`: f64[active], fractions of an iteration included.
-    - `attained_seconds`: f64[active], how long it has held devices. `attained_device_seconds`: f64[active], the same times devices, shared devices
-      counted by the share that it computed.
-    - `fair_seconds`: f64[active], time since arrival, each moment multiplied by how many times over its devices the cluster was asked for (at least 1).
+    - `attained_seconds`: f64[active], how long it has held devices. `attained_device_seconds`: f64[active], the same
+      times devices, shared devices counted by the share that it computed.
+    - `fair_seconds`: f64[active], time since arrival, each moment multiplied by how many times over its devices the
+      cluster was asked for (at least 1).
     - `group_of`: i64[active], id of the group that it is in, -1 while it waits.
     - `groups`: id -> group, of those that run.
     - `free`: bool[num_devices], devices in no group.
@@ -116,8 +119,8 @@ class Assignment:
 
     **Attributes:**
 
-    - `stop`: ids of groups that end. A job of theirs that a started group holds on the same devices goes on without a restart; others are
-      preempted (checkpointed) and wait, or move.
+    - `stop`: ids of groups that end. A job of theirs that a started group holds on the same devices goes on without a
+      restart; others are preempted (checkpointed) and wait, or move.
     - `start`: groups that begin, on devices that are free once the others have ended.
     - `wake_seconds`: ask again then, though no job has arrived or finished (a demotion, the end of a round).
     - `memory`: an immutable value that comes back as `View.memory`.
@@ -139,7 +142,8 @@ class Policy:
     **Attributes:**
 
     - `name`; `decide`: the pure function; `paper`: where it is from; `summary`: first paragraph of its docstring.
-    - `order`: name of the order in which it serves jobs. `baseline`: the gang policy of that order, which efficiencies are relative to.
+    - `order`: name of the order in which it serves jobs. `baseline`: the gang policy of that order, which efficiencies
+      are relative to.
     """
 
     name: str
@@ -159,8 +163,8 @@ def _summary(decide: Decide) -> str:
 
 
 def register(name: str, *, paper: str, order: str = "", baseline: str = "") -> Callable[[Decide], Decide]:
-    """Decorator: makes a function `View -> Assignment` a policy of this name. `order` defaults to the name without `gang-`, `baseline` to
-    `gang-ORDER`. Raises `ScheduleError` if the name is taken."""
+    """Decorator: makes a function `View -> Assignment` a policy of this name. `order` defaults to the name without
+    `gang-`, `baseline` to `gang-ORDER`. Raises `ScheduleError` if the name is taken."""
 
     def add(decide: Decide) -> Decide:
         if name in _POLICIES and _POLICIES[name].decide is not decide:
@@ -177,7 +181,9 @@ def get(name: str) -> Policy:
     if name not in _POLICIES:
         close = difflib.get_close_matches(name, _POLICIES, n=1)
         raise ScheduleError(
-            "there is no policy of this name" + (f"; did you mean {close[0]!r}?" if close else ""), value=name, remedy="name one of " + ", ".join(names())
+            "there is no policy of this name" + (f"; did you mean {close[0]!r}?" if close else ""),
+            value=name,
+            remedy="name one of " + ", ".join(names()),
         )
     return _POLICIES[name]
 

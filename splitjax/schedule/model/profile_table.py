@@ -11,9 +11,11 @@ _MOST_ROWS = 16
 
 
 def profile_table(profile: JobProfile, num_workers: int) -> Table:
-    """A row for each depth (where there are very many, for the first, the last, and those that a worker has), with how many of `num_workers` workers have it in an
-    iteration of partial backpropagation; below them what all have."""
-    found = Table(title=f"{profile.name}: one iteration of a worker", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    """A row for each depth (where there are very many, for the first, the last, and those that a worker has), with how
+    many of `num_workers` workers have it in an iteration of partial backpropagation; below them what all have."""
+    found = Table(
+        title=f"{profile.name}: one iteration of a worker", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1)
+    )
     found.add_column("ends at", overflow="fold")
     for column in ("share", "backward ms", "task ms", "memory", "gradients", f"of {num_workers}"):
         found.add_column(column, justify="right", no_wrap=True)
@@ -23,14 +25,20 @@ def profile_table(profile: JobProfile, num_workers: int) -> Table:
     for number in shown:
         depth = profile.depths[number]
         found.add_row(
-            depth.layer or "-", f"{depth.fraction:.1%}", _milliseconds(depth.backward_seconds), _milliseconds(profile.task_seconds(number)),
-            _size(depth.memory_bytes), _size(depth.gradient_bytes), str(used.count(number) or ""),
-        )  # fmt: skip
+            depth.layer or "-",
+            f"{depth.fraction:.1%}",
+            _milliseconds(depth.backward_seconds),
+            _milliseconds(profile.task_seconds(number)),
+            _size(depth.memory_bytes),
+            _size(depth.gradient_bytes),
+            str(used.count(number) or ""),
+        )
     found.caption_justify = "left"
     found.caption = (
-        f"a task is forward {_milliseconds(profile.forward_seconds)} ms, backward, update {_milliseconds(profile.update_seconds)} ms; "
-        f"then it waits {_milliseconds(profile.exposed_seconds)} ms; state {_size(profile.state_bytes)}\n"
-        f"with partial backpropagation, others' tasks in all its holes, an iteration takes {profile.phi(num_workers):.1%} of its devices' time alone"
+        f"a task is forward {_milliseconds(profile.forward_seconds)} ms, backward, update"
+        f" {_milliseconds(profile.update_seconds)} ms; then it waits {_milliseconds(profile.exposed_seconds)} ms; state"
+        f" {_size(profile.state_bytes)}\nwith partial backpropagation, others' tasks in all its holes, an iteration"
+        f" takes {profile.phi(num_workers):.1%} of its devices' time alone"
         + (f"\n{count - len(shown)} more depths are not shown" if len(shown) < count else "")
     )
     return found

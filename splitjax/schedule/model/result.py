@@ -15,9 +15,9 @@ from splitjax.schedule.model.cluster import Cluster
 
 @dataclasses.dataclass(frozen=True)
 class JobRecord:
-    """One job: `start_seconds` is its first device time, `exclusive_seconds` its time alone with full backpropagation, `device_seconds` what it
-    held of devices (shared ones by the share that it computed), `fair_seconds` its time in the cluster, each moment multiplied by how many times over its devices the cluster
-    was asked for (at least 1)."""
+    """One job: `start_seconds` is its first device time, `exclusive_seconds` its time alone with full backpropagation,
+    `device_seconds` what it held of devices (shared ones by the share that it computed), `fair_seconds` its time in the
+    cluster, each moment multiplied by how many times over its devices the cluster was asked for (at least 1)."""
 
     name: str
     tag: str
@@ -43,8 +43,9 @@ class JobRecord:
 
     @property
     def unfairness(self) -> float:
-        """Finish-time fairness, Mahajan et al., "Themis" (NSDI'20, section 3): completion time over that on an equal share of the cluster, here
-        `exclusive_seconds` times the mean number of times that the cluster was asked for over while it was there. Fair is 1 or less."""
+        """Finish-time fairness, Mahajan et al., "Themis" (NSDI'20, section 3): completion time over that on an equal
+        share of the cluster, here `exclusive_seconds` times the mean number of times that the cluster was asked for
+        over while it was there. Fair is 1 or less."""
         contention = self.fair_seconds / self.completion_seconds if self.completion_seconds > 0 else 1.0
         return self.completion_seconds / (self.exclusive_seconds * contention)
 
@@ -59,7 +60,8 @@ class Work:
     - `busy_device_seconds`: of these, computing. `held_device_seconds`: in a group.
     - `finished_device_seconds`: finished iterations, each at its full-backpropagation device time.
     - `credited_device_seconds`: the same less the backward work that was skipped.
-    - `floor_device_seconds`: what these iterations take at least of each resource (`RESOURCES`) with partial backpropagation, perfectly packed.
+    - `floor_device_seconds`: what these iterations take at least of each resource (`RESOURCES`) with partial
+      backpropagation, perfectly packed.
     """
 
     seconds: float = 0.0
@@ -82,14 +84,16 @@ class Work:
 
     @property
     def bound(self) -> float:
-        """The rate that perfect packing of just these iterations would have: no policy of partial backpropagation exceeds it."""
+        """The rate that perfect packing of just these iterations would have: no policy of partial backpropagation
+        exceeds it."""
         floor = max(self.floor_device_seconds)
         return self.finished_device_seconds / floor if floor else math.nan
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """For Gantt charts: `jobs` computed on `devices`, which they shared if they are several, from `start_seconds` to `end_seconds`."""
+    """For Gantt charts: `jobs` computed on `devices`, which they shared if they are several, from `start_seconds` to
+    `end_seconds`."""
 
     jobs: tuple[int, ...]
     devices: tuple[int, ...]
@@ -103,8 +107,8 @@ class SimulationResult:
 
     **Attributes:**
 
-    - `records`: the jobs, in the trace's order. `total`: the whole run. `busy_part`: the times at which the jobs there asked for at least as many
-      devices as there are.
+    - `records`: the jobs, in the trace's order. `total`: the whole run. `busy_part`: the times at which the jobs there
+      asked for at least as many devices as there are.
     - `num_decisions`: how often the policy was asked. `spans`: who computed where, where asked for.
     """
 
@@ -134,7 +138,9 @@ class SimulationResult:
     @property
     def makespan(self) -> float:
         """First arrival to last finish, seconds."""
-        return max(record.finish_seconds for record in self.records) - min(record.arrival_seconds for record in self.records)
+        return max(record.finish_seconds for record in self.records) - min(
+            record.arrival_seconds for record in self.records
+        )
 
     @property
     def queueing(self) -> float:
@@ -152,8 +158,9 @@ class SimulationResult:
         return np.array([record.unfairness for record in self.records])
 
     def iteration_efficiency(self, baseline: SimulationResult | None = None) -> float:
-        """Finished iterations, each at its full-backpropagation device-seconds, per device-second over the busy part; relative to the same of
-        `baseline`, gang scheduling with the same order, where given. NaN if the cluster was never busy."""
+        """Finished iterations, each at its full-backpropagation device-seconds, per device-second over the busy part;
+        relative to the same of `baseline`, gang scheduling with the same order, where given. NaN if the cluster was
+        never busy."""
         return _over(self.busy_part.rate, baseline and baseline.busy_part.rate)
 
     def cost_efficiency(self, baseline: SimulationResult | None = None) -> float:
@@ -161,21 +168,32 @@ class SimulationResult:
         return _over(self.busy_part.credited_rate, baseline and baseline.busy_part.credited_rate)
 
     def bound(self, baseline: SimulationResult | None = None) -> float:
-        """The `iteration_efficiency` that perfect packing of the iterations finished in the busy part would have had."""
+        """The `iteration_efficiency` that perfect packing of the iterations finished in the busy part would have
+        had."""
         return _over(self.busy_part.bound, baseline and baseline.busy_part.rate)
 
     def figures(self, baseline: SimulationResult | None = None) -> dict[str, Any]:
         """The figures as JSON values; null where the cluster was never busy."""
         unfair = self.unfairness
         return {
-            "policy": self.policy, "cluster": str(self.cluster), "num_jobs": len(self.records),
-            "avg_jct": self.avg_jct, "p99_jct": self.p99_jct, "makespan": self.makespan, "queueing": self.queueing, "busy": self.busy,
-            "iteration_efficiency": _known(self.iteration_efficiency(baseline)), "cost_efficiency": _known(self.cost_efficiency(baseline)),
+            "policy": self.policy,
+            "cluster": str(self.cluster),
+            "num_jobs": len(self.records),
+            "avg_jct": self.avg_jct,
+            "p99_jct": self.p99_jct,
+            "makespan": self.makespan,
+            "queueing": self.queueing,
+            "busy": self.busy,
+            "iteration_efficiency": _known(self.iteration_efficiency(baseline)),
+            "cost_efficiency": _known(self.cost_efficiency(baseline)),
             "bound": _known(self.bound(baseline)),
-            "baseline": baseline.policy if baseline else None, "busy_part_seconds": self.busy_part.seconds,
-            "unfairness_mean": float(unfair.mean()), "unfairness_max": float(unfair.max()),
-            "restarts": sum(record.num_starts - 1 for record in self.records), "decisions": self.num_decisions,
-        }  # fmt: skip
+            "baseline": baseline.policy if baseline else None,
+            "busy_part_seconds": self.busy_part.seconds,
+            "unfairness_mean": float(unfair.mean()),
+            "unfairness_max": float(unfair.max()),
+            "restarts": sum(record.num_starts - 1 for record in self.records),
+            "decisions": self.num_decisions,
+        }
 
 
 def _over(value: float, base: float | None) -> float:

@@ -1,4 +1,5 @@
-"""Readers of public traces, of jobs and of profiles of one's own. A malformed row is an error that names file and line, or is left out and listed if asked."""
+"""Readers of public traces, of jobs and of profiles of one's own. A malformed row is an error that names file and line,
+or is left out and listed if asked."""
 
 from __future__ import annotations
 
@@ -34,48 +35,75 @@ class Trace:
         """The jobs with one of these tags (any, if none is given) and so many workers."""
         wanted = set(tags)
         limit = math.inf if max_workers is None else max_workers
-        jobs = tuple(job for job in self.jobs if (not wanted or job.tag in wanted) and min_workers <= job.num_workers <= limit)
+        jobs = tuple(
+            job for job in self.jobs if (not wanted or job.tag in wanted) and min_workers <= job.num_workers <= limit
+        )
         return dataclasses.replace(self, jobs=jobs)
 
 
-def read_trace(path: str | pathlib.Path, *, profiles: Mapping[str, JobProfile] | None = None, skip_malformed: bool = False) -> Trace:
+def read_trace(
+    path: str | pathlib.Path, *, profiles: Mapping[str, JobProfile] | None = None, skip_malformed: bool = False
+) -> Trace:
     """A trace of any kind, told by its header.
 
     **Arguments:**
 
-    - `profiles`: by name, such as `read_profiles` reads. Jobs of Philly's tables, which say nothing of their models, get them in turn; Muri's and one's own the one of their model.
+    - `profiles`: by name, such as `read_profiles` reads. Jobs of Philly's tables, which say nothing of their models,
+      get them in turn; Muri's and one's own the one of their model.
     - `skip_malformed`: leave malformed rows out and list them, instead of an error.
 
     Raises `TraceFileError`.
     """
     _, header = next(_rows(pathlib.Path(path)), (1, []))
     if profiles is not None and not profiles:
-        raise TraceFileError("there is no profile to give to its jobs", value={}, place=str(path), remedy="leave profiles out, or give one")
+        raise TraceFileError(
+            "there is no profile to give to its jobs",
+            value={},
+            place=str(path),
+            remedy="leave profiles out, or give one",
+        )
     if set(PHILLY_COLUMNS) <= set(header):
         turns = itertools.cycle(profiles.values()) if profiles else None
-        return read_philly(path, profile=None if turns is None else lambda num_workers: next(turns), skip_malformed=skip_malformed)
+        return read_philly(
+            path, profile=None if turns is None else lambda num_workers: next(turns), skip_malformed=skip_malformed
+        )
     if set(MURI_COLUMNS) <= set(header):
         return read_muri(path, profiles=profiles, skip_malformed=skip_malformed)
     if set(JOB_COLUMNS) <= set(header):
         if profiles is None:
-            raise TraceFileError("its jobs name profiles, and none are given", place=f"{path}:1", remedy="give the profiles that it names (profiles=, --profiles)")
+            raise TraceFileError(
+                "its jobs name profiles, and none are given",
+                place=f"{path}:1",
+                remedy="give the profiles that it names (profiles=, --profiles)",
+            )
         return read_jobs(path, profiles, skip_malformed=skip_malformed)
     raise TraceFileError(
-        "a trace of a kind that is not known", value=header, place=f"{path}:1",
-        remedy=f"columns are {', '.join(PHILLY_COLUMNS)} (Philly), {', '.join(MURI_COLUMNS)} (Muri) or {', '.join(JOB_COLUMNS)} (one's own)",
-    )  # fmt: skip
+        "a trace of a kind that is not known",
+        value=header,
+        place=f"{path}:1",
+        remedy=(
+            f"columns are {', '.join(PHILLY_COLUMNS)} (Philly), {', '.join(MURI_COLUMNS)} (Muri) or"
+            f" {', '.join(JOB_COLUMNS)} (one's own)"
+        ),
+    )
 
 
 def read_jobs(path: str | pathlib.Path, profiles: Mapping[str, JobProfile], *, skip_malformed: bool = False) -> Trace:
-    """Jobs of one's own, a CSV, plain or gzip: `name` (unique), `arrival_seconds`, `num_workers`, `num_iterations`, `profile` (a name in `profiles`), and, if one
-    likes, `tag`. Raises `TraceFileError`."""
+    """Jobs of one's own, a CSV, plain or gzip: `name` (unique), `arrival_seconds`, `num_workers`, `num_iterations`,
+    `profile` (a name in `profiles`), and, if one likes, `tag`. Raises `TraceFileError`."""
     seen: set[str] = set()
 
     def parse(row: Mapping[str, str], line: int) -> Job:
         if row["name"] in seen:
             raise ValueError(f"a second job {row['name']!r}")
         counts = (_count(row[column], column) for column in ("num_workers", "num_iterations"))
-        job = Job(row["name"], float(row["arrival_seconds"]), *counts, _profile_named(row["profile"], profiles), row.get("tag", ""))
+        job = Job(
+            row["name"],
+            float(row["arrival_seconds"]),
+            *counts,
+            _profile_named(row["profile"], profiles),
+            row.get("tag", ""),
+        )
         seen.add(row["name"])
         return job
 
@@ -89,15 +117,21 @@ def _profile_named(name: str, profiles: Mapping[str, JobProfile]) -> JobProfile:
 
 
 def read_philly(
-    path: str | pathlib.Path, *, profile: Callable[[int], JobProfile] | None = None, iteration_seconds: float = 0.5, skip_malformed: bool = False
+    path: str | pathlib.Path,
+    *,
+    profile: Callable[[int], JobProfile] | None = None,
+    iteration_seconds: float = 0.5,
+    skip_malformed: bool = False,
 ) -> Trace:
-    """Job tables of Microsoft's Philly trace (Jeon et al., ATC'19), a CSV, plain or gzip: `timestamp` (ISO 8601), `duration` (seconds), `num_gpus`, `cluster`.
+    """Job tables of Microsoft's Philly trace (Jeon et al., ATC'19), a CSV, plain or gzip: `timestamp` (ISO 8601),
+    `duration` (seconds), `num_gpus`, `cluster`.
 
     The trace says how long a job ran, not what it computed: its iterations are its duration over that of one iteration.
 
     **Arguments:**
 
-    - `profile`: number of workers -> profile; by default equal layers, a backward pass of twice the forward pass, `iteration_seconds` each.
+    - `profile`: number of workers -> profile; by default equal layers, a backward pass of twice the forward pass,
+      `iteration_seconds` each.
     - `skip_malformed`: leave malformed rows out and list them, instead of an error.
 
     Raises `TraceFileError`.
@@ -121,16 +155,23 @@ def read_philly(
 
 
 def read_muri(
-    path: str | pathlib.Path, *, stages: bool = True, exposed_fraction: float = 0.0, profiles: Mapping[str, JobProfile] | None = None, skip_malformed: bool = False
+    path: str | pathlib.Path,
+    *,
+    stages: bool = True,
+    exposed_fraction: float = 0.0,
+    profiles: Mapping[str, JobProfile] | None = None,
+    skip_malformed: bool = False,
 ) -> Trace:
-    """Traces of Muri (Zhao et al., SIGCOMM'22): `job_id`, `num_gpu`, `iterations`, `model_name`; milliseconds in `submit_time`, `iteration_time` and
-    `resource_time_0..`, which are input (storage and CPU in one), device and network, or those four apart.
+    """Traces of Muri (Zhao et al., SIGCOMM'22): `job_id`, `num_gpu`, `iterations`, `model_name`; milliseconds in
+    `submit_time`, `iteration_time` and `resource_time_0..`, which are input (storage and CPU in one), device and
+    network, or those four apart.
 
     `iterations` x `iteration_time` is the job, not the column `duration`, which is that of the trace it was made from.
 
     **Arguments:**
 
-    - `stages`: an iteration computes for its time on the device and waits for the rest; without, it computes all the time but `exposed_fraction` of it.
+    - `stages`: an iteration computes for its time on the device and waits for the rest; without, it computes all the
+      time but `exposed_fraction` of it.
     - `profiles`: by `model_name`, what an iteration costs, instead of the trace's times.
     - `skip_malformed`: leave malformed rows out and list them, instead of an error.
 
@@ -140,7 +181,9 @@ def read_muri(
 
     def parse(row: Mapping[str, str], line: int) -> Job:
         seconds = float(row["iteration_time"]) / 1e3
-        names = sorted((name for name in row if name.startswith("resource_time_")), key=lambda name: int(name.rpartition("_")[2]))
+        names = sorted(
+            (name for name in row if name.startswith("resource_time_")), key=lambda name: int(name.rpartition("_")[2])
+        )
         resources = tuple(float(row[name]) / 1e3 for name in names) if stages else ()
         if resources and len(resources) not in (3, 4):
             raise ValueError(f"{len(resources)} resources; 3 or 4 are known")
@@ -149,11 +192,22 @@ def read_muri(
         key = (row["model_name"], seconds, resources)
         if key not in known:
             given = profiles is not None
-            known[key] = _profile_named(key[0], profiles) if given else _muri_profile(key[0], seconds, resources, exposed_fraction)
+            known[key] = (
+                _profile_named(key[0], profiles)
+                if given
+                else _muri_profile(key[0], seconds, resources, exposed_fraction)
+            )
         moment = float(row["submit_time"]) / 1e3
         if not 0 <= moment < math.inf:
             raise ValueError(f"a submit_time of {row['submit_time']!r}")
-        return Job(row["job_id"], moment, _count(row["num_gpu"], "num_gpu"), _count(row["iterations"], "iterations"), known[key], row["model_name"])
+        return Job(
+            row["job_id"],
+            moment,
+            _count(row["num_gpu"], "num_gpu"),
+            _count(row["iterations"], "iterations"),
+            known[key],
+            row["model_name"],
+        )
 
     return _read(pathlib.Path(path), MURI_COLUMNS, parse, skip_malformed, from_zero=False)
 
@@ -162,32 +216,40 @@ def _muri_profile(name: str, seconds: float, resources: tuple[float, ...], expos
     if not resources:
         return JobProfile.uniform(name, seconds, exposed_fraction=exposed_fraction)
     stages = Stages(*resources) if len(resources) == 4 else Stages(0.0, *resources)
-    return JobProfile.uniform(name, seconds, exposed_fraction=max(0.0, 1 - stages.device_seconds / seconds), stages=stages)
+    return JobProfile.uniform(
+        name, seconds, exposed_fraction=max(0.0, 1 - stages.device_seconds / seconds), stages=stages
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Throughputs:
-    """Gavel's measured throughputs (Narayanan et al., OSDI'20), iterations a second of each job. A job is (model with batch size, number of workers).
+    """Gavel's measured throughputs (Narayanan et al., OSDI'20), iterations a second of each job. A job is (model with
+    batch size, number of workers).
 
     **Attributes:**
 
     - `alone`: device kind -> job -> throughput.
-    - `pairs`: device kind -> (job, other job) -> their throughputs on one device that both share; 0 where they did not fit.
+    - `pairs`: device kind -> (job, other job) -> their throughputs on one device that both share; 0 where they did not
+      fit.
     """
 
     alone: Mapping[str, Mapping[tuple[str, int], float]]
     pairs: Mapping[str, Mapping[tuple[tuple[str, int], tuple[str, int]], tuple[float, float]]]
 
     def profile(self, kind: str, job: tuple[str, int]) -> JobProfile:
-        """A profile of equal layers with the iteration time measured alone on a device of this kind. Raises `TraceFileError` where there is none."""
+        """A profile of equal layers with the iteration time measured alone on a device of this kind. Raises
+        `TraceFileError` where there is none."""
         rate = self.alone.get(kind, {}).get(job, 0.0)
         if not rate > 0:
-            raise TraceFileError("no throughput was measured", value=(kind, job), remedy="see Throughputs.alone for what was")
+            raise TraceFileError(
+                "no throughput was measured", value=(kind, job), remedy="see Throughputs.alone for what was"
+            )
         return JobProfile.uniform(job[0], 1 / rate)
 
 
 def read_gavel(path: str | pathlib.Path) -> Throughputs:
-    """Gavel's table of throughputs, JSON, plain or gzip: device kind -> "('MODEL', workers)" -> {"null": alone, "('OTHER', workers)": [it, other]}.
+    """Gavel's table of throughputs, JSON, plain or gzip: device kind -> "('MODEL', workers)" -> {"null": alone,
+    "('OTHER', workers)": [it, other]}.
 
     Raises `TraceFileError`, which names the entry.
     """
@@ -218,28 +280,45 @@ def read_gavel(path: str | pathlib.Path) -> Throughputs:
 
 
 def read_profiles(path: str | pathlib.Path) -> dict[str, JobProfile]:
-    """Name -> profile, from a JSON file of one profile or a list of them, such as `write_profiles` and `splitjax profile --job` write; plain or gzip.
+    """Name -> profile, from a JSON file of one profile or a list of them, such as `write_profiles` and
+    `splitjax profile --job` write; plain or gzip.
 
     Raises `TraceFileError`, whose place is the file, the entry (from 0) and the field."""
     path = pathlib.Path(path)
     try:
         values = json.loads(_text(path))
     except json.JSONDecodeError as error:
-        raise TraceFileError(f"not JSON: {error.msg}", place=f"{path}:{error.lineno}", remedy="write profiles with write_profiles, or splitjax profile --job") from error
+        raise TraceFileError(
+            f"not JSON: {error.msg}",
+            place=f"{path}:{error.lineno}",
+            remedy="write profiles with write_profiles, or splitjax profile --job",
+        ) from error
     found: dict[str, JobProfile] = {}
     for number, one in enumerate(values if isinstance(values, list) else [values]):
         try:
             profile = JobProfile.from_json(one)
         except ScheduleError as error:
             raise TraceFileError(
-                f"not a job profile: {error.message}", value=error.value, place=f"{path}, entry {number}, {error.place}",
+                f"not a job profile: {error.message}",
+                value=error.value,
+                place=f"{path}, entry {number}, {error.place}",
                 remedy=error.remedy or "mend it, or write profiles with write_profiles or splitjax profile --job",
-            ) from error  # fmt: skip
+            ) from error
         if profile.name in found:
-            raise TraceFileError("two profiles of one name", value=profile.name, place=f"{path}, entry {number}, name", remedy="give each a name of its own")
+            raise TraceFileError(
+                "two profiles of one name",
+                value=profile.name,
+                place=f"{path}, entry {number}, name",
+                remedy="give each a name of its own",
+            )
         found[profile.name] = profile
     if not found:
-        raise TraceFileError("no profile is in it", value=values, place=str(path), remedy="write profiles with write_profiles, or splitjax profile --job")
+        raise TraceFileError(
+            "no profile is in it",
+            value=values,
+            place=str(path),
+            remedy="write profiles with write_profiles, or splitjax profile --job",
+        )
     return found
 
 
@@ -263,11 +342,22 @@ def _count(text: str, column: str) -> int:
     return int(value)
 
 
-def _read(path: pathlib.Path, columns: Sequence[str], parse: Callable[[Mapping[str, str], int], Job], skip_malformed: bool, from_zero: bool = True) -> Trace:
+def _read(
+    path: pathlib.Path,
+    columns: Sequence[str],
+    parse: Callable[[Mapping[str, str], int], Job],
+    skip_malformed: bool,
+    from_zero: bool = True,
+) -> Trace:
     rows = _rows(path)
     header = next(rows, (1, []))[1]
     if missing := [column for column in columns if column not in header]:
-        raise TraceFileError("columns are missing", value=missing, place=f"{path}:1", remedy=f"the first line names the columns {', '.join(columns)}")
+        raise TraceFileError(
+            "columns are missing",
+            value=missing,
+            place=f"{path}:1",
+            remedy=f"the first line names the columns {', '.join(columns)}",
+        )
     raw: list[tuple[int, Job]] = []
     skipped: list[tuple[int, str]] = []
     for line, cells in rows:
@@ -279,11 +369,18 @@ def _read(path: pathlib.Path, columns: Sequence[str], parse: Callable[[Mapping[s
             why = str(error).splitlines()[0]
             if not skip_malformed:
                 raise TraceFileError(
-                    f"a malformed row: {why}", value=",".join(cells), place=f"{path}:{line}", remedy="mend it, or skip malformed rows (skip_malformed)"
+                    f"a malformed row: {why}",
+                    value=",".join(cells),
+                    place=f"{path}:{line}",
+                    remedy="mend it, or skip malformed rows (skip_malformed)",
                 ) from error
             skipped.append((line, why))
     first = min((job.arrival_seconds for _, job in raw), default=0.0) if from_zero else 0.0
-    jobs = [dataclasses.replace(job, arrival_seconds=job.arrival_seconds - first) for _, job in raw] if from_zero else [job for _, job in raw]
+    jobs = (
+        [dataclasses.replace(job, arrival_seconds=job.arrival_seconds - first) for _, job in raw]
+        if from_zero
+        else [job for _, job in raw]
+    )
     return Trace(tuple(sorted(jobs, key=lambda job: job.arrival_seconds)), tuple(skipped))
 
 

@@ -1,7 +1,7 @@
 """Gang scheduling, what the policies with whole devices share: jobs in some order, each with all its devices or none.
 
-`gang(view, key)` serves the jobs with the smallest keys and fills what is left with the next that fit. What runs and still may keeps its devices;
-only jobs that come to run are placed.
+`gang(view, key)` serves the jobs with the smallest keys and fills what is left with the next that fit. What runs and
+still may keeps its devices; only jobs that come to run are placed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,21 @@ TOLERANCE = 1e-6  # device-seconds: a threshold is reached where rounding alone 
 
 
 def gang(
-    view: View, *keys: NDArray[Any], backfill: bool = True, consolidate: bool = False, wake_seconds: float = math.inf, memory: Any = None
+    view: View,
+    *keys: NDArray[Any],
+    backfill: bool = True,
+    consolidate: bool = False,
+    wake_seconds: float = math.inf,
+    memory: Any = None,
 ) -> Assignment:
     """Whole devices for whole jobs, smallest keys first (the first key counts most; ties: first come).
 
     **Arguments:**
 
     - `backfill`: a job that does not fit is passed over for later ones that do; without, it holds up all behind it.
-    - `consolidate`: a job that fits on a node runs on one node, a larger one has whole nodes for all but the rest; where that cannot be, it does not fit.
-      All jobs are placed anew, in order, so what runs may move. Without, jobs stay where they are, on whatever devices.
+    - `consolidate`: a job that fits on a node runs on one node, a larger one has whole nodes for all but the rest;
+      where that cannot be, it does not fit. All jobs are placed anew, in order, so what runs may move. Without, jobs
+      stay where they are, on whatever devices.
     - `wake_seconds`, `memory`: as in `Assignment`.
     """
     order = np.lexsort(tuple(reversed(keys)))  # stable, and `active` is in order of arrival
@@ -42,7 +48,8 @@ def gang(
 
 
 def admit(num_workers: NDArray[np.int64], num_devices: int, *, backfill: bool = True) -> NDArray[np.int64]:
-    """Positions of the jobs that run together, taken in the order given while they fit; O(jobs) numpy work for each job passed over.
+    """Positions of the jobs that run together, taken in the order given while they fit; O(jobs) numpy work for each job
+    passed over.
 
     **Returns:** i64, ascending.
     """
@@ -60,9 +67,15 @@ def admit(num_workers: NDArray[np.int64], num_devices: int, *, backfill: bool = 
 
 
 def assign(
-    view: View, admitted: NDArray[np.bool_], order: NDArray[np.int64], *, wake_seconds: float = math.inf, memory: Any = None
+    view: View,
+    admitted: NDArray[np.bool_],
+    order: NDArray[np.int64],
+    *,
+    wake_seconds: float = math.inf,
+    memory: Any = None,
 ) -> Assignment:
-    """The change from what runs to the `admitted` jobs (bool[active]); those that begin are placed in `order`, the larger first."""
+    """The change from what runs to the `admitted` jobs (bool[active]); those that begin are placed in `order`, the
+    larger first."""
     running = view.group_of >= 0
     stop = tuple(view.group_of[running & ~admitted].tolist())
     beginning = order[(admitted & ~running)[order]]
@@ -125,12 +138,14 @@ def nodes_for(counts: NDArray[np.int64], num_workers: int, per_node: int) -> lis
 
 
 def place(free: NDArray[np.bool_], num_workers: int, cluster: Cluster) -> tuple[int, ...]:
-    """Free devices for a job, on as few nodes as can be: the fullest node that holds it all, else whole nodes and the fullest that holds the
-    rest. `free`: bool[num_devices].
+    """Free devices for a job, on as few nodes as can be: the fullest node that holds it all, else whole nodes and the
+    fullest that holds the rest. `free`: bool[num_devices].
 
     Raises `ScheduleError` if fewer than `num_workers` are free."""
     if (num_free := int(np.count_nonzero(free))) < num_workers:
-        raise ScheduleError(f"{num_workers} devices are wanted, {num_free} are free", value=num_workers, place="schedule.gang.place")
+        raise ScheduleError(
+            f"{num_workers} devices are wanted, {num_free} are free", value=num_workers, place="schedule.gang.place"
+        )
     by_node = free.reshape(cluster.num_nodes, cluster.devices_per_node)
     counts = by_node.sum(axis=1)
     chosen: list[int] = []
@@ -152,8 +167,8 @@ def runs_after(view: View, decision: Assignment) -> NDArray[np.bool_]:
 
 
 def crossing_seconds(view: View, devices: NDArray[np.float64], thresholds: Sequence[float]) -> float:
-    """The first time at which a job reaches the next of ascending `thresholds` of attained device-seconds, if from now on they hold so many
-    `devices` (f64[active])."""
+    """The first time at which a job reaches the next of ascending `thresholds` of attained device-seconds, if from now
+    on they hold so many `devices` (f64[active])."""
     growing = devices > 0
     if not growing.any():
         return math.inf

@@ -13,15 +13,23 @@ from splitjax.schedule.policies.gang import gang
 ROUND_SECONDS = 360.0
 
 
-@register("gang-gavel", paper="Narayanan et al., Gavel (OSDI'20, section 4.1, on equal devices; rounds: section 5); rounds of 6 minutes as there")
+@register(
+    "gang-gavel",
+    paper=(
+        "Narayanan et al., Gavel (OSDI'20, section 4.1, on equal devices; rounds: section 5); rounds of 6 minutes as"
+        " there"
+    ),
+)
 def gavel(view: View, *, round_seconds: float = ROUND_SECONDS, consolidate: bool = False) -> Assignment:
-    """Equal shares of the devices, made of rounds: at the start of each, those served furthest below their share come first.
+    """Equal shares of the devices, made of rounds: at the start of each, those served furthest below their share come
+    first.
 
     Between rounds, jobs that wait get what is free, and nobody is preempted.
 
     **Arguments:**
 
-    - `round_seconds`: length of a round. `consolidate`: as in `gang`; all jobs are placed anew then, at the start of a round only.
+    - `round_seconds`: length of a round. `consolidate`: as in `gang`; all jobs are placed anew then, at the start of a
+      round only.
     """
     ends = view.memory if view.memory is not None else view.now_seconds
     starts_round = view.now_seconds >= ends - 1e-6
@@ -35,9 +43,11 @@ def gavel(view: View, *, round_seconds: float = ROUND_SECONDS, consolidate: bool
 
 
 def equal_devices(num_workers: NDArray[np.int64], num_devices: int) -> NDArray[np.float64]:
-    """f64[jobs], shares of time that give every job equally many devices on average, none more than it wants; what small jobs leave goes to the others."""
+    """f64[jobs], shares of time that give every job equally many devices on average, none more than it wants; what
+    small jobs leave goes to the others."""
     if not len(num_workers) or num_workers.sum() <= num_devices:
         return np.ones(len(num_workers))
     wanted = np.sort(num_workers)
-    level = (num_devices - (np.cumsum(wanted) - wanted)) / np.arange(len(wanted), 0, -1)  # if all smaller ones are satisfied
+    # if all smaller ones are satisfied
+    level = (num_devices - (np.cumsum(wanted) - wanted)) / np.arange(len(wanted), 0, -1)
     return np.minimum(1.0, level[np.argmax(level < wanted)] / num_workers)

@@ -1,8 +1,10 @@
-"""JigSaw: work placed at the granularity of iterations, aware of the unequal task lengths of structured partial backpropagation.
+"""JigSaw: work placed at the granularity of iterations, aware of the unequal task lengths of structured partial
+backpropagation.
 
-Jobs share a set of devices on all of which each of them is resident. An iteration's tasks (forward, and backward down to the worker's depth) go,
-longest first, to the device that frees earliest, so the holes that shallow workers leave are filled with other jobs' tasks, or with further tasks of
-the job itself, and all-reduce is hidden behind others' computing. Which jobs share which devices is `schedule.policies.packing`.
+Jobs share a set of devices on all of which each of them is resident. An iteration's tasks (forward, and backward down
+to the worker's depth) go, longest first, to the device that frees earliest, so the holes that shallow workers leave are
+filled with other jobs' tasks, or with further tasks of the job itself, and all-reduce is hidden behind others'
+computing. Which jobs share which devices is `schedule.policies.packing`.
 """
 
 from __future__ import annotations
@@ -21,9 +23,14 @@ from splitjax.schedule.model.policy import Assignment, Group, Member, View, regi
 from splitjax.schedule.policies.orders import fifo, las, srtf
 from splitjax.schedule.policies.packing import pack
 
-_PAPER = "Kumar et al., Partial backpropagation and JigSaw (arXiv 2111.10672); list scheduling: Graham, Bounds on Multiprocessing Timing Anomalies (1969)"
+_PAPER = (
+    "Kumar et al., Partial backpropagation and JigSaw (arXiv 2111.10672); list scheduling: Graham, Bounds on"
+    " Multiprocessing Timing Anomalies (1969)"
+)
 _RIVAL = "The packing of `jigsaw` without partial backpropagation, to tell what each contributes"
-_FULL_DENSITY = 1.7  # best without partial backpropagation: all tasks are of full length, and more of them have to wait at a device to keep it busy
+# best without partial backpropagation: all tasks are of full length, and more of them have to wait at a device to keep
+# it busy
+_FULL_DENSITY = 1.7
 
 _TIE = 1e-9  # seconds: sums of the same terms in another order differ by rounding, and must not decide who comes first
 
@@ -69,7 +76,8 @@ def _depths(profile: JobProfile, num_workers: int, partial: bool) -> tuple[int, 
 
 
 def _choose(first_free: float, ready: Sequence[float], progress: Sequence[float], remaining: Sequence[float]) -> int:
-    """Of the members that are ready when the first device is free, the one that has progressed least (none starves); else the first to be ready."""
+    """Of the members that are ready when the first device is free, the one that has progressed least (none starves);
+    else the first to be ready."""
     best, soonest, least = -1, math.inf, math.inf
     for member, left in enumerate(remaining):
         if left > 0:
@@ -88,7 +96,8 @@ def _next(group: Group, jobs: Sequence[Job], state: GroupState, partial: bool) -
     member = _choose(first_free, [max(now, time) for time in state.ready_seconds], progress, state.remaining_iterations)
     profile, num_workers, done = jobs[member].profile, jobs[member].num_workers, state.iterations[member]
     ready = max(now, state.ready_seconds[member])
-    # Of devices that free at the same time another one comes first each time, and the worker with full depth is another one: nobody is always deep.
+    # Of devices that free at the same time another one comes first each time, and the worker with full depth is another
+    # one: nobody is always deep.
     turn, depths = sum(state.iterations), _depths(profile, num_workers, partial)
     workers = [(place + done) % num_workers for place in range(num_workers)]
     if profile.stages is not None:
@@ -96,7 +105,10 @@ def _next(group: Group, jobs: Sequence[Job], state: GroupState, partial: bool) -
     alone = len(group.members) == 1
     # Alone, a job finds all devices that are free by then alike, and so stays on the same ones.
     times = [max(ready if alone else now, device[DEVICE]) for device in state.free_seconds]
-    free = [(round(time, 9), rank, index) for index, (time, rank) in enumerate(zip(times, _ranks(group, num_workers, turn)))]  # rounded: equal sums tie
+    # rounded: equal sums tie
+    free = [
+        (round(time, 9), rank, index) for index, (time, rank) in enumerate(zip(times, _ranks(group, num_workers, turn)))
+    ]
     heapq.heapify(free)
     tasks = []
     for worker, depth in zip(workers, depths):
@@ -109,18 +121,26 @@ def _next(group: Group, jobs: Sequence[Job], state: GroupState, partial: bool) -
 
 
 def _ranks(group: Group, num_workers: int, turn: int) -> list[int]:
-    """By index of a device of the group: which comes first among those that are free at the same time. They come first in turn; a job that is left alone
-    on more devices than it has workers stays on its workers' own."""
+    """By index of a device of the group: which comes first among those that are free at the same time. They come first
+    in turn; a job that is left alone on more devices than it has workers stays on its workers' own."""
     count = len(group.devices)
     own = min(count, num_workers) if len(group.members) == 1 else count
     return [(index - turn) % own if index < own else index for index in range(count)]
 
 
 def _staged(
-    member: int, profile: JobProfile, workers: Sequence[int], depths: Sequence[int], group: Group, state: GroupState, ready: float, turn: int
+    member: int,
+    profile: JobProfile,
+    workers: Sequence[int],
+    depths: Sequence[int],
+    group: Group,
+    state: GroupState,
+    ready: float,
+    turn: int,
 ) -> Iteration:
-    """A job whose stages are known occupies the storage, CPU and network beside each device too. It overlaps its own stages as far as its iteration
-    time alone says: the next stage begins once a share of the one before has passed. What it waits for longer than all of them take comes last."""
+    """A job whose stages are known occupies the storage, CPU and network beside each device too. It overlaps its own
+    stages as far as its iteration time alone says: the next stage begins once a share of the one before has passed.
+    What it waits for longer than all of them take comes last."""
     seconds = profile.stages.seconds
     outside = sum(seconds) - seconds[DEVICE]
     share = min(1.0, profile.exposed_seconds / outside) if outside else 0.0
@@ -143,7 +163,12 @@ def _staged(
         *before, start = found[index]
         length = profile.task_seconds(depth)
         network = max(start + length, free[index][NETWORK]) if seconds[NETWORK] else start + length
-        for kind, time, busy in ((STORAGE, before[0], seconds[STORAGE]), (CPU, before[1], seconds[CPU]), (DEVICE, start, length), (NETWORK, network, seconds[NETWORK])):
+        for kind, time, busy in (
+            (STORAGE, before[0], seconds[STORAGE]),
+            (CPU, before[1], seconds[CPU]),
+            (DEVICE, start, length),
+            (NETWORK, network, seconds[NETWORK]),
+        ):
             if busy:
                 tasks.append(Task(worker, devices[index], depth, time, busy, kind))
                 free[index][kind] = time + busy
@@ -156,8 +181,14 @@ def _staged(
 @functools.lru_cache(maxsize=1 << 16)
 def _steady(members: tuple[tuple[JobProfile, int], ...], num_devices: int, partial: bool) -> tuple[float, ...]:
     """Iterations per second of each member: the discipline's rule, on nothing but the times at which devices free."""
-    seconds = [[profile.task_seconds(depth) for depth in _depths(profile, num_workers, partial)] for profile, num_workers in members]
-    cost, exposed = [profile.iteration_seconds for profile, _ in members], [profile.exposed_seconds for profile, _ in members]
+    seconds = [
+        [profile.task_seconds(depth) for depth in _depths(profile, num_workers, partial)]
+        for profile, num_workers in members
+    ]
+    cost, exposed = (
+        [profile.iteration_seconds for profile, _ in members],
+        [profile.exposed_seconds for profile, _ in members],
+    )
     count = len(members)
     free, ready, progress, done, ends = [0.0] * num_devices, [0.0] * count, [0.0] * count, [0] * count, [0.0] * count
     endless, replace = [math.inf] * count, heapq.heapreplace
@@ -192,7 +223,11 @@ def _measured(jobs: tuple[Job, ...], num_devices: int, partial: bool) -> Rates:
 
 def _rates(partial: bool, group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
     if any(job.profile.stages is not None for job in jobs):
-        return _measured(tuple(dataclasses.replace(job, name="", arrival_seconds=0.0, num_iterations=1, tag="") for job in jobs), len(group.devices), partial)
+        return _measured(
+            tuple(dataclasses.replace(job, name="", arrival_seconds=0.0, num_iterations=1, tag="") for job in jobs),
+            len(group.devices),
+            partial,
+        )
     computing, credit = [], []
     for job in jobs:
         profile = job.profile
@@ -205,7 +240,8 @@ def _rates(partial: bool, group: Group, jobs: Sequence[Job], cluster: Cluster) -
 
 @discipline("jigsaw", functools.partial(_rates, True))
 def jigsaw_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iteration:
-    """The least advanced member that can start next, at depths 1/N to N/N; longest task first, onto the device that frees earliest."""
+    """The least advanced member that can start next, at depths 1/N to N/N; longest task first, onto the device that
+    frees earliest."""
     return _next(group, jobs, state, True)
 
 

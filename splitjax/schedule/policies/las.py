@@ -14,14 +14,20 @@ from splitjax.schedule.policies.memory import carry
 THRESHOLDS = (3250.0, 7200.0, 18000.0)
 
 
-@register("gang-las", paper="Gu et al., Tiresias (NSDI'19, section 3.2): discretised two-dimensional least attained service; times not known")
+@register(
+    "gang-las",
+    paper=(
+        "Gu et al., Tiresias (NSDI'19, section 3.2): discretised two-dimensional least attained service; times not"
+        " known"
+    ),
+)
 def las(view: View, *, thresholds: Sequence[float] = THRESHOLDS, consolidate: bool = False) -> Assignment:
     """The job that has had the least device time first, in steps.
 
     **Arguments:**
 
-    - `thresholds`: device-seconds at which a job falls into the next queue (default: those of the paper's public simulator). Within a queue what runs
-      goes on, before what waits in the order in which it came to wait there.
+    - `thresholds`: device-seconds at which a job falls into the next queue (default: those of the paper's public
+      simulator). Within a queue what runs goes on, before what waits in the order in which it came to wait there.
     - `consolidate`: as in `gang`.
     """
     queue = np.searchsorted(np.asarray(thresholds) - TOLERANCE, view.attained_device_seconds, side="right")
@@ -31,4 +37,6 @@ def las(view: View, *, thresholds: Sequence[float] = THRESHOLDS, consolidate: bo
     running = runs_after(view, decision)
     place[np.lexsort((place, ~running, queue))] = np.arange(len(place))
     wake = crossing_seconds(view, running * view.num_workers, thresholds)
-    return dataclasses.replace(decision, wake_seconds=wake, memory={"jobs": view.active, "queue": queue, "place": place})
+    return dataclasses.replace(
+        decision, wake_seconds=wake, memory={"jobs": view.active, "queue": queue, "place": place}
+    )

@@ -1,4 +1,5 @@
-"""What a policy remembers of jobs from one decision to the next: arrays of one entry per job that was active, in order of arrival."""
+"""What a policy remembers of jobs from one decision to the next: arrays of one entry per job that was active, in order
+of arrival."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from splitjax.schedule.model.policy import View
 
 
 def carry(view: View, memory: Mapping[str, NDArray[Any]] | None, **defaults: float) -> dict[str, NDArray[Any]]:
-    """The remembered arrays named in `defaults`, one entry per job that is active now: those of jobs that are gone are left out, and new jobs have the default.
+    """The remembered arrays named in `defaults`, one entry per job that is active now: those of jobs that are gone are
+    left out, and new jobs have the default.
 
     **Arguments:**
 

@@ -32,7 +32,8 @@ def muri_s(view: View, *, overhead: float = 0.0, max_members: int = MAX_MEMBERS)
 
     **Arguments:**
 
-    - `overhead`: by how much a cycle of interleaved jobs takes longer than its stages say. `max_members`: 2 or 4 jobs in a group.
+    - `overhead`: by how much a cycle of interleaved jobs takes longer than its stages say. `max_members`: 2 or 4 jobs
+      in a group.
     """
     return _muri(view, srsf(view), overhead, max_members)
 
@@ -44,15 +45,18 @@ def muri_l(view: View, *, overhead: float = 0.0, max_members: int = MAX_MEMBERS)
 
 
 def stage_seconds(profile: JobProfile) -> Times:
-    """Seconds of an iteration on each resource; without measured stages, computing and what the device waits, taken for network."""
+    """Seconds of an iteration on each resource; without measured stages, computing and what the device waits, taken for
+    network."""
     return profile.stages.seconds if profile.stages else (0.0, 0.0, profile.task_seconds(0), profile.exposed_seconds)
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def interleave(times: tuple[Times, ...]) -> tuple[float, tuple[int, ...]]:
-    """The best interleaving of jobs with these stages (section 4.1): at any moment each job is on another resource, and all go on to the next together.
+    """The best interleaving of jobs with these stages (section 4.1): at any moment each job is on another resource, and
+    all go on to the next together.
 
-    **Returns:** seconds of a cycle, in which each job does one iteration, and the resource on which each job begins a cycle.
+    **Returns:** seconds of a cycle, in which each job does one iteration, and the resource on which each job begins a
+    cycle.
     """
     best = (math.inf, ())
     for offsets in itertools.permutations(range(1, _KINDS), len(times) - 1):
@@ -98,13 +102,16 @@ def _muri(view: View, order: Order, overhead: float, max_members: int) -> Assign
         size *= 2
     nodes += parts
     nodes.sort(key=lambda node: min(int(rank[position]) for position in node))
-    chosen = [nodes[index] for index in admit(np.array([int(num_workers[node[0]]) for node in nodes], np.int64), num_devices).tolist()]
+    chosen = [
+        nodes[index]
+        for index in admit(np.array([int(num_workers[node[0]]) for node in nodes], np.int64), num_devices).tolist()
+    ]
     return _assignment(view, order, chosen, running, overhead)
 
 
 def _matched(view: View, nodes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """One round of matching (section 4.2): groups of equal width, joined in pairs where sharing pays. Jobs of equal stages are alike, so it is a
-    matching of few kinds with counts, solved exactly."""
+    """One round of matching (section 4.2): groups of equal width, joined in pairs where sharing pays. Jobs of equal
+    stages are alike, so it is a matching of few kinds with counts, solved exactly."""
     limit = view.cluster.memory_bytes
     profiles = {position: view.jobs[int(view.active[position])].profile for node in nodes for position in node}
 
@@ -117,7 +124,9 @@ def _matched(view: View, nodes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
     buckets: dict[int, dict[tuple, list[tuple[int, ...]]]] = {}
     for node in nodes:
-        buckets.setdefault(int(view.num_workers[node[0]]), {}).setdefault(tuple(sorted(map(kind, node))), []).append(node)
+        buckets.setdefault(int(view.num_workers[node[0]]), {}).setdefault(tuple(sorted(map(kind, node))), []).append(
+            node
+        )
     found = []
     for kinds in buckets.values():
         keys = sorted(kinds)
@@ -126,7 +135,9 @@ def _matched(view: View, nodes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         for a, b in itertools.combinations_with_replacement(range(len(keys)), 2):
             members = (*keys[a], *keys[b])
             times = tuple(sorted(stages for stages, _, _ in members))
-            if interleave(times)[0] < (1 - GAIN) * sum(alone for _, alone, _ in members) and fits((*kinds[keys[a]][0], *kinds[keys[b]][0])):
+            if interleave(times)[0] < (1 - GAIN) * sum(alone for _, alone, _ in members) and fits(
+                (*kinds[keys[a]][0], *kinds[keys[b]][0])
+            ):
                 weights[a, b] = efficiency(times)
         for (a, b), count in maximum_matching(tuple(len(kinds[key]) for key in keys), tuple(sorted(weights.items()))):
             found += [(*left[keys[a]].popleft(), *left[keys[b]].popleft()) for _ in range(count)]
@@ -135,8 +146,11 @@ def _matched(view: View, nodes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def maximum_matching(counts: tuple[int, ...], weights: tuple[tuple[tuple[int, int], float], ...]) -> tuple[tuple[tuple[int, int], int], ...]:
-    """Maximum-weight matching where node kinds have `counts` nodes: how many pairs of which kinds, as an integer program."""
+def maximum_matching(
+    counts: tuple[int, ...], weights: tuple[tuple[tuple[int, int], float], ...]
+) -> tuple[tuple[tuple[int, int], int], ...]:
+    """Maximum-weight matching where node kinds have `counts` nodes: how many pairs of which kinds, as an integer
+    program."""
     if not weights:
         return ()
     uses = np.zeros((len(counts), len(weights)))
@@ -144,11 +158,18 @@ def maximum_matching(counts: tuple[int, ...], weights: tuple[tuple[tuple[int, in
         uses[a, index] += 1
         uses[b, index] += 1
     gains = -np.array([weight for _, weight in weights])
-    solved = milp(gains, constraints=LinearConstraint(uses, ub=np.array(counts)), integrality=np.ones(len(weights)), bounds=Bounds(0, np.inf))
+    solved = milp(
+        gains,
+        constraints=LinearConstraint(uses, ub=np.array(counts)),
+        integrality=np.ones(len(weights)),
+        bounds=Bounds(0, np.inf),
+    )
     return tuple((pair, round(count)) for (pair, _), count in zip(weights, solved.x) if round(count))
 
 
-def _assignment(view: View, order: Order, chosen: list[tuple[int, ...]], running: dict[int, list[int]], overhead: float) -> Assignment:
+def _assignment(
+    view: View, order: Order, chosen: list[tuple[int, ...]], running: dict[int, list[int]], overhead: float
+) -> Assignment:
     """The change from what runs; a group takes over the devices of one whose members it has."""
     number_of = {frozenset(members): number for number, members in running.items()}
     kept = {number_of[frozenset(node)] for node in chosen if frozenset(node) in number_of}
@@ -159,7 +180,14 @@ def _assignment(view: View, order: Order, chosen: list[tuple[int, ...]], running
     beginning = [node for node in chosen if number_of.get(frozenset(node)) not in kept]
     devices: dict[tuple[int, ...], tuple[int, ...]] = {}
     for node in beginning:
-        held = next((view.groups[int(view.group_of[position])].members[0].devices for position in node if view.group_of[position] >= 0), None)
+        held = next(
+            (
+                view.groups[int(view.group_of[position])].members[0].devices
+                for position in node
+                if view.group_of[position] >= 0
+            ),
+            None,
+        )
         if held is not None and free[list(held)].all():
             devices[node] = held
             free[list(held)] = False
@@ -168,7 +196,9 @@ def _assignment(view: View, order: Order, chosen: list[tuple[int, ...]], running
         if node not in devices:
             devices[node] = place(free, int(view.num_workers[node[0]]), view.cluster)
             free[list(devices[node])] = False
-        start.append(Group(tuple(Member(int(view.active[position]), devices[node]) for position in node), "muri", overhead))
+        start.append(
+            Group(tuple(Member(int(view.active[position]), devices[node]) for position in node), "muri", overhead)
+        )
     share = np.zeros(len(view.active))
     for node in chosen:
         seconds = [stage_seconds(view.jobs[int(view.active[position])].profile)[DEVICE] for position in node]
@@ -203,7 +233,8 @@ def _rates(group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
 
 @discipline("muri", _rates)
 def muri_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iteration:
-    """One cycle after the other; the stages of an iteration are a phase apart. A job alone overlaps its own stages as its iteration time says."""
+    """One cycle after the other; the stages of an iteration are a phase apart. A job alone overlaps its own stages as
+    its iteration time says."""
     left = [index for index, remaining in enumerate(state.remaining_iterations) if remaining > 0]
     begin = max(state.now_seconds, max(map(max, state.free_seconds)) if not any(state.iterations) else 0.0)
     if len(jobs) == 1:
@@ -214,9 +245,14 @@ def muri_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iter
         end = begin + jobs[0].profile.iteration_seconds
     else:
         phases, offsets = _cycle(group, jobs)
-        lag = [sum(phases[: (_KINDS - offset) % _KINDS]) for offset in offsets]  # into the first cycle, when a member is on the first resource
+        # into the first cycle, when a member is on the first resource
+        lag = [sum(phases[: (_KINDS - offset) % _KINDS]) for offset in offsets]
         cycle = sum(phases)
-        known = [ready - lag[index] - done * cycle for index, (done, ready) in enumerate(zip(state.iterations, state.ready_seconds)) if done]
+        known = [
+            ready - lag[index] - done * cycle
+            for index, (done, ready) in enumerate(zip(state.iterations, state.ready_seconds))
+            if done
+        ]
         first = max(known) if known else max(begin, *state.ready_seconds)
         begins = [first + lag[index] + done * cycle for index, done in enumerate(state.iterations)]
         member = min(left, key=lambda index: (begins[index], index))
@@ -225,8 +261,19 @@ def muri_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iter
         starts = [begin + sum(phases[(at + index) % _KINDS] for index in range(kind)) for kind in range(_KINDS)]
         end = begin + cycle
     devices = group.members[member].devices
-    index_of = {device: index for index, device in enumerate(group.devices)}  # what is still under way from before the group began is let out first
-    late = max([0.0, *(state.free_seconds[index_of[device]][kind] - starts[kind] for device in devices for kind in range(_KINDS) if times[kind] > 0)])
+    # what is still under way from before the group began is let out first
+    index_of = {device: index for index, device in enumerate(group.devices)}
+    late = max(
+        [
+            0.0,
+            *(
+                state.free_seconds[index_of[device]][kind] - starts[kind]
+                for device in devices
+                for kind in range(_KINDS)
+                if times[kind] > 0
+            ),
+        ]
+    )
     starts, end = [start + late for start in starts], end + late
     tasks = tuple(
         Task(worker, device, 0, starts[kind], times[kind], kind)

@@ -23,8 +23,9 @@ class Order:
     **Attributes:**
 
     - `positions`: i64[active], first served first.
-    - `after`: of the decision that was made, as devices that each job then computes on (f64[active], fractions where it shares): when the order may
-      change though no job comes or goes, and what it has to remember, to be found as `View.memory["order"]`.
+    - `after`: of the decision that was made, as devices that each job then computes on (f64[active], fractions where it
+      shares): when the order may change though no job comes or goes, and what it has to remember, to be found as
+      `View.memory["order"]`.
     """
 
     positions: NDArray[np.int64]
@@ -47,7 +48,8 @@ def fifo(view: View) -> Order:
 
 
 def las(view: View) -> Order:
-    """Least attained device time first, in the steps of `gang-las`: within a step what runs goes on, before what waits."""
+    """Least attained device time first, in the steps of `gang-las`: within a step what runs goes on, before what
+    waits."""
     queue = np.searchsorted(np.asarray(THRESHOLDS) - TOLERANCE, view.attained_device_seconds, side="right")
     before = carry(view, (view.memory or {}).get("order"), queue=-1, place=np.inf)
     place = np.where(before["queue"] == queue, before["place"], np.inf)

@@ -1,12 +1,15 @@
-"""Which jobs share which devices: what the policies with iteration-level packing have in common, as `gang` is for whole devices.
+"""Which jobs share which devices: what the policies with iteration-level packing have in common, as `gang` is for whole
+devices.
 
-While the jobs there ask for no more devices than there are, each has its own. When they ask for more, jobs are put together in groups, up to
-`max_members` on a common set of devices, fewer than they have workers. A job's *demand* is the device time of an iteration over the time of an
-iteration alone, all workers together: an eight-worker job under partial backpropagation keeps 5.7 devices computing, so four of them fill 24
-devices, or less where more jobs wait. All groups get devices in proportion to their demand, so none is sparser than others.
+While the jobs there ask for no more devices than there are, each has its own. When they ask for more, jobs are put
+together in groups, up to `max_members` on a common set of devices, fewer than they have workers. A job's *demand* is
+the device time of an iteration over the time of an iteration alone, all workers together: an eight-worker job under
+partial backpropagation keeps 5.7 devices computing, so four of them fill 24 devices, or less where more jobs wait. All
+groups get devices in proportion to their demand, so none is sparser than others.
 
-A job that comes joins the sparsest group, and nobody else restarts. Where grouping all anew, jobs of equal width and iteration time together, gains more
-than `least_gain` of the throughput, that is done, but not more often than each `settle_seconds`: jobs that move restart.
+A job that comes joins the sparsest group, and nobody else restarts. Where grouping all anew, jobs of equal width and
+iteration time together, gains more than `least_gain` of the throughput, that is done, but not more often than each
+`settle_seconds`: jobs that move restart.
 """
 
 from __future__ import annotations
@@ -29,17 +32,27 @@ SETTLE_SECONDS = 300.0
 
 
 def pack(
-    view: View, order: Order, discipline: str, *, partial: bool = True, max_members: int = MAX_MEMBERS, density: float = DENSITY,
-    settle_seconds: float = SETTLE_SECONDS, least_gain: float = LEAST_GAIN,
-) -> Assignment:  # fmt: skip
+    view: View,
+    order: Order,
+    discipline: str,
+    *,
+    partial: bool = True,
+    max_members: int = MAX_MEMBERS,
+    density: float = DENSITY,
+    settle_seconds: float = SETTLE_SECONDS,
+    least_gain: float = LEAST_GAIN,
+) -> Assignment:
     """Groups of jobs that share devices from iteration to iteration.
 
     **Arguments:**
 
-    - `order`: in which jobs are served. `discipline`: how the jobs of a group take turns; whichever it is, tasks may be on any of its devices.
+    - `order`: in which jobs are served. `discipline`: how the jobs of a group take turns; whichever it is, tasks may be
+      on any of its devices.
     - `partial`: demands are those of partial backpropagation, else of full.
-    - `max_members`: jobs in a group, fewer where memory does not suffice. `density`: demand per device up to which jobs are admitted.
-    - `settle_seconds`: the least time between two looks at whether all is to be grouped anew. `least_gain`: share of the throughput that this has to gain.
+    - `max_members`: jobs in a group, fewer where memory does not suffice. `density`: demand per device up to which jobs
+      are admitted.
+    - `settle_seconds`: the least time between two looks at whether all is to be grouped anew. `least_gain`: share of
+      the throughput that this has to gain.
     """
     plan = _Plan(view, order, discipline, partial, max_members, density)
     plan.keep()
@@ -57,7 +70,8 @@ def pack(
 
 
 def demands(view: View, partial: bool) -> NDArray[np.float64]:
-    """f64[all jobs], devices that each keeps computing at its full speed (or whose storage, CPU or network it does, if that is more)."""
+    """f64[all jobs], devices that each keeps computing at its full speed (or whose storage, CPU or network it does, if
+    that is more)."""
     seconds = view.columns.resource_seconds.copy()
     if not partial:
         seconds[:, DEVICE] = [job.num_workers * job.profile.task_seconds(0) for job in view.jobs]
@@ -77,7 +91,9 @@ class _Plan:
         self.admitted = np.ones(len(view.active), bool)
         if self.scarce:
             need = np.where(self._is_fixed, self.num_workers, self.demand / density)
-            chosen = admit(np.ceil(need[order.positions] * 1000 - 1e-6).astype(np.int64), view.cluster.num_devices * 1000)
+            chosen = admit(
+                np.ceil(need[order.positions] * 1000 - 1e-6).astype(np.int64), view.cluster.num_devices * 1000
+            )
             self.admitted[:] = False
             self.admitted[order.positions[chosen]] = True
             self._fill()
@@ -85,7 +101,8 @@ class _Plan:
         self.stopped: list[int] = []
         self.rank = np.empty(len(order.positions), np.int64)
         self.rank[order.positions] = np.arange(len(order.positions))
-        # Groups as arrays, one entry each: those that run, then those that are to begin. Members and devices are looked up only of those that change.
+        # Groups as arrays, one entry each: those that run, then those that are to begin. Members and devices are looked
+        # up only of those that change.
         numbers = sorted(view.groups)
         self.ids = np.array(numbers, np.int64)
         self.size = np.array([view.groups[number].option for number in numbers], np.float64)
@@ -93,14 +110,18 @@ class _Plan:
         self.slot = np.where(running, np.searchsorted(self.ids, view.group_of), -1)
         self.had = np.bincount(self.slot[running], minlength=len(self.ids))
         kept = self.slot[running & self.admitted]
-        self.load, self.width = (np.bincount(kept, values[running & self.admitted], len(self.ids)).astype(np.float64) for values in (self.demand, self.num_workers))
+        self.load, self.width = (
+            np.bincount(kept, values[running & self.admitted], len(self.ids)).astype(np.float64)
+            for values in (self.demand, self.num_workers)
+        )
         self.count = np.bincount(kept, minlength=len(self.ids))
         self.members: dict[int, list[int]] = {}
         self.devices: dict[int, tuple[int, ...]] = {}
         self.changed: set[int] = set()
 
     def _fill(self) -> None:
-        """On few devices a job more or less is much: where those admitted cannot keep all devices computing, the next that may still join them is too."""
+        """On few devices a job more or less is much: where those admitted cannot keep all devices computing, the next
+        that may still join them is too."""
         waiting = self.order.positions[~self.admitted[self.order.positions]]
         while len(waiting) and (load := float(self.demand[self.admitted].sum())) < self.view.cluster.num_devices - 1e-9:
             waiting = waiting[load + self.demand[waiting] <= self.densest * self.view.cluster.num_devices]
@@ -143,7 +164,9 @@ class _Plan:
         """A job that fits nowhere takes the place of one that is served later: of the last such, where it then fits."""
         victims = np.flatnonzero((self.slot >= 0) & self.admitted & (self.rank > self.rank[position]))
         slot = self.slot[victims]
-        victims = victims[self.load[slot] - self.demand[victims] + self.demand[position] <= self.densest * self.size[slot]]
+        victims = victims[
+            self.load[slot] - self.demand[victims] + self.demand[position] <= self.densest * self.size[slot]
+        ]
         for victim in victims[np.argsort(-self.rank[victims])].tolist():
             index = int(self.slot[victim])
             members = [*(member for member in self._of(index) if member != victim), position]
@@ -162,7 +185,11 @@ class _Plan:
         self.members[index] = members
         self.changed.add(index)
         self.slot[members] = index
-        self.load[index], self.width[index], self.count[index] = self.demand[members].sum(), self.num_workers[members].sum(), len(members)
+        self.load[index], self.width[index], self.count[index] = (
+            self.demand[members].sum(),
+            self.num_workers[members].sum(),
+            len(members),
+        )
 
     def _alone(self, position: int, count: int) -> None:
         devices = place(self.free, count, self.view.cluster)
@@ -177,11 +204,14 @@ class _Plan:
         self._put(index, members)
 
     def _sparsest(self, position: int, densities: NDArray[np.float64]) -> int | None:
-        """Of the sparsest groups one whose jobs have this one's iteration time, if there is, and that has the memory."""
+        """Of the sparsest groups one whose jobs have this one's iteration time, if there is, and that has the
+        memory."""
         seconds, active = self.view.columns.iteration_seconds, self.view.active
         found = None
         for index in np.argsort(densities, kind="stable")[:8].tolist():
-            if not math.isfinite(densities[index]) or (found is not None and densities[index] > densities[found] + 0.15):
+            if not math.isfinite(densities[index]) or (
+                found is not None and densities[index] > densities[found] + 0.15
+            ):
                 break
             members = self._of(index)
             if self._fits([*members, position]):
@@ -192,7 +222,10 @@ class _Plan:
 
     def _fits(self, members: list[int]) -> bool:
         jobs = self.view.jobs
-        return not self.limit or resident_bytes(jobs[int(self.view.active[member])].profile for member in members) <= self.limit
+        return (
+            not self.limit
+            or resident_bytes(jobs[int(self.view.active[member])].profile for member in members) <= self.limit
+        )
 
     def waste(self) -> float:
         """Share of the admitted jobs' throughput, perfectly packed, that the groups as they are do not have."""
@@ -213,8 +246,9 @@ class _Plan:
         return found
 
     def anew(self, least_gain: float) -> None:
-        """All groups again: jobs that are alike together, devices in proportion to demand. Nothing changes where that gains less than `least_gain`:
-        jobs that hold whole devices, and whole numbers of devices, leave some of the throughput unused however often all is grouped."""
+        """All groups again: jobs that are alike together, devices in proportion to demand. Nothing changes where that
+        gains less than `least_gain`: jobs that hold whole devices, and whole numbers of devices, leave some of the
+        throughput unused however often all is grouped."""
         num_devices = self.view.cluster.num_devices
         columns, active = self.view.columns, self.view.active
         positions = np.flatnonzero(self.admitted)
@@ -222,7 +256,9 @@ class _Plan:
         single: list[list[int]] = []
         classes: dict[float, list[int]] = {}
         whole = self._whole(positions)
-        for position in positions[np.lexsort((active[positions], -self.num_workers[positions], seconds[positions]))].tolist():
+        for position in positions[
+            np.lexsort((active[positions], -self.num_workers[positions], seconds[positions]))
+        ].tolist():
             if position in whole:
                 single.append([position])
             else:
@@ -231,10 +267,20 @@ class _Plan:
         odd = [members.pop() for members in classes.values() if len(members) == 1]
         groups = [part for members in [*classes.values(), odd] for part in self._parts(members)]
         sizes = [int(self.num_workers[members].sum()) for members in single]
-        sizes += _shares([float(self.demand[members].sum()) for members in groups], [int(self.num_workers[members].sum()) for members in groups], num_devices - sum(sizes))
+        sizes += _shares(
+            [float(self.demand[members].sum()) for members in groups],
+            [int(self.num_workers[members].sum()) for members in groups],
+            num_devices - sum(sizes),
+        )
         every = [*single, *groups]
-        width, load = (np.array([values[members].sum() for members in every], np.float64) for values in (self.num_workers, self.demand))
-        if _throughput(width, load, np.array(sizes)) - _throughput(self.width, self.load, self.size) <= least_gain * self._best():
+        width, load = (
+            np.array([values[members].sum() for members in every], np.float64)
+            for values in (self.num_workers, self.demand)
+        )
+        if (
+            _throughput(width, load, np.array(sizes)) - _throughput(self.width, self.load, self.size)
+            <= least_gain * self._best()
+        ):
             return
         running = [index for index in range(len(self.ids)) if self.count[index] and index not in self.changed]
         before = {tuple(self._of(index)): index for index in running}
@@ -261,19 +307,26 @@ class _Plan:
             self._begin(members, devices)
 
     def _whole(self, positions: NDArray[np.int64]) -> set[int]:
-        """Jobs with devices of their own: all while there are enough, else those that gain nothing by packing. Of these the last to be served share
-        devices too where the rest would not have enough."""
+        """Jobs with devices of their own: all while there are enough, else those that gain nothing by packing. Of these
+        the last to be served share devices too where the rest would not have enough."""
         if not self.scarce:
             return set(positions.tolist())
         fixed = self._is_fixed[positions]
-        whole, shared = positions[fixed][np.argsort(self.rank[positions[fixed]])], float(self.demand[positions[~fixed]].sum())
-        while len(whole) and shared > self.densest * (self.view.cluster.num_devices - self.num_workers[whole].sum()) + 1e-9:
+        whole, shared = (
+            positions[fixed][np.argsort(self.rank[positions[fixed]])],
+            float(self.demand[positions[~fixed]].sum()),
+        )
+        while (
+            len(whole)
+            and shared > self.densest * (self.view.cluster.num_devices - self.num_workers[whole].sum()) + 1e-9
+        ):
             shared += float(self.demand[whole[-1]])
             whole = whole[:-1]
         return set(whole.tolist())
 
     def _parts(self, members: list[int]) -> list[list[int]]:
-        """Groups of as equal a number of jobs as can be, at most `max_members` and what memory holds; wide and narrow ones in each."""
+        """Groups of as equal a number of jobs as can be, at most `max_members` and what memory holds; wide and narrow
+        ones in each."""
         count = -(-len(members) // self.max_members)
         parts: list[list[int]] = [[] for _ in range(count)]
         for index, member in enumerate(members):
@@ -293,7 +346,8 @@ class _Plan:
                 self.devices[index] = self.view.groups[int(self.ids[index])].devices
             devices = tuple(sorted(self.devices[index]))
             members = tuple(self._member(position, devices) for position in sorted(self.members[index], key=self._kind))
-            start.append(Group(members, self.discipline, len(devices)))  # the option: steady rates depend on how many there are
+            # the option: steady rates depend on how many there are
+            start.append(Group(members, self.discipline, len(devices)))
         return Assignment(tuple(stop), tuple(start), wake_seconds, memory)
 
     def _kind(self, position: int) -> tuple[float, int, str]:

@@ -11,12 +11,15 @@ from splitjax.schedule.model.jobs import DEVICE, Job
 from splitjax.schedule.model.policy import Assignment, Group, View, register
 from splitjax.schedule.policies import fifo, las, srtf
 
-_PAPER = "Kumar et al., Partial backpropagation and JigSaw (arXiv 2111.10672), partial backpropagation without the scheduler"
+_PAPER = (
+    "Kumar et al., Partial backpropagation and JigSaw (arXiv 2111.10672), partial backpropagation without the scheduler"
+)
 
 
 @register("spb", paper=_PAPER, order="srtf")
 def spb(view: View) -> Assignment:
-    """Gang scheduling of partial backpropagation: the worker with full depth is the critical path. The job with the least time left first."""
+    """Gang scheduling of partial backpropagation: the worker with full depth is the critical path. The job with the
+    least time left first."""
     return with_discipline(srtf.srtf(view), "spb")
 
 
@@ -34,13 +37,19 @@ def spb_fifo(view: View) -> Assignment:
 
 def with_discipline(decision: Assignment, name: str) -> Assignment:
     """The same decision, groups that start under another discipline."""
-    return dataclasses.replace(decision, start=tuple(dataclasses.replace(group, discipline=name) for group in decision.start))
+    return dataclasses.replace(
+        decision, start=tuple(dataclasses.replace(group, discipline=name) for group in decision.start)
+    )
 
 
 def _rates(group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
     (job,) = jobs
     profile, seconds = job.profile, job.profile.partial_seconds(job.num_workers)
-    return Rates((1 / profile.iteration_seconds,), (seconds * job.num_workers,), (1 - (profile.task_seconds(0) - seconds) / profile.iteration_seconds,))
+    return Rates(
+        (1 / profile.iteration_seconds,),
+        (seconds * job.num_workers,),
+        (1 - (profile.task_seconds(0) - seconds) / profile.iteration_seconds,),
+    )
 
 
 @discipline("spb", _rates)
@@ -48,7 +57,13 @@ def spb_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Itera
     """One job with whole devices, workers at depths 1/N to N/N, which rotate from iteration to iteration."""
     ((member,), (job,)) = group.members, jobs
     place = {device: index for index, device in enumerate(group.devices)}
-    start = max([state.now_seconds, state.ready_seconds[0], *(state.free_seconds[place[device]][DEVICE] for device in member.devices)])
+    start = max(
+        [
+            state.now_seconds,
+            state.ready_seconds[0],
+            *(state.free_seconds[place[device]][DEVICE] for device in member.devices),
+        ]
+    )
     depths = job.profile.partial_depths(job.num_workers)
     tasks = []
     for worker, device in enumerate(member.devices):

@@ -1,4 +1,5 @@
-"""Temporal partial backpropagation: all workers of a job share one depth in an iteration, and depths rotate from iteration to iteration."""
+"""Temporal partial backpropagation: all workers of a job share one depth in an iteration, and depths rotate from
+iteration to iteration."""
 
 from __future__ import annotations
 
@@ -11,12 +12,16 @@ from splitjax.schedule.model.policy import Assignment, Group, View, register
 from splitjax.schedule.policies import fifo, las, srtf
 from splitjax.schedule.policies.spb import with_discipline
 
-_PAPER = "After Kumar et al. (arXiv 2111.10672), depth varied over time instead of over workers, as in Brock et al., FreezeOut (arXiv 1706.04983)"
+_PAPER = (
+    "After Kumar et al. (arXiv 2111.10672), depth varied over time instead of over workers, as in Brock et al.,"
+    " FreezeOut (arXiv 1706.04983)"
+)
 
 
 @register("temporal-spb", paper=_PAPER, order="srtf")
 def temporal_spb(view: View) -> Assignment:
-    """Gang scheduling, one depth for all workers of an iteration: needs no packing. The job with the least time left first."""
+    """Gang scheduling, one depth for all workers of an iteration: needs no packing. The job with the least time left
+    first."""
     return with_discipline(srtf.srtf(view), "temporal-spb")
 
 
@@ -33,7 +38,8 @@ def temporal_spb_fifo(view: View) -> Assignment:
 
 
 def _iteration_seconds(job: Job, depth: int) -> float:
-    """A shallow iteration computes for less time than a full one, but its input and exchange, hidden or not, take as long."""
+    """A shallow iteration computes for less time than a full one, but its input and exchange, hidden or not, take as
+    long."""
     profile = job.profile
     storage, cpu, _, network = profile.resource_seconds(job.num_workers)
     return max(profile.task_seconds(depth) + profile.exposed_seconds, storage, cpu, network)
@@ -49,10 +55,17 @@ def _rates(group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
 
 @discipline("temporal-spb", _rates)
 def temporal_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iteration:
-    """One job with whole devices; iteration i has, for all workers, the depth that worker i mod N would have under `spb`."""
+    """One job with whole devices; iteration i has, for all workers, the depth that worker i mod N would have under
+    `spb`."""
     ((member,), (job,)) = group.members, jobs
     place = {device: index for index, device in enumerate(group.devices)}
-    start = max([state.now_seconds, state.ready_seconds[0], *(state.free_seconds[place[device]][DEVICE] for device in member.devices)])
+    start = max(
+        [
+            state.now_seconds,
+            state.ready_seconds[0],
+            *(state.free_seconds[place[device]][DEVICE] for device in member.devices),
+        ]
+    )
     depths = job.profile.partial_depths(job.num_workers)
     depth = depths[state.iterations[0] % len(depths)]
     seconds = job.profile.task_seconds(depth)

@@ -16,19 +16,22 @@ _STEPS = 60  # of which each halves the interval at least
 
 @register(
     "gang-themis",
-    paper="Mahajan et al., Themis (NSDI'20, section 3); shares of time and their rounds as Narayanan et al., Gavel (OSDI'20, sections 4.2 and 5)",
+    paper=(
+        "Mahajan et al., Themis (NSDI'20, section 3); shares of time and their rounds as Narayanan et al., Gavel"
+        " (OSDI'20, sections 4.2 and 5)"
+    ),
 )
 def themis(view: View, *, consolidate: bool = False, isolated_in_iterations: bool = False) -> Assignment:
     """Shares of time that make the worst ratio of finish time, shared to isolated, least; most owed first.
 
-    A job's isolated finish time is that with an equal share of the cluster (all devices over all jobs, no more than it wants) since it came. Jobs
-    are served by share over rounds that they were served in, those never served first.
+    A job's isolated finish time is that with an equal share of the cluster (all devices over all jobs, no more than it
+    wants) since it came. Jobs are served by share over rounds that they were served in, those never served first.
 
     **Arguments:**
 
     - `consolidate`: as in `gang`.
-    - `isolated_in_iterations`: isolated finish times are counted in iterations instead of seconds, as Muri's testbed did (Zhao et al., SIGCOMM'22, public
-      code), which favours jobs of long iterations.
+    - `isolated_in_iterations`: isolated finish times are counted in iterations instead of seconds, as Muri's testbed
+      did (Zhao et al., SIGCOMM'22, public code), which favours jobs of long iterations.
     """
     keep = carry(view, view.memory, isolated=0.0, remaining=-1.0, fraction=1.0, rounds=0.0)
     fraction = equal_share(view)
@@ -38,7 +41,9 @@ def themis(view: View, *, consolidate: bool = False, isolated_in_iterations: boo
     alone = isolated + remaining / fraction
     if isolated_in_iterations:
         alone = alone / view.columns.iteration_seconds[view.active]
-    shares = fair_shares(view.now_seconds - view.arrival_seconds, remaining, alone, view.num_workers, view.cluster.num_devices)
+    shares = fair_shares(
+        view.now_seconds - view.arrival_seconds, remaining, alone, view.num_workers, view.cluster.num_devices
+    )
     owed = np.where(keep["rounds"] > 0, shares / np.maximum(keep["rounds"], 1), shares * 1e9)
     decision = gang(view, -owed, consolidate=consolidate)
     rounds = keep["rounds"] + runs_after(view, decision)
@@ -48,17 +53,27 @@ def themis(view: View, *, consolidate: bool = False, isolated_in_iterations: boo
 
 def equal_share(view: View) -> NDArray[np.float64]:
     """f64[active], share of the time for which a job would run if all had equally many devices."""
-    return np.minimum(1.0, np.ceil(view.cluster.num_devices / len(view.active)) / view.num_workers) if len(view.active) else np.zeros(0)
+    return (
+        np.minimum(1.0, np.ceil(view.cluster.num_devices / len(view.active)) / view.num_workers)
+        if len(view.active)
+        else np.zeros(0)
+    )
 
 
 def fair_shares(
-    waited: NDArray[np.float64], remaining: NDArray[np.float64], isolated: NDArray[np.float64], num_workers: NDArray[np.int64], num_devices: int
+    waited: NDArray[np.float64],
+    remaining: NDArray[np.float64],
+    isolated: NDArray[np.float64],
+    num_workers: NDArray[np.int64],
+    num_devices: int,
 ) -> NDArray[np.float64]:
-    """Shares of time x, 0 to 1, with sum(x num_workers) <= num_devices, that make max((waited + remaining / x) / isolated) least; what jobs leave
-    that cannot be helped by more is given to the next worst, and so on (times in seconds, f64[jobs])."""
+    """Shares of time x, 0 to 1, with sum(x num_workers) <= num_devices, that make max((waited + remaining / x) /
+    isolated) least; what jobs leave that cannot be helped by more is given to the next worst, and so on (times in
+    seconds, f64[jobs])."""
     if num_workers.sum() <= num_devices:
         return np.ones(len(waited))
-    # A job whose ratio exceeds the common one even at a share of 1 has that share: the others' common ratio is the root of one equation.
+    # A job whose ratio exceeds the common one even at a share of 1 has that share: the others' common ratio is the root
+    # of one equation.
     needed = lambda ratio: np.minimum(1.0, remaining / np.maximum(ratio * isolated - waited, 1e-12))
     excess = lambda ratio: float(needed(ratio) @ num_workers) - num_devices
     low, high = 0.0, float(np.max((waited + remaining) / isolated))
@@ -66,7 +81,8 @@ def fair_shares(
     while below > 0:
         low, above, high = high, below, 2 * high
         below = excess(high)
-    # Between the two: false position, a halving wherever it does not shrink the interval by half (it is flat where most shares are 1).
+    # Between the two: false position, a halving wherever it does not shrink the interval by half (it is flat where most
+    # shares are 1).
     for _ in range(_STEPS):
         if high - low <= 1e-12 * high or below == 0:
             break

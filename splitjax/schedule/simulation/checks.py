@@ -21,28 +21,47 @@ def check_jobs(jobs: Sequence[Job], cluster: Cluster) -> None:
     for job in jobs:
         if job.num_workers > cluster.num_devices:
             raise ScheduleError(
-                f"job {job.name!r} wants {job.num_workers} devices, the cluster has {cluster.num_devices}", value=job.num_workers, place=f"cluster {cluster}",
+                f"job {job.name!r} wants {job.num_workers} devices, the cluster has {cluster.num_devices}",
+                value=job.num_workers,
+                place=f"cluster {cluster}",
                 remedy="take a larger cluster, or leave such jobs out",
-            )  # fmt: skip
+            )
         if cluster.memory_bytes and resident_bytes([job.profile]) > cluster.memory_bytes:
             raise ScheduleError(
-                f"job {job.name!r} needs {resident_bytes([job.profile])} bytes of a device's {cluster.memory_bytes}", value=job.profile.name,
-                place=f"cluster {cluster}", remedy="give the devices more memory, or leave such jobs out",
-            )  # fmt: skip
+                f"job {job.name!r} needs {resident_bytes([job.profile])} bytes of a device's {cluster.memory_bytes}",
+                value=job.profile.name,
+                place=f"cluster {cluster}",
+                remedy="give the devices more memory, or leave such jobs out",
+            )
 
 
 def check_group(
-    group: Group, jobs: Sequence[Job], cluster: Cluster, now: float, free: NDArray[np.bool_], progress: Progress, place: str
+    group: Group,
+    jobs: Sequence[Job],
+    cluster: Cluster,
+    now: float,
+    free: NDArray[np.bool_],
+    progress: Progress,
+    place: str,
 ) -> None:
-    """Raises `ScheduleError` for a group whose devices are taken, whose jobs cannot start, or whose memory does not suffice."""
+    """Raises `ScheduleError` for a group whose devices are taken, whose jobs cannot start, or whose memory does not
+    suffice."""
     devices = list(group.devices)
     if not group.members or not all(0 <= device < cluster.num_devices for device in devices) or not free[devices].all():
         raise ScheduleError("a group is to start on devices that are not free, or on none", value=group, place=place)
     load: dict[int, list[JobProfile]] = {}
     for member in group.members:
         job = jobs[member.job]
-        if len(member.devices) != job.num_workers or progress.group_of[member.job] >= 0 or not np.isnan(progress.finished[member.job]):
-            raise ScheduleError("a job is to start that runs, is done, or wants another number of devices", value=(job.name, member.devices), place=place)
+        if (
+            len(member.devices) != job.num_workers
+            or progress.group_of[member.job] >= 0
+            or not np.isnan(progress.finished[member.job])
+        ):
+            raise ScheduleError(
+                "a job is to start that runs, is done, or wants another number of devices",
+                value=(job.name, member.devices),
+                place=place,
+            )
         if job.arrival_seconds > now:
             raise ScheduleError("a job is to start that has not arrived", value=job.name, place=place)
         for device in {*member.devices, *member.resident} if cluster.memory_bytes else ():
@@ -50,6 +69,7 @@ def check_group(
     for device, profiles in load.items():
         if (needed := resident_bytes(profiles)) > cluster.memory_bytes:
             raise ScheduleError(
-                f"jobs that share a device need {needed} of its {cluster.memory_bytes} bytes", value=[profile.name for profile in profiles],
+                f"jobs that share a device need {needed} of its {cluster.memory_bytes} bytes",
+                value=[profile.name for profile in profiles],
                 place=f"device {device}, {place}",
-            )  # fmt: skip
+            )

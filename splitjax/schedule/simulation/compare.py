@@ -19,7 +19,8 @@ from splitjax.schedule.simulation.simulator import Options, simulate
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """`results`: of the policies, in the order asked for; `baselines`: policy -> result of gang scheduling in its order (its own for a gang policy)."""
+    """`results`: of the policies, in the order asked for; `baselines`: policy -> result of gang scheduling in its order
+    (its own for a gang policy)."""
 
     results: tuple[SimulationResult, ...]
     baselines: dict[str, SimulationResult]
@@ -37,19 +38,27 @@ class Comparison:
             (efficiency, ("policy", "busy", "iterations", "cost", "bound", "relative to")),
         ):
             for column in columns:
-                table.add_column(column, justify="left" if column in ("policy", "relative to") else "right", no_wrap=True)
+                table.add_column(
+                    column, justify="left" if column in ("policy", "relative to") else "right", no_wrap=True
+                )
         for name, figures in self.to_json().items():
             times.add_row(
-                name, *(_duration(figures[key]) for key in ("avg_jct", "p99_jct", "makespan", "queueing")), f"{figures['unfairness_mean']:.2f}",
+                name,
+                *(_duration(figures[key]) for key in ("avg_jct", "p99_jct", "makespan", "queueing")),
+                f"{figures['unfairness_mean']:.2f}",
                 f"{figures['unfairness_max']:,.0f}",
-            )  # fmt: skip
+            )
             ratios = (_times(figures[key]) for key in ("iteration_efficiency", "cost_efficiency", "bound"))
             efficiency.add_row(name, f"{figures['busy']:.1%}", *ratios, figures["baseline"] or "full devices")
         return times, efficiency
 
 
 def compare(
-    jobs: Sequence[Job], cluster: Cluster, policies: Sequence[str], options: Options | None = None, on_start: Callable[[str], None] | None = None
+    jobs: Sequence[Job],
+    cluster: Cluster,
+    policies: Sequence[str],
+    options: Options | None = None,
+    on_start: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Simulates the named policies, and the gang policies that they are compared with.
 

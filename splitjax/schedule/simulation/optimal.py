@@ -40,18 +40,25 @@ class Round:
         return self.list_seconds / self.optimal_seconds - 1
 
 
-def compare_round(jobs: Sequence[Job], num_devices: int, *, partial: bool = True, time_limit_seconds: float = 60.0) -> Round:
+def compare_round(
+    jobs: Sequence[Job], num_devices: int, *, partial: bool = True, time_limit_seconds: float = 60.0
+) -> Round:
     """The discipline `jigsaw` (`interleave` without `partial`) against the exact optimum of one round.
 
-    A round: every job does one iteration, its N tasks forward and backward down to its workers' depths, any task on any device, no task interrupted,
-    one at a time on a device; done when the last task is. All-reduce is left out: it keeps no device. This is the scheduling of independent tasks on
-    equal machines (P||Cmax; Graham 1969: longest first is within 4/3 - 1/(3 devices) of the optimum, for one list of all tasks).
+    A round: every job does one iteration, its N tasks forward and backward down to its workers' depths, any task on any
+    device, no task interrupted, one at a time on a device; done when the last task is. All-reduce is left out: it keeps
+    no device. This is the scheduling of independent tasks on equal machines (P||Cmax; Graham 1969: longest first is
+    within 4/3 - 1/(3 devices) of the optimum, for one list of all tasks).
 
     Raises `ScheduleError` for more than 64 tasks, or where the optimum was not proven within the limit.
     """
     lengths = sorted((seconds for job in jobs for seconds in _tasks(job, partial)), reverse=True)
     if not lengths or len(lengths) > MAX_TASKS or num_devices < 1:
-        raise ScheduleError("an exact optimum is for few tasks, and a device at least", value=(len(lengths), num_devices), remedy=f"give 1 to {MAX_TASKS} tasks")
+        raise ScheduleError(
+            "an exact optimum is for few tasks, and a device at least",
+            value=(len(lengths), num_devices),
+            remedy=f"give 1 to {MAX_TASKS} tasks",
+        )
     floor = max(lengths[0], sum(lengths) / num_devices)
     listed = list_round(jobs, num_devices, partial=partial)
     best = floor if listed <= floor * (1 + 1e-9) else _optimum(lengths, num_devices, floor, listed, time_limit_seconds)
@@ -62,7 +69,10 @@ def list_round(jobs: Sequence[Job], num_devices: int, *, partial: bool = True) -
     """Seconds until the devices are done with one iteration of each job, by the discipline."""
     name = "jigsaw" if partial else "interleave"
     devices = tuple(range(num_devices))
-    members = tuple(Member(number, tuple(devices[worker % num_devices] for worker in range(job.num_workers)), devices) for number, job in enumerate(jobs))
+    members = tuple(
+        Member(number, tuple(devices[worker % num_devices] for worker in range(job.num_workers)), devices)
+        for number, job in enumerate(jobs)
+    )
     group = Group(members, name)
     state, end = start_state(group, jobs, remaining=[1.0] * len(jobs)), 0.0
     while max(state.remaining_iterations) > 0:
@@ -78,7 +88,8 @@ def _tasks(job: Job, partial: bool) -> list[float]:
 
 
 def _optimum(lengths: Sequence[float], num_devices: int, floor: float, ceiling: float, limit: float) -> float:
-    """Integer program: how many tasks of each length go to each device. Variables: counts [length, device], then the time."""
+    """Integer program: how many tasks of each length go to each device. Variables: counts [length, device], then the
+    time."""
     kinds = sorted(collections.Counter(round(length / ceiling, 9) for length in lengths).items(), reverse=True)
     count = len(kinds) * num_devices
     rows, low, high = [], [], []
@@ -100,9 +111,17 @@ def _optimum(lengths: Sequence[float], num_devices: int, floor: float, ceiling: 
     objective = np.append(np.zeros(count), 1.0)
     lower = np.append(np.zeros(count), floor / ceiling * (1 - 1e-9))
     solved = milp(
-        objective, constraints=LinearConstraint(np.array(rows), low, high), bounds=Bounds(lower, upper), integrality=np.append(np.ones(count), 0),
+        objective,
+        constraints=LinearConstraint(np.array(rows), low, high),
+        bounds=Bounds(lower, upper),
+        integrality=np.append(np.ones(count), 0),
         options={"time_limit": limit, "mip_rel_gap": 1e-5},
-    )  # fmt: skip
+    )
     if solved.status != 0:
-        raise ScheduleError("the optimum was not proven in time", value=solved.message, place=f"{len(lengths)} tasks, {num_devices} devices", remedy="allow more time")
+        raise ScheduleError(
+            "the optimum was not proven in time",
+            value=solved.message,
+            place=f"{len(lengths)} tasks, {num_devices} devices",
+            remedy="allow more time",
+        )
     return float(solved.fun) * ceiling

@@ -20,8 +20,9 @@ _UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 
 def write_plot(path: pathlib.Path, results: Sequence[SimulationResult]) -> None:
-    """Writes the distribution of completion times, all policies in one, and below it a Gantt chart of each that kept its spans (`Options.spans`); the
-    file's ending says how (PNG, SVG, PDF). Raises `ScheduleError` where matplotlib is not installed or the file cannot be written."""
+    """Writes the distribution of completion times, all policies in one, and below it a Gantt chart of each that kept
+    its spans (`Options.spans`); the file's ending says how (PNG, SVG, PDF). Raises `ScheduleError` where matplotlib is
+    not installed or the file cannot be written."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -35,7 +36,9 @@ def write_plot(path: pathlib.Path, results: Sequence[SimulationResult]) -> None:
     unit_seconds, unit = time_unit(max(float(result.completion_seconds.max()) for result in results))
     for result in results:
         seconds = np.sort(result.completion_seconds)
-        axes.step(seconds / unit_seconds, (np.arange(len(seconds)) + 1) / len(seconds), where="post", label=result.policy)
+        axes.step(
+            seconds / unit_seconds, (np.arange(len(seconds)) + 1) / len(seconds), where="post", label=result.policy
+        )
     axes.set(title="completion time", xlabel=unit, ylabel="share of jobs done", ylim=(0, 1.01))
     if min(result.completion_seconds.min() for result in results) > 0:
         axes.set_xscale("log")
@@ -44,21 +47,32 @@ def write_plot(path: pathlib.Path, results: Sequence[SimulationResult]) -> None:
     axes.legend()
     for chart, result in zip(below, charts):
         draw_gantt(chart, result)
-        chart.set(title=f"{result.policy}: colours are jobs, grey is shared (the darker, the more jobs share), white is idle", ylabel="device")
+        chart.set(
+            title=f"{result.policy}: colours are jobs, grey is shared (the darker, the more jobs share), white is idle",
+            ylabel="device",
+        )
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
-        raise ScheduleError(f"the plot cannot be written: {error}", value=str(path), place="plot", remedy="name a .png, .svg or .pdf file in a folder that is there") from error
+        raise ScheduleError(
+            f"the plot cannot be written: {error}",
+            value=str(path),
+            place="plot",
+            remedy="name a .png, .svg or .pdf file in a folder that is there",
+        ) from error
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """The unit of an axis that spans so many seconds, as its length in seconds and its name: hours from two hours on, minutes from two minutes on."""
+    """The unit of an axis that spans so many seconds, as its length in seconds and its name: hours from two hours on,
+    minutes from two minutes on."""
     return next(unit for unit in _UNITS if seconds >= 2 * unit[0] or unit is _UNITS[-1])
 
 
-def draw_gantt(axes: Any, result: SimulationResult, end_seconds: float | None = None, num_moments: int = _COLUMNS) -> None:
-    """Draws who computed on which device when into matplotlib's `axes`: a colour for a job that has the device for itself, grey for jobs that share it, the darker
-    the more they are.
+def draw_gantt(
+    axes: Any, result: SimulationResult, end_seconds: float | None = None, num_moments: int = _COLUMNS
+) -> None:
+    """Draws who computed on which device when into matplotlib's `axes`: a colour for a job that has the device for
+    itself, grey for jobs that share it, the darker the more they are.
 
     **Arguments:**
 
@@ -68,13 +82,16 @@ def draw_gantt(axes: Any, result: SimulationResult, end_seconds: float | None = 
     end = last if end_seconds is None else end_seconds
     unit_seconds, unit = time_unit(end)
     picture = gantt_colours(result, num_moments)
-    axes.imshow(picture, aspect="auto", interpolation="nearest", extent=(0, last / unit_seconds, len(picture) - 0.5, -0.5))
+    axes.imshow(
+        picture, aspect="auto", interpolation="nearest", extent=(0, last / unit_seconds, len(picture) - 0.5, -0.5)
+    )
     axes.set(xlabel=unit, xlim=(0, end / unit_seconds))
     axes.yaxis.get_major_locator().set_params(integer=True)
 
 
 def gantt(result: SimulationResult, num_moments: int = _COLUMNS) -> NDArray[np.int64]:
-    """i64[num_devices, num_moments], at evenly spaced moments: 0 for an idle device, 1 for one that jobs share, else 2 and up by job."""
+    """i64[num_devices, num_moments], at evenly spaced moments: 0 for an idle device, 1 for one that jobs share, else 2
+    and up by job."""
     picture = np.full((result.cluster.num_devices, num_moments), _FREE, np.int64)
     for span, devices, moments in _painted(result, num_moments):
         picture[devices, moments] = _SHARED if len(span.jobs) > 1 else 2 + span.jobs[0] * 7 % _COLOURS
@@ -82,11 +99,14 @@ def gantt(result: SimulationResult, num_moments: int = _COLUMNS) -> NDArray[np.i
 
 
 def gantt_colours(result: SimulationResult, num_moments: int = _COLUMNS) -> NDArray[np.float64]:
-    """f64[num_devices, num_moments, 3], the picture of `gantt` in red, green and blue, 0 to 1. However many jobs share a device, its grey is lighter than black."""
+    """f64[num_devices, num_moments, 3], the picture of `gantt` in red, green and blue, 0 to 1. However many jobs share
+    a device, its grey is lighter than black."""
     hues = np.array(_colours())
     picture = np.ones((result.cluster.num_devices, num_moments, 3))
     for span, devices, moments in _painted(result, num_moments):
-        picture[devices, moments] = 0.2 + 1.2 / len(span.jobs) if len(span.jobs) > 1 else hues[span.jobs[0] * 7 % _COLOURS]
+        picture[devices, moments] = (
+            0.2 + 1.2 / len(span.jobs) if len(span.jobs) > 1 else hues[span.jobs[0] * 7 % _COLOURS]
+        )
     return picture
 
 

@@ -1,4 +1,5 @@
-"""What a run keeps of its jobs: arrays of progress, brought up to date only when they are looked at, and integrals over time."""
+"""What a run keeps of its jobs: arrays of progress, brought up to date only when they are looked at, and integrals over
+time."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _LENGTH = 7
 
 
 class Progress:
-    """Each job: iterations done until `since`, at `rate` a second from then on, and service likewise. One entry per job of the trace."""
+    """Each job: iterations done until `since`, at `rate` a second from then on, and service likewise. One entry per job
+    of the trace."""
 
     def __init__(self, jobs: Sequence[Job], columns: JobColumns):
         count = len(jobs)
@@ -55,15 +57,26 @@ class Progress:
         self.group_of[job], self.held[job], self.rate[job] = -1, 0.0, 0.0
 
     def view(
-        self, now: float, cluster: Cluster, active: NDArray[np.int64], fair: float, groups: Mapping[int, Group], free: NDArray[np.bool_], memory: Any
+        self,
+        now: float,
+        cluster: Cluster,
+        active: NDArray[np.int64],
+        fair: float,
+        groups: Mapping[int, Group],
+        free: NDArray[np.bool_],
+        memory: Any,
     ) -> View:
         """What a policy may know, up to date."""
         elapsed = (now - self.held_from[active]) * (self.held[active] > 0)
         ran = self.rate[active] * np.maximum(0.0, now - self.progress_from[active])
         arrays = (
-            active.view(), np.maximum(0.0, self.remaining[active] - ran), self.seconds[active] + elapsed,
-            self.device_seconds[active] + self.held[active] * elapsed, fair - self.fair_at_arrival[active], self.group_of[active],
-        )  # fmt: skip
+            active.view(),
+            np.maximum(0.0, self.remaining[active] - ran),
+            self.seconds[active] + elapsed,
+            self.device_seconds[active] + self.held[active] * elapsed,
+            fair - self.fair_at_arrival[active],
+            self.group_of[active],
+        )
         free = free.view()
         for array in (*arrays, free):
             array.setflags(write=False)
@@ -73,12 +86,20 @@ class Progress:
         """Of all jobs, in the order of the trace."""
         return tuple(
             JobRecord(
-                job.name, job.tag, job.num_workers, job.arrival_seconds, float(self.started[number]), float(self.finished[number]), job.exclusive_seconds,
-                float(self.seconds[number]), float(self.device_seconds[number]), float(self.fair_at_finish[number] - self.fair_at_arrival[number]),
+                job.name,
+                job.tag,
+                job.num_workers,
+                job.arrival_seconds,
+                float(self.started[number]),
+                float(self.finished[number]),
+                job.exclusive_seconds,
+                float(self.seconds[number]),
+                float(self.device_seconds[number]),
+                float(self.fair_at_finish[number] - self.fair_at_arrival[number]),
                 int(self.starts[number]),
             )
             for number, job in enumerate(self.jobs)
-        )  # fmt: skip
+        )
 
 
 class Integrals:
@@ -112,11 +133,16 @@ class Integrals:
         """The whole run and its busy part."""
         whole, busy = (
             Work(
-                float(seconds), float(seconds) * self.num_devices, float(work[_BUSY]), float(held), float(work[_FINISHED]), float(work[_CREDITED]),
+                float(seconds),
+                float(seconds) * self.num_devices,
+                float(work[_BUSY]),
+                float(held),
+                float(work[_FINISHED]),
+                float(work[_CREDITED]),
                 tuple(map(float, work[_FLOOR:])),
             )
             for work, (seconds, held) in zip(self._work, self._times)
-        )  # fmt: skip
+        )
         return whole, busy
 
 

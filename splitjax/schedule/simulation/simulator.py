@@ -1,7 +1,9 @@
-"""The simulator: events in order of time, the policy asked when a job arrives or finishes and when it asked to be, nothing else looked at between.
+"""The simulator: events in order of time, the policy asked when a job arrives or finishes and when it asked to be,
+nothing else looked at between.
 
-Between events every group of jobs runs at its discipline's steady rates, so an event costs numpy work over the jobs that are there and Python work over
-those that change. `Options.exact` runs the groups iteration by iteration instead: for small cases, and to check the former.
+Between events every group of jobs runs at its discipline's steady rates, so an event costs numpy work over the jobs
+that are there and Python work over those that change. `Options.exact` runs the groups iteration by iteration instead:
+for small cases, and to check the former.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ class Options:
 
     **Attributes:**
 
-    - `restart_seconds`: from when a job gets devices, or other devices, until it computes there: process start, compilation, checkpoint.
+    - `restart_seconds`: from when a job gets devices, or other devices, until it computes there: process start,
+      compilation, checkpoint.
     - `interval_seconds`: decisions fall on multiples of it; 0 for at once.
-    - `restart_all`: every decision restarts all jobs that run, as testbeds do that start each round's jobs anew (Muri's).
+    - `restart_all`: every decision restarts all jobs that run, as testbeds do that start each round's jobs anew
+      (Muri's).
     - `exact`: iteration by iteration.
     - `spans`: keep who held which devices when, for Gantt charts.
     """
@@ -53,14 +57,18 @@ class Options:
             raise ScheduleError("times are finite and not below 0", value=self, place="options")
 
 
-def simulate(jobs: Sequence[Job], cluster: Cluster, policy: str | Policy, options: Options | None = None) -> SimulationResult:
-    """Runs all `jobs` on `cluster` under a policy (or the name of a registered one). The same arguments give the same result. Where the cluster's
-    links have rates, iterations wait for their exchange (`over_links`).
+def simulate(
+    jobs: Sequence[Job], cluster: Cluster, policy: str | Policy, options: Options | None = None
+) -> SimulationResult:
+    """Runs all `jobs` on `cluster` under a policy (or the name of a registered one). The same arguments give the same
+    result. Where the cluster's links have rates, iterations wait for their exchange (`over_links`).
 
-    Raises `ScheduleError` for a job that the cluster is too small for, a policy that leaves jobs waiting for ever, or a decision that cannot be carried
-    out (devices that are not free, memory that does not suffice).
+    Raises `ScheduleError` for a job that the cluster is too small for, a policy that leaves jobs waiting for ever, or a
+    decision that cannot be carried out (devices that are not free, memory that does not suffice).
     """
-    run = _Run(over_links(jobs, cluster), cluster, get(policy) if isinstance(policy, str) else policy, options or Options())
+    run = _Run(
+        over_links(jobs, cluster), cluster, get(policy) if isinstance(policy, str) else policy, options or Options()
+    )
     while run.step():
         pass
     return run.result()
@@ -106,7 +114,9 @@ class _Run:
 
     def step(self) -> bool:
         """To the next moment at which something happens; False when all jobs are done."""
-        arrival = self.arrival_times[self.arrivals[self.next_arrival]] if self.next_arrival < len(self.arrivals) else math.inf
+        arrival = (
+            self.arrival_times[self.arrivals[self.next_arrival]] if self.next_arrival < len(self.arrivals) else math.inf
+        )
         if not len(self.active) and arrival == math.inf:
             return False
         while self.heap and not self._stands(self.heap[0]):
@@ -115,9 +125,10 @@ class _Run:
         now = min(arrival, event, self.decide_at, self._tick(self.wake_at))
         if now == math.inf:
             raise ScheduleError(
-                "the policy leaves jobs waiting though nothing else will happen", value=[self.jobs[job].name for job in self.active[:5].tolist()],
+                "the policy leaves jobs waiting though nothing else will happen",
+                value=[self.jobs[job].name for job in self.active[:5].tolist()],
                 place=f"policy {self.policy.name!r} at {self.now:.0f} s",
-            )  # fmt: skip
+            )
         self.sums.advance(now - self.now)
         self.now = max(now, self.now)
         if arrival <= now:
@@ -170,9 +181,16 @@ class _Run:
         member = [member.job for member in running.group.members].index(job)
         speed = running.rates.iterations_per_second[member]
         if not self.options.exact:
-            self.work[job] = speed * iteration_work(self.columns, job, running.rates.device_seconds[member], running.rates.credit[member])
+            self.work[job] = speed * iteration_work(
+                self.columns, job, running.rates.device_seconds[member], running.rates.credit[member]
+            )
             self.sums.speed += self.work[job]
-            self._push(max(self.now, self.progress.progress_from[job]) + self.progress.remaining[job] / speed, _FINISH, job, self.stamp[job])
+            self._push(
+                max(self.now, self.progress.progress_from[job]) + self.progress.remaining[job] / speed,
+                _FINISH,
+                job,
+                self.stamp[job],
+            )
         elif running.state is not None:
             remaining = list(running.state.remaining_iterations)
             remaining[member] = float(self.progress.remaining[job])
@@ -185,7 +203,11 @@ class _Run:
         group = int(self.progress.group_of[job])
         running = self.running[group]
         self._leave(job)
-        self.progress.remaining[job], self.progress.finished[job], self.progress.fair_at_finish[job] = 0.0, self.now, self.sums.fair
+        self.progress.remaining[job], self.progress.finished[job], self.progress.fair_at_finish[job] = (
+            0.0,
+            self.now,
+            self.sums.fair,
+        )
         self.active = self.active[self.active != job]
         self.sums.demand -= self.jobs[job].num_workers
         rest = tuple(member for member in running.group.members if member.job != job)
@@ -200,18 +222,26 @@ class _Run:
     def _decide(self) -> None:
         self.decide_at = self.wake_at = math.inf
         self.num_decisions += 1
-        view = self.progress.view(self.now, self.cluster, self.active, self.sums.fair, MappingProxyType(self.groups), self.free, self.memory)
+        view = self.progress.view(
+            self.now, self.cluster, self.active, self.sums.fair, MappingProxyType(self.groups), self.free, self.memory
+        )
         decision: Assignment = self.policy.decide(view)
         self.memory = decision.memory
         self.wake_at = decision.wake_seconds if decision.wake_seconds > self.now and len(self.active) else math.inf
-        held: dict[int, tuple[frozenset[int], float]] = {}  # where the jobs of ending groups are, and from when they compute
+        # where the jobs of ending groups are, and from when they compute
+        held: dict[int, tuple[frozenset[int], float]] = {}
         states: list[tuple[_Running, float]] = []
         for group in decision.stop:
             if group not in self.running:
-                raise ScheduleError("a group is to stop that does not run", value=group, place=f"policy {self.policy.name!r}")
+                raise ScheduleError(
+                    "a group is to stop that does not run", value=group, place=f"policy {self.policy.name!r}"
+                )
             running = self.running[group]
             for member in running.group.members:
-                held[member.job] = (frozenset((*member.devices, *member.resident)), float(self.progress.progress_from[member.job]))
+                held[member.job] = (
+                    frozenset((*member.devices, *member.resident)),
+                    float(self.progress.progress_from[member.job]),
+                )
                 self._leave(member.job)
             states.append((running, self.now))
             self._dissolve(group)
@@ -221,8 +251,18 @@ class _Run:
         for group in decision.start:
             self._start(group, held, states)
 
-    def _start(self, group: Group, held: dict[int, tuple[frozenset[int], float]], before: list[tuple[_Running, float]]) -> None:
-        check_group(group, self.jobs, self.cluster, self.now, self.free, self.progress, f"policy {self.policy.name!r} at {self.now:.0f} s")
+    def _start(
+        self, group: Group, held: dict[int, tuple[frozenset[int], float]], before: list[tuple[_Running, float]]
+    ) -> None:
+        check_group(
+            group,
+            self.jobs,
+            self.cluster,
+            self.now,
+            self.free,
+            self.progress,
+            f"policy {self.policy.name!r} at {self.now:.0f} s",
+        )
         number = self.num_groups = self.num_groups + 1
         running = self._enter(number, group)
         for member in group.members:
@@ -261,7 +301,14 @@ class _Run:
         self.free[running.devices] = True
         self.sums.num_held -= len(running.devices)
         if self.options.spans and self.now > running.since:
-            self.spans.append(Span(tuple(member.job for member in running.group.members), running.group.computing_devices, running.since, self.now))
+            self.spans.append(
+                Span(
+                    tuple(member.job for member in running.group.members),
+                    running.group.computing_devices,
+                    running.since,
+                    self.now,
+                )
+            )
 
     def _replace(self, number: int, group: Group) -> None:
         """The group goes on with fewer members."""
@@ -279,7 +326,9 @@ class _Run:
 
     def _join(self, number: int, running: _Running, job: int, progress_from: float) -> None:
         members = [member.job for member in running.group.members]
-        computing = [rate * seconds for rate, seconds in zip(running.rates.iterations_per_second, running.rates.device_seconds)]
+        computing = [
+            rate * seconds for rate, seconds in zip(running.rates.iterations_per_second, running.rates.device_seconds)
+        ]
         index = members.index(job)
         share = len(running.devices) * (computing[index] / sum(computing))
         rate = 0.0 if self.options.exact else running.rates.iterations_per_second[index]
@@ -302,28 +351,41 @@ class _Run:
         per_node, devices = self.cluster.devices_per_node, {device: index for index, device in enumerate(group.devices)}
         first = min(devices) // per_node if devices else 0
         if len(group.members) == 1 and not group.members[0].resident:
-            layout: Any = len(devices), len({device // per_node for device in devices})  # more workers than devices: some of these take two
+            # more workers than devices: some of these take two
+            layout: Any = len(devices), len({device // per_node for device in devices})
         else:
             layout = tuple(
-                tuple(tuple((devices[device], device // per_node - first) for device in held) for held in (member.devices, member.resident))
+                tuple(
+                    tuple((devices[device], device // per_node - first) for device in held)
+                    for held in (member.devices, member.resident)
+                )
                 for member in group.members
             )
-        numbers = tuple((self.profile_number[member.job], self.jobs[member.job].num_workers) for member in group.members)
+        numbers = tuple(
+            (self.profile_number[member.job], self.jobs[member.job].num_workers) for member in group.members
+        )
         key = (group.discipline, group.option, numbers, layout)
         if key not in self.rates_of:
-            found = get_discipline(group.discipline).rates(group, [self.jobs[member.job] for member in group.members], self.cluster)
+            found = get_discipline(group.discipline).rates(
+                group, [self.jobs[member.job] for member in group.members], self.cluster
+            )
             if not all(0 < rate < math.inf for rate in found.iterations_per_second):
-                raise ScheduleError("a discipline gives a job no progress", value=found, place=f"discipline {group.discipline!r}")
+                raise ScheduleError(
+                    "a discipline gives a job no progress", value=found, place=f"discipline {group.discipline!r}"
+                )
             self.rates_of[key] = found
         return self.rates_of[key]
 
     # Iteration by iteration
 
     def _prime(self, number: int, running: _Running, before: list[tuple[_Running, float]]) -> None:
-        """The state of a group that begins, or goes on with other members; what its devices and jobs still do is finished first."""
+        """The state of a group that begins, or goes on with other members; what its devices and jobs still do is
+        finished first."""
         group = running.group
         jobs = [self.jobs[member.job] for member in group.members]
-        state = start_state(group, jobs, self.now, [float(self.progress.remaining[member.job]) for member in group.members])
+        state = start_state(
+            group, jobs, self.now, [float(self.progress.remaining[member.job]) for member in group.members]
+        )
         free, ready = dict(zip(group.devices, state.free_seconds)), list(state.ready_seconds)
         flying: list[tuple[float, int]] = []
         for index, member in enumerate(group.members):
@@ -347,7 +409,9 @@ class _Run:
             remaining[index] -= 1
             job = group.members[index].job
             seconds, credit = running.rates.device_seconds[index], running.rates.credit[index]
-            self._push(time, _DONE, number, running.version, (index, iteration_work(self.columns, job, seconds, credit)))
+            self._push(
+                time, _DONE, number, running.version, (index, iteration_work(self.columns, job, seconds, credit))
+            )
         running.state = dataclasses.replace(
             state, ready_seconds=tuple(ready), free_seconds=tuple(free.values()), remaining_iterations=tuple(remaining)
         )
@@ -386,4 +450,6 @@ class _Run:
 
     def result(self) -> SimulationResult:
         total, busy = self.sums.parts()
-        return SimulationResult(self.policy.name, self.cluster, self.progress.records(), total, busy, self.num_decisions, tuple(self.spans))
+        return SimulationResult(
+            self.policy.name, self.cluster, self.progress.records(), total, busy, self.num_decisions, tuple(self.spans)
+        )

@@ -1,4 +1,5 @@
-"""Runs a step with boundaries in microbatches, as the decorator will: traced at two batch sizes, boundaries expanded."""
+"""Runs a step with boundaries in microbatches, as the decorator will: traced at two batch sizes, boundaries
+expanded."""
 
 from __future__ import annotations
 
@@ -19,13 +20,15 @@ def make_mesh(**axes):
 
 
 def abstract(tree, num=None):
-    """The types of arrays without their shardings, which hold for the whole batch only; `num`: with so many examples."""
+    """The types of arrays without their shardings, which hold for the whole batch only; `num`: with so many
+    examples."""
     shape = lambda a: a.shape if num is None else (num, *a.shape[1:])
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(shape(a), a.dtype, weak_type=jax.typeof(a).weak_type), tree)
 
 
 def build(step, params, batch, num, *, mesh=None, batch_axes=("data",), manual=None, bind=None, rest=()):
-    """The step `step(params, batch, *rest)` as a jittable function of the same arguments, boundaries in `num` microbatches."""
+    """The step `step(params, batch, *rest)` as a jittable function of the same arguments, boundaries in `num`
+    microbatches."""
     manual = batch_axes if manual is None and mesh is not None else manual or ()
     total = jax.tree.leaves(batch)[0].shape[0]
     local = local_examples(total, num, batch_axes if mesh is not None else (), mesh, manual)
@@ -37,15 +40,24 @@ def build(step, params, batch, num, *, mesh=None, batch_axes=("data",), manual=N
     tree = jax.tree.structure(shape)
 
     def run(*args):
-        env = dict(zip(inner.constvars, consts, strict=True)) | dict(zip(inner.invars, jax.tree.leaves(args), strict=True))
+        env = dict(zip(inner.constvars, consts, strict=True)) | dict(
+            zip(inner.invars, jax.tree.leaves(args), strict=True)
+        )
         read = lambda a: a.val if isinstance(a, _compat.Literal) else env[a]
         for eqn, twin in zip(inner.eqns, other.eqns, strict=True):
             operands = [read(a) for a in eqn.invars]
             if gradient.is_boundary(eqn):
                 dims = [_example_dim(a.aval, b.aval, total) for a, b in zip(eqn.invars, twin.invars, strict=True)]
                 results = expand_microbatches(
-                    eqn.params, operands, dims, twin.params["forward"], num, batch_axes if mesh is not None else (), mesh,
-                    manual_axes=manual, bind=bind,
+                    eqn.params,
+                    operands,
+                    dims,
+                    twin.params["forward"],
+                    num,
+                    batch_axes if mesh is not None else (),
+                    mesh,
+                    manual_axes=manual,
+                    bind=bind,
                 )
             else:
                 results = _compat.bind_equation(eqn, operands)
@@ -70,7 +82,8 @@ def step_of(fun, has_aux=False, argnums=0):
 
 
 def check(fun, params, batch, num=4, *, has_aux=False, argnums=0, rest=(), atol=1e-10, **where):
-    """The loss, aux and gradients in microbatches equal those of the whole batch; returns the compiled function's results."""
+    """The loss, aux and gradients in microbatches equal those of the whole batch; returns the compiled function's
+    results."""
     expected = jax.jit(jax.value_and_grad(fun, argnums, has_aux=has_aux))(params, batch, *rest)
     run = build(step_of(fun, has_aux, argnums), params, batch, num, rest=rest, **where)
     got = jax.jit(run)(params, batch, *rest)
@@ -82,4 +95,6 @@ def compare(got, expected, atol=1e-10):
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert jnp.shape(a) == jnp.shape(b) and a.dtype == jnp.asarray(b).dtype, (a.dtype, jnp.asarray(b).dtype)
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=atol, rtol=1e-9 if a.dtype == jnp.float64 else 1e-5)
+        np.testing.assert_allclose(
+            np.asarray(a), np.asarray(b), atol=atol, rtol=1e-9 if a.dtype == jnp.float64 else 1e-5
+        )

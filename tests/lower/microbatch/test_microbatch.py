@@ -43,7 +43,13 @@ def batch_of(num=B):
 
 
 def mlp_params():
-    return {"w1": normal(2, F, H) / 3, "b1": normal(3, H) / 3, "w2": normal(4, H, C) / 3, "b2": normal(5, C), "s": normal(6, 3, H, H) / 5}
+    return {
+        "w1": normal(2, F, H) / 3,
+        "b1": normal(3, H) / 3,
+        "w2": normal(4, H, C) / 3,
+        "b2": normal(5, C),
+        "s": normal(6, 3, H, H) / 5,
+    }
 
 
 def logits_of(p, x):
@@ -99,7 +105,9 @@ def scanned_remat(p, b):
 
 
 def remat_with_policy(p, b):
-    f = jax.checkpoint(lambda p, x: jnp.sin(jnp.tanh(x @ p["w1"]) @ p["w2"]), policy=jax.checkpoint_policies.dots_saveable)
+    f = jax.checkpoint(
+        lambda p, x: jnp.sin(jnp.tanh(x @ p["w1"]) @ p["w2"]), policy=jax.checkpoint_policies.dots_saveable
+    )
     return (f(p, b["x"]) ** 2 * b["mask"][:, None]).sum() / b["mask"].sum()
 
 
@@ -124,7 +132,9 @@ soft_mean.defjvp(lambda primals, tangents: (soft_mean(*primals), (tangents[0] * 
 
 
 def custom_rules(p, b):
-    return (soft(b["x"] @ p["w1"]).sum(-1) * b["mask"]).sum() / b["mask"].sum() + jax.nn.silu(jax.nn.relu(b["x"] @ p["w1"])).mean()
+    return (soft(b["x"] @ p["w1"]).sum(-1) * b["mask"]).sum() / b["mask"].sum() + jax.nn.silu(
+        jax.nn.relu(b["x"] @ p["w1"])
+    ).mean()
 
 
 def relu_of_weights(p, b):
@@ -160,7 +170,10 @@ def mapped(p, b):
 
 def conditional(p, b):
     h = lax.cond(b["mask"].sum() > 3, lambda x: jnp.tanh(x @ p["w1"]), lambda x: x @ p["w1"], b["x"])
-    return lax.switch(jnp.argmax(p["b1"]) % 3, [lambda h: h.sum(), lambda h: (h**2).mean(), lambda h: 0.0], h) + (h**2).mean()
+    return (
+        lax.switch(jnp.argmax(p["b1"]) % 3, [lambda h: h.sum(), lambda h: (h**2).mean(), lambda h: 0.0], h)
+        + (h**2).mean()
+    )
 
 
 def accumulated_in_scan(p, b):
@@ -175,7 +188,10 @@ def accumulated_in_scan(p, b):
 
 
 def dotted(p, b):  # the sum over examples as a product
-    return jnp.dot(nll_of(p, b), b["mask"]) / b["mask"].sum() + jnp.einsum("bf,bg->fg", jnp.tanh(b["x"] @ p["w1"]), b["x"]).sum()
+    return (
+        jnp.dot(nll_of(p, b), b["mask"]) / b["mask"].sum()
+        + jnp.einsum("bf,bg->fg", jnp.tanh(b["x"] @ p["w1"]), b["x"]).sum()
+    )
 
 
 def attention(p, b):
@@ -191,7 +207,11 @@ def embedded(p, b):
 
 def ranked(p, b):
     top, where = lax.top_k(logits_of(p, b["x"]), 2)
-    return (top[:, 0] - top[:, 1]).mean() + jnp.take_along_axis(b["x"] @ p["w1"], where, 1).sum() + jnp.sort(b["x"] @ p["w1"], -1)[:, 0].sum()
+    return (
+        (top[:, 0] - top[:, 1]).mean()
+        + jnp.take_along_axis(b["x"] @ p["w1"], where, 1).sum()
+        + jnp.sort(b["x"] @ p["w1"], -1)[:, 0].sum()
+    )
 
 
 def two_views(p, b):
@@ -217,9 +237,33 @@ def constant_per_example(p, b):
 
 
 LOSSES = [
-    masked_mean, indexed, smoothed, safe_weighted, penalised, scaled_by_parameter, class_weights, layers_scanned, scanned_remat,
-    remat_with_policy, jitted_inside, custom_rules, relu_of_weights, time_major, merged, per_example, mapped, conditional, accumulated_in_scan,
-    dotted, attention, embedded, ranked, two_views, tiled, centred_input, constant_per_example,
+    masked_mean,
+    indexed,
+    smoothed,
+    safe_weighted,
+    penalised,
+    scaled_by_parameter,
+    class_weights,
+    layers_scanned,
+    scanned_remat,
+    remat_with_policy,
+    jitted_inside,
+    custom_rules,
+    relu_of_weights,
+    time_major,
+    merged,
+    per_example,
+    mapped,
+    conditional,
+    accumulated_in_scan,
+    dotted,
+    attention,
+    embedded,
+    ranked,
+    two_views,
+    tiled,
+    centred_input,
+    constant_per_example,
 ]
 
 
@@ -228,8 +272,21 @@ def test_same_numbers(loss):
     check(loss, mlp_params(), batch_of(), 4)
 
 
-@pytest.mark.parametrize("loss", [masked_mean, indexed, scanned_remat, time_major, accumulated_in_scan, custom_rules, constant_per_example, conditional, mapped],
-                         ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        masked_mean,
+        indexed,
+        scanned_remat,
+        time_major,
+        accumulated_in_scan,
+        custom_rules,
+        constant_per_example,
+        conditional,
+        mapped,
+    ],
+    ids=lambda f: f.__name__,
+)
 def test_same_numbers_on_a_mesh(loss):
     check(loss, mlp_params(), batch_of(), 2, mesh=make_mesh(data=4, model=2))
 
@@ -240,21 +297,29 @@ def test_any_number_of_microbatches(num):
     check(masked_mean, mlp_params(), batch_of(), num)
 
 
-@pytest.mark.parametrize("loss", [indexed, scanned_remat, custom_rules, time_major, merged, two_views, per_example, mapped, penalised],
-                         ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "loss",
+    [indexed, scanned_remat, custom_rules, time_major, merged, two_views, per_example, mapped, penalised],
+    ids=lambda f: f.__name__,
+)
 def test_one_example_at_a_time(loss):
     """With one example JAX traces other operations (`take_along_axis`), so the loop is run from a trace with two."""
     check(loss, mlp_params(), batch_of(), B)
     check(loss, mlp_params(), batch_of(2), 2)
 
 
-@pytest.mark.parametrize("axes, batch_axes, manual", [
-    ({"data": 8}, ("data",), None),
-    ({"data": 4, "model": 2}, ("data", "model"), ("data",)),
-    pytest.param({"data": 2, "model": 4}, ("data", "model"), (), marks=pytest.mark.one_version),
-    pytest.param({"data": 4, "model": 2}, ("data", "model"), ("data", "model"), marks=pytest.mark.one_version),
-    pytest.param({"replica": 2, "data": 2, "model": 2}, ("replica", "data"), ("data",), marks=pytest.mark.one_version),
-])
+@pytest.mark.parametrize(
+    "axes, batch_axes, manual",
+    [
+        ({"data": 8}, ("data",), None),
+        ({"data": 4, "model": 2}, ("data", "model"), ("data",)),
+        pytest.param({"data": 2, "model": 4}, ("data", "model"), (), marks=pytest.mark.one_version),
+        pytest.param({"data": 4, "model": 2}, ("data", "model"), ("data", "model"), marks=pytest.mark.one_version),
+        pytest.param(
+            {"replica": 2, "data": 2, "model": 2}, ("replica", "data"), ("data",), marks=pytest.mark.one_version
+        ),
+    ],
+)
 def test_batch_axes(axes, batch_axes, manual):
     def loss(p, b):
         per = nll_of(p, b)
@@ -272,11 +337,25 @@ def with_metrics(p, b):
     loss = (per * b["mask"]).sum() / b["mask"].sum()
     hit = (logits.argmax(-1) == b["y"]) * b["mask"]
     return loss, {
-        "accuracy": hit.sum() / b["mask"].sum(), "hits": (logits.argmax(-1) == b["y"]).sum(), "perplexity": jnp.exp(loss),
-        "logits": logits, "per": per, "worst": per.max(), "worst example": per.argmax(), "hardest": lax.top_k(per, 2), "sorted": jnp.sort(per),
-        "norm": optax.tree.norm(p), "valid": b["mask"].sum(), "mean": logits.mean(0), "variance": logits.var(0),
-        "similarity": logits @ logits.T, "f1": 2 * hit.sum() / (hit.sum() + b["mask"].sum()), "p": p["b1"], "x": b["x"],
-        "constant": 3.0, "predictions": logits.argmax(-1),
+        "accuracy": hit.sum() / b["mask"].sum(),
+        "hits": (logits.argmax(-1) == b["y"]).sum(),
+        "perplexity": jnp.exp(loss),
+        "logits": logits,
+        "per": per,
+        "worst": per.max(),
+        "worst example": per.argmax(),
+        "hardest": lax.top_k(per, 2),
+        "sorted": jnp.sort(per),
+        "norm": optax.tree.norm(p),
+        "valid": b["mask"].sum(),
+        "mean": logits.mean(0),
+        "variance": logits.var(0),
+        "similarity": logits @ logits.T,
+        "f1": 2 * hit.sum() / (hit.sum() + b["mask"].sum()),
+        "p": p["b1"],
+        "x": b["x"],
+        "constant": 3.0,
+        "predictions": logits.argmax(-1),
     }
 
 
@@ -344,7 +423,9 @@ def keys_per_example(p, b, key):
 
 @pytest.mark.parametrize("mesh", [pytest.param(False, marks=pytest.mark.one_version), True])
 @pytest.mark.parametrize("legacy", [False, True])
-@pytest.mark.parametrize("loss", [dropout_at_top, dropout_in_scan, dropout_in_remat, keys_per_example], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "loss", [dropout_at_top, dropout_in_scan, dropout_in_remat, keys_per_example], ids=lambda f: f.__name__
+)
 def test_dropout_has_the_same_bits(loss, legacy, mesh):
     if legacy and loss is dropout_in_scan:
         plain, loss = loss, lambda p, b, key: plain(p, b, jax.random.wrap_key_data(key))
@@ -379,8 +460,14 @@ def initialised(model, *args):
     return jax.jit(lambda key: model.init(key, *args))(jax.random.key(0))
 
 
-@pytest.mark.parametrize("norm, mesh", [("layer", True), pytest.param("layer", False, marks=pytest.mark.slow),
-                                        pytest.param("group", True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "norm, mesh",
+    [
+        ("layer", True),
+        pytest.param("layer", False, marks=pytest.mark.slow),
+        pytest.param("group", True, marks=pytest.mark.slow),
+    ],
+)
 def test_flax_conv_net(norm, mesh):
     model, b = ConvNet(norm), batch_of()
     params = initialised(model, b["image"], False)["params"]
@@ -398,7 +485,9 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x, _):
         y = nn.LayerNorm(param_dtype=jnp.float64)(x)
-        y = nn.MultiHeadDotProductAttention(2, param_dtype=jnp.float64, dropout_rate=0.2, deterministic=False)(y, mask=nn.make_causal_mask(x[..., 0]))
+        y = nn.MultiHeadDotProductAttention(2, param_dtype=jnp.float64, dropout_rate=0.2, deterministic=False)(
+            y, mask=nn.make_causal_mask(x[..., 0])
+        )
         x = x + y
         return x + nn.Dropout(0.1, deterministic=False)(nn.Dense(F, param_dtype=jnp.float64)(x)), None
 
@@ -408,7 +497,9 @@ class Transformer(nn.Module):
     def __call__(self, tokens):
         embed = nn.Embed(11, F, param_dtype=jnp.float64)
         x = embed(tokens) + self.param("pos", nn.initializers.normal(), (T, F), jnp.float64)
-        blocks = nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True}, length=2)
+        blocks = nn.scan(
+            nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True}, length=2
+        )
         return embed.attend(blocks()(x, None)[0])
 
 
@@ -464,7 +555,10 @@ REFUSED = {
     "batch norm": (batch_norm, "total over the batch"),
     "contrastive": (contrastive, "multiplies examples with other examples"),
     "rmse": (lambda p, b: jnp.sqrt((logits_of(p, b["x"]) ** 2).mean()), "sqrt.*not linear"),
-    "learned denominator": (lambda p, b: nll_of(p, b).sum() / jax.nn.sigmoid(b["x"] @ p["w1"]).sum(), "div.*not linear"),
+    "learned denominator": (
+        lambda p, b: nll_of(p, b).sum() / jax.nn.sigmoid(b["x"] @ p["w1"]).sum(),
+        "div.*not linear",
+    ),
     "hardest examples": (lambda p, b: lax.top_k(nll_of(p, b), 2)[0].mean(), "along the dim that holds the examples"),
     "maximum": (lambda p, b: nll_of(p, b).max(), "along the dim"),
     "neighbours": (lambda p, b: jnp.diff(nll_of(p, b)).sum(), "some of the examples"),
@@ -472,13 +566,18 @@ REFUSED = {
     "shuffled": (lambda p, b: (nll_of(p, b) * nll_of(p, b)[::-1]).sum(), "examples"),
     "pairs": (lambda p, b: nll_of(p, b).reshape(-1, 2).max(1).sum(), "splits or regroups|whole examples"),
     "in scan": (
-        lambda p, b: lax.scan(lambda h, w: (jnp.tanh((h - h.mean(0)) @ w), None), b["x"] @ p["w1"], p["s"])[0].sum(), "total over the batch"),
+        lambda p, b: lax.scan(lambda h, w: (jnp.tanh((h - h.mean(0)) @ w), None), b["x"] @ p["w1"], p["s"])[0].sum(),
+        "total over the batch",
+    ),
     "relu of a mean": (lambda p, b: jax.nn.relu(nll_of(p, b).mean()), "max.*not linear"),
     "own rule over the batch": (lambda p, b: soft_mean(b["x"] @ p["w1"]), "derivative rule"),
     # Functions whose forward is innocent, and whose derivative rule is not.
     "gradient scaled by the batch size": (lambda p, b: mean_gradient(b["x"] @ p["w1"]).mean(), "derivative rule"),
     "clipped gradient of shared weights": (lambda p, b: (b["x"] @ soft(p["w1"])).mean(), "derivative rule"),
-    "gradient centred over the batch": (lambda p, b: centred_gradient(b["x"] @ p["w1"]).std(-1).mean(), "derivative rule"),
+    "gradient centred over the batch": (
+        lambda p, b: centred_gradient(b["x"] @ p["w1"]).std(-1).mean(),
+        "derivative rule",
+    ),
 }
 
 
@@ -494,7 +593,9 @@ def test_flax_batch_norm_is_refused_naming_the_line():
     variables = initialised(model, b["image"], False)
 
     def loss(params, b):
-        logits, state = model.apply({**variables, "params": params}, b["image"], mutable=["batch_stats"], rngs={"dropout": jax.random.key(0)})
+        logits, state = model.apply(
+            {**variables, "params": params}, b["image"], mutable=["batch_stats"], rngs={"dropout": jax.random.key(0)}
+        )
         return logits.mean(), state
 
     with pytest.raises(MicrobatchError, match=r"(?s)test_microbatch.py:\d+ \(.*__call__\).*batch norm"):
@@ -534,17 +635,26 @@ def collectives(compiled):
     text = compiled.as_text()
     for line in text.splitlines():
         if " while(" in line:
-            bodies.update(part.split("=%")[1].strip(" ,") for part in line.split(", ") if part.strip().startswith(("body=%", "condition=%")))
+            bodies.update(
+                part.split("=%")[1].strip(" ,")
+                for part in line.split(", ")
+                if part.strip().startswith(("body=%", "condition=%"))
+            )
     for line in text.splitlines():
         if line and not line.startswith(" ") and line.rstrip().endswith("{"):
             current = line.split()[1 if line.startswith("ENTRY") else 0].lstrip("%")
-        elif any(f" {op}{end}(" in line for op in ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-                 for end in ("", "-start")):
+        elif any(
+            f" {op}{end}(" in line
+            for op in ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+            for end in ("", "-start")
+        ):
             (inside if current in bodies else outside).append(line.strip())
     return inside, outside
 
 
-@pytest.mark.parametrize("loss, rest, most", [(layers_scanned, (), 1), (masked_mean, (), 2), (dropout_in_scan, (jax.random.key,), 1)])
+@pytest.mark.parametrize(
+    "loss, rest, most", [(layers_scanned, (), 1), (masked_mean, (), 2), (dropout_in_scan, (jax.random.key,), 1)]
+)
 def test_one_gradient_exchange(loss, rest, most):
     """One all-reduce after the loop (a second for a mask's sum before it); slicing the batch moves nothing."""
     mesh, params, b, rest = make_mesh(data=8), mlp_params(), batch_of(32), tuple(make(0) for make in rest)
@@ -553,9 +663,13 @@ def test_one_gradient_exchange(loss, rest, most):
     compiled = {}
     for manual in (("data",), ()):
         run = build(step, params, b, 4, mesh=mesh, manual=manual, rest=rest)
-        gradient = lambda p, b, *rest, run=run: (lambda value, grads: (value[0] if rest else value, grads))(*run(p, b, *rest))
+        gradient = lambda p, b, *rest, run=run: (lambda value, grads: (value[0] if rest else value, grads))(
+            *run(p, b, *rest)
+        )
         shardings = (whole, data, *(whole for _ in rest))
-        compiled[manual] = collectives(jax.jit(gradient, in_shardings=shardings, out_shardings=whole).lower(params, b, *rest).compile())
+        compiled[manual] = collectives(
+            jax.jit(gradient, in_shardings=shardings, out_shardings=whole).lower(params, b, *rest).compile()
+        )
     inside, outside = compiled[("data",)]
     exchanges = [line for line in outside if " all-reduce" in line]
     assert not inside and outside == exchanges
@@ -567,9 +681,16 @@ def test_one_gradient_exchange(loss, rest, most):
 def test_parameters_sharded_over_model_and_data():
     params, b = mlp_params(), batch_of()
     spec = jax.sharding.PartitionSpec
-    for mesh, manual, entry in ((make_mesh(data=4, model=2), ("data",), "model"), (make_mesh(data=4, model=2), (), "data")):
-        shardings = {k: jax.sharding.NamedSharding(mesh, spec(*([None] * (v.ndim - 1)), entry) if v.shape[-1] % mesh.shape[entry] == 0 else spec())
-                     for k, v in params.items()}
+    for mesh, manual, entry in (
+        (make_mesh(data=4, model=2), ("data",), "model"),
+        (make_mesh(data=4, model=2), (), "data"),
+    ):
+        shardings = {
+            k: jax.sharding.NamedSharding(
+                mesh, spec(*([None] * (v.ndim - 1)), entry) if v.shape[-1] % mesh.shape[entry] == 0 else spec()
+            )
+            for k, v in params.items()
+        }
         placed = {k: jax.device_put(v, shardings[k]) for k, v in params.items()}
         run = build(step_of(masked_mean), placed, b, 2, mesh=mesh, manual=manual)
         got = jax.jit(run, out_shardings=(None, shardings))(placed, b)
@@ -604,7 +725,10 @@ def test_several_boundaries_and_an_optimizer():
 
 
 def test_half_precision_accumulates_in_single():
-    params, b = jax.tree.map(lambda a: a.astype(jnp.bfloat16), mlp_params()), {"x": batch_of(64)["x"].astype(jnp.bfloat16)}
+    params, b = (
+        jax.tree.map(lambda a: a.astype(jnp.bfloat16), mlp_params()),
+        {"x": batch_of(64)["x"].astype(jnp.bfloat16)},
+    )
     loss = lambda p, b: (jnp.tanh(b["x"] @ p["w1"]).astype(jnp.float32) ** 2).mean()
     run = build(step_of(loss), params, b, 16)
     value, grads = jax.jit(run)(params, b)

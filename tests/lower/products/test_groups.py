@@ -25,7 +25,10 @@ def rules(*more):
 
 def params(*names, width=64):
     keys = jax.random.split(jax.random.key(0), len(names))
-    return {name: jax.random.normal(key, (width, 10 if name == "logits" else width)) / 8 for name, key in zip(names, keys, strict=True)}
+    return {
+        name: jax.random.normal(key, (width, 10 if name == "logits" else width)) / 8
+        for name, key in zip(names, keys, strict=True)
+    }
 
 
 def chain(*names):
@@ -87,7 +90,8 @@ def test_numbers_are_those_of_one_device(case, mesh):
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_sent_is_what_was_planned(case):
-    """Op, axes and bytes of every collective above a kilobyte, to the byte: each reduce-scatter is one, and nothing is sent twice."""
+    """Op, axes and bytes of every collective above a kilobyte, to the byte: each reduce-scatter is one, and nothing is
+    sent twice."""
     forward, names, more = CASES[case]
     mesh = {"data": 2, "model": 4}
     step = splitjax.parallelize(step_of(forward or chain(*names)), mesh=mesh, rules=rules(*more))

@@ -20,5 +20,7 @@ def test_products_carry_their_layer_s_name_forward_and_backward(rules):
     step = splitjax.nnx.parallelize(train_step, mesh={"data": 2, "model": 4}, rules=rules)
     text = step.lower(*make(jax.random.key(0)), spec.example(16)).as_text(debug_info=True)
     named = re.findall(r'"[^"]*jit\(train_step\)/([^"]*)splitjax:layer:model\.(\w+)', text)
-    assert {layer for _, layer in named} == {f"conv{n}" for n in ("1_1", "2_1", "3_1", "3_2", "4_1", "4_2", "5_1", "5_2")} | {"dense1", "dense2", "logits"}
+    assert {layer for _, layer in named} == {
+        f"conv{n}" for n in ("1_1", "2_1", "3_1", "3_2", "4_1", "4_2", "5_1", "5_2")
+    } | {"dense1", "dense2", "logits"}
     assert {"conv3_1", "dense1"} <= {layer for before, layer in named if "transpose" in before}

@@ -1,7 +1,7 @@
 """Convolutions that each device evaluates for itself: the numbers of one device, and the collectives that the plan has.
 
-Without `lower.products.local_convolution` the first test fails in its `megatron` cases (the kernel's gradient is a multiple of the right
-one), and the compile of `groups_of_four` under `fsdp` on eight devices ends the process.
+Without `lower.products.local_convolution` the first test fails in its `megatron` cases (the kernel's gradient is a
+multiple of the right one), and the compile of `groups_of_four` under `fsdp` on eight devices ends the process.
 """
 
 from __future__ import annotations
@@ -85,10 +85,21 @@ def between_dense(p, x):
 
 
 SHAPES = {
-    depthwise: (3, 3, 1, 8), strided: (3, 3, 1, 8), grouped: (3, 3, 4, 16), groups_of_four: (3, 3, 2, 24), causal: (4, 1, 8),
-    plain: (3, 2, 8, 16), point: (1, 1, 8, 1), transposed: (3, 3, 8, 8), transposed_in_groups: (3, 3, 2, 8), features_first: (8, 2, 3, 3), scanned: (2, 3, 3, 1, 8),
-    rematerialised: (3, 3, 1, 8), one_kernel_an_example: (8, 8), between_dense: (3, 3, 1, 16),
-}  # fmt: skip
+    depthwise: (3, 3, 1, 8),
+    strided: (3, 3, 1, 8),
+    grouped: (3, 3, 4, 16),
+    groups_of_four: (3, 3, 2, 24),
+    causal: (4, 1, 8),
+    plain: (3, 2, 8, 16),
+    point: (1, 1, 8, 1),
+    transposed: (3, 3, 8, 8),
+    transposed_in_groups: (3, 3, 2, 8),
+    features_first: (8, 2, 3, 3),
+    scanned: (2, 3, 3, 1, 8),
+    rematerialised: (3, 3, 1, 8),
+    one_kernel_an_example: (8, 8),
+    between_dense: (3, 3, 1, 16),
+}
 
 
 def example(operation):
@@ -96,7 +107,10 @@ def example(operation):
     rng = np.random.default_rng(0)
     params = {"kernel": jnp.asarray(rng.normal(size=SHAPES[operation]) * 0.3)}
     if operation is between_dense:
-        params |= {"into": jnp.asarray(rng.normal(size=(8, 16)) * 0.3), "back": jnp.asarray(rng.normal(size=(16, 8)) * 0.3)}
+        params |= {
+            "into": jnp.asarray(rng.normal(size=(8, 16)) * 0.3),
+            "back": jnp.asarray(rng.normal(size=(16, 8)) * 0.3),
+        }
     images = jnp.asarray(rng.normal(size=(32, 4, 4, 8)))
     features = operation(params, images).shape[-1]
     params["head"] = jnp.asarray(rng.normal(size=(features, 256)) * 0.1)
@@ -110,16 +124,21 @@ def make_step(operation, boundary=True, microbatches=None):
             logits = activations.reshape(activations.shape[0], -1, activations.shape[-1]).mean(1) @ params["head"]
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
-        differentiate = splitjax.value_and_grad(loss, microbatches=microbatches) if boundary else jax.value_and_grad(loss)
+        differentiate = (
+            splitjax.value_and_grad(loss, microbatches=microbatches) if boundary else jax.value_and_grad(loss)
+        )
         value, gradients = differentiate(state["params"])
         trace = jax.tree.map(lambda t, g: 0.9 * t + g, state["trace"], gradients)
-        return {"params": jax.tree.map(lambda p, t: p - 0.5 * t, state["params"], trace), "trace": trace}, {"loss": value}
+        return {"params": jax.tree.map(lambda p, t: p - 0.5 * t, state["params"], trace), "trace": trace}, {
+            "loss": value
+        }
 
     return step
 
 
 def errors(operation, mesh, rules, boundary=True, microbatches=None, **options):
-    """By parameter: the largest error of its gradient, over the largest value of the gradient; and the parallel step's plan."""
+    """By parameter: the largest error of its gradient, over the largest value of the gradient; and the parallel step's
+    plan."""
     with jax.enable_x64(True):
         params, batch = example(operation)
         state = {"params": params, "trace": jax.tree.map(jnp.zeros_like, params)}
@@ -128,7 +147,9 @@ def errors(operation, mesh, rules, boundary=True, microbatches=None, **options):
         parallel = splitjax.parallelize(step, mesh=mesh, rules=rules, **options)
         got, _ = parallel(parallel.place(state, example=(batch,)), batch)
         difference = lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(np.asarray(b)).max())
-        return {name: difference(got["trace"][name], want["trace"][name]) for name in params}, parallel.plan(state, batch)
+        return {name: difference(got["trace"][name], want["trace"][name]) for name in params}, parallel.plan(
+            state, batch
+        )
 
 
 TWO_BY_FOUR = {"data": 2, "model": 4}
@@ -145,7 +166,9 @@ def test_gradients_where_examples_are_whole_over_an_axis(operation, boundary):
 
 @pytest.mark.one_version
 @pytest.mark.parametrize("rules", ["splitbrain", "fsdp", "data_parallel"])
-@pytest.mark.parametrize("operation", [depthwise, groups_of_four, transposed_in_groups, between_dense], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "operation", [depthwise, groups_of_four, transposed_in_groups, between_dense], ids=lambda f: f.__name__
+)
 def test_gradients_under_the_other_rule_sets(operation, rules):
     found, _ = errors(operation, TWO_BY_FOUR, rules)
     assert max(found.values()) < 1e-12, found
@@ -157,7 +180,9 @@ def test_eight_devices_along_one_axis(operation):
     assert max(found.values()) < 1e-12, found
 
 
-@pytest.mark.parametrize("options", [{"shard_state": True}, {"microbatches": 2}, {"group_comm": "modulo", "microbatches": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"shard_state": True}, {"microbatches": 2}, {"group_comm": "modulo", "microbatches": 1}], ids=str
+)
 @pytest.mark.parametrize("rules", ["megatron", "splitbrain"])
 def test_gradients_under_options(rules, options):
     if rules == "megatron" and "group_comm" in options:
@@ -184,7 +209,9 @@ def test_sharded_state_in_bfloat16(operation):
 
 @pytest.mark.parametrize("execution", ["branch", "program"])
 def test_partial_backpropagation(execution):
-    """Two workers of different depths: the same gradients whether a worker is one device, or four with the same examples."""
+    """Two workers of different depths: the same gradients whether a worker is one device, or four with the same
+    examples."""
+
     def gradients(mesh, rules):
         request = splitjax.PartialBackprop(execution=execution, rotate=False)
         parallel = splitjax.parallelize(make_step(between_dense), mesh=mesh, rules=rules, backprop=request)
@@ -202,13 +229,16 @@ def test_partial_backpropagation(execution):
 
 def columns(replicated_batch):
     rules = (
-        splitjax.Rule(name="columns", path="**/kernel", shard=({"out": "model"},)), splitjax.Rule(name="rest", path="**", shard=()),
+        splitjax.Rule(name="columns", path="**/kernel", shard=({"out": "model"},)),
+        splitjax.Rule(name="rest", path="**", shard=()),
     )
     return splitjax.RuleSet("columns", rules=rules, replicated_batch=replicated_batch)
 
 
 @pytest.mark.parametrize("replicated_batch", ["all", "data"])
-@pytest.mark.parametrize("operation", [depthwise, groups_of_four, plain, transposed, between_dense], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "operation", [depthwise, groups_of_four, plain, transposed, between_dense], ids=lambda f: f.__name__
+)
 def test_kernels_that_are_split_themselves(operation, replicated_batch):
     for boundary in (True, False):
         found, plan = errors(operation, TWO_BY_FOUR, columns(replicated_batch), boundary)
@@ -218,8 +248,15 @@ def test_kernels_that_are_split_themselves(operation, replicated_batch):
 
 @pytest.mark.parametrize("mesh", [{"data": 2, "model": 2, "more": 2}, {"more": 2, "data": 4}], ids=str)
 def test_an_axis_that_no_rule_uses(mesh):
-    rules = splitjax.RuleSet("own", rules=(splitjax.Rule(name="head", path="**/head", shard=({"out": "more"},)),
-                                           splitjax.Rule(name="rest", path="**", shard=())), replicated_batch="data", allow_replicated=True)
+    rules = splitjax.RuleSet(
+        "own",
+        rules=(
+            splitjax.Rule(name="head", path="**/head", shard=({"out": "more"},)),
+            splitjax.Rule(name="rest", path="**", shard=()),
+        ),
+        replicated_batch="data",
+        allow_replicated=True,
+    )
     found, _ = errors(depthwise, mesh, rules)
     assert max(found.values()) < 1e-12, found
 
@@ -291,8 +328,8 @@ SHAPES |= {reverse_rule: (3, 3, 1, 8), forward_rule: (3, 3, 1, 8)}
 @pytest.mark.parametrize("options", [{}, {"shard_state": True}, {"boundary": False}], ids=str)
 @pytest.mark.parametrize("operation", [reverse_rule, forward_rule], ids=lambda f: f.__name__)
 def test_inside_a_custom_derivative_rule(operation, options):
-    """The rule stays what it is (it triples the gradient), and what it convolves runs whole. A gradient that plain JAX took has
-    the rule's convolutions in the open."""
+    """The rule stays what it is (it triples the gradient), and what it convolves runs whole. A gradient that plain JAX
+    took has the rule's convolutions in the open."""
     found, plan = errors(operation, TWO_BY_FOUR, "megatron", **options)
     assert max(found.values()) < 1e-12, found
     assert any("inside a custom derivative rule" in note for note in plan.notes) == (options.get("boundary", True))
@@ -314,9 +351,16 @@ def test_inside_a_call_that_cannot_be_rebuilt_the_plan_is_refused():
                 return state, {"mean": hidden(state, batch["image"]).mean()}
 
             with pytest.raises(PartitionerError, match="inside a call that cannot be evaluated otherwise") as caught:
-                splitjax.parallelize(step, mesh=TWO_BY_FOUR, rules=splitjax.RuleSet(
-                    "whole", rules=(splitjax.Rule(name="all", path="**", shard=()),), replicated_batch="data", allow_replicated=True,
-                )).plan(params, batch)  # fmt: skip
+                splitjax.parallelize(
+                    step,
+                    mesh=TWO_BY_FOUR,
+                    rules=splitjax.RuleSet(
+                        "whole",
+                        rules=(splitjax.Rule(name="all", path="**", shard=()),),
+                        replicated_batch="data",
+                        allow_replicated=True,
+                    ),
+                ).plan(params, batch)
     finally:
         del SHAPES[hidden]
     assert caught.value.value == "grouped-convolution"
@@ -324,8 +368,9 @@ def test_inside_a_call_that_cannot_be_rebuilt_the_plan_is_refused():
 
 @pytest.mark.parametrize("boundary", [True, False], ids=["boundary", "plain"])
 def test_a_mapped_dim_that_leads_the_batch(boundary):
-    """`vmap` over a dim behind the examples makes a batch of (mapped, example): the examples do not lead it, so XLA cannot keep them split, and
-    splits what the row-split dense layer behind suggests."""
+    """`vmap` over a dim behind the examples makes a batch of (mapped, example): the examples do not lead it, so XLA
+    cannot keep them split, and splits what the row-split dense layer behind suggests."""
+
     def step(state, batch):
         def forward(p, x):
             for kernel, stride in (("first", 1), ("second", 2)):
@@ -343,7 +388,12 @@ def test_a_mapped_dim_that_leads_the_batch(boundary):
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         normal = lambda *shape: jnp.asarray(rng.normal(size=shape))
-        state = {"first": normal(3, 3, 2, 2), "second": normal(3, 3, 2, 2), "dense": normal(8, 2), "logits": normal(2, 3)}
+        state = {
+            "first": normal(3, 3, 2, 2),
+            "second": normal(3, 3, 2, 2),
+            "dense": normal(8, 2),
+            "logits": normal(2, 3),
+        }
         batch = {"x": normal(8, 2, 1, 4, 2)}
         step_on_mesh = splitjax.parallelize(step, mesh={"data": 1, "model": 8}, rules="splitbrain", donate=False)
         want, got = jax.jit(step)(state, batch), step_on_mesh(state, batch)
@@ -352,6 +402,7 @@ def test_a_mapped_dim_that_leads_the_batch(boundary):
 
 def test_ordinary_convolutions_are_left_to_xla_where_it_is_right():
     """With examples of their own and whole weights on all devices; not where weights are stored in parts."""
+
     def is_noted(rules, operation):
         with jax.enable_x64(True):
             params, batch = example(operation)

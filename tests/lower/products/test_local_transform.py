@@ -17,8 +17,13 @@ LENGTH, WIDTH = 8, 16
 def state():
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape) / shape[0] ** 0.5)
-    return {"embed": normal(WIDTH, WIDTH), "filter": normal(LENGTH, WIDTH), "up": normal(WIDTH, 4 * WIDTH), "down": normal(4 * WIDTH, WIDTH),
-            "logits": normal(WIDTH, 8)}
+    return {
+        "embed": normal(WIDTH, WIDTH),
+        "filter": normal(LENGTH, WIDTH),
+        "up": normal(WIDTH, 4 * WIDTH),
+        "down": normal(4 * WIDTH, WIDTH),
+        "logits": normal(WIDTH, 8),
+    }
 
 
 def batch():
@@ -27,8 +32,8 @@ def batch():
 
 
 def network(params, x):
-    """Mixes positions as FNet does (arXiv 2105.03824, section 3.2) and by a long convolution as Hyena does (arXiv 2302.10866, section 3):
-    [B, length, width] -> [B, 8]."""
+    """Mixes positions as FNet does (arXiv 2105.03824, section 3.2) and by a long convolution as Hyena does (arXiv
+    2302.10866, section 3): [B, length, width] -> [B, 8]."""
     x = jnp.tanh(x @ params["embed"])
     x = x + jnp.fft.fft2(x).real / LENGTH
     if params["filter"] is not None:
@@ -50,7 +55,12 @@ def step_of(value_and_grad, around=lambda fn: fn):
     return step
 
 
-MESHES = {"megatron": {"data": 2, "model": 4}, "splitbrain": {"data": 2, "model": 4}, "fsdp": {"data": 8}, "data_parallel": {"data": 4, "model": 2}}
+MESHES = {
+    "megatron": {"data": 2, "model": 4},
+    "splitbrain": {"data": 2, "model": 4},
+    "fsdp": {"data": 8},
+    "data_parallel": {"data": 4, "model": 2},
+}
 GRADIENTS = {"boundary": splitjax.value_and_grad, "plain": jax.value_and_grad}
 
 
@@ -74,21 +84,36 @@ def test_numbers_are_those_of_one_device(rules, gradient):
 
 @pytest.mark.parametrize(
     ("rules", "microbatches", "options"),
-    [("megatron", 2, {}), ("splitbrain", 2, {}), ("data_parallel", 1, {"shard_state": True}), ("data_parallel", 2, {"shard_state": True})],
+    [
+        ("megatron", 2, {}),
+        ("splitbrain", 2, {}),
+        ("data_parallel", 1, {"shard_state": True}),
+        ("data_parallel", 2, {"shard_state": True}),
+    ],
 )
 def test_with_options(rules, microbatches, options):
     with jax.enable_x64(True):
-        check(step_of(functools.partial(splitjax.value_and_grad, microbatches=microbatches)), MESHES[rules], rules, **options)
+        check(
+            step_of(functools.partial(splitjax.value_and_grad, microbatches=microbatches)),
+            MESHES[rules],
+            rules,
+            **options,
+        )
 
 
 def custom_jvp(fn):
-    """The function behind a derivative rule of its own, inside which operations of the table run whole on every device."""
+    """The function behind a derivative rule of its own, inside which operations of the table run whole on every
+    device."""
     ruled = jax.custom_jvp(fn)
     ruled.defjvp(lambda primals, tangents: jax.jvp(fn, primals, tangents))
     return ruled
 
 
-AROUND = {"remat": jax.checkpoint, "vmap": lambda fn: lambda p, x: jax.vmap(lambda x: fn(p, x[None])[0])(x), "custom_jvp": custom_jvp}
+AROUND = {
+    "remat": jax.checkpoint,
+    "vmap": lambda fn: lambda p, x: jax.vmap(lambda x: fn(p, x[None])[0])(x),
+    "custom_jvp": custom_jvp,
+}
 
 
 @pytest.mark.parametrize("around", AROUND)
@@ -98,13 +123,17 @@ def test_inside_of_transformations(around):
 
 
 def test_no_device_gets_the_examples_of_others():
-    """XLA alone gathers the whole batch for every transform. Without the long convolution, whose filter's gradient is summed as a spectrum."""
+    """XLA alone gathers the whole batch for every transform. Without the long convolution, whose filter's gradient is
+    summed as a spectrum."""
+
     def without_filter(network):
         return lambda params, x: network({**params, "filter": None}, x)
 
     params = {name: value for name, value in state().items() if name != "filter"}
     with jax.enable_x64(True):
-        parallel = splitjax.parallelize(step_of(splitjax.value_and_grad, without_filter), mesh={"data": 8}, rules="data_parallel")
+        parallel = splitjax.parallelize(
+            step_of(splitjax.value_and_grad, without_filter), mesh={"data": 8}, rules="data_parallel"
+        )
         report = parallel.report(params, batch())
     assert not [one for one in report.collectives if one.op == "all-gather"]
     assert not report.missing and all(one.bytes < 64 for one in report.unplanned), report.unplanned
@@ -113,7 +142,11 @@ def test_no_device_gets_the_examples_of_others():
 @functools.cache
 def _lowered(mesh):
     with jax.enable_x64(True):
-        return splitjax.parallelize(step_of(splitjax.value_and_grad), mesh=dict(mesh), rules="data_parallel").lower(state(), batch()).as_text()
+        return (
+            splitjax.parallelize(step_of(splitjax.value_and_grad), mesh=dict(mesh), rules="data_parallel")
+            .lower(state(), batch())
+            .as_text()
+        )
 
 
 def test_one_device_transforms_as_it_stands():

@@ -1,4 +1,5 @@
-"""Sharded state: the numbers are one device's, each device holds its part, and each gradient is sent once, by a reduce-scatter."""
+"""Sharded state: the numbers are one device's, each device holds its part, and each gradient is sent once, by a
+reduce-scatter."""
 
 from __future__ import annotations
 
@@ -27,8 +28,11 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), MOMENTUM)
 
 def batch(num=32, width=64):
     rng = np.random.default_rng(0)
-    return {"x": rng.normal(size=(num, 8, 8, 3)).astype(np.float32), "ids": rng.integers(0, width, (num, 6)).astype(np.int32),
-            "y": rng.integers(0, 10, num).astype(np.int32)}
+    return {
+        "x": rng.normal(size=(num, 8, 8, 3)).astype(np.float32),
+        "ids": rng.integers(0, width, (num, 6)).astype(np.int32),
+        "y": rng.integers(0, 10, num).astype(np.int32),
+    }
 
 
 def normal(*shapes):
@@ -82,8 +86,12 @@ def traffic(step, state, given, mesh):
     return sent, planned
 
 
-LAYOUTS = {"groups": (GROUPS, "splitbrain"), "one group": (ONE_GROUP, "splitbrain"), "data": (ALONE, "data_parallel"),
-           "megatron": (GROUPS, "megatron")}
+LAYOUTS = {
+    "groups": (GROUPS, "splitbrain"),
+    "one group": (ONE_GROUP, "splitbrain"),
+    "data": (ALONE, "data_parallel"),
+    "megatron": (GROUPS, "megatron"),
+}
 
 
 @functools.cache
@@ -97,8 +105,13 @@ def one_device(tx):
 
 @pytest.mark.parametrize(
     ("layout", "tx"),
-    [("groups", CLIPPED), ("one group", optax.adam(1e-3)), ("data", CLIPPED), ("megatron", CLIPPED),
-     ("groups", optax.adafactor(1e-2, min_dim_size_to_factor=8))],
+    [
+        ("groups", CLIPPED),
+        ("one group", optax.adam(1e-3)),
+        ("data", CLIPPED),
+        ("megatron", CLIPPED),
+        ("groups", optax.adafactor(1e-2, min_dim_size_to_factor=8)),
+    ],
     ids=["groups-clipped", "one-group-adam", "data-clipped", "megatron-clipped", "groups-adafactor"],
 )
 def test_numbers_are_those_of_one_device(layout, tx):
@@ -113,7 +126,9 @@ def test_numbers_are_those_of_one_device(layout, tx):
 
 
 @pytest.mark.parametrize(
-    ("layout", "tx"), [*((layout, MOMENTUM) for layout in LAYOUTS), ("groups", optax.adam(1e-3))], ids=[*LAYOUTS, "groups-adam"]
+    ("layout", "tx"),
+    [*((layout, MOMENTUM) for layout in LAYOUTS), ("groups", optax.adam(1e-3))],
+    ids=[*LAYOUTS, "groups-adam"],
 )
 def test_what_is_sent_is_what_was_planned(layout, tx):
     """To the byte, and no gradient is summed on every device."""
@@ -129,8 +144,8 @@ def test_what_is_sent_is_what_was_planned(layout, tx):
 
 @pytest.mark.parametrize("mesh", [ALONE, GROUPS], ids=["data", "groups"])
 def test_stored_weights_are_gathered_for_each_pass_and_let_go(mesh):
-    """fsdp: one gather forward, one backward (but for the first layer, whose input has no cotangent), one reduce-scatter of the gradient,
-    to the byte."""
+    """fsdp: one gather forward, one backward (but for the first layer, whose input has no cotangent), one
+    reduce-scatter of the gradient, to the byte."""
     width = 512
     names = ("conv1", "conv2", "dense1", "dense2", "logits")
     shapes = ((3, 3, 3, 32), (3, 3, 32, 64), (256, width), (width, width), (width, 16))
@@ -147,11 +162,14 @@ def test_stored_weights_are_gathered_for_each_pass_and_let_go(mesh):
 
 
 def test_a_stored_kernel_of_a_convolution_without_any_position():
-    """The window is longer than the sequence, so that the convolution's result is empty: its cotangent has no element that could tie the
-    gather of the stored kernel to the backward pass."""
+    """The window is longer than the sequence, so that the convolution's result is empty: its cotangent has no element
+    that could tie the gather of the stored kernel to the backward pass."""
+
     def forward(params, batch):
         x = batch["x"].reshape(len(batch["x"]), 6, -1)
-        empty = jax.lax.conv_general_dilated(x, params["conv"], (3,), "VALID", rhs_dilation=(2,), dimension_numbers=("NWC", "WIO", "NWC"))
+        empty = jax.lax.conv_general_dilated(
+            x, params["conv"], (3,), "VALID", rhs_dilation=(2,), dimension_numbers=("NWC", "WIO", "NWC")
+        )
         assert empty.shape[1] == 0
         return x.mean(1) @ params["logits"] + empty.sum()
 
@@ -173,7 +191,10 @@ def test_each_device_holds_its_part():
     assert sum(leaf.bytes_per_device for leaf in plan.leaves if leaf.role == "optimizer") == whole // 8
     assert plan.memory.state_bytes == sum(leaf.bytes_per_device for leaf in plan.leaves if leaf.is_state)
     placed, _ = step(step.place(state, example=(batch(),)), batch())
-    assert sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(placed["opt"]) if leaf.ndim) == whole // 8
+    assert (
+        sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(placed["opt"]) if leaf.ndim)
+        == whole // 8
+    )
     assert placed["params"]["conv2"].sharding.is_fully_replicated
     created = step.init(lambda key: state_of(network_params(), tx), jax.random.key(0), example=(batch(),))
     assert created["opt"][0].mu["conv2"].sharding == placed["opt"][0].mu["conv2"].sharding
@@ -219,7 +240,9 @@ def test_what_does_not_divide_is_noted():
     params = dict(zip(("odd", "even", "logits"), normal((192, 9), (9, 6), (6, 10)), strict=True))
     step = splitjax.parallelize(
         step_of(lambda p, b: jnp.tanh(b["x"].reshape(len(b["x"]), -1) @ p["odd"]) @ p["even"] @ p["logits"], tx),
-        mesh=GROUPS, rules="data_parallel", shard_state=True,
+        mesh=GROUPS,
+        rules="data_parallel",
+        shard_state=True,
     )
     state = state_of(params, tx)
     plan = step.plan(state, batch())
@@ -229,7 +252,9 @@ def test_what_does_not_divide_is_noted():
     for path in ("opt/0/mu/even", "params/even", "params/logits"):
         assert "stays whole over model=4" in plan.leaf(path).note
         assert plan.leaf(path).note in str(plan).replace("\n             ", " ")
-    want_state, want = jax.jit(step_of(lambda p, b: jnp.tanh(b["x"].reshape(len(b["x"]), -1) @ p["odd"]) @ p["even"] @ p["logits"], tx))(state, batch())
+    want_state, want = jax.jit(
+        step_of(lambda p, b: jnp.tanh(b["x"].reshape(len(b["x"]), -1) @ p["odd"]) @ p["even"] @ p["logits"], tx)
+    )(state, batch())
     got_state, got = step(step.place(state, example=(batch(),)), batch())
     np.testing.assert_allclose(got, want, rtol=1e-6)
     assert largest_difference(got_state, want_state) <= 1e-5
@@ -252,7 +277,9 @@ def test_a_pinned_plan_reproduces_it(tmp_path):
 
 def test_of_what_is_sharded_already_nothing_is_left():
     state = state_of(network_params())
-    make = lambda **options: splitjax.parallelize(step_of(network), mesh=ALONE, rules="fsdp", **options).plan(state, batch())
+    make = lambda **options: splitjax.parallelize(step_of(network), mesh=ALONE, rules="fsdp", **options).plan(
+        state, batch()
+    )
     plain, sharded = make(), make(shard_state=True)
     # Only what fsdp leaves whole for being small.
     assert plain.leaf("opt/0/trace/conv2").spec == sharded.leaf("opt/0/trace/conv2").spec
@@ -310,18 +337,32 @@ def test_weights_in_loops_and_tables(case):
 
 
 def test_biases_and_scales():
-    """Before the first split layer, within one split by columns, over all dims at once, and with the rank of the result."""
+    """Before the first split layer, within one split by columns, over all dims at once, and with the rank of the
+    result."""
+
     def forward(params, batch):
         x = batch["x"].reshape(len(batch["x"]), -1) @ params["first"]
         x = jnp.tanh(x * params["scale"] + jnp.broadcast_to(params["bias"], x.shape))
         return jnp.tanh(x @ params["dense"] + params["dense_bias"]) @ params["logits"]
 
-    shapes = {"first": (192, 512), "scale": (512,), "bias": (512,), "dense": (512, 4096), "dense_bias": (4096,), "logits": (4096, 16)}
-    state = state_of({name: jnp.full(shape, 0.5) if len(shape) == 1 else normal(shape)[0] for name, shape in shapes.items()})
+    shapes = {
+        "first": (192, 512),
+        "scale": (512,),
+        "bias": (512,),
+        "dense": (512, 4096),
+        "dense_bias": (4096,),
+        "logits": (4096, 16),
+    }
+    state = state_of(
+        {name: jnp.full(shape, 0.5) if len(shape) == 1 else normal(shape)[0] for name, shape in shapes.items()}
+    )
     whole = splitjax.Rule(name="whole", path="**/first", shard=[])
     columns = splitjax.Rule(name="columns", path="**dense**", shard=[{"out": "model"}], ties="local")
     rows = splitjax.Rule(name="rows", path="**/logits", shard=[{"in": "model"}])
-    for mesh, rules in ((ALONE, "data_parallel"), (GROUPS, splitjax.RuleSet(name="mine", rules=(whole, columns, rows), replicated_batch="all"))):
+    for mesh, rules in (
+        (ALONE, "data_parallel"),
+        (GROUPS, splitjax.RuleSet(name="mine", rules=(whole, columns, rows), replicated_batch="all")),
+    ):
         step = splitjax.parallelize(step_of(forward), mesh=mesh, rules=rules, shard_state=True, donate=False)
         want_state, want = jax.jit(step_of(forward))(state, batch())
         got_state, got = step(state, batch())
@@ -334,16 +375,29 @@ def test_biases_and_scales():
 
 def test_behind_a_split_layer_examples_lie_otherwise():
     """A scale between two split layers meets examples of the whole group: it must not call each worker's back."""
+
     def forward(params, batch):
         x = batch["x"].reshape(len(batch["x"]), -1) @ params["first"]
-        return jnp.tanh(jnp.tanh(jnp.tanh(x) @ params["dense1"]) * params["scale"] @ params["dense2"]) @ params["logits"]
+        return (
+            jnp.tanh(jnp.tanh(jnp.tanh(x) @ params["dense1"]) * params["scale"] @ params["dense2"]) @ params["logits"]
+        )
 
     shapes = {"first": (192, 64), "dense1": (64, 512), "scale": (512,), "dense2": (512, 64), "logits": (64, 16)}
-    state = state_of({name: jnp.full(shape, 0.5) if len(shape) == 1 else normal(shape)[0] for name, shape in shapes.items()})
-    rules = splitjax.RuleSet(name="mine", replicated_batch="all", rules=(
-        splitjax.Rule(name="whole", path="**/first", shard=[]), splitjax.Rule(name="scale", path="**/scale", shard=[]),
-        splitjax.Rule(name="dense", kind="dense", shard=[{"out": "model"}], ties="hard")))
-    make = lambda sharded: splitjax.parallelize(step_of(forward), mesh=ONE_GROUP, rules=rules, shard_state=sharded, donate=False)
+    state = state_of(
+        {name: jnp.full(shape, 0.5) if len(shape) == 1 else normal(shape)[0] for name, shape in shapes.items()}
+    )
+    rules = splitjax.RuleSet(
+        name="mine",
+        replicated_batch="all",
+        rules=(
+            splitjax.Rule(name="whole", path="**/first", shard=[]),
+            splitjax.Rule(name="scale", path="**/scale", shard=[]),
+            splitjax.Rule(name="dense", kind="dense", shard=[{"out": "model"}], ties="hard"),
+        ),
+    )
+    make = lambda sharded: splitjax.parallelize(
+        step_of(forward), mesh=ONE_GROUP, rules=rules, shard_state=sharded, donate=False
+    )
     want_state, _ = jax.jit(step_of(forward))(state, batch())
     assert largest_difference(make(True)(state, batch())[0], want_state) <= 1e-6
     plain, sharded = (traffic(make(one), state, batch(), ONE_GROUP)[0] for one in (False, True))
@@ -355,7 +409,9 @@ def test_behind_a_split_layer_examples_lie_otherwise():
 def test_half_precision_and_a_cast_before_the_boundary():
     def step(state, batch):
         def loss(params):
-            return optax.softmax_cross_entropy_with_integer_labels(network(params, half).astype(jnp.float32), batch["y"]).mean()
+            return optax.softmax_cross_entropy_with_integer_labels(
+                network(params, half).astype(jnp.float32), batch["y"]
+            ).mean()
 
         half = {**batch, "x": batch["x"].astype(jnp.bfloat16)}
         value, grads = splitjax.value_and_grad(loss)(jax.tree.map(lambda x: x.astype(jnp.bfloat16), state["params"]))
@@ -374,11 +430,13 @@ def test_half_precision_and_a_cast_before_the_boundary():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "options"), [(GROUPS, {"value_and_grad": jax.value_and_grad}), (GROUPS, {"microbatches": 2}), (ONE_GROUP, {"microbatches": 2})],
+    ("mesh", "options"),
+    [(GROUPS, {"value_and_grad": jax.value_and_grad}), (GROUPS, {"microbatches": 2}), (ONE_GROUP, {"microbatches": 2})],
     ids=["no boundary", "microbatches", "microbatches in one group"],
 )
 def test_where_xla_chooses_the_collective(mesh, options):
     """Numbers and memory as ever; the sums may be all-reduces."""
+
     def forward(params, batch):
         return jnp.tanh(conv(batch["x"], params["conv1"])).reshape(len(batch["x"]), -1) @ params["logits"]
 
@@ -388,11 +446,14 @@ def test_where_xla_chooses_the_collective(mesh, options):
     got_state, got = step(state, batch())
     np.testing.assert_allclose(got, want, rtol=1e-6)
     assert largest_difference(got_state, want_state) <= 1e-6
-    assert got_state["opt"][0].trace["conv1"].addressable_shards[0].data.nbytes * 8 == got_state["params"]["conv1"].nbytes
+    assert (
+        got_state["opt"][0].trace["conv1"].addressable_shards[0].data.nbytes * 8 == got_state["params"]["conv1"].nbytes
+    )
 
 
 def test_parameters_that_are_not_trained_are_not_gathered():
     """A frozen copy that the loss reads is handed through: no new value of it is computed, in parts or otherwise."""
+
     def step(state, batch):
         def loss(params):
             x = jnp.tanh(batch["x"].reshape(len(batch["x"]), -1) @ state["frozen"]) @ params["logits"]
@@ -450,7 +511,8 @@ def test_nnx():
 
 @pytest.mark.tpu_aot
 def test_a_tpu_sums_into_parts():
-    """The real compiler, ahead of time. It makes small sums all-reduces again; nearly all bytes must leave by reduce-scatters."""
+    """The real compiler, ahead of time. It makes small sums all-reduces again; nearly all bytes must leave by
+    reduce-scatters."""
     from jax.experimental import topologies
     from jax.sharding import AxisType, Mesh
 
@@ -462,7 +524,9 @@ def test_a_tpu_sums_into_parts():
     state = jax.eval_shape(init_fn, jax.random.key(0))
     found = compiled_collectives(step.lower(state, spec.example(64)).compile(), MeshShape.of(mesh))
     sent = sum(one.bytes for one in found if one.op == "reduce_scatter")
-    assert sent >= 0.98 * sum(one.bytes for one in step.plan(state, spec.example(64)).collectives if one.op == "reduce_scatter")
+    assert sent >= 0.98 * sum(
+        one.bytes for one in step.plan(state, spec.example(64)).collectives if one.op == "reduce_scatter"
+    )
 
 
 @pytest.mark.parametrize("value", [1, "yes", None])

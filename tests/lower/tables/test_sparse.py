@@ -33,7 +33,11 @@ def loss_fn(params, batch):
         return total + jnp.sum(params["in"][ids] ** 2), None
 
     total, _ = jax.lax.scan(turn, 0.0, batch["x"].T[1:3])
-    return jnp.mean((hidden - params["out"][batch["y"]]) ** 2) + jnp.mean(first(params["in"]) ** 3) + total / batch["x"].shape[0]
+    return (
+        jnp.mean((hidden - params["out"][batch["y"]]) ** 2)
+        + jnp.mean(first(params["in"]) ** 3)
+        + total / batch["x"].shape[0]
+    )
 
 
 def make_step(tx, microbatches=None):
@@ -117,39 +121,60 @@ def test_every_scheme_gives_the_numbers_of_one_device():
     assert [record.reason for record in one.compiles] == ["first call", "its tables were observed"]
     report = one.report(state, batch)
     assert not report.unattributed and not report.missing
-    rows = [found for found in report.collectives if found.planned is not None and "rows of the gradient" in found.cause]
+    rows = [
+        found for found in report.collectives if found.planned is not None and "rows of the gradient" in found.cause
+    ]
     assert not [found for found in rows if found.differs]  # to the byte, padding included
     assert sum(found.bytes for found in rows) == sum(sync.bytes for sync in syncs)
 
 
 LAYOUTS = {
-    "one device": ({"data": 1}, "data_parallel", None), "three workers": ({"data": 3}, "data_parallel", None),
-    "features split": ({"data": 2, "model": 4}, "splitbrain", None), "rows split over data": ({"data": 4}, "fsdp", None),
+    "one device": ({"data": 1}, "data_parallel", None),
+    "three workers": ({"data": 3}, "data_parallel", None),
+    "features split": ({"data": 2, "model": 4}, "splitbrain", None),
+    "rows split over data": ({"data": 4}, "fsdp", None),
     "rows split over model": ({"data": 2, "model": 2}, "megatron", None),
-    "owned": ({"data": 4}, "embedding_owner", None), "owned over both axes, microbatches": ({"data": 2, "model": 2}, "embedding_owner", 2),
+    "owned": ({"data": 4}, "embedding_owner", None),
+    "owned over both axes, microbatches": ({"data": 2, "model": 2}, "embedding_owner", 2),
     "microbatches, features split": ({"data": 2, "model": 2}, "splitbrain", 2),
-}  # fmt: skip
+}
 
 
 ON_EVERY_VERSION = ("owned",)
 
 
-@pytest.mark.parametrize("name", [name if name in ON_EVERY_VERSION else pytest.param(name, marks=pytest.mark.one_version) for name in LAYOUTS])
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ON_EVERY_VERSION else pytest.param(name, marks=pytest.mark.one_version) for name in LAYOUTS],
+)
 def test_every_layout_gives_the_numbers_of_one_device(name, reference):
     mesh, rules, microbatches = LAYOUTS[name]
-    sync = "dense" if rules == "embedding_owner" else {"**/in": "row_exchange", "**/out": RowExchange(hot=True)}  # the rules say it themselves
+    # the rules say it themselves
+    sync = "dense" if rules == "embedding_owner" else {"**/in": "row_exchange", "**/out": RowExchange(hot=True)}
     *found, step = train(CLIPPED, microbatches, mesh=mesh, rules=rules, sync=sync)
     assert_same(found, reference)
     plan = step.plan(found[1], next(batches()))
     scheme = "owner_sharded" if rules in ("embedding_owner", "fsdp") else "row_exchange"
     assert [one.scheme for one in plan.syncs] == [scheme, scheme]
     if rules != "embedding_owner":
-        dense = splitjax.parallelize(make_step(CLIPPED, microbatches), mesh=mesh, rules=rules).plan(found[1], next(batches()))
-        sent = {one.param: sum(sent.bytes for sent in dense.collectives if sent.why == f"gradient of {one.param}") for one in plan.syncs}
-        assert sent == {one.param: one.dense_bytes for one in plan.syncs} and all(sent.values()) == (name != "one device")
+        dense = splitjax.parallelize(make_step(CLIPPED, microbatches), mesh=mesh, rules=rules).plan(
+            found[1], next(batches())
+        )
+        sent = {
+            one.param: sum(sent.bytes for sent in dense.collectives if sent.why == f"gradient of {one.param}")
+            for one in plan.syncs
+        }
+        assert sent == {one.param: one.dense_bytes for one in plan.syncs} and all(sent.values()) == (
+            name != "one device"
+        )
     assert not any("stored in pieces" in one.why for one in plan.collectives if "/w" not in one.why)
-    expected = {"features split": (None, "model"), "rows split over data": ("data", None), "rows split over model": ("model", None),
-                "owned": ("data", None), "owned over both axes, microbatches": (("data", "model"), None)}
+    expected = {
+        "features split": (None, "model"),
+        "rows split over data": ("data", None),
+        "rows split over model": ("model", None),
+        "owned": ("data", None),
+        "owned over both axes, microbatches": (("data", "model"), None),
+    }
     assert plan.leaf("params/in").spec == expected.get(name, (None, "model") if "features" in name else (None, None))
 
 
@@ -164,9 +189,13 @@ def test_dense_gradients_beside_owned_tables_are_exchanged_once_for_all_microbat
 def test_the_compiled_step_makes_nothing_of_the_table_s_size():
     """But for the tables themselves, which are updated in place."""
     rows = 1_000_000
-    step = splitjax.parallelize(make_step(optax.adagrad(0.1)), mesh={"data": 4}, rules="data_parallel", sync="row_exchange")
+    step = splitjax.parallelize(
+        make_step(optax.adagrad(0.1)), mesh={"data": 4}, rules="data_parallel", sync="row_exchange"
+    )
     state = jax.eval_shape(lambda: init(optax.adagrad(0.1)))
-    grown = lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) if leaf.shape[:1] == (ROWS,) else leaf
+    grown = lambda leaf: (
+        jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) if leaf.shape[:1] == (ROWS,) else leaf
+    )
     compiled = step.lower(jax.tree.map(grown, state), next(batches())).compile().memory_analysis()
     table_bytes = rows * WIDTH * 4
     assert compiled.alias_size_in_bytes >= 2 * table_bytes
@@ -201,19 +230,26 @@ def test_the_exchange_falls_back_without_a_loss_and_steps_are_observed_anew(refe
     assert [record.reason for record in step.compiles].count("its tables were observed") == 2
 
 
-@pytest.mark.parametrize("sync", ["row_exchange", ByRows("row_exchange", wire_dtype="bfloat16")], ids=["whole", "bfloat16"])
+@pytest.mark.parametrize(
+    "sync", ["row_exchange", ByRows("row_exchange", wire_dtype="bfloat16")], ids=["whole", "bfloat16"]
+)
 def test_owners_serve_steps_that_read_more_rows_than_there_is_room_for(sync):
     """They get all gradients unrounded, and what was rounded away of them before."""
 
     def step(state, batch):
-        loss, grads = splitjax.value_and_grad(lambda table: jnp.sum(table[batch["ids"]] * batch["weights"]))(state["table"])
+        loss, grads = splitjax.value_and_grad(lambda table: jnp.sum(table[batch["ids"]] * batch["weights"]))(
+            state["table"]
+        )
         return {"table": state["table"] - 0.5 * grads}, loss
 
     rng, found, steps = np.random.default_rng(0), [], []
     for number in range(6):  # three are observed, two are rounded, and one reads every row on every worker
         ids = np.tile(rng.permutation(64), 4) if number == 5 else np.tile(rng.permutation(4), 64)
         steps.append({"ids": ids.astype(np.int32), "weights": rng.normal(size=(256, 3)).astype(np.float32)})
-    for options in ({"mesh": {"data": 1}, "rules": "data_parallel"}, {"mesh": {"data": 4}, "rules": "embedding_owner", "sync": sync}):
+    for options in (
+        {"mesh": {"data": 1}, "rules": "data_parallel"},
+        {"mesh": {"data": 4}, "rules": "embedding_owner", "sync": sync},
+    ):
         one, state = splitjax.parallelize(step, **options), {"table": np.ones((64, 3), np.float32)}
         losses = []
         for batch in steps:
@@ -223,17 +259,25 @@ def test_owners_serve_steps_that_read_more_rows_than_there_is_room_for(sync):
     (plan,) = one.plan(state, steps[0]).syncs
     assert plan.scheme == "owner_sharded" and plan.capacities["local"] < 64
     np.testing.assert_allclose(found[1][1], found[0][1], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-4 if isinstance(sync, str) else 3e-2, atol=1e-4 if isinstance(sync, str) else 0.3)
+    np.testing.assert_allclose(
+        found[1][0],
+        found[0][0],
+        rtol=1e-4 if isinstance(sync, str) else 3e-2,
+        atol=1e-4 if isinstance(sync, str) else 0.3,
+    )
 
 
 def exchanges_in(eqns, is_in_branch=False):
-    """Of every exchange of rows in these equations, whether it stands in a branch or a loop. What the platform decides is no branch."""
+    """Of every exchange of rows in these equations, whether it stands in a branch or a loop. What the platform decides
+    is no branch."""
     of_platform = set()
     for eqn in eqns:
         name = eqn.primitive.name
         if name in ("all_gather", "all_to_all", "ppermute"):
             yield is_in_branch
-        if name == "platform_index" or (name != "cond" and any(not hasattr(v, "val") and v in of_platform for v in eqn.invars)):
+        if name == "platform_index" or (
+            name != "cond" and any(not hasattr(v, "val") and v in of_platform for v in eqn.invars)
+        ):
             of_platform |= set(eqn.outvars)
         branches = name == "while" or (name == "cond" and eqn.invars[0] not in of_platform)
         for value in jax.tree.leaves(list(eqn.params.values())):
@@ -278,7 +322,10 @@ def test_a_step_that_skips_updates_which_are_not_finite(rules):
         return {"table": state["table"] - 0.1 * jnp.where(good, grads["table"], 0)}, good
 
     found = []
-    for options in ({"mesh": {"data": 1}, "rules": "data_parallel"}, {"mesh": {"data": 4}, "rules": rules, "sync": "zen"}):
+    for options in (
+        {"mesh": {"data": 1}, "rules": "data_parallel"},
+        {"mesh": {"data": 4}, "rules": rules, "sync": "zen"},
+    ):
         one = splitjax.parallelize(step, **options)
         table = np.ones((64, 3), np.float32)
         table[50] = 0
@@ -294,7 +341,9 @@ def test_a_step_that_skips_updates_which_are_not_finite(rules):
     np.testing.assert_allclose(found[1][1], found[0][1], rtol=1e-6)
 
 
-@pytest.mark.parametrize("rules", ["data_parallel", pytest.param("fsdp", marks=pytest.mark.one_version), "embedding_owner"])
+@pytest.mark.parametrize(
+    "rules", ["data_parallel", pytest.param("fsdp", marks=pytest.mark.one_version), "embedding_owner"]
+)
 def test_room_that_no_row_fills_takes_no_part_in_a_sum(rules):
     """Adagrad as one writes it, without an epsilon: for rows of zeros, which no table has here, it divides by 0."""
 
@@ -306,7 +355,10 @@ def test_room_that_no_row_fills_takes_no_part_in_a_sum(rules):
         return {"table": state["table"] - 0.1 * update, "total": total}, loss
 
     found = []
-    for options in ({"mesh": {"data": 1}, "rules": "data_parallel"}, {"mesh": {"data": 4}, "rules": rules, "sync": "all_gather"}):
+    for options in (
+        {"mesh": {"data": 1}, "rules": "data_parallel"},
+        {"mesh": {"data": 4}, "rules": rules, "sync": "all_gather"},
+    ):
         one = splitjax.parallelize(step, **options)
         state = {"table": jax.random.normal(jax.random.key(0), (512, 3)), "total": jnp.full((512, 3), 0.1)}
         for number in range(5):
@@ -318,7 +370,9 @@ def test_room_that_no_row_fills_takes_no_part_in_a_sum(rules):
 
 
 def reasons(step, state, **options):
-    plan = splitjax.parallelize(step, **{"mesh": {"data": 4}, "rules": "data_parallel", "sync": "auto"} | options).plan(state, next(batches()))
+    plan = splitjax.parallelize(step, **{"mesh": {"data": 4}, "rules": "data_parallel", "sync": "auto"} | options).plan(
+        state, next(batches())
+    )
     return {sync.param: sync.why for sync in plan.syncs if sync.scheme == "dense"}, plan
 
 
@@ -335,10 +389,18 @@ def test_what_stays_dense_says_why():
         return jax.lax.scan(lambda state, _: (make_step(CLIPPED)(state, batch)[0], None), state, None, length=2)[0], 0.0
 
     note = next(note for note in reasons(twice, init(CLIPPED))[1].notes if "nothing to synchronise by rows" in note)
-    assert re.search(r"its gradient is taken inside scan, more than once a step \(.*test_sparse.py:\d+ \(.*twice\)\)", note)
+    assert re.search(
+        r"its gradient is taken inside scan, more than once a step \(.*test_sparse.py:\d+ \(.*twice\)\)", note
+    )
     by_name = {"**/in": "zen"}
-    plan = splitjax.parallelize(make_step(CLIPPED), mesh={"data": 4}, rules="data_parallel", sync=by_name).plan(init(CLIPPED), next(batches()))
-    assert [(sync.param, sync.scheme, sync.why) for sync in plan.syncs][1] == ("params/out", "dense", "no pattern of sync= fits it")
+    plan = splitjax.parallelize(make_step(CLIPPED), mesh={"data": 4}, rules="data_parallel", sync=by_name).plan(
+        init(CLIPPED), next(batches())
+    )
+    assert [(sync.param, sync.scheme, sync.why) for sync in plan.syncs][1] == (
+        "params/out",
+        "dense",
+        "no pattern of sync= fits it",
+    )
     assert plan.syncs[1].bytes == plan.syncs[1].dense_bytes == 2 * 3 * OUT_ROWS * WIDTH  # 2 (n-1)/n of 4 bytes each
 
 
@@ -368,18 +430,23 @@ def test_lazy_updates_leave_rows_without_gradient_alone(mesh):
 
 @pytest.mark.parametrize("mesh", [{"data": 1}, {"data": 4}], ids=str)
 def test_auto_never_makes_rows_dense_where_that_would_change_the_numbers(mesh, monkeypatch):
-    """Every row is touched in every step, which a dense exchange does best; but the update is lazy. One worker has no exchange at all."""
+    """Every row is touched in every step, which a dense exchange does best; but the update is lazy. One worker has no
+    exchange at all."""
     monkeypatch.setattr(observing, "measure_link", lambda *_: Link(0.0, 1e6))
     adam = optax.adam(0.1)
 
     def step(state, batch):
-        loss, grads = splitjax.value_and_grad(lambda params: jnp.mean(params["table"][batch["ids"]] ** 2))(state["params"])
+        loss, grads = splitjax.value_and_grad(lambda params: jnp.mean(params["table"][batch["ids"]] ** 2))(
+            state["params"]
+        )
         updates, opt = adam.update(grads, state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
 
     chosen = []
     for lazy, tx in ((True, adam), (False, None)):
-        one = splitjax.parallelize(step if tx else one_table, mesh=mesh, rules="data_parallel", sync=ByRows("auto", lazy=lazy))
+        one = splitjax.parallelize(
+            step if tx else one_table, mesh=mesh, rules="data_parallel", sync=ByRows("auto", lazy=lazy)
+        )
         params = {"table": np.ones((16, 8), np.float32)}
         state = {"params": params, "opt": adam.init(params)} if tx else params
         batch = {"ids": np.tile(np.arange(16, dtype=np.int32), (4, 1))}
@@ -395,7 +462,9 @@ def test_blocks_needs_whole_rows():
     options = {"mesh": {"data": 2, "model": 2}, "rules": "splitbrain"}
     found, plan = reasons(make_step(CLIPPED), init(CLIPPED), sync="blocks", **options)
     split = {leaf.path for leaf in plan.leaves if any(leaf.spec[1:])}
-    assert split & set(found) and all(("tells rows by their values" in why) == (param in split) for param, why in found.items())
+    assert split & set(found) and all(
+        ("tells rows by their values" in why) == (param in split) for param, why in found.items()
+    )
     assert not split & set(reasons(make_step(CLIPPED), init(CLIPPED), sync="zen", **options)[0])
 
 
@@ -404,9 +473,14 @@ def test_what_cannot_be_had_is_a_typed_error():
         loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
         return {**state, "params": jax.tree.map(lambda p, g: p - g, state["params"], grads)}, loss
 
-    for step, sync, words in ((plain, "zen", "plain jax.grad"), (make_step(CLIPPED), {"**/inn": "zen"}, "no parameter has such a path")):
+    for step, sync, words in (
+        (plain, "zen", "plain jax.grad"),
+        (make_step(CLIPPED), {"**/inn": "zen"}, "no parameter has such a path"),
+    ):
         with pytest.raises(SyncError, match=words):
-            splitjax.parallelize(step, mesh={"data": 4}, rules="data_parallel", sync=sync).plan(init(CLIPPED), next(batches()))
+            splitjax.parallelize(step, mesh={"data": 4}, rules="data_parallel", sync=sync).plan(
+                init(CLIPPED), next(batches())
+            )
     with pytest.raises(SyncError, match="no such value"):
         splitjax.parallelize(plain, sync={"**": 3})
     with pytest.raises(UnavailableError, match="bfloat16"):
@@ -487,7 +561,10 @@ def test_rows_that_all_workers_read_alike_count_once(rules, num_shared):
         return jax.tree.map(lambda p, g: p - 0.5 * g, state, grads), loss
 
     found = []
-    for options in ({"mesh": {"data": 1}, "rules": "data_parallel"}, {"mesh": {"data": 4}, "rules": rules, "sync": "row_exchange"}):
+    for options in (
+        {"mesh": {"data": 1}, "rules": "data_parallel"},
+        {"mesh": {"data": 4}, "rules": rules, "sync": "row_exchange"},
+    ):
         one = splitjax.parallelize(step, **options)
         state, losses = {"table": np.asarray(jax.random.normal(jax.random.key(0), (64, 5)))}, []
         for number in range(5):
@@ -495,5 +572,7 @@ def test_rows_that_all_workers_read_alike_count_once(rules, num_shared):
             state, loss = one(state, batch)
             losses.append(float(loss))
         found.append((losses, jax.tree.map(np.asarray, state)))
-    assert [sync.scheme for sync in one.plan(state, batch).syncs] == ["owner_sharded" if rules == "embedding_owner" else "row_exchange"]
+    assert [sync.scheme for sync in one.plan(state, batch).syncs] == [
+        "owner_sharded" if rules == "embedding_owner" else "row_exchange"
+    ]
     assert_same(found[1], found[0])

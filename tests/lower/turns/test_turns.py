@@ -34,7 +34,10 @@ def on_meshes(cases):
 
 def params(*names):
     keys = jax.random.split(jax.random.key(0), len(names))
-    return {name: jax.random.normal(key, (WIDTH, 15 if name == "logits" else WIDTH)) / 5 for name, key in zip(names, keys, strict=True)}
+    return {
+        name: jax.random.normal(key, (WIDTH, 15 if name == "logits" else WIDTH)) / 5
+        for name, key in zip(names, keys, strict=True)
+    }
 
 
 def batch(num=NUM):
@@ -104,10 +107,15 @@ def residual(p, b, key):
 
 COLUMN_NAMES = ("conv", "d1", "d2", "logits")
 LOSSES = {
-    "plain": (plain, COLUMN_NAMES), "rows behind columns": (plain, ("conv", "d1", "rows", "d2", "logits")),
-    "rows first": (plain, ("conv", "rows", "d2", "logits")), "dropout": (with_dropout, COLUMN_NAMES),
-    "masked mean": (masked_mean, COLUMN_NAMES), "batch norm before": (normalised_before, COLUMN_NAMES),
-    "penalty": (penalised, COLUMN_NAMES), "in calls": (jitted, COLUMN_NAMES), "residual": (residual, ("conv", "d1", "rows", "logits")),
+    "plain": (plain, COLUMN_NAMES),
+    "rows behind columns": (plain, ("conv", "d1", "rows", "d2", "logits")),
+    "rows first": (plain, ("conv", "rows", "d2", "logits")),
+    "dropout": (with_dropout, COLUMN_NAMES),
+    "masked mean": (masked_mean, COLUMN_NAMES),
+    "batch norm before": (normalised_before, COLUMN_NAMES),
+    "penalty": (penalised, COLUMN_NAMES),
+    "in calls": (jitted, COLUMN_NAMES),
+    "residual": (residual, ("conv", "d1", "rows", "logits")),
 }
 
 
@@ -160,7 +168,12 @@ def parallel_step(case, mesh, kind):
 @pytest.mark.parametrize(
     ("case", "mesh", "kind"),
     on_meshes(
-        [(case, mesh, "modulo") for case in LOSSES for mesh in MESHES if mesh["model"] == 4 or case in ("plain", "dropout")]
+        [
+            (case, mesh, "modulo")
+            for case in LOSSES
+            for mesh in MESHES
+            if mesh["model"] == 4 or case in ("plain", "dropout")
+        ]
         + [(case, MESHES[2], "turns") for case in ("dropout", "masked mean", "rows first", "residual", "penalty")]
         + [("plain", mesh, "turns") for mesh in MESHES]
     ),
@@ -202,15 +215,21 @@ def test_what_is_sent_is_what_was_planned(case, mesh, kind):
         gathers = {"gather": 2, "modulo": 2 * num_workers, "turns": num_workers}[kind]
         assert count["all_gather", "model"] == count["reduce_scatter", "model"] == gathers
         sums = {"gather": 1, "modulo": num_workers, "turns": 3 * num_workers}[kind]
-        assert count["all_reduce", "model"] == sums + (mesh["data"] == 1)  # and the gradient of conv, where that is the only axis
+        # and the gradient of conv, where that is the only axis
+        assert count["all_reduce", "model"] == sums + (mesh["data"] == 1)
         share = NUM // 8 * WIDTH * 4
         own = 2 * (num_workers - 1) * (2 * share if kind == "turns" else share)
-        crossing = [one for one in step.plan(*arguments).collectives if "group's examples" in one.why or "to their workers" in one.why]
+        crossing = [
+            one
+            for one in step.plan(*arguments).collectives
+            if "group's examples" in one.why or "to their workers" in one.why
+        ]
         assert sum(one.bytes for one in crossing) == own
 
 
 def test_activations_of_one_turn_are_alive_at_a_time():
-    """A head wide enough to matter: temporaries of turns at most 0.4 of gather's, predicted as a saving, and chosen for it."""
+    """A head wide enough to matter: temporaries of turns at most 0.4 of gather's, predicted as a saving, and chosen for
+    it."""
     width, mesh = 1024, {"data": 1, "model": 8}
     shapes = {"conv": (16, width), "d1": (width, width), "d2": (width, width), "logits": (width, 16)}
     state = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
@@ -240,7 +259,9 @@ def test_next_turn_is_fetched_while_this_one_computes():
     """The loop carries gathered activations: the all-gather in its body does not feed that turn's products."""
     mesh = {"data": 1, "model": 8}
     lowered = gains(mesh=mesh, group_comm="modulo").lower(params(*COLUMN_NAMES), batch(), jax.random.key(0))
-    sent = [one for one in compiled_collectives(lowered.compile(), MeshShape.of(mesh)) if "splitjax:enter:d1" in one.op_name]
+    sent = [
+        one for one in compiled_collectives(lowered.compile(), MeshShape.of(mesh)) if "splitjax:enter:d1" in one.op_name
+    ]
     gathers = sorted(one.trips for one in sent if one.op == "all_gather")
     scatters = sorted(one.trips for one in sent if one.op == "reduce_scatter")
     assert gathers == scatters == [1, 7]  # the first before the loop, the last turn behind it: none in vain
@@ -277,7 +298,9 @@ def test_refusals_say_why_and_auto_falls_back(case):
             splitjax.parallelize(step_of(loss), mesh=mesh, rules=RULES, group_comm=kind).plan(*arguments)
         assert caught.value.value == kind and "auto" in caught.value.remedy
     wide = {name: jax.ShapeDtypeStruct((512, 16 if name == "logits" else 512), jnp.float32) for name in names}
-    big = {name: jax.ShapeDtypeStruct((1024, *a.shape[1:]), a.dtype) for name, a in batch().items()} | {"x": jax.ShapeDtypeStruct((1024, 512), jnp.float32)}
+    big = {name: jax.ShapeDtypeStruct((1024, *a.shape[1:]), a.dtype) for name, a in batch().items()} | {
+        "x": jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+    }
     plan = splitjax.parallelize(step_of(loss), mesh=mesh, rules=RULES).plan(wide, big, jax.random.key(0))
     assert plan.group_comm == "gather"
     assert any(words in note for note in plan.notes)
@@ -326,7 +349,9 @@ def test_prints_on_both_sides_of_the_crossing(capfd):
         return value
 
     arguments = params(*COLUMN_NAMES), batch(), jax.random.key(0)
-    jax.block_until_ready(splitjax.parallelize(step_of(loss), mesh=MESHES[2], rules=RULES, donate=False, group_comm="modulo")(*arguments))
+    jax.block_until_ready(
+        splitjax.parallelize(step_of(loss), mesh=MESHES[2], rules=RULES, donate=False, group_comm="modulo")(*arguments)
+    )
     jax.effects_barrier()
     printed = capfd.readouterr().out
     jax.block_until_ready(jax.jit(step_of(loss))(*arguments))
@@ -357,23 +382,33 @@ def test_a_flax_model_with_statistics_and_dropout(kind):
 
     def step(state, batch, key):
         def loss(p):
-            logits, new = net.apply({"params": p, "batch_stats": state["stats"]}, batch["x"], rngs={"dropout": key}, mutable=["batch_stats"])
+            logits, new = net.apply(
+                {"params": p, "batch_stats": state["stats"]}, batch["x"], rngs={"dropout": key}, mutable=["batch_stats"]
+            )
             each = cross_entropy(logits, batch["y"])
             return each.mean(), (new["batch_stats"], (logits.argmax(-1) == batch["y"]).mean(), each)
 
         (value, (stats, accuracy, each)), grads = splitjax.value_and_grad(loss, has_aux=True)(state["params"])
         updates, opt = tx.update(grads, state["opt"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "stats": stats, "opt": opt}, (value, accuracy, each)
+        return {"params": optax.apply_updates(state["params"], updates), "stats": stats, "opt": opt}, (
+            value,
+            accuracy,
+            each,
+        )
 
     variables = net.init(jax.random.key(0), b["x"], train=False)
     state = {"params": variables["params"], "stats": variables["batch_stats"], "opt": tx.init(variables["params"])}
-    parallel = splitjax.parallelize(step, mesh={"data": 2, "model": 4}, rules="splitbrain", donate=False, group_comm=kind)
+    parallel = splitjax.parallelize(
+        step, mesh={"data": 2, "model": 4}, rules="splitbrain", donate=False, group_comm=kind
+    )
     want_state, want = jax.jit(step)(state, b, jax.random.key(3))
     got_state, got = parallel(state, b, jax.random.key(3))
     assert parallel.plan(state, b, jax.random.key(3)).group_comm == kind
     jax.tree.map(lambda a, c: np.testing.assert_allclose(a, c, rtol=2e-5, atol=2e-5), got, want)
     jax.tree.map(lambda a, c: np.testing.assert_allclose(a, c, atol=1e-5), got_state["params"], want_state["params"])
-    jax.tree.map(lambda a, c: np.testing.assert_allclose(a, c, rtol=1e-5, atol=1e-6), got_state["stats"], want_state["stats"])
+    jax.tree.map(
+        lambda a, c: np.testing.assert_allclose(a, c, rtol=1e-5, atol=1e-6), got_state["stats"], want_state["stats"]
+    )
 
 
 def test_nnx_modules_take_turns_too():
@@ -401,7 +436,12 @@ def test_nnx_modules_take_turns_too():
         model = Model(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
         parallel = splitjax.nnx.parallelize(
-            step, mesh={"data": 2, "model": 4}, rules="splitbrain", state_argnums=(0, 1), batch_argnums=(2,), group_comm=kind
+            step,
+            mesh={"data": 2, "model": 4},
+            rules="splitbrain",
+            state_argnums=(0, 1),
+            batch_argnums=(2,),
+            group_comm=kind,
         )
         losses[kind] = [float(parallel(model, optimizer, b)) for _ in range(3)]
     np.testing.assert_allclose(losses["modulo"], losses["gather"], rtol=1e-6)

@@ -27,16 +27,28 @@ from tests.runtime.states import no_file_beyond  # noqa: E402
 mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
-@functools.partial(jax.jit, out_shardings={
-    "split": NamedSharding(mesh, P("data", "model")), "copies": NamedSharding(mesh, P()), "keys": NamedSharding(mesh, P("data")),
-})
+@functools.partial(
+    jax.jit,
+    out_shardings={
+        "split": NamedSharding(mesh, P("data", "model")),
+        "copies": NamedSharding(mesh, P()),
+        "keys": NamedSharding(mesh, P("data")),
+    },
+)
 def arrays_at(step):
-    return {"split": jnp.arange(64.0).reshape(8, 8) + step, "copies": jnp.arange(5, dtype=jnp.bfloat16) * step.astype(jnp.bfloat16),
-            "keys": jax.random.split(jax.random.key(step), 4)}
+    return {
+        "split": jnp.arange(64.0).reshape(8, 8) + step,
+        "copies": jnp.arange(5, dtype=jnp.bfloat16) * step.astype(jnp.bfloat16),
+        "keys": jax.random.split(jax.random.key(step), 4),
+    }
 
 
 def state_at(step):
-    local = {"here": jnp.arange(3.0) * step, "bound": jax.device_put(jnp.arange(2), jax.local_devices()[1]), "key": jax.random.key(step)}
+    local = {
+        "here": jnp.arange(3.0) * step,
+        "bound": jax.device_put(jnp.arange(2), jax.local_devices()[1]),
+        "key": jax.random.key(step),
+    }
     return {**arrays_at(np.int32(step)), "position": np.full(3, step), "count": step, "local": local}
 
 

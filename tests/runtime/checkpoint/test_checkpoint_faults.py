@@ -32,7 +32,8 @@ def flip(data: bytes, rng: random.Random) -> bytes:
 
 @pytest.fixture(autouse=True)
 def writers_end():
-    """A save that is given up on leaves orbax's threads behind. What they still raise is to be seen here, not in a later test."""
+    """A save that is given up on leaves orbax's threads behind. What they still raise is to be seen here, not in a
+    later test."""
     yield
     for thread in threading.enumerate():
         if type(thread).__module__.startswith("orbax."):
@@ -52,7 +53,13 @@ def test_damage_in_any_file_is_found_and_the_older_checkpoint_restored(two_good,
     assert two_good.newest_good() == 200
     files = files_of(tmp_path / "200")
     kinds = {path.relative_to(tmp_path / "200").parts[:2] for path in files}
-    assert {("manifest.json",), ("checkpoint.json",), ("state", "_METADATA"), ("state", "manifest.ocdbt"), ("state", "ocdbt.process_0")} <= kinds
+    assert {
+        ("manifest.json",),
+        ("checkpoint.json",),
+        ("state", "_METADATA"),
+        ("state", "manifest.ocdbt"),
+        ("state", "ocdbt.process_0"),
+    } <= kinds
     for path in files:
         data = path.read_bytes()
         name = path.relative_to(tmp_path / "200").as_posix()
@@ -112,7 +119,9 @@ def test_no_good_checkpoint_says_what_is_wrong_with_each(two_good, tmp_path):
     two_good.wait()
     (tmp_path / "200" / "manifest.json").unlink()
     (tmp_path / "100" / "checkpoint.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"step 200: manifest.json: missing; step 100: checkpoint.json: 2 bytes, written were"):
+    with pytest.raises(
+        CheckpointError, match=r"step 200: manifest.json: missing; step 100: checkpoint.json: 2 bytes, written were"
+    ):
         two_good.restore(LIKE)
     assert two_good.newest_good() is None
 
@@ -129,7 +138,10 @@ def test_a_folder_that_is_not_sealed_yet_is_no_checkpoint(tmp_path):
 
 
 # Where the limit strikes: the arrays; only the files that are written after them.
-@pytest.mark.parametrize("state, extra", [({"w": np.random.default_rng(0).random(100_000)}, {}), ({"w": np.zeros(3)}, {"log": "x" * 100_000})])
+@pytest.mark.parametrize(
+    "state, extra",
+    [({"w": np.random.default_rng(0).random(100_000)}, {}), ({"w": np.zeros(3)}, {"log": "x" * 100_000})],
+)
 def test_a_failed_save_is_reported_and_cleaned_up_and_the_next_one_tries_again(tmp_path, caplog, state, extra):
     told = []
     with Checkpoints(CheckpointOptions(tmp_path, on_failure=told.append)) as checkpoints:
@@ -257,10 +269,16 @@ def _kill_at_random_moments(folder, count, seed):
             reached = _kill_once(folder, rng, reached, said, may_only_start=number < count - 1)
         except BaseException as error:  # it may be the only one in thousands: it has to explain itself
             threads = [thread.name for thread in threading.enumerate()]
-            error.add_note("\n".join([
-                f"attempt {number}, step {reached} reached before; threads of this process: {threads}", *said,
-                f"folder before: {before}", f"folder after: {_listing(folder)}",
-            ]))
+            error.add_note(
+                "\n".join(
+                    [
+                        f"attempt {number}, step {reached} reached before; threads of this process: {threads}",
+                        *said,
+                        f"folder before: {before}",
+                        f"folder after: {_listing(folder)}",
+                    ]
+                )
+            )
             raise
     assert reached > 0
     Checkpoints(CheckpointOptions(folder)).close()
@@ -269,12 +287,19 @@ def _kill_at_random_moments(folder, count, seed):
 
 def _listing(folder):
     """Names, and of checkpoints what is wrong with them."""
-    return {name: (integrity.find_damage(folder / name) or "whole") if name.isdigit() else "" for name in sorted(os.listdir(folder))}
+    return {
+        name: (integrity.find_damage(folder / name) or "whole") if name.isdigit() else ""
+        for name in sorted(os.listdir(folder))
+    }
 
 
 def _kill_once(folder, rng, reached, said, *, may_only_start):
     """Returns the last step whose save is known to have begun. `said`: gets what the process said and how it ended."""
-    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | {
+        "XLA_FLAGS": "",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", _TRAINER, folder], env=environment, **pipes) as trainer:
 
@@ -293,17 +318,21 @@ def _kill_once(folder, rng, reached, said, *, may_only_start):
             time.sleep(rng.random() * 0.1)
         finally:
             trainer.send_signal(signal.SIGKILL)
-            output, errors = trainer.stdout.read(), trainer.stderr.read()  # not communicate(): it leaves out what readline() read ahead
+            # not communicate(): it leaves out what readline() read ahead
+            output, errors = trainer.stdout.read(), trainer.stderr.read()
             trainer.wait()
             said += [f"printed before it died: {output!r}", f"exit status {trainer.returncode}, stderr:\n{errors}"]
     assert trainer.returncode == -signal.SIGKILL
     # A save begins when the one before it is complete.
-    reached = max([reached, *(int(text.removeprefix("saved ")) for text in output.splitlines() if text.startswith("saved"))])
+    reached = max(
+        [reached, *(int(text.removeprefix("saved ")) for text in output.splitlines() if text.startswith("saved"))]
+    )
     with Checkpoints(CheckpointOptions(folder, read_only=True)) as checkpoints:
         for step in checkpoints.steps():
             restored = checkpoints.restore(LIKE, step=step)
             assert_same(restored.state, state_at(step))
-        assert sorted(map(int, filter(str.isdigit, os.listdir(folder)))) == list(checkpoints.steps())  # whole or not at all
+        # whole or not at all
+        assert sorted(map(int, filter(str.isdigit, os.listdir(folder)))) == list(checkpoints.steps())
         assert (checkpoints.newest_good() or 0) >= reached - 1
     return reached
 

@@ -26,13 +26,17 @@ def test_two_processes_save_agree_and_fail_together(tmp_path):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     workers = [
         subprocess.Popen(
-            [sys.executable, _WORKER, str(rank), str(port), tmp_path], env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [sys.executable, _WORKER, str(rank), str(port), tmp_path],
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         for rank in range(2)
     ]
@@ -46,8 +50,11 @@ def test_two_processes_save_agree_and_fail_together(tmp_path):
 
     # Saved by two processes on four devices, restored by one on one.
     expected = {
-        "split": jnp.arange(64.0).reshape(8, 8) + 5, "copies": jnp.arange(5, dtype=jnp.bfloat16) * 5,
-        "keys": jax.random.split(jax.random.key(5), 4), "position": np.full(3, 5), "count": 5,
+        "split": jnp.arange(64.0).reshape(8, 8) + 5,
+        "copies": jnp.arange(5, dtype=jnp.bfloat16) * 5,
+        "keys": jax.random.split(jax.random.key(5), 4),
+        "position": np.full(3, 5),
+        "count": 5,
         "local": {"here": jnp.arange(3.0) * 5, "bound": jnp.arange(2), "key": jax.random.key(5)},
     }
     with Checkpoints(CheckpointOptions(tmp_path / "run", read_only=True)) as checkpoints:

@@ -30,15 +30,33 @@ def mesh_of(**axes):
 
 def every_kind_of_leaf():
     place = lambda array, *spec: jax.device_put(array, NamedSharding(mesh_of(data=2, model=4), P(*spec)))
-    params = {"kernel": place(jnp.arange(128, dtype=jnp.float32).reshape(8, 16) / 7, "data", "model"), "bias": jnp.full(3, 0.1, jnp.bfloat16)}
+    params = {
+        "kernel": place(jnp.arange(128, dtype=jnp.float32).reshape(8, 16) / 7, "data", "model"),
+        "bias": jnp.full(3, 0.1, jnp.bfloat16),
+    }
     return {
-        "params": params, "opt": optax.adam(1e-3).init(params), "key": jax.random.key(3),
-        "keys": place(jax.random.split(jax.random.key(0, impl="rbg"), 8), "data"), "old_key": jax.random.PRNGKey(1),
-        "no_keys": jax.random.split(jax.random.key(0), 0), "mask": place(jnp.arange(8) % 3 == 0, ("data", "model")),
-        "small": jnp.arange(-4, 4, dtype=jnp.int4), "eighth": jnp.arange(4, dtype=jnp.float8_e4m3fn), "empty": jnp.zeros((0, 3)),
-        "weak": jnp.asarray(2.5), "replicated": place(jnp.arange(5.0)), "float64": np.arange(3) / 3, "scalar": np.float32(0.1),
-        "wide": np.float64(1 / 3), "count": 3, "rate": 0.1, "name": "x", "flag": True, "nothing": None,
-        "odd": jnp.asarray(np.array([0x80000000, 0x7FC00001, 0xFF800000, 1], np.uint32).view(np.float32)), "negative_zero": -jnp.zeros(4),
+        "params": params,
+        "opt": optax.adam(1e-3).init(params),
+        "key": jax.random.key(3),
+        "keys": place(jax.random.split(jax.random.key(0, impl="rbg"), 8), "data"),
+        "old_key": jax.random.PRNGKey(1),
+        "no_keys": jax.random.split(jax.random.key(0), 0),
+        "mask": place(jnp.arange(8) % 3 == 0, ("data", "model")),
+        "small": jnp.arange(-4, 4, dtype=jnp.int4),
+        "eighth": jnp.arange(4, dtype=jnp.float8_e4m3fn),
+        "empty": jnp.zeros((0, 3)),
+        "weak": jnp.asarray(2.5),
+        "replicated": place(jnp.arange(5.0)),
+        "float64": np.arange(3) / 3,
+        "scalar": np.float32(0.1),
+        "wide": np.float64(1 / 3),
+        "count": 3,
+        "rate": 0.1,
+        "name": "x",
+        "flag": True,
+        "nothing": None,
+        "odd": jnp.asarray(np.array([0x80000000, 0x7FC00001, 0xFF800000, 1], np.uint32).view(np.float32)),
+        "negative_zero": -jnp.zeros(4),
         "list": [np.uint8(7), (np.int64(2**40),)],
     }
 
@@ -54,10 +72,15 @@ def test_every_kind_of_leaf_comes_back_bit_for_bit(tmp_path):
 
 
 def test_values_are_those_of_the_moment_of_saving(tmp_path):
-    """The trap: on a processor the host's "copy" can be a view of the very buffer that the next step overwrites in place."""
+    """The trap: on a processor the host's "copy" can be a view of the very buffer that the next step overwrites in
+    place."""
     step = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
     mesh = mesh_of(data=2, model=4)
-    for name, sharding in {"one": jax.devices()[0], "split": NamedSharding(mesh, P("data", "model")), "copies": NamedSharding(mesh, P())}.items():
+    for name, sharding in {
+        "one": jax.devices()[0],
+        "split": NamedSharding(mesh, P("data", "model")),
+        "copies": NamedSharding(mesh, P()),
+    }.items():
         state = step({str(n): jax.device_put(jnp.full((512, 512), float(n)), sharding) for n in range(4)})
         with Checkpoints(CheckpointOptions(tmp_path / name)) as checkpoints:
             for number in range(3):
@@ -67,7 +90,9 @@ def test_values_are_those_of_the_moment_of_saving(tmp_path):
                     state = step(state)
                 restored = checkpoints.restore(state).state
                 for path, leaf in restored.items():
-                    np.testing.assert_array_equal(leaf, np.full((512, 512), expected[path], np.float32), err_msg=f"{name} {number}")
+                    np.testing.assert_array_equal(
+                        leaf, np.full((512, 512), expected[path], np.float32), err_msg=f"{name} {number}"
+                    )
 
 
 def test_numpy_leaves_may_be_changed_in_place_after_saving(tmp_path):
@@ -81,8 +106,12 @@ def test_numpy_leaves_may_be_changed_in_place_after_saving(tmp_path):
 @pytest.mark.parametrize("axes", [{"data": 8}, {"data": 1, "model": 4}, {"model": 2, "data": 2}, {"data": 1}])
 def test_restores_onto_other_meshes(tmp_path, axes):
     saved_on, mesh = mesh_of(data=2, model=4), mesh_of(**axes)
-    state = {"kernel": jax.device_put(jax.random.normal(jax.random.key(0), (8, 16)), NamedSharding(saved_on, P("data", "model"))),
-             "keys": jax.device_put(jax.random.split(jax.random.key(1), 8), NamedSharding(saved_on, P("model")))}
+    state = {
+        "kernel": jax.device_put(
+            jax.random.normal(jax.random.key(0), (8, 16)), NamedSharding(saved_on, P("data", "model"))
+        ),
+        "keys": jax.device_put(jax.random.split(jax.random.key(1), 8), NamedSharding(saved_on, P("model"))),
+    }
     sharding = NamedSharding(mesh, P("data"))
     like = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for name, leaf in state.items()}
     with Checkpoints(CheckpointOptions(tmp_path)) as checkpoints:
@@ -105,8 +134,15 @@ def test_shapes_without_sharding_become_free_arrays_on_the_default_device(tmp_pa
 def test_leaves_come_back_in_the_kind_that_is_asked_for(tmp_path):
     with Checkpoints(CheckpointOptions(tmp_path)) as checkpoints:
         checkpoints.save(1, {"count": 3, "rate": jnp.float32(0.1), "rows": jnp.arange(3)})
-        like = {"count": jax.ShapeDtypeStruct((), jnp.int32, weak_type=True), "rate": 0.0, "rows": np.zeros(3, np.int32)}
-        assert_same(checkpoints.restore(like).state, {"count": jnp.asarray(3), "rate": float(np.float32(0.1)), "rows": np.arange(3, dtype=np.int32)})
+        like = {
+            "count": jax.ShapeDtypeStruct((), jnp.int32, weak_type=True),
+            "rate": 0.0,
+            "rows": np.zeros(3, np.int32),
+        }
+        assert_same(
+            checkpoints.restore(like).state,
+            {"count": jnp.asarray(3), "rate": float(np.float32(0.1)), "rows": np.arange(3, dtype=np.int32)},
+        )
 
 
 def test_nnx_states_are_pytrees_like_any_other(tmp_path):
@@ -169,7 +205,9 @@ def test_a_resumed_run_equals_an_undisturbed_one(tmp_path):
         return run(parallel, restored.state, restored.extra["position"])
 
     assert resume(splitjax.parallelize(step, mesh={"data": 2, "model": 4}, rules="splitbrain")) == undisturbed[3:]
-    np.testing.assert_allclose(resume(splitjax.parallelize(step, mesh={"data": 2, "model": 2}, rules="megatron")), undisturbed[3:], rtol=1e-5)
+    np.testing.assert_allclose(
+        resume(splitjax.parallelize(step, mesh={"data": 2, "model": 2}, rules="megatron")), undisturbed[3:], rtol=1e-5
+    )
 
 
 def test_another_optimizer_or_model_is_refused_with_the_first_path(tmp_path):
@@ -181,7 +219,9 @@ def test_another_optimizer_or_model_is_refused_with_the_first_path(tmp_path):
         for file in (tmp_path / "1" / "state" / "ocdbt.process_0").rglob("*"):
             if file.is_file():
                 file.write_bytes(b"")  # refused before an array is read: this damage is not come to
-        with pytest.raises(CheckpointError, match=r"opt/0/count: saved int32\[\], not in the wanted state \(4 further differences\)"):
+        with pytest.raises(
+            CheckpointError, match=r"opt/0/count: saved int32\[\], not in the wanted state \(4 further differences\)"
+        ):
             checkpoints.restore({**state, "opt": optax.sgd(1e-3).init(params)})
         with pytest.raises(CheckpointError, match=r"params/b: saved float32\[2,2\], wanted float32\[2,3\]\n"):
             checkpoints.restore({**state, "params": {**params, "b": filled((2, 3))}})
@@ -194,16 +234,18 @@ def test_another_optimizer_or_model_is_refused_with_the_first_path(tmp_path):
 
 
 def test_differences_name_key_types_and_ambiguous_paths():
-    assert [str(d) for d in compare(describe({"k": jax.random.key(0)}), describe({"k": jax.random.key(0, impl="rbg")}))] == [
-        "k: saved key<fry>[], wanted key<rbg>[]"
-    ]
+    assert [
+        str(d) for d in compare(describe({"k": jax.random.key(0)}), describe({"k": jax.random.key(0, impl="rbg")}))
+    ] == ["k: saved key<fry>[], wanted key<rbg>[]"]
     assert [leaf.path for leaf in describe({"a": {"b": 1}, "a/b": 2})] == ["['a']['b']", "['a/b']"]
     assert [leaf.path for leaf in describe({"a": 1, "a/b": 2})] == ["['a']", "['a/b']"]
     assert [leaf.path for leaf in describe(1)] == ["state"]
 
 
 def test_odd_names_and_a_bare_array_are_kept_apart(tmp_path):
-    state = {name: filled(2, number) for number, name in enumerate(["", "..", "a/b", "a", ".zarray", "ü %2f", "0.0", "a\nb"])}
+    state = {
+        name: filled(2, number) for number, name in enumerate(["", "..", "a/b", "a", ".zarray", "ü %2f", "0.0", "a\nb"])
+    }
     with Checkpoints(CheckpointOptions(tmp_path)) as checkpoints:
         checkpoints.save(1, state)
         assert_same(checkpoints.restore(state).state, state)
@@ -224,8 +266,16 @@ def test_the_last_and_the_best_are_kept(tmp_path):
 
 
 def test_which_steps_are_kept():
-    metrics = {10: {"loss": 1.0, "right": 0.5}, 20: {"loss": 3.0, "right": 0.9}, 30: {"loss": 1.0}, 40: {"loss": float("nan")}, 50: {}}
-    keep = lambda **options: steps_to_keep(metrics, **{"keep_last": 1, "keep_best": 1, "best_metric": "loss", "best_mode": "min"} | options)
+    metrics = {
+        10: {"loss": 1.0, "right": 0.5},
+        20: {"loss": 3.0, "right": 0.9},
+        30: {"loss": 1.0},
+        40: {"loss": float("nan")},
+        50: {},
+    }
+    keep = lambda **options: steps_to_keep(
+        metrics, **{"keep_last": 1, "keep_best": 1, "best_metric": "loss", "best_mode": "min"} | options
+    )
     assert keep() == {30, 50}
     assert keep(keep_best=2) == {10, 30, 50}
     assert keep(best_mode="max") == {20, 50}
@@ -311,7 +361,8 @@ def test_64_bit_states_are_not_narrowed(tmp_path):
             checkpoints.restore({"a": jax.ShapeDtypeStruct((3,), np.float64)})
         with jax.enable_x64(True):
             state = {"a": jnp.arange(8.0) / 3}
-            state["a"] = jax.device_put(state["a"], NamedSharding(mesh_of(data=8), P()))  # written in slices by all devices
+            # written in slices by all devices
+            state["a"] = jax.device_put(state["a"], NamedSharding(mesh_of(data=8), P()))
             checkpoints.save(2, state)
             assert_same(checkpoints.restore(state).state, state)
 
@@ -341,7 +392,10 @@ def test_bad_arguments_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="closed"):
         checkpoints.save(2, {})
     checkpoints.close()
-    with Checkpoints(CheckpointOptions(tmp_path, read_only=True)) as checkpoints, pytest.raises(CheckpointError, match="restore only"):
+    with (
+        Checkpoints(CheckpointOptions(tmp_path, read_only=True)) as checkpoints,
+        pytest.raises(CheckpointError, match="restore only"),
+    ):
         checkpoints.save(2, {"a": 1})
 
 
@@ -361,7 +415,9 @@ def test_bad_folders_and_options_are_named(tmp_path):
         CheckpointOptions("gs://bucket/run")
 
 
-@pytest.mark.skipif(os.name != "posix" or not os.path.isdir("/proc/self"), reason="needs a folder that nobody can write to")
+@pytest.mark.skipif(
+    os.name != "posix" or not os.path.isdir("/proc/self"), reason="needs a folder that nobody can write to"
+)
 def test_a_folder_that_cannot_be_written_is_named():
     with pytest.raises(CheckpointError, match="(?s)cannot be written.*/proc/self/checkpoints.*read_only=True"):
         Checkpoints(CheckpointOptions("/proc/self/checkpoints"))

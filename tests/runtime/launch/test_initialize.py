@@ -1,4 +1,5 @@
-"""Joining: by importing splitjax in a launched worker, by `splitjax.initialize()` in a cluster, and not at all alone."""
+"""Joining: by importing splitjax in a launched worker, by `splitjax.initialize()` in a cluster, and not at all
+alone."""
 
 from __future__ import annotations
 
@@ -29,16 +30,20 @@ total = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(rows.mesh, P()))
 def fresh(script: str, **environment: str) -> subprocess.Popen[str]:
     base = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", *VARIABLES)}
     return subprocess.Popen(
-        [sys.executable, "-c", script], env={**base, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **environment}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, "-c", script],
+        env={**base, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **environment},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 
 def test_importing_splitjax_joins_a_launched_worker_and_not_its_children(launched):
     child = "import splitjax, jax; splitjax.initialize(); print('child', jax.distributed.is_initialized())"
-    script = COLLECTIVE + (
-        f"splitjax.initialize()\nprint('sum', float(total(x)), rank, n)\n"
-        f"import subprocess\nif rank == 0: print(subprocess.run([sys.executable, '-c', {child!r}], capture_output=True, text=True, check=True).stdout)"
+    script = (
+        COLLECTIVE + "splitjax.initialize()\nprint('sum', float(total(x)), rank, n)\nimport subprocess\nif rank == 0:"
+        f" print(subprocess.run([sys.executable, '-c', {child!r}], capture_output=True, text=True,"
+        " check=True).stdout)"
     )
     run = launched(script, num_processes=2, devices_per_process=2, threads=4)
     assert run.wait().status == 0, run.err.getvalue()
@@ -49,7 +54,10 @@ def test_importing_splitjax_joins_a_launched_worker_and_not_its_children(launche
 @pytest.mark.parametrize(("death", "status"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
 def test_a_worker_that_dies_while_the_others_are_in_a_collective(launched, death, status):
     # Rank 0 dies: in JAX's own arrangement, where it holds the coordinator, it would wait five minutes for the others.
-    script = COLLECTIVE + f"total(x).block_until_ready()\nif rank == 0: print('dies', flush=True); {death}\nwhile True: total(x).block_until_ready()"
+    script = (
+        COLLECTIVE + f"total(x).block_until_ready()\nif rank == 0: print('dies', flush=True); {death}\nwhile True:"
+        " total(x).block_until_ready()"
+    )
     run = launched(script, num_processes=2, threads=1)
     outcome = run.wait()
     assert outcome.status == status and outcome.attempts[0].failed.rank == 0
@@ -73,7 +81,10 @@ def test_a_sigterm_to_one_worker_reaches_all_at_the_same_step(launched):
 
 
 def test_a_cluster_is_found_by_jax():
-    script = "import splitjax; splitjax.initialize(); splitjax.initialize(); import jax; print(jax.process_index(), jax.process_count())"
+    script = (
+        "import splitjax; splitjax.initialize(); splitjax.initialize(); import jax; print(jax.process_index(),"
+        " jax.process_count())"
+    )
     job = str(os.getpid())  # JAX takes the port from it
     slurm = {"SLURM_JOB_ID": job, "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
     workers = [fresh(script, **slurm, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in range(2)]
@@ -83,11 +94,10 @@ def test_a_cluster_is_found_by_jax():
 
 def test_alone_nothing_happens_and_after_a_backend_it_is_too_late():
     script = (
-        "import os, jax, splitjax; splitjax.initialize(); assert not jax.distributed.is_initialized(); jax.devices()\n"
-        "splitjax.initialize()\n"
-        "os.environ |= {'SPLITJAX_COORDINATOR': '127.0.0.1:1', 'SPLITJAX_NUM_PROCESSES': '2', 'SPLITJAX_PROCESS_ID': '0'}\n"
-        "try: splitjax.initialize()\n"
-        "except splitjax.errors.LaunchError as error: print(error)"
+        "import os, jax, splitjax; splitjax.initialize(); assert not jax.distributed.is_initialized();"
+        " jax.devices()\nsplitjax.initialize()\nos.environ |= {'SPLITJAX_COORDINATOR': '127.0.0.1:1',"
+        " 'SPLITJAX_NUM_PROCESSES': '2', 'SPLITJAX_PROCESS_ID': '0'}\ntry: splitjax.initialize()\nexcept"
+        " splitjax.errors.LaunchError as error: print(error)"
     )
     out, err = fresh(script).communicate(timeout=100)
     assert "its JAX backend was started before it joined" in out and "remedy: import splitjax" in out, err
@@ -114,7 +124,10 @@ def test_variables_that_cannot_be(variables, place, monkeypatch):
 
 
 def test_a_worker_that_joined_gives_signs_of_life_until_it_is_stopped(launched):
-    script = "import splitjax, os, signal, time; time.sleep(2.5); print('awake', flush=True); os.kill(os.getpid(), signal.SIGSTOP)"
+    script = (
+        "import splitjax, os, signal, time; time.sleep(2.5); print('awake', flush=True); os.kill(os.getpid(),"
+        " signal.SIGSTOP)"
+    )
     run = launched(script, heartbeat_seconds=1)
     assert run.wait().attempts[0].failed.silent_seconds == 1
     assert "awake" in run.out.getvalue()

@@ -1,4 +1,5 @@
-"""The launcher, over scripts that do not import JAX: what ends a run, who is named, what is started again, what is left behind."""
+"""The launcher, over scripts that do not import JAX: what ends a run, who is named, what is started again, what is left
+behind."""
 
 from __future__ import annotations
 
@@ -21,17 +22,27 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and ask
 
 
 def test_every_worker_runs_and_every_line_has_its_rank(launched):
-    run = launched(RANK + "print('one\\ntwo'); print('to error', file=sys.stderr); sys.stdout.write('no end')", num_processes=3)
+    run = launched(
+        RANK + "print('one\\ntwo'); print('to error', file=sys.stderr); sys.stdout.write('no end')", num_processes=3
+    )
     assert run.wait().status == 0
     lines = run.out.getvalue().splitlines()
     for rank in range(3):
-        assert [line for line in lines if line.startswith(f"[{rank}]")] == [f"[{rank}] one", f"[{rank}] two", f"[{rank}] no end"]
+        assert [line for line in lines if line.startswith(f"[{rank}]")] == [
+            f"[{rank}] one",
+            f"[{rank}] two",
+            f"[{rank}] no end",
+        ]
     assert sorted(run.err.getvalue().splitlines()) == [f"[{rank}] to error" for rank in range(3)]
 
 
 @pytest.mark.parametrize(
     ("death", "status", "words"),
-    [("sys.exit(7)", 7, "exit code 7"), ("os.kill(os.getpid(), 9)", 137, "killed by SIGKILL"), ("1 / 0", 1, "exit code 1")],
+    [
+        ("sys.exit(7)", 7, "exit code 7"),
+        ("os.kill(os.getpid(), 9)", 137, "killed by SIGKILL"),
+        ("1 / 0", 1, "exit code 1"),
+    ],
 )
 def test_a_worker_that_dies_ends_the_run(launched, death, status, words):
     script = RANK + f"print('\\n'.join(map(str, range(50))))\nif rank == 2: {death}\ntime.sleep(100)"
@@ -50,9 +61,11 @@ def test_a_worker_that_dies_ends_the_run(launched, death, status, words):
 
 
 def test_the_first_to_leave_is_named_though_it_ends_last(launched):
-    # Worker 1 says that it leaves, as a joined process does at its exit; worker 0 fails because of that, and is gone sooner.
-    script = RANK + (
-        "\nif rank == 1: os.write(int(os.environ['SPLITJAX_EXIT_FD']), b'1\\n'); time.sleep(1); sys.exit(5)\ntime.sleep(0.5); sys.exit(1)"
+    # Worker 1 says that it leaves, as a joined process does at its exit; worker 0 fails because of that, and is gone
+    # sooner.
+    script = (
+        RANK + "\nif rank == 1: os.write(int(os.environ['SPLITJAX_EXIT_FD']), b'1\\n'); time.sleep(1);"
+        " sys.exit(5)\ntime.sleep(0.5); sys.exit(1)"
     )
     outcome = launched(script, num_processes=2).wait()
     assert outcome.attempts[0].failed.rank == 1 and outcome.status == 5
@@ -67,7 +80,10 @@ SIGN = "sign = lambda said: os.write(int(os.environ['SPLITJAX_EXIT_FD']), (said 
 
 
 def test_a_worker_that_falls_silent_is_killed_at_the_stated_time_and_named(launched):
-    script = RANK + SIGN + "sign(f'alive {os.getpid()}'); print('still here', flush=True)\nwhile rank == 0: time.sleep(0.2); sign(f'alive {os.getpid()}')\ntime.sleep(100)"
+    script = (
+        RANK + SIGN + "sign(f'alive {os.getpid()}'); print('still here', flush=True)\nwhile rank == 0: time.sleep(0.2);"
+        " sign(f'alive {os.getpid()}')\ntime.sleep(100)"
+    )
     run = launched(script, num_processes=2, heartbeat_seconds=1, grace_seconds=0.3, restarts=1)
     outcome = run.wait()
     assert outcome.status == 137 and len(outcome.attempts) == 2
@@ -77,11 +93,15 @@ def test_a_worker_that_falls_silent_is_killed_at_the_stated_time_and_named(launc
     assert "killed by the launcher: no sign of life for 1 s" in run.err.getvalue()
 
 
-@pytest.mark.parametrize("script", [
-    "",  # never joined
-    "sign(f'alive {os.getpid()}'); sign('0')",  # leaves, and takes its time
-    "import subprocess; child = subprocess.Popen(['true']); child.wait(); sign(f'alive {child.pid}')",  # its script is over
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "script",
+    [
+        "",  # never joined
+        "sign(f'alive {os.getpid()}'); sign('0')",  # leaves, and takes its time
+        # its script is over
+        "import subprocess; child = subprocess.Popen(['true']); child.wait(); sign(f'alive {child.pid}')",
+    ],
+)
 def test_no_sign_is_expected_of_who_does_not_train(launched, script):
     assert launched(RANK + SIGN + script + "\ntime.sleep(1.6)", heartbeat_seconds=1).wait().status == 0
 
@@ -103,9 +123,10 @@ def test_stragglers_have_the_stated_time(launched):
 
 
 def test_restarts_start_all_workers_again_and_say_when_the_last_attempt_failed(launched):
-    script = RANK + (
-        "print('facts', os.environ['SPLITJAX_ATTEMPT'], os.environ['SPLITJAX_COORDINATOR'], os.environ['SPLITJAX_LAUNCH_UNIX_SECONDS'], "
-        "os.environ.get('SPLITJAX_FAILED_UNIX_SECONDS'))\nif rank == 1 and os.environ['SPLITJAX_ATTEMPT'] < '2': sys.exit(3)"
+    script = (
+        RANK + "print('facts', os.environ['SPLITJAX_ATTEMPT'], os.environ['SPLITJAX_COORDINATOR'],"
+        " os.environ['SPLITJAX_LAUNCH_UNIX_SECONDS'], os.environ.get('SPLITJAX_FAILED_UNIX_SECONDS'))\nif rank == 1"
+        " and os.environ['SPLITJAX_ATTEMPT'] < '2': sys.exit(3)"
     )
     run = launched(script, num_processes=2, restarts=3)
     outcome = run.wait()
@@ -123,8 +144,9 @@ def test_restarts_are_used_up(launched):
     assert "all 1 restarts are used up" in run.err.getvalue()
 
 
-SAVES = RANK + (
-    "signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(143)))\nprint('ready', flush=True)\nwhile True: time.sleep(0.05)"
+SAVES = (
+    RANK + "signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(143)))\nprint('ready',"
+    " flush=True)\nwhile True: time.sleep(0.05)"
 )
 
 
@@ -154,11 +176,17 @@ def test_who_does_not_stop_is_killed_at_the_stated_time(launched):
     run.until("ready", 2)
     run.run.stop()
     assert run.wait().status == 143
-    assert "the 0.5 s to save and exit were over" in run.err.getvalue() and "workers 0, 1: killed by the launcher" in run.err.getvalue()
+    assert (
+        "the 0.5 s to save and exit were over" in run.err.getvalue()
+        and "workers 0, 1: killed by the launcher" in run.err.getvalue()
+    )
 
 
 def test_a_sigterm_from_outside_is_told_from_a_failure(launched):
-    script = SAVES.replace("while True", "began = time.time()\nwhile rank == 1 or time.time() < began + 1.5") + "\nsys.exit(143)"
+    script = (
+        SAVES.replace("while True", "began = time.time()\nwhile rank == 1 or time.time() < began + 1.5")
+        + "\nsys.exit(143)"
+    )
     run = launched(script, num_processes=2, restarts=1, grace_seconds=0.1)
     run.until("ready", 2)
     os.kill(run.run.workers[1].pid, signal.SIGTERM)
@@ -171,7 +199,10 @@ def test_a_sigterm_from_outside_is_told_from_a_failure(launched):
 
 @linux
 def test_nothing_that_a_worker_started_outlives_it(launched):
-    child = "import subprocess, sys; print('child', subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)']).pid, flush=True)"
+    child = (
+        "import subprocess, sys; print('child', subprocess.Popen([sys.executable, '-c', 'import time;"
+        " time.sleep(100)']).pid, flush=True)"
+    )
     run = launched(child + "\nsys.exit(1)")
     assert run.wait().status == 1
     pid = int(run.out.getvalue().split("child ")[1])
@@ -179,7 +210,12 @@ def test_nothing_that_a_worker_started_outlives_it(launched):
 
 
 def test_logs(launched, tmp_path):
-    run = launched(RANK + "print('out'); print('bad', file=sys.stderr); sys.exit(1)", num_processes=2, restarts=1, log_dir=tmp_path / "logs")
+    run = launched(
+        RANK + "print('out'); print('bad', file=sys.stderr); sys.exit(1)",
+        num_processes=2,
+        restarts=1,
+        log_dir=tmp_path / "logs",
+    )
     run.wait()
     names = sorted(path.name for path in (tmp_path / "logs").iterdir())
     assert names == [f"worker-{rank}.attempt-{attempt}.log" for rank in range(2) for attempt in range(2)]
@@ -188,7 +224,13 @@ def test_logs(launched, tmp_path):
 
 def test_environment_of_workers(launched):
     names = ("NPROC", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "SPLITJAX_LOCAL_DEVICE_IDS", "SPLITJAX_NUM_PROCESSES")
-    run = launched(RANK + f"print([os.environ.get(name) for name in {names}])", num_processes=2, threads=1, devices_per_process=2, gpus_per_process=2)
+    run = launched(
+        RANK + f"print([os.environ.get(name) for name in {names}])",
+        num_processes=2,
+        threads=1,
+        devices_per_process=2,
+        gpus_per_process=2,
+    )
     run.wait()
     flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     assert f"[1] ['1', '{flags}', '2', '2,3', '2']" in run.out.getvalue().splitlines()
@@ -215,8 +257,27 @@ def test_mistakes_are_explained(arguments, words, tmp_path, monkeypatch, capsys)
 
 
 def test_what_follows_two_dashes_is_the_command(capsys):
-    assert main(["launch", "-n", "2", "--", sys.executable, "-c", "import sys; print(sys.argv[1:])", "-n", "--help", "--", "x"]) == 0
-    assert sorted(capsys.readouterr().out.splitlines()) == [f"[{rank}] ['-n', '--help', '--', 'x']" for rank in range(2)]
+    assert (
+        main(
+            [
+                "launch",
+                "-n",
+                "2",
+                "--",
+                sys.executable,
+                "-c",
+                "import sys; print(sys.argv[1:])",
+                "-n",
+                "--help",
+                "--",
+                "x",
+            ]
+        )
+        == 0
+    )
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        f"[{rank}] ['-n', '--help', '--', 'x']" for rank in range(2)
+    ]
 
 
 def test_handlers_of_signals_are_put_back():
@@ -227,7 +288,10 @@ def test_handlers_of_signals_are_put_back():
 
 @linux
 def test_signals_to_the_command_and_a_second_ctrl_c():
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True)); print('ready', flush=True)\nwhile True: time.sleep(0.05)"
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True)); print('ready',"
+        " flush=True)\nwhile True: time.sleep(0.05)"
+    )
     with command("-n", "2", "--", sys.executable, "-c", stubborn) as run:
         assert {run.stdout.readline(), run.stdout.readline()} == {"[0] ready\n", "[1] ready\n"}
         run.send_signal(signal.SIGINT)
@@ -240,8 +304,8 @@ def test_signals_to_the_command_and_a_second_ctrl_c():
 @linux
 def test_a_killed_launcher_leaves_nothing():
     tree = (
-        "import os, subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)']);"
-        "print(os.getpid(), child.pid, flush=True); time.sleep(100)"
+        "import os, subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', 'import time;"
+        " time.sleep(100)']);print(os.getpid(), child.pid, flush=True); time.sleep(100)"
     )
     with command("-n", "2", "--", sys.executable, "-c", tree) as run:
         pids = [int(pid) for _ in range(2) for pid in run.stdout.readline().split()[1:]]
@@ -251,7 +315,10 @@ def test_a_killed_launcher_leaves_nothing():
 
 
 def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
-    script = f"import os, time\nfor i in range(20000): print('x' * 50)\nopen({str(tmp_path / 'done')!r} + os.environ['SPLITJAX_PROCESS_ID'], 'w')"
+    script = (
+        f"import os, time\nfor i in range(20000): print('x' * 50)\nopen({str(tmp_path / 'done')!r} +"
+        " os.environ['SPLITJAX_PROCESS_ID'], 'w')"
+    )
     with command("-n", "2", "--", sys.executable, "-c", script) as run:
         run.stdout.readline()
         run.stdout.close()
@@ -262,7 +329,10 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
 def test_an_early_well_ended_worker_is_mentioned():
     well, failed = WorkerExit(1, 0, 1.0, False), WorkerExit(0, 1, 1.5, False, ("boom",))
     text = failure_text(Attempt(0, 0.0, 1.5, (well, failed), failed))
-    assert "worker 0 failed after 1.5 s: exit code 1\nits last lines:\n    boom\nworker 1 had left with exit code 0 0.5 s before" in text
+    assert (
+        "worker 0 failed after 1.5 s: exit code 1\nits last lines:\n    boom\nworker 1 had left with exit code 0 0.5 s"
+        " before" in text
+    )
 
 
 def test_status_of_an_outcome():
@@ -272,7 +342,12 @@ def test_status_of_an_outcome():
 
 
 def test_help_is_one_page():
-    done = subprocess.run([sys.executable, "-m", "splitjax.cli", "launch", "--help"], capture_output=True, text=True, env={**os.environ, "COLUMNS": "100"})
+    done = subprocess.run(
+        [sys.executable, "-m", "splitjax.cli", "launch", "--help"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "100"},
+    )
     assert "splitjax launch -n 4 -- python train.py" in done.stdout and "-- COMMAND [ARGUMENT ...]" in done.stdout
     assert len(done.stdout.splitlines()) < 70
 

@@ -33,7 +33,12 @@ def test_what_no_part_took_went_into_steps():
         clock.now += 6
         ledger.step_done(step)
     found = ledger.summary()
-    assert found.parts["start"] == 10 and found.parts["compile"] == 20 and found.parts["input"] == 10 and found.parts["step"] == 60
+    assert (
+        found.parts["start"] == 10
+        and found.parts["compile"] == 20
+        and found.parts["input"] == 10
+        and found.parts["step"] == 60
+    )
     assert found.goodput == pytest.approx(0.6) and found.total_seconds == 100
     assert "goodput 60.0% of 100 s" in str(found) and "compile 20.0%" in str(found)
 

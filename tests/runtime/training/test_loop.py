@@ -62,7 +62,9 @@ def options(**changes):
 
 def test_every_step_is_told_once_in_order():
     seen = Recorder()
-    outcome = train(step, jnp.float32(0), batches(10), options(steps_per_epoch=4), observers=[seen], learning_rates=range(10))
+    outcome = train(
+        step, jnp.float32(0), batches(10), options(steps_per_epoch=4), observers=[seen], learning_rates=range(10)
+    )
     assert [row["step"] for row in seen.rows] == list(range(1, 11))
     assert [row["loss"] for row in seen.rows] == list(range(1, 11))
     assert [row["epoch"] for row in seen.rows] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2] and seen.rows[3]["learning_rate"] == 3
@@ -72,29 +74,60 @@ def test_every_step_is_told_once_in_order():
 def test_saves_hold_the_state_the_position_and_the_mean_loss_since_the_last():
     seen = Recorder()
     train(step, jnp.float32(0), batches(10), options(checkpoint_every=4), checkpoints=seen, extra={"run": 1})
-    assert [(number, state, wait) for number, state, _, _, wait in seen.saved] == [(4, 4, False), (8, 8, False), (10, 10, True)]
+    assert [(number, state, wait) for number, state, _, _, wait in seen.saved] == [
+        (4, 4, False),
+        (8, 8, False),
+        (10, 10, True),
+    ]
     assert [extra for _, _, extra, _, _ in seen.saved] == [{"run": 1, "position": n} for n in (4, 8, 10)]
     assert [metrics["loss"] for *_, metrics, _ in seen.saved] == [2.5, 6.5, 9.5]
 
 
 def test_a_resumed_loop_goes_on_with_its_number():
     seen = Recorder()
-    train(step, jnp.float32(6), batches(10, start=6), options(checkpoint_every=4), first_step=7, checkpoints=seen, observers=[seen])
+    train(
+        step,
+        jnp.float32(6),
+        batches(10, start=6),
+        options(checkpoint_every=4),
+        first_step=7,
+        checkpoints=seen,
+        observers=[seen],
+    )
     assert [row["step"] for row in seen.rows] == [7, 8, 9, 10] and seen.rows[-1]["loss"] == 10
     assert [number for number, *_ in seen.saved] == [8, 10]
 
 
 def test_evaluation_is_told_and_saved_with_its_step():
     seen = Recorder()
-    train(step, jnp.float32(0), batches(10), options(evaluate_every=4, checkpoint_every=4), checkpoints=seen, observers=[seen],
-          evaluate=lambda state: {"loss": float(state) * 100})
-    assert {row["step"]: row["eval_loss"] for row in seen.rows if "eval_loss" in row} == {4: 400.0, 8: 800.0, 10: 1000.0}
+    train(
+        step,
+        jnp.float32(0),
+        batches(10),
+        options(evaluate_every=4, checkpoint_every=4),
+        checkpoints=seen,
+        observers=[seen],
+        evaluate=lambda state: {"loss": float(state) * 100},
+    )
+    assert {row["step"]: row["eval_loss"] for row in seen.rows if "eval_loss" in row} == {
+        4: 400.0,
+        8: 800.0,
+        10: 1000.0,
+    }
     assert [metrics["eval_loss"] for *_, metrics, _ in seen.saved] == [400.0, 800.0, 1000.0]
 
 
 def test_a_request_to_stop_saves_and_waits():
     seen = Recorder()
-    outcome = train(step, jnp.float32(0), batches(10), options(checkpoint_every=4), checkpoints=seen, observers=[seen], stop=StopAfter(6))
+    outcome = train(
+        step,
+        jnp.float32(0),
+        batches(10),
+        options(checkpoint_every=4),
+        checkpoints=seen,
+        observers=[seen],
+        stop=StopAfter(6),
+    )
     assert outcome.stopped and outcome.last_step == 6 and seen.rows[-1]["step"] == 6
     assert seen.saved[-1][0] == 6 and seen.saved[-1][-1] is True
 
@@ -129,7 +162,11 @@ def test_a_position_is_any_json(position):
     assert saved[2] == {"position": 5 if isinstance(position, At) else position} and saved[1] == 2
 
 
-@pytest.mark.parametrize("batch", [np.float32(1), {"x": np.ones(2)}, (np.ones(2), np.ones(2)), [1, np.ones(2)], (3, np.ones(2), "a")], ids=["array", "dict", "pair of arrays", "list", "triple"])
+@pytest.mark.parametrize(
+    "batch",
+    [np.float32(1), {"x": np.ones(2)}, (np.ones(2), np.ones(2)), [1, np.ones(2)], (3, np.ones(2), "a")],
+    ids=["array", "dict", "pair of arrays", "list", "triple"],
+)
 def test_what_holds_arrays_is_a_batch_and_counted(batch):
     seen, given = Recorder(), []
 
@@ -144,7 +181,14 @@ def test_what_holds_arrays_is_a_batch_and_counted(batch):
 
 def test_a_resumed_loop_drops_the_plain_batches_that_it_has_seen():
     seen = Recorder()
-    train(step, jnp.float32(6), (jnp.float32(number) for number in range(1, 11)), options(), first_step=4, checkpoints=seen)
+    train(
+        step,
+        jnp.float32(6),
+        (jnp.float32(number) for number in range(1, 11)),
+        options(),
+        first_step=4,
+        checkpoints=seen,
+    )
     assert seen.saved[-1][1] == 6 + sum(range(4, 11)) and seen.saved[-1][2] == {"position": 10}
     with pytest.raises(TrainingError, match="ended after step 3"):
         train(step, jnp.float32(6), [jnp.float32(1)] * 2, options(), first_step=4)
@@ -152,13 +196,35 @@ def test_a_resumed_loop_drops_the_plain_batches_that_it_has_seen():
 
 @pytest.mark.parametrize(
     ("batches", "pattern", "remedy"),
-    [({"x": np.ones(3)}, "none that follow each other", "itertools.repeat"), (np.ones((3, 2)), "none that follow each other", "itertools.repeat"), (5, "none that follow each other", "generator"),
-     ("abc", "none that follow each other", "generator"), (iter([None]), "holds no array", "pytrees of arrays"), (range(9), "holds no array", "position, batch"),
-     (iter([(np.int64(3), np.ones(2))]), "this position is not JSON", r"int\(position\)"), (iter([((1, 2), np.ones(2))]), "this position is not JSON", "a list"),
-     (iter([(object(), np.ones(2))]), "this position is not JSON", "to_json"), (iter([({1: 2}, np.ones(2))]), "this position is not JSON", "by strings"),
-     (iter([(1, np.float32(1)), np.float32(1)]), "some batches come with a position", "every time"), (iter([np.float32(1), (1, np.float32(1))]), "some batches come with a position", "every time")],
-    ids=["one dict", "one array", "a number", "text", "None", "numbers", "a number of NumPy", "a tuple", "an object", "keys that are numbers", "pairs, then none", "none, then pairs"],
-)  # fmt: skip
+    [
+        ({"x": np.ones(3)}, "none that follow each other", "itertools.repeat"),
+        (np.ones((3, 2)), "none that follow each other", "itertools.repeat"),
+        (5, "none that follow each other", "generator"),
+        ("abc", "none that follow each other", "generator"),
+        (iter([None]), "holds no array", "pytrees of arrays"),
+        (range(9), "holds no array", "position, batch"),
+        (iter([(np.int64(3), np.ones(2))]), "this position is not JSON", r"int\(position\)"),
+        (iter([((1, 2), np.ones(2))]), "this position is not JSON", "a list"),
+        (iter([(object(), np.ones(2))]), "this position is not JSON", "to_json"),
+        (iter([({1: 2}, np.ones(2))]), "this position is not JSON", "by strings"),
+        (iter([(1, np.float32(1)), np.float32(1)]), "some batches come with a position", "every time"),
+        (iter([np.float32(1), (1, np.float32(1))]), "some batches come with a position", "every time"),
+    ],
+    ids=[
+        "one dict",
+        "one array",
+        "a number",
+        "text",
+        "None",
+        "numbers",
+        "a number of NumPy",
+        "a tuple",
+        "an object",
+        "keys that are numbers",
+        "pairs, then none",
+        "none, then pairs",
+    ],
+)
 def test_what_is_neither_is_refused(batches, pattern, remedy):
     with pytest.raises(TrainingError, match=pattern) as caught:
         train(step, jnp.float32(0), batches, options())
@@ -173,12 +239,18 @@ def test_the_ledger_knows_the_steps(tmp_path):
     assert (tmp_path / "goodput.json").exists()
 
 
-@pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")  # of JAX's reader; as an error it ends the process
+# of JAX's reader; as an error it ends the process
+@pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")
 def test_a_profile_holds_the_steps_by_name(tmp_path):
     train(step, jnp.float32(0), batches(10), options(), profile=Profile(tmp_path, num_steps=2))
     traces = list(tmp_path.rglob("*.xplane.pb"))
     assert len(traces) == 1
     trace = jax.profiler.ProfileData.from_file(str(traces[0]))
-    numbers = {dict(event.stats).get("step_num") for plane in trace.planes for line in plane.lines for event in line.events
-               if event.name.startswith("train")}
+    numbers = {
+        dict(event.stats).get("step_num")
+        for plane in trace.planes
+        for line in plane.lines
+        for event in line.events
+        if event.name.startswith("train")
+    }
     assert {4, 5} <= numbers and 6 not in numbers

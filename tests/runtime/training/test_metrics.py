@@ -18,7 +18,10 @@ def write(observer, steps):
 
 def test_one_line_a_step_and_numbers_to_the_last_bit(tmp_path):
     write(JsonLines(tmp_path / "new" / "m.jsonl"), (1, 2))
-    assert read_metrics(tmp_path / "new" / "m.jsonl") == [{"step": 1, "loss": 1 / 3}, {"step": 2, "loss": 1 / 6, "eval_loss": 0.5}]
+    assert read_metrics(tmp_path / "new" / "m.jsonl") == [
+        {"step": 1, "loss": 1 / 3},
+        {"step": 2, "loss": 1 / 6, "eval_loss": 0.5},
+    ]
 
 
 def test_a_resumed_run_goes_on_behind_its_checkpoint(tmp_path):

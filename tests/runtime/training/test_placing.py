@@ -19,13 +19,21 @@ def mesh():
 
 
 def test_alone_a_process_needs_every_row_and_the_arrays_are_the_batch():
-    place = Placement.of({"image": NamedSharding(mesh(), PartitionSpec(("data", "model"))), "label": NamedSharding(mesh(), PartitionSpec())}, 16)
+    place = Placement.of(
+        {
+            "image": NamedSharding(mesh(), PartitionSpec(("data", "model"))),
+            "label": NamedSharding(mesh(), PartitionSpec()),
+        },
+        16,
+    )
     batch = {"image": np.arange(64.0).reshape(16, 4), "label": np.arange(16)}
     placed = place(batch)
     np.testing.assert_array_equal(place.rows["image"], np.arange(16))
     for name in batch:
         np.testing.assert_array_equal(placed[name], batch[name])
-    assert placed["image"].sharding.spec == PartitionSpec(("data", "model")) and placed["image"].addressable_shards[3].data.shape == (2, 4)
+    assert placed["image"].sharding.spec == PartitionSpec(("data", "model")) and placed["image"].addressable_shards[
+        3
+    ].data.shape == (2, 4)
 
 
 def test_a_part_of_the_rows_goes_to_its_devices():
@@ -44,7 +52,9 @@ def test_the_layout_is_the_plans(rules):
     shapes = jax.eval_shape(init_fn, jax.random.key(0))
     place = batch_layout(step, shapes, example)
     plan = step.plan(shapes, example)
-    assert {name: sharding.spec for name, sharding in place.shardings.items()} == {name: plan.spec(f"batch/{name}") for name in example}
+    assert {name: sharding.spec for name, sharding in place.shardings.items()} == {
+        name: plan.spec(f"batch/{name}") for name in example
+    }
     batch = {"image": np.ones((16, 32, 32, 3), np.float32), "label": np.zeros(16, np.int32)}
     state, metrics = step(step.init(init_fn, jax.random.key(0), example=(example,)), place(batch))
     assert np.isfinite(float(metrics["loss"]))

@@ -45,21 +45,30 @@ def policy(decide, name: str = "test") -> Policy:
 
 @discipline("test-turns")
 def turns(group, jobs, state):
-    """The member with the fewest iterations; worker 0 at full depth, others at the shallowest, on whichever device is free first."""
-    member = min((number for number, left in enumerate(state.remaining_iterations) if left > 0), key=lambda number: (state.iterations[number], number))
+    """The member with the fewest iterations; worker 0 at full depth, others at the shallowest, on whichever device is
+    free first."""
+    member = min(
+        (number for number, left in enumerate(state.remaining_iterations) if left > 0),
+        key=lambda number: (state.iterations[number], number),
+    )
     place = {device: index for index, device in enumerate(group.devices)}
     tasks = []
     for worker, device in enumerate(group.members[member].devices):
         depth = 0 if worker == 0 else len(jobs[member].profile.depths) - 1
         start = max(state.now_seconds, state.ready_seconds[member], state.free_seconds[place[device]][DEVICE])
         tasks.append(Task(worker, device, depth, start, jobs[member].profile.task_seconds(depth)))
-    return Iteration(member, tuple(tasks), max(task.end_seconds for task in tasks) + jobs[member].profile.exposed_seconds)
+    return Iteration(
+        member, tuple(tasks), max(task.end_seconds for task in tasks) + jobs[member].profile.exposed_seconds
+    )
 
 
 @discipline("test-stages")
 def stages(group, jobs, state):
     """As above, one task per resource."""
-    member = min((number for number, left in enumerate(state.remaining_iterations) if left > 0), key=lambda number: (state.iterations[number], number))
+    member = min(
+        (number for number, left in enumerate(state.remaining_iterations) if left > 0),
+        key=lambda number: (state.iterations[number], number),
+    )
     place = {device: index for index, device in enumerate(group.devices)}
     tasks, ready = [], 0.0
     for worker, device in enumerate(group.members[member].devices):
@@ -74,14 +83,21 @@ def stages(group, jobs, state):
 
 def together(view):
     """All jobs that are there in one group."""
-    members = tuple(Member(int(number), tuple(range(int(workers)))) for number, workers in zip(view.active, view.num_workers))
-    if len(view.groups) == 1 and {member.job for group in view.groups.values() for member in group.members} == {member.job for member in members}:
+    members = tuple(
+        Member(int(number), tuple(range(int(workers)))) for number, workers in zip(view.active, view.num_workers)
+    )
+    if len(view.groups) == 1 and {member.job for group in view.groups.values() for member in group.members} == {
+        member.job for member in members
+    }:
         return Assignment()
     return Assignment(tuple(view.groups), (Group(members, "test-turns"),) if members else ())
 
 
 def names_in_order(execution, device: int) -> list[tuple[str, int]]:
-    records = sorted((one for one in execution.tasks if one.device == device and one.resource == DEVICE), key=lambda one: one.start_seconds)
+    records = sorted(
+        (one for one in execution.tasks if one.device == device and one.resource == DEVICE),
+        key=lambda one: one.start_seconds,
+    )
     return [(one.job, one.number) for one in records]
 
 
@@ -109,7 +125,9 @@ def test_a_gang_policy_runs_jobs_as_it_does_in_simulation(name: str) -> None:
         assert execution.metrics[one.name] == {"loss": sum(done)}
         assert programs[one.name].saved[-1] == one.num_iterations
     simulated = simulate(jobs, TWO, name)
-    assert [record.name for record in sorted(execution.result.records, key=lambda record: record.finish_seconds)][0] == (
+    assert [record.name for record in sorted(execution.result.records, key=lambda record: record.finish_seconds)][
+        0
+    ] == (
         "long" if name == "gang-fifo" else sorted(simulated.records, key=lambda record: record.finish_seconds)[0].name
     )
     worth = sum(one.device_seconds for one in jobs)
@@ -125,7 +143,8 @@ def test_shortest_job_first_preempts_by_a_checkpoint_and_goes_on_from_it() -> No
     assert short.finish_seconds < long.finish_seconds and long.num_starts == 2 and short.num_starts == 1
     first = programs["long"].saved[0]
     assert 0 < first < 60 and programs["long"].saved[-1] == 60
-    assert [number for _, worker, number, _ in programs["long"].log if worker == 0] == list(range(1, 61))  # none twice, none left out
+    # none twice, none left out
+    assert [number for _, worker, number, _ in programs["long"].log if worker == 0] == list(range(1, 61))
     assert execution.metrics["long"] == {"loss": 60 * 61 / 2}
     assert execution.restarts == {"long": 0, "short": 0}
 
@@ -141,7 +160,11 @@ def test_tasks_of_different_depths_fill_each_others_holes_in_one_order_on_all_de
     assert [one for one in order[0] if one in shared] == [one for one in order[1] if one in shared]
     assert {(number % 2, depths) for _, _, number, depths in programs["a"].log} == {(1, (0.5, 1.0)), (0, (1.0, 0.5))}
     work = execution.result.total
-    assert work.credited_device_seconds < work.finished_device_seconds == pytest.approx(sum(one.device_seconds for one in jobs))
+    assert (
+        work.credited_device_seconds
+        < work.finished_device_seconds
+        == pytest.approx(sum(one.device_seconds for one in jobs))
+    )
 
 
 @pytest.mark.parametrize("name", names())
@@ -165,25 +188,35 @@ class OpposedTokens(Tokens):
 
 
 @pytest.mark.parametrize("tokens", [Tokens, OpposedTokens])
-def test_opposed_orders_deadlock_without_the_global_order_and_not_with_it(tokens, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first job leaves devices 0 and 2 before device 1. The second runs on both, gives 0 back early, and the third begins there; on 1 both wait, and with
-    opposed orders the third comes first. It holds 1 and waits in its exchange for 2, which the second holds until it has been on 1; they give up in the end."""
+def test_opposed_orders_deadlock_without_the_global_order_and_not_with_it(
+    tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first job leaves devices 0 and 2 before device 1. The second runs on both, gives 0 back early, and the third
+    begins there; on 1 both wait, and with opposed orders the third comes first. It holds 1 and waits in its exchange
+    for 2, which the second holds until it has been on 1; they give up in the end."""
     monkeypatch.setattr(executor_module, "Tokens", tokens)
-    jobs = [job("first", 3, 3), job("second", 3, 5), job("third", 3, 5)]  # each worker of the first is the deep one once
+    # each worker of the first is the deep one once
+    jobs = [job("first", 3, 3), job("second", 3, 5), job("third", 3, 5)]
     programs = {one.name: Toy(overlap=(0,), patience_seconds=20.0 if tokens is Tokens else 0.5) for one in jobs}
     programs["first"].seconds, programs["first"].overlap = 0.3, True
-    execution = execute(jobs, programs, Cluster(1, 3), policy(together), ThreadEngine(), ExecutionOptions(max_restarts=0))
+    execution = execute(
+        jobs, programs, Cluster(1, 3), policy(together), ThreadEngine(), ExecutionOptions(max_restarts=0)
+    )
     if tokens is Tokens:
         assert not execution.failed
     else:
-        assert set(execution.failed) & {"second", "third"} and all("BrokenBarrier" in reason for reason in execution.failed.values())
+        assert set(execution.failed) & {"second", "third"} and all(
+            "BrokenBarrier" in reason for reason in execution.failed.values()
+        )
 
 
 def test_a_job_that_dies_begins_again_from_its_checkpoint_and_the_others_do_not_notice() -> None:
     jobs = [job("a", num_iterations=30), job("b", num_iterations=12), job("c", num_iterations=12)]
     programs = {one.name: Toy(patience_seconds=60) for one in jobs}
     programs["a"].dies = {(0, 1): 20, (2, 0): 25}
-    execution = execute(jobs, programs, TWO, policy(together), ThreadEngine(), ExecutionOptions(checkpoint_every_seconds=0.1))
+    execution = execute(
+        jobs, programs, TWO, policy(together), ThreadEngine(), ExecutionOptions(checkpoint_every_seconds=0.1)
+    )
     assert execution.restarts == {"a": 2, "b": 0, "c": 0} and not execution.failed
     assert execution.metrics == {"a": {"loss": 465.0}, "b": {"loss": 78.0}, "c": {"loss": 78.0}}
     restored = [number for attempt, worker, number, _ in programs["a"].log if attempt == 2 and worker == 0][0]
@@ -206,7 +239,9 @@ def test_a_job_that_always_dies_is_given_up_and_the_others_finish() -> None:
 
 def test_a_worker_that_does_not_answer_counts_as_dead() -> None:
     programs = {"a": Toy(hangs={(0, 1): 3}, patience_seconds=60)}
-    execution = execute([job("a", num_iterations=4)], programs, TWO, "gang-fifo", ThreadEngine(), ExecutionOptions(stall_seconds=1.0))
+    execution = execute(
+        [job("a", num_iterations=4)], programs, TWO, "gang-fifo", ThreadEngine(), ExecutionOptions(stall_seconds=1.0)
+    )
     assert execution.restarts == {"a": 1} and execution.metrics["a"] == {"loss": 10.0}
 
 
@@ -221,7 +256,9 @@ def test_stages_have_tokens_of_their_own_and_overlap_those_of_other_jobs() -> No
 
     execution = execute(jobs, programs, TWO, policy(decide), ThreadEngine())
     assert not execution.failed and not overlaps(execution)
-    assert sorted(programs["a"].stages) == sorted((worker, number, resource) for worker in (0, 1) for number in range(1, 9) for resource in (STORAGE, CPU))
+    assert sorted(programs["a"].stages) == sorted(
+        (worker, number, resource) for worker in (0, 1) for number in range(1, 9) for resource in (STORAGE, CPU)
+    )
     chains = collections.defaultdict(list)
     for one in execution.tasks:
         chains[one.job, one.worker, one.number].append((one.start_seconds, one.end_seconds, one.resource))
@@ -255,8 +292,11 @@ def test_disciplines_are_told_the_times_that_iterations_really_took() -> None:
             return Assignment()
         return Assignment((), (Group((Member(0, (0,)),), "test-observed"),))
 
-    execution = execute([job("a", 1, 6, profile=profile)], {"a": Toy(seconds=0.03)}, Cluster(1, 1), policy(decide), ThreadEngine())
-    real = [state for state in seen if np.isfinite(state.remaining_iterations).all()]  # rates are measured with endless jobs
+    execution = execute(
+        [job("a", 1, 6, profile=profile)], {"a": Toy(seconds=0.03)}, Cluster(1, 1), policy(decide), ThreadEngine()
+    )
+    # rates are measured with endless jobs
+    real = [state for state in seen if np.isfinite(state.remaining_iterations).all()]
     assert [state.iterations for state in real] == [(number,) for number in range(6)]
     assert [state.remaining_iterations for state in real] == [(6.0 - number,) for number in range(6)]
     last = real[-1]
@@ -274,9 +314,17 @@ def test_what_cannot_be_run_is_an_error() -> None:
     with pytest.raises(ScheduleError, match="leaves jobs waiting"):
         execute([one], {"a": Toy()}, TWO, policy(lambda view: Assignment()), ThreadEngine())
     with pytest.raises(ScheduleError, match="not free, or on none"):
-        execute([one], {"a": Toy()}, TWO, policy(lambda view: Assignment((), (Group((Member(0, (0, 7)),)),))), ThreadEngine())
+        execute(
+            [one],
+            {"a": Toy()},
+            TWO,
+            policy(lambda view: Assignment((), (Group((Member(0, (0, 7)),)),))),
+            ThreadEngine(),
+        )
     big = JobProfile("big", 0.01, (Depth(1.0, 0.01, memory_bytes=60),), state_bytes=60)
-    crowd = lambda view: Assignment((), (Group(tuple(Member(int(number), (0, 1)) for number in view.active), "test-turns"),))
+    crowd = lambda view: Assignment(
+        (), (Group(tuple(Member(int(number), (0, 1)) for number in view.active), "test-turns"),)
+    )
     with pytest.raises(ScheduleError, match="need 120 of its 100 bytes"):
         jobs = [job("a", profile=big), job("b", profile=big)]
         execute(jobs, {"a": Toy(), "b": Toy()}, Cluster(1, 2, memory_bytes=100), policy(crowd), ThreadEngine())
@@ -286,10 +334,19 @@ def test_a_worker_stays_where_its_process_is_and_depths_rotate_with_the_iteratio
     planned = Iteration(0, (Task(0, 1, 0, 5.0, 3.0), Task(1, 1, 1, 8.0, 2.0), Task(2, 1, 2, 10.0, 1.0)), 12.0)
     free = {0: 6.0, 1: 5.0, 2: 5.0}
     found = [pinned(planned, number, (0, 1, 2), free, 5.5) for number in (1, 2, 3, 4)]
-    assert [[next(task.depth for task in one.tasks if task.worker == worker) for worker in range(3)] for one in found] == [
-        [2, 1, 0], [1, 0, 2], [0, 2, 1], [2, 1, 0],
-    ]  # fmt: skip
-    assert [(task.worker, task.device, task.start_seconds, task.end_seconds) for task in found[0].tasks] == [(2, 2, 5.5, 8.5), (1, 1, 5.5, 7.5), (0, 0, 6.0, 7.0)]
+    assert [
+        [next(task.depth for task in one.tasks if task.worker == worker) for worker in range(3)] for one in found
+    ] == [
+        [2, 1, 0],
+        [1, 0, 2],
+        [0, 2, 1],
+        [2, 1, 0],
+    ]
+    assert [(task.worker, task.device, task.start_seconds, task.end_seconds) for task in found[0].tasks] == [
+        (2, 2, 5.5, 8.5),
+        (1, 1, 5.5, 7.5),
+        (0, 0, 6.0, 7.0),
+    ]
     assert found[0].ready_seconds == 9.5
     shared = pinned(planned, 1, (0, 2, 2), free, 5.0)
     assert [(task.device, task.start_seconds) for task in shared.tasks] == [(2, 5.0), (2, 8.0), (0, 6.0)]

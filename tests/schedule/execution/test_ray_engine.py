@@ -1,4 +1,5 @@
-"""Workers in processes of Ray: the engine's promises, with programs that need no JAX, and a decorated step whose process is killed."""
+"""Workers in processes of Ray: the engine's promises, with programs that need no JAX, and a decorated step whose
+process is killed."""
 
 from __future__ import annotations
 
@@ -19,14 +20,17 @@ PROFILE = JobProfile("counted", 0.01, (Depth(1.0, 0.02),))
 # Ray leaves sockets and processes to the interpreter's end, and warns of its own future.
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'splitjax[ray]'"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"), pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]  # fmt: skip
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """Adds up the numbers of its iterations, in a file; on its first start worker `kills` ends itself in iteration `at`."""
+    """Adds up the numbers of its iterations, in a file; on its first start worker `kills` ends itself in iteration
+    `at`."""
 
     folder: pathlib.Path
     kills: int = -1
@@ -117,11 +121,20 @@ def test_processes_are_pinned_and_one_that_is_killed_harms_nobody_else(ray_start
     assert not execution.failed and execution.restarts == {"killed": 1, "other": 0}
     devices = {one.job: one.device for one in execution.tasks}
     for job in jobs:
-        assert execution.metrics[job.name] == {"loss": 465.0, "core": cores[devices[job.name]], "num_cores": 1, "marked": devices[job.name]}
+        assert execution.metrics[job.name] == {
+            "loss": 465.0,
+            "core": cores[devices[job.name]],
+            "num_cores": 1,
+            "marked": devices[job.name],
+        }
     records = {record.name: record for record in execution.result.records}
     assert records["killed"].num_starts == 2 and records["other"].num_starts == 1
     # On the loopback only: 127.0.0.1 or ::1, or the former as the latter's kind of address.
-    loopback = {socket.inet_aton("127.0.0.1")[::-1].hex().upper(), "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+    loopback = {
+        socket.inet_aton("127.0.0.1")[::-1].hex().upper(),
+        "00000000000000000000000001000000",
+        "0000000000000000FFFF00000100007F",
+    }
     assert addresses and addresses <= loopback
 
 
@@ -157,7 +170,9 @@ def build(place):
     from splitjax.runtime.scheduled import Training
 
     def train_step(state, batch):
-        loss, grads = splitjax.value_and_grad(lambda w: jnp.square(jnp.tanh(batch["x"] @ w["a"]) @ w["b"] - batch["y"]).mean())(state)
+        loss, grads = splitjax.value_and_grad(
+            lambda w: jnp.square(jnp.tanh(batch["x"] @ w["a"]) @ w["b"] - batch["y"]).mean()
+        )(state)
         return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), {"loss": loss}
 
     def batch(number):
@@ -165,7 +180,12 @@ def build(place):
         return {"x": random.normal(size=(8, 4)).astype(np.float32), "y": random.normal(size=(8, 2)).astype(np.float32)}
 
     init = lambda key: {"a": jax.random.normal(key, (4, 16)), "b": jnp.ones((16, 2)) * 0.1}
-    return Training(splitjax.parallelize(train_step, mesh={"data": place.num_workers}, rules="data_parallel"), init, jax.random.key(0), batch)
+    return Training(
+        splitjax.parallelize(train_step, mesh={"data": place.num_workers}, rules="data_parallel"),
+        init,
+        jax.random.key(0),
+        batch,
+    )
 
 
 @pytest.mark.slow  # JAX starts and compiles in four processes
@@ -178,7 +198,9 @@ def test_a_decorated_step_in_two_processes_survives_one_of_them(ray_started, tmp
     job = Job("trained", 0.0, 2, 12, PROFILE)
     program = Killing(DecoratedJob(build, tmp_path / "trained"), at=9)
     engine = RayEngine(TWO, RayOptions(environment=environment))
-    execution = execute([job], {"trained": program}, TWO, "gang-fifo", engine, ExecutionOptions(checkpoint_every_seconds=0.001))
+    execution = execute(
+        [job], {"trained": program}, TWO, "gang-fifo", engine, ExecutionOptions(checkpoint_every_seconds=0.001)
+    )
     assert execution.restarts == {"trained": 1} and not execution.failed
     training = build(Place("trained", 0, 1, 0, 0))
     state = training.init_fn(jax.random.key(0))
@@ -187,6 +209,3 @@ def test_a_decorated_step_in_two_processes_survives_one_of_them(ray_started, tmp
     assert execution.metrics["trained"]["loss"] == pytest.approx(float(metrics["loss"]), rel=1e-5)
     redone = [one.number for one in execution.tasks if one.worker == 0]
     assert len(redone) < 12 + 9  # from its checkpoint, not from the beginning
-
-
-

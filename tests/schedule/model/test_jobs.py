@@ -13,7 +13,13 @@ from splitjax.errors import ScheduleError
 from splitjax.schedule import Cluster, Depth, Job, JobProfile, Stages, profile_table
 from splitjax.schedule.model.jobs import JobColumns, resident_bytes
 
-RESNET = JobProfile("resnet101", 0.033, tuple(Depth(*one) for one in [(1.0, 0.0749, 656), (0.9, 0.0742, 653), (0.5, 0.0518, 486), (0.1, 0.0083, 305)]), 0.01, 200)
+RESNET = JobProfile(
+    "resnet101",
+    0.033,
+    tuple(Depth(*one) for one in [(1.0, 0.0749, 656), (0.9, 0.0742, 653), (0.5, 0.0518, 486), (0.1, 0.0083, 305)]),
+    0.01,
+    200,
+)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 4, 8, 32])
@@ -23,7 +29,16 @@ def test_perfect_packing_needs_two_thirds_and_a_third_over_n(num_workers):
 
 
 def test_depths_are_rounded_up_to_real_cuts():
-    assert [RESNET.depth_at(fraction) for fraction in (1.0, 0.95, 0.9, 0.75, 0.5, 0.3, 0.1, 0.01)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [RESNET.depth_at(fraction) for fraction in (1.0, 0.95, 0.9, 0.75, 0.5, 0.3, 0.1, 0.01)] == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+    ]
     assert RESNET.partial_depths(4) == (0, 1, 2, 2)  # 1, 3/4, 1/2, 1/4
     for num_workers in range(1, 40):
         covered = [RESNET.depths[depth].fraction for depth in RESNET.partial_depths(num_workers)]
@@ -31,14 +46,17 @@ def test_depths_are_rounded_up_to_real_cuts():
     assert RESNET.iteration_seconds == pytest.approx(0.033 + 0.0749 + 0.01)
     assert RESNET.partial_seconds(2) == pytest.approx(0.033 + (0.0749 + 0.0518) / 2)
     updated = dataclasses.replace(RESNET, update_seconds=0.002)  # which every worker does
-    assert updated.iteration_seconds == pytest.approx(RESNET.iteration_seconds + 0.002) and updated.partial_seconds(2) == pytest.approx(RESNET.partial_seconds(2) + 0.002)
+    assert updated.iteration_seconds == pytest.approx(RESNET.iteration_seconds + 0.002) and updated.partial_seconds(
+        2
+    ) == pytest.approx(RESNET.partial_seconds(2) + 0.002)
 
 
 def test_resources_and_memory():
     staged = JobProfile.uniform("s", 1.0, exposed_fraction=0.4, stages=Stages(0.1, 0.2, 0.6, 0.3))
     assert staged.resource_seconds(1) == pytest.approx((0.1, 0.2, 0.6, 0.3))
     assert JobProfile.uniform("s", 1.0, stages=Stages(cpu_seconds=1.1)).resource_seconds(2)[1] == 1.0
-    assert RESNET.resource_seconds(1) == pytest.approx((0, 0, 0.1079, 0))  # that others' all-reduces cannot go on meanwhile, nobody said
+    # that others' all-reduces cannot go on meanwhile, nobody said
+    assert RESNET.resource_seconds(1) == pytest.approx((0, 0, 0.1079, 0))
     assert resident_bytes([RESNET, RESNET]) == 2 * 200 + 456  # the state of both, and one's activations at a time
     assert resident_bytes([]) == 0
     columns = JobColumns.of([Job("a", 3.0, 2, 7, RESNET)])
@@ -49,9 +67,16 @@ def test_resources_and_memory():
 
 def test_a_profile_as_a_table():
     table = profile_table(RESNET, 4)
-    assert table.row_count == 4 and list(table.columns[-1].cells) == ["1", "1", "2", ""] and list(table.columns[2].cells)[0] == "74.900"
+    assert (
+        table.row_count == 4
+        and list(table.columns[-1].cells) == ["1", "1", "2", ""]
+        and list(table.columns[2].cells)[0] == "74.900"
+    )
     many = profile_table(JobProfile.uniform("m", 0.3, num_depths=96), 4)
-    assert list(many.columns[1].cells) == ["100.0%", "75.0%", "50.0%", "25.0%", "1.0%"] and "91 more depths" in many.caption
+    assert (
+        list(many.columns[1].cells) == ["100.0%", "75.0%", "50.0%", "25.0%", "1.0%"]
+        and "91 more depths" in many.caption
+    )
 
 
 def test_profiles_as_json():
@@ -78,7 +103,12 @@ def test_times_and_counts_that_cannot_be():
 
 def test_clusters_are_written_as_nodes_by_devices():
     cluster = Cluster.parse("16x8", memory_bytes=5)
-    assert cluster == Cluster(16, 8, 5) and cluster.num_devices == 128 and str(cluster) == "16x8" and cluster.node_of(8) == 1
+    assert (
+        cluster == Cluster(16, 8, 5)
+        and cluster.num_devices == 128
+        and str(cluster) == "16x8"
+        and cluster.node_of(8) == 1
+    )
     for text in ("16", "0x8", "8x", "axb", "-1x2"):
         with pytest.raises(ScheduleError, match="nodes x devices"):
             Cluster.parse(text)
@@ -89,7 +119,13 @@ def test_the_room_knows_neither_jax_nor_the_rest():
     allowed = ("splitjax.schedule", "splitjax.errors", "splitjax._files")
     for file in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
             for name in names:
                 assert name.split(".")[0] not in ("jax", "flax", "optax"), f"{file.name} imports {name}"
                 assert not name.startswith("splitjax") or name.startswith(allowed), f"{file.name} imports {name}"

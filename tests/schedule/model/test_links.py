@@ -30,9 +30,13 @@ def test_exchanges_longer_than_computing_do_not_overlap():
     slower = Cluster(2, 4, node_bytes_per_second=10 * GB, network_bytes_per_second=GB / 4)
     jobs = [Job(name, 0, 8, 40, PROFILE) for name in "abc"]
     linked = over_links(jobs, slower)
-    assert linked[0].profile.stages == Stages(device_seconds=PROFILE.task_seconds(0), network_seconds=7.0) and over_links(linked, slower) == linked
+    assert (
+        linked[0].profile.stages == Stages(device_seconds=PROFILE.task_seconds(0), network_seconds=7.0)
+        and over_links(linked, slower) == linked
+    )
     result = simulate(jobs, slower, "interleave-fifo", Options(restart_seconds=0))
-    assert result.makespan >= 3 * 40 * 7.0 * (1 - 1e-9)  # every device's link is busy with one job's gradients at a time
+    # every device's link is busy with one job's gradients at a time
+    assert result.makespan >= 3 * 40 * 7.0 * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -33,7 +33,7 @@ MURI = """job_id,num_gpu,submit_time,iterations,model_name,batch_size,duration,i
 0,8,0,10956,gpt2,4,5095000,91000,437,0.6,419,49,0
 1,8,1534000,1463,vgg16,16,281000,28000,214,82,75,66,1
 2,2,1535000,7,vgg16,16,281000,28000,214,82,75,66,1
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -49,11 +49,17 @@ def write(tmp_path):
 @pytest.mark.parametrize("name", ["t.csv", "t.csv.gz"])
 def test_philly(write, name):
     trace = read_trace(write(PHILLY, name))
-    assert [(job.arrival_seconds, job.num_workers, job.num_iterations, job.tag) for job in trace.jobs] == [(0, 1, 5902, "a"), (30, 4, 200, "b"), (60, 16, 1, "a")]
+    assert [(job.arrival_seconds, job.num_workers, job.num_iterations, job.tag) for job in trace.jobs] == [
+        (0, 1, 5902, "a"),
+        (30, 4, 200, "b"),
+        (60, 16, 1, "a"),
+    ]
     assert trace.skipped == () and trace.jobs[1].exclusive_seconds == pytest.approx(100)
     assert [job.num_workers for job in trace.only(tags=["a"], min_workers=2).jobs] == [16]
     assert [job.num_workers for job in trace.only(max_workers=4).jobs] == [1, 4]
-    own = read_philly(write(PHILLY, name), profile=lambda num_workers: JobProfile.uniform(str(num_workers), 0.1 * num_workers)).jobs
+    own = read_philly(
+        write(PHILLY, name), profile=lambda num_workers: JobProfile.uniform(str(num_workers), 0.1 * num_workers)
+    ).jobs
     assert own[1].profile.name == "4" and own[1].num_iterations == 250
 
 
@@ -62,7 +68,9 @@ def test_muri(write):
     first = jobs[0]
     assert (first.num_workers, first.num_iterations, first.tag) == (8, 10956, "gpt2")
     assert first.exclusive_seconds == pytest.approx(10956 * 0.437)  # not the column `duration`
-    assert first.profile.stages == Stages(0.0, 0.0006, 0.419, 0.049) and first.profile.task_seconds(0) == pytest.approx(0.419)
+    assert first.profile.stages == Stages(0.0, 0.0006, 0.419, 0.049) and first.profile.task_seconds(0) == pytest.approx(
+        0.419
+    )
     assert jobs[1].profile is jobs[2].profile and jobs[1].arrival_seconds == 1534
     plain = read_muri(write(MURI), stages=False, exposed_fraction=0.15).jobs[0].profile
     assert plain.stages is None and plain.task_seconds(0) == pytest.approx(0.85 * 0.437)
@@ -70,9 +78,15 @@ def test_muri(write):
 
 @pytest.mark.parametrize(
     ("row", "said"),
-    [("2017-10-09 06:13:03,-1,1,0,a", "a duration of '-1'"), ("2017-10-09 06:13:03,5,0,0,a", "0 GPUs"), ("2017-10-09 06:13:03,5,1.5,0,a", "no number of num_gpus"),
-     ("yesterday,5,1,0,a", "Invalid isoformat"), ("2017-10-09 06:13:03,5,1", "3 cells under 5 columns"), ("2017-10-09 06:13:03,nan,1,0,a", "a duration of 'nan'")],
-)  # fmt: skip
+    [
+        ("2017-10-09 06:13:03,-1,1,0,a", "a duration of '-1'"),
+        ("2017-10-09 06:13:03,5,0,0,a", "0 GPUs"),
+        ("2017-10-09 06:13:03,5,1.5,0,a", "no number of num_gpus"),
+        ("yesterday,5,1,0,a", "Invalid isoformat"),
+        ("2017-10-09 06:13:03,5,1", "3 cells under 5 columns"),
+        ("2017-10-09 06:13:03,nan,1,0,a", "a duration of 'nan'"),
+    ],
+)
 def test_malformed_rows_are_told_with_their_line_and_skipped_only_if_asked(write, row, said):
     path = write(PHILLY + "\n" + row + "\n" + "2017-10-09 07:00:00,5,1,5,a\n")
     with pytest.raises(TraceFileError, match=f"a malformed row: .*{said}") as caught:
@@ -82,7 +96,16 @@ def test_malformed_rows_are_told_with_their_line_and_skipped_only_if_asked(write
     assert len(trace.jobs) == 4 and [line for line, _ in trace.skipped] == [6] and said in trace.skipped[0][1]
 
 
-@pytest.mark.parametrize("row", ["x,8,0,10,m,4,1,1,437,1,1,1", "3,8,0,10,m,4,1,1,0,1,1,1,0", "3,8,-5,10,m,4,1,1,437,1,1,1,0", "3,8,0,0,m,4,1,1,437,1,1,1,0", "3,8,0,9,m,4,1,1,inf,1,1,1,0"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        "x,8,0,10,m,4,1,1,437,1,1,1",
+        "3,8,0,10,m,4,1,1,0,1,1,1,0",
+        "3,8,-5,10,m,4,1,1,437,1,1,1,0",
+        "3,8,0,0,m,4,1,1,437,1,1,1,0",
+        "3,8,0,9,m,4,1,1,inf,1,1,1,0",
+    ],
+)
 def test_malformed_rows_of_muri(write, row):
     with pytest.raises(TraceFileError, match="a malformed row") as caught:
         read_muri(write(MURI + row + "\n"))
@@ -107,10 +130,17 @@ def test_files_that_are_no_traces(write, tmp_path):
 
 
 def test_gavel(write):
-    table = {"v100": {"('ResNet-18 (batch size 16)', 1)": {"null": 4.0, "('A3C (batch size 4)', 1)": [2.5, 3.0]}, "('Odd, name', 2)": {"null": 0.0}}}
+    table = {
+        "v100": {
+            "('ResNet-18 (batch size 16)', 1)": {"null": 4.0, "('A3C (batch size 4)', 1)": [2.5, 3.0]},
+            "('Odd, name', 2)": {"null": 0.0},
+        }
+    }
     found = read_gavel(write(json.dumps(table), "g.json.gz"))
     job = ("ResNet-18 (batch size 16)", 1)
-    assert found.alone["v100"] == {job: 4.0, ("Odd, name", 2): 0.0} and found.pairs["v100"] == {(job, ("A3C (batch size 4)", 1)): (2.5, 3.0)}
+    assert found.alone["v100"] == {job: 4.0, ("Odd, name", 2): 0.0} and found.pairs["v100"] == {
+        (job, ("A3C (batch size 4)", 1)): (2.5, 3.0)
+    }
     assert found.profile("v100", job).iteration_seconds == pytest.approx(0.25)
     for missing in (("Odd, name", 2), ("absent", 1)):
         with pytest.raises(TraceFileError, match="no throughput was measured"):
@@ -125,7 +155,10 @@ def test_gavel(write):
 
 
 def test_profile_files(write, tmp_path):
-    profiles = [JobProfile.uniform("a", 0.3, num_depths=3, memory_bytes=10), JobProfile.uniform("b", 0.1, num_depths=1, stages=Stages(0.1))]
+    profiles = [
+        JobProfile.uniform("a", 0.3, num_depths=3, memory_bytes=10),
+        JobProfile.uniform("b", 0.1, num_depths=1, stages=Stages(0.1)),
+    ]
     write_profiles(tmp_path / "p.json", profiles)
     assert read_profiles(tmp_path / "p.json") == {"a": profiles[0], "b": profiles[1]}
     write_profiles(tmp_path / "p.json", profiles[1:])
@@ -139,18 +172,56 @@ DEPTH = '{"fraction": 1, "backward_seconds": 1}'
 @pytest.mark.parametrize(
     ("text", "said", "place"),
     [
-        ('{"name": "a"}', "a field is missing", "entry 0, forward_seconds"), ("[3]", "is a JSON object", "entry 0, the whole"), ("{", "not JSON", ":1"),
-        ("[]", "no profile is in it", "bad.json"), ('{"name": "a", "forward_seconds": 1, "depths": 3}', "depths are a list", "entry 0, depths"),
-        ('{"name": "a", "forward_seconds": 1, "depths": [{"fraction": 0.5, "backward_seconds": 1}]}', "depths have to fall", "entry 0, profile 'a'"),
-        ('{"name": "a", "forward_seconds": 1, "depths": [{"fraction": "x", "backward_seconds": 1}]}', "fraction is a number", "entry 0, depths[0].fraction"),
-        (f'{{"name": "a", "forward_seconds": NaN, "depths": [{DEPTH}]}}', "forward_seconds is a number", "entry 0, forward_seconds"),
-        (f'{{"name": "a", "forward_seconds": 1, "state_bytes": 0.5, "depths": [{DEPTH}]}}', "is a whole number", "entry 0, state_bytes"),
-        (f'{{"name": "a", "forward_seconds": 1, "state_bytes": -5, "depths": [{DEPTH}]}}', "less memory than none", "entry 0, profile 'a'"),
-        (f'{{"name": "a", "forward_second": 1, "depths": [{DEPTH}]}}', "did you mean 'forward_seconds'", "entry 0, forward_second"),
-        (f'{{"name": "a", "forward_seconds": 1, "stages": {{"cpu": 1}}, "depths": [{DEPTH}]}}', "no such field", "entry 0, stages.cpu"),
-        (f'[{{"name": "a", "forward_seconds": 1, "depths": [{DEPTH}]}}, {{"name": "a", "forward_seconds": 1, "depths": [{DEPTH}]}}]', "two profiles of one name", "entry 1, name"),
+        ('{"name": "a"}', "a field is missing", "entry 0, forward_seconds"),
+        ("[3]", "is a JSON object", "entry 0, the whole"),
+        ("{", "not JSON", ":1"),
+        ("[]", "no profile is in it", "bad.json"),
+        ('{"name": "a", "forward_seconds": 1, "depths": 3}', "depths are a list", "entry 0, depths"),
+        (
+            '{"name": "a", "forward_seconds": 1, "depths": [{"fraction": 0.5, "backward_seconds": 1}]}',
+            "depths have to fall",
+            "entry 0, profile 'a'",
+        ),
+        (
+            '{"name": "a", "forward_seconds": 1, "depths": [{"fraction": "x", "backward_seconds": 1}]}',
+            "fraction is a number",
+            "entry 0, depths[0].fraction",
+        ),
+        (
+            f'{{"name": "a", "forward_seconds": NaN, "depths": [{DEPTH}]}}',
+            "forward_seconds is a number",
+            "entry 0, forward_seconds",
+        ),
+        (
+            f'{{"name": "a", "forward_seconds": 1, "state_bytes": 0.5, "depths": [{DEPTH}]}}',
+            "is a whole number",
+            "entry 0, state_bytes",
+        ),
+        (
+            f'{{"name": "a", "forward_seconds": 1, "state_bytes": -5, "depths": [{DEPTH}]}}',
+            "less memory than none",
+            "entry 0, profile 'a'",
+        ),
+        (
+            f'{{"name": "a", "forward_second": 1, "depths": [{DEPTH}]}}',
+            "did you mean 'forward_seconds'",
+            "entry 0, forward_second",
+        ),
+        (
+            f'{{"name": "a", "forward_seconds": 1, "stages": {{"cpu": 1}}, "depths": [{DEPTH}]}}',
+            "no such field",
+            "entry 0, stages.cpu",
+        ),
+        (
+            (
+                f'[{{"name": "a", "forward_seconds": 1, "depths": [{DEPTH}]}}, {{"name": "a", "forward_seconds": 1,'
+                f' "depths": [{DEPTH}]}}]'
+            ),
+            "two profiles of one name",
+            "entry 1, name",
+        ),
     ],
-)  # fmt: skip
+)
 def test_malformed_profiles_are_told_with_entry_and_field(write, text, said, place):
     with pytest.raises(TraceFileError, match=re.escape(said)) as caught:
         read_profiles(write(text, "bad.json"))
@@ -159,11 +230,14 @@ def test_malformed_profiles_are_told_with_entry_and_field(write, text, said, pla
 
 def test_profiles_for_the_jobs_of_a_trace(write):
     profiles = {"gpt2": JobProfile.uniform("gpt2", 0.1), "vgg16": JobProfile.uniform("vgg16", 0.2)}
-    assert [job.profile.name for job in read_trace(write(PHILLY), profiles=profiles).jobs] == ["vgg16", "gpt2", "gpt2"]  # in turn, by row
+    # in turn, by row
+    assert [job.profile.name for job in read_trace(write(PHILLY), profiles=profiles).jobs] == ["vgg16", "gpt2", "gpt2"]
     philly = read_trace(write(PHILLY), profiles=profiles).jobs
     assert philly[0].num_iterations == round(2951 / 0.2) and philly[1].num_iterations == 1000
     muri = read_trace(write(MURI), profiles=profiles).jobs
-    assert [job.profile for job in muri] == [profiles["gpt2"], profiles["vgg16"], profiles["vgg16"]] and muri[0].num_iterations == 10956
+    assert [job.profile for job in muri] == [profiles["gpt2"], profiles["vgg16"], profiles["vgg16"]] and muri[
+        0
+    ].num_iterations == 10956
     with pytest.raises(TraceFileError, match="no profile 'vgg16'; there are 'gpt2'"):
         read_trace(write(MURI), profiles={"gpt2": profiles["gpt2"]})
     with pytest.raises(TraceFileError, match="no profile to give"):
@@ -174,12 +248,23 @@ def test_jobs_of_ones_own(write):
     profiles = {"gpt2": JobProfile.uniform("gpt2", 0.1)}
     own = "name,arrival_seconds,num_workers,num_iterations,profile,tag\nb,7.5,2,30,gpt2,x\na,3,1,40,gpt2,\n"
     first, second = read_trace(write(own), profiles=profiles).jobs
-    assert (first.name, first.arrival_seconds, first.num_workers, first.num_iterations, first.profile) == ("a", 3, 1, 40, profiles["gpt2"])
+    assert (first.name, first.arrival_seconds, first.num_workers, first.num_iterations, first.profile) == (
+        "a",
+        3,
+        1,
+        40,
+        profiles["gpt2"],
+    )
     assert second.tag == "x" and second.arrival_seconds == 7.5
     with pytest.raises(TraceFileError, match="none are given") as caught:
         read_trace(write(own))
     assert "--profiles" in caught.value.remedy
-    for row, said in (("a,1,1,1,gpt2,", "a second job 'a'"), ("c,1,1,1,bert,", "no profile 'bert'"), ("c,1,0,1,gpt2,", "a worker and an iteration"), ("c,x,1,1,gpt2,", "could not convert")):
+    for row, said in (
+        ("a,1,1,1,gpt2,", "a second job 'a'"),
+        ("c,1,1,1,bert,", "no profile 'bert'"),
+        ("c,1,0,1,gpt2,", "a worker and an iteration"),
+        ("c,x,1,1,gpt2,", "could not convert"),
+    ):
         with pytest.raises(TraceFileError, match=said) as caught:
             read_trace(write(own + row + "\n"), profiles=profiles)
         assert caught.value.place.endswith(":4")

@@ -46,7 +46,8 @@ def test_srsf_counts_devices_and_srtf_does_not():
 def test_las_serves_the_newcomer_until_it_has_had_its_share():
     policy = Policy("las", lambda view: las(view, thresholds=(4.0,)), "", "", "las", "gang-las")
     result = run([job("old", 0, 2, 10), job("new", 5, 2, 4)], policy)
-    # `old` falls at 2 s; `new` has the devices from 5 to 7 s, falls, and waits behind `old`, which was in that queue before it.
+    # `old` falls at 2 s; `new` has the devices from 5 to 7 s, falls, and waits behind `old`, which was in that queue
+    # before it.
     assert finishes(result) == {"old": 12, "new": 14}
 
 
@@ -61,7 +62,9 @@ def test_themis_and_gavel_share_between_equals():
     jobs = [job(name, 0, 2, 2000) for name in "ab"]
     for name, least in (("gang-gavel", 3), ("gang-themis", 1)):
         result = run(jobs, name)
-        assert result.makespan == pytest.approx(4000) and min(record.num_starts for record in result.records) >= least - 1
+        assert (
+            result.makespan == pytest.approx(4000) and min(record.num_starts for record in result.records) >= least - 1
+        )
         assert result.busy == pytest.approx(1.0)
     first, second = sorted(finishes(run(jobs, "gang-gavel")).values())
     assert second - first <= 360
@@ -113,7 +116,9 @@ def test_placement_prefers_few_nodes():
 
 def test_consolidated_jobs_stay_within_a_node():
     narrow = [job(name, 0, 3, 10) for name in "abc"] + [job("wide", 0, 6, 4)]
-    strict = dataclasses.replace(get("gang-fifo"), decide=lambda view: gang(view, view.arrival_seconds, consolidate=True))
+    strict = dataclasses.replace(
+        get("gang-fifo"), decide=lambda view: gang(view, view.arrival_seconds, consolidate=True)
+    )
     result = run(narrow, strict, "2x4", Options(restart_seconds=0.0, spans=True))
     assert finishes(result) == {"a": 10, "b": 10, "c": 20, "wide": 24}  # c and wide fit the free devices, but no node
     for span in result.spans:

@@ -45,11 +45,20 @@ def named(decide, name="test"):
 @discipline("test-in-turns")
 def in_turns(group, jobs, state):
     """The member that has had the least device time computes next, at its shallowest depth every other time."""
-    member = min((index for index in range(len(jobs)) if state.remaining_iterations[index] > 0), key=lambda index: (state.attained_device_seconds[index], index))
+    member = min(
+        (index for index in range(len(jobs)) if state.remaining_iterations[index] > 0),
+        key=lambda index: (state.attained_device_seconds[index], index),
+    )
     place = {device: index for index, device in enumerate(group.devices)}
     depth = len(jobs[member].profile.depths) - 1 if state.iterations[member] % 2 else 0
     tasks, ready = [], state.ready_seconds[member]
-    start = max([state.now_seconds, ready, *(state.free_seconds[place[device]][DEVICE] for device in group.members[member].devices)])
+    start = max(
+        [
+            state.now_seconds,
+            ready,
+            *(state.free_seconds[place[device]][DEVICE] for device in group.members[member].devices),
+        ]
+    )
     for worker, device in enumerate(group.members[member].devices):
         tasks.append(Task(worker, device, depth, start, jobs[member].profile.task_seconds(depth)))
     return Iteration(member, tuple(tasks), tasks[0].end_seconds + jobs[member].profile.exposed_seconds)
@@ -60,19 +69,33 @@ def all_together(view):
     if not len(view.active):
         return Assignment()
     devices = tuple(range(view.cluster.num_devices))
-    wanted = Group(tuple(Member(number, devices[: view.jobs[number].num_workers]) for number in view.active.tolist()), "test-in-turns")
+    wanted = Group(
+        tuple(Member(number, devices[: view.jobs[number].num_workers]) for number in view.active.tolist()),
+        "test-in-turns",
+    )
     current = {group: number for number, group in view.groups.items()}
     return Assignment() if wanted in current else Assignment(tuple(current.values()), (wanted,))
 
 
 def test_figures_of_a_case_worked_out_by_hand():
     profile = JobProfile.uniform("p", 1.0, num_depths=2, exposed_fraction=0.1)
-    result = simulate([job("a", 0, 2, 10, profile), job("b", 5, 2, 5, profile), job("c", 100, 1, 5, profile)], TWO, "gang-fifo", Options(restart_seconds=2.0))
+    result = simulate(
+        [job("a", 0, 2, 10, profile), job("b", 5, 2, 5, profile), job("c", 100, 1, 5, profile)],
+        TWO,
+        "gang-fifo",
+        Options(restart_seconds=2.0),
+    )
     assert finishes(result) == {"a": 12, "b": 19, "c": 107}
     a, b, c = result.records
     assert (a.start_seconds, b.start_seconds, c.start_seconds) == pytest.approx((2, 14, 102))
-    assert (b.completion_seconds, b.running_seconds, b.queueing_seconds, b.device_seconds) == pytest.approx((14, 7, 7, 14))
-    assert result.avg_jct == pytest.approx((12 + 14 + 7) / 3) and result.makespan == pytest.approx(107) and result.queueing == pytest.approx(7 / 3)
+    assert (b.completion_seconds, b.running_seconds, b.queueing_seconds, b.device_seconds) == pytest.approx(
+        (14, 7, 7, 14)
+    )
+    assert (
+        result.avg_jct == pytest.approx((12 + 14 + 7) / 3)
+        and result.makespan == pytest.approx(107)
+        and result.queueing == pytest.approx(7 / 3)
+    )
     # 2 x 10 + 2 x 5 + 5 device-seconds of iterations, of which 0.9 compute, in 2 x 107.
     assert result.busy == pytest.approx(0.9 * 35 / 214)
     assert result.busy_part.seconds == pytest.approx(19) and result.busy_part.rate == pytest.approx(30 / 38)
@@ -88,23 +111,42 @@ def test_intervals_delay_decisions_and_restart_all_costs_everyone():
     late = simulate(jobs, TWO, "gang-fifo", Options(restart_seconds=1.0, interval_seconds=10.0))
     assert finishes(late) == {"a": 21, "b": 31}
     anew = simulate(jobs, TWO, "gang-fifo", Options(restart_seconds=1.0, interval_seconds=10.0, restart_all=True))
-    assert finishes(anew) == {"a": 22, "b": 32}  # a is started anew at 10 s; its end at 22 s restarts b at 30 s, which has 1 s left
+    # a is started anew at 10 s; its end at 22 s restarts b at 30 s, which has 1 s left
+    assert finishes(anew) == {"a": 22, "b": 32}
     assert [record.num_starts for record in anew.records] == [2, 2]
 
 
 @pytest.mark.parametrize("name", [name for name in names() if name.startswith("gang-")])
 def test_work_is_conserved_and_below_its_bound(name):
     random, cluster = np.random.default_rng(3), Cluster(2, 4)
-    kinds = [JobProfile.uniform(str(index), float(random.uniform(0.2, 2)), num_depths=8, exposed_fraction=0.15 * index) for index in range(3)]
-    jobs = [job(str(number), float(random.uniform(0, 300)), int(random.integers(1, 9)), int(random.integers(5, 90)), kinds[number % 3]) for number in range(60)]
+    kinds = [
+        JobProfile.uniform(str(index), float(random.uniform(0.2, 2)), num_depths=8, exposed_fraction=0.15 * index)
+        for index in range(3)
+    ]
+    jobs = [
+        job(
+            str(number),
+            float(random.uniform(0, 300)),
+            int(random.integers(1, 9)),
+            int(random.integers(5, 90)),
+            kinds[number % 3],
+        )
+        for number in range(60)
+    ]
     result = simulate(jobs, cluster, name, Options(restart_seconds=3.0))
     worth = sum(one.device_seconds for one in jobs)
     assert result.total.finished_device_seconds == pytest.approx(worth) == result.total.credited_device_seconds
-    assert result.total.busy_device_seconds == pytest.approx(sum(one.num_workers * one.num_iterations * one.profile.task_seconds(0) for one in jobs))
+    assert result.total.busy_device_seconds == pytest.approx(
+        sum(one.num_workers * one.num_iterations * one.profile.task_seconds(0) for one in jobs)
+    )
     assert result.total.held_device_seconds == pytest.approx(sum(record.device_seconds for record in result.records))
-    assert result.total.held_device_seconds <= result.total.device_seconds and result.total.seconds == pytest.approx(result.makespan)
+    assert result.total.held_device_seconds <= result.total.device_seconds and result.total.seconds == pytest.approx(
+        result.makespan
+    )
     for record, one in zip(result.records, jobs):
-        assert record.running_seconds == pytest.approx(one.exclusive_seconds + 3.0 * record.num_starts, abs=3.0 * record.num_starts + 1e-6)
+        assert record.running_seconds == pytest.approx(
+            one.exclusive_seconds + 3.0 * record.num_starts, abs=3.0 * record.num_starts + 1e-6
+        )
         assert record.completion_seconds >= one.exclusive_seconds + 3.0 - 1e-6
     assert 0 < result.iteration_efficiency() <= result.bound() and result.busy <= 1
     assert result == simulate(jobs, cluster, name, Options(restart_seconds=3.0))
@@ -113,12 +155,19 @@ def test_work_is_conserved_and_below_its_bound(name):
 @pytest.mark.parametrize(("policy", "restart"), [(named(all_together), 0.0), ("gang-srtf", 1.0), ("gang-las", 1.0)])
 def test_steady_rates_agree_with_running_every_iteration(policy, restart):
     random = np.random.default_rng(1)
-    kinds = [JobProfile.uniform(str(index), 0.02 * (index + 1), num_depths=4, exposed_fraction=0.1) for index in range(3)]
-    jobs = [job(str(number), 4.0 * number, 1 + number % 2, int(random.integers(200, 700)), kinds[number % 3]) for number in range(6)]
+    kinds = [
+        JobProfile.uniform(str(index), 0.02 * (index + 1), num_depths=4, exposed_fraction=0.1) for index in range(3)
+    ]
+    jobs = [
+        job(str(number), 4.0 * number, 1 + number % 2, int(random.integers(200, 700)), kinds[number % 3])
+        for number in range(6)
+    ]
     fast = simulate(jobs, TWO, policy, Options(restart_seconds=restart))
     exact = simulate(jobs, TWO, policy, Options(restart_seconds=restart, exact=True))
     assert fast.completion_seconds == pytest.approx(exact.completion_seconds, rel=0.02)
-    assert fast.busy == pytest.approx(exact.busy, rel=0.01) and fast.total.rate == pytest.approx(exact.total.rate, rel=0.01)
+    assert fast.busy == pytest.approx(exact.busy, rel=0.01) and fast.total.rate == pytest.approx(
+        exact.total.rate, rel=0.01
+    )
     assert fast.total.credited_rate == pytest.approx(exact.total.credited_rate, rel=0.01)
     # Iterations that a preemption cuts off are done again, and count only then.
     assert exact.total.finished_device_seconds == pytest.approx(sum(one.device_seconds for one in jobs))
@@ -136,7 +185,12 @@ def test_measured_rates_of_a_discipline():
 
 
 def test_members_that_stay_where_they_are_pay_no_restart():
-    result = simulate([job("a", 0, 2, 30), job("b", 10, 2, 30), job("c", 11, 2, 4)], TWO, named(all_together), Options(restart_seconds=5.0))
+    result = simulate(
+        [job("a", 0, 2, 30), job("b", 10, 2, 30), job("c", 11, 2, 4)],
+        TWO,
+        named(all_together),
+        Options(restart_seconds=5.0),
+    )
     assert [record.num_starts for record in result.records] == [1, 1, 1]
     assert 0 < result.total.credited_rate < result.total.rate
 
@@ -169,7 +223,15 @@ def test_decisions_that_cannot_be_carried_out():
     full = [job("a", 0, 1, 3, heavy), job("b", 0, 1, 3, heavy)]
     shared = Group((Member(0, (0,)), Member(1, (0,))), "test-in-turns")
     refused(start(shared), "need 90 of its 80 bytes", cluster=Cluster(1, 2, 80), jobs=full)
-    assert simulate(full, Cluster(1, 2, 90), named(lambda view: start(shared)(view) if len(view.active) == 2 else Assignment()), FREE).makespan > 3
+    assert (
+        simulate(
+            full,
+            Cluster(1, 2, 90),
+            named(lambda view: start(shared)(view) if len(view.active) == 2 else Assignment()),
+            FREE,
+        ).makespan
+        > 3
+    )
 
 
 def test_jobs_that_no_policy_can_run():
@@ -194,11 +256,19 @@ def test_many_jobs_are_quick():
 def test_comparison_adds_the_gang_policy_of_the_same_order():
     jobs = [job(str(number), number, 1 + number % 2, 30) for number in range(8)]
     started = []
-    found = compare(jobs, TWO, ["gang-srtf", "gang-las"], Options(restart_seconds=1.0, spans=True), on_start=started.append)
+    found = compare(
+        jobs, TWO, ["gang-srtf", "gang-las"], Options(restart_seconds=1.0, spans=True), on_start=started.append
+    )
     assert started == ["gang-srtf", "gang-las"]
     figures = found.to_json()
-    assert list(figures) == started and figures["gang-las"]["baseline"] == "gang-las" and figures["gang-las"]["iteration_efficiency"] == 1.0
-    assert {"avg_jct", "p99_jct", "makespan", "busy", "iteration_efficiency", "cost_efficiency", "bound"} <= set(figures["gang-srtf"])
+    assert (
+        list(figures) == started
+        and figures["gang-las"]["baseline"] == "gang-las"
+        and figures["gang-las"]["iteration_efficiency"] == 1.0
+    )
+    assert {"avg_jct", "p99_jct", "makespan", "busy", "iteration_efficiency", "cost_efficiency", "bound"} <= set(
+        figures["gang-srtf"]
+    )
     assert all(table.row_count == 2 for table in found.tables())
     with pytest.raises(ScheduleError, match="no policy of this name"):
         compare(jobs, TWO, ["gang-srtf", "nope"])
@@ -214,7 +284,12 @@ def test_gantt_chart(tmp_path):
     jobs = [job("a", 0, 1, 10), job("b", 0, 2, 10)]
     result = simulate(jobs, TWO, "gang-fifo", Options(restart_seconds=0.0, spans=True))
     picture = gantt(result, 20)
-    assert picture.shape == (2, 20) and set(picture[0, :10]) == {2} and set(picture[1, :10]) == {0} and set(picture[:, 10:].ravel()) == {9}
+    assert (
+        picture.shape == (2, 20)
+        and set(picture[0, :10]) == {2}
+        and set(picture[1, :10]) == {0}
+        and set(picture[:, 10:].ravel()) == {9}
+    )
     write_plot(tmp_path / "p.png", [result])
     assert (tmp_path / "p.png").stat().st_size > 5000
     with pytest.raises(ScheduleError, match="cannot be written"):
@@ -227,7 +302,8 @@ def test_greys_of_a_gantt_chart_stay_lighter_than_black_and_darken_with_every_jo
     picture = gantt_colours(result, 13)
     assert picture.min() >= 0 and picture.max() <= 1 and (picture[1] == 1).all()
     greys = picture[0, 2:]
-    assert (greys == greys[:, :1]).all() and (np.diff(greys[:, 0]) < 0).all() and greys[6, 0] > 0.3  # six on: eight jobs
+    # six on: eight jobs
+    assert (greys == greys[:, :1]).all() and (np.diff(greys[:, 0]) < 0).all() and greys[6, 0] > 0.3
 
 
 def test_a_job_left_alone_in_a_wide_group_is_drawn_on_as_many_devices_as_it_has_workers():
@@ -246,7 +322,9 @@ def test_a_job_left_alone_in_a_wide_group_is_drawn_on_as_many_devices_as_it_has_
         assert {task.device for task in iteration.tasks} == {3, 4} == set(group.computing_devices)
 
 
-@pytest.mark.parametrize(("seconds", "unit"), [(36, "seconds"), (119, "seconds"), (120, "minutes"), (7000, "minutes"), (7200, "hours")])
+@pytest.mark.parametrize(
+    ("seconds", "unit"), [(36, "seconds"), (119, "seconds"), (120, "minutes"), (7000, "minutes"), (7200, "hours")]
+)
 def test_an_axis_has_the_unit_that_suits_its_span(seconds, unit):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
