@@ -67,7 +67,9 @@ def main(argv: list[str] | None = None) -> int:
                         f" {outcome.message}{outcome.wrong[:2] or ''}",
                         flush=True,
                     )
-            least = least_forms(settings, pairs, path.with_suffix(".least.json"))
+            key = f"{jax.__version__} {settings.partitioner} {settings.way}"
+            shrunk = pages.shrunk_kinds(pages.load(options.output), key)
+            least = least_forms(settings, pairs, path.with_suffix(".least.json"), shrunk)
             run = pages.summary(
                 jax.__version__,
                 settings.partitioner,
@@ -89,15 +91,21 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def least_forms(
-    settings: workers.Settings, pairs: Sequence[tuple[Draw, Outcome]], path: pathlib.Path
+    settings: workers.Settings,
+    pairs: Sequence[tuple[Draw, Outcome]],
+    path: pathlib.Path,
+    shrunk: frozenset[str] = frozenset(),
 ) -> dict[str, list[dict[str, str]]]:
-    """Of every kind of mismatch the least forms of its first programs, kept in a file as shrinking takes minutes."""
+    """Shrinks the first programs of every kind of mismatch to their least forms, but for the kinds in `shrunk`, of
+    which another run has some. They are kept in the file at `path`, as shrinking takes minutes."""
     kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     worker = workers.Worker(settings)
     for program, outcome in pairs:
         if outcome.status not in pages.BAD:
             continue
         kind = kind_of(program, outcome)
+        if kind in shrunk:
+            continue
         mine = kept.setdefault(kind, [])
         number = f"{program.seed}:{program.number}"
         if len(mine) >= NUM_SHRUNK or any(number == each["number"] for each in mine):

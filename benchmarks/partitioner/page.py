@@ -131,6 +131,11 @@ def load(folder: pathlib.Path = RESULTS) -> list[Run]:
     return [Run(**fields) for fields in json.loads(path.read_text(encoding="utf-8")).values()] if path.exists() else []
 
 
+def shrunk_kinds(runs: Sequence[Run], key: str) -> frozenset[str]:
+    """The kinds of mismatch of which a run other than that of `key` has least forms."""
+    return frozenset(kind for run in runs if run.key != key for kind, entry in run.findings.items() if entry["least"])
+
+
 def write(folder: pathlib.Path = RESULTS) -> pathlib.Path:
     """Writes the page from what is kept."""
     return write_page("partitioner", page(load(folder)), folder)
@@ -189,6 +194,7 @@ def _overview(runs: Sequence[Run]) -> list[str]:
         "crash",
         "refused by splitjax",
         "kinds",
+        "left out",
     )
     cells = []
     for run in runs:
@@ -203,9 +209,17 @@ def _overview(runs: Sequence[Run]) -> list[str]:
                 str(partly),
                 *counts,
                 str(len(run.findings)),
+                str(run.statuses.get("invalid", 0)),
             )
         )
-    return table(titles, cells)
+    return [
+        *table(titles, cells),
+        "",
+        "Left out, and not among the programs: those that one device cannot run either (XLA's algebraic simplifier ends"
+        " the process in some gradients of strided 3-D convolutions), or gives other numbers for when it is asked again"
+        " (XLA's CPU backend reads memory that nothing wrote in some convolutions with a negative padding) or when its"
+        " inputs are off by a rounding (the cosine of a number of 80 digits).",
+    ]
 
 
 def _defects(runs: Sequence[Run]) -> list[str]:
