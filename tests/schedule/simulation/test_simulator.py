@@ -12,12 +12,14 @@ from splitjax.errors import ScheduleError
 from splitjax.schedule import (
     Assignment,
     Cluster,
+    Depth,
     Group,
     Iteration,
     JobProfile,
     Member,
     Options,
     Policy,
+    Stages,
     Task,
     compare,
     discipline,
@@ -28,7 +30,7 @@ from splitjax.schedule import (
 )
 from splitjax.schedule.model.discipline import get_discipline
 from splitjax.schedule.model.iterations import advance, start_state
-from splitjax.schedule.model.jobs import DEVICE
+from splitjax.schedule.model.jobs import DEVICE, RESOURCES
 from splitjax.schedule.model.result import Span
 from splitjax.schedule.policies.gang import runs_after
 from splitjax.schedule.simulation.plot import draw_gantt, gantt, gantt_colours, time_unit, write_plot
@@ -104,6 +106,28 @@ def test_figures_of_a_case_worked_out_by_hand():
     assert result.busy_part.bound == pytest.approx(1 / floor)
     # b: cluster asked for twice over from 5 to 12, then once: 14 s x 1.5 on average.
     assert b.fair_seconds == pytest.approx(7 * 2 + 7) and b.unfairness == pytest.approx(14 / (5 * 1.5))
+
+
+@pytest.mark.parametrize(
+    ("stages", "narrow"),
+    [
+        (Stages(0.1, 0.2, 0.5, 0.2), "device"),
+        (Stages(0.1, 0.2, 0.2, 0.5), "network"),
+        (Stages(0.1, 0.5, 0.2, 0.2), "cpu"),
+        (Stages(0.5, 0.1, 0.2, 0.2), "storage"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_bound_is_that_of_the_narrow_resource(stages, narrow):
+    """An iteration takes half of its second on one resource: packed perfectly, two jobs run in the time of one,
+    whichever resource that is."""
+    half = stages.device_seconds / 2
+    profile = JobProfile("p", half, (Depth(1.0, half),), exposed_seconds=1 - 2 * half, stages=stages)
+    assert profile.iteration_seconds == pytest.approx(1.0)
+    result = simulate([job("a", 0, 1, 10, profile), job("b", 0, 1, 10, profile)], Cluster(1, 1), "gang-fifo", FREE)
+    assert stages.seconds[RESOURCES.index(narrow)] == 0.5
+    assert result.busy_part.bound == pytest.approx(2.0)
+    assert result.busy_part.floor_device_seconds[RESOURCES.index(narrow)] == pytest.approx(0.5 * 20)
 
 
 def test_intervals_delay_decisions_and_restart_all_costs_everyone():
