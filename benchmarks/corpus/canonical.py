@@ -1,0 +1,42 @@
+"""A plan as text that is equal where the decisions are equal: sentences left out, keys in order, numbers exactly."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+# Sentences for people: they may be written better without a decision having changed.
+SENTENCES = ("why", "note", "notes")
+# Of a digest of 64 hexadecimal digits so many are kept: two texts of a million share them with a chance of 1 in 10^7.
+NUM_DIGITS = 16
+
+
+def canonical_plan(text: str) -> str:
+    """The canonical text of a plan's JSON (`Plan.to_json`): one leaf, layer or collective a line."""
+    plan = _without(json.loads(text))
+    # "primitive at file:line": the line is where a model happens to stand.
+    plan["gathered"] = [one.partition(" at ")[0] for one in plan.get("gathered", ())]
+    lines = []
+    for name in sorted(plan):
+        value = plan[name]
+        if isinstance(value, list):
+            lines += [f"{name} {number} {_line(entry)}" for number, entry in enumerate(value)] or [f"{name} none"]
+        else:
+            lines.append(f"{name} {_line(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def digest(text: str) -> str:
+    """The first digits of a text's SHA-256."""
+    return hashlib.sha256(text.encode()).hexdigest()[:NUM_DIGITS]
+
+
+def _without(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without(one) for name, one in value.items() if name not in SENTENCES}
+    return [_without(one) for one in value] if isinstance(value, list) else value
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, allow_nan=False)
