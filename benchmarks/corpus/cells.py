@@ -7,6 +7,7 @@ A cell's name is its values in the order of its fields, joined by slashes, such 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,8 +30,8 @@ WITH_TABLES = ("transformer", "lstm", "deepfm", "dlrm")
 # Rule sets with the meshes that have the axes they split over. Only under splitbrain do examples cross between layouts,
 # so that `group_comm` decides anything.
 LAYOUTS = (
-    ("splitbrain", "2x4"), ("megatron", "2x4"), ("data_parallel", "8"), ("data_parallel", "2x4"), ("fsdp", "8"), ("fsdp", "2x4"),
-    ("embedding_owner", "8"), ("embedding_owner", "2x4"),
+    ("splitbrain", "2x4"), ("megatron", "2x4"), ("data_parallel", "8"), ("data_parallel", "2x4"),
+    ("fsdp", "8"), ("fsdp", "2x4"), ("embedding_owner", "8"), ("embedding_owner", "2x4"),
 )  # fmt: skip
 
 
@@ -105,7 +106,8 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Cell))
 
 
 def combines(cell: Cell) -> bool:
-    """Whether a cell's values can each make a difference beside the others (tests show that those left out make none)."""
+    """Whether a cell's values can each make a difference beside the others (tests show that those left out make
+    none)."""
     if cell.model not in WITH_TABLES and (cell.sync != "dense" or cell.rules == "embedding_owner"):
         return False
     return cell.group_comm == "gather" or cell.rules == "splitbrain"
@@ -126,7 +128,9 @@ def cells_of(unit: Unit) -> tuple[Cell, ...]:
     """The cells of a unit, in the order in which they are planned."""
     every = (
         Cell(unit.model, unit.library, rules, mesh, sync, partial, group_comm, unit.microbatches, state)
-        for rules, mesh in LAYOUTS for sync in SYNCS for partial in PARTIALS for group_comm in GROUP_COMMS for state in STATES
+        for (rules, mesh), sync, partial, group_comm, state in itertools.product(
+            LAYOUTS, SYNCS, PARTIALS, GROUP_COMMS, STATES
+        )
     )  # fmt: skip
     return tuple(cell for cell in every if combines(cell))
 

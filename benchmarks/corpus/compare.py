@@ -42,13 +42,18 @@ def compare(before: pathlib.Path, after: pathlib.Path, num_lines: int) -> int:
         raise StoreError(f"no cell is both in {before} and in {after}")
     found = list(differences(first, second))
     for one in found:
-        print(f"{'known' if one.known else 'DIFFERS'}  {one.part}  {one.cell}" + (f"  ({one.known})" if one.known else ""))
+        print(
+            f"{'known' if one.known else 'DIFFERS'}  {one.part}  {one.cell}" + (f"  ({one.known})" if one.known else "")
+        )
         for line in one.lines[:num_lines]:
             print(f"    {line[:300]}")
         if len(one.lines) > num_lines:
             print(f"    ... {len(one.lines) - num_lines} lines more")
     new = [one for one in found if not one.known]
-    for what, shared, here, there in (("plans", plans, first.plans, second.plans), ("programs", programs, first.programs, second.programs)):
+    for what, shared, here, there in (
+        ("plans", plans, first.plans, second.plans),
+        ("programs", programs, first.programs, second.programs),
+    ):
         alone = len(here.keys() ^ there.keys())
         part = what.removesuffix("s")
         wrong = sum(one.part == part for one in found)
@@ -114,8 +119,8 @@ def _texts_of_programs(before: Summary, after: Summary, cell: str) -> tuple[str,
 
 
 def _changed(here: str, there: str, name: str) -> list[str]:
-    """Of a text with few lines those that only one of the two has, with where they stand. Of a module the first line that
-    differs: behind it all numbers may be others."""
+    """Of a text with few lines those that only one of the two has, with where they stand. Of a module the first line
+    that differs: behind it all numbers may be others."""
     if here == there:
         return []
     old, new = here.splitlines(), there.splitlines()
@@ -123,4 +128,8 @@ def _changed(here: str, there: str, name: str) -> list[str]:
         return list(difflib.unified_diff(old, new, f"{name}, before", f"{name}, after", n=0, lineterm=""))
     number = next((k for k, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     shown = [(lines[number] if number < len(lines) else "(the end)") for lines in (old, new)]
-    return [f"{name}: {len(old)} lines -> {len(new)}, of which line {number + 1} is the first to differ", f"- {shown[0]}", f"+ {shown[1]}"]
+    return [
+        f"{name}: {len(old)} lines -> {len(new)}, of which line {number + 1} is the first to differ",
+        f"- {shown[0]}",
+        f"+ {shown[1]}",
+    ]

@@ -1,4 +1,5 @@
-"""Which cells are compiled: few that have between them every pair of values, then as many triples as there is room for."""
+"""Which cells are compiled: few that have between them every pair of values, then as many triples as there is room
+for."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ def combinations(cell: Cell, strength: int) -> Iterable[Combination]:
 
 
 def cover(cells: Sequence[Cell], limit: int, kept: Sequence[Cell] = ()) -> tuple[Cell, ...]:
-    """Cells with every pair of values that any of the cells has, and further ones with new triples until there are `limit`.
+    """Cells with every pair of values that any of the cells has, and further ones with new triples until there are
+    `limit`.
 
-    Greedy, and the same for the same cells in whatever order: each cell taken has the most that is new for what it costs to
-    compile, of equals the first in the order of their names. `kept`: cells that are taken in any case, and not given back.
+    Greedy, and the same for the same cells in whatever order: each cell taken has the most that is new for what it
+    costs to compile, of equals the first in the order of their names. `kept`: cells that are taken in any case, and not
+    given back.
 
     Raises `ValueError` where the pairs need more than `limit` cells."""
     taken = _greedy(sorted(cells), 2, kept, limit)
@@ -36,9 +39,11 @@ def pairs_of(cells: Iterable[Cell]) -> set[Combination]:
 
 
 def cost(cell: Cell) -> int:
-    """About how long a cell compiles, in that of a plain one: tables are exchanged by two programs, of the first steps and of
-    all others, and in partial backpropagation there is a backward pass for each depth."""
-    return {BRANCHES: 3, PROGRAMS: 6}.get(cell.partial, 1) * (2 if cell.sync != "dense" or cell.rules == "embedding_owner" else 1)
+    """About how long a cell compiles, in that of a plain one: tables are exchanged by two programs, of the first steps
+    and of all others, and in partial backpropagation there is a backward pass for each depth."""
+    return {BRANCHES: 3, PROGRAMS: 6}.get(cell.partial, 1) * (
+        2 if cell.sync != "dense" or cell.rules == "embedding_owner" else 1
+    )
 
 
 def _greedy(cells: Sequence[Cell], strength: int, kept: Sequence[Cell], limit: int) -> tuple[Cell, ...]:

@@ -1,4 +1,5 @@
-"""Cells that may differ between two recordings of the same decisions: known defects, named before a refactoring begins."""
+"""Cells that may differ between two recordings of the same decisions: known defects, named before a refactoring
+begins."""
 
 from __future__ import annotations
 

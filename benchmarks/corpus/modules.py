@@ -2,9 +2,9 @@
 
 Names, ids, channels and metadata (scopes, source lines) are left out; instructions are numbered in post-order from the
 root of their computation, operands in their order, and computations in the order in which they are first called. So
-neither the order in which a computation was built nor what it is called matters, and shapes, layouts, constants, operand
-order, groups of collectives and aliases of arguments do. What no result depends on (an instruction with an effect, say)
-comes last, in an order by its content.
+neither the order in which a computation was built nor what it is called matters, and shapes, layouts, constants,
+operand order, groups of collectives and aliases of arguments do. What no result depends on (an instruction with an
+effect, say) comes last, in an order by its content.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ModuleError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction, in pieces. `operands` and `called`: names. `literal`: what stands between the parentheses instead
-    of operands. `attributes`: with `%` for each computation of `called`, in their order."""
+    """One instruction, in pieces. `operands` and `called`: names. `literal`: what stands between the parentheses
+    instead of operands. `attributes`: with `%` for each computation of `called`, in their order."""
 
     name: str
     shape: str
@@ -120,7 +120,8 @@ def _line(one: Instruction, position: Mapping[str, int], numbers: Mapping[str, i
 
 
 def _post_order(module: Module, computation: Computation, hashes: dict[str, bytes]) -> list[str]:
-    """The names of a computation's instructions: behind the root come those that nothing needs, in an order by content."""
+    """The names of a computation's instructions: behind the root come those that nothing needs, in an order by
+    content."""
     used = {name for one in computation.instructions.values() for name in one.before}
     ends = [name for name in computation.instructions if name not in used and name != computation.root]
     by_content: dict[str, bytes] = {}

@@ -1,5 +1,5 @@
-"""Records the corpus with the splitjax of one checkout: plans by unit, programs by cell, each in a file of its own, so that a
-run that was ended goes on where it was."""
+"""Records the corpus with the splitjax of one checkout: plans by unit, programs by cell, each in a file of its own, so
+that a run that was ended goes on where it was."""
 
 from __future__ import annotations
 
@@ -35,13 +35,16 @@ class Recording:
     package: pathlib.Path | None = None
 
     def prepare(self) -> None:
-        """Makes the folder and notes what it is of. Raises `RecordError` where it is of another commit or release of JAX."""
+        """Makes the folder and notes what it is of. Raises `RecordError` where it is of another commit or release of
+        JAX."""
         assert self.package is not None
         about = about_package(self.package)
         if self.folder.exists() and (file := self.folder / "about.json").exists():
             before = {name: value for name, value in json.loads(file.read_text()).items() if name in about}
             if before != about:
-                raise RecordError(f"{self.folder} was recorded with {before}, and this is {about}: give another --output")
+                raise RecordError(
+                    f"{self.folder} was recorded with {before}, and this is {about}: give another --output"
+                )
             return
         for part in ("plans", "programs"):
             (self.folder / part).mkdir(parents=True, exist_ok=True)
@@ -72,7 +75,11 @@ class Recording:
 
     def programs(self) -> dict[str, dict[str, Any]]:
         """By the name of a cell what was recorded of its programs."""
-        return {record["cell"]: record for file in sorted((self.folder / "programs").glob("*.json.gz")) for record in [read(file)]}
+        return {
+            record["cell"]: record
+            for file in sorted((self.folder / "programs").glob("*.json.gz"))
+            for record in [read(file)]
+        }
 
 
 def read(file: pathlib.Path) -> Any:
@@ -91,7 +98,9 @@ def about_package(package: pathlib.Path) -> dict[str, str]:
     """The commit of a checkout, and the releases of what plans and compiles."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=package, capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            ["git", *arguments], cwd=package, capture_output=True, text=True, check=False
+        ).stdout.strip()
 
     changed = git("status", "--porcelain", "--", "splitjax", "sharding_rules")
     # That of the package, not of the checkout: commits that leave it alone are the same recording.
@@ -128,7 +137,7 @@ def record_programs(recording: Recording, cells: Sequence[Cell], num_jobs: int, 
             file, started = recording.program_file(cell), time.perf_counter()
             died = worker.ask({"kind": "program", "cell": cell.name, "file": str(file)}, LIMIT_SECONDS)
             if died:
-                write(file, {"cell": cell.name, "status": "died", "error": died, "seconds": time.perf_counter() - started})
+                write(file, {"cell": cell.name, "status": "died", "error": died, "cpu_seconds": 0.0})
             record = read(file)
             status = record["status"] + (f" {record['error']}" if record["status"] != "ok" else "")
             print(f"{next(left):4} {time.perf_counter() - started:6.1f} s  {status:8} {cell.name}", flush=True)
@@ -139,9 +148,13 @@ def record_programs(recording: Recording, cells: Sequence[Cell], num_jobs: int, 
 
 
 def record_cover(recording: Recording, limit: int, num_jobs: int, hash_seed: str = "random") -> float:
-    """Compiles a cover of the cells that were planned. A cell that does not compile covers nothing: others are taken in its
-    place until every pair that can be compiled is. Returns the seconds that it took."""
-    candidates = [Cell.parse(name) for name, record in recording.plans().items() if record["status"] == "ok" and record["takes_effect"]]
+    """Compiles a cover of the cells that were planned. A cell that does not compile covers nothing: others are taken in
+    its place until every pair that can be compiled is. Returns the seconds that it took."""
+    candidates = [
+        Cell.parse(name)
+        for name, record in recording.plans().items()
+        if record["status"] == "ok" and record["takes_effect"]
+    ]
     seconds, failed, taken = 0.0, set(), ()
     while True:
         able = [cell for cell in candidates if cell not in failed]

@@ -1,4 +1,5 @@
-"""The training steps of the corpus, made through splitjax's public interface alone: an earlier or a later checkout has it."""
+"""The training steps of the corpus, made through splitjax's public interface alone: an earlier or a later checkout has
+it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,13 @@ SIZES: dict[str, dict[str, Any]] = {
     "mobilenet_v3_large": {**_BLOCKS, "head_features": 64},
     "mobilenet_v3_small": {**_BLOCKS, "head_features": 64},
     "efficientnet_b0": {**_BLOCKS, "drop_path": 0.2},
-    "convnext_tiny": {"width": 1 / 12, "stage_sizes": (1, 2), "stage_channels": (96, 192), "image_size": 16, "drop_path": 0.2},
+    "convnext_tiny": {
+        "width": 1 / 12,
+        "stage_sizes": (1, 2),
+        "stage_channels": (96, 192),
+        "image_size": 16,
+        "drop_path": 0.2,
+    },
 }
 # Two of its stages show what all of them do; `build` fixes their number by the model's name.
 _STAGES = {"resnet18": (1, 1), "resnet50": (1, 1)}
@@ -69,7 +76,9 @@ def ready(unit: Unit) -> Ready:
     if unit.library == "linen":
         boundary = functools.partial(splitjax.value_and_grad, **options)
         init, step, _ = models.make_step(spec, optimizer, value_and_grad=boundary)
-        return Ready(splitjax.parallelize, step, (jax.eval_shape(init, key), spec.example(NUM_EXAMPLES)), spec.has_batch_stats)
+        return Ready(
+            splitjax.parallelize, step, (jax.eval_shape(init, key), spec.example(NUM_EXAMPLES)), spec.has_batch_stats
+        )
     from flax import nnx
 
     import splitjax.nnx
@@ -96,7 +105,12 @@ def parallel(cell: Cell, made: Ready) -> Any:
 
 
 def _options(cell: Cell, made: Ready) -> dict[str, Any]:
-    options: dict[str, Any] = {"mesh": MESHES[cell.mesh], "rules": cell.rules, "sync": cell.sync, "group_comm": cell.group_comm}
+    options: dict[str, Any] = {
+        "mesh": MESHES[cell.mesh],
+        "rules": cell.rules,
+        "sync": cell.sync,
+        "group_comm": cell.group_comm,
+    }
     options["shard_state"] = cell.state == "sharded"
     if cell.partial != FULL:
         options["backprop"] = _backprop(cell, made)
@@ -107,7 +121,9 @@ def _backprop(cell: Cell, made: Ready) -> Any:
     """Two depths among the workers, as every further one is a further copy of the backward pass to compile."""
     import splitjax
 
-    num_workers = 2 if cell.rules in ("splitbrain", "megatron") else 8  # groups that split a layer differentiate it together
+    num_workers = (
+        2 if cell.rules in ("splitbrain", "megatron") else 8
+    )  # groups that split a layer differentiate it together
     depths = (0.5,) * (num_workers // 2) + (1.0,) * (num_workers // 2)
     statistics = "local" if made.has_batch_norm else "global"
     execution = {BRANCHES: "branch", PROGRAMS: "program"}[cell.partial]
@@ -115,8 +131,8 @@ def _backprop(cell: Cell, made: Ready) -> Any:
 
 
 def decided(cell: Cell, made: Ready, plan: Any) -> Any | None:
-    """The step that follows the observed ones, where a plan has tables whose rows are exchanged: it is pinned to the plan
-    with fixed capacities. None for another plan."""
+    """The step that follows the observed ones, where a plan has tables whose rows are exchanged: it is pinned to the
+    plan with fixed capacities. None for another plan."""
     if all(table.scheme == "dense" for table in plan.syncs):
         return None
     pinned = tuple(dataclasses.replace(table, capacities=_CAPACITIES.get(table.scheme, {})) for table in plan.syncs)

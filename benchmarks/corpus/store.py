@@ -1,4 +1,5 @@
-"""What is kept of a recording in the repository: for each cell digests, figures, and the types of errors, a line each."""
+"""What is kept of a recording in the repository: for each cell digests, figures, and the types of errors, a line
+each."""
 
 from __future__ import annotations
 
@@ -26,10 +27,11 @@ class Summary:
     **Attributes:**
 
     - `about`: of the recording: commit, releases, seconds.
-    - `plans`: by the name of a cell the digest of its plan, or of both plans where its tables are observed first, joined by
-      `+`; with `-` in front where the plan has not what the cell asks for; or its status and the type of the error.
-    - `programs`: by the name of a compiled cell what was found of each of its programs: digests of modules and of the report,
-      memory, collectives (how many, and bytes), what is missing.
+    - `plans`: by the name of a cell the digest of its plan, or of both plans where its tables are observed first,
+      joined by `+`; with `-` in front where the plan has not what the cell asks for; or its status and the type of the
+      error.
+    - `programs`: by the name of a compiled cell what was found of each of its programs: digests of modules and of the
+      report, memory, collectives (how many, and bytes), what is missing.
     - `folder`: where the texts are; None where there are digests alone.
     """
 
@@ -41,9 +43,14 @@ class Summary:
 
 def summary_of(recording: Recording) -> Summary:
     """The summary of a recording."""
-    plans = {name: _plan(record) for name, record in recording.plans().items()}
-    programs = {name: _program(record) for name, record in sorted(recording.programs().items())}
-    return Summary(recording.about(), plans, programs, recording.folder)
+    of_plans, of_programs = recording.plans(), recording.programs()
+    plans = {name: _plan(record) for name, record in of_plans.items()}
+    programs = {name: _program(record) for name, record in sorted(of_programs.items())}
+    seconds = {
+        f"{what}_cpu_seconds": round(sum(record["cpu_seconds"] for record in records.values()), 1)
+        for what, records in (("plan", of_plans), ("program", of_programs))
+    }
+    return Summary({**recording.about(), **seconds}, plans, programs, recording.folder)
 
 
 def _plan(record: Mapping[str, Any]) -> str:
@@ -57,7 +64,8 @@ def _program(record: Mapping[str, Any]) -> Any:
         return f"{record['status']} {record['error']}"
     texts = ("module", "report")
     return {
-        name: {key: digest(value) if key in texts else value for key, value in one.items()} for name, one in record["programs"].items()
+        name: {key: digest(value) if key in texts else value for key, value in one.items()}
+        for name, one in record["programs"].items()
     }
 
 
@@ -67,7 +75,9 @@ def baseline(results: pathlib.Path = RESULTS) -> pathlib.Path:
 
     folder = results / FOLDER / f"jax-{importlib.metadata.version('jax')}"
     if not folder.is_dir():
-        raise StoreError(f"nothing is stored for this release of JAX: there is no {folder}; record the earlier checkout, too")
+        raise StoreError(
+            f"nothing is stored for this release of JAX: there is no {folder}; record the earlier checkout, too"
+        )
     return folder
 
 
