@@ -27,6 +27,10 @@ STATES = ("whole", "sharded")
 # Tables with row lookups: what `sync` speaks of, and what `embedding_owner` splits. Other models have nothing to which
 # a scheme could apply: their plans are those of "dense".
 WITH_TABLES = ("transformer", "lstm", "deepfm", "dlrm")
+# Batch statistics are of the whole batch: a step with them is planned with microbatches, and refused when compiled.
+WITH_BATCH_NORM = (
+    "vgg11", "resnet18", "resnet50", "mobilenet_v2", "mobilenet_v3_large", "mobilenet_v3_small", "efficientnet_b0",
+)  # fmt: skip
 # Rule sets with the meshes that have the axes they split over. Only under splitbrain do examples cross between layouts,
 # so that `group_comm` decides anything.
 LAYOUTS = (
@@ -105,12 +109,28 @@ class Cell:
 FIELDS = tuple(field.name for field in dataclasses.fields(Cell))
 
 
+# Cells that every cover has: they compile in a second or two, and the tests compare them with what is stored.
+GUARDS = tuple(
+    Cell.parse(name)
+    for name in (
+        "mlp/linen/splitbrain/2x4/dense/full/gather/1/whole",
+        "deepfm/linen/data_parallel/8/auto/full/gather/1/whole",
+        "mlp/nnx/data_parallel/8/dense/branches/gather/1/sharded",
+    )
+)
+
+
 def combines(cell: Cell) -> bool:
     """Whether a cell's values can each make a difference beside the others (tests show that those left out make
     none)."""
     if cell.model not in WITH_TABLES and (cell.sync != "dense" or cell.rules == "embedding_owner"):
         return False
     return cell.group_comm == "gather" or cell.rules == "splitbrain"
+
+
+def compiles(cell: Cell) -> bool:
+    """Whether a cell that is planned can be compiled, as far as its values tell."""
+    return cell.model not in WITH_BATCH_NORM or cell.microbatches == "1"
 
 
 def product() -> Iterator[Cell]:

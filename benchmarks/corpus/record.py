@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.corpus.cells import Cell, Unit, units
+from benchmarks.corpus.cells import GUARDS, Cell, Unit, compiles, units
 from benchmarks.corpus.cover import cover, pairs_of
 from benchmarks.corpus.worker import LIMIT_SECONDS, Worker
 
@@ -150,12 +150,12 @@ def record_programs(recording: Recording, cells: Sequence[Cell], num_jobs: int, 
 def record_cover(recording: Recording, limit: int, num_jobs: int, hash_seed: str = "random") -> float:
     """Compiles a cover of the cells that were planned. A cell that does not compile covers nothing: others are taken in
     its place until every pair that can be compiled is. Returns the seconds that it took."""
-    candidates = [
-        Cell.parse(name)
-        for name, record in recording.plans().items()
-        if record["status"] == "ok" and record["takes_effect"]
-    ]
-    seconds, failed, taken = 0.0, set(), ()
+    planned = (
+        name for name, record in recording.plans().items() if record["status"] == "ok" and record["takes_effect"]
+    )
+    candidates = [cell for cell in map(Cell.parse, planned) if compiles(cell)]
+    seconds, failed = 0.0, set[Cell]()
+    taken = tuple(cell for cell in GUARDS if cell in set(candidates))
     while True:
         able = [cell for cell in candidates if cell not in failed]
         kept = [cell for cell in taken if cell not in failed]

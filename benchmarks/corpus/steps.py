@@ -68,7 +68,7 @@ def ready(unit: Unit) -> Ready:
     import splitjax
     from splitjax import models
 
-    spec = _spec(unit)
+    spec = spec_of(unit)
     # Of tables only an update that leaves rows without gradient alone lets rows be exchanged: not Adam's.
     optimizer = optax.adagrad(0.1) if unit.model in WITH_TABLES else optax.adam(1e-3)
     number, key = int(unit.microbatches), jax.random.key(0)
@@ -89,7 +89,8 @@ def ready(unit: Unit) -> Ready:
     return Ready(splitjax.nnx.parallelize, step, arguments, spec.has_batch_stats)
 
 
-def _spec(unit: Unit) -> Any:
+def spec_of(unit: Unit) -> Any:
+    """The model of a unit, a `splitjax.models.ModelSpec`."""
     from splitjax import models
 
     spec = models.build(unit.model, library=unit.library, **SIZES[unit.model])

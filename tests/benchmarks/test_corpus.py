@@ -22,7 +22,7 @@ from benchmarks.corpus.cover import cover, pairs_of
 from benchmarks.corpus.exceptions import KNOWN, LIMIT
 from benchmarks.corpus.modules import ModuleError, canonical_module, texts
 from benchmarks.corpus.record import Recording, record_plans, record_programs
-from benchmarks.corpus.steps import parallel, ready
+from benchmarks.corpus.steps import parallel, ready, spec_of
 from benchmarks.corpus.store import StoreError, Summary, baseline, load, store, summary_of
 from benchmarks.corpus.worker import ROOT, Worker
 
@@ -169,6 +169,19 @@ def test_every_shipped_model_and_rule_set_is_in_the_corpus():
     assert {rules for rules, _ in LAYOUTS} == {file.stem for file in (ROOT / "sharding_rules").glob("*.toml")}
 
 
+def test_what_cannot_be_compiled_is_what_has_batch_norm():
+    """Planned, and refused with a typed error when it is lowered."""
+    from splitjax.errors import MicrobatchError
+
+    cell = Cell("resnet18", "linen", "data_parallel", "8", microbatches="4")
+    assert not product.compiles(cell) and product.compiles(dataclasses.replace(cell, microbatches="1"))
+    made = ready(cell.unit)
+    with pytest.raises(MicrobatchError, match="batch statistics"):
+        parallel(cell, made).lower(*made.arguments)
+    norms = {model for model in product.MODELS if spec_of(Unit(model, "linen", "1")).has_batch_stats}
+    assert norms == set(product.WITH_BATCH_NORM)
+
+
 @pytest.mark.parametrize(
     ("cell", "plain"),
     [
@@ -231,11 +244,7 @@ def test_sentences_of_a_plan_are_nothing_and_bytes_are_something():
         assert mine != changed(change)
 
 
-# Three that compile quickly: examples that cross between layouts, a table's rows, and two depths.
-CHEAP = (
-    "mlp/linen/splitbrain/2x4/dense/full/gather/1/whole", "deepfm/nnx/data_parallel/8/zen/full/gather/1/whole",
-    "mlp/nnx/data_parallel/8/dense/branches/gather/1/sharded",
-)  # fmt: skip
+CHEAP = tuple(cell.name for cell in product.GUARDS)
 
 
 @pytest.fixture(scope="module")
