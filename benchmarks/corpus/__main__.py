@@ -87,7 +87,12 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(required=True)
     record = commands.add_parser("record", help="plan and compile")
-    record.add_argument("--output", type=pathlib.Path, required=True, help="folder of the full texts")
+    record.add_argument(
+        "--output",
+        type=pathlib.Path,
+        required=True,
+        help="folder of the full texts, such as splitjax-corpus/before, which git ignores",
+    )
     record.add_argument(
         "--package",
         type=pathlib.Path,
