@@ -10,7 +10,8 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks._common import RESULTS, table, write_page
-from benchmarks.corpus.cells import FIELDS, Cell
+from benchmarks.corpus.cells import FIELDS, Cell, compiles
+from benchmarks.corpus.cover import pairs_of
 from benchmarks.corpus.exceptions import KNOWN, LIMIT
 from benchmarks.corpus.store import FOLDER, Summary, load
 from benchmarks.corpus.worker import environment
@@ -50,6 +51,13 @@ def _section(one: Summary) -> Iterator[str]:
     kinds = collections.Counter(_kind(value) for value in plans.values())
     asked, otherwise = (kinds.pop(kind, 0) for kind in ("planned", "otherwise"))
     yield f"{len(plans)} cells; {asked} are planned as they ask, {otherwise} otherwise; {len(compiled)} are compiled."
+    able = [
+        cell
+        for cell in (Cell.parse(name) for name, value in plans.items() if _kind(value) == "planned")
+        if compiles(cell)
+    ]
+    wanted, had = pairs_of(able), pairs_of(map(Cell.parse, compiled))
+    yield f"Pairs of values that can be compiled: {len(wanted)}; in compiled cells: {len(wanted & had)}."
     yield "Otherwise: nothing crosses that could cross in turns, or a table's gradient has to stay whole."
     yield ""
     if kinds:
