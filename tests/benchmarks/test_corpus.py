@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.corpus import cells as product
 from benchmarks.corpus import compare as comparing
-from benchmarks.corpus.__main__ import main
+from benchmarks.corpus.main import main
 from benchmarks.corpus.canonical import canonical_plan, digest
 from benchmarks.corpus.cells import LAYOUTS, Cell, Unit, cells_of, combines
 from benchmarks.corpus.cover import cover, pairs_of
