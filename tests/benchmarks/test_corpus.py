@@ -15,11 +15,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.corpus import cells as product
 from benchmarks.corpus import compare as comparing
-from benchmarks.corpus.main import main
 from benchmarks.corpus.canonical import canonical_plan, digest
 from benchmarks.corpus.cells import LAYOUTS, Cell, Unit, cells_of, combines
 from benchmarks.corpus.cover import cover, pairs_of
 from benchmarks.corpus.exceptions import KNOWN, LIMIT
+from benchmarks.corpus.main import main
 from benchmarks.corpus.modules import ModuleError, canonical_module, texts
 from benchmarks.corpus.record import Recording, record_plans, record_programs
 from benchmarks.corpus.steps import parallel, ready, spec_of

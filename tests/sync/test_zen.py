@@ -19,8 +19,8 @@ def held(order: np.ndarray, num_indices: int) -> set[int]:
 @pytest.mark.parametrize("num_owners", [1, 3])
 @pytest.mark.parametrize("seed", range(20))
 def test_an_index_without_a_place_is_reported(num_owners, seed):
-    """As many indices as an owner has slots cannot all find one by two hashes: those left over go into its serial memory,
-    and where that is too small the order says that rows are missing, so that the exchange falls back."""
+    """As many indices as an owner has slots cannot all find one by two hashes: those left over go into its serial
+    memory, and where that is too small the order says that rows are missing, so that the exchange falls back."""
     rng = np.random.default_rng(seed)
     num_indices = 2 * ROOM * num_owners
     ids = jnp.asarray(rng.choice(10_000, num_indices, replace=False), jnp.int32)
