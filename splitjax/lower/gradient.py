@@ -1,4 +1,8 @@
-"""The gradient boundary: `splitjax.value_and_grad` as one equation of the traced step.
+"""This module holds the gradient boundary: `splitjax.value_and_grad` as one equation of the traced step.
+
+A loss function comes in, as for `jax.value_and_grad`; a function of the same meaning comes out. It exists because a
+step that is differentiated by plain JAX arrives with its backward pass already traced, where nothing says any more what
+is differentiated, over which examples, and how often.
 
 Inside a trace (`jax.jit`, `jax.make_jaxpr`, `parallelize`) the call binds the primitive `splitjax_value_and_grad`,
 whose parameters hold the *forward* jaxpr; the derivative is taken when the equation is evaluated. Lowering can
@@ -20,12 +24,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray, Tracer
 
 from splitjax import _compat
 from splitjax.errors import GradientError
@@ -35,42 +41,53 @@ _IN_SPLITJAX = "splitjax.value_and_grad"
 
 
 class GradientTypeError(GradientError, TypeError):
-    """What `jax.value_and_grad` reports as a `TypeError`: a wrong type, dtype or shape of an argument or result."""
+    """Reports what `jax.value_and_grad` reports as a `TypeError`: an argument or result of a wrong type, dtype or
+    shape."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Boundary:
-    """A boundary equation as a value: see the module's docstring for the order of operands and results."""
+    """Describes a boundary equation as a value: see the module's docstring for the order of operands and results.
 
-    forward: Any  # closed jaxpr without constants: operands -> value, *aux
-    positions: tuple[int, ...]  # the differentiated operands
+    - `forward`: the closed jaxpr without constants, operands -> value, *aux.
+    - `positions`: the differentiated operands, by position.
+    - `holomorphic`: as for `jax.value_and_grad`.
+    - `microbatches`: the number of parts of a worker's batch that are differentiated by themselves; None for whole.
+    - `label`: the function and the user's line, such as `loss_fn at train.py:12`.
+    - `names`: the path of each operand, such as `params['w']`, or "captured".
+    """
+
+    forward: Any
+    positions: tuple[int, ...]
     holomorphic: bool
     microbatches: int | None
-    label: str  # "loss_fn at train.py:12"
-    names: tuple[str, ...]  # per operand its path, such as "params['w']"
+    label: str
+    names: tuple[str, ...]
 
     @property
     def num_aux(self) -> int:
+        """The number of auxiliary results."""
         return len(_compat.open_jaxpr(self.forward)[0].outvars) - 1
 
     @property
     def gradients(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (result position, operand position): the gradient and what it is the gradient of."""
+        """Pairs each gradient with what it is the gradient of: (result position, operand position)."""
         return tuple((1 + self.num_aux + i, position) for i, position in enumerate(self.positions))
 
 
 def boundary_of(params: dict[str, Any]) -> Boundary:
-    """The boundary that an equation's parameters describe."""
+    """Returns the boundary that `params`, the parameters of its equation, describe."""
     return Boundary(**params)
 
 
 def is_boundary(eqn: Any) -> bool:
-    """Whether an equation is a gradient boundary."""
+    """Returns whether the equation `eqn` is a gradient boundary."""
     return eqn.primitive is value_and_grad_p
 
 
 def boundary_forward(eqn: Any) -> tuple[Any, tuple[int, ...]]:
-    """The closed forward jaxpr (operands -> value, *aux; no constants) and the differentiated operand positions."""
+    """Returns the closed forward jaxpr (operands -> value, *aux; no constants) of the boundary `eqn`, and the positions
+    of its differentiated operands."""
     return eqn.params["forward"], eqn.params["positions"]
 
 
@@ -79,16 +96,20 @@ def expand(
     operands: Sequence[Any],
     eval_forward: Callable[[Any, Sequence[Any]], Sequence[Any]] | None = None,
 ) -> list[Any]:
-    """Evaluates a boundary: value, aux leaves, gradients.
+    """Evaluates a boundary whole, and returns value, aux leaves and gradients.
 
-    `eval_forward(forward, operands) -> [value, *aux]` replaces the evaluation of the forward jaxpr; the derivative is
-    taken through it. None evaluates the forward as it is. `microbatches` is ignored here (see `microbatch.py`): it
-    never changes the numbers.
+    **Arguments:**
+
+    - `params`: the parameters of the boundary's equation. `microbatches` is ignored here (see `microbatch.py`): it
+      never changes the numbers.
+    - `operands`: of the equation, in order.
+    - `eval_forward(forward, operands) -> [value, *aux]`: replaces the evaluation of the forward jaxpr; the derivative
+      is taken through it. None evaluates the forward as it is.
     """
     evaluate = eval_forward or (lambda forward, values: _compat.eval_jaxpr(forward, (), *values))
     positions = params["positions"]
 
-    def value_and_aux(differentiated):
+    def value_and_aux(differentiated: Sequence[Any]) -> tuple[Any, list[Any]]:
         merged = list(operands)
         for position, value in zip(positions, differentiated, strict=True):
             merged[position] = value
@@ -111,7 +132,7 @@ value_and_grad_p = _compat.define_primitive(
 
 
 def value_and_grad(
-    fun: Callable,
+    fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
@@ -119,16 +140,25 @@ def value_and_grad(
     reduce_axes: Sequence[Any] = (),
     *,
     microbatches: int | None = None,
-) -> Callable:
-    """`jax.value_and_grad`, as a boundary that a parallel step can see.
+) -> Callable[..., tuple[Any, Any]]:
+    """Differentiates as `jax.value_and_grad` does, in a boundary that a parallel step can see.
 
-    The same numbers as JAX's function, with all of its arguments, and in any transformation. Where no leaf of the
-    call's arguments is traced, it is JAX's function.
+    The numbers are those of JAX's function, in any transformation. Where no leaf of the call's arguments is traced, it
+    is JAX's function that runs.
 
-    **Arguments:** as `jax.value_and_grad`, and
+    **Arguments:** as `jax.value_and_grad`, and `microbatches`.
 
+    - `fun`: the function to differentiate, with a scalar result; with `has_aux`, a pair (scalar, auxiliary data).
+    - `argnums`: the position of the differentiated argument, or the positions of several.
+    - `has_aux`: whether `fun` returns auxiliary data beside its value.
+    - `holomorphic`: whether `fun` is complex-differentiable; its arguments and result are complex then.
+    - `allow_int`: whether integer arguments may be differentiated; their gradients have dtype `float0`.
+    - `reduce_axes`: is handed to `jax.value_and_grad` where that runs.
     - `microbatches`: inside a parallel step, accumulate the gradient over this many slices of the batch, with one
       gradient exchange at the end. Never changes the numbers, and has no effect elsewhere.
+
+    Returns a function of the arguments of `fun` that gives (value, gradient), or ((value, aux), gradient) with
+    `has_aux`; the gradient has the structure of the differentiated argument, or is a tuple where `argnums` is one.
 
     Arguments that are not traced and not differentiated (flags, strings, functions) reach `fun` as they are; auxiliary
     leaves that are not traced come back as they are.
@@ -139,7 +169,7 @@ def value_and_grad(
     _check_microbatches(microbatches)
 
     @functools.wraps(plain)
-    def value_and_grad_f(*args, **kwargs):
+    def value_and_grad_f(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not any(_compat.is_abstract(leaf) for leaf in jax.tree.leaves((args, kwargs))):
             return plain(*args, **kwargs)
         call = _Call(fun, argnums, has_aux, holomorphic, allow_int, microbatches)
@@ -149,7 +179,7 @@ def value_and_grad(
 
 
 def grad(
-    fun: Callable,
+    fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
@@ -157,16 +187,18 @@ def grad(
     reduce_axes: Sequence[Any] = (),
     *,
     microbatches: int | None = None,
-) -> Callable:
-    """`jax.grad`, as a boundary that a parallel step can see. See `value_and_grad`.
+) -> Callable[..., Any]:
+    """Differentiates as `jax.grad` does, in a boundary that a parallel step can see.
 
-    Returns a function that gives the gradient, or (gradient, aux) with `has_aux`.
+    `fun`, `argnums`, `has_aux`, `holomorphic`, `allow_int`, `reduce_axes` and `microbatches` are those of
+    `value_and_grad`, and so is what is raised. Returns a function that gives the gradient, or (gradient, aux) with
+    `has_aux`.
     """
     plain = jax.grad(fun, argnums, has_aux, holomorphic, allow_int, reduce_axes)
     full = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int, reduce_axes, microbatches=microbatches)
 
     @functools.wraps(plain)
-    def grad_f(*args, **kwargs):
+    def grad_f(*args: Any, **kwargs: Any) -> Any:
         value, gradient = full(*args, **kwargs)
         return (gradient, value[1]) if has_aux else gradient
 
@@ -175,7 +207,9 @@ def grad(
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    fun: Callable
+    """The arguments of `value_and_grad`, as they apply to a call of the function that it returned."""
+
+    fun: Callable[..., Any]
     argnums: int | Sequence[int]
     has_aux: bool
     holomorphic: bool
@@ -189,7 +223,7 @@ class _Call:
 
 @dataclasses.dataclass(frozen=True)
 class _Leaves:
-    """The flat arguments of one call, split into operands and what stays in Python."""
+    """The flat arguments of a call, split into operands and what stays in Python."""
 
     values: tuple[Any, ...]
     tree: Any
@@ -200,14 +234,16 @@ class _Leaves:
     differentiated: tuple[int, ...]  # flat positions with a gradient, ascending
     dynamic: tuple[int, ...]  # flat positions that become operands, ascending
 
-    def merge(self, operands: Sequence[Any]) -> tuple[tuple, dict]:
+    def merge(self, operands: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns (args, kwargs) with `operands` in the places of the dynamic leaves."""
         values = list(self.values)
         for i, operand in zip(self.dynamic, operands, strict=True):
             values[i] = operand
         return jax.tree.unflatten(self.tree, values)
 
 
-def _bind(call: _Call, args: tuple, kwargs: dict) -> Any:
+def _bind(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Binds the boundary's equation for a call with traced arguments, and gives its results JAX's structure."""
     place = _compat.user_frame()
     leaves = _split(call, args, kwargs, place)
     operands = [
@@ -236,15 +272,17 @@ def _bind(call: _Call, args: tuple, kwargs: dict) -> Any:
 
 
 def _gradient_tree(call: _Call, leaves: _Leaves, grads: dict[int, Any]) -> Any:
-    """The gradient in the shape of the arguments; integers have JAX's empty derivative type."""
+    """Puts the gradients, by flat position, into the structure of the arguments; integers have JAX's empty derivative
+    type."""
     trees = []
     for positions, tree in zip(leaves.argument_leaves, leaves.argument_trees, strict=True):
         flat = [grads[i] if i in grads else np.zeros(np.shape(leaves.values[i]), jax.dtypes.float0) for i in positions]
         trees.append(jax.tree.unflatten(tree, flat))
-    return trees[0] if hasattr(call.argnums, "__index__") else tuple(trees)
+    return trees[0] if isinstance(call.argnums, SupportsIndex) else tuple(trees)
 
 
-def _split(call: _Call, args: tuple, kwargs: dict, place: str) -> _Leaves:
+def _split(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any], place: str) -> _Leaves:
+    """Flattens the arguments of a call and says which leaves are differentiated, and which become operands."""
     chosen = _argument_positions(call.argnums, len(args))
     paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
     values = tuple(value for _, value in paths)
@@ -253,22 +291,23 @@ def _split(call: _Call, args: tuple, kwargs: dict, place: str) -> _Leaves:
     argument_leaves = tuple(tuple(range(int(starts[i]), int(starts[i + 1]))) for i in chosen)
     wanted = sorted({i for positions in argument_leaves for i in positions})
     differentiated = tuple(i for i in wanted if _check_input(values[i], call, names[i], place))
-    dynamic = tuple(i for i, value in enumerate(values) if isinstance(value, jax.core.Tracer) or i in differentiated)
+    dynamic = tuple(i for i, value in enumerate(values) if isinstance(value, Tracer) or i in differentiated)
     trees = tuple(jax.tree.structure(args[i]) for i in chosen)
     return _Leaves(values, tree, names, argument_leaves, trees, differentiated, dynamic)
 
 
 def _trace_forward(call: _Call, leaves: _Leaves, operands: list[Any], place: str) -> tuple[Any, Any, list[Any]]:
-    """The closed forward jaxpr, the tree of aux, and its leaves with `_TRACED` where a result of the jaxpr goes."""
-    seen = []
+    """Traces the forward: its closed jaxpr, the tree of aux, and the leaves of aux with `_TRACED` where a result of the
+    jaxpr goes."""
+    seen: list[tuple[Any, list[Any]]] = []
 
-    def forward(*values):
+    def forward(*values: Any) -> tuple[Any, ...]:
         args, kwargs = leaves.merge(values)
         result = call.fun(*args, **kwargs)
         value, aux = _split_aux(result, call, place)
         _check_output(value, call, place)
         flat, tree = jax.tree.flatten(aux)
-        traced = [isinstance(leaf, jax.core.Tracer) for leaf in flat]
+        traced = [isinstance(leaf, Tracer) for leaf in flat]
         seen.append((tree, [_TRACED if here else leaf for here, leaf in zip(traced, flat, strict=True)]))
         return (value, *(leaf for here, leaf in zip(traced, flat, strict=True) if here))
 
@@ -285,7 +324,8 @@ _TRACED = _Traced()
 
 
 def _argument_positions(argnums: int | Sequence[int], num_args: int) -> tuple[int, ...]:
-    chosen = (argnums,) if hasattr(argnums, "__index__") else tuple(argnums)
+    """Returns the differentiated arguments of a call with `num_args` positional ones, counted from 0."""
+    chosen = (operator.index(argnums),) if isinstance(argnums, SupportsIndex) else tuple(argnums)
     for argnum in chosen:
         if not -num_args <= argnum < num_args:
             raise GradientTypeError(
@@ -299,7 +339,8 @@ def _argument_positions(argnums: int | Sequence[int], num_args: int) -> tuple[in
 
 
 def _leaf_names(fun: Callable, paths: Sequence[Any]) -> tuple[str, ...]:
-    """Per leaf `parameter` and its path within, such as `params['w']`; `args[i]` where the signature does not say."""
+    """Names each leaf by its parameter and its path within, such as `params['w']`; `args[i]` where the signature does
+    not say."""
     try:
         declared = [
             p.name
@@ -309,7 +350,7 @@ def _leaf_names(fun: Callable, paths: Sequence[Any]) -> tuple[str, ...]:
     except (TypeError, ValueError):
         declared = []
 
-    def name(path):
+    def name(path: Sequence[Any]) -> str:
         is_keyword, which, rest = path[0].idx == 1, path[1], path[2:]
         if is_keyword:
             head = str(which.key)
@@ -333,7 +374,7 @@ def _check_microbatches(microbatches: Any) -> None:
 
 
 def _check_input(value: Any, call: _Call, name: str, place: str) -> bool:
-    """Whether a differentiated leaf has a gradient; raises `GradientTypeError` where JAX refuses it."""
+    """Returns whether a differentiated leaf has a gradient. Raises `GradientTypeError` where JAX refuses it."""
     where = f"{name} of {call.name}, {place}"
     try:
         aval = jax.typeof(value)
@@ -345,7 +386,7 @@ def _check_input(value: Any, call: _Call, name: str, place: str) -> bool:
             remedy="choose the arrays with argnums, and close over the rest",
         ) from error
     dtype = getattr(aval, "dtype", None)
-    if dtype is None or not isinstance(aval, jax.core.ShapedArray):
+    if dtype is None or not isinstance(aval, ShapedArray):
         raise GradientTypeError(
             "a differentiated argument is not an array", value=aval, place=where, remedy="pass an array"
         )
@@ -369,6 +410,7 @@ def _check_input(value: Any, call: _Call, name: str, place: str) -> bool:
 
 
 def _split_aux(result: Any, call: _Call, place: str) -> tuple[Any, Any]:
+    """Returns the value and the auxiliary data of a result of the differentiated function."""
     if not call.has_aux:
         return result, ()
     if not isinstance(result, (list, tuple)) or len(result) != 2:
@@ -382,6 +424,7 @@ def _split_aux(result: Any, call: _Call, place: str) -> tuple[Any, Any]:
 
 
 def _check_output(value: Any, call: _Call, place: str) -> None:
+    """Raises `GradientTypeError` unless the value is a scalar of a type that has a gradient."""
     where = f"{call.name}, {place}"
     try:
         aval = jax.typeof(value)

@@ -1,4 +1,4 @@
-"""What XLA's SPMD partitioner computes wrongly, as a table, and what splitjax does instead.
+"""This room lists what XLA's SPMD partitioner computes wrongly, as a table, and what splitjax does instead.
 
 See `defects.py` for the table, docs/partitioner.md for how it came about, and `benchmarks/partitioner/main.py` for the
 search."""

@@ -1,4 +1,6 @@
-"""The table of operations that XLA's partitioner splits over devices and computes wrongly: one row a defect.
+"""Holds the table of operations that XLA's partitioner splits over devices and computes wrongly: a row for each defect.
+
+An operation of a traced step goes in; the row that covers it comes out, with the dims that must not be split.
 
 XLA decides how each operation of a program is split by the shardings of what it reads. For a few operations the split
 program computes other numbers than the whole one, without a word, or the compiler ends the process. A row says which
@@ -17,24 +19,35 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 Shape = tuple[int, ...]
-Touched = Mapping[int, tuple[int, ...]]
+Touched = Mapping[int, tuple[int, ...]]  # operand position (-1 for the first result) -> dims
 
 
 class Action(enum.Enum):
-    """What is done with an operation that XLA's partitioner cannot be trusted with."""
+    """Names what is done with an operation that XLA's partitioner cannot be trusted with.
 
-    LOCAL = "local"  # every device evaluates its own part; the collectives are written out, and planned
-    REWRITE = "rewrite"  # it is evaluated as another operation of the same meaning; nothing is sent
-    WHOLE = "whole"  # the dims in question are gathered for it, and leave it whole
-    # axes that split one dim together are listed in the order of the mesh; a pinned plan that does not is refused
+    - `LOCAL`: every device evaluates its own part; the collectives are written out, and planned.
+    - `REWRITE`: it is evaluated as another operation of the same meaning; nothing is sent.
+    - `WHOLE`: the dims in question are gathered for it, and leave it whole.
+    - `ORDER`: axes that split a dim together are listed in the order of the mesh; a pinned plan that does not is
+      refused.
+    - `REFUSE`: the plan is refused: nothing else is known to give the right numbers.
+    """
+
+    LOCAL = "local"
+    REWRITE = "rewrite"
+    WHOLE = "whole"
     ORDER = "order"
-    REFUSE = "refuse"  # the plan is refused: nothing else is known to give the right numbers
+    REFUSE = "refuse"
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation of a traced step: its primitive with the equation's parameters, the shapes of operands and results,
-    and the operands (by position) that are numbers in the program."""
+    """Describes an operation of a traced step, as far as rows ask for it.
+
+    - `primitive`, `params`: the name of its primitive, and the equation's parameters.
+    - `operands`, `results`: their shapes.
+    - `literals`: the operands that are numbers in the program, by position.
+    """
 
     primitive: str
     params: Mapping[str, Any]
@@ -45,9 +58,9 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Defect:
-    """One row of the table.
+    """Is a row of the table: a defect of the partitioner.
 
-    - `name`: by which plans, errors and tests refer to it.
+    - `name`: what plans, errors and tests call it.
     - `operation`, `condition`: what is computed wrongly, and under which layouts, in words.
     - `consequence`: what the split program does instead of computing the right numbers.
     - `versions`: of JAX, in which it was seen; `partitioners`: Shardy, GSPMD, or both.
@@ -72,21 +85,26 @@ class Defect:
 
 
 def _all_dims(operation: Operation) -> Touched:
+    """Returns all dims of operands and first result."""
     shapes = {**dict(enumerate(operation.operands)), -1: operation.results[0]}
     return {position: tuple(range(len(shape))) for position, shape in shapes.items()}
 
 
 def _grouped(operation: Operation) -> Touched:
-    is_one = operation.primitive == "conv_general_dilated"
-    groups = max(operation.params["feature_group_count"], operation.params["batch_group_count"]) if is_one else 1
+    """Returns all dims of a convolution with groups."""
+    if operation.primitive != "conv_general_dilated":
+        return {}
+    groups = max(operation.params["feature_group_count"], operation.params["batch_group_count"])
     return _all_dims(operation) if groups > 1 else {}
 
 
 def _convolution(operation: Operation) -> Touched:
+    """Returns all dims of a convolution."""
     return _all_dims(operation) if operation.primitive == "conv_general_dilated" else {}
 
 
 def _transformed(operation: Operation) -> Touched:
+    """Returns all dims of a Fourier transform."""
     return _all_dims(operation) if operation.primitive == "fft" else {}
 
 
@@ -96,7 +114,8 @@ _WINDOWS = {"dynamic_slice": (None, 1), "dynamic_update_slice": (1, 2)}
 
 
 def _unbounded_starts(operation: Operation) -> Touched:
-    """The dims of which a dynamic slice takes or writes a part that starts at an index that the program computes."""
+    """Returns the dims of which a dynamic slice takes or writes a part that starts at an index that the program
+    computes."""
     if operation.primitive not in _WINDOWS:
         return {}
     window, first = _WINDOWS[operation.primitive]
@@ -111,7 +130,7 @@ def _unbounded_starts(operation: Operation) -> Touched:
 
 
 def _dilated_and_cut(operation: Operation) -> Touched:
-    """The dims that a pad dilates and cuts at their beginning, but not between two elements of the operand."""
+    """Returns the dims that a pad dilates and cuts at their beginning, but not between two elements of the operand."""
     if operation.primitive != "pad":
         return {}
     config = operation.params["padding_config"]
@@ -120,7 +139,7 @@ def _dilated_and_cut(operation: Operation) -> Touched:
 
 
 def _strided_to_one(operation: Operation) -> Touched:
-    """The dims of which a strided slice takes one element."""
+    """Returns the dims of which a strided slice takes one element."""
     if operation.primitive != "slice" or not operation.params["strides"]:
         return {}
     dims = tuple(
@@ -134,6 +153,7 @@ def _strided_to_one(operation: Operation) -> Touched:
 
 
 def _upper_half(operation: Operation) -> Touched:
+    """Returns all dims of an upper half of a product."""
     return _all_dims(operation) if operation.primitive == "mulhi" else {}
 
 
@@ -141,7 +161,7 @@ _SCATTERS = frozenset({"scatter", "scatter-add", "scatter-sub", "scatter-mul", "
 
 
 def _indexed(operation: Operation) -> Touched:
-    """The dims that a lookup (whose gradient is a scatter) or a scatter has from its indices."""
+    """Returns the dims that a lookup (whose gradient is a scatter) or a scatter has from its indices."""
     if operation.primitive == "gather":
         rows = len(operation.results[0])
         offsets = operation.params["dimension_numbers"].offset_dims
@@ -158,6 +178,7 @@ def _indexed(operation: Operation) -> Touched:
 
 
 def _without_none(touched: Mapping[int, Iterable[int]]) -> Touched:
+    """Leaves out the positions without dims."""
     return {position: tuple(dims) for position, dims in touched.items() if tuple(dims)}
 
 
@@ -165,8 +186,8 @@ _BITWISE = frozenset({"reduce_and", "reduce_or", "reduce_xor"})
 
 
 def _reduced(operation: Operation) -> Touched:
-    """The dims that a reduction without a collective of its own sums up: bitwise ones, and those with a computation of
-    the user's."""
+    """Returns the dims that a reduction without a collective of its own sums up: bitwise ones, and those with a
+    computation of the user's."""
     if operation.primitive in _BITWISE:
         return {0: tuple(operation.params["axes"])}
     if operation.primitive == "reduce":
@@ -324,19 +345,18 @@ DEFECTS: tuple[Defect, ...] = (
 
 
 def defect_of(operation: Operation) -> tuple[Defect, Touched] | None:
-    """The first row that covers an operation, with the dims that it touches; None for an operation that no row
-    covers."""
+    """Returns the first row that covers `operation`, with the dims that it touches; None where no row does."""
     if operation.primitive not in COVERED:
         return None
     return next(((row, touched) for row in DEFECTS if (touched := row.touches(operation))), None)
 
 
 # Most operations of a step are looked up here and no further.
-COVERED = frozenset(
+COVERED: frozenset[str] = frozenset(
     {"conv_general_dilated", "fft", "mulhi", "pad", "reduce", "gather", "slice", *_SCATTERS, *_WINDOWS, *_BITWISE}
 )
 
 
 def defect_named(name: str) -> Defect:
-    """The row of a name. Raises `KeyError` for a name that the table lacks."""
+    """Returns the row called `name`. Raises `KeyError` for a name that the table lacks."""
     return {row.name: row for row in DEFECTS}[name]

@@ -1,4 +1,7 @@
-"""Where XLA is told a sharding inside the step, beyond those of its arguments: graph + leaf specs -> `Constraint`s.
+"""Decides where XLA is told a sharding inside the step, beyond those of its arguments.
+
+A step's graph and the specs of its leaves come in; `Constraint`s come out, each with the operation and operand that it
+pins. They exist because XLA chooses among layouts by rules that know nothing of layers.
 
 Few on purpose: XLA carries the arguments' shardings through the program, and a constraint that says what it would infer
 anyway buys nothing. Needed are the places where two layouts meet:
@@ -28,31 +31,46 @@ FREE = "?"
 def derive_constraints(
     graph: Graph, leaves: Mapping[str, LeafPlan], mesh: MeshShape, batch_axes: tuple[str, ...]
 ) -> tuple[Constraint, ...]:
-    """Constraints for every forward use of a weight that needs them, in program order."""
-    found: list[Constraint] = []
+    """Derives the constraints of every forward use of a weight that needs them, in program order.
+
+    **Arguments:**
+
+    - `graph`: of the step.
+    - `leaves`: the plan's leaves by path.
+    - `mesh`: the shape of the mesh.
+    - `batch_axes`: the mesh axes over which replicated layers split the examples, major first.
+    """
+    constraints: list[Constraint] = []
     crossed = False
     for use in graph.uses:
         if use.backward or not use.editable or use.data is None:
             continue
         axes = mesh.present(spec_axes(leaves[use.param].spec))
         if DATA in axes:
-            found += _gathered(graph, use, batch_axes)
+            constraints += _gathered(graph, use, use.data, batch_axes)
         elif set(axes) & set(batch_axes):
             crossed = True
-            found += _crossing(graph, use, leaves[use.param].spec, axes, batch_axes)
+            constraints += _crossing(graph, use, use.data, leaves[use.param].spec, axes, batch_axes)
         elif crossed and len(batch_axes) > 1:
             spec = example_spec(graph, use.data_dims, batch_axes)
             if spec is not None:
-                found.append(
+                constraints.append(
                     Constraint(use.site, use.data, spec, use.layer, "replicated layer: every device is a worker")
                 )
-    return tuple(found)
+    return tuple(constraints)
 
 
 def place_batches(
     graph: Graph, leaves: tuple[LeafPlan, ...], mesh: MeshShape, batch_axes: tuple[str, ...]
 ) -> tuple[LeafPlan, ...]:
-    """Leaves whose batches lie where their first layers want them.
+    """Returns the leaves with every batch where its first layers want it.
+
+    **Arguments:**
+
+    - `graph`: of the step.
+    - `leaves`: of the plan, with the batches over all of `batch_axes`.
+    - `mesh`: the shape of the mesh.
+    - `batch_axes`: the mesh axes over which replicated layers split the examples, major first.
 
     A batch that no replicated layer reads (labels, tokens of a split embedding) meets only values whose examples are
     over the axes that the split layers leave free. Over all batch axes it would be gathered for them, or worse, the
@@ -84,25 +102,32 @@ def place_batches(
     return tuple(place(leaf) for leaf in leaves)
 
 
-def example_spec(graph: Graph, dims: tuple[Dim, ...], axes: tuple[str, ...], other: SpecEntry = FREE) -> Spec | None:
-    """The first example dim over `axes`, all other dims `other`; None where no dim leads with the example atom."""
+def example_spec(graph: Graph, dims: tuple[Dim, ...], axes: tuple[str, ...]) -> Spec | None:
+    """Returns the spec that splits the first example dim over `axes` and leaves all other dims to XLA.
+
+    `dims` are the dims of a value of the step that `graph` describes. None where no dim leads with the example atom.
+    """
     for position, dim in enumerate(dims):
         if graph.is_example(dim):
             entry = axes[0] if len(axes) == 1 else tuple(axes) or None
-            return tuple(entry if p == position else other for p in range(len(dims)))
+            return tuple(entry if p == position else FREE for p in range(len(dims)))
     return None
 
 
-def _gathered(graph: Graph, use: Use, batch_axes: tuple[str, ...]) -> list[Constraint]:
+def _gathered(graph: Graph, use: Use, data_operand: int, batch_axes: tuple[str, ...]) -> list[Constraint]:
+    """Keeps the examples of a use split, whose weight is split over the axis `data` and gathered. `data_operand`: the
+    position of the activations."""
     why = "weight split over data: gather the weight, keep the examples split"
-    pairs = ((use.data, use.data_dims), (-1, use.out_dims))
+    pairs = ((data_operand, use.data_dims), (-1, use.out_dims))
     specs = [(operand, example_spec(graph, dims, batch_axes)) for operand, dims in pairs]
     return [Constraint(use.site, operand, spec, use.layer, why) for operand, spec in specs if spec is not None]
 
 
 def _crossing(
-    graph: Graph, use: Use, weight_spec: Spec, axes: tuple[str, ...], batch_axes: tuple[str, ...]
+    graph: Graph, use: Use, data_operand: int, weight_spec: Spec, axes: tuple[str, ...], batch_axes: tuple[str, ...]
 ) -> list[Constraint]:
+    """Pins what enters and leaves a layer that is split over `axes`. `data_operand`: the position of the
+    activations."""
     rest = tuple(axis for axis in batch_axes if axis not in axes)
     spec = example_spec(graph, use.data_dims, rest)
     if spec is None:
@@ -111,7 +136,7 @@ def _crossing(
         # The indices of a lookup: whole in every dim but the examples.
         return [
             Constraint(
-                use.site, use.data, tuple(None if e == FREE else e for e in spec), use.layer, "crossing of a lookup"
+                use.site, data_operand, tuple(None if e == FREE else e for e in spec), use.layer, "crossing of a lookup"
             )
         ]
     contracted = _contracted(graph, use, weight_spec)
@@ -121,12 +146,16 @@ def _crossing(
     # In a step whose backward pass is already traced, the weight's gradient reads the same data: in another layout XLA
     # reshards it once more, and jax 0.12.0.1 aborts ("ReplicateOnLastTileDim should not be called for HloShardingV3").
     twins = [Constraint(site, operand, full, use.layer, why) for site, operand in use.data_twins]
-    return [Constraint(use.site, use.data, full, use.layer, why), Constraint(use.site, -1, out, use.layer, why), *twins]
+    return [
+        Constraint(use.site, data_operand, full, use.layer, why),
+        Constraint(use.site, -1, out, use.layer, why),
+        *twins,
+    ]
 
 
 def _result_spec(graph: Graph, use: Use, weight_spec: Spec, rest: tuple[str, ...]) -> Spec:
-    """The result's layout: examples over the axes that are left, features like the weight's free dims. It pins the
-    backward pass too: a cotangent with another layout would make XLA reshard through a full copy."""
+    """Returns the result's layout: examples over the axes that are left, features like the weight's free dims. It pins
+    the backward pass too: a cotangent with another layout would make XLA reshard through a full copy."""
     leaf = graph.leaf(use.param)
     free = {
         graph.local[dim[0]]: weight_spec[d] if d < len(weight_spec) else None
@@ -140,7 +169,7 @@ def _result_spec(graph: Graph, use: Use, weight_spec: Spec, rest: tuple[str, ...
 
 
 def _contracted(graph: Graph, use: Use, weight_spec: Spec) -> dict[int, SpecEntry]:
-    """Position of every contracted dim of the data -> the axes of the weight dim that it meets."""
+    """Maps the position of every contracted dim of the data to the axes of the weight dim that it meets."""
     leaf = graph.leaf(use.param)
     by_atom = {
         atom: weight_spec[d] if d < len(weight_spec) else None

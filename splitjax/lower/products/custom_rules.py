@@ -1,4 +1,7 @@
-"""The derivative rules that an equation of the traced step brings along, as jaxprs: what editing its body would lose.
+"""Takes the derivative rules that an equation of the traced step brings along out of it, as jaxprs.
+
+An equation comes in; its rule comes out, and an evaluation of the equation otherwise with the same rule
+(`custom_call`). It exists because editing the body of such an equation would lose its rule.
 
 A `custom_jvp` or `custom_vjp` equation is bound and differentiated once, abstractly; what comes out can be evaluated
 otherwise, and made into an equation with the same rule again (`custom_call`).
@@ -19,7 +22,11 @@ from splitjax import _compat
 
 @dataclasses.dataclass(frozen=True)
 class ForwardRule:
-    """`jaxpr`: (operands, tangents of floating-point operands) -> results, tangents of the floating-point `results`."""
+    """Holds a forward-mode rule as a jaxpr.
+
+    - `jaxpr`: (operands, tangents of floating-point operands) -> results, tangents of the floating-point results.
+    - `results`: the positions of the floating-point results.
+    """
 
     jaxpr: Any
     results: tuple[int, ...]
@@ -27,8 +34,12 @@ class ForwardRule:
 
 @dataclasses.dataclass(frozen=True)
 class ReverseRule:
-    """`forward`: operands -> results, residuals. `backward`: (residuals, cotangents of `results`) -> gradients of
-    `positions`."""
+    """Holds a reverse-mode rule as two jaxprs.
+
+    - `forward`: operands -> results, residuals.
+    - `backward`: (residuals, cotangents of `results`) -> gradients of the operands at `positions`.
+    - `positions`: of the floating-point operands. `results`: of the floating-point results.
+    """
 
     forward: Any
     backward: Any
@@ -37,29 +48,29 @@ class ReverseRule:
 
 
 def jvp_of(eqn: Any) -> tuple[tuple[int, ...], ForwardRule]:
-    """The operand positions that have tangents, and the rule of a `custom_jvp` equation."""
+    """Returns the operand positions that have tangents, and the rule of the `custom_jvp` equation `eqn`."""
     positions, results = _floating(eqn.invars), _floating(eqn.outvars)
 
-    def rule(operands, tangents):
+    def rule(operands: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], Any]:
         function = lambda *differentiated: _outputs(eqn, operands, positions, differentiated, results)
-        found, changes, others = jax.jvp(function, [operands[i] for i in positions], tangents, has_aux=True)
-        return _merged(len(eqn.outvars), results, found, others), changes
+        floating, changes, rest = jax.jvp(function, [operands[i] for i in positions], tangents, has_aux=True)
+        return _merged(len(eqn.outvars), results, floating, rest), changes
 
     types = _types(eqn.invars)
     return positions, ForwardRule(_compat.trace(rule, types, [types[i] for i in positions])[0], results)
 
 
 def vjp_of(eqn: Any) -> ReverseRule:
-    """The rule of a `custom_vjp` equation, in its two parts."""
+    """Returns the rule of the `custom_vjp` equation `eqn`, in its two parts."""
     positions, results = _floating(eqn.invars), _floating(eqn.outvars)
     trees: list[Any] = []
 
-    def forward(*operands):
+    def forward(*operands: Any) -> tuple[list[Any], Any]:
         function = lambda *differentiated: _outputs(eqn, operands, positions, differentiated, results)
-        found, pull, others = jax.vjp(function, *(operands[i] for i in positions), has_aux=True)
+        floating, pull, rest = jax.vjp(function, *(operands[i] for i in positions), has_aux=True)
         residuals, tree = jax.tree.flatten(pull)
         trees[:] = [tree]
-        return _merged(len(eqn.outvars), results, found, others), residuals
+        return _merged(len(eqn.outvars), results, floating, rest), residuals
 
     closed, (_, residuals) = _compat.trace(forward, *_types(eqn.invars))
     cotangents = [_types(eqn.outvars)[k] for k in results]
@@ -69,30 +80,35 @@ def vjp_of(eqn: Any) -> ReverseRule:
     return ReverseRule(closed, backward, positions, results)
 
 
-Run = Callable[[Any, Sequence[Any]], list[Any]]  # evaluates a jaxpr of a rule on flat operands
+EvalRule = Callable[[Any, Sequence[Any]], list[Any]]  # evaluates a jaxpr of a rule on flat operands
 
 
 def custom_call(
-    eqn: Any, body: Callable[..., list[Any]], run: Run, rule: tuple[tuple[int, ...], ForwardRule] | ReverseRule
+    eqn: Any, body: Callable[..., list[Any]], run: EvalRule, rule: tuple[tuple[int, ...], ForwardRule] | ReverseRule
 ) -> Callable[..., list[Any]]:
-    """The function of a custom-rule equation, with its rule, evaluated otherwise: operands -> results.
+    """Returns the function of a custom-rule equation, with its rule, evaluated otherwise: operands -> results.
 
-    **Arguments:** `body`: operands -> results, where nothing is differentiated; `run`: evaluates the jaxprs of `rule`,
-    which `jvp_of` or `vjp_of` gives for the equation."""
+    **Arguments:**
+
+    - `eqn`: the equation, a call of a function with a custom derivative rule.
+    - `body`: operands -> results, where nothing is differentiated.
+    - `run`: evaluates the jaxprs of `rule` on flat operands.
+    - `rule`: what `jvp_of` or `vjp_of` gives for the equation.
+    """
     return (
         _with_reverse(eqn, body, run, rule) if isinstance(rule, ReverseRule) else _with_forward(eqn, body, run, *rule)
     )
 
 
 def _with_forward(
-    eqn: Any, body: Callable[..., list[Any]], run: Run, positions: tuple[int, ...], rule: ForwardRule
+    eqn: Any, body: Callable[..., list[Any]], run: EvalRule, positions: tuple[int, ...], rule: ForwardRule
 ) -> Callable[..., list[Any]]:
     function = jax.custom_jvp(body)
 
     @function.defjvp
-    def derive(primals, tangents):
-        found = run(rule.jaxpr, [*primals, *(tangents[i] for i in positions)])
-        results, changes = found[: len(eqn.outvars)], iter(found[len(eqn.outvars) :])
+    def derive(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        evaluated = run(rule.jaxpr, [*primals, *(tangents[i] for i in positions)])
+        results, changes = evaluated[: len(eqn.outvars)], iter(evaluated[len(eqn.outvars) :])
         return results, [
             next(changes) if number in rule.results else np.zeros(np.shape(result), jax.dtypes.float0)
             for number, result in enumerate(results)
@@ -101,18 +117,20 @@ def _with_forward(
     return function
 
 
-def _with_reverse(eqn: Any, body: Callable[..., list[Any]], run: Run, rule: ReverseRule) -> Callable[..., list[Any]]:
+def _with_reverse(
+    eqn: Any, body: Callable[..., list[Any]], run: EvalRule, rule: ReverseRule
+) -> Callable[..., list[Any]]:
     function = jax.custom_vjp(body)
 
-    def forward(*operands):
-        found = run(rule.forward, operands)
-        return found[: len(eqn.outvars)], (operands, found[len(eqn.outvars) :])
+    def forward(*operands: Any) -> tuple[list[Any], tuple[Any, Any]]:
+        evaluated = run(rule.forward, operands)
+        return evaluated[: len(eqn.outvars)], (operands, evaluated[len(eqn.outvars) :])
 
-    def backward(kept, cotangents):
+    def backward(kept: tuple[Any, Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
         operands, residuals = kept
-        found = iter(run(rule.backward, [*residuals, *(cotangents[k] for k in rule.results)]))
+        gradients = iter(run(rule.backward, [*residuals, *(cotangents[k] for k in rule.results)]))
         return tuple(
-            next(found)
+            next(gradients)
             if i in rule.positions
             else np.zeros(np.shape(value), jax.dtypes.float0)
             if not jnp.issubdtype(value.dtype, jnp.inexact)
@@ -126,16 +144,19 @@ def _with_reverse(eqn: Any, body: Callable[..., list[Any]], run: Run, rule: Reve
 
 def _outputs(
     eqn: Any, operands: Sequence[Any], positions: Sequence[int], differentiated: Sequence[Any], results: Sequence[int]
-) -> tuple[list, list]:
+) -> tuple[list[Any], list[Any]]:
+    """Evaluates an equation with the values `differentiated` at `positions`: the floating-point results, and the
+    rest."""
     merged = list(operands)
     for i, value in zip(positions, differentiated, strict=True):
         merged[i] = value
-    found = _compat.bind_equation(eqn, merged)
-    return [found[k] for k in results], [one for k, one in enumerate(found) if k not in results]
+    values = _compat.bind_equation(eqn, merged)
+    return [values[k] for k in results], [value for k, value in enumerate(values) if k not in results]
 
 
-def _merged(count: int, results: Sequence[int], found: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    first, second = iter(found), iter(others)
+def _merged(count: int, results: Sequence[int], floating: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
+    """Puts the results that `_outputs` took apart into their order again."""
+    first, second = iter(floating), iter(rest)
     return [next(first) if k in results else next(second) for k in range(count)]
 
 

@@ -1,8 +1,9 @@
-"""What a split layer exchanges where it is used: graph + leaf specs -> one `Exchange` per product with a split weight.
+"""Decides what a split layer exchanges where it is used.
 
-XLA's partitioner would place these collectives itself, but as an all-reduce of whole gradients where a reduce-scatter
-has half the bytes (seen on CPU and TPU), and it is asked again at every compile. `groups.py` evaluates an exchange as
-explicit collectives, forward and backward. After Lai et al., "SplitBrain" (arXiv 2112.15317), Krizhevsky, "One weird
+A step's graph and the specs of its leaves come in; an `Exchange` comes out for every product with a split weight. XLA's
+partitioner would place these collectives itself, but as an all-reduce of whole gradients where a reduce-scatter has
+half the bytes (seen on CPU and TPU), and it is asked again at every compile. `groups.py` evaluates an exchange as
+explicit collectives, forward and backward. Sources: Lai et al., "SplitBrain" (arXiv 2112.15317), Krizhevsky, "One weird
 trick" (arXiv 1404.5997, section 4), and for rows Shoeybi et al., "Megatron-LM" (arXiv 1909.08053, section 3).
 
 What is not a plain product with one weight dim split over the group (lookups, convolutions, experts, weights stored in
@@ -33,32 +34,47 @@ SCATTER = "scatter"  # rows: the sum over the group, each worker its own example
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """One product of activations with a weight that is split over `axes`."""
+    """Describes the exchanges of a product of activations with a weight that is split over `axes`.
+
+    - `site`: of the product's equation. `layer`: the layer whose weight it is.
+    - `data`, `weight`: the operand positions of activations and weight, 0 and 1 or the reverse.
+    - `weight_dim`: the weight operand's dim that is split.
+    - `axes`: the mesh axes over which it is split: those of the group.
+    - `rest`: the batch axes that still split the examples inside the layer.
+    - `example_dim`, `feature_dim`: of the data operand; `feature_dim` is the first dim that is contracted.
+    - `out_example_dim`: of the result.
+    - `enter`: how activations come in: `EXAMPLES`, `FEATURES`, `COPY`, `SPLIT` or `SWAP`.
+    - `leave`: how results go out: `STAY`, `SUM` or `SCATTER`.
+    - `scatter`: dims of the weight along which its gradient is summed into parts (`scatter.py`), each with the axes.
+    """
 
     site: tuple[int, ...]
     layer: str
-    data: int  # operand positions
+    data: int
     weight: int
-    weight_dim: int  # the weight operand's dim that is split
-    axes: tuple[str, ...]  # over which it is split: the group
-    rest: tuple[str, ...]  # batch axes that still split the examples inside the layer
-    example_dim: int  # of the data operand
-    feature_dim: int  # of the data operand: the (first) contracted one
+    weight_dim: int
+    axes: tuple[str, ...]
+    rest: tuple[str, ...]
+    example_dim: int
+    feature_dim: int
     out_example_dim: int
     enter: str
     leave: str
-    # dims of the weight along which its gradient is summed into parts (`scatter.py`)
     scatter: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
+        """The axes over which replicated layers split the examples, major first."""
         return (*self.rest, *self.axes)
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightUse:
-    """Where a weight is used inside a gradient boundary. `axes`: over which it is split; none for a replicated
-    layer."""
+    """Describes a use of a weight inside a gradient boundary.
+
+    - `site`: of the equation that uses it. `layer`: the layer whose weight it is.
+    - `axes`: the mesh axes over which the weight is split; none for a replicated layer.
+    """
 
     site: tuple[int, ...]
     layer: str
@@ -68,7 +84,15 @@ class WeightUse:
 def weight_uses(
     graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: tuple[str, ...], replicated_batch: str
 ) -> tuple[WeightUse, ...]:
-    """The forward uses of weights inside gradient boundaries, in program order."""
+    """Lists the forward uses of weights inside gradient boundaries, in program order.
+
+    **Arguments:**
+
+    - `graph`: of the step. `leaves`: of the plan.
+    - `mesh`: the shape of the mesh.
+    - `batch_axes`: the mesh axes that split the batch, major first.
+    - `replicated_batch`: over which axes replicated layers split it, as the plan has it ("all": over every axis).
+    """
     split = {leaf.path: mesh.present(spec_axes(leaf.spec)) for leaf in leaves}
     chain = flows(graph, leaves, mesh, batch_axes, replicated_batch)
     return tuple(
@@ -79,11 +103,15 @@ def weight_uses(
 def derive_exchanges(
     graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: tuple[str, ...], replicated_batch: str
 ) -> tuple[Exchange, ...]:
-    """The exchanges of a step's forward products inside gradient boundaries, in program order."""
+    """Derives the exchanges of a step's forward products inside gradient boundaries, in program order.
+
+    `graph`, `leaves`, `mesh`, `batch_axes` and `replicated_batch` are those of `weight_uses`. Products that are left to
+    XLA (see the module's docstring) have no exchange.
+    """
     planned = {leaf.path: leaf for leaf in leaves}
     chain = flows(graph, leaves, mesh, batch_axes, replicated_batch)
-    found = (_exchange(graph, flow, chain, planned, mesh, batch_axes) for flow in chain)
-    return tuple(one for one in found if one is not None)
+    exchanges = (_exchange(graph, flow, chain, planned, mesh, batch_axes) for flow in chain)
+    return tuple(exchange for exchange in exchanges if exchange is not None)
 
 
 def _exchange(
@@ -94,16 +122,19 @@ def _exchange(
     mesh: MeshShape,
     batch_axes: tuple[str, ...],
 ) -> Exchange | None:
+    """Returns the exchange of a use of a weight; None where the product is left to XLA."""
     use, leaf = flow.use, planned[flow.use.param]
     axes = mesh.present(spec_axes(leaf.spec))
     rest = tuple(axis for axis in batch_axes if axis not in axes)
     if use.primitive != "dot_general" or not use.in_boundary or not use.editable or DATA in axes or not axes:
         return None
+    if use.data is None:
+        return None
     if not flow.crossing or (*rest, *axes) != batch_axes or flow.stacked or bool(flow.contracted) == bool(flow.free):
         return None
     weight_dim, feature_dim = _weight_dim(graph, use, leaf, axes), _feature_dim(graph, use)
     example_dim, out_example_dim = _example_dim(graph, use.data_dims), _example_dim(graph, use.out_dims)
-    if None in (weight_dim, feature_dim, example_dim, out_example_dim):
+    if weight_dim is None or feature_dim is None or example_dim is None or out_example_dim is None:
         return None
     source = linked(flow.producer, axes, chain)
     target = linked(flow.consumer, axes, chain)
@@ -132,28 +163,27 @@ def _exchange(
 
 
 def _example_dim(graph: Graph, dims: Sequence[tuple[int, ...]]) -> int | None:
-    found = [position for position, dim in enumerate(dims) if graph.is_example(dim)]
-    return found[0] if found else None
+    return next((position for position, dim in enumerate(dims) if graph.is_example(dim)), None)
 
 
 def _weight_dim(graph: Graph, use: Use, leaf: LeafPlan, axes: tuple[str, ...]) -> int | None:
-    """The dim of the weight operand (which may be a part of the parameter, or a reshape of it) that the split dim
-    becomes; None where that is not one whole leading dim."""
+    """Returns the dim of the weight operand (which may be a part of the parameter, or a reshape of it) that the split
+    dim becomes; None where that is not one whole leading dim."""
     split = [d for d, entry in enumerate(leaf.spec) if set(spec_axes((entry,))) & set(axes)]
     traced = graph.leaf(use.param)
     if len(split) != 1 or tuple(spec_axes((leaf.spec[split[0]],))) != axes or not traced.dims[split[0]]:
         return None
     atom = graph.local[traced.dims[split[0]][0]]
-    found = [position for position, dim in enumerate(use.weight_dims) if dim and graph.local[dim[0]] == atom]
-    if len(found) > 1:  # both dims of a square kernel in one class: as the parameter has them
-        found = [split[0] - len(traced.dims) + len(use.weight_dims)]
-    return found[0] if len(found) == 1 and found[0] >= 0 else None
+    matching = [position for position, dim in enumerate(use.weight_dims) if dim and graph.local[dim[0]] == atom]
+    if len(matching) > 1:  # both dims of a square kernel in one class: as the parameter has them
+        matching = [split[0] - len(traced.dims) + len(use.weight_dims)]
+    return matching[0] if len(matching) == 1 and matching[0] >= 0 else None
 
 
 def _feature_dim(graph: Graph, use: Use) -> int | None:
-    """The first dim of the data that the product contracts: it is in the weight, and not in the result."""
+    """Returns the first dim of the data that the product contracts: it is in the weight, and not in the result."""
     weight = {graph.local[dim[0]] for dim in use.weight_dims if dim}
     out = {graph.local[dim[0]] for dim in use.out_dims if dim}
-    found = [position for position, dim in enumerate(use.data_dims) if dim and graph.local[dim[0]] in weight]
-    clear = [position for position in found if graph.local[use.data_dims[position][0]] not in out]
-    return (clear or found or [None])[0]
+    shared = [position for position, dim in enumerate(use.data_dims) if dim and graph.local[dim[0]] in weight]
+    clear = [position for position in shared if graph.local[use.data_dims[position][0]] not in out]
+    return (clear or shared or [None])[0]

@@ -1,5 +1,8 @@
 """Group communication: evaluates a product with a split weight as explicit collectives, forward and backward.
 
+A `dot_general` equation, its operands and its planned `Exchange` come in; its results come out, differentiable. It
+exists so that what is sent is what was planned, whatever XLA's partitioner would choose.
+
 A gathered activation is kept as *copies*: one more leading dim, one entry per device of the group. Its values are those
 of a replicated array, but its cotangent is not summed yet: every device keeps its own summand until one reduce-scatter
 (or all-reduce) sums them on the way back, however many products read the copies (q, k and v, say).
@@ -12,30 +15,42 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from splitjax import _compat
 from splitjax.lower.products.exchange import COPY, EXAMPLES, FEATURES, SCATTER, STAY, SWAP, Exchange
 
-Copies = dict[Any, tuple[Any, Any]]  # gathered activations by `copies_key`: (what was gathered, its copies)
+CopiesKey = tuple[int, str, tuple[str, ...], int, int]  # as `copies_key` makes it
+Copies = dict[CopiesKey, tuple[jax.Array, jax.Array]]  # gathered activations: (what was gathered, its copies)
 
 
 @dataclasses.dataclass(frozen=True)
 class Where:
-    """The mesh of an evaluation, and the axes of it that a surrounding `shard_map` handles."""
+    """Says where something is evaluated.
 
-    mesh: Any
+    - `mesh`: of the step.
+    - `manual`: the axes of it that a surrounding `shard_map` handles.
+    """
+
+    mesh: Mesh
     manual: tuple[str, ...] = ()
 
     def left(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Returns those of `axes` that no surrounding `shard_map` handles, in their order."""
         return tuple(axis for axis in axes if axis not in self.manual)
 
-    def shard_map(self, fn: Callable, axes: Sequence[str], in_specs: Any, out_specs: Any) -> Callable:
+    def shard_map(
+        self, fn: Callable[..., Any], axes: Sequence[str], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        """Returns `fn` mapped over the parts that devices hold along those of `axes` that are left.
+
+        `in_specs` and `out_specs` are trees of `PartitionSpec`s, as `jax.shard_map` takes them.
+        """
         mesh = jax.sharding.get_abstract_mesh() if self.manual else self.mesh
         # check_vma=False: every sum is written out here.
         return jax.shard_map(
@@ -50,7 +65,12 @@ class Where:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """An exchange with its equation's geometry. All specs are of whole (global) values."""
+    """Joins an exchange with its equation's geometry. All specs are of whole (global) values.
+
+    - `exchange`: as planned. `where`: the mesh of the evaluation.
+    - `eqn`: the product's equation, a `dot_general`.
+    - `data_rank`, `weight_rank`: the number of dims of the two operands.
+    """
 
     exchange: Exchange
     where: Where
@@ -58,7 +78,11 @@ class Product:
     data_rank: int
     weight_rank: int
 
-    def spec(self, rank: int, entries: dict[int, Sequence[str]], copies: bool = False) -> PartitionSpec:
+    def spec(self, rank: int, entries: Mapping[int, Sequence[str]], copies: bool = False) -> PartitionSpec:
+        """Returns the spec of a value of `rank` dims.
+
+        `entries` maps a dim to the axes that split it; `copies` puts a leading dim before, for the devices of a group.
+        """
         axes = {dim: self.where.left(names) for dim, names in entries.items()}
         inner = [axes.get(dim) or None for dim in range(rank)]
         return PartitionSpec(*([self.where.left(self.exchange.axes), *inner] if copies else inner))
@@ -66,24 +90,25 @@ class Product:
     @property
     def data_outside(self) -> PartitionSpec:
         """The data as it comes."""
-        one = self.exchange
+        exchange = self.exchange
         entries = {
-            EXAMPLES: {one.example_dim: one.batch_axes},
-            SWAP: {one.example_dim: one.batch_axes},
-            COPY: {one.example_dim: one.rest},
-        }.get(one.enter, {one.example_dim: one.rest, one.feature_dim: one.axes})
+            EXAMPLES: {exchange.example_dim: exchange.batch_axes},
+            SWAP: {exchange.example_dim: exchange.batch_axes},
+            COPY: {exchange.example_dim: exchange.rest},
+        }.get(exchange.enter, {exchange.example_dim: exchange.rest, exchange.feature_dim: exchange.axes})
         return self.spec(self.data_rank, entries)
 
     @property
     def data_inside(self) -> PartitionSpec:
         """The data as the product reads it: copies for columns, a part of the features for rows."""
-        one = self.exchange
-        if one.leave == STAY:
-            return self.spec(self.data_rank, {one.example_dim: one.rest}, copies=True)
-        return self.spec(self.data_rank, {one.example_dim: one.rest, one.feature_dim: one.axes})
+        exchange = self.exchange
+        if exchange.leave == STAY:
+            return self.spec(self.data_rank, {exchange.example_dim: exchange.rest}, copies=True)
+        return self.spec(self.data_rank, {exchange.example_dim: exchange.rest, exchange.feature_dim: exchange.axes})
 
     @property
     def weight_spec(self) -> PartitionSpec:
+        """The weight as it is stored."""
         return self.spec(self.weight_rank, {self.exchange.weight_dim: self.exchange.axes})
 
     @property
@@ -96,15 +121,18 @@ class Product:
 
     @property
     def out_spec(self) -> PartitionSpec:
-        one, rank = self.exchange, len(self.eqn.outvars[0].aval.shape)
-        if one.leave == STAY:
-            return self.spec(rank, {one.out_example_dim: one.rest, self.out_feature_dim: one.axes})
-        return self.spec(rank, {one.out_example_dim: one.batch_axes if one.leave == SCATTER else one.rest})
+        """The result as it leaves."""
+        exchange, rank = self.exchange, len(self.eqn.outvars[0].aval.shape)
+        if exchange.leave == STAY:
+            return self.spec(rank, {exchange.out_example_dim: exchange.rest, self.out_feature_dim: exchange.axes})
+        return self.spec(
+            rank, {exchange.out_example_dim: exchange.batch_axes if exchange.leave == SCATTER else exchange.rest}
+        )
 
     @property
     def out_feature_dim(self) -> int:
-        """Where the weight's split dim is in the result: a product's results are its batch dims, the left's free dims,
-        the right's."""
+        """The dim of the result that the weight's split dim becomes: a product's dims are its batch dims, then the left
+        operand's free dims, then the right operand's."""
         (contract, batch), ranks = self.eqn.params["dimension_numbers"], [self.data_rank, self.weight_rank]
         if self.exchange.weight == 0:
             ranks.reverse()
@@ -115,114 +143,145 @@ class Product:
         before = len(batch[0]) + (len(free[0]) if self.exchange.weight == 1 else 0)
         return before + free[self.exchange.weight].index(self.exchange.weight_dim)
 
-    def local(self, data: Any, weight: Any) -> Any:
+    def local(self, data: jax.Array, weight: jax.Array) -> jax.Array:
+        """Returns the product of a device's parts of `data` and `weight`."""
         operands = (weight, data) if self.exchange.weight == 0 else (data, weight)
         return _compat.bind_equation(self.eqn, operands)[0]
 
 
-def fits(one: Exchange, eqn: Any, operands: Sequence[Any]) -> bool:
-    """Whether an equation is the product that the exchange was planned for: the split weight dim is where its columns
-    or rows are."""
+def fits(exchange: Exchange, eqn: Any) -> bool:
+    """Returns whether the equation `eqn` is the product that `exchange` was planned for: the split weight dim is where
+    its columns or rows are."""
     if eqn.primitive.name != "dot_general":
         return False
     contract, batch = eqn.params["dimension_numbers"]
-    weight_contract, data_contract = contract[one.weight], contract[1 - one.weight]
-    if one.weight_dim in batch[one.weight] or one.example_dim in (*batch[one.data], *data_contract):
+    weight_contract, data_contract = contract[exchange.weight], contract[1 - exchange.weight]
+    if exchange.weight_dim in batch[exchange.weight] or exchange.example_dim in (*batch[exchange.data], *data_contract):
         return False
-    if one.leave == STAY:
-        return one.weight_dim not in weight_contract and (one.enter != FEATURES or one.feature_dim in data_contract)
-    return one.weight_dim in weight_contract and data_contract[weight_contract.index(one.weight_dim)] == one.feature_dim
+    if exchange.leave == STAY:
+        return exchange.weight_dim not in weight_contract and (
+            exchange.enter != FEATURES or exchange.feature_dim in data_contract
+        )
+    return (
+        exchange.weight_dim in weight_contract
+        and data_contract[weight_contract.index(exchange.weight_dim)] == exchange.feature_dim
+    )
 
 
-def evaluate_product(one: Exchange, eqn: Any, operands: Sequence[Any], where: Where, copies: Copies) -> list[Any]:
-    """The results of a product with a split weight. `copies` remembers gathered activations by value: products that
-    read the same ones (q, k and v) gather them once."""
-    data, weight = operands[one.data], operands[one.weight]
-    product = Product(one, where, eqn, data.ndim, weight.ndim)
-    if one.leave == STAY:
-        key = copies_key(one, data)
+def evaluate_product(
+    exchange: Exchange, eqn: Any, operands: Sequence[jax.Array], where: Where, copies: Copies
+) -> list[jax.Array]:
+    """Evaluates a product with a split weight, and returns its result in a list.
+
+    **Arguments:**
+
+    - `exchange`: as planned for the equation `eqn`, which it `fits`.
+    - `operands`: of the equation.
+    - `where`: the mesh, and the axes of it that are handled already.
+    - `copies`: remembers gathered activations by value, and is added to: products that read the same ones (q, k and v)
+      gather them once.
+    """
+    data, weight = operands[exchange.data], operands[exchange.weight]
+    product = Product(exchange, where, eqn, data.ndim, weight.ndim)
+    if exchange.leave == STAY:
+        key = copies_key(exchange, data)
         if key not in copies:
-            with jax.named_scope(scope("enter", one.layer)):
+            with jax.named_scope(scope("enter", exchange.layer)):
                 copies[key] = data, enter(product, data)
         data = copies[key][1]
-    elif one.enter == SWAP:
-        with jax.named_scope(scope("enter", one.layer)):
+    elif exchange.enter == SWAP:
+        with jax.named_scope(scope("enter", exchange.layer)):
             data = swap(product, data)
-    with jax.named_scope(scope("product", one.layer)):
+    with jax.named_scope(scope("product", exchange.layer)):
         return [multiply(product, data, weight)]
 
 
-def copies_key(one: Exchange, data: Any) -> Any:
-    """By what gathered activations are found again: the value that is gathered, and how."""
-    return id(data), one.enter, one.axes, one.example_dim, one.feature_dim
+def copies_key(exchange: Exchange, data: jax.Array) -> CopiesKey:
+    """Returns the key by which gathered activations are looked up: what `data` is gathered, and how `exchange` gathers
+    it. It holds the value's `id`, so that the value must be kept beside its copies."""
+    return id(data), exchange.enter, exchange.axes, exchange.example_dim, exchange.feature_dim
 
 
 def scope(what: str, layer: str) -> str:
-    """The name scope of an exchange, by which a compiled collective is found again."""
+    """Returns the name scope of an exchange, by which a compiled collective is recognised.
+
+    `what` says which part of the work it is, such as "enter" or "product", and `layer` whose.
+    """
     return f"splitjax:{what}:{layer.replace('/', '.')}"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def enter(product: Product, data: Any) -> Any:
-    """Activations as copies, gathered if need be."""
-    one = product.exchange
-    axes = product.where.left(one.axes)
+def enter(product: Product, data: jax.Array) -> jax.Array:
+    """Returns the activations `data` as copies, gathered as `product` needs them: one more leading dim, an entry per
+    device of the group."""
+    exchange = product.exchange
+    axes = product.where.left(exchange.axes)
 
-    def local(part):
-        if one.enter == EXAMPLES:
-            part = lax.all_gather(part, axes, axis=one.example_dim, tiled=True)
-        elif one.enter == FEATURES:
-            part = lax.all_gather(part, axes, axis=one.feature_dim, tiled=True)
+    def local(part: jax.Array) -> jax.Array:
+        if exchange.enter == EXAMPLES:
+            part = lax.all_gather(part, axes, axis=exchange.example_dim, tiled=True)
+        elif exchange.enter == FEATURES:
+            part = lax.all_gather(part, axes, axis=exchange.feature_dim, tiled=True)
         return part[None]
 
-    return product.where.shard_map(local, one.batch_axes, product.data_outside, product.data_inside)(data)
+    return product.where.shard_map(local, exchange.batch_axes, product.data_outside, product.data_inside)(data)
 
 
-def _enter_forward(product: Product, data: Any) -> tuple[Any, None]:
+def _enter_forward(product: Product, data: jax.Array) -> tuple[jax.Array, None]:
     return enter(product, data), None
 
 
-def leave(product: Product, cotangent: Any) -> Any:
-    """The cotangents of copies, summed back to where the activations came from."""
-    one = product.exchange
-    axes = product.where.left(one.axes)
+def leave(product: Product, cotangent: jax.Array) -> jax.Array:
+    """Sums the cotangents of copies back to where the activations of `product` came from.
 
-    def local(summand):
-        if one.enter == COPY:
+    `cotangent` has the leading dim of copies; the result has it no more.
+    """
+    exchange = product.exchange
+    axes = product.where.left(exchange.axes)
+
+    def local(summand: jax.Array) -> jax.Array:
+        if exchange.enter == COPY:
             return lax.psum(summand[0], axes)
-        dim = one.example_dim if one.enter == EXAMPLES else one.feature_dim
+        dim = exchange.example_dim if exchange.enter == EXAMPLES else exchange.feature_dim
         return lax.psum_scatter(summand[0], axes, scatter_dimension=dim, tiled=True)
 
-    return product.where.shard_map(local, one.batch_axes, product.data_inside, product.data_outside)(cotangent)
+    return product.where.shard_map(local, exchange.batch_axes, product.data_inside, product.data_outside)(cotangent)
 
 
 enter.defvjp(_enter_forward, lambda product, _, cotangent: (leave(product, cotangent),))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def swap(product: Product, data: Any) -> Any:
-    """Each worker's examples with all features -> the group's examples with a part of the features."""
-    one = product.exchange
-    return _all_to_all(product, data, one.feature_dim, one.example_dim, (product.data_outside, product.data_inside))
+def swap(product: Product, data: jax.Array) -> jax.Array:
+    """Exchanges examples for features: each worker gives its own examples of `data` with all features, and gets its
+    group's examples with the part of the features that `product` reads on it."""
+    exchange = product.exchange
+    return _all_to_all(
+        product, data, exchange.feature_dim, exchange.example_dim, (product.data_outside, product.data_inside)
+    )
 
 
 def _all_to_all(
-    product: Product, value: Any, split_dim: int, join_dim: int, specs: tuple[PartitionSpec, PartitionSpec]
-) -> Any:
-    one = product.exchange
-    axes = product.where.left(one.axes)
+    product: Product, value: jax.Array, split_dim: int, join_dim: int, specs: tuple[PartitionSpec, PartitionSpec]
+) -> jax.Array:
+    """Cuts a value along `split_dim`, and joins what all devices of the group send along `join_dim`. `specs`: of the
+    value before and after."""
+    exchange = product.exchange
+    axes = product.where.left(exchange.axes)
     run = lambda part: lax.all_to_all(part, axes, split_axis=split_dim, concat_axis=join_dim, tiled=True)
-    return product.where.shard_map(run, one.batch_axes, *specs)(value)
+    return product.where.shard_map(run, exchange.batch_axes, *specs)(value)
 
 
-def _swap_forward(product: Product, data: Any) -> tuple[Any, None]:
+def _swap_forward(product: Product, data: jax.Array) -> tuple[jax.Array, None]:
     return swap(product, data), None
 
 
-def _swap_backward(product: Product, _: None, cotangent: Any) -> tuple[Any]:
-    one = product.exchange
+def _swap_backward(product: Product, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    exchange = product.exchange
     return (
-        _all_to_all(product, cotangent, one.example_dim, one.feature_dim, (product.data_inside, product.data_outside)),
+        _all_to_all(
+            product, cotangent, exchange.example_dim, exchange.feature_dim, (product.data_inside, product.data_outside)
+        ),
     )
 
 
@@ -230,44 +289,51 @@ swap.defvjp(_swap_forward, _swap_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply(product: Product, data: Any, weight: Any) -> Any:
-    """The product itself: columns of it on each device, or the sum of what each device's rows give."""
+def multiply(product: Product, data: jax.Array, weight: jax.Array) -> jax.Array:
+    """Evaluates the product itself: columns of it on each device, or the sum of what each device's rows give.
+
+    `data` and `weight` are the operands of `product`, the data as `Product.data_inside` says.
+    """
     return _multiply_forward(product, data, weight)[0]
 
 
-def _multiply_forward(product: Product, data: Any, weight: Any) -> tuple[Any, tuple[Any, Any]]:
-    one = product.exchange
-    axes = product.where.left(one.axes)
+def _multiply_forward(
+    product: Product, data: jax.Array, weight: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    exchange = product.exchange
+    axes = product.where.left(exchange.axes)
 
-    def local(data, weight):
-        if one.leave == STAY:
+    def local(data: jax.Array, weight: jax.Array) -> jax.Array:
+        if exchange.leave == STAY:
             return product.local(data[0], weight)
         out = product.local(data, weight)
-        if one.leave == SCATTER:
-            return lax.psum_scatter(out, axes, scatter_dimension=one.out_example_dim, tiled=True)
+        if exchange.leave == SCATTER:
+            return lax.psum_scatter(out, axes, scatter_dimension=exchange.out_example_dim, tiled=True)
         return lax.psum(out, axes)
 
     specs = (product.data_inside, product.weight_spec)
-    return product.where.shard_map(local, one.batch_axes, specs, product.out_spec)(data, weight), (data, weight)
+    return product.where.shard_map(local, exchange.batch_axes, specs, product.out_spec)(data, weight), (data, weight)
 
 
-def _multiply_backward(product: Product, kept: tuple[Any, Any], cotangent: Any) -> tuple[Any, Any]:
-    one = product.exchange
-    axes, rest = product.where.left(one.axes), product.where.left(one.rest)
+def _multiply_backward(
+    product: Product, kept: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    exchange = product.exchange
+    axes, rest = product.where.left(exchange.axes), product.where.left(exchange.rest)
 
-    def local(data, weight, cotangent):
-        if one.leave == SCATTER:
-            cotangent = lax.all_gather(cotangent, axes, axis=one.out_example_dim, tiled=True)
-        _, pull = jax.vjp(product.local, data[0] if one.leave == STAY else data, weight)
+    def local(data: jax.Array, weight: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if exchange.leave == SCATTER:
+            cotangent = lax.all_gather(cotangent, axes, axis=exchange.out_example_dim, tiled=True)
+        _, pull = jax.vjp(product.local, data[0] if exchange.leave == STAY else data, weight)
         to_data, to_weight = pull(cotangent)
         # The copies of this shard are in the other groups.
-        parts = tuple((dim, over) for dim, names in one.scatter if (over := product.where.left(names)))
+        parts = tuple((dim, over) for dim, names in exchange.scatter if (over := product.where.left(names)))
         to_weight = sum_into_parts(to_weight, parts, rest)
-        return to_data[None] if one.leave == STAY else to_data, to_weight
+        return to_data[None] if exchange.leave == STAY else to_data, to_weight
 
     specs = (product.data_inside, product.weight_spec)
     run = product.where.shard_map(
-        local, one.batch_axes, (*specs, product.out_spec), (product.data_inside, product.gradient_spec)
+        local, exchange.batch_axes, (*specs, product.out_spec), (product.data_inside, product.gradient_spec)
     )
     return run(*kept, cotangent)
 
@@ -275,9 +341,12 @@ def _multiply_backward(product: Product, kept: tuple[Any, Any], cotangent: Any) 
 multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
-def sum_into_parts(value: Any, parts: Sequence[tuple[int, tuple[str, ...]]], axes: Sequence[str]) -> Any:
-    """Inside a `shard_map`: the sum over `axes`, of which each device keeps a part; over axes that no part names, all
-    of it."""
+def sum_into_parts(value: jax.Array, parts: Sequence[tuple[int, tuple[str, ...]]], axes: Sequence[str]) -> jax.Array:
+    """Sums `value` over `axes` inside a `shard_map`, and keeps a part of the sum on each device.
+
+    `parts` pairs each dim that is cut with the axes over which it is; over axes that no part names, every device keeps
+    all of the sum.
+    """
     for dim, over in parts:
         value = lax.psum_scatter(value, over, scatter_dimension=dim, tiled=True)
     left = tuple(axis for axis in axes if all(axis not in over for _, over in parts))

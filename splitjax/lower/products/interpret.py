@@ -1,10 +1,9 @@
-"""Plan -> function: the traced step evaluated equation by equation, with the plan's constraints and exchanges at their
-sites.
+"""Evaluates the traced step equation by equation, with the plan's constraints and exchanges at their sites.
 
-What comes out is an ordinary traceable function over the step's flat arguments, which `parallelize` compiles with
-`jax.jit` and the plan's shardings. Equations without constraints are bound as they are; a call is rebuilt (scan as
-scan, remat as remat) only where a constraint lies inside it, so that derivative rules, policies and source lines
-survive.
+The step's jaxpr and a `Layout` (what the plan decides, by site) come in. What comes out is an ordinary traceable
+function over the step's flat arguments, which `parallelize` compiles with `jax.jit` and the plan's shardings. Equations
+without constraints are bound as they are; a call is rebuilt (scan as scan, remat as remat) only where a constraint lies
+inside it, so that derivative rules, policies and source lines survive.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from splitjax import _compat
 from splitjax.cost.convolutions import LocalConvolution
@@ -32,21 +31,30 @@ from splitjax.lower.products.row_values import Rows
 from splitjax.lower.products.scatter import Scatter, Summed
 from splitjax.lower.products.scattering import evaluate_scatter, evaluate_summed
 from splitjax.mesh import MeshShape
-from splitjax.plan import Constraint, Spec
+from splitjax.plan import Constraint, Spec, SpecEntry
 from splitjax.trace.flatten import call_body
 
 Site = tuple[int, ...]
-# Evaluates a gradient boundary, in microbatches or turns if need be: (equation, operands, evaluator of its forward) ->
-# results.
-BoundaryHook = Callable[[Any, Sequence[Any], Site, Callable[[Any, Sequence[Any]], list[Any]]], list[Any]]
+EvalForward = Callable[[Any, Sequence[Any]], list[Any]]  # evaluates a jaxpr on operands, with the layout's constraints
+# Evaluates a gradient boundary, in microbatches or turns if need be: (equation, operands, site, evaluator of its
+# forward) -> results.
+BoundaryHook = Callable[[Any, Sequence[Any], Site, EvalForward], list[Any]]
 # Evaluates an equation outside of boundaries otherwise: (equation, operands, evaluator of a call's body) -> results, or
 # None.
-EquationHook = Callable[[Any, list[Any], Callable[[Any, Sequence[Any]], list[Any]]], list[Any] | None]
+EquationHook = Callable[[Any, list[Any], EvalForward], list[Any] | None]
+# Evaluates a body of a call: (jaxpr, which of the call's bodies it is, operands) -> results.
+_RunBody = Callable[[Any, int, Sequence[Any]], list[Any]]
+# Evaluates a call anew, with its bodies evaluated otherwise: (evaluator, equation, operands) -> results.
+_Rebuild = Callable[[_RunBody, Any, list[Any]], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Hooks:
-    """What a step's evaluation leaves to others; None: everything as it stands."""
+    """Holds what a step's evaluation leaves to others; with None an equation is evaluated as it stands.
+
+    - `boundary`: evaluates gradient boundaries.
+    - `equation`: evaluates equations outside of them, as far as it wants to.
+    """
 
     boundary: BoundaryHook | None = None
     equation: EquationHook | None = None
@@ -54,8 +62,22 @@ class Hooks:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Constraints and exchanges by site, on a mesh. `inside` holds every site that has one (or a boundary) further
-    in."""
+    """Holds by site what a plan decides about a step's operations, on a mesh.
+
+    - `mesh`: of the step.
+    - `by_site`: the constraints.
+    - `inside`: every site that has something (or a boundary) further in.
+    - `exchanges`: of products with split weights, inside of boundaries.
+    - `sums`: products, biases and scales whose gradients are summed into parts, inside of boundaries.
+    - `uses`: the uses of weights inside of boundaries, in program order.
+    - `manual`: the axes of a surrounding `shard_map`: shardings refer to the mesh in context.
+    - `names`: the layers of products, for profiles.
+    - `convolutions`: those that XLA is not asked to partition.
+    - `transforms`: Fourier transforms that it is not asked to partition: for each dim the axes that split it.
+    - `rewritten`: operations that are evaluated as others of the same meaning.
+    - `guarded`: calls with custom derivative rules, in which operations that XLA gets wrong run whole.
+    - `rematerialised`: whether this is the inside of a function that the backward pass runs again.
+    """
 
     mesh: Mesh
     by_site: Mapping[Site, tuple[Constraint, ...]]
@@ -63,16 +85,13 @@ class Layout:
     exchanges: Mapping[Site, Exchange] = dataclasses.field(default_factory=dict)
     sums: Mapping[Site, Scatter | Summed] = dataclasses.field(default_factory=dict)
     uses: tuple[WeightUse, ...] = ()
-    manual: tuple[str, ...] = ()  # the axes of a surrounding shard_map: shardings refer to the mesh in context
-    names: Mapping[Site, str] = dataclasses.field(default_factory=dict)  # layers of products, for profiles
-    # those that XLA is not asked to partition
+    manual: tuple[str, ...] = ()
+    names: Mapping[Site, str] = dataclasses.field(default_factory=dict)
     convolutions: Mapping[Site, LocalConvolution] = dataclasses.field(default_factory=dict)
-    # Fourier ones: axes by dim
     transforms: Mapping[Site, tuple[tuple[str, ...], ...]] = dataclasses.field(default_factory=dict)
-    rewritten: frozenset[Site] = frozenset()  # operations that are evaluated as others of the same meaning
-    # calls with custom derivative rules, in which operations that XLA gets wrong run whole
+    rewritten: frozenset[Site] = frozenset()
     guarded: frozenset[Site] = frozenset()
-    rematerialised: bool = False  # inside a function that the backward pass runs again
+    rematerialised: bool = False
 
     @classmethod
     def of(
@@ -87,15 +106,27 @@ class Layout:
         guarded: Collection[Site] = (),
         transforms: Mapping[Site, tuple[tuple[str, ...], ...]] | None = None,
     ) -> Layout:
+        """Makes a layout of what was decided, in any order.
+
+        **Arguments:**
+
+        - `mesh`: of the step. `constraints`: the plan's.
+        - `explicit`: the products whose collectives are written out.
+        - `uses`: the uses of weights inside of boundaries, in program order.
+        - `names`, `transforms`: by site, as the layout has them; None for none.
+        - `convolutions`: those that are evaluated device by device.
+        - `rewrites`: sites of operations that are evaluated as others. `guarded`: sites of calls with custom rules.
+        """
         by_site: dict[Site, list[Constraint]] = collections.defaultdict(list)
-        for one in constraints:
-            by_site[one.site].append(one)
-        sites = {*by_site, *rewrites, *guarded, *(transforms or ()), *(one.site for one in (*explicit, *convolutions))}
+        for constraint in constraints:
+            by_site[constraint.site].append(constraint)
+        decided = (decision.site for decision in (*explicit, *convolutions))
+        sites = {*by_site, *rewrites, *guarded, *(transforms or ()), *decided}
         inside = frozenset(site[:depth] for site in sites for depth in range(1, len(site)))
-        pinned = {site: tuple(found) for site, found in by_site.items()}
-        exchanges = {one.site: one for one in explicit if isinstance(one, Exchange)}
-        sums = {one.site: one for one in explicit if not isinstance(one, Exchange)}
-        local = {one.site: one for one in convolutions}
+        pinned = {site: tuple(here) for site, here in by_site.items()}
+        exchanges = {product.site: product for product in explicit if isinstance(product, Exchange)}
+        sums = {product.site: product for product in explicit if not isinstance(product, Exchange)}
+        local = {convolution.site: convolution for convolution in convolutions}
         return cls(
             mesh,
             pinned,
@@ -111,50 +142,66 @@ class Layout:
         )
 
     def without(self, manual: Sequence[str]) -> Layout:
-        """The same layout for the inside of a `shard_map` that is manual over some axes: they do not occur in its
+        """Returns the same layout for the inside of a `shard_map` over the axes `manual`, which do not occur in its
         constraints."""
         if not manual:
             return self
         if set(manual) >= set(self.mesh.axis_names):
             return dataclasses.replace(self, by_site={}, manual=tuple(manual))
 
-        def keep(entry: Any) -> Any:
+        def keep(entry: SpecEntry) -> SpecEntry:
             if isinstance(entry, tuple):
                 left = tuple(axis for axis in entry if axis not in manual)
                 return left[0] if len(left) == 1 else left or None
             return None if entry in manual else entry
 
         stripped = {
-            site: tuple(dataclasses.replace(one, spec=tuple(keep(e) for e in one.spec)) for one in found)
-            for site, found in self.by_site.items()
+            site: tuple(
+                dataclasses.replace(constraint, spec=tuple(keep(entry) for entry in constraint.spec))
+                for constraint in here
+            )
+            for site, here in self.by_site.items()
         }
         return dataclasses.replace(self, by_site=stripped, manual=tuple(manual))
 
 
 def evaluate_equation(layout: Layout, eqn: Any, operands: Sequence[Any], site: Site, copies: Copies) -> list[Any]:
-    """Evaluates one equation of a boundary's forward with what the layout has at (and inside) its site."""
+    """Evaluates an equation of a boundary's forward with what the layout has at its site and inside of it.
+
+    `eqn` stands at `site`, and `operands` are its values; `copies` remembers gathered activations for the equations of
+    the same forward. Returns the equation's results.
+    """
     return _placed(layout, eqn, list(operands), site, None, copies)
 
 
-def named_sharding(mesh: Mesh, spec: Spec) -> NamedSharding:
-    """The `NamedSharding` of a plan's spec; `?` leaves a dim to XLA."""
+def named_sharding(mesh: Mesh | AbstractMesh, spec: Spec) -> NamedSharding:
+    """Returns the `NamedSharding` of a plan's `spec` on `mesh`; an entry `?` leaves a dim to XLA."""
     return NamedSharding(
         mesh, PartitionSpec(*(PartitionSpec.UNCONSTRAINED if entry == "?" else entry for entry in spec))
     )
 
 
 def evaluate(layout: Layout, jaxpr: Any, operands: Sequence[Any], hooks: Hooks | None = None) -> list[Any]:
-    """Evaluates a closed jaxpr on flat operands with the layout's constraints.
+    """Evaluates the closed jaxpr `jaxpr` on flat `operands` with what `layout` has, and returns its flat results.
 
-    `hooks.boundary` evaluates gradient boundaries; without it they run whole, which gives the same numbers."""
+    `hooks.boundary` evaluates gradient boundaries; without it they run whole, which gives the same numbers.
+    """
     return _run(layout, jaxpr, operands, (), hooks, None)
 
 
 def evaluate_part(
     layout: Layout, jaxpr: Any, operands: Sequence[Any], prefix: Site, sites: Sequence[Site] | None, copies: Copies
 ) -> list[Any]:
-    """Evaluates some equations of a boundary's forward, which stand at `sites` behind `prefix`; None: all of them, in
-    order."""
+    """Evaluates a part of a boundary's forward, and returns its flat results.
+
+    **Arguments:**
+
+    - `layout`: as for the whole step.
+    - `jaxpr`: holds the part's equations; `operands`: its flat operands.
+    - `prefix`: the site of the boundary's body, from which `sites` count.
+    - `sites`: of the equations of `jaxpr` in the whole forward, in order; None where `jaxpr` is all of it.
+    - `copies`: remembers gathered activations for the parts of the same forward.
+    """
     return _run(layout, jaxpr, operands, prefix, None, copies, sites)
 
 
@@ -167,6 +214,8 @@ def _run(
     copies: Copies | None,
     sites: Sequence[Site] | None = None,
 ) -> list[Any]:
+    """Evaluates a jaxpr whose equations stand behind `prefix`, or at `sites` behind it. `copies`: None outside of
+    boundaries."""
     inner, consts = _compat.open_jaxpr(jaxpr)
     env: dict[Any, Any] = dict(zip(inner.constvars, consts, strict=True))
     env.update(zip(inner.invars, operands, strict=True))
@@ -187,7 +236,7 @@ def _run(
 def _hooked(
     layout: Layout, eqn: Any, values: list[Any], site: Site, hooks: Hooks | None, copies: Copies | None
 ) -> list[Any]:
-    """One equation's results, by the hook for equations where that wants it."""
+    """Evaluates an equation, by the hook for equations where that wants it."""
     if copies is None and hooks is not None and hooks.equation is not None:
         results = hooks.equation(
             eqn, values, lambda body, operands: _run(layout, body, operands, (*site, 0), hooks, None)
@@ -200,19 +249,20 @@ def _hooked(
 def _placed(
     layout: Layout, eqn: Any, values: list[Any], site: Site, hooks: Hooks | None, copies: Copies | None
 ) -> list[Any]:
-    """One equation's results. Inside a boundary (`copies` given) products with split weights are evaluated as
+    """Evaluates an equation. Inside a boundary (`copies` given) products with split weights are evaluated as
     exchanges."""
-    exchange, summed = (found.get(site) if copies is not None else None for found in (layout.exchanges, layout.sums))
-    if exchange is not None and fits(exchange, eqn, values):
-        return evaluate_product(exchange, eqn, values, Where(layout.mesh, layout.manual), copies)
-    # where a surrounding shard_map handles axes, gradients are summed once, after it
-    if summed is not None and not layout.manual:
-        if isinstance(summed, Summed):
-            return evaluate_summed(summed, eqn, values, Where(layout.mesh))
-        if summed.fits(eqn):
-            return evaluate_scatter(
-                summed, eqn, values, Where(layout.mesh), layout.rematerialised, layout.convolutions.get(site)
-            )
+    if copies is not None:
+        exchange, summed = layout.exchanges.get(site), layout.sums.get(site)
+        if exchange is not None and fits(exchange, eqn):
+            return evaluate_product(exchange, eqn, values, Where(layout.mesh, layout.manual), copies)
+        # where a surrounding shard_map handles axes, gradients are summed once, after it
+        if summed is not None and not layout.manual:
+            if isinstance(summed, Summed):
+                return evaluate_summed(summed, eqn, values, Where(layout.mesh))
+            if summed.fits(eqn):
+                return evaluate_scatter(
+                    summed, eqn, values, Where(layout.mesh), layout.rematerialised, layout.convolutions.get(site)
+                )
     values = _pin(layout, site, values, results=False)
     results = rewritten(eqn, values) if site in layout.rewritten else None
     if site in layout.guarded:
@@ -227,7 +277,8 @@ def _placed(
 
 
 def _guarded(layout: Layout, eqn: Any, values: list[Any]) -> list[Any]:
-    """A call with a custom derivative rule, in whose body and rule what XLA's partitioner gets wrong runs whole."""
+    """Evaluates a call with a custom derivative rule, in whose body and rule what XLA's partitioner gets wrong runs
+    whole."""
 
     def run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
         constraints, rewrites = whole_inside(jaxpr, MeshShape.of(layout.mesh))
@@ -246,11 +297,13 @@ def _guarded(layout: Layout, eqn: Any, values: list[Any]) -> list[Any]:
 
 
 def _pin(layout: Layout, site: Site, values: list[Any], results: bool) -> list[Any]:
-    for one in layout.by_site.get(site, ()):
-        position = -1 - one.operand if results else one.operand
-        if (one.operand < 0) == results and not isinstance(values[position], Rows):  # which have a layout of their own
+    """Puts the layout's constraints on an equation's operands, or with `results` on its results; changes `values`."""
+    for constraint in layout.by_site.get(site, ()):
+        position = -1 - constraint.operand if results else constraint.operand
+        # rows of a table have a layout of their own
+        if (constraint.operand < 0) == results and not isinstance(values[position], Rows):
             mesh = jax.sharding.get_abstract_mesh() if layout.manual else layout.mesh
-            sharding = named_sharding(mesh, one.spec)
+            sharding = named_sharding(mesh, constraint.spec)
             values[position] = jax.lax.with_sharding_constraint(values[position], sharding)
     return values
 
@@ -258,9 +311,11 @@ def _pin(layout: Layout, site: Site, values: list[Any], results: bool) -> list[A
 def _equation(
     layout: Layout, eqn: Any, values: list[Any], site: Site, hooks: Hooks | None, copies: Copies | None
 ) -> list[Any]:
+    """Evaluates an equation of which the layout says nothing: a boundary by its hook, a call anew where something lies
+    inside it, and all else as it is."""
     if gradient.is_boundary(eqn):
 
-        def forward(jaxpr, operands):
+        def forward(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
             return _run(layout, jaxpr, operands, (*site, 0), hooks, {})
 
         if hooks is not None and hooks.boundary is not None:
@@ -276,7 +331,7 @@ def _equation(
 
 
 def holds_boundary(eqn: Any) -> bool:
-    """Whether a gradient boundary lies inside a call (a step that scans over updates, say)."""
+    """Returns whether a gradient boundary lies inside the call `eqn` (a step that scans over updates, say)."""
     for value in eqn.params.values():
         for body in value if isinstance(value, (tuple, list)) else (value,):
             if _compat.is_jaxpr(body):
@@ -286,17 +341,16 @@ def holds_boundary(eqn: Any) -> bool:
     return False
 
 
-# Each rebuilder gets `run(jaxpr, body number, operands)`, the equation and its operands.
+def _call(parameter: str) -> _Rebuild:
+    """Rebuilds a call that only wraps a body, by evaluating the body in its place."""
 
-
-def _call(parameter: str):
-    def rebuild(run, eqn, values):
+    def rebuild(run: _RunBody, eqn: Any, values: list[Any]) -> list[Any]:
         return run(eqn.params[parameter], 0, values)
 
     return rebuild
 
 
-def _remat(run, eqn, values):
+def _remat(run: _RunBody, eqn: Any, values: list[Any]) -> list[Any]:
     body = eqn.params["jaxpr"]
     fun = jax.checkpoint(
         lambda *operands: run(body, 0, operands), prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"]
@@ -304,7 +358,7 @@ def _remat(run, eqn, values):
     return list(fun(*values))
 
 
-def _scan(run, eqn, values):
+def _scan(run: _RunBody, eqn: Any, values: list[Any]) -> list[Any]:
     num_consts, num_carry = _compat.scan_counts(eqn.params)
     consts, init, xs = (
         values[:num_consts],
@@ -312,7 +366,7 @@ def _scan(run, eqn, values):
         values[num_consts + num_carry :],
     )
 
-    def body(carry, x):
+    def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         results = run(eqn.params["jaxpr"], 0, [*consts, *carry, *x])
         return results[:num_carry], results[num_carry:]
 
@@ -327,14 +381,15 @@ def _scan(run, eqn, values):
     return [*carry, *ys]
 
 
-def _while(run, eqn, values):
+def _while(run: _RunBody, eqn: Any, values: list[Any]) -> list[Any]:
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond_consts, body_consts = values[:num_cond], values[num_cond : num_cond + num_body]
     goes_on = lambda carry: run(eqn.params["cond_jaxpr"], 0, [*cond_consts, *carry])[0]
     body = lambda carry: run(eqn.params["body_jaxpr"], 1, [*body_consts, *carry])
     num_batched = len(_compat.open_jaxpr(eqn.params["cond_jaxpr"])[0].outvars[0].aval.shape)
 
-    def batched(carry):  # what `vmap` makes of a loop that each example leaves by itself: who has left stays as it is
+    # what `vmap` makes of a loop that each example leaves by itself: who has left stays as it is
+    def batched(carry: list[Any]) -> list[Any]:
         stays = goes_on(carry)
         keep = lambda old: jax.lax.broadcast_in_dim(stays, old.shape, tuple(range(num_batched)))
         return [jax.lax.select(keep(old), new, old) for old, new in zip(carry, body(carry), strict=True)]
@@ -346,14 +401,14 @@ def _while(run, eqn, values):
     return list(jax.lax.while_loop(goes_on, body, list(values[num_cond + num_body :])))
 
 
-def _cond(run, eqn, values):
-    def branch(k):
+def _cond(run: _RunBody, eqn: Any, values: list[Any]) -> list[Any]:
+    def branch(k: int) -> Callable[..., list[Any]]:
         return lambda *operands: run(eqn.params["branches"][k], k, operands)
 
     return list(jax.lax.switch(values[0], [branch(k) for k in range(len(eqn.params["branches"]))], *values[1:]))
 
 
-_REBUILD = {
+_REBUILD: Mapping[str, _Rebuild] = {
     "jit": _call("jaxpr"),
     "pjit": _call("jaxpr"),
     "closed_call": _call("call_jaxpr"),

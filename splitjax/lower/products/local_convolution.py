@@ -1,4 +1,4 @@
-"""Convolutions that XLA's partitioner is not asked about: each device evaluates its own part, in a `shard_map`.
+"""Evaluates convolutions that XLA's partitioner is not asked about: each device its own part, in a `shard_map`.
 
 Goes in: an equation that a row of `splitjax.partitioner.DEFECTS` covers, and by the plan the mesh axes over which its
 examples, groups and features are split. Comes out: its result, differentiable, with the numbers of one device. It
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,16 +33,21 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class _Convolution:
-    """An equation with the axes that split it here: those that its sizes allow, less those that a surrounding
-    `shard_map` handles already. Specs are of whole values."""
+    """Joins an equation with the axes that split it here. Specs are of whole values.
+
+    - `split`: the axes that its sizes allow, less those that a surrounding `shard_map` handles already.
+    - `where`: the mesh of the evaluation. `eqn`: the equation.
+    - `rank`: of data, weight and result.
+    """
 
     split: LocalConvolution
     where: Where
     eqn: Any
-    rank: int  # of data, weight and result
+    rank: int
 
     @property
     def data_spec(self) -> PartitionSpec:
+        """The data, of which each device convolves a part."""
         numbers, params = self.eqn.params["dimension_numbers"], self.eqn.params
         batch, feature = numbers.lhs_spec[:2]
         examples = self.split.groups if params["batch_group_count"] > 1 else self.split.batch
@@ -59,23 +64,26 @@ class _Convolution:
         """The result's dim of groups and free features."""
         return self.eqn.params["dimension_numbers"].out_spec[1]
 
-    def gathered(self, gradient: Any, dim: int) -> Any:
-        """Inside the `shard_map`: a weight's gradient with the groups of all devices along `dim`, where the weight is
-        whole."""
+    def gathered(self, gradient: jax.Array, dim: int) -> jax.Array:
+        """Gathers a weight's gradient inside the `shard_map`: the groups of all devices along `dim`, where the weight
+        is whole."""
         return lax.all_gather(gradient, self.split.gathered, axis=dim, tiled=True) if self.split.gathered else gradient
 
     @property
     def weight_spec(self) -> PartitionSpec:
+        """The weight, of which each device convolves with a part."""
         out, into = self.eqn.params["dimension_numbers"].rhs_spec[:2]
         return _spec(self.rank, {out: self.split.groups or self.split.features, into: self.split.contracted})
 
     @property
     def result_spec(self) -> PartitionSpec:
+        """The result, in parts."""
         batch, feature = self.eqn.params["dimension_numbers"].out_spec[:2]
         return _spec(self.rank, {batch: self.split.batch, feature: self.split.groups or self.split.features})
 
-    def local(self, data: Any, weight: Any) -> Any:
-        """The convolution of a device's part of data and weight; summands over `contracted`."""
+    def local(self, data: jax.Array, weight: jax.Array) -> jax.Array:
+        """Convolves a device's part of data with its part of the weight; the results are summands over the axes of
+        `contracted`."""
         num_parts, params = MeshShape.of(self.where.mesh).size(self.split.groups), self.eqn.params
         kind = "feature_group_count" if params["feature_group_count"] > 1 else "batch_group_count"
         eqn = _compat.with_params(self.eqn, **{kind: params[kind] // num_parts}) if num_parts > 1 else self.eqn
@@ -86,9 +94,17 @@ def _spec(rank: int, entries: Mapping[int, Axes]) -> PartitionSpec:
     return PartitionSpec(*(entries.get(dim) or None for dim in range(rank)))
 
 
-def evaluate_local(split: LocalConvolution, eqn: Any, operands: Sequence[Any], where: Where) -> list[Any]:
-    """The result of a convolution [rank of the data], evaluated device by device over all mesh axes that `where`
-    leaves."""
+def evaluate_local(split: LocalConvolution, eqn: Any, operands: Sequence[jax.Array], where: Where) -> list[jax.Array]:
+    """Evaluates a convolution device by device over all mesh axes that `where` leaves, and returns its result in a
+    list.
+
+    **Arguments:**
+
+    - `split`: the mesh axes over which the plan splits its dims, by kind of dim.
+    - `eqn`: the equation, a `conv_general_dilated`.
+    - `operands`: data and weight, of the same rank.
+    - `where`: the mesh, and the axes of it that are handled already.
+    """
     data, weight = operands
     left = tuple(axis for axis in where.mesh.axis_names if axis not in where.manual)
     if not left:
@@ -99,8 +115,8 @@ def evaluate_local(split: LocalConvolution, eqn: Any, operands: Sequence[Any], w
 
 
 def _dividing(split: LocalConvolution, eqn: Any, shapes: tuple[Shape, Shape], where: Where) -> LocalConvolution:
-    """The axes that split an equation here, whose data and weight have these shapes. A dim that does not divide by its
-    axes is whole, and so is a dim of two kinds whose groups are not split in one piece."""
+    """Returns the axes that split an equation here, whose data and weight have these shapes. A dim that does not divide
+    by its axes is whole, and so is a dim of two kinds whose groups are not split in one piece."""
     numbers, params = eqn.params["dimension_numbers"], eqn.params
     data, weight = shapes
     feature_groups, batch_groups = params["feature_group_count"], params["batch_group_count"]
@@ -119,11 +135,11 @@ def _dividing(split: LocalConvolution, eqn: Any, shapes: tuple[Shape, Shape], wh
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def convolve(convolution: _Convolution, data: Any, weight: Any) -> Any:
-    """The convolution, each device's part by itself; its derivative likewise."""
+def convolve(convolution: _Convolution, data: jax.Array, weight: jax.Array) -> jax.Array:
+    """Evaluates `convolution` of whole `data` and `weight`, each device's part by itself; its derivative likewise."""
     split = convolution.split
 
-    def local(data, weight):
+    def local(data: jax.Array, weight: jax.Array) -> jax.Array:
         result = convolution.local(data, weight)
         result = lax.psum(result, split.contracted) if split.contracted else result
         return convolution.gathered(result, convolution.result_features) if split.param is None else result
@@ -133,14 +149,18 @@ def convolve(convolution: _Convolution, data: Any, weight: Any) -> Any:
     return _map(convolution, local, specs, out_spec)(data, weight)
 
 
-def _forward(convolution: _Convolution, data: Any, weight: Any) -> tuple[Any, tuple[Any, Any]]:
+def _forward(
+    convolution: _Convolution, data: jax.Array, weight: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return convolve(convolution, data, weight), (data, weight)
 
 
-def _backward(convolution: _Convolution, kept: tuple[Any, Any], cotangent: Any) -> tuple[Any, Any]:
+def _backward(
+    convolution: _Convolution, kept: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     split = convolution.split
 
-    def local(data, weight, cotangent):
+    def local(data: jax.Array, weight: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
         to_data, to_weight = jax.vjp(convolution.local, data, weight)[1](cotangent)
         to_data = lax.psum(to_data, split.features) if split.features else to_data
         to_weight = lax.psum(to_weight, split.batch) if split.batch else to_weight
@@ -153,8 +173,9 @@ def _backward(convolution: _Convolution, kept: tuple[Any, Any], cotangent: Any) 
     )
 
 
-def _map(convolution: _Convolution, local: Any, in_specs: Any, out_specs: Any) -> Any:
-    """A `shard_map` over every axis that is left, so that the partitioner has nothing to decide."""
+def _map(convolution: _Convolution, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Maps `local` over the parts of devices, over every axis that is left, so that the partitioner has nothing to
+    decide."""
     return convolution.where.shard_map(local, convolution.where.mesh.axis_names, in_specs, out_specs)
 
 

@@ -1,4 +1,4 @@
-"""Fourier transforms that XLA's partitioner is not asked about: each device transforms its own examples, in a
+"""Evaluates Fourier transforms that XLA's partitioner is not asked about: each device its own examples, in a
 `shard_map`.
 
 Goes in: an `fft` equation and the mesh axes that split its dims by the plan. Comes out: its result, differentiable,
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,11 +29,11 @@ Axes = tuple[str, ...]
 
 def derive_transforms(suspects: Sequence[Suspect], sharded: ShardedDims) -> dict[Site, tuple[Axes, ...]]:
     """Maps the site of every Fourier transform among `suspects` to the axes that split its operand, a tuple for each
-    dim."""
+    dim. `sharded` says what the plan splits."""
     return {
         suspect.site: tuple(
             sharded.axes(atoms, suspect.site)
-            for atoms in next(one.atoms for one in suspect.touched if one.position == 0)
+            for atoms in next(tensor.atoms for tensor in suspect.touched if tensor.position == 0)
         )
         for suspect in suspects
         if suspect.primitive == "fft" and suspect.editable
@@ -42,24 +42,31 @@ def derive_transforms(suspects: Sequence[Suspect], sharded: ShardedDims) -> dict
 
 @dataclasses.dataclass(frozen=True)
 class _Transform:
-    """An equation with the layout of its operand and of its result, which have the same rank."""
+    """Joins an equation with the spec of its operand and of its result, which have the same rank."""
 
     eqn: Any
     spec: PartitionSpec
     where: Where
 
-    def local(self, operand: Any) -> Any:
-        """The transform of a device's part."""
+    def local(self, operand: jax.Array) -> jax.Array:
+        """Transforms a device's part."""
         return _compat.bind_equation(self.eqn, (operand,))[0]
 
-    def each(self, fn: Any, num_operands: int) -> Any:
-        """A function of parts, run by every device on its own."""
+    def each(self, fn: Callable[..., jax.Array], num_operands: int) -> Callable[..., jax.Array]:
+        """Makes a function of parts run by every device on its own."""
         return self.where.shard_map(fn, self.where.mesh.axis_names, (self.spec,) * num_operands, self.spec)
 
 
-def evaluate_transform(axes: Sequence[Axes], eqn: Any, operands: Sequence[Any], where: Where) -> list[Any]:
-    """The result of an `fft` equation. `axes`: by dim; those that do not divide a dim, or split a transformed one, are
-    left out."""
+def evaluate_transform(axes: Sequence[Axes], eqn: Any, operands: Sequence[jax.Array], where: Where) -> list[jax.Array]:
+    """Evaluates an `fft` equation device by device, and returns its result in a list.
+
+    **Arguments:**
+
+    - `axes`: for each dim of the operand the mesh axes that split it by the plan. Those that do not divide a dim, or
+      split a transformed one, are left out.
+    - `eqn`, `operands`: the equation, and its operand.
+    - `where`: the mesh, and the axes of it that are handled already.
+    """
     (operand,) = operands
     if not where.left(where.mesh.axis_names):
         return _compat.bind_equation(eqn, operands)
@@ -68,7 +75,10 @@ def evaluate_transform(axes: Sequence[Axes], eqn: Any, operands: Sequence[Any], 
 
 
 def _untransformed(axes: Sequence[Axes], shape: Sequence[int], num_transformed: int, where: Where) -> PartitionSpec:
-    size, taken, entries = MeshShape.of(where.mesh).size, set(), []
+    """Returns the spec that splits the dims before the transformed ones, as far as their axes divide them."""
+    size = MeshShape.of(where.mesh).size
+    taken: set[str] = set()
+    entries: list[Axes | None] = []
     for names, length in zip(axes[: len(shape) - num_transformed], shape, strict=False):
         here = tuple(name for name in where.left(names) if name not in taken)
         here = here if length % size(here) == 0 else ()
@@ -78,16 +88,16 @@ def _untransformed(axes: Sequence[Axes], shape: Sequence[int], num_transformed: 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def transform(fourier: _Transform, operand: Any) -> Any:
-    """The transform, each device's part by itself; its derivative likewise."""
+def transform(fourier: _Transform, operand: jax.Array) -> jax.Array:
+    """Evaluates the transform `fourier` of a whole `operand`, each device's part by itself; its derivative likewise."""
     return fourier.each(fourier.local, 1)(operand)
 
 
-def _forward(fourier: _Transform, operand: Any) -> tuple[Any, Any]:
+def _forward(fourier: _Transform, operand: jax.Array) -> tuple[jax.Array, jax.Array]:
     return transform(fourier, operand), operand
 
 
-def _backward(fourier: _Transform, operand: Any, cotangent: Any) -> tuple[Any]:
+def _backward(fourier: _Transform, operand: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
     # The operand's values do not matter, as the transform is linear; XLA removes them.
     return (
         fourier.each(lambda operand, cotangent: jax.vjp(fourier.local, operand)[1](cotangent)[0], 2)(

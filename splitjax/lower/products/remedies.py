@@ -1,5 +1,8 @@
-"""What a plan does about operations that XLA's partitioner computes wrongly: graph + table -> constraints and notes, or
-an error.
+"""Decides what a plan does about operations that XLA's partitioner computes wrongly.
+
+A step's graph, with its suspects marked, and what the plan splits come in; constraints, sites of operations that are
+evaluated otherwise, and notes for the plan come out, or an error. It exists because a program that XLA splits wrongly
+gives other numbers without a word.
 
 An operation of the table (`splitjax.partitioner.DEFECTS`) that nothing sharded reaches is left alone. For the others
 the row's action is taken: convolutions are evaluated device by device (`local_convolution.py`), some operations as
@@ -30,18 +33,23 @@ from splitjax.trace.suspects import operation_of
 
 @dataclasses.dataclass(frozen=True)
 class Remedies:
-    """Constraints that gather operations which run whole, and one note for every row of the table that was applied."""
+    """Holds what is done about the suspects of a step.
+
+    - `constraints`: gather what is read by operations that run whole.
+    - `notes`: a sentence for every row of the table that was applied.
+    """
 
     constraints: tuple[Constraint, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 def apply_remedies(reached: Mapping[str, Sequence[Suspect]], graph: Graph) -> Remedies:
-    """What is done about the suspects that something split reaches (`reached_suspects`).
+    """Returns what is done about the suspects `reached` by something split, as `reached_suspects` finds them in
+    `graph`.
 
     Raises `PartitionerError` for an operation that would be computed wrongly and cannot be evaluated otherwise."""
     constraints: list[Constraint] = []
-    notes = []
+    notes: list[str] = []
     for name, suspects in reached.items():
         row = defect_named(name)
         _refuse(row, suspects)
@@ -51,7 +59,7 @@ def apply_remedies(reached: Mapping[str, Sequence[Suspect]], graph: Graph) -> Re
             ]
         hidden = [suspect for suspect in suspects if not suspect.editable]
         for chosen, remedy in (
-            (suspects if not hidden else [one for one in suspects if one.editable], row.remedy),
+            (suspects if not hidden else [suspect for suspect in suspects if suspect.editable], row.remedy),
             (hidden, _IN_A_RULE),
         ):
             if chosen:
@@ -67,12 +75,18 @@ _IN_A_RULE = "inside a custom derivative rule, where it is gathered and runs who
 def reached_suspects(
     graph: Graph, mesh: MeshShape, sharded: ShardedDims, convolutions: Sequence[LocalConvolution]
 ) -> dict[str, list[Suspect]]:
-    """The suspects of a step that a plan makes wrong, by row. `sharded`: what the plan splits; `convolutions`: those of
-    the suspects that are evaluated device by device."""
+    """Finds the suspects of a step that a plan makes wrong, and returns them by the name of their row.
+
+    **Arguments:**
+
+    - `graph`: of the step. `mesh`: the shape of the mesh.
+    - `sharded`: what the plan splits.
+    - `convolutions`: those of the suspects that are evaluated device by device.
+    """
     reached: dict[str, list[Suspect]] = collections.defaultdict(list)
     if mesh.num_devices == 1:
         return reached
-    local = {one.site for one in convolutions}
+    local = {convolution.site for convolution in convolutions}
     for suspect in graph.suspects:
         row = defect_named(suspect.defect)
         if row.uneven:
@@ -88,14 +102,19 @@ def reached_suspects(
 
 
 def guarded_sites(reached: Mapping[str, Sequence[Suspect]]) -> frozenset[tuple[int, ...]]:
-    """The sites of calls with custom derivative rules in which operations of the table run whole (`whole_inside`)."""
-    return frozenset(one.rule_at for several in reached.values() for one in several if one.rule_at is not None)
+    """Returns the sites of calls with custom derivative rules in which suspects run whole (`whole_inside`). `reached`:
+    as `reached_suspects` gives it."""
+    return frozenset(
+        suspect.rule_at for suspects in reached.values() for suspect in suspects if suspect.rule_at is not None
+    )
 
 
 def whole_inside(jaxpr: Any, mesh: MeshShape) -> tuple[tuple[Constraint, ...], frozenset[tuple[int, ...]]]:
-    """For a jaxpr whose dims nothing is known of, such as that of a derivative rule: constraints that gather every
-    operation of the table, and the sites of those that are rewritten instead. Of a row with `uneven` dims only those
-    are gathered that some axis of `mesh` does not divide."""
+    """Treats a jaxpr of whose dims nothing is known, such as that of a derivative rule.
+
+    Returns the constraints that gather what every suspect of `jaxpr` reads and gives, and the sites of those that are
+    rewritten instead. Of a row with `uneven` dims only those are gathered that some axis of `mesh` does not divide.
+    """
     constraints: list[Constraint] = []
     rewritten = set()
     flat = flatten(jaxpr)
@@ -121,8 +140,9 @@ def whole_inside(jaxpr: Any, mesh: MeshShape) -> tuple[tuple[Constraint, ...], f
 
 
 def _uneven_inside(op: Op, covered: tuple[Defect, Touched], flat: Flat, mesh: MeshShape) -> list[Constraint]:
+    """Gathers the dims of an operation that XLA could split unevenly."""
     row, touched = covered
-    pinned = []
+    pinned: list[Constraint] = []
     for position, dims in touched.items():
         shape = flat.shapes[op.inputs[position] if position >= 0 else op.outputs[0]]
         uneven = {dim for dim in dims if _is_uneven(shape[dim], mesh)}
@@ -133,33 +153,33 @@ def _uneven_inside(op: Op, covered: tuple[Defect, Touched], flat: Flat, mesh: Me
 
 
 def _is_uneven(size: int, mesh: MeshShape) -> bool:
-    """Whether XLA could split a dim of this size unevenly. There is no such dim on a mesh of one axis, which splits
-    right."""
+    """Returns whether XLA could split a dim of this size unevenly. There is no such dim on a mesh of one axis, which
+    splits right."""
     axis_sizes = [mesh.size(axis) for axis in mesh.present(mesh.names)]
     return len(axis_sizes) > 1 and size > 1 and any(size % count for count in axis_sizes)
 
 
 def _is_split(suspect: Suspect, sharded: ShardedDims) -> bool:
-    return sharded.reaches((one.chosen for one in suspect.touched), suspect.site)
+    return sharded.reaches((tensor.chosen for tensor in suspect.touched), suspect.site)
 
 
 def _unevenly_split(suspect: Suspect, graph: Graph, mesh: MeshShape) -> Suspect:
-    """The suspect with those of its dims that XLA could split unevenly. There are none where the indices run along the
-    examples as well (the ids of an embedding), which is the dim that XLA splits then."""
+    """Returns the suspect with those of its dims that XLA could split unevenly. There are none where the indices run
+    along the examples as well (the ids of an embedding), which is the dim that XLA splits then."""
     size_of = lambda dim: math.prod(graph.atom_sizes[atom] for atom in dim)
-    along_examples = any(graph.is_example(dim) for one in suspect.touched for dim in one.chosen)
+    along_examples = any(graph.is_example(dim) for tensor in suspect.touched for dim in tensor.chosen)
     touched = []
-    for one in () if along_examples else suspect.touched:
-        dims = tuple(dim for dim in one.dims if _is_uneven(size_of(one.atoms[dim]), mesh))
+    for tensor in () if along_examples else suspect.touched:
+        dims = tuple(dim for dim in tensor.dims if _is_uneven(size_of(tensor.atoms[dim]), mesh))
         if dims:
-            touched.append(dataclasses.replace(one, dims=dims))
+            touched.append(dataclasses.replace(tensor, dims=dims))
     return dataclasses.replace(suspect, touched=tuple(touched))
 
 
 def check_orders(leaves: Sequence[LeafPlan], mesh: MeshShape) -> None:
-    """Raises `PartitionerError` for a leaf, or its gradient, that several axes split along one dim in another order
-    than the mesh's, beside another split dim. Rules never give such a layout; a plan that was edited, or sharded state
-    on three axes, may."""
+    """Raises `PartitionerError` for one of `leaves`, or its gradient, that several axes split along a dim in another
+    order than that of `mesh`, beside another split dim. Rules never give such a layout; a plan that was edited, or
+    sharded state on three axes, may."""
     for leaf in leaves:
         for spec in (leaf.spec, leaf.gradient or ()):
             split = [axes for entry in spec if (axes := mesh.present(spec_axes((entry,))))]
@@ -177,16 +197,21 @@ def check_orders(leaves: Sequence[LeafPlan], mesh: MeshShape) -> None:
 
 
 def rewritten_sites(graph: Graph, mesh: MeshShape) -> frozenset[tuple[int, ...]]:
-    """The sites of operations that are evaluated as others of the same meaning (`rewrites.py`), split or not: it costs
-    nothing."""
+    """Returns the sites of operations of `graph` that are evaluated as others of the same meaning (`rewrites.py`).
+
+    They are, split or not, wherever `mesh` has several devices: it costs nothing.
+    """
     if mesh.num_devices == 1:
         return frozenset()
     return frozenset(
-        one.site for one in graph.suspects if one.editable and defect_named(one.defect).action is Action.REWRITE
+        suspect.site
+        for suspect in graph.suspects
+        if suspect.editable and defect_named(suspect.defect).action is Action.REWRITE
     )
 
 
 def _refuse(row: Defect, suspects: Sequence[Suspect]) -> None:
+    """Raises `PartitionerError` for the first suspect about which nothing can be done."""
     for suspect in suspects:
         if row.action is Action.REFUSE or not (suspect.editable or suspect.rule_at is not None):
             inside = "" if suspect.editable else "; it stands inside a call that cannot be evaluated otherwise"
@@ -211,17 +236,17 @@ def _whole(row: Defect, suspect: Suspect) -> list[Constraint]:
     return [
         Constraint(
             suspect.site,
-            one.position,
-            tuple(None if dim in one.dims else FREE for dim in range(len(one.atoms))),
+            tensor.position,
+            tuple(None if dim in tensor.dims else FREE for dim in range(len(tensor.atoms))),
             suspect.primitive,
             f"{row.name}: {row.remedy}",
         )
-        for one in suspect.touched
+        for tensor in suspect.touched
     ]
 
 
 def _places(graph: Graph, suspects: Sequence[Suspect]) -> str:
-    """`3 operations conv_general_dilated, the first in layer stem at train.py:12`."""
+    """Names the suspects, such as `3 operations conv_general_dilated, the first in layer stem at train.py:12`."""
     first = suspects[0]
     layer = next((use.layer for use in graph.uses if use.site == first.site), None)
     where = " ".join(

@@ -1,4 +1,8 @@
-"""Values with one row per row of a table, kept as what they are computed from, until the touched rows are known.
+"""Keeps values with one row per row of a table as what they are computed from, until the touched rows are known.
+
+The equations of an update come in, whose operands may be `Rows`; `Rows` come out, or sums over them, and in the end the
+table's state with the touched rows replaced. It exists because a table has many rows and a batch touches few: the dense
+update would read and write all of them.
 
 Behind a gradient boundary whose tables give rows (`lookups.py`), the update's operations on a table's gradient and
 state are not bound but written down as `Rows`. What is then computed: sums over all rows (a norm), from the touched
@@ -12,6 +16,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from splitjax import _compat
@@ -22,11 +27,11 @@ from splitjax.trace.row_update import ELEMENTWISE, NEUTRAL, REDUCTIONS, SHAPES
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rows:
-    """A value whose leading dim counts a table's rows.
+    """Stands for a value whose leading dim counts a table's rows.
 
     - `shape`, `dtype`: of the whole value, which is not made.
     - `table`: the table's number; None for what is alike for the rows of any table (a number laid out over them).
-    - `behind`: it depends on the table's gradient.
+    - `behind`: whether it depends on the table's gradient.
     - `leaf`, `array`: of a leaf of the state, its flat argument and its value. `eqn`, `operands`: of what an operation
       made. Neither: the gradient itself.
     """
@@ -41,29 +46,35 @@ class Rows:
     operands: tuple[Any, ...] = ()
 
     def arrays(self) -> Iterator[Any]:
-        """Every array that computing the rows takes, leaves of the state aside; some more than once."""
-        for one in self.operands:
-            if isinstance(one, Rows):
-                yield from one.arrays()
-            elif not isinstance(one, (int, float, complex, bool)):
-                yield one
+        """Yields every array that computing the rows takes, leaves of the state aside; some more than once."""
+        for operand in self.operands:
+            if isinstance(operand, Rows):
+                yield from operand.arrays()
+            elif not isinstance(operand, (int, float, complex, bool)):
+                yield operand
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class View:
-    """Some rows of a table, where they are computed: `ids` i32[k], different positions in the given `leaves` (past the
-    end: none), ascending if `is_sorted`; `gradient` f[k, *row]; `leaves`: by flat argument; `given`: other arrays by
-    `id` of what they stand for. `made` remembers what was computed."""
+    """Computes some rows of a table, where they are needed.
 
-    ids: Any
-    gradient: Any
+    - `ids`: i32[k], different positions in the given `leaves`; those past the end name no row.
+    - `gradient`: f[k, *row], the gradient of these rows.
+    - `leaves`: the arrays of the state, by flat argument.
+    - `given`: all else that is read, by `id` of what it stands for.
+    - `is_sorted`: whether `ids` ascend.
+    - `made`: remembers what was computed, by `id`.
+    """
+
+    ids: jax.Array
+    gradient: jax.Array
     leaves: Mapping[int, Any]
     given: Mapping[int, Any]
     is_sorted: bool = True
     made: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def rows(self, value: Any) -> Any:
-        """These rows of a value; an array that is no `Rows` is itself."""
+        """Returns these rows of `value`; an array that is no `Rows` is itself, or what is given for it."""
         if not isinstance(value, Rows):
             return self.given.get(id(value), value)
         if id(value) not in self.made:
@@ -71,14 +82,17 @@ class View:
         return self.made[id(value)]
 
     def reduced(self, eqn: Any, value: Rows, num_rows: int) -> Any:
-        """A reduction over these rows of `num_rows`. Ids past the end take no part: what is computed from zeros for
-        them may be no number."""
+        """Evaluates the reduction `eqn` of `value` over these rows only, of a table of `num_rows`.
+
+        Ids past the end take no part: what is computed from zeros for them may be no number.
+        """
         rows = self.rows(value)
         is_row = (self.ids < num_rows).reshape(-1, *[1] * (rows.ndim - 1))
         return _compat.rebind(eqn, [jnp.where(is_row, rows, jnp.asarray(NEUTRAL[eqn.primitive.name], rows.dtype))])[0]
 
     def _compute(self, value: Rows) -> Any:
         if value.array is not None:
+            assert value.leaf is not None, "rows of the state without the flat argument that they are"
             return take_rows(self.leaves[value.leaf], self.ids)
         if value.eqn is None:
             return self.gradient.astype(value.dtype)
@@ -86,14 +100,15 @@ class View:
         for name in ("shape", "new_sizes"):
             if name in eqn.params:
                 eqn = _compat.with_params(eqn, **{name: (size, *eqn.params[name][1:])})
-        return _compat.rebind(eqn, [self.rows(one) for one in value.operands])[0]
+        return _compat.rebind(eqn, [self.rows(operand) for operand in value.operands])[0]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowWriter:
     """Evaluates the equations around a boundary, as far as they act on rows.
 
-    - `num_rows`: of the tables; `total`: (reduction's equation, what it reduces over all touched rows) -> its result.
+    - `num_rows`: the numbers of rows of the tables.
+    - `total`: (reduction's equation, what it reduces over all touched rows) -> its result.
     - `holds_boundary`: whether an equation has a gradient boundary inside.
     """
 
@@ -102,69 +117,76 @@ class RowWriter:
     holds_boundary: Callable[[Any], bool]
 
     def equation(self, eqn: Any, values: list[Any], walk: Callable[[Any, list[Any]], list[Any]]) -> list[Any] | None:
-        """An equation's results; None where it is to be bound as it is, with `values` then free of `Rows` (in place).
+        """Evaluates the equation `eqn` on `values`, and returns its results.
 
-        `walk(body, operands)` evaluates the body of a call."""
-        name, found = eqn.primitive.name, [one for one in values if isinstance(one, Rows)]
-        if not found and not any(v.aval.shape[:1] and v.aval.shape[0] in self.num_rows for v in eqn.outvars):
+        None where it is to be bound as it is, with `values` then free of `Rows` (in place). `walk(body, operands)`
+        evaluates the body of a call.
+        """
+        name, rows = eqn.primitive.name, [value for value in values if isinstance(value, Rows)]
+        if not rows and not any(v.aval.shape[:1] and v.aval.shape[0] in self.num_rows for v in eqn.outvars):
             return None
         if self.holds_boundary(eqn):
             return None
         body = call_body(eqn)
         if body is not None:
             return walk(body, values)
-        if not found:
+        if not rows:
             is_spread = name == "broadcast_in_dim" and 0 not in eqn.params["broadcast_dimensions"]
             return [_of(eqn, values, None)] if is_spread else None
-        tables = {one.table for one in found} - {None}
+        tables = {value.table for value in rows} - {None}
         if name == "optimization_barrier" and len(tables) <= 1:
             return values
         if (
             len(tables) <= 1
             and len(eqn.outvars) == 1
-            and (name in ELEMENTWISE or (name in SHAPES and _keeps_rows(eqn, found[0])))
+            and (name in ELEMENTWISE or (name in SHAPES and _keeps_rows(eqn, rows[0])))
         ):
             return [_of(eqn, values, next(iter(tables), None))]
-        if name in REDUCTIONS and found[0].behind:
+        if name in REDUCTIONS and rows[0].behind:
             if 0 not in eqn.params["axes"]:
-                return [_of(eqn, values, found[0].table)]
-            return [self.total(eqn, found[0])]
-        values[:] = [dense(one) for one in values]
+                return [_of(eqn, values, rows[0].table)]
+            return [self.total(eqn, rows[0])]
+        values[:] = [dense(value) for value in values]
         return None
 
 
 def _of(eqn: Any, operands: Sequence[Any], table: int | None) -> Rows:
+    """Writes an operation down as the rows that it would make."""
     aval = eqn.outvars[0].aval
     return Rows(
         tuple(aval.shape),
         aval.dtype,
         table,
-        any(isinstance(one, Rows) and one.behind for one in operands),
+        any(isinstance(operand, Rows) and operand.behind for operand in operands),
         eqn=eqn,
         operands=tuple(operands),
     )
 
 
 def _keeps_rows(eqn: Any, value: Rows) -> bool:
+    """Returns whether an operation that changes shapes leaves every row of a value to itself."""
     after = tuple(eqn.outvars[0].aval.shape)
     return after[:1] == value.shape[:1] and SHAPES[eqn.primitive.name](eqn, value.shape, after)
 
 
 def dense(value: Any) -> Any:
-    """The whole of a value that does not depend on a gradient."""
+    """Returns the whole of `value`, which does not depend on a gradient; an array is itself."""
     if not isinstance(value, Rows):
         return value
     if value.array is not None:
         return value.array
     if value.behind:
         raise AssertionError("a gradient of rows reached an operation that the analysis of its update did not admit")
-    return _compat.rebind(value.eqn, [dense(one) for one in value.operands])[0]
+    return _compat.rebind(value.eqn, [dense(operand) for operand in value.operands])[0]
 
 
-def written(view: View, new: Mapping[int, Rows]) -> dict[int, Any]:
-    """The leaves of the state with these rows replaced; all others are as they were."""
+def written(view: View, new: Mapping[int, Rows]) -> dict[int, jax.Array]:
+    """Returns the leaves of the state with the rows of `view` replaced; all other rows are as they were.
+
+    `new` maps the flat argument of each leaf to what its rows become; so does the result to whole arrays.
+    """
     rows = {leaf: view.rows(value) for leaf, value in new.items()}
     return {
-        leaf: set_rows(view.leaves[leaf], view.ids, one.astype(view.leaves[leaf].dtype), is_sorted=view.is_sorted)
-        for leaf, one in rows.items()
+        leaf: set_rows(view.leaves[leaf], view.ids, new_rows.astype(view.leaves[leaf].dtype), is_sorted=view.is_sorted)
+        for leaf, new_rows in rows.items()
     }

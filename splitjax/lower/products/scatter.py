@@ -1,4 +1,7 @@
-"""Where gradients are summed into parts (ZeRO stage 2, arXiv 1910.02054): graph + leaf specs -> products and pins.
+"""Decides where gradients are summed into parts (ZeRO stage 2, arXiv 1910.02054).
+
+A step's graph and the specs of its leaves come in; the products, biases and scales that are evaluated with collectives
+of their own come out, and pins for all other gradients.
 
 XLA sums the gradient of a whole weight on every device and cuts its part out afterwards (CPU, jax 0.10.2): twice the
 bytes, and the whole sum in memory. So a product with such a weight is evaluated as `shard_map`s with their own
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from splitjax import _compat
@@ -30,36 +33,55 @@ Parts = tuple[tuple[int, tuple[str, ...]], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Scatter:
-    """A product of examples with a weight that is used whole over all batch axes, and whose gradient is summed into
-    parts."""
+    """Describes a product of examples with a weight that is used whole over all batch axes, and whose gradient is
+    summed into parts.
+
+    - `site`: of the product's equation. `layer`: the layer whose weight it is.
+    - `data`, `weight`: the operand positions of activations and weight.
+    - `axes`: the batch axes, over all of which the examples are split.
+    - `example_dim`: of the data operand. `out_example_dim`: of the result.
+    - `parts`: dims of the weight along which its gradient is cut, with the axes.
+    - `kept`: dims of the weight that other axes split, as the rules have them.
+    - `stored`: dims along which the weight is stored in parts, and gathered for the product: once forward, once
+      backward.
+    """
 
     site: tuple[int, ...]
     layer: str
-    data: int  # operand positions
+    data: int
     weight: int
-    axes: tuple[str, ...]  # the batch axes: over all of them the examples are split
-    example_dim: int  # of the data operand
+    axes: tuple[str, ...]
+    example_dim: int
     out_example_dim: int
     parts: Parts
-    kept: Parts = ()  # dims that other axes split, as the rules have them
-    # dims along which the weight is stored in parts, and gathered for the product: once forward, once backward
+    kept: Parts = ()
     stored: Parts = ()
 
     def fits(self, eqn: Any) -> bool:
-        """Whether an equation treats examples one by one, so that a device can evaluate it for its own."""
+        """Returns whether the equation `eqn` treats examples one by one, so that a device can evaluate it for its
+        own."""
         check = _FITS.get(eqn.primitive.name)
         return check is not None and len(eqn.outvars) == 1 and check(self, eqn)
 
 
 @dataclasses.dataclass(frozen=True)
 class Summed:
-    """An elementwise operation in which a bias or scale meets the examples, and whose gradient is summed into parts."""
+    """Describes an elementwise operation in which a bias or scale meets the examples, and whose gradient is summed into
+    parts.
+
+    - `site`: of the operation's equation. `layer`: the layer whose bias or scale it is.
+    - `operand`: the operand position of the bias or scale.
+    - `axes`: the mesh axes over which the examples are split.
+    - `example_dim`: of the result.
+    - `parts`: dims of the operand along which its gradient is cut, with the axes.
+    - `kept`: dims of the operand that other axes split, as the rules have them.
+    """
 
     site: tuple[int, ...]
     layer: str
     operand: int
-    axes: tuple[str, ...]  # over which the examples are split
-    example_dim: int  # of the result
+    axes: tuple[str, ...]
+    example_dim: int
     parts: Parts
     kept: Parts
 
@@ -72,8 +94,19 @@ def derive_scatters(
     replicated_batch: str,
     exchanges: Sequence[Exchange],
 ) -> tuple[Exchange | Scatter | Summed, ...]:
-    """The exchanges, those with split gradients marked so; the products with weights that are used whole and whose
-    gradient is split, as their state is or they are themselves; biases and scales."""
+    """Derives the operations of a step whose gradients are summed into parts.
+
+    **Arguments:**
+
+    - `graph`: of the step. `leaves`: of the plan.
+    - `mesh`: the shape of the mesh.
+    - `batch_axes`: the mesh axes that split the batch, major first.
+    - `replicated_batch`: over which axes replicated layers split it, as the plan has it.
+    - `exchanges`: the products with split weights.
+
+    Returns the exchanges, those with split gradients marked so; the products with weights that are used whole and whose
+    gradient is split, as their state is or they are themselves; biases and scales.
+    """
     planned = {
         leaf.path: leaf
         for leaf in leaves
@@ -82,22 +115,26 @@ def derive_scatters(
     if not planned:
         return tuple(exchanges)
     uses = {use.site: use for use in graph.uses}
-    found: list[Exchange | Scatter] = []
-    for one in exchanges:
-        use = uses[one.site]
+    products: list[Exchange | Scatter] = []
+    for exchange in exchanges:
+        use = uses[exchange.site]
         leaf = planned.get(use.param)
-        parts = gained_dims(graph, use.weight_dims, leaf, one.rest) if leaf is not None else ()
-        found.append(dataclasses.replace(one, scatter=parts))
-    taken = {one.site for one in exchanges}
+        parts = gained_dims(graph, use.weight_dims, leaf, exchange.rest) if leaf is not None else ()
+        products.append(dataclasses.replace(exchange, scatter=parts))
+    taken = {exchange.site for exchange in exchanges}
     for use in graph.uses:
         if use.site not in taken and use.param in planned:
             scatter = _scatter(graph, use, planned[use.param], mesh, batch_axes, replicated_batch)
-            found += [] if scatter is None else [scatter]
-    return (*found, *derive_spreads(graph, leaves, mesh, batch_axes, exchanges))
+            products += [] if scatter is None else [scatter]
+    return (*products, *derive_spreads(graph, leaves, mesh, batch_axes, exchanges))
 
 
 def stored_axes(leaf: LeafPlan, mesh: MeshShape, batch_axes: tuple[str, ...], replicated_batch: str) -> tuple[str, ...]:
-    """The batch axes over which a parameter is stored in parts and used whole (ZeRO stage 3)."""
+    """Returns the batch axes over which a parameter is stored in parts and used whole (ZeRO stage 3).
+
+    **Arguments:** `leaf`: of the plan; `mesh`: the shape of the mesh; `batch_axes`: the mesh axes that split the batch;
+    `replicated_batch`: over which axes replicated layers split it, as the plan has it.
+    """
     if leaf.role != "param":
         return ()
     used = used_axes(leaf.spec, mesh, batch_axes, replicated_batch)
@@ -105,16 +142,16 @@ def stored_axes(leaf: LeafPlan, mesh: MeshShape, batch_axes: tuple[str, ...], re
 
 
 def pin_gradients(graph: Graph, leaves: Sequence[LeafPlan]) -> tuple[Constraint, ...]:
-    """Constraints on the boundaries' results: every gradient onto its parts."""
+    """Returns constraints on the results of the boundaries of `graph`, which pin every gradient of `leaves` that is
+    split to its parts."""
     planned = {leaf.path: leaf for leaf in leaves}
-    found = []
-    for one in graph.gradients:
-        leaf = planned.get(one.param)
-        if leaf is not None and leaf.gradient is not None and one.shape == leaf.shape:
-            found.append(
-                Constraint(one.site, -1 - one.result, leaf.gradient, one.param, "sharded state: a part of the gradient")
-            )
-    return tuple(found)
+    why = "sharded state: a part of the gradient"
+    pins: list[Constraint] = []
+    for gradient in graph.gradients:
+        leaf = planned.get(gradient.param)
+        if leaf is not None and leaf.gradient is not None and gradient.shape == leaf.shape:
+            pins.append(Constraint(gradient.site, -1 - gradient.result, leaf.gradient, gradient.param, why))
+    return tuple(pins)
 
 
 def derive_spreads(
@@ -124,19 +161,23 @@ def derive_spreads(
     batch_axes: tuple[str, ...],
     exchanges: Sequence[Exchange],
 ) -> tuple[Summed, ...]:
-    """Biases and scales whose gradient is summed into parts, where it is known how the examples lie: over all batch
-    axes before the first split layer, and within a layer split by columns over the axes that it leaves."""
+    """Derives the biases and scales whose gradient is summed into parts.
+
+    `graph`, `leaves`, `mesh`, `batch_axes` and `exchanges` are those of `derive_scatters`. It is known how the examples
+    lie before the first split layer, over all batch axes, and within a layer split by columns, over the axes that it
+    leaves; biases and scales elsewhere are left to XLA.
+    """
     planned = {leaf.path: leaf for leaf in leaves if leaf.gradient is not None}
     split = {leaf.path for leaf in leaves if leaf.role == "param" and set(spec_axes(leaf.spec)) & set(batch_axes)}
     crossings = [use.site for use in graph.uses if use.param in split and not use.backward]
     columns = {
-        graph.leaf(use.param).layer: one
-        for one in exchanges
-        if one.leave == STAY
+        graph.leaf(use.param).layer: exchange
+        for exchange in exchanges
+        if exchange.leave == STAY
         for use in graph.uses
-        if use.site == one.site
+        if use.site == exchange.site
     }
-    found = []
+    sums: list[Summed] = []
     for spread in graph.spreads:
         leaf = planned.get(spread.param)
         if leaf is None or not read_once(graph, spread.dims, leaf, spread.trips):
@@ -149,13 +190,22 @@ def derive_spreads(
             axes = batch_axes if all(spread.site < site for site in crossings) else ()
         parts, kept = gained_dims(graph, spread.dims, leaf, axes), split_dims(graph, spread.dims, leaf, mesh)
         if axes and parts and kept is not None and spread.num_examples % mesh.size(axes) == 0:
-            found.append(Summed(spread.site, spread.layer, spread.operand, axes, spread.example_dim, parts, kept))
-    return tuple(found)
+            sums.append(Summed(spread.site, spread.layer, spread.operand, axes, spread.example_dim, parts, kept))
+    return tuple(sums)
 
 
 def updated_in_parts(jaxpr: Any, leaves: Sequence[LeafPlan], matched: Mapping[int, int]) -> dict[int, Spec]:
-    """Result positions of new values that devices compute in parts, each with the parts' spec: gathered only as they
-    leave the step, so that the update runs where gradient and state are. What is handed through is not gathered."""
+    """Maps the result positions of new values that devices compute in parts to the parts' specs.
+
+    **Arguments:**
+
+    - `jaxpr`: of the step.
+    - `leaves`: of the plan, by flat argument.
+    - `matched`: flat argument -> position of the result that replaces it.
+
+    Such values are gathered only as they leave the step, so that the update runs where gradient and state are. What is
+    handed through is not gathered.
+    """
     inner, _ = _compat.open_jaxpr(jaxpr)
     return {
         target: gradient
@@ -167,6 +217,7 @@ def updated_in_parts(jaxpr: Any, leaves: Sequence[LeafPlan], matched: Mapping[in
 def _scatter(
     graph: Graph, use: Use, leaf: LeafPlan, mesh: MeshShape, batch_axes: tuple[str, ...], replicated_batch: str
 ) -> Scatter | None:
+    """Returns the sum of a use's gradient into parts; None where it is left to XLA."""
     inside = stored_axes(leaf, mesh, batch_axes, replicated_batch)
     if (
         not use.in_boundary
@@ -207,21 +258,28 @@ def _scatter(
 
 
 def gradient_gains(leaf: LeafPlan) -> bool:
-    """Whether a gradient is split further than its parameter."""
+    """Returns whether the gradient of the parameter `leaf` is split further than the parameter."""
     return set(spec_axes(leaf.gradient or ())) > set(spec_axes(leaf.spec))
 
 
 def split_dims(graph: Graph, dims: Sequence[Dim], leaf: LeafPlan, mesh: MeshShape) -> Parts | None:
-    """The dims of an operand made of a parameter that are split already; None where a split one is not a dim of the
-    operand."""
+    """Returns the dims of an operand made of a parameter that are split already, each with its axes.
+
+    **Arguments:** `graph`: of the step; `dims`: of the operand; `leaf`: the parameter in the plan; `mesh`: the shape of
+    the mesh. None where a split dim of the parameter is not a dim of the operand.
+    """
     places = whole_dims(graph, graph.leaf(leaf.path), dims)
     split = [(dim, axes) for dim, entry in enumerate(leaf.spec) if (axes := mesh.present(spec_axes((entry,))))]
     return None if any(dim not in places for dim, _ in split) else tuple((places[dim], axes) for dim, axes in split)
 
 
 def gained_dims(graph: Graph, dims: Sequence[Dim], leaf: LeafPlan, summed: Sequence[str]) -> Parts:
-    """The dims of an operand made of a parameter along which its gradient gains axes; nothing where one of them is not
-    a dim of the operand, or an axis is not summed over."""
+    """Returns the dims of an operand made of a parameter along which its gradient gains axes, with these axes.
+
+    **Arguments:** `graph`: of the step; `dims`: of the operand; `leaf`: the parameter in the plan; `summed`: the mesh
+    axes over which the gradient is summed. Nothing where such a dim of the parameter is not a dim of the operand, or an
+    axis is not summed over.
+    """
     places = whole_dims(graph, graph.leaf(leaf.path), dims)
     parts = []
     before = (*leaf.spec, *(None,) * (len(leaf.shape) - len(leaf.spec)))
@@ -235,8 +293,13 @@ def gained_dims(graph: Graph, dims: Sequence[Dim], leaf: LeafPlan, summed: Seque
 
 
 def read_once(graph: Graph, dims: Sequence[Dim], leaf: LeafPlan, trips: int) -> bool:
-    """Whether an operand made of a parameter is another part of it in every turn of a loop. One that is read again and
-    again has a summand in every turn: sent each time, it would cost more than the sum."""
+    """Returns whether an operand made of a parameter is another part of it each time round a loop.
+
+    **Arguments:** `graph`: of the step; `dims`: of the operand; `leaf`: the parameter in the plan; `trips`: how often
+    the operation runs in a step.
+
+    An operand that is read again and again has a summand each time: sent as often, they would cost more than the sum.
+    """
     return trips == 1 or math.prod(graph.atom_sizes[atom] for dim in dims for atom in dim) * trips <= math.prod(
         leaf.shape
     )
@@ -246,38 +309,42 @@ def _example_dim(graph: Graph, dims: Sequence[Dim]) -> int | None:
     return next((position for position, dim in enumerate(dims) if graph.is_example(dim)), None)
 
 
-def _fits_dot(one: Scatter, eqn: Any) -> bool:
+def _fits_dot(scatter: Scatter, eqn: Any) -> bool:
     contract, batch = eqn.params["dimension_numbers"]
-    if batch[one.data] or one.example_dim in contract[one.data]:
+    if batch[scatter.data] or scatter.example_dim in contract[scatter.data]:
         return False
     free = [[d for d in range(len(eqn.invars[side].aval.shape)) if d not in contract[side]] for side in (0, 1)]
-    before = len(free[0]) if one.data == 1 else 0
-    return one.out_example_dim == before + free[one.data].index(one.example_dim)
+    before = len(free[0]) if scatter.data == 1 else 0
+    return scatter.out_example_dim == before + free[scatter.data].index(scatter.example_dim)
 
 
-def _fits_conv(one: Scatter, eqn: Any) -> bool:
+def _fits_conv(scatter: Scatter, eqn: Any) -> bool:
     numbers = eqn.params["dimension_numbers"]
     places = (
-        one.data == 0
-        and one.weight == 1
-        and numbers.lhs_spec[0] == one.example_dim
-        and numbers.out_spec[0] == one.out_example_dim
+        scatter.data == 0
+        and scatter.weight == 1
+        and numbers.lhs_spec[0] == scatter.example_dim
+        and numbers.out_spec[0] == scatter.out_example_dim
     )
     return places and eqn.params["batch_group_count"] == 1
 
 
-def _fits_gather(one: Scatter, eqn: Any) -> bool:
+def _fits_gather(scatter: Scatter, eqn: Any) -> bool:
     numbers = eqn.params["dimension_numbers"]
     rank = len(eqn.outvars[0].aval.shape)
     indexed = [d for d in range(rank) if d not in numbers.offset_dims]
     if (
-        one.weight != 0
-        or one.data != 1
+        scatter.weight != 0
+        or scatter.data != 1
         or getattr(numbers, "operand_batching_dims", ())
-        or one.example_dim >= len(indexed)
+        or scatter.example_dim >= len(indexed)
     ):
         return False
-    return indexed[one.example_dim] == one.out_example_dim
+    return indexed[scatter.example_dim] == scatter.out_example_dim
 
 
-_FITS: Mapping[str, Any] = {"dot_general": _fits_dot, "conv_general_dilated": _fits_conv, "gather": _fits_gather}
+_FITS: Mapping[str, Callable[[Scatter, Any], bool]] = {
+    "dot_general": _fits_dot,
+    "conv_general_dilated": _fits_conv,
+    "gather": _fits_gather,
+}

@@ -1,6 +1,9 @@
 """Evaluates products with whole weights, biases and scales, whose gradients are summed into parts (`scatter.py`): each
 device for its own examples, and backward a reduce-scatter of its summand of the gradient.
 
+An equation, its operands and what was planned for it (`Scatter`, `Summed`) come in; its results come out,
+differentiable. It exists because XLA would sum the whole gradient on every device and cut its part out.
+
 A `custom_vjp` of `shard_map`s over the batch axes, as `groups.py` has it for split weights: what is sent backward is
 written out.
 """
@@ -28,36 +31,43 @@ from splitjax.lower.products.scatter import Parts, Scatter, Summed
 
 
 @dataclasses.dataclass(frozen=True)
-class _Product:
-    """A product with its equation's geometry. Specs are of whole values, over the batch axes."""
+class _ScatteredProduct:
+    """Joins a product with its equation. Specs are of whole values, over the batch axes.
+
+    - `scatter`: as planned. `where`: the mesh of the evaluation. `eqn`: the equation.
+    - `keeps`: whether a weight that was gathered for the forward pass serves the backward pass, too.
+    - `convolution`: how it is evaluated where XLA's partitioner must not be asked over the other axes.
+    """
 
     scatter: Scatter
     where: Where
     eqn: Any
-    keeps: bool  # a weight that was gathered for the forward pass serves the backward pass, too
-    # how it is evaluated where XLA's partitioner must not be asked over the other axes
+    keeps: bool
     convolution: LocalConvolution | None
 
     @property
     def data_spec(self) -> PartitionSpec:
+        """The data, in its examples."""
         return PartitionSpec(*(None,) * self.scatter.example_dim, self.scatter.axes)
 
     @property
     def out_spec(self) -> PartitionSpec:
+        """The result, in its examples."""
         return PartitionSpec(*(None,) * self.scatter.out_example_dim, self.scatter.axes)
 
     def weight_spec(self, rank: int) -> PartitionSpec:
-        """The weight as it is stored."""
+        """Returns the spec of the weight, of `rank` dims, as it is stored."""
         return _spec(rank, self.scatter.stored)
 
-    def gathered(self, weight: Any) -> Any:
-        """Inside a `shard_map`: the whole weight."""
+    def gathered(self, weight: jax.Array) -> jax.Array:
+        """Gathers the whole weight inside a `shard_map`."""
         with jax.named_scope(scope("stored", self.scatter.layer)):
             for dim, axes in self.scatter.stored:
                 weight = lax.all_gather(weight, axes, axis=dim, tiled=True)
         return weight
 
-    def local(self, data: Any, weight: Any) -> Any:
+    def local(self, data: jax.Array, weight: jax.Array) -> jax.Array:
+        """Evaluates the product of a device's examples with the whole weight."""
         operands = (weight, data) if self.scatter.weight == 0 else (data, weight)
         if self.convolution is not None:
             return evaluate_local(self.convolution, self.eqn, operands, Where(self.where.mesh, self.scatter.axes))[0]
@@ -65,29 +75,38 @@ class _Product:
 
 
 def evaluate_scatter(
-    one: Scatter,
+    scatter: Scatter,
     eqn: Any,
-    operands: Sequence[Any],
+    operands: Sequence[jax.Array],
     where: Where,
     rematerialised: bool,
     convolution: LocalConvolution | None = None,
-) -> list[Any]:
-    """The result of the product, differentiated as planned. `rematerialised`: the backward pass runs the forward once
-    more, and gathers a stored weight in doing so. `convolution`: as the layout has it at this site."""
-    with jax.named_scope(scope("product", one.layer)):
-        return [
-            multiply(_Product(one, where, eqn, rematerialised, convolution), operands[one.data], operands[one.weight])
-        ]
+) -> list[jax.Array]:
+    """Evaluates a product, differentiated as planned, and returns its result in a list.
+
+    **Arguments:**
+
+    - `scatter`: as planned for the equation `eqn`, which it `fits`.
+    - `operands`: of the equation.
+    - `where`: the mesh of the evaluation.
+    - `rematerialised`: whether the backward pass runs the forward once more, and gathers a stored weight in doing so.
+    - `convolution`: as the layout has it at this site; None where XLA may be asked.
+    """
+    with jax.named_scope(scope("product", scatter.layer)):
+        product = _ScatteredProduct(scatter, where, eqn, rematerialised, convolution)
+        return [multiply(product, operands[scatter.data], operands[scatter.weight])]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply(product: _Product, data: Any, weight: Any) -> Any:
-    """The product, each device's examples by themselves."""
+def multiply(product: _ScatteredProduct, data: jax.Array, weight: jax.Array) -> jax.Array:
+    """Evaluates `product` of whole `data` and `weight`, each device's examples by themselves."""
     return _forward(product, data, weight)[0]
 
 
-def _forward(product: _Product, data: Any, weight: Any) -> tuple[Any, tuple[Any, Any]]:
-    def local(data, weight):
+def _forward(
+    product: _ScatteredProduct, data: jax.Array, weight: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def local(data: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         whole = product.gathered(weight)
         return product.local(data, whole), whole if product.keeps else None
 
@@ -98,13 +117,15 @@ def _forward(product: _Product, data: Any, weight: Any) -> tuple[Any, tuple[Any,
     return out, (data, weight if whole is None else whole)
 
 
-def _backward(product: _Product, kept: tuple[Any, Any], cotangent: Any) -> tuple[Any, Any]:
+def _backward(
+    product: _ScatteredProduct, kept: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array | np.ndarray, jax.Array]:
     data, weight = kept
-    one = product.scatter
+    scatter = product.scatter
     floating = jnp.issubdtype(data.dtype, jnp.inexact)  # ids of a lookup have no gradient
 
-    def local(data, weight, cotangent):
-        if one.stored and not product.keeps:
+    def local(data: jax.Array, weight: jax.Array, cotangent: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+        if scatter.stored and not product.keeps:
             weight = product.gathered(weight + _nothing(cotangent).astype(weight.dtype))
         if floating:
             to_data, to_weight = jax.vjp(product.local, data, weight)[1](cotangent)
@@ -112,18 +133,18 @@ def _backward(product: _Product, kept: tuple[Any, Any], cotangent: Any) -> tuple
             to_data, (to_weight,) = None, jax.vjp(lambda weight: product.local(data, weight), weight)[1](cotangent)
         return to_data, to_weight[None]
 
-    out_specs = (product.data_spec if floating else None, PartitionSpec(one.axes))
+    out_specs = (product.data_spec if floating else None, PartitionSpec(scatter.axes))
     weight_spec = PartitionSpec() if product.keeps else product.weight_spec(weight.ndim)
-    run = product.where.shard_map(local, one.axes, (product.data_spec, weight_spec, product.out_spec), out_specs)
+    run = product.where.shard_map(local, scatter.axes, (product.data_spec, weight_spec, product.out_spec), out_specs)
     to_data, summands = run(data, weight, cotangent)
     # Over axes that split the weight XLA partitions the product, but would gather its result for a sum inside the same
     # shard_map. This one is manual over all axes: where some are left to XLA, its CPU backend dies of 16-bit sums
     # ("Invalid binary instruction opcode copy").
     add = product.where.shard_map(
-        lambda summand: sum_into_parts(summand[0], one.parts, one.axes),
+        lambda summand: sum_into_parts(summand[0], scatter.parts, scatter.axes),
         product.where.mesh.axis_names,
-        (PartitionSpec(one.axes, *_spec(weight.ndim, one.kept)),),
-        _spec(weight.ndim, one.kept, one.parts),
+        (PartitionSpec(scatter.axes, *_spec(weight.ndim, scatter.kept)),),
+        _spec(weight.ndim, scatter.kept, scatter.parts),
     )
     return to_data if floating else np.zeros(data.shape, jax.dtypes.float0), add(summands)
 
@@ -131,18 +152,19 @@ def _backward(product: _Product, kept: tuple[Any, Any], cotangent: Any) -> tuple
 multiply.defvjp(_forward, _backward)
 
 
-def _nothing(value: Any) -> Any:
-    """A zero of which XLA cannot know that it is one: a number is not infinite and no number at once. Added to a stored
-    weight, it ties the gather of the backward pass to that pass; XLA would keep what the forward pass gathered
+def _nothing(value: jax.Array) -> jax.Array:
+    """Returns a zero of which XLA cannot know that it is one: a number is not infinite and no number at once. Added to
+    a stored weight, it ties the gather of the backward pass to that pass; XLA would keep what the forward pass gathered
     otherwise (an optimization barrier does not help on CPU: it is taken out before equal operations are merged). An
     empty cotangent ties nothing."""
     if not value.size:
         return jnp.zeros((), bool)
-    one = value[(0,) * value.ndim]
-    return jnp.isnan(one) & jnp.isinf(one)
+    element = value[(0,) * value.ndim]
+    return jnp.isnan(element) & jnp.isinf(element)
 
 
 def _spec(rank: int, *parts: Parts) -> PartitionSpec:
+    """Returns the spec of a value of `rank` dims that is split in all of these parts."""
     entries: dict[int, tuple[str, ...]] = {}
     for dim, axes in itertools.chain(*parts):
         entries[dim] = (*entries.get(dim, ()), *axes)
@@ -151,62 +173,80 @@ def _spec(rank: int, *parts: Parts) -> PartitionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class _Laid:
-    """A bias or scale to be laid along the examples. It has the result's dims (1 for each that it lacks), and so have
-    the parts of `one`."""
+    """Describes a bias or scale to be laid along the examples.
 
-    one: Summed
+    - `summed`: as planned, with its parts in dims of the result.
+    - `where`: the mesh of the evaluation.
+    - `num_examples`: the size of the result's example dim.
+    - `shape`: of the bias or scale, which has the result's dims (1 for each that it lacks).
+    """
+
+    summed: Summed
     where: Where
     num_examples: int
     shape: tuple[int, ...]
 
 
-def evaluate_summed(one: Summed, eqn: Any, operands: Sequence[Any], where: Where) -> list[Any]:
-    """The results of an operation with its bias or scale laid along the examples, differentiated as planned."""
-    value, out = operands[one.operand], eqn.outvars[0].aval.shape
+def evaluate_summed(summed: Summed, eqn: Any, operands: Sequence[Any], where: Where) -> list[jax.Array]:
+    """Evaluates an operation with its bias or scale laid along the examples, differentiated as planned.
+
+    **Arguments:**
+
+    - `summed`: as planned for the equation `eqn`, an elementwise operation or a `broadcast_in_dim`.
+    - `operands`: of the equation.
+    - `where`: the mesh of the evaluation.
+
+    Returns the equation's results.
+    """
+    value, out = operands[summed.operand], eqn.outvars[0].aval.shape
     if eqn.primitive.name != "broadcast_in_dim":
         return _compat.bind_equation(
-            eqn, [_laid(one, value, out, where) if k == one.operand else x for k, x in enumerate(operands)]
+            eqn, [_laid(summed, value, out, where) if k == summed.operand else x for k, x in enumerate(operands)]
         )
     places = eqn.params["broadcast_dimensions"]
     value = lax.broadcast_in_dim(
         value, tuple(value.shape[places.index(d)] if d in places else 1 for d in range(len(out))), places
     )
     move = lambda parts: tuple((places[dim], axes) for dim, axes in parts)
-    value = _laid(dataclasses.replace(one, parts=move(one.parts), kept=move(one.kept)), value, out, where)
+    value = _laid(dataclasses.replace(summed, parts=move(summed.parts), kept=move(summed.kept)), value, out, where)
     return [lax.broadcast_in_dim(value, out, tuple(range(len(out))))]
 
 
-def _laid(one: Summed, value: Any, out: Sequence[int], where: Where) -> Any:
-    with jax.named_scope(scope("spread", one.layer)):
-        return along(_Laid(one, where, out[one.example_dim], value.shape), value)
+def _laid(summed: Summed, value: jax.Array, out: Sequence[int], where: Where) -> jax.Array:
+    """Lays a bias or scale along the examples of a result of shape `out`."""
+    with jax.named_scope(scope("spread", summed.layer)):
+        return along(_Laid(summed, where, out[summed.example_dim], value.shape), value)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def along(laid: _Laid, value: Any) -> Any:
-    """[.., 1, ..] -> [.., examples, ..]"""
-    one, rank = laid.one, len(laid.shape)
-    num = laid.num_examples // math.prod(laid.where.mesh.shape[axis] for axis in one.axes)
+def along(laid: _Laid, value: jax.Array) -> jax.Array:
+    """Lays a bias or scale along the examples, as `laid` says: `value` [.., 1, ..] -> [.., examples, ..]."""
+    summed, rank = laid.summed, len(laid.shape)
+    num = laid.num_examples // math.prod(laid.where.mesh.shape[axis] for axis in summed.axes)
 
-    def local(value):
+    def local(value: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(
-            value, (*value.shape[: one.example_dim], num, *value.shape[one.example_dim + 1 :]), tuple(range(rank))
+            value, (*value.shape[: summed.example_dim], num, *value.shape[summed.example_dim + 1 :]), tuple(range(rank))
         )
 
-    specs = _spec(rank, one.kept), _spec(rank, one.kept, ((one.example_dim, one.axes),))
+    specs = _spec(rank, summed.kept), _spec(rank, summed.kept, ((summed.example_dim, summed.axes),))
     return laid.where.shard_map(local, laid.where.mesh.axis_names, specs[:1], specs[1])(value)
 
 
-def _along_forward(laid: _Laid, value: Any) -> tuple[Any, None]:
+def _along_forward(laid: _Laid, value: jax.Array) -> tuple[jax.Array, None]:
     return along(laid, value), None
 
 
-def _along_backward(laid: _Laid, _: None, cotangent: Any) -> tuple[Any]:
-    one, rank = laid.one, len(laid.shape)
+def _along_backward(laid: _Laid, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    summed, rank = laid.summed, len(laid.shape)
 
-    def local(cotangent):
-        return sum_into_parts(cotangent.sum(one.example_dim, keepdims=True), one.parts, one.axes)
+    def local(cotangent: jax.Array) -> jax.Array:
+        return sum_into_parts(cotangent.sum(summed.example_dim, keepdims=True), summed.parts, summed.axes)
 
-    specs = _spec(rank, one.kept, ((one.example_dim, one.axes),)), _spec(rank, one.kept, one.parts)
+    specs = (
+        _spec(rank, summed.kept, ((summed.example_dim, summed.axes),)),
+        _spec(rank, summed.kept, summed.parts),
+    )
     return (laid.where.shard_map(local, laid.where.mesh.axis_names, specs[:1], specs[1])(cotangent),)
 
 

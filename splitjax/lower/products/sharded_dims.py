@@ -1,4 +1,9 @@
-"""Over which mesh axes the dims of a step's values are split: by dim class, as far as a plan's leaves say."""
+"""Tells over which mesh axes the dims of a step's values are split.
+
+A step's graph and the leaves of a plan come in; the axes of any dim at any site can be asked then. It goes by dim
+class: a dim is split like the leaves' dims of its class, or like the batch. It exists because what is decided about an
+operation depends on whether something split reaches it, and XLA decides the layouts of intermediate values only later.
+"""
 
 from __future__ import annotations
 
@@ -13,35 +18,47 @@ Axes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class ShardedDims:
-    """The axes of every local dim class in which some leaf is split.
+    """Holds the axes of every local dim class in which some leaf is split.
 
     Inside a gradient boundary the parameters' own layout counts: what only their optimizer state has does not get
-    there."""
+    there.
+
+    - `graph`: of the step.
+    - `batch_axes`: the mesh axes that split the batch, major first.
+    - `anywhere`, `in_boundaries`: by label of the class (`Graph.local`) the axes that split it, outside of gradient
+      boundaries and inside.
+    - `boundaries`: the sites of the boundaries.
+    """
 
     graph: Graph
     batch_axes: Axes
-    anywhere: Mapping[int, Axes]  # by label of the class
+    anywhere: Mapping[int, Axes]
     in_boundaries: Mapping[int, Axes]
-    boundaries: frozenset[tuple[int, ...]]  # sites
+    boundaries: frozenset[tuple[int, ...]]
 
     @classmethod
     def of(cls, graph: Graph, leaves: Sequence[LeafPlan], batch_axes: Axes) -> ShardedDims:
-        """`leaves`: of the plan, in the order of the graph's."""
+        """Makes the axes of a step's dim classes.
+
+        `leaves` are the plan's, in the order of those of `graph`; `batch_axes` the mesh axes that split the batch.
+        """
 
         def classes(with_optimizer: bool) -> dict[int, Axes]:
-            found: dict[int, Axes] = {}
+            by_label: dict[int, Axes] = {}
             for leaf, planned in zip(graph.leaves, leaves, strict=True):
                 if planned.is_state and (with_optimizer or planned.role != "optimizer"):
                     for dim, entry in zip(leaf.dims, planned.spec, strict=False):
                         if dim and entry is not None:
                             label = graph.local[dim[0]]
-                            found[label] = tuple(dict.fromkeys((*found.get(label, ()), *spec_axes((entry,)))))
-            return found
+                            by_label[label] = tuple(dict.fromkeys((*by_label.get(label, ()), *spec_axes((entry,)))))
+            return by_label
 
-        return cls(graph, batch_axes, classes(True), classes(False), frozenset(one.site for one in graph.gradients))
+        boundaries = frozenset(gradient.site for gradient in graph.gradients)
+        return cls(graph, batch_axes, classes(True), classes(False), boundaries)
 
     def axes(self, dim: Dim, site: tuple[int, ...]) -> Axes:
-        """The axes over which a dim of an operation at a site may be split: those of the batch for an example dim."""
+        """Returns the axes over which `dim` of an operation at `site` may be split: those of the batch for an example
+        dim."""
         if not dim:
             return ()
         if self.graph.is_example(dim):
@@ -50,5 +67,5 @@ class ShardedDims:
         return (self.in_boundaries if inside else self.anywhere).get(self.graph.local[dim[0]], ())
 
     def reaches(self, tensors: Iterable[Sequence[Dim]], site: tuple[int, ...]) -> bool:
-        """Whether any dim of some operands or results of an operation is split."""
+        """Returns whether any dim of `tensors`, operands or results of an operation at `site`, is split."""
         return any(self.axes(dim, site) for dims in tensors for dim in dims)
