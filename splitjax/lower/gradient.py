@@ -57,7 +57,7 @@ class Boundary:
     - `names`: the path of each operand, such as `params['w']`, or "captured".
     """
 
-    forward: Any
+    forward: _compat.ClosedJaxpr
     positions: tuple[int, ...]
     holomorphic: bool
     microbatches: int | None
@@ -85,7 +85,7 @@ def is_boundary(eqn: Any) -> bool:
     return eqn.primitive is value_and_grad_p
 
 
-def boundary_forward(eqn: Any) -> tuple[Any, tuple[int, ...]]:
+def boundary_forward(eqn: Any) -> tuple[_compat.ClosedJaxpr, tuple[int, ...]]:
     """Returns the closed forward jaxpr (operands -> value, *aux; no constants) of the boundary `eqn`, and the positions
     of its differentiated operands."""
     return eqn.params["forward"], eqn.params["positions"]
@@ -94,7 +94,7 @@ def boundary_forward(eqn: Any) -> tuple[Any, tuple[int, ...]]:
 def expand(
     params: dict[str, Any],
     operands: Sequence[Any],
-    eval_forward: Callable[[Any, Sequence[Any]], Sequence[Any]] | None = None,
+    eval_forward: Callable[[_compat.ClosedJaxpr, Sequence[Any]], Sequence[Any]] | None = None,
 ) -> list[Any]:
     """Evaluates a boundary whole, and returns value, aux leaves and gradients.
 
@@ -296,7 +296,9 @@ def _split(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any], place: st
     return _Leaves(values, tree, names, argument_leaves, trees, differentiated, dynamic)
 
 
-def _trace_forward(call: _Call, leaves: _Leaves, operands: list[Any], place: str) -> tuple[Any, Any, list[Any]]:
+def _trace_forward(
+    call: _Call, leaves: _Leaves, operands: list[jax.Array], place: str
+) -> tuple[_compat.ClosedJaxpr, Any, list[Any]]:
     """Traces the forward: its closed jaxpr, the tree of aux, and the leaves of aux with `_TRACED` where a result of the
     jaxpr goes."""
     seen: list[tuple[Any, list[Any]]] = []

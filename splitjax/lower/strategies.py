@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from splitjax import _compat
 from splitjax.errors import BatchError, MicrobatchError, SplitjaxError
 from splitjax.lower import gradient
 from splitjax.lower.microbatch.islands import Request
@@ -44,7 +45,9 @@ from splitjax.trace.graph import Graph
 Twin = Callable[[Any, Site, int], Any]
 
 
-def resized_trace(bound: Bound, trace: Callable[[list[Any]], Any]) -> Callable[[int], Any]:
+def resized_trace(
+    bound: Bound, trace: Callable[[list[Any]], _compat.ClosedJaxpr]
+) -> Callable[[int], _compat.ClosedJaxpr]:
     """Returns a function that traces the step with another number of examples: number -> closed jaxpr.
 
     **Arguments:**
@@ -56,7 +59,7 @@ def resized_trace(bound: Bound, trace: Callable[[list[Any]], Any]) -> Callable[[
     """
 
     @functools.cache
-    def resized(num_examples: int) -> Any:
+    def resized(num_examples: int) -> _compat.ClosedJaxpr:
         leaves = [
             jax.ShapeDtypeStruct((num_examples, *leaf.shape[1:]), leaf.dtype, weak_type=leaf.weak_type)
             if argument.is_batch and leaf.shape
@@ -78,7 +81,7 @@ def resized_trace(bound: Bound, trace: Callable[[list[Any]], Any]) -> Callable[[
     return resized
 
 
-def make_twin(graph: Graph, resized: Callable[[int], Any]) -> Twin:
+def make_twin(graph: Graph, resized: Callable[[int], _compat.ClosedJaxpr]) -> Twin:
     """Returns a function that finds a step's boundary in a trace with another number of examples.
 
     **Arguments:**
@@ -318,7 +321,9 @@ def whole_axes(plan: Plan, mesh: Mesh, apart: Collection[str] = ()) -> tuple[str
     )
 
 
-def check_turns(kind: str, graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, jaxpr: Any, twin_of: Twin) -> bool:
+def check_turns(
+    kind: str, graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, jaxpr: _compat.ClosedJaxpr, twin_of: Twin
+) -> bool:
     """Returns whether any boundary of the step would run in turns under a kind of group communication.
 
     **Arguments:**

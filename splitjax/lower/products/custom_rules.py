@@ -28,7 +28,7 @@ class ForwardRule:
     - `results`: the positions of the floating-point results.
     """
 
-    jaxpr: Any
+    jaxpr: _compat.ClosedJaxpr
     results: tuple[int, ...]
 
 
@@ -41,8 +41,8 @@ class ReverseRule:
     - `positions`: of the floating-point operands. `results`: of the floating-point results.
     """
 
-    forward: Any
-    backward: Any
+    forward: _compat.ClosedJaxpr
+    backward: _compat.ClosedJaxpr
     positions: tuple[int, ...]
     results: tuple[int, ...]
 
@@ -80,7 +80,7 @@ def vjp_of(eqn: Any) -> ReverseRule:
     return ReverseRule(closed, backward, positions, results)
 
 
-EvalRule = Callable[[Any, Sequence[Any]], list[Any]]  # evaluates a jaxpr of a rule on flat operands
+EvalRule = Callable[[_compat.ClosedJaxpr, Sequence[Any]], list[Any]]  # evaluates a jaxpr of a rule on flat operands
 
 
 def custom_call(

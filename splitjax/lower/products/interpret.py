@@ -35,7 +35,10 @@ from splitjax.plan import Constraint, Spec, SpecEntry
 from splitjax.trace.flatten import call_body
 
 Site = tuple[int, ...]
-EvalForward = Callable[[Any, Sequence[Any]], list[Any]]  # evaluates a jaxpr on operands, with the layout's constraints
+AnyJaxpr = _compat.ClosedJaxpr | _compat.Jaxpr  # a call holds a body of either kind
+EvalForward = Callable[
+    [AnyJaxpr, Sequence[Any]], list[Any]
+]  # evaluates a jaxpr on operands, with the layout's constraints
 # Evaluates a gradient boundary, in microbatches or turns if need be: (equation, operands, site, evaluator of its
 # forward) -> results.
 BoundaryHook = Callable[[Any, Sequence[Any], Site, EvalForward], list[Any]]
@@ -43,7 +46,7 @@ BoundaryHook = Callable[[Any, Sequence[Any], Site, EvalForward], list[Any]]
 # None.
 EquationHook = Callable[[Any, list[Any], EvalForward], list[Any] | None]
 # Evaluates a body of a call: (jaxpr, which of the call's bodies it is, operands) -> results.
-_RunBody = Callable[[Any, int, Sequence[Any]], list[Any]]
+_RunBody = Callable[[AnyJaxpr, int, Sequence[Any]], list[Any]]
 # Evaluates a call anew, with its bodies evaluated otherwise: (evaluator, equation, operands) -> results.
 _Rebuild = Callable[[_RunBody, Any, list[Any]], list[Any]]
 
@@ -181,7 +184,9 @@ def named_sharding(mesh: Mesh | AbstractMesh, spec: Spec) -> NamedSharding:
     )
 
 
-def evaluate(layout: Layout, jaxpr: Any, operands: Sequence[Any], hooks: Hooks | None = None) -> list[Any]:
+def evaluate(
+    layout: Layout, jaxpr: _compat.ClosedJaxpr, operands: Sequence[Any], hooks: Hooks | None = None
+) -> list[Any]:
     """Evaluates the closed jaxpr `jaxpr` on flat `operands` with what `layout` has, and returns its flat results.
 
     `hooks.boundary` evaluates gradient boundaries; without it they run whole, which gives the same numbers.
@@ -190,7 +195,7 @@ def evaluate(layout: Layout, jaxpr: Any, operands: Sequence[Any], hooks: Hooks |
 
 
 def evaluate_part(
-    layout: Layout, jaxpr: Any, operands: Sequence[Any], prefix: Site, sites: Sequence[Site] | None, copies: Copies
+    layout: Layout, jaxpr: AnyJaxpr, operands: Sequence[Any], prefix: Site, sites: Sequence[Site] | None, copies: Copies
 ) -> list[Any]:
     """Evaluates a part of a boundary's forward, and returns its flat results.
 
@@ -207,7 +212,7 @@ def evaluate_part(
 
 def _run(
     layout: Layout,
-    jaxpr: Any,
+    jaxpr: AnyJaxpr,
     operands: Sequence[Any],
     prefix: Site,
     hooks: Hooks | None,
@@ -280,7 +285,7 @@ def _guarded(layout: Layout, eqn: Any, values: list[Any]) -> list[Any]:
     """Evaluates a call with a custom derivative rule, in whose body and rule what XLA's partitioner gets wrong runs
     whole."""
 
-    def run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+    def run(jaxpr: AnyJaxpr, operands: Sequence[Any]) -> list[Any]:
         constraints, rewrites = whole_inside(jaxpr, MeshShape.of(layout.mesh))
         inner = dataclasses.replace(Layout.of(layout.mesh, constraints, rewrites=rewrites), manual=layout.manual)
         return _run(
@@ -292,8 +297,10 @@ def _guarded(layout: Layout, eqn: Any, values: list[Any]) -> list[Any]:
             None,
         )
 
+    body = call_body(eqn)
+    assert body is not None, "a call with a custom derivative rule that has no body was to be guarded"
     rule = jvp_of(eqn) if eqn.primitive.name == "custom_jvp_call" else vjp_of(eqn)
-    return list(custom_call(eqn, lambda *operands: run(call_body(eqn), operands), run, rule)(*values))
+    return list(custom_call(eqn, lambda *operands: run(body, operands), run, rule)(*values))
 
 
 def _pin(layout: Layout, site: Site, values: list[Any], results: bool) -> list[Any]:
@@ -315,7 +322,7 @@ def _equation(
     inside it, and all else as it is."""
     if gradient.is_boundary(eqn):
 
-        def forward(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+        def forward(jaxpr: AnyJaxpr, operands: Sequence[Any]) -> list[Any]:
             return _run(layout, jaxpr, operands, (*site, 0), hooks, {})
 
         if hooks is not None and hooks.boundary is not None:

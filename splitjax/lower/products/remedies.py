@@ -17,8 +17,8 @@ import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from splitjax import _compat
 from splitjax.cost.convolutions import LocalConvolution
 from splitjax.errors import PartitionerError
 from splitjax.lower.products.constraints import FREE
@@ -109,7 +109,9 @@ def guarded_sites(reached: Mapping[str, Sequence[Suspect]]) -> frozenset[tuple[i
     )
 
 
-def whole_inside(jaxpr: Any, mesh: MeshShape) -> tuple[tuple[Constraint, ...], frozenset[tuple[int, ...]]]:
+def whole_inside(
+    jaxpr: _compat.ClosedJaxpr | _compat.Jaxpr, mesh: MeshShape
+) -> tuple[tuple[Constraint, ...], frozenset[tuple[int, ...]]]:
     """Treats a jaxpr of whose dims nothing is known, such as that of a derivative rule.
 
     Returns the constraints that gather what every suspect of `jaxpr` reads and gives, and the sites of those that are

@@ -194,7 +194,9 @@ def derive_spreads(
     return tuple(sums)
 
 
-def updated_in_parts(jaxpr: Any, leaves: Sequence[LeafPlan], matched: Mapping[int, int]) -> dict[int, Spec]:
+def updated_in_parts(
+    jaxpr: _compat.ClosedJaxpr, leaves: Sequence[LeafPlan], matched: Mapping[int, int]
+) -> dict[int, Spec]:
     """Maps the result positions of new values that devices compute in parts to the parts' specs.
 
     **Arguments:**
