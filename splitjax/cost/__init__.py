@@ -1,4 +1,9 @@
-"""Predicted costs of a plan: collectives and memory."""
+"""Predicts what a plan costs: collectives and memory.
+
+A traced step (`Graph`), the layout of its leaves and a mesh shape come in; what one device sends in each collective of
+a step, and the bytes that it holds, come out. It is arithmetic on shapes: nothing is compiled and no device is touched,
+so that plans can be compared before any of them runs.
+"""
 
 from splitjax.cost.collectives import predict_collectives
 from splitjax.cost.memory import predict_memory

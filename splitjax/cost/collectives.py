@@ -1,5 +1,6 @@
-"""The collectives of a planned step, predicted: for each, what one device sends per step, for which layer, and why.
+"""Predicts the collectives of a planned step: for each, what one device sends per step, for which layer, and why.
 
+The traced step, the layout of its leaves and a mesh shape come in, `plan.Collective`s come out; nothing is compiled.
 After Lai, Kadav, Kruus, "SplitBrain" (arXiv 2112.15317), whose column-split layers stand on replicated convolutions: N
 workers in G groups of K, B examples a worker, d features at the crossing, h_l the widths of the column-split outputs
 that are gathered for the next layer, s bytes a value, send per worker and step
@@ -61,13 +62,15 @@ def predict_collectives(
     backward: bool = True,
     group_comm: str = "gather",
 ) -> tuple[Collective, ...]:
-    """The collectives that a step of this layout needs: activations in program order, then gradients in leaf order.
+    """Predicts the collectives that a step of this layout needs: those of activations in program order, then those of
+    gradients in leaf order.
 
     **Arguments:**
 
     - `graph`: the traced step: shapes of activations (`Graph.uses`, for the whole batch), dim classes.
     - `leaves`, `layers`: the layout; `bytes_per_device` must be set.
-    - `batch_axes`: the axes over which batch arguments are split.
+    - `mesh`: the shape of the mesh.
+    - `batch_axes`: its axes over which batch arguments are split.
     - `replicated_batch`: `"all"` where the batch of replicated layers is split over every axis, `"data"` where split
       and replicated layers see the same batch.
     - `group_comm`: `gather` and `modulo` send the same bytes, the latter a part in each turn; `turns` all-reduces them
@@ -86,18 +89,18 @@ def predict_collectives(
     for i, flow in enumerate(chain):
         layer = names.get(flow.use.param, flow.use.layer)
         for event in _activations(i, chain, mesh):
-            events += [(layer, one) for one in (_in_turns(event, mesh) if group_comm == "turns" else (event,))]
+            events += [(layer, it) for it in (_in_turns(event, mesh) if group_comm == "turns" else (event,))]
     parts = {
-        one.param: one.gathered
-        for one in derive_convolutions(graph, leaves, mesh, tuple(batch_axes), replicated_batch)
-        if one.gathered
+        convolution.param: convolution.gathered
+        for convolution in derive_convolutions(graph, leaves, mesh, tuple(batch_axes), replicated_batch)
+        if convolution.gathered
     }
     behind = {flow.use.param for i, flow in enumerate(chain) if i or flow.use.trips > 1} | {
         leaf.path for leaf in leaves if leaf.path not in experts
     }
     for leaf in leaves:
         if leaf.role == "param":
-            found = _gradients(
+            of_gradient = _gradients(
                 leaf,
                 states.get(leaf.path, ()),
                 experts.get(leaf.path, ()),
@@ -107,7 +110,7 @@ def predict_collectives(
                 leaf.path in behind,
                 parts.get(leaf.path, ()),
             )
-            events += [(names.get(leaf.path, leaf.path), event) for event in found]
+            events += [(names.get(leaf.path, leaf.path), event) for event in of_gradient]
     return tuple(
         Collective(op, "+".join(axes), sent, layer, why)
         for layer, (op, axes, num_bytes, why, phase) in events
@@ -116,8 +119,8 @@ def predict_collectives(
 
 
 def _in_turns(event: _Event, mesh: MeshShape) -> tuple[_Event, ...]:
-    """A crossing as `turns` has it: a worker's examples are broadcast, and their cotangents summed, by masked
-    all-reduces."""
+    """Translates a crossing into what `group_comm="turns"` does: a worker's examples are broadcast, and their
+    cotangents summed, by masked all-reduces. Returns any event that is no crossing as it is."""
     _, axes, num_bytes, why, phase = event
     if why in (_ENTER, _RETURN):
         return (("all_reduce", axes, num_bytes, f"{why}, each worker's in turn", phase),)
@@ -133,7 +136,8 @@ def _in_turns(event: _Event, mesh: MeshShape) -> tuple[_Event, ...]:
 
 
 def _activations(i: int, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
-    """Activations and their cotangents around one use: entering it, then leaving it."""
+    """Yields what moves activations and their cotangents around the use at position `i`: entering it, then leaving
+    it."""
     flow = chain[i]
     differentiated = i > 0  # below the first use stand no parameters: nobody asks for the cotangent of its input
     if flow.data_group_bytes and flow.same_input is None:
@@ -149,7 +153,8 @@ def _activations(i: int, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Ev
 
 
 def _enter_column(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
-    """A column-parallel use needs whole features; each device has a summand of their cotangent."""
+    """Yields what enters a column-parallel use: it needs whole features, and each device has a summand of their
+    cotangent."""
     axes, whole = flow.free, flow.data_group_bytes // mesh.size(flow.contracted)
     if not axes or flow.at_hand:
         return
@@ -183,7 +188,8 @@ def _enter_column(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterato
 
 
 def _enter_row(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
-    """A row-parallel use needs its slice of the features, which a column-parallel producer leaves in place."""
+    """Yields what enters a row-parallel use: it needs its slice of the features, which a column-parallel producer
+    leaves in place."""
     axes = flow.contracted
     if not axes or flow.at_hand:
         return
@@ -204,7 +210,7 @@ def _enter_row(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_
 
 
 def _leave_row(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
-    """Each device of a row-parallel use has a summand of the output."""
+    """Yields what leaves a row-parallel use, of whose output each device has a summand."""
     axes, whole = flow.contracted, flow.out_group_bytes // mesh.size(flow.free)
     if not axes:
         return
@@ -222,8 +228,8 @@ def _leave_row(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_
 
 
 def _leave_column(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
-    """A column-parallel output stays split for a split consumer (which sees to it), and for the loss if it is the
-    last."""
+    """Yields what leaves a column-parallel use, whose output stays split for a split consumer (which sees to it), and
+    for the loss if it is the last."""
     axes = flow.free
     if not axes or flow.consumer is None or linked(flow.consumer, axes, chain):
         return
@@ -241,8 +247,8 @@ def _leave_column(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterato
 
 
 def _enter_stacked(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
-    """Experts: tokens travel to the device of their expert, their cotangents back (Lepikhin et al., "GShard",
-    2006.16668)."""
+    """Yields what enters experts: tokens travel to the device of their expert, their cotangents back (Lepikhin et al.,
+    "GShard", arXiv 2006.16668)."""
     axes = flow.stacked
     source = linked(flow.producer, axes, chain)
     if not axes or (source and source.stacked == axes):
@@ -255,6 +261,7 @@ def _enter_stacked(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterat
 
 
 def _leave_stacked(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
+    """Yields what leaves experts: results return to the devices of their tokens."""
     axes = flow.stacked
     target = linked(flow.consumer, axes, chain)
     if not axes or (target and target.stacked == axes):
@@ -267,7 +274,7 @@ def _leave_stacked(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterat
 
 
 def _states(graph: Graph, leaves: Sequence[LeafPlan]) -> dict[str, list[LeafPlan]]:
-    """Per parameter the optimizer state that mirrors it (moments; not factored statistics, which are small)."""
+    """Maps a parameter to the optimizer state that mirrors it (moments; not factored statistics, which are small)."""
     follows = {leaf.path: leaf.follows for leaf in graph.leaves if leaf.follows}
     shapes = {leaf.path: leaf.shape for leaf in leaves}
     states: dict[str, list[LeafPlan]] = {}
@@ -288,14 +295,17 @@ def _gradients(
     read_back: bool,
     parts: Axes,
 ) -> Iterator[_Event]:
-    """One parameter's weight gathers and gradient sums.
+    """Yields the weight gathers and gradient sums of one parameter.
 
-    Over batch axes that split it for storage alone: gathered for the forward and again for the backward pass, the
-    gradient reduce-scattered (Rajbhandari et al., "ZeRO", arXiv 1910.02054, stage 3). Over batch axes that do not split
-    it: an all-reduce of the device's shard; where its gradient or its optimizer state is split over them, a
-    reduce-scatter of the gradient and an all-gather of the new values instead (stages 1 and 2), as many bytes. `parts`:
-    axes over which devices have the gradient of other groups of a whole convolution weight: an all-gather puts them
-    together.
+    Over batch axes that split it for storage alone, the weight is gathered for the forward and again for the backward
+    pass, and its gradient is reduce-scattered (Rajbhandari et al., "ZeRO", arXiv 1910.02054, stage 3). Over batch axes
+    that do not split it, the device's shard of the gradient is all-reduced; where the gradient or the optimizer state
+    is split over them, the gradient is reduce-scattered and the new values are gathered instead (stages 1 and 2), which
+    is as many bytes.
+
+    **Arguments:** `states`: the optimizer state that mirrors it. `experts`: the axes over which it stays split as the
+    weight of experts. `read_back`: whether the backward pass reads the weight. `parts`: axes over which each device has
+    the gradient of its own groups alone of a whole convolution weight: an all-gather puts them together.
     """
     split = mesh.present(spec_axes(leaf.spec))
     used = used_axes(leaf.spec, mesh, batch_axes, replicated_batch)

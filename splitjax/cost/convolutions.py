@@ -1,8 +1,11 @@
-"""Over which mesh axes a convolution is split that lowering evaluates device by device: graph + leaf specs -> axes.
+"""Decides over which mesh axes a convolution is split that lowering evaluates device by device.
 
-XLA's partitioner is not asked about the convolutions that a row of `splitjax.partitioner.DEFECTS` covers, so what it
-would decide is decided here, for predictions (`cost.collectives`) and for lowering (`lower.products.local_convolution`)
-alike. A convolution is bilinear in data and weight, and has four kinds of dims. In the letters of an einsum, without
+The traced step and the specs of its leaves come in; the axes of every such convolution come out, by kind of dim. XLA's
+partitioner is not asked about the convolutions that a row of `splitjax.partitioner.DEFECTS` covers, so what it would
+decide is decided here, for predictions (`cost.collectives`) and for lowering (`lower.products.local_convolution`)
+alike.
+
+A convolution is bilinear in data and weight, and has four kinds of dims. In the letters of an einsum, without
 positions:
 
     data[b, g i] * weight[g o, i] -> result[b, g o]            with feature groups g
@@ -19,18 +22,22 @@ from collections.abc import Mapping, Sequence
 from splitjax.cost.flow import Axes, used_axes
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan, spec_axes
-from splitjax.trace.graph import ConvolutionDims, Dim, Graph, Suspect
+from splitjax.trace.graph import ConvolutionDims, Dim, Graph
 
-ORDINARY = "convolution"  # the row of convolutions without groups
+# The row of `splitjax.partitioner.DEFECTS` for convolutions without groups.
+ORDINARY = "convolution"
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalConvolution:
-    """The mesh axes over which a convolution's dims are split, by kind of dim (see the module's docstring).
+    """Names the mesh axes over which a convolution's dims are split, by kind of dim (see the module's docstring).
 
-    - `site`: of the equation; `layer`: whose weight it reads, or its source line; `param`: that weight's path, if it is
-      one.
-    - `groups`, `batch`, `contracted`, `features`: the axes.
+    **Attributes:**
+
+    - `site`: the place of the equation.
+    - `layer`: the layer whose weight it reads, or its source line.
+    - `param`: the path of that weight; None where it reads no parameter.
+    - `groups`, `batch`, `contracted`, `features`: the axes that split the dims of each kind.
     - `gathered`: those axes of `groups` over which the weight itself is whole: each device has the gradient of its
       groups alone, and an all-gather puts them together. Without `param`, the equation computes such a gradient itself,
       in a backward pass that plain JAX traced.
@@ -49,7 +56,10 @@ class LocalConvolution:
 def derive_convolutions(
     graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: Axes, replicated_batch: str
 ) -> tuple[LocalConvolution, ...]:
-    """The convolutions of a step that are evaluated device by device, in program order.
+    """Returns the convolutions of a step that are evaluated device by device, in program order.
+
+    **Arguments:** `graph`: the traced step, with its suspects. `leaves`: the layout of its leaves. `mesh`,
+    `batch_axes`, `replicated_batch`: as for `cost.predict_collectives`.
 
     Examples lie over the batch axes that the weight leaves free; groups, contracted and free features lie as the weight
     is used. Groups of a weight that is whole lie as the layers before it leave them, over axes that do not split the
@@ -70,57 +80,59 @@ def derive_convolutions(
         for labels in (graph.local, graph.soft)
     }
     uses = {use.site: use for use in graph.uses}
-    found = []
+    convolutions = []
     for suspect in graph.suspects:
-        if suspect.convolution is None or (
-            trusted and suspect.defect == ORDINARY and _has_example_dim(graph, suspect.convolution)
-        ):
+        kinds = suspect.convolution
+        if kinds is None or (trusted and suspect.defect == ORDINARY and _has_example_dim(graph, kinds)):
             continue
         use = uses.get(suspect.site)
         labels = graph.soft if suspect.backward else graph.local
         of_weights, of_all = tables[labels]
         if use is not None and not suspect.backward:
             of_weights = _by_class(graph, [leaf for leaf in planned if leaf.path == use.param], axes_of, labels)
-        split = _split(graph, suspect, labels, of_weights, of_all, batch_axes)
+        split = _split(graph, kinds, labels, of_weights, of_all, batch_axes)
         layer, param = (suspect.source, None) if use is None else (use.layer, use.param)
         if suspect.backward != (param is None):  # neither reads a weight forward nor computes a weight's gradient
             split["gathered"] = ()
-        found.append(LocalConvolution(suspect.site, layer, param, **split))
-    return tuple(found)
+        convolutions.append(LocalConvolution(suspect.site, layer, param, **split))
+    return tuple(convolutions)
 
 
 def _has_example_dim(graph: Graph, kinds: ConvolutionDims) -> bool:
-    """Whether examples lead one of a convolution's dims, so that they can be split over devices. Under `vmap` the
-    mapped dim may lead its batch instead; XLA then splits whatever the layout of another layer suggests, and the
-    kernel's gradient is wrong."""
+    """Returns whether examples lead one of a convolution's dims, so that they can be split over devices.
+
+    Under `vmap` the mapped dim may lead its batch instead; XLA then splits whatever the layout of another layer
+    suggests, and the kernel's gradient is wrong."""
     return any(graph.is_example(dim) for dim in (kinds.batch, kinds.groups, kinds.contracted, kinds.features))
 
 
 def _by_class(
     graph: Graph, leaves: Sequence[LeafPlan], axes_of: Mapping[str, Axes], labels: Sequence[int]
 ) -> dict[int, Axes]:
-    """Dim class (by its label) -> the axes over which parameters are split along dims that it leads; classes in which
-    parameters disagree are left out."""
-    found: dict[int, set[Axes]] = {}
+    """Maps a dim class (by its label) to the axes over which parameters are split along the dims that it leads; leaves
+    out classes in which parameters disagree."""
+    choices: dict[int, set[Axes]] = {}
     for leaf in leaves:
         for dim, entry in zip(graph.leaf(leaf.path).dims, leaf.spec, strict=False):
             axes = tuple(axis for axis in spec_axes((entry,)) if axis in axes_of[leaf.path])
             if dim and axes:
-                found.setdefault(labels[dim[0]], set()).add(axes)
-    return {label: next(iter(several)) for label, several in found.items() if len(several) == 1}
+                choices.setdefault(labels[dim[0]], set()).add(axes)
+    return {label: next(iter(of_class)) for label, of_class in choices.items() if len(of_class) == 1}
 
 
 def _split(
     graph: Graph,
-    suspect: Suspect,
+    kinds: ConvolutionDims,
     labels: Sequence[int],
     of_weights: Mapping[int, Axes],
     of_all: Mapping[int, Axes],
     batch_axes: Axes,
 ) -> dict[str, Axes]:
-    """How one convolution is split, by field of `LocalConvolution`. No axis splits two kinds of dims: weights come
-    first."""
-    kinds = suspect.convolution
+    """Returns how a convolution is split, by field of `LocalConvolution`. No axis splits two kinds of dims: weights
+    come first.
+
+    `of_weights`, `of_all`: the axes of each dim class (by its label in `labels`), as weights of convolutions have them
+    and as all parameters have them."""
     taken: list[str] = []
 
     def take(axes: Axes) -> Axes:

@@ -1,4 +1,8 @@
-"""How activations flow between a plan's layers: per use of a weight, over which axes it is split, and what feeds it.
+"""Follows activations between a plan's layers: per use of a weight, over which axes it is split, and what feeds it.
+
+The traced step and the layout of its parameters come in; a chain of `Flow`s, one a forward use of a weight in program
+order, comes out. Predictions of collectives and memory, and the exchanges that lowering inserts, all read this chain,
+so that what is predicted and what is compiled follow from the same account.
 
 A graph does not keep the edges between uses, but its dim classes say enough: where a free dim of one use's weight and a
 contracted dim of a later use's weight are in one local class, the later use reads the earlier one's output (through
@@ -24,41 +28,61 @@ _ROLES = ("contracted", "free", "stacked", "whole")
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """One use of a weight, as its layout sees it. Byte counts are of all repetitions (`Use.trips`), of one device.
+    """Describes one use of a weight under a layout. Byte counts are of one device, all repetitions (`Use.trips`)
+    together.
 
-    *Share*: a worker's examples, as replicated layers hold them. *Group*: the examples that a device sees in this
-    layer.
+    In the names of the byte counts, *share* means a worker's examples, as replicated layers hold them, and *group* the
+    examples that a device sees in this layer, with whole features.
+
+    **Attributes:**
+
+    - `use`: the operation.
+    - `contracted`: the axes over which the weight's contracted dims stay split: row-parallel, or the rows of a table
+      that is looked up.
+    - `free`: the axes over which its free dims stay split: column-parallel.
+    - `stacked`: the axes over which a dim is split that data and result share: experts.
+    - `crossing`: whether replicated layers split their batch over these axes too, so that entering and leaving this use
+      reshards.
+    - `data_share_bytes`, `data_group_bytes`: bytes of the activations that it reads; 0 for lookups of ids.
+    - `out_share_bytes`, `out_group_bytes`: bytes of its output.
+    - `producer`: the position in the chain of the last use before it whose output it reads; None for none known.
+    - `consumer`: the position of the first use that reads its output; None for none known.
+    - `same_input`: the position of an earlier use of the very same input (q, k and v) that is split over the same axes;
+      None for none.
+    - `at_hand`: whether it reads a batch, no use's output, and that batch lies where it is wanted
+      (`lower.products.constraints.place_batches`).
     """
 
     use: Use
-    # axes over which the weight's contracted dims stay split: row-parallel; the rows of a looked-up table
     contracted: Axes
-    free: Axes  # axes over which its free dims stay split: column-parallel
-    stacked: Axes  # axes over which a dim that data and result share is split: experts
-    crossing: bool  # replicated layers split their batch over these axes too, so that entering and leaving is a reshard
-    data_share_bytes: int  # 0 for lookups of ids, here and below
-    data_group_bytes: int  # features whole
+    free: Axes
+    stacked: Axes
+    crossing: bool
+    data_share_bytes: int
+    data_group_bytes: int
     out_share_bytes: int
-    out_group_bytes: int  # features whole
-    producer: int | None  # position of the last use before this one whose output it reads, None for none known
-    consumer: int | None  # position of the first use that reads this one's output, None for none known
-    same_input: int | None  # position of an earlier use of the very same input (q, k and v), split over the same axes
-    # it reads a batch, no other use's output, and the batch lies where it is wanted
-    # (`lower.products.constraints.place_batches`)
+    out_group_bytes: int
+    producer: int | None
+    consumer: int | None
+    same_input: int | None
     at_hand: bool = False
 
     @property
     def axes(self) -> Axes:
+        """Returns all axes over which the weight stays split while it is used."""
         return (*self.contracted, *self.free, *self.stacked)
 
 
 def used_axes(spec: Spec, mesh: MeshShape, batch_axes: Sequence[str], replicated_batch: str) -> Axes:
-    """The axes over which a weight stays split while it is used (model parallelism); over the rest of its axes it is
-    stored in pieces and gathered first (fully sharded data parallelism).
+    """Returns the axes over which a weight of this `spec` stays split while it is used (model parallelism); over the
+    rest of its axes it is stored in pieces and gathered first (fully sharded data parallelism).
 
-    Over axes that do not split the batch it stays split. With `replicated_batch = "all"` every axis splits the batch of
-    replicated layers: a weight stays split within the group, unless it is split over `data`, between groups, as well:
-    then its layer is one whose examples stay where they are, and the whole weight comes to them."""
+    **Arguments:** `mesh`: the shape of the mesh; axes of size 1 are left out. `batch_axes`: its axes over which batch
+    arguments are split. `replicated_batch`: as for `cost.predict_collectives`.
+
+    Over axes that do not split the batch a weight stays split. With `replicated_batch = "all"` every axis splits the
+    batch of replicated layers: a weight stays split within the group, unless it is split over `data`, between groups,
+    as well: the examples of its layer then stay where they are, and the whole weight comes to them."""
     axes = mesh.present(spec_axes(spec))
     if replicated_batch == "all" and DATA not in axes:
         return axes
@@ -68,8 +92,13 @@ def used_axes(spec: Spec, mesh: MeshShape, batch_axes: Sequence[str], replicated
 def flows(
     graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: Sequence[str], replicated_batch: str
 ) -> tuple[Flow, ...]:
-    """The flow of every forward use of a planned parameter, in program order. What a backward pass sends follows from
-    the forward uses, so uses in one that plain JAX already traced are passed over."""
+    """Returns the flow of every forward use of a planned parameter, in program order.
+
+    **Arguments:** `graph`: the traced step. `leaves`: the layout of its leaves. `mesh`, `batch_axes`,
+    `replicated_batch`: as for `cost.predict_collectives`.
+
+    What a backward pass sends follows from the forward uses, so uses in a backward pass that plain JAX already traced
+    are passed over."""
     planned = {leaf.path: leaf for leaf in leaves}
     traced = {leaf.path: leaf for leaf in graph.leaves}
     uses = [use for use in graph.uses if not use.backward and use.param in planned and use.param in traced]
@@ -80,10 +109,8 @@ def flows(
     for i, use in enumerate(uses):
         contracted, free, stacked = _split(planned[use.param], roles[i], mesh, batch_axes, replicated_batch)
         own = (*contracted, *free, *stacked)
-        workers, in_layer = (
-            mesh.size(tuple(batch_axes)),
-            mesh.size(tuple(axis for axis in batch_axes if axis not in own)),
-        )
+        num_workers = mesh.size(tuple(batch_axes))
+        num_shares = mesh.size(tuple(axis for axis in batch_axes if axis not in own))  # of the batch, in this layer
         data_bytes = _num_bytes(use.data_shape, use.data_dtype) * use.trips if _reads_activations(use) else 0
         out_bytes = _num_bytes(use.out_shape, use.out_dtype) * use.trips
         data_batched, out_batched = (any(map(graph.is_example, dims)) for dims in (use.data_dims, use.out_dims))
@@ -95,10 +122,10 @@ def flows(
                 free,
                 stacked,
                 crossing=any(axis in batch_axes for axis in own),
-                data_share_bytes=data_bytes // workers if data_batched else data_bytes,
-                data_group_bytes=data_bytes // in_layer if data_batched else data_bytes,
-                out_share_bytes=out_bytes // workers if out_batched else out_bytes,
-                out_group_bytes=out_bytes // in_layer if out_batched else out_bytes,
+                data_share_bytes=data_bytes // num_workers if data_batched else data_bytes,
+                data_group_bytes=data_bytes // num_shares if data_batched else data_bytes,
+                out_share_bytes=out_bytes // num_workers if out_batched else out_bytes,
+                out_group_bytes=out_bytes // num_shares if out_batched else out_bytes,
                 producer=producer,
                 consumer=next((j for j in range(i + 1, len(uses)) if writes[i] & reads[j]), None),
                 same_input=next(
@@ -123,7 +150,8 @@ def flows(
 
 
 def linked(position: int | None, axes: Axes, chain: Sequence[Flow]) -> Flow | None:
-    """The neighbouring use, if it is split over some of these axes too; replicated neighbours are as good as none."""
+    """Returns the neighbour at a `position` of the `chain`, if it is split over some of these `axes` too; None
+    otherwise: a replicated neighbour, like none at all (`position` None), has no split value to hand on."""
     flow = None if position is None else chain[position]
     return flow if flow and set(flow.axes) & set(axes) else None
 
@@ -133,25 +161,26 @@ def _num_bytes(shape: Sequence[int], dtype: str) -> int:
 
 
 def _reads_activations(use: Use) -> bool:
-    """A lookup reads ids: nothing is differentiated through them, and they are too small to count."""
+    """Returns whether a use reads activations. A lookup reads ids: nothing is differentiated through them, and they are
+    too small to count."""
     return use.data is not None and np.dtype(use.data_dtype).kind not in "iub"
 
 
 def _same_value(a: Use, b: Use) -> bool:
-    """Whether two uses may read one value; that their classes agree as well (and do not chain) is asked beside this.
-    One weight used twice reads two values: it would be the same operation otherwise."""
+    """Returns whether two uses may read the same value; that their dim classes agree as well (and do not chain) is for
+    the caller to ask. A weight that is used twice reads two values: it would be the same operation otherwise."""
     return a.param != b.param and (a.data_shape, a.data_dtype, a.trips) == (b.data_shape, b.data_dtype, b.trips)
 
 
 def _classes(graph: Graph, use: Use, leaf: Leaf, roles: Sequence[str], role: str) -> frozenset[int]:
-    """The local classes of a weight's dims of one role."""
+    """Returns the local dim classes of those dims of a weight whose entry in `roles` is `role`."""
     return frozenset(
-        graph.local[atom] for dim, found in zip(leaf.dims, roles, strict=True) if found == role for atom in dim
+        graph.local[atom] for dim, its_role in zip(leaf.dims, roles, strict=True) if its_role == role for atom in dim
     )
 
 
 def _dim_roles(graph: Graph, use: Use, leaf: Leaf) -> tuple[str, ...]:
-    """Per dim of a use's weight: contracted, free, stacked, or whole (a window's height)."""
+    """Returns the role of every dim of a use's weight: contracted, free, stacked, or whole (a window's height)."""
     data = {graph.local[atom] for dim in use.data_dims for atom in dim}
     out = {graph.local[atom] for dim in use.out_dims for atom in dim}
     names = leaf.dim_names or (None,) * len(leaf.dims)
@@ -163,7 +192,8 @@ def _dim_roles(graph: Graph, use: Use, leaf: Leaf) -> tuple[str, ...]:
 
 
 def _dim_role(name: str | None, classes: set[int], data: set[int], out: set[int], lookup: bool) -> str:
-    """Classes decide; names where classes tie (square recurrent kernels) or say nothing."""
+    """Decides the role of a dim by its classes, and by its `name` where classes tie (square recurrent kernels) or say
+    nothing. `lookup`: the use reads ids."""
     in_data, in_out = bool(classes & data), bool(classes & out)
     if name == "expert":
         return "stacked"
@@ -181,11 +211,11 @@ def _dim_role(name: str | None, classes: set[int], data: set[int], out: set[int]
 def _split(
     leaf: LeafPlan, roles: Sequence[str], mesh: MeshShape, batch_axes: Sequence[str], replicated_batch: str
 ) -> tuple[Axes, Axes, Axes]:
-    """The axes over which a weight's contracted, free and stacked dims stay split while it is used."""
-    found: dict[str, list[str]] = {role: [] for role in _ROLES}
+    """Returns the axes over which a weight's contracted, free and stacked dims stay split while it is used."""
+    axes_of: dict[str, list[str]] = {role: [] for role in _ROLES}
     used = used_axes(leaf.spec, mesh, batch_axes, replicated_batch)
     for role, entry in zip(roles, leaf.spec, strict=False):
         axes = mesh.present(spec_axes((entry,)))
         # Experts stay where they are, whatever the axis.
-        found[role].extend(axis for axis in axes if role == "stacked" or axis in used)
-    return tuple(found["contracted"]), tuple(found["free"]), tuple(found["stacked"])
+        axes_of[role].extend(axis for axis in axes if role == "stacked" or axis in used)
+    return tuple(axes_of["contracted"]), tuple(axes_of["free"]), tuple(axes_of["stacked"])

@@ -1,4 +1,8 @@
-"""The memory of a planned step, predicted per device: state exactly, activations and the peak approximately."""
+"""Predicts the memory of a planned step, per device: state exactly, activations and the peak approximately.
+
+The traced step, the layout of its leaves and a mesh shape come in, a `plan.Memory` comes out. Plans print it, and
+`planning.group_comm` chooses by it, before anything is compiled.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,19 @@ def predict_memory(
     group_comm: str = "gather",
     by_rows: Mapping[str, int] = MappingProxyType({}),
 ) -> Memory:
-    """Bytes per device of a step under this layout.
+    """Predicts the bytes per device of a step under a layout.
+
+    **Arguments:**
+
+    - `graph`: the traced step: its activations for the whole batch, its uses of weights.
+    - `leaves`: the layout of every leaf; `bytes_per_device` must be set.
+    - `mesh`: the shape of the mesh. `batch_axes`: its axes over which batch arguments are split.
+    - `replicated_batch`: as for `predict_collectives`; it says which weights stay split over axes that split the batch.
+    - `group_comm`: `gather`, `turns` or `modulo`; in turns a split layer sees the examples of one turn at a time.
+    - `by_rows`: for tables whose gradients are rows, path -> the bytes that a device has of these rows; they take the
+      gradient's place.
+
+    **Returns:** a `Memory` of three figures, in bytes.
 
     - `state_bytes`: exact: the shards of all state leaves (parameters, optimizer state, statistics).
     - `activation_bytes`: `Graph.activation_bytes` (forward values of the whole batch) divided by the devices over which
@@ -33,12 +49,6 @@ def predict_memory(
       activations; where gradients are summed into parts, the largest of them once more, as each device has it before it
       is sent; in turns also the largest of a split layer, before it is added to those of earlier turns. XLA may reach
       less by consuming gradients as they come.
-
-    `by_rows`: of tables whose gradients are rows, by path, the bytes that a device has of these rows; they take the
-    gradient's place.
-
-    In turns (`group_comm`) a split layer sees one turn's examples at a time. `replicated_batch` as for
-    `predict_collectives`: it says which weights stay split over axes that split the batch.
     """
     state = sum(leaf.bytes_per_device for leaf in leaves if leaf.is_state)
     gradients = _gradient_bytes([leaf for leaf in leaves if leaf.path not in by_rows], mesh) + sum(by_rows.values())
@@ -59,7 +69,8 @@ def predict_memory(
 
 
 def _gradient_bytes(leaves: Sequence[LeafPlan], mesh: MeshShape) -> int:
-    """What the gradients of all parameters take, and the largest one that is on its way to its part."""
+    """Returns the bytes of the gradients of all parameters, plus those of the largest that is on its way to its
+    part."""
     kept, in_flight = 0, 0
     for leaf in leaves:
         if leaf.role == "param":

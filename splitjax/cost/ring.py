@@ -1,4 +1,8 @@
-"""What one device sends in a collective, by the bandwidth-optimal algorithms, in whole bytes (rounded up).
+"""Counts what one device sends in a collective, by the bandwidth-optimal algorithms, in whole bytes (rounded up).
+
+The size of a value and a number of devices come in, bytes come out. Predictions (`cost.collectives`), the reading of
+compiled programs (`report.hlo`) and schemes of tables (`sync`) count with the same functions, so that what they say can
+be compared.
 
 Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH" (IJHPCA 19(1), sections
 on allgather, reduce-scatter, allreduce, alltoall); the same figures as Patarasuk and Yuan 2009 for rings.
@@ -8,26 +12,29 @@ from __future__ import annotations
 
 
 def all_gather_bytes(num_devices: int, whole_bytes: int) -> int:
-    """Ring all-gather of `whole_bytes`, of which each device holds 1/n: each sends n-1 blocks of 1/n (n >= 1)."""
+    """Returns what a device sends in a ring all-gather of a value of `whole_bytes`, of which each of the `num_devices`
+    (n >= 1) holds 1/n: n - 1 blocks of 1/n."""
     return _share(num_devices - 1, whole_bytes, num_devices)
 
 
 def reduce_scatter_bytes(num_devices: int, whole_bytes: int) -> int:
-    """Ring (or pairwise) reduce-scatter: each device holds a summand of `whole_bytes` and ends with 1/n of the sum (n
-    >= 1)."""
+    """Returns what a device sends in a ring (or pairwise) reduce-scatter, where each of the `num_devices` (n >= 1)
+    holds a summand of `whole_bytes` and ends with 1/n of the sum: n - 1 blocks of 1/n."""
     return _share(num_devices - 1, whole_bytes, num_devices)
 
 
 def all_reduce_bytes(num_devices: int, whole_bytes: int) -> int:
-    """Rabenseifner's (or a ring) all-reduce of `whole_bytes` per device: a reduce-scatter, then an all-gather (n >=
-    1)."""
+    """Returns what a device sends in Rabenseifner's (or a ring) all-reduce over `num_devices` (n >= 1), each of which
+    holds a summand of `whole_bytes`: a reduce-scatter, then an all-gather, 2 (n - 1) blocks of 1/n."""
     return _share(2 * (num_devices - 1), whole_bytes, num_devices)
 
 
 def all_to_all_bytes(num_devices: int, local_bytes: int) -> int:
-    """Pairwise all-to-all: each device sends all of its `local_bytes` but the part that is its own (n >= 1)."""
+    """Returns what a device sends in a pairwise all-to-all over `num_devices` (n >= 1): all of its `local_bytes` but
+    the 1/n that is its own."""
     return _share(num_devices - 1, local_bytes, num_devices)
 
 
 def _share(parts: int, num_bytes: int, num_devices: int) -> int:
+    """Returns `parts` blocks of 1/n of `num_bytes`, rounded up."""
     return -(-parts * num_bytes // num_devices)

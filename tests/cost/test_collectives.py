@@ -48,10 +48,10 @@ def test_splitbrain_formula(net, groups, k):
         2 * (workers - 1) / workers * p_conv * s + 2 * (groups - 1) / groups * (p_dense / k) * s
         + 2 * (k - 1) * per_worker * d * s + 2 * (k - 1) * per_worker * (h1 + h2) * s
     )  # fmt: skip
-    found = predict(n, batch_axes)
-    assert sum(c.bytes for c in found) == pytest.approx(formula, abs=10)  # 10 parameters, each rounded up
-    assert {c.axis for c in found if "gradient of c" in c.why} == {"+".join(batch_axes)}
-    assert {c.axis for c in found if "gradient of d" in c.why} == ({"data"} if groups > 1 else set())
+    predicted = predict(n, batch_axes)
+    assert sum(c.bytes for c in predicted) == pytest.approx(formula, abs=10)  # 10 parameters, each rounded up
+    assert {c.axis for c in predicted if "gradient of c" in c.why} == {"+".join(batch_axes)}
+    assert {c.axis for c in predicted if "gradient of d" in c.why} == ({"data"} if groups > 1 else set())
 
 
 def test_vgg_head_by_hand(net):
@@ -60,14 +60,14 @@ def test_vgg_head_by_hand(net):
     n.conv("conv", ("rgb", 3), ("c", 16), 8)
     n.dense("d1", ("flat", 128), ("h1", 256), COLUMN)
     n.dense("d2", ("h1", 256), ("h2", 64), COLUMN)
-    found = predict(n)
-    assert told(found) == [
+    predicted = predict(n)
+    assert told(predicted) == [
         ("all_gather", "model", 3 * 8 * 128 * 4, "d1", "forward"),
         ("reduce_scatter", "model", 3 * 8 * 128 * 4, "d1", "backward"),
         ("all_gather", "model", 3 * 8 * 256 * 4, "d2", "forward"),
         ("reduce_scatter", "model", 3 * 8 * 256 * 4, "d2", "backward"),
     ]
-    assert all(c.why for c in found)
+    assert all(c.why for c in predicted)
 
 
 # ---- rules one by one
@@ -77,8 +77,8 @@ def test_data_parallel_sends_gradients_alone(net):
     n = net(64, {"data": 8})
     n.dense("d1", ("x", 16), ("h", 32))
     n.dense("d2", ("h", 32), ("y", 8))
-    found = predict(n, ("data",))
-    assert [(c.op, c.axis, c.bytes, c.layer) for c in found] == [
+    predicted = predict(n, ("data",))
+    assert [(c.op, c.axis, c.bytes, c.layer) for c in predicted] == [
         ("all_reduce", "data", 2 * 7 * 16 * 32 * 4 // 8, "d1"),
         ("all_reduce", "data", 2 * 7 * 32 * 8 * 4 // 8, "d2"),
     ]
@@ -97,12 +97,12 @@ def test_column_then_row(net):
     n.dense("up", ("e", 32), ("h", 128), COLUMN)
     n.dense("down", ("h", 128), ("e2", 32), ROW)
     n.dense("head", ("e2", 32), ("y", 10))
-    found = predict(n, ("data",), "data")
-    assert told(found) == [
+    predicted = predict(n, ("data",), "data")
+    assert told(predicted) == [
         ("all_reduce", "model", 2 * 3 * 32 * 32 * 4 // 4, "up", "backward"),
         ("all_reduce", "model", 2 * 3 * 32 * 32 * 4 // 4, "down", "forward"),
     ]
-    grads = {c.layer: (c.op, c.axis, c.bytes) for c in found if "gradient" in c.why}
+    grads = {c.layer: (c.op, c.axis, c.bytes) for c in predicted if "gradient" in c.why}
     assert grads["up"] == ("all_reduce", "data", 32 * 128 * 4 // 4)  # 2(G-1)/G of the shard
     assert grads["head"] == ("all_reduce", "data", 32 * 10 * 4)
 
@@ -173,14 +173,14 @@ def test_fully_sharded(net):
     n = net(64, {"data": 8})
     n.dense("d1", ("x", 16), ("h", 32), ("data", None), ())
     n.dense("d2", ("h", 32), ("z", 64), ("data", None))
-    found = predict(n, ("data",), "data")
+    predicted = predict(n, ("data",), "data")
     first, second = 7 * 16 * 32 * 4 // 8, 7 * 32 * 64 * 4 // 8
-    assert [(c.op, c.axis, c.bytes) for c in found] == [
+    assert [(c.op, c.axis, c.bytes) for c in predicted] == [
         ("all_gather", "data", first), ("reduce_scatter", "data", first), ("all_reduce", "data", 2 * 7 * 32 * 4 // 8),
         ("all_gather", "data", second), ("all_gather", "data", second), ("reduce_scatter", "data", second),
     ]  # fmt: skip
-    assert [c.why.split(":")[0] for c in found if c.op == "all_gather"] == ["forward", "forward", "backward"]
-    assert predict(n, ("data",), "all") == found  # over `data` weights are stored, whatever the layout of batches
+    assert [c.why.split(":")[0] for c in predicted if c.op == "all_gather"] == ["forward", "forward", "backward"]
+    assert predict(n, ("data",), "all") == predicted  # over `data` weights are stored, whatever the layout of batches
 
 
 def test_fully_sharded_over_the_whole_mesh(net):
@@ -188,12 +188,12 @@ def test_fully_sharded_over_the_whole_mesh(net):
     n = net(64, {"data": 2, "model": 4})
     n.dense("d1", ("x", 16), ("h", 32), (ALL, None))
     n.dense("d2", ("h", 32), ("z", 64), ("model", "data"))
-    found = predict(n)
+    predicted = predict(n)
     parts = [7 * 16 * 32 * 4 // 8, 7 * 32 * 64 * 4 // 8]
-    assert [(c.op, c.bytes) for c in found] == [
+    assert [(c.op, c.bytes) for c in predicted] == [
         (op, part) for part in parts for op in ("all_gather", "all_gather", "reduce_scatter")
     ][1:]  # fmt: skip
-    assert {c.axis for c in found} == {"data+model", "model+data"}
+    assert {c.axis for c in predicted} == {"data+model", "model+data"}
 
 
 def test_fully_sharded_and_split(net):
@@ -202,8 +202,8 @@ def test_fully_sharded_and_split(net):
     n = net(64, {"data": 2, "model": 4})
     n.dense("first", ("x", 16), ("e", 32))
     n.dense("up", ("e", 32), ("h", 128), ("data", "model"))
-    found = [c for c in predict(n, ("data",), "data") if c.layer == "up" and c.axis == "data"]
-    assert [(c.op, c.bytes) for c in found] == [("all_gather", 32 * 128 * 4 // 4 // 2)] * 2 + [
+    predicted = [c for c in predict(n, ("data",), "data") if c.layer == "up" and c.axis == "data"]
+    assert [(c.op, c.bytes) for c in predicted] == [("all_gather", 32 * 128 * 4 // 4 // 2)] * 2 + [
         ("reduce_scatter", 32 * 128 * 4 // 4 // 2)
     ]
     assert ("all_reduce", "model", 2 * 3 * 32 * 32 * 4 // 4, "up", "backward") in told(predict(n, ("data",), "data"))
@@ -215,13 +215,13 @@ def test_split_optimizer_state(net):
     n.dense("d", ("x", 16), ("h", 32))
     plain = predict(n)
     n.leaf("opt/mu", ("x", "h"), (16, 32), ("data", None), role="optimizer", follows="d/kernel")
-    found = predict(n)
-    assert [(c.op, c.axis) for c in found] == [
+    predicted = predict(n)
+    assert [(c.op, c.axis) for c in predicted] == [
         ("reduce_scatter", "data"),
         ("all_gather", "data"),
         ("all_reduce", "model"),
     ]
-    assert sum(c.bytes for c in found) == sum(c.bytes for c in plain)
+    assert sum(c.bytes for c in predicted) == sum(c.bytes for c in plain)
 
 
 def test_shared_input_is_gathered_once(net):
@@ -301,9 +301,9 @@ def test_vocab_split_lookup(net, replicated_batch, expected):
     )
     n.dense("head", ("e", 32), ("y", 10))
     axes = ALL if replicated_batch == "all" else ("data",)
-    found = [c for c in told(predict(n, axes, replicated_batch)) if c[3] == "emb"]
-    assert [c[0] for c in found] == expected
-    assert sum(c[2] for c in found) == 2 * 3 * (32 * 8 * 32 * 4) // 4
+    predicted = [c for c in told(predict(n, axes, replicated_batch)) if c[3] == "emb"]
+    assert [c[0] for c in predicted] == expected
+    assert sum(c[2] for c in predicted) == 2 * 3 * (32 * 8 * 32 * 4) // 4
 
 
 def test_tied_logits(net):
@@ -347,8 +347,8 @@ def test_experts_over_the_data_axis_are_not_gathered(net):
     n.dense("first", ("x", 16), ("e", 32))
     n.leaf("moe/up", ("expert", "e", "f"), (8, 32, 64), ("data", None, None), dim_names=("expert", "in", "out"))
     n.use("moe", "moe/up", {"expert": 8, "batch": 64, "e": 32}, {"expert": 8, "batch": 64, "f": 64})
-    found = predict(n, ("data",), "data")
-    assert {c.op for c in found if c.layer == "moe"} == {"all_to_all"}
+    predicted = predict(n, ("data",), "data")
+    assert {c.op for c in predicted if c.layer == "moe"} == {"all_to_all"}
 
 
 def test_dtypes_and_unbatched_data(net):
@@ -385,5 +385,5 @@ def test_layer_names_come_from_the_plan(net):
     n.dense("first", ("x", 16), ("e", 32))
     n.leaf("loose/scale", ("e",), (32,))
     layers = (dataclasses.replace(n.layer_plans()[0], name="renamed"),)
-    found = predict_collectives(n.graph(), n.plans, layers, n.mesh, ALL, "all")
-    assert [c.layer for c in found] == ["renamed", "loose"]
+    predicted = predict_collectives(n.graph(), n.plans, layers, n.mesh, ALL, "all")
+    assert [c.layer for c in predicted] == ["renamed", "loose"]
