@@ -1,5 +1,9 @@
-"""Do all processes of a run do the same thing? Compared before a program first runs, through the key-value store of
-JAX's coordination service: without a device, so that a difference is an error and not a collective that never ends."""
+"""Compares, before a program first runs, what the processes of a run are about to do.
+
+A plan, a traced program as text and digests of host values come in; nothing comes out, or a `ProcessError` that names
+the first difference. Processes meet in the key-value store of JAX's coordination service, without a device, so that a
+difference is an error and not a collective that never ends.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,10 @@ import json
 import re
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from splitjax import _compat
@@ -20,7 +25,8 @@ from splitjax.errors import ProcessError
 from splitjax.plan import Plan
 from splitjax.step.processes import value_digest
 
-# Processes reach their first step at different times: data may load, disks differ. Longer than that, one is not coming.
+# Processes reach their first step at different times: data may load, disks differ. A process that takes longer than
+# that is not coming.
 TIMEOUT_SECONDS = 300.0
 # The coordination service refuses messages above 4 MB.
 _PACKED_LIMIT = 2_000_000
@@ -30,27 +36,55 @@ _SET = re.compile(r"frozenset\(\{([^{}]*)\}\)|\{('[^{}:]*)\}")
 Items = Sequence[tuple[str, str]]  # what is compared, with its digest
 
 
-def program_text(jaxpr: Any) -> str:
-    """A closed jaxpr with digests of the values it closes over, as text. What differs between two processes that traced
-    the same step (addresses of functions, the order of sets) is left out."""
-    text = _SET.sub(lambda found: ",".join(sorted((found[1] or found[2]).split(", "))), _ADDRESS.sub("0x", str(jaxpr)))
+class CoordinationClient(Protocol):
+    """Names what is used of the client of JAX's coordination service (`_compat.coordination_client`)."""
+
+    def key_value_set(self, key: str, value: str) -> None:
+        """Stores `value` under `key`; raises the runtime's own error where the key is taken."""
+        ...
+
+    def key_value_dir_get(self, key: str) -> Sequence[tuple[str, str]]:
+        """Returns the (key, value) pairs below the folder `key`."""
+        ...
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        """Returns the value of `key`; waits for it for at most `timeout_in_ms` milliseconds."""
+        ...
+
+    def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None:
+        """Waits until all processes have come to `barrier_id`, at most `timeout_in_ms` milliseconds."""
+        ...
+
+
+def program_text(jaxpr: _compat.ClosedJaxpr) -> str:
+    """Returns a closed `jaxpr` as text, with digests of the values that it closes over. What differs between two
+    processes that traced the same step (addresses of functions, the order of sets) is left out."""
+    text = _SET.sub(lambda match: ",".join(sorted((match[1] or match[2]).split(", "))), _ADDRESS.sub("0x", str(jaxpr)))
     _, consts = _compat.open_jaxpr(jaxpr)
     values = (f"constant {value_digest(np.asarray(const))}" for const in consts if _is_host_value(const))
     return "\n".join((text, *values))
 
 
-def _is_host_value(const: Any) -> bool:
+def _is_host_value(const: object) -> bool:
+    """Returns whether a constant is an array whose whole value this process has; keys of random numbers are none."""
     if not isinstance(const, jax.Array):
         return isinstance(const, np.ndarray)
-    return const.is_fully_addressable and not jax.dtypes.issubdtype(const.dtype, jax.dtypes.extended)
+    return const.is_fully_addressable and not jnp.issubdtype(const.dtype, jax.dtypes.extended)
 
 
 def agree(name: str, plan: Plan, program: str, values: Items, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-    """Compares this process's plan, program (`program_text`) and host values with those of the run's other processes.
+    """Compares what this process is about to do with what the other processes of the run are.
+
+    **Arguments:**
+
+    - `name`: of the step; processes meet under it.
+    - `plan`: this process's plan. `program`: its traced step, as text (`program_text`).
+    - `values`: (name, digest) of its host values (`processes.host_digests`).
+    - `timeout_seconds`: how long the other processes may take to come here.
 
     Raises `ProcessError`, in every process, that names the first difference, or the processes that did not come in
-    time."""
-    client = _compat.coordination_client()
+    time. Does nothing in a run of one process."""
+    client: CoordinationClient | None = _compat.coordination_client()
     if client is None or jax.process_count() == 1:
         return
     rank = jax.process_index()
@@ -68,15 +102,16 @@ def agree(name: str, plan: Plan, program: str, values: Items, timeout_seconds: f
             place=place,
             remedy="every process must call the same steps in the same order; see what the others do or wait for",
         ) from error
-    theirs = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in client.key_value_dir_get(f"{folder}items/")}
-    for other in sorted(theirs):
-        what = _first_difference(theirs[0], theirs[other])
+    entries = client.key_value_dir_get(f"{folder}items/")
+    items_of = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in entries}
+    for process in sorted(items_of):
+        what = _first_difference(items_of[0], items_of[process])
         if what is not None:
-            detail = _detail(client, folder, what, plan, program) if rank == other else ""
-            raise ProcessError(_sentence(what, other) + detail, value=what, place=place, remedy=_remedy(what))
+            detail = _detail(client, folder, what, plan, program) if rank == process else ""
+            raise ProcessError(_sentence(what, process) + detail, value=what, place=place, remedy=_remedy(what))
 
 
-def _publish(client: Any, name: str, rank: int, text: str) -> str:
+def _publish(client: CoordinationClient, name: str, rank: int, text: str) -> str:
     """Writes this process's entry into the first folder of that name that it has not used, and returns the folder:
     processes that build the same programs in the same order meet in the same ones."""
     for number in itertools.count():
@@ -91,23 +126,25 @@ def _publish(client: Any, name: str, rank: int, text: str) -> str:
     raise AssertionError("unreachable")
 
 
-def _first_difference(first: Items, other: Items) -> str | None:
-    if [tuple(item) for item in first] == [tuple(item) for item in other]:
+def _first_difference(first: Items, second: Items) -> str | None:
+    """Returns the name of the first item in which two processes differ; None where they agree."""
+    if [tuple(item) for item in first] == [tuple(item) for item in second]:
         return None
-    mine, theirs = dict(first), dict(other)
-    for what in (*mine, *(name for name in theirs if name not in mine)):
-        if mine.get(what) != theirs.get(what):
+    in_first, in_second = dict(first), dict(second)
+    for what in (*in_first, *(name for name in in_second if name not in in_first)):
+        if in_first.get(what) != in_second.get(what):
             return what
     return "order of the arguments"
 
 
 def _packed(text: str) -> str:
+    """Returns a text as the coordination service takes it, compressed; empty where that is too long for a message."""
     packed = base64.b85encode(zlib.compress(text.encode())).decode()
     return packed if len(packed) <= _PACKED_LIMIT else ""
 
 
-def _detail(client: Any, folder: str, what: str, plan: Plan, program: str) -> str:
-    """The first difference from process 0's plan or program, as the end of a sentence."""
+def _detail(client: CoordinationClient, folder: str, what: str, plan: Plan, program: str) -> str:
+    """Describes the first difference from process 0's plan or program, as the end of a sentence."""
     packed = client.blocking_key_value_get(f"{folder}{what}", 10_000) if what in ("plan", "program") else ""
     if not packed:
         return ""
@@ -119,10 +156,10 @@ def _detail(client: Any, folder: str, what: str, plan: Plan, program: str) -> st
     return f": {here.strip()[:200]!r} there, {there.strip()[:200]!r} here"
 
 
-def _sentence(what: str, other: int) -> str:
+def _sentence(what: str, process: int) -> str:
     if what in ("plan", "program"):
-        return f"process {other} made another {what} of this step than process 0"
-    return f"process {other} passes another value of {what!r} than process 0"
+        return f"process {process} made another {what} of this step than process 0"
+    return f"process {process} passes another value of {what!r} than process 0"
 
 
 def _remedy(what: str) -> str:

@@ -1,4 +1,9 @@
-"""A step's arguments: binding, paths, roles, and the signature that one compiled program serves."""
+"""Takes the arguments of a step apart: binding, paths, roles, and the signature that a compiled program serves.
+
+A call's positional and keyword arguments and the decorator's argument numbers come in; a `Bound` comes out: flat leaves
+with their paths and roles, and a hashable `Signature`. Everything behind it (tracing, planning, `jax.jit`) works on
+flat leaves, and everything that users read names them by path.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from splitjax.errors import BatchError, StateError, TraceError
 from splitjax.trace.flow import Argument
+
+TreeStructure = Any  # `jax.tree_util.PyTreeDef`, which JAX's stubs do not offer as a type
+Aval = tuple[tuple[int, ...], str, bool]  # shape, dtype and weak type of an array
+ArgumentNumbers = int | Sequence[int] | None  # as the decorator takes them: negative ones count from the end
 
 
 @jax.tree_util.register_static
@@ -22,39 +32,76 @@ class Default:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Which arguments of a step are state, batch and static; positions are normalised (none negative)."""
+    """Says which arguments of a step are state, batch and static; positions are normalised (none negative).
+
+    **Attributes:**
+
+    - `state_argnums`, `batch_argnums`, `static_argnums`: positions of the arguments of each kind.
+    - `state_outnums`: the position among the results of each state; None to find them by structure.
+    - `names`: the names of the parameters by position, as far as the step's signature has them.
+    - `static_defaults`: (position, default) of static arguments: a call that leaves such an argument alone is the same
+      call as the one that gives the default.
+    """
 
     state_argnums: tuple[int, ...]
     batch_argnums: tuple[int, ...]
     static_argnums: tuple[int, ...]
     state_outnums: tuple[int, ...] | None
-    names: tuple[str, ...]  # parameter names by position, as far as the signature has them
-    # of static arguments: a call that leaves one alone is the call that gives it
+    names: tuple[str, ...]
     static_defaults: tuple[tuple[int, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """What a compiled program depends on: structure, shapes and dtypes of arrays, values of static arguments."""
+    """Holds what a compiled program depends on.
 
-    tree: Any
-    avals: tuple[tuple[tuple[int, ...], str, bool], ...]  # shape, dtype, weak type
+    **Attributes:**
+
+    - `tree`: the structure of the arguments that are not static.
+    - `avals`: shape, dtype and weak type of their leaves.
+    - `static`: (position, value) of the static arguments.
+    """
+
+    tree: TreeStructure
+    avals: tuple[Aval, ...]
     static: tuple[tuple[int, Any], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """One call's arguments, taken apart: arrays by flat position, static values aside."""
+    """Holds the arguments of one call, taken apart: arrays by flat position, static values aside.
 
-    args: tuple[Any, ...]  # positional, static ones included
-    leaves: tuple[Any, ...]  # of the arguments that are not static, in order
-    spans: tuple[tuple[int, int], ...]  # flat range of every positional argument; empty for static ones
+    **Attributes:**
+
+    - `args`: the positional arguments, static ones included.
+    - `leaves`: the leaves of the arguments that are not static, in order.
+    - `spans`: the range of every positional argument among `leaves`; empty for static ones.
+    - `signature`: what a program for this call depends on.
+    - `arguments`: path and role of every leaf.
+    """
+
+    args: tuple[Any, ...]
+    leaves: tuple[Any, ...]
+    spans: tuple[tuple[int, int], ...]
     signature: Signature
     arguments: tuple[Argument, ...]
 
 
-def make_options(fn: Callable, state_argnums, batch_argnums, static_argnums, static_argnames, state_outnums) -> Options:
-    """Normalises argument numbers against the step's signature. Raises `StateError` where they overlap."""
+def make_options(
+    fn: Callable[..., Any],
+    state_argnums: ArgumentNumbers,
+    batch_argnums: ArgumentNumbers,
+    static_argnums: ArgumentNumbers,
+    static_argnames: str | Sequence[str] | None,
+    state_outnums: ArgumentNumbers,
+) -> Options:
+    """Normalises argument numbers against the signature of a step.
+
+    **Arguments:** `fn`: the step. `state_argnums`, `batch_argnums`, `static_argnums`, `static_argnames`,
+    `state_outnums`: as `splitjax.parallelize` takes them.
+
+    Raises `StateError` where numbers overlap, where a name is no parameter's, and where `state_outnums` does not have
+    a result per state."""
     names = parameter_names(fn)
     static = [*_numbers(static_argnums, names), *(_position(name, names) for name in _names(static_argnames))]
     state, batch = _numbers(state_argnums, names), _numbers(batch_argnums, names)
@@ -83,16 +130,18 @@ def make_options(fn: Callable, state_argnums, batch_argnums, static_argnums, sta
     return Options(tuple(state), tuple(batch), tuple(static), outnums, names, _defaults(fn, static, names))
 
 
-def _defaults(fn: Callable, numbers: Sequence[int], names: Sequence[str]) -> tuple[tuple[int, Any], ...]:
+def _defaults(fn: Callable[..., Any], numbers: Sequence[int], names: Sequence[str]) -> tuple[tuple[int, Any], ...]:
+    """Returns (position, default) of those parameters at these positions that have a default."""
     if not numbers or not names:
         return ()
     parameters = inspect.signature(fn).parameters
-    found = [(number, parameters[names[number]]) for number in numbers if number < len(names)]
-    return tuple((number, parameter.default) for number, parameter in found if parameter.default is not parameter.empty)
+    named = [(number, parameters[names[number]]) for number in numbers if number < len(names)]
+    return tuple((number, parameter.default) for number, parameter in named if parameter.default is not parameter.empty)
 
 
-def parameter_names(fn: Callable) -> tuple[str, ...]:
-    """A step's parameters in the order of their positions: keyword-only ones last."""
+def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns the names of the parameters of `fn` in the order of their positions: keyword-only ones last, none for a
+    function without a signature."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -101,7 +150,8 @@ def parameter_names(fn: Callable) -> tuple[str, ...]:
     return tuple(p.name for p in sorted(named, key=lambda p: p.kind is p.KEYWORD_ONLY))
 
 
-def _numbers(numbers: int | Sequence[int] | None, names: Sequence[str]) -> list[int]:
+def _numbers(numbers: ArgumentNumbers, names: Sequence[str]) -> list[int]:
+    """Returns argument numbers as a list; negative ones count from the end of `names`."""
     if numbers is None:
         return []
     if isinstance(numbers, (int, np.integer)):
@@ -124,12 +174,12 @@ def _position(name: str, names: Sequence[str]) -> int:
     return names.index(name)
 
 
-def _name(fn: Callable) -> str:
+def _name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def keyword_only(fn: Callable) -> tuple[str, ...]:
-    """The names of a function's keyword-only parameters."""
+def keyword_only(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns the names of the keyword-only parameters of `fn`."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -137,8 +187,10 @@ def keyword_only(fn: Callable) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
 
-def positional(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """All arguments as positions: keyword arguments moved to theirs, `Default` in the gaps, keyword-only ones last.
+def positional(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns all arguments of a call of `fn` by position: those of `kwargs` behind or between `args` where their
+    parameters stand, `Default` in the gaps, keyword-only ones last.
+
     Raises `TypeError` as a plain call would, and `TraceError` for a step that takes `**kwargs`."""
     keywords = keyword_only(fn)
     if not kwargs and not keywords:
@@ -166,8 +218,9 @@ def positional(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple:
     return (*places, *(bound.arguments.get(name, Default()) for name in keywords))
 
 
-def call_with(fn: Callable, keywords: Sequence[str], args: Sequence[Any]) -> Any:
-    """Calls a step with `positional`'s arguments."""
+def call_with(fn: Callable[..., Any], keywords: Sequence[str], args: Sequence[Any]) -> Any:
+    """Calls `fn` with arguments that `positional` made and returns its result. `args`: the arguments, of which the last
+    are those of the keyword-only parameters named `keywords`."""
     count = len(args) - len(keywords)
     named = dict(zip(keywords, args[count:], strict=True))
     gap = next((n for n, arg in enumerate(args[:count]) if isinstance(arg, Default)), count)
@@ -176,16 +229,20 @@ def call_with(fn: Callable, keywords: Sequence[str], args: Sequence[Any]) -> Any
     return fn(*args[:gap], **{name: arg for name, arg in named.items() if not isinstance(arg, Default)})
 
 
-def with_static_defaults(options: Options, args: tuple) -> tuple:
-    """The arguments, with the default of every static one that the call leaves alone."""
+def with_static_defaults(options: Options, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the arguments `args` of a call, with the default, as `options` has it, of every static argument that the
+    call leaves alone."""
     for number, value in options.static_defaults:
         if number == len(args) or (number < len(args) and isinstance(args[number], Default)):
             args = (*args[:number], value, *args[number + 1 :])
     return args
 
 
-def bind(fn: Callable, options: Options, args: tuple) -> Bound:
-    """Takes a call apart. Raises `StateError` where a state argument is missing or a static one cannot be hashed,
+def bind(fn: Callable[..., Any], options: Options, args: tuple[Any, ...]) -> Bound:
+    """Takes a call of the step `fn` apart. `options`: which of its arguments are what. `args`: the arguments, by
+    position.
+
+    Raises `StateError` where a state argument is missing or a static one cannot be hashed,
     `TraceError` for a leaf that is not an array, `BatchError` for such a leaf or a list of numbers in a batch, and
     where batch arrays disagree on the number of examples."""
     args = with_static_defaults(options, args)
@@ -222,8 +279,10 @@ def bind(fn: Callable, options: Options, args: tuple) -> Bound:
 
 def check_batch(batch: Any, path_of: Callable[[Any], str], static: bool = False) -> None:
     """Raises `BatchError` for what cannot hold examples: a list of Python numbers, which is a pytree of scalars and no
-    array, and leaves that are neither arrays nor numbers. `static`: these are part of the program, as in steps over
-    modules."""
+    array, and leaves that are neither arrays nor numbers.
+
+    **Arguments:** `batch`: an argument of a step. `path_of`: gives the path of a leaf for a message, from its key path
+    in `batch`. `static`: leaves that are neither are part of the program, as in steps over modules, and pass."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_list_of_numbers):
         if isinstance(leaf, list):
             raise BatchError(
@@ -244,16 +303,19 @@ def check_batch(batch: Any, path_of: Callable[[Any], str], static: bool = False)
 
 
 def _is_list_of_numbers(node: Any) -> bool:
-    """Of numbers, or of such lists."""
+    """Returns whether a node of a pytree is a list of numbers, or of such lists."""
     return (
         isinstance(node, list)
         and bool(node)
-        and all(isinstance(one, (int, float, complex, np.generic)) or _is_list_of_numbers(one) for one in node)
+        and all(isinstance(item, (int, float, complex, np.generic)) or _is_list_of_numbers(item) for item in node)
     )
 
 
 def leaf_path(options: Options, number: int, path: Any) -> str:
-    """The path of a leaf: without the argument's name for a lone state argument, with it for all others."""
+    """Returns the path of a leaf of the argument at position `number`: without the argument's name for a lone state
+    argument, with it for all others.
+
+    `options`: names and roles of the arguments. `path`: the leaf's key path (`jax.tree_util`) in its argument."""
     name = options.names[number] if number < len(options.names) else f"arg{number}"
     inner = jax.tree_util.keystr(path, simple=True, separator="/")
     if number in options.state_argnums and len(options.state_argnums) == 1:
@@ -262,8 +324,10 @@ def leaf_path(options: Options, number: int, path: Any) -> str:
 
 
 def argument_names(bound: Bound, num_before: int = 0) -> dict[str, str]:
-    """JAX's name of every array among a call's arguments, as compiled programs have it (`args[0]['params']['kernel']`)
-    -> its path. `num_before`: operands that the program takes before the call's arguments."""
+    """Maps JAX's name of every array among a call's arguments, as compiled programs have it
+    (`args[0]['params']['kernel']`), to its path.
+
+    `bound`: the call. `num_before`: how many operands the program takes before the call's arguments."""
     names: list[str] = []
     for number, (start, stop) in enumerate(bound.spans):
         if start < stop:
@@ -272,8 +336,9 @@ def argument_names(bound: Bound, num_before: int = 0) -> dict[str, str]:
     return {name: argument.path for name, argument in zip(names, bound.arguments, strict=True)}
 
 
-def describe(leaf: Any, path: str) -> tuple[tuple[int, ...], str, bool]:
-    """Shape, dtype and weak type of one leaf."""
+def describe(leaf: Any, path: str) -> Aval:
+    """Returns shape, dtype and weak type of a `leaf`: an array, a number or a `ShapeDtypeStruct`. Raises `TraceError`,
+    at its `path`, for anything else."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return tuple(leaf.shape), str(_canonical(leaf.dtype)), bool(getattr(leaf, "weak_type", False))
     try:
@@ -291,8 +356,8 @@ def describe(leaf: Any, path: str) -> tuple[tuple[int, ...], str, bool]:
         ) from None
 
 
-def abstract(leaves: Sequence[Any], avals: Sequence[tuple[tuple[int, ...], str, bool]]) -> list[jax.ShapeDtypeStruct]:
-    """The leaves as `ShapeDtypeStruct`s."""
+def abstract(leaves: Sequence[Any], avals: Sequence[Aval]) -> list[jax.ShapeDtypeStruct]:
+    """Returns the `leaves`, whose shapes, dtypes and weak types are `avals`, as `ShapeDtypeStruct`s."""
     return [
         jax.ShapeDtypeStruct(shape, _canonical(leaf.dtype) if hasattr(leaf, "dtype") else dtype, weak_type=weak)
         for leaf, (shape, dtype, weak) in zip(leaves, avals, strict=True)
@@ -300,11 +365,12 @@ def abstract(leaves: Sequence[Any], avals: Sequence[tuple[tuple[int, ...], str, 
 
 
 def _canonical(dtype: Any) -> Any:
-    """The dtype that JAX gives an array of this dtype: float64 is float32 unless x64 is on; key types stay."""
-    return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
+    """Returns the dtype that JAX gives an array of this dtype: float64 is float32 unless x64 is on; key types stay."""
+    return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
 
 
-def _hashable(value: Any, number: int, fn: Callable) -> Any:
+def _hashable(value: Any, number: int, fn: Callable[..., Any]) -> Any:
+    """Returns the value of the static argument at position `number`; raises `StateError` where it has no hash."""
     try:
         hash(value)
     except TypeError:
@@ -317,7 +383,8 @@ def _hashable(value: Any, number: int, fn: Callable) -> Any:
     return value
 
 
-def _check_examples(fn: Callable, avals, arguments: Sequence[Argument]) -> None:
+def _check_examples(fn: Callable[..., Any], avals: Sequence[Aval], arguments: Sequence[Argument]) -> None:
+    """Raises `BatchError` where batch arrays disagree on the number of examples."""
     sizes = {a.path: shape[0] for (shape, _, _), a in zip(avals, arguments, strict=True) if a.is_batch and shape}
     if len(set(sizes.values())) > 1:
         raise BatchError(
@@ -332,28 +399,29 @@ def _check_examples(fn: Callable, avals, arguments: Sequence[Argument]) -> None:
 
 
 def difference(new: Bound, old: Bound) -> tuple[int, str]:
-    """How a call's signature differs from another's: the number of differences, and the first in words."""
-    found = []
+    """Compares the signatures of a `new` and an `old` call of a step. Returns the number of differences, and the first
+    in words."""
+    changes = []
     before, after = dict(old.signature.static), dict(new.signature.static)
-    found += [_static_text(n, before.get(n), v) for n, v in after.items() if before.get(n) != v]
+    changes += [_static_text(n, before.get(n), v) for n, v in after.items() if before.get(n) != v]
     olds = {a.path: d for a, d in zip(old.arguments, old.signature.avals, strict=True)}
     news = {a.path: d for a, d in zip(new.arguments, new.signature.avals, strict=True)}
-    found += [f"{path} is new" for path in news.keys() - olds.keys()]
-    found += [f"{path} is gone" for path in olds.keys() - news.keys()]
-    found += [
+    changes += [f"{path} is new" for path in news.keys() - olds.keys()]
+    changes += [f"{path} is gone" for path in olds.keys() - news.keys()]
+    changes += [
         f"{path}: {_text(olds[path])} -> {_text(d)}" for path, d in news.items() if path in olds and olds[path] != d
     ]
-    if not found:
-        found.append("the structure of the arguments changed (a static field of a pytree node)")
-    return len(found), found[0] + (f" and {len(found) - 1} more" if len(found) > 1 else "")
+    if not changes:
+        changes.append("the structure of the arguments changed (a static field of a pytree node)")
+    return len(changes), changes[0] + (f" and {len(changes) - 1} more" if len(changes) > 1 else "")
 
 
 def _static_text(number: int, old: Any, new: Any) -> str:
-    """A changed static argument in words; the frontends' own say what in them changed."""
+    """Describes a changed static argument; the frontends' own arguments say what in them changed."""
     say = getattr(new, "splitjax_difference", None)
     return say(old) if say is not None and type(old) is type(new) else f"static argument {number}: {old!r} -> {new!r}"
 
 
-def _text(aval: tuple[tuple[int, ...], str, bool]) -> str:
+def _text(aval: Aval) -> str:
     shape, dtype, weak = aval
     return f"{dtype}[{','.join(map(str, shape))}]" + (" (weak type)" if weak else "")

@@ -1,10 +1,13 @@
-"""Checks the decorator's options: what a value may be, and what this version does not have yet."""
+"""Checks the decorator's options: what a value may be, and what this version does not have yet.
+
+The values that a user gave come in; nothing comes out but errors, so that a mistake is named at the decorator and not
+at the first call.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from splitjax.errors import SplitjaxError, TraceError, UnavailableError
@@ -15,22 +18,26 @@ _GROUP_COMM = ("auto", "gather", "turns", "modulo")
 
 
 class OptionError(SplitjaxError, ValueError):
-    """An option of `parallelize` that is none of its documented values."""
+    """Is raised for an option of `parallelize` that is none of its documented values."""
 
 
 def check_options(
-    fn: Callable,
+    fn: object,
     *,
-    mesh: Any,
-    rules: Any,
-    group_comm: Any,
-    backprop: Any,
-    shard_state: Any,
-    unknown: Any,
-    verify: Any = None,
+    mesh: object,
+    rules: object,
+    group_comm: object,
+    backprop: object,
+    shard_state: object,
+    unknown: object,
+    verify: object = None,
 ) -> None:
     """Raises `OptionError` for values that are not documented, `UnavailableError` for documented ones that this version
-    lacks."""
+    lacks.
+
+    **Arguments:** `fn`: what is decorated. `mesh`, `rules`, `group_comm`, `backprop`, `shard_state`, `unknown`,
+    `verify`: what the user gave for these options of `splitjax.parallelize`; any value at all. `rules` are checked
+    where they are read."""
     place = f"parallelize({getattr(fn, '__name__', fn)!s})"
     if not callable(fn):
         raise OptionError(
@@ -81,7 +88,7 @@ def check_options(
         )
 
 
-def _one_of(name: str, value: Any, allowed: tuple[str, ...], place: str) -> None:
+def _one_of(name: str, value: object, allowed: tuple[str, ...], place: str) -> None:
     if not isinstance(value, str) or value not in allowed:
         raise OptionError(
             f"{name} has no such value",
@@ -91,27 +98,26 @@ def _one_of(name: str, value: Any, allowed: tuple[str, ...], place: str) -> None
         )
 
 
-def resolve_plan(plan: Plan | str | os.PathLike | None) -> Plan | None:
-    """A pinned plan as a value: itself, or read from its JSON file."""
+def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
+    """Returns a pinned `plan` as a value: as it is, or read from its JSON file."""
     return plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
 
 
-def reject_mutating_modules(args: tuple, name: str) -> None:
-    """Raises `TraceError` when a plain step gets NNX modules or optimizers: its updates would be lost without a
-    word."""
+def reject_mutating_modules(args: tuple[Any, ...], name: str) -> None:
+    """Raises `TraceError` where the arguments `args` of the plain step called `name` hold NNX modules or optimizers:
+    their updates would be lost without a word."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return
     import jax
 
     for number, arg in enumerate(args):
-        found = jax.tree.leaves(arg, is_leaf=lambda x: isinstance(x, nnx.Module | nnx.Optimizer))
-        for one in found:
-            if isinstance(one, nnx.Module | nnx.Optimizer):
+        for node in jax.tree.leaves(arg, is_leaf=lambda x: isinstance(x, nnx.Module | nnx.Optimizer)):
+            if isinstance(node, nnx.Module | nnx.Optimizer):
                 raise TraceError(
-                    f"argument {number} is an NNX {type(one).__name__}, which a step changes in place; a plain parallel"
-                    " step would throw those changes away",
-                    value=type(one).__name__,
+                    f"argument {number} is an NNX {type(node).__name__}, which a step changes in place; a plain"
+                    " parallel step would throw those changes away",
+                    value=type(node).__name__,
                     place=f"call of {name}",
                     remedy=(
                         "decorate with splitjax.nnx.parallelize, or pass nnx.split's state and merge inside the step"

@@ -1,10 +1,10 @@
-"""A step's arguments in a run of several processes: from what each process holds to arrays over the whole mesh.
+"""Makes a step's arguments, in a run of several processes, arrays over the whole mesh.
 
-`jax.jit` takes only global arrays there. A script that runs alone should run unchanged, so a step takes three things
-more:
+What each process holds comes in, global arrays in the plan's layout come out: `jax.jit` takes only those there. A
+script that runs alone should run unchanged, so a step takes three things more:
 
-- a host value (NumPy array, Python number, array on this process's devices): the same in every process; each places its
-  parts;
+- a host value (NumPy array, Python number, array on this process's devices) that is the same in every process; each
+  places its parts;
 - a global array in another layout than the plan's, such as `global_batch` makes: laid out anew;
 - and what the plan wants already, which is handed on.
 """
@@ -24,16 +24,18 @@ from splitjax.errors import BatchError
 
 
 def on_mesh(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
-    """Every leaf as the program takes it."""
+    """Returns every leaf of `leaves` as the program takes it: a global array laid out by the entry of `shardings` at
+    its position, or a Python number."""
     return [_place(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
 
 
 def _place(leaf: Any, sharding: NamedSharding) -> Any:
+    """Returns a leaf as the program takes it, by the rules in the module's docstring."""
     if isinstance(leaf, jax.Array):
         if leaf.sharding == sharding:
             return leaf
         if not leaf.is_fully_addressable:
-            # an equal layout by other names too: it would be another program to jax.jit
+            # a layout that is equal under different names is moved too: it would be another program to jax.jit
             return jax.device_put(leaf, sharding)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = _from_host(np.asarray(jax.random.key_data(leaf)), sharding)
@@ -48,25 +50,26 @@ def _from_host(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
 
 
 def host_digests(leaves: Sequence[Any], names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """(name, digest of the value) of every leaf that is a host value: what must be the same in every process."""
-    found = []
+    """Returns (name, digest of the value) of every leaf that is a host value, that is, of what must be the same in
+    every process. `leaves`: the flat arguments of a call; `names`: their paths."""
+    digests = []
     for leaf, name in zip(leaves, names, strict=True):
         if isinstance(leaf, jax.Array):
             if not leaf.is_fully_addressable:
                 continue
             leaf = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        found.append((name, value_digest(np.asarray(leaf))))
-    return tuple(found)
+        digests.append((name, value_digest(np.asarray(leaf))))
+    return tuple(digests)
 
 
 def value_digest(value: np.ndarray) -> str:
-    """Type, shape and bytes of an array as a short digest."""
+    """Returns a short digest of dtype, shape and bytes of the array `value`, as 16 hexadecimal digits."""
     kind = f"{value.dtype}{value.shape}".encode()
     return hashlib.sha256(kind + np.ascontiguousarray(value).tobytes()).hexdigest()[:16]
 
 
 def global_batch(local_batch: Any) -> Any:
-    """This process's examples as its part of the global batch.
+    """Makes this process's examples its part of the global batch.
 
     **Arguments:**
 

@@ -1,4 +1,8 @@
-"""Finds a step's states again among its results, by structure, shapes and dtypes."""
+"""Finds a step's states again among its results, by structure, shapes and dtypes.
+
+A call taken apart and the shape of the step's result come in; a map from flat arguments to flat results comes out. With
+it the program donates old states, lays new ones out like them, and knows which results are updates.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +13,32 @@ from typing import Any
 import jax
 
 from splitjax.errors import StateError
-from splitjax.step.arguments import Bound, Options
+from splitjax.step.arguments import Bound, Options, TreeStructure
 
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """A subtree of the result: where it stands, its structure, and its flat range."""
+    """Names a subtree of the result.
+
+    **Attributes:** `path`: where it stands. `tree`: its structure. `start`, `stop`: its range among the flat results.
+    `number`: its position in a tuple result; None elsewhere. `depth`: how many nodes stand above it.
+    """
 
     path: str
-    tree: Any
+    tree: TreeStructure
     start: int
     stop: int
-    number: int | None  # position in a tuple result
+    number: int | None
     depth: int
 
 
 def match_states(options: Options, bound: Bound, result: Any) -> dict[int, int]:
-    """Flat argument position of every state leaf -> flat result position of its new value.
+    """Maps the flat argument position of every state leaf to the flat result position of its new value.
 
-    `result` is the step's result as a pytree of `ShapeDtypeStruct`s. Raises `StateError` when a state does not come
+    **Arguments:** `options`: which arguments are states. `bound`: the call, taken apart. `result`: the step's result as
+    a pytree of `ShapeDtypeStruct`s.
+
+    Raises `StateError` when a state does not come
     back (naming the first path that differs), or comes back in more than one place of the same depth (of several, the
     outermost is the state).
     """
@@ -41,32 +52,31 @@ def match_states(options: Options, bound: Bound, result: Any) -> dict[int, int]:
         tree = jax.tree.structure(bound.args[number])
         name = options.names[number] if number < len(options.names) else f"argument {number}"
         if options.state_outnums is not None:
-            found = [p for p in places if p.number == options.state_outnums[order]] or [
-                p for p in places if p.path == "result"
-            ]
-            chosen = found[0]
+            wanted = [p for p in places if p.number == options.state_outnums[order]]
+            chosen = (wanted or [p for p in places if p.path == "result"])[0]
             if chosen.tree != tree:
-                raise _missing(name, bound, number, places, leaves, options)
+                raise _missing(name, bound, number, places, leaves)
         else:
             same = [p for p in places if p.tree == tree]
-            found = [p for p in same if _fits(p, start, bound, leaves)]
-            found = [p for p in found if p.depth == min(one.depth for one in found)]
-            if len(found) > 1 and len({(p.start, p.stop) for p in found}) > 1:
+            fitting = [p for p in same if _fits(p, start, bound, leaves)]
+            outermost = [p for p in fitting if p.depth == min(place.depth for place in fitting)]
+            if len(outermost) > 1 and len({(p.start, p.stop) for p in outermost}) > 1:
                 raise StateError(
-                    f"the state {name!r} could be any of {len(found)} results of the same structure",
-                    value=[p.path for p in found],
+                    f"the state {name!r} could be any of {len(outermost)} results of the same structure",
+                    value=[p.path for p in outermost],
                     place=f"results of the step, state argument {number}",
                     remedy="say which results are the states with state_outnums=(...), positions in the returned tuple",
                 )
-            if not found:
-                raise _missing(name, bound, number, same or places, leaves, options)
-            chosen = found[0]
+            if not outermost:
+                raise _missing(name, bound, number, same or places, leaves)
+            chosen = outermost[0]
         _check(chosen, start, bound, leaves, name)
         matched.update((start + k, chosen.start + k) for k in range(stop - start))
     return matched
 
 
 def _places(node: Any, path: str, start: int, number: int | None, depth: int) -> Iterator[_Place]:
+    """Yields a node of the result and everything below it, parents first."""
     tree = jax.tree.structure(node)
     yield _Place(path, tree, start, start + tree.num_leaves, number, depth)
     if jax.tree_util.treedef_is_leaf(tree):
@@ -79,6 +89,7 @@ def _places(node: Any, path: str, start: int, number: int | None, depth: int) ->
 
 
 def _fits(place: _Place, start: int, bound: Bound, leaves: Sequence[Any]) -> bool:
+    """Returns whether shapes and dtypes at a place are those of the state whose flat arguments begin at `start`."""
     return all(
         tuple(leaf.shape) == bound.signature.avals[start + k][0]
         and str(leaf.dtype) == bound.signature.avals[start + k][1]
@@ -87,6 +98,7 @@ def _fits(place: _Place, start: int, bound: Bound, leaves: Sequence[Any]) -> boo
 
 
 def _check(place: _Place, start: int, bound: Bound, leaves: Sequence[Any], name: str) -> None:
+    """Raises `StateError` where the state called `name` comes back with another shape or dtype."""
     for k, leaf in enumerate(leaves[place.start : place.stop]):
         shape, dtype, _ = bound.signature.avals[start + k]
         if (tuple(leaf.shape), str(leaf.dtype)) != (shape, dtype):
@@ -100,7 +112,8 @@ def _check(place: _Place, start: int, bound: Bound, leaves: Sequence[Any], name:
             )
 
 
-def _missing(name: str, bound: Bound, number: int, places: Sequence[_Place], leaves, options: Options) -> StateError:
+def _missing(name: str, bound: Bound, number: int, places: Sequence[_Place], leaves: Sequence[Any]) -> StateError:
+    """Makes the error for a state that does not come back: what changed, where its structure does come back."""
     start, stop = bound.spans[number]
     tree = jax.tree.structure(bound.args[number])
     for place in places:
