@@ -1,4 +1,9 @@
-"""One signature of a step, built: traced, planned and wrapped for `jax.jit`."""
+"""Builds a signature of a step: traces it, plans it and wraps it for `jax.jit`.
+
+A `Recipe` (what the decorator was told), a mesh and a call taken apart come in; an `Entry` comes out, which holds the
+trace, the plan and the program. It is where the rooms below meet: tracing, planning, lowering and programs each know
+nothing of the order in which they run.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +17,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from splitjax import _compat
-from splitjax.compile.programs import Programs
+from splitjax.compile.programs import Program, Programs
 from splitjax.cost.convolutions import derive_convolutions
 from splitjax.errors import PlanError, SplitjaxError, StateError, TraceError
-from splitjax.lower.partial.depth_schedule import turned
+from splitjax.lower.partial.depth_schedule import Turned, turned
 from splitjax.lower.partial.hooks import PartialHooks
 from splitjax.lower.partial.lowered import Lowered
 from splitjax.lower.partial.step import PartialStep, find_partial
@@ -31,7 +36,7 @@ from splitjax.lower.tables.sync_request import DENSE, SyncRequest
 from splitjax.lower.tables.sync_request import parse as parse_sync
 from splitjax.mesh import MeshShape
 from splitjax.partial.request import PartialBackprop
-from splitjax.plan import LeafPlan, Plan, SyncPlan
+from splitjax.plan import LeafPlan, Plan, Spec, SyncPlan
 from splitjax.planning.group_comm import choose, crosses
 from splitjax.planning.observing import Decision
 from splitjax.planning.partial_plan import with_partial
@@ -45,14 +50,25 @@ from splitjax.step.states import match_states
 from splitjax.trace.graph import Graph
 from splitjax.trace.tracer import build_graph
 
-logger = logging.getLogger("splitjax")
+logger: logging.Logger = logging.getLogger("splitjax")
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What the decorator was told, checked."""
+    """Holds what the decorator was told, checked. See `splitjax.parallelize` for the options.
 
-    fn: Callable
+    **Attributes:**
+
+    - `fn`: the step as the user wrote it. `options`: which of its arguments are state, batch and static.
+    - `rules`: the rule set that splits its parameters. `pinned`: the plan that is used instead; None for none.
+    - `donate`: whether a call consumes its states.
+    - `unknown`: `error` or `gather`, for operations without dim rule.
+    - `returns_state`: whether the step returns its states; False for an evaluation.
+    - `group_comm`, `shard_state`, `sync`, `backprop`: the options of these names.
+    - `verify`: `first` to compare with one device before the first call of a signature; None to leave that away.
+    """
+
+    fn: Callable[..., Any]
     options: Options
     rules: RuleSet
     pinned: Plan | None
@@ -63,36 +79,43 @@ class Recipe:
     shard_state: bool = False
     sync: SyncRequest = DENSE
     backprop: PartialBackprop | None = None
-    verify: str | None = None  # "first": compare with one device before the first call of a signature
+    verify: str | None = None
 
     @functools.cached_property
     def request(self) -> SyncRequest:
-        """How tables are synchronised: as asked for, or as the rule set says."""
+        """Returns how tables are to be synchronised: as asked for, or as the rule set says."""
         return parse_sync(self.rules.sync, f"rule set {self.rules.name!r}") if self.sync.is_dense else self.sync
 
     @property
     def name(self) -> str:
+        """Returns the name of the step, for programs and messages."""
         return getattr(self.fn, "__name__", type(self.fn).__name__)
 
     @functools.cached_property
     def keywords(self) -> tuple[str, ...]:
-        """The step's keyword-only parameters: they take part as last positions (`arguments.positional`)."""
+        """Returns the step's keyword-only parameters: they take part as last positions (`arguments.positional`)."""
         return keyword_only(self.fn)
 
     @property
     def first_state(self) -> int:
+        """Returns the position of the first state argument; 0 for a step without states."""
         return self.options.state_argnums[0] if self.options.state_argnums else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class CompileRecord:
-    """One program of a step: `reason` says why the earlier ones did not serve."""
+    """Records that a program of a step was planned.
+
+    **Attributes:** `number`: which program of the step it is, counted from 1. `reason`: why the earlier programs did
+    not serve. `plan_seconds`: the time to trace and plan it; XLA's own time is not in it.
+    """
 
     number: int
     reason: str
-    plan_seconds: float  # trace and plan; XLA's own time is not in it
+    plan_seconds: float
 
     def log(self, name: str) -> None:
+        """Writes the record to the log `splitjax`. `name`: of the step."""
         logger.info(
             "splitjax: program %d of %s (%s), planned in %.2f s", self.number, name, self.reason, self.plan_seconds
         )
@@ -100,52 +123,71 @@ class CompileRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A plan with its program. `jitted` takes the step's positional arguments."""
+    """Holds a signature of a step, with its plan and its program.
+
+    **Attributes:**
+
+    - `bound`: the call that it was built for, taken apart. `mesh`: the devices.
+    - `graph`: the traced step. `jaxpr`: the same as JAX has it. `result`: its result, as a pytree of
+      `ShapeDtypeStruct`s.
+    - `trace`: gives the step's closed jaxpr for other flat arguments (`ShapeDtypeStruct`s).
+    - `plan`: the plan of the step.
+    - `jitted`: the program, which takes the step's positional arguments; with partial backpropagation, the programs by
+      number of the step.
+    - `sparse`: the tables that are synchronised by rows; then programs return the step's result and what was observed.
+    - `observes`: whether it is the program of the first steps: see `planning.observing`.
+    - `is_decided`: whether schemes and capacities of its tables are known.
+    - `residual_shardings`: by table that is rounded on the wire, the sharding of its residual; programs then take and
+      return residuals too.
+    - `partial`: the partial backpropagation of the step; None for full backpropagation.
+    - `matched`: flat argument of a state leaf -> its flat result.
+    """
 
     bound: Bound
     graph: Graph
     plan: Plan
-    jitted: Any
+    jitted: Program | Turned
     mesh: Mesh
-    jaxpr: Any
-    trace: Callable[[list[Any]], Any]  # the step's closed jaxpr for other flat arguments (`ShapeDtypeStruct`s)
-    # tables synchronised by rows: then `jitted` returns the step's result and what was observed
+    jaxpr: _compat.ClosedJaxpr
+    trace: Callable[[list[jax.ShapeDtypeStruct]], _compat.ClosedJaxpr]
     sparse: SparseStep | None = None
-    observes: bool = False  # it is the program of the first steps: see `observing`
-    is_decided: bool = False  # schemes and capacities of its tables are known
-    # by table: then `jitted` takes and returns them too
+    observes: bool = False
+    is_decided: bool = False
     residual_shardings: Mapping[str, NamedSharding] = dataclasses.field(default_factory=dict)
-    # then `jitted` is `depth_schedule.Turned`: another program, or another operand, by step
     partial: PartialStep | None = None
-    # flat argument of a state leaf -> its flat result
     matched: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    result: Any = None  # the step's, as a pytree of `ShapeDtypeStruct`s
+    result: Any = None
 
-    def program(self, step_number: int) -> Any:
-        """The program of a step, by its number since the beginning of training: takes `operands`, and has `lower`."""
-        return self.jitted if self.partial is None else self.jitted.at(step_number)
+    def program(self, step_number: int) -> Program:
+        """Returns the program of a step, which takes `operands`. `step_number`: the number of the step since the
+        beginning of training, counted from 0."""
+        return self.jitted.at(step_number) if isinstance(self.jitted, Turned) else self.jitted
 
     @functools.cached_property
     def residuals(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What rounding took away, by table that is rounded on the wire: the first operand of a program, and its last
-        result."""
+        """Describes what rounding took away, by table that is rounded on the wire: the first operand of a program, and
+        its last result."""
         tables = () if self.sparse is None else self.sparse.rounded
         return {
-            one.param: jax.ShapeDtypeStruct(one.residual_shape, one.dtype, sharding=self.residual_shardings[one.param])
-            for one in tables
+            table.param: jax.ShapeDtypeStruct(
+                table.residual_shape, table.dtype, sharding=self.residual_shardings[table.param]
+            )
+            for table in tables
         }
 
-    def operands(self, args: tuple, residuals: Mapping[str, Any]) -> tuple:
-        """What a program takes."""
+    def operands(self, args: tuple[Any, ...], residuals: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Returns the operands of a program for the step's positional arguments `args` and its `residuals`, by
+        table."""
         return (dict(residuals), *args) if self.residuals else args
 
     @functools.cached_property
     def shardings(self) -> tuple[NamedSharding, ...]:
-        """Of every leaf of the arguments that are not static, in order."""
+        """Returns the sharding of every leaf of the arguments that are not static, in order."""
         return tuple(named_sharding(self.mesh, leaf.spec) for leaf in self.plan.leaves)
 
     def argument_shardings(self, recipe: Recipe) -> tuple[Any, ...]:
-        """The same, as one pytree per argument; None for static ones."""
+        """Returns the shardings as a pytree per argument of the step that `recipe` describes; None for static
+        arguments."""
         return tuple(
             None
             if number in recipe.options.static_argnums
@@ -153,9 +195,9 @@ class Entry:
             for number, arg in enumerate(self.bound.args)
         )
 
-    def across_processes(self, recipe: Recipe, args: tuple, first: bool) -> tuple:
-        """The arguments as global arrays. At the `first` call all processes compare what they are about to do:
-        `ProcessError`."""
+    def across_processes(self, recipe: Recipe, args: tuple[Any, ...], first: bool) -> tuple[Any, ...]:
+        """Returns the positional arguments `args` of the step that `recipe` describes as global arrays. At the `first`
+        call all processes compare what they are about to do, and raise `ProcessError` where that differs."""
         dynamic = [number for number in range(len(args)) if number not in recipe.options.static_argnums]
         leaves, tree = jax.tree.flatten([args[number] for number in dynamic])
         if first:
@@ -175,11 +217,19 @@ def build_entry(
     observes: bool = False,
     matched: Mapping[int, int] | None = None,
 ) -> Entry:
-    """trace -> match states -> graph -> plan -> jit.
+    """Builds the entry of a call: traces the step, matches its states, makes the graph and the plan, wraps it for
+    `jax.jit`.
 
-    **Arguments:** `decision`: how tables are synchronised, once their steps were observed; `carried`: what a run knew
-    that is resumed. `observes`: build the program of the first steps, whatever is known. `matched`: flat argument of a
-    state leaf -> its flat result, where the caller knows."""
+    **Arguments:**
+
+    - `recipe`: the step. `mesh`: its devices. `bound`: the call, taken apart.
+    - `layouts`: by path, the layout of the training step that an evaluation follows; None for a training step.
+    - `decision`: how tables are synchronised, once their steps were observed.
+    - `carried`: how the run that is resumed synchronised its tables.
+    - `observes`: whether to build the program of the first steps, whatever is known.
+    - `matched`: flat argument of a state leaf -> its flat result, where the caller knows; None to find out.
+
+    Raises what tracing, planning and lowering raise: typed errors that name value, place and remedy."""
     jaxpr, result = _trace(recipe, bound)
     if matched is None:
         matched = match_states(recipe.options, bound, result) if recipe.returns_state else {}
@@ -212,9 +262,10 @@ def build_entry(
         )
         twin_of = sparse.twin_of(twin_of)
     hook = boundary_hook(graph, mesh, plan, layout, twin_of, None if sparse is None else sparse.pulled_at)
-    kept = {} if sparse is None else {one.param: NamedSharding(mesh, one.residual_spec) for one in sparse.rounded}
+    rounded = () if sparse is None else sparse.rounded
+    residual_shardings = {table.param: NamedSharding(mesh, table.residual_spec) for table in rounded}
     lowered = Lowered(mesh, layout, jaxpr, matched, sparse)
-    programs = Programs(recipe, mesh, bound, plan, jaxpr, result, matched, sparse is not None, kept)
+    programs = Programs(recipe, mesh, bound, plan, jaxpr, result, matched, sparse is not None, residual_shardings)
     if partial is None:
         jitted = programs.whole(functools.partial(lowered.run, hook))
     else:
@@ -230,21 +281,22 @@ def build_entry(
         mesh,
         jaxpr,
         trace,
-        sparse,
-        observing,
-        decision is not None,
-        kept,
-        partial,
-        matched,
-        result,
+        sparse=sparse,
+        observes=observing,
+        is_decided=decision is not None,
+        residual_shardings=residual_shardings,
+        partial=partial,
+        matched=matched,
+        result=result,
     )
 
 
 def _trace(recipe: Recipe, bound: Bound, leaves: list[jax.ShapeDtypeStruct] | None = None) -> tuple[Any, Any]:
-    """The step's closed jaxpr over its flat arguments, and its result as `ShapeDtypeStruct`s."""
+    """Traces the step for flat `leaves` (None: those of the call). Returns its closed jaxpr, and its result as a pytree
+    of `ShapeDtypeStruct`s."""
     static = dict(bound.signature.static)
 
-    def flat(*values):
+    def flat(*values: Any) -> Any:
         dynamic = iter(jax.tree.unflatten(bound.signature.tree, values))
         args = [static[n] if n in static else next(dynamic) for n in range(len(bound.args))]
         return call_with(recipe.fn, recipe.keywords, args)
@@ -268,6 +320,7 @@ def _trace(recipe: Recipe, bound: Bound, leaves: list[jax.ShapeDtypeStruct] | No
 
 
 def _plan(recipe: Recipe, shape: MeshShape, graph: Graph, layouts: Mapping[str, LeafPlan] | None) -> Plan:
+    """Plans the step: after the training step's `layouts`, a pinned plan, or rules."""
     if layouts is not None:
         if not layouts:
             raise PlanError(
@@ -281,9 +334,9 @@ def _plan(recipe: Recipe, shape: MeshShape, graph: Graph, layouts: Mapping[str, 
     return make_plan(graph, recipe.rules, shape, recipe.unknown, recipe.shard_state)
 
 
-def _follow(graph: Graph, layouts: Mapping[str, LeafPlan]) -> dict[str, Any]:
-    """Specs for an evaluation's state leaves: by path, or by a path ending that fits exactly one planned leaf of that
-    shape."""
+def _follow(graph: Graph, layouts: Mapping[str, LeafPlan]) -> dict[str, Spec]:
+    """Returns specs for an evaluation's state leaves, found by path, or by a path ending that fits exactly one planned
+    leaf of that shape."""
     specs = {}
     for leaf in graph.leaves:
         if not leaf.is_state:
@@ -299,6 +352,7 @@ def _follow(graph: Graph, layouts: Mapping[str, LeafPlan]) -> dict[str, Any]:
 
 
 def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> Layout:
+    """Derives from a plan what evaluation does at each site: constraints, exchanges, rewrites."""
     arguments = graph, plan.leaves, plan.mesh, plan.batch_axes, plan.replicated_batch
     exchanges = derive_exchanges(*arguments)
     sums = derive_scatters(*arguments, exchanges)
@@ -314,13 +368,13 @@ def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> Layout:
         convolutions=convolutions,
         rewrites=rewritten_sites(graph, plan.mesh),
         guarded=guarded_sites(reached),
-        transforms=derive_transforms([one for several in reached.values() for one in several], sharded),
+        transforms=derive_transforms([suspect for suspects in reached.values() for suspect in suspects], sharded),
     )
 
 
-def trace_error(error: Exception, recipe: Recipe, mesh: Mesh, args: tuple) -> Exception:
-    """The typed error for what `jax.jit` says when arguments live where the plan does not want them; else the error
-    itself."""
+def trace_error(error: Exception, recipe: Recipe, mesh: Mesh, args: tuple[Any, ...]) -> Exception:
+    """Returns the typed error for what `jax.jit` says where arguments live where the plan does not want them; any other
+    `error` as it is. `recipe`, `mesh`: the step that was called; `args`: its arguments, which do not matter."""
     text = str(error)
     if isinstance(error, SplitjaxError) or not any(
         part in text for part in ("does not match the sharding", "incompatible devices")

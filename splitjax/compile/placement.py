@@ -1,4 +1,8 @@
-"""States onto the plan: created sharded, moved, or described."""
+"""Brings states onto a plan: creates them sharded, moves them there, or describes them.
+
+A function that makes states, or states, and an example of the step's remaining arguments come in; arrays (or their
+descriptions) in the plan's layout come out, so that the first call of the step has nothing to move.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from splitjax.compile.entry import Entry, Recipe
 from splitjax.errors import StateError
@@ -15,38 +19,57 @@ from splitjax.lower.products.interpret import named_sharding
 from splitjax.step.arguments import Options
 from splitjax.step.processes import on_mesh
 
+Arguments = tuple[Any, ...]
+EntryFor = Callable[[Arguments], Entry]  # the entry of a step for positional arguments
+
 
 def init_state(
-    entry_for: Callable[[tuple], Entry],
+    entry_for: EntryFor,
     recipe: Recipe,
     mesh: Mesh,
-    init_fn: Callable,
-    init_args: tuple,
+    init_fn: Callable[..., Any],
+    init_args: Arguments,
     example: Sequence[Any],
 ) -> Any:
-    """See `ParallelStep.init`."""
-    abstract, shardings = _planned(entry_for, recipe, mesh, init_fn, init_args, example)
+    """Creates the states of a step, sharded as the plan says (`ParallelStep.init`).
 
-    def create(*args):
+    **Arguments:**
+
+    - `entry_for`: gives the entry of the step for positional arguments. `recipe`: the step. `mesh`: its devices.
+    - `init_fn`, `init_args`: `init_fn(*init_args)` makes the state, or a tuple of all states in `state_argnums` order.
+    - `example`: all arguments of the step that are no states, in order: arrays or `ShapeDtypeStruct`s.
+
+    Raises `StateError` where states or example are not as many as the step takes."""
+    _, shardings = _planned(entry_for, recipe, mesh, init_fn, init_args, example)
+
+    def create(*args: Any) -> Any:
         # Weak types (Python numbers in the state) would make the second call another program.
         return jax.tree.map(
             lambda x: jnp.asarray(x, dtype=x.dtype) if hasattr(x, "dtype") else jnp.asarray(x), init_fn(*args)
         )
 
-    del abstract
     return jax.jit(create, out_shardings=shardings)(*init_args)
 
 
 def abstract_state(
-    entry_for, recipe: Recipe, mesh: Mesh, init_fn: Callable, init_args: tuple, example: Sequence[Any]
+    entry_for: EntryFor,
+    recipe: Recipe,
+    mesh: Mesh,
+    init_fn: Callable[..., Any],
+    init_args: Arguments,
+    example: Sequence[Any],
 ) -> Any:
-    """See `ParallelStep.abstract_state`."""
+    """Describes the states that `init_state` would create as `ShapeDtypeStruct`s with shardings
+    (`ParallelStep.abstract_state`). `entry_for`, `recipe`, `mesh`, `init_fn`, `init_args`, `example`: as there."""
     abstract, shardings = _planned(entry_for, recipe, mesh, init_fn, init_args, example)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
 
 
-def place_state(entry_for, recipe: Recipe, mesh: Mesh, states: tuple, example: Sequence[Any]) -> Any:
-    """See `ParallelStep.place`."""
+def place_state(entry_for: EntryFor, recipe: Recipe, mesh: Mesh, states: Arguments, example: Sequence[Any]) -> Any:
+    """Copies `states`, in `state_argnums` order, to where the plan wants them (`ParallelStep.place`). `entry_for`,
+    `recipe`, `mesh`, `example`: as for `init_state`. Returns the state, or the tuple of all states.
+
+    Raises `StateError` where states or example are not as many as the step takes."""
     numbers = recipe.options.state_argnums
     if len(states) != len(numbers):
         raise StateError(
@@ -60,15 +83,17 @@ def place_state(entry_for, recipe: Recipe, mesh: Mesh, states: tuple, example: S
     return moved[0] if len(moved) == 1 else moved
 
 
-def _copy_to(leaf: Any, where: Any) -> jax.Array:
+def _copy_to(leaf: Any, where: NamedSharding) -> jax.Array:
+    """Returns a copy of a leaf, laid out as `where` says."""
     moved = on_mesh([leaf], [where])[0] if where.mesh.is_multi_process else jax.device_put(leaf, where)
     # device_put hands on the buffer of a device that holds the right part already, and the first step would donate it.
     return jnp.copy(moved) if isinstance(leaf, jax.Array) else moved
 
 
-def unshare(args: tuple, state_argnums: Sequence[int]) -> tuple:
-    """The arguments with a copy in place of every array that occurs in the states a second time (averaged parameters
-    that start as the parameters themselves): one buffer cannot be donated twice."""
+def unshare(args: Arguments, state_argnums: Sequence[int]) -> Arguments:
+    """Returns the arguments `args` with a copy in place of every array that occurs a second time in the states, which
+    stand at `state_argnums` (averaged parameters that start as the parameters themselves): a buffer cannot be donated
+    twice."""
     seen: set[int] = set()
 
     def own(leaf: Any) -> Any:
@@ -80,7 +105,15 @@ def unshare(args: tuple, state_argnums: Sequence[int]) -> tuple:
     return tuple(jax.tree.map(own, arg) if number in state_argnums else arg for number, arg in enumerate(args))
 
 
-def _planned(entry_for, recipe: Recipe, mesh: Mesh, init_fn: Callable, init_args: tuple, example) -> tuple[Any, Any]:
+def _planned(
+    entry_for: EntryFor,
+    recipe: Recipe,
+    mesh: Mesh,
+    init_fn: Callable[..., Any],
+    init_args: Arguments,
+    example: Sequence[Any],
+) -> tuple[Any, Any]:
+    """Returns what `init_fn` makes, as `ShapeDtypeStruct`s without weak types, and the plan's shardings for it."""
     abstract = jax.eval_shape(init_fn, *init_args)
     single = len(recipe.options.state_argnums) == 1
     if not single and (not isinstance(abstract, (tuple, list)) or len(abstract) != len(recipe.options.state_argnums)):
@@ -96,8 +129,8 @@ def _planned(entry_for, recipe: Recipe, mesh: Mesh, init_fn: Callable, init_args
     return strong, shardings[0] if single else type(abstract)(shardings)
 
 
-def _arguments(options: Options, states: tuple, example: Sequence[Any]) -> tuple:
-    """The step's whole argument list: states in their places, the example's arguments in the others."""
+def _arguments(options: Options, states: Arguments, example: Sequence[Any]) -> Arguments:
+    """Returns the step's whole argument list: states in their places, the example's arguments in all others."""
     if isinstance(example, dict) or not isinstance(example, (tuple, list)):
         raise StateError(
             "example is the tuple of all non-state arguments",
@@ -119,6 +152,7 @@ def _arguments(options: Options, states: tuple, example: Sequence[Any]) -> tuple
 
 
 def _shardings(entry: Entry, recipe: Recipe, mesh: Mesh) -> tuple[Any, ...]:
+    """Returns the plan's shardings of every state, as a pytree each."""
     out = []
     for number in recipe.options.state_argnums:
         leaves = entry.plan.leaves[slice(*entry.bound.spans[number])]

@@ -1,41 +1,87 @@
-"""Programs of one signature of a step, for `jax.jit`: with the plan's shardings, donation, and an end to traces for
-other arguments."""
+"""Wraps the evaluators of a signature of a step for `jax.jit`.
+
+Evaluators of flat leaves (`splitjax.lower`), a plan and a mesh come in; jitted programs over the step's own arguments
+come out, with the plan's shardings and donation. Their trace ends where the arguments are not those that were planned
+for, so that the caller can look for another program.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from splitjax import _compat
 from splitjax.lower.products.interpret import named_sharding
 from splitjax.lower.products.scatter import updated_in_parts
 from splitjax.plan import Plan
-from splitjax.step.arguments import Bound, bind
+from splitjax.step.arguments import Bound, Options, bind
+
+
+class Program(Protocol):
+    """Names what a program of a step can do: run, and be lowered."""
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the program on its operands `args` and returns its result."""
+        ...
+
+    def lower(self, *args: Any) -> Any:
+        """Lowers the program for operands `args` (arrays or `ShapeDtypeStruct`s), as `jax.jit(fn).lower` does."""
+        ...
+
+
+class DecoratedFunction(Protocol):
+    """Names what programs depend on of `entry.Recipe`."""
+
+    @property
+    def fn(self) -> Callable[..., Any]:
+        """Returns the step as the user wrote it."""
+        ...
+
+    @property
+    def options(self) -> Options:
+        """Returns which of its arguments are state, batch and static."""
+        ...
+
+    @property
+    def donate(self) -> bool:
+        """Returns whether a call consumes its states."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Returns the name of the step, for programs and messages."""
+        ...
 
 
 class SignatureChanged(Exception):
-    """Raised while `jax.jit` traces a call whose signature is not the program's: the caller then looks for another
-    one."""
+    """Is raised while `jax.jit` traces a call whose signature is not that of the program: the caller then looks for
+    another program."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Programs:
-    """Makes programs of one signature of a step. They take further operands of their own, residuals where there are
-    any, then the step's arguments.
+    """Makes programs of a signature of a step. They take further operands of their own, residuals where there are any,
+    then the step's arguments.
 
-    - `recipe`: `entry.Recipe`. `matched`: flat argument of a state leaf -> its flat result.
-    - `observes`: they return what was observed of tables beside the result. `residuals`: by table the sharding of what
-      rounding took away, which they then take and return too.
+    **Attributes:**
+
+    - `recipe`: what was decorated. `mesh`: the devices. `bound`: the call that the programs are for, taken apart.
+    - `plan`: its plan. `jaxpr`: the traced step. `result`: its result, as a pytree of `ShapeDtypeStruct`s.
+    - `matched`: flat argument of a state leaf -> its flat result.
+    - `observes`: whether programs return what was observed of tables beside the result.
+    - `residuals`: by table that is rounded on the wire, the sharding of what rounding took away; where there are any,
+      programs take and return these arrays too.
     """
 
-    recipe: Any
+    recipe: DecoratedFunction
     mesh: Mesh
     bound: Bound
     plan: Plan
-    jaxpr: Any
+    jaxpr: _compat.ClosedJaxpr
     result: Any
     matched: Mapping[int, int]
     observes: bool
@@ -46,9 +92,12 @@ class Programs:
         evaluate_step: Callable[..., tuple[list[Any], Any, Any]],
         extra: tuple[Any, ...] = (),
         donate_extra: tuple[int, ...] = (),
-    ) -> Any:
-        """The step. `evaluate_step(leaves, residuals, *extra) -> flat results, what was observed, residuals`. `extra`:
-        shardings of its further operands."""
+    ) -> Program:
+        """Makes the program of the whole step.
+
+        **Arguments:** `evaluate_step`: (flat arguments, residuals, further operands) -> flat results, what was
+        observed, and residuals. `extra`: shardings of the further operands. `donate_extra`: positions of those further
+        operands that a call consumes."""
         updated = updated_in_parts(self.jaxpr, self.plan.leaves, self.matched)
         tree = jax.tree.structure(self.result)
 
@@ -79,13 +128,16 @@ class Programs:
         )
         return self._jit(run, results, extra, (*donate_extra, *consumed) if self.recipe.donate else donate_extra)
 
-    def part(self, evaluate_part: Callable[[list[Any], Any], Any], out_shardings: Any) -> Any:
-        """A program that takes the step's operands and consumes none."""
+    def part(self, evaluate_part: Callable[[list[Any], Any], Any], out_shardings: Any) -> Program:
+        """Makes a program that takes the step's operands and consumes none. `evaluate_part`: (flat arguments,
+        residuals) -> its result. `out_shardings`: of that result, as `jax.jit` takes them."""
         return self._jit(evaluate_part, out_shardings, (), ())
 
     def _jit(
         self, evaluate_leaves: Callable[..., Any], out_shardings: Any, extra: tuple[Any, ...], donated: tuple[int, ...]
-    ) -> Any:
+    ) -> Program:
+        """Wraps an evaluator of flat leaves: `extra`: shardings of further operands; `donated`: positions of the
+        operands that a call consumes."""
         recipe, bound, count = self.recipe, self.bound, len(extra)
         shardings = [named_sharding(self.mesh, leaf.spec) for leaf in self.plan.leaves]
         given = (*extra, dict(self.residuals)) if self.residuals else extra
@@ -100,7 +152,7 @@ class Programs:
             return evaluate_leaves(leaves, residuals, *further)
 
         run.__name__ = run.__qualname__ = recipe.name
-        into = [
+        in_shardings = [
             jax.tree.unflatten(jax.tree.structure(arg), shardings[slice(*bound.spans[number])])
             for number, arg in enumerate(bound.args)
             if number not in recipe.options.static_argnums
@@ -108,17 +160,18 @@ class Programs:
         static = tuple(len(given) + number for number in recipe.options.static_argnums)
         return jax.jit(
             run,
-            in_shardings=(*given, *into),
+            in_shardings=(*given, *in_shardings),
             out_shardings=out_shardings,
             donate_argnums=donated,
             static_argnums=static,
         )
 
 
-def signature_key(bound: Bound) -> Any:
-    """A signature up to weak types, which change no program that is already traced."""
+def signature_key(bound: Bound) -> tuple[Hashable, ...]:
+    """Returns the signature of the call `bound` up to weak types, which change no program that is already traced."""
     return bound.signature.tree, tuple(aval[:2] for aval in bound.signature.avals), bound.signature.static
 
 
-def args_signature(recipe: Any, args: tuple) -> Any:
+def args_signature(recipe: DecoratedFunction, args: tuple[Any, ...]) -> tuple[Hashable, ...]:
+    """Returns `signature_key` of a call with the positional arguments `args` of the step that `recipe` describes."""
     return signature_key(bind(recipe.fn, recipe.options, args))

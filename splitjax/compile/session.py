@@ -1,5 +1,8 @@
-"""What a step holds between its calls: residuals on its mesh, and what a resumed run knew of signatures that it has not
-met yet."""
+"""Holds what a step keeps between its calls: residuals on its mesh, and what a resumed run knew.
+
+Entries of the step come in; the residuals that their programs take, laid out for them, and observers that go on where
+the resumed run stopped come out. `planning.carried.Carried` is the same as a value, for checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +17,40 @@ import numpy as np
 
 from splitjax.compile.entry import Entry
 from splitjax.errors import DonatedStateError, SyncError
+from splitjax.lower.tables.sparse import SparseStep
 from splitjax.planning.carried import Seen, inputs_of
 from splitjax.planning.observing import Observer
 
-logger = logging.getLogger("splitjax")
+logger: logging.Logger = logging.getLogger("splitjax")
 
 
 @dataclasses.dataclass
 class Kept:
-    """See `carried.Carried`, which is this and the observers as a value."""
+    """Keeps what a step has between calls; `carried.Carried` is this and the observers as a value.
+
+    **Attributes:**
+
+    - `residuals`: by table that is rounded on the wire, what that took away from each of n workers: f[n, num_rows,
+      *row], a JAX or NumPy array.
+    - `resumed`: what the resumed run knew of tables, by signature (`carried.inputs_of`).
+    - `num_steps`: how many steps of partial backpropagation have run.
+    """
 
     residuals: dict[str, Any] = dataclasses.field(default_factory=dict)
     resumed: dict[str, Seen] = dataclasses.field(default_factory=dict)
-    num_steps: int = 0  # of partial backpropagation
+    num_steps: int = 0
 
     def observer(self, entry: Entry) -> Observer:
-        """What was seen of an entry's steps: nothing, or what the resumed run saw of them."""
+        """Makes the observer of the steps of `entry`: it has seen nothing, or what the resumed run saw of them."""
         seen = self.resumed.get(inputs_of(entry.bound, entry.mesh))
-        fits = seen is not None and entry.sparse is not None and bool(seen.syncs) != entry.observes
-        if not fits or (entry.observes and not _observed_alike(seen, entry)):
+        if seen is None or entry.sparse is None or bool(seen.syncs) == entry.observes:
+            return Observer()
+        if entry.observes and not _observed_alike(seen, entry.sparse):
             return Observer()
         return Observer.of(seen)
 
     def residuals_of(self, entry: Entry) -> dict[str, Any]:
-        """The residuals that an entry's program takes, laid out for it: zeros at first."""
+        """Returns the residuals that the program of `entry` takes, by table, laid out for it: zeros at first."""
         for param in set(self.residuals) - set(entry.residuals):
             logger.warning(
                 "splitjax: what rounding took away from %s is dropped: its values are not rounded any more", param
@@ -54,21 +67,22 @@ class Kept:
         return self.residuals
 
 
-def _observed_alike(seen: Seen, entry: Entry) -> bool:
-    """Whether a resumed run's samples are of the tables and workers that an entry observes."""
-    workers = {one.param: one.num_workers for one in entry.sparse.tables}
+def _observed_alike(seen: Seen, sparse: SparseStep) -> bool:
+    """Returns whether a resumed run's samples are of the tables and workers that an entry observes."""
+    workers = {table.param: table.num_workers for table in sparse.tables}
     return {param: ids.shape[1] for param, ids in seen.samples.items()} == workers
 
 
 def _is_laid_out(held: Any, wanted: jax.ShapeDtypeStruct) -> bool:
+    """Returns whether a residual is an array on the device as a program wants it."""
     if not isinstance(held, jax.Array) or held.is_deleted() or (held.shape, held.dtype) != (wanted.shape, wanted.dtype):
         return False
     return held.sharding.is_equivalent_to(wanted.sharding, held.ndim)
 
 
 def _laid_out(param: str, held: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    """A residual for another number of workers, or from the host. The sum over the workers is what counts: each of
-    fewer workers takes those of several, each of more its own or none."""
+    """Lays out a residual for another number of workers, or from the host. The sum over the workers is what counts:
+    each of fewer workers takes those of several, each of more its own or none."""
     if isinstance(held, jax.Array) and held.is_deleted():
         raise DonatedStateError(
             "what the step carried was consumed by a later call",
@@ -95,9 +109,12 @@ def _laid_out(param: str, held: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
 def merged(
     seen: Mapping[str, Seen], entries: Mapping[Any, Entry], observers: Mapping[Any, Observer]
 ) -> dict[str, Seen]:
-    """What a resumed run knew, and what was seen since."""
-    found = dict(seen)
+    """Returns what is known of the tables of every signature (`carried.inputs_of`).
+
+    **Arguments:** `seen`: what the resumed run knew. `entries`, `observers`: by signature of a call, the entries of
+    this run and what it has seen since."""
+    known = dict(seen)
     for signature, observer in observers.items():
         entry = entries[signature]
-        found[inputs_of(entry.bound, entry.mesh)] = observer.seen(entry.observes, entry.plan.syncs)
-    return found
+        known[inputs_of(entry.bound, entry.mesh)] = observer.seen(entry.observes, entry.plan.syncs)
+    return known

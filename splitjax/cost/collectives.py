@@ -23,6 +23,7 @@ write an all-reduce for each reduce-scatter (twice the bytes), one per cotangent
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from splitjax.cost.convolutions import derive_convolutions
@@ -100,17 +101,10 @@ def predict_collectives(
     }
     for leaf in leaves:
         if leaf.role == "param":
-            of_gradient = _gradients(
-                leaf,
-                states.get(leaf.path, ()),
-                experts.get(leaf.path, ()),
-                mesh,
-                tuple(batch_axes),
-                replicated_batch,
-                leaf.path in behind,
-                parts.get(leaf.path, ()),
-            )
-            events += [(names.get(leaf.path, leaf.path), event) for event in of_gradient]
+            path = leaf.path
+            weight = _Weight(leaf, states.get(path, ()), experts.get(path, ()), path in behind, parts.get(path, ()))
+            of_gradient = _gradients(weight, mesh, tuple(batch_axes), replicated_batch)
+            events += [(names.get(path, path), event) for event in of_gradient]
     return tuple(
         Collective(op, "+".join(axes), sent, layer, why)
         for layer, (op, axes, num_bytes, why, phase) in events
@@ -285,40 +279,49 @@ def _states(graph: Graph, leaves: Sequence[LeafPlan]) -> dict[str, list[LeafPlan
     return states
 
 
-def _gradients(
-    leaf: LeafPlan,
-    states: Sequence[LeafPlan],
-    experts: Axes,
-    mesh: MeshShape,
-    batch_axes: Axes,
-    replicated_batch: str,
-    read_back: bool,
-    parts: Axes,
-) -> Iterator[_Event]:
+@dataclasses.dataclass(frozen=True)
+class _Weight:
+    """Holds what the collectives of a parameter depend on.
+
+    **Attributes:**
+
+    - `leaf`: its layout. `states`: the optimizer state that mirrors it.
+    - `experts`: the axes over which it stays split as the weight of experts.
+    - `read_back`: whether the backward pass reads it.
+    - `parts`: the axes over which each device has the gradient of its own groups alone of a whole convolution weight.
+    """
+
+    leaf: LeafPlan
+    states: Sequence[LeafPlan]
+    experts: Axes
+    read_back: bool
+    parts: Axes
+
+
+def _gradients(weight: _Weight, mesh: MeshShape, batch_axes: Axes, replicated_batch: str) -> Iterator[_Event]:
     """Yields the weight gathers and gradient sums of one parameter.
 
     Over batch axes that split it for storage alone, the weight is gathered for the forward and again for the backward
     pass, and its gradient is reduce-scattered (Rajbhandari et al., "ZeRO", arXiv 1910.02054, stage 3). Over batch axes
     that do not split it, the device's shard of the gradient is all-reduced; where the gradient or the optimizer state
     is split over them, the gradient is reduce-scattered and the new values are gathered instead (stages 1 and 2), which
-    is as many bytes.
-
-    **Arguments:** `states`: the optimizer state that mirrors it. `experts`: the axes over which it stays split as the
-    weight of experts. `read_back`: whether the backward pass reads the weight. `parts`: axes over which each device has
-    the gradient of its own groups alone of a whole convolution weight: an all-gather puts them together.
+    is as many bytes. An all-gather puts the gradients of groups of a convolution together.
     """
+    leaf, parts = weight.leaf, weight.parts
     split = mesh.present(spec_axes(leaf.spec))
     used = used_axes(leaf.spec, mesh, batch_axes, replicated_batch)
-    stored = tuple(axis for axis in split if axis not in used and axis not in experts)
+    stored = tuple(axis for axis in split if axis not in used and axis not in weight.experts)
     shard = leaf.bytes_per_device
     if stored:
         whole = shard * mesh.size(stored)
         yield "all_gather", stored, whole, f"forward: {leaf.path} is stored in pieces", FORWARD
-        if read_back:  # the first layer's input has no cotangent to be multiplied out
+        if weight.read_back:  # the first layer's input has no cotangent to be multiplied out
             yield "all_gather", stored, whole, f"backward: {leaf.path} is stored in pieces", BACKWARD
         yield "reduce_scatter", stored, whole, f"gradient of {leaf.path}", BACKWARD
     summed = tuple(axis for axis in mesh.present(batch_axes) if axis not in split)
-    split_state = {axis for state in states for axis in spec_axes(state.spec)} | set(spec_axes(leaf.gradient or ()))
+    split_state = {axis for state in weight.states for axis in spec_axes(state.spec)} | set(
+        spec_axes(leaf.gradient or ())
+    )
     zero = tuple(axis for axis in summed if axis in split_state)
     rest = tuple(axis for axis in summed if axis not in split_state)
     if zero:

@@ -1,6 +1,6 @@
-"""Graph x rules x mesh -> `Plan`: leaf specs, constraints, group communication, schemes of tables, who differentiates
-what.
+"""Plans a step: leaf specs, constraints, group communication, schemes of tables, who differentiates what.
 
-What is asked for and what the first steps observed come in; values that the plan writes down come out, so that a
-decision can be printed, compared, pinned and resumed without running anything.
+A traced step (`Graph`), rules, a mesh shape, what is asked for and what the first steps observed come in; values that
+the `Plan` writes down come out, so that a decision can be printed, compared, pinned and resumed without running
+anything.
 """

@@ -1,8 +1,11 @@
-"""What a step keeps between its calls besides its states, as one value that checkpoints hold.
+"""Defines the value that a step carries between its calls besides its states, for checkpoints to hold.
 
-How its tables are synchronised, what was seen of them so far, and what rounding on the wire took away, and how many
-steps of partial backpropagation there were. A run that is resumed with it goes on with the numbers of one that was not
-interrupted: the same schemes, the same capacities, looks at the same steps.
+It has in it how the step's tables are synchronised, what was seen of them so far, what rounding on the wire took away,
+and how many steps of partial backpropagation there were. JSON values and arrays come
+out of it, and make it again.
+
+A run that is resumed with it goes on with the numbers of a run that was not interrupted: the same schemes, the same
+capacities, looks at the same steps.
 """
 
 from __future__ import annotations
@@ -26,12 +29,14 @@ _SAMPLES, _RESIDUALS = "samples", "residuals"
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What is known of the tables of one signature's steps.
+    """Holds what is known of the tables of a signature's steps.
+
+    **Attributes:**
 
     - `syncs`: how they are synchronised; empty while steps are observed.
-    - `samples`: by table, the ids of all observed steps, i32[steps, n, k].
-    - `num_steps`: since the last look at them. `fell_back`: in how many of these the capacities of each table did not
-      suffice.
+    - `samples`: by table, the ids that n workers looked up in all observed steps, i32[steps, n, k].
+    - `num_steps`: the number of steps since the last look at them.
+    - `fell_back`: by table, in how many of these steps its capacities did not suffice.
     """
 
     syncs: tuple[SyncPlan, ...] = ()
@@ -42,16 +47,16 @@ class Seen:
 
 @dataclasses.dataclass(frozen=True)
 class Carried:
-    """What a step keeps between calls besides its states: `ParallelStep.carried` reads it, `ParallelStep.resume` puts
-    it back.
+    """Holds what a step keeps between calls besides its states: `ParallelStep.carried` reads it, `ParallelStep.resume`
+    puts it back.
 
-    False where there is nothing. Its parts are for checkpoints: `to_json`, `arrays`, `parse`.
+    It is false where there is nothing in it. Its parts are for checkpoints: `to_json`, `arrays`, `parse`.
 
     **Attributes:**
 
-    - `seen`: of the tables that are synchronised by rows, by signature (`inputs_of`).
-    - `residuals`: by table whose values are rounded on the wire f[n, num_rows, *row], what that took away from each of
-      n workers, split over the workers. A call of the step consumes them, as it does its states.
+    - `seen`: what is known of the tables that are synchronised by rows, by signature (`inputs_of`).
+    - `residuals`: for every table whose values are rounded on the wire, by its path, what that took away from each of n
+      workers: f[n, num_rows, *row], split over the workers. A call of the step consumes them, as it does its states.
     - `num_steps`: how many steps of partial backpropagation have run; the assignment of depths goes on behind them.
     """
 
@@ -63,42 +68,42 @@ class Carried:
         return bool(self.seen or self.residuals or self.num_steps)
 
     def arrays(self) -> dict[str, Any]:
-        """All arrays, by a name that `parse` finds them by."""
+        """Returns all arrays, by names by which `parse` finds them again."""
         samples = {
             f"{_SAMPLES}/{k}/{param}": ids
-            for k, one in enumerate(self.seen.values())
-            for param, ids in one.samples.items()
+            for k, seen in enumerate(self.seen.values())
+            for param, ids in seen.samples.items()
         }
         return samples | {f"{_RESIDUALS}/{param}": array for param, array in self.residuals.items()}
 
     def layouts(self) -> dict[str, list[Any]]:
-        """Of the arrays that lie over a mesh the spec, as JSON values."""
-        found = {}
+        """Returns the spec, as JSON values, of every array that lies over a mesh, by the names of `arrays`."""
+        specs: dict[str, list[Any]] = {}
         for name, array in self.arrays().items():
             if isinstance(array, jax.Array) and isinstance(array.sharding, jax.sharding.NamedSharding):
-                found[name] = [list(entry) if isinstance(entry, tuple) else entry for entry in array.sharding.spec]
-        return found
+                specs[name] = [list(entry) if isinstance(entry, tuple) else entry for entry in array.sharding.spec]
+        return specs
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the arrays, as JSON values."""
-        seen = [
+        """Returns everything but the arrays, as JSON values."""
+        entries = [
             {
                 "inputs": inputs,
-                "syncs": [_plain(dataclasses.asdict(sync)) for sync in one.syncs],
-                "num_steps": one.num_steps,
-                "fell_back": dict(one.fell_back),
+                "syncs": [_plain(dataclasses.asdict(sync)) for sync in seen.syncs],
+                "num_steps": seen.num_steps,
+                "fell_back": dict(seen.fell_back),
             }
-            for inputs, one in self.seen.items()
+            for inputs, seen in self.seen.items()
         ]
-        return {"seen": seen, "num_steps": self.num_steps}
+        return {"seen": entries, "num_steps": self.num_steps}
 
     @staticmethod
     def parse(value: Mapping[str, Any], arrays: Mapping[str, Any]) -> Carried:
-        """The inverse of `to_json` and `arrays`. Raises `CheckpointError` for values that are none of this
-        version's."""
+        """Makes the value again from what `to_json` gave (`value`) and what `arrays` gave (`arrays`). Raises
+        `CheckpointError` for values that this version cannot read."""
         try:
             seen = {}
-            for k, one in enumerate(value["seen"]):
+            for k, entry in enumerate(value["seen"]):
                 prefix = f"{_SAMPLES}/{k}/"
                 samples = {
                     name.removeprefix(prefix): np.asarray(array)
@@ -106,9 +111,9 @@ class Carried:
                     if name.startswith(prefix)
                 }
                 syncs = tuple(
-                    parse_sync(sync, f"seen[{k}].syncs[{number}]") for number, sync in enumerate(one["syncs"])
+                    parse_sync(sync, f"seen[{k}].syncs[{number}]") for number, sync in enumerate(entry["syncs"])
                 )
-                seen[one["inputs"]] = Seen(syncs, samples, one["num_steps"], one["fell_back"])
+                seen[entry["inputs"]] = Seen(syncs, samples, entry["num_steps"], entry["fell_back"])
             num_steps = int(value.get("num_steps", 0))
         except (KeyError, TypeError, PlanError) as error:
             raise CheckpointError(
@@ -127,19 +132,19 @@ class Carried:
 
 
 def inputs_of(bound: Bound, mesh: Mesh) -> str:
-    """A signature in words, the same in every run of a program: its arrays that are no states, how many arrays the
-    states have, the mesh."""
-    pairs = list(zip(bound.arguments, bound.signature.avals, strict=True))
+    """Describes the signature of the call `bound` on a `mesh` in words that are the same in every run of a program: its
+    arrays that are no states, how many arrays the states have, the mesh."""
     inputs = [
-        f"{one.path}: {dtype}[{','.join(map(str, shape))}]" for one, (shape, dtype, _) in pairs if not one.is_state
+        f"{argument.path}: {dtype}[{','.join(map(str, shape))}]"
+        for argument, (shape, dtype, _) in zip(bound.arguments, bound.signature.avals, strict=True)
+        if not argument.is_state
     ]
-    return "; ".join(
-        [*inputs, f"{sum(one.is_state for one, _ in pairs)} arrays of state", f"mesh {MeshShape.of(mesh)}"]
-    )
+    num_state_arrays = sum(argument.is_state for argument in bound.arguments)
+    return "; ".join([*inputs, f"{num_state_arrays} arrays of state", f"mesh {MeshShape.of(mesh)}"])
 
 
 def _plain(value: Any) -> Any:
-    """With lists for tuples, which JSON does not tell apart."""
+    """Returns a value with lists for tuples, which JSON does not tell apart."""
     if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

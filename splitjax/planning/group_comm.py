@@ -1,5 +1,7 @@
-"""Which group communication a step uses: `gather`, `turns` or `modulo`, asked for or chosen by predicted bytes and
-memory.
+"""Decides which group communication a step uses: `gather`, `turns` or `modulo`, asked for or chosen by memory.
+
+A plan with `gather` comes in, a plan with the kind that is decided comes out, its memory and collectives predicted for
+it.
 
 `gather` moves the fewest messages; `modulo` as many bytes in as many turns as a group has workers, with the activations
 of one turn alive at a time; `turns` twice the bytes (its broadcasts change their sender from turn to turn:
@@ -23,10 +25,15 @@ WORTHWHILE = 0.1  # of the predicted peak
 
 
 def choose(requested: str, plan: Plan, graph: Graph, check: Callable[[str], bool], crosses: bool) -> Plan:
-    """The plan with its group communication decided.
+    """Decides the group communication of a step and returns its plan with it.
 
-    **Arguments:** `requested`: an option's value. `check(kind)`: whether anything crosses in a gradient boundary of the
-    step, raising `Refused` where that cannot run in turns. `crosses`: whether the layout has a crossing at all.
+    **Arguments:**
+
+    - `requested`: the value of the option `group_comm`.
+    - `plan`: the plan, with `gather`. `graph`: the traced step.
+    - `check`: returns, for a kind, whether anything crosses in a gradient boundary of the step; raises `Refused` where
+      that boundary cannot run in turns.
+    - `crosses`: whether the layout has a crossing at all.
 
     Raises `PlanError` for `turns` or `modulo` where the step refuses them, `BatchError` where the batch does not divide
     into turns."""
@@ -69,7 +76,8 @@ def choose(requested: str, plan: Plan, graph: Graph, check: Callable[[str], bool
 
 
 def with_kind(plan: Plan, graph: Graph, kind: str) -> Plan:
-    """The plan with another group communication, predicted anew."""
+    """Returns the `plan` of the traced step `graph` with the group communication `kind`, memory and collectives
+    predicted anew."""
     return dataclasses.replace(
         plan,
         group_comm=kind,
@@ -81,6 +89,7 @@ def with_kind(plan: Plan, graph: Graph, kind: str) -> Plan:
 
 
 def crosses(graph: Graph, plan: Plan) -> bool:
-    """Whether examples cross from replicated layers, whose batch is over all axes, into split ones."""
+    """Returns whether under the layout of `plan` examples of the traced step `graph` cross from replicated layers,
+    whose batch is split over all axes, into split layers."""
     chain = flows(graph, plan.leaves, plan.mesh, plan.batch_axes, plan.replicated_batch)
     return any(flow.crossing and not flow.at_hand and linked(flow.producer, flow.axes, chain) is None for flow in chain)

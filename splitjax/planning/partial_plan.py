@@ -1,4 +1,8 @@
-"""Partial backpropagation in a plan: who differentiates what, and what it sends."""
+"""Writes partial backpropagation into a plan: who differentiates what, and what it sends.
+
+A plan of full backpropagation and the depths of a step come in, the plan with segments and with the bytes that they
+send on average comes out.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,21 @@ from splitjax.lower.partial.allreduce import in_groups, sent_bytes
 from splitjax.lower.partial.step import PartialStep
 from splitjax.plan import Collective, PartialPlan, Plan, SegmentPlan, spec_axes
 
-HANDED = "collective_permute"
+HANDED = "collective_permute"  # the operation that hands gradients to workers that did not compute them
 
 
 def with_partial(plan: Plan, step: PartialStep, platform: str, pinned: PartialPlan | None = None) -> Plan:
-    """The plan of a step that is differentiated partially: the segments, and the exchange of their gradients among
-    those who computed them. `platform`: of the mesh's devices. `pinned`: whose depths these are; its times stay, which
-    may have been measured."""
+    """Returns the `plan` of a step that is differentiated partially: its segments, and the exchange of their gradients
+    among the workers that computed them.
+
+    **Arguments:** `step`: its depths. `platform`: the platform of the mesh's devices, such as `cpu`. `pinned`: the
+    partial plan that these depths come from; its times stay, which may have been measured."""
     depths, axis = step.depths, "+".join(step.axes)
     num_workers, whole = depths.num_slots, sum(segment.backward for segment in depths.segments)
-    sent: dict[str, tuple[float, float]] = {}  # by parameter
-    whole_bytes = {gradient_of(one): one.bytes for one in plan.collectives if gradient_of(one)}
-    wider = {gradient_of(one) for one in plan.collectives if one.axis != axis}
+    sent: dict[str, tuple[float, float]] = {}  # parameter -> bytes that are summed, bytes that are handed on
+    sums = [collective for collective in plan.collectives if gradient_of(collective)]
+    whole_bytes = {gradient_of(collective): collective.bytes for collective in sums}
+    wider = {gradient_of(collective) for collective in sums if collective.axis != axis}
     segments = []
     for number, segment in enumerate(depths.segments):
         count = len(depths.contributors(number))
@@ -45,7 +52,7 @@ def with_partial(plan: Plan, step: PartialStep, platform: str, pinned: PartialPl
             )
         )
     request = step.request
-    found = PartialPlan(
+    partial = PartialPlan(
         request.assignment,
         request.estimator,
         request.rotate,
@@ -62,46 +69,47 @@ def with_partial(plan: Plan, step: PartialStep, platform: str, pinned: PartialPl
     )
     if pinned is not None:
         timed = [
-            dataclasses.replace(one, backward=known.backward)
-            for one, known in zip(segments, pinned.segments, strict=True)
+            dataclasses.replace(segment, backward=known.backward)
+            for segment, known in zip(segments, pinned.segments, strict=True)
         ]
-        found = dataclasses.replace(found, segments=tuple(timed), device_time=pinned.device_time, times=pinned.times)
-    return dataclasses.replace(plan, partial=found, collectives=_collectives(plan, step, sent, axis))
+        partial = dataclasses.replace(
+            partial, segments=tuple(timed), device_time=pinned.device_time, times=pinned.times
+        )
+    return dataclasses.replace(plan, partial=partial, collectives=_collectives(plan, step, sent, axis))
 
 
 def _bytes(plan: Plan, param: str, axes: tuple[str, ...]) -> int:
-    """Bytes of a parameter's gradient on one device, before it is split over the workers."""
+    """Returns the bytes of a parameter's gradient on one device, before it is split over the workers."""
     leaf = next((leaf for leaf in plan.leaves if leaf.path == param), None)
     if leaf is None:
         return 0
     return leaf.bytes_per_device * plan.mesh.size(tuple(axis for axis in axes if axis in spec_axes(leaf.spec)))
 
 
-def gradient_of(one: Collective) -> str:
-    """The parameter whose gradient a collective sums; empty for none."""
-    return one.why.removeprefix("gradient of ").partition(", onto")[0] if one.why.startswith("gradient of ") else ""
+def gradient_of(collective: Collective) -> str:
+    """Returns the path of the parameter whose gradient a planned `collective` sums; empty where it sums none."""
+    prefix = "gradient of "
+    return collective.why.removeprefix(prefix).partition(", onto")[0] if collective.why.startswith(prefix) else ""
 
 
 def _collectives(
     plan: Plan, step: PartialStep, sent: dict[str, tuple[float, float]], axis: str
 ) -> tuple[Collective, ...]:
-    """The exchanges of gradients, with what they send on average; all others as they are."""
-    found = []
-    for one in plan.collectives:
-        param = gradient_of(one)
+    """Returns the plan's collectives: the exchanges of gradients with what they send on average (`sent`: by parameter,
+    the bytes that are summed and those that are handed on), all others as they are."""
+    collectives = []
+    for collective in plan.collectives:
+        param, why = gradient_of(collective), collective.why
         if param not in sent:
             # Stored weights of a spatial assignment are gathered once, in front of the branches.
-            if step.is_temporal or not (one.why.startswith("backward: ") and one.why.endswith(" is stored in pieces")):
-                found.append(one)
+            if step.is_temporal or not (why.startswith("backward: ") and why.endswith(" is stored in pieces")):
+                collectives.append(collective)
             continue
         summed, handed = sent[param]
         if round(summed):
-            op = one.op if step.is_temporal or one.axis != axis else "all_reduce"
-            found.append(dataclasses.replace(one, op=op, bytes=round(summed)))
+            op = collective.op if step.is_temporal or collective.axis != axis else "all_reduce"
+            collectives.append(dataclasses.replace(collective, op=op, bytes=round(summed)))
         if round(handed):
-            found.append(
-                Collective(
-                    HANDED, axis, round(handed), one.layer, f"{one.why}, handed to workers that did not compute it"
-                )
-            )
-    return tuple(found)
+            handed_on = f"{why}, handed to workers that did not compute it"
+            collectives.append(Collective(HANDED, axis, round(handed), collective.layer, handed_on))
+    return tuple(collectives)

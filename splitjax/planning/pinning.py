@@ -1,13 +1,17 @@
-"""Tables whose synchronisation is known beforehand: from a pinned plan, or from the run that is resumed. Nothing is
-observed then."""
+"""Synchronises tables as is known beforehand: from a pinned plan, or from the run that is resumed.
+
+A traced step, its plan and what is known come in; the tables, the plan with them and the decision come out. Nothing is
+observed then, and what does not fit the step is an error (a pinned plan) or a warning (a run that is resumed).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import logging
 from collections.abc import Sequence
-from typing import Any
 
+from splitjax import _compat
 from splitjax.errors import PlanError, SyncError
 from splitjax.lower.tables.sparse import SparseStep, find_sparse
 from splitjax.lower.tables.sync_request import AUTO, SyncRequest
@@ -18,17 +22,31 @@ from splitjax.sync.description import OWNED, exchange_of, name_of, options_of
 from splitjax.sync.scheme import ByRows
 from splitjax.trace.graph import Graph
 
-logger = logging.getLogger("splitjax")
+logger: logging.Logger = logging.getLogger("splitjax")
 
 
 def pins_tables(plan: Plan | None) -> bool:
-    """Whether a pinned plan says how every table is synchronised."""
-    return plan is not None and bool(plan.syncs) and all(one.is_decided for one in plan.syncs)
+    """Returns whether a pinned `plan` says how every table is synchronised; False for None."""
+    return plan is not None and bool(plan.syncs) and all(sync.is_decided for sync in plan.syncs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """Holds what is known beforehand of a step's tables.
+
+    **Attributes:** `where`: where it is known from, in words. `syncs`: the entries of its plan, `decision`: what they
+    decide. `decides`: whether the schemes in it hold whatever is asked for.
+    """
+
+    where: str
+    syncs: Sequence[SyncPlan]
+    decision: Decision
+    decides: bool
 
 
 def synchronised(
     graph: Graph,
-    jaxpr: Any,
+    jaxpr: _compat.ClosedJaxpr,
     plan: Plan,
     request: SyncRequest,
     *,
@@ -36,16 +54,21 @@ def synchronised(
     carried: Sequence[SyncPlan],
     decision: Decision | None,
 ) -> tuple[SparseStep, Plan, Decision | None]:
-    """The tables of a step, its plan with them, and what was decided: None while steps are to be observed.
+    """Returns the tables of a step, its plan with them, and what was decided: None while steps are to be observed.
 
-    **Arguments:** `decision`: from observed steps. Without one the `pinned` plan decides, if it has schemes and
-    capacities; then what was `carried` from the run that is resumed, if it fits and is what `request` asks for.
+    **Arguments:**
+
+    - `graph`, `jaxpr`: the traced step. `plan`: its plan, with dense exchanges of all gradients.
+    - `request`: how tables are to be synchronised.
+    - `pinned`: without a `decision` this plan decides, if it has schemes and capacities.
+    - `carried`: what the run that is resumed knew; decides then, if it fits and is what `request` asks for.
+    - `decision`: what follows from observed steps.
 
     Raises `PlanError` for a pinned plan whose tables are not those of the step, naming the first difference."""
-    if decision is None and pins_tables(pinned):
+    if decision is None and pinned is not None and pins_tables(pinned):
         request = _request_of(pinned.syncs)
         decision = _decision_of(pinned.syncs)
-        problem = _first_difference(graph, jaxpr, plan, request, pinned.syncs, decision, "plan", decides=True)
+        problem = _first_difference(graph, jaxpr, plan, request, _Known("plan", pinned.syncs, decision, decides=True))
         if problem:
             raise PlanError(
                 f"the pinned plan does not fit this step: {problem}",
@@ -56,89 +79,79 @@ def synchronised(
                 ),
             )
     elif decision is None and carried:
-        found = _decision_of(carried)
-        problem = _first_difference(graph, jaxpr, plan, request, carried, found, "run that is resumed", decides=False)
+        known = _Known("run that is resumed", carried, _decision_of(carried), decides=False)
+        problem = _first_difference(graph, jaxpr, plan, request, known)
         if problem:
             logger.warning(
                 "splitjax: tables are observed anew, for what the resumed run knew of them does not fit: %s", problem
             )
         else:
-            decision = found
+            decision = known.decision
     sparse = find_sparse(graph, jaxpr, plan, request, None if decision is None else decision.chosen)
     return sparse, with_syncs(plan, sparse, decision), decision
 
 
 def _request_of(syncs: Sequence[SyncPlan]) -> SyncRequest:
-    """What a plan asks for."""
+    """Returns the request that the tables of a plan answer."""
     # Of a table with owners the layout decides that it has them; "auto" stands for whatever the plan has.
     return SyncRequest(
         tuple(
-            (glob.escape(one.param), ByRows(Dense() if one.scheme == Dense.name else AUTO, one.lazy)) for one in syncs
+            (glob.escape(sync.param), ByRows(Dense() if sync.scheme == Dense.name else AUTO, sync.lazy))
+            for sync in syncs
         )
     )
 
 
 def _decision_of(syncs: Sequence[SyncPlan]) -> Decision:
-    """What a plan decides. Raises `PlanError` for schemes, options and sizes that there are not."""
+    """Returns the decision that a plan records. Raises `PlanError` for schemes, options and sizes that do not exist."""
     chosen = {}
-    for number, one in enumerate(syncs):
+    for number, sync in enumerate(syncs):
         try:
-            chosen[one.param] = exchange_of(one.scheme, one.options, one.capacities, one.rows)
+            chosen[sync.param] = exchange_of(sync.scheme, sync.options, sync.capacities, sync.rows)
         except SyncError as error:
             raise PlanError(
                 error.message, value=error.value, place=f"syncs[{number}].{error.place}", remedy=error.remedy
             ) from error
-    return Decision(chosen, {one.param: one.why for one in syncs})
+    return Decision(chosen, {sync.param: sync.why for sync in syncs})
 
 
-def _first_difference(
-    graph: Graph,
-    jaxpr: Any,
-    plan: Plan,
-    request: SyncRequest,
-    syncs: Sequence[SyncPlan],
-    decision: Decision,
-    where: str,
-    decides: bool,
-) -> str:
-    """The first difference between the tables of a step and those of `where`, in words; empty where they agree.
-    `decides`: whatever is asked for, the scheme is that of `where`."""
-    known, tables = {one.param: one for one in syncs}, {one.param for one in graph.tables}
-    for param in known:
+def _first_difference(graph: Graph, jaxpr: _compat.ClosedJaxpr, plan: Plan, request: SyncRequest, known: _Known) -> str:
+    """Describes the first difference between the tables of a step and what is known of them; empty where they agree."""
+    where = known.where
+    sync_of, tables = {sync.param: sync for sync in known.syncs}, {table.param for table in graph.tables}
+    for param in sync_of:
         if param not in tables:
             return f"the {where} has a table {param!r}, of which the step looks up no rows"
     for param in tables:
-        if param not in known:
+        if param not in sync_of:
             return f"the step looks rows up in {param!r}, which is no table of the {where}"
     step = find_sparse(graph, jaxpr, plan, request, None)
-    by_rows = {one.param: one for one in step.tables}
+    by_rows = {table.param: table for table in step.tables}
     for here in sync_plans(plan, step, None):
-        one, table = known[here.param], by_rows.get(here.param)
-        if one.rows != here.rows:
-            return f"{one.param!r} has {one.rows} rows in the {where} and {here.rows} in the step"
-        if one.scheme == Dense.name and (table is None or decides):
+        param, there, table = here.param, sync_of[here.param], by_rows.get(here.param)
+        if there.rows != here.rows:
+            return f"{param!r} has {there.rows} rows in the {where} and {here.rows} in the step"
+        if there.scheme == Dense.name and (table is None or known.decides):
             continue
         if table is None:
+            return f"{param!r} is synchronised by {there.scheme} in the {where} and stays dense in the step: {here.why}"
+        if (there.scheme == OWNED) != table.is_owned and there.scheme != Dense.name:
+            not_there, not_here = ("", "not ") if there.scheme == OWNED else ("not ", "")
+            return f"{param!r} is {not_there}owned by rows in the {where} and {not_here}in the step"
+        if there.scheme != Dense.name and there.axis != here.axis:
             return (
-                f"{one.param!r} is synchronised by {one.scheme} in the {where} and stays dense in the step: {here.why}"
-            )
-        if (one.scheme == OWNED) != table.is_owned and one.scheme != Dense.name:
-            there, here_too = ("", "not ") if one.scheme == OWNED else ("not ", "")
-            return f"{one.param!r} is {there}owned by rows in the {where} and {here_too}in the step"
-        if one.scheme != Dense.name and one.axis != here.axis:
-            return (
-                f"{one.param!r} is synchronised over {one.axis or 'nothing'} in the {where} and over"
+                f"{param!r} is synchronised over {there.axis or 'nothing'} in the {where} and over"
                 f" {here.axis or 'nothing'} in the step"
             )
-        if one.scheme != Dense.name and one.lazy != here.lazy:
+        if there.scheme != Dense.name and there.lazy != here.lazy:
             return (
-                f"the update of {one.param!r} is {'' if one.lazy else 'not '}lazy in the {where} and"
+                f"the update of {param!r} is {'' if there.lazy else 'not '}lazy in the {where} and"
                 f" {'' if here.lazy else 'not '}in the step"
             )
-        # What is asked for by name is what is wanted; of a table with owners only how values are sent.
-        exchange = decision.chosen[one.param][0]
-        is_asked = not decides and (table.is_owned or request.of(one.param).scheme != AUTO)
+        # A scheme that is asked for by name is the one that is wanted; of a table with owners only how values are sent.
+        exchange = known.decision.chosen[param][0]
+        is_asked = not known.decides and (table.is_owned or request.of(param).scheme != AUTO)
         if is_asked and (name_of(exchange), options_of(exchange)) != (here.scheme, dict(here.options)):
             asked = f"{here.scheme} {dict(here.options)} is asked for"
-            return f"{one.param!r} is synchronised by {one.scheme} {dict(one.options)} in the {where}, and {asked}"
+            return f"{param!r} is synchronised by {there.scheme} {dict(there.options)} in the {where}, and {asked}"
     return ""
