@@ -17,7 +17,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from splitjax import _compat
-from splitjax.compile.programs import Program, Programs
+from splitjax.compile.programs import Programs, StepProgram
 from splitjax.cost.convolutions import derive_convolutions
 from splitjax.errors import PlanError, SplitjaxError, StateError, TraceError
 from splitjax.lower.partial.depth_schedule import Turned, turned
@@ -146,7 +146,7 @@ class Entry:
     bound: Bound
     graph: Graph
     plan: Plan
-    jitted: Program | Turned
+    jitted: StepProgram | Turned
     mesh: Mesh
     jaxpr: _compat.ClosedJaxpr
     trace: Callable[[list[jax.ShapeDtypeStruct]], _compat.ClosedJaxpr]
@@ -158,7 +158,7 @@ class Entry:
     matched: Mapping[int, int] = dataclasses.field(default_factory=dict)
     result: Any = None
 
-    def program(self, step_number: int) -> Program:
+    def program(self, step_number: int) -> StepProgram:
         """Returns the program of a step, which takes `operands`. `step_number`: the number of the step since the
         beginning of training, counted from 0."""
         return self.jitted.at(step_number) if isinstance(self.jitted, Turned) else self.jitted

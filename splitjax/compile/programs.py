@@ -21,7 +21,7 @@ from splitjax.plan import Plan
 from splitjax.step.arguments import Bound, Options, bind
 
 
-class Program(Protocol):
+class StepProgram(Protocol):
     """Names what a program of a step can do: run, and be lowered."""
 
     def __call__(self, *args: Any) -> Any:
@@ -92,7 +92,7 @@ class Programs:
         evaluate_step: Callable[..., tuple[list[Any], Any, Any]],
         extra: tuple[Any, ...] = (),
         donate_extra: tuple[int, ...] = (),
-    ) -> Program:
+    ) -> StepProgram:
         """Makes the program of the whole step.
 
         **Arguments:** `evaluate_step`: (flat arguments, residuals, further operands) -> flat results, what was
@@ -128,14 +128,14 @@ class Programs:
         )
         return self._jit(run, results, extra, (*donate_extra, *consumed) if self.recipe.donate else donate_extra)
 
-    def part(self, evaluate_part: Callable[[list[Any], Any], Any], out_shardings: Any) -> Program:
+    def part(self, evaluate_part: Callable[[list[Any], Any], Any], out_shardings: Any) -> StepProgram:
         """Makes a program that takes the step's operands and consumes none. `evaluate_part`: (flat arguments,
         residuals) -> its result. `out_shardings`: of that result, as `jax.jit` takes them."""
         return self._jit(evaluate_part, out_shardings, (), ())
 
     def _jit(
         self, evaluate_leaves: Callable[..., Any], out_shardings: Any, extra: tuple[Any, ...], donated: tuple[int, ...]
-    ) -> Program:
+    ) -> StepProgram:
         """Wraps an evaluator of flat leaves: `extra`: shardings of further operands; `donated`: positions of the
         operands that a call consumes."""
         recipe, bound, count = self.recipe, self.bound, len(extra)

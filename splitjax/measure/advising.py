@@ -1,5 +1,6 @@
-"""`step.advise`: measures what partial backpropagation needs to know of a step, and compares it with a smaller batch
-(`partial.advice`).
+"""Measures what partial backpropagation needs to know of a step, and compares it with a smaller batch.
+
+It is behind `step.advise`: a step, batches and what is asked about come in, a `partial.advice.Advice` comes out.
 
 On one device, one worker's share at a time: seconds and compiled bytes of truncated programs (`worker_costs.py`), the
 noise of gradients over the given batches (`worker_noise.py`). Bytes sent come from the plan, seconds on the wire from
@@ -20,7 +21,7 @@ from splitjax.errors import BatchError, PartialError, ProfileError, SplitjaxErro
 from splitjax.lower.partial.allreduce import handing, in_groups
 from splitjax.lower.partial.step import PartialStep, devices_of_worker, find_partial, stages_of
 from splitjax.measure.profiling import OnDevice, check_examples
-from splitjax.measure.worker_costs import WorkerCosts, WorkerPrograms, measure_costs, temporary_bytes
+from splitjax.measure.worker_costs import DepthPrograms, WorkerCosts, measure_costs, temporary_bytes
 from splitjax.measure.worker_noise import WorkerNoise
 from splitjax.partial.advice import (
     OPTIMAL_ROW,
@@ -38,7 +39,7 @@ from splitjax.partial.depths import Depths, choose_depths
 from splitjax.partial.request import LINEAR, OPTIMAL, SPATIAL, TEMPORAL, Measured, PartialBackprop
 from splitjax.partial.stages import Stages, with_times
 from splitjax.planning.partial_plan import gradient_of, with_partial
-from splitjax.step.arguments import bind
+from splitjax.step.arguments import Bound, bind
 from splitjax.sync.link import measure_link, of_process_0
 from splitjax.sync.scheme import Link
 from splitjax.trace.flatten import equation_at
@@ -47,16 +48,21 @@ from splitjax.trace.flatten import equation_at
 def advise_calls(
     recipe: Recipe,
     mesh: Mesh,
-    check: Callable[[tuple], None],
-    calls: Iterable[tuple],
+    check: Callable[[tuple[Any, ...]], None],
+    calls: Iterable[tuple[Any, ...]],
     backprop: PartialBackprop,
     link: Link | None,
 ) -> Advice:
-    """The advice on a step.
+    """Measures a step and gives advice on it.
 
-    **Arguments:** `check`: raises for the arguments of a call whose state is gone. `calls`: the arguments of every
-    call, one a batch. In a run of several processes all of them make the call together; what process 0 measured counts.
-    `link`: between workers; None measures the mesh's.
+    **Arguments:**
+
+    - `recipe`: the step. `mesh`: its devices.
+    - `check`: raises for the arguments of a call whose state is gone.
+    - `calls`: the arguments of every call, each with a batch of its own. In a run of several processes all of them make
+      the calls together; what process 0 measured counts.
+    - `backprop`: the partial backpropagation that is asked about.
+    - `link`: the link between workers; None measures that of the mesh.
 
     Raises `PartialError` for no batch, one worker, no gradient boundary or no legal cut; `BatchError` for batches that
     do not divide.
@@ -76,53 +82,67 @@ def advise_calls(
             place=place,
             remedy="pass splitjax.sync.Link(latency_seconds, bytes_per_second)",
         )
-    plain, found = dataclasses.replace(recipe, backprop=None), None
+    plain = dataclasses.replace(recipe, backprop=None)
+    measuring: _Measuring | None = None
     for args in calls:
         check(args)
         bound = bind(recipe.fn, recipe.options, args)
-        if found is None:
-            found = _Measuring.of(build_entry(plain, mesh, bound, None), mesh, backprop, place)
-        elif bound.signature != found.entry.bound.signature:
+        if measuring is None:
+            measuring = _Measuring.of(build_entry(plain, mesh, bound, None), mesh, backprop, place)
+        elif bound.signature != measuring.entry.bound.signature:
             raise PartialError(
                 "the batches have different shapes",
                 value=[aval[0] for aval in bound.signature.avals][:4],
                 place=place,
                 remedy="give batches of one shape",
             )
-        found.add(bound)
-    if found is None:
+        measuring.add(bound)
+    if measuring is None:
         raise PartialError(
             "there is no batch to measure", place=place, remedy="pass at least one batch; more make the noise surer"
         )
-    return found.advice(recipe.name, backprop, link)
+    return measuring.advice(recipe.name, backprop, link)
 
 
 @dataclasses.dataclass(eq=False)
 class _Measuring:
-    """Of one signature of a step. `base`: its workers, and some depths."""
+    """Measures a signature of a step, batch by batch.
+
+    **Attributes:**
+
+    - `entry`: the step, planned for full backpropagation. `mesh`: its devices. `place`: where errors say that they are.
+    - `num_examples`: the examples of a batch.
+    - `base`: partial backpropagation of the step at some depths, which says who its workers are.
+    - `stages`: the stages of its boundary, by predicted time.
+    - `noise`: measures the noise of a batch. `noises`: (sigma^2, squared norm) by stage, of every batch so far.
+    - `on_device`: copies arguments to the device. `leaves`: the flat arguments of the last batch, there.
+    """
 
     entry: Entry
     mesh: Mesh
+    num_examples: int
     base: PartialStep
-    stages: Stages  # by predicted time
+    stages: Stages
     noise: WorkerNoise
     place: str
     on_device: OnDevice
-    # (sigma^2, squared norm) by stage, of every batch
-    found: list[tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
-    leaves: list[Any] = dataclasses.field(default_factory=list)  # of the last batch, on the device
+    noises: list[tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
+    leaves: list[Any] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, entry: Entry, mesh: Mesh, backprop: PartialBackprop, place: str) -> _Measuring:
+        """Prepares to measure an entry; raises what `advise_calls` raises for the step."""
         # the optimal ones need what is measured here
         depths = LINEAR if backprop.depths == OPTIMAL else backprop.depths
         simple = dataclasses.replace(backprop, depths=depths, measured=None, budget=None, rebalance=False)
         base = find_partial(simple, None, entry.graph, entry.jaxpr, entry.plan, place)
-        check_examples(entry, base.depths.num_slots, place)
+        assert base is not None, "a request for partial backpropagation gives some"
+        num_examples = check_examples(entry, base.depths.num_slots, place)
         stages, _ = stages_of(entry.graph, entry.jaxpr, base.site)
         return cls(
             entry,
             mesh,
+            num_examples,
             base,
             stages,
             WorkerNoise(entry, mesh, base.depths.num_slots, stages, place),
@@ -132,10 +152,11 @@ class _Measuring:
 
     @property
     def num_workers(self) -> int:
+        """Returns the number of workers of the step."""
         return self.base.depths.num_slots
 
-    def add(self, bound: Any) -> None:
-        """Measures the noise of one batch."""
+    def add(self, bound: Bound) -> None:
+        """Measures the noise of the batch of a call."""
         try:
             put = lambda i: self.on_device.put(
                 bound.leaves[i], bound.arguments[i].path, not bound.arguments[i].is_batch, self.place
@@ -145,17 +166,18 @@ class _Measuring:
             raise PartialError(
                 f"an advice needs values: {error.message}", value=error.value, place=error.place, remedy=error.remedy
             ) from error
-        self.found.append(self.noise.measure([self.leaves[i] for i in self.noise.used]))
+        self.noises.append(self.noise.measure([self.leaves[i] for i in self.noise.used]))
 
     def advice(self, name: str, backprop: PartialBackprop, link: Link | None) -> Advice:
-        share = self.entry.graph.num_examples // self.num_workers
-        programs = WorkerPrograms(self.entry, self.base.site, self.stages, self.mesh, self.leaves, self.place)
+        """Times programs of a worker and compares ways to train. `name`: of the step."""
+        share = self.num_examples // self.num_workers
+        programs = DepthPrograms(self.entry, self.base.site, self.stages, self.mesh, self.leaves, self.place)
         costs = measure_costs(programs, share)
         seconds = of_process_0([*costs.seconds, costs.forward_seconds])
         costs = dataclasses.replace(costs, seconds=tuple(seconds[:-1]), forward_seconds=seconds[-1])
         backward, timed = costs.backward(self.stages)
         # The last digits differ between kinds of processors, and with them depths would: all go by what process 0 has.
-        noise, norms = (of_process_0(list(np.mean([one[k] for one in self.found], axis=0))) for k in (0, 1))
+        noise, norms = (of_process_0(list(np.mean([batch[k] for batch in self.noises], axis=0))) for k in (0, 1))
         stages = tuple(
             StageAdvice(
                 stage.name,
@@ -170,19 +192,22 @@ class _Measuring:
         )
         link = measure_link(self.mesh, self.base.axes) if link is None else link
         measured = Measured(
-            tuple(one.name for one in stages), backward, costs.forward_seconds, tuple(one.noise for one in stages)
+            tuple(stage.name for stage in stages),
+            backward,
+            costs.forward_seconds,
+            tuple(stage.noise for stage in stages),
         )
         compare = _Comparison(self, programs, costs, measured, link, share)
         rows, notes = compare.rows(backprop)
         charged = [*backward[:-1], backward[-1] + costs.forward_seconds]
-        uniform = uniform_is_optimal([one.noise for one in stages], charged)
-        platform = self.mesh.devices.flat[0]
+        uniform = uniform_is_optimal([stage.noise for stage in stages], charged)
+        device = self.mesh.devices.flat[0]
         return Advice(
             name,
             self.num_workers,
             share,
-            len(self.found),
-            getattr(platform, "device_kind", platform.platform),
+            len(self.noises),
+            getattr(device, "device_kind", device.platform),
             link.latency_seconds,
             link.bytes_per_second,
             costs.forward_seconds,
@@ -194,6 +219,7 @@ class _Measuring:
         )
 
     def _notes(self, costs: WorkerCosts, backprop: PartialBackprop) -> list[str]:
+        """Returns what a reader of the advice has to know of how it was measured."""
         notes = list(self.noise.notes)
         if self.noise.notes and backprop.assignment == SPATIAL:
             notes.append('its loss is no sum over examples: depths by worker need PartialBackprop(statistics="local")')
@@ -202,7 +228,7 @@ class _Measuring:
                 f"{len(costs.cuts)} of {len(self.stages.stages)} cuts were compiled and timed; what stands between two"
                 " is divided by predicted time"
             )
-        if len(self.found) == 1:
+        if len(self.noises) == 1:
             notes.append("one batch was measured: its noise is a guess from as many gradients as workers")
         microbatches = equation_at(self.entry.jaxpr, self.base.site).params["microbatches"]
         if microbatches not in (None, 1):
@@ -217,10 +243,14 @@ class _Measuring:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Comparison:
-    """The ways to train, as rows."""
+    """Compares the ways to train, a row each.
+
+    **Attributes:** `measuring`: the step. `programs`, `costs`: of a worker with `share` examples. `measured`: what
+    `PartialBackprop` takes of that. `link`: between workers.
+    """
 
     measuring: _Measuring
-    programs: WorkerPrograms
+    programs: DepthPrograms
     costs: WorkerCosts
     measured: Measured
     link: Link
@@ -228,10 +258,13 @@ class _Comparison:
 
     @property
     def step(self) -> PartialStep:
+        """Returns partial backpropagation of the step at some depths."""
         return self.measuring.base
 
     def rows(self, backprop: PartialBackprop) -> tuple[tuple[AdviceRow, ...], list[str]]:
-        names, notes = self.measured.layers, []
+        """Returns the rows of the advice on what is asked about, and notes on them."""
+        notes: list[str] = []
+        names = self.measured.layers
         sizes = {name: float(self.costs.bytes_from(k)) for k, name in enumerate(names)}
         made = Measurements(self.step.depths.num_slots, dict(zip(names, self.measured.noise, strict=True)), sizes)
         mark = lambda assignment: "as asked: " if backprop.assignment == assignment else ""
@@ -240,8 +273,8 @@ class _Comparison:
         shares = None
         if asked.rebalance:
             unit = devices_of_worker(self.measuring.entry.plan, self.step.axes)
-            examples = balanced_examples(spatial, self.measuring.entry.graph.num_examples, self.measuring.place, unit)
-            shares = [one / sum(examples) for one in examples]
+            examples = balanced_examples(spatial, self.measuring.num_examples, self.measuring.place, unit)
+            shares = [of_worker / sum(examples) for of_worker in examples]
         told = f"{asked.depths if isinstance(asked.depths, str) else 'given'} depths"
         full = made.full(spatial, self._full_exchange())
         first = made.spatial(
@@ -273,12 +306,15 @@ class _Comparison:
         return (*rows, temporal), notes
 
     def _depths(self, request: PartialBackprop) -> Depths:
+        """Chooses the depths that a request asks for, by measured times."""
         seconds = dict(zip(self.measured.layers, self.measured.backward_seconds, strict=True))
-        found = with_times(self.measuring.stages, seconds, self.measured.forward_seconds)
-        return choose_depths(found, request, self.step.depths.num_slots, self.measuring.place)
+        timed = with_times(self.measuring.stages, seconds, self.measured.forward_seconds)
+        return choose_depths(timed, request, self.step.depths.num_slots, self.measuring.place)
 
     def _full_exchange(self) -> Exchange:
-        sent = sum(one.bytes for one in self.measuring.entry.plan.collectives if gradient_of(one))
+        """Returns what full backpropagation sends, and how long that takes as one ring."""
+        planned = self.measuring.entry.plan.collectives
+        sent = sum(collective.bytes for collective in planned if gradient_of(collective))
         return Exchange(
             sent,
             sent / self.link.bytes_per_second
@@ -286,12 +322,12 @@ class _Comparison:
         )
 
     def _exchange(self, depths: Depths) -> Exchange:
-        """What the plan says is sent; the time of the worker that sends most, a segment after the other, each as one
-        message a hop."""
+        """Returns what the plan says is sent at these depths, and the time of the worker that sends most: segment
+        after segment, each as one message a hop."""
         step, count = dataclasses.replace(self.step, depths=depths), depths.num_slots
         platform = self.measuring.mesh.devices.flat[0].platform
         plan = with_partial(self.measuring.entry.plan, step, platform).partial
-        assert plan is not None
+        assert plan is not None, "`with_partial` gives the plan of partial backpropagation"
         sent = sum(segment.summed_bytes + segment.handed_bytes for segment in plan.segments)
         if step.is_temporal:  # one group of workers, one exchange a step
             return Exchange(
@@ -310,10 +346,12 @@ class _Comparison:
         return Exchange(sent, seconds)
 
     def _ring_messages(self, count: int) -> float:
+        """Returns how many messages a worker of so many sends one after another in a ring all-reduce."""
         return float(2 * (count - 1))
 
     def _smaller_bytes(self, fraction: float, notes: list[str]) -> float:
-        """Of full backpropagation with a fraction of a worker's examples, as compiled."""
+        """Returns the bytes of full backpropagation with a fraction of a worker's examples, as compiled; appends to
+        `notes` where that cannot be had."""
         examples = max(1, round(fraction * self.share))
         if examples == self.share:
             return float(self.costs.bytes_from(0))
@@ -325,8 +363,12 @@ class _Comparison:
 
 
 def split_request(args: Sequence[Any], backprop: Any, own: PartialBackprop | None) -> tuple[tuple[Any, ...], Any]:
-    """The step's arguments, and what to advise on: given by name, as the last position, or what the step was decorated
-    with."""
+    """Splits the arguments of `step.advise` into those of the step and what to advise on.
+
+    **Arguments:** `args`: the positional arguments, the last of which may say what to advise on. `backprop`: the same
+    by name; None for none. `own`: what the step was decorated with, which counts where neither says.
+
+    **Returns:** the step's arguments, and the `PartialBackprop` (unless `backprop` is something else)."""
     if backprop is None and args and isinstance(args[-1], PartialBackprop):
         return tuple(args[:-1]), args[-1]
     return tuple(args), backprop if backprop is not None else own or PartialBackprop()

@@ -1,5 +1,6 @@
-"""`step.job_profile`: what one iteration of a step costs each worker, as the scheduler wants to know it
-(`schedule.model.jobs.JobProfile`).
+"""Measures what one iteration of a step costs each worker, as the scheduler wants to know it.
+
+It is behind `step.job_profile`: a step and its arguments come in, a `schedule.model.jobs.JobProfile` comes out.
 
 On one device, with one worker's share of the batch: seconds and compiled bytes of truncated programs
 (`worker_costs.py`), and the whole step, whose surplus is the update. What a worker keeps between iterations comes from
@@ -20,7 +21,7 @@ from splitjax.cost.ring import all_reduce_bytes
 from splitjax.errors import PartialError, ProfileError
 from splitjax.lower.partial.step import find_boundary, stages_of, worker_axes
 from splitjax.measure.profiling import OnDevice, check_examples, check_number
-from splitjax.measure.worker_costs import WorkerCosts, WorkerPrograms, measure_costs
+from splitjax.measure.worker_costs import DepthPrograms, WorkerCosts, measure_costs
 from splitjax.partial.stages import Stages as Cuts
 from splitjax.schedule.model.jobs import Depth, JobProfile, Stages
 from splitjax.step.arguments import bind
@@ -34,8 +35,8 @@ _ENOUGH = 1e-9  # a share that falls short of the whole by so little is the whol
 def profile_job(
     recipe: Recipe,
     mesh: Mesh,
-    check: Callable[[tuple], Any],
-    args: tuple,
+    check: Callable[[tuple[Any, ...]], Any],
+    args: tuple[Any, ...],
     *,
     name: str | None,
     num_workers: int | None,
@@ -43,11 +44,18 @@ def profile_job(
     input_seconds: float,
     stages: bool | None,
 ) -> JobProfile:
-    """The profile of a call of a step. In a run of several processes all of them make the call together; what process 0
-    timed counts.
+    """Profiles a call of a step as a job. In a run of several processes all of them make the call together; what
+    process 0 timed counts.
 
-    **Arguments:** `check`: raises for the arguments of a call whose state is gone. The others: as
-    `ParallelStep.job_profile` has them.
+    **Arguments:**
+
+    - `recipe`: the step. `mesh`: its devices.
+    - `check`: raises for the arguments of a call whose state is gone. `args`: the positional arguments of the call.
+    - `name`: the name of the job; None for that of the step.
+    - `num_workers`: among how many workers the batch is divided; None for the plan's.
+    - `link`: the link between workers; None measures that of the mesh.
+    - `input_seconds`: what making a batch takes a processor, in seconds an iteration.
+    - `stages`: whether the profile has seconds by resource; None to decide by whether they matter.
 
     Raises `ProfileError` for a step without one gradient boundary, whose layers are split over devices, or arguments
     without values; `BatchError` for a batch that does not divide.
@@ -77,7 +85,7 @@ def profile_job(
             remedy='profile it over data alone: rules="data_parallel", or a mesh with a data axis only',
         )
     workers = entry.plan.mesh.size(axes) if num_workers is None else int(num_workers)
-    check_examples(entry, workers, place)
+    num_examples = check_examples(entry, workers, place)
     try:
         site = find_boundary(entry.graph, entry.jaxpr, place)
     except PartialError as error:
@@ -94,12 +102,10 @@ def profile_job(
         for leaf, argument in zip(bound.leaves, bound.arguments, strict=True)
     ]
     cuts, _ = stages_of(entry.graph, entry.jaxpr, site)
-    programs = WorkerPrograms(entry, site, cuts, mesh, leaves, place)
+    programs = DepthPrograms(entry, site, cuts, mesh, leaves, place)
     # The fastest run of each counts: a simulated worker has its device to itself, and what disturbs a run only makes it
     # longer.
-    costs = measure_costs(
-        programs, entry.graph.num_examples // workers // microbatches, with_update=True, statistic=min
-    )
+    costs = measure_costs(programs, num_examples // workers // microbatches, with_update=True, statistic=min)
     *seconds, forward, update = of_process_0([*costs.seconds, costs.forward_seconds, costs.update_seconds])
     costs = dataclasses.replace(costs, seconds=tuple(seconds), forward_seconds=forward, update_seconds=update)
     # by the times that the step would be cut by
@@ -111,18 +117,18 @@ def profile_job(
     # input that takes longer than the rest cannot hide behind it
     exposed = exchange + max(0.0, input_seconds - compute - exchange)
     name = recipe.name if name is None else name
-    found = JobProfile(
+    profile = JobProfile(
         name, microbatches * costs.forward_seconds, depths, exposed, state_bytes, update_seconds=costs.update_seconds
     )
-    if stages is None:  # where the device is what jobs compete for, the others' seconds decide nothing
-        stages = max(exchange, input_seconds) > found.partial_seconds(workers)
-    known = Stages(cpu_seconds=input_seconds, device_seconds=compute, network_seconds=exchange)
-    return dataclasses.replace(found, stages=known) if stages else found
+    if stages is None:  # where the device is what jobs compete for, seconds of other resources decide nothing
+        stages = max(exchange, input_seconds) > profile.partial_seconds(workers)
+    by_resource = Stages(cpu_seconds=input_seconds, device_seconds=compute, network_seconds=exchange)
+    return dataclasses.replace(profile, stages=by_resource) if stages else profile
 
 
 def _kept_bytes(entry: Entry, workers: int) -> tuple[int, int]:
-    """Of a worker: its state, and all that is there throughout an iteration: state, its share of the batch, other
-    inputs, and whole those parameters that are stored in pieces."""
+    """Returns the bytes of a worker's state, and of all that is there throughout an iteration: state, its share of the
+    batch, other inputs, and whole those parameters that are stored in pieces."""
     plan = entry.plan
     state = sum(leaf.bytes_per_device for leaf in plan.leaves if leaf.is_state)
     gathered = sum(leaf.whole_bytes(plan.mesh) - leaf.bytes_per_device for leaf in plan.leaves if leaf.role == "param")
@@ -135,37 +141,38 @@ def _kept_bytes(entry: Entry, workers: int) -> tuple[int, int]:
 
 
 def _depths(fractions: Cuts, cuts: Cuts, costs: WorkerCosts, microbatches: int, kept_bytes: int) -> tuple[Depth, ...]:
-    """The legal cuts, full backpropagation first. Of cuts that cover the same share the last counts, as it does for a
-    decorated step.
+    """Returns the legal cuts, full backpropagation first. Of cuts that cover the same share the last counts, as it does
+    for a decorated step. `fractions`: the stages by the times that the step is cut by. `cuts`: the same stages by
+    predicted time.
 
-    Whatever a worker's depth is, it gets the gradients of all layers from the others for its update: they are the least
-    that it needs beside what is kept."""
+    Whatever a worker's depth is, it gets the gradients of all layers from the other workers for its update: they are
+    the least that it needs beside what is kept."""
     backward, _ = costs.backward(cuts)
     sizes = [stage.num_bytes for stage in cuts.stages]
-    found: dict[float, Depth] = {}
+    depth_of: dict[float, Depth] = {}  # by share of the backward pass
     for first, stage in enumerate(fractions.stages):
         share = 1.0 if first == 0 else fractions.share(first)
         if first and not 0 < share < 1 - _ENOUGH:
             continue
         gradients = sum(sizes[first:])
         working = costs.bytes_from(first) + (gradients if microbatches > 1 else 0)  # microbatches add up beside it
-        found[share] = Depth(
+        depth_of[share] = Depth(
             share, microbatches * sum(backward[first:]), kept_bytes + max(working, sum(sizes)), gradients, stage.name
         )
-    return tuple(found.values())
+    return tuple(depth_of.values())
 
 
 def _exchange_seconds(
     entry: Entry, mesh: Mesh, axes: tuple[str, ...], workers: int, gradient_bytes: int, link: Link | None
 ) -> float:
-    """All that a worker sends in a step, over its link, as one ring. None of it is taken to be hidden behind the job's
-    own computing."""
+    """Returns the seconds of all that a worker sends in a step, over its link, as one ring. None of it is taken to be
+    hidden behind the job's own computing."""
     across = entry.plan.mesh.size(axes)
     if workers == 1 or (link is None and across == 1):
         return 0.0
     known = measure_link(mesh, axes) if link is None else link
     sent = (
-        sum(one.bytes for one in entry.plan.collectives)
+        sum(collective.bytes for collective in entry.plan.collectives)
         if workers == across
         else all_reduce_bytes(workers, gradient_bytes)
     )

@@ -1,8 +1,8 @@
-"""Profiles: the gradients of every worker, one worker at a time on one device, reduced there to where they are not
-zero.
+"""Measures how sparse the gradients of every worker are, one worker at a time on one device.
 
-See `worker_gradients.py` for the gradients. No worker's dense gradient leaves the device: the host gets one bit a row
-of a table, or an element of another tensor.
+It is behind `step.profile`: a step and batches come in, a `sync.analysis.Profile` comes out. Gradients (see
+`worker_gradients.py`) are reduced on the device to where they are not zero. No worker's dense gradient leaves the
+device: the host gets one bit a row of a table, or an element of another tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _ROWS_COUNTED = 1024
 def per_batch(
     args: Sequence[Any], batch_argnums: Sequence[int], name: str, method: str = "profile"
 ) -> Iterator[tuple[Any, ...]]:
-    """The arguments of one call per batch: what stands at `batch_argnums` are batches, in iterables of one length.
+    """Yields the arguments of one call per batch.
+
+    **Arguments:** `args`: the step's arguments; those at `batch_argnums` are iterables of batches, of equal lengths.
+    `name`: of the step, `method`: what the user called of it, for messages.
 
     Raises `BatchError` for an argument that is a batch itself, and for iterables of different lengths."""
     numbers = [number for number in batch_argnums if number < len(args)]
@@ -70,13 +73,18 @@ def per_batch(
 
 
 def profile_calls(
-    recipe: Recipe, mesh: Mesh, entry_of: Callable[[tuple], Entry], calls: Iterable[tuple], num_workers: int | None
+    recipe: Recipe,
+    mesh: Mesh,
+    entry_of: Callable[[tuple[Any, ...]], Entry],
+    calls: Iterable[tuple[Any, ...]],
+    num_workers: int | None,
 ) -> Profile:
     """Measures the gradients of calls of a step, each of whose batches is divided among workers.
 
     **Arguments:**
 
-    - `entry_of`: plan and trace of a call's arguments.
+    - `recipe`: the step. `mesh`: its devices.
+    - `entry_of`: gives the entry (plan and trace) for a call's arguments.
     - `calls`: the arguments of every call. In a run of several processes all of them make the same calls, together.
     - `num_workers`: into how many equal slices each batch is cut; None for the plan's workers.
 
@@ -88,18 +96,20 @@ def profile_calls(
     programs: dict[int, _Program] = {}
     steps: list[list[Measured]] = []
     tensors: tuple[Tensor, ...] = ()
-    sizes, notes, on_device = [], [], OnDevice(mesh)
+    sizes: list[int] = []
+    notes: list[str] = []
+    on_device = OnDevice(mesh)
     for args in calls:
         entry = entry_of(args)
         if num_workers is None:
             num_workers = entry.plan.mesh.size(entry.plan.batch_axes)
-        check_examples(entry, num_workers, place)
+        num_examples = check_examples(entry, num_workers, place)
         program = programs.get(id(entry)) or _Program.of(entry, mesh, num_workers, place)
         programs[id(entry)] = program
         if tensors and program.tensors != tensors:
             raise ProfileError(
                 "the step has other gradients for this batch than for the first",
-                value=entry.graph.num_examples,
+                value=num_examples,
                 place=place,
                 remedy="profile batches of different kinds apart",
             )
@@ -109,21 +119,18 @@ def profile_calls(
             on_device.put(bound.leaves[i], bound.arguments[i].path, not bound.arguments[i].is_batch, place)
             for i in program.used
         ]
-        steps.append(
-            [
-                analyse_step(tensor, found)
-                for tensor, found in zip(tensors, program.measure(values, num_workers), strict=True)
-            ]
-        )
-        sizes.append(entry.graph.num_examples)
+        of_tensors = program.measure(values, num_workers)
+        steps.append([analyse_step(tensor, its_masks) for tensor, its_masks in zip(tensors, of_tensors, strict=True)])
+        sizes.append(num_examples)
         notes += [note for note in program.notes if note not in notes]
     if not steps or num_workers is None:
         raise ProfileError("there is no batch to profile", place=place, remedy="pass at least one batch")
-    found = tuple(collect(tensor, [step[i] for step in steps]) for i, tensor in enumerate(tensors))
-    return Profile(recipe.name, int(num_workers), tuple(sizes), found, tuple(notes))
+    collected = tuple(collect(tensor, [step[i] for step in steps]) for i, tensor in enumerate(tensors))
+    return Profile(recipe.name, int(num_workers), tuple(sizes), collected, tuple(notes))
 
 
-def check_number(num_workers: Any, place: str) -> None:
+def check_number(num_workers: object, place: str) -> None:
+    """Raises `ProfileError`, at `place`, where `num_workers` is neither a positive whole number nor None."""
     if num_workers is not None and (
         isinstance(num_workers, bool) or not isinstance(num_workers, (int, np.integer)) or num_workers < 1
     ):
@@ -135,7 +142,11 @@ def check_number(num_workers: Any, place: str) -> None:
         )
 
 
-def check_examples(entry: Entry, num_workers: int, place: str) -> None:
+def check_examples(entry: Entry, num_workers: int, place: str) -> int:
+    """Returns the number of examples of a batch of the step `entry`, which divides among `num_workers`.
+
+    Raises `ProfileError`, at `place`, for a step without gradient boundary, `BatchError` for a step without a batch and
+    for a batch that does not divide."""
     num_examples = entry.graph.num_examples
     if entry.graph.num_boundaries == 0:
         raise ProfileError(
@@ -159,18 +170,25 @@ def check_examples(entry: Entry, num_workers: int, place: str) -> None:
                 f"use {f'{below} or {above}' if below else max(above, num_workers)} examples, or another num_workers="
             ),
         )
+    return num_examples
 
 
 @dataclasses.dataclass(frozen=True)
 class OnDevice:
-    """Arguments on one device of this process."""
+    """Copies arguments to one device of this process.
+
+    **Attributes:** `mesh`: whose first local device it is. `kept`: by `id` of an argument that comes again, the
+    argument itself (which keeps the `id` its own) and its copy.
+    """
 
     mesh: Mesh
-    # id -> the argument (kept alive) and its copy
     kept: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
 
     def put(self, leaf: Any, path: str, keep: bool, place: str) -> Any:
-        """`keep`: it comes again with every batch."""
+        """Returns a copy of `leaf`, an array or a number, on the device.
+
+        `keep`: whether the argument comes again with every batch, so that the copy is kept. `path`, `place`: of the
+        leaf and of the call, for messages. Raises `ProfileError` for a `ShapeDtypeStruct`."""
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ProfileError(
                 "a profile needs values, and an argument is only a shape",
@@ -191,43 +209,54 @@ class OnDevice:
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """How one signature of a step is measured."""
+    """Measures a signature of a step.
+
+    **Attributes:**
+
+    - `tensors`: what is measured.
+    - `used`: the flat arguments that the gradients depend on.
+    - `run`: (worker, *used arguments) -> for every tensor, packed units and counts of elements, in one flat list.
+    - `notes`: in which way the gradients are not summands of the global gradient.
+    """
 
     tensors: tuple[Tensor, ...]
-    used: tuple[int, ...]  # the flat arguments that the gradients depend on
-    run: Any  # (worker, *used arguments) -> per tensor (packed units, counts of elements)
+    used: tuple[int, ...]
+    run: Callable[..., Sequence[jax.Array]]
     notes: tuple[str, ...]
 
     @classmethod
     def of(cls, entry: Entry, mesh: Mesh, num_workers: int, place: str) -> _Program:
-        found = worker_gradients(entry, mesh, num_workers, place)
-        tensors = tuple(one.tensor for one in found.gradients)
+        """Traces the reduced gradients of a worker, by the worker's number."""
+        of_worker = worker_gradients(entry, mesh, num_workers, place)
+        tensors = tuple(gradient.tensor for gradient in of_worker.gradients)
 
         def reduced(worker: Any, *leaves: Any) -> list[Any]:
-            return [_reduce(tensor, value) for tensor, value in zip(tensors, found.run(*leaves, worker), strict=True)]
+            values = of_worker.run(*leaves, worker)
+            return [_reduce(tensor, value) for tensor, value in zip(tensors, values, strict=True)]
 
         closed = _compat.trace(reduced, jax.ShapeDtypeStruct((), jnp.int32), *abstract_leaves(entry))[0]
         closed, (_, *used) = _compat.drop_unused(closed, keep=1)
         run = jax.jit(functools.partial(_compat.eval_jaxpr, closed, ()))
-        return cls(tensors, tuple(i for i, is_used in enumerate(used) if is_used), run, found.notes)
+        return cls(tensors, tuple(i for i, is_used in enumerate(used) if is_used), run, of_worker.notes)
 
     def measure(self, values: Sequence[Any], num_workers: int) -> list[StepMasks]:
-        """Per tensor the masks of all workers. Masks without a hole are one array: most dense gradients have no
-        other."""
+        """Returns the masks of all workers, by tensor. All masks without a hole are the same array, since most dense
+        gradients have none with holes. `values`: the `used` arguments."""
         full = [masks.full(tensor.num_units) for tensor in self.tensors]
-        found: list[tuple[list[np.ndarray], list[int]]] = [([], []) for _ in self.tensors]
+        collected: list[tuple[list[np.ndarray], list[int]]] = [([], []) for _ in self.tensors]
         for worker in range(num_workers):
             results = iter(self.run(np.int32(worker), *values))
-            for (units, numbers), tensor, whole in zip(found, self.tensors, full, strict=True):
+            for (units, numbers), tensor, whole in zip(collected, self.tensors, full, strict=True):
                 mask, counts = np.asarray(next(results)), np.asarray(next(results))
                 number = masks.count(mask)
                 units.append(whole if number == tensor.num_units else mask)
                 numbers.append(int(counts.sum(dtype=np.int64)) if tensor.is_table else number)
-        return [StepMasks(tuple(units), tuple(numbers)) for units, numbers in found]
+        return [StepMasks(tuple(units), tuple(numbers)) for units, numbers in collected]
 
 
 def _reduce(tensor: Tensor, value: Any) -> tuple[Any, Any]:
-    """Units that are not zero, packed (u8), and for a table the elements that are not zero (i32, to be added up)."""
+    """Returns which units of a gradient are not zero, packed (u8), and for a table how many elements are not (i32, to
+    be added up)."""
     nonzero = value != 0
     if not tensor.is_table:
         return jnp.packbits(nonzero.reshape(-1)), jnp.zeros((0,), jnp.int32)

@@ -1,4 +1,7 @@
-"""The gradients of one worker of a step, as a function of the worker's number, for any number of workers on one device.
+"""Makes the gradients of a worker a function of the worker's number, for any number of workers on one device.
+
+A built step and a number of workers come in; a function to be traced comes out, which profiles and measurements of
+noise reduce on the device.
 
 A worker's gradient is its summand of the global batch's gradient: its examples, with the whole batch's denominators and
 its part of the whole batch's random bits, by the analysis that accumulates microbatches (`microbatch.prepare`). A loss
@@ -37,7 +40,11 @@ _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 @dataclasses.dataclass(frozen=True)
 class WorkerGradient:
-    """A gradient of the step: which result of which boundary, and of which of its operands."""
+    """Names a gradient of the step.
+
+    **Attributes:** `tensor`: its name, shape and dtype. `site`: the boundary that it comes from. `result`: its position
+    among the results of the boundary. `position`: that of its operand.
+    """
 
     tensor: Tensor
     site: Site
@@ -47,7 +54,9 @@ class WorkerGradient:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerGradients:
-    """Of one signature of a step and one number of workers.
+    """Evaluates the gradients of a worker, for a signature of a step and a number of workers.
+
+    **Attributes:**
 
     - `gradients`: what is evaluated, in the order of the boundaries' operands.
     - `run(*leaves, worker)`: the flat arguments of the whole batch and the worker's number (i32) -> its gradients. To
@@ -61,14 +70,17 @@ class WorkerGradients:
 
 
 def worker_gradients(entry: Entry, mesh: Mesh, num_workers: int, place: str) -> WorkerGradients:
-    """The gradients of a step's workers, each of which has an equal slice of the batch (which divides).
+    """Returns the gradients of the workers of a step, each of which has an equal slice of the batch.
+
+    **Arguments:** `entry`: the step. `mesh`: its devices; what is returned runs on one device. `num_workers`: among how
+    many workers the batch is divided, without remainder. `place`: where errors say that they are.
 
     Raises `ProfileError` for a boundary in a loop, `BatchError` for a step that is another program for one worker's
     examples.
     """
     sites = tuple(_boundary_sites(entry.jaxpr, place))
     bare, num_examples = Layout(mesh, {}, frozenset()), entry.graph.num_examples
-    assert num_examples is not None
+    assert num_examples is not None, "`check_examples` lets no step without examples pass"
     if num_workers == 1:
         gradients = _gradients(entry, sites, {})
         return WorkerGradients(
@@ -87,7 +99,8 @@ def worker_gradients(entry: Entry, mesh: Mesh, num_workers: int, place: str) -> 
 
 
 def _divided(entry: Entry, bare: Layout, sites: Sequence[Site], num_workers: int, share: int) -> WorkerGradients:
-    """Of several workers. Raises `MicrobatchError` where the step is another program for their share of the batch."""
+    """Returns the gradients of several workers. Raises `MicrobatchError` where the step is another program for their
+    share of the batch."""
     local = resized_trace(entry.bound, entry.trace)
     twin_of, size = make_twin(entry.graph, local), local_examples(share * num_workers, num_workers, (), None)
     eqns = {site: equation_at(entry.jaxpr, site) for site in sites}
@@ -110,11 +123,12 @@ def _divided(entry: Entry, bare: Layout, sites: Sequence[Site], num_workers: int
 
 
 def _example_dims(eqn: Any, twin: Any) -> list[int | None]:
-    """Per operand of a boundary the dim that holds examples."""
+    """Returns the dim that holds examples of every operand of a boundary; None for an operand without examples."""
     return [example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True)]
 
 
 def _boundary_sites(jaxpr: Any, place: str, prefix: Site = (), inside: str = "") -> Iterator[Site]:
+    """Yields the sites of the boundaries of a step. `inside`: the loop or branch that the jaxpr is the body of."""
     for index, eqn in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
         if not gradient.is_boundary(eqn):
             within = inside or ("" if eqn.primitive.name in _CALLS else eqn.primitive.name)
@@ -134,12 +148,13 @@ def _boundary_sites(jaxpr: Any, place: str, prefix: Site = (), inside: str = "")
 def _gradients(
     entry: Entry, sites: Sequence[Site], dims: Mapping[Site, Sequence[int | None]]
 ) -> tuple[WorkerGradient, ...]:
-    """Every gradient that workers would add up: not those of what holds examples."""
+    """Returns every gradient that workers would add up: not those of what holds examples. `dims`: by site, the example
+    dims of the operands."""
     graph = entry.graph
-    params = {(one.site, one.result): one.param for one in graph.gradients}
+    params = {(traced.site, traced.result): traced.param for traced in graph.gradients}
     tables = {table.param: table for table in graph.tables}
     batches = {leaf.path for leaf in graph.leaves if leaf.role == "batch"}
-    found = []
+    gradients = []
     for site in sites:
         eqn = equation_at(entry.jaxpr, site)
         boundary = gradient.boundary_of(eqn.params)
@@ -151,7 +166,7 @@ def _gradients(
             is_table = table is not None and tuple(aval.shape[:1]) == (table.num_rows,)
             reason = table.reason if table is not None and is_table else ""
             dtype = str(aval.dtype)
-            found.append(
+            gradients.append(
                 WorkerGradient(
                     Tensor(path, tuple(aval.shape), dtype, boundary.label, is_table, reason, itemsize(dtype)),
                     site,
@@ -159,48 +174,51 @@ def _gradients(
                     position,
                 )
             )
-    return tuple(found)
+    return tuple(gradients)
 
 
 def _summands(
     bare: Layout, jaxpr: Any, gradients: Sequence[WorkerGradient], jobs: Mapping[Site, Job | None], *values: Any
 ) -> list[Any]:
-    """One worker's summands of the gradients. A loss that does not depend on the batch has the same gradient on all."""
+    """Returns the summands of a worker. A loss that does not depend on the batch has the same gradient on all workers.
+    `values`: the flat arguments and the worker's number."""
     *leaves, worker = values
-    found: dict[tuple[Site, int], Any] = {}
+    evaluated: dict[tuple[Site, int], Any] = {}
 
     def hook(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable) -> list[Any]:
         results, job = gradient.expand(eqn.params, operands, forward), jobs[site]
         summands = job.summands(operands, eqn.params["positions"], worker) if job is not None else {}
-        for one in gradients:
-            if one.site == site:
-                found[site, one.result] = summands[one.position] if job is not None else results[one.result]
+        for wanted in gradients:
+            if wanted.site == site:
+                value = summands[wanted.position] if job is not None else results[wanted.result]
+                evaluated[site, wanted.result] = value
         return results
 
     evaluate(bare, jaxpr, leaves, Hooks(hook))
-    return [found[one.site, one.result] for one in gradients]
+    return [evaluated[wanted.site, wanted.result] for wanted in gradients]
 
 
 def _alone(
     bare: Layout, jaxpr: Any, gradients: Sequence[WorkerGradient], bound: Bound, share: int, *values: Any
 ) -> list[Any]:
-    """The gradients of a step with one worker's `share` examples. `jaxpr`: the step, traced for so many."""
+    """Returns the gradients of a step with one worker's `share` examples. `jaxpr`: the step, traced for so many.
+    `values`: the flat arguments and the worker's number."""
     *leaves, worker = values
     own = [
         lax.dynamic_slice_in_dim(leaf, worker * share, share) if argument.is_batch and jnp.ndim(leaf) else leaf
         for leaf, argument in zip(leaves, bound.arguments, strict=True)
     ]
-    found: dict[Site, list[Any]] = {}
+    results: dict[Site, list[Any]] = {}
 
     def hook(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable) -> list[Any]:
-        found[site] = gradient.expand(eqn.params, operands, forward)
-        return found[site]
+        results[site] = gradient.expand(eqn.params, operands, forward)
+        return results[site]
 
     evaluate(bare, jaxpr, own, Hooks(hook))
-    return [found[one.site][one.result] for one in gradients]
+    return [results[wanted.site][wanted.result] for wanted in gradients]
 
 
 def abstract_leaves(entry: Entry) -> list[jax.ShapeDtypeStruct]:
-    """The flat arguments that a step was traced for."""
+    """Returns the flat arguments that the step `entry` was traced for, as `ShapeDtypeStruct`s."""
     avals = [v.aval for v in _compat.open_jaxpr(entry.jaxpr)[0].invars]
     return [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)) for aval in avals]

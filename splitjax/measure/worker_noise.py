@@ -1,5 +1,9 @@
-"""How much the gradients of a step's workers differ, layer by layer: sigma_j^2 and the squared norm of the whole, one
-worker at a time on one device."""
+"""Measures how much the gradients of a step's workers differ, layer by layer.
+
+A built step, a number of workers and the stages of its boundary come in; for every stage j, sigma_j^2 and the squared
+norm of the expected gradient come out, from one worker at a time on one device. Depths of partial backpropagation are
+chosen by them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from splitjax.partial.stages import Stages
 
 
 class WorkerNoise:
-    """The noise of one signature of a step.
+    """Measures the noise of a signature of a step.
 
     With g_w the gradient of worker w's examples as an estimate of the whole batch's (its summand times N, or the
     gradient of its own loss where a loss is no sum over examples) and m the mean over the N workers, per layer, summed
@@ -29,37 +33,54 @@ class WorkerNoise:
       are drawn alike;
     - |m|^2 - sigma^2 / N, unbiased for the squared norm of the expected gradient.
 
-    Averages over batches stay unbiased. `used`: the flat arguments that gradients depend on.
+    Averages over batches stay unbiased.
+
+    **Attributes:**
+
+    - `num_workers`: N. `num_stages`: the number of stages.
+    - `stage_numbers`: by gradient that counts, the stage that it belongs to.
+    - `used`: the flat arguments that gradients depend on.
+    - `notes`: in which way the gradients are not summands of the global gradient.
     """
 
-    def __init__(self, entry: Entry, mesh: Mesh, num_workers: int, found: Stages, place: str) -> None:
-        gradients = worker_gradients(entry, mesh, num_workers, place)
-        stage_of = {position: number for number, stage in enumerate(found.stages) for position in stage.operands}
-        self.notes, self.num_workers, self.num_stages = gradients.notes, num_workers, len(found.stages)
+    notes: tuple[str, ...]
+    num_workers: int
+    num_stages: int
+    stage_numbers: list[int]
+    used: tuple[int, ...]
+
+    def __init__(self, entry: Entry, mesh: Mesh, num_workers: int, stages: Stages, place: str) -> None:
+        """Traces the measurement.
+
+        **Arguments:** `entry`: the step. `mesh`: its devices. `num_workers`: among how many workers the batch is
+        divided, without remainder. `stages`: the stages of its boundary. `place`: where errors say that they are.
+
+        Raises what `worker_gradients` raises."""
+        of_worker = worker_gradients(entry, mesh, num_workers, place)
+        stage_of = {position: number for number, stage in enumerate(stages.stages) for position in stage.operands}
+        self.notes, self.num_workers, self.num_stages = of_worker.notes, num_workers, len(stages.stages)
         # Gradients of what holds examples (inputs of the loss) belong to no worker's sum.
-        self.stages = [stage_of[one.position] for one in gradients.gradients if one.position in stage_of]
-        wanted = [k for k, one in enumerate(gradients.gradients) if one.position in stage_of]
-        scale = 1 if gradients.notes else num_workers  # a summand, or a gradient by itself
-        shapes = [
-            jax.ShapeDtypeStruct(gradients.gradients[k].tensor.shape, gradients.gradients[k].tensor.dtype)
-            for k in wanted
-        ]
+        wanted = [k for k, gradient in enumerate(of_worker.gradients) if gradient.position in stage_of]
+        counted = [of_worker.gradients[k] for k in wanted]
+        self.stage_numbers = [stage_of[gradient.position] for gradient in counted]
+        scale = 1 if of_worker.notes else num_workers  # a gradient by itself, or a summand
+        shapes = [jax.ShapeDtypeStruct(gradient.tensor.shape, gradient.tensor.dtype) for gradient in counted]
 
         def add(worker: Any, carry: Any, *leaves: Any) -> Any:
-            """Welford's sums, which do not cancel where noise is small beside the gradient."""
+            """Adds a worker to Welford's sums, which do not cancel where noise is small beside the gradient."""
             means, squares = carry
             own = [
-                jnp.asarray(one, jnp.result_type(one, jnp.float32)) * scale
-                for one in (gradients.run(*leaves, worker)[k] for k in wanted)
+                jnp.asarray(value, jnp.result_type(value, jnp.float32)) * scale
+                for value in (of_worker.run(*leaves, worker)[k] for k in wanted)
             ]
-            apart = [one - mean for one, mean in zip(own, means, strict=True)]
-            means = [mean + one / (worker + 1).astype(_real(one)) for one, mean in zip(apart, means, strict=True)]
-            more = [_squared(one, here - mean) for one, here, mean in zip(apart, own, means, strict=True)]
+            apart = [value - mean for value, mean in zip(own, means, strict=True)]
+            means = [mean + gap / (worker + 1).astype(_real(gap)) for gap, mean in zip(apart, means, strict=True)]
+            more = [_squared(gap, value - mean) for gap, value, mean in zip(apart, own, means, strict=True)]
             return means, squares + self._by_stage(more)
 
-        wide = lambda one: jnp.result_type(one.dtype, jnp.float32)
+        wide = lambda shape: jnp.result_type(shape.dtype, jnp.float32)
         carry = (
-            [jax.ShapeDtypeStruct(one.shape, wide(one)) for one in shapes],
+            [jax.ShapeDtypeStruct(shape.shape, wide(shape)) for shape in shapes],
             jax.ShapeDtypeStruct((self.num_stages,), jnp.float32),
         )
         flat, tree = jax.tree.flatten(carry)
@@ -71,11 +92,12 @@ class WorkerNoise:
         closed, used = _compat.drop_unused(closed, keep=1 + len(flat))
         self.used = tuple(i for i, is_used in enumerate(used[1 + len(flat) :]) if is_used)
         self._add = jax.jit(functools.partial(_compat.eval_jaxpr, closed, ()))
-        self._zeros = lambda: [jnp.zeros(one.shape, one.dtype) for one in flat]
-        self._norms = jax.jit(lambda means: self._by_stage([_squared(one, one) for one in means]))
+        self._zeros = lambda: [jnp.zeros(leaf.shape, leaf.dtype) for leaf in flat]
+        self._norms = jax.jit(lambda means: self._by_stage([_squared(mean, mean) for mean in means]))
 
     def measure(self, values: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-        """(sigma^2, squared norm) by stage, of one batch. `values`: the `used` arguments."""
+        """Returns sigma^2 and the squared norm of a batch, by stage: f64[num_stages] each. `values`: the `used`
+        arguments, on the device."""
         carry = self._zeros()
         for worker in range(self.num_workers):
             carry = self._add(np.int32(worker), *carry, *values)
@@ -83,17 +105,19 @@ class WorkerNoise:
         noise = np.asarray(squares, np.float64) / (self.num_workers - 1)
         return noise, np.asarray(self._norms(means), np.float64) - noise / self.num_workers
 
-    def _by_stage(self, values: Sequence[Any]) -> Any:
+    def _by_stage(self, values: Sequence[Any]) -> jax.Array:
+        """Adds a figure per gradient up to a figure per stage, f32[num_stages]."""
         sums = [jnp.zeros((), jnp.float32)] * self.num_stages
-        for number, value in zip(self.stages, values, strict=True):
+        for number, value in zip(self.stage_numbers, values, strict=True):
             sums[number] = sums[number] + value.astype(jnp.float32)
         return jnp.stack(sums)
 
 
 def _squared(a: Any, b: Any) -> Any:
-    """The real inner product."""
+    """Returns the real inner product of two arrays of one shape."""
     return jnp.real(jnp.vdot(a, b))
 
 
 def _real(value: Any) -> Any:
+    """Returns the real dtype of an array's precision."""
     return jnp.finfo(value.dtype).dtype

@@ -54,7 +54,7 @@ def test_times_are_measured_and_the_exchange_is_the_plans(profiled):
         and backward[-1] >= 0 < profile.forward_seconds
         and profile.update_seconds >= 0
     )
-    sent = sum(one.bytes for one in step.plan(state, BATCH).collectives)
+    sent = sum(collective.bytes for collective in step.plan(state, BATCH).collectives)
     assert profile.exposed_seconds == pytest.approx(sent / 1e9 + 6e-6)
     assert profile.stages.seconds == pytest.approx((0, 1e-5, profile.task_seconds(0), profile.exposed_seconds))
 
@@ -65,7 +65,7 @@ def test_its_depths_are_the_cuts_of_the_decorated_step(profiled):
     for slot, first in enumerate(plan.first):
         depth = profile.depths[profile.depth_at((slot + 1) / 4)]
         assert depth.layer == plan.segments[first].layers[0] and depth.fraction >= (slot + 1) / 4 - 1e-9
-        assert depth.fraction == pytest.approx(sum(one.backward for one in plan.segments[first:]))
+        assert depth.fraction == pytest.approx(sum(segment.backward for segment in plan.segments[first:]))
 
 
 def test_it_goes_through_a_file_into_a_simulation(profiled, tmp_path):
@@ -77,10 +77,12 @@ def test_it_goes_through_a_file_into_a_simulation(profiled, tmp_path):
         "name,arrival_seconds,num_workers,num_iterations,profile\n" + "".join(f"{k},0,4,1000,mine\n" for k in range(4))
     )
     jobs = schedule.read_trace(tmp_path / "jobs.csv", profiles={"mine": profile}).jobs
-    found = schedule.compare(jobs, Cluster(1, 4), ["gang-fifo", "jigsaw-fifo"], schedule.Options(restart_seconds=0.0))
-    gang, packed = found.results
+    comparison = schedule.compare(
+        jobs, Cluster(1, 4), ["gang-fifo", "jigsaw-fifo"], schedule.Options(restart_seconds=0.0)
+    )
+    gang, packed = comparison.results
     assert gang.makespan == pytest.approx(4000 * profile.iteration_seconds)
-    figures = found.to_json()["jigsaw-fifo"]
+    figures = comparison.to_json()["jigsaw-fifo"]
     assert packed.makespan < gang.makespan and 1 < figures["iteration_efficiency"] <= figures["bound"] * (1 + 1e-9)
     # What JigSaw grants goes as deep as partial backpropagation wants, or deeper.
     state = schedule.model.iterations.start_state(
@@ -101,8 +103,8 @@ def test_microbatches_and_workers_without_devices(monkeypatch):
     seconds = {None: 1.0, 0: 4.0, 1: 3.5, 2: 3.0, 3: 2.0, "step": 4.25}
     monkeypatch.setattr(worker_costs, "_timed", lambda programs, *rounds: {name: seconds[name] for name in programs})
     state = make_state(dtype=np.float32)["p"]
-    one = splitjax.parallelize(step, mesh={"data": 1}, rules="data_parallel")
-    profile = one.job_profile(state, BATCH, num_workers=2)
+    parallel = splitjax.parallelize(step, mesh={"data": 1}, rules="data_parallel")
+    profile = parallel.job_profile(state, BATCH, num_workers=2)
     # Forward and backward twice, once for each microbatch; the update once.
     assert (
         profile.forward_seconds == 2.0
@@ -112,8 +114,8 @@ def test_microbatches_and_workers_without_devices(monkeypatch):
     assert profile.exposed_seconds == 0 and profile.stages is None and profile.name == "step"
     gradients = bytes_of(state)
     assert profile.depths[0].memory_bytes >= profile.state_bytes + 2 * gradients  # those of a microbatch, and their sum
-    assert one.job_profile(state, BATCH, num_workers=2, link=LINK).stages is None
-    told = one.job_profile(state, BATCH, num_workers=2, link=LINK, input_seconds=10.0)
+    assert parallel.job_profile(state, BATCH, num_workers=2, link=LINK).stages is None
+    told = parallel.job_profile(state, BATCH, num_workers=2, link=LINK, input_seconds=10.0)
     # a ring of two: 2 (N - 1) / N of the bytes, 2 (N - 1) messages
     assert told.stages.network_seconds == pytest.approx(gradients / 1e9 + 2e-6)
     # Input is scarce, so the stages are told without having been asked for.
@@ -126,12 +128,17 @@ def test_a_step_that_is_cut_by_measured_times(profiled, monkeypatch):
     backprop = PartialBackprop(measured=Measured(LAYERS, (5.0, 3.0, 1.0, 1.0), 2.0, (1.0,) * 4))
     seconds = dict(zip((None, 0, 1, 2, 3, "step"), (1.0, 4.0, 3.5, 3.0, 2.0, 4.0)))
     monkeypatch.setattr(worker_costs, "_timed", lambda programs, *rounds: {name: seconds[name] for name in programs})
-    found = splitjax.parallelize(make_step(), backprop=backprop, **OPTIONS).job_profile(state, BATCH, link=LINK)
-    assert [depth.fraction for depth in found.depths] == pytest.approx([1.0, 0.5, 0.2, 0.1])
-    assert [depth.backward_seconds for depth in found.depths] == [3.0, 2.5, 2.0, 1.0] and found.update_seconds == 0
-    assert [depth.layer for depth in found.depths] == [
+    measured = splitjax.parallelize(make_step(), backprop=backprop, **OPTIONS).job_profile(state, BATCH, link=LINK)
+    assert [depth.fraction for depth in measured.depths] == pytest.approx([1.0, 0.5, 0.2, 0.1])
+    assert [depth.backward_seconds for depth in measured.depths] == [
+        3.0,
+        2.5,
+        2.0,
+        1.0,
+    ] and measured.update_seconds == 0
+    assert [depth.layer for depth in measured.depths] == [
         depth.layer for depth in profile.depths
-    ] and found.partial_depths(4) == (0, 0, 1, 1)
+    ] and measured.partial_depths(4) == (0, 0, 1, 1)
 
 
 def test_of_nnx_objects():

@@ -98,7 +98,7 @@ def expected(gradients, is_table):
         "row_densities": [unit.mean() for unit in units] if is_table else [],
         "unions": unions,
         "overlap": np.mean(pairs) if pairs else 0.0,
-        "skewness": np.mean([max(one) / np.mean(one) for one in ranges]) if ranges else 1.0,
+        "skewness": np.mean([max(counts) / np.mean(counts) for counts in ranges]) if ranges else 1.0,
     }
 
 
@@ -106,22 +106,22 @@ def expected(gradients, is_table):
 def test_figures_are_those_of_the_workers_gradients(profiles, n):
     profile = profiles[n]
     assert (profile.num_workers, profile.num_examples, profile.notes) == (n, (NUM_EXAMPLES, NUM_EXAMPLES), ())
-    assert [one.path for one in profile.tables] == ["params/tags", "params/words"]
-    assert {one.path for one in profile.tensors} == {f"params/{name}" for name in params()}
+    assert [tensor.path for tensor in profile.tables] == ["params/tags", "params/words"]
+    assert {tensor.path for tensor in profile.tensors} == {f"params/{name}" for name in params()}
     for number, batch in enumerate(BATCHES):
         gradients = worker_gradients(batch, n)
-        for one in profile.tensors:
-            found, wanted = (
-                one.steps[number],
-                expected([g[one.path.removeprefix("params/")] for g in gradients], one.is_table),
+        for tensor in profile.tensors:
+            measured, wanted = (
+                tensor.steps[number],
+                expected([g[tensor.path.removeprefix("params/")] for g in gradients], tensor.is_table),
             )
             for name in ("densities", "row_densities", "overlap", "skewness"):
-                np.testing.assert_allclose(getattr(found, name), wanted[name], err_msg=f"{one.path} {name}")
-            assert [m for m, _ in found.unions] == list(wanted["unions"])
+                np.testing.assert_allclose(getattr(measured, name), wanted[name], err_msg=f"{tensor.path} {name}")
+            assert [m for m, _ in measured.unions] == list(wanted["unions"])
             np.testing.assert_allclose(
-                [share for _, share in found.unions], list(wanted["unions"].values()), err_msg=one.path
+                [share for _, share in measured.unions], list(wanted["unions"].values()), err_msg=tensor.path
             )
-            assert found.densification(n) == pytest.approx(
+            assert measured.densification(n) == pytest.approx(
                 wanted["unions"][n] / wanted["unions"][1] if wanted["unions"][1] else 1.0
             )
 
@@ -137,37 +137,37 @@ def test_the_model_has_what_the_figures_are_about(profiles):
 
 
 def test_averages_over_steps(profiles):
-    one = profiles[4].tensor("params/words")
-    assert one.row_density == pytest.approx(np.mean([np.mean(step.row_densities) for step in one.steps]))
-    assert one.skewness == pytest.approx(np.mean([step.skewness for step in one.steps]))
-    matrix = np.asarray(one.overlaps)
+    words = profiles[4].tensor("params/words")
+    assert words.row_density == pytest.approx(np.mean([np.mean(step.row_densities) for step in words.steps]))
+    assert words.skewness == pytest.approx(np.mean([step.skewness for step in words.steps]))
+    matrix = np.asarray(words.overlaps)
     assert matrix.shape == (4, 4) and np.all(matrix == matrix.T) and np.all(np.diag(matrix) == 1.0)
-    assert one.overlap == pytest.approx(matrix[np.triu_indices(4, 1)].mean())
+    assert words.overlap == pytest.approx(matrix[np.triu_indices(4, 1)].mean())
 
 
 def test_a_table_has_the_sparsity_that_chooses_its_scheme(profiles):
-    found = profiles[4].sparsity("params/words")
+    sparsity = profiles[4].sparsity("params/words")
     ids = [
         [batch["words"][4 * i : 4 * i + 4][batch["weight"][4 * i : 4 * i + 4] > 0] for i in range(4)]
         for batch in BATCHES
     ]
     wanted = sync.measure(ids, 21, 3)
     assert all(
-        np.array_equal(a, b) for ours, theirs in zip(found.samples, wanted.samples) for a, b in zip(ours, theirs)
+        np.array_equal(a, b) for ours, theirs in zip(sparsity.samples, wanted.samples) for a, b in zip(ours, theirs)
     )
     # not only the same rows: the profile's own figures agree with those of the rows
-    assert found == wanted
-    one = profiles[4].tensor("params/words")
-    assert (one.row_density, one.densification(4)) == pytest.approx((found.density, found.densification(4)))
-    assert (one.overlap, one.skewness) == pytest.approx((found.overlap, found.skewness))
+    assert sparsity == wanted
+    words = profiles[4].tensor("params/words")
+    assert (words.row_density, words.densification(4)) == pytest.approx((sparsity.density, sparsity.densification(4)))
+    assert (words.overlap, words.skewness) == pytest.approx((sparsity.overlap, sparsity.skewness))
     link = sync.Link(100e6, 1e-4)
-    assert choose(found, link).reason == choose(wanted, link).reason
+    assert choose(sparsity, link).reason == choose(wanted, link).reason
 
 
 def test_default_workers_are_the_plans_and_nothing_is_consumed(step, state, profiles):
     before = jax.tree.map(np.asarray, state)
     calls = len(step.compiles)
-    assert step.profile(state, (one for one in BATCHES)) == profiles[2]
+    assert step.profile(state, (batch for batch in BATCHES)) == profiles[2]
     assert len(step.compiles) == calls
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, state))
 
@@ -193,9 +193,9 @@ def test_random_bits_and_denominators_are_those_of_the_global_batch():
     keep = np.asarray(jax.random.bernoulli(jax.random.split(key)[0], 0.2, (NUM_EXAMPLES, 2)))
     ids = BATCHES[0]["words"]
     wanted = [np.unique(ids[4 * i : 4 * i + 4][keep[4 * i : 4 * i + 4]]) for i in range(4)]
-    assert [list(one) for one in profile.sparsity("words").samples[0]] == [list(one) for one in wanted]
+    assert [list(ids) for ids in profile.sparsity("words").samples[0]] == [list(ids) for ids in wanted]
     negatives = np.unique(jax.random.randint(jax.random.split(key)[1], (3,), 0, 10))
-    assert [list(one) for one in profile.sparsity("tags").samples[0]] == [list(negatives)] * 4
+    assert [list(ids) for ids in profile.sparsity("tags").samples[0]] == [list(negatives)] * 4
     assert profile.tensor("tags").overlap == 1.0
 
 
@@ -209,7 +209,7 @@ def test_a_loss_that_is_no_sum_is_measured_alone_and_says_so():
     (note,) = profile.notes
     assert "examples alone" in note and note in " ".join(str(profile).split())
     rows = [np.unique(BATCHES[0]["words"][8 * i : 8 * i + 8]) for i in range(2)]
-    assert [list(one) for one in profile.sparsity("params/words").samples[0]] == [list(one) for one in rows]
+    assert [list(ids) for ids in profile.sparsity("params/words").samples[0]] == [list(ids) for ids in rows]
 
 
 def test_a_dense_model_and_a_table_that_must_stay_dense():
@@ -218,7 +218,8 @@ def test_a_dense_model_and_a_table_that_must_stay_dense():
     dense = step_of(lambda p, batch: (batch["x"] @ p["words"] @ p["w"]).mean())
     profile = dense.profile({"params": weights, "opt": TX.init(weights)}, [data])
     assert not profile.tables and all(
-        (one.density, one.overlap, one.skewness) == (1, 1, pytest.approx(1, abs=0.1)) for one in profile.tensors
+        (tensor.density, tensor.overlap, tensor.skewness) == (1, 1, pytest.approx(1, abs=0.1))
+        for tensor in profile.tensors
     )
     with pytest.raises(ProfileError, match="looks no rows up"):
         profile.sparsity("params/w")
@@ -296,7 +297,7 @@ def test_two_batch_arguments_and_two_losses():
         return jax.tree.map(lambda p, g: p - g, state, grads)
 
     table, targets = {"words": params()["words"]}, [np.ones(NUM_EXAMPLES, np.float32)] * 2
-    ids = [one["words"] for one in BATCHES]
+    ids = [batch["words"] for batch in BATCHES]
     first, second = step.profile(table, ids, targets).tensors
     assert first.path == second.path == "words" and first.loss != second.loss and first.is_table
     assert [len(rows) for rows in second.sparsity.samples[0]] == [

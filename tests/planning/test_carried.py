@@ -91,8 +91,8 @@ def test_what_rounding_takes_away_comes_back_in_later_steps(saved, exact):
         off[forgets] = np.abs(np.asarray(state["table"]) + times * gradient).max()
     one_rounding = np.abs(gradient).max() / 256
     assert off[False] < 3 * one_rounding and off[True] > 3 * off[False]
-    one = step.plan(start(), batch_of(0)).syncs[0]
-    assert "are rounded to bfloat16 on the wire, which changes the numbers" in one.why and one.options == {
+    sync = step.plan(start(), batch_of(0)).syncs[0]
+    assert "are rounded to bfloat16 on the wire, which changes the numbers" in sync.why and sync.options == {
         "wire_dtype": "bfloat16"
     }
     assert len(step.compiles) == 3
@@ -161,9 +161,9 @@ def plan():
     """The plan of a step with observed tables."""
     step = make("all_gather")
     state = train(step, start(), 0, 4)
-    found = step.plan(state, batch_of(0))
-    assert found.syncs[0].capacities
-    return found
+    plan = step.plan(state, batch_of(0))
+    assert plan.syncs[0].capacities
+    return plan
 
 
 def test_a_pinned_plan_builds_the_final_program_at_once(plan):
