@@ -291,7 +291,9 @@ def build_entry(
     )
 
 
-def _trace(recipe: Recipe, bound: Bound, leaves: list[jax.ShapeDtypeStruct] | None = None) -> tuple[Any, Any]:
+def _trace(
+    recipe: Recipe, bound: Bound, leaves: list[jax.ShapeDtypeStruct] | None = None
+) -> tuple[_compat.ClosedJaxpr, Any]:
     """Traces the step for flat `leaves` (None: those of the call). Returns its closed jaxpr, and its result as a pytree
     of `ShapeDtypeStruct`s."""
     static = dict(bound.signature.static)

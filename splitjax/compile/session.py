@@ -18,7 +18,7 @@ import numpy as np
 from splitjax.compile.entry import Entry
 from splitjax.errors import DonatedStateError, SyncError
 from splitjax.lower.tables.sparse import SparseStep
-from splitjax.planning.carried import Seen, inputs_of
+from splitjax.planning.carried import Residual, Seen, inputs_of
 from splitjax.planning.observing import Observer
 
 logger: logging.Logger = logging.getLogger("splitjax")
@@ -36,7 +36,7 @@ class Kept:
     - `num_steps`: how many steps of partial backpropagation have run.
     """
 
-    residuals: dict[str, Any] = dataclasses.field(default_factory=dict)
+    residuals: dict[str, Residual] = dataclasses.field(default_factory=dict)
     resumed: dict[str, Seen] = dataclasses.field(default_factory=dict)
     num_steps: int = 0
 
@@ -49,7 +49,7 @@ class Kept:
             return Observer()
         return Observer.of(seen)
 
-    def residuals_of(self, entry: Entry) -> dict[str, Any]:
+    def residuals_of(self, entry: Entry) -> dict[str, Residual]:
         """Returns the residuals that the program of `entry` takes, by table, laid out for it: zeros at first."""
         for param in set(self.residuals) - set(entry.residuals):
             logger.warning(
@@ -73,14 +73,14 @@ def _observed_alike(seen: Seen, sparse: SparseStep) -> bool:
     return {param: ids.shape[1] for param, ids in seen.samples.items()} == workers
 
 
-def _is_laid_out(held: Any, wanted: jax.ShapeDtypeStruct) -> bool:
+def _is_laid_out(held: Residual, wanted: jax.ShapeDtypeStruct) -> bool:
     """Returns whether a residual is an array on the device as a program wants it."""
     if not isinstance(held, jax.Array) or held.is_deleted() or (held.shape, held.dtype) != (wanted.shape, wanted.dtype):
         return False
     return held.sharding.is_equivalent_to(wanted.sharding, held.ndim)
 
 
-def _laid_out(param: str, held: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+def _laid_out(param: str, held: Residual, wanted: jax.ShapeDtypeStruct) -> jax.Array:
     """Lays out a residual for another number of workers, or from the host. The sum over the workers is what counts:
     each of fewer workers takes those of several, each of more its own or none."""
     if isinstance(held, jax.Array) and held.is_deleted():

@@ -48,7 +48,7 @@ from splitjax.trace.flatten import equation_at
 def advise_calls(
     recipe: Recipe,
     mesh: Mesh,
-    check: Callable[[tuple[Any, ...]], None],
+    check: Callable[[tuple[Any, ...]], object],
     calls: Iterable[tuple[Any, ...]],
     backprop: PartialBackprop,
     link: Link | None,
@@ -362,13 +362,15 @@ class _Comparison:
             return fraction * self.costs.bytes_from(0)
 
 
-def split_request(args: Sequence[Any], backprop: Any, own: PartialBackprop | None) -> tuple[tuple[Any, ...], Any]:
+def split_request(
+    args: Sequence[Any], backprop: PartialBackprop | None, own: PartialBackprop | None
+) -> tuple[tuple[Any, ...], PartialBackprop]:
     """Splits the arguments of `step.advise` into those of the step and what to advise on.
 
     **Arguments:** `args`: the positional arguments, the last of which may say what to advise on. `backprop`: the same
     by name; None for none. `own`: what the step was decorated with, which counts where neither says.
 
-    **Returns:** the step's arguments, and the `PartialBackprop` (unless `backprop` is something else)."""
+    **Returns:** the step's arguments, and the `PartialBackprop`, which `advise_calls` checks."""
     if backprop is None and args and isinstance(args[-1], PartialBackprop):
         return tuple(args[:-1]), args[-1]
     return tuple(args), backprop if backprop is not None else own or PartialBackprop()

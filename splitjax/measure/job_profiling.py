@@ -35,7 +35,7 @@ _ENOUGH = 1e-9  # a share that falls short of the whole by so little is the whol
 def profile_job(
     recipe: Recipe,
     mesh: Mesh,
-    check: Callable[[tuple[Any, ...]], Any],
+    check: Callable[[tuple[Any, ...]], object],
     args: tuple[Any, ...],
     *,
     name: str | None,

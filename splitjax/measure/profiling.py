@@ -230,7 +230,7 @@ class _Program:
         of_worker = worker_gradients(entry, mesh, num_workers, place)
         tensors = tuple(gradient.tensor for gradient in of_worker.gradients)
 
-        def reduced(worker: Any, *leaves: Any) -> list[Any]:
+        def reduced(worker: jax.Array, *leaves: Any) -> list[tuple[jax.Array, jax.Array]]:
             values = of_worker.run(*leaves, worker)
             return [_reduce(tensor, value) for tensor, value in zip(tensors, values, strict=True)]
 
@@ -254,7 +254,7 @@ class _Program:
         return [StepMasks(tuple(units), tuple(numbers)) for units, numbers in collected]
 
 
-def _reduce(tensor: Tensor, value: Any) -> tuple[Any, Any]:
+def _reduce(tensor: Tensor, value: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns which units of a gradient are not zero, packed (u8), and for a table how many elements are not (i32, to
     be added up)."""
     nonzero = value != 0

@@ -129,7 +129,7 @@ class DepthPrograms:
     leaves: Sequence[Any]
     place: str
 
-    def compile(self, num_examples: int, first: int | None) -> tuple[Any, list[Any]]:
+    def compile(self, num_examples: int, first: int | None) -> tuple[jax.stages.Compiled, list[Any]]:
         """Compiles the program of a worker with `num_examples` examples that differentiates from the stage `first` on
         (None: its forward pass). Returns it, and its arguments.
 
@@ -141,13 +141,13 @@ class DepthPrograms:
             num_examples, functools.partial(_truncated, Layout(self.mesh, {}, frozenset()), jaxpr, self.site, positions)
         )
 
-    def compile_step(self, num_examples: int) -> tuple[Any, list[Any]]:
+    def compile_step(self, num_examples: int) -> tuple[jax.stages.Compiled, list[Any]]:
         """Compiles the whole step of a worker with `num_examples` examples, with its update. Returns and raises as
         `compile` does."""
         jaxpr = self._traced(num_examples)
         return self._compiled(num_examples, lambda *leaves: evaluate(Layout(self.mesh, {}, frozenset()), jaxpr, leaves))
 
-    def _compiled(self, num_examples: int, run: Callable[..., Any]) -> tuple[Any, list[Any]]:
+    def _compiled(self, num_examples: int, run: Callable[..., Any]) -> tuple[jax.stages.Compiled, list[Any]]:
         """Compiles a function of the step's flat arguments, without what its result does not need."""
         jaxpr, own = self._traced(num_examples), self._own(num_examples)
         closed = _compat.trace(
@@ -235,7 +235,7 @@ def _costs(
     )
 
 
-def temporary_bytes(compiled: Any) -> int:
+def temporary_bytes(compiled: jax.stages.Compiled) -> int:
     """Returns the bytes of temporaries and results of the program `compiled`; 0 where its backend does not say."""
     stats = compiled.memory_analysis()
     return 0 if stats is None else int(stats.temp_size_in_bytes + stats.output_size_in_bytes)
@@ -260,12 +260,14 @@ def _timed(
     return {name: statistic(times) for name, times in times_of.items()}
 
 
-def _truncated(bare: Layout, jaxpr: Any, site: Site, positions: tuple[int, ...], *leaves: Any) -> list[Any]:
+def _truncated(
+    bare: Layout, jaxpr: _compat.ClosedJaxpr, site: Site, positions: tuple[int, ...], *leaves: Any
+) -> list[Any]:
     """Returns the loss, what comes with it, and the gradients of the operands at `positions` of the boundary at
     `site`."""
     results: list[Any] = []
 
-    def hook(eqn: Any, operands: Sequence[Any], here: Site, forward: Any) -> list[Any]:
+    def hook(eqn: Any, operands: Sequence[Any], here: Site, forward: Callable[..., list[Any]]) -> list[Any]:
         whole = eqn.outvars[len(eqn.outvars) - len(eqn.params["positions"]) :]
         values = _expanded(eqn, operands, forward, positions if here == site else eqn.params["positions"])
         if here != site:
@@ -278,7 +280,9 @@ def _truncated(bare: Layout, jaxpr: Any, site: Site, positions: tuple[int, ...],
     return results
 
 
-def _expanded(eqn: Any, operands: Sequence[Any], forward: Any, positions: tuple[int, ...]) -> list[Any]:
+def _expanded(
+    eqn: Any, operands: Sequence[Any], forward: Callable[..., list[Any]], positions: tuple[int, ...]
+) -> list[Any]:
     """Evaluates a boundary, differentiating the operands at `positions` alone."""
     if not positions:
         return list(forward(eqn.params["forward"], operands))

@@ -127,7 +127,9 @@ def _example_dims(eqn: Any, twin: Any) -> list[int | None]:
     return [example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True)]
 
 
-def _boundary_sites(jaxpr: Any, place: str, prefix: Site = (), inside: str = "") -> Iterator[Site]:
+def _boundary_sites(
+    jaxpr: _compat.ClosedJaxpr | _compat.Jaxpr, place: str, prefix: Site = (), inside: str = ""
+) -> Iterator[Site]:
     """Yields the sites of the boundaries of a step. `inside`: the loop or branch that the jaxpr is the body of."""
     for index, eqn in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
         if not gradient.is_boundary(eqn):
@@ -178,14 +180,18 @@ def _gradients(
 
 
 def _summands(
-    bare: Layout, jaxpr: Any, gradients: Sequence[WorkerGradient], jobs: Mapping[Site, Job | None], *values: Any
+    bare: Layout,
+    jaxpr: _compat.ClosedJaxpr,
+    gradients: Sequence[WorkerGradient],
+    jobs: Mapping[Site, Job | None],
+    *values: Any,
 ) -> list[Any]:
     """Returns the summands of a worker. A loss that does not depend on the batch has the same gradient on all workers.
     `values`: the flat arguments and the worker's number."""
     *leaves, worker = values
     evaluated: dict[tuple[Site, int], Any] = {}
 
-    def hook(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable) -> list[Any]:
+    def hook(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable[..., Any]) -> list[Any]:
         results, job = gradient.expand(eqn.params, operands, forward), jobs[site]
         summands = job.summands(operands, eqn.params["positions"], worker) if job is not None else {}
         for wanted in gradients:
@@ -199,7 +205,12 @@ def _summands(
 
 
 def _alone(
-    bare: Layout, jaxpr: Any, gradients: Sequence[WorkerGradient], bound: Bound, share: int, *values: Any
+    bare: Layout,
+    jaxpr: _compat.ClosedJaxpr,
+    gradients: Sequence[WorkerGradient],
+    bound: Bound,
+    share: int,
+    *values: Any,
 ) -> list[Any]:
     """Returns the gradients of a step with one worker's `share` examples. `jaxpr`: the step, traced for so many.
     `values`: the flat arguments and the worker's number."""
@@ -210,7 +221,7 @@ def _alone(
     ]
     results: dict[Site, list[Any]] = {}
 
-    def hook(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable) -> list[Any]:
+    def hook(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable[..., Any]) -> list[Any]:
         results[site] = gradient.expand(eqn.params, operands, forward)
         return results[site]
 

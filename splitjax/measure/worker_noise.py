@@ -21,6 +21,8 @@ from splitjax.compile.entry import Entry
 from splitjax.measure.worker_gradients import abstract_leaves, worker_gradients
 from splitjax.partial.stages import Stages
 
+Sums = tuple[list[jax.Array], jax.Array]  # by gradient the mean of workers so far; by stage the sum of squares
+
 
 class WorkerNoise:
     """Measures the noise of a signature of a step.
@@ -66,7 +68,7 @@ class WorkerNoise:
         scale = 1 if of_worker.notes else num_workers  # a gradient by itself, or a summand
         shapes = [jax.ShapeDtypeStruct(gradient.tensor.shape, gradient.tensor.dtype) for gradient in counted]
 
-        def add(worker: Any, carry: Any, *leaves: Any) -> Any:
+        def add(worker: jax.Array, carry: Sums, *leaves: Any) -> Sums:
             """Adds a worker to Welford's sums, which do not cancel where noise is small beside the gradient."""
             means, squares = carry
             own = [
@@ -85,7 +87,7 @@ class WorkerNoise:
         )
         flat, tree = jax.tree.flatten(carry)
 
-        def flatly(worker: Any, *values: Any) -> Any:
+        def flatly(worker: jax.Array, *values: Any) -> list[jax.Array]:
             return jax.tree.leaves(add(worker, jax.tree.unflatten(tree, values[: len(flat)]), *values[len(flat) :]))
 
         closed = _compat.trace(flatly, jax.ShapeDtypeStruct((), jnp.int32), *flat, *abstract_leaves(entry))[0]
@@ -105,7 +107,7 @@ class WorkerNoise:
         noise = np.asarray(squares, np.float64) / (self.num_workers - 1)
         return noise, np.asarray(self._norms(means), np.float64) - noise / self.num_workers
 
-    def _by_stage(self, values: Sequence[Any]) -> jax.Array:
+    def _by_stage(self, values: Sequence[jax.Array]) -> jax.Array:
         """Adds a figure per gradient up to a figure per stage, f32[num_stages]."""
         sums = [jnp.zeros((), jnp.float32)] * self.num_stages
         for number, value in zip(self.stage_numbers, values, strict=True):
@@ -113,11 +115,11 @@ class WorkerNoise:
         return jnp.stack(sums)
 
 
-def _squared(a: Any, b: Any) -> Any:
+def _squared(a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns the real inner product of two arrays of one shape."""
     return jnp.real(jnp.vdot(a, b))
 
 
-def _real(value: Any) -> Any:
+def _real(value: jax.Array) -> np.dtype:
     """Returns the real dtype of an array's precision."""
     return jnp.finfo(value.dtype).dtype

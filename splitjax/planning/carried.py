@@ -24,6 +24,8 @@ from splitjax.mesh import MeshShape
 from splitjax.plan import SyncPlan
 from splitjax.step.arguments import Bound
 
+Residual = jax.Array | np.ndarray
+
 _SAMPLES, _RESIDUALS = "samples", "residuals"
 
 
@@ -61,7 +63,7 @@ class Carried:
     """
 
     seen: Mapping[str, Seen] = dataclasses.field(default_factory=dict)
-    residuals: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    residuals: Mapping[str, Residual] = dataclasses.field(default_factory=dict)
     num_steps: int = 0
 
     def __bool__(self) -> bool:

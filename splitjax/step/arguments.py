@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 
 from splitjax.errors import BatchError, StateError, TraceError
 from splitjax.trace.flow import Argument
@@ -277,7 +278,7 @@ def bind(fn: Callable[..., Any], options: Options, args: tuple[Any, ...]) -> Bou
     return Bound(tuple(args), tuple(leaves), tuple(spans), signature, tuple(arguments))
 
 
-def check_batch(batch: Any, path_of: Callable[[Any], str], static: bool = False) -> None:
+def check_batch(batch: Any, path_of: Callable[[KeyPath], str], static: bool = False) -> None:
     """Raises `BatchError` for what cannot hold examples: a list of Python numbers, which is a pytree of scalars and no
     array, and leaves that are neither arrays nor numbers.
 
@@ -302,7 +303,7 @@ def check_batch(batch: Any, path_of: Callable[[Any], str], static: bool = False)
             )
 
 
-def _is_list_of_numbers(node: Any) -> bool:
+def _is_list_of_numbers(node: object) -> bool:
     """Returns whether a node of a pytree is a list of numbers, or of such lists."""
     return (
         isinstance(node, list)
@@ -311,7 +312,7 @@ def _is_list_of_numbers(node: Any) -> bool:
     )
 
 
-def leaf_path(options: Options, number: int, path: Any) -> str:
+def leaf_path(options: Options, number: int, path: KeyPath) -> str:
     """Returns the path of a leaf of the argument at position `number`: without the argument's name for a lone state
     argument, with it for all others.
 
