@@ -12,9 +12,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
-from jax.typing import ArrayLike
 
 from splitjax.cost import predict_memory
 from splitjax.lower.tables.sparse import Chosen, SparseStep, gradient_in_loop
@@ -39,7 +39,7 @@ MOST_FALLBACKS = 2  # in `CHECKED_STEPS`
 _KEPT = "each worker keeps what that takes away from gradients, in an array of the table's size"
 
 # What a step returns of each of its tables, by path: see `sparse.evaluate_sparse`.
-Observed = Mapping[str, Mapping[str, ArrayLike]]
+Observed = Mapping[str, Mapping[str, jax.Array | np.ndarray]]
 
 
 @dataclasses.dataclass
