@@ -1,12 +1,12 @@
-"""`Advice`: what partial backpropagation would save and cost on one step, beside a smaller batch of equal cost. Numbers
-only; `measure.advising` measures.
+"""Compares what partial backpropagation would save and cost on a step with a smaller batch of equal cost.
 
-What a way to train costs is compared by the variance of its gradient. With sigma_j^2 the variance of one worker's
-gradient of layer j, of N workers that differentiate everything the mean has sum_j sigma_j^2 / N; where n_j workers
-differentiate layer j, sum_j sigma_j^2 / n_j; with a fraction f of the batch, sum_j sigma_j^2 / (N f). Steps that noise
-keeps from being longer are needed in proportion to it: time x variance is the time to the same progress. A smaller
-batch costs f and has 1 / f of the variance, whatever f is: partial backpropagation is worth its compute where its
-product is below 1.
+Measured numbers go in (`measure.advising` measures), an `Advice` comes out: a row per way to train, and a
+recommendation. What a way to train costs is compared by the variance of its gradient. With sigma_j^2 the variance of
+one worker's gradient of layer j, of N workers that differentiate everything the mean has sum_j sigma_j^2 / N; where n_j
+workers differentiate layer j, sum_j sigma_j^2 / n_j; with a fraction f of the batch, sum_j sigma_j^2 / (N f). Steps
+that noise keeps from being longer are needed in proportion to it: time x variance is the time to the same progress. A
+smaller batch costs f and has 1 / f of the variance, whatever f is: partial backpropagation is worth its compute where
+its product is below 1.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _MARGIN = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class StageAdvice:
-    """One layer, or what stands between two cuts that were compared.
+    """Says what was measured of a layer, or of what stands between two cuts that were compared.
 
-    - `name`: of the layer. `num_bytes`: of its gradient.
+    - `name`: of the layer.
+    - `num_bytes`: of its gradient.
     - `noise`: sigma_j^2, the variance of one worker's gradient around the mean over workers, summed over its elements.
     - `squared_norm`: of the whole gradient, without what noise adds to it (not below 0).
     - `backward_seconds`: what going back through it adds for one worker's share of the batch. `is_measured`: whether
@@ -51,15 +52,17 @@ class StageAdvice:
 
 @dataclasses.dataclass(frozen=True)
 class AdviceRow:
-    """One way to train.
+    """Says what a way to train saves and costs.
 
     - `name`: `full`, `smaller batch` (of the cost of what was asked for), `spatial`, `optimal` (under the same budget)
-      or `temporal`. `what`: in words.
+      or `temporal`.
+    - `what`: the same in words.
     - `device_time`: compute of all workers over that of full backpropagation.
-    - `compute_seconds`: of a worker, mean over workers and turns. `busiest_seconds`: of the worker that computes most,
-      for which the others wait.
-    - `sent_bytes`: gradients and sums that a worker sends in a step, mean. `communication_seconds`: predicted from the
-      link: what the worker that sends most sends, and messages that wait for each other.
+    - `compute_seconds`: of a worker, mean over workers and over the steps of a cycle.
+    - `busiest_seconds`: of the worker that computes most, for which the others wait.
+    - `sent_bytes`: gradients and sums that a worker sends in a step, mean.
+    - `communication_seconds`: predicted from the link: what the worker that sends most sends, and messages that wait
+      for each other.
     - `mean_memory_bytes`, `max_memory_bytes`: temporaries and results of a worker's program, over workers.
     - `variance`: of the gradient; None where some layer never has one.
     - `cuts`: by worker in the first step the layer at which its backward pass ends; none for all of it.
@@ -79,19 +82,21 @@ class AdviceRow:
 
     @property
     def step_seconds(self) -> float:
-        """Of a job that has its workers for itself: they wait for the busiest, then for the exchange."""
+        """The seconds of a step of a job that has its workers for itself: they wait for the busiest, then for the
+        exchange."""
         return self.busiest_seconds + self.communication_seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """What to do. Prints as paragraphs: what is recommended, under which other aim something else would be, what else
-    differs.
+    """Says what to do.
 
-    - `option`: the `AdviceRow.name` that is recommended: it costs least compute for the same progress. `fastest`: the
-      one whose steps take least time for it where the job has workers and link for itself.
-    - `reasons`: for `option`, sentences. `wins`: in which respects partial backpropagation does better than the smaller
-      batch of equal cost.
+    It prints as paragraphs: what is recommended, under which aim something else would be, what else differs.
+
+    - `option`: the `AdviceRow.name` that is recommended: it costs least compute for the same progress.
+    - `fastest`: the `AdviceRow.name` whose steps take least time for it where the job has workers and link for itself.
+    - `reasons`: for `option`, sentences.
+    - `wins`: in which respects partial backpropagation does better than the smaller batch of equal cost, sentences.
     - `unless`: the aim under which `fastest` is the better choice, where that is another; else empty.
     """
 
@@ -109,15 +114,19 @@ class Recommendation:
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """What partial backpropagation would save and cost on this model and these links. Print it, show it in a notebook,
+    """Says what partial backpropagation would save and cost on a model and its links. Print it, show it in a notebook,
     keep it with `to_json`.
 
     **Attributes:**
 
-    - `step`: the step's name. `num_workers`: of the data axes. `num_examples`: of a worker's share of the batch.
-      `num_batches`: that were measured.
-    - `platform`: of the device that was timed. `latency_seconds`, `bytes_per_second`: of the link.
-    - `forward_seconds`: of a worker's forward pass. `stages`: all layers, input side first.
+    - `step`: the step's name.
+    - `num_workers`: the workers along the data axes.
+    - `num_examples`: the examples of a worker's share of the batch.
+    - `num_batches`: the batches that were measured.
+    - `platform`: of the device that was timed.
+    - `latency_seconds`, `bytes_per_second`: of the link.
+    - `forward_seconds`: of a worker's forward pass.
+    - `stages`: all layers, input side first.
     - `rows`: the ways to train, full backpropagation first.
     - `is_uniform`: whether the square-root rule, were it free to leave workers out of the forward pass too, would give
       all layers the same contributors: a smaller batch, that is.
@@ -141,48 +150,49 @@ class Advice:
 
     @property
     def measured(self) -> Measured:
-        """For `PartialBackprop(measured=...)`: cuts by measured times, and `depths="optimal"`."""
+        """The measurements, for `PartialBackprop(measured=...)`: cuts by measured times, and `depths="optimal"`."""
         return Measured(
-            tuple(one.name for one in self.stages),
-            tuple(one.backward_seconds for one in self.stages),
+            tuple(stage.name for stage in self.stages),
+            tuple(stage.backward_seconds for stage in self.stages),
             self.forward_seconds,
-            tuple(one.noise for one in self.stages),
+            tuple(stage.noise for stage in self.stages),
         )
 
     def row(self, name: str) -> AdviceRow:
-        """Raises `PartialError` for a row that is not there."""
-        for one in self.rows:
-            if one.name == name:
-                return one
+        """Gives the row called `name`. Raises `PartialError` for a row that is not there."""
+        for row in self.rows:
+            if row.name == name:
+                return row
         raise PartialError(
             "the advice has no such row",
             value=name,
             place="Advice.row",
-            remedy=f"give one of {', '.join(one.name for one in self.rows)}",
+            remedy=f"give one of {', '.join(row.name for row in self.rows)}",
         )
 
     def compute(self, row: AdviceRow) -> float | None:
-        """Device time to the progress of one full step, over that of full backpropagation: time x variance. None where
-        it never gets there."""
+        """Gives the device time that the way of `row` takes to the progress of a full step, over that of full
+        backpropagation: time x variance. None where it never gets there."""
         return compute_to_progress(row, self.rows[0])
 
     def alone(self, row: AdviceRow) -> float | None:
-        """The same of the time of a job's steps, exchange included."""
+        """Gives the time that the steps of `row` take to the progress of a full step, exchange included, over that of
+        full backpropagation, for a job that has its workers to itself. None where it never gets there."""
         return time_to_progress(row, self.rows[0])
 
     def to_json(self) -> str:
-        """As JSON text (ASCII), read back by `Advice.from_json`."""
+        """Writes the advice as JSON text (ASCII), which `Advice.from_json` reads back."""
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Advice:
-        """Reads what `to_json` wrote. Raises `PartialError` for anything else."""
+        """Reads the `text` that `to_json` wrote. Raises `PartialError` for anything else."""
         try:
             data = json.loads(text)
             if data.pop("format") != FORMAT:
                 raise ValueError("another format")
             lists = {"stages": StageAdvice, "rows": AdviceRow}
-            made = {name: tuple(kind(**_tuples(one)) for one in data.pop(name)) for name, kind in lists.items()}
+            made = {name: tuple(kind(**_tuples(entry)) for entry in data.pop(name)) for name, kind in lists.items()}
             said = Recommendation(**_tuples(data.pop("recommendation")))
             return cls(**made, recommendation=said, **_tuples(data))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -212,7 +222,11 @@ class Advice:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """What is sent in a step: mean bytes of a worker, and predicted seconds until all have the sums."""
+    """Says what is sent in a step.
+
+    - `sent_bytes`: mean over workers.
+    - `seconds`: predicted, until all workers have the sums.
+    """
 
     sent_bytes: float
     seconds: float
@@ -220,15 +234,23 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Measurements:
-    """What rows are made from. `noise`, `memory`: by stage name; `memory` of a worker that differentiates from there
-    on."""
+    """Makes rows of an advice from what was measured of a step.
+
+    - `num_workers`: the workers of the step.
+    - `noise`: by stage name, the variance of one worker's gradient.
+    - `memory`: by stage name, the bytes of temporaries and results of a worker that differentiates from there on.
+    """
 
     num_workers: int
     noise: Mapping[str, float]
     memory: Mapping[str, float]
 
     def full(self, depths: Depths, exchange: Exchange) -> AdviceRow:
-        """Everybody differentiates everything. `depths`: any of the step's."""
+        """Makes the row of full backpropagation, in which every worker differentiates everything.
+
+        **Arguments:** `depths`: any of the step's, for its times. `exchange`: what is sent where all gradients are
+        added up over all workers.
+        """
         seconds = depths.forward + sum(segment.backward for segment in depths.segments)
         memory = self._memory(depths, 0)
         return AdviceRow(
@@ -245,8 +267,11 @@ class Measurements:
         )
 
     def smaller(self, fraction: float, full: AdviceRow, memory: float) -> AdviceRow:
-        """Full backpropagation with a fraction of the batch, for that fraction of the compute. `memory`: of its
-        program, in bytes."""
+        """Makes the row of full backpropagation with a part of the batch, for that part of the compute.
+
+        **Arguments:** `fraction`: the part of the batch, in (0, 1]. `full`: the row of full backpropagation with the
+        whole batch. `memory`: bytes of the temporaries and results of its program.
+        """
         seconds = fraction * full.compute_seconds
         return AdviceRow(
             SMALLER,
@@ -264,7 +289,11 @@ class Measurements:
     def spatial(
         self, name: str, what: str, depths: Depths, exchange: Exchange, shares: Sequence[float] | None = None
     ) -> AdviceRow:
-        """Workers of different depths. `shares`: by slot, of the examples, where they are balanced."""
+        """Makes the row of a way in which workers differentiate to different depths.
+
+        **Arguments:** `name`, `what`: of the row (see `AdviceRow`). `depths`: of the workers. `exchange`: what is sent.
+        `shares`: by slot its share of the examples, with a sum of 1, where they are balanced; None: equal ones.
+        """
         slots = range(self.num_workers)
         shares = tuple(shares or (1 / self.num_workers for _ in slots))
         seconds = [shares[slot] * self.num_workers * (depths.forward + depths.backward(slot)) for slot in slots]
@@ -289,8 +318,13 @@ class Measurements:
         )
 
     def temporal(self, what: str, depths: Depths, exchange: Exchange) -> AdviceRow:
-        """All workers share the depth of a slot, slots take turns. The variance is that of the mean over a whole cycle,
-        at the same parameters."""
+        """Makes the row of a way in which all workers share the depth of a slot, which changes from step to step.
+
+        The variance is that of the mean over a whole cycle, at the same parameters.
+
+        **Arguments:** `what`: of the row (see `AdviceRow`). `depths`: by slot. `exchange`: what is sent, mean over the
+        steps of a cycle.
+        """
         slots = range(self.num_workers)
         seconds = [depths.forward + depths.backward(slot) for slot in slots]
         whole = depths.forward + sum(segment.backward for segment in depths.segments)
@@ -313,10 +347,12 @@ class Measurements:
         )
 
     def _full(self) -> float:
+        """Gives the variance of the gradient of full backpropagation."""
         return sum(self.noise.values()) / self.num_workers
 
     def _variance(self, depths: Depths, covered: Sequence[float]) -> float | None:
-        """`covered`: by segment the share of the examples (of the steps) that reach it."""
+        """Gives the variance of the gradient; None where a segment never has one. `covered`: by segment the share of
+        the examples (of the steps) that reach it."""
         if not all(covered):
             return None
         return sum(
@@ -333,12 +369,12 @@ class Measurements:
 
 
 def compute_to_progress(row: AdviceRow, full: AdviceRow) -> float | None:
-    """See `Advice.compute`."""
+    """Gives what `Advice.compute` gives for `row`, where `full` is the row of full backpropagation."""
     return None if row.variance is None else row.device_time * _ratio(row.variance, full.variance)
 
 
 def time_to_progress(row: AdviceRow, full: AdviceRow) -> float | None:
-    """See `Advice.alone`."""
+    """Gives what `Advice.alone` gives for `row`, where `full` is the row of full backpropagation."""
     return (
         None
         if row.variance is None
@@ -347,12 +383,15 @@ def time_to_progress(row: AdviceRow, full: AdviceRow) -> float | None:
 
 
 def uniform_is_optimal(noise: Sequence[float], costs: Sequence[float]) -> bool:
-    """Whether contributors in proportion to sqrt(noise / cost) come out alike for all segments, given that their number
-    can only stay or grow from the input to the loss: then no assignment beats a smaller batch. `costs`: of the last
-    segment with the forward pass."""
+    """Tells whether contributors in proportion to sqrt(noise / cost) come out alike for all segments, given that their
+    number can only stay or grow from the input to the loss: then no assignment beats a smaller batch.
+
+    **Arguments:** `noise`: per segment, input side first, the variance of one worker's gradient. `costs`: per segment
+    the time that one worker spends; the last with the forward pass.
+    """
     blocks: list[tuple[float, float]] = []
-    for one, cost in zip(noise, costs, strict=True):
-        blocks.append((one, cost))
+    for variance, cost in zip(noise, costs, strict=True):
+        blocks.append((variance, cost))
         while len(blocks) > 1 and blocks[-2][0] * blocks[-1][1] >= blocks[-1][0] * blocks[-2][1]:
             (a, b), (c, d) = blocks[-2:]
             blocks[-2:] = [(a + c, b + d)]
@@ -360,11 +399,13 @@ def uniform_is_optimal(noise: Sequence[float], costs: Sequence[float]) -> bool:
 
 
 def recommend(rows: Sequence[AdviceRow], is_uniform: bool) -> Recommendation:
-    """From the table: the smaller batch unless some partial backpropagation needs less compute for the same
-    progress."""
-    full, smaller = (next(one for one in rows if one.name == name) for name in (FULL, SMALLER))
-    partial = [one for one in rows if one.name not in (FULL, SMALLER)]
-    scored = [(score, one) for one in partial if (score := compute_to_progress(one, full)) is not None]
+    """Recommends the smaller batch unless some partial backpropagation needs less compute for the same progress.
+
+    **Arguments:** `rows`: all ways to train, `FULL` and `SMALLER` among them. `is_uniform`: see `uniform_is_optimal`.
+    """
+    full, smaller = (next(row for row in rows if row.name == name) for name in (FULL, SMALLER))
+    partial = [row for row in rows if row.name not in (FULL, SMALLER)]
+    scored = [(score, row) for row in partial if (score := compute_to_progress(row, full)) is not None]
     best = min(scored, key=lambda pair: pair[0], default=None)
     reasons: list[str] = []
     if best is not None and best[0] < 1 - _MARGIN:
@@ -390,11 +431,11 @@ def recommend(rows: Sequence[AdviceRow], is_uniform: bool) -> Recommendation:
                 "With the forward pass charged to the last layers, the square-root rule gives every layer the same"
                 " contributors, which is a smaller batch."
             )
-    timed = [(score, one) for one in rows if (score := time_to_progress(one, full)) is not None]
+    timed = [(score, row) for row in rows if (score := time_to_progress(row, full)) is not None]
     shortest, fastest = min(timed, key=lambda pair: (pair[0], pair[1] is not smaller))
     unless = ""
     if fastest.name != option:
-        own = next(score for score, one in timed if one.name == option)
+        own = next(score for score, row in timed if row.name == option)
         rival = f"the {option}" if option == SMALLER else option
         share = (
             f"takes {100 * shortest / own:.1f} % of the time of {rival}" if own > 0 else f"takes less time than {rival}"
@@ -408,27 +449,27 @@ def recommend(rows: Sequence[AdviceRow], is_uniform: bool) -> Recommendation:
 
 
 def _wins(partial: Sequence[AdviceRow], smaller: AdviceRow) -> tuple[str, ...]:
-    """In which respects partial backpropagation does better than the smaller batch, whatever is recommended."""
+    """Says in which respects partial backpropagation does better than the smaller batch, whatever is recommended."""
     wins = []
-    for one in partial:
-        found = []
-        if one.sent_bytes < (1 - _MARGIN) * smaller.sent_bytes:
-            slower = one.communication_seconds > (1 + _MARGIN) * smaller.communication_seconds
-            found.append(
-                f"{_less(one.sent_bytes, smaller.sent_bytes, 'fewer')} bytes sent"
+    for row in partial:
+        gains = []
+        if row.sent_bytes < (1 - _MARGIN) * smaller.sent_bytes:
+            slower = row.communication_seconds > (1 + _MARGIN) * smaller.communication_seconds
+            gains.append(
+                f"{_less(row.sent_bytes, smaller.sent_bytes, 'fewer')} bytes sent"
                 + (", though in more time (group after group, then sums are handed on)" if slower else "")
             )
-        if one.communication_seconds < (1 - _MARGIN) * smaller.communication_seconds:
-            found.append(f"{_less(one.communication_seconds, smaller.communication_seconds)} time for the exchange")
-        if one.mean_memory_bytes < (1 - _MARGIN) * smaller.mean_memory_bytes:
-            found.append(f"{_less(one.mean_memory_bytes, smaller.mean_memory_bytes)} memory on the mean worker")
-        if one.busiest_seconds > (1 + _MARGIN) * one.compute_seconds:
-            found.append(
-                f"room for another job: workers are idle {100 * (1 - one.compute_seconds / one.busiest_seconds):.0f} %"
+        if row.communication_seconds < (1 - _MARGIN) * smaller.communication_seconds:
+            gains.append(f"{_less(row.communication_seconds, smaller.communication_seconds)} time for the exchange")
+        if row.mean_memory_bytes < (1 - _MARGIN) * smaller.mean_memory_bytes:
+            gains.append(f"{_less(row.mean_memory_bytes, smaller.mean_memory_bytes)} memory on the mean worker")
+        if row.busiest_seconds > (1 + _MARGIN) * row.compute_seconds:
+            gains.append(
+                f"room for another job: workers are idle {100 * (1 - row.compute_seconds / row.busiest_seconds):.0f} %"
                 " of the time"
             )
-        if found:
-            wins.append(f"Compared with the smaller batch, {one.name} has {', '.join(found)}.")
+        if gains:
+            wins.append(f"Compared with the smaller batch, {row.name} has {', '.join(gains)}.")
     return tuple(wins) or ("In no other respect does partial backpropagation do better here.",)
 
 
@@ -441,6 +482,7 @@ def _ratio(here: float, there: float | None) -> float:
 
 
 def _tuples(value: Any) -> Any:
+    """Gives a value read from JSON with its lists, inner ones included, as tuples."""
     if isinstance(value, list):
-        return tuple(_tuples(one) for one in value)
-    return {name: _tuples(one) for name, one in value.items()} if isinstance(value, dict) else value
+        return tuple(_tuples(entry) for entry in value)
+    return {name: _tuples(entry) for name, entry in value.items()} if isinstance(value, dict) else value

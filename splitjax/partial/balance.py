@@ -1,5 +1,8 @@
-"""How many examples each worker takes so that all finish together (Kumar et al., arXiv 2111.10672, leave the shallow
-ones waiting)."""
+"""Gives workers of different depths unequal shares of the examples, so that all finish a step together.
+
+`Depths` and the number of examples go in, a number of examples per slot comes out. Without it, workers that
+differentiate little wait for those that differentiate everything, as in Kumar et al. (arXiv 2111.10672).
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,17 @@ from splitjax.partial.depths import Depths
 
 
 def balanced_examples(depths: Depths, num_examples: int, place: str, unit: int = 1) -> tuple[int, ...]:
-    """Examples by slot, in inverse proportion to the time that its depth takes for one of them; multiples of `unit`
-    (the devices that share those of a worker, which `num_examples` is a multiple of), largest remainders first.
+    """Divides the examples among the slots in inverse proportion to the time that a slot's depth takes per example.
 
-    Raises `BatchError` for fewer examples than workers, or than their devices.
+    **Arguments:**
+
+    - `depths`: the depths whose times count.
+    - `num_examples`: the examples of the whole batch, a multiple of `unit`.
+    - `place`: what an error names as its place.
+    - `unit`: the devices that share the examples of a worker in equal parts: every share is a multiple of it.
+
+    Returns the number of examples by slot, rounded by largest remainders. Raises `BatchError` for fewer examples than
+    workers, or than their devices.
     """
     num_units, least = num_examples // unit, depths.num_slots * unit
     if num_examples < least:
@@ -24,11 +34,11 @@ def balanced_examples(depths: Depths, num_examples: int, place: str, unit: int =
         )
     rates = [1 / (depths.forward + depths.backward(slot)) for slot in range(depths.num_slots)]
     ideal = [num_units * rate / sum(rates) for rate in rates]
-    shares = [max(1, int(one)) for one in ideal]
-    while sum(shares) > num_units:  # where the least of one was more than its part
+    shares = [max(1, int(share)) for share in ideal]
+    while sum(shares) > num_units:  # where a share of one unit was more than its part
         shares[
             max((slot for slot, share in enumerate(shares) if share > 1), key=lambda slot: shares[slot] - ideal[slot])
         ] -= 1
     for slot in sorted(range(len(shares)), key=lambda slot: shares[slot] - ideal[slot])[: num_units - sum(shares)]:
         shares[slot] += 1
-    return tuple(unit * one for one in shares)
+    return tuple(unit * share for share in shares)

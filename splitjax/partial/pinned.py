@@ -1,4 +1,8 @@
-"""Depths as a plan wrote them down."""
+"""Reads the depths that a plan wrote down: a pinned `PartialPlan` and a step's stages go in, its `Depths` come out.
+
+A plan that is pinned must give the same program as before, whatever would be chosen today. So it is not chosen again,
+only compared with the step.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from splitjax.plan import PartialPlan
 
 
 def pinned_request(pinned: PartialPlan) -> PartialBackprop:
-    """What asks for a pinned plan's partial backpropagation, but for its depths."""
+    """Makes the request that asks for the partial backpropagation of the plan `pinned`, but for its depths."""
     return PartialBackprop(
         assignment=pinned.assignment,
         estimator=pinned.estimator,
@@ -22,31 +26,35 @@ def pinned_request(pinned: PartialPlan) -> PartialBackprop:
     )
 
 
-def pinned_depths(found: Stages, pinned: PartialPlan, request: PartialBackprop, num_workers: int) -> Depths:
-    """The depths of a pinned plan for a step with these stages. Raises `PlanError` with the first difference."""
+def pinned_depths(stages: Stages, pinned: PartialPlan, request: PartialBackprop, num_workers: int) -> Depths:
+    """Gives the depths of a pinned plan for a step.
+
+    **Arguments:** `stages`: those of the step's boundary. `pinned`: the plan. `request`: from `pinned_request`.
+    `num_workers`: the workers of the step. Raises `PlanError` with the first difference between plan and step.
+    """
     if len(pinned.first) != num_workers:
         _fail(
             f"the plan has depths for {len(pinned.first)} workers, the step has {num_workers}",
             len(pinned.first),
             "plan=, partial.first",
         )
-    stages, segments = {stage.name: stage for stage in found.stages}, []
+    unclaimed, segments = {stage.name: stage for stage in stages.stages}, []
     for number, segment in enumerate(pinned.segments):
         for layer in segment.layers:
-            if layer not in stages:
+            if layer not in unclaimed:
                 _fail(
                     f"the plan differentiates a layer {layer!r} that the step lacks, or twice",
                     layer,
                     f"plan=, partial.segments[{number}].layers",
                 )
-        segments.append(Segment(tuple(stages.pop(layer) for layer in segment.layers)))
-    if stages:
+        segments.append(Segment(tuple(unclaimed.pop(layer) for layer in segment.layers)))
+    if unclaimed:
         _fail(
-            f"the step differentiates a layer {min(stages)!r} that is in no segment of the plan",
-            min(stages),
+            f"the step differentiates a layer {min(unclaimed)!r} that is in no segment of the plan",
+            min(unclaimed),
             "plan=, partial.segments",
         )
-    return Depths(tuple(segments), pinned.first, found.forward, request)
+    return Depths(tuple(segments), pinned.first, stages.forward, request)
 
 
 def _fail(message: str, value: object, place: str) -> None:

@@ -1,10 +1,14 @@
-"""`PartialBackprop`: what a user asks for, checked."""
+"""Checks what a user asks for: `PartialBackprop`, the options of partial backpropagation, and `Measured`, what they may
+rest on.
+
+Values go in, and come out as they are or raise `PartialError`: whoever holds a request need not check it again.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import NoReturn
 
 import numpy as np
 
@@ -20,10 +24,11 @@ _PLACE = "PartialBackprop"
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What `step.advise` measured of every layer, in the order of the cuts, input side first.
+    """Holds what `step.advise` measured of every layer, in the order of the cuts, input side first.
 
-    - `layers`: their names. `backward_seconds`: of each on one worker, its share of the batch. `forward_seconds`: of
-      the whole forward pass.
+    - `layers`: their names.
+    - `backward_seconds`: by layer, what going back through it adds on one worker, for its share of the batch.
+    - `forward_seconds`: time of the whole forward pass.
     - `noise`: per layer the variance of one worker's gradient around the mean over workers, summed over its elements.
     """
 
@@ -35,8 +40,9 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class PartialBackprop:
-    """How far back each of N workers differentiates. It changes the numbers: layers near the input learn from fewer
-    examples.
+    """Asks for partial backpropagation: says how far back each of N workers differentiates.
+
+    It changes the numbers: layers near the input learn from fewer examples.
 
     **Arguments:**
 
@@ -136,19 +142,19 @@ class PartialBackprop:
             )
 
 
-def _fractions(given: Any) -> tuple[float, ...]:
+def _fractions(given: object) -> tuple[float, ...]:
     if not isinstance(given, Sequence) or isinstance(given, (bytes, str)) or not given:
         _fail("depths has no such value", given, "depths", 'pass "linear", "optimal", or a fraction for every worker')
-    for one in given:
-        if isinstance(one, bool) or not isinstance(one, (int, float, np.number)) or not 0 < one <= 1:
-            _fail("a depth is a share of the backward pass", one, "depths", "pass numbers above 0 and at most 1")
-    return tuple(float(one) for one in given)
+    for share in given:
+        if isinstance(share, bool) or not isinstance(share, (int, float, np.number)) or not 0 < share <= 1:
+            _fail("a depth is a share of the backward pass", share, "depths", "pass numbers above 0 and at most 1")
+    return tuple(float(share) for share in given)
 
 
-def _one_of(name: str, value: Any, allowed: tuple[str, ...], other: str = "") -> None:
+def _one_of(name: str, value: object, allowed: tuple[str, ...], alternative: str = "") -> None:
     if not isinstance(value, str) or value not in allowed:
-        _fail(f"{name} has no such value", value, name, f"use one of {', '.join(allowed)}{other}")
+        _fail(f"{name} has no such value", value, name, f"use one of {', '.join(allowed)}{alternative}")
 
 
-def _fail(message: str, value: Any, option: str, remedy: str) -> None:
+def _fail(message: str, value: object, option: str, remedy: str) -> NoReturn:
     raise PartialError(message, value=value, place=f"{_PLACE}, {option}", remedy=remedy)

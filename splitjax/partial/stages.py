@@ -1,5 +1,5 @@
-"""Where a backward pass can end: the layers of a traced forward pass by their distance from the loss, with times and
-what crosses between them.
+"""Finds where a backward pass can end: a traced forward pass goes in, its layers come out by their distance from the
+loss, with times and with what crosses between them.
 
 A *stage* is what one more step back differentiates: the operands of one layer. Stages are ordered by the predicted time
 of the longest way from the layer to the loss, so that the branches of a network are cut side by side. A parameter that
@@ -30,10 +30,11 @@ FLOPS_PER_BYTE = 16
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One layer as a place where a backward pass can end, behind which it does not go.
+    """A layer as a place where a backward pass can end, behind which it does not go.
 
-    - `name`: of the layer. `operands`: positions of its operands in the gradient boundary. `num_bytes`: of their
-      gradients.
+    - `name`: of the layer.
+    - `operands`: positions of its operands in the gradient boundary.
+    - `num_bytes`: of their gradients.
     - `backward`: time that going back through this stage adds, its own weights' gradients and what they need of the
       stages behind; in flops where it is predicted, in seconds where it is measured.
     - `crossing_values`, `crossing_bytes`: what a cut in front of this stage separates: values of the front that it or
@@ -50,38 +51,45 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """The stages of one gradient boundary, input side first, and the time of its forward pass (in the unit of
-    theirs)."""
+    """The stages of a gradient boundary.
+
+    - `stages`: input side first.
+    - `forward`: the time of the whole forward pass, in the unit of their `backward` (flops or seconds).
+    """
 
     stages: tuple[Stage, ...]
     forward: float
 
     @property
     def backward(self) -> float:
-        """Time of the full backward pass."""
+        """The time of the full backward pass."""
         return sum(stage.backward for stage in self.stages)
 
     def share(self, first: int) -> float:
-        """The share of the backward pass's time that goes back to stage `first` takes."""
+        """Gives the share of the backward pass's time that going back as far as stage number `first` takes."""
         whole = self.backward
         return sum(stage.backward for stage in self.stages[first:]) / whole if whole else 1.0
 
 
 def find_stages(forward: Any, positions: Sequence[int], names: Mapping[int, str]) -> Stages:
-    """The stages of a boundary.
+    """Finds the stages of a boundary.
 
-    **Arguments:** `forward`: its closed jaxpr, operands -> value, *aux. `positions`: the operands that it
-    differentiates. `names`: by position the layer that the operand belongs to; those of one layer make one stage.
+    **Arguments:**
 
+    - `forward`: its closed jaxpr, operands -> value, *aux.
+    - `positions`: the operands that it differentiates.
+    - `names`: by position the layer that the operand belongs to; those of one layer make one stage.
+
+    Returns the stages, input side first, with predicted times in flops and crossings for the traced number of examples.
     Operands that the loss does not depend on belong to the stage nearest to it: they cost nothing.
     """
     flat = flatten(forward)
-    walk = _Walk(flat, flat.outputs[0])
+    walk = _LossWalk(flat, flat.outputs[0])
     groups: dict[str, list[int]] = collections.defaultdict(list)
     for position in positions:
         groups[names[position]].append(position)
     value_of = {position: flat.inputs[position] for position in positions}
-    distance = {name: max(walk.distance_from(value_of[p]) for p in found) for name, found in groups.items()}
+    distance = {name: max(walk.distance_from(value_of[p]) for p in members) for name, members in groups.items()}
     order = sorted(groups, key=lambda name: (-distance[name], groups[name]))
     costs = [0.0]  # of going back through the last 0, 1, 2, ... stages
     for k in range(1, len(order) + 1):
@@ -106,13 +114,18 @@ def find_stages(forward: Any, positions: Sequence[int], names: Mapping[int, str]
     return Stages(tuple(stages), walk.forward)
 
 
-def with_times(found: Stages, seconds: Mapping[str, float], forward_seconds: float) -> Stages:
-    """The same with measured times: by stage name, and of the forward pass."""
-    return Stages(tuple(dataclasses.replace(one, backward=seconds[one.name]) for one in found.stages), forward_seconds)
+def with_times(stages: Stages, seconds: Mapping[str, float], forward_seconds: float) -> Stages:
+    """Replaces predicted times by measured ones.
+
+    **Arguments:** `stages`: with predicted times. `seconds`: by stage name, the time that going back through it adds.
+    `forward_seconds`: of the whole forward pass.
+    """
+    timed = tuple(dataclasses.replace(stage, backward=seconds[stage.name]) for stage in stages.stages)
+    return Stages(timed, forward_seconds)
 
 
-class _Walk:
-    """The operations that the loss depends on, as nodes: all of one loop are one."""
+class _LossWalk:
+    """The operations that the loss depends on, as nodes of a graph: all operations of a loop are one node."""
 
     def __init__(self, flat: Flat, loss: int) -> None:
         self.flat = flat
@@ -141,12 +154,12 @@ class _Walk:
             self.distance[at] = behind + max(self.cost[at], 1.0)
 
     def distance_from(self, value: int) -> float:
-        """Time from the first use of a value to the loss; 0 for what the loss does not depend on."""
+        """Gives the time from the first use of a value to the loss; 0 for what the loss does not depend on."""
         return max((self.distance[at] for at in self.readers[value]), default=0.0)
 
     def backward(self, chosen: set[int]) -> float:
-        """Predicted time of a backward pass to some values: products once for each operand that depends on them, the
-        rest once."""
+        """Predicts the time of a backward pass to the values `chosen`, in flops: products count once for each operand
+        that depends on them, the rest once."""
         live, total, before = set(chosen), 0.0, -1
         while before != len(live):  # a carried value is live once the loop's body makes it so
             before, total = len(live), 0.0
@@ -163,21 +176,21 @@ class _Walk:
         return total
 
     def crossing(self, distance: float) -> list[int]:
-        """The values that nodes farther from the loss hand to those at most so far from it."""
-        found = []
+        """Gives the values that nodes farther than `distance` from the loss hand to those at most so far from it."""
+        values = []
         for op in self.ops:
             at = self.node[id(op)]
             if self.distance[at] > distance:
-                found += [
+                values += [
                     v
                     for v in op.outputs
                     if any(self.distance[r] <= distance for r in self.readers[v] if r in self.distance and r != at)
                 ]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(values))
 
 
 def _needed(flat: Flat, loss: int) -> list[Op]:
-    """The operations that the loss depends on, in program order."""
+    """Gives the operations that the loss depends on, in program order."""
     wanted, kept = {loss}, []
     again = True
     while again:  # a loop's result depends on what its body writes later
@@ -192,13 +205,13 @@ def _needed(flat: Flat, loss: int) -> list[Op]:
 
 
 def _cost(op: Op, flat: Flat) -> float:
-    """Predicted forward time of an operation, in flops."""
+    """Predicts the forward time of an operation, in flops."""
     moved = sum(math.prod(flat.shapes[v]) * itemsize(flat.dtypes[v]) for v in op.outputs if flat.dtypes[v] != "token")
     return _flops(op, flat) + (0.0 if op.primitive.startswith("_") else float(FLOPS_PER_BYTE * moved * op.trips))
 
 
 def _flops(op: Op, flat: Flat) -> float:
-    """Of a product; what a loop carries around is none, nor what has no operands."""
+    """Counts the flops of a product; what a loop carries around is none, nor what has no operands."""
     return product_flops(op, flat) if op.inputs and op.outputs else 0.0
 
 

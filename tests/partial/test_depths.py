@@ -1,4 +1,4 @@
-"""Who differentiates what: fractions, slots that turn, estimators, the best allocation, and what may not be asked
+"""Who differentiates what: fractions, slots that move on, estimators, the best allocation, and what may not be asked
 for."""
 
 from __future__ import annotations
@@ -55,14 +55,19 @@ def test_every_worker_counts_alike_over_the_turns(times, fractions):
     """The estimator `count` is unbiased: over the rotations every worker's part of every gradient comes with factors
     that add up to their number."""
     depths = choose_depths(stages(*times), PartialBackprop(depths=tuple(fractions)), len(fractions), "here")
-    assert depths.num_turns == len(fractions)
+    assert depths.num_cycle_steps == len(fractions)
     for segment in range(len(depths.segments)):
         slots = set(depths.contributors(segment))
         for worker in range(len(fractions)):
-            factors = [depths.scale(segment) * (depths.slot(worker, turn) in slots) for turn in range(depths.num_turns)]
+            factors = [
+                depths.scale(segment) * (depths.slot(worker, cycle_step) in slots)
+                for cycle_step in range(depths.num_cycle_steps)
+            ]
             assert sum(factors) == pytest.approx(len(factors) if slots else 0)
-    for turn in range(depths.num_turns):
-        assert sorted(depths.slot(worker, turn) for worker in range(len(fractions))) == list(range(len(fractions)))
+    for cycle_step in range(depths.num_cycle_steps):
+        assert sorted(depths.slot(worker, cycle_step) for worker in range(len(fractions))) == list(
+            range(len(fractions))
+        )
 
 
 def variance(noise, counts):

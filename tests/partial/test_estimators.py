@@ -1,5 +1,5 @@
-"""The numbers of partial backpropagation: unbiased over the rotations, as the prototype's where asked for, and by turns
-for all workers alike."""
+"""The numbers of partial backpropagation: unbiased over the rotations, as the prototype's where asked for, and with
+depths that change from step to step for all workers alike."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def test_the_mean_over_rotations_is_the_full_gradient(rotating, seed, masked, sc
     step, full = rotating
     params = jax.tree.map(lambda leaf: leaf * scale, make_params())
     batch = make_batch(seed, masked=masked)
-    turns = [jax.tree.map(np.asarray, step(params, batch)[1]) for _ in range(4)]
-    close(jax.tree.map(lambda *parts: np.mean(parts, axis=0), *turns), full(params, batch))
-    assert not np.allclose(turns[0]["d0"]["w"], turns[1]["d0"]["w"], rtol=1e-6), (
-        "each turn by itself is another gradient"
+    gradients = [jax.tree.map(np.asarray, step(params, batch)[1]) for _ in range(4)]
+    close(jax.tree.map(lambda *parts: np.mean(parts, axis=0), *gradients), full(params, batch))
+    assert not np.allclose(gradients[0]["d0"]["w"], gradients[1]["d0"]["w"], rtol=1e-6), (
+        "each step of the cycle by itself is another gradient"
     )
 
 
@@ -102,10 +102,12 @@ def test_the_prototypes_mean_divides_by_all_workers(mesh, rules):
     params, batch, workers = make_params(), make_batch(), mesh["data"]
     state = step.place(params, example=(batch,))
     depths, own = step._last.partial.depths, own_gradients(params, batch, workers)
-    for turn in range(2):
+    for cycle_step in range(2):
         found = step(state, batch)[1]
         for number, segment in enumerate(depths.segments):
-            who = [worker for worker in range(workers) if depths.slot(worker, turn) in depths.contributors(number)]
+            who = [
+                worker for worker in range(workers) if depths.slot(worker, cycle_step) in depths.contributors(number)
+            ]
             for name in (stage.name for stage in segment.stages):
                 close(
                     found[name],
@@ -122,13 +124,13 @@ def test_depths_in_turn_keep_what_they_skip_and_scale_what_they_do_not(execution
     state, batch = step.place(make_state(), example=(make_batch(),)), make_batch()
     depths = step._last.partial.depths
     skipped = [stage.name.removeprefix("p/") for stage in depths.segments[0].stages]
-    assert depths.num_turns == 2 and 0 < len(skipped) < len(NAMES)
-    for turn in range(4):
+    assert depths.num_cycle_steps == 2 and 0 < len(skipped) < len(NAMES)
+    for step_number in range(4):
         before = jax.tree.map(np.asarray, state)
         full = jax.grad(lambda params, batch=batch: loss_sum(params, batch) / batch["m"].sum())(before["p"])
         state, metrics = step(state, batch)
         for name in NAMES:
-            shallow, rare = turn % 2 == 0, name in skipped
+            shallow, rare = step_number % 2 == 0, name in skipped
             now, moments = state["p"][name], [state["o"][0].mu[name], state["o"][0].nu[name]]
             if shallow and rare:
                 close([now, *moments], [before["p"][name], before["o"][0].mu[name], before["o"][0].nu[name]], rtol=0)
@@ -156,10 +158,10 @@ def test_gradients_inside_a_branch_on_the_workers_number_are_right():
         state_outnums=0,
     )
     state, batch = {"front": np.float64(3.0), "back": np.float64(2.0)}, {"x": np.array([1.0, 2.0])}
-    for turn, deep in enumerate([2.0, 1.0]):  # the examples of the worker that goes to full depth
+    for cycle_step, deep in enumerate([2.0, 1.0]):  # the examples of the worker that goes to full depth
         _, grads = parallel(state, batch)
         depths = parallel._last.partial.depths
-        assert [depths.slot(worker, turn) for worker in range(2)] == ([0, 1] if turn == 0 else [1, 0])
+        assert [depths.slot(worker, cycle_step) for worker in range(2)] == ([0, 1] if cycle_step == 0 else [1, 0])
         assert float(grads["back"]) == 9 * (1 + 4)
         assert float(grads["front"]) == 2 * (2 * deep**2 * 3 * 2), "of one worker's example, counted for two"
     assert depths.segments[0].stages[0].name == "front"

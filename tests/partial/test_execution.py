@@ -111,17 +111,19 @@ def test_gradients_are_those_of_the_workers_that_reach_a_layer(mesh, rules, opti
         entry = step._last.partial
         depths, workers = entry.depths, range(mesh["data"])
         layer_of = [int(segment.stages[0].name[-1]) for segment in depths.segments]
-        for turn, (params, metrics) in enumerate(found):
-            slots = [depths.slot(worker, turn) for worker in workers]
+        for step_number, (params, metrics) in enumerate(found):
+            slots = [depths.slot(worker, step_number) for worker in workers]
             shares = [entry.examples[slot] if entry.examples else NUM_EXAMPLES // len(slots) for slot in slots]
-            expected = reference(params, examples(turn), shares, [layer_of[depths.first[slot]] for slot in slots])
+            expected = reference(
+                params, examples(step_number), shares, [layer_of[depths.first[slot]] for slot in slots]
+            )
             jax.tree.map(
                 lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), metrics["grads"], expected
             )
-            total, losses = summed_loss(params, examples(turn))
+            total, losses = summed_loss(params, examples(step_number))
             np.testing.assert_allclose(metrics["losses"], losses, rtol=1e-12)
-            np.testing.assert_allclose(metrics["loss"], total / examples(turn)["mask"].sum(), rtol=1e-12)
-    assert len({tuple(depths.slot(worker, turn) for worker in workers) for turn in range(2)}) == (
+            np.testing.assert_allclose(metrics["loss"], total / examples(step_number)["mask"].sum(), rtol=1e-12)
+    assert len({tuple(depths.slot(worker, cycle_step) for worker in workers) for cycle_step in range(2)}) == (
         2 if depths.request.rotate else 1
     )
     if options.get("rebalance"):
