@@ -52,7 +52,7 @@ class Depths:
     - `first`: by slot, the number of the first segment that it differentiates; never growing, 0 for all of them.
     - `forward`: time of the forward pass of an equal share of the batch; the `backward` times of the segments are for
       such a share, too.
-    - `request`: what was asked for.
+    - `request`: the request that the depths were chosen for.
     """
 
     segments: tuple[Segment, ...]

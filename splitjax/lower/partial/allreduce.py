@@ -1,8 +1,9 @@
-"""Adding up gradients over the workers that computed them, and handing the sum to those that did not.
+"""Adds gradients up over the workers that computed them, and hands the sum to those that did not.
 
-Inside a `shard_map` over the axis of the workers. What a worker sends for a value of S bytes with n contributors of N
-workers is 2(n-1)/n S where it contributes; the N-n others are sent the sum once each, by a tree that starts at all
-contributors. Zeros are never sent.
+Each worker's values and the numbers of the contributors go in, the sums come out on all workers, inside a `shard_map`
+over the axes of the workers. A plain sum over all workers would send zeros for those that stopped early. Here, what a
+worker sends for a value of S bytes with n contributors of N workers is 2(n-1)/n S where it contributes; the N-n others
+are sent the sum once each, by a tree that starts at all contributors. Zeros are never sent.
 """
 
 from __future__ import annotations
@@ -18,29 +19,39 @@ from splitjax.lower.products.groups import scope
 
 # A TPU's collectives want groups of equal size. There everybody takes part, with zeros.
 _EQUAL_GROUPS = ("tpu",)
-# Name scopes of the two, by which `report.evidence` knows them.
+# Name scopes of the two kinds of collectives, by which `report.evidence` knows them.
 SUMMED, HANDED = "summed", "handed"
 
 
 def in_groups(axes: Sequence[str], platform: str) -> bool:
-    """Whether only the contributors take part in a sum over workers: groups of them are named along one axis, on
-    devices that have them."""
+    """Tells whether only the contributors take part in a sum over workers.
+
+    They make a group of the collective, which can be named along a single mesh axis, on devices that have groups of
+    unequal size.
+
+    **Arguments:** `axes`: the mesh axes of the workers. `platform`: that of the mesh's devices.
+    """
     return len(axes) == 1 and platform not in _EQUAL_GROUPS
 
 
 def total_of_contributors(
-    values: Sequence[Any],
+    values: Sequence[jax.Array],
     contributors: Sequence[int],
     axes: tuple[str, ...],
     num_workers: int,
     platform: str,
     names: Sequence[str] = (),
-) -> list[Any]:
-    """The sum of the contributors' values, on all workers.
+) -> list[jax.Array]:
+    """Gives the sums of the contributors' values, on all workers.
 
-    **Arguments:** `values`: of this worker; of one that does not contribute, zeros. `contributors`: places along the
-    axes, the same on all workers. `platform`: of the mesh's devices. `names`: of the parameters whose gradients the
-    values are, for reports.
+    **Arguments:**
+
+    - `values`: those of this worker; zeros where it does not contribute.
+    - `contributors`: their numbers among the workers, the same on all workers.
+    - `axes`: the mesh axes of the workers, major first.
+    - `num_workers`: the number of workers along these axes.
+    - `platform`: that of the mesh's devices.
+    - `names`: of the parameters whose gradients the values are, for reports; empty: none.
     """
     mine, values = sorted(contributors), list(values)
     names = names or [""] * len(values)
@@ -66,12 +77,18 @@ def total_of_contributors(
 
 
 def _named(what: str, name: str, collective: Callable[..., Any], *operands: Any, **options: Any) -> Any:
+    """Calls a collective in the name scope of what it does (`SUMMED` or `HANDED`) for the parameter `name`."""
     with jax.named_scope(scope(what, name)) if name else contextlib.nullcontext():
         return collective(*operands, **options)
 
 
 def handing(contributors: Sequence[int], num_workers: int) -> list[list[tuple[int, int]]]:
-    """Rounds of (from, to): in each, everyone who has the sum hands it to one who has not."""
+    """Plans how a sum reaches the workers that lack it.
+
+    **Arguments:** `contributors`: the numbers of the workers that have it. `num_workers`: of all workers.
+
+    Returns rounds of (from, to): in each, every worker that has the sum hands it to a worker that has not.
+    """
     have, rounds = list(contributors), []
     lack = [worker for worker in range(num_workers) if worker not in contributors]
     while lack:
@@ -83,7 +100,10 @@ def handing(contributors: Sequence[int], num_workers: int) -> list[list[tuple[in
 
 
 def sent_bytes(num_bytes: int, num_contributors: int, num_workers: int) -> tuple[float, float]:
-    """Mean bytes that a worker sends for a value: to add it up, and to hand it on."""
+    """Gives the mean bytes that a worker sends for a value of `num_bytes`: to add it up, and to hand it on.
+
+    **Arguments:** `num_bytes`: of the value. `num_contributors`: the workers that add to it. `num_workers`: of all.
+    """
     if num_contributors == 0:
         return 0.0, 0.0
     return 2 * (num_contributors - 1) * num_bytes / num_workers, (

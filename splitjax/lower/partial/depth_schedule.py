@@ -1,8 +1,10 @@
-"""The programs of a step with partial backpropagation, and which one runs when.
+"""Makes the programs of a step with partial backpropagation, and says which of them runs in which step.
 
-Spatial as branches: one program, with the number of the turn as an operand. Temporal: a program per depth, or one with
-a branch per depth. The first `warmup_steps` run the program of full backpropagation. A program is compiled when it
-first runs.
+A lowered step and its depths go in, `ScheduledPrograms` come out. Depths change from step to step, and repeat after a
+cycle; making them operands or branches of few programs keeps the number of compilations small. Spatial as branches: a
+single program, with the step's number in the cycle as an operand. Spatial as programs: `workers.DispatchedStep`.
+Temporal: a program per depth, or a single one with a branch per depth. The first `warmup_steps` run the program of full
+backpropagation. A program is compiled when it first runs.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,70 +23,88 @@ from splitjax.lower.partial.hooks import PartialHooks
 from splitjax.lower.partial.lowered import Evaluated, Lowered
 from splitjax.lower.partial.step import PartialStep
 from splitjax.lower.partial.truncation import turns_scope
-from splitjax.lower.partial.workers import WorkerPrograms
+from splitjax.lower.partial.workers import DispatchedStep, Program, ProgramMaker
 from splitjax.partial.request import BRANCH
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Turned:
-    """What a step runs, by its number since the beginning of training."""
+class ScheduledPrograms:
+    """The programs of a step, to be asked for by the step's number. Each is made when it is first asked for.
+
+    - `step`: its depths and its workers.
+    - `full`: makes the program of full backpropagation.
+    - `by_slot`: temporal, makes the program of a slot's depth; None otherwise.
+    - `in_cycle`: makes the program that takes the step's number in the cycle, i32[], before the step's arguments; None
+      where there is none.
+    """
 
     step: PartialStep
-    full: Callable[[], Any]  # the program of full backpropagation
-    by_slot: Callable[[int], Any] | None  # temporal: the program of a slot's depth
-    with_turn: Callable[[], Any] | None  # one program, which takes the number of the turn
+    full: Callable[[], Program]
+    by_slot: Callable[[int], Program] | None
+    in_cycle: Callable[[], Program] | None
 
-    def at(self, step_number: int) -> Any:
-        """The program of a step: takes its positional arguments, and has `lower`."""
+    def at(self, step_number: int) -> Program:
+        """Gives the program of step `step_number`, counted from 0 since the beginning of training. It takes the step's
+        positional arguments."""
         number = step_number - self.step.request.warmup_steps
         if number < 0:
             return self.full()
-        turn = number % self.step.depths.num_turns
+        cycle_step = number % self.step.depths.num_cycle_steps
         if self.by_slot is not None:
-            return self.by_slot(self.step.depths.slot(0, turn))
-        assert self.with_turn is not None
-        return _WithTurn(self.with_turn(), turn)
+            return self.by_slot(self.step.depths.slot(0, cycle_step))
+        assert self.in_cycle is not None, "a step has programs by slot, or a program for all steps of a cycle"
+        return _AtCycleStep(self.in_cycle(), cycle_step)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _WithTurn:
-    program: Any
-    turn: int
-    num_before = 1  # operands before the step's arguments
+class _AtCycleStep:
+    """A program that takes the step's number in the cycle, with this number given."""
+
+    program: Program
+    cycle_step: int
+    num_before: ClassVar[int] = 1  # operands before the step's arguments
 
     def __call__(self, *args: Any) -> Any:
-        return self.program(np.int32(self.turn), *args)
+        return self.program(np.int32(self.cycle_step), *args)
 
     def lower(self, *args: Any) -> Any:
-        return self.program.lower(np.int32(self.turn), *args)
+        return self.program.lower(np.int32(self.cycle_step), *args)
 
 
-def turned(step: PartialStep, hooks: PartialHooks, lowered: Lowered, programs: Any) -> Turned:
-    """The programs of a step. `programs`: `entry.Programs`, which makes them."""
+def turned(step: PartialStep, hooks: PartialHooks, lowered: Lowered, programs: ProgramMaker) -> ScheduledPrograms:
+    """Gives the programs of a step.
+
+    **Arguments:** `step`: its depths and its workers. `hooks`: the evaluators of its boundaries. `lowered`: the step,
+    ready to be evaluated. `programs`: makes compiled programs.
+    """
     depths, kept = step.depths, step.kept_leaves(min(step.depths.first))
     everywhere = NamedSharding(hooks.mesh, PartitionSpec())
     full = functools.cache(lambda: programs.whole(functools.partial(lowered.run, hooks.hook)))
-    with_turn = lambda run: Turned(step, full, None, functools.cache(lambda: programs.whole(run, (everywhere,))))
+    in_cycle = lambda run: ScheduledPrograms(
+        step, full, None, functools.cache(lambda: programs.whole(run, (everywhere,)))
+    )
     if not step.is_temporal and step.request.execution == BRANCH:
-        return with_turn(
-            lambda leaves, residuals, turn: lowered.run_keeping(hooks.apart(turn), kept, leaves, residuals)
+        return in_cycle(
+            lambda leaves, residuals, cycle_step: lowered.run_keeping(hooks.apart(cycle_step), kept, leaves, residuals)
         )
     if not step.is_temporal:
-        return Turned(step, full, None, functools.cache(lambda: WorkerPrograms(step, hooks, lowered, programs)))
+        return ScheduledPrograms(
+            step, full, None, functools.cache(lambda: DispatchedStep(step, hooks, lowered, programs))
+        )
     at_depth = {
         first: functools.partial(lowered.run_keeping, hooks.together(first), step.kept_leaves(first))
         for first in depths.distinct
     }
     if step.request.execution != BRANCH:
         by_depth = functools.cache(lambda first: programs.whole(at_depth[first]))
-        return Turned(step, full, lambda slot: by_depth(depths.first[slot]), None)
+        return ScheduledPrograms(step, full, lambda slot: by_depth(depths.first[slot]), None)
 
-    def branched(leaves: Sequence[Any], residuals: Any, turn: Any) -> Evaluated:
+    def branched(leaves: Sequence[Any], residuals: Any, cycle_step: Any) -> Evaluated:
         distinct = list(at_depth)
-        slots = [depths.slot(0, number) for number in range(depths.num_turns)]
+        slots = [depths.slot(0, number) for number in range(depths.num_cycle_steps)]
         numbers = [distinct.index(depths.first[slot]) for slot in slots]
         with jax.named_scope(turns_scope([numbers.count(number) for number in range(len(distinct))])):
             branches = [at_depth[first] for first in distinct]
-            return jax.lax.switch(jnp.asarray(numbers, jnp.int32)[turn], branches, list(leaves), residuals)
+            return jax.lax.switch(jnp.asarray(numbers, jnp.int32)[cycle_step], branches, list(leaves), residuals)
 
-    return with_turn(branched)
+    return in_cycle(branched)

@@ -1,4 +1,9 @@
-"""A step ready to be evaluated: with one evaluator of its boundaries or another."""
+"""Holds a step that is ready to be evaluated: `Lowered` takes an evaluator of boundaries and the flat arguments, and
+gives the flat results.
+
+Partial backpropagation makes several programs of a step, which differ in nothing but the evaluator of boundaries, and
+in the leaves that stay what they are. So all of them are made from the same `Lowered`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,13 @@ Evaluated = tuple[list[Any], Any, Any]  # flat results, by table what was observ
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lowered:
-    """A step ready to be evaluated. `matched`: flat argument of a state leaf -> its flat result."""
+    """A step ready to be evaluated.
+
+    - `mesh`, `layout`: where it runs, and the constraints by site.
+    - `jaxpr`: the traced step, a closed jaxpr over its flat arguments.
+    - `matched`: flat argument of a state leaf -> its flat result.
+    - `sparse`: the tables that are synchronised by rows; None without `sync=`.
+    """
 
     mesh: Mesh
     layout: Layout
@@ -26,13 +37,20 @@ class Lowered:
     sparse: SparseStep | None
 
     def run(self, hook: BoundaryHook, leaves: Sequence[Any], residuals: Any) -> Evaluated:
-        """Flat arguments -> flat results, by table what was observed, and residuals."""
+        """Evaluates the step.
+
+        **Arguments:** `hook`: evaluates its gradient boundaries. `leaves`: its flat arguments. `residuals`: by table
+        that is rounded on the wire, what rounding took away in earlier steps.
+
+        Returns the flat results, by table what was observed (None without `sparse`), and the new residuals.
+        """
         if self.sparse is None:
             return evaluate(self.layout, self.jaxpr, leaves, Hooks(hook)), None, residuals
         return evaluate_sparse(self.sparse, self.mesh, self.layout, leaves, hook, self.matched, residuals)
 
     def run_keeping(self, hook: BoundaryHook, kept: Sequence[int], leaves: Sequence[Any], residuals: Any) -> Evaluated:
-        """The same, where some flat arguments stay what they are."""
+        """Evaluates the step as `run` does with `hook`, `leaves` and `residuals`, where the flat arguments `kept` stay
+        what they are."""
         results, observed, residuals = self.run(hook, leaves, residuals)
         for leaf in kept:
             results[self.matched[leaf]] = jnp.asarray(leaves[leaf])

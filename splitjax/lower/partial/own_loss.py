@@ -1,6 +1,7 @@
-"""Workers that each have the loss of their own examples: for losses that are no sum over examples, such as those behind
-batch norm.
+"""Gives each worker the loss of its own examples, where the loss is no sum over examples, such as behind batch norm.
 
+A boundary's equation and its twin for a worker's examples go in, `OwnLoss` comes out, which a runner takes as it takes
+places. With the loss of the whole batch, a worker could not stop early: the statistics' derivatives need all workers.
 The forward pass is the step's, traced with one worker's examples; its loss, its gradients and what it returns besides
 are averaged over the workers (whole numbers are added up, rows of examples put together). With batch norm every worker
 has the statistics of its own examples, as in the published prototype of partial backpropagation. That changes the
@@ -20,7 +21,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from splitjax.errors import PartialError
 from splitjax.lower import gradient
-from splitjax.lower.microbatch.places import REPLICATED, Runner, Sums
+from splitjax.lower.microbatch.places import REPLICATED, Sums
+from splitjax.lower.partial.loop_places import LoopRunner
 from splitjax.lower.products.interpret import Layout, Site, evaluate_part
 from splitjax.trace.flatten import flatten
 
@@ -29,8 +31,8 @@ _DRAWS = frozenset({"random_bits", "threefry2x32", "random_gamma", "rng_bit_gene
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Group:
-    """Positions of the boundary's operands and auxiliary results, in the words of `worker_loop.Contribution`."""
+class _Groups:
+    """The positions of the boundary's operands and auxiliary results, in the words of `worker_loop.Contribution`."""
 
     same: tuple[int, ...]  # differentiated
     shared: tuple[int, ...]  # the same for all workers
@@ -42,84 +44,128 @@ class _Group:
     fetches: tuple[int, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class OwnLoss:
-    """As `places.Places`, for one boundary. `example_dims`: per operand, `aux_dims`: per auxiliary result, of the dim
-    that holds examples."""
+@dataclasses.dataclass(frozen=True)
+class WorkerMesh:
+    """A mesh and those of its axes that the workers and the batch lie along.
 
-    boundary: gradient.Boundary
-    forward: Any  # of one worker
-    site: Site
-    layout: Layout
+    - `mesh`: the whole mesh.
+    - `axes`: the mesh axes of the workers, major first.
+    - `batch_axes`: all mesh axes that split the batch.
+    """
+
     mesh: Mesh
     axes: tuple[str, ...]
     batch_axes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OwnLoss:
+    """The places of a boundary whose workers have losses of their own: `LoopPlaces`.
+
+    - `boundary`: what the boundary differentiates.
+    - `forward`: its closed jaxpr for a worker's examples.
+    - `site`, `layout`: where it stands in the step, and the constraints by site.
+    - `workers`: the mesh and the axes of the workers.
+    - `example_dims`: per operand the dim that holds examples; None: none does.
+    - `aux_dims`: per auxiliary result the dim that holds examples; None: none does.
+    - `operands`: the boundary's; empty once its values are not read.
+    - `island_axes`: the axes over which gradients of islands are unsummed: there are no islands here.
+    """
+
+    boundary: gradient.Boundary
+    forward: Any
+    site: Site
+    layout: Layout
+    workers: WorkerMesh
     example_dims: tuple[int | None, ...]
     aux_dims: tuple[int | None, ...]
     operands: Sequence[Any] = ()
     island_axes: tuple[str, ...] = ()
 
     @property
-    def contribution(self) -> _Group:
+    def mesh(self) -> Mesh:
+        """The whole mesh."""
+        return self.workers.mesh
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes of the workers, major first."""
+        return self.workers.axes
+
+    @property
+    def contribution(self) -> _Groups:
+        """The boundary's operands and auxiliary results in groups, by position."""
         same = tuple(self.boundary.positions)
-        others = [position for position in range(len(self.example_dims)) if position not in same]
-        return _Group(
+        rest = [position for position in range(len(self.example_dims)) if position not in same]
+        return _Groups(
             same,
-            tuple(p for p in others if self.example_dims[p] is None),
-            tuple(p for p in others if self.example_dims[p] is not None),
+            tuple(p for p in rest if self.example_dims[p] is None),
+            tuple(p for p in rest if self.example_dims[p] is not None),
             tuple(k for k, dim in enumerate(self.aux_dims) if dim is None),
             tuple(k for k, dim in enumerate(self.aux_dims) if dim is not None),
         )
 
     @property
     def num_workers(self) -> int:
+        """The number of workers."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     def position(self, v: int) -> int:
+        """Gives `v`: `contribution` has positions of operands."""
         return v
 
     def inputs(self) -> tuple[list[Any], ...]:
-        one = self.contribution
+        """Gives the operands in the groups of `microbatch.places.Places.inputs`."""
+        groups = self.contribution
         of = lambda positions: [self.operands[position] for position in positions]
         return (
-            of(one.same),
+            of(groups.same),
             [],
-            of(one.shared),
-            of(one.cuts),
+            of(groups.shared),
+            of(groups.cuts),
             [],
             [jnp.arange(self.mesh.shape[axis], dtype=jnp.int32) for axis in self.axes],
         )
 
     def in_specs(self) -> tuple[list[PartitionSpec], ...]:
-        one = self.contribution
-        cut = [_at(self.example_dims[position], self.axes) for position in one.cuts]
+        """Gives the specs of `inputs()`: what holds examples is split over the workers."""
+        groups = self.contribution
+        cut = [_at(self.example_dims[position], self.axes) for position in groups.cuts]
         return (
-            [REPLICATED] * len(one.same),
+            [REPLICATED] * len(groups.same),
             [],
-            [REPLICATED] * len(one.shared),
+            [REPLICATED] * len(groups.shared),
             cut,
             [],
             [PartitionSpec(axis) for axis in self.axes],
         )
 
     def row_specs(self) -> tuple[list[PartitionSpec], ...]:
+        """Gives the specs of the auxiliary results that hold examples, split over the workers."""
         return [_at(self.aux_dims[k], self.axes) for k in self.contribution.stacked], [], []
 
     def whole_row_specs(self) -> tuple[list[PartitionSpec], ...]:
-        return [_at(self.aux_dims[k], self.batch_axes) for k in self.contribution.stacked], [], []
+        """Gives the specs of the auxiliary results that hold examples, split over all axes of the batch."""
+        return [_at(self.aux_dims[k], self.workers.batch_axes) for k in self.contribution.stacked], [], []
 
     def without_values(self) -> OwnLoss:
+        """Gives the same without the operands."""
         return dataclasses.replace(self, operands=())
 
     def with_share(self, share: int, offset: Any) -> OwnLoss:
+        """Gives the same: all workers have equal shares, so that `share` is 0 and `offset` means nothing."""
         return self
 
     def at_place(self, inputs: tuple[list[Any], ...], live: frozenset[int] | None = None) -> Sums:
-        """One worker's loss, what it returns and its gradients, each as its part of the mean."""
+        """Gives a worker's loss, what it returns and its gradients, each as its part of the mean over the workers.
+
+        **Arguments:** `inputs`: its part of `inputs()`. `live`: the positions of the operands that it differentiates;
+        None: all. The gradients of the rest are zeros.
+        """
         params, _, shared, cuts, _, _ = inputs
-        one = self.contribution
-        values = dict(zip((*one.same, *one.shared, *one.cuts), (*params, *shared, *cuts), strict=True))
-        chosen = [position for position in one.same if live is None or position in live]
+        groups = self.contribution
+        values = dict(zip((*groups.same, *groups.shared, *groups.cuts), (*params, *shared, *cuts), strict=True))
+        chosen = [position for position in groups.same if live is None or position in live]
 
         def evaluate(some: list[Any]) -> Any:
             every = values | dict(zip(chosen, some, strict=True))
@@ -136,38 +182,40 @@ class OwnLoss:
         (value, aux), grads = jax.value_and_grad(evaluate, has_aux=True, holomorphic=self.boundary.holomorphic)(
             [values[p] for p in chosen]
         )
-        found = dict(zip(chosen, grads, strict=True))
-        grads = [self._part(found[p]) if p in found else jnp.zeros_like(values[p]) for p in one.same]
+        computed = dict(zip(chosen, grads, strict=True))
+        grads = [self._part(computed[p]) if p in computed else jnp.zeros_like(values[p]) for p in groups.same]
         return (
-            (self._part(value), [self._part(aux[k]) for k in one.summed], grads),
+            (self._part(value), [self._part(aux[k]) for k in groups.summed], grads),
             [],
-            ([aux[k] for k in one.stacked], [], []),
+            ([aux[k] for k in groups.stacked], [], []),
         )
 
     def _part(self, value: Any) -> Any:
+        """Gives a worker's part of the mean of `value`, or of the sum of whole numbers."""
         value = jnp.asarray(value)
         return value / jnp.asarray(self.num_workers, value.dtype) if jnp.issubdtype(value.dtype, jnp.inexact) else value
 
-    def results(self, runner: Runner) -> list[Any]:
-        """The boundary's results."""
+    def results(self, runner: LoopRunner) -> list[Any]:
+        """Gives the boundary's results, with the loops run by `runner`."""
         (value, sums, grads), _, (rows, _, _) = runner.run(self)
-        one = self.contribution
-        aux = dict(zip((*one.summed, *one.stacked), (*sums, *rows), strict=True))
+        groups = self.contribution
+        aux = dict(zip((*groups.summed, *groups.stacked), (*sums, *rows), strict=True))
         return [value, *(aux[k] for k in range(len(aux))), *grads]
 
 
-def own_loss(
-    eqn: Any,
-    twin: Any,
-    operands: Sequence[Any],
-    site: Site,
-    layout: Layout,
-    mesh: Mesh,
-    axes: tuple[str, ...],
-    batch_axes: tuple[str, ...],
-) -> OwnLoss:
-    """A boundary whose workers have losses of their own. `twin`: its equation, traced with one worker's examples.
-    Raises `PartialError` where it draws random numbers, or differentiates examples."""
+def own_loss(eqn: Any, twin: Any, operands: Sequence[Any], site: Site, layout: Layout, workers: WorkerMesh) -> OwnLoss:
+    """Prepares a boundary whose workers have losses of their own.
+
+    **Arguments:**
+
+    - `eqn`: the boundary's equation.
+    - `twin`: the same, traced with a worker's examples.
+    - `operands`: its operands.
+    - `site`, `layout`: where it stands in the step, and the constraints by site.
+    - `workers`: the mesh and the axes of the workers.
+
+    Raises `PartialError` where the loss draws random numbers, or differentiates examples.
+    """
     boundary, local = gradient.boundary_of(eqn.params), gradient.boundary_of(twin.params)
     dims = tuple(_differs(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True))
     num_aux = boundary.num_aux
@@ -192,10 +240,11 @@ def own_loss(
             place=boundary.label,
             remedy='use assignment="temporal", or sync="dense"',
         )
-    return OwnLoss(boundary, local.forward, site, layout, mesh, axes, batch_axes, dims, aux, operands)
+    return OwnLoss(boundary, local.forward, site, layout, workers, dims, aux, operands)
 
 
 def _differs(whole: Sequence[int], part: Sequence[int]) -> int | None:
+    """Gives the dim whose size differs between two shapes of an array; None: none does."""
     return next((dim for dim, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b), None)
 
 

@@ -1,8 +1,9 @@
-"""Partial backpropagation of a step: which boundary, which workers, which cuts, and what happens to the state of layers
-that are skipped.
+"""Settles the partial backpropagation of a step: which boundary, which workers, which cuts, and what happens to the
+state of layers that are skipped.
 
-Layers that no worker differentiates in a step keep their parameters and their optimizer state; counters that belong to
-no parameter go on. Where every layer has a contributor, all state is updated as ever.
+A request (or a pinned plan) and a traced step go in, a `PartialStep` comes out, from which programs are made. Layers
+that no worker differentiates in a step keep their parameters and their optimizer state; counters that belong to no
+parameter go on. Where every layer has a contributor, all state is updated as ever.
 """
 
 from __future__ import annotations
@@ -33,11 +34,15 @@ _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartialStep:
-    """The partial backpropagation of one signature of a step.
+    """The partial backpropagation of a signature of a step.
 
-    - `site`: its gradient boundary. `axes`: the mesh axes of the workers, major first.
+    - `graph`: of the traced step.
+    - `site`: its gradient boundary.
+    - `axes`: the mesh axes of the workers, major first.
+    - `depths`: how far each slot differentiates.
     - `params`: by position of a differentiated operand of the boundary, the path of its parameter (or what the boundary
       calls it).
+    - `examples`: by slot its number of examples, where shares are balanced; else empty.
     """
 
     graph: Graph
@@ -45,128 +50,161 @@ class PartialStep:
     axes: tuple[str, ...]
     depths: Depths
     params: Mapping[int, str]
-    examples: tuple[int, ...] = ()  # by slot, where shares are balanced
+    examples: tuple[int, ...] = ()
 
     @property
     def request(self) -> PartialBackprop:
+        """The request that the depths were chosen for."""
         return self.depths.request
 
     @property
     def is_temporal(self) -> bool:
+        """Tells whether all workers share a depth, which changes from step to step."""
         return self.request.assignment == TEMPORAL
 
+    @property
+    def num_examples(self) -> int:
+        """The number of examples of the whole batch."""
+        return _num_examples(self.graph)
+
     def segment_of(self) -> dict[int, int]:
-        """By position of a differentiated operand its segment."""
+        """Gives the number of the segment by the position of a differentiated operand."""
         return {
             position: number for number, segment in enumerate(self.depths.segments) for position in segment.operands
         }
 
     def segments_for(self, eqn: Any, more: Sequence[str] = ()) -> dict[int, int]:
-        """The same for the boundary's equation with further operands behind its own, which belong to parameters
-        `more`."""
+        """Gives what `segment_of` gives for the boundary's equation `eqn`, which has further operands behind its own;
+        these belong to the parameters `more`."""
         own = self.segment_of()
         by_param = {self.params[position]: segment for position, segment in own.items()}
         return own | {position: by_param[param] for position, param in self._further(eqn, more).items()}
 
-    def truncation(self, mesh: Mesh, eqn: Any, more: Sequence[str], turn: Any) -> Truncation:
-        """Of the boundary's equation. `more` as for `segments_for`; `turn`: i32[]."""
+    def truncation(self, mesh: Mesh, eqn: Any, more: Sequence[str], cycle_step: Any) -> Truncation:
+        """Says how the boundary is truncated in a step.
+
+        **Arguments:** `mesh`: the whole mesh. `eqn`, `more`: as for `segments_for`. `cycle_step`: i32[], the step's
+        number in the cycle of the depths.
+        """
         params = {**self.params, **self._further(eqn, more)}
-        return Truncation(self.depths, self.segments_for(eqn, more), params, self.axes, mesh, turn, self.examples)
+        return Truncation(self.depths, self.segments_for(eqn, more), params, self.axes, mesh, cycle_step, self.examples)
 
     def _further(self, eqn: Any, more: Sequence[str]) -> dict[int, str]:
+        """Gives the parameter by the position of a further operand."""
         first = len(eqn.invars) - len(more)
         return {first + k: param for k, param in enumerate(more)}
 
     def skipped(self, first: int) -> frozenset[str]:
-        """The parameters that nobody differentiates where the deepest worker begins with segment `first`."""
+        """Gives the parameters that no worker differentiates where the deepest begins with segment `first`."""
         return frozenset(
             self.params[position] for segment in self.depths.segments[:first] for position in segment.operands
         )
 
     def kept_leaves(self, first: int) -> tuple[int, ...]:
-        """The flat arguments that then stay what they are: skipped parameters and the state that follows them."""
+        """Gives the flat arguments that stay what they are where the deepest worker begins with segment `first`:
+        skipped parameters and the state that follows them."""
         gone = self.skipped(first)
         return tuple(
             leaf.index for leaf in self.graph.leaves if leaf.is_state and (leaf.path in gone or leaf.follows in gone)
         )
 
-    def contributes(self, slots: Collection[int], turn: int) -> list[bool]:
-        """Per example of the batch whether it belongs to a worker in one of these slots."""
+    def contributes(self, slots: Collection[int], cycle_step: int) -> list[bool]:
+        """Tells of each example of the batch whether it belongs to a worker in one of `slots` in step `cycle_step` of a
+        cycle."""
         depths = self.depths
-        equal = (self.graph.num_examples or 0) // depths.num_slots
-        found: list[bool] = []
+        equal = self.num_examples // depths.num_slots
+        is_in: list[bool] = []
         for worker in range(depths.num_slots):
-            slot = depths.slot(worker, turn)
-            found += [slot in slots] * (self.examples[slot] if self.examples else equal)
-        return found
+            slot = depths.slot(worker, cycle_step)
+            is_in += [slot in slots] * (self.examples[slot] if self.examples else equal)
+        return is_in
 
     def share_of_steps(self, segment: int) -> float:
-        """The share of the steps of a temporal assignment in which a segment is differentiated."""
-        turns = [self.depths.slot(0, turn) for turn in range(self.depths.num_turns)]
-        return sum(self.depths.first[slot] <= segment for slot in turns) / len(turns)
+        """Gives the share of the steps of a temporal assignment in which segment number `segment` is differentiated."""
+        slots = [self.depths.slot(0, cycle_step) for cycle_step in range(self.depths.num_cycle_steps)]
+        return sum(self.depths.first[slot] <= segment for slot in slots) / len(slots)
 
 
 def find_partial(
     request: PartialBackprop | None, pinned: PartialPlan | None, graph: Graph, jaxpr: Any, plan: Plan, place: str
 ) -> PartialStep | None:
-    """How a step is differentiated partially: as a pinned plan says, or as asked for; None where neither does. Raises
-    `PartialError` where it cannot be, `PlanError` where the pinned plan is of another step."""
+    """Settles how a step is differentiated partially.
+
+    **Arguments:**
+
+    - `request`: what is asked for; None: nothing.
+    - `pinned`: what a pinned plan says, which then counts instead; None: nothing.
+    - `graph`, `jaxpr`, `plan`: the step's graph, its closed jaxpr and its plan.
+    - `place`: what an error names as its place.
+
+    Returns None where neither asks for it. Raises `PartialError` where the step cannot be differentiated partially,
+    `PlanError` where the pinned plan is of another step, and `BatchError` where the examples cannot be balanced.
+    """
     request = request if pinned is None else pinned_request(pinned)
     if request is None:
         return None
     site = find_boundary(graph, jaxpr, place)
     axes = worker_axes(graph, plan)
-    found, params = stages_of(graph, jaxpr, site, request)
+    stages, params = stages_of(graph, jaxpr, site, request)
     num_workers = plan.mesh.size(axes)
     depths = (
-        choose_depths(found, request, num_workers, place)
+        choose_depths(stages, request, num_workers, place)
         if pinned is None
-        else pinned_depths(found, pinned, request, num_workers)
+        else pinned_depths(stages, pinned, request, num_workers)
     )
     if not request.rebalance:
         return PartialStep(graph, site, axes, depths, params)
     examples, unit = () if pinned is None else pinned.examples, devices_of_worker(plan, axes)
     # the plan was made for another batch, or for none
-    if sum(examples) != graph.num_examples or any(one % unit for one in examples):
-        examples = balanced_examples(depths, graph.num_examples, place, unit)
+    if sum(examples) != graph.num_examples or any(share % unit for share in examples):
+        examples = balanced_examples(depths, _num_examples(graph), place, unit)
     return PartialStep(graph, site, axes, depths, params, examples)
 
 
 def devices_of_worker(plan: Plan, axes: tuple[str, ...]) -> int:
-    """How many devices share the examples of one worker, in equal parts: the places along the other batch axes."""
+    """Counts the devices that share the examples of a worker in equal parts: the places along the batch axes of `plan`
+    that are none of `axes`, those of the workers."""
     return plan.mesh.size(tuple(axis for axis in plan.mesh.present(plan.batch_axes) if axis not in axes))
 
 
 def stages_of(
     graph: Graph, jaxpr: Any, site: Site, request: PartialBackprop | None = None
 ) -> tuple[Stages, dict[int, str]]:
-    """The stages of a boundary, with measured times where the request has them; by operand the path of its
-    parameter."""
+    """Finds the stages of a boundary.
+
+    **Arguments:** `graph`, `jaxpr`: the step's graph and its closed jaxpr. `site`: of the boundary. `request`: its
+    measured times replace the predicted ones, where it has some.
+
+    Returns the stages, and by position of a differentiated operand the path of its parameter. Raises `PartialError`
+    where the measured times are of another step.
+    """
     boundary = gradient.boundary_of(equation_at(jaxpr, site).params)
-    known = {(one.site, one.result): one.param for one in graph.gradients}
+    known = {(leaf.site, leaf.result): leaf.param for leaf in graph.gradients}
     layers = {param: layer.name for layer in graph.layers for param in layer.params}
     params = {position: known.get((site, result), boundary.names[position]) for result, position in boundary.gradients}
-    found = find_stages(
+    stages = find_stages(
         boundary.forward, boundary.positions, {position: layers.get(param, param) for position, param in params.items()}
     )
     measured = None if request is None else request.measured
     if measured is not None:
         seconds = dict(zip(measured.layers, measured.backward_seconds, strict=True))
-        other = [stage.name for stage in found.stages if stage.name not in seconds]
-        if other:
+        missing = [stage.name for stage in stages.stages if stage.name not in seconds]
+        if missing:
             raise PartialError(
                 "the measured times are of another step: they have no such layer",
-                value=other[0],
+                value=missing[0],
                 place=boundary.label,
                 remedy="call step.advise on this step, and pass its .measured",
             )
-        found = with_times(found, seconds, measured.forward_seconds)
-    return found, params
+        stages = with_times(stages, seconds, measured.forward_seconds)
+    return stages, params
 
 
 def worker_axes(graph: Graph, plan: Plan) -> tuple[str, ...]:
-    """The batch axes over which no parameter is split while it is used: each place along them is a worker, whatever it
-    shares its examples with along the others."""
+    """Gives the batch axes of `plan` over which no parameter of the step is split while it is used.
+
+    Each place along them is a worker, whatever it shares its examples with along the other axes. `graph`: the step's.
+    """
     used: set[str] = set()
     for leaf in plan.leaves:
         if leaf.role == "param":
@@ -175,7 +213,12 @@ def worker_axes(graph: Graph, plan: Plan) -> tuple[str, ...]:
 
 
 def find_boundary(graph: Graph, jaxpr: Any, place: str) -> Site:
-    """The step's one gradient boundary. Raises `PartialError` where it has none, or several, or takes it in a loop."""
+    """Finds the only gradient boundary of a step.
+
+    **Arguments:** `graph`, `jaxpr`: the step's graph and its closed jaxpr. `place`: what an error names as its place.
+
+    Raises `PartialError` where the step has no boundary, several, or one in a loop, or has no batch.
+    """
     if graph.num_boundaries == 0:
         raise PartialError(
             "the step takes its gradient with plain JAX, or none at all, so there is nothing to end early",
@@ -200,8 +243,14 @@ def find_boundary(graph: Graph, jaxpr: Any, place: str) -> Site:
     return sites[0]
 
 
+def _num_examples(graph: Graph) -> int:
+    assert graph.num_examples is not None, "find_boundary refuses a step without a batch"
+    return graph.num_examples
+
+
 def _sites(jaxpr: Any, place: str, prefix: Site = (), inside: str = "") -> list[Site]:
-    found: list[Site] = []
+    """Lists the boundaries of a jaxpr that stands at `prefix`; `inside` names the loop around it, if there is one."""
+    sites: list[Site] = []
     for index, eqn in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
         if gradient.is_boundary(eqn):
             if inside:
@@ -211,9 +260,9 @@ def _sites(jaxpr: Any, place: str, prefix: Site = (), inside: str = "") -> list[
                     place=place,
                     remedy="decorate the loop's body, which takes it once",
                 )
-            found.append((*prefix, index))
+            sites.append((*prefix, index))
         elif holds_boundary(eqn):
             within = inside or ("" if eqn.primitive.name in _CALLS else eqn.primitive.name)
             for number, body in enumerate(bodies(eqn)):
-                found += _sites(body, place, (*prefix, index, number), within)
-    return found
+                sites += _sites(body, place, (*prefix, index, number), within)
+    return sites

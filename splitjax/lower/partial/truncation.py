@@ -1,8 +1,9 @@
-"""A gradient boundary whose workers differentiate to different depths (`partial.depths`): what the loop over
-microbatches is told of it.
+"""Truncates the backward pass of a boundary by worker: tells the loop over microbatches how far each worker goes.
 
-One program for all workers: each takes the branch of its depth, in which no collective over the workers' axes stands;
-then every segment's gradient is added up over the workers that computed it (`contributors.py`).
+The depths of a step and the places of a boundary's loops go in, sums over all workers come out. A single program serves
+all workers: each takes the branch of its depth, in which no collective over the workers' axes stands; then every
+segment's gradient is added up over the workers that computed it (`allreduce`). A collective inside a branch would wait
+for workers that never enter it.
 """
 
 from __future__ import annotations
@@ -17,25 +18,31 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from splitjax.lower.microbatch.convolutions import with_cpu_layouts
-from splitjax.lower.microbatch.places import REPLICATED, Places, Sums, over_places
+from splitjax.lower.microbatch.places import REPLICATED, Sums, over_places
 from splitjax.lower.partial.allreduce import in_groups, total_of_contributors
+from splitjax.lower.partial.loop_places import LoopPlaces
 from splitjax.partial.depths import Depths
 
 
-def turns_scope(num_turns: Sequence[int], what: str = "turns") -> str:
-    """The name scope of a choice among branches by the number of the turn, so many of which take each; or of `depths`,
-    by worker, so many of which take each. `report.hlo` counts by it."""
-    return f"splitjax:{what}:{'.'.join(map(str, num_turns))}"
+def turns_scope(counts: Sequence[int], what: str = "turns") -> str:
+    """Gives the name scope of a choice among branches, by which `report.hlo` counts what runs how often.
+
+    **Arguments:** `counts`: by branch the number of those that take it. `what`: "turns" where these are the steps of a
+    cycle, "depths" where they are workers.
+    """
+    return f"splitjax:{what}:{'.'.join(map(str, counts))}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Truncation:
-    """How one boundary is truncated.
+    """Says how a boundary is truncated, and runs its loops so: a `LoopRunner`.
 
-    - `segments`, `params`: by position of a differentiated operand, its segment and the path of its parameter. `axes`:
-      the mesh axes of the workers, major first.
-    - `turn`: i32[], the number of the step among those of `depths.num_turns`.
-    - `examples`: by slot how many it takes, where they differ.
+    - `depths`: how far each slot differentiates.
+    - `segments`, `params`: by position of a differentiated operand, its segment and the path of its parameter.
+    - `axes`: the mesh axes of the workers, major first.
+    - `mesh`: the whole mesh.
+    - `cycle_step`: i32[], the step's number in the cycle of the depths.
+    - `examples`: by slot its number of examples, where shares are balanced; else empty.
     """
 
     depths: Depths
@@ -43,45 +50,47 @@ class Truncation:
     params: Mapping[int, str]
     axes: tuple[str, ...]
     mesh: Mesh
-    turn: Any
-    examples: tuple[int, ...] = ()  # by slot, where shares are balanced
+    cycle_step: Any
+    examples: tuple[int, ...] = ()
 
     @property
     def num_workers(self) -> int:
+        """The number of workers, which is that of the slots."""
         return self.depths.num_slots
 
     @property
     def platform(self) -> str:
+        """The platform of the mesh's devices, such as `cpu`."""
         return self.mesh.devices.flat[0].platform
 
     def live(self, first: int) -> frozenset[int]:
-        """The operands that a worker differentiates whose first segment this is."""
+        """Gives the positions of the operands that a worker differentiates whose first segment is number `first`."""
         return frozenset(position for position, segment in self.segments.items() if segment >= first)
 
     def place(self, places: Mapping[str, Any]) -> Any:
-        """A worker's number from its places along the axes."""
+        """Gives a worker's number, i32[], from its `places` along the axes, i32[] each."""
         number = jnp.zeros((), jnp.int32)
         for axis in self.axes:
             number = number * self.mesh.shape[axis] + places[axis]
         return number
 
-    def run(self, places: Places) -> Sums:
-        """Each worker's loop by its depth (`places.Runner`)."""
+    def run(self, places: LoopPlaces) -> Sums:
+        """Runs each worker's loop to its depth, in a `shard_map` over `places`, and adds up over the workers."""
         variants = sorted({self.variant(slot) for slot in range(self.num_workers)}, reverse=True)
         table = jnp.asarray([variants.index(self.variant(slot)) for slot in range(self.num_workers)], jnp.int32)
-        counts = [sum(self.variant(slot) == one for slot in range(self.num_workers)) for one in variants]
+        counts = [sum(self.variant(slot) == variant for slot in range(self.num_workers)) for variant in variants]
         offsets = jnp.asarray(
             [
-                [self.offset(worker, turn) for worker in range(self.num_workers)]
-                for turn in range(self.depths.num_turns)
+                [self.offset(worker, number) for worker in range(self.num_workers)]
+                for number in range(self.depths.num_cycle_steps)
             ],
             jnp.int32,
         )
 
-        def run(inputs: tuple[list[Any], ...], turn: Any) -> Sums:
+        def run(inputs: tuple[list[Any], ...], cycle_step: Any) -> Sums:
             number = self.place({name: place[0] for name, place in zip(places.axes, inputs[-1], strict=True)})
-            slot = (number + turn) % self.num_workers if self.depths.request.rotate else number
-            offset = offsets[turn % self.depths.num_turns, number]
+            slot = (number + cycle_step) % self.num_workers if self.depths.request.rotate else number
+            offset = offsets[cycle_step % self.depths.num_cycle_steps, number]
             branches = [
                 lambda given, start, first=first, share=share: places.with_share(share, start).at_place(
                     given, self.live(first)
@@ -92,59 +101,72 @@ class Truncation:
                 branches = [with_cpu_layouts(branch) for branch in branches]
             with jax.named_scope(turns_scope(counts, "depths")):
                 totals, unsummed, rows = lax.switch(table[slot], branches, inputs, offset)
-            return self.summed(places, totals, turn), [one[None] for one in unsummed], rows
+            return self.summed(places, totals, cycle_step), [grad[None] for grad in unsummed], rows
 
         out_specs = REPLICATED, PartitionSpec(places.axes), places.row_specs()
-        return over_places(places, run, out_specs, (REPLICATED,))(places.inputs(), self.turn)
+        return over_places(places, run, out_specs, (REPLICATED,))(places.inputs(), self.cycle_step)
 
     def variant(self, slot: int) -> tuple[int, int]:
-        """What a slot's loop depends on: the first segment that it differentiates, and its share of the examples (0
-        where all are equal)."""
+        """Gives what the loop of slot number `slot` depends on: the first segment that it differentiates, and its share
+        of the examples (0 where all are equal)."""
         return self.depths.first[slot], self.examples[slot] if self.examples else 0
 
-    def offset(self, worker: int, turn: int) -> int:
-        """The number of a worker's first example."""
-        return sum(self.examples[self.depths.slot(before, turn)] for before in range(worker)) if self.examples else 0
+    def offset(self, worker: int, cycle_step: int) -> int:
+        """Gives the number of the first example of worker number `worker` in step `cycle_step` of a cycle; 0 where
+        shares are equal."""
+        return (
+            sum(self.examples[self.depths.slot(before, cycle_step)] for before in range(worker)) if self.examples else 0
+        )
 
-    def summed(self, places: Places, totals: Any, turn: Any) -> Any:
-        """(loss, sums, gradients) of this worker as those of all; inside a `shard_map` over the workers."""
+    def summed(self, places: LoopPlaces, totals: Any, cycle_step: Any) -> Any:
+        """Adds this worker's totals up over all workers, inside a `shard_map` over them.
+
+        **Arguments:** `places`: those of the workers. `totals`: (loss, sums, gradients) of this worker. `cycle_step`:
+        i32[].
+        """
         value, sums, grads = totals
         value, sums = lax.psum((value, sums), places.axes)
-        return value, sums, self.total(grads, [places.position(v) for v in places.contribution.same], turn)
+        return value, sums, self.total(grads, [places.position(v) for v in places.contribution.same], cycle_step)
 
-    def total(self, values: Sequence[Any], positions: Sequence[int], turn: Any) -> list[Any]:
-        """Gradients of some operands added up over their contributors, and scaled by the estimator."""
-        values, found = list(values), {}
+    def total(self, values: Sequence[Any], positions: Sequence[int], cycle_step: Any) -> list[Any]:
+        """Adds gradients up over their contributors, and scales them by the estimator.
+
+        **Arguments:** `values`: this worker's gradients of some operands. `positions`: of these operands.
+        `cycle_step`: i32[].
+        """
+        values, members = list(values), {}
         for segment in range(len(self.depths.segments)):
-            found[segment] = [k for k, position in enumerate(positions) if self.segments[position] == segment]
+            members[segment] = [k for k, position in enumerate(positions) if self.segments[position] == segment]
         names = [self.params.get(position, "") for position in positions]
-        turned = [
-            lambda parts, number=number: self._turned(parts, names, found, number)
-            for number in range(self.depths.num_turns)
+        sums = [
+            lambda parts, number=number: self._sums_at(parts, names, members, number)
+            for number in range(self.depths.num_cycle_steps)
         ]
-        if len(turned) == 1 or not in_groups(self.axes, self.platform):  # all turns are alike
-            values = turned[0](values)
+        if len(sums) == 1 or not in_groups(self.axes, self.platform):  # all steps of the cycle are alike
+            values = sums[0](values)
         else:
-            with jax.named_scope(turns_scope([1] * len(turned))):
-                values = lax.switch(turn % len(turned), turned, values)
+            with jax.named_scope(turns_scope([1] * len(sums))):
+                values = lax.switch(cycle_step % len(sums), sums, values)
         return [self.scaled(value, position) for value, position in zip(values, positions, strict=True)]
 
     def scaled(self, value: Any, position: int) -> Any:
-        """A sum of contributions as the estimate of the whole gradient."""
-        shares = [one / sum(self.examples) for one in self.examples] or None
+        """Scales `value`, a sum of contributions to the gradient of operand number `position`, to an estimate of the
+        whole gradient."""
+        shares = [share / sum(self.examples) for share in self.examples] or None
         factor = self.depths.scale(self.segments[position], shares)
         return value if factor == 1.0 else value * jnp.asarray(factor, value.dtype)
 
-    def _turned(
-        self, values: Sequence[Any], names: Sequence[str], found: Mapping[int, Sequence[int]], turn: int
+    def _sums_at(
+        self, values: Sequence[Any], names: Sequence[str], members: Mapping[int, Sequence[int]], cycle_step: int
     ) -> list[Any]:
-        """The sums in one turn, whose contributors are known."""
+        """Gives the sums in a step of the cycle, whose contributors are known. `members`: by segment the numbers of its
+        values."""
         results: dict[int, Any] = {}
         workers = range(self.num_workers)
-        for segment, members in found.items():
+        for segment, numbers in members.items():
             slots = set(self.depths.contributors(segment))
-            who = [worker for worker in workers if self.depths.slot(worker, turn) in slots]
-            parts, called = [values[k] for k in members], [names[k] for k in members]
+            who = [worker for worker in workers if self.depths.slot(worker, cycle_step) in slots]
+            parts, called = [values[k] for k in numbers], [names[k] for k in numbers]
             sums = total_of_contributors(parts, who, self.axes, self.num_workers, self.platform, called)
-            results.update(zip(members, sums, strict=True))
+            results.update(zip(numbers, sums, strict=True))
         return [results[k] for k in range(len(values))]

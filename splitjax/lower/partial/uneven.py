@@ -1,8 +1,10 @@
-"""Workers with different numbers of examples: each takes its range out of the whole batch, which every worker is given.
+"""Gives workers different numbers of examples: each takes its range out of the whole batch, which all workers get.
 
-As `batch_split.Split`, for one microbatch. Rows that come out stand in zeros of the whole batch's size, to be added up
-over the workers. Where devices share a worker's examples (`islands.py`), they do so in equal parts: shares are
-multiples of their number.
+A boundary prepared for every share goes in, a runner comes out that stands between `Places` and the runner that
+truncates. A compiled array has equal parts on all devices, so unequal ones cannot cross into a `shard_map`; the whole
+batch can. `UnevenSplit` cuts as `batch_split.Split` does, for a single microbatch. Rows that come out stand in zeros of
+the whole batch's size, to be added up over the workers. Where devices share a worker's examples (`islands.py`), they do
+so in equal parts: shares are multiples of their number.
 """
 
 from __future__ import annotations
@@ -14,20 +16,28 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from splitjax.lower.microbatch.accumulate import Evaluator
 from splitjax.lower.microbatch.batch_split import Slot, Split
 from splitjax.lower.microbatch.example_relation import Layout
 from splitjax.lower.microbatch.liveness import WHOLE
-from splitjax.lower.microbatch.places import REPLICATED, Places, Runner, Sums
+from splitjax.lower.microbatch.loop import Job
+from splitjax.lower.microbatch.places import REPLICATED, Places, Sums
 from splitjax.lower.microbatch.worker_loop import Contribution
+from splitjax.lower.partial.loop_places import LoopRunner
 
 
 @dataclasses.dataclass(frozen=True)
 class UnevenSplit(Split):
-    """`share` of `whole` examples, from number `offset` (i32[]) on, of a place along the axes `workers`; other axes
-    that are manual divide it."""
+    """Cuts a range of examples out of the whole batch for a place along the axes of the workers. Other axes that are
+    manual divide the range.
+
+    - `share`: the number of its examples.
+    - `whole`: that of the whole batch.
+    - `offset`: i32[], the number of its first example.
+    - `workers`: the mesh axes of the workers.
+    """
 
     share: int = 0
     whole: int = 0
@@ -35,31 +45,39 @@ class UnevenSplit(Split):
     workers: tuple[str, ...] = ()
 
     @property
-    def num_contributions(self) -> float:  # type: ignore[override]
-        """By what a value that is the same for all workers is divided to be this worker's part of it."""
+    def num_contributions(self) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]  # `Split` counts parts
+        """The divisor that makes a value that is the same for all workers this worker's part of it."""
         return self.whole / self.share * math.prod(self._sizes(inside=True))
 
     def _sizes(self, inside: bool) -> tuple[int, ...]:
-        """Of the axes that divide a worker's share: those that are manual (or not)."""
+        """Gives the sizes of the axes that divide a worker's share: those that are manual (`inside`), or the rest."""
         return tuple(size for name, size in self.axes if name not in self.workers and (name in self.manual) == inside)
 
     @property
     def held(self) -> tuple[Any, ...]:
+        """The traced values that it works with: the offset."""
         return (self.offset,)
 
     def holding(self, held: tuple[Any, ...]) -> Split:
+        """Gives the same split with the values of `held`."""
         return dataclasses.replace(self, offset=held[0])
 
     def cut(self, value: Any, layout: Layout, whole_over: Any = ()) -> Any:
+        """Gives the whole `value` with a leading dim of 1, for the only microbatch; `layout` and `whole_over` do not
+        matter, since every worker is given all of it."""
         return jnp.asarray(value)[None]
 
     def cut_spec(self, rank: int, layout: Layout) -> PartitionSpec:
+        """Gives the spec of a cut value, which is replicated whatever its `rank` and `layout`."""
         return PartitionSpec()
 
     def part(self, cut: Any, layout: Layout) -> Any:
+        """Gives this worker's range of a whole value `cut` whose examples lie as `layout` says."""
         return self._range(cut, layout)
 
     def take(self, whole: Any, layout: Layout, slot: Slot) -> Any:
+        """Gives the part of a `whole` value, laid out as `layout` says, for the place along the manual axes that `slot`
+        holds."""
         own = self._range(jnp.asarray(whole), layout)
         parts = self._sizes(inside=True)
         if not parts:
@@ -74,15 +92,22 @@ class UnevenSplit(Split):
         return jnp.reshape(own, (*shape[:dim], layout.major * each * layout.minor, *shape[dim + 1 :]))
 
     def apart(self, part: Any, layout: Layout, whole_size: int) -> Any:
+        """Takes the example dim of a `part` apart by axes, so that it can cross into an island or out of it.
+
+        **Arguments:** `layout`: where its examples lie. `whole_size`: of this dim in the whole value (not needed here).
+        """
         shape, dim = part.shape, layout.dim
         sizes = [1 if name in self.workers or name in self.manual else size for name, size in self.axes]
         each = self.share // math.prod((*self._sizes(inside=True), *self._sizes(inside=False)))
         return jnp.reshape(part, (*shape[:dim], layout.major, *sizes, each, layout.minor, *shape[dim + 1 :]))
 
     def together(self, apart: Any, layout: Layout) -> Any:
+        """Gives the part again that `apart` was made from; its examples lie as `layout` says."""
         return Split.part(self, apart, layout)
 
     def uncut_local(self, part: Any, layout: Layout, whole_size: int) -> Any:
+        """Puts a `part`, whose examples lie as `layout` says, at its place in zeros of the whole value's size along
+        that dim, `whole_size`."""
         shape, dim = part.shape, layout.dim
         around = (*shape[:dim], layout.major, self.whole, layout.minor, *shape[dim + 1 :])
         rows = jnp.reshape(part, (*shape[:dim], layout.major, self.share, layout.minor, *shape[dim + 1 :]))
@@ -90,9 +115,12 @@ class UnevenSplit(Split):
         return jnp.reshape(placed, (*shape[:dim], whole_size, *shape[dim + 1 :]))
 
     def join(self, stacked: Any, layout: Layout, whole_size: int) -> Any:
+        """Gives the whole value from the sum over workers, `stacked`, which has a leading dim of 1; `layout` and
+        `whole_size` are not needed, as `uncut_local` used them."""
         return stacked[0]
 
     def _range(self, value: Any, layout: Layout) -> Any:
+        """Gives this worker's range of a whole value."""
         shape, dim = value.shape, layout.dim
         value = jnp.reshape(value, (*shape[:dim], layout.major, self.whole, layout.minor, *shape[dim + 1 :]))
         value = lax.dynamic_slice_in_dim(value, self.offset, self.share, dim + 1)
@@ -101,57 +129,78 @@ class UnevenSplit(Split):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Balanced:
-    """Places whose shares differ, as `places.Places`. `jobs`: the boundary prepared for every share (`loop.Job`);
-    `places`: as of equal shares, in whose words results come out. Rows are among the sums here."""
+    """Places whose shares differ: `LoopPlaces`. Rows are among the sums here.
+
+    - `places`: as of equal shares, in whose words results come out.
+    - `jobs`: by share the boundary prepared for it.
+    - `num_examples`: of the whole batch.
+    - `share`, `offset`: the number of examples of a worker, and the number of its first, i32[]; 0 until it is chosen.
+    """
 
     places: Places
-    jobs: Mapping[int, Any]
+    jobs: Mapping[int, Job]
     num_examples: int
     share: int = 0
     offset: Any = 0
 
     @property
     def island_axes(self) -> tuple[str, ...]:
+        """The axes over which gradients of islands are unsummed."""
         return self.places.island_axes
 
     @property
     def axes(self) -> tuple[str, ...]:
+        """The mesh axes of the places, major first."""
         return self.places.axes
 
     @property
-    def mesh(self) -> Any:
+    def mesh(self) -> Mesh:
+        """The whole mesh."""
         return self.places.mesh
 
     @property
     def contribution(self) -> Contribution:
-        one = self.places.contribution
-        return dataclasses.replace(one, summed=(*one.summed, *one.stacked, *one.sliced), stacked=(), sliced=())
+        """The values that a place's loop adds up, rows included."""
+        own = self.places.contribution
+        return dataclasses.replace(own, summed=(*own.summed, *own.stacked, *own.sliced), stacked=(), sliced=())
 
     def position(self, v: int) -> int:
+        """Gives the position among the boundary's operands of the value `v`."""
         return self.places.position(v)
 
     def without_values(self) -> Balanced:
+        """Gives the same without the values that cross into the loops."""
         return dataclasses.replace(self, places=self.places.without_values())
 
     def with_share(self, share: int, offset: Any) -> Balanced:
-        """The same for a worker that takes `share` examples from number `offset` on."""
+        """Gives the same for a worker that takes `share` examples from number `offset` (i32[]) on."""
         return dataclasses.replace(self, share=share, offset=offset)
 
     def inputs(self) -> tuple[list[Any], ...]:
+        """Gives what crosses into the loops, with whole values instead of slices."""
         params, islands, constants, _, ahead, places = self.places.inputs()
-        one = self.places.contribution
-        return params, islands, constants, [self.places.env[v, WHOLE] for v in one.cuts], ahead, places
+        whole = [self.places.env[v, WHOLE] for v in self.places.contribution.cuts]
+        return params, islands, constants, whole, ahead, places
 
     def in_specs(self) -> tuple[list[PartitionSpec], ...]:
+        """Gives the specs of `inputs()`: whole values are replicated."""
         params, islands, constants, cuts, ahead, places = self.places.in_specs()
         return params, islands, constants, [REPLICATED] * len(cuts), ahead, places
 
     def row_specs(self) -> tuple[list[PartitionSpec], ...]:
+        """Gives no specs: rows are among the sums."""
         return [], [], []
 
-    whole_row_specs = row_specs
+    def whole_row_specs(self) -> tuple[list[PartitionSpec], ...]:
+        """Gives no specs: rows are among the sums."""
+        return self.row_specs()
 
     def at_place(self, inputs: tuple[list[Any], ...], live: frozenset[int] | None = None) -> Sums:
+        """Runs the loop of a worker with its share of the examples.
+
+        **Arguments:** `inputs`: its part of `inputs()`. `live`: the positions of the operands that it differentiates;
+        None: all.
+        """
         job, split = self.jobs[self.share], self.places.split
         own = UnevenSplit(
             split.num_microbatches,
@@ -167,39 +216,47 @@ class Balanced:
             job.islands, evaluator=_divided(job.islands.evaluator, own, {*split.manual, *job.islands.axes})
         )
         job = dataclasses.replace(job, evaluator=dataclasses.replace(job.evaluator, split=own), islands=islands)
-        one = dataclasses.replace(
+        shared = dataclasses.replace(
             self.places, job=job, contribution=dataclasses.replace(self.places.contribution, job=job)
         )
         params, islands, constants, cuts, ahead, places = inputs
-        (value, sums, grads), unsummed, (stacked, sliced, _) = one.at_place(
+        (value, sums, grads), unsummed, (stacked, sliced, _) = shared.at_place(
             (params, islands, constants, [cut[None] for cut in cuts], ahead, places), live
         )
         return (value, [*sums, *(row[0] for row in (*stacked, *sliced))], grads), unsummed, ([], [], [])
 
 
 def _divided(evaluator: Evaluator, split: UnevenSplit, manual: set[str]) -> Evaluator:
-    """The evaluator of an island, in which more axes are manual."""
+    """Gives the evaluator of an island, in which more axes are manual."""
     return dataclasses.replace(evaluator, split=dataclasses.replace(split, manual=frozenset(manual)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Balancing:
-    """A runner that gives workers unequal shares and leaves the rest to another."""
+    """A `microbatch.places.Runner` that gives workers unequal shares and leaves the rest to another runner.
 
-    runner: Runner
-    jobs: Mapping[int, Any]
+    - `runner`: runs the loops.
+    - `jobs`: by share the boundary prepared for it.
+    - `num_examples`: of the whole batch.
+    """
+
+    runner: LoopRunner
+    jobs: Mapping[int, Job]
     num_examples: int
 
     def run(self, places: Places) -> Sums:
+        """Runs the loops of all `places`, and cuts the rows out of the sums as the places expect them."""
         totals, unsummed, _ = self.runner.run(Balanced(places, self.jobs, self.num_examples))
         value, every, grads = totals
-        one = places.contribution
-        sums, rows = every[: len(one.summed)], every[len(one.summed) :]
+        contribution = places.contribution
+        num_sums, num_stacked = len(contribution.summed), len(contribution.stacked)
+        sums, rows = every[:num_sums], every[num_sums:]
         cut = [
             places.split.cut(row, places.job.info(v).layout)
-            for v, row in zip((*one.stacked, *one.sliced), rows, strict=True)
+            for v, row in zip((*contribution.stacked, *contribution.sliced), rows, strict=True)
         ]
-        return (value, sums, grads), unsummed, (cut[: len(one.stacked)], cut[len(one.stacked) :], [])
+        return (value, sums, grads), unsummed, (cut[:num_stacked], cut[num_stacked:], [])
 
     def scaled(self, value: Any, position: int) -> Any:
+        """Scales `value`, a sum of contributions to the gradient of operand number `position`, as `runner` does."""
         return self.runner.scaled(value, position)

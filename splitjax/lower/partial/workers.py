@@ -1,11 +1,15 @@
-"""The programs of a step whose workers run programs of their own (`rows.py`), as one callable."""
+"""Makes a callable of the programs of a step whose workers run programs of their own (`rows.py`).
+
+A lowered step and the evaluators of its boundaries go in, a `DispatchedStep` comes out, which is called and lowered as
+what `jax.jit` returns. So whoever runs, measures or prints a step's program need not know that it is several.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,68 +23,116 @@ from splitjax.lower.partial.rows import Capture, Captured, Given, RowPrograms, S
 from splitjax.lower.partial.step import PartialStep
 
 
+class Program(Protocol):
+    """A program as `jax.jit` gives it: it can be called, and lowered without being run."""
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the program on `args`."""
+        ...
+
+    def lower(self, *args: Any) -> Any:
+        """Lowers the program for `args`, arrays or `ShapeDtypeStruct`s."""
+        ...
+
+
+class ProgramMaker(Protocol):
+    """Makes programs of a signature of a step: what this room needs of `compile.programs.Programs`."""
+
+    def whole(
+        self,
+        evaluate_step: Callable[..., Evaluated],
+        extra: tuple[Any, ...] = (),
+        donate_extra: tuple[int, ...] = (),
+    ) -> Program:
+        """Makes the program of a whole step.
+
+        **Arguments:** `evaluate_step(leaves, residuals, *extra)`: evaluates it. `extra`: shardings of its further
+        operands. `donate_extra`: the numbers of those that it consumes.
+        """
+        ...
+
+    def part(self, evaluate_part: Callable[[list[Any], Any], Any], out_shardings: Any) -> Program:
+        """Makes a program that takes the step's operands and consumes none.
+
+        **Arguments:** `evaluate_part(leaves, residuals)`: evaluates it. `out_shardings`: of its results; None: as they
+        come.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class WorkerPrograms:
-    """Takes the number of the turn, then the step's arguments. `programs`: `entry.Programs`."""
+class DispatchedStep:
+    """A step whose workers run programs of their own.
+
+    It is called with its number in the cycle of the depths, then with its arguments.
+
+    - `step`: its depths and its workers.
+    - `hooks`: the evaluators of its boundaries.
+    - `lowered`: the step, ready to be evaluated.
+    - `programs`: makes the programs.
+    """
 
     step: PartialStep
     hooks: PartialHooks
     lowered: Lowered
-    programs: Any
+    programs: ProgramMaker
 
-    def __call__(self, turn: Any, *args: Any) -> Any:
+    def __call__(self, cycle_step: Any, *args: Any) -> Any:
         inputs = self.before(*args)
-        sums = self.rows(inputs, self.slots(int(turn)))
-        return self.after(Specs.of(inputs))(turn, sums, *args)
+        sums = self.rows(inputs, self.slots(int(cycle_step)))
+        return self.after(Specs.of(inputs))(cycle_step, sums, *args)
 
-    def lower(self, turn: Any, *args: Any) -> LoweredPrograms:
-        """All programs of one turn, as `jax.jit`'s `lower` gives one."""
+    def lower(self, cycle_step: Any, *args: Any) -> LoweredPrograms:
+        """Lowers all programs of step `cycle_step` of a cycle for the step's `args`, as `lower` of `jax.jit` does."""
         parts = {"before": self.before.lower(*args)}
         specs = Specs.of(parts["before"].compile().output_shardings)
         local = self.rows.local_inputs(self.rows.input_types)
-        for place, slot in self.slots(int(turn)).items():
+        for place, slot in self.slots(int(cycle_step)).items():
             if place in self.rows.mine:
                 mesh = self.rows.rows[place]
                 typed = jax.tree.map(
-                    lambda one, spec, mesh=mesh: jax.ShapeDtypeStruct(
-                        one.shape, one.dtype, sharding=NamedSharding(mesh, spec)
+                    lambda value, spec, mesh=mesh: jax.ShapeDtypeStruct(
+                        value.shape, value.dtype, sharding=NamedSharding(mesh, spec)
                     ),
                     local,
                     specs.tree,
                 )
                 parts[f"worker {place}"] = self.rows.program(place, slot, specs).lower(*typed)
         sums = self.rows.sum_types_everywhere(self.rows.sum_specs(specs.tree))
-        parts["after"] = self.after(specs).lower(turn, sums, *args)
+        parts["after"] = self.after(specs).lower(cycle_step, sums, *args)
         return LoweredPrograms(parts)
 
-    def slots(self, turn: int) -> dict[int, int]:
-        """By worker the slot that it is in."""
-        return {worker: self.step.depths.slot(worker, turn) for worker in range(self.step.depths.num_slots)}
+    def slots(self, cycle_step: int) -> dict[int, int]:
+        """Gives by worker the slot that it is in, in step `cycle_step` of a cycle."""
+        return {worker: self.step.depths.slot(worker, cycle_step) for worker in range(self.step.depths.num_slots)}
 
     @functools.cached_property
     def rows(self) -> RowPrograms:
+        """The programs of the workers."""
         leaves = [
             jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _compat.open_jaxpr(self.hooks.jaxpr)[0].invars
         ]
-        found: list[Captured] = []
+        captured: list[Captured] = []
 
         residuals = (
             {}
             if self.lowered.sparse is None
-            else {one.param: jax.ShapeDtypeStruct(one.residual_shape, one.dtype) for one in self.lowered.sparse.rounded}
+            else {
+                table.param: jax.ShapeDtypeStruct(table.residual_shape, table.dtype)
+                for table in self.lowered.sparse.rounded
+            }
         )
 
         def inputs(*values: Any) -> Any:
-            found.append(
-                self._captured(values, {name: jnp.zeros(one.shape, one.dtype) for name, one in residuals.items()})
-            )
-            return found[-1].places.inputs()
+            zeros = {name: jnp.zeros(residual.shape, residual.dtype) for name, residual in residuals.items()}
+            captured.append(self._captured(values, zeros))
+            return captured[-1].places.inputs()
 
         types = jax.eval_shape(inputs, *leaves)
-        return RowPrograms(found[-1].places.without_values(), found[-1].truncation, self.hooks.mesh, types)
+        return RowPrograms(captured[-1].places.without_values(), captured[-1].truncation, self.hooks.mesh, types)
 
     def _captured(self, leaves: Sequence[Any], residuals: Any) -> Captured:
-        """What the boundary meets."""
+        """Evaluates the step as far as its boundary, and gives what crosses into the boundary's loops."""
         try:
             self.lowered.run(self.hooks.apart(np.int32(0), Capture), leaves, residuals)
         except Captured as met:
@@ -88,8 +140,9 @@ class WorkerPrograms:
         raise AssertionError("a step with partial backpropagation has its boundary")
 
     @functools.cached_property
-    def before(self) -> Any:
-        """What crosses into the loops lies over the workers as their loops want it; over other axes as it is used."""
+    def before(self) -> Program:
+        """The program that ends at the boundary. What crosses into the loops lies over the workers as their loops want
+        it, and over other axes as it is used."""
 
         def run(leaves: Sequence[Any], residuals: Any) -> Any:
             return jax.tree.map(self._pinned, self._captured(leaves, residuals).places.inputs(), self.rows.in_specs)
@@ -97,12 +150,13 @@ class WorkerPrograms:
         return self.programs.part(run, None)
 
     def _pinned(self, value: Any, spec: PartitionSpec) -> Any:
+        """Constrains how a value lies over the axes of the workers."""
         if set(self.step.axes) >= set(self.hooks.mesh.axis_names):
             return jax.lax.with_sharding_constraint(value, NamedSharding(self.hooks.mesh, spec))
         # A constraint cannot say what lies over the workers' axes and leave the others open; a shard_map over the
         # former can.
         return jax.shard_map(
-            lambda one: one,
+            lambda part: part,
             mesh=self.hooks.mesh,
             in_specs=spec,
             out_specs=spec,
@@ -111,17 +165,17 @@ class WorkerPrograms:
         )(value)
 
     @functools.cache  # noqa: B019 (lives as long as the step's programs)
-    def after(self, specs: Specs) -> Any:
-        """`specs`: of what `before` gives."""
+    def after(self, specs: Specs) -> Program:
+        """Makes the program that goes on from the boundary with the workers' sums. `specs`: of what `before` gives."""
         kept = self.step.kept_leaves(min(self.step.depths.first))
         here = lambda spec: NamedSharding(self.hooks.mesh, spec)
         shardings = jax.tree.map(
-            here, self.rows.sum_specs(specs.tree), is_leaf=lambda one: isinstance(one, PartitionSpec)
+            here, self.rows.sum_specs(specs.tree), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
         )
 
-        def run(leaves: Sequence[Any], residuals: Any, turn: Any, sums: Any) -> Evaluated:
+        def run(leaves: Sequence[Any], residuals: Any, cycle_step: Any, sums: Any) -> Evaluated:
             return self.lowered.run_keeping(
-                self.hooks.apart(turn, lambda truncation: Given(truncation, sums)), kept, leaves, residuals
+                self.hooks.apart(cycle_step, lambda truncation: Given(truncation, sums)), kept, leaves, residuals
             )
 
         return self.programs.whole(run, (here(PartitionSpec()), shardings), (1,))
@@ -129,33 +183,44 @@ class WorkerPrograms:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoweredPrograms:
-    """Several programs that make one step, by name."""
+    """Several lowered programs that make a step.
+
+    - `parts`: the programs by name.
+    """
 
     parts: Mapping[str, Any]
 
     def as_text(self, *args: Any, **kwargs: Any) -> str:
+        """Gives the text of all programs, each under its name. `args`, `kwargs`: as for
+        `jax.stages.Lowered.as_text`."""
         return _joined(self.parts, *args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> CompiledPrograms:
+        """Compiles all programs. `args`, `kwargs`: as for `jax.stages.Lowered.compile`."""
         return CompiledPrograms({name: part.compile(*args, **kwargs) for name, part in self.parts.items()})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CompiledPrograms:
-    """The same, compiled."""
+    """Several compiled programs that make a step.
+
+    - `parts`: the programs by name.
+    """
 
     parts: Mapping[str, Any]
 
     def as_text(self) -> str:
+        """Gives the text of all programs, each under its name."""
         return _joined(self.parts)
 
     def memory_analysis(self) -> Any:
-        """That of the program that needs most: they run one after the other."""
+        """Gives XLA's figures of the program that needs most memory: the programs run one after the other."""
         return max((part.memory_analysis() for part in self.parts.values()), key=peak_bytes)
 
 
 def peak_bytes(memory: Any) -> int:
-    """Bytes that a program holds at most: arguments, temporaries, and results that are not written over arguments."""
+    """Counts the bytes that a program holds at most: arguments, temporaries, and results that are not written over
+    arguments. `memory`: the program's `memory_analysis()`."""
     return (
         memory.argument_size_in_bytes
         + memory.temp_size_in_bytes
