@@ -1,10 +1,11 @@
-"""A gradient boundary whose tables give rows instead of dense gradients.
+"""Edits a gradient boundary so that its tables give rows instead of dense gradients.
 
-Every lookup `rows = gather(table, ids)` of the forward becomes `gather(table, ids) + delta`, or `delta` alone where the
-rows were brought from elsewhere. The boundary differentiates with respect to the deltas, which are zero or these rows,
-and no longer the table; the ids are further results. So the table's gradient comes out as (ids, cotangents), one row
-per lookup, and nothing of the table's size is made. Calls that a lookup stands in (jit, remat, scan) hand its delta in
-and its ids out.
+A boundary's equation and the sites of its lookups go in, `Edited` comes out, an equation for the same evaluators. A
+dense gradient of a table has as many rows as the table, nearly all of them zeros. Every lookup `rows = gather(table,
+ids)` of the forward becomes `gather(table, ids) + delta`, or `delta` alone where the rows were brought from elsewhere.
+The boundary differentiates with respect to the deltas, which are zero or these rows, and no longer the table; the ids
+are further results. So the table's gradient comes out as (ids, cotangents), one row per lookup, and nothing of the
+table's size is made. Calls that a lookup stands in (jit, remat, scan) hand its delta in and its ids out.
 
 Equations keep their places, so that sites (`trace.flatten`) mean the same in the edited forward: plans and layouts need
 not know.
@@ -25,7 +26,7 @@ from splitjax.lower.microbatch.example_rules import Outcome, Question, rule
 from splitjax.lower.microbatch.example_rules_mixing import gather_outcome
 from splitjax.trace.flatten import Site, equation_at
 
-PRIMITIVE = "splitjax_lookup"
+PRIMITIVE: str = "splitjax_lookup"
 
 
 def _evaluate(table: Any, ids: Any, delta: Any, *, is_given: bool, **params: Any) -> list[Any]:
@@ -41,18 +42,21 @@ lookup_p = _compat.define_primitive(
 
 @rule(PRIMITIVE)
 def _lookup(q: Question) -> Outcome:
-    """As the gather; the delta holds its examples where the gathered rows do."""
-    found = gather_outcome(dataclasses.replace(q, infos=q.infos[:2]))
-    ours, delta = found.infos[0].layout, q.infos[2].layout
-    if ours != delta:
+    """Says where the examples of a lookup are: as for the gather; the delta holds them where the gathered rows do."""
+    outcome = gather_outcome(dataclasses.replace(q, infos=q.infos[:2]))
+    if outcome.infos[0].layout != q.infos[2].layout:
         raise Mixed("its rows and what is added to them hold examples in different places")
-    return found
+    return outcome
 
 
 @dataclasses.dataclass(frozen=True)
-class Lookup:
-    """One edited lookup: its gather's parameters, the type of its delta, and how many loops it stands in, whose lengths
-    are the leading dims of its ids and its delta."""
+class EditedLookup:
+    """A lookup of an edited boundary.
+
+    - `params`: its gather's parameters.
+    - `delta`: the type of its delta.
+    - `num_loops`: the loops that it stands in, whose lengths are the leading dims of its ids and its delta.
+    """
 
     params: Mapping[str, Any]
     delta: jax.ShapeDtypeStruct
@@ -61,12 +65,16 @@ class Lookup:
 
 @dataclasses.dataclass(frozen=True)
 class Edited:
-    """A boundary's equation with edited lookups: its further operands, `deltas`, come last, one per lookup in the order
-    of the sites; its further results are the ids, behind the auxiliary ones, and the deltas' gradients, last. `kept`:
-    the positions of the gradients that it still has, among those of the original."""
+    """A boundary with edited lookups.
+
+    - `eqn`: its equation. Its further operands, the deltas, come last, one per lookup in the order of the sites; its
+      further results are the ids, behind the auxiliary ones, and the deltas' gradients, last.
+    - `lookups`: in the order of the sites.
+    - `kept`: the positions of the gradients that it still has, among those of the original.
+    """
 
     eqn: Any
-    lookups: tuple[Lookup, ...]
+    lookups: tuple[EditedLookup, ...]
     kept: tuple[int, ...]
 
 
@@ -75,6 +83,7 @@ def edit_boundary(eqn: Any, sites: Sequence[Site], tables: Sequence[int], given:
 
     **Arguments:**
 
+    - `eqn`: the boundary's equation.
     - `sites`: of the lookups, within the boundary's forward.
     - `tables`: the operand positions of their tables, which are differentiated no longer.
     - `given`: the lookups, by their place in `sites`, whose rows are given.
@@ -83,9 +92,9 @@ def edit_boundary(eqn: Any, sites: Sequence[Site], tables: Sequence[int], given:
     edited, deltas = _edit(forward, {site: number for number, site in enumerate(sites)}, frozenset(given))
     num_operands, num_results = len(eqn.invars), len(eqn.outvars) - len(positions)
     kept = tuple(number for number, position in enumerate(positions) if position not in tables)
-    variables = [_compat.variable_of(one) for one in deltas]
+    variables = [_compat.variable_of(delta) for delta in deltas]
     ids = [_compat.variable_of(v.aval) for v in _compat.open_jaxpr(edited)[0].outvars[num_results:]]
-    gradients = [_compat.variable_of(one) for one in deltas]
+    gradients = [_compat.variable_of(delta) for delta in deltas]
     new = eqn.replace(
         invars=[*eqn.invars, *variables],
         outvars=[*eqn.outvars[:num_results], *ids, *(eqn.outvars[num_results + number] for number in kept), *gradients],
@@ -96,17 +105,17 @@ def edit_boundary(eqn: Any, sites: Sequence[Site], tables: Sequence[int], given:
             "names": (*eqn.params["names"], *("rows of a lookup" for _ in deltas)),
         },
     )
-    found = [equation_at(forward, site) for site in sites]
+    gathers = [equation_at(forward, site) for site in sites]
     lookups = (
-        Lookup(one.params, delta, len(delta.shape) - one.outvars[0].aval.ndim)
-        for one, delta in zip(found, deltas, strict=True)
+        EditedLookup(gather.params, delta, len(delta.shape) - gather.outvars[0].aval.ndim)
+        for gather, delta in zip(gathers, deltas, strict=True)
     )
     return Edited(new, tuple(lookups), kept)
 
 
 def _edit(jaxpr: Any, lookups: Mapping[Site, int], given: frozenset[int]) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
-    """A jaxpr with the lookups at some sites edited: deltas are further operands, ids further results, by number.
-    Returns also the deltas' types."""
+    """Edits the lookups of a jaxpr at some sites: deltas are further operands, ids further results, by number. Returns
+    also the deltas' types."""
     inner, consts = _compat.open_jaxpr(jaxpr)
     eqns, deltas, ids, constants = list(inner.eqns), {}, {}, list(zip(inner.constvars, consts, strict=True))
     inside: dict[int, dict[Site, int]] = {}
@@ -124,8 +133,8 @@ def _edit(jaxpr: Any, lookups: Mapping[Site, int], given: frozenset[int]) -> tup
         else:
             inside.setdefault(site[0], {})[site[2:]] = number
     renamed: dict[Any, Any] = {}
-    for index, found in inside.items():
-        eqns[index], more = _call(eqns[index], found, given, deltas, ids, renamed)
+    for index, inner_lookups in inside.items():
+        eqns[index], more = _call(eqns[index], inner_lookups, given, deltas, ids, renamed)
         constants += more
     swap = lambda v: v if isinstance(v, _compat.Literal) else renamed.get(v, v)
     if renamed:
@@ -149,7 +158,7 @@ def _call(
     ids: dict[int, Any],
     renamed: dict[Any, Any],
 ) -> tuple[Any, list]:
-    """A call around edited lookups: adds its deltas and ids to the caller's; `renamed` gets results that JAX hands
+    """Edits a call around lookups, and adds its deltas and ids to the caller's; `renamed` gets results that JAX hands
     straight through. Returns also the constants (variable, value) that the caller gets with it."""
     rebuild, parameter = _CALLS[eqn.primitive.name]
     numbers = sorted(lookups.values())
@@ -164,18 +173,18 @@ def _call(
     traced, _ = _compat.trace(run, [_struct(v.aval) for v in variables], types)
     outer, values = _compat.open_jaxpr(traced)
     (made,) = outer.eqns
-    new = [_compat.variable_of(one) for one in types]
+    new = [_compat.variable_of(delta) for delta in types]
     operand = dict(zip(outer.invars, [*variables, *new], strict=True))
     operand |= {v: v for v in outer.constvars}
     results: dict[Any, Any] = {}
-    found = [_compat.new_variable(v) for v in outer.outvars[len(eqn.outvars) :]]
-    for ours, theirs in zip([*eqn.outvars, *found], outer.outvars, strict=True):
+    inner_ids = [_compat.new_variable(v) for v in outer.outvars[len(eqn.outvars) :]]
+    for ours, theirs in zip([*eqn.outvars, *inner_ids], outer.outvars, strict=True):
         if theirs in operand or theirs in results:
             renamed[ours] = operand.get(theirs, results.get(theirs))
         else:
             results[theirs] = ours
     deltas.update(zip(numbers, new, strict=True))
-    ids.update({number: renamed.get(v, v) for number, v in zip(numbers, found, strict=True)})
+    ids.update({number: renamed.get(v, v) for number, v in zip(numbers, inner_ids, strict=True)})
     swap = lambda v: v if isinstance(v, _compat.Literal) else operand[v]
     outvars = [results.get(v, v) for v in made.outvars]
     return made.replace(invars=[swap(v) for v in made.invars], outvars=outvars, source_info=eqn.source_info), list(
@@ -219,13 +228,13 @@ def _scan(eqn: Any, body: Any, types: list[Any]) -> tuple[Callable, list[Any]]:
             values[num_consts + num_carry :],
         )
 
-        def turn(carry, slices):
+        def iteration(carry, slices):
             x, delta = slices
             results = _compat.eval_jaxpr(body, (), *consts, *carry, *x, *delta)
             return results[:num_carry], results[num_carry:]
 
         carry, stacked = jax.lax.scan(
-            turn,
+            iteration,
             list(init),
             (list(xs), list(deltas)),
             length=params["length"],
@@ -235,7 +244,8 @@ def _scan(eqn: Any, body: Any, types: list[Any]) -> tuple[Callable, list[Any]]:
         return [*carry, *stacked]
 
     return run, [
-        jax.ShapeDtypeStruct((params["length"], *one.shape), one.dtype, weak_type=one.weak_type) for one in types
+        jax.ShapeDtypeStruct((params["length"], *delta.shape), delta.dtype, weak_type=delta.weak_type)
+        for delta in types
     ]
 
 
@@ -251,9 +261,14 @@ _CALLS: dict[str, tuple[Callable, str]] = {
 }
 
 
-def rows_of(lookup: Lookup, ids: Any, cotangent: Any = None) -> tuple[Any, Any]:
-    """A lookup's ids i[...] and cotangents f[..., *row], from the ids as its gather has them (i[..., components]) and
-    its delta's gradient."""
+def rows_of(lookup: EditedLookup, ids: Any, cotangent: Any = None) -> tuple[Any, Any]:
+    """Brings what a lookup gives into the form of rows.
+
+    **Arguments:** `lookup`: the edited lookup. `ids`: i[..., components], as its gather has them. `cotangent`: its
+    delta's gradient; None: it is not wanted.
+
+    Returns the ids i[...] and the cotangents f[..., *row], or None for these.
+    """
     if cotangent is None:
         return ids[..., tuple(lookup.params["dimension_numbers"].start_index_map).index(0)], None
     numbers, row_shape = lookup.params["dimension_numbers"], lookup.params["slice_sizes"][1:]
@@ -263,8 +278,8 @@ def rows_of(lookup: Lookup, ids: Any, cotangent: Any = None) -> tuple[Any, Any]:
 
 
 def ids_of(edited: Edited) -> tuple[Any, list[bool]] | None:
-    """The ids of an edited boundary's lookups as a closed jaxpr over some of its operands, and which these are; None
-    where they depend on what it differentiates."""
+    """Gives the ids of the lookups of `edited` as a closed jaxpr over some of the boundary's operands, and tells of
+    each operand whether it is among these; None where the ids depend on what the boundary differentiates."""
     num_ids, forward = len(edited.lookups), edited.eqn.params["forward"]
     inner, _ = _compat.open_jaxpr(forward)
     used = [False] * (len(inner.outvars) - num_ids) + [True] * num_ids

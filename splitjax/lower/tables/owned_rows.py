@@ -1,9 +1,8 @@
-"""Tables whose rows are split over the workers: a step pulls the rows that its lookups read, and pushes their gradients
-to their owners.
+"""Pulls the rows that a step's lookups read from the workers that own them, and pushes their gradients to these owners.
 
-No worker ever has the whole table, forward or backward: 1/n of its memory, and the least that can be sent
-(`sync.owner`). Which rows are read must be known before the forward pass runs: where ids depend on parameters, the
-table is gathered as XLA sees fit.
+The ids of a step's lookups go in, `Pulled` comes out; their cotangents go in, `OwnerSums` comes out. No worker ever has
+the whole table, forward or backward: 1/n of its memory, and the least that can be sent (`sync.owner`). Which rows are
+read must be known before the forward pass runs: where ids depend on parameters, the table is gathered as XLA sees fit.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from splitjax.lower.products.groups import scope
 from splitjax.lower.products.row_values import Rows, View, written
-from splitjax.lower.tables.lookups import Lookup
-from splitjax.lower.tables.table_rows import JOIN, TableSync, Turns, cut, known_at_the_end
+from splitjax.lower.tables.lookups import EditedLookup
+from splitjax.lower.tables.table_rows import JOIN, CollectiveOrder, TableSync, cut, known_at_the_end
 from splitjax.plan import spec_axes
 from splitjax.sync.description import by_owners
 from splitjax.sync.feedback import keep, with_residual
@@ -32,9 +31,12 @@ from splitjax.sync.scheme import Capacities, once
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pulled:
-    """What a step asked the owners for, by worker (leading dims of all arrays are cut over them).
+    """The rows that a step asked the owners for, by worker (leading dims of all arrays are cut over them).
 
-    - `rows`: per lookup f[*ids, *row]. `ids`: per lookup i[...].
+    - `table`: how the table is synchronised.
+    - `mesh`: the whole mesh.
+    - `rows`: per lookup f[*ids, *row].
+    - `ids`: per lookup i[...].
     - `slots`: where each looked-up id stands among the rows that the worker asked for, those without a gradient past
       the end.
     - `requests`: as `sync.owner` has them, each leaf with a leading dim of 1.
@@ -47,25 +49,26 @@ class Pulled:
     slots: Any
     requests: Requests
 
-    def given(self, lookup: Lookup, number: int) -> Any:
-        """The rows of one lookup as its gather would give them."""
+    def given(self, lookup: EditedLookup, number: int) -> Any:
+        """Gives the rows of `lookup`, number `number` among those of the table, as its gather would give them."""
         return _gathered(lookup, self.table, self.table.lookups[number].mode, self.ids[number], self.rows[number])
 
 
-def pull(table: TableSync, mesh: Mesh, turns: Turns, array: Any, ids: Sequence[Any]) -> Pulled:
-    """The rows that all lookups read.
+def pull(table: TableSync, mesh: Mesh, order: CollectiveOrder, array: Any, ids: Sequence[Any]) -> Pulled:
+    """Pulls the rows that all lookups of a table read.
 
-    **Arguments:** `turns`: of all tables of the step; `array`: the table f[num_rows, *row]. `ids`: per lookup i[...],
-    as the gathers have them."""
+    **Arguments:** `table`, `mesh`: how the table is synchronised, and the whole mesh. `order`: of the collectives of
+    all tables of the step. `array`: the table, f[num_rows, *row]. `ids`: per lookup i[...], as the gathers have them.
+    """
 
     def body(shard, numbers, ready):
         read, has_gradient = _read(table, numbers)
         exchange = _exchange(table, min(read.size, table.num_rows))
         looked, slots, requests = exchange.read(shard, jnp.where(ready, read, table.num_rows), table.axes)
         out, start = [], 0
-        for one in numbers:
-            out.append(looked[start : start + one.size].reshape(*one.shape, *looked.shape[1:]))
-            start += one.size
+        for own_ids in numbers:
+            out.append(looked[start : start + own_ids.size].reshape(*own_ids.shape, *looked.shape[1:]))
+            start += own_ids.size
         ended = known_at_the_end(requests.fits, looked)
         return tuple(out), jnp.where(has_gradient, slots, requests.ids.size), _lead(requests), ended
 
@@ -77,37 +80,38 @@ def pull(table: TableSync, mesh: Mesh, turns: Turns, array: Any, ids: Sequence[A
         check_vma=False,
         in_specs=(
             PartitionSpec(table.axes, *row_spec),
-            [cut(one.dim, table.axes) for one in table.lookups],
+            [cut(lookup.dim, table.axes) for lookup in table.lookups],
             PartitionSpec(),
         ),
         out_specs=(
-            tuple(cut(one.dim, table.axes, x.ndim, row_spec) for one, x in zip(table.lookups, ids, strict=True)),
+            tuple(cut(lookup.dim, table.axes, x.ndim, row_spec) for lookup, x in zip(table.lookups, ids, strict=True)),
             spec,
             spec,
             PartitionSpec(),
         ),
     )
     with jax.named_scope(scope("rows", table.param)):
-        rows, slots, requests, ended = run(array, list(ids), turns.ready())
-    turns.join(ended)
+        rows, slots, requests, ended = run(array, list(ids), order.ready())
+    order.join(ended)
     return Pulled(table, mesh, rows, tuple(ids), slots, requests)
 
 
 def _read(table: TableSync, ids: Sequence[Any]) -> tuple[Any, Any]:
-    """The rows that all lookups of a worker read, i32[m], `num_rows` for none; and whether they have a gradient here,
-    bool[m]."""
+    """Gives the rows that all lookups of a worker read, i32[m], `num_rows` for none; and tells whether they have a
+    gradient here, bool[m]."""
     read, given = [], []
-    for one, found in zip(table.lookups, ids, strict=True):
-        flat = found.reshape(-1)
+    for lookup, looked_up in zip(table.lookups, ids, strict=True):
+        flat = looked_up.reshape(-1)
         # Reading out of bounds gives the nearest row, or what the gather fills in; a gradient goes to rows that exist.
-        read.append(normalised(flat, table.num_rows, "fill" if one.mode == "fill" else "clip", False))
-        given.append(read[-1] if one.mode == "clip" else normalised(flat, table.num_rows, "fill", False))
-        if one.dim is None:  # every worker reads the rows, and has all of their gradient: the first one pushes it
+        read.append(normalised(flat, table.num_rows, "fill" if lookup.mode == "fill" else "clip", False))
+        given.append(read[-1] if lookup.mode == "clip" else normalised(flat, table.num_rows, "fill", False))
+        if lookup.dim is None:  # every worker reads the rows, and has all of their gradient: the first one pushes it
             given[-1] = jnp.where(lax.axis_index(table.axes) == 0, given[-1], table.num_rows)
     return jnp.concatenate(read), jnp.concatenate(given) < table.num_rows
 
 
-def _gathered(lookup: Lookup, table: TableSync, mode: str, ids: Any, rows: Any) -> Any:
+def _gathered(lookup: EditedLookup, table: TableSync, mode: str, ids: Any, rows: Any) -> Any:
+    """Brings rows f[*ids, *row] into the form that the lookup's gather gives them."""
     numbers = lookup.params["dimension_numbers"]
     if mode == "fill":
         value = lookup.params["fill_value"]
@@ -128,18 +132,25 @@ def _gathered(lookup: Lookup, table: TableSync, mode: str, ids: Any, rows: Any) 
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Owned:
-    """The sum of the gradients of each owner's rows: `positions` i32[n * pull] in its part, `values` f[n * pull, *row],
-    where everything had room (`fits`, bool[]); otherwise found anew from `lookups`, per lookup ids and cotangents, and
-    what was `added`.
+class OwnerSums:
+    """The sum of the gradients of each owner's rows, and what is needed where there was no room for everything.
 
+    - `table`: how the table is synchronised.
+    - `mesh`: the whole mesh.
+    - `order`: of the collectives of all tables of the step.
+    - `lookups`: per lookup ids and per lookup cotangents, from which the sum is computed anew where there was no room.
+    - `positions`: i32[n * pull], the rows in their owner's part.
+    - `values`: f[n * pull, *row], the sums of their gradients.
+    - `fits`: bool[], whether everything had room.
     - `asked`: the ids that all workers asked for, i32[n * k].
     - `added`: f[n * k, *row], of a table that has a `wire_dtype`: what rounding took away in earlier steps of the rows
-      asked for. `residual`: f[n, num_rows, *row], what it has taken away now."""
+      asked for.
+    - `residual`: f[n, num_rows, *row], what it has taken away now.
+    """
 
     table: TableSync
     mesh: Mesh
-    turns: Turns
+    order: CollectiveOrder
     lookups: tuple[Sequence[Any], Sequence[Any]]
     positions: Any
     values: Any
@@ -150,19 +161,22 @@ class Owned:
 
     @property
     def observed(self) -> dict[str, Any]:
-        """What the step returns of it: `fell_back` bool[], and while capacities are not known `touched`, the ids of all
-        workers."""
+        """The values that the step returns of it: `fell_back` bool[], and while capacities are not known `touched`, the
+        ids of all workers."""
         if self.table.capacities is None:
             return {"fell_back": jnp.bool_(False), "touched": self.asked.reshape(self.table.num_workers, -1)}
         return {"fell_back": jnp.logical_not(self.fits)}
 
     def write(self, leaves: Mapping[int, Any], new: Mapping[int, Rows]) -> dict[int, Any]:
-        """The state's leaves, with the rows that the update changes."""
-        given = {id(one): one for value in new.values() for one in value.arrays()}
+        """Writes the rows that the update changes into the state's leaves.
+
+        **Arguments:** `leaves`: the table's, by flat argument. `new`: what becomes of those that are written.
+        """
+        given = {id(array): array for value in new.values() for array in value.arrays()}
         spec = PartitionSpec(self.table.row_axes)
 
-        def body(owned, fits, every, state, others):
-            update = lambda rows, state: state | written(View(rows.ids, rows.values, state, others), new)
+        def body(owned, fits, every, state, arrays):
+            update = lambda rows, state: state | written(View(rows.ids, rows.values, state, arrays), new)
             state = once(fits, lambda state: update(owned(), state), dict(state))
             whole = lambda rows, state: (update(rows, state), _ended(rows))
             return once(~fits, lambda state: whole(every(), state[0]), (state, jnp.int32(0)))
@@ -170,11 +184,15 @@ class Owned:
         return self._run(body, leaves, given, {leaf: spec for leaf in leaves})
 
     def total(self, leaves: Mapping[int, Any], eqn: Any, value: Rows) -> Any:
-        """A reduction over all touched rows."""
-        given = {id(one): one for one in value.arrays()}
+        """Reduces over all touched rows; all other rows have nothing to add.
 
-        def body(owned, fits, every, state, others):
-            part = lambda rows: View(rows.ids, rows.values, state, others).reduced(eqn, value, rows.num_rows)
+        **Arguments:** `leaves`: the table's, by flat argument. `eqn`: the reduction's equation. `value`: what it
+        reduces.
+        """
+        given = {id(array): array for array in value.arrays()}
+
+        def body(owned, fits, every, state, arrays):
+            part = lambda rows: View(rows.ids, rows.values, state, arrays).reduced(eqn, value, rows.num_rows)
             whole = lambda rows: (part(rows), _ended(rows))
             mine, ended = lax.cond(fits, lambda: (part(owned()), jnp.int32(0)), lambda: whole(every()))
             return JOIN[eqn.primitive.name](mine, self.table.row_axes), ended
@@ -182,15 +200,15 @@ class Owned:
         return self._run(body, leaves, given, PartitionSpec())
 
     def _run(self, body: Callable, leaves: Mapping[int, Any], given: Mapping[int, Any], out_specs: Any) -> Any:
-        """`body(the owner's rows, fits, the same from all workers' rows, leaves, other arrays)`, on each owner: its
-        result, and `_ended`."""
+        """Runs `body(the owner's rows, fits, the same from all workers' rows, leaves, other arrays)` on each owner:
+        gives its result, and `_ended`."""
         table = self.table
         manual = table.row_axes if spec_axes(table.row_spec) else tuple(self.mesh.axis_names)
-        spec, lookups = PartitionSpec(table.row_axes), [cut(one.dim, table.axes) for one in table.lookups]
+        spec, lookups = PartitionSpec(table.row_axes), [cut(lookup.dim, table.axes) for lookup in table.lookups]
 
-        def inside(positions, values, fits, looked, asked, state, others):
+        def inside(positions, values, fits, looked, asked, state, arrays):
             mine = lambda: RowSparse(positions, values, jnp.int32(0), state[table.leaf].shape[0])
-            return body(mine, fits, lambda: _every(table, *looked, *asked), state, others)
+            return body(mine, fits, lambda: _every(table, *looked, *asked), state, arrays)
 
         run = jax.shard_map(
             inside,
@@ -208,22 +226,30 @@ class Owned:
                 PartitionSpec(),
             ),
         )
-        fits, looked = self.turns.next(self.fits), tuple(map(list, self.lookups))
-        out, self.turns.token = run(
+        fits, looked = self.order.next(self.fits), tuple(map(list, self.lookups))
+        out, self.order.token = run(
             self.positions, self.values, fits, looked, (self.asked, self.added), dict(leaves), dict(given)
         )
         return out
 
 
 def _ended(rows: RowSparse) -> Any:
-    """0 on all owners, though XLA does not know that: it waits for the rows."""
+    """Gives 0 on all owners, though XLA does not know that: it waits for the rows."""
     return jnp.minimum(rows.count, 0)
 
 
-def push(pulled: Pulled, turns: Turns, ready: Any, values: Sequence[Any], residual: Any = None) -> Owned:
-    """Sends the gradients of the pulled rows to their owners. `ready`: bool[], True once all pulls have ended.
-    `values`: per lookup f[*ids, *row]. `residual`: as `Owned` has it, of earlier steps; every worker keeps what was
-    rounded away of all that it sends, its own rows' gradients too."""
+def push(pulled: Pulled, order: CollectiveOrder, ready: Any, values: Sequence[Any], residual: Any = None) -> OwnerSums:
+    """Sends the gradients of the pulled rows to their owners.
+
+    **Arguments:**
+
+    - `pulled`: what the step asked the owners for.
+    - `order`: of the collectives of all tables of the step.
+    - `ready`: bool[], True once all pulls have ended.
+    - `values`: per lookup the cotangents of its rows, f[*ids, *row].
+    - `residual`: as `OwnerSums` has it, of earlier steps; every worker keeps what was rounded away of all that it
+      sends, its own rows' gradients too.
+    """
     table = pulled.table
 
     def body(cotangents, slots, requests, kept, ready):
@@ -255,8 +281,8 @@ def push(pulled: Pulled, turns: Turns, ready: Any, values: Sequence[Any], residu
         out_specs=(spec, rows, PartitionSpec(), spec, rows, of_residual),
         in_specs=(
             [
-                cut(one.dim, table.axes, x.ndim - len(table.shape) + 1, table.row_spec)
-                for one, x in zip(table.lookups, values, strict=True)
+                cut(lookup.dim, table.axes, x.ndim - len(table.shape) + 1, table.row_spec)
+                for lookup, x in zip(table.lookups, values, strict=True)
             ],
             spec,
             spec,
@@ -265,20 +291,22 @@ def push(pulled: Pulled, turns: Turns, ready: Any, values: Sequence[Any], residu
         ),
     )
     with jax.named_scope(scope("rows", table.param)):
-        found = Owned(
+        sums = OwnerSums(
             table,
             pulled.mesh,
-            turns,
+            order,
             (pulled.ids, values),
             *run(list(values), pulled.slots, pulled.requests, residual, ready),
         )
-    turns.join(found.fits)
-    return found
+    order.join(sums.fits)
+    return sums
 
 
 def _exchange(table: TableSync, capacity: int) -> OwnerSharded:
-    """Without capacities from a profile, there is room for everything, and nothing is rounded."""
+    """Gives the exchange of an owned table, for at most `capacity` ids of a worker. Without capacities from a profile,
+    there is room for everything, and nothing is rounded."""
     if table.capacities is not None:
+        assert isinstance(table.scheme, OwnerSharded), "rows of an owned table go by their owners"
         return table.scheme
     size = table.num_rows // max(lax.axis_size(table.axes), 1)
     return by_owners(
@@ -287,8 +315,8 @@ def _exchange(table: TableSync, capacity: int) -> OwnerSharded:
 
 
 def _every(table: TableSync, ids: Sequence[Any], cotangents: Sequence[Any], asked: Any, added: Any) -> RowSparse:
-    """The sum of all rows that workers read, whether there was room to ask for them or not: per lookup `ids` i[...] and
-    `cotangents` f[..., *row]; `asked` i32[k] and `added` f[k, *row] as `Owned` has them, of this worker."""
+    """Adds up all rows that workers read, whether there was room to ask for them or not: per lookup `ids` i[...] and
+    `cotangents` f[..., *row]; `asked` i32[k] and `added` f[k, *row] as `OwnerSums` has them, of this worker."""
     with jax.named_scope(scope("fallback", table.param)):
         read, has_gradient = _read(table, ids)
         flat = _flat(table, cotangents)
@@ -299,10 +327,10 @@ def _every(table: TableSync, ids: Sequence[Any], cotangents: Sequence[Any], aske
 
 
 def _flat(table: TableSync, cotangents: Sequence[Any]) -> Any:
-    """The cotangents of all lookups, f[m, *row], in the table's own dtype: those in half precision are added up without
-    losing digits."""
+    """Joins the cotangents of all lookups to f[m, *row], in the table's own dtype: those in half precision are added up
+    without losing digits."""
     row_shape = cotangents[0].shape[cotangents[0].ndim - len(table.shape) + 1 :]
-    return jnp.concatenate([one.reshape(-1, *row_shape).astype(table.dtype) for one in cotangents])
+    return jnp.concatenate([part.reshape(-1, *row_shape).astype(table.dtype) for part in cotangents])
 
 
 def _lead(tree: Any) -> Any:

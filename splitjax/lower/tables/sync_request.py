@@ -1,4 +1,8 @@
-"""What was asked for with `sync=`: a scheme, its name, "auto", or one of these by parameter."""
+"""Reads what is asked for with `sync=`: a scheme, its name, "auto", or one of these by parameter.
+
+The option's value goes in, a `SyncRequest` comes out, which is asked by the path of a parameter. Whoever plans a table
+need not know in how many ways it can be asked for.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +16,36 @@ from splitjax.rules.match import glob_pattern
 from splitjax.sync.dense import Dense
 from splitjax.sync.scheme import SCHEMES, ByRows, Scheme, by_name
 
-AUTO = "auto"
-EVERY = "**"
+AUTO: str = "auto"
+EVERY: str = "**"
 
 
 @dataclasses.dataclass(frozen=True)
 class SyncRequest:
-    """Patterns of parameter paths with what they ask for, first match first; parameters without a match are dense."""
+    """Says by parameter how its rows are to be synchronised; parameters without a match are dense.
+
+    - `choices`: patterns of parameter paths with what they ask for, first match first.
+    """
 
     choices: tuple[tuple[str, ByRows], ...]
 
     @property
     def is_dense(self) -> bool:
-        """Whether nothing but the dense exchange is asked for."""
+        """Tells whether nothing but the dense exchange is asked for."""
         return all(isinstance(choice.scheme, Dense) for _, choice in self.choices)
 
     def of(self, path: str) -> ByRows:
-        """What is asked for a parameter; its scheme is a `Scheme`, or `"auto"`."""
+        """Gives what is asked for the parameter at `path`; its scheme is a `Scheme`, or `"auto"`."""
         return next(
             (choice for pattern, choice in self.choices if glob_pattern(pattern).fullmatch(path)), ByRows(Dense())
         )
 
     def names(self, path: str) -> bool:
-        """Whether a pattern fits a parameter."""
+        """Tells whether a pattern fits the parameter at `path`."""
         return any(glob_pattern(pattern).fullmatch(path) for pattern, _ in self.choices)
 
     def check(self, paths: Sequence[str]) -> None:
-        """Raises `SyncError` for a pattern that fits none of a step's parameters."""
+        """Raises `SyncError` for a pattern that fits none of `paths`, those of a step's parameters."""
         for pattern, _ in self.choices:
             if pattern != EVERY and not any(glob_pattern(pattern).fullmatch(path) for path in paths):
                 close = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.4)
@@ -52,11 +59,14 @@ class SyncRequest:
                 )
 
 
-DENSE = SyncRequest(())
+DENSE: SyncRequest = SyncRequest(())
 
 
 def parse(sync: Any, place: str) -> SyncRequest:
-    """Reads the option. Raises `SyncError` for what it may not be."""
+    """Reads the value `sync` of the option. `place`: what an error names as its place.
+
+    Raises `SyncError` for what the option may not be, `UnavailableError` for a `wire_dtype` that the scheme lacks.
+    """
     entries = sync.items() if isinstance(sync, Mapping) else [(EVERY, sync)]
     choices = []
     for pattern, given in entries:
@@ -90,9 +100,9 @@ def parse(sync: Any, place: str) -> SyncRequest:
 
 
 def _rounded(scheme: Any, wire_dtype: str, place: str) -> Scheme:
-    """A scheme with its values rounded on the wire."""
+    """Gives a scheme with its values rounded on the wire."""
     rounding = [
-        name for name, cls in SCHEMES.items() if any(one.name == "wire_dtype" for one in dataclasses.fields(cls))
+        name for name, cls in SCHEMES.items() if any(field.name == "wire_dtype" for field in dataclasses.fields(cls))
     ]
     if scheme == AUTO or scheme.name not in rounding:
         problem = (

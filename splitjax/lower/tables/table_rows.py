@@ -1,8 +1,9 @@
-"""One table's rows on a mesh: this step's lookups -> their sum over the workers -> what is computed from it.
+"""Adds a table's rows up over the workers of a mesh, and computes from the sum what the step computes.
 
-The exchange runs in a `shard_map` over all axes: a worker of the table's `axes` has its examples' rows, split like the
-table over the others. Its result is the same on all workers; what is computed from it stands outside, where XLA lays it
-out, but for tables that are split by rows: there each device writes its own.
+The ids and cotangents of a step's lookups go in, `Exchanged` comes out, which writes new rows into the state and
+reduces over them. The exchange runs in a `shard_map` over all axes: a worker of the table's `axes` has its examples'
+rows, split like the table over the others. Its result is the same on all workers; what is computed from it stands
+outside, where XLA lays it out, but for tables that are split by rows: there each device writes its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +24,26 @@ from splitjax.plan import Spec, spec_axes
 from splitjax.sync.description import Exchange
 from splitjax.sync.feedback import keep, with_residual
 from splitjax.sync.rows import RowSparse, from_lookups, normalised
-from splitjax.sync.scheme import Attempt, Capacities, gather_all, once
+from splitjax.sync.scheme import Attempt, Capacities, Scheme, gather_all, once
+from splitjax.sync.wire import Axis
+
+
+@runtime_checkable
+class _Rounding(Protocol):
+    """A scheme that rounds values on the wire, such as `sync.row_exchange.RowExchange`."""
+
+    def attempt_rounded(
+        self, local: RowSparse, axis: Axis, capacities: Capacities
+    ) -> tuple[Attempt, RowSparse | None]: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class IdCut:
-    """How one lookup's ids are cut: the dim that lies over the workers, None for ids that all of them have; `mode`:
-    what ids outside the table mean."""
+    """Says how a lookup's ids are cut.
+
+    - `dim`: the dim that lies over the workers; None for ids that all of them have.
+    - `mode`: what ids outside the table mean, as for a gather.
+    """
 
     dim: int | None
     mode: str
@@ -37,17 +51,21 @@ class IdCut:
 
 @dataclasses.dataclass(frozen=True)
 class TableSync:
-    """How one table is synchronised.
+    """Says how a table is synchronised.
 
-    - `param`: its path. `leaf`: its flat argument; `leaves`: the flat arguments whose rows its update reads or writes,
-      itself first.
-    - `shape`, `dtype`: of the table. `spec`: its layout; `axes`: the mesh axes of its workers, over which its lookups
-      are summed.
+    - `param`: its path.
+    - `leaf`: its flat argument.
+    - `leaves`: the flat arguments whose rows its update reads or writes, itself first.
+    - `shape`, `dtype`: of the table, [num_rows, *row].
+    - `spec`: its layout.
+    - `axes`: the mesh axes of its workers, over which its lookups are summed.
+    - `num_workers`: the workers along these axes.
+    - `lookups`: how the ids of each lookup are cut.
     - `is_owned`: its rows are split over its workers, which pull and push (`owned_rows`); otherwise every worker gets
       the sum.
-    - `num_workers`: of the axes. `row_size`: values of a row on one device.
-    - `scheme`, `capacities`: of the exchange, an `OwnerSharded` for an owned table. No capacities in the first steps,
-      in which all rows are gathered and the ids returned.
+    - `row_size`: the number of values of a row on a device.
+    - `scheme`: the exchange, an `OwnerSharded` for an owned table.
+    - `capacities`: of the exchange; None in the first steps, in which all rows are gathered and the ids returned.
     """
 
     param: str
@@ -66,6 +84,7 @@ class TableSync:
 
     @property
     def num_rows(self) -> int:
+        """The number of rows of the whole table."""
         return self.shape[0]
 
     @property
@@ -75,12 +94,12 @@ class TableSync:
 
     @property
     def residual_shape(self) -> tuple[int, ...]:
-        """Of all workers' residuals: by worker, like the table."""
+        """The shape of all workers' residuals, [num_workers, num_rows, *row]."""
         return (self.num_workers, *self.shape)
 
     @property
     def residual_spec(self) -> PartitionSpec:
-        """Each worker has its own; rows are split as the table's."""
+        """The layout of all workers' residuals: each worker has its own; rows are split as the table's."""
         return PartitionSpec(self.axes, None, *self.row_spec)
 
     @property
@@ -95,27 +114,30 @@ class TableSync:
 
 
 @dataclasses.dataclass(eq=False)
-class Turns:
-    """Puts the branches in which tables exchange once more in an order: pulls one after the other, each with its
-    further passes; then the exchanges of gradients; behind all of them, one after the other, those that gather
-    everything.
+class CollectiveOrder:
+    """Puts the collectives of a step's tables in an order that is the same on all devices: pulls one after the other,
+    each with its further passes; then the exchanges of gradients; behind all of them, one after the other, those that
+    gather everything.
 
     XLA's CPU backend orders the collectives of a computation, but not those inside a branch against others: on each
     device they would come as it happens, and devices that meet in different ones wait forever. An optimisation barrier
-    is gone by then; `token`, i32[] from 0 on, is data that every branch waits for and hands on."""
+    is gone by then; so data orders them.
+
+    - `token`: i32[] from 0 on, which every branch waits for and hands on; None before the first exchange.
+    """
 
     token: Any = None
 
     def join(self, fits: Any) -> None:
-        """Of a first exchange: bool[], known when it has ended."""
+        """Orders later exchanges after one that has no branch. `fits`: bool[], known when that has ended."""
         self.token = fits.astype(jnp.int32) + (0 if self.token is None else self.token)
 
     def ready(self) -> Any:
-        """True, known when all before have ended: bool[]."""
+        """Gives True, bool[], known when all exchanges before have ended."""
         return jnp.bool_(True) if self.token is None else self.token != -1
 
     def next(self, fits: Any) -> Any:
-        """`fits`, known when all before have ended."""
+        """Gives `fits`, bool[], known when all exchanges before have ended."""
         return fits & self.ready()
 
 
@@ -123,16 +145,19 @@ class Turns:
 class Exchanged:
     """The sum of all workers' rows within the capacities, and what is needed where they did not suffice.
 
-    - `rows`: the same on all workers; `fits`: bool[], or True where nothing can be missing.
+    - `table`: how the table is synchronised.
+    - `mesh`: the whole mesh.
+    - `order`: of the collectives of all tables of the step.
+    - `rows`: the sum, the same on all workers.
+    - `fits`: bool[], or True where nothing can be missing.
     - `local_ids`, `local_values`: of all workers, [n * k] and [n * k, *row].
-    - `touched`: while capacities are not known: the ids of all workers, i32[n, k].
+    - `touched`: while capacities are not known, the ids of all workers, i32[n, k]; else None.
     - `residual`: f[n, num_rows, *row], what rounding took away, of a table that has a `wire_dtype`.
-    - `turns`: of all tables of the step.
     """
 
     table: TableSync
     mesh: Mesh
-    turns: Turns
+    order: CollectiveOrder
     rows: RowSparse
     fits: Any
     local_ids: Any
@@ -142,19 +167,20 @@ class Exchanged:
 
     @property
     def observed(self) -> dict[str, Any]:
-        """What the step returns of it: `fell_back` bool[], and while capacities are not known `touched`."""
+        """The values that the step returns of it: `fell_back` bool[], and while capacities are not known `touched`."""
         return {"fell_back": jnp.logical_not(self.fits), **({} if self.touched is None else {"touched": self.touched})}
 
     def write(self, leaves: Mapping[int, Any], new: Mapping[int, Rows]) -> dict[int, Any]:
-        """The state's leaves, with the rows that the update changes.
+        """Writes the rows that the update changes into the state's leaves.
 
-        **Arguments:** `leaves`: the table's, by flat argument; `new`: what becomes of those that are written."""
-        given = {id(one): one for value in new.values() for one in value.arrays()}
+        **Arguments:** `leaves`: the table's, by flat argument. `new`: what becomes of those that are written.
+        """
+        given = {id(array): array for value in new.values() for array in value.arrays()}
 
         def update(rows: RowSparse, state: dict[int, Any]) -> dict[int, Any]:
             run = _on_devices(
                 self,
-                lambda view: view.leaves | written(view, new),
+                lambda view: {**view.leaves, **written(view, new)},
                 state,
                 {leaf: self.table.row_axes for leaf in state},
             )
@@ -163,8 +189,12 @@ class Exchanged:
         return self._into(update, dict(leaves))
 
     def total(self, leaves: Mapping[int, Any], eqn: Any, value: Rows) -> Any:
-        """A reduction over all touched rows; the other rows have nothing to add."""
-        given = {id(one): one for one in value.arrays()}
+        """Reduces over all touched rows; all other rows have nothing to add.
+
+        **Arguments:** `leaves`: the table's, by flat argument. `eqn`: the reduction's equation. `value`: what it
+        reduces.
+        """
+        given = {id(array): array for array in value.arrays()}
 
         def reduce(rows: RowSparse) -> Any:
             reduced = lambda view: view.reduced(eqn, value, view.leaves[self.table.leaf].shape[0])
@@ -174,27 +204,28 @@ class Exchanged:
         return self._choose(reduce)
 
     def _choose(self, function: Callable[[RowSparse], Any]) -> Any:
-        """A function of the whole sum, the same for any capacity, such as a norm."""
+        """Computes a function of the whole sum, the same for any capacity, such as a norm."""
         if self.fits is True:
             return function(self.rows)
         whole = lambda rows: (function(rows), rows.count)
-        out, self.turns.token = lax.cond(
-            self.turns.next(self.fits), lambda: (function(self.rows), jnp.int32(0)), lambda: whole(self._all())
+        out, self.order.token = lax.cond(
+            self.order.next(self.fits), lambda: (function(self.rows), jnp.int32(0)), lambda: whole(self._all())
         )
         return out
 
     def _into(self, function: Callable[[RowSparse, Any], Any], carry: Any) -> Any:
-        """A carry, such as tables, changed in place by a function of the whole sum."""
+        """Changes a carry, such as tables, in place by a function of the whole sum."""
         if self.fits is True:
             return function(self.rows, carry)
         carry = once(self.fits, lambda state: function(self.rows, state), carry)
         whole = lambda rows, state: (function(rows, state), rows.count)
-        carry, self.turns.token = once(
-            ~self.turns.next(self.fits), lambda state: whole(self._all(), state[0]), (carry, jnp.int32(0))
+        carry, self.order.token = once(
+            ~self.order.next(self.fits), lambda state: whole(self._all(), state[0]), (carry, jnp.int32(0))
         )
         return carry
 
     def _all(self) -> RowSparse:
+        """Gathers all workers' rows, for which there always is room."""
         run = _in_shard_map(
             self.table,
             self.mesh,
@@ -210,7 +241,7 @@ class Exchanged:
 def exchange(
     table: TableSync,
     mesh: Mesh,
-    turns: Turns,
+    order: CollectiveOrder,
     ready: Any,
     ids: Sequence[Any],
     values: Sequence[Any],
@@ -218,9 +249,13 @@ def exchange(
 ) -> Exchanged:
     """Adds up the rows of all lookups over all workers.
 
-    **Arguments:** `turns`: of all tables of the step, which this one joins; `ready`: bool[], True once all pulls have
-    ended; per lookup `ids` i[...] and `values` f[..., *row], the cotangents of its rows. `residual`: f[n, num_rows,
-    *row], what rounding took away in earlier steps, of a table that has a `wire_dtype`.
+    **Arguments:**
+
+    - `table`, `mesh`: how the table is synchronised, and the whole mesh.
+    - `order`: of the collectives of all tables of the step, which this exchange joins.
+    - `ready`: bool[], True once all pulls have ended.
+    - `ids`, `values`: per lookup its ids i[...], and the cotangents of its rows f[..., *row].
+    - `residual`: f[n, num_rows, *row], what rounding took away in earlier steps, of a table that has a `wire_dtype`.
     """
     is_static = []
 
@@ -238,8 +273,10 @@ def exchange(
         elif table.num_workers == 1 or not local.capacity:
             attempt = Attempt(local, True, jnp.int32(0))
         elif kept is not None:
+            assert isinstance(table.scheme, _Rounding), "a scheme with a wire_dtype rounds what it sends"
             attempt, errors = table.scheme.attempt_rounded(local, table.axes, table.capacities)
         else:
+            assert isinstance(table.scheme, Scheme), "rows of an owned table are pushed to their owners"
             attempt = table.scheme.attempt(local, table.axes, table.capacities)
         if kept is not None:
             kept = (kept if errors is None else keep(kept, errors))[None]
@@ -253,10 +290,10 @@ def exchange(
         mesh,
         body,
         (
-            [cut(one.dim, table.axes) for one in table.lookups],
+            [cut(lookup.dim, table.axes) for lookup in table.lookups],
             [
-                cut(one.dim, table.axes, x.ndim - len(table.shape) + 1, table.row_spec)
-                for one, x in zip(table.lookups, values, strict=True)
+                cut(lookup.dim, table.axes, x.ndim - len(table.shape) + 1, table.row_spec)
+                for lookup, x in zip(table.lookups, values, strict=True)
             ],
             of_residual,
             PartitionSpec(),
@@ -271,17 +308,20 @@ def exchange(
         ),
     )
     with jax.named_scope(scope("rows", table.param)):
-        rows, fits, local_ids, local_values, touched, residual = run(list(ids), list(values), residual, ready)
+        (total_ids, total_values, count), fits, local_ids, local_values, touched, residual = run(
+            list(ids), list(values), residual, ready
+        )
     if not is_static[-1]:
-        turns.join(fits)
-    total = RowSparse(*rows, table.num_rows)
+        order.join(fits)
+    total = RowSparse(total_ids, total_values, count, table.num_rows)
     return Exchanged(
-        table, mesh, turns, total, True if is_static[-1] else fits, local_ids, local_values, touched, residual
+        table, mesh, order, total, True if is_static[-1] else fits, local_ids, local_values, touched, residual
     )
 
 
 def known_at_the_end(fits: Any, values: Any) -> Any:
-    """`fits`, bool[], but not before the exchange's values are there, which may be sent after that is decided."""
+    """Gives `fits`, bool[], but not before the exchange's `values` are there, which may be sent after that is
+    decided."""
     if not values.size:
         return fits
     # A word has no more bits than that; but XLA does not know, and has to wait for it.
@@ -299,15 +339,15 @@ JOIN: Mapping[str, Callable[[Any, tuple[str, ...]], Any]] = {
 
 
 def _on_devices(
-    found: Exchanged, function: Callable[[View], Any], leaves: Mapping[int, Any], out_axes: Any, join: str = ""
+    exchanged: Exchanged, function: Callable[[View], Any], leaves: Mapping[int, Any], out_axes: Any, join: str = ""
 ) -> Callable:
-    """A function of the touched rows, as each device runs it on the rows that it has.
+    """Gives a function of the touched rows as each device runs it on the rows that it has.
 
     Manual over all axes where only rows are split, for kernels cannot be partitioned; otherwise over those that split
     rows. `out_axes`: like its result, the axes that split its leading dim. `join`: the reduction by which parts of it
     are put together."""
-    table = found.table
-    manual = table.row_axes if spec_axes(table.row_spec) else tuple(found.mesh.axis_names)
+    table = exchanged.table
+    manual = table.row_axes if spec_axes(table.row_spec) else tuple(exchanged.mesh.axis_names)
     specs = lambda axes: PartitionSpec(axes) if axes else PartitionSpec()
 
     def body(rows: RowSparse, state: Mapping[int, Any], given: Mapping[int, Any]) -> Any:
@@ -317,34 +357,34 @@ def _on_devices(
         ids = rows.ids - lax.axis_index(table.row_axes) * size
         mine = (ids >= 0) & (ids < size)
         values = jnp.where(mine.reshape(-1, *[1] * (rows.values.ndim - 1)), rows.values, 0)
-        found = function(View(jnp.where(mine, ids, size), values, state, given, is_sorted=False))
-        return JOIN[join](found, table.row_axes) if join else found
+        part = function(View(jnp.where(mine, ids, size), values, state, given, is_sorted=False))
+        return JOIN[join](part, table.row_axes) if join else part
 
     if not manual:
         return body
-    is_one = isinstance(out_axes, tuple)
+    is_array = isinstance(out_axes, tuple)
     # check_vma=False: rows are alike on all workers, which the checker cannot know.
     return jax.shard_map(
         body,
-        mesh=found.mesh,
+        mesh=exchanged.mesh,
         axis_names=frozenset(manual),
         check_vma=False,
         in_specs=(PartitionSpec(), {leaf: specs(table.row_axes) for leaf in leaves}, PartitionSpec()),
-        out_specs=specs(out_axes) if is_one else {leaf: specs(axes) for leaf, axes in out_axes.items()},
+        out_specs=specs(out_axes) if is_array else {leaf: specs(axes) for leaf, axes in out_axes.items()},
     )
 
 
 def _local(table: TableSync, ids: Sequence[Any], values: Sequence[Any]) -> RowSparse:
-    """This worker's rows. A lookup that all workers make alike is the first one's."""
+    """Gives this worker's rows. A lookup that all workers make alike is the first worker's."""
     row_shape = values[0].shape[values[0].ndim - len(table.shape) + 1 :]
     numbers = []
-    for one, found in zip(table.lookups, ids, strict=True):
-        found = normalised(found.reshape(-1), table.num_rows, one.mode, False)
-        if one.dim is None:
-            found = jnp.where(lax.axis_index(table.axes) == 0, found, table.num_rows)
-        numbers.append(found)
+    for lookup, looked_up in zip(table.lookups, ids, strict=True):
+        rows = normalised(looked_up.reshape(-1), table.num_rows, lookup.mode, False)
+        if lookup.dim is None:
+            rows = jnp.where(lax.axis_index(table.axes) == 0, rows, table.num_rows)
+        numbers.append(rows)
     # In the table's own dtype: half-precision cotangents are added up without losing digits.
-    flat = [one.reshape(-1, *row_shape).astype(table.dtype) for one in values]
+    flat = [cotangents.reshape(-1, *row_shape).astype(table.dtype) for cotangents in values]
     return from_lookups(jnp.concatenate(numbers), jnp.concatenate(flat), table.num_rows, wrap=False)
 
 
@@ -357,7 +397,12 @@ def _parts(rows: RowSparse) -> tuple[Any, Any, Any]:
 
 
 def cut(dim: int | None, axes: tuple[str, ...], num_ids_dims: int = 0, row_spec: tuple[Any, ...] = ()) -> PartitionSpec:
-    """The spec of a lookup's ids, or of its cotangents with `num_ids_dims` dims before the row's."""
+    """Gives the spec of a lookup's ids, or of its cotangents.
+
+    **Arguments:** `dim`: the dim of the ids that lies over the workers; None: none. `axes`: the mesh axes of the
+    workers. `num_ids_dims`: of cotangents, the number of their dims before the row's. `row_spec`: of cotangents, the
+    layout of a row.
+    """
     entries: list[Any] = [None] * max(num_ids_dims, 0 if dim is None else dim + 1)
     if dim is not None:
         entries[dim] = axes
