@@ -26,6 +26,8 @@ from splitjax.trace.uses import product_flops
 # bytes. Devices of today are between 5 (a CPU core) and 300; for cuts only the order of magnitude between convolutions
 # and norms matters. Measured times replace it.
 FLOPS_PER_BYTE = 16
+# A node of the graph that `_LossWalk` walks: ("op", number of the operation) or ("loop", the loop).
+_Node = tuple[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +135,9 @@ class _LossWalk:
         self.node = {
             id(op): ("loop", op.loops[0]) if op.loops else ("op", number) for number, op in enumerate(self.ops)
         }
-        self.cost: dict[Any, float] = collections.defaultdict(float)
-        self.readers: dict[int, set[Any]] = collections.defaultdict(set)
-        made: dict[Any, set[int]] = collections.defaultdict(set)
+        self.cost: dict[_Node, float] = collections.defaultdict(float)
+        self.readers: dict[int, set[_Node]] = collections.defaultdict(set)
+        made: dict[_Node, set[int]] = collections.defaultdict(set)
         for op in self.ops:
             at = self.node[id(op)]
             self.cost[at] += _cost(op, flat)
@@ -144,7 +146,7 @@ class _LossWalk:
                 self.readers[v].add(at)
         self.forward = sum(self.cost.values())
         # Nodes in program order: a loop stands where its first operation does, and what follows it reads its results.
-        self.distance: dict[Any, float] = {}
+        self.distance: dict[_Node, float] = {}
         last = {self.node[id(op)]: number for number, op in enumerate(self.ops)}
         for at in sorted(last, key=last.__getitem__, reverse=True):
             behind = max(

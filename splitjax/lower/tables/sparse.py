@@ -211,7 +211,7 @@ class _Syncing:
     def table_sync(self, table: Table, may_own: bool = True) -> TableSync:
         """Says how a table is synchronised by rows. `may_own`: its workers may own the rows that they hold."""
         mesh, asked = self.plan.mesh, self.request.of(table.param)
-        leaf = next(leaf for leaf in self.plan.leaves if leaf.path == table.param)
+        leaf = {leaf.path: leaf for leaf in self.plan.leaves}[table.param]
         update = _update(table, asked)
         assert update is not None, "a table whose update does not act on rows stays dense"
         split = spec_axes(leaf.spec[1:])
@@ -229,7 +229,7 @@ class _Syncing:
         )
         return TableSync(
             param=table.param,
-            leaf=next(index for index, leaf in enumerate(self.graph.leaves) if leaf.path == table.param),
+            leaf=next(index for index, argument in enumerate(self.graph.leaves) if argument.path == table.param),
             leaves=update.leaves,
             shape=leaf.shape,
             dtype=leaf.dtype,
@@ -304,8 +304,8 @@ class _SparseTrace:
             ]
             residual = self.residuals.get(self.step.tables[number].param)
             if number in pulled:
-                cotangents_of = [values for _, values in rows]
-                self.summed[number] = push(pulled[number], self.collectives, ready, cotangents_of, residual)
+                gradients_of_rows = [values for _, values in rows]
+                self.summed[number] = push(pulled[number], self.collectives, ready, gradients_of_rows, residual)
                 continue
             loops = [
                 lookup.num_loops for (table, _), lookup in zip(order, edited.lookups, strict=True) if table == number
