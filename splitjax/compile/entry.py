@@ -20,7 +20,7 @@ from splitjax import _compat
 from splitjax.compile.programs import Programs, StepProgram
 from splitjax.cost.convolutions import derive_convolutions
 from splitjax.errors import PlanError, SplitjaxError, StateError, TraceError
-from splitjax.lower.partial.depth_schedule import Turned, turned
+from splitjax.lower.partial.depth_schedule import ScheduledPrograms, scheduled_programs
 from splitjax.lower.partial.hooks import PartialHooks
 from splitjax.lower.partial.lowered import Lowered
 from splitjax.lower.partial.step import PartialStep, find_partial
@@ -146,7 +146,7 @@ class Entry:
     bound: Bound
     graph: Graph
     plan: Plan
-    jitted: StepProgram | Turned
+    jitted: StepProgram | ScheduledPrograms
     mesh: Mesh
     jaxpr: _compat.ClosedJaxpr
     trace: Callable[[list[jax.ShapeDtypeStruct]], _compat.ClosedJaxpr]
@@ -161,7 +161,7 @@ class Entry:
     def program(self, step_number: int) -> StepProgram:
         """Returns the program of a step, which takes `operands`. `step_number`: the number of the step since the
         beginning of training, counted from 0."""
-        return self.jitted.at(step_number) if isinstance(self.jitted, Turned) else self.jitted
+        return self.jitted.at(step_number) if isinstance(self.jitted, ScheduledPrograms) else self.jitted
 
     @functools.cached_property
     def residuals(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -269,7 +269,7 @@ def build_entry(
     if partial is None:
         jitted = programs.whole(functools.partial(lowered.run, hook))
     else:
-        jitted = turned(
+        jitted = scheduled_programs(
             partial, PartialHooks(partial, jaxpr, mesh, plan, layout, twin_of, sparse, hook), lowered, programs
         )
     observing = sparse is not None and bool(sparse.tables) and decision is None

@@ -71,7 +71,9 @@ class _AtCycleStep:
         return self.program.lower(np.int32(self.cycle_step), *args)
 
 
-def turned(step: PartialStep, hooks: PartialHooks, lowered: Lowered, programs: ProgramMaker) -> ScheduledPrograms:
+def scheduled_programs(
+    step: PartialStep, hooks: PartialHooks, lowered: Lowered, programs: ProgramMaker
+) -> ScheduledPrograms:
     """Gives the programs of a step.
 
     **Arguments:** `step`: its depths and its workers. `hooks`: the evaluators of its boundaries. `lowered`: the step,
