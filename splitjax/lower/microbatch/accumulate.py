@@ -1,4 +1,9 @@
-"""Evaluates an analysed loss: parts inside the loop over microbatches, wholes before and after it."""
+"""Evaluates an analysed loss: parts inside the loop over microbatches, wholes before and after it.
+
+A `Marked` body comes in with the values of its inputs, and the values that it needs come out in the same dictionary, by
+value number and form. Equations are evaluated one by one, since a microbatch wants some of them changed: a share of
+what is added to a sum, its own slice of a constant, its own random bits among those of the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -11,38 +16,56 @@ import jax.numpy as jnp
 from jax import lax
 
 from splitjax import _compat
-from splitjax.lower.microbatch.batch_split import Slot, Split
-from splitjax.lower.microbatch.classify import DERIVATIVE_RULES, Analysis, Found
+from splitjax.lower.microbatch.batch_split import LoopPosition, Split
+from splitjax.lower.microbatch.classify import DERIVATIVE_RULES, BodyAnalysis, NodeAnalysis
 from splitjax.lower.microbatch.example_relation import PARTIAL, Batch, Info
 from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked, is_rebuilt, used_form
-from splitjax.lower.microbatch.pairing import Const, Node, Program, Ref, resized
+from splitjax.lower.microbatch.pairing import Const, Node, PairedProgram, Ref, resized
 
 BEFORE, LOOP, AFTER, INSIDE = "before", "loop", "after", "inside"
-Env = dict[tuple[int, str], Any]
+Env = dict[tuple[int, str], Any]  # (value number, form) -> array
 # (equation, operands, site) -> results: how one equation is evaluated. The site is as in `trace.flatten`, within the
 # forward.
 Bind = Callable[[Any, Sequence[Any], tuple[int, ...]], Sequence[Any]]
 
 
 def plain_bind(eqn: Any, operands: Sequence[Any], site: tuple[int, ...]) -> Sequence[Any]:
-    """Evaluates an equation as it is."""
+    """Evaluates the equation `eqn` on its `operands` as it is, wherever its `site`; returns its results."""
     return _compat.rebind(eqn, operands)
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Evaluates marked bodies. All methods are functions of their arguments; `env` dictionaries are filled in place."""
+    """Evaluates marked bodies. All methods are functions of their arguments; `env` dictionaries are filled in place.
 
-    program: Program
+    - `program`: the paired traces. `batch`: the numbers of examples. `split`: how the batch is cut.
+    - `bind(eqn, operands, site) -> results`: evaluates an equation.
+
+    Arguments that many methods have: `marked`: the body with what is needed of it; `analysis`: its analysis; `index`,
+    `node`: an operation of it; `analysed`: what is known of that; `env`: the values so far; `slot`: the microbatch and
+    the worker, None outside of the loop.
+    """
+
+    program: PairedProgram
     batch: Batch
     split: Split
     bind: Bind
 
     def run(
-        self, marked: Marked, env: Env, stage: str, slot: Slot | None = None, only: Collection[int] | None = None
+        self,
+        marked: Marked,
+        env: Env,
+        stage: str,
+        slot: LoopPosition | None = None,
+        only: Collection[int] | None = None,
     ) -> None:
-        """Computes what is needed of a body and not yet in `env`. `stage`: at the top, which of the three parts of the
-        step; INSIDE for nested bodies, where known values are computed on the spot. `only`: the nodes to run."""
+        """Computes what is needed of the body `marked` and not yet in `env`.
+
+        - `stage`: at the top, which of the three parts of the step, `BEFORE`, `LOOP` or `AFTER`; `INSIDE` for nested
+          bodies, where known values are computed on the spot.
+        - `slot`: the microbatch and the worker, in `LOOP` and `INSIDE`.
+        - `only`: the nodes to run, by index; None for all.
+        """
         analysis = marked.analysis
         for index, node in enumerate(analysis.body.nodes):
             if only is not None and index not in only:
@@ -51,6 +74,7 @@ class Evaluator:
                 self.whole(marked, index, node, env, stage)
             if stage not in (LOOP, INSIDE):
                 continue
+            assert slot is not None, f"stage {stage!r} is evaluated for a microbatch"
             wanted = [v for v in node.outputs if (v, PART) in marked.needed and (v, PART) not in env]
             rest = []
             for v in wanted:
@@ -58,7 +82,7 @@ class Evaluator:
                 if info.live or info.local:
                     rest.append(v)
                 elif (v, WHOLE) in env:
-                    env[v, PART] = self.split.take(env[v, WHOLE], info.layout, slot)
+                    env[v, PART] = self.split.take(env[v, WHOLE], info.required_layout, slot)
             if rest:
                 results = self.part(marked, index, node, env, slot)
                 env.update({(v, PART): value for v, value in zip(node.outputs, results, strict=True) if v in rest})
@@ -66,6 +90,7 @@ class Evaluator:
     # Values for the whole batch.
 
     def whole(self, marked: Marked, index: int, node: Node, env: Env, stage: str) -> None:
+        """Computes the results of `node`, number `index` of `marked`, that are needed whole in `stage`, into `env`."""
         analysis = marked.analysis
         some_live = any(analysis.info(ref, self.batch).live for ref in node.inputs)
         now = stage == INSIDE or (stage == AFTER) == some_live
@@ -90,17 +115,21 @@ class Evaluator:
         values = self.bind(node.whole, operands, node.site)
         env.update({(v, WHOLE): value for v, value in zip(node.outputs, values, strict=True) if v in wanted})
 
-    def read(self, analysis: Analysis, ref: Ref, form: str, env: Env, slot: Slot | None) -> Any:
+    def read(self, analysis: BodyAnalysis, ref: Ref, form: str, env: Env, slot: LoopPosition | None) -> Any:
+        """Returns the value or constant `ref` of `analysis` in a `form`: from `env`, or a constant cut for `slot`."""
         if not isinstance(ref, Const):
             return env[ref, form]
         if form == WHOLE:
             return ref.whole
-        return self.split.take(ref.whole, analysis.info(ref, self.batch).layout, slot)
+        assert slot is not None, "a constant is cut for a microbatch only"
+        return self.split.take(ref.whole, analysis.info(ref, self.batch).required_layout, slot)
 
     # Values for one microbatch.
 
-    def use(self, analysis: Analysis, ref: Ref, env: Env, slot: Slot, share: bool = False) -> Any:
-        """A value as a microbatch uses it; its share of it where it is added to a sum over microbatches."""
+    def use(self, analysis: BodyAnalysis, ref: Ref, env: Env, slot: LoopPosition, share: bool = False) -> Any:
+        """Returns `ref`, a value of `analysis` in `env`, as the microbatch of `slot` uses it.
+
+        With `share`: the microbatch's share of it, as it is added to a sum over microbatches."""
         value = self.read(analysis, ref, used_form(analysis.info(ref, self.batch)), env, slot)
         if not share:
             return value
@@ -109,39 +138,44 @@ class Evaluator:
             return value / jnp.asarray(self.split.num_contributions, value.dtype)
         return jnp.where(slot.is_first(), value, jnp.zeros_like(value))
 
-    def bring(self, analysis: Analysis, ref: Ref, target: Info, env: Env, slot: Slot) -> Any:
-        """A value in the relation that a loop or a branch expects of it."""
+    def bring(self, analysis: BodyAnalysis, ref: Ref, target: Info, env: Env, slot: LoopPosition) -> Any:
+        """Returns `ref`, a value of `analysis` in `env`, in the relation `target` that a loop or a branch expects.
+
+        For the microbatch of `slot`."""
         share = target.kind == PARTIAL and analysis.info(ref, self.batch).kind != PARTIAL
         return self.use(analysis, ref, env, slot, share)
 
-    def part(self, marked: Marked, index: int, node: Node, env: Env, slot: Slot) -> Sequence[Any]:
-        analysis, found = marked.analysis, marked.analysis.found[index]
-        if is_rebuilt(node, found):
+    def part(self, marked: Marked, index: int, node: Node, env: Env, slot: LoopPosition) -> Sequence[Any]:
+        """Returns the results of `node`, number `index` of `marked`, for the microbatch of `slot`, from `env`."""
+        analysis, analysed = marked.analysis, marked.analysis.by_node[index]
+        if is_rebuilt(node, analysed):
             if node.name == "scan":
-                return self.scan(marked, index, node, found, env, slot)
+                return self.scan(marked, index, node, analysed, env, slot)
             if node.name == "cond":
-                return self.cond(marked, index, node, found, env, slot)
-            return self.remat(marked, index, node, found, env, slot)
-        shares = found.outcome.shares
-        operands = [self.use(analysis, ref, env, slot, i in shares) for i, ref in enumerate(node.inputs)]
-        if found.outcome.draws:
-            return [self.draw(node, operands[0], found.outcome.infos[0], slot)]
+                return self.cond(marked, index, node, analysed, env, slot)
+            return self.remat(marked, index, node, env, slot)
+        outcome = analysed.outcome
+        operands = [self.use(analysis, ref, env, slot, i in outcome.shares) for i, ref in enumerate(node.inputs)]
+        if outcome.draws:
+            return [self.draw(node, operands[0], outcome.infos[0], slot)]
         if node.name == "sharding_constraint":
             return operands  # written for the whole batch; layouts inside the loop are the plan's business
-        if found.outcome.rows is not None:
-            position, component = found.outcome.rows
+        if outcome.rows is not None:
+            position, component = outcome.rows
             operands[position] = _own_numbers(
                 operands[position], component, analysis.info(node.inputs[position], self.batch)
             )
         if self.batch.is_exact:
             return self.bind(node.part, operands, node.site)
         if node.name in DERIVATIVE_RULES:
-            return self.repeated(analysis, node, found, operands)
+            return self.repeated(analysis, node, analysed, operands)
         return self.bind(resized(node, self.batch.resize), operands, node.site)
 
-    def draw(self, node: Node, key: Any, info: Info, slot: Slot) -> Any:
-        """A microbatch's own random bits among those of the whole batch."""
-        shape, layout = node.whole.outvars[0].aval.shape, info.layout
+    def draw(self, node: Node, key: Any, info: Info, slot: LoopPosition) -> Any:
+        """Returns the random bits of the microbatch of `slot` among those that `node` draws for the whole batch.
+
+        `key`: the random key; `info`: the relation of the bits."""
+        shape, layout = node.whole.outvars[0].aval.shape, info.required_layout
         numbers = self.split.take(
             jnp.arange(shape[layout.dim], dtype=jnp.uint32), dataclasses.replace(layout, dim=0), slot
         )
@@ -151,9 +185,14 @@ class Evaluator:
             positions = positions[..., None] * jnp.uint32(size) + own
         return _compat.positional_bits(key, node.whole.params["bit_width"], positions)
 
-    def repeated(self, analysis: Analysis, node: Node, found: Found, operands: list[Any]) -> Sequence[Any]:
-        """A function with its own derivative rule exists at the sizes of the traces only: it is run on the microbatch's
-        one example repeated, and the first result is kept."""
+    def repeated(
+        self, analysis: BodyAnalysis, node: Node, analysed: NodeAnalysis, operands: list[Any]
+    ) -> Sequence[Any]:
+        """Returns the results of a function with its own derivative rule for a microbatch of a single example.
+
+        Such a function exists at the sizes of the traces only: it is run on the example repeated, and the first result
+        is kept. `node`: its call in the body of `analysis`, of which `analysed` is known; `operands`: of the example.
+        """
         layouts = [analysis.info(ref, self.batch).layout for ref in node.inputs]
         repeated = [
             self.split.resize(value, layout, self.batch.run, self.batch.part)
@@ -162,13 +201,22 @@ class Evaluator:
         results = self.bind(node.part, repeated, node.site)
         return [
             self.split.resize(value, info.layout, self.batch.part, self.batch.run)
-            for value, info in zip(results, found.outcome.infos, strict=True)
+            for value, info in zip(results, analysed.outcome.infos, strict=True)
         ]
 
     def inputs(
-        self, analysis: Analysis, marked: Marked, operands: Sequence[Ref], targets: Sequence[Info], env: Env, slot: Slot
+        self,
+        analysis: BodyAnalysis,
+        marked: Marked,
+        operands: Sequence[Ref],
+        targets: Sequence[Info],
+        env: Env,
+        slot: LoopPosition,
     ) -> list[Any]:
-        """The values of a nested body's needed inputs, in the order of `marked.inputs`."""
+        """Returns the values of the needed inputs of a nested body, in the order of `marked.inputs`.
+
+        `operands`: what the body's inputs are in the surrounding body, whose `analysis` and values `env` are given;
+        `targets`: the relations that its inputs are brought to, for the microbatch of `slot`."""
         values = []
         for position, form in marked.inputs:
             ref = operands[position]
@@ -179,7 +227,8 @@ class Evaluator:
             )
         return values
 
-    def body(self, marked: Marked, values: Sequence[Any], slot: Slot) -> Env:
+    def body(self, marked: Marked, values: Sequence[Any], slot: LoopPosition) -> Env:
+        """Evaluates the nested body `marked` on the `values` of its needed inputs, for the microbatch of `slot`."""
         env: Env = {
             (marked.analysis.body.inputs[p], form): value
             for (p, form), value in zip(marked.inputs, values, strict=True)
@@ -188,11 +237,17 @@ class Evaluator:
         return env
 
     def results(
-        self, inner: Analysis, wanted: Sequence[int], targets: Sequence[Info], env: Env, slot: Slot
+        self, inner: BodyAnalysis, wanted: Sequence[int], targets: Sequence[Info], env: Env, slot: LoopPosition
     ) -> list[Any]:
+        """Returns the results of the body of `inner` at the positions `wanted`, each in its relation of `targets`.
+
+        `env`: the values of that body for the microbatch of `slot`."""
         return [self.bring(inner, inner.body.outputs[k], targets[k], env, slot) for k in wanted]
 
-    def remat(self, marked: Marked, index: int, node: Node, found: Found, env: Env, slot: Slot) -> Sequence[Any]:
+    def remat(self, marked: Marked, index: int, node: Node, env: Env, slot: LoopPosition) -> Sequence[Any]:
+        """Returns the results of `node`, a rematerialised function, rebuilt around its body.
+
+        `marked`, `index`, `env`, `slot`: as for `part`."""
         (inner,) = marked.nested[index]
         wanted = inner.returned
 
@@ -204,14 +259,19 @@ class Evaluator:
         values = self.inputs(marked.analysis, inner, node.inputs, inner.analysis.inputs, env, slot)
         return _place(checkpointed(values, slot), wanted, len(node.outputs))
 
-    def cond(self, marked: Marked, index: int, node: Node, found: Found, env: Env, slot: Slot) -> Sequence[Any]:
+    def cond(
+        self, marked: Marked, index: int, node: Node, analysed: NodeAnalysis, env: Env, slot: LoopPosition
+    ) -> Sequence[Any]:
+        """Returns the results of `node`, a conditional, rebuilt around its branches.
+
+        `marked`, `index`, `env`, `slot`: as for `part`; `analysed`: what is known of the node."""
         wanted = marked.nested[index][0].returned
         every = sorted({need for inner in marked.nested[index] for need in inner.inputs})
 
         def branch(inner):
             def run(values, where):
                 chosen = [value for need, value in zip(every, values, strict=True) if need in inner.inputs]
-                return self.results(inner.analysis, wanted, found.targets, self.body(inner, chosen, where), where)
+                return self.results(inner.analysis, wanted, analysed.targets, self.body(inner, chosen, where), where)
 
             return run
 
@@ -226,22 +286,29 @@ class Evaluator:
         )
         choice = self.use(marked.analysis, node.inputs[0], env, slot)
         return _place(
-            lax.switch(choice, [branch(one) for one in marked.nested[index]], values, slot), wanted, len(node.outputs)
+            lax.switch(choice, [branch(inner) for inner in marked.nested[index]], values, slot),
+            wanted,
+            len(node.outputs),
         )
 
-    def scan(self, marked: Marked, index: int, node: Node, found: Found, env: Env, slot: Slot) -> Sequence[Any]:
+    def scan(
+        self, marked: Marked, index: int, node: Node, analysed: NodeAnalysis, env: Env, slot: LoopPosition
+    ) -> Sequence[Any]:
+        """Returns the results of `node`, a loop, rebuilt around its body.
+
+        `marked`, `index`, `env`, `slot`: as for `part`; `analysed`: what is known of the node."""
         (inner,), analysis, params = marked.nested[index], marked.analysis, node.part.params
         num_consts, num_carry = _compat.scan_counts(node.whole.params)
         targets = (
             *inner.analysis.inputs[:num_consts],
-            *found.targets,
+            *analysed.targets,
             *inner.analysis.inputs[num_consts + num_carry :],
         )
-        outputs = (*found.targets, *inner.analysis.outputs[num_carry:])
+        outputs = (*analysed.targets, *inner.analysis.outputs[num_carry:])
         stacked = [k for k in inner.returned if k >= num_carry]
         carried = sorted(
             {(p - num_consts, form) for p, form in inner.inputs if num_consts <= p < num_consts + num_carry}
-            | {(k, used_form(found.targets[k])) for k in inner.returned if k < num_carry}
+            | {(k, used_form(analysed.targets[k])) for k in inner.returned if k < num_carry}
         )
         consts = [(p, form) for p, form in inner.inputs if p < num_consts]
         scanned = [(p, form) for p, form in inner.inputs if p >= num_consts + num_carry]
@@ -265,7 +332,7 @@ class Evaluator:
             after = [
                 self.read(inner.analysis, inner.analysis.body.outputs[k], WHOLE, inside, slot)
                 if form == WHOLE
-                else self.bring(inner.analysis, inner.analysis.body.outputs[k], found.targets[k], inside, slot)
+                else self.bring(inner.analysis, inner.analysis.body.outputs[k], analysed.targets[k], inside, slot)
                 for k, form in carried
             ]
             after = [
@@ -285,13 +352,14 @@ class Evaluator:
             **extra,
         )
         values = {
-            k: value for (k, form), value in zip(carried, final, strict=True) if form == used_form(found.targets[k])
+            k: value for (k, form), value in zip(carried, final, strict=True) if form == used_form(analysed.targets[k])
         }
         values.update(zip(stacked, rows, strict=True))
         return [values.get(k) for k in range(len(node.outputs))]
 
 
 def _place(values: Sequence[Any], positions: Sequence[int], count: int) -> list[Any]:
+    """Returns a list of `count` entries with the values at their positions, None elsewhere."""
     placed: list[Any] = [None] * count
     for position, value in zip(positions, values, strict=True):
         placed[position] = value
@@ -299,7 +367,7 @@ def _place(values: Sequence[Any], positions: Sequence[int], count: int) -> list[
 
 
 def _own_numbers(indices: Any, component: int, info: Info) -> Any:
-    """Indices whose given component counts examples, counting the microbatch's own examples instead."""
-    own = lax.broadcasted_iota(indices.dtype, indices.shape, info.layout.dim)
+    """Returns indices whose given component counts examples, counting the microbatch's own examples instead."""
+    own = lax.broadcasted_iota(indices.dtype, indices.shape, info.required_layout.dim)
     column = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
     return jnp.where(column == component, own, indices)

@@ -1,4 +1,4 @@
-"""Which examples a microbatch has, and how values are cut and put together again.
+"""Says which examples a microbatch has, cuts values into microbatches and puts them together again.
 
 The batch of B examples lies on the workers in order: with the batch axes of sizes s1..sk, worker (i1..ik) has a
 contiguous part. A microbatch takes one N-th of *each* worker's part, so that cutting moves nothing: the example index
@@ -19,30 +19,39 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from splitjax.lower.microbatch.example_relation import Layout
+from splitjax.lower.microbatch.example_relation import ExampleDim
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["microbatch", "places"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
-class Slot:
-    """Inside the loop: the number of the microbatch, and the worker's place along each manual axis (scalar int32
-    tracers)."""
+class LoopPosition:
+    """Says where an evaluation inside the loop is.
+
+    `microbatch`: the number of the microbatch; `places`: by manual axis the worker's position along it (both scalar
+    int32 tracers)."""
 
     microbatch: Any
     places: Mapping[str, Any]
 
     def is_first(self) -> Any:
-        """Whether this is microbatch 0 of the first worker."""
+        """Tells whether this is microbatch 0 of the first worker, as a bool[] tracer."""
         first = self.microbatch == 0
         for place in self.places.values():
             first = first & (place == 0)
         return first
 
 
+Slot = LoopPosition  # the name by which `lower.partial` imports it
+
+
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How the batch is cut. `axes`: the batch axes with their sizes, major first; `manual`: those that `shard_map`
-    handles."""
+    """Describes how the batch is cut, and cuts values so.
+
+    - `num_microbatches`: N in the module's docstring.
+    - `axes`: the batch axes with their sizes, major first; `manual`: those of them that `shard_map` handles.
+    - `mesh`: the mesh of these axes; None on a single device.
+    """
 
     num_microbatches: int
     axes: tuple[tuple[str, int], ...]
@@ -51,19 +60,20 @@ class Split:
 
     @property
     def num_contributions(self) -> int:
-        """How many parts are added up: one a microbatch and place along the manual axes."""
+        """The number of parts that are added up: one per microbatch and worker along the manual axes."""
         return self.num_microbatches * math.prod(size for name, size in self.axes if name in self.manual)
 
     @property
     def held(self) -> tuple[Any, ...]:
-        """Traced values that it works with: a `shard_map` has to be given them (`holding`)."""
+        """The traced values that the split works with: a `shard_map` has to be given them (`holding`)."""
         return ()
 
     def holding(self, held: tuple[Any, ...]) -> Split:
-        """The same with these."""
+        """Returns the same split with the traced values `held`, in the order of the property; it works with none."""
         return self
 
-    def _factors(self, size: int, layout: Layout) -> tuple[int, ...]:
+    def _factors(self, size: int, layout: ExampleDim) -> tuple[int, ...]:
+        """Returns the sizes (major, s1..sk, N, n, minor) of a dim of `size` that holds the whole batch."""
         sizes = tuple(size for _, size in self.axes)
         examples = size // (layout.major * layout.minor)
         return (
@@ -75,15 +85,17 @@ class Split:
         )
 
     def _local(self, factors: Sequence[int]) -> tuple[int, ...]:
+        """Returns the same factors inside of the `shard_map`, where manual axes have size 1."""
         return (
             factors[0],
             *(1 if name in self.manual else size for name, size in self.axes),
             *factors[len(self.axes) + 1 :],
         )
 
-    def cut(self, value: Any, layout: Layout, whole_over: Sequence[str] = ()) -> Any:
-        """A whole value as (N, *before, major, s1..sk, n, minor, *behind): microbatches lead. `whole_over`: batch axes
-        over which it is not split, but whole."""
+    def cut(self, value: Any, layout: ExampleDim, whole_over: Sequence[str] = ()) -> Any:
+        """Returns a whole `value` as (N, *before, major, s1..sk, n, minor, *behind): microbatches lead.
+
+        `layout`: where it holds examples; `whole_over`: batch axes over which it is not split, but whole."""
         shape, dim = value.shape, layout.dim
         split = jnp.reshape(value, (*shape[:dim], *self._factors(shape[dim], layout), *shape[dim + 1 :]))
         return self._pin(jnp.moveaxis(split, dim + 1 + len(self.axes), 0), 1 + dim, whole_over)
@@ -97,22 +109,26 @@ class Split:
             entries[major + 1 + i] = None if name in whole_over else name
         return lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec(*entries)))
 
-    def cut_spec(self, rank: int, layout: Layout) -> PartitionSpec:
-        """The `shard_map` spec of a cut value whose whole form has `rank` dims."""
+    def cut_spec(self, rank: int, layout: ExampleDim) -> PartitionSpec:
+        """Returns the `shard_map` spec of a cut value whose whole form has `rank` dims, and examples at `layout`."""
         entries: list[Any] = [None] * (rank + len(self.axes) + 3)
         for i, (name, _) in enumerate(self.axes):
             if name in self.manual:
                 entries[1 + layout.dim + 1 + i] = name
         return PartitionSpec(*entries)
 
-    def part(self, cut: Any, layout: Layout) -> Any:
-        """One microbatch of a cut value (without its leading dim) in the shape of the part trace."""
+    def part(self, cut: Any, layout: ExampleDim) -> Any:
+        """Returns a microbatch of a `cut` value (without its leading dim) in the shape of the part trace.
+
+        `layout`: where the whole value holds examples."""
         dim, width = layout.dim, len(self.axes) + 3
         shape = cut.shape
         return jnp.reshape(cut, (*shape[:dim], math.prod(shape[dim : dim + width]), *shape[dim + width :]))
 
-    def take(self, whole: Any, layout: Layout, slot: Slot) -> Any:
-        """The part of a whole value that belongs to a microbatch, inside the loop."""
+    def take(self, whole: Any, layout: ExampleDim, slot: LoopPosition) -> Any:
+        """Returns the part of a `whole` value, with examples at `layout`, that belongs to the microbatch of `slot`.
+
+        For use inside the loop, where every worker has the whole value."""
         whole = jnp.asarray(whole)
         shape, dim = whole.shape, layout.dim
         value = jnp.reshape(whole, (*shape[:dim], *self._factors(shape[dim], layout), *shape[dim + 1 :]))
@@ -122,31 +138,38 @@ class Split:
         value = lax.dynamic_index_in_dim(value, slot.microbatch, dim + 1 + len(self.axes), keepdims=False)
         return self.part(value, layout)
 
-    def uncut_local(self, part: Any, layout: Layout, whole_size: int) -> Any:
-        """A microbatch's result with its example dim taken apart as in `cut`, ready to be stacked."""
+    def uncut_local(self, part: Any, layout: ExampleDim, whole_size: int) -> Any:
+        """Returns a microbatch's result `part` with its example dim taken apart as in `cut`, ready to be stacked.
+
+        `layout`: where it holds examples; `whole_size`: the size of that dim for the whole batch."""
         shape, dim = part.shape, layout.dim
         factors = self._local(self._factors(whole_size, layout))
         without = (*factors[: len(self.axes) + 1], *factors[len(self.axes) + 2 :])
         return jnp.reshape(part, (*shape[:dim], *without, *shape[dim + 1 :]))
 
-    def apart(self, part: Any, layout: Layout, whole_size: int) -> Any:
-        """A part with its example dim taken apart by axes, so that it can cross into an island (`islands.py`), or out
-        of it."""
+    def apart(self, part: Any, layout: ExampleDim, whole_size: int) -> Any:
+        """Returns a `part` with its example dim taken apart by axes, to cross into an island or out of it.
+
+        `layout`, `whole_size`: as for `uncut_local`."""
         return self.uncut_local(part, layout, whole_size)
 
-    def together(self, apart: Any, layout: Layout) -> Any:
-        """A part again, from the other side."""
+    def together(self, apart: Any, layout: ExampleDim) -> Any:
+        """Returns what `apart` made, behind the border of the island, as a part with examples at `layout` again."""
         return self.part(apart, layout)
 
-    def join(self, stacked: Any, layout: Layout, whole_size: int) -> Any:
-        """Stacked results of all microbatches and workers as the whole value, examples in their original order."""
+    def join(self, stacked: Any, layout: ExampleDim, whole_size: int) -> Any:
+        """Returns the `stacked` results of all microbatches and workers as the whole value, in the order of examples.
+
+        `layout`: where the whole value holds examples, in a dim of `whole_size`."""
         value = jnp.moveaxis(stacked, 0, layout.dim + 1 + len(self.axes))
         width = len(self.axes) + 4
         shape = value.shape
         return jnp.reshape(value, (*shape[: layout.dim], whole_size, *shape[layout.dim + width :]))
 
-    def resize(self, value: Any, layout: Layout | None, now: int, then: int) -> Any:
-        """A part with `now` examples as one with `then`: its first examples, or its only one repeated."""
+    def resize(self, value: Any, layout: ExampleDim | None, now: int, then: int) -> Any:
+        """Returns a part with `now` examples as one with `then`: its first examples, or its only one repeated.
+
+        `value`: the part; `layout`: where it holds examples, None for one that holds none and is returned as it is."""
         if layout is None:
             return value
         shape, dim = value.shape, layout.dim

@@ -1,5 +1,9 @@
-"""Finds how every value of a paired loss relates to the examples: `classify` walks a program once, nested bodies
-included."""
+"""Finds how every value of a paired loss relates to the examples.
+
+`classify` walks a `PairedProgram` once, nested bodies included, and asks the rules of `example_rules` and
+`partial_rules` about each operation. What comes out, a `BodyAnalysis`, tells the evaluators which values a microbatch
+can compute for itself, and a refusal which operation mixes examples.
+"""
 
 from __future__ import annotations
 
@@ -10,53 +14,81 @@ from typing import Any
 from splitjax import _compat
 from splitjax.lower.microbatch import example_rules_mixing  # noqa: F401  (registers its rules)
 from splitjax.lower.microbatch.derivative_rules import WHY, check_rule
-from splitjax.lower.microbatch.example_relation import EXAMPLES, LATER, PARTIAL, SAME, Batch, Info, Mixed, Reason, join
-from splitjax.lower.microbatch.example_rules import Outcome, Question, answer, require_same_params
-from splitjax.lower.microbatch.pairing import Body, Const, Node, Program, Ref
+from splitjax.lower.microbatch.example_relation import (
+    EXAMPLES,
+    LATER,
+    PARTIAL,
+    SAME,
+    Batch,
+    Fact,
+    Info,
+    Mixed,
+    Reason,
+    Types,
+    join,
+)
+from splitjax.lower.microbatch.example_rules import Question, RuleOutcome, answer, require_same_params
+from splitjax.lower.microbatch.pairing import Body, Const, Node, PairedProgram, Ref
 from splitjax.lower.microbatch.partial_rules import answer_partial
 
-DERIVATIVE_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+# Calls of functions that have their own derivative rule.
+DERIVATIVE_RULES: frozenset[str] = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+
+
+_MADE_OF_SHARED = "it makes values for single examples out of something shared"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Analysis:
-    """A body with the relation of each of its values, and what was found for each of its nodes (by index)."""
+class BodyAnalysis:
+    """Holds the relation of each value of a body, and what is known of each of its nodes.
+
+    - `body`: the operations. `inputs`, `outputs`: the relations of its inputs and results.
+    - `infos`: the relation of every value, by its number.
+    - `by_node`: what is known of each node, by its index in `body.nodes`.
+    """
 
     body: Body
     inputs: tuple[Info, ...]
     outputs: tuple[Info, ...]
     infos: dict[int, Info]
-    found: tuple[Found, ...]
+    by_node: tuple[NodeAnalysis, ...]
 
     @property
     def plain(self) -> bool:
-        """Whether the part trace's own equations give a microbatch the right results: no share, whole-batch value or
-        differing literal is needed inside."""
-        return all(found.plain for found in self.found)
+        """Tells whether the part trace's own equations give a microbatch the right results.
+
+        Then no share, whole-batch value or differing literal is needed inside."""
+        return all(node_analysis.plain for node_analysis in self.by_node)
 
     def info(self, ref: Ref, batch: Batch) -> Info:
+        """Returns the relation of `ref`, a value of the body or a constant, whose type `batch` explains."""
         return const_info(ref, batch) if isinstance(ref, Const) else self.infos[ref]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Found:
-    """What was found for one node. `nested`: the analyses of its bodies; `targets`: for a loop or branches, the
-    relation that carried values (results) are brought to."""
+class NodeAnalysis:
+    """Holds what is known of one node.
 
-    outcome: Outcome
+    - `outcome`: the relations of its results, and what a microbatch does with its operands.
+    - `plain`: the part trace's own equation gives a microbatch the right results.
+    - `nested`: the analyses of its bodies.
+    - `targets`: for a loop or branches, the relation that carried values (results) are brought to.
+    """
+
+    outcome: RuleOutcome
     plain: bool
-    nested: tuple[Analysis, ...] = ()
+    nested: tuple[BodyAnalysis, ...] = ()
     targets: tuple[Info, ...] = ()
 
 
 def const_info(const: Const, batch: Batch) -> Info:
-    """A constant is known; one with an example dim is sliced."""
+    """Returns the relation of `const`: it is known, and sliced if it has as many entries along a dim as `batch` has."""
     info = whole_batch_info((const.whole_aval, const.part_aval), batch)
-    return dataclasses.replace(info, fact=("zero",)) if const.is_zero else info
+    return dataclasses.replace(info, fact=Fact.ZERO) if const.is_zero else info
 
 
-def whole_batch_info(types: tuple[Any, Any], batch: Batch) -> Info:
-    """The relation of a value that is not live and is computed for the whole batch."""
+def whole_batch_info(types: Types, batch: Batch) -> Info:
+    """Returns the relation of a value of `types` that is not live and is computed for the whole `batch`."""
     try:
         dim = batch.example_dim(types)
     except Mixed as mixed:
@@ -66,35 +98,42 @@ def whole_batch_info(types: tuple[Any, Any], batch: Batch) -> Info:
     return Info(False, EXAMPLES, batch.assumed(types, dim), False)
 
 
-def classify(program: Program, body: Body, inputs: Sequence[Info], batch: Batch) -> Analysis:
-    """The relation of every value of a body whose inputs have the given relations."""
+def classify(program: PairedProgram, body: Body, inputs: Sequence[Info], batch: Batch) -> BodyAnalysis:
+    """Finds the relation of every value of `body`, a part of `program`, whose inputs have the relations `inputs`.
+
+    `batch` holds the numbers of examples. Operations that mix examples make their results `LATER`; nothing is raised.
+    """
     return _Classifier(program, batch, {}, True).body(body, inputs)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Classifier:
-    """Walks a program; `checked` remembers derivative rules that were checked, and lives for one call of `classify`."""
+    """Walks a program; lives for one call of `classify`.
 
-    program: Program
+    `checked` remembers what came out for derivative rules that were checked; `check_rules` is False inside of one."""
+
+    program: PairedProgram
     batch: Batch
     checked: dict[Any, Mixed | None]
     check_rules: bool
 
-    def body(self, body: Body, inputs: Sequence[Info]) -> Analysis:
+    def body(self, body: Body, inputs: Sequence[Info]) -> BodyAnalysis:
+        """Analyses a body whose inputs have the relations `inputs`."""
         infos = dict(zip(body.inputs, inputs, strict=True))
-        found = []
+        by_node = []
         for node in body.nodes:
             operands = tuple(
                 const_info(ref, self.batch) if isinstance(ref, Const) else infos[ref] for ref in node.inputs
             )
-            one = self.node(node, operands)
-            found.append(one)
-            infos.update(zip(node.outputs, one.outcome.infos, strict=True))
+            by_node.append(self.node(node, operands))
+            infos.update(zip(node.outputs, by_node[-1].outcome.infos, strict=True))
         outputs = tuple(const_info(ref, self.batch) if isinstance(ref, Const) else infos[ref] for ref in body.outputs)
-        return Analysis(body, tuple(inputs), outputs, infos, tuple(found))
+        return BodyAnalysis(body, tuple(inputs), outputs, infos, tuple(by_node))
 
     def rule(self, node: Node, infos: tuple[Info, ...], results: tuple[Info, ...]) -> None:
-        """Checks a function's own derivative rule, once."""
+        """Checks the own derivative rule of the function that `node` calls, once; raises `Mixed` if it mixes examples.
+
+        `infos`, `results`: the relations of its operands and results."""
         if not self.check_rules or not any(info.live for info in infos):
             return
         key = id(node), infos
@@ -109,38 +148,46 @@ class _Classifier:
                 self.checked[key] = None
             except Mixed as mixed:
                 self.checked[key] = mixed
-        if self.checked[key] is not None:
-            raise self.checked[key]
+        mixed = self.checked[key]
+        if mixed is not None:
+            raise mixed
 
-    def node(self, node: Node, infos: tuple[Info, ...]) -> Found:
-        """What one operation does; where slices cannot reproduce it, its live results are known later only, and the
-        others are computed for the whole batch."""
+    def node(self, node: Node, infos: tuple[Info, ...]) -> NodeAnalysis:
+        """Analyses one operation whose operands have the relations `infos`.
+
+        Where slices cannot reproduce it, its live results are known later only, and its other results are computed for
+        the whole batch."""
         live = any(info.live for info in infos)
         types = tuple(self.program.types[v] for v in node.outputs)
         try:
-            found = self.answer(node, infos, types)
+            answered = self.answer(node, infos, types)
         except Mixed as mixed:
-            return Found(Outcome(tuple(self.fallback(live, one, node, infos, mixed) for one in types)), False)
+            return NodeAnalysis(RuleOutcome(tuple(self.mixing(live, result, node, mixed) for result in types)), False)
         results = []
-        for info, one in zip(found.outcome.infos, types, strict=True):
-            own = info.live if found.nested and node.name not in DERIVATIVE_RULES else live
+        for info, result in zip(answered.outcome.infos, types, strict=True):
+            own = info.live if answered.nested and node.name not in DERIVATIVE_RULES else live
             if own or info.kind in (SAME, EXAMPLES):
                 results.append(dataclasses.replace(info, live=own))
             else:  # known for the whole batch beforehand: no need to add up contributions
-                results.append(whole_batch_info(one, self.batch))
-        known = not live and any(a.kind != b.kind for a, b in zip(results, found.outcome.infos, strict=True))
-        outcome = dataclasses.replace(found.outcome, infos=tuple(results))
-        return dataclasses.replace(found, outcome=outcome, plain=found.plain and not known)
+                results.append(whole_batch_info(result, self.batch))
+        known = not live and any(a.kind != b.kind for a, b in zip(results, answered.outcome.infos, strict=True))
+        outcome = dataclasses.replace(answered.outcome, infos=tuple(results))
+        return dataclasses.replace(answered, outcome=outcome, plain=answered.plain and not known)
 
-    def fallback(self, live: bool, types: tuple[Any, Any], node: Node, infos: tuple[Info, ...], mixed: Mixed) -> Info:
+    def mixing(self, live: bool, types: Types, node: Node, mixed: Mixed) -> Info:
+        """Returns the relation of a result, of `types`, of a node that mixes examples as `mixed` says."""
         if not live:
             return whole_batch_info(types, self.batch)
         reason = mixed.args[0] if isinstance(mixed.args[0], Reason) else Reason(node.name, node.source, str(mixed))
         return Info(True, LATER, reason=reason)
 
-    def answer(self, node: Node, infos: tuple[Info, ...], types: tuple[tuple[Any, Any], ...]) -> Found:
+    def answer(self, node: Node, infos: tuple[Info, ...], types: tuple[Types, ...]) -> NodeAnalysis:
+        """Analyses one operation by the rule that is responsible; raises `Mixed` where it mixes examples.
+
+        `infos`: the relations of its operands; `types`: the types of its results."""
         for info in sorted(infos, key=lambda info: not info.live):
             if info.kind == LATER:
+                assert info.reason is not None, "a value that is known later has a reason"
                 raise Mixed(info.reason if info.live else info.reason.why)
         if node.bodies:
             return self.nested(node, infos, types)
@@ -162,30 +209,37 @@ class _Classifier:
             and not outcome.draws
             and all(info.local for info in outcome.infos)
         )
-        return Found(outcome, plain)
+        return NodeAnalysis(outcome, plain)
 
-    def without_examples(self, q: Question) -> Outcome:
-        """No operand holds examples: neither does a result, unless it is made with their number as a size."""
+    def without_examples(self, q: Question) -> RuleOutcome:
+        """Answers for an operation without an operand that holds examples.
+
+        Neither does a result, unless it is made with the number of examples as a size. Raises `Mixed`."""
         dims = [self.batch.example_dim(types) for types in q.types_out]
         if all(dim is None for dim in dims):
             require_same_params(q.node, frozenset({"sharding", "out_sharding"}))
             fact = q.infos[0].fact if q.node.name in ("broadcast_in_dim", "convert_element_type") else None
-            return Outcome(tuple(Info(False, fact=fact) for _ in dims))
-        (dim,), (types,) = dims[:1], q.types_out[:1]
+            return RuleOutcome(tuple(Info(False, fact=fact) for _ in dims))
+        dim, types = dims[0], q.types_out[0]
+        if dim is None:
+            raise Mixed(_MADE_OF_SHARED)
         if _compat.has_positional_bits(q.node.whole):
-            return Outcome((Info(False, EXAMPLES, self.batch.assumed(types, dim)),), draws=True)
+            return RuleOutcome((Info(False, EXAMPLES, self.batch.assumed(types, dim)),), draws=True)
         if q.node.name == "broadcast_in_dim":
-            return Outcome((Info(False, EXAMPLES, self.batch.assumed(types, dim, uniform=True), fact=q.infos[0].fact),))
+            return RuleOutcome(
+                (Info(False, EXAMPLES, self.batch.assumed(types, dim, uniform=True), fact=q.infos[0].fact),)
+            )
         if q.node.name == "iota":
             if dim != q.params["dimension"]:
-                return Outcome((Info(False, EXAMPLES, self.batch.assumed(types, dim, uniform=True)),))
-            counts = ("row",) if types[0].shape == (self.batch.whole,) else None
-            return Outcome((Info(False, EXAMPLES, self.batch.assumed(types, dim), False, counts),))
-        raise Mixed("it makes values for single examples out of something shared")
+                return RuleOutcome((Info(False, EXAMPLES, self.batch.assumed(types, dim, uniform=True)),))
+            counts = Fact.EXAMPLE_NUMBER if types[0].shape == (self.batch.whole,) else None
+            return RuleOutcome((Info(False, EXAMPLES, self.batch.assumed(types, dim), False, counts),))
+        raise Mixed(_MADE_OF_SHARED)
 
     # Operations with bodies.
 
-    def nested(self, node: Node, infos: tuple[Info, ...], types: tuple[tuple[Any, Any], ...]) -> Found:
+    def nested(self, node: Node, infos: tuple[Info, ...], types: tuple[Types, ...]) -> NodeAnalysis:
+        """Analyses an operation with bodies: arguments as for `answer`."""
         if node.name == "scan":
             return self.scan(node, infos, types)
         if node.name == "cond":
@@ -199,23 +253,25 @@ class _Classifier:
             if not self.batch.is_exact and any(info.kind == PARTIAL for info in analysis.outputs):
                 raise Mixed("its own derivative rule sums over examples, which needs two of them in a microbatch")
             self.rule(node, infos, analysis.outputs)
-        return Found(Outcome(analysis.outputs), analysis.plain, (analysis,))
+        return NodeAnalysis(RuleOutcome(analysis.outputs), analysis.plain, (analysis,))
 
-    def cond(self, node: Node, infos: tuple[Info, ...]) -> Found:
+    def cond(self, node: Node, infos: tuple[Info, ...]) -> NodeAnalysis:
+        """Analyses a conditional whose operands have the relations `infos`; its branches' relations are joined."""
         if infos[0].kind != SAME:
             raise Mixed("which branch is taken depends on the examples")
         branches = tuple(self.body(body, infos[1:]) for body in node.bodies)
         targets = branches[0].outputs
         for branch in branches[1:]:
             targets = tuple(join(a, b) for a, b in zip(targets, branch.outputs, strict=True))
-        targets = tuple(dataclasses.replace(one, live=one.live or infos[0].live, fact=None) for one in targets)
+        targets = tuple(dataclasses.replace(target, live=target.live or infos[0].live, fact=None) for target in targets)
         _refuse_later(targets)
         plain = all(
             b.plain and all(a.kind == t.kind for a, t in zip(b.outputs, targets, strict=True)) for b in branches
         )
-        return Found(Outcome(targets), plain, branches, targets)
+        return NodeAnalysis(RuleOutcome(targets), plain, branches, targets)
 
-    def scan(self, node: Node, infos: tuple[Info, ...], types: tuple[tuple[Any, Any], ...]) -> Found:
+    def scan(self, node: Node, infos: tuple[Info, ...], types: tuple[Types, ...]) -> NodeAnalysis:
+        """Analyses a loop: its body again and again, until what is carried has the same relations before and after."""
         num_consts, num_carry = _compat.scan_counts(node.whole.params)
         require_same_params(node)
         if node.whole.params["length"] != node.part.params["length"]:
@@ -223,8 +279,8 @@ class _Classifier:
         consts, carry = infos[:num_consts], infos[num_consts : num_consts + num_carry]
         scanned = tuple(_shift(info, -1) for info in infos[num_consts + num_carry :])
         carry = tuple(dataclasses.replace(info, fact=None) for info in carry)
-        for _ in range(4 * max(num_carry, 1) + 1):
-            analysis = self.body(node.bodies[0], (*consts, *carry, *scanned))
+        analysis = self.body(node.bodies[0], (*consts, *carry, *scanned))
+        for _ in range(4 * max(num_carry, 1)):
             joined = tuple(
                 dataclasses.replace(join(a, b), fact=None)
                 for a, b in zip(carry, analysis.outputs[:num_carry], strict=True)
@@ -232,21 +288,24 @@ class _Classifier:
             if joined == carry:
                 break
             carry = joined
+            analysis = self.body(node.bodies[0], (*consts, *carry, *scanned))
         stacked = tuple(_shift(info, 1) for info in analysis.outputs[num_carry:])
         _refuse_later((*carry, *stacked))
         before = infos[num_consts : num_consts + num_carry]
         plain = analysis.plain and all(
             a.kind == b.kind == c.kind for a, b, c in zip(before, carry, analysis.outputs[:num_carry], strict=True)
         )
-        return Found(Outcome((*carry, *stacked)), plain, (analysis,), carry)
+        return NodeAnalysis(RuleOutcome((*carry, *stacked)), plain, (analysis,), carry)
 
     def map_over_examples(
-        self, node: Node, infos: tuple[Info, ...], types: tuple[tuple[Any, Any], ...], num_carry: int
-    ) -> Found:
-        """`lax.map` over the batch: one example an iteration, nothing carried."""
+        self, node: Node, infos: tuple[Info, ...], types: tuple[Types, ...], num_carry: int
+    ) -> NodeAnalysis:
+        """Analyses a loop over the batch, such as `lax.map`: one example an iteration, nothing carried.
+
+        `num_carry`: the number of values that the loop carries. Raises `Mixed` for any other loop over examples."""
         inner = [self.program.types[v] for v in node.bodies[0].inputs]
         num_consts = len(infos) - sum(1 for a, b in zip(infos, inner, strict=True) if a.layout is not None)
-        if num_carry or any(self.batch.sliced_dims(one) for one in inner):
+        if num_carry or any(self.batch.sliced_dims(value) for value in inner):
             raise Mixed("it goes through the examples one after the other, carrying values along")
         if any(info.layout.dim for info in infos[num_consts:] if info.layout is not None) or any(
             i.kind == PARTIAL for i in infos
@@ -257,14 +316,16 @@ class _Classifier:
         analysis = self.body(node.bodies[0], inside)
         if not _same_everywhere(analysis, self.program, self.batch):
             raise Mixed("it goes through the examples one after the other, and depends on their number")
-        layouts = [self.batch.layout(one, infos[-1].layout) for one in types]
-        return Found(Outcome(tuple(Info(live, EXAMPLES, layout) for layout in layouts)), True, (analysis,), ())
+        layouts = [self.batch.layout(result, infos[-1].layout) for result in types]
+        return NodeAnalysis(
+            RuleOutcome(tuple(Info(live, EXAMPLES, layout) for layout in layouts)), True, (analysis,), ()
+        )
 
 
-def _same_everywhere(analysis: Analysis, program: Program, batch: Batch) -> bool:
-    """Whether both traces of a body are the same computation."""
-    for node, found in zip(analysis.body.nodes, analysis.found, strict=True):
-        if any(isinstance(ref, Const) and ref.differs for ref in node.inputs) or not found.plain:
+def _same_everywhere(analysis: BodyAnalysis, program: PairedProgram, batch: Batch) -> bool:
+    """Tells whether both traces of a body are the same computation."""
+    for node, node_analysis in zip(analysis.body.nodes, analysis.by_node, strict=True):
+        if any(isinstance(ref, Const) and ref.differs for ref in node.inputs) or not node_analysis.plain:
             return False
         if any(batch.sliced_dims(program.types[v]) for v in node.outputs):
             return False
@@ -272,13 +333,16 @@ def _same_everywhere(analysis: Analysis, program: Program, batch: Batch) -> bool
 
 
 def _refuse_later(infos: Sequence[Info]) -> None:
+    """Raises `Mixed` if the loss depends on a value that is known later only."""
     for info in infos:
         if info.kind == LATER and info.live:
             raise Mixed(info.reason)
 
 
 def _shift(info: Info, by: int) -> Info:
-    """The relation of a scanned operand's slice (-1) or of stacked results (+1)."""
+    """Returns the relation of a scanned operand's slice (`by` -1) or of stacked results (+1).
+
+    Raises `Mixed` for the slice of an operand that is scanned along its examples."""
     if info.layout is None:
         return dataclasses.replace(info, fact=None)
     if info.layout.dim + by < 0:

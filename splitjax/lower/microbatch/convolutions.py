@@ -1,8 +1,9 @@
-"""Convolutions in the layout that XLA's CPU compiler has a fast kernel for.
+"""Writes convolutions in the layout for which XLA's CPU compiler has a fast kernel.
 
-It brings convolutions into that layout (examples first, features last) in a program's entry computation only: those in
-a branch or a loop, such as the gradients in a branch of partial backpropagation, run through a plain loop nest, several
-times slower (seen with jax 0.10.2). Here they are written in it.
+The compiler brings convolutions into that layout (examples first, features last) in a program's entry computation only:
+those in a branch or a loop, such as the gradients in a branch of partial backpropagation, run through a plain loop
+nest, several times slower (seen with jax 0.10.2). A function comes in; the same function comes out, whose convolutions
+stand between transpositions that put them into that layout.
 """
 
 from __future__ import annotations
@@ -19,24 +20,27 @@ _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
 
 
 def with_cpu_layouts(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of pytrees of arrays, its convolutions transposed; its derivative is to be taken inside."""
+    """Returns `function`, of pytrees of arrays, with its convolutions transposed into the fast layout.
+
+    A derivative is to be taken inside of `function`, so that its convolutions are transposed too."""
 
     def run(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
-        found: list[Any] = []
+        trees: list[Any] = []  # of the results, which only tracing tells
 
         def flat(*values: Any) -> Any:
             results, tree = jax.tree.flatten(function(*jax.tree.unflatten(structure, values)))
-            found.append(tree)
+            trees.append(tree)
             return results
 
         closed, _ = _compat.trace(flat, *leaves)
-        return jax.tree.unflatten(found[-1], _evaluate(closed, leaves))
+        return jax.tree.unflatten(trees[-1], _evaluate(closed, leaves))
 
     return run
 
 
 def _evaluate(closed: Any, operands: Sequence[Any]) -> list[Any]:
+    """Evaluates a closed jaxpr, transposing the convolutions in it and in the calls that it makes."""
     jaxpr, consts = _compat.open_jaxpr(closed)
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, operands, strict=True))
@@ -55,7 +59,7 @@ def _evaluate(closed: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def _convolution(params: dict[str, Any], data: Any, weight: Any) -> Any:
-    """A convolution by transposing to examples, positions, features; weights to positions, in, out."""
+    """Convolves `data` with `weight`, transposed to (examples, positions, features) and (positions, in, out)."""
     numbers = params["dimension_numbers"]
     (batch, feature, *where), (out, into, *window) = numbers.lhs_spec, numbers.rhs_spec
     rank = data.ndim

@@ -1,9 +1,9 @@
-"""How a value of the loss relates to the examples of the batch, and the words in which a refusal is told.
+"""Says how a value of the loss relates to the examples of the batch, and defines the words of that relation.
 
-Every value of a loss that is evaluated in microbatches is one of
+`classify` gives every value of a loss that is evaluated in microbatches an `Info`; the evaluators read it. Its kind is
 
 - `same`: the same in every microbatch: it does not depend on examples, or is known for the whole batch beforehand;
-- `examples`: one of its dims holds examples, so that a microbatch has a slice of it (`Layout` says which);
+- `examples`: one of its dims holds examples, so that a microbatch has a slice of it (`ExampleDim` says which);
 - `partial`: a sum over examples: a microbatch has its contribution, and contributions add up;
 - `later`: known only from all microbatches together. Good enough for auxiliary results, not for the loss.
 
@@ -13,15 +13,24 @@ A value is `live` if it depends on a differentiated operand.
 from __future__ import annotations
 
 import dataclasses
+import enum
+from collections.abc import Sequence
 from typing import Any
 
 SAME, EXAMPLES, PARTIAL, LATER = "same", "examples", "partial", "later"
 
+# The abstract values of a value in the two traces: with the whole batch, with the examples of a microbatch.
+Types = tuple[Any, Any]
+
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """Where examples sit: dim `dim` is `major` x examples x `minor`, row-major. `uniform`: equal for all examples, so
-    that any other layout of that dim describes it as well."""
+class ExampleDim:
+    """Locates the examples in an array: dim `dim` is `major` x examples x `minor` entries, row-major.
+
+    - `dim`: the dim that holds the examples, counted from 0.
+    - `major`, `minor`: how many entries of that dim vary slower and faster than the example's number.
+    - `uniform`: the array is equal for all examples, so that any other `major` and `minor` describe it as well.
+    """
 
     dim: int
     major: int = 1
@@ -29,9 +38,31 @@ class Layout:
     uniform: bool = False
 
 
+Layout = ExampleDim  # the name by which `lower.partial` imports it
+
+
+class Fact(enum.Enum):
+    """States what is known of every number of a value, however the value is laid out."""
+
+    EXAMPLE_NUMBER = "each number is the number of the example that it belongs to"
+    FALSE = "each number is False"
+    ZERO = "each number is 0"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExampleNumberColumn:
+    """Says that entry `component` of the last dim is the number of the example: indexing picks its own entry."""
+
+    component: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Reason:
-    """Why a value is `later`: the operation that mixes examples, and what it does."""
+    """Explains why a value is `later`.
+
+    - `primitive`: the operation that mixes examples; `source`: the user's line of it, "" where there is none.
+    - `why`: what the operation does, as a clause.
+    """
 
     primitive: str
     source: str
@@ -40,30 +71,43 @@ class Reason:
 
 @dataclasses.dataclass(frozen=True)
 class Info:
-    """What is known of one value.
+    """Holds what is known of one value.
 
-    `local`: a microbatch can compute it from its own slices (else it is computed for the whole batch, then sliced).
-    `fact`: what is known of the numbers themselves: `("row",)`, the example's own number; `("rows", c)`, component c of
-    the last dim is (indexing with them picks each example's own entry); `("false",)` and `("zero",)`, so throughout.
+    - `live`: it depends on a differentiated operand. `kind`: `SAME`, `EXAMPLES`, `PARTIAL` or `LATER`.
+    - `layout`: where it holds examples; None unless `kind` is `EXAMPLES`.
+    - `local`: a microbatch can compute it from its own slices (else it is computed for the whole batch, then sliced).
+    - `fact`: what is known of the numbers themselves, if anything.
+    - `reason`: why `kind` is `LATER`; None for the other kinds.
     """
 
     live: bool
     kind: str = SAME
-    layout: Layout | None = None
+    layout: ExampleDim | None = None
     local: bool = True
-    fact: tuple[Any, ...] | None = None
+    fact: Fact | ExampleNumberColumn | None = None
     reason: Reason | None = None
+
+    @property
+    def required_layout(self) -> ExampleDim:
+        """The layout of a value that holds examples. Asserts that there is one: kind `EXAMPLES` always has it."""
+        assert self.layout is not None, f"a value of kind {self.kind!r} is read as if it held examples"
+        return self.layout
 
 
 class Mixed(Exception):
-    """Raised by a rule: the operation combines examples in a way that slices cannot reproduce."""
+    """Raised by a rule: the operation combines examples in a way that slices cannot reproduce.
+
+    Its argument is what the operation does, as a clause, or the `Reason` of an operand for which that is known.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The number of examples in the whole batch, in the part trace, and in what is run. The last two differ for a
-    single example, with which JAX may trace other operations than with several: then sizes are interpolated between the
-    traces."""
+    """Holds the number of examples in the `whole` batch, in the `part` trace, and in what is `run`.
+
+    The last two differ for a single example, with which JAX may trace other operations than with several: then sizes
+    are interpolated between the traces.
+    """
 
     whole: int
     part: int
@@ -71,38 +115,47 @@ class Batch:
 
     @property
     def is_exact(self) -> bool:
+        """Tells whether the part trace has as many examples as are run, so that its equations hold as they are."""
         return self.part == self.run
 
     def resize(self, whole: int, part: int) -> int:
-        """A size at the number of examples that is run, from what it is in the two traces."""
+        """Returns a size at the number of examples that is run, from its values `whole` and `part` in the two traces.
+
+        Raises `Mixed` where that is no whole number."""
         steps, rest = divmod((part - whole) * (self.run - self.part), self.part - self.whole)
         if rest:
             raise Mixed(f"a size is {whole} for the whole batch and {part} for {self.part} examples")
         return part + steps
 
-    def sliced_dims(self, types: tuple[Any, Any]) -> tuple[int, ...]:
-        """The dims whose sizes differ between the two traces."""
-        whole, part = (getattr(one, "shape", ()) for one in types)
+    def sliced_dims(self, types: Types) -> tuple[int, ...]:
+        """Returns the dims whose sizes differ between the two traces; `types` are a value's types in them.
+
+        Raises `Mixed` where even the number of dims differs."""
+        whole, part = (getattr(aval, "shape", ()) for aval in types)
         if len(whole) != len(part):
             raise Mixed("the number of dims depends on the number of examples")
         return tuple(i for i, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b)
 
-    def example_dim(self, types: tuple[Any, Any]) -> int | None:
-        """The one dim that holds examples; None without. Raises `Mixed` for several or for a size that is no
-        multiple."""
+    def example_dim(self, types: Types) -> int | None:
+        """Returns the dim that holds examples, None without; `types` are the value's types in the two traces.
+
+        Raises `Mixed` for several such dims, or for a size that is no multiple of the number of examples."""
         dims = self.sliced_dims(types)
-        if not dims:
-            return None
         if len(dims) > 1:
             raise Mixed("it pairs examples with other examples")
-        (dim,) = dims
+        if len(dims) == 0:
+            return None
+        dim = dims[0]
         whole, part = types[0].shape[dim], types[1].shape[dim]
         if whole % self.whole or whole * self.part != part * self.whole:
             raise Mixed(f"a dim of size {whole} does not hold whole examples")
         return dim
 
-    def layout(self, types: tuple[Any, Any], carried: Layout | None) -> Layout | None:
-        """The layout of a result whose example dim comes from an operand with layout `carried`."""
+    def layout(self, types: Types, carried: ExampleDim | None) -> ExampleDim | None:
+        """Returns where a result of `types` holds examples that come from an operand with the layout `carried`.
+
+        Returns None for a result without examples; takes the result as example-major if `carried` is None. Raises
+        `Mixed` where an example has another number of values along its dim than in the operand."""
         dim = self.example_dim(types)
         if dim is None:
             return None
@@ -112,25 +165,29 @@ class Batch:
             raise Mixed("it changes how many values an example has along its dim")
         return dataclasses.replace(carried, dim=dim)
 
-    def assumed(self, types: tuple[Any, Any], dim: int, uniform: bool = False) -> Layout:
-        """The layout of a value that has none yet: example-major."""
-        return Layout(dim, 1, types[0].shape[dim] // self.whole, uniform)
+    def assumed(self, types: Types, dim: int, uniform: bool = False) -> ExampleDim:
+        """Returns the layout of a value of `types` that has none yet: example-major in `dim`, `uniform` as told."""
+        return ExampleDim(dim, 1, types[0].shape[dim] // self.whole, uniform)
 
 
-def merge_layouts(layouts: list[Layout]) -> Layout:
-    """The common layout of operands that correspond position by position. Raises `Mixed` if they disagree."""
-    fixed = [one for one in layouts if not one.uniform] or layouts[:1]
+def merge_layouts(layouts: Sequence[ExampleDim]) -> ExampleDim:
+    """Returns the layout that the `layouts` of operands which correspond position by position have in common.
+
+    Raises `Mixed` if they disagree."""
+    fixed = [layout for layout in layouts if not layout.uniform] or layouts[:1]
     first = fixed[0]
-    if any(one.dim != first.dim for one in layouts):
+    if any(layout.dim != first.dim for layout in layouts):
         raise Mixed("it pairs examples with other examples")
-    if any((one.major, one.minor) != (first.major, first.minor) for one in fixed):
+    if any((layout.major, layout.minor) != (first.major, first.minor) for layout in fixed):
         raise Mixed("its operands order the examples differently")
     return first
 
 
 def join(a: Info, b: Info) -> Info:
-    """What holds of a value that is either of two: branches of a conditional, a carried value before and after a loop's
-    body."""
+    """Returns what holds of a value that `a` or `b` describes, it is not known which.
+
+    Such are results of the branches of a conditional, and a carried value before and after a loop's body. Raises
+    `Mixed` where a microbatch could not treat both alike."""
     if LATER in (a.kind, b.kind):
         return a if a.kind == LATER else b
     live, local, fact = a.live or b.live, a.local and b.local, a.fact if a.fact == b.fact else None
@@ -142,6 +199,6 @@ def join(a: Info, b: Info) -> Info:
             return Info(False, PARTIAL, None, False)
         return Info(live, PARTIAL, None, local)
     if EXAMPLES in kinds:
-        layouts = [one.layout for one in (a, b) if one.layout is not None]
+        layouts = [info.layout for info in (a, b) if info.layout is not None]
         return Info(live, EXAMPLES, merge_layouts(layouts), local, fact)
     return Info(live, SAME, None, local, fact)

@@ -1,23 +1,36 @@
-"""Rules for the operations that combine dims: products, convolutions, windows, lookups, linear algebra."""
+"""Says what operations that combine dims do with the dim that holds examples.
+
+Products, convolutions, windows, linear algebra, lookups and scatters: their rules, which importing this module adds to
+the registry of `example_rules`, whose questions they answer.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-from splitjax.lower.microbatch.example_relation import PARTIAL, Info, Layout, Mixed, merge_layouts
-from splitjax.lower.microbatch.example_rules import Outcome, Question, require_same_params, rule
+from splitjax.lower.microbatch.example_relation import (
+    PARTIAL,
+    ExampleDim,
+    ExampleNumberColumn,
+    Fact,
+    Info,
+    Mixed,
+    merge_layouts,
+)
+from splitjax.lower.microbatch.example_rules import Question, RuleOutcome, require_same_params, rule
 
 
 @rule("dot_general")
-def _dot(q: Question) -> Outcome:
+def _dot(q: Question) -> RuleOutcome:
     contracting, batch = q.params["dimension_numbers"]
     left, right = q.layout(0), q.layout(1)
     if left is not None and right is not None:
         for pairs, summed in ((contracting, True), (batch, False)):
             for i, j in zip(*pairs, strict=True):
                 if (left.dim, right.dim) == (i, j):
-                    merged = merge_layouts([left, Layout(left.dim, right.major, right.minor, right.uniform)])
-                    return Outcome((Info(False, PARTIAL),)) if summed else q.spread(merged)
+                    merged = merge_layouts([left, ExampleDim(left.dim, right.major, right.minor, right.uniform)])
+                    return RuleOutcome((Info(False, PARTIAL),)) if summed else q.spread(merged)
         raise Mixed("it multiplies examples with other examples")
     own = 0 if left is not None else 1
     layout = q.carried()
@@ -27,7 +40,7 @@ def _dot(q: Question) -> Outcome:
 
 
 @rule("conv_general_dilated")
-def _conv(q: Question) -> Outcome:
+def _conv(q: Question) -> RuleOutcome:
     layout = q.carried()
     if q.layout(0) is None or q.layout(1) is not None:
         raise Mixed("its kernel differs between examples")
@@ -48,7 +61,7 @@ _WINDOWS = ("window_dimensions", "window_strides", "base_dilation", "window_dila
     "select_and_gather_add",
     "select_and_scatter",
 )
-def _window(q: Question) -> Outcome:
+def _window(q: Question) -> RuleOutcome:
     layout = q.carried()
     for name in _WINDOWS:
         if q.params.get(name) is not None and q.params[name][layout.dim] != 1:
@@ -71,7 +84,7 @@ def _window(q: Question) -> Outcome:
     "schur",
     "geqrf",
 )
-def _linear_algebra(q: Question) -> Outcome:
+def _linear_algebra(q: Question) -> RuleOutcome:
     layout = q.carried()
     if any(info.layout is not None and layout.dim >= len(q.shape(i)) - 2 for i, info in enumerate(q.infos)):
         raise Mixed("it decomposes a matrix over examples")
@@ -79,7 +92,7 @@ def _linear_algebra(q: Question) -> Outcome:
 
 
 @rule("fft")
-def _fft(q: Question) -> Outcome:
+def _fft(q: Question) -> RuleOutcome:
     layout = q.carried()
     if layout.dim >= len(q.shape(0)) - len(q.params["fft_lengths"]):
         raise Mixed("it transforms along the dim that holds the examples")
@@ -87,31 +100,37 @@ def _fft(q: Question) -> Outcome:
 
 
 @rule("gather")
-def gather_outcome(q: Question) -> Outcome:
-    """A lookup of rows, or each example's own entries."""
+def gather_outcome(q: Question) -> RuleOutcome:
+    """Answers the question `q` about a gather: a lookup of rows, or of each example's own entries.
+
+    Raises `Mixed` where it takes some of the examples, or entries of other examples than the index's."""
     numbers, operand, indices = q.params["dimension_numbers"], q.layout(0), q.layout(1)
     sizes, theirs = q.params["slice_sizes"], q.node.part.params["slice_sizes"]
     if any(a != b for d, (a, b) in enumerate(zip(sizes, theirs, strict=True)) if operand is None or d != operand.dim):
         raise Mixed("what it takes depends on the number of examples")
     if operand is None:
-        return q.spread(indices)
+        return q.spread(q.required_layout(1))
     if indices is None:
         if operand.dim in numbers.start_index_map or sizes[operand.dim] != q.shape(0)[operand.dim]:
             raise Mixed("it takes some of the examples")
         return q.spread(operand)
     rows = _own_entries(q, numbers.operand_batching_dims, numbers.start_indices_batching_dims, numbers.start_index_map)
-    return Outcome(q.spread(_common(q, 0, 1)).infos, rows=rows)
+    return RuleOutcome(q.spread(_common(q, 0, 1)).infos, rows=rows)
 
 
-def _common(q: Question, *positions: int) -> Layout:
-    """The layout on which operands agree, whatever dim holds the examples in each."""
-    return merge_layouts([dataclasses.replace(q.layout(i), dim=0) for i in positions])
+def _common(q: Question, *positions: int) -> ExampleDim:
+    """Returns the layout on which operands agree, whatever dim holds the examples in each. Raises `Mixed`."""
+    return merge_layouts([dataclasses.replace(q.required_layout(i), dim=0) for i in positions])
 
 
-def _own_entries(q: Question, batching, index_batching, index_map) -> tuple[int, int] | None:
-    """Whether every example indexes its own entries only: by a batching dim (None), or by counting (operand,
-    component)."""
-    operand, indices = q.layout(0), q.layout(1)
+def _own_entries(
+    q: Question, batching: Sequence[int], index_batching: Sequence[int], index_map: Sequence[int]
+) -> tuple[int, int] | None:
+    """Checks that every example indexes its own entries only: `Mixed` is raised otherwise.
+
+    Returns None where a batching dim holds the examples; (operand, component) where that component of the indices, the
+    operand at that position, counts the examples. The dims are those that the primitive's dimension numbers name."""
+    operand, indices = q.required_layout(0), q.required_layout(1)
     _common(q, 0, 1)
     if operand.dim in batching:
         if index_batching[tuple(batching).index(operand.dim)] != indices.dim:
@@ -120,8 +139,10 @@ def _own_entries(q: Question, batching, index_batching, index_map) -> tuple[int,
     if operand.dim not in index_map or operand.major != 1 or operand.minor != 1:
         raise Mixed("it takes entries of other examples")
     component = tuple(index_map).index(operand.dim)
-    known = q.infos[1].fact
-    counts = known == ("rows", component) or (known == ("row",) and q.shape(1)[-1] == 1 and component == 0)
+    fact = q.infos[1].fact
+    counts = fact == ExampleNumberColumn(component) or (
+        fact is Fact.EXAMPLE_NUMBER and q.shape(1)[-1] == 1 and component == 0
+    )
     if not counts or indices.dim == len(q.shape(1)) - 1:
         raise Mixed("it takes entries of other examples")
     return 1, component
@@ -140,14 +161,14 @@ def _own_entries(q: Question, batching, index_batching, index_map) -> tuple[int,
     "scatter-sub",
     "scatter_sub",
 )
-def _scatter(q: Question) -> Outcome:
+def _scatter(q: Question) -> RuleOutcome:
     require_same_params(q.node)
     numbers, operand, indices, updates = q.params["dimension_numbers"], q.layout(0), q.layout(1), q.layout(2)
     if operand is None:
         if updates is None or q.node.name not in ("scatter-add", "scatter_add"):
             raise Mixed("single examples write into something shared")
         # Contributions of examples are added up; what they are added to counts once.
-        return Outcome((Info(False, PARTIAL),), shares=frozenset({0}))
+        return RuleOutcome((Info(False, PARTIAL),), shares=frozenset({0}))
     if indices is None:
         window = [
             d
@@ -167,4 +188,4 @@ def _scatter(q: Question) -> Outcome:
     rows = _own_entries(
         q, numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, numbers.scatter_dims_to_operand_dims
     )
-    return Outcome(q.spread(_common(q, 0, 1, 2)).infos, rows=rows)
+    return RuleOutcome(q.spread(_common(q, 0, 1, 2)).infos, rows=rows)

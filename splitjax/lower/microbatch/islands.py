@@ -1,4 +1,4 @@
-"""Replicated layers in a loop over microbatches, run by each worker for itself, so that their gradients are exchanged
+"""Runs replicated layers in a loop over microbatches by each worker for itself, so that their gradients are exchanged
 once.
 
 Where some layers are split over axes that split the batch of the others (SplitBrain's `model`), the loop cannot handle
@@ -9,6 +9,9 @@ gradients stay unsummed from microbatch to microbatch.
 
 An operation's *stage* counts how often its data changed from replicated layers (even) to split layers (odd) and back;
 the stages run in order. What depends on no example is computed wherever it is needed.
+
+`microbatch.prepare` finds the islands of a boundary (`stages`, `find_island`) from a `Request`; what comes out, an
+`Archipelago`, evaluates a microbatch in place of the plain evaluator.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from splitjax.lower.microbatch.accumulate import LOOP, Bind, Env, Evaluator
-from splitjax.lower.microbatch.batch_split import Slot, Split
-from splitjax.lower.microbatch.classify import Analysis
+from splitjax.lower.microbatch.batch_split import LoopPosition, Split
+from splitjax.lower.microbatch.classify import BodyAnalysis
 from splitjax.lower.microbatch.example_relation import EXAMPLES, SAME
 from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked
 from splitjax.lower.products.groups import Where
@@ -32,12 +35,12 @@ from splitjax.lower.products.groups import Where
 Site = tuple[int, ...]
 
 
-def stages(analysis: Analysis, split_sites: Collection[Site], whole_sites: Collection[Site]) -> dict[int, int]:
-    """Node index -> stage, of the operations whose results are differentiated and hold examples (or sums over them).
+def stages(analysis: BodyAnalysis, split_sites: Collection[Site], whole_sites: Collection[Site]) -> dict[int, int]:
+    """Returns by index the stage of each operation whose results are differentiated and hold examples or sums of them.
 
-    `split_sites`, `whole_sites`: where split and replicated layers use their weights."""
+    `analysis`: of the forward; `split_sites`, `whole_sites`: where split and replicated layers use their weights."""
     level: dict[int, int] = {}
-    found: dict[int, int] = {}
+    stage_of: dict[int, int] = {}
     for index, node in enumerate(analysis.body.nodes):
         infos = [analysis.infos[v] for v in node.outputs if analysis.infos[v].live]
         if all(info.kind == SAME for info in infos):
@@ -48,16 +51,21 @@ def stages(analysis: Analysis, split_sites: Collection[Site], whole_sites: Colle
             stage += stage % 2 == 0
         elif holds(whole_sites):
             stage += stage % 2
-        found[index] = stage
+        stage_of[index] = stage
         level.update(dict.fromkeys(node.outputs, stage))
-    return found
+    return stage_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """What a loop is told of its replicated layers. `axes`: the group. `forward`: the boundary's forward, traced with
-    the examples that one worker has in a microbatch. `split_sites`, `whole_sites`: as for `stages`. `bind`: evaluates
-    an equation in an island."""
+    """Tells a loop of its replicated layers.
+
+    - `axes`: the mesh axes of the group.
+    - `forward`: the boundary's forward (a closed jaxpr), traced with the examples that one worker has in a microbatch.
+    - `split_sites`, `whole_sites`: where split and replicated layers use their weights, within the forward.
+    - `bind(eqn, operands, site) -> results`: evaluates an equation in an island.
+    - `where`: the mesh, and the axes of it that the loop handles.
+    """
 
     axes: tuple[str, ...]
     forward: Any
@@ -69,19 +77,27 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Island:
-    """The operations of one even stage. Values are named by number, as in the analysis of the whole loop."""
+    """Holds the operations of one even stage. Values are named by number, as in the analysis of the whole loop.
 
-    nodes: frozenset[int]  # and what they need that depends on no example
-    inputs: tuple[int, ...]  # parts: examples, from outside
-    known: tuple[int, ...]  # wholes
+    - `nodes`: the operations, and those that they need which depend on no example.
+    - `inputs`: values from outside that it reads as parts; `known`: those that it reads whole; `params`: the
+      differentiated operands that it reads.
+    - `outputs`: values that are read outside of it.
+    """
+
+    nodes: frozenset[int]
+    inputs: tuple[int, ...]
+    known: tuple[int, ...]
     params: tuple[int, ...]
     outputs: tuple[int, ...]
 
 
 def find_island(
-    analysis: Analysis, marked: Marked, stage_of: Mapping[int, int], stage: int, wanted: Collection[int]
+    analysis: BodyAnalysis, marked: Marked, stage_of: Mapping[int, int], stage: int, wanted: Collection[int]
 ) -> Island | None:
-    """The island of a stage; None where no parameter is read in it. `wanted`: values that the loop returns."""
+    """Finds the island of a `stage`; None where no parameter is read in it.
+
+    `analysis`, `marked`: of the forward; `stage_of`: the stages by node; `wanted`: values that the loop returns."""
     own = {index for index, s in stage_of.items() if s == stage}
     writer = {v: index for index, node in enumerate(analysis.body.nodes) for v in node.outputs}
     read_elsewhere = set(wanted)
@@ -122,14 +138,18 @@ def find_island(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Archipelago:
-    """The islands of one loop, and how they run. `marked` and `evaluator` are those of the trace with one worker's
-    examples."""
+    """Holds the islands of one loop, and runs them.
 
-    axes: tuple[str, ...]  # the group
+    - `axes`: the mesh axes of the group. `where`: the mesh, and the axes of it that the loop handles.
+    - `marked`, `evaluator`: those of the trace with one worker's examples.
+    - `islands`: the islands by stage. `stage_of`: the stages by node.
+    """
+
+    axes: tuple[str, ...]
     where: Where
     marked: Marked
     evaluator: Evaluator
-    islands: Mapping[int, Island]  # by stage
+    islands: Mapping[int, Island]
     stage_of: Mapping[int, int]
 
     @property
@@ -144,10 +164,16 @@ class Archipelago:
 
     @property
     def num_stages(self) -> int:
+        """The number of stages, those without an island included."""
         return max(self.stage_of.values(), default=0) + 1
 
-    def evaluate(self, outer: Evaluator, marked: Marked, env: Env, copies: Mapping[int, Any], slot: Slot) -> None:
-        """What `outer.run(marked, env, LOOP, slot)` computes, replicated layers in islands."""
+    def evaluate(
+        self, outer: Evaluator, marked: Marked, env: Env, copies: Mapping[int, Any], slot: LoopPosition
+    ) -> None:
+        """Computes what `outer.run(marked, env, LOOP, slot)` computes, into `env`, replicated layers in islands.
+
+        `outer`: the evaluator of the loop; `marked`: the forward, with what is needed of it; `copies`: by value number
+        the parameters that islands read, as `copies()` makes them; `slot`: the microbatch and the worker."""
         read = self.read_outside(marked.analysis)
         nodes = enumerate(marked.analysis.body.nodes)
         outer.run(
@@ -157,11 +183,12 @@ class Archipelago:
             if stage in self.islands:
                 self.run(stage, env, copies, outer.split, slot)
             else:
-                outer.run(marked, env, LOOP, slot, {i for i, one in self.stage_of.items() if one == stage})
+                outer.run(marked, env, LOOP, slot, {i for i, own in self.stage_of.items() if own == stage})
 
-    def read_outside(self, analysis: Analysis) -> set[int]:
-        """The values that are read outside of islands, through everything without a stage that they are computed
-        with."""
+    def read_outside(self, analysis: BodyAnalysis) -> set[int]:
+        """Returns the values of the forward of `analysis` that are read outside of islands.
+
+        Those among them that have no stage bring along everything that they are computed with."""
         writer = {v: index for index, node in enumerate(analysis.body.nodes) for v in node.outputs}
         waiting = [
             ref
@@ -170,46 +197,48 @@ class Archipelago:
             if isinstance(ref, int) and index in self.stage_of and self.stage_of[index] not in self.islands
         ]
         waiting += [ref for ref in analysis.body.outputs if isinstance(ref, int)]
-        found: set[int] = set()
+        read: set[int] = set()
         while waiting:
             v = waiting.pop()
-            if v not in found:
-                found.add(v)
+            if v not in read:
+                read.add(v)
                 index = writer.get(v)
                 if index is not None and index not in self.stage_of:
                     waiting += [ref for ref in analysis.body.nodes[index].inputs if isinstance(ref, int)]
-        return found
+        return read
 
     def copies(self, value: Any) -> Any:
-        """A parameter as copies; no data moves."""
+        """Returns a parameter, the whole `value`, as copies (one more leading dim); no data moves."""
         return self._map(lambda whole: whole[None], PartitionSpec(), PartitionSpec(self.axes))(value)
 
-    def run(self, stage: int, env: Env, copies: Mapping[int, Any], split: Split, slot: Slot) -> None:
-        """Runs the island of a stage, from and into the loop's values."""
-        island, outside = self.islands[stage], self.evaluator.split
-        layout = lambda v: self.marked.analysis.infos[v].layout
-        size = lambda v: self.evaluator.program.types[v][0].shape[layout(v).dim]
-        rank = lambda v: len(self.evaluator.program.types[v][0].shape)
+    def run(self, stage: int, env: Env, copies: Mapping[int, Any], split: Split, slot: LoopPosition) -> None:
+        """Runs the island of a `stage`, from and into the loop's values `env`.
+
+        `copies`: as for `evaluate`; `split`: how the loop cuts the batch; `slot`: the microbatch and the worker."""
+        island, outside, types = self.islands[stage], self.evaluator.split, self.evaluator.program.types
+        shape = {v: types[v][0].shape for v in (*island.inputs, *island.outputs)}
+        layout = {v: self.marked.analysis.infos[v].required_layout for v in shape}
+        size = {v: shape[v][layout[v].dim] for v in shape}
         names = [name for name, _ in split.axes if name in self.axes]
 
         def local(params, inputs, known, number, places, own_places, held):
             own = outside.holding(held)
             here: Env = {(v, PART): value[0] for v, value in zip(island.params, params, strict=True)}
             here.update(
-                {(v, PART): own.together(value, layout(v)) for v, value in zip(island.inputs, inputs, strict=True)}
+                {(v, PART): own.together(value, layout[v]) for v, value in zip(island.inputs, inputs, strict=True)}
             )
             here.update({(v, WHOLE): value for v, value in zip(island.known, known, strict=True)})
             numbers = {**places, **{name: place[0] for name, place in zip(names, own_places, strict=True)}}
             dataclasses.replace(self.evaluator, split=own).run(
-                self.marked, here, LOOP, Slot(number, numbers), island.nodes
+                self.marked, here, LOOP, LoopPosition(number, numbers), island.nodes
             )
-            return [own.apart(here[v, PART], layout(v), size(v)) for v in island.outputs]
+            return [own.apart(here[v, PART], layout[v], size[v]) for v in island.outputs]
 
         def spec(v: int) -> PartitionSpec:
-            entries: list[Any] = [None] * (rank(v) + len(split.axes) + 2)
+            entries: list[Any] = [None] * (len(shape[v]) + len(split.axes) + 2)
             for i, (name, _) in enumerate(split.axes):
                 if name in self.axes:
-                    entries[layout(v).dim + 1 + i] = name
+                    entries[layout[v].dim + 1 + i] = name
             return PartitionSpec(*entries)
 
         whole = PartitionSpec()
@@ -227,7 +256,7 @@ class Archipelago:
             [spec(v) for v in island.outputs],
         )(
             [copies[v] for v in island.params],
-            [split.apart(env[v, PART], layout(v), size(v)) for v in island.inputs],
+            [split.apart(env[v, PART], layout[v], size[v]) for v in island.inputs],
             [env[v, WHOLE] for v in island.known],
             slot.microbatch,
             dict(slot.places),
@@ -235,12 +264,13 @@ class Archipelago:
             outside.held,
         )
         env.update(
-            {(v, PART): split.together(value, layout(v)) for v, value in zip(island.outputs, results, strict=True)}
+            {(v, PART): split.together(value, layout[v]) for v, value in zip(island.outputs, results, strict=True)}
         )
 
     def total(self, gradients: Sequence[Any], manual: Sequence[str]) -> list[Any]:
-        """The sum of unsummed gradients: one exchange over the group, and over what else the loop handled. They come
-        with a leading dim per set of axes: those in `manual` (if any), then the group."""
+        """Returns the sums of unsummed `gradients`: one exchange over the group, and over what else the loop handled.
+
+        Gradients come with a leading dim per set of axes: those in `manual` (if any), then the group."""
         axes = (*manual, *self.axes)
         lead = [PartitionSpec(tuple(manual), self.axes) if manual else PartitionSpec(self.axes)] * len(gradients)
         sizes = 2 if manual else 1
@@ -255,4 +285,5 @@ class Archipelago:
         return run(list(gradients))
 
     def _map(self, fn: Any, in_specs: Any, out_specs: Any) -> Any:
+        """Returns `fn` as a `shard_map` over the group, inside of the loop's."""
         return self.where.shard_map(fn, self.axes, in_specs, out_specs)

@@ -1,5 +1,7 @@
-"""Which values of an analysed loss have to be computed, and in which form: `mark` walks backwards from what is wanted.
+"""Finds which values of an analysed loss have to be computed, and in which form.
 
+A `BodyAnalysis` comes in with the results that are wanted; `mark` walks backwards from these, and a `Marked` comes out,
+which the evaluators follow: what nobody needs is not computed, and what can be computed once is not put into the loop.
 A value has two forms: `WHOLE`, for the whole batch, and `PART`, for one microbatch. Live values of the loop, and known
 values that hold examples, are used as parts; everything else that is known is used as a whole.
 """
@@ -11,28 +13,35 @@ from collections.abc import Iterable
 from typing import Any
 
 from splitjax import _compat
-from splitjax.lower.microbatch.classify import DERIVATIVE_RULES, Analysis, Found
+from splitjax.lower.microbatch.classify import DERIVATIVE_RULES, BodyAnalysis, NodeAnalysis
 from splitjax.lower.microbatch.example_relation import EXAMPLES, PARTIAL, Batch, Info
 from splitjax.lower.microbatch.pairing import Node, Ref
 
 WHOLE, PART = "whole", "part"
-Need = tuple[int, str]
+Need = tuple[int, str]  # (value, form)
 
 
 def used_form(info: Info) -> str:
-    """The form in which a microbatch uses a value."""
+    """Returns the form, `PART` or `WHOLE`, in which a microbatch uses a value with the relation `info`."""
     return PART if info.live or info.kind == EXAMPLES else WHOLE
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Marked:
-    """What a body has to compute. `inputs`: (position, form) of its inputs that are needed, sorted. `nested`: per node
-    that is rebuilt, its bodies. `pruned`: per node of which only known results are needed, the equation cut down to
-    them. `effects`: operations run for their side effect. `loop`: at the top, what the loop reads or returns.
-    `returned`: at the top, the values that the loop returns; in a nested body, the positions of the results that are
-    wanted."""
+    """Holds what a body has to compute.
 
-    analysis: Analysis
+    - `analysis`: the body with the relations of its values. `needed`: the values that it computes, by form.
+    - `inputs`: (position, form) of its inputs that are needed, sorted.
+    - `nested`: per node that is rebuilt, its bodies.
+    - `pruned`: per node of which only known results are needed, the equation cut down to them (a closed jaxpr), which
+      operands that reads, and which results it computes.
+    - `effects`: the nodes that are run for their side effect.
+    - `loop`: at the top, what the loop reads or returns.
+    - `returned`: at the top, the values that the loop returns; in a nested body, the positions of the results that are
+      wanted.
+    """
+
+    analysis: BodyAnalysis
     needed: frozenset[Need]
     inputs: tuple[tuple[int, str], ...]
     nested: dict[int, tuple[Marked, ...]]
@@ -42,16 +51,20 @@ class Marked:
     returned: tuple[int, ...]
 
 
-def is_rebuilt(node: Node, found: Found) -> bool:
-    """Whether the node is run by evaluating its bodies, rather than as the part trace's equation."""
-    if not found.nested or node.name in DERIVATIVE_RULES:
+def is_rebuilt(node: Node, analysed: NodeAnalysis) -> bool:
+    """Tells whether `node`, of which `analysed` is known, is run by evaluating its bodies one equation at a time.
+
+    Else it is run as the part trace's equation."""
+    if not analysed.nested or node.name in DERIVATIVE_RULES:
         return False
-    return node.name != "scan" or bool(found.targets) or node.whole.params["length"] == node.part.params["length"]
+    return node.name != "scan" or bool(analysed.targets) or node.whole.params["length"] == node.part.params["length"]
 
 
-def mark(analysis: Analysis, wants: Iterable[Need], batch: Batch, top: bool = False) -> Marked:
-    """Marks a body for the wanted (value, form) pairs. `top`: the forward jaxpr itself, outside of which whole live
-    values are computed after the loop."""
+def mark(analysis: BodyAnalysis, wants: Iterable[Need], batch: Batch, top: bool = False) -> Marked:
+    """Marks the body of `analysis` for the (value, form) pairs in `wants`.
+
+    `batch`: the numbers of examples. `top`: the body is the forward jaxpr itself, whose whole live values are
+    computed after the loop."""
     marker = _Marker(analysis, batch, top, set(wants), set(), {}, {}, set(), {})
     if top:
         marker.loop.update(need for need in marker.need if need[1] == PART)
@@ -76,9 +89,11 @@ def mark(analysis: Analysis, wants: Iterable[Need], batch: Batch, top: bool = Fa
 
 @dataclasses.dataclass(frozen=True)
 class _Marker:
-    """Collects needs; lives for one call of `mark`."""
+    """Collects the needs of one body; lives for one call of `mark`, whose arguments it has.
 
-    analysis: Analysis
+    `need`: what is needed so far. The other fields become those of `Marked`, `returned` in the order of finding."""
+
+    analysis: BodyAnalysis
     batch: Batch
     top: bool
     need: set[Need]
@@ -89,16 +104,18 @@ class _Marker:
     returned: dict[int, None]
 
     def want(self, ref: Ref, form: str, in_loop: bool = False) -> None:
+        """Notes that a value is needed in a form, and whether the loop (at the top) needs it; constants are at hand."""
         if isinstance(ref, int):
             self.need.add((ref, form))
             if in_loop:
                 self.loop.add((ref, form))
 
     def info(self, ref: Ref) -> Info:
+        """Returns the relation of a value or constant."""
         return self.analysis.info(ref, self.batch)
 
     def bring_back(self, v: int) -> None:
-        """A live value of the loop that is wanted afterwards, for the whole batch, is returned by the loop."""
+        """Lets the loop return `v` if it is a live value of it that is wanted afterwards, for the whole batch."""
         info = self.analysis.infos[v]
         if self.top and info.live and info.kind in (PARTIAL, EXAMPLES) and (v, WHOLE) in self.need:
             if v in self.analysis.body.inputs:
@@ -107,9 +124,10 @@ class _Marker:
             self.want(v, PART, True)
 
     def node(self, index: int) -> None:
-        node, found = self.analysis.body.nodes[index], self.analysis.found[index]
+        """Notes what the node at `index` needs for what is needed of it."""
+        node, analysed = self.analysis.body.nodes[index], self.analysis.by_node[index]
         infos = [self.analysis.infos[v] for v in node.outputs]
-        if self.top and not found.nested and getattr(node.whole, "effects", None):
+        if self.top and not analysed.nested and getattr(node.whole, "effects", None):
             self.effects.add(index)
             for ref in node.inputs:
                 self.want(ref, WHOLE)
@@ -124,13 +142,14 @@ class _Marker:
         self.whole(index, node, infos)
         if not parts:
             return
-        if is_rebuilt(node, found):
-            self.rebuilt(index, node, found, parts)
+        if is_rebuilt(node, analysed):
+            self.rebuilt(index, node, analysed, parts)
             return
         for ref in node.inputs:
             self.want(ref, used_form(self.info(ref)), self.top)
 
     def whole(self, index: int, node: Node, infos: list[Info]) -> None:
+        """Notes what a node needs for its results that are needed for the whole batch; `infos` are their relations."""
         later = [
             v
             for v, info in zip(node.outputs, infos, strict=True)
@@ -150,28 +169,32 @@ class _Marker:
 
     # Nodes whose bodies are evaluated anew.
 
-    def rebuilt(self, index: int, node: Node, found: Found, parts: list[int]) -> None:
+    def rebuilt(self, index: int, node: Node, analysed: NodeAnalysis, parts: list[int]) -> None:
+        """Marks the bodies of a node whose results `parts` are needed for a microbatch, and notes what these need."""
         wanted = [position for position, v in enumerate(node.outputs) if v in parts]
         if node.name == "scan":
-            marked = self.scan(node, found, wanted)
+            marked = self.scan(node, analysed, wanted)
             operands = list(node.inputs)
         elif node.name == "cond":
-            marked = tuple(self.body(one, [(one.body.outputs[k], PART) for k in wanted]) for one in found.nested)
+            marked = tuple(
+                self.body(branch, [(branch.body.outputs[k], PART) for k in wanted]) for branch in analysed.nested
+            )
             self.want(node.inputs[0], used_form(self.info(node.inputs[0])), self.top)
             operands = list(node.inputs[1:])
         else:
-            marked = (self.body(found.nested[0], [(found.nested[0].body.outputs[k], PART) for k in wanted]),)
+            body = analysed.nested[0]
+            marked = (self.body(body, [(body.body.outputs[k], PART) for k in wanted]),)
             operands = list(node.inputs)
-        marked = tuple(dataclasses.replace(one, returned=tuple(wanted)) for one in marked)
+        marked = tuple(dataclasses.replace(inner, returned=tuple(wanted)) for inner in marked)
         self.nested[index] = marked
-        for one in marked:
-            for position, form in one.inputs:
+        for inner in marked:
+            for position, form in inner.inputs:
                 self.want(
                     operands[position], WHOLE if form == WHOLE else used_form(self.info(operands[position])), self.top
                 )
 
-    def body(self, analysis: Analysis, wants: list[tuple[Ref, str]]) -> Marked:
-        """Marks a body for results in the form in which its surroundings use them."""
+    def body(self, analysis: BodyAnalysis, wants: list[tuple[Ref, str]]) -> Marked:
+        """Marks a nested body for results in the form in which its surroundings use them."""
         needs = [
             (ref, WHOLE if form == WHOLE else used_form(analysis.info(ref, self.batch)))
             for ref, form in wants
@@ -179,11 +202,11 @@ class _Marker:
         ]
         return mark(analysis, needs, self.batch)
 
-    def scan(self, node: Node, found: Found, wanted: list[int]) -> tuple[Marked, ...]:
-        """A carried value that the body needs in some form has to be carried in that form."""
-        (analysis,) = found.nested
+    def scan(self, node: Node, analysed: NodeAnalysis, wanted: list[int]) -> tuple[Marked, ...]:
+        """Marks the body of a loop: a carried value that the body needs in some form has to be carried in that form."""
+        (analysis,) = analysed.nested
         num_consts, num_carry = _compat.scan_counts(node.whole.params)
-        carried: set[tuple[int, str]] = {(k, used_form(found.targets[k])) for k in wanted if k < num_carry}
+        carried: set[tuple[int, str]] = {(k, used_form(analysed.targets[k])) for k in wanted if k < num_carry}
         while True:
             wants = [(analysis.body.outputs[k], PART) for k in wanted if k >= num_carry]
             wants += [(analysis.body.outputs[k], form) for k, form in carried]

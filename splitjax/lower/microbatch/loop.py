@@ -1,7 +1,8 @@
-"""One boundary, ready for the loop over microbatches: what is computed before it, what crosses into it, what comes
-after.
+"""Evaluates an analysed boundary: what comes before the loop over microbatches, what crosses into it, what comes after.
 
-See `microbatch.py` for the whole, `worker_loop.py` for the loop of one place, `places.py` for all of them.
+A `PreparedBoundary`, as `microbatch.prepare` makes it, comes in with the values of its operands; value, auxiliary
+results and gradients come out. See `microbatch.py` for the whole, `worker_loop.py` for the loop of one worker,
+`places.py` for those of all workers.
 """
 
 from __future__ import annotations
@@ -14,22 +15,27 @@ import jax.numpy as jnp
 
 from splitjax.lower.microbatch.accumulate import AFTER, BEFORE, Env, Evaluator
 from splitjax.lower.microbatch.batch_split import Split
-from splitjax.lower.microbatch.classify import Analysis
-from splitjax.lower.microbatch.example_relation import EXAMPLES, PARTIAL, Info, Layout
+from splitjax.lower.microbatch.classify import BodyAnalysis
+from splitjax.lower.microbatch.example_relation import EXAMPLES, PARTIAL, ExampleDim, Info
 from splitjax.lower.microbatch.islands import Archipelago
 from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked
-from splitjax.lower.microbatch.places import Places, Runner, Together
-from splitjax.lower.microbatch.worker_loop import Contribution
+from splitjax.lower.microbatch.places import Runner, Together, WorkerLoops
+from splitjax.lower.microbatch.worker_loop import Contribution, OperandFetch
 
-# (how the batch is cut, where the operand's examples are, the size of that dim) -> `fetch.Modulo` or `fetch.Turns`.
-MakeFetch = Callable[[Split, Layout, int], Any]
+# (how the batch is cut, where the operand's examples are, the size of that dim) -> how its slices are brought in.
+MakeFetch = Callable[[Split, ExampleDim, int], OperandFetch]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Job:
-    """One boundary, analysed and ready to be evaluated."""
+class PreparedBoundary:
+    """Holds a boundary that is analysed and ready to be evaluated.
 
-    analysis: Analysis
+    - `analysis`: its forward with the relations of its values; `marked`: what has to be computed of it.
+    - `evaluator`: what evaluates it. `holomorphic`: as in `jax.grad`.
+    - `islands`: the islands of replicated layers; None where there are none.
+    """
+
+    analysis: BodyAnalysis
     marked: Marked
     evaluator: Evaluator
     holomorphic: bool
@@ -37,9 +43,11 @@ class Job:
 
     @property
     def split(self) -> Split:
+        """The way in which the batch is cut into microbatches."""
         return self.evaluator.split
 
     def info(self, v: int) -> Info:
+        """Returns the relation of the value `v` to the examples."""
         return self.analysis.infos[v]
 
     def results(
@@ -48,9 +56,17 @@ class Job:
         positions: Sequence[int],
         fetches: Mapping[int, MakeFetch],
         known_whole_over: Sequence[str],
-        runner: Runner | None = None,
+        runner: Runner[WorkerLoops] | None = None,
     ) -> list[Any]:
-        """Value, aux leaves, gradients. Arguments as for `expand_microbatches`."""
+        """Evaluates the boundary: its value, aux leaves and gradients.
+
+        **Arguments:**
+
+        - `operands`: the values of the boundary's operands; `positions`: those of them that are differentiated.
+        - `fetches`: for operands (by position) whose slices are brought in one microbatch ahead, how.
+        - `known_whole_over`: batch axes over which slices that are not differentiated (labels) are wanted whole.
+        - `runner`: how the loops of the workers run; None for all alike.
+        """
         env: Env = {(v, WHOLE): value for v, value in zip(self.analysis.body.inputs, operands, strict=True)}
         self.evaluator.run(self.marked, env, BEFORE)
         differentiated = [self.analysis.body.inputs[p] for p in positions]
@@ -69,8 +85,10 @@ class Job:
         ]
 
     def summands(self, operands: Sequence[Any], positions: Sequence[int], number: Any) -> dict[int, Any]:
-        """One microbatch's contribution to the gradient, by position of the differentiated operand; not of operands
-        that hold examples. For a job without manual axes and islands."""
+        """Returns a microbatch's contribution to the gradient, by position of the differentiated operand.
+
+        For a boundary without manual axes and islands; operands that hold examples are left out. `operands`,
+        `positions`: as for `results`; `number`: that of the microbatch (i32[])."""
         inputs = self.analysis.body.inputs
         env: Env = {(v, WHOLE): value for v, value in zip(inputs, operands, strict=True)}
         self.evaluator.run(self.marked, env, BEFORE)
@@ -82,33 +100,34 @@ class Job:
             v for v, form in self.marked.loop if form == PART and (v, WHOLE) in env and self.info(v).kind == EXAMPLES
         ]
         cuts = sorted({*parts, *sliced})
-        slices = [self.split.cut(env[v, WHOLE], self.info(v).layout)[number] for v in cuts]
+        slices = [self.split.cut(env[v, WHOLE], self.info(v).required_layout)[number] for v in cuts]
         contribution = Contribution(self, same, (), sliced, shared, cuts, (), (), {})
         params, constants = [env[v, WHOLE] for v in same], [env[v, WHOLE] for v in shared]
         totals, _, _ = contribution.microbatch((params, []), constants, {}, contribution.zeros(), number, slices, [])
         return {differentiated[v]: summand for v, summand in zip(same, totals[2], strict=True)}
 
-    def fetches(self, makers: Mapping[int, MakeFetch]) -> dict[int, Any]:
-        """By value number, those of the operands that the loop reads."""
+    def fetches(self, makers: Mapping[int, MakeFetch]) -> dict[int, OperandFetch]:
+        """Makes the fetches of the operands that the loop reads, by value number; `makers`: by operand position."""
         inputs, types = self.analysis.body.inputs, self.evaluator.program.types
         read = {v for v, _ in self.marked.needed}
         chosen = {
             inputs[p]: make for p, make in makers.items() if inputs[p] in read and self.info(inputs[p]).kind == EXAMPLES
         }
-        return {
-            v: make(self.split, self.info(v).layout, types[v][0].shape[self.info(v).layout.dim])
-            for v, make in chosen.items()
-        }
+        layouts = {v: self.info(v).required_layout for v in chosen}
+        return {v: make(self.split, layouts[v], types[v][0].shape[layouts[v].dim]) for v, make in chosen.items()}
 
     def loop(
         self,
         env: Env,
         differentiated: Sequence[int],
-        fetches: dict[int, Any],
+        fetches: dict[int, OperandFetch],
         known_whole_over: Sequence[str],
-        runner: Runner,
+        runner: Runner[WorkerLoops],
     ) -> tuple[Any, list[Any], list[Any]]:
-        """Runs the microbatches: the loss, the returned values for the whole batch, and the gradients."""
+        """Runs the microbatches, and returns the loss, the returned values for the whole batch, and the gradients.
+
+        `env`: the values before the loop; `differentiated`: the values to differentiate with respect to; `fetches`: by
+        value number; `known_whole_over`, `runner`: as for `results`."""
         sliced = [v for v in differentiated if self.info(v).kind == EXAMPLES and v not in fetches]
         # What crosses into the loop: slices for each microbatch, and values that are the same for all.
         cuts = sorted(
@@ -125,6 +144,9 @@ class Job:
         summed = [v for v in self.marked.returned if self.info(v).kind == PARTIAL]
         contribution = Contribution(self, same, on_islands, sliced, shared, cuts, summed, stacked, fetches)
         # What only split layers and the loss read is wanted as they see it (labels).
-        places = Places(self, contribution, env, self.islands.axes if self.islands else known_whole_over)
+        places = WorkerLoops(self, contribution, env, self.islands.axes if self.islands else known_whole_over)
         value, whole, by_operand = places.joined(*runner.run(places), runner)
         return value, [whole[v] for v in self.marked.returned], [by_operand[v] for v in differentiated]
+
+
+Job = PreparedBoundary  # the name by which `lower.strategies` and `measure` import it

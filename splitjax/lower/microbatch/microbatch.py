@@ -1,4 +1,4 @@
-"""Gradient accumulation over microbatches that never changes the numbers, with one gradient exchange.
+"""Accumulates gradients over microbatches without changing the numbers, with one gradient exchange.
 
 `expand_microbatches` evaluates a boundary (see `gradient.py`) in N microbatches. The forward is given twice, traced at
 the whole batch and at what one microbatch of one worker has (`local_examples`). Then
@@ -25,28 +25,39 @@ from typing import Any
 from jax.sharding import Mesh
 
 from splitjax.errors import MicrobatchError
-from splitjax.lower.gradient import boundary_of, expand
+from splitjax.lower.gradient import Boundary, boundary_of, expand
 from splitjax.lower.microbatch.accumulate import Bind, Evaluator, plain_bind
 from splitjax.lower.microbatch.batch_split import Split
-from splitjax.lower.microbatch.classify import Analysis, classify, whole_batch_info
+from splitjax.lower.microbatch.classify import BodyAnalysis, classify, whole_batch_info
 from splitjax.lower.microbatch.example_relation import EXAMPLES, LATER, Batch, Info, Reason
 from splitjax.lower.microbatch.islands import Archipelago, Request, find_island, stages
 from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked, mark
-from splitjax.lower.microbatch.loop import Job, MakeFetch
-from splitjax.lower.microbatch.pairing import Const, Program, pair
-from splitjax.lower.microbatch.places import Runner
+from splitjax.lower.microbatch.loop import MakeFetch, PreparedBoundary
+from splitjax.lower.microbatch.pairing import Const, PairedProgram, pair
+from splitjax.lower.microbatch.places import Runner, WorkerLoops
 from splitjax.mesh import MeshShape
 
 
 def local_examples(
-    num_examples: int, num_microbatches: int, batch_axes: Sequence[str], mesh: Any, manual_axes: Sequence[str] = ()
+    num_examples: int,
+    num_microbatches: int,
+    batch_axes: Sequence[str],
+    mesh: Mesh | None,
+    manual_axes: Sequence[str] = (),
 ) -> int:
-    """How many examples the local forward must be traced with: those of one microbatch on one place of the manual axes
-    (but never one: with a single example JAX may trace other operations).
+    """Returns how many examples the local forward must be traced with.
 
-    `batch_axes`: the mesh axes over which the example dim is split, major first; `manual_axes`: those of them that are
-    passed to `expand_microbatches` as such. Raises `MicrobatchError` if the batch does not divide, naming the nearest
-    sizes that do.
+    These are the examples of a microbatch on a worker along the manual axes (but never a single one, with which JAX may
+    trace other operations).
+
+    **Arguments:**
+
+    - `num_examples`: those of the whole batch. `num_microbatches`: into how many parts a worker's share is cut.
+    - `batch_axes`: the axes of `mesh` over which the example dim is split, major first.
+    - `mesh`: None for a single device.
+    - `manual_axes`: those of the batch axes that are passed to `expand_microbatches` as such.
+
+    Raises `MicrobatchError` if the batch does not divide, naming the nearest sizes that do.
     """
     shape = MeshShape.of(mesh) if mesh is not None else None
     num_workers = 1 if shape is None else shape.size(tuple(batch_axes))
@@ -66,11 +77,12 @@ def local_examples(
 
 
 def traced_examples(share: int) -> int:
-    """With how many examples a forward is traced that runs with `share`."""
+    """Returns the number of examples with which a forward is traced that runs with `share`."""
     return max(share, 2)
 
 
-def _run_examples(num_examples: int, num_microbatches: int, mesh: Any, manual_axes: Sequence[str]) -> int:
+def _run_examples(num_examples: int, num_microbatches: int, mesh: Mesh | None, manual_axes: Sequence[str]) -> int:
+    """Returns the number of examples that a worker along the manual axes has in a microbatch."""
     return num_examples // (num_microbatches * (1 if mesh is None else MeshShape.of(mesh).size(tuple(manual_axes))))
 
 
@@ -89,17 +101,20 @@ def expand_microbatches(
     fetches: Mapping[int, MakeFetch] | None = None,
     known_whole_over: Sequence[str] = (),
     islands: Request | None = None,
-    runner: Runner | None = None,
+    runner: Runner[WorkerLoops] | None = None,
 ) -> list[Any]:
-    """Evaluates a boundary in microbatches; the same results, in the same order, as `gradient.expand`. Call it under
-    `jax.jit`.
+    """Evaluates a boundary in microbatches; the same results, in the same order, as `gradient.expand`.
+
+    Call it under `jax.jit`.
 
     **Arguments:**
 
     - `params`: the boundary equation's parameters, traced with the whole batch; `operands`: its operands.
     - `operand_example_dims`: per operand the position of its example dim, or None.
     - `local_forward`: the same boundary's `forward`, traced with `local_examples(...)` examples.
-    - `batch_axes`: mesh axes over which the example dim is split, major first.
+    - `num_microbatches`: into how many parts a worker's share of the batch is cut.
+    - `batch_axes`: the axes of `mesh` over which the example dim is split, major first.
+    - `mesh`: None for a single device.
     - `manual_axes`: those of the batch axes over which every differentiated operand is replicated: over them the
       gradient is exchanged once, after the loop. Over the others XLA decides (it may exchange in every iteration).
     - `bind(eqn, operands, site) -> results`: evaluates one equation, for example with sharding constraints; inside the
@@ -110,7 +125,7 @@ def expand_microbatches(
     - `fetches`: for operands (by position) whose slices are brought in one microbatch ahead, how.
     - `islands`: for a group of axes over which some differentiated operands are split and others are not: how the
       others' gradients are exchanged once, too.
-    - `runner`: how the loops of the places along the manual axes run, if not all alike.
+    - `runner`: how the loops of the workers along the manual axes run, if not all alike.
     - `known_whole_over`: batch axes over which slices that are not differentiated (labels) are wanted whole, as split
       layers see them.
 
@@ -146,12 +161,15 @@ def prepare(
     bind: Bind | None = None,
     islands: Request | None = None,
     share: int | None = None,
-) -> Job | None:
-    """A boundary analysed for `expand_microbatches`, whose arguments these are; None where it needs no loop: no operand
-    holds examples, or the loss does not depend on what is differentiated. Raises `MicrobatchError`.
+) -> PreparedBoundary | None:
+    """Analyses a boundary for `expand_microbatches`.
 
-    `share`: the examples of a worker that does not have an equal part; `local_forward` is then traced with so many (but
-    never with one)."""
+    Returns None where it needs no loop: no operand holds examples, or the loss does not depend on what is
+    differentiated. `params`, `operand_example_dims`, `local_forward`, `num_microbatches`, `batch_axes`, `mesh`,
+    `manual_axes`, `bind`, `islands`: as for `expand_microbatches`. `share`: the number of examples of a worker
+    that does not have an equal part; `local_forward` is then traced with so many (but never with a single one).
+
+    Raises `MicrobatchError` for a loss that cannot be accumulated."""
     boundary = boundary_of(params)
     program = pair(boundary.forward, local_forward, boundary.label)
     sizes = _sizes(program, operand_example_dims, boundary)
@@ -175,34 +193,38 @@ def prepare(
     if not analysis.outputs[0].live:
         return None
     marked = _marked(analysis, batch)
-    found = None
+    archipelago = None
     if islands is not None:
+        assert mesh is not None, "islands are over a group of mesh axes"
         local, manual = pair(boundary.forward, islands.forward, boundary.label), (*manual_axes, *islands.axes)
         run = (
             share // MeshShape.of(mesh).size(tuple(islands.axes))
             if share
             else _run_examples(sizes[0], num_microbatches, mesh, manual)
         )
-        own = Batch(*_sizes(local, operand_example_dims, boundary), run)
+        local_sizes = _sizes(local, operand_example_dims, boundary)
+        assert local_sizes is not None, "the same operands hold examples in every trace"
+        own = Batch(*local_sizes, run)
         worker = Evaluator(local, own, _split(num_microbatches, batch_axes, manual, mesh), islands.bind)
-        found = _archipelago(islands, boundary, worker, analysis, marked)
-    return Job(analysis, marked, Evaluator(program, batch, split, bind or plain_bind), boundary.holomorphic, found)
+        archipelago = _archipelago(islands, boundary, worker, analysis, marked)
+    evaluator = Evaluator(program, batch, split, bind or plain_bind)
+    return PreparedBoundary(analysis, marked, evaluator, boundary.holomorphic, archipelago)
 
 
 def _archipelago(
-    request: Request, boundary: Any, worker: Evaluator, analysis: Analysis, marked: Marked
+    request: Request, boundary: Boundary, worker: Evaluator, analysis: BodyAnalysis, marked: Marked
 ) -> Archipelago | None:
-    """The islands of a loop; None where there are none. `worker`: evaluates the trace with one worker's examples."""
+    """Finds the islands of a loop; None where there are none. `worker`: evaluates the trace with its examples."""
     program = worker.program
     local = classify(program, program.body, _operand_infos(program, boundary, worker.batch), worker.batch)
     stage_of = stages(analysis, request.split_sites, request.whole_sites)
     returned = {*marked.returned, *(ref for ref in analysis.body.outputs[:1] if isinstance(ref, int))}
-    found = {
+    candidates = {
         stage: find_island(analysis, marked, stage_of, stage, returned)
         for stage in set(stage_of.values())
         if stage % 2 == 0
     }
-    islands = {stage: island for stage, island in found.items() if island is not None}
+    islands = {stage: island for stage, island in candidates.items() if island is not None}
     return (
         Archipelago(request.axes, request.where, _marked(local, worker.batch), worker, islands, stage_of)
         if islands
@@ -210,13 +232,15 @@ def _archipelago(
     )
 
 
-def _sizes(program: Program, operand_example_dims: Sequence[int | None], boundary: Any) -> tuple[int, int] | None:
-    """The number of examples in both traces, from the operands that hold them; None if no operand does."""
-    found = None
+def _sizes(
+    program: PairedProgram, operand_example_dims: Sequence[int | None], boundary: Boundary
+) -> tuple[int, int] | None:
+    """Returns the number of examples in both traces, from the operands that hold them; None if no operand does."""
+    sizes = None
     for v, dim, name in zip(program.body.inputs, operand_example_dims, boundary.names, strict=True):
         if dim is None:
             continue
-        whole, part = (one.shape[dim] for one in program.types[v])
+        whole, part = (aval.shape[dim] for aval in program.types[v])
         if whole == part:
             raise MicrobatchError(
                 f"the local forward was traced with all {whole} examples of {name}",
@@ -224,18 +248,20 @@ def _sizes(program: Program, operand_example_dims: Sequence[int | None], boundar
                 place=boundary.label,
                 remedy="trace it with as many examples as local_examples says",
             )
-        if found is None or whole < found[0]:
-            found = whole, part
-    return found
+        if sizes is None or whole < sizes[0]:
+            sizes = whole, part
+    return sizes
 
 
 def _split(num_microbatches: int, batch_axes: Sequence[str], manual_axes: Sequence[str], mesh: Mesh | None) -> Split:
+    """Returns how a batch is cut that is split over the batch axes which `mesh` has."""
     shape = None if mesh is None else MeshShape.of(mesh)
     axes = () if shape is None else tuple((name, shape.size(name)) for name in shape.present(tuple(batch_axes)))
     return Split(num_microbatches, axes, frozenset(manual_axes) & {name for name, _ in axes}, mesh)
 
 
-def _operand_infos(program: Program, boundary: Any, batch: Batch) -> list[Info]:
+def _operand_infos(program: PairedProgram, boundary: Boundary, batch: Batch) -> list[Info]:
+    """Returns the relations of the boundary's operands: those that are differentiated are live."""
     infos = []
     for position, v in enumerate(program.body.inputs):
         info = whole_batch_info(program.types[v], batch)
@@ -247,7 +273,7 @@ def _operand_infos(program: Program, boundary: Any, batch: Batch) -> list[Info]:
     return infos
 
 
-def _require_sum(analysis: Analysis, boundary: Any, num_microbatches: int, batch: Batch) -> None:
+def _require_sum(analysis: BodyAnalysis, boundary: Boundary, num_microbatches: int, batch: Batch) -> None:
     """Raises `MicrobatchError` unless the loss is a sum of contributions of examples."""
     info = analysis.outputs[0]
     if info.kind in (LATER, EXAMPLES) and info.live:
@@ -264,17 +290,20 @@ def _require_sum(analysis: Analysis, boundary: Any, num_microbatches: int, batch
         )
 
 
-def _marked(analysis: Analysis, batch: Batch) -> Marked:
-    """What has to be computed: the loss as contributions, and every auxiliary result for the whole batch."""
+def _marked(analysis: BodyAnalysis, batch: Batch) -> Marked:
+    """Marks what has to be computed: the loss as contributions, and every auxiliary result for the whole batch."""
     loss, *aux = analysis.body.outputs
     wants = [(loss, PART)] + [(ref, WHOLE) for ref in aux]
     return mark(analysis, [(ref, form) for ref, form in wants if not isinstance(ref, Const)], batch, top=True)
 
 
-def manual_axes(batch_axes: Sequence[str], mesh: Any, differentiated_specs: Sequence[Any]) -> tuple[str, ...]:
-    """The batch axes over which no differentiated operand is sharded: over them the gradient can be exchanged once.
+def manual_axes(
+    batch_axes: Sequence[str], mesh: Mesh | MeshShape, differentiated_specs: Sequence[Any]
+) -> tuple[str, ...]:
+    """Returns the batch axes over which no differentiated operand is sharded.
 
-    `differentiated_specs`: one `PartitionSpec` (or tuple of entries) per differentiated operand.
+    Over them the gradient can be exchanged once. `batch_axes`: the axes of `mesh` over which the examples are split;
+    `differentiated_specs`: a `PartitionSpec` (or tuple of entries) per differentiated operand.
     """
     used: set[str] = set()
     for spec in differentiated_specs:

@@ -1,9 +1,10 @@
-"""One loss traced at two batch sizes, read as one program.
+"""Reads one loss that was traced at two batch sizes as one program.
 
 The *whole* jaxpr has the global number of examples, the *part* jaxpr the number that one microbatch of one worker has.
 Both come from the same Python function, so their equations correspond one to one; a dim whose sizes differ holds
 examples, and a literal that differs was computed from the number of examples. `pair` checks the correspondence and
-numbers the values; calls of `jit` are inlined, other nested jaxprs become bodies of their node.
+numbers the values; calls of `jit` are inlined, other nested jaxprs become bodies of their node. What comes out, a
+`PairedProgram`, is what `classify` and the evaluators work on.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _INLINED = {
     "core_call": "call_jaxpr",
 }
 # Equations that keep a body, and the parameter that holds it (or several).
-BODIES = {
+BODIES: dict[str, str] = {
     "scan": "jaxpr",
     "remat2": "jaxpr",
     "remat": "jaxpr",
@@ -42,7 +43,10 @@ BODIES = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Const:
-    """A literal or a constant, as the two traces have it. The whole batch's value is the true one."""
+    """Holds a literal or a constant as the two traces have it.
+
+    `whole`, `part`: its values in them, of which the whole batch's is the true one; `whole_aval`, `part_aval`: their
+    types."""
 
     whole: Any
     part: Any
@@ -51,11 +55,12 @@ class Const:
 
     @property
     def differs(self) -> bool:
+        """Tells whether the two traces disagree on the value, which then comes from the number of examples."""
         return not _same(self.whole, self.part)
 
     @property
     def is_zero(self) -> bool:
-        """Whether it is the number 0 in both traces."""
+        """Tells whether the constant is the scalar number 0 in both traces."""
         shape, dtype = getattr(self.whole_aval, "shape", None), getattr(self.whole_aval, "dtype", None)
         return (
             shape == ()
@@ -71,24 +76,34 @@ Ref = int | Const  # a value's number, or a constant
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Node:
-    """One operation: its two equations, the numbers of what it reads and writes, and the bodies it runs."""
+    """Holds one operation of the two traces.
+
+    - `whole`, `part`: its equations in the trace of the whole batch and in the part trace.
+    - `site`: equation and body indices from the forward jaxpr inwards, as in `trace.flatten`.
+    - `inputs`, `outputs`: the values that it reads and writes.
+    - `bodies`: the jaxprs that it runs: a loop's, or one per branch.
+    - `source`: the user's line; of the call that leads here, where a library function was traced before.
+    """
 
     whole: Any
     part: Any
-    site: Site  # equation and body indices from the forward jaxpr inwards, as in `trace.flatten`
+    site: Site
     inputs: tuple[Ref, ...]
     outputs: tuple[int, ...]
     bodies: tuple[Body, ...]
-    source: str  # the user's line, of the call that leads here where a library function was traced before
+    source: str
 
     @property
     def name(self) -> str:
+        """The name of the primitive."""
         return self.whole.primitive.name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Body:
-    """A jaxpr of either trace: operations in program order. Value numbers are unique in the program."""
+    """Holds a jaxpr of both traces: its `nodes` in program order, and the numbers of its `inputs` and `outputs`.
+
+    Value numbers are unique in the program."""
 
     nodes: tuple[Node, ...]
     inputs: tuple[int, ...]
@@ -96,18 +111,24 @@ class Body:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
-    """The paired forward jaxpr. `types[v]` are the abstract values of `v` in the whole and in the part trace."""
+class PairedProgram:
+    """Holds the paired forward jaxpr.
+
+    `body`: its operations; `types[v]`: the abstract values of value `v` in the whole and in the part trace."""
 
     body: Body
     types: tuple[tuple[Any, Any], ...]
 
     def type_of(self, ref: Ref) -> tuple[Any, Any]:
+        """Returns the types of `ref`, a value or a constant, in the whole and in the part trace."""
         return (ref.whole_aval, ref.part_aval) if isinstance(ref, Const) else self.types[ref]
 
 
-def pair(whole: Any, part: Any, label: str) -> Program:
-    """Pairs two closed jaxprs of one function. Raises `MicrobatchError` where they differ in structure."""
+def pair(whole: Any, part: Any, label: str) -> PairedProgram:
+    """Pairs two closed jaxprs of one function, traced with the `whole` batch and with a `part` of it.
+
+    `label` names the function where no equation tells its line. Raises `MicrobatchError` where the structures differ.
+    """
     pairer = _Pairer([], label)
     inner_whole, inner_part = _compat.open_jaxpr(whole)[0], _compat.open_jaxpr(part)[0]
     pairer.require(
@@ -115,21 +136,23 @@ def pair(whole: Any, part: Any, label: str) -> Program:
     )
     inputs = tuple(pairer.number(a.aval, b.aval) for a, b in zip(inner_whole.invars, inner_part.invars, strict=True))
     body = pairer.body(whole, part, inputs, ())
-    return Program(body, tuple(pairer.types))
+    return PairedProgram(body, tuple(pairer.types))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pairer:
-    """Numbers the values while it walks; lives for one call of `pair`."""
+    """Numbers the values while it walks, their types in `types`; lives for one call of `pair`, whose `label` it has."""
 
     types: list[tuple[Any, Any]]
     label: str
 
     def number(self, whole: Any, part: Any) -> int:
+        """Returns the number of a new value with the types `whole` and `part` in the two traces."""
         self.types.append((whole, part))
         return len(self.types) - 1
 
     def require(self, holds: bool, eqn: Any, why: str) -> None:
+        """Raises `MicrobatchError` unless `holds`: `why` says how the traces differ, and `eqn` (if not None) where."""
         if holds:
             return
         raise MicrobatchError(
@@ -143,6 +166,9 @@ class _Pairer:
         )
 
     def body(self, whole: Any, part: Any, inputs: tuple[int, ...], site: Site, source: str = "") -> Body:
+        """Pairs the jaxprs `whole` and `part` with the given `inputs`, which stand at `site`.
+
+        `source` is the user's line of the equation around them."""
         nodes: list[Node] = []
         outputs = self.walk(whole, part, inputs, site, nodes, source)
         return Body(tuple(nodes), inputs, tuple(outputs))
@@ -150,7 +176,9 @@ class _Pairer:
     def walk(
         self, whole: Any, part: Any, inputs: Sequence[Ref], site: Site, nodes: list[Node], source: str
     ) -> list[Ref]:
-        """Adds the operations of a pair of jaxprs to `nodes`; returns its results."""
+        """Adds the operations of the jaxprs `whole` and `part`, called with `inputs`, to `nodes`; returns the results.
+
+        `site` is where the jaxprs stand, and `source` the user's line of the equation around them."""
         (whole, whole_consts), (part, part_consts) = _compat.open_jaxpr(whole), _compat.open_jaxpr(part)
         first = next(iter(whole.eqns), None)
         self.require(len(whole.constvars) == len(part.constvars), first, "different constants")
@@ -187,24 +215,28 @@ class _Pairer:
 
     def equation(
         self, a: Any, b: Any, operands: Sequence[Ref], site: Site, nodes: list[Node], source: str
-    ) -> list[Ref]:
+    ) -> Sequence[Ref]:
+        """Adds the equation `a` of the whole trace, paired with `b`, to `nodes`, or what it calls; returns its results.
+
+        `operands` are what it reads, `site` is where it stands, and `source` the user's line."""
         name = a.primitive.name
         if name in _INLINED and _compat.is_jaxpr(a.params.get(_INLINED[name])):
             return self.walk(a.params[_INLINED[name]], b.params[_INLINED[name]], operands, (*site, 0), nodes, source)
-        results = [self.number(x.aval, y.aval) for x, y in zip(a.outvars, b.outvars, strict=True)]
-        nodes.append(Node(a, b, site, tuple(operands), tuple(results), self.bodies(a, b, site, source), source))
+        results = tuple(self.number(x.aval, y.aval) for x, y in zip(a.outvars, b.outvars, strict=True))
+        nodes.append(Node(a, b, site, tuple(operands), results, self.bodies(a, b, site, source), source))
         return results
 
     def bodies(self, a: Any, b: Any, site: Site, source: str) -> tuple[Body, ...]:
+        """Pairs the bodies that the equations `a` and `b` at `site` run; `source` is the user's line."""
         param = BODIES.get(a.primitive.name)
         if param is None or param not in a.params:
             return ()
-        ours, theirs = (
+        whole, part = (
             (eqn.params[param],) if _compat.is_jaxpr(eqn.params[param]) else tuple(eqn.params[param]) for eqn in (a, b)
         )
-        self.require(len(ours) == len(theirs), a, "different numbers of branches")
+        self.require(len(whole) == len(part), a, "different numbers of branches")
         bodies = []
-        for index, (x, y) in enumerate(zip(ours, theirs, strict=True)):
+        for index, (x, y) in enumerate(zip(whole, part, strict=True)):
             first, second = _compat.open_jaxpr(x)[0].invars, _compat.open_jaxpr(y)[0].invars
             self.require(len(first) == len(second), a, "different numbers of operands")
             inputs = tuple(self.number(v.aval, w.aval) for v, w in zip(first, second, strict=True))
@@ -213,16 +245,18 @@ class _Pairer:
 
 
 def _source(eqn: Any, outer: str) -> str:
-    """The user's line of an equation; that of the enclosing call where the equation itself only knows a library's."""
+    """Returns the user's line of an equation, or `outer`, the enclosing call's, where it knows a library's only."""
     line = _compat.source_line(eqn)
     return outer if outer and (not line or _compat.is_machinery(line.rsplit(":", 1)[0])) else line
 
 
 def _first_difference(whole: Any, part: Any) -> Any:
+    """Returns the first equation of `whole` whose counterpart is another primitive, None without such."""
     return next((a for a, b in zip(whole.eqns, part.eqns, strict=False) if a.primitive is not b.primitive), None)
 
 
 def _same(a: Any, b: Any) -> bool:
+    """Tells whether two constants are equal in shape and in every number."""
     if a is b:
         return True
     try:
@@ -232,30 +266,34 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def differing_params(node: Node, allowed: frozenset[str]) -> list[str]:
-    """Parameters, other than jaxprs, functions and those `allowed`, whose values the two traces disagree on."""
-    found = []
-    for key, ours in node.whole.params.items():
-        theirs = node.part.params.get(key)
-        if key in allowed or ours is theirs or _compat.is_jaxpr(ours) or callable(ours):
+    """Returns the parameters of `node` whose values the two traces disagree on.
+
+    Left out are jaxprs, functions, and the parameters named in `allowed`."""
+    keys = []
+    for key, whole in node.whole.params.items():
+        part = node.part.params.get(key)
+        if key in allowed or whole is part or _compat.is_jaxpr(whole) or callable(whole):
             continue
-        if isinstance(ours, tuple) and any(_compat.is_jaxpr(one) or callable(one) for one in ours):
+        if isinstance(whole, tuple) and any(_compat.is_jaxpr(entry) or callable(entry) for entry in whole):
             continue
         try:
-            same = bool(ours == theirs)
+            same = bool(whole == part)
         except (TypeError, ValueError):
-            same = _same(ours, theirs)
+            same = _same(whole, part)
         if not same:
-            found.append(key)
-    return found
+            keys.append(key)
+    return keys
 
 
 def resized(node: Node, resize: Callable[[int, int], int]) -> Any:
-    """The part trace's equation at another number of examples: `resize(whole, part)` interpolates sizes that differ."""
+    """Returns the part trace's equation of `node` at another number of examples.
+
+    `resize(whole, part)` interpolates a size that differs between the two traces."""
     changes = {}
     for key in differing_params(node, frozenset({"sharding", "out_sharding"})):
-        ours, theirs = node.whole.params[key], node.part.params[key]
-        if isinstance(ours, tuple):
-            changes[key] = tuple(a if a == b else resize(a, b) for a, b in zip(ours, theirs, strict=True))
+        whole, part = node.whole.params[key], node.part.params[key]
+        if isinstance(whole, tuple):
+            changes[key] = tuple(a if a == b else resize(a, b) for a, b in zip(whole, part, strict=True))
         else:
-            changes[key] = resize(ours, theirs)
+            changes[key] = resize(whole, part)
     return _compat.with_params(node.part, **changes) if changes else node.part

@@ -1,13 +1,16 @@
-"""What may be done with a sum over examples before all of it is known: linear operations, whose results on the
-contributions of the microbatches add up to the result on the whole sum."""
+"""Says which operations on a sum over examples can run before all of the sum is known.
+
+These are the linear ones: their results on the contributions of the microbatches add up to the result on the whole sum.
+A `Question` about an operation with such an operand comes in; its `RuleOutcome` comes out, or `Mixed` is raised.
+"""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
 
-from splitjax.lower.microbatch.example_relation import PARTIAL, Info, Mixed
-from splitjax.lower.microbatch.example_rules import SIZES, Outcome, Question, require_same_params
+from splitjax.lower.microbatch.example_relation import PARTIAL, Fact, Info, Mixed
+from splitjax.lower.microbatch.example_rules import SIZES, Question, RuleOutcome, require_same_params
 
 _UNARY = frozenset(
     "neg reshape squeeze expand_dims transpose broadcast_in_dim reduce_sum cumsum real imag conj copy copy_p rev slice"
@@ -27,9 +30,10 @@ _PLACED = {
 }
 
 
-def answer_partial(question: Question) -> Outcome:
-    """The outcome of one operation, some operand of which is a sum over examples. Raises `Mixed` unless it is
-    linear."""
+def answer_partial(question: Question) -> RuleOutcome:
+    """Answers `question`, in which some operand is a sum over examples.
+
+    Raises `Mixed` unless the operation is linear in all such operands together, and mixes them with no examples."""
     sums = [i for i, info in enumerate(question.infos) if info.kind == PARTIAL]
     if any(info.layout is not None for info in question.infos):
         raise Mixed("it combines a total over the batch with single examples, as batch statistics do")
@@ -37,12 +41,14 @@ def answer_partial(question: Question) -> Outcome:
         raise Mixed("it spreads a total over the batch to single examples, as batch statistics do")
     require_same_params(question.node, SIZES - {"slice_sizes", "start_indices", "limit_indices"})
     shares = _shares(question, sums)
-    zeros = {i for i, info in enumerate(question.infos) if info.fact == ("zero",)}
-    return Outcome(tuple(Info(False, PARTIAL) for _ in question.types_out), shares=shares - zeros)
+    zeros = {i for i, info in enumerate(question.infos) if info.fact is Fact.ZERO}
+    return RuleOutcome(tuple(Info(False, PARTIAL) for _ in question.types_out), shares=shares - zeros)
 
 
 def _shares(q: Question, sums: list[int]) -> frozenset[int]:
-    """The operands of which each microbatch adds its share."""
+    """Returns the operands of which each microbatch adds its share, where the operands at `sums` are sums.
+
+    Raises `Mixed` for an operation that is not linear in these."""
     name, count = q.node.name, len(q.infos)
     if name in _UNARY:
         return frozenset()
@@ -75,7 +81,7 @@ def _shares(q: Question, sums: list[int]) -> frozenset[int]:
 
 
 def _adds_up(fill: float | None, dtype: np.dtype) -> bool:
-    """Whether adding a fill value once a microbatch gives the fill value: zero does, and NaN (the default of
+    """Tells whether adding a fill value once a microbatch gives the fill value: zero does, and NaN (the default of
     floats)."""
     if fill is None:
         return bool(jnp.issubdtype(dtype, np.inexact))

@@ -5,6 +5,8 @@ loss among it. Group communication in turns (`turns.py`) runs the front once and
 in the back unless it is needed for a crossing value: random bits and labels' masks are made turn by turn. Scalars that
 depend on parameters alone (penalties) are computed in the front, once. After Krizhevsky, "One weird trick" (arXiv
 1404.5997, section 4.1).
+
+`flatten_calls` makes a `FlatForward` of a forward; `cut_forward` finds its `Cut`, which gives both parts as jaxprs.
 """
 
 from __future__ import annotations
@@ -24,90 +26,105 @@ _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_ca
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Flat:
-    """A jaxpr with its calls inlined: equations over variables that are each written once, with their sites in the
-    original."""
+class FlatForward:
+    """Holds a jaxpr with its calls inlined: equations over variables that are each written once.
+
+    - `like`: the closed jaxpr that it was.
+    - `invars`, `outvars`: the variables of operands and results. `eqns`: the equations, in order.
+    - `sites`: per equation its site in the original.
+    - `consts`: (variable, value) of the constants, those of the calls included.
+    """
 
     like: Any
     invars: tuple[Any, ...]
     outvars: tuple[Any, ...]
     eqns: tuple[Any, ...]
     sites: tuple[Site, ...]
-    consts: tuple[tuple[Any, Any], ...]  # (variable, value)
+    consts: tuple[tuple[Any, Any], ...]
 
     def writer(self) -> dict[Any, int]:
-        """Variable -> the equation that writes it."""
+        """Returns by variable the index of the equation that writes it."""
         return {v: index for index, eqn in enumerate(self.eqns) for v in eqn.outvars}
 
-    def part(self, indices: Collection[int], invars: Sequence[Any], outvars: Sequence[Any]) -> Part:
-        """The jaxpr of some equations."""
+    def part(self, indices: Collection[int], invars: Sequence[Any], outvars: Sequence[Any]) -> ForwardPart:
+        """Returns the equations at `indices` as a jaxpr with the variables `invars` and `outvars`."""
         chosen = sorted(indices)
         eqns = [self.eqns[i] for i in chosen]
         read = {v for eqn in eqns for v in variables(eqn)} | {v for v in outvars if not isinstance(v, _compat.Literal)}
         consts = [(v, value) for v, value in self.consts if v in read]
-        return Part(_compat.build_jaxpr(self.like, invars, outvars, eqns, consts), tuple(self.sites[i] for i in chosen))
+        return ForwardPart(
+            _compat.build_jaxpr(self.like, invars, outvars, eqns, consts), tuple(self.sites[i] for i in chosen)
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Part:
-    """Some equations of a forward as a closed jaxpr, with their sites in the forward."""
+class ForwardPart:
+    """Holds some equations of a forward as a closed `jaxpr`, with their `sites` in the forward."""
 
     jaxpr: Any
     sites: tuple[Site, ...]
 
     def site(self, inside: Site) -> Site:
-        """A site of this jaxpr as one of the forward."""
+        """Returns the site `inside` of this jaxpr as a site of the forward."""
         return (*self.sites[inside[0]], *inside[1:])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cut:
-    """How a forward is cut, by equation and variable number, so that it holds for a trace at another batch size too.
+    """Says how a forward is cut, by equation and variable number, so that it holds for a trace at another batch size.
 
-    A *value* is (equation, result position), or (-1, operand position)."""
+    A *value* is (equation, result position), or (-1, operand position).
 
-    back: tuple[int, ...]  # equations
+    - `back`, `front`: the equations of either part.
+    - `crossing`: the values that the back reads of the front, as operands behind the forward's own.
+    - `live`: per crossing value, whether it is differentiated.
+    - `readers`: per crossing value, the equations of `back` that are exchanges and enter with it.
+    - `outputs`: per result of the forward, whether the back computes it.
+    """
+
+    back: tuple[int, ...]
     front: tuple[int, ...]
-    # values that the back reads of the front, as operands behind the forward's own
     crossing: tuple[tuple[int, int], ...]
-    live: tuple[bool, ...]  # per crossing value, whether it is differentiated
-    # per crossing value, the equations of `back` that are exchanges and enter with it
+    live: tuple[bool, ...]
     readers: tuple[tuple[int, ...], ...]
-    outputs: tuple[bool, ...]  # per result of the forward, whether the back computes it
+    outputs: tuple[bool, ...]
 
-    def parts(self, flat: Flat) -> tuple[Part, Part]:
-        """Front: operands -> crossing values, then results that it computes. Back: operands and crossing values -> its
+    def parts(self, flat: FlatForward) -> tuple[ForwardPart, ForwardPart]:
+        """Returns front and back of `flat`, which is cut, or of the same forward traced at another batch size.
+
+        Front: operands -> crossing values, then results that it computes. Back: operands and crossing values -> its
         results."""
         crossing = [flat.invars[k] if e < 0 else flat.eqns[e].outvars[k] for e, k in self.crossing]
-        mine = [v for v, back in zip(flat.outvars, self.outputs, strict=True) if not back]
-        theirs = [v for v, back in zip(flat.outvars, self.outputs, strict=True) if back]
+        of_front = [v for v, back in zip(flat.outvars, self.outputs, strict=True) if not back]
+        of_back = [v for v, back in zip(flat.outvars, self.outputs, strict=True) if back]
         # A crossing value is an operand of the back under a name of its own: an operand of the forward may cross as it
         # is.
         renamed = {v: _compat.new_variable(v) for v in crossing}
         back = dataclasses.replace(flat, eqns=tuple(_rename(eqn, renamed) for eqn in flat.eqns))
         return (
-            flat.part(self.front, flat.invars, [*crossing, *mine]),
+            flat.part(self.front, flat.invars, [*crossing, *of_front]),
             back.part(
                 self.back,
                 [*flat.invars, *renamed.values()],
-                [v if isinstance(v, _compat.Literal) else renamed.get(v, v) for v in theirs],
+                [v if isinstance(v, _compat.Literal) else renamed.get(v, v) for v in of_back],
             ),
         )
 
 
 def variables(eqn: Any) -> list[Any]:
-    """The variables that an equation reads."""
+    """Returns the variables that the equation `eqn` reads."""
     return [v for v in eqn.invars if not isinstance(v, _compat.Literal)]
 
 
 def _rename(eqn: Any, renamed: Mapping[Any, Any]) -> Any:
+    """Returns an equation that reads variables under their new names."""
     if not any(v in renamed for v in variables(eqn)):
         return eqn
     return eqn.replace(invars=[v if isinstance(v, _compat.Literal) else renamed.get(v, v) for v in eqn.invars])
 
 
-def flatten_calls(closed: Any) -> Flat:
-    """A closed jaxpr with its calls inlined."""
+def flatten_calls(closed: Any) -> FlatForward:
+    """Returns the `closed` jaxpr with its calls inlined."""
     inner, values = _compat.open_jaxpr(closed)
     consts = list(zip(inner.constvars, values, strict=True))
     eqns: list[Any] = []
@@ -139,36 +156,41 @@ def flatten_calls(closed: Any) -> Flat:
     names: dict[Any, Any] = {}
     walk(inner, names, (), False)
     outvars = [v if isinstance(v, _compat.Literal) else names.get(v, v) for v in inner.outvars]
-    return Flat(closed, tuple(inner.invars), tuple(outvars), tuple(eqns), tuple(sites), tuple(consts))
+    return FlatForward(closed, tuple(inner.invars), tuple(outvars), tuple(eqns), tuple(sites), tuple(consts))
 
 
 def cut_forward(
-    flat: Flat, positions: Sequence[int], exchanges: Mapping[Site, Exchange], holds_examples: Collection[Any]
+    flat: FlatForward, positions: Sequence[int], exchanges: Mapping[Site, Exchange], holds_examples: Collection[Any]
 ) -> Cut | None:
-    """Where a forward is cut; None where nothing crosses.
+    """Finds where a forward is cut; None where nothing crosses.
 
-    **Arguments:** `positions`: the differentiated operands. `exchanges`: by site in the forward. `holds_examples`: the
-    variables with a dim that depends on the number of examples."""
+    **Arguments:**
+
+    - `flat`: the forward.
+    - `positions`: the differentiated operands.
+    - `exchanges`: the planned exchanges of products with split weights, by site in the forward.
+    - `holds_examples`: the variables with a dim that depends on the number of examples.
+    """
     live, of_examples = _reached(flat, [flat.invars[p] for p in positions]), _reached(flat, list(holds_examples))
     return _Surgeon(flat, flat.writer(), _behind(flat, exchanges), live, set(holds_examples), of_examples).cut(
         exchanges
     )
 
 
-def _behind(flat: Flat, exchanges: Mapping[Site, Exchange]) -> set[int]:
-    """Equations that are exchanges, hold one further in, or depend on one."""
+def _behind(flat: FlatForward, exchanges: Mapping[Site, Exchange]) -> set[int]:
+    """Returns the equations that are exchanges, hold an exchange further in, or depend on such an equation."""
     prefixes = {site[:depth] for site in exchanges for depth in range(1, len(site) + 1)}
-    found: set[int] = set()
+    behind: set[int] = set()
     written: set[Any] = set()
     for index, (eqn, site) in enumerate(zip(flat.eqns, flat.sites, strict=True)):
         if site in prefixes or any(v in written for v in variables(eqn)):
-            found.add(index)
+            behind.add(index)
             written.update(eqn.outvars)
-    return found
+    return behind
 
 
-def _reached(flat: Flat, sources: Sequence[Any]) -> set[Any]:
-    """The variables that depend on some."""
+def _reached(flat: FlatForward, sources: Sequence[Any]) -> set[Any]:
+    """Returns the variables that depend on `sources`, these included."""
     reached = set(sources)
     for eqn in flat.eqns:
         if any(v in reached for v in variables(eqn)):
@@ -178,26 +200,33 @@ def _reached(flat: Flat, sources: Sequence[Any]) -> set[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Surgeon:
-    """Lives for one call of `cut_forward`."""
+    """Finds a cut; lives for one call of `cut_forward`.
 
-    flat: Flat
+    - `flat`: the forward; `writer`: by variable the equation that writes it.
+    - `behind`: the equations behind the crossing. `live`: the variables that depend on differentiated operands.
+    - `holds_examples`: the variables with a dim of examples; `of_examples`: those that depend on examples: a batch's
+      mean, too.
+    """
+
+    flat: FlatForward
     writer: Mapping[Any, int]
     behind: set[int]
     live: set[Any]
     holds_examples: set[Any]
-    of_examples: set[Any]  # depends on examples: a batch's mean, too
+    of_examples: set[Any]
 
     def cut(self, exchanges: Mapping[Site, Exchange]) -> Cut | None:
+        """Returns the cut; None where nothing crosses, or the loss does not depend on what does."""
         flat = self.flat
         entering: dict[Any, list[int]] = {}
         nested: set[Any] = set()
         for index in sorted(self.behind):
-            one = exchanges.get(flat.sites[index])
-            if one is not None and one.enter in (EXAMPLES, SWAP):
-                data = flat.eqns[index].invars[one.data]
+            exchange = exchanges.get(flat.sites[index])
+            if exchange is not None and exchange.enter in (EXAMPLES, SWAP):
+                data = flat.eqns[index].invars[exchange.data]
                 if not isinstance(data, _compat.Literal) and self.writer.get(data, -1) not in self.behind:
                     entering.setdefault(data, []).append(index)
-            elif one is None and any(site[: len(flat.sites[index])] == flat.sites[index] for site in exchanges):
+            elif exchange is None and any(site[: len(flat.sites[index])] == flat.sites[index] for site in exchanges):
                 nested.update(
                     v
                     for v in variables(flat.eqns[index])
@@ -211,13 +240,13 @@ class _Surgeon:
         results = [not isinstance(v, _compat.Literal) and self.writer.get(v, -1) in back for v in flat.outvars]
         if not results[0]:
             return None
-        mine = {
+        of_front = {
             v
             for v, behind in zip(flat.outvars, results, strict=True)
             if not behind and not isinstance(v, _compat.Literal)
         }
         printed = {i for i, eqn in enumerate(flat.eqns) if eqn.effects and i not in back}
-        front = printed | self.ancestors({*crossing, *mine, *(v for i in printed for v in variables(flat.eqns[i]))})
+        front = printed | self.ancestors({*crossing, *of_front, *(v for i in printed for v in variables(flat.eqns[i]))})
         numbers = {v: (-1, k) for k, v in enumerate(flat.invars)}
         numbers |= {v: (i, k) for i, eqn in enumerate(flat.eqns) for k, v in enumerate(eqn.outvars)}
         return Cut(
@@ -230,18 +259,20 @@ class _Surgeon:
         )
 
     def ancestors(self, wanted: Collection[Any]) -> set[int]:
-        """The equations that compute some variables."""
-        found: set[int] = set()
+        """Returns the equations that compute the variables `wanted`, directly or not."""
+        computing: set[int] = set()
         waiting = [self.writer[v] for v in wanted if v in self.writer]
         while waiting:
             index = waiting.pop()
-            if index not in found:
-                found.add(index)
+            if index not in computing:
+                computing.add(index)
                 waiting += [self.writer[v] for v in variables(self.flat.eqns[index]) if v in self.writer]
-        return found
+        return computing
 
     def pull(self, before: set[int], entering: set[Any]) -> tuple[set[int], list[Any]]:
-        """The equations of the back, and the variables that it reads of the front, in a fixed order."""
+        """Returns the equations of the back, and the variables that it reads of the front, in a fixed order.
+
+        `before`: the equations that crossing values need; `entering`: the variables that enter exchanges."""
         back = set(self.behind)
         crossing: dict[Any, None] = dict.fromkeys(sorted(entering, key=lambda v: self.writer.get(v, -1)))
         waiting = sorted(back)
@@ -258,6 +289,7 @@ class _Surgeon:
         return back, list(crossing)
 
     def is_penalty(self, v: Any) -> bool:
+        """Tells whether `v` is a scalar that depends on parameters, but on no examples."""
         return (
             v in self.live
             and v not in self.of_examples

@@ -1,4 +1,4 @@
-"""Group communication in turns: a boundary whose split layers run forward and backward one turn at a time.
+"""Runs the split layers of a boundary forward and backward one turn at a time: group communication in turns.
 
 The forward is cut where examples cross into split layers (`cut.py`). The front runs once, as ever; the back runs in as
 many turns as a group has workers, each with its own slice of the crossing activations (`fetch.py`), and adds up the
@@ -6,8 +6,8 @@ gradients of its parameters (`microbatch.py`); then the front is differentiated 
 Activations of the split layers exist for one turn at a time. Lai et al., "SplitBrain" (arXiv 2112.15317); Krizhevsky
 (arXiv 1404.5997, section 4.1).
 
-What cannot run in turns is refused with the reason (`Refused`): a loss that mixes examples after they have crossed,
-say.
+`take_turns` makes a `TurnedBoundary` of a boundary's equation, `evaluate_turns` gives its results. What cannot run in
+turns is refused with the reason (`Refused`): a loss that mixes examples after they have crossed, say.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from jax.sharding import Mesh
 from splitjax import _compat
 from splitjax.errors import MicrobatchError
 from splitjax.lower import gradient
+from splitjax.lower.microbatch.batch_split import Split
+from splitjax.lower.microbatch.example_relation import ExampleDim
 from splitjax.lower.microbatch.loop import MakeFetch
 from splitjax.lower.microbatch.microbatch import expand_microbatches, prepare
+from splitjax.lower.microbatch.worker_loop import OperandFetch
 from splitjax.lower.products.exchange import EXAMPLES, SCATTER, SPLIT, SWAP, Exchange
 from splitjax.lower.products.groups import Copies, Product, Where
 from splitjax.lower.products.interpret import Layout, evaluate_equation, evaluate_part
-from splitjax.lower.turns.cut import Cut, Flat, Part, cut_forward, flatten_calls
+from splitjax.lower.turns.cut import Cut, FlatForward, ForwardPart, cut_forward, flatten_calls
 from splitjax.lower.turns.fetch import FETCHES
 from splitjax.mesh import MeshShape
 
@@ -36,14 +39,19 @@ Site = tuple[int, ...]
 
 
 class Refused(Exception):
-    """A boundary that cannot run in turns, with the reason as a clause."""
+    """Raised for a boundary that cannot run in turns, with the reason as a clause."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """How a step's boundaries are asked to run in turns. `kind`: `modulo` or `turns`; `manual`: the batch axes over
-    which every parameter is whole, so that the loop over turns handles them itself and gradients are exchanged over
-    them once."""
+    """Tells how a step's boundaries are asked to run in turns.
+
+    - `kind`: `modulo` or `turns`, as `group_comm`.
+    - `batch_axes`: the axes of `mesh` over which the batch is split, major first.
+    - `manual`: the batch axes over which every parameter is whole, so that the loop over turns handles them itself and
+      gradients are exchanged over them once.
+    - `num_examples`: those of the whole batch.
+    """
 
     kind: str
     batch_axes: tuple[str, ...]
@@ -52,39 +60,48 @@ class Mode:
     num_examples: int
 
     def slice_axes(self, group: tuple[str, ...]) -> tuple[str, ...]:
-        """The axes over which the examples of one turn are split."""
+        """Returns the axes over which the examples of one turn are split, where layers are split over `group`."""
         return (
             self.batch_axes if self.kind == "modulo" else tuple(axis for axis in self.batch_axes if axis not in group)
         )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Turned:
-    """One boundary, cut and checked."""
+class TurnedBoundary:
+    """Holds a boundary that is cut for turns.
+
+    - `mode`: how it runs. `site`: its place in the step. `group`: the axes that split the layers.
+    - `boundary`: its equation. `flat`: its forward with calls inlined. `cut`: where that is cut.
+    - `front`, `back`: the parts of the forward. `twin`: the back, traced with the examples of one turn.
+    - `operand_dims`: per operand of the back, where it holds examples; None where it does not.
+    - `exchanges`: the planned exchanges, by site within the forward.
+    """
 
     mode: Mode
     site: Site
     group: tuple[str, ...]
     boundary: gradient.Boundary
     cut: Cut
-    flat: Flat
-    front: Part
-    back: Part
-    twin: Part  # the back, traced with the examples of one turn
-    operand_dims: tuple[int | None, ...]  # of the back: where its operands hold examples
-    exchanges: Mapping[Site, Exchange]  # by site in the step
+    flat: FlatForward
+    front: ForwardPart
+    back: ForwardPart
+    twin: ForwardPart
+    operand_dims: tuple[int | None, ...]
+    exchanges: Mapping[Site, Exchange]
 
     @property
     def num_turns(self) -> int:
+        """The number of turns: that of the workers of a group."""
         return MeshShape.of(self.mode.mesh).size(self.group)
 
     @property
     def num_operands(self) -> int:
+        """The number of operands of the boundary; crossing values are the back's operands behind these."""
         return len(self.flat.invars)
 
     @functools.cached_property
     def differentiated(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Operand positions that are differentiated in the front, and in the back (crossing values count on)."""
+        """The positions of operands that are differentiated in front and back (crossing values count on)."""
         used = []
         for part in (self.front, self.back):
             inner, _ = _compat.open_jaxpr(part.jaxpr)
@@ -98,7 +115,7 @@ class Turned:
 
     @property
     def back_params(self) -> dict[str, Any]:
-        """The back as a boundary equation's parameters."""
+        """The parameters of a boundary equation whose forward is the back."""
         names = (*self.boundary.names, *("crossing",) * len(self.cut.crossing))
         return {
             **{field.name: getattr(self.boundary, field.name) for field in dataclasses.fields(self.boundary)},
@@ -109,7 +126,7 @@ class Turned:
         }
 
     def loop_arguments(self) -> tuple[Any, ...]:
-        """What `microbatch.prepare` and `expand_microbatches` take behind the operands."""
+        """Returns the arguments that `microbatch.prepare` and `expand_microbatches` take behind the operands."""
         return self.operand_dims, self.twin.jaxpr, self.num_turns, self.mode.slice_axes(self.group), self.mode.mesh
 
     def check(self) -> None:
@@ -122,14 +139,27 @@ class Turned:
             raise Refused("the loss does not depend on what crosses")
 
 
-def take_turns(eqn: Any, twin: Any, site: Site, layout: Layout, mode: Mode) -> Turned | None:
-    """A boundary cut for turns; None where nothing crosses in it. `twin`: the same boundary traced with the examples of
-    one turn.
+Turned = TurnedBoundary  # the name by which `lower.strategies` imports it
 
-    Raises `Refused`."""
+
+def take_turns(eqn: Any, twin: Any, site: Site, layout: Layout, mode: Mode) -> TurnedBoundary | None:
+    """Cuts a boundary for turns; returns None where nothing crosses in it.
+
+    **Arguments:**
+
+    - `eqn`: the boundary's equation. `twin`: the same boundary's, traced with the examples of one turn.
+    - `site`: its place in the step. `layout`: the step's layout, with its exchanges.
+    - `mode`: how the step's boundaries run in turns.
+
+    Raises `Refused`.
+    """
     boundary = gradient.boundary_of(eqn.params)
     prefix = (*site, 0)
-    exchanges = {one.site[len(prefix) :]: one for one in layout.exchanges.values() if one.site[: len(prefix)] == prefix}
+    exchanges = {
+        exchange.site[len(prefix) :]: exchange
+        for exchange in layout.exchanges.values()
+        if exchange.site[: len(prefix)] == prefix
+    }
     if not exchanges:
         return None
     if boundary.microbatches not in (None, 1):
@@ -139,37 +169,39 @@ def take_turns(eqn: Any, twin: Any, site: Site, layout: Layout, mode: Mode) -> T
         raise Refused("the loss is another program for the examples of one turn")
     cut = cut_forward(flat, boundary.positions, exchanges, _holding_examples(flat, small))
     if cut is None:
-        if any(one.enter in (EXAMPLES, SWAP) for one in exchanges.values()):
+        if any(exchange.enter in (EXAMPLES, SWAP) for exchange in exchanges.values()):
             raise Refused("examples cross inside a loop or a rematerialised function")
         return None
     entering = {flat.sites[index] for readers in cut.readers for index in readers}
-    later = [one for at, one in exchanges.items() if at not in entering]
+    later = [exchange for at, exchange in exchanges.items() if at not in entering]
     _require_no_whole_layers(layout, prefix, [flat.sites[index] for index in cut.back], later)
     groups = {exchanges[at].axes for at in entering or exchanges}
     if len(groups) > 1:
         raise Refused(f"layers are split over different groups: {', '.join(sorted('+'.join(axes) for axes in groups))}")
     (front, rear), (_, twin_rear) = cut.parts(flat), cut.parts(small)
     dims = _operand_dims(rear, twin_rear, cut, mode.num_examples, flat, exchanges)
-    return Turned(mode, site, groups.pop(), boundary, cut, flat, front, rear, twin_rear, dims, exchanges)
+    return TurnedBoundary(mode, site, groups.pop(), boundary, cut, flat, front, rear, twin_rear, dims, exchanges)
 
 
 def _require_no_whole_layers(layout: Layout, prefix: Site, back: Sequence[Site], later: Sequence[Exchange]) -> None:
-    """Layers that are whole on every device stand before the crossing: behind it, each turn would exchange their
-    gradients."""
-    for one in later:
-        if one.enter in (EXAMPLES, SWAP) or one.leave == SCATTER:
-            raise Refused(f"a replicated layer stands between split layers, around {one.layer}")
-    for one in layout.uses:
-        inside = one.site[len(prefix) :]
-        if not one.axes and one.site[: len(prefix)] == prefix and any(inside[: len(site)] == site for site in back):
+    """Raises `Refused` where a layer that is whole on every device stands behind the crossing.
+
+    There, each turn would exchange its gradients. `back`: the sites of the back; `later`: the exchanges that no
+    crossing value enters."""
+    for exchange in later:
+        if exchange.enter in (EXAMPLES, SWAP) or exchange.leave == SCATTER:
+            raise Refused(f"a replicated layer stands between split layers, around {exchange.layer}")
+    for use in layout.uses:
+        inside = use.site[len(prefix) :]
+        if not use.axes and use.site[: len(prefix)] == prefix and any(inside[: len(site)] == site for site in back):
             raise Refused(
-                f"{one.layer}, which every device holds whole, stands behind the crossing or in one loop or remat"
+                f"{use.layer}, which every device holds whole, stands behind the crossing or in one loop or remat"
                 " with it"
             )
 
 
-def _holding_examples(flat: Flat, small: Flat) -> set[Any]:
-    """The variables whose shapes depend on the number of examples."""
+def _holding_examples(flat: FlatForward, small: FlatForward) -> set[Any]:
+    """Returns the variables whose shapes depend on the number of examples."""
     pairs = list(zip(flat.invars, small.invars, strict=True))
     for a, b in zip(flat.eqns, small.eqns, strict=True):
         pairs += zip(a.outvars, b.outvars, strict=True)
@@ -177,27 +209,35 @@ def _holding_examples(flat: Flat, small: Flat) -> set[Any]:
 
 
 def _operand_dims(
-    rear: Part, small: Part, cut: Cut, num_examples: int, flat: Flat, exchanges: Mapping[Site, Exchange]
+    rear: ForwardPart,
+    small: ForwardPart,
+    cut: Cut,
+    num_examples: int,
+    flat: FlatForward,
+    exchanges: Mapping[Site, Exchange],
 ) -> tuple[int | None, ...]:
-    """Per operand of the back the dim that holds its examples. Raises `Refused` for crossing values that mix them with
-    other dims."""
+    """Returns, for each operand of the back, the dim that holds its examples.
+
+    Raises `Refused` for crossing values that mix examples with other dims."""
     whole, part = _compat.open_jaxpr(rear.jaxpr)[0], _compat.open_jaxpr(small.jaxpr)[0]
     num_operands = len(flat.invars)
-    found: list[int | None] = []
+    dims: list[int | None] = []
     for position, (a, b) in enumerate(zip(whole.invars, part.invars, strict=True)):
         differ = [d for d, (x, y) in enumerate(zip(a.aval.shape, b.aval.shape, strict=True)) if x != y]
-        found.append(differ[0] if differ else None)
+        dims.append(differ[0] if differ else None)
         if position < num_operands or not differ:
             continue
         readers = cut.readers[position - num_operands]
         known = readers and exchanges[flat.sites[readers[0]]].example_dim == differ[0]
         if len(differ) > 1 or not (known or a.aval.shape[differ[0]] == num_examples):
             raise Refused(f"a value of shape {a.aval.shape} crosses whose examples are mixed with other dims")
-    return tuple(found)
+    return tuple(dims)
 
 
-def evaluate_turns(turned: Turned, operands: Sequence[Any], layout: Layout) -> list[Any]:
-    """The boundary's results: value, aux leaves, gradients."""
+def evaluate_turns(turned: TurnedBoundary, operands: Sequence[Any], layout: Layout) -> list[Any]:
+    """Evaluates the boundary `turned` on its `operands`: its value, aux leaves and gradients.
+
+    `layout`: the step's layout."""
     prefix = (*turned.site, 0)
     in_front, in_back = turned.differentiated
     copies: Copies = {}
@@ -231,9 +271,9 @@ def evaluate_turns(turned: Turned, operands: Sequence[Any], layout: Layout) -> l
     computed, grads = iter(results[:num_results]), dict(zip(in_back, results[num_results:], strict=True))
     cotangents = [grads[turned.num_operands + k] for k, is_live in enumerate(turned.cut.live) if is_live]
     (to_front,) = pull([c.astype(value.dtype) for c, value in zip(cotangents, live, strict=True)])
-    mine = iter(rest)
+    of_front = iter(rest)
     values = [
-        v.val if isinstance(v, _compat.Literal) else next(computed) if back else next(mine)
+        v.val if isinstance(v, _compat.Literal) else next(computed) if back else next(of_front)
         for v, back in zip(turned.flat.outvars, turned.cut.outputs, strict=True)
     ]
     by_front = dict(zip(in_front, to_front, strict=True))
@@ -244,35 +284,38 @@ def evaluate_turns(turned: Turned, operands: Sequence[Any], layout: Layout) -> l
     return [*values, *total]
 
 
-def _inside(turned: Turned, layout: Layout) -> Layout:
-    """The layout inside the loop over turns. In `turns` the examples of a turn lie on every worker of a group, so that
-    a row-split layer takes its features where they are."""
+def _inside(turned: TurnedBoundary, layout: Layout) -> Layout:
+    """Returns the layout inside the loop over turns.
+
+    In `turns` the examples of a turn lie on every worker of a group, so that a row-split layer takes its features where
+    they are."""
     inside = layout.without(turned.mode.manual)
     if turned.mode.kind == "modulo":
         return inside
     changed = {
-        site: dataclasses.replace(one, enter=SPLIT) if one.enter == SWAP else one
-        for site, one in inside.exchanges.items()
+        site: dataclasses.replace(exchange, enter=SPLIT) if exchange.enter == SWAP else exchange
+        for site, exchange in inside.exchanges.items()
     }
     return dataclasses.replace(inside, exchanges=changed)
 
 
-def _fetches(turned: Turned, where: Where, copies: Copies) -> dict[int, MakeFetch]:
-    """Per crossing operand of the back that products read: how it comes."""
-    found: dict[int, MakeFetch] = {}
+def _fetches(turned: TurnedBoundary, where: Where, copies: Copies) -> dict[int, MakeFetch]:
+    """Makes the fetches of those crossing operands of the back, by position, that products read."""
+    fetches: dict[int, MakeFetch] = {}
     for k, readers in enumerate(turned.cut.readers):
         products = []
         for index in readers:
-            eqn, one = turned.flat.eqns[index], turned.exchanges[turned.flat.sites[index]]
-            ranks = [len(v.aval.shape) for v in (eqn.invars[one.data], eqn.invars[one.weight])]
-            products.append(Product(one, where, eqn, *ranks))
+            eqn, exchange = turned.flat.eqns[index], turned.exchanges[turned.flat.sites[index]]
+            ranks = [len(v.aval.shape) for v in (eqn.invars[exchange.data], eqn.invars[exchange.weight])]
+            products.append(Product(exchange, where, eqn, *ranks))
         products.sort(key=lambda product: product.exchange.enter != EXAMPLES)
         if products and (turned.mode.kind == "turns" or products[0].exchange.enter == EXAMPLES):
-            found[turned.num_operands + k] = functools.partial(_make_fetch, turned.mode.kind, tuple(products), copies)
-    return found
+            fetches[turned.num_operands + k] = functools.partial(_make_fetch, turned.mode.kind, tuple(products), copies)
+    return fetches
 
 
 def _make_fetch(
-    kind: str, products: tuple[Product, ...], copies: Copies, split: Any, layout: Any, whole_size: int
-) -> Any:
+    kind: str, products: tuple[Product, ...], copies: Copies, split: Split, layout: ExampleDim, whole_size: int
+) -> OperandFetch:
+    """Makes the fetch of a crossing value, in the order of arguments that `functools.partial` needs."""
     return FETCHES[kind](split, layout, whole_size, products, copies)
