@@ -144,8 +144,8 @@ class PreparedBoundary:
         summed = [v for v in self.marked.returned if self.info(v).kind == PARTIAL]
         contribution = Contribution(self, same, on_islands, sliced, shared, cuts, summed, stacked, fetches)
         # What only split layers and the loss read is wanted as they see it (labels).
-        places = WorkerLoops(self, contribution, env, self.islands.axes if self.islands else known_whole_over)
-        value, whole, by_operand = places.joined(*runner.run(places), runner)
+        loops = WorkerLoops(self, contribution, env, self.islands.axes if self.islands else known_whole_over)
+        value, whole, by_operand = loops.joined(*runner.run(loops), runner)
         return value, [whole[v] for v in self.marked.returned], [by_operand[v] for v in differentiated]
 
 

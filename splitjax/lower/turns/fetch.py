@@ -134,8 +134,8 @@ class BroadcastFetch(_CrossingFetch):
 
         spec = self._stacked(cut.ndim)
         with jax.named_scope(scope("enter", self.products[0].exchange.layer)):
-            copies = self._island(local, (spec, PartitionSpec(self.axes), PartitionSpec()), spec)(
-                cut, self._places(), turn
+            copies = self._over_batch_axes(local, (spec, PartitionSpec(self.axes), PartitionSpec()), spec)(
+                cut, self._numbers(), turn
             )
         return self.split.part(copies, self.moved)
 
@@ -152,16 +152,16 @@ class BroadcastFetch(_CrossingFetch):
 
         spec = self._stacked(rows.ndim)
         with jax.named_scope(scope("enter", self.products[0].exchange.layer)):
-            run = self._island(local, (spec, spec, PartitionSpec(self.axes), PartitionSpec()), spec)
-            return run(rows, cotangent.astype(rows.dtype), self._places(), turn)
+            run = self._over_batch_axes(local, (spec, spec, PartitionSpec(self.axes), PartitionSpec()), spec)
+            return run(rows, cotangent.astype(rows.dtype), self._numbers(), turn)
 
-    def _places(self) -> Any:
+    def _numbers(self) -> Any:
         """Returns every worker's number in its group, i32[workers].
 
         Inside a `shard_map` that leaves other axes to XLA there is no other way to know it."""
         return jnp.arange(self.split.num_microbatches, dtype=jnp.int32)
 
-    def _island(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def _over_batch_axes(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """Returns `fn` as a `shard_map` over the axes that split the batch of the split layers."""
         return self.where.shard_map(fn, self.products[0].exchange.batch_axes, in_specs, out_specs)
 
@@ -176,13 +176,13 @@ def _uncopy(fetch: BroadcastFetch, copies: Any) -> Any:
 
     @jax.custom_vjp
     def uncopy(copies):
-        return fetch._island(lambda part: part[0], inside, plain)(copies)
+        return fetch._over_batch_axes(lambda part: part[0], inside, plain)(copies)
 
     def backward(_, cotangent):
         def local(cotangent, place):
             return jnp.where(place[0] == 0, cotangent, jnp.zeros_like(cotangent))[None]
 
-        return (fetch._island(local, (plain, PartitionSpec(fetch.axes)), inside)(cotangent, fetch._places()),)
+        return (fetch._over_batch_axes(local, (plain, PartitionSpec(fetch.axes)), inside)(cotangent, fetch._numbers()),)
 
     uncopy.defvjp(lambda copies: (uncopy(copies), None), backward)
     return uncopy(copies)

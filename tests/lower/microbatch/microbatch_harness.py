@@ -35,8 +35,8 @@ def build(step, params, batch, num, *, mesh=None, batch_axes=("data",), manual=N
     closed, shape = _compat.trace(step, abstract(params), abstract(batch), *rest)
     small, _ = _compat.trace(step, abstract(params), abstract(batch, local), *rest)
     inner, consts = _compat.open_jaxpr(closed)
-    other, _ = _compat.open_jaxpr(small)
-    assert len(inner.eqns) == len(other.eqns)
+    local_jaxpr, _ = _compat.open_jaxpr(small)
+    assert len(inner.eqns) == len(local_jaxpr.eqns)
     tree = jax.tree.structure(shape)
 
     def run(*args):
@@ -44,7 +44,7 @@ def build(step, params, batch, num, *, mesh=None, batch_axes=("data",), manual=N
             zip(inner.invars, jax.tree.leaves(args), strict=True)
         )
         read = lambda a: a.val if isinstance(a, _compat.Literal) else env[a]
-        for eqn, twin in zip(inner.eqns, other.eqns, strict=True):
+        for eqn, twin in zip(inner.eqns, local_jaxpr.eqns, strict=True):
             operands = [read(a) for a in eqn.invars]
             if gradient.is_boundary(eqn):
                 dims = [_example_dim(a.aval, b.aval, total) for a, b in zip(eqn.invars, twin.invars, strict=True)]

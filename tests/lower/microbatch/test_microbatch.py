@@ -158,10 +158,10 @@ def merged(p, b):
 
 
 def per_example(p, b):
-    def one(x, y):
+    def of_example(x, y):
         return -jax.nn.log_softmax(logits_of(p, x))[y]
 
-    return jax.vmap(one)(b["x"], b["y"]).mean()
+    return jax.vmap(of_example)(b["x"], b["y"]).mean()
 
 
 def mapped(p, b):
@@ -217,8 +217,8 @@ def ranked(p, b):
 def two_views(p, b):
     both = jnp.concatenate([b["x"], b["x"] * 2])  # a dim of two batches
     h = jnp.tanh(both @ p["w1"])
-    one, other = jnp.split(h, 2)
-    return (one * other).sum() / one.shape[0] + (h[: h.shape[0] // 2] ** 2).mean()
+    left, right = jnp.split(h, 2)
+    return (left * right).sum() / left.shape[0] + (h[: h.shape[0] // 2] ** 2).mean()
 
 
 def tiled(p, b):
@@ -410,8 +410,8 @@ def dropout_in_remat(p, b, key):
         return jnp.tanh(h @ w) * jax.random.bernoulli(key, 0.7, h.shape) / b["mask"].sum()
 
     h = b["x"] @ p["w1"]
-    for i, one in enumerate(jax.random.split(key, 3)):
-        h = block(h, p["s"][i], one)
+    for i, layer_key in enumerate(jax.random.split(key, 3)):
+        h = block(h, p["s"][i], layer_key)
     return (h**2).mean(), h
 
 

@@ -137,10 +137,10 @@ def gains(**options):
 def num_links(compiled, mesh):
     """(op, axis) -> bytes and (op, axis) -> how often, but for scalars and sums per example."""
     sent, count = collections.Counter(), collections.Counter()
-    for one in compiled_collectives(compiled, MeshShape.of(mesh)):
-        if len(one.shape) > 1:
-            sent[one.op, one.axis] += one.bytes
-            count[one.op, one.axis] += one.trips
+    for collective in compiled_collectives(compiled, MeshShape.of(mesh)):
+        if len(collective.shape) > 1:
+            sent[collective.op, collective.axis] += collective.bytes
+            count[collective.op, collective.axis] += collective.trips
     return sent, count
 
 
@@ -177,7 +177,7 @@ def parallel_step(case, mesh, kind):
         + [(case, MESHES[2], "turns") for case in ("dropout", "masked mean", "rows first", "residual", "penalty")]
         + [("plain", mesh, "turns") for mesh in MESHES]
     ),
-    ids=lambda one: one if isinstance(one, str) else f"K={one['model']}",
+    ids=lambda argument: argument if isinstance(argument, str) else f"K={argument['model']}",
 )
 def test_numbers_are_those_of_one_device(case, mesh, kind):
     names, key = LOSSES[case][1], jax.random.key(7)
@@ -198,7 +198,7 @@ def test_numbers_are_those_of_one_device(case, mesh, kind):
         [("plain", mesh, kind) for mesh in MESHES[1:] for kind in ("gather", "turns", "modulo")]
         + [(case, MESHES[2], kind) for case in ("rows behind columns", "rows first") for kind in ("turns", "modulo")]
     ),
-    ids=lambda one: one if isinstance(one, str) else f"K={one['model']}",
+    ids=lambda argument: argument if isinstance(argument, str) else f"K={argument['model']}",
 )
 def test_what_is_sent_is_what_was_planned(case, mesh, kind):
     """To the byte, and each way in its own number of messages: one for all, or one a turn."""
@@ -207,8 +207,8 @@ def test_what_is_sent_is_what_was_planned(case, mesh, kind):
     arguments = params(*LOSSES[case][1]), batch(), jax.random.key(0)
     sent, count = num_links(step.lower(*arguments).compile(), mesh)
     planned = collections.Counter()
-    for one in step.plan(*arguments).collectives:
-        planned[one.op, one.axis] += one.bytes
+    for collective in step.plan(*arguments).collectives:
+        planned[collective.op, collective.axis] += collective.bytes
     assert sent == planned
     if case == "plain":
         # One crossing, the gather of features for d2, and the sum over the rows of logits.
@@ -220,11 +220,11 @@ def test_what_is_sent_is_what_was_planned(case, mesh, kind):
         share = NUM // 8 * WIDTH * 4
         own = 2 * (num_workers - 1) * (2 * share if kind == "turns" else share)
         crossing = [
-            one
-            for one in step.plan(*arguments).collectives
-            if "group's examples" in one.why or "to their workers" in one.why
+            collective
+            for collective in step.plan(*arguments).collectives
+            if "group's examples" in collective.why or "to their workers" in collective.why
         ]
-        assert sum(one.bytes for one in crossing) == own
+        assert sum(collective.bytes for collective in crossing) == own
 
 
 def test_activations_of_one_turn_are_alive_at_a_time():
@@ -260,10 +260,12 @@ def test_next_turn_is_fetched_while_this_one_computes():
     mesh = {"data": 1, "model": 8}
     lowered = gains(mesh=mesh, group_comm="modulo").lower(params(*COLUMN_NAMES), batch(), jax.random.key(0))
     sent = [
-        one for one in compiled_collectives(lowered.compile(), MeshShape.of(mesh)) if "splitjax:enter:d1" in one.op_name
+        collective
+        for collective in compiled_collectives(lowered.compile(), MeshShape.of(mesh))
+        if "splitjax:enter:d1" in collective.op_name
     ]
-    gathers = sorted(one.trips for one in sent if one.op == "all_gather")
-    scatters = sorted(one.trips for one in sent if one.op == "reduce_scatter")
+    gathers = sorted(collective.trips for collective in sent if collective.op == "all_gather")
+    scatters = sorted(collective.trips for collective in sent if collective.op == "reduce_scatter")
     assert gathers == scatters == [1, 7]  # the first before the loop, the last turn behind it: none in vain
 
 
