@@ -1,4 +1,7 @@
-"""The inverted residual block that MobileNet and EfficientNet are made of, in Flax Linen and in Flax NNX.
+"""Defines the inverted residual block that MobileNet and EfficientNet are made of, in Flax Linen and in Flax NNX.
+
+An `InvertedResidual` goes in, which says how wide and of which stride; a Flax module comes out of it, with the same
+names of layers in both libraries.
 
 A 1x1 convolution widens, a depthwise one mixes pixels (each channel for itself: a convolution of as many groups as
 channels), squeeze-and-excitation may weigh the channels, and a 1x1 convolution narrows again, after which there is no
@@ -21,16 +24,17 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from jax.typing import DTypeLike
 
 from splitjax.models._common import RELU_INIT, RESIDUAL_INIT, ModelError
 
-STEMS = ("cifar", "imagenet")
+STEMS: tuple[str, ...] = ("cifar", "imagenet")
 _Item = TypeVar("_Item")
 
 
 @dataclasses.dataclass(frozen=True)
 class InvertedResidual:
-    """One block: [B, H, W, inputs] -> [B, H / stride, W / stride, outputs].
+    """Describes a block: [B, H, W, inputs] -> [B, H / stride, W / stride, outputs].
 
     **Arguments:**
 
@@ -59,19 +63,22 @@ class InvertedResidual:
     momentum: float = 0.9
     epsilon: float = 1e-5
     drop_path: float = 0.0
-    dtype: Any = jnp.float32
-    param_dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
 
     @property
     def expands(self) -> bool:
+        """True where a 1x1 convolution widens the channels first."""
         return self.expanded != self.inputs
 
     @property
     def has_shortcut(self) -> bool:
+        """True where the input has the shape of the output, and is added to it."""
         return self.stride == 1 and self.inputs == self.outputs
 
     @property
     def drops(self) -> bool:
+        """True where training lets examples skip the block (stochastic depth)."""
         return self.has_shortcut and self.drop_path > 0
 
     @property
@@ -86,27 +93,34 @@ class InvertedResidual:
 
     @property
     def conv(self) -> dict[str, Any]:
+        """The options that all convolutions of the block share, but those of squeeze-and-excitation."""
         # No biases: batch norm follows every convolution and would cancel them.
         return {"use_bias": False, "kernel_init": RESIDUAL_INIT, **self.dtypes}
 
     @property
     def norm(self) -> dict[str, Any]:
+        """The options of every batch norm."""
         return {"momentum": self.momentum, "epsilon": self.epsilon, **self.dtypes}
 
     @property
     def dtypes(self) -> dict[str, Any]:
+        """Both types as Flax's layers take them."""
         return {"dtype": self.dtype, "param_dtype": self.param_dtype}
 
 
 def around(kernel: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The padding that keeps the size at stride 1, as much on both sides: "SAME" pads strided convolutions on one side
-    only."""
-    return ((kernel // 2, kernel // 2),) * 2
+    """Returns the padding by which a convolution of `kernel` x `kernel` pixels keeps the size at stride 1.
+
+    As much on both sides: "SAME" pads strided convolutions on one side only.
+    """
+    padding = (kernel // 2, kernel // 2)
+    return padding, padding
 
 
 def divisible(channels: float, width: float = 1.0) -> int:
-    """`channels` times the width multiplier, rounded to a multiple of 8, but not below nine tenths of it, and at least
-    8.
+    """Multiplies `channels` by the multiplier `width` and rounds to a multiple of 8.
+
+    The result is at least 8, and not below nine tenths of the product.
 
     Source: the authors' code of MobileNetV2 and of EfficientNet (`_make_divisible`, `round_filters`)."""
     wanted = channels * width
@@ -115,13 +129,13 @@ def divisible(channels: float, width: float = 1.0) -> int:
 
 
 def to_depth(items: Sequence[_Item], depth: float) -> tuple[_Item, ...]:
-    """The blocks of a stage times `depth`, rounded up: the first of them, and beyond their number the last again."""
+    """Returns `depth` times as many blocks as `items`, rounded up: the first ones, beyond them the last again."""
     count = math.ceil(depth * len(items))
     return tuple(items[min(index, len(items) - 1)] for index in range(count))
 
 
 def check_stem(place: str, stem: str) -> None:
-    """Raises `ModelError` for a stem that does not exist."""
+    """Raises `ModelError` for a `stem` that does not exist; `place` names the config."""
     if stem not in STEMS:
         raise ModelError(
             "no such stem",
@@ -132,7 +146,10 @@ def check_stem(place: str, stem: str) -> None:
 
 
 class LinenInvertedResidual(nn.Module):
-    """[B, H, W, inputs] -> [B, H / stride, W / stride, outputs]."""
+    """Applies `block`: [B, H, W, inputs] -> [B, H / stride, W / stride, outputs].
+
+    In training (`train`) batch norm takes the statistics of the batch, and stochastic depth draws.
+    """
 
     block: InvertedResidual
 
@@ -141,7 +158,7 @@ class LinenInvertedResidual(nn.Module):
         block = self.block
         activation = getattr(jax.nn, block.activation)
 
-        def norm(name, y):
+        def norm(name: str, y: jax.Array) -> jax.Array:
             return nn.BatchNorm(use_running_average=not train, name=name, **block.norm)(y)
 
         y = x
@@ -166,23 +183,30 @@ class LinenInvertedResidual(nn.Module):
 
 
 class NnxInvertedResidual(nnx.Module):
-    """[B, H, W, inputs] -> [B, H / stride, W / stride, outputs]."""
+    """Applies `block`: [B, H, W, inputs] -> [B, H / stride, W / stride, outputs].
 
-    def __init__(self, block: InvertedResidual, *, rngs: nnx.Rngs):
+    In training (`train`) batch norm takes the statistics of the batch, and stochastic depth draws.
+    """
+
+    def __init__(self, block: InvertedResidual, *, rngs: nnx.Rngs) -> None:
         self.block = block
         if block.expands:
-            self.expand_conv = nnx.Conv(block.inputs, block.expanded, (1, 1), rngs=rngs, **block.conv)
-            self.expand_norm = nnx.BatchNorm(block.expanded, rngs=rngs, **block.norm)
-        self.depthwise_conv = nnx.Conv(block.expanded, block.expanded, rngs=rngs, **block.depthwise)
-        self.depthwise_norm = nnx.BatchNorm(block.expanded, rngs=rngs, **block.norm)
+            self.expand_conv: nnx.Conv = nnx.Conv(block.inputs, block.expanded, (1, 1), rngs=rngs, **block.conv)
+            self.expand_norm: nnx.BatchNorm = nnx.BatchNorm(block.expanded, rngs=rngs, **block.norm)
+        self.depthwise_conv: nnx.Conv = nnx.Conv(block.expanded, block.expanded, rngs=rngs, **block.depthwise)
+        self.depthwise_norm: nnx.BatchNorm = nnx.BatchNorm(block.expanded, rngs=rngs, **block.norm)
         if block.squeezed:
             options = {"rngs": rngs, **block.dtypes}
-            self.squeeze_conv = nnx.Conv(block.expanded, block.squeezed, (1, 1), kernel_init=RELU_INIT, **options)
-            self.excite_conv = nnx.Conv(block.squeezed, block.expanded, (1, 1), kernel_init=RESIDUAL_INIT, **options)
-        self.project_conv = nnx.Conv(block.expanded, block.outputs, (1, 1), rngs=rngs, **block.conv)
-        self.project_norm = nnx.BatchNorm(block.outputs, rngs=rngs, **block.norm)
+            self.squeeze_conv: nnx.Conv = nnx.Conv(
+                block.expanded, block.squeezed, (1, 1), kernel_init=RELU_INIT, **options
+            )
+            self.excite_conv: nnx.Conv = nnx.Conv(
+                block.squeezed, block.expanded, (1, 1), kernel_init=RESIDUAL_INIT, **options
+            )
+        self.project_conv: nnx.Conv = nnx.Conv(block.expanded, block.outputs, (1, 1), rngs=rngs, **block.conv)
+        self.project_norm: nnx.BatchNorm = nnx.BatchNorm(block.outputs, rngs=rngs, **block.norm)
         if block.drops:
-            self.drop_path = nnx.Dropout(block.drop_path, broadcast_dims=(1, 2, 3), rngs=rngs)
+            self.drop_path: nnx.Dropout = nnx.Dropout(block.drop_path, broadcast_dims=(1, 2, 3), rngs=rngs)
 
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
         block = self.block

@@ -1,4 +1,7 @@
-"""ConvNeXt in Flax Linen and in Flax NNX.
+"""Defines ConvNeXt in Flax Linen and in Flax NNX.
+
+A `ConvNeXtConfig` goes in, a Flax model comes out: a convolutional network that normalises as Transformers do, by layer
+norm, so that its examples do not meet in batch statistics.
 
 Source: Liu et al. 2022, "A ConvNet for the 2020s" (arXiv 2201.03545), figure 4 (the block), table 9 and section 3 (the
 stem and the downsampling layers); layer scale is Touvron et al. 2021 (arXiv 2103.17239), stochastic depth Huang et al.
@@ -16,8 +19,17 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from jax.typing import DTypeLike
 
-from splitjax.models._common import ModelError, check_positive, check_rate, check_widths, scaled
+from splitjax.models._common import (
+    ModelError,
+    SharedOptions,
+    check_positive,
+    check_rate,
+    check_widths,
+    image_inputs,
+    scaled,
+)
 from splitjax.models._inverted_residual import around, check_stem
 
 _INIT = jax.nn.initializers.truncated_normal(0.02)  # of all convolutions and dense layers, section A.1
@@ -26,8 +38,8 @@ _EXPANSION = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvNeXtConfig:
-    """The options of a ConvNeXt.
+class ConvNeXtConfig(SharedOptions):
+    """Holds the options of a ConvNeXt.
 
     **Arguments:**
 
@@ -54,10 +66,10 @@ class ConvNeXtConfig:
     layer_scale: float = 1e-6
     dropout: float = 0.0
     drop_path: float = 0.0
-    dtype: Any = jnp.float32
-    param_dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         place = "ConvNeXtConfig"
         for name in ("stage_sizes", "stage_channels"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
@@ -82,8 +94,18 @@ class ConvNeXtConfig:
         check_rate(place, self.drop_path, "drop_path")
 
     @property
+    def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """An image, f32[image_size, image_size, channels]."""
+        return image_inputs(self.image_size, self.channels)
+
+    @property
+    def has_dropout(self) -> bool:
+        """True with dropout or stochastic depth."""
+        return self.dropout > 0 or self.drop_path > 0
+
+    @property
     def stages(self) -> tuple[tuple[int, tuple[tuple[str, float], ...]], ...]:
-        """Of each stage: its channels, and each block's name and rate of stochastic depth."""
+        """Channels of each stage, with (name, rate of stochastic depth) of each of its blocks."""
         total, index, stages = sum(self.stage_sizes), 0, []
         for stage, (size, channels) in enumerate(zip(self.stage_sizes, self.stage_channels, strict=True), start=1):
             rates = [self.drop_path * (index + number) / max(1, total - 1) for number in range(size)]
@@ -98,11 +120,8 @@ class ConvNeXtConfig:
         return _patches(2 if self.stem == "cifar" else 4)
 
     @property
-    def dtypes(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "param_dtype": self.param_dtype}
-
-    @property
     def options(self) -> dict[str, Any]:
+        """The options that all convolutions and dense layers share."""
         return {"kernel_init": _INIT, **self.dtypes}
 
 
@@ -115,8 +134,10 @@ def _depthwise(channels: int) -> dict[str, Any]:
 
 
 class LinenConvNeXtBlock(nn.Module):
-    """A 7x7 depthwise convolution and two dense layers, scaled and added to their input: [B, H, W, C] -> [B, H, W,
-    C]."""
+    """Adds a 7x7 depthwise convolution and two dense layers, scaled, to their input: [B, H, W, C] -> [B, H, W, C].
+
+    `drop_path` is the probability that an example skips the block while it is trained (`train`).
+    """
 
     config: ConvNeXtConfig
     drop_path: float
@@ -138,7 +159,7 @@ class LinenConvNeXtBlock(nn.Module):
 
 
 class LinenDownsample(nn.Module):
-    """A layer norm and a 2x2 convolution whose windows do not overlap: [B, H, W, C] -> [B, H / 2, W / 2, features]."""
+    """Normalises, then convolves 2x2 windows that do not overlap: [B, H, W, C] -> [B, H / 2, W / 2, features]."""
 
     config: ConvNeXtConfig
     features: int
@@ -150,7 +171,7 @@ class LinenDownsample(nn.Module):
 
 
 class LinenConvNeXt(nn.Module):
-    """f32[B, S, S, C] -> [B, num_classes] logits in `config.dtype`."""
+    """Classifies images, f32[B, S, S, C] -> [B, num_classes] logits in `config.dtype`; `train`: while it learns."""
 
     config: ConvNeXtConfig
 
@@ -172,20 +193,24 @@ class LinenConvNeXt(nn.Module):
 
 
 class NnxConvNeXtBlock(nnx.Module):
-    """A 7x7 depthwise convolution and two dense layers, scaled and added to their input: [B, H, W, C] -> [B, H, W,
-    C]."""
+    """Adds a 7x7 depthwise convolution and two dense layers, scaled, to their input: [B, H, W, C] -> [B, H, W, C].
 
-    def __init__(self, config: ConvNeXtConfig, features: int, drop_path: float, *, rngs: nnx.Rngs):
+    `drop_path` is the probability that an example skips the block while it is trained (`train`).
+    """
+
+    def __init__(self, config: ConvNeXtConfig, features: int, drop_path: float, *, rngs: nnx.Rngs) -> None:
         options = {"rngs": rngs, **config.options}
-        self.depthwise_conv = nnx.Conv(features, features, **_depthwise(features), **options)
-        self.norm = nnx.LayerNorm(features, rngs=rngs, **config.dtypes)
-        self.up = nnx.Linear(features, _EXPANSION * features, **options)
-        self.down = nnx.Linear(_EXPANSION * features, features, **options)
-        self.layer_scale = nnx.Param(jnp.full((features,), config.layer_scale, config.param_dtype))
-        self.dtype = config.dtype
-        self.drops = drop_path > 0
+        self.depthwise_conv: nnx.Conv = nnx.Conv(features, features, **_depthwise(features), **options)
+        self.norm: nnx.LayerNorm = nnx.LayerNorm(features, rngs=rngs, **config.dtypes)
+        self.up: nnx.Linear = nnx.Linear(features, _EXPANSION * features, **options)
+        self.down: nnx.Linear = nnx.Linear(_EXPANSION * features, features, **options)
+        self.layer_scale: nnx.Param[jax.Array] = nnx.Param(
+            jnp.full((features,), config.layer_scale, config.param_dtype)
+        )
+        self.dtype: DTypeLike = config.dtype
+        self.drops: bool = drop_path > 0
         if self.drops:
-            self.drop_path = nnx.Dropout(drop_path, broadcast_dims=(1, 2, 3), rngs=rngs)
+            self.drop_path: nnx.Dropout = nnx.Dropout(drop_path, broadcast_dims=(1, 2, 3), rngs=rngs)
 
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
         y = jax.nn.gelu(self.up(self.norm(self.depthwise_conv(x))), approximate=False)
@@ -194,34 +219,36 @@ class NnxConvNeXtBlock(nnx.Module):
 
 
 class NnxDownsample(nnx.Module):
-    """A layer norm and a 2x2 convolution whose windows do not overlap: [B, H, W, C] -> [B, H / 2, W / 2, features]."""
+    """Normalises, then convolves 2x2 windows that do not overlap: [B, H, W, C] -> [B, H / 2, W / 2, features]."""
 
-    def __init__(self, config: ConvNeXtConfig, inputs: int, features: int, *, rngs: nnx.Rngs):
-        self.norm = nnx.LayerNorm(inputs, rngs=rngs, **config.dtypes)
-        self.conv = nnx.Conv(inputs, features, rngs=rngs, **_patches(2), **config.options)
+    def __init__(self, config: ConvNeXtConfig, inputs: int, features: int, *, rngs: nnx.Rngs) -> None:
+        self.norm: nnx.LayerNorm = nnx.LayerNorm(inputs, rngs=rngs, **config.dtypes)
+        self.conv: nnx.Conv = nnx.Conv(inputs, features, rngs=rngs, **_patches(2), **config.options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.conv(self.norm(x))
 
 
 class NnxConvNeXt(nnx.Module):
-    """f32[B, S, S, C] -> [B, num_classes] logits in `config.dtype`."""
+    """Classifies images, f32[B, S, S, C] -> [B, num_classes] logits in `config.dtype`; `train`: while it learns."""
 
-    def __init__(self, config: ConvNeXtConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ConvNeXtConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         inputs = config.stages[0][0]
-        self.stem_conv = nnx.Conv(config.channels, inputs, rngs=rngs, **config.stem_convolution, **config.options)
-        self.stem_norm = nnx.LayerNorm(inputs, rngs=rngs, **config.dtypes)
+        self.stem_conv: nnx.Conv = nnx.Conv(
+            config.channels, inputs, rngs=rngs, **config.stem_convolution, **config.options
+        )
+        self.stem_norm: nnx.LayerNorm = nnx.LayerNorm(inputs, rngs=rngs, **config.dtypes)
         for stage, (features, blocks) in enumerate(config.stages, start=1):
             if stage > 1:
                 setattr(self, f"stage{stage}_downsample", NnxDownsample(config, inputs, features, rngs=rngs))
             for name, drop_path in blocks:
                 setattr(self, name, NnxConvNeXtBlock(config, features, drop_path, rngs=rngs))
             inputs = features
-        self.final_norm = nnx.LayerNorm(inputs, rngs=rngs, **config.dtypes)
+        self.final_norm: nnx.LayerNorm = nnx.LayerNorm(inputs, rngs=rngs, **config.dtypes)
         if config.dropout:
-            self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
-        self.logits = nnx.Linear(inputs, config.num_classes, rngs=rngs, **config.options)
+            self.dropout: nnx.Dropout = nnx.Dropout(config.dropout, rngs=rngs)
+        self.logits: nnx.Linear = nnx.Linear(inputs, config.num_classes, rngs=rngs, **config.options)
 
     def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:
         x = self.stem_norm(self.stem_conv(x))

@@ -1,5 +1,7 @@
-"""DLRM, a click model of dot products between embeddings and what a network makes of the numbers, in Flax Linen and in
-Flax NNX.
+"""Defines DLRM, a click model of dot products between embeddings and what a network makes of the numbers.
+
+A `DLRMConfig` goes in, a Flax model comes out, in Linen and in NNX: a model nearly all of whose parameters are a table,
+of which a step reads few rows.
 
 Source: Naumov et al. 2019, "Deep learning recommendation model for personalization and recommendation systems" (arXiv
 1906.00091), section 2. Both versions name their parts alike.
@@ -8,20 +10,20 @@ Source: Naumov et al. 2019, "Deep learning recommendation model for personalizat
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from jax.typing import DTypeLike
 
-from splitjax.models._common import LINEAR_INIT, RELU_INIT
-from splitjax.models._fields import EMBEDDING_INIT, NUM_DENSE, check_fields, table_rows
+from splitjax.models._common import LINEAR_INIT, RELU_INIT, as_widths
+from splitjax.models._fields import EMBEDDING_INIT, NUM_DENSE, ClickOptions, check_fields, table_rows
 
 
 @dataclasses.dataclass(frozen=True)
-class DLRMConfig:
-    """The options of a DLRM.
+class DLRMConfig(ClickOptions):
+    """Holds the options of a DLRM.
 
     **Arguments:**
 
@@ -41,32 +43,39 @@ class DLRMConfig:
     bottom_features: int | tuple[int, ...] = (128, 64)
     features: int | tuple[int, ...] = (256, 128)
     dropout: float = 0.0
-    dtype: Any = jnp.float32
-    param_dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_fields("DLRMConfig", self, "bottom_features", "features")
 
     @property
-    def num_rows(self) -> int:
-        """Rows of the table of all fields."""
-        return sum(self.field_sizes)
+    def bottom_widths(self) -> tuple[int, ...]:
+        """Widths of the layers over the numbers, the last of `embedding_width`: [L]."""
+        return (*as_widths(self.bottom_features, 2), self.embedding_width)
 
     @property
-    def dtypes(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "param_dtype": self.param_dtype}
+    def widths(self) -> tuple[int, ...]:
+        """Widths of the hidden layers over the dot products: `features` as a tuple."""
+        return as_widths(self.features, 2)
 
 
 def interactions(vectors: jax.Array) -> jax.Array:
-    """The dot product of every pair of an example's vectors, once: [B, F, K] -> [B, F (F - 1) / 2], those of vector i
-    with the vectors before it behind those of vector i - 1. Source: Naumov et al. 2019, section 2.1.3."""
+    """Takes the dot product of every pair of an example's `vectors` once: [B, F, K] -> [B, F (F - 1) / 2].
+
+    Those of vector i with the vectors before it stand behind those of vector i - 1. Source: Naumov et al. 2019, section
+    2.1.3.
+    """
     products = jnp.einsum("bfk,bgk->bfg", vectors, vectors)
     # Slices and not one gather: every plan knows what a slice does to the example dim, forward and backward.
-    return jnp.concatenate([products[:, one, :one] for one in range(1, vectors.shape[1])], axis=1)
+    return jnp.concatenate([products[:, index, :index] for index in range(1, vectors.shape[1])], axis=1)
 
 
 class LinenDLRM(nn.Module):
-    """i32[B, F] ids within their fields, f32[B, D] numbers -> [B] logits of a click in `config.dtype`."""
+    """Predicts clicks: i32[B, F] ids within their fields, f32[B, D] numbers -> [B] logits in `config.dtype`.
+
+    While it is trained (`train`) it drops values where the config says so.
+    """
 
     config: DLRMConfig
 
@@ -74,14 +83,14 @@ class LinenDLRM(nn.Module):
     def __call__(self, ids: jax.Array, values: jax.Array, *, train: bool = False) -> jax.Array:
         config = self.config
         x = values.astype(config.dtype)
-        for index, features in enumerate((*config.bottom_features, config.embedding_width), start=1):
+        for index, features in enumerate(config.bottom_widths, start=1):
             x = nn.relu(nn.Dense(features, kernel_init=RELU_INIT, name=f"bottom{index}", **config.dtypes)(x))
         table = nn.Embed(
             config.num_rows, config.embedding_width, embedding_init=EMBEDDING_INIT, name="embedding", **config.dtypes
         )
-        embedded = table(table_rows(ids, config.field_sizes))
+        embedded = table(table_rows(ids, config.field_rows))
         x = jnp.concatenate([x, interactions(jnp.concatenate([x[:, None], embedded], axis=1))], axis=1)
-        for index, features in enumerate(config.features, start=1):
+        for index, features in enumerate(config.widths, start=1):
             x = nn.relu(nn.Dense(features, kernel_init=RELU_INIT, name=f"top{index}", **config.dtypes)(x))
             if config.dropout:
                 x = nn.Dropout(config.dropout, deterministic=not train)(x)
@@ -89,33 +98,38 @@ class LinenDLRM(nn.Module):
 
 
 class NnxDLRM(nnx.Module):
-    """i32[B, F] ids within their fields, f32[B, D] numbers -> [B] logits of a click in `config.dtype`."""
+    """Predicts clicks: i32[B, F] ids within their fields, f32[B, D] numbers -> [B] logits in `config.dtype`.
 
-    def __init__(self, config: DLRMConfig, *, rngs: nnx.Rngs):
+    While it is trained (`train`) it drops values where the config says so.
+    """
+
+    def __init__(self, config: DLRMConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         options = {"rngs": rngs, **config.dtypes}
         inputs = config.num_dense
-        for index, features in enumerate((*config.bottom_features, config.embedding_width), start=1):
+        for index, features in enumerate(config.bottom_widths, start=1):
             setattr(self, f"bottom{index}", nnx.Linear(inputs, features, kernel_init=RELU_INIT, **options))
             inputs = features
-        self.embedding = nnx.Embed(config.num_rows, config.embedding_width, embedding_init=EMBEDDING_INIT, **options)
-        num_vectors = len(config.field_sizes) + 1
+        self.embedding: nnx.Embed = nnx.Embed(
+            config.num_rows, config.embedding_width, embedding_init=EMBEDDING_INIT, **options
+        )
+        num_vectors = len(config.field_rows) + 1
         inputs = config.embedding_width + num_vectors * (num_vectors - 1) // 2
-        for index, features in enumerate(config.features, start=1):
+        for index, features in enumerate(config.widths, start=1):
             setattr(self, f"top{index}", nnx.Linear(inputs, features, kernel_init=RELU_INIT, **options))
             if config.dropout:
                 setattr(self, f"dropout{index}", nnx.Dropout(config.dropout, rngs=rngs))
             inputs = features
-        self.logits = nnx.Linear(inputs, 1, kernel_init=LINEAR_INIT, **options)
+        self.logits: nnx.Linear = nnx.Linear(inputs, 1, kernel_init=LINEAR_INIT, **options)
 
     def __call__(self, ids: jax.Array, values: jax.Array, *, train: bool = False) -> jax.Array:
         config = self.config
         x = values.astype(config.dtype)
-        for index in range(1, len(config.bottom_features) + 2):
+        for index in range(1, len(config.bottom_widths) + 1):
             x = nnx.relu(getattr(self, f"bottom{index}")(x))
-        embedded = self.embedding(table_rows(ids, config.field_sizes))
+        embedded = self.embedding(table_rows(ids, config.field_rows))
         x = jnp.concatenate([x, interactions(jnp.concatenate([x[:, None], embedded], axis=1))], axis=1)
-        for index in range(1, len(config.features) + 1):
+        for index in range(1, len(config.widths) + 1):
             x = nnx.relu(getattr(self, f"top{index}")(x))
             if config.dropout:
                 x = getattr(self, f"dropout{index}")(x, deterministic=not train)

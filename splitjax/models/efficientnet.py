@@ -1,4 +1,7 @@
-"""EfficientNet in Flax Linen and in Flax NNX.
+"""Defines EfficientNet in Flax Linen and in Flax NNX.
+
+An `EfficientNetConfig` goes in, a Flax model comes out: inverted residual blocks with squeeze-and-excitation, scaled in
+width and depth together.
 
 Source: Tan and Le 2019, "EfficientNet: rethinking model scaling for convolutional neural networks" (arXiv 1905.11946),
 table 1 (B0) and section 5.2 (batch norm, SiLU, dropout, stochastic depth). The larger ones are B0 with its compound
@@ -16,8 +19,17 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from jax.typing import DTypeLike
 
-from splitjax.models._common import LINEAR_INIT, RESIDUAL_INIT, check_positive, check_rate, check_widths
+from splitjax.models._common import (
+    LINEAR_INIT,
+    RESIDUAL_INIT,
+    SharedOptions,
+    check_positive,
+    check_rate,
+    check_widths,
+    image_inputs,
+)
 from splitjax.models._inverted_residual import (
     InvertedResidual,
     LinenInvertedResidual,
@@ -28,7 +40,7 @@ from splitjax.models._inverted_residual import (
 )
 
 # Of each stage: its kernel, its expansion, its channels, its number of blocks, the stride of its first.
-STAGES = (
+STAGES: tuple[tuple[int, int, int, int, int], ...] = (
     (3, 1, 16, 1, 1),
     (3, 6, 24, 2, 2),
     (5, 6, 40, 2, 2),
@@ -39,12 +51,12 @@ STAGES = (
 )
 _FIRST_STRIDED_STAGE = 2
 _STEM_CHANNELS, _LAST_CHANNELS = 32, 1280
-_NORM = {"momentum": 0.99, "epsilon": 1e-3}
+_NORM: dict[str, Any] = {"momentum": 0.99, "epsilon": 1e-3}
 
 
 @dataclasses.dataclass(frozen=True)
-class EfficientNetConfig:
-    """The options of an EfficientNet.
+class EfficientNetConfig(SharedOptions):
+    """Holds the options of an EfficientNet.
 
     **Arguments:**
 
@@ -67,10 +79,10 @@ class EfficientNetConfig:
     channels: int = 3
     dropout: float = 0.0
     drop_path: float = 0.0
-    dtype: Any = jnp.float32
-    param_dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         place = "EfficientNetConfig"
         check_stem(place, self.stem)
         check_positive(place, width=self.width, depth=self.depth)
@@ -79,7 +91,23 @@ class EfficientNetConfig:
         check_rate(place, self.drop_path, "drop_path")
 
     @property
+    def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """An image, f32[image_size, image_size, channels]."""
+        return image_inputs(self.image_size, self.channels)
+
+    @property
+    def has_batch_stats(self) -> bool:
+        """True: batch norm follows every convolution."""
+        return True
+
+    @property
+    def has_dropout(self) -> bool:
+        """True with dropout or stochastic depth."""
+        return self.dropout > 0 or self.drop_path > 0
+
+    @property
     def stem_channels(self) -> int:
+        """Output channels of the first convolution."""
         return divisible(_STEM_CHANNELS, self.width)
 
     @property
@@ -111,21 +139,19 @@ class EfficientNetConfig:
         return tuple(dataclasses.replace(block, drop_path=rate) for block, rate in zip(blocks, rates, strict=True))
 
     @property
-    def dtypes(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "param_dtype": self.param_dtype}
-
-    @property
     def conv_options(self) -> dict[str, Any]:
+        """The options that the convolutions outside of blocks share."""
         # No biases: batch norm follows every convolution and would cancel them.
         return {"use_bias": False, "kernel_init": RESIDUAL_INIT, **self.dtypes}
 
     @property
     def norm_options(self) -> dict[str, Any]:
+        """The options of every batch norm."""
         return {**_NORM, **self.dtypes}
 
 
 class LinenEfficientNet(nn.Module):
-    """f32[B, S, S, C] -> [B, num_classes] logits in `config.dtype`."""
+    """Classifies images, f32[B, S, S, C] -> [B, num_classes] logits in `config.dtype`; `train`: while it learns."""
 
     config: EfficientNetConfig
 
@@ -133,7 +159,7 @@ class LinenEfficientNet(nn.Module):
     def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:
         config = self.config
 
-        def norm(name, x):
+        def norm(name: str, x: jax.Array) -> jax.Array:
             return nn.BatchNorm(use_running_average=not train, name=name, **config.norm_options)(x)
 
         x = nn.Conv(config.stem_channels, name="stem_conv", **config.stem_convolution, **config.conv_options)(x)
@@ -148,22 +174,24 @@ class LinenEfficientNet(nn.Module):
 
 
 class NnxEfficientNet(nnx.Module):
-    """f32[B, S, S, C] -> [B, num_classes] logits in `config.dtype`."""
+    """Classifies images, f32[B, S, S, C] -> [B, num_classes] logits in `config.dtype`; `train`: while it learns."""
 
-    def __init__(self, config: EfficientNetConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: EfficientNetConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         blocks = config.blocks
-        self.stem_conv = nnx.Conv(
+        self.stem_conv: nnx.Conv = nnx.Conv(
             config.channels, config.stem_channels, rngs=rngs, **config.stem_convolution, **config.conv_options
         )
-        self.stem_norm = nnx.BatchNorm(config.stem_channels, rngs=rngs, **config.norm_options)
+        self.stem_norm: nnx.BatchNorm = nnx.BatchNorm(config.stem_channels, rngs=rngs, **config.norm_options)
         for block in blocks:
             setattr(self, block.name, NnxInvertedResidual(block, rngs=rngs))
-        self.last_conv = nnx.Conv(blocks[-1].outputs, config.last_channels, (1, 1), rngs=rngs, **config.conv_options)
-        self.last_norm = nnx.BatchNorm(config.last_channels, rngs=rngs, **config.norm_options)
+        self.last_conv: nnx.Conv = nnx.Conv(
+            blocks[-1].outputs, config.last_channels, (1, 1), rngs=rngs, **config.conv_options
+        )
+        self.last_norm: nnx.BatchNorm = nnx.BatchNorm(config.last_channels, rngs=rngs, **config.norm_options)
         if config.dropout:
-            self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
-        self.logits = nnx.Linear(
+            self.dropout: nnx.Dropout = nnx.Dropout(config.dropout, rngs=rngs)
+        self.logits: nnx.Linear = nnx.Linear(
             config.last_channels, config.num_classes, kernel_init=LINEAR_INIT, rngs=rngs, **config.dtypes
         )
 

@@ -1,4 +1,6 @@
-"""A language model of LSTM layers with projections and a sampled softmax, in Flax Linen and in Flax NNX.
+"""Defines a language model of LSTM layers with projections and a sampled softmax, in Flax Linen and in Flax NNX.
+
+An `LSTMConfig` goes in, a Flax model comes out.
 
 Source: Jozefowicz, Vinyals, Schuster, Shazeer and Wu 2016, "Exploring the limits of language modeling" (arXiv
 1602.02410), section 3: word embeddings, LSTM layers (Hochreiter and Schmidhuber 1997), each followed by a linear
@@ -20,21 +22,31 @@ For many positions to share many negatives examples may be long: with `bptt` the
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from jax.typing import DTypeLike
 
-from splitjax.models._common import LINEAR_INIT, ModelError, check_rate, check_widths, recurrent_init
+from splitjax.models._common import (
+    LINEAR_INIT,
+    ModelError,
+    SharedOptions,
+    check_rate,
+    check_widths,
+    recurrent_init,
+    token_inputs,
+)
 
-Sampled = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+# Logits of the labels [B, T], logits of the negatives [B, T, S], labels i32[B, T], negatives i32[B, S].
+Sampled: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class LSTMConfig:
-    """The options of an LSTM language model.
+class LSTMConfig(SharedOptions):
+    """Holds the options of an LSTM language model.
 
     **Arguments:**
 
@@ -58,25 +70,32 @@ class LSTMConfig:
     num_layers: int = 1
     negatives: int = 256
     dropout: float = 0.0
-    dtype: Any = jnp.float32
-    param_dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         names = ("vocab_size", "max_len", "embedding_width", "hidden_width", "num_layers", "negatives")
         check_widths("LSTMConfig", bptt=(self.bptt or 1,), **{name: (getattr(self, name),) for name in names})
         check_rate("LSTMConfig", self.dropout)
 
     @property
-    def num_classes(self) -> int:
-        return self.vocab_size
+    def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """An example's tokens, i32[max_len]."""
+        return token_inputs(self.max_len)
 
     @property
-    def dtypes(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "param_dtype": self.param_dtype}
+    def num_negatives(self) -> int:
+        """Words that a training batch brings drawn for each example: `negatives`."""
+        return self.negatives
+
+    @property
+    def num_classes(self) -> int:
+        """Width of the logits: `vocab_size`."""
+        return self.vocab_size
 
 
 def _windows(config: LSTMConfig, tokens: jax.Array) -> jax.Array:
-    """i32[B, T] -> i32[B, windows, bptt], or as it is without `bptt`."""
+    """Cuts examples into windows: i32[B, T] -> i32[B, windows, bptt], or as it is without `bptt`."""
     if config.bptt is None:
         return tokens
     if tokens.shape[1] % config.bptt:
@@ -90,14 +109,20 @@ def _windows(config: LSTMConfig, tokens: jax.Array) -> jax.Array:
 
 
 def _zeros(config: LSTMConfig, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The state before the first token, at least float32 (Flax's own has the type of the parameters, which need not be
-    the computation's): what a cell adds up over steps needs more digits than bfloat16 has."""
+    """Returns the state before the first token, at least float32: what a cell adds up over steps needs more digits than
+    bfloat16 has. (Flax's own has the type of the parameters, which need not be the computation's.)"""
     zeros = jnp.zeros((*x.shape[:-2], config.hidden_width), jnp.promote_types(config.dtype, jnp.float32))
     return zeros, zeros
 
 
-def _compare(softmax: Any, hidden: jax.Array, labels: jax.Array, negatives: jax.Array) -> Sampled:
-    """As `LinenLSTM.sampled`, from the vectors of the positions and the lookup in the softmax table."""
+class _Table(Protocol):
+    """Looks rows up by number, as the embeddings of both libraries do: i32[...] -> [..., embedding_width]."""
+
+    def __call__(self, inputs: jax.Array) -> jax.Array: ...
+
+
+def _compare(softmax: _Table, hidden: jax.Array, labels: jax.Array, negatives: jax.Array) -> Sampled:
+    """Returns what `LinenLSTM.sampled` does, from the vectors of the positions and the lookup in the softmax table."""
     if negatives.ndim != 2 or negatives.shape[0] != labels.shape[0]:
         raise ModelError(
             f"negatives must be i32[B, S] for the {labels.shape[0]} examples of the batch",
@@ -110,14 +135,15 @@ def _compare(softmax: Any, hidden: jax.Array, labels: jax.Array, negatives: jax.
 
 
 class LinenLSTM(nn.Module):
-    """i32[B, T] tokens -> [B, T, vocab_size] logits in `config.dtype`, those at t for token t + 1."""
+    """Predicts words: i32[B, T] tokens -> [B, T, vocab_size] logits in `config.dtype`, those at t for token t + 1."""
 
     config: LSTMConfig
 
-    def setup(self):
+    def setup(self) -> None:
+        """Makes the layers, as Flax asks for it; they are made here since two methods share them."""
         config = self.config
-        self.embedding = nn.Embed(config.vocab_size, config.embedding_width, **config.dtypes)
-        self.dropout = nn.Dropout(config.dropout)
+        self.embedding: nn.Embed = nn.Embed(config.vocab_size, config.embedding_width, **config.dtypes)
+        self.dropout: nn.Dropout = nn.Dropout(config.dropout)
         for index in range(1, config.num_layers + 1):
             setattr(
                 self,
@@ -128,13 +154,17 @@ class LinenLSTM(nn.Module):
             )
             projection = nn.Dense(config.embedding_width, use_bias=False, kernel_init=LINEAR_INIT, **config.dtypes)
             setattr(self, f"projection{index}", projection)
-        self.softmax = nn.Embed(config.vocab_size, config.embedding_width, **config.dtypes)
+        self.softmax: nn.Embed = nn.Embed(config.vocab_size, config.embedding_width, **config.dtypes)
 
     def __call__(self, tokens: jax.Array, *, train: bool = False) -> jax.Array:
         return self.softmax.attend(self.hidden(tokens, train=train))
 
     def hidden(self, tokens: jax.Array, *, train: bool = False) -> jax.Array:
-        """i32[B, T] -> [B, T, embedding_width], what the rows of the softmax table are multiplied with."""
+        """Returns what the rows of the softmax table are multiplied with: `tokens` i32[B, T] -> [B, T,
+        embedding_width].
+
+        With `train` the dropout rate applies.
+        """
         x = self.dropout(self.embedding(_windows(self.config, tokens)), deterministic=not train)
         for index in range(1, self.config.num_layers + 1):
             x = getattr(self, f"projection{index}")(
@@ -144,22 +174,26 @@ class LinenLSTM(nn.Module):
         return x.reshape((*tokens.shape, -1))
 
     def sampled(self, tokens: jax.Array, labels: jax.Array, negatives: jax.Array, *, train: bool = True) -> Sampled:
-        """What `sampled_cross_entropy` compares: logits [B, T] of the labels and [B, T, S] of the negatives, labels,
-        negatives.
+        """Returns what `sampled_cross_entropy` compares.
 
-        From i32[B, T], i32[B, T] and i32[B, S]."""
+        **Arguments:** `tokens` and `labels`, i32[B, T], the words read and to predict; `negatives`, i32[B, S], the
+        drawn ones; with `train` the dropout rate applies.
+
+        **Returns:** logits [B, T] of the labels, logits [B, T, S] of the negatives, labels, negatives. Raises
+        `ModelError` for negatives of another number of examples.
+        """
         return _compare(self.softmax, self.hidden(tokens, train=train), labels, negatives)
 
 
 class NnxLSTM(nnx.Module):
-    """i32[B, T] tokens -> [B, T, vocab_size] logits in `config.dtype`, those at t for token t + 1."""
+    """Predicts words: i32[B, T] tokens -> [B, T, vocab_size] logits in `config.dtype`, those at t for token t + 1."""
 
-    def __init__(self, config: LSTMConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: LSTMConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         options = {"rngs": rngs, **config.dtypes}
-        self.embedding = nnx.Embed(config.vocab_size, config.embedding_width, **options)
+        self.embedding: nnx.Embed = nnx.Embed(config.vocab_size, config.embedding_width, **options)
         if config.dropout:
-            self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
+            self.dropout: nnx.Dropout = nnx.Dropout(config.dropout, rngs=rngs)
         for index in range(1, config.num_layers + 1):
             cell = nnx.LSTMCell(
                 config.embedding_width, config.hidden_width, recurrent_kernel_init=recurrent_init, **options
@@ -169,13 +203,13 @@ class NnxLSTM(nnx.Module):
                 config.hidden_width, config.embedding_width, use_bias=False, kernel_init=LINEAR_INIT, **options
             )
             setattr(self, f"projection{index}", projection)
-        self.softmax = nnx.Embed(config.vocab_size, config.embedding_width, **options)
+        self.softmax: nnx.Embed = nnx.Embed(config.vocab_size, config.embedding_width, **options)
 
     def __call__(self, tokens: jax.Array, *, train: bool = False) -> jax.Array:
         return self.softmax.attend(self.hidden(tokens, train=train))
 
     def hidden(self, tokens: jax.Array, *, train: bool = False) -> jax.Array:
-        """As `LinenLSTM.hidden`."""
+        """Computes what `LinenLSTM.hidden` does, from the same `tokens` and `train`."""
         x = self._drop(self.embedding(_windows(self.config, tokens)), train)
         for index in range(1, self.config.num_layers + 1):
             x = getattr(self, f"projection{index}")(
@@ -188,5 +222,5 @@ class NnxLSTM(nnx.Module):
         return self.dropout(x, deterministic=not train) if self.config.dropout else x
 
     def sampled(self, tokens: jax.Array, labels: jax.Array, negatives: jax.Array, *, train: bool = True) -> Sampled:
-        """As `LinenLSTM.sampled`."""
+        """Computes what `LinenLSTM.sampled` does, from the same `tokens`, `labels`, `negatives` and `train`."""
         return _compare(self.softmax, self.hidden(tokens, train=train), labels, negatives)

@@ -1,4 +1,7 @@
-"""MobileNet, versions 2 and 3, in Flax Linen and in Flax NNX.
+"""Defines MobileNet, versions 2 and 3, in Flax Linen and in Flax NNX.
+
+A `MobileNetConfig` goes in, a Flax model comes out: small models of depthwise convolutions, whose kernels have a group
+a channel.
 
 Sources: Sandler et al. 2018, "MobileNetV2: inverted residuals and linear bottlenecks" (arXiv 1801.04381), table 2;
 Howard et al. 2019, "Searching for MobileNetV3" (arXiv 1905.02244), tables 1 (large) and 2 (small). Both libraries name
@@ -14,15 +17,18 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from jax.typing import DTypeLike
 
 from splitjax.models._common import (
     LINEAR_INIT,
     RELU_INIT,
     RESIDUAL_INIT,
     ModelError,
+    SharedOptions,
     check_positive,
     check_rate,
     check_widths,
+    image_inputs,
 )
 from splitjax.models._inverted_residual import (
     InvertedResidual,
@@ -37,8 +43,8 @@ from splitjax.models._inverted_residual import (
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A row of the papers' tables: a block by its kernel, its expansion of the channels that reach it, its output
-    channels."""
+    """Holds a row of the papers' tables: a block by its kernel size, the factor by which it expands the channels that
+    reach it, its output channels, whether it has squeeze-and-excitation, its activation and its stride."""
 
     kernel: int
     expansion: float
@@ -51,7 +57,7 @@ class _Row:
 def _rows(
     kernel: int, expansions: tuple[float, ...], channels: int, squeezes: bool, activation: str, stride: int
 ) -> tuple[_Row, ...]:
-    """A stage: as many blocks as expansions; the first has the stride."""
+    """Returns the rows of a stage: as many blocks as `expansions`; the first has the `stride`, the others 1."""
     return tuple(
         _Row(kernel, expansion, channels, squeezes, activation, stride if index == 0 else 1)
         for index, expansion in enumerate(expansions)
@@ -60,21 +66,24 @@ def _rows(
 
 @dataclasses.dataclass(frozen=True)
 class _Version:
-    """What the papers' tables say of a version. `last`: channels of the last convolution; None: `head_features`, and no
-    dense layer between pooling and logits."""
+    """Holds what the papers' tables say of a version.
+
+    `last` is the number of channels of the last convolution, as a multiple of the channels of the last block; None:
+    `head_features`, and no dense layer between pooling and logits. `activation` is that of the stem and the head.
+    """
 
     stages: tuple[tuple[_Row, ...], ...]
     stem_channels: int
-    last: float | None  # as a multiple of the channels of the last block
+    last: float | None
     head_features: int
-    activation: str  # of the stem and the head
+    activation: str
     squeeze_activation: str = "relu"
     gate: str = "hard_sigmoid"
     momentum: float = 0.9
     epsilon: float = 1e-5
 
 
-VERSIONS = {
+VERSIONS: dict[str, _Version] = {
     "v2": _Version(
         (
             _rows(3, (1,), 16, False, "relu6", 1),
@@ -112,8 +121,8 @@ VERSIONS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class MobileNetConfig:
-    """The options of a MobileNet.
+class MobileNetConfig(SharedOptions):
+    """Holds the options of a MobileNet.
 
     **Arguments:**
 
@@ -137,10 +146,10 @@ class MobileNetConfig:
     image_size: int = 32
     channels: int = 3
     dropout: float = 0.0
-    dtype: Any = jnp.float32
-    param_dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         place = "MobileNetConfig"
         if self.version not in VERSIONS:
             raise ModelError(
@@ -150,24 +159,41 @@ class MobileNetConfig:
                 remedy=f"choose one of {', '.join(map(repr, VERSIONS))}",
             )
         if self.head_features is None:
-            object.__setattr__(self, "head_features", VERSIONS[self.version].head_features)
+            object.__setattr__(self, "head_features", self.head_width)
         check_stem(place, self.stem)
         check_positive(place, width=self.width, depth=self.depth)
         check_widths(
             place,
             num_classes=(self.num_classes,),
-            head_features=(self.head_features,),
+            head_features=(self.head_width,),
             image_size=(self.image_size,),
             channels=(self.channels,),
         )
         check_rate(place, self.dropout)
 
     @property
+    def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """An image, f32[image_size, image_size, channels]."""
+        return image_inputs(self.image_size, self.channels)
+
+    @property
+    def has_batch_stats(self) -> bool:
+        """True: batch norm follows every convolution."""
+        return True
+
+    @property
     def table(self) -> _Version:
+        """The version's rows in the papers' tables."""
         return VERSIONS[self.version]
 
     @property
+    def head_width(self) -> int:
+        """Channels before the last layer: `head_features`, or the papers'."""
+        return self.table.head_features if self.head_features is None else self.head_features
+
+    @property
     def stem_channels(self) -> int:
+        """Output channels of the first convolution."""
         return divisible(self.table.stem_channels, self.width)
 
     @property
@@ -198,24 +224,22 @@ class MobileNetConfig:
     @property
     def last_channels(self) -> int:
         """Output channels of the last convolution, which is 1x1."""
-        return self.head_features if self.table.last is None else divisible(self.blocks[-1].outputs * self.table.last)
-
-    @property
-    def dtypes(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        return self.head_width if self.table.last is None else divisible(self.blocks[-1].outputs * self.table.last)
 
     @property
     def conv_options(self) -> dict[str, Any]:
+        """The options that the convolutions outside of blocks share."""
         # No biases: batch norm follows every convolution and would cancel them.
         return {"use_bias": False, "kernel_init": RESIDUAL_INIT, **self.dtypes}
 
     @property
     def norm_options(self) -> dict[str, Any]:
+        """The options of the batch norms outside of blocks."""
         return {"momentum": self.table.momentum, "epsilon": self.table.epsilon, **self.dtypes}
 
 
 class LinenMobileNet(nn.Module):
-    """f32[B, S, S, C] -> [B, num_classes] logits in `config.dtype`."""
+    """Classifies images, f32[B, S, S, C] -> [B, num_classes] logits in `config.dtype`; `train`: while it learns."""
 
     config: MobileNetConfig
 
@@ -224,7 +248,7 @@ class LinenMobileNet(nn.Module):
         config = self.config
         activation = getattr(jax.nn, config.table.activation)
 
-        def norm(name, x):
+        def norm(name: str, x: jax.Array) -> jax.Array:
             return nn.BatchNorm(use_running_average=not train, name=name, **config.norm_options)(x)
 
         x = nn.Conv(config.stem_channels, name="stem_conv", **config.stem_convolution, **config.conv_options)(x)
@@ -234,34 +258,36 @@ class LinenMobileNet(nn.Module):
         x = nn.Conv(config.last_channels, (1, 1), name="last_conv", **config.conv_options)(x)
         x = jnp.mean(activation(norm("last_norm", x)), axis=(1, 2))
         if config.table.last is not None:
-            x = activation(nn.Dense(config.head_features, kernel_init=RELU_INIT, name="dense", **config.dtypes)(x))
+            x = activation(nn.Dense(config.head_width, kernel_init=RELU_INIT, name="dense", **config.dtypes)(x))
         if config.dropout:
             x = nn.Dropout(config.dropout, deterministic=not train)(x)
         return nn.Dense(config.num_classes, kernel_init=LINEAR_INIT, name="logits", **config.dtypes)(x)
 
 
 class NnxMobileNet(nnx.Module):
-    """f32[B, S, S, C] -> [B, num_classes] logits in `config.dtype`."""
+    """Classifies images, f32[B, S, S, C] -> [B, num_classes] logits in `config.dtype`; `train`: while it learns."""
 
-    def __init__(self, config: MobileNetConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: MobileNetConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         blocks = config.blocks
-        self.stem_conv = nnx.Conv(
+        self.stem_conv: nnx.Conv = nnx.Conv(
             config.channels, config.stem_channels, rngs=rngs, **config.stem_convolution, **config.conv_options
         )
-        self.stem_norm = nnx.BatchNorm(config.stem_channels, rngs=rngs, **config.norm_options)
+        self.stem_norm: nnx.BatchNorm = nnx.BatchNorm(config.stem_channels, rngs=rngs, **config.norm_options)
         for block in blocks:
             setattr(self, block.name, NnxInvertedResidual(block, rngs=rngs))
-        self.last_conv = nnx.Conv(blocks[-1].outputs, config.last_channels, (1, 1), rngs=rngs, **config.conv_options)
-        self.last_norm = nnx.BatchNorm(config.last_channels, rngs=rngs, **config.norm_options)
+        self.last_conv: nnx.Conv = nnx.Conv(
+            blocks[-1].outputs, config.last_channels, (1, 1), rngs=rngs, **config.conv_options
+        )
+        self.last_norm: nnx.BatchNorm = nnx.BatchNorm(config.last_channels, rngs=rngs, **config.norm_options)
         if config.table.last is not None:
-            self.dense = nnx.Linear(
-                config.last_channels, config.head_features, kernel_init=RELU_INIT, rngs=rngs, **config.dtypes
+            self.dense: nnx.Linear = nnx.Linear(
+                config.last_channels, config.head_width, kernel_init=RELU_INIT, rngs=rngs, **config.dtypes
             )
         if config.dropout:
-            self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
-        self.logits = nnx.Linear(
-            config.head_features, config.num_classes, kernel_init=LINEAR_INIT, rngs=rngs, **config.dtypes
+            self.dropout: nnx.Dropout = nnx.Dropout(config.dropout, rngs=rngs)
+        self.logits: nnx.Linear = nnx.Linear(
+            config.head_width, config.num_classes, kernel_init=LINEAR_INIT, rngs=rngs, **config.dtypes
         )
 
     def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:

@@ -1,17 +1,22 @@
-"""Models by name: `build("vgg16", num_classes=10)` gives a `ModelSpec`, whatever the library."""
+"""Makes models by name: `build("vgg16", num_classes=10)` gives a `ModelSpec`, whatever the library.
+
+A name and options go in; a `ModelSpec` comes out, which tells what the model reads and makes its parameters. What the
+registry needs to know of a family stands in its config (`ModelConfig`), so a further family is a row of `_FAMILIES`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from splitjax.models._common import ModelError
+from splitjax.models._common import ModelConfig, ModelError
 from splitjax.models.convnext import ConvNeXtConfig, LinenConvNeXt, NnxConvNeXt
 from splitjax.models.deepfm import DeepFMConfig, LinenDeepFM, NnxDeepFM
 from splitjax.models.dlrm import DLRMConfig, LinenDLRM, NnxDLRM
@@ -23,36 +28,34 @@ from splitjax.models.resnet import LinenResNet, NnxResNet, ResNetConfig
 from splitjax.models.transformer import LinenTransformer, NnxTransformer, TransformerConfig
 from splitjax.models.vgg import LinenVGG, NnxVGG, VGGConfig
 
-Config = (
-    VGGConfig
-    | ResNetConfig
-    | MobileNetConfig
-    | EfficientNetConfig
-    | ConvNeXtConfig
-    | MLPConfig
-    | TransformerConfig
-    | LSTMConfig
-    | DeepFMConfig
-    | DLRMConfig
-)
-Reads = Literal["images", "text", "clicks"]
+Reads: TypeAlias = Literal["images", "text", "clicks"]
+_Value = TypeVar("_Value")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Family:
+    """Holds what a name stands for.
+
+    - `config`: the frozen dataclass of options; its instances are `ModelConfig`s.
+    - `linen`, `nnx`: make the model from a config; the second takes `rngs` too.
+    - `fixed`: (option, value) pairs that the name settles.
+    - `reads`: what the model is for.
+    """
+
     config: type
-    linen: type[nn.Module]
-    nnx: type[nnx.Module]
-    fixed: tuple[tuple[str, Any], ...] = ()  # options that the name settles
+    linen: Callable[..., nn.Module]
+    nnx: Callable[..., nnx.Module]
+    fixed: tuple[tuple[str, Any], ...] = ()
     reads: Reads = "images"
 
     @property
     def options(self) -> tuple[str, ...]:
+        """The options that `build` takes."""
         fixed = {name for name, _ in self.fixed}
-        return tuple(f.name for f in dataclasses.fields(self.config) if f.name not in fixed)
+        return tuple(field.name for field in dataclasses.fields(self.config) if field.name not in fixed)
 
 
-_FAMILIES = {
+_FAMILIES: dict[str, _Family] = {
     "vgg11": _Family(VGGConfig, LinenVGG, NnxVGG, (("letter", "A"),)),
     "vgg16": _Family(VGGConfig, LinenVGG, NnxVGG, (("letter", "D"),)),
     "resnet18": _Family(ResNetConfig, LinenResNet, NnxResNet, (("stage_sizes", (2, 2, 2, 2)), ("bottleneck", False))),
@@ -69,50 +72,37 @@ _FAMILIES = {
     "dlrm": _Family(DLRMConfig, LinenDLRM, NnxDLRM, reads="clicks"),
 }
 
-NAMES = tuple(_FAMILIES)
-LIBRARIES = ("linen", "nnx")
+NAMES: tuple[str, ...] = tuple(_FAMILIES)
+LIBRARIES: tuple[str, ...] = ("linen", "nnx")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """A model with its options, in one of the two Flax libraries.
+    """Holds a model with its options, in one of the two Flax libraries.
 
     **Attributes:**
 
     - `name`: as given to `build`.
     - `library`: `"linen"` or `"nnx"`.
-    - `config`: the options; a frozen dataclass of the model's family.
+    - `config`: the options; a frozen dataclass of the model's family, such as `VGGConfig`.
     - `module`: the Linen module; None for NNX.
     """
 
     name: str
     library: str
-    config: Config
+    config: ModelConfig
     module: nn.Module | None = None
 
     @property
     def reads(self) -> Reads:
-        """What the model is for: images, the next word of a text, or whether somebody clicks on what was shown."""
+        """The model's subject: images, the next word of a text, or whether somebody clicks on what was shown."""
         return _FAMILIES[self.name].reads
 
     @property
     def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The batch entries that the model reads, in its arguments' order: the shape of one example, without the
         example dim."""
-        config = self.config
-        if self.reads == "clicks":
-            return {
-                "ids": jax.ShapeDtypeStruct((len(config.field_sizes),), jnp.int32),
-                "values": jax.ShapeDtypeStruct((config.num_dense,), jnp.float32),
-            }
-        if self.reads == "text":
-            return {"tokens": jax.ShapeDtypeStruct((config.max_len,), jnp.int32)}
-        shape = (
-            config.input_shape
-            if isinstance(config, MLPConfig)
-            else (config.image_size, config.image_size, config.channels)
-        )
-        return {"image": jax.ShapeDtypeStruct(shape, jnp.float32)}
+        return self.config.inputs
 
     @property
     def input_name(self) -> str:
@@ -128,57 +118,62 @@ class ModelSpec:
     def num_negatives(self) -> int:
         """Words that a training batch brings drawn for each example, for a softmax that is sampled in training; 0 for
         others."""
-        return self.config.negatives if isinstance(self.config, LSTMConfig) else 0
+        return self.config.num_negatives
 
     @property
     def num_classes(self) -> int:
-        return 2 if self.reads == "clicks" else self.config.num_classes
+        """Number of classes that the model tells apart; 2 for clicks, the size of the vocabulary for text."""
+        return self.config.num_classes
 
     @property
     def has_batch_stats(self) -> bool:
-        """Whether training updates running statistics (batch norm)."""
-        normed = (ResNetConfig, MobileNetConfig, EfficientNetConfig)
-        return isinstance(self.config, normed) or getattr(self.config, "batch_norm", False)
+        """True where training updates running statistics (batch norm)."""
+        return self.config.has_batch_stats
 
     @property
     def has_dropout(self) -> bool:
-        """Whether training draws random bits: for dropout, or for stochastic depth."""
-        return self.config.dropout > 0 or getattr(self.config, "drop_path", 0) > 0
+        """True where training draws random bits: for dropout, or for stochastic depth."""
+        return self.config.has_dropout
 
     def example(self, batch_size: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of a training batch: enough to plan a step without data.
+        """Returns the shapes of a training batch of `batch_size` examples: enough to plan a step without data.
 
         Images: `{"image": f32[B, *shape], "label": i32[B]}`; text: `{"tokens": i32[B, max_len]}`, for the LSTM
         `{"tokens": i32[B, max_len + 1], "negatives": i32[B, negatives]}`; clicks:
         `{"ids": i32[B, F], "values": f32[B, D], "label": i32[B]}`.
         """
-        batch = {name: jax.ShapeDtypeStruct((batch_size, *one.shape), one.dtype) for name, one in self.inputs.items()}
+        batch = {name: jax.ShapeDtypeStruct((batch_size, *it.shape), it.dtype) for name, it in self.inputs.items()}
         if self.reads != "text":
             batch["label"] = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
         if self.num_negatives:
-            batch["tokens"] = jax.ShapeDtypeStruct((batch_size, self.config.max_len + 1), jnp.int32)
+            (max_len,) = self.input_shape
+            batch["tokens"] = jax.ShapeDtypeStruct((batch_size, max_len + 1), jnp.int32)
             batch["negatives"] = jax.ShapeDtypeStruct((batch_size, self.num_negatives), jnp.int32)
         return batch
 
     def init(self, key: jax.Array) -> dict[str, Any]:
-        """Fresh Linen variables: `{"params": ...}`, and `"batch_stats"` where there is batch norm.
+        """Makes fresh Linen variables from a PRNG key: `{"params": ...}`, and `"batch_stats"` where there is batch
+        norm.
 
         Raises `ModelError` for an NNX model.
         """
         module = self._linen("init")
         # Under jit the compiler drops the forward pass that Linen runs to learn the shapes.
-        return jax.jit(module.init)(key, *(jnp.zeros((1, *one.shape), one.dtype) for one in self.inputs.values()))
+        return jax.jit(module.init)(key, *(jnp.zeros((1, *it.shape), it.dtype) for it in self.inputs.values()))
 
     def apply(self, variables: dict[str, Any], *inputs: jax.Array, train: bool = False, **options: Any) -> Any:
-        """Run the Linen model, as its `module.apply`: `options` are `rngs`, `mutable` and the like.
+        """Runs the Linen model, as its `module.apply`: `options` are `rngs`, `mutable` and the like.
 
-        The arrays of `inputs`, [B, ...] each -> [B, num_classes] logits ([B, T, vocab_size] for tokens, [B] for
-        clicks). Raises `ModelError` for an NNX model.
+        With `variables` as of `init`, and `train` while it is trained: the arrays of `inputs`, [B, ...] each -> [B,
+        num_classes] logits ([B, T, vocab_size] for tokens, [B] for clicks). Raises `ModelError` for an NNX model.
         """
         return self._linen("apply").apply(variables, *inputs, train=train, **options)
 
     def make(self, rngs: nnx.Rngs) -> nnx.Module:
-        """A fresh NNX module; call it as `module(inputs, train=False)`. Raises `ModelError` for a Linen model."""
+        """Makes a fresh NNX module, which is called as `module(inputs, train=False)`, with the streams of `rngs`.
+
+        Raises `ModelError` for a Linen model.
+        """
         if self.library != "nnx":
             raise ModelError(
                 "this is a Linen model: its parameters are made by init(key)",
@@ -189,7 +184,7 @@ class ModelSpec:
         return _FAMILIES[self.name].nnx(self.config, rngs=rngs)
 
     def num_params(self) -> int:
-        """Number of trainable values, counted without making them."""
+        """Counts the trainable values, without making them."""
         if self.library == "linen":
             params = jax.eval_shape(self.init, jax.random.key(0))["params"]
         else:
@@ -208,12 +203,12 @@ class ModelSpec:
 
 
 def reads(name: str) -> Reads:
-    """What the models of this name are for, without building one. Raises `ModelError` for an unknown name."""
+    """Returns what the models of this `name` are for, without building one. Raises `ModelError` for an unknown one."""
     return _choose(name, _FAMILIES, "model", "splitjax.models.reads").reads
 
 
 def build(name: str, *, library: str = "linen", num_classes: int | None = None, **options: Any) -> ModelSpec:
-    """A model by its name.
+    """Builds a model by its name.
 
     **Arguments:**
 
@@ -248,11 +243,12 @@ def build(name: str, *, library: str = "linen", num_classes: int | None = None, 
         else:
             _choose("num_classes", dict.fromkeys(family.options), "option", place)
             options["num_classes"] = num_classes
-    config = family.config(**dict(family.fixed), **options)
+    config: ModelConfig = family.config(**dict(family.fixed), **options)
     return ModelSpec(name, library, config, family.linen(config) if library == "linen" else None)
 
 
-def _choose(key: Any, table: dict[str, Any], what: str, place: str) -> Any:
+def _choose(key: object, table: Mapping[str, _Value], what: str, place: str) -> _Value:
+    """Returns `table[key]`, or raises `ModelError` with what there is to choose from."""
     if not isinstance(key, str) or key not in table:
         raise ModelError(
             f"no such {what}", value=key, place=place, remedy=f"choose one of {', '.join(map(repr, table))}"
@@ -260,7 +256,8 @@ def _choose(key: Any, table: dict[str, Any], what: str, place: str) -> Any:
     return table[key]
 
 
-def _as_dtype(value: Any, option: str, place: str) -> Any:
+def _as_dtype(value: Any, option: str, place: str) -> jnp.dtype:
+    """Returns the floating-point type that `value` names, or raises `ModelError` that names the option."""
     try:
         dtype = jnp.dtype(value)
     except TypeError:

@@ -1,4 +1,6 @@
-"""ResNet of basic or bottleneck blocks, in Flax Linen and in Flax NNX.
+"""Defines ResNets of basic or bottleneck blocks, in Flax Linen and in Flax NNX.
+
+A `ResNetConfig` goes in, a Flax model comes out; the models with batch norm whose training is best known.
 
 Source: He et al. 2015, "Deep residual learning for image recognition" (arXiv 1512.03385), table 1 (ImageNet), figure 5
 (bottleneck) and section 4.2 (the 3x3 stem for 32x32 images); shortcuts are option B, a projection where the shape
@@ -16,18 +18,21 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from jax.typing import DTypeLike
 
 from splitjax.models._common import (
     LINEAR_INIT,
     RESIDUAL_INIT,
     ModelError,
+    SharedOptions,
     check_positive,
     check_rate,
     check_widths,
+    image_inputs,
     scaled,
 )
 
-STEMS = ("cifar", "imagenet")
+STEMS: tuple[str, ...] = ("cifar", "imagenet")
 # Explicit, because "SAME" pads strided convolutions on one side only, unlike the original.
 _PAD1 = ((1, 1), (1, 1))
 _PAD3 = ((3, 3), (3, 3))
@@ -36,8 +41,8 @@ _MOMENTUM = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
-class ResNetConfig:
-    """The options of a ResNet.
+class ResNetConfig(SharedOptions):
+    """Holds the options of a ResNet.
 
     **Arguments:**
 
@@ -60,10 +65,10 @@ class ResNetConfig:
     image_size: int = 32
     channels: int = 3
     dropout: float = 0.0
-    dtype: Any = jnp.float32
-    param_dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         place = "ResNetConfig"
         object.__setattr__(self, "stage_sizes", tuple(self.stage_sizes))
         if self.stem not in STEMS:
@@ -84,6 +89,16 @@ class ResNetConfig:
         check_rate(place, self.dropout)
 
     @property
+    def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """An image, f32[image_size, image_size, channels]."""
+        return image_inputs(self.image_size, self.channels)
+
+    @property
+    def has_batch_stats(self) -> bool:
+        """True: batch norm follows every convolution."""
+        return True
+
+    @property
     def blocks(self) -> tuple[tuple[str, int, int], ...]:
         """For each block in order: its name, its number of channels (a bottleneck puts out four times as many), its
         stride."""
@@ -101,7 +116,10 @@ class ResNetConfig:
         return {"kernel_size": (7, 7), "strides": (2, 2), "padding": _PAD3}
 
     def convolutions(self, features: int, stride: int) -> tuple[tuple[int, dict[str, Any]], ...]:
-        """For each convolution of a block: its number of output channels, and its kernel size, stride and padding."""
+        """Lists the convolutions of a block of `features` channels and a `stride`: (output channels, options) of each.
+
+        The options are kernel size, stride and padding, as Flax's convolutions take them.
+        """
         strides = (stride, stride)
         if self.bottleneck:
             pointwise = {"kernel_size": (1, 1)}
@@ -116,18 +134,22 @@ class ResNetConfig:
         )
 
     @property
-    def dtypes(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "param_dtype": self.param_dtype}
-
-    @property
     def conv_options(self) -> dict[str, Any]:
+        """The options that all convolutions share."""
         # No biases: batch norm follows every convolution and would cancel them.
         return {"use_bias": False, "kernel_init": RESIDUAL_INIT, **self.dtypes}
 
 
+def _pooled(x: jax.Array) -> jax.Array:
+    """Pools `x` by the maximum of 3x3 windows of stride 2: [B, H, W, C] -> [B, H / 2, W / 2, C]."""
+    return nn.max_pool(x, (3, 3), (2, 2), padding=_PAD1)  # pyright: ignore[reportArgumentType]  # Flax takes pairs too
+
+
 class LinenBlock(nn.Module):
-    """Two or three convolutions beside a shortcut: [B, H, W, C] -> [B, H / stride, W / stride, features], or four times
-    the features."""
+    """Adds two or three convolutions to a shortcut: [B, H, W, C] -> [B, H / stride, W / stride, outputs].
+
+    There are `features` outputs, of a bottleneck four times as many.
+    """
 
     config: ResNetConfig
     features: int
@@ -137,7 +159,7 @@ class LinenBlock(nn.Module):
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
         options = self.config.conv_options
 
-        def norm(name):
+        def norm(name: str) -> nn.BatchNorm:
             return nn.BatchNorm(use_running_average=not train, momentum=_MOMENTUM, name=name, **self.config.dtypes)
 
         y = x
@@ -152,7 +174,7 @@ class LinenBlock(nn.Module):
 
 
 class LinenResNet(nn.Module):
-    """f32[B, S, S, C] -> [B, num_classes] logits in `config.dtype`."""
+    """Classifies images, f32[B, S, S, C] -> [B, num_classes] logits in `config.dtype`; `train`: while it learns."""
 
     config: ResNetConfig
 
@@ -164,7 +186,7 @@ class LinenResNet(nn.Module):
         x = nn.BatchNorm(use_running_average=not train, momentum=_MOMENTUM, name="stem_norm", **config.dtypes)(x)
         x = nn.relu(x)
         if config.stem == "imagenet":
-            x = nn.max_pool(x, (3, 3), (2, 2), padding=_PAD1)
+            x = _pooled(x)
         for name, features, stride in config.blocks:
             x = LinenBlock(config, features, stride, name=name)(x, train=train)
         x = jnp.mean(x, axis=(1, 2))
@@ -174,21 +196,27 @@ class LinenResNet(nn.Module):
 
 
 class NnxBlock(nnx.Module):
-    """Two or three convolutions beside a shortcut: [B, H, W, C] -> [B, H / stride, W / stride, outputs]."""
+    """Adds two or three convolutions to a shortcut: [B, H, W, inputs] -> [B, H / stride, W / stride, outputs].
 
-    def __init__(self, config: ResNetConfig, inputs: int, features: int, stride: int, *, rngs: nnx.Rngs):
+    There are `features` outputs, of a bottleneck four times as many.
+    """
+
+    def __init__(self, config: ResNetConfig, inputs: int, features: int, stride: int, *, rngs: nnx.Rngs) -> None:
         options = {"rngs": rngs, **config.conv_options}
         convolutions = config.convolutions(features, stride)
-        self.depth, self.outputs = len(convolutions), convolutions[-1][0]
+        self.depth: int = len(convolutions)
+        self.outputs: int = convolutions[-1][0]
         channels = inputs
         for number, (outputs, shape) in enumerate(convolutions, start=1):
             setattr(self, f"conv{number}", nnx.Conv(channels, outputs, **shape, **options))
             setattr(self, f"norm{number}", nnx.BatchNorm(outputs, momentum=_MOMENTUM, rngs=rngs, **config.dtypes))
             channels = outputs
-        self.projects = inputs != self.outputs or stride != 1
+        self.projects: bool = inputs != self.outputs or stride != 1
         if self.projects:
-            self.shortcut_conv = nnx.Conv(inputs, self.outputs, (1, 1), (stride, stride), **options)
-            self.shortcut_norm = nnx.BatchNorm(self.outputs, momentum=_MOMENTUM, rngs=rngs, **config.dtypes)
+            self.shortcut_conv: nnx.Conv = nnx.Conv(inputs, self.outputs, (1, 1), (stride, stride), **options)
+            self.shortcut_norm: nnx.BatchNorm = nnx.BatchNorm(
+                self.outputs, momentum=_MOMENTUM, rngs=rngs, **config.dtypes
+            )
 
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
         y = x
@@ -201,25 +229,29 @@ class NnxBlock(nnx.Module):
 
 
 class NnxResNet(nnx.Module):
-    """f32[B, S, S, C] -> [B, num_classes] logits in `config.dtype`."""
+    """Classifies images, f32[B, S, S, C] -> [B, num_classes] logits in `config.dtype`; `train`: while it learns."""
 
-    def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         inputs = scaled(64, config.width)
-        self.stem_conv = nnx.Conv(config.channels, inputs, rngs=rngs, **config.stem_convolution, **config.conv_options)
-        self.stem_norm = nnx.BatchNorm(inputs, momentum=_MOMENTUM, rngs=rngs, **config.dtypes)
+        self.stem_conv: nnx.Conv = nnx.Conv(
+            config.channels, inputs, rngs=rngs, **config.stem_convolution, **config.conv_options
+        )
+        self.stem_norm: nnx.BatchNorm = nnx.BatchNorm(inputs, momentum=_MOMENTUM, rngs=rngs, **config.dtypes)
         for name, features, stride in config.blocks:
             block = NnxBlock(config, inputs, features, stride, rngs=rngs)
             setattr(self, name, block)
             inputs = block.outputs
         if config.dropout:
-            self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
-        self.logits = nnx.Linear(inputs, config.num_classes, kernel_init=LINEAR_INIT, rngs=rngs, **config.dtypes)
+            self.dropout: nnx.Dropout = nnx.Dropout(config.dropout, rngs=rngs)
+        self.logits: nnx.Linear = nnx.Linear(
+            inputs, config.num_classes, kernel_init=LINEAR_INIT, rngs=rngs, **config.dtypes
+        )
 
     def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:
         x = nnx.relu(self.stem_norm(self.stem_conv(x), use_running_average=not train))
         if self.config.stem == "imagenet":
-            x = nnx.max_pool(x, (3, 3), (2, 2), padding=_PAD1)
+            x = _pooled(x)
         for name, _, _ in self.config.blocks:
             x = getattr(self, name)(x, train=train)
         x = jnp.mean(x, axis=(1, 2))

@@ -1,4 +1,7 @@
-"""The softmax over a large vocabulary, trained on the words of the batch and some drawn ones in place of all.
+"""Trains the softmax over a large vocabulary on the words of the batch and some drawn ones in place of all.
+
+Logits of the words to predict and of the drawn ones go in, losses come out; a step then reads and changes only as many
+rows of the softmax table as it compares.
 
 Source: Jean, Cho, Memisevic and Bengio 2015, "On using very large target vocabulary for neural machine translation"
 (arXiv 1412.2007), section 3; the estimator as TensorFlow's `sampled_softmax_loss`: the logarithm of how often a word
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,22 +22,27 @@ import numpy as np
 from splitjax.models._common import at_least_float32
 
 # i32[...] words -> f32[...], the logarithm of the probability that one draw gives each
-LogProbability = Callable[[jax.Array], jax.Array]
+LogProbability: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
 def log_uniform(vocab_size: int) -> LogProbability:
-    """Of word k, in a vocabulary by falling frequency: log((k + 2) / (k + 1)) / log(vocab_size + 1), near Zipf's law.
+    """Returns the log-probability of words drawn near Zipf's law, in a vocabulary by falling frequency.
 
-    Draw them with `splitjax.data.LogUniform`."""
+    The probability of word k of `vocab_size` is log((k + 2) / (k + 1)) / log(vocab_size + 1). Draw them with
+    `splitjax.data.LogUniform`.
+    """
 
-    def log_probability(words):
+    def log_probability(words: jax.Array) -> jax.Array:
         return jnp.log(jnp.log1p(1 / (words.astype(jnp.float32) + 1))) - math.log(math.log1p(vocab_size))
 
     return log_probability
 
 
 def tabled(probabilities: np.ndarray) -> LogProbability:
-    """Of words drawn with these probabilities, [vocab_size], such as `splitjax.data.ByCounts(counts).probabilities`."""
+    """Returns the log-probability of words drawn with these `probabilities`, [vocab_size].
+
+    Such as `splitjax.data.ByCounts(counts).probabilities`.
+    """
     logs = np.log(np.asarray(probabilities, np.float64)).astype(np.float32)
     return lambda words: jnp.asarray(logs)[words]
 
@@ -45,7 +54,7 @@ def sampled_cross_entropy(
     negatives: jax.Array,
     log_probability: LogProbability | None,
 ) -> jax.Array:
-    """The sampled cross-entropy, in nats: [...] in at least float32.
+    """Returns the sampled cross-entropy, in nats: [..., N] in at least float32.
 
     **Arguments:**
 
@@ -66,5 +75,5 @@ def sampled_cross_entropy(
     hit = labels[..., None] == negatives[..., None, :]
     # Not -inf: where every draw is a hit the maximum would be one, and its derivative no number.
     sampled_logits = jnp.where(hit, jnp.finfo(sampled_logits.dtype).min, sampled_logits)
-    others = jax.nn.logsumexp(sampled_logits, axis=-1)
-    return jnp.logaddexp(true_logits, others) - true_logits
+    of_negatives = jax.nn.logsumexp(sampled_logits, axis=-1)
+    return jnp.logaddexp(true_logits, of_negatives) - true_logits

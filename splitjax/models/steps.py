@@ -1,4 +1,6 @@
-"""Ordinary training steps for the models: no decorator, no mesh, no collective.
+"""Makes ordinary training steps for the models: no decorator, no mesh, no collective.
+
+A `ModelSpec` and an optax optimizer go in; functions that make, train and evaluate a state come out.
 
 A step is written for the whole batch, so its means are over all examples. To train one in parallel, decorate it, and
 give it the boundary through `value_and_grad`:
@@ -16,6 +18,7 @@ weighs the examples: means are weighted means, so padding with mask 0 counts not
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +26,20 @@ import optax
 from flax import nnx
 
 from splitjax.models._common import ModelError
-from splitjax.models.objectives import Batch, Loss, evaluation, training
+from splitjax.models.objectives import Batch, Loss, Metrics, evaluation, training
 from splitjax.models.registry import ModelSpec
 from splitjax.models.sampled_softmax import LogProbability
+
+# "params", "opt", "step", and what the model has beside them; each a pytree of arrays.
+State: TypeAlias = dict[str, Any]
+InitFn: TypeAlias = Callable[[jax.Array], State]
+TrainStep: TypeAlias = Callable[[State, Batch], tuple[State, Metrics]]
+EvalStep: TypeAlias = Callable[[State, Batch], Metrics]
+NnxInitFn: TypeAlias = Callable[[jax.Array], tuple[nnx.Module, nnx.Optimizer[nnx.Module]]]
+NnxTrainStep: TypeAlias = Callable[[nnx.Module, nnx.Optimizer[nnx.Module], Batch], Metrics]
+NnxEvalStep: TypeAlias = Callable[[nnx.Module, Batch], Metrics]
+# As `jax.value_and_grad`: (function, has_aux=True) -> a function that returns ((value, auxiliary), gradients)
+ValueAndGrad: TypeAlias = Callable[..., Callable[..., Any]]
 
 
 def make_step(
@@ -35,9 +49,9 @@ def make_step(
     loss: str | Loss | None = None,
     label_smoothing: float = 0.0,
     log_probability: LogProbability | None = None,
-    value_and_grad: Callable = jax.value_and_grad,
-) -> tuple[Callable, Callable, Callable]:
-    """Functions that make a state, train it by a batch, and evaluate it, for a Linen model.
+    value_and_grad: ValueAndGrad = jax.value_and_grad,
+) -> tuple[InitFn, TrainStep, EvalStep]:
+    """Returns functions that make a state, train it by a batch, and evaluate it, for a Linen model.
 
     **Arguments:**
 
@@ -84,7 +98,8 @@ def make_step(
 
     def train_step(state, batch):
         _check_training_mask(spec, batch)
-        inputs, options = trained.arguments(batch), {"method": trained.method}
+        inputs = trained.arguments(batch)
+        options: dict[str, Any] = {"method": trained.method}
         if spec.has_dropout:
             options["rngs"] = {"dropout": jax.random.fold_in(state["key"], state["step"])}
 
@@ -115,11 +130,15 @@ def make_nnx_step(
     loss: str | Loss | None = None,
     label_smoothing: float = 0.0,
     log_probability: LogProbability | None = None,
-    value_and_grad: Callable = nnx.value_and_grad,
-) -> tuple[Callable, Callable, Callable]:
-    """As `make_step`, for an NNX model, whose step changes the model and the optimizer in place.
+    value_and_grad: ValueAndGrad = nnx.value_and_grad,
+) -> tuple[NnxInitFn, NnxTrainStep, NnxEvalStep]:
+    """Returns what `make_step` does, for an NNX model, whose step changes the model and the optimizer in place.
 
-    **Arguments:** as of `make_step`; `value_and_grad` is `nnx.value_and_grad` or what replaces it.
+    **Arguments:**
+
+    - `spec`: a model of `build(..., library="nnx")`.
+    - `optimizer`, `loss`, `label_smoothing`, `log_probability`: as of `make_step`.
+    - `value_and_grad`: `nnx.value_and_grad` or what replaces it.
 
     **Returns:**
 

@@ -1,4 +1,6 @@
-"""A small decoder Transformer, in Flax Linen and in Flax NNX.
+"""Defines a small decoder Transformer, in Flax Linen and in Flax NNX.
+
+A `TransformerConfig` goes in, a Flax model comes out that predicts the next token.
 
 Source: Vaswani et al. 2017 (arXiv 1706.03762) for attention; the decoder of Radford et al. 2019 (GPT-2) for learned
 positions and for normalisation before each sublayer. Queries, keys, values and output have a projection each, whose
@@ -9,22 +11,22 @@ layers alike (`block1.attention.query`, `block1.mlp.up`).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from jax.typing import DTypeLike
 
-from splitjax.models._common import ModelError, at_least_float32, check_rate, check_widths
+from splitjax.models._common import ModelError, SharedOptions, at_least_float32, check_rate, check_widths, token_inputs
 
 # GPT-2's initial scale of position embeddings.
 _POSITION_INIT = jax.nn.initializers.normal(0.02)
 
 
 @dataclasses.dataclass(frozen=True)
-class TransformerConfig:
-    """The options of a decoder Transformer.
+class TransformerConfig(SharedOptions):
+    """Holds the options of a decoder Transformer.
 
     **Arguments:**
 
@@ -45,13 +47,13 @@ class TransformerConfig:
     d_ff: int | None = None
     dropout: float = 0.0
     tied: bool = False
-    dtype: Any = jnp.float32
-    param_dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         place = "TransformerConfig"
         if self.d_ff is None:
-            object.__setattr__(self, "d_ff", 4 * self.d_model)
+            object.__setattr__(self, "d_ff", self.feed_forward_width)
         names = ("vocab_size", "max_len", "num_layers", "d_model", "num_heads", "d_ff")
         check_widths(place, **{name: (getattr(self, name),) for name in names})
         check_rate(place, self.dropout)
@@ -64,7 +66,18 @@ class TransformerConfig:
             )
 
     @property
+    def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """An example's tokens, i32[max_len]."""
+        return token_inputs(self.max_len)
+
+    @property
+    def feed_forward_width(self) -> int:
+        """Hidden width of each block's MLP: `d_ff`, or `4 * d_model`."""
+        return 4 * self.d_model if self.d_ff is None else self.d_ff
+
+    @property
     def num_classes(self) -> int:
+        """Width of the logits: `vocab_size`."""
         return self.vocab_size
 
     @property
@@ -72,16 +85,12 @@ class TransformerConfig:
         """Number of heads, width of a head."""
         return self.num_heads, self.d_model // self.num_heads
 
-    @property
-    def dtypes(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "param_dtype": self.param_dtype}
-
 
 def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Scaled dot-product attention in which position t sees positions 0 to t.
+    """Attends by scaled dot products, where position t sees positions 0 to t.
 
-    All three and the result are [B, T, heads, head width]. The softmax is computed in float32 or wider, because
-    bfloat16 has too few digits to sum over a long row.
+    `query`, `key`, `value` and the result are [B, T, heads, head width]. The softmax is computed in float32 or wider,
+    because bfloat16 has too few digits to sum over a long row.
 
     Source: Vaswani et al. 2017, section 3.2.1.
     """
@@ -103,7 +112,7 @@ def _check_length(config: TransformerConfig, tokens: jax.Array) -> None:
 
 
 class LinenAttention(nn.Module):
-    """Causal self-attention: [B, T, d_model] -> [B, T, d_model]."""
+    """Attends causally to its own input: [B, T, d_model] -> [B, T, d_model]."""
 
     config: TransformerConfig
 
@@ -118,19 +127,19 @@ class LinenAttention(nn.Module):
 
 
 class LinenFeedForward(nn.Module):
-    """Two dense layers around a GELU: [B, T, d_model] -> [B, T, d_model]."""
+    """Applies two dense layers around a GELU: [B, T, d_model] -> [B, T, d_model]."""
 
     config: TransformerConfig
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         config = self.config
-        x = nn.gelu(nn.Dense(config.d_ff, name="up", **config.dtypes)(x))
+        x = nn.gelu(nn.Dense(config.feed_forward_width, name="up", **config.dtypes)(x))
         return nn.Dense(config.d_model, name="down", **config.dtypes)(x)
 
 
 class LinenDecoderBlock(nn.Module):
-    """Attention, then MLP, each after a layer norm and added to its input: [B, T, d_model] -> [B, T, d_model]."""
+    """Adds attention, then an MLP, each after a layer norm, to their input: [B, T, d_model] -> [B, T, d_model]."""
 
     config: TransformerConfig
 
@@ -144,7 +153,7 @@ class LinenDecoderBlock(nn.Module):
 
 
 class LinenTransformer(nn.Module):
-    """i32[B, T] tokens -> [B, T, vocab_size] logits in `config.dtype`, those at t for token t + 1."""
+    """Predicts tokens: i32[B, T] -> [B, T, vocab_size] logits in `config.dtype`, those at t for token t + 1."""
 
     config: TransformerConfig
 
@@ -167,42 +176,42 @@ class LinenTransformer(nn.Module):
 
 
 class NnxAttention(nnx.Module):
-    """Causal self-attention: [B, T, d_model] -> [B, T, d_model]."""
+    """Attends causally to its own input: [B, T, d_model] -> [B, T, d_model]."""
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         options = {"rngs": rngs, **config.dtypes}
-        self.query = nnx.LinearGeneral(config.d_model, config.heads, **options)
-        self.key = nnx.LinearGeneral(config.d_model, config.heads, **options)
-        self.value = nnx.LinearGeneral(config.d_model, config.heads, **options)
-        self.out = nnx.LinearGeneral(config.heads, config.d_model, axis=(-2, -1), **options)
+        self.query: nnx.LinearGeneral = nnx.LinearGeneral(config.d_model, config.heads, **options)
+        self.key: nnx.LinearGeneral = nnx.LinearGeneral(config.d_model, config.heads, **options)
+        self.value: nnx.LinearGeneral = nnx.LinearGeneral(config.d_model, config.heads, **options)
+        self.out: nnx.LinearGeneral = nnx.LinearGeneral(config.heads, config.d_model, axis=(-2, -1), **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.out(causal_attention(self.query(x), self.key(x), self.value(x)))
 
 
 class NnxFeedForward(nnx.Module):
-    """Two dense layers around a GELU: [B, T, d_model] -> [B, T, d_model]."""
+    """Applies two dense layers around a GELU: [B, T, d_model] -> [B, T, d_model]."""
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.up = nnx.Linear(config.d_model, config.d_ff, rngs=rngs, **config.dtypes)
-        self.down = nnx.Linear(config.d_ff, config.d_model, rngs=rngs, **config.dtypes)
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        self.up: nnx.Linear = nnx.Linear(config.d_model, config.feed_forward_width, rngs=rngs, **config.dtypes)
+        self.down: nnx.Linear = nnx.Linear(config.feed_forward_width, config.d_model, rngs=rngs, **config.dtypes)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(nnx.gelu(self.up(x)))
 
 
 class NnxDecoderBlock(nnx.Module):
-    """Attention, then MLP, each after a layer norm and added to its input: [B, T, d_model] -> [B, T, d_model]."""
+    """Adds attention, then an MLP, each after a layer norm, to their input: [B, T, d_model] -> [B, T, d_model]."""
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.norm1 = nnx.LayerNorm(config.d_model, rngs=rngs, **config.dtypes)
-        self.attention = NnxAttention(config, rngs=rngs)
-        self.norm2 = nnx.LayerNorm(config.d_model, rngs=rngs, **config.dtypes)
-        self.mlp = NnxFeedForward(config, rngs=rngs)
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        self.norm1: nnx.LayerNorm = nnx.LayerNorm(config.d_model, rngs=rngs, **config.dtypes)
+        self.attention: NnxAttention = NnxAttention(config, rngs=rngs)
+        self.norm2: nnx.LayerNorm = nnx.LayerNorm(config.d_model, rngs=rngs, **config.dtypes)
+        self.mlp: NnxFeedForward = NnxFeedForward(config, rngs=rngs)
         self.config = config
         if config.dropout:
-            self.dropout1 = nnx.Dropout(config.dropout, rngs=rngs)
-            self.dropout2 = nnx.Dropout(config.dropout, rngs=rngs)
+            self.dropout1: nnx.Dropout = nnx.Dropout(config.dropout, rngs=rngs)
+            self.dropout2: nnx.Dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
         y = self.attention(self.norm1(x))
@@ -212,20 +221,24 @@ class NnxDecoderBlock(nnx.Module):
 
 
 class NnxTransformer(nnx.Module):
-    """i32[B, T] tokens -> [B, T, vocab_size] logits in `config.dtype`, those at t for token t + 1."""
+    """Predicts tokens: i32[B, T] -> [B, T, vocab_size] logits in `config.dtype`, those at t for token t + 1."""
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
-        self.token_embedding = nnx.Embed(config.vocab_size, config.d_model, rngs=rngs, **config.dtypes)
+        self.token_embedding: nnx.Embed = nnx.Embed(config.vocab_size, config.d_model, rngs=rngs, **config.dtypes)
         shape = (config.max_len, config.d_model)
-        self.position_embedding = nnx.Param(_POSITION_INIT(rngs.params(), shape, config.param_dtype))
+        self.position_embedding: nnx.Param[jax.Array] = nnx.Param(
+            _POSITION_INIT(rngs.params(), shape, config.param_dtype)
+        )
         if config.dropout:
-            self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
+            self.dropout: nnx.Dropout = nnx.Dropout(config.dropout, rngs=rngs)
         for index in range(1, config.num_layers + 1):
             setattr(self, f"block{index}", NnxDecoderBlock(config, rngs=rngs))
-        self.final_norm = nnx.LayerNorm(config.d_model, rngs=rngs, **config.dtypes)
+        self.final_norm: nnx.LayerNorm = nnx.LayerNorm(config.d_model, rngs=rngs, **config.dtypes)
         if not config.tied:
-            self.logits = nnx.Linear(config.d_model, config.vocab_size, use_bias=False, rngs=rngs, **config.dtypes)
+            self.logits: nnx.Linear = nnx.Linear(
+                config.d_model, config.vocab_size, use_bias=False, rngs=rngs, **config.dtypes
+            )
 
     def __call__(self, tokens: jax.Array, *, train: bool = False) -> jax.Array:
         _check_length(self.config, tokens)

@@ -1,4 +1,7 @@
-"""VGG: stages of 3x3 convolutions and a large dense head, in Flax Linen and in Flax NNX.
+"""Defines VGG: stages of 3x3 convolutions and a large dense head, in Flax Linen and in Flax NNX.
+
+A `VGGConfig` goes in, a Flax model comes out. Its head holds most of the parameters, as in AlexNet, which makes it the
+classic case for sharding some layers and not others.
 
 Source: Simonyan and Zisserman 2014, "Very deep convolutional networks for large-scale image recognition"
 (arXiv 1409.1556), table 1, columns A (VGG-11) and D (VGG-16). Both versions name their layers alike (`conv1_1` to
@@ -8,33 +11,35 @@ Source: Simonyan and Zisserman 2014, "Very deep convolutional networks for large
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from jax.typing import DTypeLike
 
 from splitjax.models._common import (
     LINEAR_INIT,
     RELU_INIT,
     ModelError,
+    SharedOptions,
     as_widths,
     check_positive,
     check_rate,
     check_widths,
     halved,
+    image_inputs,
     scaled,
 )
 
 # Number of convolutions in each of the five stages, by the paper's configuration letter.
-CONFIGURATIONS = {"A": (1, 1, 2, 2, 2), "D": (2, 2, 3, 3, 3)}
-STAGE_CHANNELS = (64, 128, 256, 512, 512)
+CONFIGURATIONS: dict[str, tuple[int, ...]] = {"A": (1, 1, 2, 2, 2), "D": (2, 2, 3, 3, 3)}
+STAGE_CHANNELS: tuple[int, ...] = (64, 128, 256, 512, 512)
 
 
 @dataclasses.dataclass(frozen=True)
-class VGGConfig:
-    """The options of a VGG.
+class VGGConfig(SharedOptions):
+    """Holds the options of a VGG.
 
     **Arguments:**
 
@@ -57,10 +62,10 @@ class VGGConfig:
     channels: int = 3
     batch_norm: bool = False
     dropout: float = 0.0
-    dtype: Any = jnp.float32
-    param_dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         place = "VGGConfig"
         if self.letter not in CONFIGURATIONS:
             raise ModelError(
@@ -69,11 +74,9 @@ class VGGConfig:
                 place=f"{place}, option 'letter'",
                 remedy=f"choose one of {', '.join(map(repr, CONFIGURATIONS))}",
             )
-        object.__setattr__(self, "head_features", as_widths(self.head_features, 2))
+        object.__setattr__(self, "head_features", self.head_widths)
         check_positive(place, width=self.width)
-        check_widths(
-            place, head_features=self.head_features, num_classes=(self.num_classes,), channels=(self.channels,)
-        )
+        check_widths(place, head_features=self.head_widths, num_classes=(self.num_classes,), channels=(self.channels,))
         check_rate(place, self.dropout)
         if self.image_size < 32:
             raise ModelError(
@@ -82,6 +85,21 @@ class VGGConfig:
                 place=f"{place}, option 'image_size'",
                 remedy="enlarge the images to 32 (splitjax.data.load_digits does) or use the model 'mlp'",
             )
+
+    @property
+    def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """An image, f32[image_size, image_size, channels]."""
+        return image_inputs(self.image_size, self.channels)
+
+    @property
+    def has_batch_stats(self) -> bool:
+        """True with `batch_norm`."""
+        return self.batch_norm
+
+    @property
+    def head_widths(self) -> tuple[int, ...]:
+        """Widths of the dense layers before the last: `head_features` as a tuple."""
+        return as_widths(self.head_features, 2)
 
     @property
     def convolutions(self) -> tuple[tuple[tuple[str, int], ...], ...]:
@@ -97,13 +115,9 @@ class VGGConfig:
         """Values per example that reach the first dense layer."""
         return (self.image_size // 2 ** len(STAGE_CHANNELS)) ** 2 * self.convolutions[-1][-1][1]
 
-    @property
-    def dtypes(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "param_dtype": self.param_dtype}
-
 
 class LinenVGG(nn.Module):
-    """f32[B, S, S, C] -> [B, num_classes] logits in `config.dtype`."""
+    """Classifies images, f32[B, S, S, C] -> [B, num_classes] logits in `config.dtype`; `train`: while it learns."""
 
     config: VGGConfig
 
@@ -130,7 +144,7 @@ class LinenVGG(nn.Module):
                 x = nn.relu(x)
             x = halved(x)
         x = x.reshape((x.shape[0], -1))
-        for index, features in enumerate(config.head_features, start=1):
+        for index, features in enumerate(config.head_widths, start=1):
             x = nn.relu(nn.Dense(features, kernel_init=RELU_INIT, name=f"dense{index}", **config.dtypes)(x))
             if config.dropout:
                 x = nn.Dropout(config.dropout, deterministic=not train)(x)
@@ -138,9 +152,9 @@ class LinenVGG(nn.Module):
 
 
 class NnxVGG(nnx.Module):
-    """f32[B, S, S, C] -> [B, num_classes] logits in `config.dtype`."""
+    """Classifies images, f32[B, S, S, C] -> [B, num_classes] logits in `config.dtype`; `train`: while it learns."""
 
-    def __init__(self, config: VGGConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: VGGConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         inputs = config.channels
         for stage in config.convolutions:
@@ -159,13 +173,15 @@ class NnxVGG(nnx.Module):
                     setattr(self, f"norm{suffix}", nnx.BatchNorm(channels, momentum=0.9, rngs=rngs, **config.dtypes))
                 inputs = channels
         inputs = config.head_inputs
-        for index, features in enumerate(config.head_features, start=1):
+        for index, features in enumerate(config.head_widths, start=1):
             dense = nnx.Linear(inputs, features, kernel_init=RELU_INIT, rngs=rngs, **config.dtypes)
             setattr(self, f"dense{index}", dense)
             if config.dropout:
                 setattr(self, f"dropout{index}", nnx.Dropout(config.dropout, rngs=rngs))
             inputs = features
-        self.logits = nnx.Linear(inputs, config.num_classes, kernel_init=LINEAR_INIT, rngs=rngs, **config.dtypes)
+        self.logits: nnx.Linear = nnx.Linear(
+            inputs, config.num_classes, kernel_init=LINEAR_INIT, rngs=rngs, **config.dtypes
+        )
 
     def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:
         config = self.config
@@ -177,7 +193,7 @@ class NnxVGG(nnx.Module):
                 x = nnx.relu(x)
             x = halved(x)
         x = x.reshape((x.shape[0], -1))
-        for index in range(1, len(config.head_features) + 1):
+        for index in range(1, len(config.head_widths) + 1):
             x = nnx.relu(getattr(self, f"dense{index}")(x))
             if config.dropout:
                 x = getattr(self, f"dropout{index}")(x, deterministic=not train)
