@@ -1,4 +1,8 @@
-"""Real data: loaders of official formats, batches and streams of them, augmentation, prefetching to devices."""
+"""Loads real data and feeds training steps with it: official formats, batches and streams, augmentation, prefetching.
+
+Files go in, a `Dataset` comes out of a loader, and out of that batches of numpy arrays, the same on every process and
+in every run, so that a run on many devices can be compared with a run on one, number by number.
+"""
 
 from splitjax.data.augment import Augmentation, example_keys
 from splitjax.data.batches import epoch_batches, padded_batches, shuffled_indices

@@ -1,4 +1,8 @@
-"""Archives and checksums: members read without trust in names, kinds or sizes; files checked against `SHA256SUMS`."""
+"""Reads archives without trust in their names, kinds or sizes, and checks files against `SHA256SUMS`.
+
+The path of an archive goes in, the contents of the wanted members come out. What is downloaded may be anything, so each
+thing that an archive can do beyond holding plain files is refused here, for all loaders alike.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +14,29 @@ import tarfile
 import types
 import zlib
 from collections.abc import Collection, Iterator, Mapping
-from typing import IO
+from typing import Any, Protocol
 
 from splitjax.errors import DataError
 
 # Written beside what was unpacked, as sha256sum writes it: `sha256sum -c SHA256SUMS` checks it too.
-SUMS = "SHA256SUMS"
-CHUNK_BYTES = 1 << 20
+SUMS: str = "SHA256SUMS"
+CHUNK_BYTES: int = 1 << 20
 _MAX_MEMBERS = 1000
 _REMEDY = "do not use this archive: fetch the official one again, and check its checksum"
 
 
+class Readable(Protocol):
+    """Reads bytes, as a file opened in binary mode or by gzip does."""
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Returns the next bytes, at most `size` of them unless it is -1; none at the end."""
+        ...
+
+
 def read_members(archive: pathlib.Path, wanted: Collection[str], *, max_bytes: int) -> Iterator[tuple[str, bytes]]:
-    """The wanted members of a .tar or .tar.gz as (name, contents), in the order of the archive; nothing is written.
+    """Yields the wanted members of a .tar or .tar.gz as (name, contents), in the order of the archive.
+
+    Nothing is written.
 
     **Arguments:**
 
@@ -41,12 +55,15 @@ def read_members(archive: pathlib.Path, wanted: Collection[str], *, max_bytes: i
             file.seek(0)
             with gzip.GzipFile(fileobj=file) if zipped else file as contents:
                 bounded = _Bounded(contents, max_bytes, archive)
-                with tarfile.open(fileobj=bounded, mode="r|") as tar:
+                stream: Any = bounded  # of a stream that it reads tarfile asks for `read` alone; its stubs ask for more
+                with tarfile.open(fileobj=stream, mode="r|") as tar:
                     for count, member in enumerate(tar):
                         place = f"{archive}, member {member.name!r}"
                         _check_member(member, count, place)
                         if member.isreg() and member.name in wanted:
-                            data = tar.extractfile(member).read()
+                            contained = tar.extractfile(member)
+                            assert contained is not None, "a regular file has contents"
+                            data = contained.read()
                             if len(data) != member.size:
                                 raise tarfile.ReadError(f"{len(data)} of its {member.size} bytes are there")
                             yield member.name, data
@@ -64,9 +81,9 @@ def read_members(archive: pathlib.Path, wanted: Collection[str], *, max_bytes: i
 
 
 class _Bounded:
-    """A file that may be read up to a number of bytes: a small archive can unpack to more than any disk holds."""
+    """Reads a file up to a number of bytes: a small archive can unpack to more than any disk holds."""
 
-    def __init__(self, contents: IO[bytes], max_bytes: int, archive: pathlib.Path):
+    def __init__(self, contents: Readable, max_bytes: int, archive: pathlib.Path):
         self._contents, self._left, self._archive, self._max = contents, max_bytes, archive, max_bytes
 
     def read(self, size: int) -> bytes:
@@ -80,6 +97,7 @@ class _Bounded:
 
 
 def _check_member(member: tarfile.TarInfo, count: int, place: str) -> None:
+    """Raises `DataError` for a member that is no plain file or folder inside the archive's own folder."""
     if count >= _MAX_MEMBERS:
         raise DataError(f"the archive has more than {_MAX_MEMBERS} members", place=place, remedy=_REMEDY)
     if not (member.isreg() or member.isdir()):
@@ -97,7 +115,7 @@ def _check_member(member: tarfile.TarInfo, count: int, place: str) -> None:
 
 
 def file_digest(file: pathlib.Path, algorithm: str = "sha256") -> str:
-    """The digest of a file in hex. Raises `DataError` for one that cannot be read."""
+    """Computes the digest of `file` by a hashlib `algorithm`, in hex. Raises `DataError` for an unreadable file."""
     try:
         with open(file, "rb") as contents:
             return hashlib.file_digest(contents, algorithm).hexdigest()
@@ -112,15 +130,20 @@ def file_digest(file: pathlib.Path, algorithm: str = "sha256") -> str:
 def write_sums(
     folder: pathlib.Path, names: Collection[str], known: Mapping[str, str] = types.MappingProxyType({})
 ) -> None:
-    """Write `SHA256SUMS` of these files of a folder, with the `known` sums of others."""
+    """Writes `SHA256SUMS` of the files `names` of `folder`, with the `known` sums, {file name: hex}, of further ones.
+
+    Raises `DataError` for a file that cannot be read.
+    """
     sums = {name: file_digest(folder / name) for name in names} | dict(known)
     lines = [f"{digest}  {name}\n" for name, digest in sorted(sums.items())]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
 
 
 def read_sums(folder: pathlib.Path) -> dict[str, str]:
-    """{file name: SHA-256 in hex}; empty where the folder has no `SHA256SUMS`. Raises `DataError` for one that is
-    malformed."""
+    """Reads {file name: SHA-256 in hex} from the `SHA256SUMS` of `folder`; empty where there is none.
+
+    Raises `DataError` for a malformed one.
+    """
     file = folder / SUMS
     try:
         text = file.read_text(encoding="utf-8")
@@ -138,9 +161,9 @@ def read_sums(folder: pathlib.Path) -> dict[str, str]:
 
 
 def check_sums(folder: pathlib.Path, names: Collection[str]) -> None:
-    """Compare these files with the folder's `SHA256SUMS`, as far as that is there and lists them.
+    """Compares the files `names` of `folder` with its `SHA256SUMS`, as far as that is there and lists them.
 
-    Raises `DataError` naming the first file that has changed, and as `read_sums`.
+    Raises `DataError` naming the first file that has changed, and what `read_sums` raises.
     """
     for name, digest in read_sums(folder).items():
         if name in names and file_digest(folder / name) != digest:

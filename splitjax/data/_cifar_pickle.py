@@ -1,4 +1,6 @@
-"""CIFAR-10's files for Python: pickles, read without running anything that they ask for.
+"""Reads CIFAR-10's files for Python, which are pickles, without running anything that they ask for.
+
+The bytes of a file go in, pixels and labels come out.
 
 A pickle is a program; loading one from a stranger runs it. The official ones, written by Python 2 at protocol 2, need
 four names from outside: those by which numpy stores an array, and `_codecs.encode`, by which Python 3 writes bytes at
@@ -23,7 +25,7 @@ _IMAGE_BYTES = 3 * 32 * 32
 
 
 def read_pickle(contents: bytes, place: str) -> tuple[np.ndarray, np.ndarray]:
-    """The pixels uint8[N, 3072], as planes, and labels int64[N] of one file of the Python version.
+    """Reads the pixels uint8[N, 3072], as planes, and labels int64[N] of a file of the Python version.
 
     **Arguments:**
 
@@ -70,10 +72,10 @@ def read_pickle(contents: bytes, place: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check_memo(stream: io.BytesIO) -> None:
-    """Raises `ValueError` for a pickle that numbers its notes other than one by one: the reader makes room for every
+    """Raises `ValueError` for a pickle that does not number its notes in turn: the reader makes room for every
     number below, and six damaged bytes would have it ask for 32 GB."""
     for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
-        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > count:
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and isinstance(argument, int) and argument > count:
             raise ValueError(f"note {argument} where there are at most {count}")
 
 
@@ -101,7 +103,7 @@ class _Array:
         self.state = state
 
     def values(self) -> np.ndarray | None:
-        """The array, if its state is one of unsigned bytes, as many as its shape says."""
+        """Returns the array, if its state is one of unsigned bytes, as many as its shape says; else None."""
         try:
             _, shape, dtype, is_fortran, contents = self.state
             if dtype.name not in ("u1", "|u1", "uint8"):
@@ -112,11 +114,11 @@ class _Array:
 
 
 def _latin1(text: Any, encoding: Any = "latin1", *_: Any) -> bytes:
-    """Stands for `_codecs.encode`."""
+    """Stands for `_codecs.encode`: turns a text back into bytes, in the encodings of one byte a character."""
     return str(text).encode({"latin1": "latin1", "latin-1": "latin1", "iso-8859-1": "latin1"}[str(encoding)])
 
 
-_ALLOWED = {
+_ALLOWED: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): _Array,
     ("numpy", "dtype"): _Dtype,
     ("numpy.core.multiarray", "_reconstruct"): _Array,
@@ -126,6 +128,8 @@ _ALLOWED = {
 
 
 class _Reader(pickle.Unpickler):
+    """Loads a pickle whose globals are all among `_ALLOWED`."""
+
     def __init__(self, stream: io.BytesIO, place: str):
         # Python 2's texts are bytes: the pixels are one of them
         super().__init__(stream, fix_imports=False, encoding="bytes")

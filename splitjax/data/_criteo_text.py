@@ -1,4 +1,8 @@
-"""Criteo's lines of text into arrays: part by part, with numpy, and the line's number in every error."""
+"""Parses Criteo's lines of text into arrays: part by part, with numpy, and the line's number in every error.
+
+A file of lines goes in; ids, values and labels come out. The files have up to hundreds of millions of lines, so nothing
+here loops over values in Python.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,18 @@ import gzip
 import pathlib
 import zlib
 from collections.abc import Iterator
-from typing import IO
 
 import numpy as np
 
+from splitjax.data._archive import Readable
 from splitjax.data.batches import Batch
 from splitjax.errors import DataError
 
-NUM_VALUES, NUM_FIELDS = 13, 26
-NUM_COLUMNS = 1 + NUM_VALUES + NUM_FIELDS
-TEXT_SUFFIXES = (".txt", ".tsv", ".csv")
-PART_BYTES = 1 << 22
+NUM_VALUES: int = 13
+NUM_FIELDS: int = 26
+NUM_COLUMNS: int = 1 + NUM_VALUES + NUM_FIELDS
+TEXT_SUFFIXES: tuple[str, ...] = (".txt", ".tsv", ".csv")
+PART_BYTES: int = 1 << 22
 _MAX_LINE_BYTES = 4096  # the official ones have about 250
 _MAX_CATEGORY_DIGITS = 8  # 32 bits
 _REMEDY = "copy or download the file again; a small part of it serves, cut between two lines"
@@ -30,8 +35,10 @@ for _value, _digit in enumerate(b"0123456789abcdef"):
 
 
 def read_text(file: pathlib.Path, rows: int) -> Batch:
-    """`{"ids": int32[N, 26], "values": float32[N, 13], "label": int32[N]}`; arguments and errors as of
-    `load_criteo`."""
+    """Reads `{"ids": int32[N, 26], "values": float32[N, 13], "label": int32[N]}` from a `file` of lines.
+
+    `rows`, how many ids each field has, and what is raised are those of `load_criteo`.
+    """
     num = sum(part.count(b"\n") for _, part in _parts(file))
     arrays = {
         "ids": np.empty((num, NUM_FIELDS), np.int32),
@@ -50,7 +57,8 @@ def read_text(file: pathlib.Path, rows: int) -> Batch:
 
 
 @contextlib.contextmanager
-def _opened(file: pathlib.Path) -> Iterator[IO[bytes]]:
+def _opened(file: pathlib.Path) -> Iterator[Readable]:
+    """Opens a file, unpacked if it is packed by gzip, and turns its errors into `DataError`s that name it."""
     try:
         with open(file, "rb") as opened:
             packed = opened.read(2) == _GZIP
@@ -68,7 +76,7 @@ def _opened(file: pathlib.Path) -> Iterator[IO[bytes]]:
 
 
 def _parts(file: pathlib.Path) -> Iterator[tuple[int, bytes]]:
-    """(number of lines before it, whole lines with their ends) for every part of the file."""
+    """Yields (number of lines before it, whole lines with their ends) for every part of the file."""
     rest, num_lines = b"", 0
     with _opened(file) as contents:
         while read := contents.read(PART_BYTES):
@@ -83,7 +91,7 @@ def _parts(file: pathlib.Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _fields(part: bytes, start: int, file: pathlib.Path) -> np.ndarray:
-    """bytes[lines, 40] of the part."""
+    """Splits a part into columns, bytes[lines, 40]; `start` is the number of lines before it."""
     lines = part.split(b"\n")[:-1]
     for number, line in enumerate(lines):
         if line.count(b"\t") != NUM_COLUMNS - 1:
@@ -127,7 +135,7 @@ def _is_number(text: bytes) -> bool:
 
 
 def _categories(columns: np.ndarray, start: int, file: pathlib.Path) -> np.ndarray:
-    """uint32[lines, 26], 0 where a category is missing."""
+    """Parses hexadecimal categories, bytes[lines, 26] -> uint32[lines, 26], 0 where a category is missing."""
     digits = np.ascontiguousarray(columns).view(np.uint8).reshape(*columns.shape, -1)
     values = np.zeros(columns.shape, np.uint32)
     for place in range(min(digits.shape[-1], _MAX_CATEGORY_DIGITS)):
@@ -139,10 +147,11 @@ def _categories(columns: np.ndarray, start: int, file: pathlib.Path) -> np.ndarr
 
 
 def _check(wrong: np.ndarray, columns: np.ndarray, start: int, first_column: int, file: pathlib.Path) -> None:
-    found = np.argwhere(wrong)
-    if len(found):
-        line, column = found[0]
-        raise _wrong(columns[line, column], start + line, first_column + column, file)
+    """Raises `DataError` for the first entry of `columns` that is `wrong`, bool of its shape."""
+    places = np.argwhere(wrong)
+    if len(places):
+        line, column = int(places[0, 0]), int(places[0, 1])
+        raise _wrong(bytes(columns[line, column]), start + line, first_column + column, file)
 
 
 def _wrong(value: bytes, line: int, column: int, file: pathlib.Path) -> DataError:
@@ -152,7 +161,7 @@ def _wrong(value: bytes, line: int, column: int, file: pathlib.Path) -> DataErro
         what = (
             "a number, or nothing" if column <= NUM_VALUES else "a category of up to 8 hexadecimal digits, or nothing"
         )
-    return _foreign(bytes(value), line, file, f"column {column + 1} is {what}")
+    return _foreign(value, line, file, f"column {column + 1} is {what}")
 
 
 def _foreign(value: bytes, line: int, file: pathlib.Path, what: str) -> DataError:

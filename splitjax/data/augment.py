@@ -1,4 +1,6 @@
-"""Random changes of training images: shifted crops, flips, cutout; the same on every process and in every run.
+"""Changes training images at random: shifted crops, flips, cutout; the same on every process and in every run.
+
+A batch of stored images and the keys of its examples go in, the changed batch comes out.
 
 What happens to an example depends on the seed, the epoch and the example's number in the data set alone: not on the
 process that reads it, its place in the batch, or what was drawn before. So the bits are not drawn from a stream but
@@ -11,21 +13,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 
 from splitjax.data.batches import Batch, check_whole
 
 # (a batch of stored examples, their keys uint64[B]) -> the batch, changed
-Augment = Callable[[Batch, np.ndarray], Batch]
+Augment: TypeAlias = Callable[[Batch, np.ndarray], Batch]
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def random_bits(keys: np.ndarray, number: np.ndarray | int) -> np.ndarray:
-    """uint64[...]: the draw `number` (0 is the first) of the SplitMix64 generators whose states are `keys`,
-    uint64[...]."""
+    """Returns the draw `number` (0 is the first) of the SplitMix64 generators whose states are `keys`.
+
+    `keys` is uint64[...], `number` an int or int[...] that broadcasts against it; the result is uint64 of their shape.
+    """
     numbers = np.asarray(number, np.uint64) + np.ones(1, np.uint64)  # arrays wrap around, where scalars warn
     bits = np.asarray(keys, np.uint64) + numbers * _GAMMA
     bits = (bits ^ (bits >> np.uint64(30))) * _MIX1
@@ -34,8 +39,10 @@ def random_bits(keys: np.ndarray, number: np.ndarray | int) -> np.ndarray:
 
 
 def example_keys(indices: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
-    """uint64[B]: a key for each of the examples `indices`, int[B], in this epoch. Raises `DataError` for a negative
-    seed or epoch."""
+    """Returns uint64[B]: a key for each of the examples `indices`, int[B], by `seed` and `epoch`.
+
+    Raises `DataError` for a negative seed or epoch.
+    """
     check_whole(seed=seed, epoch=epoch)
     # Three words: with two, the state of (seed, epoch) is the one that the shuffling starts from.
     state = np.random.SeedSequence([int(seed), int(epoch), 1]).generate_state(1, np.uint64)
@@ -43,14 +50,16 @@ def example_keys(indices: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
 
 
 def random_below(keys: np.ndarray, number: int, limit: int) -> np.ndarray:
-    """int64[B] in [0, limit): the draw `number` of each key. `limit` is far below 2**32, so that no value is favoured
-    noticeably."""
+    """Returns the draw `number` of each of `keys`, uint64[B], as int64[B] in [0, limit).
+
+    `limit` is far below 2**32, so that no value is favoured noticeably.
+    """
     return ((random_bits(keys, number) >> np.uint64(32)) * np.uint64(limit) >> np.uint64(32)).astype(np.int64)
 
 
 @dataclasses.dataclass(frozen=True)
 class Augmentation:
-    """Random crops, flips and cutout of uint8 images; called with a batch and the keys of its examples.
+    """Crops, flips and cuts holes into uint8 images at random; called with a batch and the keys of its examples.
 
     **Attributes:**
 
@@ -67,7 +76,7 @@ class Augmentation:
     flip: bool = True
     cutout: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_whole(crop_padding=self.crop_padding, cutout=self.cutout)
 
     def __call__(self, batch: Batch, keys: np.ndarray) -> Batch:
@@ -86,7 +95,7 @@ class Augmentation:
 
 
 def _crop(images: np.ndarray, padding: int, top: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """The parts of the padded images that start at (top, left)."""
+    """Returns the parts of the padded images that start at (top, left), int[B] each; of the images' size."""
     num, height, width, channels = images.shape
     padded = np.zeros((num, height + 2 * padding, (width + 2 * padding) * channels), np.uint8)
     padded[:, padding : padding + height, padding * channels : (padding + width) * channels] = images.reshape(
@@ -100,6 +109,7 @@ def _crop(images: np.ndarray, padding: int, top: np.ndarray, left: np.ndarray) -
 
 
 def _flip(images: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Returns the images with those of the numbers `chosen` mirrored left and right."""
     result, mirrored = images.copy(), images[chosen]
     for channel in range(images.shape[-1]):  # four times as fast as all channels at once, 3 values at a time
         mirrored[..., channel] = images[chosen, :, ::-1, channel]
@@ -108,7 +118,9 @@ def _flip(images: np.ndarray, chosen: np.ndarray) -> np.ndarray:
 
 
 def _cut_out(images: np.ndarray, side: int, row: np.ndarray, column: np.ndarray) -> np.ndarray:
-    def inside(centre, size):
+    """Returns the images with a square of zeros around (row, column), int[B] each."""
+
+    def inside(centre: np.ndarray, size: int) -> np.ndarray:
         start = centre[:, None] - side // 2
         return (np.arange(size) >= start) & (np.arange(size) < start + side)
 

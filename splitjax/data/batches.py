@@ -1,4 +1,6 @@
-"""The batches of an epoch: seeded, the same on every process and in every run.
+"""Cuts a data set into the batches of an epoch: seeded, the same on every process and in every run.
+
+Arrays go in, batches of their rows come out, without a copy of the whole.
 
 A *split* is a mapping of arrays with one example dim in front, such as `{"image": uint8[N, H, W, C],
 "label": int32[N]}`. Anything that has a `shape`, an `ndim` and gives the rows `array[indices]` as a numpy array will do
@@ -8,34 +10,59 @@ for an array, such as `splitjax.data.FileRows`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
 
 from splitjax.errors import DataError
 
-Arrays = Mapping[str, Any]
-Batch = dict[str, np.ndarray]
-Transform = Callable[[Batch], Batch]
+
+class ExampleArray(Protocol):
+    """Holds examples [N, ...] along its first dim, as a numpy array or `splitjax.data.FileRows` does."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The dims, the number of examples first."""
+        ...
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        ...
+
+    def __getitem__(self, key: Any, /) -> Any: ...
+
+
+Arrays: TypeAlias = Mapping[str, ExampleArray]
+Batch: TypeAlias = dict[str, np.ndarray]
+Transform: TypeAlias = Callable[[Batch], Batch]
 # The rows of each batch that a process reads: the same of every array, some of each, or (None) all.
-Rows = np.ndarray | Mapping[str, np.ndarray] | None
+Rows: TypeAlias = np.ndarray | Mapping[str, np.ndarray] | None
 
 
 def num_examples(arrays: Arrays, *, place: str = "a split") -> int:
-    """The common length of the arrays' example dim. Raises `DataError` if there is none."""
-    lengths = {name: np.shape(array)[0] if np.ndim(array) else None for name, array in arrays.items()}
-    if len(set(lengths.values())) != 1 or None in lengths.values():
+    """Returns the common length of the arrays' example dim. Raises `DataError`, which names `place`, without any."""
+    lengths = {name: _length(array) for name, array in arrays.items()}
+    distinct = set(lengths.values())
+    num = distinct.pop() if len(distinct) == 1 else None
+    if num is None:
         raise DataError(
             "the arrays of a split must have the same number of examples, at least one array",
             value=lengths,
             place=place,
             remedy="give every array the same leading dim",
         )
-    return next(iter(lengths.values()))
+    return num
+
+
+def _length(array: ExampleArray) -> int | None:
+    """Returns the number of examples of `array`, or None where it has no dim at all."""
+    shape = np.shape(array)
+    return int(shape[0]) if shape else None
 
 
 def shuffled_indices(num: int, *, seed: int, epoch: int) -> np.ndarray:
-    """int64[num]: the order of the examples in an epoch, a pure function of its arguments.
+    """Returns the order of `num` examples in an epoch, int64[num], a pure function of `seed` and `epoch`.
 
     The order is the same on every machine and with every version of numpy: `SeedSequence` and the legacy
     `RandomState` promise their streams for good (numpy NEP 19), which `Generator` does not. Raises `DataError` for a
@@ -55,7 +82,7 @@ def epoch_batches(
     shuffle: bool = True,
     transform: Transform | None = None,
 ) -> Iterator[Batch]:
-    """The full batches of one epoch.
+    """Yields the full batches of an epoch.
 
     **Arguments:**
 
@@ -80,10 +107,12 @@ def epoch_batches(
 def padded_batches(
     arrays: Arrays, batch_size: int, *, transform: Transform | None = None, rows: Rows = None
 ) -> Iterator[Batch]:
-    """All examples in order, in batches of one size.
+    """Yields all examples in order, in batches of equal size.
 
-    **Arguments:** as of `epoch_batches`, except that B may exceed N; `rows`: as of `stream`, and `"mask"` may be among
-    them.
+    **Arguments:**
+
+    - `arrays`, `batch_size`, `transform`: as of `epoch_batches`, except that B may exceed N.
+    - `rows`: as of `stream`, and `"mask"` may be among them.
 
     **Returns:** an iterator of `ceil(N / B)` batches `{name: [B, ...], "mask": f32[B]}` (b rows of them). The last is
     padded with copies of the split's first example, mask 0: real values, so that no layer meets an input unlike its
@@ -103,8 +132,8 @@ def padded_batches(
 
     parts = by_rows((*arrays, "mask"), rows, batch_size)
 
-    def batch(start):
-        filled = {}
+    def batch(start: int) -> Batch:
+        filled: Batch = {}
         for names, chosen in parts:
             indices = start + chosen
             mask = indices < num
@@ -118,10 +147,12 @@ def padded_batches(
 
 
 def by_rows(names: Iterable[str], rows: Rows, batch_size: int) -> list[tuple[tuple[str, ...], np.ndarray]]:
-    """(names of arrays, the rows of a batch that are read of each of them): arrays with equal rows together.
+    """Groups arrays by the rows that are read of them: [(names of arrays, the rows of a batch, int[b])].
 
-    Raises `DataError` for rows that are not of the batch, and for an array that a mapping of rows leaves out."""
-    found: dict[bytes, tuple[list[str], np.ndarray]] = {}
+    `names` are those of the arrays, `rows` is as of `stream`, `batch_size` B. Raises `DataError` for rows that are not
+    of the batch, and for an array that a mapping of rows leaves out.
+    """
+    groups: dict[bytes, tuple[list[str], np.ndarray]] = {}
     for name in names:
         if isinstance(rows, Mapping) and name not in rows:
             raise DataError(
@@ -146,17 +177,17 @@ def by_rows(names: Iterable[str], rows: Rows, batch_size: int) -> list[tuple[tup
                 place="argument 'rows'",
                 remedy="pass the rows of the batch over all processes that this process holds, or None for all",
             )
-        found.setdefault(chosen.tobytes(), ([], chosen))[0].append(name)
-    return [(tuple(those), chosen) for those, chosen in found.values()]
+        groups.setdefault(chosen.tobytes(), ([], chosen))[0].append(name)
+    return [(tuple(members), chosen) for members, chosen in groups.values()]
 
 
 def take(arrays: Arrays, indices: np.ndarray, transform: Transform | None = None) -> Batch:
-    """The examples `indices` as a batch of its own arrays, transformed."""
+    """Copies the examples `indices`, int[b], of `arrays` into a batch, and applies `transform` to it."""
     batch = {name: array[indices] for name, array in arrays.items()}
     return transform(batch) if transform else batch
 
 
-def check_batch_size(batch_size: Any, num: int | None = None) -> None:
+def check_batch_size(batch_size: object, num: int | None = None) -> None:
     """Raises `DataError` unless `batch_size` is a whole number above 0, and at most `num` if that is given."""
     if not is_whole(batch_size) or batch_size < 1:
         raise DataError(
@@ -174,8 +205,8 @@ def check_batch_size(batch_size: Any, num: int | None = None) -> None:
         )
 
 
-def check_whole(**arguments: Any) -> None:
-    """Raises `DataError` for the first argument that is not a whole number of at least 0."""
+def check_whole(**arguments: object) -> None:
+    """Raises `DataError` for the first of `arguments` that is not a whole number of at least 0."""
     for name, value in arguments.items():
         if not is_whole(value) or value < 0:
             raise DataError(
@@ -186,5 +217,6 @@ def check_whole(**arguments: Any) -> None:
             )
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
+    """Tells whether `value` is a whole number, of Python or numpy, and no bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

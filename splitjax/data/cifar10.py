@@ -1,4 +1,6 @@
-"""CIFAR-10 from the official files, binary or for Python, in a folder or in the archive as downloaded.
+"""Loads CIFAR-10 from the official files, binary or for Python, in a folder or in the archive as downloaded.
+
+A path goes in, a `Dataset` comes out.
 
 Source: Krizhevsky 2009, https://www.cs.toronto.edu/~kriz/cifar.html. "Binary version": a file is a row of records of
 3,073 bytes, one label byte (0 to 9), then 1,024 red, 1,024 green and 1,024 blue pixels, each plane row by row. "Python
@@ -21,17 +23,28 @@ from splitjax.data.images import Standardise
 from splitjax.data.rows import FileRows, Part
 from splitjax.errors import DataError
 
-URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
-FOLDER = "cifar-10-batches-bin"  # what the official archives unpack to
-PYTHON_FOLDER = "cifar-10-batches-py"
-TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
-TEST_FILES = ("test_batch.bin",)
-PYTHON_FILES = tuple(name.removesuffix(".bin") for name in TRAIN_FILES + TEST_FILES)
-RECORD_BYTES = 1 + 3 * 32 * 32
-CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+URL: str = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+FOLDER: str = "cifar-10-batches-bin"  # what the official archives unpack to
+PYTHON_FOLDER: str = "cifar-10-batches-py"
+TRAIN_FILES: tuple[str, ...] = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
+TEST_FILES: tuple[str, ...] = ("test_batch.bin",)
+PYTHON_FILES: tuple[str, ...] = tuple(name.removesuffix(".bin") for name in TRAIN_FILES + TEST_FILES)
+RECORD_BYTES: int = 1 + 3 * 32 * 32
+CLASS_NAMES: tuple[str, ...] = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
 # Of the 50,000 training images, by channel, in pixels scaled to [0, 1].
-MEAN = (0.4914, 0.4822, 0.4465)
-STD = (0.2470, 0.2435, 0.2616)
+MEAN: tuple[float, ...] = (0.4914, 0.4822, 0.4465)
+STD: tuple[float, ...] = (0.2470, 0.2435, 0.2616)
 
 _UNPACK = (
     f"download {URL} (splitjax.data.fetch('cifar10', folder) does), and pass the path of the archive or of its folder"
@@ -40,8 +53,8 @@ _UNPACK = (
 _MAX_UNPACKED_BYTES = 1 << 30  # the official archives unpack to 184 and 186 million bytes
 
 
-def load_cifar10(path: str | os.PathLike, *, verify: bool = True) -> Dataset:
-    """CIFAR-10 in either official format, whichever is there; the binary one where both are.
+def load_cifar10(path: str | os.PathLike[str], *, verify: bool = True) -> Dataset:
+    """Loads CIFAR-10 in either official format, whichever is there; the binary one where both are.
 
     **Arguments:**
 
@@ -54,8 +67,9 @@ def load_cifar10(path: str | os.PathLike, *, verify: bool = True) -> Dataset:
     **Returns:** a `Dataset` of uint8[N, 32, 32, 3] images and int32[N] labels. Images in binary files stay there
     (`FileRows`), and are read batch by batch; those of the Python version and of archives are in memory.
 
-    Raises `DataError` for missing files, naming them all, for changed ones if `verify`, as `open_records`, for a pickle
-    that holds anything but arrays, naming what it asks for, and for an archive that is damaged or not to be trusted.
+    Raises `DataError` for missing files, naming them all, for changed ones if `verify`, what `open_records` raises, for
+    a pickle that holds anything but arrays, naming what it asks for, and for an archive that is damaged or not to be
+    trusted.
     """
     path = pathlib.Path(path)
     if path.is_file():
@@ -77,7 +91,7 @@ def load_cifar10(path: str | os.PathLike, *, verify: bool = True) -> Dataset:
 
 
 def open_records(files: list[pathlib.Path]) -> tuple[FileRows, np.ndarray]:
-    """The images uint8[N, 32, 32, 3], which stay in the files, and labels int32[N] of binary files.
+    """Opens binary `files`: images uint8[N, 32, 32, 3], which stay in the files, and labels int32[N].
 
     The files are read through once, for their labels, which are checked. Raises `DataError` for a file that is missing,
     empty, or not a whole number of records (naming the byte at which the incomplete one starts), and for a label above
@@ -110,17 +124,17 @@ def _read_pickles(files: list[pathlib.Path]) -> tuple[np.ndarray, np.ndarray]:
 
 def _from_archive(archive: pathlib.Path) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     wanted = {f"{folder}/{name}": name for folder, names in _FORMATS for name in names}
-    found = {}
+    decoded: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for member, data in read_members(archive, wanted, max_bytes=_MAX_UNPACKED_BYTES):
         decode = _decode_records if member.endswith(".bin") else _decode_pickle
-        found[wanted[member]] = decode(data, f"{archive}, member {member}")
+        decoded[wanted[member]] = decode(data, f"{archive}, member {member}")
     for _, names in _FORMATS:
-        if found.keys() >= set(names):
-            return _joined([found[name] for name in names[:-1]]), found[names[-1]]
+        if decoded.keys() >= set(names):
+            return _joined([decoded[name] for name in names[:-1]]), decoded[names[-1]]
     missing = [
         name
-        for name in (PYTHON_FILES if found.keys() & set(PYTHON_FILES) else TRAIN_FILES + TEST_FILES)
-        if name not in found
+        for name in (PYTHON_FILES if decoded.keys() & set(PYTHON_FILES) else TRAIN_FILES + TEST_FILES)
+        if name not in decoded
     ]
     raise _missing(missing, str(archive))
 
@@ -141,7 +155,7 @@ def _joined(files: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.
 
 
 def _as_images(planes: np.ndarray) -> np.ndarray:
-    """uint8[n, 3072] -> uint8[n, 32, 32, 3]: planes of rows to rows of pixels."""
+    """Turns planes of rows into rows of pixels: uint8[n, 3072] -> uint8[n, 32, 32, 3]."""
     images = np.empty((len(planes), 1024, 3), np.uint8)
     for channel in range(3):  # twice as fast as one transposed copy, whose inner loop has 3 values
         images[..., channel] = planes[:, 1024 * channel : 1024 * (channel + 1)]
@@ -149,6 +163,7 @@ def _as_images(planes: np.ndarray) -> np.ndarray:
 
 
 def _num_records(size: int, place: str) -> int:
+    """Returns the number of records in `size` bytes, or raises `DataError` where the last is incomplete."""
     num_records, rest = divmod(size, RECORD_BYTES)
     if rest or not num_records:
         offset = num_records * RECORD_BYTES
@@ -163,6 +178,7 @@ def _num_records(size: int, place: str) -> int:
 
 
 def _checked_labels(labels: np.ndarray, place: str, record_bytes: int | None) -> np.ndarray:
+    """Returns the labels as int32[N], or raises `DataError` for the first that is no class."""
     wrong = np.flatnonzero((labels < 0) | (labels >= len(CLASS_NAMES)))
     if wrong.size:
         record = int(wrong[0])
@@ -177,11 +193,11 @@ def _checked_labels(labels: np.ndarray, place: str, record_bytes: int | None) ->
     return labels.astype(np.int32)
 
 
-_FORMATS = ((FOLDER, TRAIN_FILES + TEST_FILES), (PYTHON_FOLDER, PYTHON_FILES))
+_FORMATS: tuple[tuple[str, tuple[str, ...]], ...] = ((FOLDER, TRAIN_FILES + TEST_FILES), (PYTHON_FOLDER, PYTHON_FILES))
 
 
 def _find_files(path: pathlib.Path) -> tuple[pathlib.Path, tuple[str, ...]]:
-    """The folder that holds one of the formats, and the names of its files, the test file last."""
+    """Returns the folder that holds one of the formats, and the names of its files, the test file last."""
     if not path.is_dir():
         raise DataError("no such folder or archive of CIFAR-10 files", value=str(path), place=str(path), remedy=_UNPACK)
     places = [(folder, names) for inner, names in _FORMATS for folder in (path / inner, path)]

@@ -1,5 +1,6 @@
-"""Criteo's display advertising data: whether somebody clicked on an advertisement, with 13 numbers and 26 categories of
-each showing.
+"""Loads Criteo's display advertising data: who clicked on an advertisement, with 13 numbers and 26 categories.
+
+A file of lines, or of arrays that were made of them, goes in; a `Dataset` comes out, the usual one for click models.
 
 Source: Criteo Labs, Display Advertising Challenge (Kaggle 2014) and Terabyte Click Logs, readme: a line is a label, 13
 integers and 26 categories hashed to 32 bits (8 hexadecimal digits), separated by tabs; what is missing is empty; lines
@@ -20,23 +21,30 @@ from splitjax.data.batches import Batch, is_whole
 from splitjax.data.dataset import Dataset
 from splitjax.errors import DataError
 
-CLASSES = ("no click", "click")
-SUFFIXES = (".npz", *TEXT_SUFFIXES)
-ARRAYS = {"ids": ("iu", NUM_FIELDS), "values": ("fiu", NUM_VALUES), "clicked": ("iub", None)}  # kinds of dtype, width
-TEST_SHARE = 10  # the last of so many parts of the rows
+CLASSES: tuple[str, ...] = ("no click", "click")
+SUFFIXES: tuple[str, ...] = (".npz", *TEXT_SUFFIXES)
+# Kinds of dtype, and width, of the arrays of a `.npz`.
+ARRAYS: dict[str, tuple[str, int | None]] = {
+    "ids": ("iu", NUM_FIELDS),
+    "values": ("fiu", NUM_VALUES),
+    "clicked": ("iub", None),
+}
+TEST_SHARE: int = 10  # the last of so many parts of the rows
 _REMEDY = "copy or download the file again; a small part of it serves, cut between two lines"
 
 
 def log_values(batch: Batch) -> Batch:
-    """log(x + 1) of the numbers, those below 0 taken as 0, as DLRM's and DeepFM's authors have it: their counts reach
-    millions."""
+    """Takes log(x + 1) of the values float32[B, 13] of `batch`, those below 0 taken as 0; leaves a batch without any.
+
+    As the authors of DLRM and DeepFM have it: the counts reach millions.
+    """
     return (
         {**batch, "values": np.log1p(np.maximum(batch["values"], 0, dtype=np.float32))} if "values" in batch else batch
     )
 
 
-def load_criteo(path: str | os.PathLike, *, rows: int = 32_768) -> Dataset:
-    """Criteo's lines as text, or rows that have been made of them, as `.npz`.
+def load_criteo(path: str | os.PathLike[str], *, rows: int = 32_768) -> Dataset:
+    """Loads Criteo's lines from text, or rows that have been made of them, from `.npz`.
 
     **Arguments:**
 
@@ -80,6 +88,7 @@ def load_criteo(path: str | os.PathLike, *, rows: int = 32_768) -> Dataset:
 
 
 def _find(path: pathlib.Path) -> pathlib.Path:
+    """Returns the file to read: `path`, or the file of training rows of the folder `path`."""
     if not path.is_dir():
         return path
     files = sorted(
@@ -110,6 +119,7 @@ def _starts_with(file: pathlib.Path, magic: bytes) -> bool:
 
 
 def _read_archive(file: pathlib.Path) -> Batch:
+    """Reads and checks the arrays of a `.npz`: the ids, values and label of `load_criteo`."""
     try:
         with open(file, "rb") as opened, np.load(opened, allow_pickle=False) as archive:
             missing = [name for name in ARRAYS if name not in archive.files]
@@ -149,13 +159,15 @@ def _read_archive(file: pathlib.Path) -> Batch:
 
 
 def _check_rows(wrong: np.ndarray, array: np.ndarray, place: str, what: str) -> None:
-    found = np.argwhere(wrong)
-    if len(found):
-        where = tuple(int(index) for index in found[0])
-        column = f", column {where[1]}" if len(where) > 1 else ""
+    """Raises `DataError` for the first entry of `array` that is `wrong`, bool of its shape, and says how many are."""
+    places = np.argwhere(wrong)
+    if len(places):
+        where = tuple(int(index) for index in places[0])
+        row, columns = where[0], where[1:]
+        column = f", column {columns[0]}" if columns else ""
         raise DataError(
-            f"{what}: {len(found)} of {array.size} are not so",
+            f"{what}: {len(places)} of {array.size} are not so",
             value=array[where].item(),
-            place=f"{place}, row {where[0]}{column} (counted from 0)",
+            place=f"{place}, row {row}{column} (counted from 0)",
             remedy=_REMEDY,
         )

@@ -1,4 +1,6 @@
-"""Official archives, downloaded once: checked before anything reads them, unpacked without trust, put in place whole.
+"""Downloads official archives once: checked before anything reads them, unpacked without trust, put in place whole.
+
+The name of a data set and a folder go in; the folder with its files comes out, which a loader then reads.
 
 Sources: https://www.cs.toronto.edu/~kriz/cifar.html (CIFAR-10, with its MD5 sums); http://yann.lecun.com/exdb/mnist/
 (MNIST), from the mirror that PyTorch's torchvision keeps. The SHA-256 sums are those that Keras and TensorFlow Datasets
@@ -21,18 +23,19 @@ import urllib.parse
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 from splitjax.data import cifar10, idx
 from splitjax.data._archive import CHUNK_BYTES, SUMS, check_sums, read_members, read_sums, write_sums
 from splitjax.errors import DataError
 
 # (name of the file, bytes so far, bytes in all)
-Progress = Callable[[str, int, int], None]
+Progress: TypeAlias = Callable[[str, int, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Download:
-    """One official file and what it holds.
+    """Describes an official file and what it holds.
 
     **Attributes:**
 
@@ -51,18 +54,20 @@ class Download:
 
     @property
     def file_name(self) -> str:
+        """The last part of the address."""
         return pathlib.PurePosixPath(urllib.parse.urlsplit(self.url).path).name
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A data set: the folder that its files go to, and where they come from."""
+    """Describes a data set: the name of the `folder` that its files go to, and the `downloads` they come from."""
 
     folder: str
     downloads: tuple[Download, ...]
 
     @property
     def files(self) -> dict[str, int]:
+        """{name of a file to keep: its size in bytes} over all downloads."""
         return {name: size for download in self.downloads for name, size in download.files.items()}
 
 
@@ -73,7 +78,7 @@ def _mnist(name: str, packed_bytes: int, sha256: str, unpacked_bytes: int) -> Do
 
 
 _CIFAR10_PYTHON_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
-SOURCES = {
+SOURCES: dict[str, Source] = {
     "cifar10": Source(
         cifar10.FOLDER,
         (
@@ -131,9 +136,9 @@ SOURCES = {
 
 
 def fetch(
-    name: str, folder: str | os.PathLike, *, progress: Progress | None = None, timeout_seconds: float = 30.0
+    name: str, folder: str | os.PathLike[str], *, progress: Progress | None = None, timeout_seconds: float = 30.0
 ) -> pathlib.Path:
-    """Download a data set's official files, unless they are there.
+    """Downloads a data set's official files, unless they are there.
 
     **Arguments:**
 
@@ -165,7 +170,10 @@ def fetch(
 def fetch_source(
     source: Source, folder: pathlib.Path, *, progress: Progress | None = None, timeout_seconds: float = 30.0
 ) -> pathlib.Path:
-    """As `fetch`, from a source of one's own."""
+    """Downloads the files of any `source`, unless they are there, and returns their folder.
+
+    `folder`, `progress`, `timeout_seconds` and what is raised are those of `fetch`, which calls it with a known source.
+    """
     target = folder / source.folder
     if not _is_there(source, target):
         try:
@@ -246,8 +254,8 @@ def _download(download: Download, file: pathlib.Path, progress: Progress | None,
         )
 
 
-def _chunks(download: Download, timeout_seconds: float):
-    """The bytes of a download as they come."""
+def _chunks(download: Download, timeout_seconds: float) -> Iterator[bytes]:
+    """Yields the bytes of a download as they come."""
     try:
         # ValueError: what urllib says of an address that is none
         with urllib.request.urlopen(download.url, timeout=timeout_seconds) as response:
@@ -305,7 +313,7 @@ def _not_expected(download: Download, reason: str) -> DataError:
 
 
 def _put_in_place(unpacked: pathlib.Path, target: pathlib.Path) -> None:
-    """Move the new files to their folder. What is there stays: a file of the user's own, or what another process was
+    """Moves the new files to their folder. What is there stays: a file of the user's own, or what another process was
     quicker with."""
     if not target.exists():
         write_sums(unpacked, [file.name for file in unpacked.iterdir()])

@@ -1,4 +1,6 @@
-"""Images and labels in IDX files, the format of MNIST and of the many sets made like it.
+"""Loads images and labels in IDX files, the format of MNIST and of the many sets made like it.
+
+A folder goes in, a `Dataset` comes out.
 
 Source: LeCun, Cortes and Burges, "The MNIST database of handwritten digits", http://yann.lecun.com/exdb/mnist/, "File
 formats": two bytes 0, a byte for the type of the values, a byte for the number of dims, each dim as four bytes, then
@@ -8,43 +10,45 @@ the values; all of it big-endian.
 from __future__ import annotations
 
 import gzip
+import io
 import math
 import os
 import pathlib
 import struct
 import zlib
-from typing import IO
+from typing import TypeAlias
 
 import numpy as np
 
-from splitjax.data._archive import check_sums
+from splitjax.data._archive import Readable, check_sums
 from splitjax.data.augment import Augmentation
 from splitjax.data.dataset import Dataset
 from splitjax.data.images import Standardise, fit_images
 from splitjax.data.rows import FileRows, Part
 from splitjax.errors import DataError
 
-TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+TYPES: dict[int, str] = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 # The official names; others have a text before these, such as emnist-letters-, or a dot in place of the last dash.
-SPLITS = {"train": "train", "test": "t10k"}
-FOLDER = "mnist"  # where `fetch` puts the official files
+SPLITS: dict[str, str] = {"train": "train", "test": "t10k"}
+FOLDER: str = "mnist"  # where `fetch` puts the official files
 _SAMPLE = 10_000  # images that mean and std are taken of
 _UNPACK = (
     "give a folder with train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and"
     " t10k-labels-idx1-ubyte, or the same with .gz (splitjax.data.fetch('mnist', folder) downloads MNIST)"
 )
 _DAMAGED = "copy or download the file again"
+_File: TypeAlias = gzip.GzipFile | io.BufferedReader
 
 
 def load_idx(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     *,
     image_size: int | None = None,
     channels: int | None = None,
     num_classes: int = 10,
     verify: bool = True,
 ) -> Dataset:
-    """Images and labels from a folder of IDX files, named as those of MNIST.
+    """Loads images and labels from a folder of IDX files, named as those of MNIST.
 
     **Arguments:**
 
@@ -62,7 +66,8 @@ def load_idx(
 
     Raises `DataError` for missing files, naming them all; for changed ones if `verify`; for a wrong magic number, type
     or number of dims; for a file that is shorter or longer than its dims say (naming the byte where it ends); for
-    numbers of images and labels that differ; for a label that is no class (naming its place); and as `fit_images`.
+    numbers of images and labels that differ; for a label that is no class (naming its place); and what `fit_images`
+    raises.
     """
     folder = pathlib.Path(path)
     if (folder / FOLDER).is_dir():
@@ -70,7 +75,7 @@ def load_idx(
     files = _find_files(folder)
     if verify:
         check_sums(folder, [file.name for file in files.values()])
-    splits = {}
+    splits: dict[str, dict[str, np.ndarray | FileRows]] = {}
     for split in SPLITS:
         images_file, labels_file = files[split, "images"], files[split, "labels"]
         images, labels = _open_images(images_file, image_size, channels), _read_labels(labels_file, num_classes)
@@ -94,9 +99,10 @@ def load_idx(
     )
 
 
-def read_idx(file: str | os.PathLike) -> np.ndarray:
-    """The array of an IDX file of any type and number of dims, in this machine's byte order; `.gz` is unpacked on the
-    way.
+def read_idx(file: str | os.PathLike[str]) -> np.ndarray:
+    """Reads the array of an IDX `file` of any type and number of dims, in this machine's byte order.
+
+    `.gz` is unpacked on the way.
 
     Raises `DataError` for a wrong magic number, and for a file that is shorter or longer than its dims say, naming the
     byte at which it ends.
@@ -127,7 +133,7 @@ def _open_images(file: pathlib.Path, image_size: int | None, channels: int | Non
     num, height, width = shape
     _check_size(file.stat().st_size - header_bytes, math.prod(shape), header_bytes, shape, file)
 
-    def decode(rows):
+    def decode(rows: np.ndarray) -> np.ndarray:
         return fit_images(rows.reshape(-1, height, width, 1), image_size, channels)
 
     row_shape = decode(np.zeros((1, height * width), np.uint8)).shape[1:]
@@ -166,14 +172,15 @@ def _check_images(dtype: np.dtype, shape: tuple[int, ...], file: pathlib.Path) -
 
 
 class _Opened:
-    """An IDX file open for reading, unpacked if it is a .gz, with errors that name it."""
+    """Opens an IDX file for reading, unpacked if it is a .gz, and turns errors into `DataError`s that name it."""
 
     def __init__(self, file: pathlib.Path):
         self._file = file
 
-    def __enter__(self) -> IO[bytes]:
+    def __enter__(self) -> _File:
         try:
-            self._contents = gzip.open(self._file) if self._file.suffix == ".gz" else open(self._file, "rb")
+            packed = self._file.suffix == ".gz"
+            self._contents: _File = gzip.open(self._file) if packed else open(self._file, "rb")
         except OSError as error:
             raise self._unreadable(error) from error
         return self._contents
@@ -196,8 +203,8 @@ class _Opened:
         )
 
 
-def _read_header(contents: IO[bytes], file: pathlib.Path) -> tuple[np.dtype, tuple[int, ...], int]:
-    """Type, dims, and the header's length in bytes."""
+def _read_header(contents: Readable, file: pathlib.Path) -> tuple[np.dtype, tuple[int, ...], int]:
+    """Reads type, dims, and the header's length in bytes."""
     magic = contents.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in TYPES or not magic[3]:
         raise DataError(
@@ -218,19 +225,23 @@ def _read_header(contents: IO[bytes], file: pathlib.Path) -> tuple[np.dtype, tup
     return np.dtype(TYPES[magic[2]]), struct.unpack(f">{num_dims}I", dims), 4 + len(dims)
 
 
-def _check_size(found: int, expected: int, header_bytes: int, shape: tuple[int, ...], file: pathlib.Path) -> None:
-    if found != expected:
-        ends = f"truncated: it ends at byte {header_bytes + found}" if found < expected else "too long: it goes on"
+def _check_size(
+    num_bytes: int, expected_bytes: int, header_bytes: int, shape: tuple[int, ...], file: pathlib.Path
+) -> None:
+    """Raises `DataError` unless as many bytes follow the header as its dims say."""
+    if num_bytes != expected_bytes:
+        is_short = num_bytes < expected_bytes
+        ends = f"truncated: it ends at byte {header_bytes + num_bytes}" if is_short else "too long: it goes on"
         raise DataError(
-            f"the IDX file is {ends}, where its dims {shape} end at byte {header_bytes + expected}",
-            value=header_bytes + found if found < expected else None,
-            place=f"{file}, byte offset {header_bytes + min(found, expected)}",
+            f"the IDX file is {ends}, where its dims {shape} end at byte {header_bytes + expected_bytes}",
+            value=header_bytes + num_bytes if is_short else None,
+            place=f"{file}, byte offset {header_bytes + min(num_bytes, expected_bytes)}",
             remedy=_DAMAGED,
         )
 
 
 def _moments(images: np.ndarray) -> tuple[float, float]:
-    """Mean and standard deviation of the pixels, scaled to [0, 1]; from counts, so that they are the same
+    """Computes mean and standard deviation of the pixels, scaled to [0, 1]; from counts, so that they are the same
     everywhere."""
     counts = [int(count) for count in np.bincount(images.ravel(), minlength=256)]
     total = sum(counts)
@@ -240,9 +251,11 @@ def _moments(images: np.ndarray) -> tuple[float, float]:
 
 
 def _find_files(folder: pathlib.Path) -> dict[tuple[str, str], pathlib.Path]:
+    """Returns the file of each (split, `"images"` or `"labels"`), or raises `DataError` that names the missing ones."""
     if not folder.is_dir():
         raise DataError("no such folder of IDX files", value=str(folder), place=str(folder), remedy=_UNPACK)
-    found, missing = {}, []
+    files_by_role: dict[tuple[str, str], pathlib.Path] = {}
+    missing: list[str] = []
     for split, prefix in SPLITS.items():
         for kind, num_dims in (("images", 3), ("labels", 1)):
             name = f"*{prefix}-{kind}[-.]idx{num_dims}-ubyte"
@@ -256,11 +269,11 @@ def _find_files(folder: pathlib.Path) -> dict[tuple[str, str], pathlib.Path]:
                     remedy="leave one of them in the folder",
                 )
             if files:
-                found[split, kind] = files[0]
+                files_by_role[split, kind] = files[0]
             else:
                 missing.append(f"{prefix}-{kind}-idx{num_dims}-ubyte")
     if missing:
         raise DataError(
             f"IDX files are missing: {', '.join(missing)}", value=missing, place=str(folder), remedy=_UNPACK
         )
-    return found
+    return files_by_role

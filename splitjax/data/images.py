@@ -1,4 +1,7 @@
-"""Images as models read them: standardised, and of the size and channels that a model has."""
+"""Turns stored images into what models read: standardised, and of the size and channels that a model has.
+
+uint8 images go in, as files hold them; float32 images, or uint8 images of another size, come out.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from splitjax.errors import DataError
 
 @dataclasses.dataclass(frozen=True)
 class Standardise:
-    """The transform of image batches: uint8 images become float32, `(image / 255 - mean) / std` in each channel.
+    """Transforms image batches: uint8 images become float32, `(image / 255 - mean) / std` in each channel.
 
     **Attributes:**
 
@@ -30,7 +33,7 @@ class Standardise:
 
 
 def standardise(images: np.ndarray, mean: tuple[float, ...], std: tuple[float, ...]) -> np.ndarray:
-    """uint8[B, ..., C] -> float32[B, ..., C]: `(images / 255 - mean) / std`, with one mean and one std per channel."""
+    """Computes `(images / 255 - mean) / std`, with a `mean` and a `std` per channel: uint8[B, ..., C] -> float32."""
     scale = np.asarray([1 / (255 * s) for s in std], np.float32)
     shift = np.asarray([m / s for m, s in zip(mean, std, strict=True)], np.float32)
     # One image a row, and the constants repeated to its length: numpy's inner loop is as long as the last dim, which
@@ -44,10 +47,11 @@ def standardise(images: np.ndarray, mean: tuple[float, ...], std: tuple[float, .
 
 
 def fit_images(images: np.ndarray, image_size: int | None, channels: int | None) -> np.ndarray:
-    """uint8[B, H, W, C] -> uint8[B, image_size, image_size, channels].
+    """Enlarges images and repeats their channel: uint8[B, H, W, C] -> uint8[B, image_size, image_size, channels].
 
     **Arguments:**
 
+    - `images`: uint8[B, H, W, C].
     - `image_size`: at least H and W. Each pixel becomes a square of pixels, as large as fits, and what then lacks is
       padded with 0 on all sides: 8 pixels fill 32 without padding, 28 pixels get 2 on each side. None: as they are.
     - `channels`: C, or any number for images of one channel, which is repeated. None: as they are.

@@ -1,4 +1,6 @@
-"""Words drawn for a sampled softmax: some for each example of a training batch, as a further array of it.
+"""Draws words for a sampled softmax: some for each example of a training batch, as a further array of it.
+
+The keys of a batch's examples go in, word numbers come out.
 
 Which words an example gets depends on seed, epoch and the example's number alone (`splitjax.data.augment`): they are
 the same on any number of processes and after a resume, a worker draws those of its own examples only, and a position in
@@ -19,33 +21,37 @@ from splitjax.errors import DataError
 
 
 class Sampler(Protocol):
-    """A distribution over the words of a vocabulary."""
+    """Draws from a distribution over the words of a vocabulary."""
 
     def words(self, uniform: np.ndarray) -> np.ndarray:
-        """f64[...] in [0, 1) -> i32[...], the words at these quantiles."""
+        """Returns the words, i32[...], at the quantiles `uniform`, f64[...] in [0, 1)."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class LogUniform:
-    """Word k with probability log((k + 2) / (k + 1)) / log(vocab_size + 1): near Zipf's law for words by falling
-    frequency, as those of a `Vocabulary`. (TensorFlow's `log_uniform_candidate_sampler`.) Raises `DataError` for a size
-    below 1."""
+    """Draws word k of `vocab_size` with probability log((k + 2) / (k + 1)) / log(vocab_size + 1).
+
+    Near Zipf's law for words by falling frequency, as those of a `Vocabulary`. (TensorFlow's
+    `log_uniform_candidate_sampler`.) Raises `DataError` for a size below 1.
+    """
 
     vocab_size: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_whole(vocab_size=self.vocab_size)
         if not self.vocab_size:
             raise DataError("there is no word to draw", value=0, place="LogUniform", remedy="give the number of words")
 
     def words(self, uniform: np.ndarray) -> np.ndarray:
-        found = np.expm1(uniform * np.log1p(self.vocab_size)).astype(np.int32)
-        return np.minimum(found, self.vocab_size - 1)  # where rounding up lands on the end
+        """Returns the words, i32[...], at the quantiles `uniform`, f64[...] in [0, 1)."""
+        words = np.expm1(uniform * np.log1p(self.vocab_size)).astype(np.int32)
+        return np.minimum(words, self.vocab_size - 1)  # where rounding up lands on the end
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByCounts:
-    """Words by how often each is in the text, whatever their order.
+    """Draws words by how often each is in the text, whatever their order.
 
     **Arguments:**
 
@@ -59,10 +65,10 @@ class ByCounts:
     counts: np.ndarray
     power: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         counts = np.asarray(self.counts, np.float64)
         if counts.ndim != 1 or not counts.size or not np.all(np.isfinite(counts) & (counts > 0)):
-            wrong = np.flatnonzero(~(counts > 0)) if counts.ndim == 1 else ()
+            wrong = np.flatnonzero(~(counts > 0)) if counts.ndim == 1 else np.zeros(0, np.int64)
             raise DataError(
                 "counts are one number above 0 for each word",
                 value=counts.shape if not len(wrong) else float(counts[wrong[0]]),
@@ -73,13 +79,14 @@ class ByCounts:
 
     @functools.cached_property
     def probabilities(self) -> np.ndarray:
-        """f64[vocab_size]: of each word in one draw."""
+        """Probabilities of the words in a single draw, f64[vocab_size]."""
         weights = self.counts**self.power
         return weights / weights.sum()
 
     def words(self, uniform: np.ndarray) -> np.ndarray:
-        found = np.searchsorted(self._below, uniform, side="right")
-        return np.minimum(found, len(self._below) - 1).astype(np.int32)
+        """Returns the words, i32[...], at the quantiles `uniform`, f64[...] in [0, 1)."""
+        words = np.searchsorted(self._below, uniform, side="right")
+        return np.minimum(words, len(self._below) - 1).astype(np.int32)
 
     @functools.cached_property
     def _below(self) -> np.ndarray:
@@ -88,8 +95,10 @@ class ByCounts:
 
 @dataclasses.dataclass(frozen=True)
 class Negatives:
-    """`num` words for each example; called with the examples' keys: uint64[b] -> i32[b, num]. One of a `Dataset`'s
-    `draws`."""
+    """Draws `num` words of `sampler` for each example; called with the examples' keys: uint64[b] -> i32[b, num].
+
+    It is made to be among the `draws` of a `Dataset`.
+    """
 
     sampler: Sampler
     num: int

@@ -1,4 +1,7 @@
-"""Batches made ready in the background, while the devices compute: read, changed and placed by one thread."""
+"""Makes batches ready in the background, while the devices compute: a thread reads, changes and places them.
+
+An iterator of batches on the host goes in; an iterator of batches on the devices comes out, some steps ahead.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,19 @@ from splitjax.data.batches import is_whole
 from splitjax.data.streams import Position
 from splitjax.errors import DataError
 
-CLOSE_SECONDS = 10.0
+CLOSE_SECONDS: float = 10.0
 
 
-class Prefetch(Iterator):
-    """The iterator that `prefetch` returns; also a context manager that closes it.
+class Prefetch(Iterator[Any]):
+    """Iterates over what `prefetch` makes ready; also a context manager that closes it.
 
     **Attributes:**
 
     - `wait_seconds`: how long its consumer has waited for batches so far, the first one included.
     """
 
-    def __init__(self, source: Iterator[Any], place: Callable[[Any], Any], depth: int):
-        self.wait_seconds = 0.0
+    def __init__(self, source: Iterator[Any], place: Callable[[Any], Any], depth: int) -> None:
+        self.wait_seconds: float = 0.0
         self._shared = _Shared(depth)
         # The thread holds what it shares with this object, not the object: dropped without close, it still ends the
         # thread.
@@ -66,7 +69,7 @@ class Prefetch(Iterator):
 
 
 def prefetch(iterator: Iterator[Any], place: Callable[[Any], Any], depth: int = 2) -> Prefetch:
-    """The items of `iterator`, placed by `place` in a background thread, up to `depth` of them ahead.
+    """Yields the items of `iterator`, placed by `place` in a background thread, up to `depth` of them ahead.
 
         with prefetch(stream(arrays, 256, seed=0), place) as batches:
             for position, batch in batches:
@@ -97,7 +100,7 @@ def prefetch(iterator: Iterator[Any], place: Callable[[Any], Any], depth: int = 
 
 
 class _Shared:
-    """What the two threads share: a bounded queue, and how it ended."""
+    """Holds what the two threads share: a bounded queue, and how it ended."""
 
     def __init__(self, depth: int):
         self._depth = depth
@@ -112,7 +115,7 @@ class _Shared:
             self._changed.notify_all()
 
     def wait_for_room(self) -> bool:
-        """False when there is nothing more to do."""
+        """Waits, and returns False when there is nothing more to do."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or len(self._ready) < self._depth)
             return not self._stopped

@@ -1,4 +1,6 @@
-"""Arrays whose rows stay in their files: a process reads the examples of its batches, and nothing else.
+"""Gives arrays whose rows stay in their files: a process reads the examples of its batches, and nothing else.
+
+Files of rows of equal length go in; an array-like comes out that reads the rows that are asked for.
 
 Not `numpy.memmap`: where a mapped file gets shorter, or its disk fails, the process dies of a signal. A read that comes
 back short is an error that names the file.
@@ -21,7 +23,7 @@ from splitjax.errors import DataError
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Rows of equal length in one file: `num_rows` of them, one after the other from byte `offset_bytes` on."""
+    """Describes rows of equal length in `file`: `num_rows` of them, back to back from byte `offset_bytes` on."""
 
     file: pathlib.Path
     offset_bytes: int
@@ -29,7 +31,7 @@ class Part:
 
 
 class FileRows:
-    """The rows of one or more files as one read-only array [N, ...]; the files stay open as long as it lives.
+    """Presents the rows of files as a single read-only array [N, ...]; the files stay open as long as it lives.
 
     It has `shape`, `dtype`, `ndim` and `len`, and gives rows as a numpy array of their own: `rows[5]`, `rows[2:7]`,
     `rows[indices]`. `np.asarray(rows)` reads them all. Threads may share it.
@@ -44,7 +46,7 @@ class FileRows:
     Raises `DataError` for a file that cannot be opened, and for a row that cannot be read any more.
     """
 
-    dtype = np.dtype(np.uint8)
+    dtype: np.dtype[np.uint8] = np.dtype(np.uint8)
 
     def __init__(
         self,
@@ -53,10 +55,10 @@ class FileRows:
         row_bytes: int,
         row_shape: tuple[int, ...],
         decode: Callable[[np.ndarray], np.ndarray],
-    ):
+    ) -> None:
         self._parts, self._row_bytes, self._decode = tuple(parts), row_bytes, decode
         self._ends = np.cumsum([part.num_rows for part in self._parts])
-        self.shape = (int(self._ends[-1]), *row_shape)
+        self.shape: tuple[int, ...] = (int(self._ends[-1]), *row_shape)
         self._descriptors: list[int] = []
         weakref.finalize(self, _close, self._descriptors)
         for part in self._parts:
@@ -67,10 +69,12 @@ class FileRows:
 
     @property
     def ndim(self) -> int:
+        """The number of dims, the rows' included."""
         return len(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """The size of all rows, decoded, in bytes."""
         return math.prod(self.shape)
 
     def __len__(self) -> int:
@@ -96,6 +100,7 @@ class FileRows:
         return rows if dtype is None else rows.astype(dtype, copy=False)
 
     def _read(self, indices: np.ndarray) -> np.ndarray:
+        """Reads rows as they are in the files: int[n] -> uint8[n, row_bytes]."""
         parts = np.searchsorted(self._ends, indices, side="right")
         starts = np.array([part.offset_bytes for part in self._parts]) - self._row_bytes * np.r_[0, self._ends[:-1]]
         offsets = starts[parts] + self._row_bytes * indices

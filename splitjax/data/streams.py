@@ -1,11 +1,13 @@
-"""A stream of training batches over epochs, with a position that a checkpoint can hold: resumed, it goes on exactly
-there."""
+"""Streams training batches over epochs, with a position that a checkpoint can hold: resumed, it goes on exactly there.
+
+Arrays and a seed go in; pairs of a position and a batch come out, in an order that depends on nothing else.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -25,12 +27,12 @@ from splitjax.data.batches import (
 from splitjax.errors import DataError
 
 # The keys of examples, uint64[b] -> an array [b, ...] drawn for them
-Draws = Mapping[str, Callable[[np.ndarray], np.ndarray]]
+Draws: TypeAlias = Mapping[str, Callable[[np.ndarray], np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Position:
-    """A place between two batches of a stream; positions compare by what comes first.
+    """Marks a place between two batches of a stream; positions compare by what comes first.
 
     **Attributes:**
 
@@ -43,7 +45,7 @@ class Position:
     epoch: int = 0
     batch: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_whole(epoch=self.epoch, batch=self.batch)
 
     def to_json(self) -> dict[str, int]:
@@ -52,7 +54,7 @@ class Position:
 
     @classmethod
     def from_json(cls, value: Any) -> Position:
-        """The position that `to_json` wrote. Raises `DataError` for anything else."""
+        """Returns the position that `to_json` wrote as `value`. Raises `DataError` for anything else."""
         if not isinstance(value, dict) or value.keys() != {"epoch", "batch"}:
             raise DataError(
                 "not a position in a data stream",
@@ -63,7 +65,7 @@ class Position:
         return cls(**value)
 
 
-START = Position()
+START: Position = Position()
 
 
 def stream(
@@ -79,7 +81,7 @@ def stream(
     augment: Augment | None = None,
     draws: Draws | None = None,
 ) -> Iterator[tuple[Position, Batch]]:
-    """The full batches of epoch after epoch, each with the position behind it.
+    """Yields the full batches of epoch after epoch, each with the position behind it.
 
     Save the position with the state that the batch led to: `start` at that position goes on with the next batch, and
     none is repeated or skipped. Batch k of an epoch holds the same examples, changed alike, whatever the number of
@@ -119,7 +121,7 @@ def stream(
     draws = draws or {}
     parts = by_rows((*arrays, *draws), rows, batch_size)
 
-    def batches():
+    def batches() -> Iterator[tuple[Position, Batch]]:
         epoch, batch = start.epoch, start.batch
         while num_epochs is None or epoch < num_epochs:
             order = shuffled_indices(num, seed=seed, epoch=epoch) if shuffle else np.arange(num)
@@ -127,12 +129,14 @@ def stream(
                 taken: Batch = {}
                 for names, chosen in parts:
                     indices = order[number * batch_size + chosen]
-                    keys = example_keys(indices, seed=seed, epoch=epoch) if augment or draws else None
                     part = take({name: arrays[name] for name in names if name in arrays}, indices)
-                    if augment:
-                        part = augment(part, keys)
+                    drawn: Batch = {}
+                    if augment or draws:
+                        keys = example_keys(indices, seed=seed, epoch=epoch)
+                        part = augment(part, keys) if augment else part
+                        drawn = {name: draws[name](keys) for name in names if name in draws}
                     taken.update(transform(part) if transform else part)
-                    taken.update({name: draws[name](keys) for name in names if name in draws})
+                    taken.update(drawn)
                 last = number + 1 == num_batches
                 yield (Position(epoch + 1) if last else Position(epoch, number + 1)), taken
             epoch, batch = epoch + 1, 0

@@ -1,4 +1,6 @@
-"""Plain text as windows of word numbers, for models that predict the next one.
+"""Loads plain text as windows of word numbers, for models that predict the next word.
+
+A file or a folder goes in, a `Dataset` of windows and the vocabulary come out.
 
 The words are those of the corpora that come split at spaces, such as WikiText (Merity et al. 2016, arXiv 1609.07843):
 whatever white space separates; the end of each line, empty ones too, is the word `<eos>`.
@@ -17,22 +19,22 @@ from splitjax.data.dataset import Dataset
 from splitjax.data.vocabulary import LEVELS, Level, Vocabulary, split_lines
 from splitjax.errors import DataError
 
-SUFFIXES = (".txt", ".tokens", ".raw")
+SUFFIXES: tuple[str, ...] = (".txt", ".tokens", ".raw")
 # Which file of a folder is which split: the part of its name before the suffix, such as wiki.train.tokens.
-TRAIN = ("train",)
-TEST = ("test", "valid", "validation")  # the first that is there
-TEST_SHARE = 10  # of a single file, one in so many lines
+TRAIN: tuple[str, ...] = ("train",)
+TEST: tuple[str, ...] = ("test", "valid", "validation")  # the first that is there
+TEST_SHARE: int = 10  # of a single file, one in so many lines
 
 
 def load_text(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     *,
     seq_len: int = 128,
     vocab_size: int | None = None,
     level: Level = "word",
     vocabulary: Vocabulary | None = None,
 ) -> Dataset:
-    """Plain text in UTF-8, a file or a folder.
+    """Loads plain text in UTF-8, a file or a folder.
 
     **Arguments:**
 
@@ -82,6 +84,7 @@ def load_text(
 
 
 def _windows(numbers: np.ndarray, seq_len: int, place: str) -> np.ndarray:
+    """Returns windows that overlap in a word, int32[T] -> int32[N, seq_len + 1], which share the memory."""
     if len(numbers) <= seq_len:
         raise DataError(
             f"a text of {len(numbers)} words is too short for one window of {seq_len + 1}",
@@ -118,17 +121,18 @@ def _read_lines(file: pathlib.Path) -> list[str]:
 
 
 def _split_file(folder: pathlib.Path, splits: tuple[str, ...]) -> pathlib.Path:
+    """Returns the file of the first of `splits` that is there."""
     for split in splits:
-        found = sorted(_named(folder, split))
-        if len(found) > 1:
+        files = sorted(_named(folder, split))
+        if len(files) > 1:
             raise DataError(
                 f"several files for the split {split!r}",
-                value=[file.name for file in found],
+                value=[file.name for file in files],
                 place=str(folder),
                 remedy="leave one of them in the folder",
             )
-        if found:
-            return found[0]
+        if files:
+            return files[0]
     raise DataError(
         f"no text for the split {splits[0]!r}",
         value=sorted(file.name for file in folder.iterdir())[:20],

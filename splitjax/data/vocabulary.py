@@ -1,4 +1,7 @@
-"""The words, or characters, of a text by number: made from a text alone, the same each time."""
+"""Numbers the words, or characters, of a text: made from a text alone, the same each time.
+
+Lines go in, a `Vocabulary` comes out, which turns text into numbers and back, and can be saved beside a model.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,21 @@ import json
 import os
 import pathlib
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from splitjax.errors import DataError
 
-Level = Literal["word", "char"]
-LEVELS = ("word", "char")
-UNKNOWN = "<unk>"
-END_OF_LINE = "<eos>"
+Level: TypeAlias = Literal["word", "char"]
+LEVELS: tuple[str, ...] = ("word", "char")
+UNKNOWN: str = "<unk>"
+END_OF_LINE: str = "<eos>"
 
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """Words and their numbers: word `words[i]` has number i.
+    """Holds words and their numbers: word `words[i]` has number i.
 
     **Attributes:**
 
@@ -39,7 +42,7 @@ class Vocabulary:
     words: tuple[str, ...]
     level: Level = "word"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "words", tuple(self.words))
         texts = all(isinstance(word, str) for word in self.words)
         if (
@@ -63,7 +66,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, lines: Iterable[str], *, size: int | None = None, level: Level = "word") -> Vocabulary:
-        """The vocabulary of a text.
+        """Makes the vocabulary of a text.
 
         **Arguments:**
 
@@ -72,7 +75,7 @@ class Vocabulary:
           that appear first. None: all.
         - `level`: `"word"` or `"char"`.
 
-        Raises `DataError` for a size below 2, and as `Vocabulary`.
+        Raises `DataError` for a size below 2, and what `Vocabulary` raises.
         """
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 2):
             raise DataError(
@@ -90,11 +93,11 @@ class Vocabulary:
         return cls((UNKNOWN, *words)[:size], level)
 
     def encode(self, text: str) -> np.ndarray:
-        """int32[T]: the numbers of a text's words; a word that the vocabulary lacks becomes `<unk>`."""
+        """Returns the numbers of the words of `text`, int32[T]; a word that the vocabulary lacks becomes `<unk>`."""
         return self.encode_lines(split_lines(text))
 
     def encode_lines(self, lines: Iterable[str]) -> np.ndarray:
-        """int32[T]: as `encode`, of a text that comes line by line."""
+        """Returns what `encode` does, int32[T], for a text that comes as `lines` with their ends."""
         numbers, unknown = self._numbers, self._numbers[UNKNOWN]
         # numpy takes what it is given as it comes: the words of a large text never stand in memory at once
         return np.fromiter(
@@ -102,7 +105,7 @@ class Vocabulary:
         )
 
     def decode(self, numbers: Iterable[int]) -> str:
-        """The text of these numbers: words joined by spaces, `<eos>` as a line's end; characters as they are.
+        """Returns the text of `numbers`: words joined by spaces, `<eos>` as a line's end; characters as they are.
 
         Raises `DataError` for a number that the vocabulary does not have.
         """
@@ -124,8 +127,10 @@ class Vocabulary:
 
     @classmethod
     def from_json(cls, value: Any, *, place: str = "Vocabulary.from_json") -> Vocabulary:
-        """The vocabulary that `to_json` wrote. Raises `DataError` for anything else, or words that do not fit their
-        digest."""
+        """Returns the vocabulary that `to_json` wrote as `value`.
+
+        Raises `DataError`, which names `place`, for anything else, and for words that do not fit their digest.
+        """
         remedy = "make it anew from the training text: load_text gives the same vocabulary each time"
         if (
             not isinstance(value, dict)
@@ -143,8 +148,8 @@ class Vocabulary:
             )
         return vocabulary
 
-    def save(self, file: str | os.PathLike) -> None:
-        """Write it as JSON, in one piece: a file that is there stays whole until the new one replaces it."""
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Writes it as JSON to `file`, in one piece: a file that is there stays whole until the new one replaces it."""
         file = pathlib.Path(file)
         unfinished = file.with_name(f".{file.name}.{os.getpid()}.part")
         try:
@@ -154,8 +159,8 @@ class Vocabulary:
             unfinished.unlink(missing_ok=True)
 
     @classmethod
-    def load(cls, file: str | os.PathLike) -> Vocabulary:
-        """The vocabulary that `save` wrote. Raises `DataError` for a file that is missing, or not such a one."""
+    def load(cls, file: str | os.PathLike[str]) -> Vocabulary:
+        """Reads the vocabulary that `save` wrote to `file`. Raises `DataError` for a missing file, or any other."""
         try:
             value = json.loads(pathlib.Path(file).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -182,13 +187,15 @@ class Vocabulary:
 
 
 def split_line(line: str, level: Level) -> Iterable[str]:
-    """The words, or characters, of a line with its end."""
+    """Splits a `line` with its end into words, or by `level` into characters."""
     if level == "char":
         return line
     return (*line.split(), END_OF_LINE) if line.endswith("\n") else line.split()
 
 
 def split_lines(text: str) -> list[str]:
-    """The lines of a text with their ends, which are "\\n" or "\\r\\n" and become "\\n". (`str.splitlines` knows eight
-    more.)"""
+    """Splits `text` into lines with their ends, which are "\\n" or "\\r\\n" and become "\\n".
+
+    (`str.splitlines` knows eight more.)
+    """
     return list(io.StringIO(text.replace("\r\n", "\n")))

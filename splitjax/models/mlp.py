@@ -57,7 +57,7 @@ class MLPConfig(SharedOptions):
 
 
 class LinenMLP(nn.Module):
-    """Classifies arrays, f32[B, *input_shape] -> [B, num_classes] logits in `config.dtype`; `train`: while it learns."""
+    """Classifies arrays: f32[B, *input_shape] -> [B, num_classes] logits in `config.dtype`; `train`: as it learns."""
 
     config: MLPConfig
 
@@ -73,7 +73,7 @@ class LinenMLP(nn.Module):
 
 
 class NnxMLP(nnx.Module):
-    """Classifies arrays, f32[B, *input_shape] -> [B, num_classes] logits in `config.dtype`; `train`: while it learns."""
+    """Classifies arrays: f32[B, *input_shape] -> [B, num_classes] logits in `config.dtype`; `train`: as it learns."""
 
     def __init__(self, config: MLPConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
