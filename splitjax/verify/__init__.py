@@ -1,4 +1,8 @@
-"""A step under its plan against the same step on one device (docs/verify.md)."""
+"""Compares a step under its plan with the same step on one device, number by number (docs/verify.md).
+
+A planned step and the types of its arguments go in; a `Verification` comes out, which says what agrees, and names the
+operation where numbers go wrong. XLA's partitioner and splitjax's own rewrites may both be wrong: this is how to know.
+"""
 
 from splitjax.verify.result import ComparedValue, DimSize, Finding, Verification, VerifiedRun
 from splitjax.verify.verifying import verify_step

@@ -1,4 +1,7 @@
-"""Values of a step under its plan against those on one device."""
+"""Compares the values of a step under its plan with those on one device.
+
+Two arrays go in, a `Difference` comes out, which tells rounding from an error.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,25 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 # Two float64 programs whose sums are ordered otherwise differ by some 1e-16 per operation, relative to the largest
-# value of an array. What an
-# error of the program leaves is larger by many orders of magnitude.
-TOLERANCE = 1e-9
+# value of an array. What an error of the program leaves is larger by many orders of magnitude.
+TOLERANCE: float = 1e-9
 # Of an array that is zero but for rounding: differences below this much of 1 are none.
-FLOOR = 1e-12
+FLOOR: float = 1e-12
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far an array is from the reference.
+    """Measures how far an array is from the reference.
 
     - `absolute`: the largest difference of an entry.
     - `relative`: the same, over the largest magnitude in the reference; where that is zero but for rounding, the
       difference itself.
     - `ratio`: what every entry is multiplied by, where that is one number; else None.
-    - `replicas`: whether devices that should hold the same hold different numbers.
+    - `replicas`: True where devices that should hold the same hold different numbers.
     - `comparable`: False where the reference is not finite.
     """
 
@@ -35,12 +38,12 @@ class Difference:
     comparable: bool = True
 
     def exceeds(self, tolerance: float = TOLERANCE) -> bool:
-        """Whether it is more than rounding."""
+        """Tells whether it is more than rounding: more than `tolerance`, relative to the largest magnitude."""
         return self.comparable and self.absolute > FLOOR and not self.relative <= tolerance
 
 
 def compare(value: Any, reference: Any) -> Difference:
-    """Compares an array, on whatever devices its parts and copies are, with the same array on one device."""
+    """Compares the array `value`, on whatever devices its parts and copies are, with the `reference` of one device."""
     expected = _host(reference)
     if expected.dtype == object or expected.size == 0:
         return Difference(0.0, 0.0)
@@ -48,10 +51,14 @@ def compare(value: Any, reference: Any) -> Difference:
         expected = expected.astype(np.float64)
     finite = bool(np.all(np.isfinite(expected)))
     scale = float(np.max(np.abs(expected))) if finite else float("nan")
-    worst, ratios, parts = 0.0, [], {}
+    worst = 0.0
+    ratios: list[tuple[np.ndarray, np.ndarray]] = []
+    parts: dict[str, np.ndarray] = {}
     replicas = False
     shards = (
-        [(one.data, one.index) for one in value.addressable_shards] if isinstance(value, jax.Array) else [(value, ())]
+        [(shard.data, shard.index) for shard in value.addressable_shards]
+        if isinstance(value, jax.Array)
+        else [(value, ())]
     )
     for data, index in shards:
         part, mine = _host(data), expected[index]
@@ -70,7 +77,8 @@ def compare(value: Any, reference: Any) -> Difference:
 
 
 def _host(array: Any) -> np.ndarray:
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+    """Returns a numpy array of the same numbers, in a dtype that numpy computes with; of random keys, their words."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     array = np.asarray(array)
     return (
@@ -81,7 +89,7 @@ def _host(array: Any) -> np.ndarray:
 
 
 def _ratio(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float | None:
-    """The one number that the reference is multiplied by in all parts; None if there is none, or if it is 1."""
+    """Returns the number that the reference is multiplied by in all parts; None if there is none, or if it is 1."""
     dots, squares = 0.0, 0.0
     for part, mine in pairs:
         dots += float(np.sum(np.real(part * np.conj(mine))))

@@ -1,10 +1,13 @@
-"""Which operation a wrong value begins at: the first in program order, or backward the last, whose value differs from
-one device's."""
+"""Finds the operation that a wrong value begins at: the first in program order, or backward the last, that differs.
+
+Two runs of a step with taps go in, under the plan and on one device; a `Finding` comes out, in words that a user can
+act upon: operation, layer, line and layout.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from splitjax import _compat
 from splitjax.compile.entry import Entry
@@ -16,71 +19,80 @@ from splitjax.verify.result import Finding
 from splitjax.verify.taps import CotangentTaps, ResultTaps, Tap, Taps
 
 # Runs both programs with taps: (maker of taps) -> (what was tapped, values under the plan, values on one device).
-RunTapped = Callable[[Callable[[], Taps]], tuple[list[Tap], list[Any], list[Any]]]
+RunTapped: TypeAlias = Callable[[Callable[[], Taps]], tuple[list[Tap], list[Any], list[Any]]]
 
 
 def locate(entry: Entry, run_tapped: RunTapped, record: Callable[[Taps], None]) -> Finding | None:
-    """The operation where values begin to differ; None where nothing differs any more once operations are looked at.
+    """Returns the operation where values begin to differ; None where nothing differs any more once they are looked at.
 
-    **Arguments:** `entry`: the step as the user calls it. `record(taps)` evaluates the step abstractly with taps that
-    take note."""
+    **Arguments:**
+
+    - `entry`: the step as the user calls it.
+    - `run_tapped`: runs both programs with taps of a kind.
+    - `record`: evaluates the step abstractly with taps that take note.
+    """
     taps, values, references = run_tapped(ResultTaps)
-    found = _first(taps, values, references)
-    if found is None:
+    forward = _first(taps, values, references)
+    if forward is None:
         return None
-    tap, difference = found
+    tap, difference = forward
     if tap.gradient_of is None:
         return describe(entry, tap, difference)
     recorder = CotangentTaps()
     record(recorder)
-    back, values, references = run_tapped(lambda: CotangentTaps(wanted=recorder.found))
+    back, values, references = run_tapped(lambda: CotangentTaps(wanted=recorder.noted))
     last = _last(back, values, references)
-    return describe(entry, *(last or found))
+    return describe(entry, *(last or forward))
 
 
 def _differing(
     taps: Sequence[Tap], values: Sequence[Any], references: Sequence[Any]
 ) -> list[tuple[int, Tap, Difference]]:
     compared = [(number, tap, compare(values[number], references[number])) for number, tap in enumerate(taps)]
-    return [(number, tap, one) for number, tap, one in compared if one.exceeds()]
+    return [(number, tap, difference) for number, tap, difference in compared if difference.exceeds()]
 
 
 def _first(taps: Sequence[Tap], values: Sequence[Any], references: Sequence[Any]) -> tuple[Tap, Difference] | None:
-    """The first difference in program order; of those in one loop, of its first iteration that has one."""
-    found = _differing(taps, values, references)
-    return _in_loop(min(found, key=lambda item: item[0]), found, values, references, backward=False) if found else None
+    """Returns the first difference in program order; of those in one loop, of its first iteration that has one."""
+    differing = _differing(taps, values, references)
+    return (
+        _in_loop(min(differing, key=lambda item: item[0]), differing, values, references, backward=False)
+        if differing
+        else None
+    )
 
 
 def _last(taps: Sequence[Tap], values: Sequence[Any], references: Sequence[Any]) -> tuple[Tap, Difference] | None:
-    """The last difference in program order: cotangents behind it agree, so that it is where they go wrong."""
-    found = _differing(taps, values, references)
+    """Returns the last difference in program order: cotangents behind it agree, so that it is where they go wrong."""
+    differing = _differing(taps, values, references)
     return (
-        _in_loop(max(found, key=lambda item: item[1].site), found, values, references, backward=True) if found else None
+        _in_loop(max(differing, key=lambda item: item[1].site), differing, values, references, backward=True)
+        if differing
+        else None
     )
 
 
 def _in_loop(
     chosen: tuple[int, Tap, Difference],
-    found: Sequence[tuple[int, Tap, Difference]],
+    differing: Sequence[tuple[int, Tap, Difference]],
     values: Sequence[Any],
     references: Sequence[Any],
     backward: bool,
 ) -> tuple[Tap, Difference]:
-    """The operation to name where a difference was found: in a loop the one that is first (or, backward, last) to
-    differ, in the iteration that
-    runs first (last)."""
+    """Returns the operation to name for the difference `chosen`: in a loop that which is first (or, `backward`, last)
+    to differ, in the iteration that runs first (last)."""
     _, tap, difference = chosen
     if not tap.loops:
         return tap, difference
     outer = tap.site[: -2 * tap.loops]
     order = []
-    for number, one, _ in found:
-        if one.loops == tap.loops and one.site[: len(outer)] == outer:
+    for number, candidate, _ in differing:
+        if candidate.loops == tap.loops and candidate.site[: len(outer)] == outer:
             value, reference = values[number], references[number]
             wrong = [k for k in range(len(reference)) if compare(value[k], reference[k]).exceeds()]
             if wrong:
                 k = wrong[-1] if backward else wrong[0]
-                order.append(((k, one.site, number), one, compare(value[k], reference[k])))
+                order.append(((k, candidate.site, number), candidate, compare(value[k], reference[k])))
     if not order:
         return tap, difference
     _, tap, difference = (max if backward else min)(order, key=lambda item: item[0])
@@ -88,7 +100,10 @@ def _in_loop(
 
 
 def describe(entry: Entry, tap: Tap, difference: Difference) -> Finding:
-    """What is said of an operation whose value, or whose contribution to a cotangent, is off by `difference`."""
+    """Says what is known of an operation whose value, or whose contribution to a cotangent, is off by `difference`.
+
+    `entry` is the step as the user calls it, `tap` says which operation.
+    """
     use = _use_at(entry, tap)
     layer, source = _layer(entry, tap, use), _source(entry, tap)
     operand = _operand(tap, use)
@@ -105,7 +120,7 @@ def describe(entry: Entry, tap: Tap, difference: Difference) -> Finding:
     else:
         amount = f"off by {difference.relative:.2g} of its largest entry"
     where = [layer, f"at {source}" if source else "", layout]
-    text = f"{subject} {', '.join(one for one in where if one)}: {amount}"
+    text = f"{subject} {', '.join(part for part in where if part)}: {amount}"
     return Finding(
         name,
         what,
@@ -120,7 +135,7 @@ def describe(entry: Entry, tap: Tap, difference: Difference) -> Finding:
 
 
 def _name(eqn: Any) -> str:
-    """The primitive; of a function with a derivative rule of its own, the function."""
+    """Returns the primitive; of a function with a derivative rule of its own, the function."""
     if not eqn.primitive.name.startswith("custom_"):
         return eqn.primitive.name
     inner, _ = _compat.open_jaxpr(call_body(eqn))
@@ -144,19 +159,20 @@ def _operand(tap: Tap, use: Use | None) -> str:
 
 
 def _layer(entry: Entry, tap: Tap, use: Use | None) -> str:
-    """The layer of an operation, as "in layer NAME"; of one without weights, the scope it stands in, or the layer of
-    the last product before it."""
+    """Returns the layer of an operation, as "in layer NAME"; of one without weights, the scope it stands in, or the
+    layer of the last product before it.
+    """
     if use is not None:
         return f"in layer {use.layer}"
     scope = _compat.name_stack(tap.eqn)
     if scope and "(" not in scope:
         return f"in {scope}"
-    before = [one for one in entry.graph.uses if one.site < tap.site]
-    return f"behind layer {max(before, key=lambda one: one.site).layer}" if before else ""
+    before = [earlier for earlier in entry.graph.uses if earlier.site < tap.site]
+    return f"behind layer {max(before, key=lambda earlier: earlier.site).layer}" if before else ""
 
 
 def _source(entry: Entry, tap: Tap) -> str:
-    """The user's line: the equation's, or that of the innermost call it stands in that has one."""
+    """Returns the user's line: the equation's, or that of the innermost call it stands in that has one."""
     line = _compat.source_line(tap.eqn)
     site = tap.site
     while not line and len(site) > 2:
@@ -167,7 +183,7 @@ def _source(entry: Entry, tap: Tap) -> str:
 
 
 def _layout(entry: Entry, tap: Tap, use: Use | None) -> str:
-    """How the operands of an operation lie on the mesh, as far as the plan says."""
+    """Says how the operands of an operation lie on the mesh, as far as the plan says."""
     plan = entry.plan
     parts = []
     if use is not None:
@@ -177,18 +193,18 @@ def _layout(entry: Entry, tap: Tap, use: Use | None) -> str:
             else "replicated"
         )
         parts.append(f"batch {batch}")
-        parts.append(f"weight {use.param} {spec_text(plan.spec(use.param))}")
-    for one in plan.constraints:
-        if one.site == tap.site:
-            side = f"operand {one.operand}" if one.operand >= 0 else f"result {-1 - one.operand}"
-            parts.append(f"{side} pinned to {spec_text(one.spec)}")
+        parts.append(f"weight {use.param} {spec_text(tuple(plan.spec(use.param)))}")
+    for constraint in plan.constraints:
+        if constraint.site == tap.site:
+            side = f"operand {constraint.operand}" if constraint.operand >= 0 else f"result {-1 - constraint.operand}"
+            parts.append(f"{side} pinned to {spec_text(constraint.spec)}")
     if not parts and plan.batch_axes:
         parts.append(f"batch over {' and '.join(plan.batch_axes)}")
     return ", ".join(parts)
 
 
 def _axes_of(entry: Entry, ratio: float) -> str:
-    """The mesh axes whose sizes make a ratio, or its inverse."""
+    """Names the mesh axes whose sizes make a ratio, or its inverse."""
     axes = entry.plan.mesh.axes
     for size, of in ((ratio, ""), (1 / ratio if ratio else 0.0, "1 over ")):
         for name, length in axes:

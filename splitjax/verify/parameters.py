@@ -1,22 +1,25 @@
-"""Equation parameters that hold sizes or dtypes, rewritten for operands of other sizes and dtypes."""
+"""Rewrites equation parameters that hold sizes or dtypes, for operands of different sizes and dtypes.
+
+The parameters of a traced equation and the old and new shapes go in; the parameters to change come out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-Shape = tuple[int, ...]
-Shapes = Sequence[Shape]
-Change = Callable[[Mapping[str, Any], Shapes, Shapes, Shapes, Shapes], dict[str, Any]]
+Shape: TypeAlias = tuple[int, ...]
+Shapes: TypeAlias = Sequence[Shape]
+Change: TypeAlias = Callable[[Mapping[str, Any], Shapes, Shapes, Shapes, Shapes], dict[str, Any]]
 
 # An equation of one of these runs in the dtypes that it was traced with, because it looks at the bits of a number.
-BITWISE = frozenset({"bitcast_convert_type", "nextafter"})
+BITWISE: frozenset[str] = frozenset({"bitcast_convert_type", "nextafter"})
 # At the sizes, too, because its parameters hold programs or buffers of these.
-AS_TRACED = frozenset({
+AS_TRACED: frozenset[str] = frozenset({
     "pallas_call", "shard_map", "ffi_call", "custom_linear_solve", "custom_partitioning", "linear_call", "custom_lin",
     "pure_callback", "io_callback",
     "xla_metadata_call",
@@ -24,8 +27,8 @@ AS_TRACED = frozenset({
 
 
 def wide(dtype: Any) -> Any:
-    """The 64-bit dtype of a floating or complex dtype; any other dtype itself."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0:
+    """Returns the 64-bit dtype of a floating or complex `dtype`; any other dtype itself."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0:
         return dtype
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return np.dtype(np.complex128)
@@ -33,8 +36,10 @@ def wide(dtype: Any) -> Any:
 
 
 def widened(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that name a floating dtype, for float64 throughout. Precisions that name an algorithm are those of
-    narrower dtypes."""
+    """Returns those of `params` that name a floating dtype, changed for float64 throughout.
+
+    Precisions that name an algorithm are those of narrower dtypes: they become None.
+    """
     changed = {}
     for name in ("new_dtype", "dtype", "preferred_element_type"):
         value = params.get(name)
@@ -48,8 +53,10 @@ def widened(params: Mapping[str, Any]) -> dict[str, Any]:
 def resized(
     name: str, params: Mapping[str, Any], old: tuple[Shapes, Shapes], new: tuple[Shapes, Shapes]
 ) -> dict[str, Any]:
-    """The parameters of primitive `name` that hold sizes, for other shapes. `old`, `new`: shapes of all operands, of
-    all results."""
+    """Returns those of `params`, of the primitive `name`, that hold sizes, changed for other shapes.
+
+    `old`, `new`: (shapes of all operands, shapes of all results), as traced and as wanted.
+    """
     change = _CHANGES.get(name)
     return (
         {}
@@ -62,7 +69,7 @@ def _result_shape(parameter: str) -> Change:
     return lambda params, ins, outs, new_ins, new_outs: {parameter: tuple(new_outs[-1])}
 
 
-def _slice(params, ins, outs, new_ins, new_outs):
+def _slice(params: Mapping[str, Any], ins: Shapes, outs: Shapes, new_ins: Shapes, new_outs: Shapes) -> dict[str, Any]:
     starts, limits = list(params["start_indices"]), list(params["limit_indices"])
     for d, (size, taken, new, new_taken) in enumerate(zip(ins[0], outs[0], new_ins[0], new_outs[0], strict=True)):
         if (size, taken) == (new, new_taken):
@@ -77,7 +84,7 @@ def _slice(params, ins, outs, new_ins, new_outs):
     return {"start_indices": tuple(starts), "limit_indices": tuple(limits)}
 
 
-def _gather(params, ins, outs, new_ins, new_outs):
+def _gather(params: Mapping[str, Any], ins: Shapes, outs: Shapes, new_ins: Shapes, new_outs: Shapes) -> dict[str, Any]:
     numbers, sizes = params["dimension_numbers"], list(params["slice_sizes"])
     gone = {*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ())}
     window = [d for d in range(len(sizes)) if d not in gone]
@@ -86,7 +93,9 @@ def _gather(params, ins, outs, new_ins, new_outs):
     return {"slice_sizes": tuple(sizes)}
 
 
-def _convolution(params, ins, outs, new_ins, new_outs):
+def _convolution(
+    params: Mapping[str, Any], ins: Shapes, outs: Shapes, new_ins: Shapes, new_outs: Shapes
+) -> dict[str, Any]:
     numbers = params["dimension_numbers"]
     changed = {}
     if params["feature_group_count"] > 1:
@@ -96,7 +105,9 @@ def _convolution(params, ins, outs, new_ins, new_outs):
     return changed
 
 
-def _behind_keys(params, ins, outs, new_ins, new_outs):
+def _behind_keys(
+    params: Mapping[str, Any], ins: Shapes, outs: Shapes, new_ins: Shapes, new_outs: Shapes
+) -> dict[str, Any]:
     return {"shape": tuple(new_outs[0][len(ins[0]) :])}
 
 
@@ -106,7 +117,7 @@ _CHANGES: dict[str, Change] = {
     "reshape": _result_shape("new_sizes"), "dynamic_slice": _result_shape("slice_sizes"), "slice": _slice,
     "gather": _gather, "conv_general_dilated": _convolution,
     "random_bits": _behind_keys, "random_split": _behind_keys,
-    "split": lambda params, ins, outs, new_ins, new_outs: {"sizes": tuple(one[params["axis"]] for one in new_outs)},
+    "split": lambda params, ins, outs, new_ins, new_outs: {"sizes": tuple(shape[params["axis"]] for shape in new_outs)},
     "top_k": lambda params, ins, outs, new_ins, new_outs: {"k": new_outs[0][params.get("axis", -1)]},
     "tile": lambda params, ins, outs, new_ins, new_outs: {
         "reps": tuple(o // i for i, o in zip(new_ins[0], new_outs[0], strict=True))

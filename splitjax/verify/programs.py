@@ -1,5 +1,7 @@
-"""A step at other sizes or in float64, as two programs: the plan's, and the same step on one device without any
-plan."""
+"""Builds a step at other sizes or in float64 as two programs: the plan's, and the same step on one device.
+
+A `Variant` of a step goes in, a `Pair` of functions comes out, which take the same leaves.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,23 @@ from splitjax.step.arguments import bind
 from splitjax.verify.parameters import wide
 from splitjax.verify.rewriting import Rewriter
 from splitjax.verify.sizes import Choice, Misfit, Shape, Sized, analyse, transferred
-from splitjax.verify.taps import NONE, Taps
+from splitjax.verify.taps import NONE, Tap, Taps
 
 # Programs that run once: with few of LLVM's optimisations, which come behind everything that is verified here. With
-# none at all, XLA's CPU compiler
-# computes an operand of a maximum otherwise than the copy that its derivative compares with the maximum, and gradients
-# get lost (jax 0.10.2).
+# none at all, XLA's CPU compiler computes an operand of a maximum otherwise than the copy that its derivative compares
+# with the maximum, and gradients get lost (jax 0.10.2).
 _QUICKLY = {"cpu": {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_passes": True}}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Variant:
-    """A step at the sizes of `choice` (None: as it is), in float64 or as it is, in microbatches or whole. `entry`: the
-    step as the user calls
-    it."""
+    """Describes a step at other sizes or in another precision.
+
+    - `entry`: the step as the user calls it.
+    - `choice`: its sizes; None for those given.
+    - `float64`: compute in float64 throughout.
+    - `microbatches`: keep the microbatches of its boundaries.
+    """
 
     entry: Entry
     choice: Choice | None
@@ -50,23 +55,26 @@ class Variant:
 
     @functools.cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """Of the flat arguments."""
+        """The shapes of the flat arguments."""
         if self.sized is not None:
             return self.sized.inputs
         return tuple(leaf.shape for leaf in self.entry.plan.leaves)
 
     @functools.cached_property
     def types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Of the flat arguments."""
+        """The types of the flat arguments."""
         inner, _ = _compat.open_jaxpr(self.entry.jaxpr)
-        dtype = wide if self.float64 else lambda one: one
+        dtype = wide if self.float64 else lambda it: it
         return tuple(
             jax.ShapeDtypeStruct(shape, dtype(v.aval.dtype)) for shape, v in zip(self.shapes, inner.invars, strict=True)
         )
 
     def evaluate(self, leaves: Sequence[Any], taps: Taps = NONE, constrained: bool = True) -> list[Any]:
-        """The flat results of the step. Leaves with another number of examples than this variant's are those of a
-        microbatch."""
+        """Evaluates the step on its flat `leaves` and returns its flat results.
+
+        `taps` see its operations; `constrained` keeps its own sharding constraints. Leaves with another number of
+        examples than this variant's are those of a microbatch.
+        """
         jaxpr, sized = self.entry.jaxpr, self.sized
         given = tuple(tuple(np.shape(leaf)) for leaf in leaves)
         if given != self.shapes:
@@ -74,7 +82,7 @@ class Variant:
         return Rewriter(sized, self.float64, constrained, self.microbatches).run(jaxpr, leaves, (), taps)
 
     def _resized(self, shapes: tuple[Shape, ...]) -> tuple[Any, Sized | None]:
-        """The step's jaxpr for another number of examples, and its new shapes."""
+        """Traces the step for another number of examples, and returns its jaxpr and its new shapes."""
         arguments = self.entry.bound.arguments
         types = []
         for number, (shape, argument) in enumerate(zip(shapes, arguments, strict=True)):
@@ -90,42 +98,53 @@ class Variant:
             )
         with jax.enable_x64(False):
             jaxpr = self.entry.trace(types)
-        if self.sized is None:
+        if self.sized is None or self.choice is None:
             return jaxpr, None
-        other = analyse(jaxpr)
+        resized = analyse(jaxpr)
         examples = {
-            one
-            for value, argument in zip(other.flat.inputs, arguments, strict=True)
-            if argument.is_batch and other.dims[value]
-            for one in other.dims[value][0]
+            label
+            for value, argument in zip(resized.flat.inputs, arguments, strict=True)
+            if argument.is_batch and resized.dims[value]
+            for label in resized.dims[value][0]
         }
         try:
-            new = transferred(self.choice, other, examples)
+            new = transferred(self.choice, resized, examples)
         except Misfit as error:
             raise MicrobatchError(str(error), place="verify", remedy="verify the given sizes") from error
         inner, _ = _compat.open_jaxpr(jaxpr)
-        return jaxpr, other.sized(new, len(inner.constvars))
+        return jaxpr, resized.sized(new, len(inner.constvars))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pair:
-    """The two programs of a variant: `subject(leaves)` under the plan, `reference(leaves)` on one device. Both return
-    the flat results of the
-    step, then the values of the taps, as arrays. `taps`: what these are, in order."""
+    """Holds the two programs of a variant, which return the flat results of the step, then the values of the taps.
+
+    - `entry`: the step at the variant's sizes, planned.
+    - `subject`: flat leaves -> arrays, under the plan.
+    - `reference`: flat leaves -> arrays, on one device.
+    - `taps`: what the values of the taps are, in order.
+    """
 
     entry: Entry
     subject: Callable[[Sequence[Any]], list[Any]]
     reference: Callable[[Sequence[Any]], list[Any]]
-    taps: list[Any]
+    taps: list[Tap]
 
 
 def make_pair(variant: Variant, recipe: Recipe, mesh: jax.sharding.Mesh, make_taps: Callable[[], Taps]) -> Pair:
-    """Builds both programs; nothing is compiled yet. `recipe`: the step's, with the options that are verified."""
+    """Builds both programs of `variant`; nothing is compiled yet.
+
+    **Arguments:**
+
+    - `recipe`: the step's, with the options that are verified.
+    - `mesh`: the devices of the plan.
+    - `make_taps`: makes the taps that see the operations of an evaluation.
+    """
     entry, dynamic = (
         variant.entry,
         [n for n in range(len(variant.entry.bound.args)) if n not in recipe.options.static_argnums],
     )
-    seen: list[Any] = []
+    seen: list[Tap] = []
 
     def evaluate(leaves: Sequence[Any], constrained: bool) -> tuple[list[Any], list[Any]]:
         taps = make_taps()
@@ -158,13 +177,13 @@ def make_pair(variant: Variant, recipe: Recipe, mesh: jax.sharding.Mesh, make_ta
         call = tuple(call)
         if mesh.is_multi_process:
             call = built.across_processes(mine, call, first=False)
-        residuals = {name: np.zeros(one.shape, one.dtype) for name, one in built.residuals.items()}
+        residuals = {name: np.zeros(operand.shape, operand.dtype) for name, operand in built.residuals.items()}
         operands = built.operands(call, residuals)
         static = {len(operands) - len(call) + number for number in mine.options.static_argnums}
         if "subject" not in programs:
             programs["subject"] = built.program(0).lower(*operands).compile(_QUICKLY.get(platform))
-        found = programs["subject"](*(one for number, one in enumerate(operands) if number not in static))
-        results, values = found[0] if built.sparse is not None else found
+        outputs = programs["subject"](*(operand for number, operand in enumerate(operands) if number not in static))
+        results, values = outputs[0] if built.sparse is not None else outputs
         # All processes look at all parts, and so come to the same conclusions.
         return process_allgather([*results, *values], tiled=True) if mesh.is_multi_process else [*results, *values]
 
@@ -183,14 +202,14 @@ def make_pair(variant: Variant, recipe: Recipe, mesh: jax.sharding.Mesh, make_ta
 
 
 def _pinned(plan: Plan, types: Sequence[jax.ShapeDtypeStruct]) -> Plan:
-    """The plan, for leaves of other shapes and dtypes."""
+    """Returns the plan for leaves of other shapes and dtypes."""
     leaves = tuple(
-        dataclasses.replace(leaf, shape=tuple(one.shape), dtype=str(one.dtype))
-        for leaf, one in zip(plan.leaves, types, strict=True)
+        dataclasses.replace(leaf, shape=tuple(like.shape), dtype=str(like.dtype))
+        for leaf, like in zip(plan.leaves, types, strict=True)
     )
     return dataclasses.replace(plan, leaves=leaves, syncs=(), partial=None)
 
 
 def matched_paths(entry: Entry) -> Mapping[int, str]:
-    """Flat result position -> the path of the state leaf that it is the new value of."""
+    """Maps flat result positions of `entry` to the path of the state leaf that each is the new value of."""
     return {result: entry.plan.leaves[leaf].path for leaf, result in entry.matched.items()}

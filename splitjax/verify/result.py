@@ -1,4 +1,7 @@
-"""What a verification gives: an immutable value that prints, serialises and raises."""
+"""Holds what a verification gives: an immutable value that prints, serialises and raises.
+
+What was compared goes in; a table, JSON text or an error comes out, as the user asks.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ from collections.abc import Iterator
 
 from splitjax.errors import VerificationError
 
-FORMAT = 1
+FORMAT: int = 1
 _WIDTH = 80
 _SHOWN = 12  # rows of a table that is cut
 
 
 @dataclasses.dataclass(frozen=True)
 class DimSize:
-    """A class of dims that are of one size.
+    """Describes a class of dims that are of equal size.
 
     - `name`: a parameter and its dim, or an operation, that has it. `given`: its size in the step; `used`: in the
       programs compared.
@@ -31,7 +34,7 @@ class DimSize:
 
 @dataclasses.dataclass(frozen=True)
 class ComparedValue:
-    """One value of the step under its plan against the same on one device, in float64.
+    """Compares a value of the step under its plan with the same on one device, in float64.
 
     - `kind`: `loss`, `auxiliary`, `gradient`, `state` or `result`. `name`: a path. `shape`: in the programs compared.
     - `absolute`: the largest difference of an entry; `relative`: the same over the largest magnitude on one device.
@@ -54,7 +57,7 @@ class ComparedValue:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The first operation whose value differs from one device's.
+    """Describes the first operation whose value differs from one device's.
 
     - `operation`: the primitive. `what`: `value`, or `gradient` for what the backward pass makes of it. `operand`: of a
       gradient, which.
@@ -76,7 +79,15 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class VerifiedRun:
-    """One comparison. `sizes`: `shrunken` or `given`. `seconds`: planning, compiling and running all programs."""
+    """Holds a comparison of all values at sizes of a kind.
+
+    - `sizes`: `shrunken` or `given`.
+    - `dims`: the classes of dims, with their sizes.
+    - `values`: all that was compared.
+    - `findings`: the operations where wrong values begin.
+    - `seconds`: planning, compiling and running all programs.
+    - `notes`: what else there is to say.
+    """
 
     sizes: str
     dims: tuple[DimSize, ...]
@@ -87,18 +98,22 @@ class VerifiedRun:
 
     @property
     def ok(self) -> bool:
-        """Whether every value is that of one device but for rounding."""
-        return all(one.ok for one in self.values)
+        """True where every value is that of one device but for rounding."""
+        return all(value.ok for value in self.values)
 
     @property
     def wrong(self) -> tuple[ComparedValue, ...]:
         """The values that are not."""
-        return tuple(one for one in self.values if not one.ok)
+        return tuple(value for value in self.values if not value.ok)
 
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """A step under its plan against the same step on one device. Prints as a table; `to_json()`, `raise_if_wrong()`."""
+    """Holds the comparison of a step under its plan with the same step on one device. Prints as a table.
+
+    - `step`, `mesh`, `rules`: what was compared, in words.
+    - `runs`: a comparison for each kind of sizes that was asked for.
+    """
 
     step: str
     mesh: str
@@ -107,26 +122,26 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether all values agree at all sizes that were asked for."""
+        """True where all values agree at all sizes that were asked for."""
         return all(run.ok for run in self.runs)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         """The operations where wrong values begin."""
-        return tuple(one for run in self.runs for one in run.findings)
+        return tuple(finding for run in self.runs for finding in run.findings)
 
     @property
     def seconds(self) -> float:
-        """How long all of it took."""
+        """The time that all of it took."""
         return sum(run.seconds for run in self.runs)
 
     def raise_if_wrong(self) -> Verification:
-        """Itself. Raises `VerificationError` if a value differs from one device's by more than rounding."""
+        """Returns itself. Raises `VerificationError` if a value differs from one device's by more than rounding."""
         for run in self.runs:
             if run.ok:
                 continue
-            worst = max(run.wrong, key=lambda one: one.relative)
-            place = "; ".join(one.text for one in run.findings) or f"{self.step} under rules={self.rules!r}"
+            worst = max(run.wrong, key=lambda value: value.relative)
+            place = "; ".join(finding.text for finding in run.findings) or f"{self.step} under rules={self.rules!r}"
             raise VerificationError(
                 f"the step computes other numbers on {self.mesh} than on one device: {len(run.wrong)} of "
                 f"{len(run.values)} values differ in "
@@ -142,7 +157,7 @@ class Verification:
         return self
 
     def to_json(self) -> str:
-        """As JSON text."""
+        """Returns all of it as JSON text, in the format number `FORMAT`."""
         return json.dumps(
             {"format": FORMAT, "ok": self.ok, "seconds": self.seconds, **dataclasses.asdict(self)}, indent=1
         )
@@ -163,10 +178,10 @@ def _difference_text(value: ComparedValue) -> str:
     return f"{value.name}: off by {value.absolute:.3g}, {value.relative:.3g} of its largest entry"
 
 
-def _text(found: Verification) -> Iterator[str]:
-    verdict = "the same numbers as on one device" if found.ok else "OTHER NUMBERS THAN ON ONE DEVICE"
-    yield from _wrap(f"{found.step} on {found.mesh}, rules {found.rules}: {verdict}", "")
-    for run in found.runs:
+def _text(verification: Verification) -> Iterator[str]:
+    verdict = "the same numbers as on one device" if verification.ok else "OTHER NUMBERS THAN ON ONE DEVICE"
+    yield from _wrap(f"{verification.step} on {verification.mesh}, rules {verification.rules}: {verdict}", "")
+    for run in verification.runs:
         yield ""
         yield from _wrap(f"{run.sizes} sizes, float64, {run.seconds:.1f} s", "")
         for finding in run.findings:
@@ -178,44 +193,45 @@ def _text(found: Verification) -> Iterator[str]:
 
 
 def _values_text(run: VerifiedRun) -> Iterator[str]:
-    own = any(one.own_relative is not None for one in run.values)
+    own = any(value.own_relative is not None for value in run.values)
     yield ""
     yield f"{'kind':<10}{'values':>7}{'wrong':>7}{'largest relative difference':>30}" + (
         f"{'own precision':>18}" if own else ""
     )
     yield "─" * (72 if own else 54)
-    for kind in dict.fromkeys(one.kind for one in run.values):
-        mine = [one for one in run.values if one.kind == kind]
-        row = f"{kind:<10}{len(mine):>7}{sum(not one.ok for one in mine):>7}{max(one.relative for one in mine):>30.2e}"
-        known = [one.own_relative for one in mine if one.own_relative is not None]
+    for kind in dict.fromkeys(value.kind for value in run.values):
+        mine = [value for value in run.values if value.kind == kind]
+        largest = max(value.relative for value in mine)
+        row = f"{kind:<10}{len(mine):>7}{sum(not value.ok for value in mine):>7}{largest:>30.2e}"
+        known = [value.own_relative for value in mine if value.own_relative is not None]
         yield row + (f"{max(known):>18.2e}" if known else "")
     if run.wrong:
         yield ""
         yield f"{'wrong value':<48}{'relative':>12}{'times one device':>20}"
         yield "─" * _WIDTH
-        for one in run.wrong[:_SHOWN]:
-            times = "" if one.ratio is None else f"{one.ratio:.6g}"
-            yield f"{_cut(f'{one.kind} {one.name}', 46):<48}{one.relative:>12.2e}{times:>20}"
-            if one.note:
-                yield from _wrap(one.note, "  ")
+        for value in run.wrong[:_SHOWN]:
+            times = "" if value.ratio is None else f"{value.ratio:.6g}"
+            yield f"{_cut(f'{value.kind} {value.name}', 46):<48}{value.relative:>12.2e}{times:>20}"
+            if value.note:
+                yield from _wrap(value.note, "  ")
         if len(run.wrong) > _SHOWN:
             yield f"and {len(run.wrong) - _SHOWN} more"
 
 
 def _sizes_text(run: VerifiedRun) -> Iterator[str]:
-    changed, kept = [one for one in run.dims if one.used != one.given], [one for one in run.dims if one.why]
+    changed, kept = [dim for dim in run.dims if dim.used != dim.given], [dim for dim in run.dims if dim.why]
     if not run.dims or run.sizes == "given":
         return
     yield ""
     yield f"{'dim':<56}{'given':>12}{'used':>12}"
     yield "─" * _WIDTH
-    for one in changed[:_SHOWN]:
-        yield f"{_cut(one.name, 54):<56}{one.given:>12}{one.used:>12}"
+    for dim in changed[:_SHOWN]:
+        yield f"{_cut(dim.name, 54):<56}{dim.given:>12}{dim.used:>12}"
     if len(changed) > _SHOWN:
         yield f"and {len(changed) - _SHOWN} more"
-    for one in kept[:_SHOWN]:
-        yield f"{_cut(one.name, 54):<56}{one.given:>12}{'kept':>12}"
-        yield from _wrap(one.why, "  ")
+    for dim in kept[:_SHOWN]:
+        yield f"{_cut(dim.name, 54):<56}{dim.given:>12}{'kept':>12}"
+        yield from _wrap(dim.why, "  ")
     if len(kept) > _SHOWN:
         yield f"and {len(kept) - _SHOWN} more that keep their size"
 
@@ -225,7 +241,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def _wrap(text: str, indent: str) -> Iterator[str]:
-    """Lines of at most 80 columns; paths are not broken."""
+    """Breaks text into lines of at most 80 columns; paths are not broken."""
     line = indent
     for word in text.split(" "):
         if len(line) + len(word) > _WIDTH and line.strip():

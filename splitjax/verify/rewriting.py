@@ -1,4 +1,6 @@
-"""A traced step as a function of arrays of other sizes, in float64 if wanted, with taps at its operations.
+"""Evaluates a traced step on arrays of other sizes, in float64 if wanted, with taps at its operations.
+
+A closed jaxpr and operands go in, results come out.
 
 The step's jaxpr is evaluated equation by equation, each with its size and dtype parameters rewritten. Functions of Flax
 modules and the like cannot be called with other widths (they check shapes, and write sizes into the program); their
@@ -12,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from splitjax import _compat
@@ -25,7 +28,7 @@ from splitjax.verify.taps import NONE, Taps
 
 @dataclasses.dataclass(frozen=True)
 class Rewriter:
-    """How a jaxpr is evaluated.
+    """Evaluates jaxprs, as its options say.
 
     - `sized`: the new shapes, or None to keep all of them.
     - `float64`: compute in 64-bit numbers throughout.
@@ -39,11 +42,11 @@ class Rewriter:
     microbatches: bool = True
 
     def dtype(self, dtype: Any) -> Any:
-        """What a dtype of the traced step becomes."""
+        """Returns what a `dtype` of the traced step becomes."""
         return wide(dtype) if self.float64 else dtype
 
     def run(self, jaxpr: Any, operands: Sequence[Any], site: Site = (), taps: Taps = NONE) -> list[Any]:
-        """Evaluates a closed jaxpr that stands at `site`."""
+        """Evaluates a closed `jaxpr` that stands at `site` on `operands`, with `taps` at its equations."""
         inner, consts = _compat.open_jaxpr(jaxpr)
         env = {
             var: self._constant(const, number, site)
@@ -66,13 +69,11 @@ class Rewriter:
     def _constant(self, const: Any, number: int, site: Site) -> Any:
         if self.sized is not None and not site:
             const = const[tuple(slice(0, size) for size in self.sized.constants[number])]
-        return self._as_wide(const if jax.dtypes.issubdtype(const.dtype, jax.dtypes.extended) else np.asarray(const))
+        return self._as_wide(const if jnp.issubdtype(const.dtype, jax.dtypes.extended) else np.asarray(const))
 
     def _literal(self, atom: Any) -> Any:
         dtype = atom.aval.dtype
-        return (
-            atom.val if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.asarray(atom.val, self.dtype(dtype))
-        )
+        return atom.val if jnp.issubdtype(dtype, jax.dtypes.extended) else np.asarray(atom.val, self.dtype(dtype))
 
     def _as_wide(self, value: Any) -> Any:
         dtype = self.dtype(value.dtype)
@@ -81,7 +82,7 @@ class Rewriter:
         return value.astype(dtype) if isinstance(value, np.ndarray) else jax.lax.convert_element_type(value, dtype)
 
     def _shapes(self, eqn: Any, site: Site) -> list[tuple[int, ...]]:
-        """The shapes that an equation's results should have."""
+        """Returns the shapes that an equation's results should have."""
         if self.sized is None or site not in self.sized.results:
             return [tuple(v.aval.shape) for v in eqn.outvars]
         return list(self.sized.results[site])
@@ -125,12 +126,12 @@ class Rewriter:
                 results = self._as_traced(eqn, values)
             except Exception:
                 raise Misfit(site, f"{name}: {error}") from error
-        if [tuple(np.shape(one)) for one in results] != new[1]:
-            raise Misfit(site, f"{name} gives {[np.shape(one) for one in results]} instead of {new[1]}")
+        if [tuple(np.shape(result)) for result in results] != new[1]:
+            raise Misfit(site, f"{name} gives {[np.shape(result) for result in results]} instead of {new[1]}")
         return results
 
     def _as_traced(self, eqn: Any, values: list[Any]) -> list[Any]:
-        """An equation in the dtypes that it was traced with."""
+        """Evaluates an equation in the dtypes that it was traced with."""
         narrow = [
             value if value.dtype == v.aval.dtype else jax.lax.convert_element_type(value, v.aval.dtype)
             for value, v in zip(values, eqn.invars, strict=True)
@@ -138,7 +139,7 @@ class Rewriter:
         return [self._as_wide(result) for result in _compat.bind_equation(eqn, narrow)]
 
     def _combiner(self, jaxpr: Any) -> Any:
-        """The function of scalars inside a reduction or a scatter, in the dtypes of the rewritten step."""
+        """Returns the function of scalars inside a reduction or a scatter, in the dtypes of the rewritten step."""
         inner, consts = _compat.open_jaxpr(jaxpr)
         if consts or any(v.aval.shape for v in inner.invars):
             return jaxpr
@@ -147,8 +148,10 @@ class Rewriter:
         return closed if hasattr(jaxpr, "consts") else _compat.open_jaxpr(closed)[0]
 
     def inside(self, jaxpr: Any, operands: Sequence[Any], site: Site) -> list[Any]:
-        """Evaluates a closed jaxpr that the trace does not number, such as a derivative rule's, at the operands'
-        sizes."""
+        """Evaluates a closed `jaxpr` that the trace does not number, such as a derivative rule's, on `operands`.
+
+        It takes their sizes. Raises `Misfit` at `site`, that of its call, where it does not.
+        """
         try:
             sized = None if self.sized is None else local_sizes(jaxpr, [np.shape(value) for value in operands])
             return dataclasses.replace(self, sized=sized).run(jaxpr, operands)

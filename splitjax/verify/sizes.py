@@ -1,12 +1,11 @@
-"""The sizes that a traced step shrinks to: one smaller size for every class of dims that must be of one size.
+"""Chooses the sizes that a traced step shrinks to: a smaller size for every class of dims that must be of equal size.
 
+A closed jaxpr goes in, new sizes by class of dims come out, so that a step of any size can be verified on one device.
 The classes are those of the trace (`trace.classes`), united by every link there is. Each class becomes the smallest
-size that has the same
-common divisors with the number of devices, so that a layout divides the small dims exactly where it divides the given
-ones. Every operation
-is then asked, by JAX's own shape rules, whether it takes the new sizes; the classes of dims that it does not let go of
-(windows, fixed
-slices, the rows of a constant) keep theirs, until nothing changes any more.
+size that has the same common divisors with the number of devices, so that a layout divides the small dims exactly where
+it divides the given sizes. Every operation is then asked, by JAX's own shape rules, whether it takes the new sizes; the
+classes of dims that it does not let go of (windows, fixed slices, the rows of a constant) keep theirs, until nothing
+changes any more.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -26,9 +25,9 @@ from splitjax.trace.flatten import Flat, Op, flatten
 from splitjax.trace.links import Linked, RawLink, link, tie
 from splitjax.verify.parameters import AS_TRACED, Shape, resized
 
-Site = tuple[int, ...]
+Site: TypeAlias = tuple[int, ...]
 # Calls whose bodies are rewritten with them: all others keep the sizes that they were traced with.
-OPEN_CALLS = frozenset({
+OPEN_CALLS: frozenset[str] = frozenset({
     "jit", "pjit", "closed_call", "core_call", "core_closed_call", "call", "remat", "remat2", "checkpoint",
     "custom_jvp_call", "custom_vjp_call",
     "custom_vjp_call_jaxpr", "composite", "custom_vmap_call", "call_hi_primitive",
@@ -36,8 +35,10 @@ OPEN_CALLS = frozenset({
 
 
 class Misfit(Exception):
-    """An operation does not take the sizes that were chosen. `site`: of the operation, or of the call that it stands
-    in."""
+    """Reports that an operation does not take the sizes that were chosen.
+
+    `site`: of the operation, or of the call that it stands in; `why`: the reason in words.
+    """
 
     def __init__(self, site: Site, why: str) -> None:
         super().__init__(why)
@@ -46,17 +47,27 @@ class Misfit(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Sized:
-    """New shapes: of the inputs and constants of a jaxpr, and of the results of every operation, by site."""
+    """Holds new shapes of everything in a jaxpr.
+
+    - `inputs`, `constants`: of the outermost jaxpr, in order.
+    - `results`: of every operation, by site.
+    - `stacked`: of what scans stack, by their site.
+    """
 
     inputs: tuple[Shape, ...]
     constants: tuple[Shape, ...]
     results: Mapping[Site, tuple[Shape, ...]]
-    stacked: Mapping[Site, tuple[Shape, ...]]  # of what scans stack, by their site
+    stacked: Mapping[Site, tuple[Shape, ...]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Analysis:
-    """A flat jaxpr with the classes of its dims: `labels[atom]` is the same for atoms of one class."""
+    """Holds a flat jaxpr with the classes of its dims.
+
+    - `flat`, `linked`: the jaxpr, and the links between its dims.
+    - `atoms`: the factors of its dims.
+    - `labels`: the class of each atom, by its number.
+    """
 
     flat: Flat
     linked: Linked
@@ -65,23 +76,23 @@ class Analysis:
 
     @functools.cached_property
     def sizes(self) -> dict[int, int]:
-        """Class -> the size of its atoms."""
+        """Maps each class to the size of its atoms."""
         return {self.labels[a]: size for a, size in enumerate(self.atoms.sizes)}
 
     @functools.cached_property
     def dims(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Per value and dim the classes of its atoms, major first."""
+        """The classes of the atoms of every dim of every value, major first."""
         return tuple(
             tuple(tuple(self.labels[a] for a in self.atoms.dim(value, d)) for d in range(len(shape)))
             for value, shape in enumerate(self.flat.shapes)
         )
 
     def shape(self, value: int, new: Mapping[int, int]) -> Shape:
-        """A value's shape once the classes in `new` have these sizes."""
-        return tuple(math.prod(new.get(one, self.sizes[one]) for one in dim) for dim in self.dims[value])
+        """Returns the shape of the value of number `value` once the classes in `new` have these sizes."""
+        return tuple(math.prod(new.get(label, self.sizes[label]) for label in dim) for dim in self.dims[value])
 
     def sized(self, new: Mapping[int, int], num_constants: int) -> Sized:
-        """All shapes, by where they stand."""
+        """Returns all shapes once the classes in `new` have these sizes; `num_constants` of the outermost jaxpr."""
         results = {op.site: tuple(self.shape(v, new) for v in op.outputs) for op in self.flat.ops if op.eqn is not None}
         stacked: dict[Site, tuple[Shape, ...]] = {}
         for op in self.flat.ops:
@@ -92,7 +103,10 @@ class Analysis:
 
 
 def analyse(jaxpr: Any, state_results: Mapping[int, int] | None = None) -> Analysis:
-    """The classes of a closed jaxpr's dims. `state_results`: flat argument of a state leaf -> its flat result."""
+    """Finds the classes of the dims of a closed `jaxpr`.
+
+    `state_results` maps the flat argument of each state leaf to its flat result: they are of equal shape.
+    """
     flat = flatten(jaxpr)
     linked = link(flat)
     shapes = list(linked.shapes)
@@ -102,11 +116,11 @@ def analyse(jaxpr: Any, state_results: Mapping[int, int] | None = None) -> Analy
 
 
 def part_links(flat: Flat, shapes: list[Shape]) -> Iterator[RawLink]:
-    """Links for dims that are cut into equal parts, laid end to end from them (a fused projection, the halves of a
-    rotation), or read in windows
-    that tile them: the whole is (parts, part). What computes with them does not need the links, but sizes do. Appends
-    virtual values to
-    `shapes`, as `link` does."""
+    """Yields links for dims of `flat` that are cut into equal parts, laid end to end from them (a fused projection, the
+    halves of a rotation), or read in windows that tile them: the whole is (parts, part).
+
+    What computes with them does not need the links, but sizes do. Appends virtual values to `shapes`, as `link` does.
+    """
     for index, op in enumerate(flat.ops):
         if op.primitive in _WINDOWED:
             whole, number = op.inputs[0], op.outputs[0]
@@ -131,7 +145,7 @@ def part_links(flat: Flat, shapes: list[Shape]) -> Iterator[RawLink]:
             shapes.append((size // part, part))
             virtual = len(shapes) - 1
             yield RawLink(((wholes[0], d),), ((virtual, 0), (virtual, 1)), index, 0)
-            yield from (RawLink(((one, d),), ((virtual, 1),), index, 0) for one in parts)
+            yield from (RawLink(((cut, d),), ((virtual, 1),), index, 0) for cut in parts)
 
 
 _WINDOWED = frozenset(
@@ -140,7 +154,7 @@ _WINDOWED = frozenset(
 
 
 def _strides(op: Op) -> list[tuple[int, int, int]]:
-    """Per window dim: the operand's dim, the result's, the stride."""
+    """Lists (the operand's dim, the result's, the stride) of each window dim."""
     strides = op.params["window_strides"]
     if op.primitive != "conv_general_dilated":
         return [(d, d, stride) for d, stride in enumerate(strides)]
@@ -159,8 +173,10 @@ def _step(op: Op, d: int) -> int:
 
 
 def offsets(analysis: Analysis) -> Iterator[tuple[int, int, int]]:
-    """Classes that differ by a fixed number: (longer, shorter, number). What a slice leaves out at the ends, a padding
-    or a concatenation adds."""
+    """Yields classes of `analysis` that differ by a fixed number: (longer, shorter, number).
+
+    What a slice leaves out at the ends, a padding or a concatenation adds.
+    """
     shapes, dims = analysis.flat.shapes, analysis.dims
     for op in analysis.flat.ops:
         if op.primitive == "slice":
@@ -185,31 +201,33 @@ def offsets(analysis: Analysis) -> Iterator[tuple[int, int, int]]:
 
 
 def grouped(analysis: Analysis) -> list[dict[int, int]]:
-    """Classes that change together: class -> by how much it is larger than the group's smallest."""
+    """Groups classes of `analysis` that change together: {class: how much it is larger than the smallest}."""
     groups: dict[int, dict[int, int]] = {}
     for longer, shorter, number in offsets(analysis):
-        one, other = groups.setdefault(longer, {longer: 0}), groups.setdefault(shorter, {shorter: 0})
-        if one is other:
+        left, right = groups.setdefault(longer, {longer: 0}), groups.setdefault(shorter, {shorter: 0})
+        if left is right:
             continue
-        shift = one[longer] - number - other[shorter]
-        one |= {member: offset + shift for member, offset in other.items()}
-        groups |= dict.fromkeys(other, one)
+        shift = left[longer] - number - right[shorter]
+        left |= {member: offset + shift for member, offset in right.items()}
+        groups |= dict.fromkeys(right, left)
     unique = {id(group): group for group in groups.values()}.values()
     return [{member: offset - min(group.values()) for member, offset in group.items()} for group in unique]
 
 
 def smallest_together(group: Mapping[int, int], sizes: Mapping[int, int], devices: int) -> dict[int, int]:
-    """New sizes for classes that differ by fixed numbers, each with the same common divisors with `devices` as
-    before."""
-    base = min(sizes[one] for one in group)
+    """Chooses new sizes for the classes of `group`, which differ by fixed numbers; `sizes` are those before.
+
+    Each has the same common divisors with `devices` as before.
+    """
+    base = min(sizes[label] for label in group)
     for start in range(2, base + 1):
-        if all(math.gcd(start + offset, devices) == math.gcd(sizes[one], devices) for one, offset in group.items()):
-            return {one: start + offset for one, offset in group.items()}
-    return {one: sizes[one] for one in group}
+        if all(math.gcd(start + offset, devices) == math.gcd(sizes[label], devices) for label, offset in group.items()):
+            return {label: start + offset for label, offset in group.items()}
+    return {label: sizes[label] for label in group}
 
 
 def smallest(size: int, devices: int) -> int:
-    """The smallest size above 1 with the same common divisors with `devices`."""
+    """Returns the smallest size above 1 with the same common divisors with `devices` as `size`."""
     if size < 2:
         return size
     common = math.gcd(size, devices)
@@ -218,7 +236,7 @@ def smallest(size: int, devices: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """A class of dims that keeps its size: `why` names the operation and its line."""
+    """Describes a class of dims, `label`, that keeps its `size`: `why` names the operation and its line."""
 
     label: int
     size: int
@@ -227,8 +245,12 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choice:
-    """Sizes chosen: class -> new size, for all classes that have another one, and the classes that had to keep
-    theirs."""
+    """Holds the sizes that were chosen.
+
+    - `analysis`: of the step as traced.
+    - `new`: {class: new size}, for all classes whose size changes.
+    - `kept`: the classes that had to keep theirs.
+    """
 
     analysis: Analysis
     new: Mapping[int, int]
@@ -238,36 +260,45 @@ class Choice:
 def choose_sizes(
     analysis: Analysis, num_constants: int, devices: int, examples: Mapping[int, int], frozen: Mapping[int, str]
 ) -> Choice:
-    """New sizes for every class.
+    """Chooses new sizes for every class.
 
-    **Arguments:** `examples`: class of the example dim -> its new size. `frozen`: classes that must keep theirs, with
-    the reason.
-    `num_constants`: of the outermost jaxpr; what bodies further in close over keeps its shape."""
+    **Arguments:**
+
+    - `analysis`: of the step as traced.
+    - `num_constants`: of the outermost jaxpr; what bodies further in close over keeps its shape.
+    - `devices`: their number.
+    - `examples`: {class of the example dim: its new size}.
+    - `frozen`: {class that must keep its size: the reason}.
+    """
     flat, kept = analysis.flat, dict(frozen)
     for value in flat.constants[num_constants:]:
         kept |= {
-            one: "a constant inside a loop or call has this size"
+            label: "a constant inside a loop or call has this size"
             for dim in analysis.dims[value]
-            for one in dim
-            if one not in kept
+            for label in dim
+            if label not in kept
         }
-    together = {one: group for group in grouped(analysis) for one in group}
+    together = {label: group for group in grouped(analysis) for label in group}
     for group in together.values():
         why = next(
-            (kept[other] for other in group if other in kept),
+            (kept[member] for member in group if member in kept),
             "it differs by a fixed number from the number of examples",
         )
         if not kept.keys().isdisjoint(group) or not examples.keys().isdisjoint(group):
-            kept |= {other: why for other in group if other not in kept and other not in examples}
-    new = {one: examples.get(one, smallest(size, devices)) for one, size in analysis.sizes.items() if one not in kept}
+            kept |= {member: why for member in group if member not in kept and member not in examples}
+    new = {
+        label: examples.get(label, smallest(size, devices))
+        for label, size in analysis.sizes.items()
+        if label not in kept
+    }
     for group in {id(group): group for group in together.values()}.values():
         if kept.keys().isdisjoint(group):
             new |= smallest_together(group, analysis.sizes, devices)
-    new = {one: size for one, size in new.items() if size != analysis.sizes[one]}
+    new = {label: size for label, size in new.items() if size != analysis.sizes[label]}
     readers: dict[int, list[int]] = collections.defaultdict(list)
     for index, op in enumerate(flat.ops):
-        for one in {c for v in (*op.inputs, *op.outputs) for dim in analysis.dims[v] for c in dim}:
-            readers[one].append(index)
+        for label in {c for v in (*op.inputs, *op.outputs) for dim in analysis.dims[v] for c in dim}:
+            readers[label].append(index)
     waiting = dict.fromkeys(range(len(flat.ops)))
     known: dict[Any, bool] = {}
     while waiting:
@@ -277,28 +308,31 @@ def choose_sizes(
         if _takes(analysis, op, new, known):
             continue
         pinned = _to_freeze(analysis, index, new)
-        for one in dict.fromkeys(member for pin in pinned for member in (pin, *together.get(pin, ())) if member in new):
-            kept[one] = f"{op.primitive} at {op.source}" if op.source else op.primitive
-            del new[one]
-            waiting |= dict.fromkeys(readers[one])
+        for label in dict.fromkeys(
+            member for pin in pinned for member in (pin, *together.get(pin, ())) if member in new
+        ):
+            kept[label] = f"{op.primitive} at {op.source}" if op.source else op.primitive
+            del new[label]
+            waiting |= dict.fromkeys(readers[label])
         waiting[index] = None
-    return Choice(analysis, new, tuple(Kept(one, analysis.sizes[one], why) for one, why in kept.items()))
+    return Choice(analysis, new, tuple(Kept(label, analysis.sizes[label], why) for label, why in kept.items()))
 
 
 def _to_freeze(analysis: Analysis, index: int, new: Mapping[int, int]) -> list[int]:
-    """The classes that an operation pins: those of dims that do not run through it, if any of them were to change; else
-    all of them."""
-    op, found = analysis.flat.ops[index], analysis.linked.maps[index]
+    """Returns the classes that an operation pins: those of dims that do not run through it, if any of them were to
+    change; else all of them.
+    """
+    op, dim_map = analysis.flat.ops[index], analysis.linked.maps[index]
     values = (*op.inputs, *op.outputs)
-    changed = lambda dims: [one for value, d in dims for one in analysis.dims[value][d] if one in new]
+    changed = lambda dims: [member for value, d in dims for member in analysis.dims[value][d] if member in new]
     everything = [(value, d) for value in values for d in range(len(analysis.dims[value]))]
-    if found is not None:
+    if dim_map is not None:
         labels = collections.Counter(
-            label for tensor in (*found.inputs, *found.outputs) for dim in tensor for label in dim
+            label for tensor in (*dim_map.inputs, *dim_map.outputs) for dim in tensor for label in dim
         )
         alone = [
             (value, d)
-            for value, tensor in zip(values, (*found.inputs, *found.outputs), strict=True)
+            for value, tensor in zip(values, (*dim_map.inputs, *dim_map.outputs), strict=True)
             for d, dim in enumerate(tensor)
             if any(labels[label] == 1 for label in dim)
         ]
@@ -308,7 +342,7 @@ def _to_freeze(analysis: Analysis, index: int, new: Mapping[int, int]) -> list[i
 
 
 def _takes(analysis: Analysis, op: Op, new: Mapping[int, int], known: dict[Any, bool]) -> bool:
-    """Whether an operation takes its operands' new shapes and gives its results' new shapes."""
+    """Tells whether an operation takes its operands' new shapes and gives its results' new shapes."""
     old = [analysis.flat.shapes[v] for v in op.inputs], [analysis.flat.shapes[v] for v in op.outputs]
     now = [analysis.shape(v, new) for v in op.inputs], [analysis.shape(v, new) for v in op.outputs]
     if old == now:
@@ -337,18 +371,18 @@ def _takes(analysis: Analysis, op: Op, new: Mapping[int, int], known: dict[Any, 
 
 
 def _accepts(eqn: Any, old: Any, now: Any) -> bool:
-    """Whether JAX's shape rule gives the wanted result shapes."""
+    """Tells whether JAX's shape rule gives the wanted result shapes."""
     types = [jax.ShapeDtypeStruct(shape, v.aval.dtype) for shape, v in zip(now[0], eqn.invars, strict=True)]
     try:
         changed = _compat.with_params(eqn, **resized(eqn.primitive.name, eqn.params, old, now))
         results = jax.eval_shape(lambda *values: _compat.bind_equation(changed, values), *types)
     except Exception:  # whatever a shape rule says about sizes that it does not take
         return False
-    return [tuple(one.shape) for one in results] == [tuple(one) for one in now[1]]
+    return [tuple(result.shape) for result in results] == [tuple(result) for result in now[1]]
 
 
 def _hands_on(primitive: str, ins: Sequence[Shape], outs: Sequence[Shape]) -> bool:
-    """Whether new shapes suit one of the pseudo-operations of `trace.flatten`."""
+    """Tells whether new shapes suit one of the pseudo-operations of `trace.flatten`."""
     if primitive == "_scan_in":
         return ins[0][1:] == outs[0]
     if primitive == "_scan_out":
@@ -359,8 +393,10 @@ def _hands_on(primitive: str, ins: Sequence[Shape], outs: Sequence[Shape]) -> bo
 
 
 def local_sizes(jaxpr: Any, inputs: Sequence[Shape]) -> Sized | None:
-    """The shapes inside a closed jaxpr, such as a derivative rule's, once its inputs have other shapes; None where they
-    have not.
+    """Returns the shapes inside a closed `jaxpr`, such as a derivative rule's, once its inputs have the shapes
+    `inputs`.
+
+    None where they have these shapes already.
 
     Raises `Misfit` where they do not follow from those of the inputs."""
     inner, _ = _compat.open_jaxpr(jaxpr)
@@ -370,7 +406,7 @@ def local_sizes(jaxpr: Any, inputs: Sequence[Shape]) -> Sized | None:
     new: dict[int, int] = {}
     for value, shape in zip(analysis.flat.inputs, inputs, strict=True):
         for dim, size in zip(analysis.dims[value], shape, strict=True):
-            was = math.prod(analysis.sizes[one] for one in dim)
+            was = math.prod(analysis.sizes[label] for label in dim)
             if was == size:
                 continue
             if len(dim) != 1 or new.setdefault(dim[0], size) != size:
@@ -382,21 +418,26 @@ def local_sizes(jaxpr: Any, inputs: Sequence[Shape]) -> Sized | None:
     return analysis.sized(new, len(inner.constvars))
 
 
-def transferred(choice: Choice, other: Analysis, changed: Collection[int]) -> dict[int, int]:
-    """The chosen sizes for another trace of the same program with another number of examples. `changed`: classes of the
-    examples there.
+def transferred(choice: Choice, there_analysis: Analysis, changed: Collection[int]) -> dict[int, int]:
+    """Carries a `choice` of sizes over to `there_analysis`, of the same program with another number of examples.
+
+    `changed`: classes of the examples there.
 
     Raises `Misfit` where the traces are not the same program, or their dims are made of other factors."""
     mine = choice.analysis
-    if [op.primitive for op in mine.flat.ops] != [op.primitive for op in other.flat.ops] or len(mine.dims) != len(
-        other.dims
-    ):
+    if [op.primitive for op in mine.flat.ops] != [op.primitive for op in there_analysis.flat.ops] or len(
+        mine.dims
+    ) != len(there_analysis.dims):
         raise Misfit((), "the step is another program for another number of examples")
     new: dict[int, int] = {}
-    for here, there in zip(mine.dims, other.dims, strict=True):
+    for here, there in zip(mine.dims, there_analysis.dims, strict=True):
         for dim, dim_there in zip(here, there, strict=True):
-            for one, one_there in zip(dim, dim_there, strict=False):
-                if mine.sizes[one] == other.sizes[one_there] and one_there not in changed and one in choice.new:
-                    if new.setdefault(one_there, choice.new[one]) != choice.new[one]:
+            for label, label_there in zip(dim, dim_there, strict=False):
+                if (
+                    mine.sizes[label] == there_analysis.sizes[label_there]
+                    and label_there not in changed
+                    and label in choice.new
+                ):
+                    if new.setdefault(label_there, choice.new[label]) != choice.new[label]:
                         raise Misfit((), "dims are made of other factors for another number of examples")
     return new

@@ -1,11 +1,13 @@
-"""The values that a verified step runs on: the caller's where they fit, else drawn by the path of the leaf, alike in
-every process."""
+"""Draws the values that a verified step runs on: the caller's where they fit, else by the path of the leaf.
+
+The caller's arguments and the wanted shapes go in, numpy arrays come out, alike in every process.
+"""
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from splitjax.plan import LeafPlan
-from splitjax.trace.graph import Graph
 from splitjax.verify.sizes import Analysis
 
 
@@ -25,22 +26,25 @@ def draw_values(
     own_values: bool,
     seed: int = 0,
 ) -> list[np.ndarray]:
-    """One value per flat argument.
+    """Returns a value for each flat argument.
 
     **Arguments:**
 
-    - `given`: the caller's leaves, arrays or `ShapeDtypeStruct`s. `types`: what is wanted in their place.
+    - `given`: the caller's leaves, arrays or `ShapeDtypeStruct`s.
+    - `types`: what is wanted in their place.
+    - `leaves`: what the plan says of them.
     - `bound`: drawn whole numbers are below it, so that they are rows of every table and classes of every loss.
     - `own_values`: keep the caller's values of floating-point leaves that keep their shape, too.
-    - `seed`: what is drawn is drawn otherwise with another one.
+    - `seed`: decides what is drawn, with the path of each leaf.
     """
     return [
-        _value(one, like, leaf, bound, own_values, seed) for one, like, leaf in zip(given, types, leaves, strict=True)
+        _value(value, like, leaf, bound, own_values, seed)
+        for value, like, leaf in zip(given, types, leaves, strict=True)
     ]
 
 
 def nudged(leaves: Sequence[Any]) -> list[Any]:
-    """The same values, floating-point numbers changed by some 1e-13 of themselves."""
+    """Returns the values of `leaves`, float64 numbers changed by some 1e-13 of themselves."""
     rng = np.random.default_rng(0)
     return [
         leaf * (1 + 1e-13 * rng.standard_normal(leaf.shape))
@@ -53,7 +57,7 @@ def nudged(leaves: Sequence[Any]) -> list[Any]:
 def _value(given: Any, like: jax.ShapeDtypeStruct, leaf: LeafPlan, bound: int, own_values: bool, seed: int) -> Any:
     shape, dtype = tuple(like.shape), like.dtype
     rng = np.random.default_rng([seed, zlib.crc32(leaf.path.encode())])
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
         return _keys(given, shape, dtype)
     known = None if isinstance(given, jax.ShapeDtypeStruct) or not _is_addressable(given) else given
     keeps = known is not None and tuple(np.shape(known)) == shape
@@ -71,8 +75,8 @@ def _value(given: Any, like: jax.ShapeDtypeStruct, leaf: LeafPlan, bound: int, o
 
 
 def _floats(rng: np.random.Generator, known: Any, shape: tuple[int, ...], role: str) -> np.ndarray:
-    """Numbers of the size of the caller's, if there are any that differ; else such that a deep network neither dies nor
-    blows up.
+    """Draws numbers of the size of the caller's, if there are any that differ; else such that a deep network neither
+    dies nor blows up.
 
     What only updates read, and running statistics, may be variances: they are positive."""
     drawn = rng.standard_normal(shape)
@@ -92,7 +96,7 @@ def _floats(rng: np.random.Generator, known: Any, shape: tuple[int, ...], role: 
 
 
 def _sample(known: Any) -> np.ndarray:
-    """Up to some thousand of an array's numbers, from one device."""
+    """Returns up to some thousand of an array's numbers, from one device."""
     part = known.addressable_shards[0].data if isinstance(known, jax.Array) else np.asarray(known)
     flat = np.asarray(part).reshape(-1)
     return flat[:: max(1, flat.size // 4096)].astype(np.float64)
@@ -109,13 +113,16 @@ def _keys(given: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     return jax.random.split(key, math.prod(shape)).reshape(shape) if shape else key
 
 
-def whole_number_bound(analysis: Analysis, sizes: Any, graph: Graph) -> int:
-    """A bound for drawn whole numbers: the smallest dim that a lookup picks from or that a comparison counts along."""
-    found = []
+def whole_number_bound(analysis: Analysis, sizes: Mapping[int, int]) -> int:
+    """Returns a bound for drawn whole numbers: the smallest dim that a lookup picks from or a comparison counts along.
+
+    `analysis` is that of the step, `sizes` maps classes of dims to their new sizes.
+    """
+    dims: list[int] = []
     for op in analysis.flat.ops:
         if op.primitive in ("gather", "dynamic_slice") and op.inputs:
             value = op.inputs[0]
-            found += [n for n in analysis.shape(value, sizes) if n > 1]
+            dims += [n for n in analysis.shape(value, sizes) if n > 1]
         elif op.primitive == "iota":
-            found += [n for n in analysis.shape(op.outputs[0], sizes) if n > 1]
-    return min(found, default=2)
+            dims += [n for n in analysis.shape(op.outputs[0], sizes) if n > 1]
+    return min(dims, default=2)

@@ -1,4 +1,8 @@
-"""`step.verify`: a step under its plan against the same step on one device, at small sizes and at those given."""
+"""Verifies a step (`step.verify`): under its plan against the same step on one device, at small sizes or those given.
+
+A planned step goes in; both programs are built at sizes that one device holds, run on the same values in float64 and
+compared, and where values differ the operation is looked for. A `Verification` comes out.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from splitjax import _compat
@@ -29,7 +34,7 @@ from splitjax.verify.sizes import Analysis, Choice, Misfit, analyse, choose_size
 from splitjax.verify.taps import ResultTaps, Tap, Taps
 from splitjax.verify.values import draw_values, nudged, whole_number_bound
 
-SIZES = ("shrunken", "given", "both")
+SIZES: tuple[str, ...] = ("shrunken", "given", "both")
 # How often sizes are chosen anew because the step as a whole does not take them.
 _ATTEMPTS = 40
 # What JAX and the functions that a step brings along (derivative rules) raise for sizes that they do not take.
@@ -48,9 +53,13 @@ def verify_step(
 ) -> Verification:
     """Compares every value of a step: see `ParallelStep.verify`.
 
-    **Arguments:** `entry`: the step's plan for these arguments, which may be `ShapeDtypeStruct`s. `own_precision`: also
-    compare in the precision of
-    the step, which shows how much of a difference is rounding.
+    **Arguments:**
+
+    - `recipe`: the step and its options.
+    - `mesh`: the devices of the plan.
+    - `entry`: the step's plan for these arguments, which may be `ShapeDtypeStruct`s.
+    - `sizes`: `"shrunken"`, `"given"` or `"both"`.
+    - `own_precision`: also compare in the precision of the step, which shows how much of a difference is rounding.
 
     Raises `OptionError` for sizes that are none of `SIZES`."""
     if sizes not in SIZES:
@@ -62,18 +71,18 @@ def verify_step(
         )
     recipe, notes = _verifiable(recipe, entry)
     runs = []
-    for one in ("shrunken", "given") if sizes == "both" else (sizes,):
-        runs.append(_Run(recipe, mesh, entry, one, own_precision, list(notes)).verified())
+    for chosen in ("shrunken", "given") if sizes == "both" else (sizes,):
+        runs.append(_Run(recipe, mesh, entry, chosen, own_precision, list(notes)).verified())
     return Verification(recipe.name, str(entry.plan.mesh), entry.plan.rules, tuple(runs))
 
 
 def _verifiable(recipe: Recipe, entry: Entry) -> tuple[Recipe, list[str]]:
-    """The recipe without the options that change numbers by design, and what is said about them."""
-    notes = []
+    """Returns the recipe without the options that change numbers by design, and what is said about them."""
+    notes: list[str] = []
     if recipe.backprop is not None:
         notes.append("partial backpropagation changes the numbers by design: the step is verified without it")
         recipe = dataclasses.replace(recipe, backprop=None)
-    if entry.sparse is not None and (entry.sparse.rounded or any(one.lazy for one in entry.plan.syncs)):
+    if entry.sparse is not None and (entry.sparse.rounded or any(sync.lazy for sync in entry.plan.syncs)):
         notes.append(
             "sync rounds values or leaves rows alone, which changes the numbers by design: tables are verified with "
             "sync='dense'"
@@ -84,7 +93,7 @@ def _verifiable(recipe: Recipe, entry: Entry) -> tuple[Recipe, list[str]]:
 
 @dataclasses.dataclass(eq=False)
 class _Run:
-    """One comparison, while it is made."""
+    """Makes a comparison at sizes of a kind: `verified()` plans, runs and compares."""
 
     recipe: Recipe
     mesh: jax.sharding.Mesh
@@ -95,6 +104,7 @@ class _Run:
     seed: int = 0
 
     def verified(self) -> VerifiedRun:
+        """Runs both programs and compares them. Raises `VerificationError` for a step that one device cannot run."""
         started = time.perf_counter()
         self.analysis = analyse(self.entry.jaxpr, self.entry.matched)
         placed = next((op for op in self.analysis.flat.ops if op.primitive == "shard_map"), None)
@@ -122,16 +132,16 @@ class _Run:
             )
         )
         findings = ()
-        if not all(one.ok for one in compared):
+        if not all(value.ok for value in compared):
             findings = self._located(variant)
         others = _other_constraints(self.entry.plan, pair.entry.plan)
         if others:
             self.notes.append(
                 f"{others} of the plan's {len(self.entry.plan.constraints)} constraints are others at these sizes"
             )
-        if any(not one.comparable for one in differences):
+        if any(not value.comparable for value in differences):
             self.notes.append("some values are not finite on one device either: they are not compared")
-        if any("jumps by" in one.note for one in compared):
+        if any("jumps by" in value.note for value in compared):
             self.notes.append("some values jump where the step is looked at, on one device, too: they are not compared")
         return VerifiedRun(
             self.sizes,
@@ -143,7 +153,7 @@ class _Run:
         )
 
     def _compared(self) -> tuple[Choice | None, Variant, Pair, list[Any], list[Any]]:
-        """Both programs at the smallest sizes that the step takes, run."""
+        """Builds and runs both programs at the smallest sizes that the step takes."""
         if self.sizes == "given":
             return None, *self._pair_and_values(None)
         frozen: dict[int, str] = {}
@@ -163,12 +173,14 @@ class _Run:
                 self.notes.append(f"widths stay as given, for the small step cannot be built: {why}")
                 break
             rows = self._lookup_rows(choice)
-            if finite_tried or not rows or all(_is_finite(one) for one in references):
+            if finite_tried or not rows or all(_is_finite(value) for value in references):
                 return choice, variant, pair, values, references
             finite_tried = True  # ids that the step makes itself may lie outside of the smaller tables
             frozen |= dict.fromkeys(rows, "rows are looked up by numbers that the step makes itself")
         examples = self._examples()
-        everything = {one: "the step does not take other widths" for one in self.analysis.sizes if one not in examples}
+        everything = {
+            label: "the step does not take other widths" for label in self.analysis.sizes if label not in examples
+        }
         choice = choose_sizes(self.analysis, self._num_constants, self.mesh.size, examples, everything)
         try:
             return choice, *self._pair_and_values(choice)
@@ -192,26 +204,27 @@ class _Run:
         return variant, pair, values, references
 
     def _jumps(self, variant: Variant, pair: Pair, references: list[Any]) -> list[float]:
-        """By how much every value changes on one device, relative to its largest entry, when the inputs do in their
-        last digits."""
+        """Measures by how much every value changes on one device, relative to its largest entry, when the inputs do in
+        their last digits."""
         with jax.enable_x64(True):
             again = pair.reference(nudged(self._leaves(variant)))
-        return [one.relative for one in _differences(again, references)]
+        return [difference.relative for difference in _differences(again, references)]
 
     def _run(
         self, variant: Variant, make_taps: Callable[[], Taps], pair: Pair | None = None
     ) -> tuple[Pair, list[Any], list[Any]]:
-        with jax.enable_x64(variant.float64 or bool(jax.config.jax_enable_x64)):
+        is_wide = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]  # JAX adds its options late
+        with jax.enable_x64(variant.float64 or bool(is_wide)):
             pair = pair or make_pair(variant, self.recipe, self.mesh, make_taps)
             leaves = self._leaves(variant)
             return pair, pair.subject(leaves), pair.reference(leaves)
 
     def _leaves(self, variant: Variant) -> list[Any]:
         new = {} if variant.choice is None else variant.choice.new
-        bound = whole_number_bound(self.analysis, new, self.entry.graph)
+        bound = whole_number_bound(self.analysis, new)
         given = self.entry.bound.leaves
         if self.mesh.is_multi_process:  # all processes draw alike
-            given = [jax.ShapeDtypeStruct(np.shape(one), one.dtype) for one in given]
+            given = [jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype) for leaf in given]
         return draw_values(
             given, variant.types, self.entry.plan.leaves, bound, own_values=variant.choice is None, seed=self.seed
         )
@@ -222,24 +235,25 @@ class _Run:
         return [compare(a, b).relative for a, b in zip(values, references, strict=True)]
 
     def _located(self, variant: Variant) -> tuple[Finding, ...]:
-        """The operation where values begin to differ. Where its loop over microbatches does not take the taps, it is
-        looked for without."""
+        """Returns the operation where values begin to differ. Where its loop over microbatches does not take the taps,
+        it is looked for without.
+        """
         variants = [variant]
         if variant.microbatches and max(_microbatches(self.entry.jaxpr), default=1) > 1:
             variants.append(dataclasses.replace(variant, microbatches=False))
-        for one in variants:
+        for tried in variants:
             try:
                 with jax.enable_x64(True):  # values are looked at iteration by iteration
-                    found = locate(
-                        self.entry, functools.partial(self._run_tapped, one), functools.partial(_record, one)
+                    finding = locate(
+                        self.entry, functools.partial(self._run_tapped, tried), functools.partial(_record, tried)
                     )
             except SplitjaxError as error:  # what is tapped cannot be cut into microbatches or turns, say
                 self.notes.append(f"the operation could not be looked for: {error.message}")
                 continue
-            if found is not None:
-                if one is not variant:
+            if finding is not None:
+                if tried is not variant:
                     self.notes.append("the operation was looked for without microbatches")
-                return (found,)
+                return (finding,)
             self.notes.append(
                 "no operation differs once all of them are looked at: XLA partitions the step otherwise then"
             )
@@ -255,35 +269,37 @@ class _Run:
         return len(_compat.open_jaxpr(self.entry.jaxpr)[0].constvars)
 
     def _examples(self) -> dict[int, int]:
-        """The class of the example dim, and the smallest number of examples that every way to divide them divides."""
+        """Returns the class of the example dim, with the smallest number of examples that every way to divide them
+        divides.
+        """
         unit = 2 * self.mesh.size * math.lcm(*_microbatches(self.entry.jaxpr), 1)
         if self.entry.plan.group_comm != "gather":  # turns divide each worker's examples once more
             unit *= self.mesh.size
-        found: dict[int, int] = {}
+        new_sizes: dict[int, int] = {}
         for value, argument in zip(self.analysis.flat.inputs, self.entry.bound.arguments, strict=True):
             if argument.is_batch and self.analysis.flat.shapes[value]:
                 classes = self.analysis.dims[value][0]
-                sizes = [self.analysis.sizes[one] for one in classes]
+                sizes = [self.analysis.sizes[label] for label in classes]
                 new = [sizes[0] if len(sizes) > 1 else smallest(sizes[0], unit), *sizes[1:]] if sizes else []
-                found |= dict(zip(classes, new, strict=True))
-        return found
+                new_sizes |= dict(zip(classes, new, strict=True))
+        return new_sizes
 
     def _inside(self, site: tuple[int, ...], choice: Choice) -> list[int]:
-        """The changed classes of the operations at a site, or inside of the call that stands there."""
+        """Returns the changed classes of the operations at a site, or inside of the call that stands there."""
         flat, dims = self.analysis.flat, self.analysis.dims
         near = [op for op in flat.ops if op.site[: len(site)] == site or site[: len(op.site)] == op.site]
-        found = {one for op in near for value in (*op.inputs, *op.outputs) for dim in dims[value] for one in dim}
-        return [one for one in found if one in choice.new and one not in self._examples()]
+        labels = {label for op in near for value in (*op.inputs, *op.outputs) for dim in dims[value] for label in dim}
+        return [label for label in labels if label in choice.new and label not in self._examples()]
 
     def _lookup_rows(self, choice: Choice) -> list[int]:
         flat, dims = self.analysis.flat, self.analysis.dims
         return list(dict.fromkeys(
-            one for op in flat.ops if op.primitive == "gather" for dim in dims[op.inputs[0]] for one in dim
-            if one in choice.new and one not in self._examples()
+            label for op in flat.ops if op.primitive == "gather" for dim in dims[op.inputs[0]] for label in dim
+            if label in choice.new and label not in self._examples()
         ))  # fmt: skip
 
     def _names(self, pair: Pair) -> list[tuple[str, str]]:
-        """Kind and name of every compared value, in order."""
+        """Returns kind and name of every compared value, in order."""
         paths, _ = jax.tree_util.tree_flatten_with_path(self.entry.result)
         state = {result: self.entry.plan.leaves[leaf].path for leaf, result in self.entry.matched.items()}
         names = [
@@ -298,15 +314,18 @@ class _Run:
         if choice is None:
             return ()
         names = _class_names(self.analysis, self.entry)
-        kept = {one.label: one.why for one in choice.kept}
-        order = [one for one in names if one in choice.new or one in kept]
-        found = (
+        kept = {it.label: it.why for it in choice.kept}
+        order = [label for label in names if label in choice.new or label in kept]
+        sizes = (
             DimSize(
-                names[one], self.analysis.sizes[one], choice.new.get(one, self.analysis.sizes[one]), kept.get(one, "")
+                names[label],
+                self.analysis.sizes[label],
+                choice.new.get(label, self.analysis.sizes[label]),
+                kept.get(label, ""),
             )
-            for one in order
+            for label in order
         )
-        return tuple(dict.fromkeys(found))  # one line can have several dims of a kind
+        return tuple(dict.fromkeys(sizes))  # one line can have several dims of a kind
 
 
 def _record(variant: Variant, taps: Taps) -> None:
@@ -315,8 +334,8 @@ def _record(variant: Variant, taps: Taps) -> None:
 
 
 def _other_constraints(plan: Plan, small: Plan) -> int:
-    """How many of a plan's constraints the plan of the smaller step does not have. Sites differ between the two."""
-    key = lambda one: (one.layer, one.operand, one.spec, one.why)
+    """Counts a plan's constraints that the plan of the smaller step does not have. Sites differ between the two."""
+    key = lambda constraint: (constraint.layer, constraint.operand, constraint.spec, constraint.why)
     return sum(
         (collections.Counter(map(key, plan.constraints)) - collections.Counter(map(key, small.constraints))).values()
     )
@@ -333,7 +352,7 @@ def _is_wrong(difference: Difference) -> bool:
 def _compared_value(
     kind: str, name: str, reference: Any, difference: Difference, jump: float, own: float | None
 ) -> ComparedValue:
-    """`jump`: by how much the value changes on one device when the inputs do in their last digits."""
+    """Judges a value. `jump`: by how much the value changes on one device when the inputs do in their last digits."""
     note = "devices that should hold the same numbers hold different ones" if difference.replicas else ""
     if not difference.comparable:
         note = "not finite on one device"
@@ -350,10 +369,10 @@ def _compared_value(
 
 
 def _tap_name(tap: Tap, entry: Entry) -> tuple[str, str]:
-    """Kind and name of what a gradient boundary gives."""
+    """Returns kind and name of what a gradient boundary gives."""
     if tap.gradient_of is not None:
         path = next(
-            (one.param for one in entry.graph.gradients if (one.site, one.result) == (tap.site, tap.result)),
+            (it.param for it in entry.graph.gradients if (it.site, it.result) == (tap.site, tap.result)),
             tap.gradient_of,
         )
         return "gradient", path
@@ -362,8 +381,9 @@ def _tap_name(tap: Tap, entry: Entry) -> tuple[str, str]:
 
 
 def _class_names(analysis: Analysis, entry: Entry) -> dict[int, str]:
-    """Per class of dims a leaf and its dim that has it; the operation that has it first, for those that are in no
-    leaf."""
+    """Names each class of dims by a leaf and its dim that has it; by the operation that has it first, for those that
+    are in no leaf.
+    """
     names: dict[int, str] = {}
     roles = ("param", "batch", "statistic", "input", "optimizer")
     leaves = sorted(
@@ -374,29 +394,29 @@ def _class_names(analysis: Analysis, entry: Entry) -> dict[int, str]:
             label = (
                 leaf.dim_names[number] if number < len(leaf.dim_names) and leaf.dim_names[number] else f"dim {number}"
             )
-            for one in dim:
-                names.setdefault(one, f"{leaf.path} {label}" + (" (a factor)" if len(dim) > 1 else ""))
+            for dim_class in dim:
+                names.setdefault(dim_class, f"{leaf.path} {label}" + (" (a factor)" if len(dim) > 1 else ""))
     for op in analysis.flat.ops:
         for value in op.outputs:
             for dim in analysis.dims[value]:
-                for one in dim:
-                    names.setdefault(one, f"{op.primitive}" + (f" at {op.source}" if op.source else ""))
+                for dim_class in dim:
+                    names.setdefault(dim_class, f"{op.primitive}" + (f" at {op.source}" if op.source else ""))
     return names
 
 
 def _microbatches(jaxpr: Any) -> Sequence[int]:
-    """The numbers of microbatches that the step's boundaries ask for."""
-    found = []
+    """Returns the numbers of microbatches that the step's boundaries ask for."""
+    numbers: list[int] = []
     inner, _ = _compat.open_jaxpr(jaxpr)
     for eqn in inner.eqns:
         if gradient.is_boundary(eqn) and eqn.params["microbatches"]:
-            found.append(eqn.params["microbatches"])
+            numbers.append(eqn.params["microbatches"])
         for body in bodies(eqn):
-            found += _microbatches(body)
-    return found
+            numbers += _microbatches(body)
+    return numbers
 
 
 def _is_finite(array: Any) -> bool:
     return not np.issubdtype(
-        np.dtype(array.dtype) if not jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended) else np.int32, np.inexact
+        np.dtype(array.dtype) if not jnp.issubdtype(array.dtype, jax.dtypes.extended) else np.int32, np.inexact
     ) or bool(np.all(np.isfinite(np.asarray(array))))

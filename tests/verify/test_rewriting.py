@@ -129,7 +129,7 @@ def test_taps_show_every_result_and_every_contribution_to_a_cotangent():
 
     recorder = CotangentTaps()
     jax.eval_shape(lambda *a: Rewriter(None, False).run(closed, a, (), recorder), X, W)
-    tapped = CotangentTaps(wanted=recorder.found)
+    tapped = CotangentTaps(wanted=recorder.noted)
     again = Rewriter(None, False).run(closed, (X, W), (), tapped)
     for value, want in zip(again, plain, strict=True):
         np.testing.assert_allclose(value, want, rtol=1e-6)
