@@ -143,8 +143,8 @@ class ResultTaps(Taps):
 
     def take(self, local: Taps, values: Sequence[Any]) -> None:
         """Takes over the taps of `local`, with `values`."""
-        self.taps += local.taps
-        self.values += values
+        self.taps.extend(local.taps)
+        self.values.extend(values)
 
     def enter_loop(self, site: Site, length: int) -> tuple[Taps, list[Any]]:
         """Returns taps of their own for the loop's body at `site`, whatever its `length`; no more is scanned over."""
@@ -154,8 +154,8 @@ class ResultTaps(Taps):
         """Takes over the taps of `inner`, with `values` that have a dim of `length` iterations in front."""
         assert isinstance(inner, ResultTaps), "the taps of a loop's body are those that enter_loop returned"
         local = inner._inner[0]
-        self.taps += [dataclasses.replace(tap, loops=tap.loops + 1) for tap in local.taps]
-        self.values += values
+        self.taps.extend([dataclasses.replace(tap, loops=tap.loops + 1) for tap in local.taps])
+        self.values.extend(values)
 
     def enter_boundary(self, site: Site, boundary: Any) -> Taps:
         """Returns itself: forward, the `boundary` at `site` is like any body."""
