@@ -23,7 +23,7 @@ from splitjax import _compat
 from splitjax.errors import BatchError, MicrobatchError, SplitjaxError
 from splitjax.lower import gradient
 from splitjax.lower.microbatch.islands import Request
-from splitjax.lower.microbatch.loop import Job
+from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.microbatch import (
     expand_microbatches,
     local_examples,
@@ -35,7 +35,7 @@ from splitjax.lower.microbatch.places import Runner
 from splitjax.lower.products.exchange import EXAMPLES, SWAP
 from splitjax.lower.products.groups import Copies, Where
 from splitjax.lower.products.interpret import BoundaryHook, EvalForward, Layout, Site, evaluate_equation
-from splitjax.lower.turns.turns import Mode, Refused, Turned, evaluate_turns, take_turns
+from splitjax.lower.turns.turns import Mode, Refused, TurnedBoundary, evaluate_turns, take_turns
 from splitjax.plan import Plan
 from splitjax.step.arguments import Bound, abstract
 from splitjax.trace.flatten import equation_at
@@ -213,7 +213,7 @@ def uneven_jobs(
     layout: Layout,
     twin_of: Twin,
     manual: tuple[str, ...],
-) -> dict[int, Job]:
+) -> dict[int, PreparedBoundary]:
     """Prepares a boundary for workers that have different numbers of examples.
 
     **Arguments:**
@@ -226,7 +226,7 @@ def uneven_jobs(
     Returns the prepared loop by number of examples; a number is left out where no loop is needed. Raises
     `MicrobatchError` where the loss is no sum over examples.
     """
-    jobs: dict[int, Job] = {}
+    jobs: dict[int, PreparedBoundary] = {}
     for share in sorted(set(shares)):
         twin = twin_of(eqn, site, traced_examples(share))
         dims = [example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True)]
@@ -350,7 +350,7 @@ def check_turns(
 
 def turned_boundary(
     eqn: Any, site: Site, graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of: Twin
-) -> Turned | None:
+) -> TurnedBoundary | None:
     """Returns a boundary as it runs in turns; None where nothing crosses in it.
 
     **Arguments:**

@@ -25,7 +25,7 @@ from splitjax import _compat
 from splitjax.compile.entry import Entry
 from splitjax.errors import BatchError, MicrobatchError, ProfileError
 from splitjax.lower import gradient
-from splitjax.lower.microbatch.loop import Job
+from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.microbatch import local_examples, prepare
 from splitjax.lower.products.interpret import Hooks, Layout, Site, evaluate
 from splitjax.lower.strategies import example_dim, make_twin, resized_trace
@@ -183,7 +183,7 @@ def _summands(
     bare: Layout,
     jaxpr: _compat.ClosedJaxpr,
     gradients: Sequence[WorkerGradient],
-    jobs: Mapping[Site, Job | None],
+    jobs: Mapping[Site, PreparedBoundary | None],
     *values: Any,
 ) -> list[Any]:
     """Returns the summands of a worker. A loss that does not depend on the batch has the same gradient on all workers.

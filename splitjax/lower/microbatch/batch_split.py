@@ -41,9 +41,6 @@ class LoopPosition:
         return first
 
 
-Slot = LoopPosition  # the name by which `lower.partial` imports it
-
-
 @dataclasses.dataclass(frozen=True)
 class Split:
     """Describes how the batch is cut, and cuts values so.

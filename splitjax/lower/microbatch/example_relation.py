@@ -38,9 +38,6 @@ class ExampleDim:
     uniform: bool = False
 
 
-Layout = ExampleDim  # the name by which `lower.partial` imports it
-
-
 class Fact(enum.Enum):
     """States what is known of every number of a value, however the value is laid out."""
 

@@ -95,7 +95,6 @@ class RuleOutcome:
     draws: bool = False
 
 
-Outcome = RuleOutcome  # the name by which `lower.tables` imports it
 Rule = Callable[[Question], RuleOutcome]
 RULES: dict[str, Rule] = {}  # by name of the primitive; filled by `rule`
 

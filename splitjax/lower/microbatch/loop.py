@@ -147,6 +147,3 @@ class PreparedBoundary:
         loops = WorkerLoops(self, contribution, env, self.islands.axes if self.islands else known_whole_over)
         value, whole, by_operand = loops.joined(*runner.run(loops), runner)
         return value, [whole[v] for v in self.marked.returned], [by_operand[v] for v in differentiated]
-
-
-Job = PreparedBoundary  # the name by which `lower.strategies` and `measure` import it

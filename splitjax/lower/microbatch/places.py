@@ -270,9 +270,6 @@ class WorkerLoops:
         return self.split.join(rows, layout, self.job.evaluator.program.types[v][0].shape[layout.dim])
 
 
-Places = WorkerLoops  # the name by which `lower.partial` imports it
-
-
 def over_places(
     places: RunnableLoops,
     run: Callable[..., Any],

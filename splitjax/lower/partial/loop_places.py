@@ -1,6 +1,6 @@
 """Protocols of what runs the loops of a boundary's workers: the places of the loops, and a runner for them.
 
-`microbatch.places.Places` are the places of a boundary whose workers have equal shares. `uneven.Balanced` and
+`microbatch.places.WorkerLoops` are the places of a boundary whose workers have equal shares. `uneven.Balanced` and
 `own_loss.OwnLoss` stand in for them where workers have unequal shares, or losses of their own. A runner of this room
 (`truncation.Truncation`, `rows.Capture`, `rows.Given`) takes any of these, so it says here what it needs of them.
 """

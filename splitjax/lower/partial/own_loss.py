@@ -115,7 +115,7 @@ class OwnLoss:
         return v
 
     def inputs(self) -> tuple[list[Any], ...]:
-        """Gives the operands in the groups of `microbatch.places.Places.inputs`."""
+        """Gives the operands in the groups of `microbatch.places.WorkerLoops.inputs`."""
         groups = self.contribution
         of = lambda positions: [self.operands[position] for position in positions]
         return (

@@ -1,6 +1,6 @@
 """Gives workers different numbers of examples: each takes its range out of the whole batch, which all workers get.
 
-A boundary prepared for every share goes in, a runner comes out that stands between `Places` and the runner that
+A boundary prepared for every share goes in, a runner comes out that stands between `WorkerLoops` and the runner that
 truncates. A compiled array has equal parts on all devices, so unequal ones cannot cross into a `shard_map`; the whole
 batch can. `UnevenSplit` cuts as `batch_split.Split` does, for a single microbatch. Rows that come out stand in zeros of
 the whole batch's size, to be added up over the workers. Where devices share a worker's examples (`islands.py`), they do
@@ -19,11 +19,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from splitjax.lower.microbatch.accumulate import Evaluator
-from splitjax.lower.microbatch.batch_split import Slot, Split
-from splitjax.lower.microbatch.example_relation import Layout
+from splitjax.lower.microbatch.batch_split import LoopPosition, Split
+from splitjax.lower.microbatch.example_relation import ExampleDim
 from splitjax.lower.microbatch.liveness import WHOLE
-from splitjax.lower.microbatch.loop import Job
-from splitjax.lower.microbatch.places import REPLICATED, Places, Sums
+from splitjax.lower.microbatch.loop import PreparedBoundary
+from splitjax.lower.microbatch.places import REPLICATED, Sums, WorkerLoops
 from splitjax.lower.microbatch.worker_loop import Contribution
 from splitjax.lower.partial.loop_places import LoopRunner
 
@@ -62,20 +62,20 @@ class UnevenSplit(Split):
         """Gives the same split with the values of `held`."""
         return dataclasses.replace(self, offset=held[0])
 
-    def cut(self, value: Any, layout: Layout, whole_over: Any = ()) -> Any:
+    def cut(self, value: Any, layout: ExampleDim, whole_over: Any = ()) -> Any:
         """Gives the whole `value` with a leading dim of 1, for the only microbatch; `layout` and `whole_over` do not
         matter, since every worker is given all of it."""
         return jnp.asarray(value)[None]
 
-    def cut_spec(self, rank: int, layout: Layout) -> PartitionSpec:
+    def cut_spec(self, rank: int, layout: ExampleDim) -> PartitionSpec:
         """Gives the spec of a cut value, which is replicated whatever its `rank` and `layout`."""
         return PartitionSpec()
 
-    def part(self, cut: Any, layout: Layout) -> Any:
+    def part(self, cut: Any, layout: ExampleDim) -> Any:
         """Gives this worker's range of a whole value `cut` whose examples lie as `layout` says."""
         return self._range(cut, layout)
 
-    def take(self, whole: Any, layout: Layout, slot: Slot) -> Any:
+    def take(self, whole: Any, layout: ExampleDim, slot: LoopPosition) -> Any:
         """Gives the part of a `whole` value, laid out as `layout` says, for the place along the manual axes that `slot`
         holds."""
         own = self._range(jnp.asarray(whole), layout)
@@ -91,7 +91,7 @@ class UnevenSplit(Split):
         own = lax.dynamic_slice_in_dim(own, number * each, each, dim + 1)
         return jnp.reshape(own, (*shape[:dim], layout.major * each * layout.minor, *shape[dim + 1 :]))
 
-    def apart(self, part: Any, layout: Layout, whole_size: int) -> Any:
+    def apart(self, part: Any, layout: ExampleDim, whole_size: int) -> Any:
         """Takes the example dim of a `part` apart by axes, so that it can cross into an island or out of it.
 
         **Arguments:** `layout`: where its examples lie. `whole_size`: of this dim in the whole value (not needed here).
@@ -101,11 +101,11 @@ class UnevenSplit(Split):
         each = self.share // math.prod((*self._sizes(inside=True), *self._sizes(inside=False)))
         return jnp.reshape(part, (*shape[:dim], layout.major, *sizes, each, layout.minor, *shape[dim + 1 :]))
 
-    def together(self, apart: Any, layout: Layout) -> Any:
+    def together(self, apart: Any, layout: ExampleDim) -> Any:
         """Gives the part again that `apart` was made from; its examples lie as `layout` says."""
         return Split.part(self, apart, layout)
 
-    def uncut_local(self, part: Any, layout: Layout, whole_size: int) -> Any:
+    def uncut_local(self, part: Any, layout: ExampleDim, whole_size: int) -> Any:
         """Puts a `part`, whose examples lie as `layout` says, at its place in zeros of the whole value's size along
         that dim, `whole_size`."""
         shape, dim = part.shape, layout.dim
@@ -114,12 +114,12 @@ class UnevenSplit(Split):
         placed = lax.dynamic_update_slice_in_dim(jnp.zeros(around, part.dtype), rows, self.offset, dim + 1)
         return jnp.reshape(placed, (*shape[:dim], whole_size, *shape[dim + 1 :]))
 
-    def join(self, stacked: Any, layout: Layout, whole_size: int) -> Any:
+    def join(self, stacked: Any, layout: ExampleDim, whole_size: int) -> Any:
         """Gives the whole value from the sum over workers, `stacked`, which has a leading dim of 1; `layout` and
         `whole_size` are not needed, as `uncut_local` used them."""
         return stacked[0]
 
-    def _range(self, value: Any, layout: Layout) -> Any:
+    def _range(self, value: Any, layout: ExampleDim) -> Any:
         """Gives this worker's range of a whole value."""
         shape, dim = value.shape, layout.dim
         value = jnp.reshape(value, (*shape[:dim], layout.major, self.whole, layout.minor, *shape[dim + 1 :]))
@@ -129,7 +129,7 @@ class UnevenSplit(Split):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Balanced:
-    """Places whose shares differ: `LoopPlaces`. Rows are among the sums here.
+    """Workers whose shares differ: `LoopPlaces`. Rows are among the sums here.
 
     - `places`: as of equal shares, in whose words results come out.
     - `jobs`: by share the boundary prepared for it.
@@ -137,8 +137,8 @@ class Balanced:
     - `share`, `offset`: the number of examples of a worker, and the number of its first, i32[]; 0 until it is chosen.
     """
 
-    places: Places
-    jobs: Mapping[int, Job]
+    places: WorkerLoops
+    jobs: Mapping[int, PreparedBoundary]
     num_examples: int
     share: int = 0
     offset: Any = 0
@@ -241,10 +241,10 @@ class Balancing:
     """
 
     runner: LoopRunner
-    jobs: Mapping[int, Job]
+    jobs: Mapping[int, PreparedBoundary]
     num_examples: int
 
-    def run(self, places: Places) -> Sums:
+    def run(self, places: WorkerLoops) -> Sums:
         """Runs the loops of all `places`, and cuts the rows out of the sums as the places expect them."""
         totals, unsummed, _ = self.runner.run(Balanced(places, self.jobs, self.num_examples))
         value, every, grads = totals
@@ -252,7 +252,7 @@ class Balancing:
         num_sums, num_stacked = len(contribution.summed), len(contribution.stacked)
         sums, rows = every[:num_sums], every[num_sums:]
         cut = [
-            places.split.cut(row, places.job.info(v).layout)
+            places.split.cut(row, places.job.info(v).required_layout)
             for v, row in zip((*contribution.stacked, *contribution.sliced), rows, strict=True)
         ]
         return (value, sums, grads), unsummed, (cut[:num_stacked], cut[num_stacked:], [])

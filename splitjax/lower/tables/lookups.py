@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from splitjax import _compat
 from splitjax.lower.microbatch.example_relation import Mixed
-from splitjax.lower.microbatch.example_rules import Outcome, Question, rule
+from splitjax.lower.microbatch.example_rules import Question, RuleOutcome, rule
 from splitjax.lower.microbatch.example_rules_mixing import gather_outcome
 from splitjax.trace.flatten import Site, equation_at
 
@@ -41,7 +41,7 @@ lookup_p = _compat.define_primitive(
 
 
 @rule(PRIMITIVE)
-def _lookup(q: Question) -> Outcome:
+def _lookup(q: Question) -> RuleOutcome:
     """Says where the examples of a lookup are: as for the gather; the delta holds them where the gathered rows do."""
     outcome = gather_outcome(dataclasses.replace(q, infos=q.infos[:2]))
     if outcome.infos[0].layout != q.infos[2].layout:

@@ -139,9 +139,6 @@ class TurnedBoundary:
             raise Refused("the loss does not depend on what crosses")
 
 
-Turned = TurnedBoundary  # the name by which `lower.strategies` imports it
-
-
 def take_turns(eqn: Any, twin: Any, site: Site, layout: Layout, mode: Mode) -> TurnedBoundary | None:
     """Cuts a boundary for turns; returns None where nothing crosses in it.
 
