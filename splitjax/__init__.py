@@ -15,6 +15,7 @@ from splitjax.lower.gradient import grad, value_and_grad
 from splitjax.parallelize import parallelize
 from splitjax.partial import Advice, PartialBackprop
 from splitjax.plan import Plan
+from splitjax.report.registration import register_documents
 from splitjax.report.value import Report
 from splitjax.rules import Rule, RuleSet
 from splitjax.runtime.launch.initialize import initialize, join_launched
@@ -45,6 +46,7 @@ __all__ = [
 _ON_FIRST_USE = ("data", "equinox", "models", "nnx", "schedule")
 
 
+register_documents()  # how plans, reports, profiles and advices look; loads none of them
 join_launched()  # in a worker of `splitjax launch`, and nowhere else; touches no device
 
 

@@ -12,33 +12,35 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from splitjax.errors import MeshError, PlanError
-from splitjax.mesh import MeshShape
-from splitjax.plan import (
-    FORMAT,
+from splitjax._plan_parts import (
     Collective,
     Constraint,
     LayerPlan,
     LeafPlan,
     Memory,
     PartialPlan,
-    Plan,
+    PlanParts,
     SegmentPlan,
     Spec,
     SyncPlan,
     spec_axes,
 )
+from splitjax.errors import MeshError, PlanError
+from splitjax.mesh import MeshShape
 
+FORMAT = 1
+
+PlanT = TypeVar("PlanT", bound=PlanParts)
 Reader = Callable[[Any, str], Any]  # (JSON value, key path) -> checked value
 _REMAKE = "make the plan anew with this version of splitjax: `step.plan(...).save(path)`"
 
 
-def dump(plan: Plan) -> str:
-    """The plan as ASCII JSON text; entries of lists of objects stand one a line, keys in the order of the
+def dump(plan: PlanParts) -> str:
+    """Writes `plan` as ASCII JSON text; entries of lists of objects stand one a line, keys in the order of the
     dataclasses."""
     fields = {"format": FORMAT, **dataclasses.asdict(plan), "mesh": plan.mesh.axes}
     lines = []
@@ -60,16 +62,25 @@ def _compact(value: Any) -> str:
     return json.dumps(value, default=plain, allow_nan=False)
 
 
-def parse(text: str, origin: str) -> Plan:
-    """The plan in a JSON text. `origin`: the file it came from, or "", shown in errors. Raises `PlanError`."""
+def parse(kind: type[PlanT], text: str, origin: str) -> PlanT:
+    """Reads a plan from JSON text.
+
+    **Arguments:**
+
+    - `kind`: the dataclass that is made of the parts, `splitjax.plan.Plan`.
+    - `text`: what `dump` wrote, possibly edited by hand.
+    - `origin`: the file it came from, or "", shown in errors.
+
+    **Raises:** `PlanError` with the key path of the first problem.
+    """
     try:
-        return _parse(text)
+        return _parse(kind, text)
     except PlanError as error:
         place = f"{origin}: {error.place}" if origin and error.place else origin or error.place
         raise PlanError(error.message, value=error.value, place=place, remedy=error.remedy) from error.__cause__
 
 
-def _parse(text: str) -> Plan:
+def _parse(kind: type[PlanT], text: str) -> PlanT:
     if not isinstance(text, str):
         _fail(
             "a plan's JSON is a string",
@@ -98,13 +109,14 @@ def _parse(text: str) -> Plan:
     number = data.pop("format")
     if type(number) is not int or number != FORMAT:
         _fail(f"this version of splitjax reads plans of format {FORMAT}", number, "format", _REMAKE)
-    plan = _object(Plan, _PLAN)(data, "")
+    plan = _object(kind, _PLAN)(data, "")
     _check(plan)
     return plan
 
 
 def parse_sync(value: Any, place: str) -> SyncPlan:
-    """An entry of `Plan.syncs` from what `dataclasses.asdict` made of it. Raises `PlanError`."""
+    """Reads an entry of `Plan.syncs` from `value`, what `dataclasses.asdict` made of it. Raises `PlanError`, whose
+    place begins with `place`."""
     return _object(SyncPlan, _SYNC)(value, place)
 
 
@@ -117,7 +129,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: PlanParts) -> None:
     """What types alone do not say: names agree between the parts of the plan, and specs fit mesh and shapes."""
     leaves: dict[str, LeafPlan] = {}
     for i, leaf in enumerate(plan.leaves):
@@ -133,14 +145,16 @@ def _check(plan: Plan) -> None:
     for i, constraint in enumerate(plan.constraints):
         for axis in spec_axes(constraint.spec):
             _axis_size(axis, plan.mesh, f"constraints[{i}].spec")
-    for i, first in enumerate(() if plan.partial is None else plan.partial.first):
-        if first >= len(plan.partial.segments):
-            _fail(
-                "a depth begins behind the last segment",
-                first,
-                f"partial.first[{i}]",
-                f"give 0 to {len(plan.partial.segments) - 1}",
-            )
+    if plan.partial is not None:
+        num_segments = len(plan.partial.segments)
+        for i, first in enumerate(plan.partial.first):
+            if first >= num_segments:
+                _fail(
+                    "a depth begins behind the last segment",
+                    first,
+                    f"partial.first[{i}]",
+                    f"give 0 to {num_segments - 1}",
+                )
     for i, layer in enumerate(plan.layers):
         if len(layer.params) != len(layer.specs):
             _fail(

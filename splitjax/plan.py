@@ -1,8 +1,8 @@
 """The `Plan`: every decision about a step's layout as one immutable value that prints, serialises, diffs and can be
 pinned.
 
-A spec is a tuple with one entry per dim: None, an axis name, or a tuple of axis names, as in
-`jax.sharding.PartitionSpec`.
+What a plan consists of (leaves, layers, collectives, ...) is defined in `splitjax._plan_parts` and has its names here.
+How a plan looks when it is printed is registered with `splitjax.display` by the room that shows plans.
 
 The text of a plan (`to_json`) is made to live in a repository beside the training script: stable order, one leaf, layer
 or collective a line, so that a version control diff reads like `Plan.diff`. Its codec is `splitjax._plan_json`.
@@ -21,178 +21,47 @@ from typing import Any, Protocol
 
 from jax.sharding import Mesh, PartitionSpec
 
+from splitjax import _plan_json
 from splitjax._files import write_atomically
+from splitjax._plan_json import FORMAT
+from splitjax._plan_parts import (
+    ROW_EXCHANGE,
+    Collective,
+    Constraint,
+    LayerPlan,
+    LeafPlan,
+    Memory,
+    PartialPlan,
+    SegmentPlan,
+    Spec,
+    SpecEntry,
+    SyncPlan,
+    spec_axes,
+    spec_text,
+)
+from splitjax.display import registry
 from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
 
-SpecEntry = None | str | tuple[str, ...]
-Spec = tuple[SpecEntry, ...]
-FORMAT = 1
-# among collectives: all messages by which one table's rows are synchronised, whatever the scheme
-ROW_EXCHANGE = "row_exchange"
-
-
-def spec_axes(spec: Spec) -> tuple[str, ...]:
-    """The mesh axes that a spec uses, in dim order; `?` (left to XLA) is none."""
-    entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
-    return tuple(axis for entry in entries for axis in entry if axis != "?")
-
-
-def spec_text(spec: Spec) -> str:
-    """A spec for people: `P(None, 'model')`, without trailing None, or `replicated`."""
-    used = [i for i, entry in enumerate(spec) if entry]
-    return f"P({', '.join(map(repr, spec[: used[-1] + 1]))})" if used else "replicated"
-
-
-@dataclasses.dataclass(frozen=True)
-class LeafPlan:
-    """Where one array of the step's arguments lives."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    role: str  # as `trace.graph.Leaf.role`
-    is_state: bool
-    spec: Spec
-    rule: str  # the rule that fired, or "follows PATH", "batch", "input"
-    note: str = ""  # why it is not what one might expect, such as "out 10 does not divide by model=4"
-    bytes_per_device: int = 0
-    # where a parameter's gradient is summed onto, with its optimizer state; None: as the parameter
-    gradient: Spec | None = None
-
-    def num_shards(self, mesh: MeshShape) -> int:
-        """Into how many pieces the array is split."""
-        return mesh.size(spec_axes(self.spec))
-
-    def whole_bytes(self, mesh: MeshShape) -> int:
-        """Bytes of the whole array, on one device (planned dims always divide)."""
-        return self.bytes_per_device * self.num_shards(mesh)
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerPlan:
-    """One layer with the specs of its parameters and the rule that decided its weight."""
-
-    name: str
-    kind: str
-    params: tuple[str, ...]  # leaf paths, weight first
-    specs: tuple[Spec, ...]  # one per parameter
-    rule: str
-    note: str = ""
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """The `PartitionSpec` of the layer's weight (its first parameter)."""
-        return PartitionSpec(*self.specs[0]) if self.specs else PartitionSpec()
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Predicted bytes per device."""
-
-    state_bytes: int
-    activation_bytes: int
-    peak_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One predicted collective of the step: `bytes` is what each device sends per step."""
-
-    op: str  # all_reduce, all_gather, reduce_scatter, all_to_all, or ROW_EXCHANGE
-    axis: str  # mesh axis, or several joined by "+"
-    bytes: int
-    layer: str
-    why: str
-
-
-@dataclasses.dataclass(frozen=True)
-class SyncPlan:
-    """How the gradient of one table with row lookups is synchronised.
-
-    - `scheme`: its name; `dense` also where the table's gradient has to stay whole.
-    - `axis`: the mesh axes of the workers, joined by "+"; empty where there is nothing to exchange.
-    - `rows`: of the table. `bytes`: what each worker sends per step, padding included; 0 while the first steps are
-      observed.
-    - `dense_bytes`: what the dense exchange of its gradient sends, or would send.
-    - `why`: who chose it, or why it stays dense.
-    - `lazy`: rows without gradient are left alone where the update would change them.
-    - `options`: of the scheme, those that are not its defaults. `capacities`: its static sizes
-      (`splitjax.sync.Capacities`) without zeros; empty while the first steps are observed, and for dense tables. A
-      pinned plan that has them decides for the step.
-    """
-
-    param: str
-    scheme: str
-    axis: str
-    rows: int
-    bytes: int
-    dense_bytes: int
-    why: str
-    lazy: bool = False
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    capacities: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether its first steps need not be observed."""
-        return bool(self.capacities) or self.scheme == "dense"
-
-
-@dataclasses.dataclass(frozen=True)
-class SegmentPlan:
-    """Layers that the same workers differentiate, in partial backpropagation.
-
-    - `layers`: input side first. `contributors`: how many of the workers' slots differentiate them.
-    - `backward`: their share of the time of the full backward pass.
-    - `num_bytes`: of their gradients, as one worker holds them.
-    - `summed_bytes`, `handed_bytes`: what a worker sends per step on average: to add them up, and to hand the sum to
-      workers that did not compute it.
-    """
-
-    layers: tuple[str, ...]
-    contributors: int
-    backward: float
-    num_bytes: int
-    summed_bytes: int
-    handed_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class PartialPlan:
-    """How far back each worker differentiates (`splitjax.PartialBackprop`). It changes the numbers.
-
-    - `axis`: the mesh axes of the workers, joined by "+".
-    - `first`: by slot the number of the first segment that is differentiated. Workers move on by one slot a step if
-      `rotate`; in a temporal assignment all are in one slot.
-    - `device_time`: predicted time of all workers over that of full backpropagation. `times`: `"predicted"` or
-      `"measured"`.
-    """
-
-    assignment: str
-    estimator: str
-    rotate: bool
-    warmup_steps: int
-    execution: str
-    rebalance: bool
-    statistics: str
-    axis: str
-    first: tuple[int, ...]
-    device_time: float
-    times: str
-    segments: tuple[SegmentPlan, ...]
-    examples: tuple[int, ...] = ()  # by slot, where `rebalance` gives them different shares
-
-
-@dataclasses.dataclass(frozen=True)
-class Constraint:
-    """A sharding that lowering pins on one operand (or result) of one operation; dims marked `?` are left to XLA."""
-
-    site: tuple[int, ...]
-    operand: int  # operand position; -1 is the first result, -2 the second
-    spec: Spec  # entry "?" leaves the dim unconstrained
-    layer: str
-    why: str
+__all__ = [
+    "FORMAT",
+    "ROW_EXCHANGE",
+    "Collective",
+    "Constraint",
+    "LayerPlan",
+    "LeafLike",
+    "LeafPlan",
+    "Memory",
+    "PartialPlan",
+    "Plan",
+    "SegmentPlan",
+    "Spec",
+    "SpecEntry",
+    "SyncPlan",
+    "first_mismatch",
+    "spec_axes",
+    "spec_text",
+]
 
 
 class LeafLike(Protocol):
@@ -210,21 +79,37 @@ class LeafLike(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
+    """Holds every decision about a step's layout. Print it, show it in a notebook, keep it with `save`, pin it with
+    `parallelize(plan=...)`.
+
+    **Attributes:**
+
+    - `mesh`: the axes and sizes that it is for. `rules`: the name of the rule set.
+    - `replicated_batch`: `"all"` or `"data"`: over which axes replicated layers have the batch split.
+    - `batch_axes`: the axes over which batch arguments are split.
+    - `leaves`: every array of the step's arguments. `layers`: in program order.
+    - `constraints`: the shardings that lowering pins inside the step.
+    - `gathered`: unknown operations that run replicated, as `"primitive at file:line"`.
+    - `memory`, `collectives`: what is predicted. `notes`: what to know besides.
+    - `group_comm`: how examples cross into split layers: `"gather"`, `"turns"` or `"modulo"`.
+    - `syncs`: tables with row lookups, where another synchronisation than the dense one was asked for.
+    - `partial`: partial backpropagation, where it was asked for.
+    """
+
     mesh: MeshShape
-    rules: str  # name of the rule set
-    replicated_batch: str  # "all" | "data"
-    batch_axes: tuple[str, ...]  # axes over which batch arguments are split
+    rules: str
+    replicated_batch: str
+    batch_axes: tuple[str, ...]
     leaves: tuple[LeafPlan, ...]
     layers: tuple[LayerPlan, ...]
     constraints: tuple[Constraint, ...] = ()
-    gathered: tuple[str, ...] = ()  # unknown operations that run replicated, as "primitive at file:line"
+    gathered: tuple[str, ...] = ()
     memory: Memory = Memory(0, 0, 0)
     collectives: tuple[Collective, ...] = ()
     notes: tuple[str, ...] = ()
-    group_comm: str = "gather"  # how examples cross into split layers: gather, turns or modulo
-    # tables with row lookups, where another synchronisation than the dense one was asked for
+    group_comm: str = "gather"
     syncs: tuple[SyncPlan, ...] = ()
-    partial: PartialPlan | None = None  # partial backpropagation, where it was asked for
+    partial: PartialPlan | None = None
 
     @functools.cached_property
     def _by_path(self) -> Mapping[str, LeafPlan]:
@@ -254,17 +139,13 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text (ASCII, stable order, one entry a line), read back exactly by `Plan.from_json`."""
-        from splitjax import _plan_json
-
         return _plan_json.dump(self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Reads what `to_json` wrote, possibly edited by hand. Raises `PlanError` naming the key path of the first
         problem."""
-        from splitjax import _plan_json
-
-        return _plan_json.parse(text, origin="")
+        return _plan_json.parse(cls, text, origin="")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to a file, whole or not at all: a reader never sees half a plan, a crash leaves the old one.
@@ -282,8 +163,6 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Reads a plan that `save` wrote. Raises `PlanError` naming the file and the key path of the first problem."""
-        from splitjax import _plan_json
-
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -292,7 +171,7 @@ class Plan:
                 place=str(path),
                 remedy="give the file that `plan.save` wrote",
             ) from error
-        return _plan_json.parse(text, origin=str(path))
+        return _plan_json.parse(cls, text, origin=str(path))
 
     def diff(self, other: Plan) -> tuple[str, ...]:
         """What differs between this plan and another, as sentences `thing: here -> there`; empty exactly when they are
@@ -316,10 +195,7 @@ class Plan:
             )
 
     def __str__(self) -> str:
-        # rendering stands on a higher floor: loaded when something is printed
-        from splitjax.report.text import render_text
-
-        return render_text(self)
+        return registry.show(self)
 
     def __repr__(self) -> str:
         return (
@@ -328,9 +204,7 @@ class Plan:
         )
 
     def _repr_html_(self) -> str:
-        from splitjax.report.html import render_html
-
-        return render_html(self)
+        return registry.html(self)
 
 
 def first_mismatch(plan: Plan, leaves: Sequence[LeafLike], mesh: MeshShape | Mesh | Mapping[str, int]) -> str | None:
@@ -393,7 +267,7 @@ def _differences(a: Plan, b: Plan) -> Iterator[str]:
     yield from _diff_entries(
         "collective", a.collectives, b.collectives, lambda c: f"{c.op} over {c.axis} for {c.layer} ({c.why})"
     )
-    yield from _diff_entries("table", a.syncs, b.syncs, lambda one: one.param)
+    yield from _diff_entries("table", a.syncs, b.syncs, lambda sync: sync.param)
     yield from _diff_partial(a.partial, b.partial)
     yield from _diff_entries("note", a.notes, b.notes, repr)
 
@@ -405,7 +279,7 @@ def _diff_partial(a: PartialPlan | None, b: PartialPlan | None) -> Iterator[str]
     for field in dataclasses.fields(PartialPlan):
         if field.name != "segments":
             yield from _diff_value(f"partial.{field.name}", getattr(a, field.name), getattr(b, field.name))
-    yield from _diff_entries("segment", a.segments, b.segments, lambda one: one.layers[0])
+    yield from _diff_entries("segment", a.segments, b.segments, lambda segment: segment.layers[0])
 
 
 def _diff_value(name: str, here: Any, there: Any, show: Callable[[Any], str] = repr) -> Iterator[str]:

@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from splitjax.display import registry
 from splitjax.errors import PartialError
 from splitjax.partial.depths import Depths
 from splitjax.partial.request import PROGRAM, Measured
@@ -203,10 +204,7 @@ class Advice:
             ) from error
 
     def __str__(self) -> str:
-        # rendering stands on a higher floor: loaded when something is printed
-        from splitjax.report.advice.text import render_advice_text
-
-        return render_advice_text(self)
+        return registry.show(self)
 
     def __repr__(self) -> str:
         return (
@@ -215,9 +213,7 @@ class Advice:
         )
 
     def _repr_html_(self) -> str:
-        from splitjax.report.advice.html import render_advice_html
-
-        return render_advice_html(self)
+        return registry.html(self)
 
 
 @dataclasses.dataclass(frozen=True)

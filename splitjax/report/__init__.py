@@ -1,6 +1,2 @@
-"""What a plan says to people: as text for terminals, as HTML for notebooks."""
-
-from splitjax.report.html import render_html
-from splitjax.report.text import render_text
-
-__all__ = ["render_html", "render_text"]
+"""What a compiled step does, read from XLA's program and set beside its plan; and the documents of plans, reports,
+profiles and advices, which `splitjax.display` lays out."""

@@ -8,9 +8,10 @@ import os
 import re
 from collections.abc import Iterable
 
+from splitjax.display.figures import bytes_text
 from splitjax.plan import Collective
 from splitjax.report.attribute import ReportedCollective
-from splitjax.report.table import MIN_FOLD, bytes_text
+from splitjax.report.table import MIN_FOLD
 from splitjax.report.value import Report, Total
 
 _NUMBER = re.compile(r"\d+")

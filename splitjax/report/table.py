@@ -7,6 +7,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 
+from splitjax.display.figures import bytes_text, percent_saved
 from splitjax.plan import LayerPlan, LeafPlan, Plan, spec_text
 
 # Fewer repetitions than this are shown one by one: folding two layers hides more than it saves.
@@ -27,26 +28,6 @@ class Row:
     device_bytes: int
     whole_bytes: int
     repeat: int = 1
-
-
-def bytes_text(count: int) -> str:
-    """`0 B`, `980 B`, `1.5 KiB`, `24.0 MiB`."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
-
-
-def percent_saved(device_bytes: int, whole_bytes: int) -> str:
-    """How much less one device holds than all of it: `75.0 %`."""
-    return f"{100 * (1 - device_bytes / whole_bytes):.1f} %" if whole_bytes else "0.0 %"
-
-
-def clean(text: str) -> str:
-    """Control characters (line ends, escapes) made visible, so that a name cannot break the table it stands in."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def table(plan: Plan) -> tuple[tuple[Row, ...], ...]:

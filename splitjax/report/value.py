@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from splitjax.display import registry
 from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
 from splitjax.plan import Collective, Memory, Plan
@@ -185,9 +186,7 @@ class Report:
             ) from error
 
     def __str__(self) -> str:
-        from splitjax.report.value_text import render_report_text  # loaded when a report is printed
-
-        return render_report_text(self)
+        return registry.show(self)
 
     def __repr__(self) -> str:
         return (
@@ -196,9 +195,7 @@ class Report:
         )
 
     def _repr_html_(self) -> str:
-        from splitjax.report.value_html import render_report_html
-
-        return render_report_html(self)
+        return registry.html(self)
 
 
 def make_report(

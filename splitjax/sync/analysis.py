@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from splitjax._files import write_atomically
+from splitjax.display import registry
 from splitjax.errors import ProfileError
 from splitjax.sync import masks
 from splitjax.sync.profile import Sparsity, measure
@@ -277,15 +278,10 @@ class Profile:
 
         `path`: also written there (PNG, SVG, PDF by the ending). Raises `ProfileError` where matplotlib is not
         installed, or the file cannot be written."""
-        # rendering stands on a higher floor: loaded when something is drawn
-        from splitjax.report.profile.plot import draw_profile
-
-        return draw_profile(self, path)
+        return registry.draw(self, path)
 
     def __str__(self) -> str:
-        from splitjax.report.profile.text import render_profile_text
-
-        return render_profile_text(self)
+        return registry.show(self)
 
     def __repr__(self) -> str:
         return (
@@ -294,9 +290,7 @@ class Profile:
         )
 
     def _repr_html_(self) -> str:
-        from splitjax.report.profile.html import render_profile_html
-
-        return render_profile_html(self)
+        return registry.html(self)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,10 +13,11 @@ from html.parser import HTMLParser
 import pytest
 
 import splitjax.plan
+from splitjax import display
+from splitjax.display.figures import bytes_text, percent_saved
 from splitjax.mesh import MeshShape
 from splitjax.plan import Collective, Constraint, LayerPlan, LeafPlan, Memory, Plan, spec_axes
-from splitjax.report import render_html, render_text
-from splitjax.report.table import bytes_text, percent_saved, summary, table
+from splitjax.report.table import summary, table
 
 MESH = MeshShape((("data", 2), ("model", 4)))
 
@@ -95,7 +96,16 @@ def cells(line: str) -> list[str]:
 
 def test_text_table_of_a_small_plan():
     lines = str(SMALL).splitlines()
-    assert cells(lines[0]) == ["layer", "parameter", "kind", "shape", "spec", "rule", "per device"]
+    assert cells(lines[0]) == [
+        "layer",
+        "parameter",
+        "kind",
+        "shape",
+        "spec",
+        "rule",
+        "per device",
+        "of the whole layer",
+    ]
     assert cells(lines[2]) == [
         "params/Dense_0",
         "kernel",
@@ -104,9 +114,10 @@ def test_text_table_of_a_small_plan():
         "P(None, 'model')",
         "dense out",
         "256.0 KiB",
+        4 * "█" + 12 * "░",  # 257 KiB of 1028 KiB, the largest layer
     ]
     assert cells(lines[3]) == ["bias", "(1024,)", "P('model')", "dense out", "1.0 KiB"]
-    assert cells(lines[4]) == ["params/Head", "kernel", "dense", "(1024, 10)", "replicated", "default", "40.0 KiB"]
+    assert cells(lines[4]) == ["params/Head", "kernel", "dense", "(1024, 10)", "replicated", "default", "40.0 KiB", "█"]
     assert lines[5] == ""
     footer = dict(cells(line)[:2] for line in lines[6:] if not line.startswith(" "))
     held, whole = 2 * 256 * 1024 + 1024 + 40960 + 4 + 256, 2 * 1024 * 1024 + 4096 + 40960 + 4 + 256
@@ -151,7 +162,7 @@ def test_html_says_what_the_text_says():
 
 
 def test_html_bars_show_the_share_of_a_device():
-    source = render_html(SMALL)
+    source = display.html(SMALL)
     bars = re.findall(r'class="bar" style="width: (\d+)px" title="([^"]*)"><span style="width: ([\d.]+)%"', source)
     assert [bar[0] for bar in bars] == ["160", str(round(160 * 40960 / (1024 * 1024 + 4096)))]
     assert [bar[2] for bar in bars] == ["25.0", "100.0"]
@@ -161,7 +172,7 @@ def test_html_bars_show_the_share_of_a_device():
 def test_empty_plan_renders():
     empty = Plan(MESH, "none", "data", (), (), ())
     assert "8 devices" in str(empty) and "no axis" in str(empty)
-    assert "8 devices" in text_of_html(render_html(empty))
+    assert "8 devices" in text_of_html(display.html(empty))
 
 
 def test_parameter_without_layer_is_shown():
@@ -198,7 +209,7 @@ def test_width(monkeypatch):
     for columns, expected in (("140", 140), ("300", 160), ("20", 60)):
         monkeypatch.setenv("COLUMNS", columns)
         assert max(map(len, str(wide).splitlines())) == expected
-    narrow = render_text(wide, width=80)
+    narrow = display.show(wide, width=80)
     assert max(map(len, narrow.splitlines())) <= 80
     assert narrow.replace("\n", "").count("x") >= 2 * 70  # folded, never cut
 
@@ -229,18 +240,18 @@ def test_hostile_names_are_inert():
         gathered=(HOSTILE,), notes=(HOSTILE,), collectives=(Collective(HOSTILE, HOSTILE, 1, HOSTILE, HOSTILE),),
     )  # fmt: skip
     plan = dataclasses.replace(plan, rules=HOSTILE)
-    source = render_html(plan)
+    source = display.html(plan)
     assert "<script" not in source and "alert('" not in source and "\x1b" not in source
     visible = HOSTILE.replace("\x1b", "\\x1b").replace("\n", "\\n")
     assert visible in text_of_html(source)
-    text = render_text(plan, width=600)
+    text = display.show(plan, width=600)
     grid, _, footer = text.partition("\n\n")
     assert "\x1b" not in text  # and no markup, no emoji, no line break:
     assert grid.count(visible) == 3 and footer.count(visible) >= 6
 
 
 def test_html_is_self_contained():
-    assert not re.search(r"https?:|src=|@import|url\(", render_html(SMALL))
+    assert not re.search(r"https?:|src=|@import|url\(", display.html(SMALL))
 
 
 # ---- folding
@@ -261,7 +272,8 @@ def test_equal_blocks_are_folded():
         "params/head",
     ]
     assert [row.repeat for row in groups[1]] == [32, 32]
-    assert "32 x 256.0 KiB" in str(plan)
+    (line,) = [line for line in str(plan).splitlines() if line.startswith("params/blocks_[0-31]/mlp/up")]
+    assert cells(line)[-2:] == ["32", "256.0 KiB"] and "each, per device" in str(plan).splitlines()[0]
     total = sum(row.device_bytes * row.repeat for group in groups for row in group)
     assert total == sum(x.bytes_per_device for x in plan.leaves)
 

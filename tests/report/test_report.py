@@ -13,12 +13,12 @@ import optax
 import pytest
 
 import splitjax
+from splitjax.display.figures import bytes_text
 from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
 from splitjax.plan import Collective, Memory
 from splitjax.report.attribute import ReportedCollective
 from splitjax.report.hlo import CompiledCollective
-from splitjax.report.table import bytes_text
 from splitjax.report.value import CompiledMemory, Report, ReportMemory
 from tests.report.programs import BATCH, MESH, PARAMS, mean_square, narrow, step_of
 

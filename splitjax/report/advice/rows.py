@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from splitjax.display.figures import bytes_text, ratio_text, seconds_text
 from splitjax.partial.advice import Advice, StageAdvice
-from splitjax.report.table import bytes_text
 
 COLUMNS = (
     "",
@@ -130,18 +130,6 @@ def remarks(advice: Advice) -> tuple[tuple[str, str], ...]:
         *(("besides", one) for one in said.wins),
         *(("note", one) for one in advice.notes),
     )
-
-
-def seconds_text(seconds: float) -> str:
-    """`812 us`, `3.21 ms`, `1.25 s`."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}" if seconds < 1000 * size else f"{seconds / size:.0f} {unit}"
-    return f"{seconds / 1e-6:.0f} us"
-
-
-def ratio_text(ratio: float) -> str:
-    return f"{ratio:.0f}" if ratio >= 1000 else f"{ratio:.3g}"
 
 
 def _share(value: float | None) -> str:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from splitjax.display.figures import ratio_text, share_text
 from splitjax.errors import ProfileError
-from splitjax.report.profile.rows import headline, ratio_text, share_text
+from splitjax.report.profile.rows import headline
 from splitjax.sync.analysis import Profile, TensorProfile
 
 # So many tensors are shown by themselves: tables first, then the sparsest.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from splitjax.display.figures import ratio_text, share_text
 from splitjax.report.table import MIN_FOLD
 from splitjax.sync.analysis import Profile, TensorProfile
 
@@ -61,8 +62,8 @@ def tensor_rows(profile: Profile) -> tuple[tuple[str, ...], ...]:
 
 
 def step_rows(profile: Profile) -> tuple[tuple[str, ...], ...]:
-    """The first steps of every table: (table, step, rows, fewest and most rows of a worker, overlap, skewness, sum of
-    all)."""
+    """The first steps of every table: (table, step, rows in the mean over workers, fewest and most rows of a worker,
+    overlap, skewness, sum of all)."""
     if profile.num_steps < 2:
         return ()
     rows = []
@@ -71,13 +72,13 @@ def step_rows(profile: Profile) -> tuple[tuple[str, ...], ...]:
             low, high = min(one.row_densities), max(one.row_densities)
             rows.append((
                 "" if number else table.path, str(number), share_text(sum(one.row_densities) / len(one.row_densities)),
-                f"{share_text(low)} to {share_text(high)}", ratio_text(one.overlap), ratio_text(one.skewness),
+                share_text(low), share_text(high), ratio_text(one.overlap), ratio_text(one.skewness),
                 ratio_text(one.densification(profile.num_workers)),
             ))  # fmt: skip
     return tuple(rows)
 
 
-STEP_COLUMNS = ("table", "step", "rows", "least to most of a worker", "overlap", "skewness", "sum of all")
+STEP_COLUMNS = ("table", "step", "rows", "least", "most", "overlap", "skewness", "sum of all")
 
 
 def remarks(profile: Profile) -> tuple[tuple[str, str], ...]:
@@ -92,20 +93,6 @@ def remarks(profile: Profile) -> tuple[tuple[str, str], ...]:
             ("steps", f"the first {MAX_STEPS} of {profile.num_steps} are shown by themselves; `tensor.steps` has all")
         )
     return (*found, *(("note", note) for note in profile.notes))
-
-
-def share_text(share: float) -> str:
-    """`1.11 %`"""
-    return f"{_three(100 * share)} %"
-
-
-def ratio_text(ratio: float) -> str:
-    """`0.312`, `7.42`, `1230`"""
-    return _three(ratio)
-
-
-def _three(number: float) -> str:
-    return f"{number:.0f}" if abs(number) >= 1000 else f"{number:.3g}"
 
 
 def _sums(profile: Profile) -> Sequence[int]:

@@ -8,9 +8,7 @@ outcome = run.wait()
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import pathlib
 import queue
 import sys
 import threading
@@ -19,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from signal import SIGKILL, SIGTERM
 from typing import Any
 
-from splitjax.errors import LaunchError
 from splitjax.runtime.launch import workers as processes
-from splitjax.runtime.launch.initialize import DEFAULT_HEARTBEAT_SECONDS, NETWORK_DEVICE
+from splitjax.runtime.launch.config import LaunchConfig
+from splitjax.runtime.launch.initialize import NETWORK_DEVICE
 from splitjax.runtime.launch.outcome import LEFT_ON_SIGTERM, Attempt, Outcome, failure_text, signal_name, unusual_text
 from splitjax.runtime.launch.output import Console, Output, make_log_dir
 from splitjax.runtime.launch.watch import Event, Watch
@@ -33,58 +31,6 @@ LOOPBACK = "127.0.0.1"
 _TICK_SECONDS = 0.05
 # How long the output of killed processes is waited for.
 _DRAIN_SECONDS = 2.0
-
-
-@dataclasses.dataclass(frozen=True)
-class LaunchConfig:
-    """What to start, and how long to wait for what.
-
-    **Arguments:**
-
-    - `num_processes`: how many workers.
-    - `restarts`: how many times all workers are started again after a failure.
-    - `threads`: threads of each worker's XLA on CPU; as many as there are cores if not given.
-    - `devices_per_process`: virtual CPU devices of each worker.
-    - `gpus_per_process`: worker `r` sees the GPUs from number `r * gpus_per_process` on; all of them if not given.
-    - `log_dir`: a folder for one file per worker and attempt.
-    - `grace_seconds`: how long the other workers may go on after a failure, to say what they saw.
-    - `stop_timeout_seconds`: how long workers may take to save and exit when asked to stop.
-    - `exit_timeout_seconds`: how long workers may go on after the first has ended well; for ever if not given.
-    - `heartbeat_seconds`: a worker that cannot reach the coordinator for so long ends itself; one that gives the
-      launcher no sign of life for so long is killed.
-    - `bandwidth`: the rate of each worker's link, such as `200mbit`, in a network of its own; the machine's loopback if
-      not given.
-    """
-
-    num_processes: int = 1
-    restarts: int = 0
-    threads: int | None = None
-    devices_per_process: int | None = None
-    gpus_per_process: int | None = None
-    log_dir: pathlib.Path | None = None
-    grace_seconds: float = 2.0
-    stop_timeout_seconds: float = 120.0
-    exit_timeout_seconds: float | None = None
-    heartbeat_seconds: int = DEFAULT_HEARTBEAT_SECONDS
-    bandwidth: str | None = None
-
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("num_processes", 1),
-            ("restarts", 0),
-            ("threads", 1),
-            ("devices_per_process", 1),
-            ("gpus_per_process", 1),
-            ("grace_seconds", 0),
-            ("stop_timeout_seconds", 0),
-            ("exit_timeout_seconds", 0),
-            ("heartbeat_seconds", 1),
-        ):
-            value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise LaunchError(
-                    f"{name} must be at least {least}", value=value, place=name, remedy="give a larger number"
-                )
 
 
 def start(

@@ -6,15 +6,12 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from signal import SIGKILL, SIGTERM
-from typing import TYPE_CHECKING
 
+from splitjax.runtime.launch.config import LaunchConfig
 from splitjax.runtime.launch.initialize import ALIVE
 from splitjax.runtime.launch.outcome import LEFT_ON_SIGTERM, Attempt, WorkerExit
 from splitjax.runtime.launch.output import Output
 from splitjax.runtime.launch.workers import Worker, is_running
-
-if TYPE_CHECKING:
-    from splitjax.runtime.launch.launch import LaunchConfig
 
 # The launcher looks at its clock far more often than this, unless it was stopped itself.
 _PAUSE_SECONDS = 1.0

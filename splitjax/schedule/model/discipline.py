@@ -18,79 +18,11 @@ from collections.abc import Callable, Sequence
 
 from splitjax.errors import ScheduleError
 from splitjax.schedule.model.cluster import Cluster
+from splitjax.schedule.model.iterations import measure_rates
 from splitjax.schedule.model.jobs import DEVICE, Job
 from splitjax.schedule.model.policy import Group
+from splitjax.schedule.model.tasks import GroupState, Iteration, NextIteration, Rates, Task
 
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """What one worker does in one iteration on one device: `depth` is a number in `JobProfile.depths`, `resource` one
-    in `RESOURCES` (an iteration of stages has a task for each of them)."""
-
-    worker: int
-    device: int
-    depth: int
-    start_seconds: float
-    seconds: float
-    resource: int = DEVICE
-
-    @property
-    def end_seconds(self) -> float:
-        """When the device, or the resource, is free again."""
-        return self.start_seconds + self.seconds
-
-
-@dataclasses.dataclass(frozen=True)
-class Iteration:
-    """One iteration of member number `member` of the group; the job's next one may begin at `ready_seconds` (its last
-    task's end, and what of the all-reduce others' computing cannot hide from the job itself)."""
-
-    member: int
-    tasks: tuple[Task, ...]
-    ready_seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupState:
-    """Where a group stands; one entry per member, in their order, or per device, in the order of `Group.devices`.
-
-    **Attributes:**
-
-    - `now_seconds`: nothing starts earlier.
-    - `iterations`: finished or granted ones of each member in this group. `remaining_iterations`: those that are left;
-      a member with none is not to be chosen.
-    - `ready_seconds`: from when each member's next iteration can start.
-    - `attained_device_seconds`: device time that each member has had in this group (a group whose members change is
-      another one).
-    - `free_seconds`: [device][resource], from when each is free.
-    """
-
-    now_seconds: float
-    iterations: tuple[int, ...]
-    remaining_iterations: tuple[float, ...]
-    ready_seconds: tuple[float, ...]
-    attained_device_seconds: tuple[float, ...]
-    free_seconds: tuple[tuple[float, float, float, float], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Rates:
-    """The steady state of a group; one entry per member.
-
-    **Attributes:**
-
-    - `iterations_per_second`.
-    - `device_seconds`: computing time on devices of one iteration, all workers together.
-    - `credit`: what one iteration is worth if only work really done counts: 1 with full backpropagation, else
-      device-seconds without the skipped backward work over those with it.
-    """
-
-    iterations_per_second: tuple[float, ...]
-    device_seconds: tuple[float, ...]
-    credit: tuple[float, ...]
-
-
-NextIteration = Callable[[Group, Sequence[Job], GroupState], Iteration]
 SteadyState = Callable[[Group, Sequence[Job], Cluster], Rates]
 
 
@@ -116,8 +48,6 @@ def discipline(name: str, rates: SteadyState | None = None) -> Callable[[NextIte
             raise ScheduleError("there is a discipline of this name", value=name, remedy="choose another name")
 
         def measured(group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
-            from splitjax.schedule.model.iterations import measure_rates
-
             return measure_rates(next_iteration, group, jobs)
 
         _DISCIPLINES[name] = Discipline(name, next_iteration, rates or measured)

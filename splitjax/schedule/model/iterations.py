@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitjax.errors import ScheduleError
-from splitjax.schedule.model.discipline import GroupState, Iteration, NextIteration, Rates
 from splitjax.schedule.model.jobs import DEVICE, RESOURCES, Job
 from splitjax.schedule.model.policy import Group
+from splitjax.schedule.model.tasks import GroupState, Iteration, NextIteration, Rates
 
 _STARVED_AFTER = 64  # iterations of others for one of its own: a member that gets less counts as never served
 # iterations of the slowest member, before and in the first window over which rates are measured

@@ -1,0 +1,203 @@
+"""What a plan is made of, as values: where each array lives, what each layer got, and what is predicted.
+
+`splitjax.plan` puts them together as a `Plan` and gives all of them under its own name; `splitjax._plan_json` reads and
+writes them. A spec is a tuple with one entry per dim: None, an axis name, or a tuple of axis names, as in
+`jax.sharding.PartitionSpec`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
+
+from jax.sharding import PartitionSpec
+
+from splitjax.mesh import MeshShape
+
+SpecEntry = None | str | tuple[str, ...]
+Spec = tuple[SpecEntry, ...]
+# among collectives: all messages by which one table's rows are synchronised, whatever the scheme
+ROW_EXCHANGE = "row_exchange"
+
+
+def spec_axes(spec: Spec) -> tuple[str, ...]:
+    """The mesh axes that a spec uses, in dim order; `?` (left to XLA) is none."""
+    entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
+    return tuple(axis for entry in entries for axis in entry if axis != "?")
+
+
+def spec_text(spec: Spec) -> str:
+    """A spec for people: `P(None, 'model')`, without trailing None, or `replicated`."""
+    used = [i for i, entry in enumerate(spec) if entry]
+    return f"P({', '.join(map(repr, spec[: used[-1] + 1]))})" if used else "replicated"
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """Where one array of the step's arguments lives."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: str  # as `trace.graph.Leaf.role`
+    is_state: bool
+    spec: Spec
+    rule: str  # the rule that fired, or "follows PATH", "batch", "input"
+    note: str = ""  # why it is not what one might expect, such as "out 10 does not divide by model=4"
+    bytes_per_device: int = 0
+    # where a parameter's gradient is summed onto, with its optimizer state; None: as the parameter
+    gradient: Spec | None = None
+
+    def num_shards(self, mesh: MeshShape) -> int:
+        """Into how many pieces the array is split."""
+        return mesh.size(spec_axes(self.spec))
+
+    def whole_bytes(self, mesh: MeshShape) -> int:
+        """Bytes of the whole array, on one device (planned dims always divide)."""
+        return self.bytes_per_device * self.num_shards(mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlan:
+    """One layer with the specs of its parameters and the rule that decided its weight."""
+
+    name: str
+    kind: str
+    params: tuple[str, ...]  # leaf paths, weight first
+    specs: tuple[Spec, ...]  # one per parameter
+    rule: str
+    note: str = ""
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """The `PartitionSpec` of the layer's weight (its first parameter)."""
+        return PartitionSpec(*self.specs[0]) if self.specs else PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Predicted bytes per device."""
+
+    state_bytes: int
+    activation_bytes: int
+    peak_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One predicted collective of the step: `bytes` is what each device sends per step."""
+
+    op: str  # all_reduce, all_gather, reduce_scatter, all_to_all, or ROW_EXCHANGE
+    axis: str  # mesh axis, or several joined by "+"
+    bytes: int
+    layer: str
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class SyncPlan:
+    """How the gradient of one table with row lookups is synchronised.
+
+    - `scheme`: its name; `dense` also where the table's gradient has to stay whole.
+    - `axis`: the mesh axes of the workers, joined by "+"; empty where there is nothing to exchange.
+    - `rows`: of the table. `bytes`: what each worker sends per step, padding included; 0 while the first steps are
+      observed.
+    - `dense_bytes`: what the dense exchange of its gradient sends, or would send.
+    - `why`: who chose it, or why it stays dense.
+    - `lazy`: rows without gradient are left alone where the update would change them.
+    - `options`: of the scheme, those that are not its defaults. `capacities`: its static sizes
+      (`splitjax.sync.Capacities`) without zeros; empty while the first steps are observed, and for dense tables. A
+      pinned plan that has them decides for the step.
+    """
+
+    param: str
+    scheme: str
+    axis: str
+    rows: int
+    bytes: int
+    dense_bytes: int
+    why: str
+    lazy: bool = False
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    capacities: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether its first steps need not be observed."""
+        return bool(self.capacities) or self.scheme == "dense"
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentPlan:
+    """Layers that the same workers differentiate, in partial backpropagation.
+
+    - `layers`: input side first. `contributors`: how many of the workers' slots differentiate them.
+    - `backward`: their share of the time of the full backward pass.
+    - `num_bytes`: of their gradients, as one worker holds them.
+    - `summed_bytes`, `handed_bytes`: what a worker sends per step on average: to add them up, and to hand the sum to
+      workers that did not compute it.
+    """
+
+    layers: tuple[str, ...]
+    contributors: int
+    backward: float
+    num_bytes: int
+    summed_bytes: int
+    handed_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PartialPlan:
+    """How far back each worker differentiates (`splitjax.PartialBackprop`). It changes the numbers.
+
+    - `axis`: the mesh axes of the workers, joined by "+".
+    - `first`: by slot the number of the first segment that is differentiated. Workers move on by one slot a step if
+      `rotate`; in a temporal assignment all are in one slot.
+    - `device_time`: predicted time of all workers over that of full backpropagation. `times`: `"predicted"` or
+      `"measured"`.
+    """
+
+    assignment: str
+    estimator: str
+    rotate: bool
+    warmup_steps: int
+    execution: str
+    rebalance: bool
+    statistics: str
+    axis: str
+    first: tuple[int, ...]
+    device_time: float
+    times: str
+    segments: tuple[SegmentPlan, ...]
+    examples: tuple[int, ...] = ()  # by slot, where `rebalance` gives them different shares
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraint:
+    """A sharding that lowering pins on one operand (or result) of one operation; dims marked `?` are left to XLA."""
+
+    site: tuple[int, ...]
+    operand: int  # operand position; -1 is the first result, -2 the second
+    spec: Spec  # entry "?" leaves the dim unconstrained
+    layer: str
+    why: str
+
+
+class PlanParts(Protocol):
+    """The dataclass that the parts make up, `splitjax.plan.Plan`: what is read here of it, beside its fields."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def mesh(self) -> MeshShape: ...
+    @property
+    def batch_axes(self) -> tuple[str, ...]: ...
+    @property
+    def leaves(self) -> tuple[LeafPlan, ...]: ...
+    @property
+    def layers(self) -> tuple[LayerPlan, ...]: ...
+    @property
+    def constraints(self) -> tuple[Constraint, ...]: ...
+    @property
+    def partial(self) -> PartialPlan | None: ...

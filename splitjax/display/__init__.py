@@ -1,0 +1,26 @@
+"""How values look when a person prints them: documents as values, one text and one HTML of them, a registry by type.
+
+What goes in is a value (a plan, a report, a profile) for whose type somebody registered a function that makes a
+`Document` of it; what comes out is text for terminals and logs, or HTML for notebooks and pages. It exists so that
+values need not import what shows them: a value asks the registry, and a room above the value fills it.
+"""
+
+from splitjax.display.document import Bar, Column, Document, Matrix, Pairs, Paragraph, Section, Table
+from splitjax.display.registry import document, draw, html, page, register, show
+
+__all__ = [
+    "Bar",
+    "Column",
+    "Document",
+    "Matrix",
+    "Pairs",
+    "Paragraph",
+    "Section",
+    "Table",
+    "document",
+    "draw",
+    "html",
+    "page",
+    "register",
+    "show",
+]

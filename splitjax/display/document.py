@@ -1,0 +1,132 @@
+"""Documents as values: what a rendered plan, report, profile or advice says, independent of how it is laid out.
+
+Rooms that know a value make a `Document` of it; `text_layout` and `html_layout` lay every document out. Names may hold
+anything, markup and control characters included: renderers make them harmless.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Kind = Literal["text", "code", "number", "bar"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """Describes one column of a table.
+
+    - `title`: its heading, possibly empty.
+    - `kind`: `"text"` (words, aligned on the left), `"code"` (names, on the left, in a font of equal widths),
+      `"number"` (one figure with its unit, on the right), or `"bar"` (cells that are `Bar`, all from one line on).
+    """
+
+    title: str
+    kind: Kind = "text"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """A bar of the length `whole`, filled for the length `part` from its left end on.
+
+    The bars of a column share their unit and where they begin, so that their lengths compare; the longest is as long as
+    the column is wide. `note`: a sentence with the figures, which HTML shows under the pointer.
+    """
+
+    part: float
+    whole: float
+    note: str = ""
+
+
+Cell = str | Bar
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows under columns. A table without rows is not shown.
+
+    - `columns`: from left to right; the first names the row, and is repeated where a table is too wide for a page of
+      text and is continued below itself.
+    - `rows`: one cell a column; an empty string stands for nothing.
+    - `first_of_group`: positions of the rows that begin a group of rows, such as those of one layer.
+    """
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    first_of_group: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            assert len(row) == len(self.columns), f"a row of {len(row)} cells under {len(self.columns)} columns"
+
+    @classmethod
+    def of(cls, columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...], numbers: tuple[int, ...] | range) -> Table:
+        """Makes a table of words and figures: `columns` are the titles, `numbers` the positions of the columns that
+        hold figures, `rows` the cells."""
+        kinds: list[Kind] = ["number" if position in numbers else "text" for position in range(len(columns))]
+        return cls(tuple(map(Column, columns, kinds)), rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Titles with the lines that belong to each, in `entries`: (title, lines)."""
+
+    entries: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Paragraph:
+    """Sentences that stand by themselves, such as a note."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A square of values between 0 and 1, shown as the strength of a fill: a picture, which text leaves out.
+
+    - `values`: [n][n]. `notes`: [n][n], a sentence with the figure of each.
+    """
+
+    values: tuple[tuple[float, ...], ...]
+    notes: tuple[tuple[str, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """Parts under a title, which a reader of HTML can fold away. A section without content is not shown.
+
+    - `title`: its heading. `parts`: what stands in it.
+    - `is_open`: whether it is unfolded at first.
+    """
+
+    title: str
+    parts: tuple[Part, ...]
+    is_open: bool = True
+
+
+Part = Table | Pairs | Paragraph | Matrix | Section
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """What there is to say about one value.
+
+    - `title`: the first line, such as what was measured where; empty for none.
+    - `parts`: from top to bottom.
+    - `verdict`: what it comes to, in a sentence. HTML says it below the title; text at the end, which is what
+      a terminal still shows after a long table.
+    """
+
+    title: str
+    parts: tuple[Part, ...]
+    verdict: str = ""
+
+
+def is_empty(part: Part) -> bool:
+    """Returns whether there is nothing to show of `part`: a table without rows, a section without content."""
+    if isinstance(part, Section):
+        return all(map(is_empty, part.parts))
+    if isinstance(part, Paragraph):
+        return not part.text
+    return not (part.rows if isinstance(part, Table) else part.entries if isinstance(part, Pairs) else part.values)

@@ -1,0 +1,43 @@
+"""How figures and names are written wherever splitjax shows them: bytes, seconds, shares, ratios, and names that cannot
+break the table they stand in."""
+
+from __future__ import annotations
+
+
+def bytes_text(num_bytes: int) -> str:
+    """Writes a number of bytes: `0 B`, `980 B`, `1.5 KiB`, `24.0 MiB`. `num_bytes` may be negative."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Writes a time in `seconds`: `812 us`, `3.21 ms`, `1.25 s`."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}" if seconds < 1000 * size else f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 1e-6:.0f} us"
+
+
+def ratio_text(ratio: float) -> str:
+    """Writes a number without unit, such as `ratio` of two others, to three digits: `0.312`, `7.42`, `1230`."""
+    return f"{ratio:.0f}" if abs(ratio) >= 1000 else f"{ratio:.3g}"
+
+
+def share_text(share: float) -> str:
+    """Writes `share`, 1 for all, in percent to three digits: `1.11 %`."""
+    return f"{ratio_text(100 * share)} %"
+
+
+def percent_saved(device_bytes: int, whole_bytes: int) -> str:
+    """Writes how much less one device holds (`device_bytes`) than all of it (`whole_bytes`): `75.0 %`."""
+    return f"{100 * (1 - device_bytes / whole_bytes):.1f} %" if whole_bytes else "0.0 %"
+
+
+def clean(text: str) -> str:
+    """Makes the control characters of `text` (line ends, escapes) visible, so that a name cannot break the table it
+    stands in."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,214 @@
+"""Documents as plain text: no colour codes, so that it can be logged, compared and piped.
+
+Words stand on the left of their column and figures on the right. Nothing is cut: long names go on in further lines of
+their cell, and a table with more columns than fit is continued below itself with its first column repeated.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+
+from rich.cells import cell_len
+
+from splitjax.display.document import Bar, Document, Matrix, Pairs, Paragraph, Part, Section, Table, is_empty
+from splitjax.display.figures import clean
+
+MAX_WIDTH, PIPED_WIDTH, MIN_WIDTH = 160, 120, 60
+_GAP = "  "
+# Columns of words are not made narrower than their longest word; where a table does not fit so, than the first of these
+# numbers of characters with which it does. Where it fits with none, it is continued below itself.
+_LONGEST_WORDS = (16, 12, 10, 8)
+_MIN_LINE = 12
+_BAR_WIDTH = 16
+_FILLED, _EMPTY = "█", "░"
+# A name that is longer than its column is continued behind one of these, if it has any.
+_JOINTS = "/._-,:|+="
+
+
+def text_width() -> int:
+    """Returns the columns of the terminal within bounds, or of a page where the output is no terminal."""
+    try:
+        is_terminal = sys.stdout.isatty()
+    except (AttributeError, ValueError):  # replaced or closed
+        is_terminal = False
+    if not is_terminal:
+        return PIPED_WIDTH
+    return max(MIN_WIDTH, min(MAX_WIDTH, shutil.get_terminal_size((PIPED_WIDTH, 24)).columns))
+
+
+def render(document: Document, width: int | None = None) -> str:
+    """Lays `document` out in `width` columns; None for the terminal's, at most 160, and for 120 where the output is no
+    terminal. Returns its lines, without a line end behind the last."""
+    width = text_width() if width is None else width
+    blocks = [wrap(clean(document.title), width)] if document.title else []
+    blocks += _blocks(document.parts, width)
+    if document.verdict:
+        blocks.append(wrap(clean(document.verdict), width))
+    return "\n".join(line.rstrip() for line in "\n\n".join("\n".join(block) for block in blocks).split("\n"))
+
+
+def _blocks(parts: Sequence[Part], width: int) -> list[list[str]]:
+    """The blocks of lines of some parts, between which an empty line stands."""
+    blocks: list[list[str]] = []
+    for part in parts:
+        if is_empty(part):
+            continue
+        if isinstance(part, Section):
+            first, *rest = _blocks(part.parts, width) or [[]]
+            if first:
+                blocks += [[*wrap(clean(part.title), width), *first], *rest]
+        elif isinstance(part, Table):
+            blocks += _table(part, width)
+        elif isinstance(part, Pairs):
+            blocks.append(_pairs(part, width))
+        elif isinstance(part, Paragraph):
+            blocks.append(wrap(clean(part.text), width))
+        else:
+            assert isinstance(part, Matrix)  # a picture: HTML shows it
+    return blocks
+
+
+def _pairs(pairs: Pairs, width: int) -> list[str]:
+    """Titles on the left, and their lines beside them."""
+    indent = max(cell_len(clean(title)) for title, _ in pairs.entries) + len(_GAP)
+    lines = []
+    for title, texts in pairs.entries:
+        head = clean(title)
+        for text in texts:
+            for line in wrap(clean(text), max(width - indent, _MIN_LINE)):
+                lines.append(_left(head, indent) + line)
+                head = ""
+    return lines
+
+
+def _table(table: Table, width: int) -> list[list[str]]:
+    """The table's lines; in several blocks where its columns do not fit side by side."""
+    cells = [[_cell(cell, position, table) for position, cell in enumerate(row)] for row in table.rows]
+    natural = [max(map(cell_len, texts)) for texts in _columns(table, cells)]
+    # Bars show what figures say: they are left out where there is no room for them.
+    kept = [i for i, column in enumerate(table.columns) if column.kind != "bar" or _total(natural) <= width]
+    for longest_word in _LONGEST_WORDS:
+        least = _least(table, cells, longest_word)
+        if _total([least[i] for i in kept]) <= width:
+            break
+    else:
+        least = _least(table, cells, _LONGEST_WORDS[0])
+    blocks = []
+    for positions in _pages(kept, least, width):
+        widths = _widths([natural[p] for p in positions], [least[p] for p in positions], width)
+        numeric = [table.columns[p].kind == "number" for p in positions]
+        lines = _row([clean(table.columns[p].title) for p in positions], widths, numeric)
+        lines.append("─" * _total(widths))
+        for row in cells:
+            lines += _row([row[p] for p in positions], widths, numeric)
+        blocks.append(lines)
+    return blocks
+
+
+def _columns(table: Table, cells: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Each column's texts, the title first."""
+    return [[clean(column.title), *(row[i] for row in cells)] for i, column in enumerate(table.columns)]
+
+
+def _least(table: Table, cells: Sequence[Sequence[str]], longest_word: int) -> list[int]:
+    """How narrow each column can be: as its longest word, up to `longest_word`; figures are not broken."""
+    least = []
+    for column, (title, *texts) in zip(table.columns, _columns(table, cells), strict=True):
+        words = [word for text in (title, *texts) for word in text.split(" ")]
+        figures = 0 if column.kind in ("text", "code") else max(map(cell_len, texts))
+        least.append(max(figures, min(max(map(cell_len, words)), longest_word)))
+    return least
+
+
+def _pages(positions: Sequence[int], least: Sequence[int], width: int) -> list[list[int]]:
+    """The columns, those that fit side by side together; the first is in every group."""
+    first, *rest = positions
+    pages = [[first]]
+    for position in rest:
+        if _total([least[p] for p in (*pages[-1], position)]) > width and len(pages[-1]) > 1:
+            pages.append([first])
+        pages[-1].append(position)
+    return pages
+
+
+def _widths(natural: Sequence[int], least: Sequence[int], width: int) -> list[int]:
+    """Widths of columns between `least` and `natural` that fill `width` together: the widest give way first."""
+    widths = list(natural)
+    while _total(widths) > width:
+        movable = [position for position, now in enumerate(widths) if now > least[position]]
+        if not movable:
+            break
+        widths[max(movable, key=widths.__getitem__)] -= 1
+    return widths
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + len(_GAP) * (len(widths) - 1)
+
+
+def _row(texts: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> list[str]:
+    """The lines of one row: cells that are wrapped take several."""
+    columns = [wrap(text, width) for text, width in zip(texts, widths, strict=True)]
+    lines = []
+    for number in range(max(map(len, columns))):
+        parts = [column[number] if number < len(column) else "" for column in columns]
+        lines.append(
+            _GAP.join(
+                _right(part, width) if is_number else _left(part, width)
+                for part, width, is_number in zip(parts, widths, numeric, strict=True)
+            )
+        )
+    return lines
+
+
+def _cell(cell: str | Bar, position: int, table: Table) -> str:
+    """The text of a cell in the column at `position`; a bar is drawn relative to the longest of its column."""
+    if isinstance(cell, str):
+        return clean(cell)
+    longest = max(bar.whole for row in table.rows if isinstance(bar := row[position], Bar))
+    if not cell.whole or not longest:
+        return ""
+    length = max(1, round(_BAR_WIDTH * cell.whole / longest))
+    filled = round(length * cell.part / cell.whole)
+    return _FILLED * filled + _EMPTY * (length - filled)
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Breaks `text` into lines of at most `width` columns: between words, and within a word only where that is longer
+    than a line. A text that fits stays as it is."""
+    if cell_len(text) <= width:
+        return [text]
+    lines = [""]
+    for word in text.split(" "):
+        joined = f"{lines[-1]} {word}" if lines[-1] else word
+        if cell_len(joined) <= width:
+            lines[-1] = joined
+            continue
+        if lines[-1]:
+            lines.append("")
+        while cell_len(word) > width:
+            head = _head(word, width)
+            lines[-1] = head
+            lines.append("")
+            word = word[len(head) :]
+        lines[-1] = word
+    return lines
+
+
+def _head(word: str, width: int) -> str:
+    """As much of the beginning of a word as fits, at least one character; up to a joint where one is near its end."""
+    end = 1
+    while end < len(word) and cell_len(word[: end + 1]) <= width:
+        end += 1
+    joint = max(word.rfind(mark, 0, end) for mark in _JOINTS) + 1
+    return word[: joint if joint > end // 3 else end]
+
+
+def _left(text: str, width: int) -> str:
+    return text + " " * (width - cell_len(text))
+
+
+def _right(text: str, width: int) -> str:
+    return " " * (width - cell_len(text)) + text

@@ -1,0 +1,36 @@
+"""The document of a profile: every tensor averaged over the steps, the tables step by step, the overlap of every two
+workers, and what the columns mean."""
+
+from __future__ import annotations
+
+from splitjax.display.document import Document, Matrix, Pairs, Section, Table
+from splitjax.display.figures import ratio_text
+from splitjax.report.profile.rows import LEGEND, STEP_COLUMNS, columns, headline, remarks, step_rows, tensor_rows
+from splitjax.sync.analysis import Profile, TensorProfile
+
+# Overlaps of more workers than this are not shown as a matrix: nobody reads 4096 cells.
+_MAX_MATRIX = 32
+
+
+def profile_document(profile: Profile) -> Document:
+    """Makes the document of `profile`."""
+    names = columns(profile)
+    tensors = Table.of(names, tensor_rows(profile), range(2, len(names)))
+    steps = Table.of(STEP_COLUMNS, step_rows(profile), range(1, len(STEP_COLUMNS)))
+    overlaps = [
+        Section(f"overlap of workers: {table.path}, mean {ratio_text(table.overlap)}", (_matrix(table),), is_open=False)
+        for table in profile.tables
+        if 1 < table.num_workers <= _MAX_MATRIX
+    ]
+    legend = Pairs(tuple((title, (text,)) for title, text in (*remarks(profile), *LEGEND)))
+    sections = (Section("tensors, mean over steps", (tensors,)), Section("tables, step by step", (steps,)), *overlaps)
+    return Document(headline(profile), (*sections, legend))
+
+
+def _matrix(table: TensorProfile) -> Matrix:
+    """The overlap of every two workers."""
+    notes = tuple(
+        tuple(f"workers {i} and {j}: {ratio_text(value)}" for j, value in enumerate(row))
+        for i, row in enumerate(table.overlaps)
+    )
+    return Matrix(table.overlaps, notes)

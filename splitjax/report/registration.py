@@ -1,0 +1,57 @@
+"""Registers how splitjax's values look: which document shows a plan, a report, a profile, an advice.
+
+`import splitjax` calls `register_documents`. Types are given by name and documents are made by functions that import
+their makers when they are first called, so that registering loads neither.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from splitjax.display import registry
+from splitjax.display.document import Document
+
+if TYPE_CHECKING:
+    from splitjax.partial.advice import Advice
+    from splitjax.plan import Plan
+    from splitjax.report.value import Report
+    from splitjax.sync.analysis import Profile
+
+
+def register_documents() -> None:
+    """Registers the documents of `Plan`, `Report`, `Profile` and `Advice`, and the picture of a `Profile`."""
+    registry.register("splitjax.plan.Plan", _plan)
+    registry.register("splitjax.report.value.Report", _report)
+    registry.register("splitjax.sync.analysis.Profile", _profile, draw=_draw_profile)
+    registry.register("splitjax.partial.advice.Advice", _advice)
+
+
+def _plan(plan: Plan) -> Document:
+    from splitjax.report.plan_document import plan_document
+
+    return plan_document(plan)
+
+
+def _report(report: Report) -> Document:
+    from splitjax.report.report_document import report_document
+
+    return report_document(report)
+
+
+def _profile(profile: Profile) -> Document:
+    from splitjax.report.profile.document import profile_document
+
+    return profile_document(profile)
+
+
+def _draw_profile(profile: Profile, path: str | os.PathLike[str] | None) -> Any:
+    from splitjax.report.profile.plot import draw_profile
+
+    return draw_profile(profile, path)
+
+
+def _advice(advice: Advice) -> Document:
+    from splitjax.report.advice.document import advice_document
+
+    return advice_document(advice)

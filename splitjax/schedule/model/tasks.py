@@ -1,0 +1,83 @@
+"""What a discipline is asked and what it answers: tasks on devices, iterations, where a group stands, its steady rates.
+
+Values only. `discipline` holds the functions that answer, `iterations` runs groups by them; both import these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from splitjax.schedule.model.jobs import DEVICE, Job
+from splitjax.schedule.model.policy import Group
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What one worker does in one iteration on one device: `depth` is a number in `JobProfile.depths`, `resource` one
+    in `RESOURCES` (an iteration of stages has a task for each of them)."""
+
+    worker: int
+    device: int
+    depth: int
+    start_seconds: float
+    seconds: float
+    resource: int = DEVICE
+
+    @property
+    def end_seconds(self) -> float:
+        """When the device, or the resource, is free again."""
+        return self.start_seconds + self.seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Iteration:
+    """One iteration of member number `member` of the group; the job's next one may begin at `ready_seconds` (its last
+    task's end, and what of the all-reduce others' computing cannot hide from the job itself)."""
+
+    member: int
+    tasks: tuple[Task, ...]
+    ready_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupState:
+    """Where a group stands; one entry per member, in their order, or per device, in the order of `Group.devices`.
+
+    **Attributes:**
+
+    - `now_seconds`: nothing starts earlier.
+    - `iterations`: finished or granted ones of each member in this group. `remaining_iterations`: those that are left;
+      a member with none is not to be chosen.
+    - `ready_seconds`: from when each member's next iteration can start.
+    - `attained_device_seconds`: device time that each member has had in this group (a group whose members change is
+      another one).
+    - `free_seconds`: [device][resource], from when each is free.
+    """
+
+    now_seconds: float
+    iterations: tuple[int, ...]
+    remaining_iterations: tuple[float, ...]
+    ready_seconds: tuple[float, ...]
+    attained_device_seconds: tuple[float, ...]
+    free_seconds: tuple[tuple[float, float, float, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """The steady state of a group; one entry per member.
+
+    **Attributes:**
+
+    - `iterations_per_second`.
+    - `device_seconds`: computing time on devices of one iteration, all workers together.
+    - `credit`: what one iteration is worth if only work really done counts: 1 with full backpropagation, else
+      device-seconds without the skipped backward work over those with it.
+    """
+
+    iterations_per_second: tuple[float, ...]
+    device_seconds: tuple[float, ...]
+    credit: tuple[float, ...]
+
+
+NextIteration = Callable[[Group, Sequence[Job], GroupState], Iteration]

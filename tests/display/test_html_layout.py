@@ -1,0 +1,63 @@
+"""Documents as HTML: what stands where, how it folds, and names that try to break out."""
+
+from __future__ import annotations
+
+import re
+
+from splitjax.display import Bar, Column, Document, Matrix, Pairs, Paragraph, Section, Table
+from splitjax.display.html_layout import STYLE, render
+
+
+def body(document):
+    """The HTML without its style sheet."""
+    return render(document).replace(f"<style>{STYLE}</style>", "")
+
+
+def test_every_kind_of_cell():
+    columns = (Column("name", "code"), Column("what"), Column("size", "number"), Column("share", "bar"))
+    long = "words that go on " * 4
+    table = Table(columns, (("a", long, "1 B", Bar(1, 4, "1 of 4")), ("", "", "2 B", Bar(2, 2, "all"))), frozenset({0}))
+    source = body(Document("", (table,)))
+    assert '<th scope="col">name</th>' in source and '<th scope="col" class="number">size</th>' in source
+    assert (
+        f'<tr class="first"><td><code>a</code></td><td class="words">{long}</td><td class="number">1 B</td>' in source
+    )
+    bars = re.findall(r'class="bar" style="width: (\d+)px" title="([^"]*)"><span style="width: ([\d.]+)%"', source)
+    assert bars == [("160", "1 of 4", "25.0"), ("80", "all", "100.0")]
+    assert source.count("<code>") == 1  # none around nothing
+
+
+def test_sections_fold_and_the_verdict_stands_on_top():
+    parts = (
+        Section("open", (Paragraph("p"),)),
+        Section("closed", (Matrix(((1.0, 0.5), (0.5, 1.0)), (("a", "b"), ("c", "d"))),), is_open=False),
+        Section("empty", (Table((Column("a"),), ()),)),
+        Pairs((("title", ("first", "second")),)),
+    )
+    source = body(Document("headline", parts, "verdict"))
+    assert source.index("headline") < source.index("verdict") < source.index("<details")
+    assert "<details open><summary>open</summary><p>p</p></details>" in source
+    assert "<details><summary>closed</summary>" in source and "empty" not in source
+    assert source.count("rgba(66, 133, 214, 0.500)") == 2 and source.count("title=") == 4
+    assert '<th scope="row">title</th><td>first<br>second</td>' in source
+
+
+def test_names_cannot_break_out():
+    hostile = "<script>alert('x')</script>&\"\x1b\n"
+    document = Document(
+        hostile,
+        (
+            Section(hostile, (Table((Column(hostile), Column("b", "bar")), ((hostile, Bar(1, 1, hostile)),)),)),
+            Pairs(((hostile, (hostile,)),)),
+            Paragraph(hostile),
+            Matrix(((1.0,),), ((hostile,),)),
+        ),
+        hostile,
+    )
+    source = render(document)
+    assert "<script" not in source and "alert('" not in source and "\x1b" not in source
+    assert source.count("&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;&amp;&quot;\\x1b\\n") == 10
+
+
+def test_it_is_self_contained():
+    assert not re.search(r"https?:|src=|@import|url\(", render(Document("a", (Paragraph("b"),))))

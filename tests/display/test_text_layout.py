@@ -1,0 +1,112 @@
+"""Documents as text: alignment, wrapping, tables that are too wide, and what is left out."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from splitjax.display import Bar, Column, Document, Matrix, Pairs, Paragraph, Section, Table
+from splitjax.display.text_layout import render, wrap
+
+COLUMNS = (Column("name", "code"), Column("what"), Column("size", "number"))
+ROWS = (("a/b", "the first", "7.5 MiB"), ("longer/name", "another", "12 B"))
+
+
+def lines(document, width=80):
+    return render(document, width).split("\n")
+
+
+def test_words_stand_on_the_left_and_figures_on_the_right():
+    head, rule, *rows = lines(Document("", (Table(COLUMNS, ROWS),)))
+    assert head == "name         what          size"
+    assert rule == "─" * len(head)
+    assert rows == ["a/b          the first  7.5 MiB", "longer/name  another       12 B"]
+
+
+def test_parts_stand_apart_and_the_verdict_comes_last():
+    document = Document(
+        "title",
+        (
+            Section("section", (Table(COLUMNS, ROWS[:1]),)),
+            Pairs((("one", ("first", "second")), ("two", ("third",)))),
+            Paragraph("a note"),
+        ),
+        verdict="all is well",
+    )
+    text = render(document, 80)
+    title, section, pairs, note, verdict = text.split("\n\n")
+    assert (title, note, verdict) == ("title", "a note", "all is well")
+    assert section.split("\n")[0] == "section" and pairs == "one  first\n     second\ntwo  third"
+
+
+def test_what_is_empty_is_not_shown():
+    empty = (Table(COLUMNS, ()), Pairs(()), Paragraph(""), Matrix((), ()))
+    assert render(Document("title", (*empty, Section("section", empty))), 80) == "title"
+    picture = Section("picture", (Matrix(((1.0,),), (("all",),)),))
+    assert render(Document("title", (picture, Paragraph("below"))), 80) == "title\n\nbelow"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_a_table_fills_the_width_and_loses_nothing(width):
+    words = ("in another layout than the plan has for it " * 3).strip()
+    row = ("params/block_7/attention/query/kernel", words, "12.5 MiB")
+    made = lines(Document("", (Table(COLUMNS, (row,) * 3),)), width)
+    assert max(map(len, made)) == width
+    body = "".join(made[2:])
+    assert body.count("12.5 MiB") == 3 and re.sub(r"[^a-z]", "", body).count("layout") >= 3
+    assert "".join(line[: line.find("  ")] for line in made[2:] if not line.startswith(" ")).count("kernel") == 3
+
+
+def test_words_are_broken_only_where_they_are_longer_than_a_line():
+    assert wrap("a gradient of  kernel", 40) == ["a gradient of  kernel"]
+    assert wrap("gradient of kernel", 11) == ["gradient of", "kernel"]
+    assert wrap("params/block_7/attention", 15) == ["params/block_7/", "attention"]
+    assert wrap("x" * 7, 3) == ["xxx", "xxx", "x"]
+    assert wrap("", 3) == [""]
+    assert wrap("宽宽宽", 4) == ["宽宽", "宽"]  # each is two columns wide
+
+
+def test_a_table_with_too_many_columns_goes_on_below_itself():
+    titles = ("way", *(f"figure {i}" for i in range(12)))
+    rows = (("full", *(f"{i}.25 MiB" for i in range(12))), ("smaller batch", *("1 B",) * 12))
+    text = render(Document("", (Table.of(titles, rows, range(1, 13)),)), 60)
+    blocks = text.split("\n\n")
+    assert len(blocks) == 3 and all(block.startswith("way") for block in blocks)
+    assert max(map(len, text.split("\n"))) <= 60
+    for i in range(12):
+        assert text.count(f" {i}.25 MiB") == 1
+    assert text.count("full") == 3
+
+
+def test_bars_begin_together_and_give_way_where_there_is_no_room():
+    table = Table(
+        (*COLUMNS, Column("share", "bar")), tuple((*row, bar) for row, bar in zip(ROWS, (Bar(1, 4), Bar(1, 2))))
+    )
+    head, _, *rows = lines(Document("", (table,)))
+    start = head.index("share")
+    assert [row[start:] for row in rows] == ["████" + "░" * 12, "████" + "░" * 4]
+    narrow = render(Document("", (table,)), 32)
+    assert "share" not in narrow and "█" not in narrow and "7.5 MiB" in narrow
+    assert lines(Document("", (Table((Column("bar", "bar"),), ((Bar(0, 0),), (Bar(0, 2),))),)))[2:] == ["", "░" * 16]
+
+
+def test_names_cannot_break_out():
+    hostile = "a\x1b[31m\nb\tc"
+    visible = "a\\x1b[31m\\nb\\tc"
+    document = Document(
+        hostile,
+        (
+            Section(hostile, (Table((Column(hostile),), ((hostile,),)),)),
+            Pairs(((hostile, (hostile,)),)),
+            Paragraph(hostile),
+        ),
+        hostile,
+    )
+    text = render(document, 200)
+    assert "\x1b" not in text and "\t" not in text and text.count(visible) == 8
+
+
+def test_a_row_of_another_length_is_refused():
+    with pytest.raises(AssertionError, match="2 cells under 3 columns"):
+        Table(COLUMNS, (("a", "b"),))
