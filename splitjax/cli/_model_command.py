@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from splitjax import display
 from splitjax.cli import _session
 from splitjax.cli._options import (
     GroupComm,
@@ -90,12 +91,8 @@ class ModelCommand(Traceback):
 
 
 def write_page(path: pathlib.Path, body: str, title: str) -> None:
-    """Writes an HTML page around `body`. Raises `PlanError` when the file cannot be written."""
-    page = (
-        '<!doctype html>\n<html lang="en"><head><meta'
-        f' charset="utf-8"><title>{title}</title></head>\n<body>{body}</body></html>\n'
-    )
-    write_file(path, page, "--html")
+    """Writes an HTML page called `title` around `body` to `path`. Raises `PlanError` if it cannot be written."""
+    write_file(path, display.page(body, title), "--html")
 
 
 def write_file(path: pathlib.Path, text: str, option: str) -> None:

@@ -73,11 +73,12 @@ def html(value: object) -> str:
     return html_layout.render(made)
 
 
-def page(value: object, title: str) -> str:
-    """Returns `value` as a whole HTML page called `title`, light or dark as the reader's system is."""
+def page(body: str, title: str) -> str:
+    """Returns a whole HTML page called `title` around `body`, such as `html` returns; light or dark as the reader's
+    system is."""
     from splitjax.display import html_layout
 
-    return html_layout.page(html(value), title)
+    return html_layout.page(body, title)
 
 
 def draw(value: object, path: str | os.PathLike[str] | None) -> Any:

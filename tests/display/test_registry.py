@@ -62,7 +62,7 @@ def test_pictures_are_drawn_by_what_is_registered():
 
 def test_a_page_is_whole():
     display.register(Parcel, labelled)
-    page = display.page(Parcel("Ann"), "<parcels>")
+    page = display.page(display.html(Parcel("Ann")), "<parcels>")
     assert page.startswith("<!doctype html>") and "<title>&lt;parcels&gt;</title>" in page
     assert 'content="light dark"' in page and 'content="width=device-width' in page and "to Ann" in page
 

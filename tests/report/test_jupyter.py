@@ -1,7 +1,7 @@
-"""Rendered values under Jupyter's own stylesheets: which alignment the cells of their tables end up with.
+"""Rendered values under Jupyter's own stylesheets: which alignment and which font their words end up with.
 
-There is no browser among the tests, so the cascade is done here: every selector that sets `text-align`, matched against
-each cell, by its specificity and then its order (CSS Selectors 4, section 17).
+There is no browser among the tests, so the cascade is done here: every selector that sets the property, matched against
+each element, by its specificity and then its order (CSS Selectors 4, section 17).
 """
 
 from __future__ import annotations
@@ -20,10 +20,18 @@ TAGS = ("td", "th", "tr")
 LAB = ", ".join(f":not(.jp-RenderedMarkdown).jp-RenderedHTMLCommon {tag}" for tag in TAGS) + " { text-align: right; }"
 OLD_LAB = ".jp-RenderedHTMLCommon tr, .jp-RenderedHTMLCommon th, .jp-RenderedHTMLCommon td { text-align: right; }"
 CLASSIC = ".rendered_html tr, .rendered_html th, .rendered_html td { text-align: right; }"
+# The same sheets set fonts, of everything and of code; heavier rules than theirs, as a theme may add.
+FONTS = (
+    "{0} {{ font-family: Theirs; }} {0} code {{ font-family: Theirs; }} {0} td, {0} th {{ font-family: Theirs; }}"
+    " :not(.jp-RenderedMarkdown).{1} td {{ font: 20px Theirs; }}"
+    " :not(.jp-RenderedMarkdown).{1} code {{ font: 9px Theirs; }}"
+)
+SHOWN = ("td", "th", "code", "p", "summary")
 
 
 class Cells(HTMLParser):
-    """A page's cells, each as (tag, classes) of its ancestors, outermost first, and its own; and its style sheets."""
+    """A page's elements with words, each as (tag, classes) of its ancestors, outermost first, and its own; and the
+    page's style sheets."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +42,7 @@ class Cells(HTMLParser):
             return
         self.open.append((tag, frozenset((dict(attrs).get("class") or "").split())))
         self.in_style = tag == "style"
-        if tag in ("td", "th"):
+        if tag in SHOWN:
             self.cells.append(tuple(self.open))
 
     def handle_endtag(self, tag):
@@ -46,15 +54,15 @@ class Cells(HTMLParser):
             self.sheets.append(data)
 
 
-def alignments(css):
-    """(selector, specificity, order, alignment) of every rule that aligns."""
+def declarations(css, declared):
+    """(selector, specificity, order, value) of every rule whose body the pattern `declared` fits."""
     found = []
     for selectors, body in re.findall(r"([^{}]+)\{([^}]*)\}", css):
-        align = re.search(r"text-align:\s*(\w+)", body)
-        for selector in selectors.split(",") if align else ():
+        value = re.search(declared, body)
+        for selector in selectors.split(",") if value else ():
             parts = [compound(part) for part in selector.split()]
             num_classes = sum(len(classes) + len(absent) for _, classes, absent in parts)
-            found.append((parts, (num_classes, sum(len(tags) for tags, _, _ in parts)), len(found), align[1]))
+            found.append((parts, (num_classes, sum(len(tags) for tags, _, _ in parts)), len(found), value[1]))
     return found
 
 
@@ -79,13 +87,19 @@ def matches(parts, chain):
     return not rest
 
 
-def aligned(source, stylesheet, wrapper):
-    """Cell -> how it is aligned."""
+def cascaded(source, stylesheet, wrapper, declared, initial):
+    """Each element with words -> the value of the property that `declared` finds."""
     reader = Cells()
     reader.feed(f'<div class="{wrapper}">{source}</div>')
-    rules = alignments(stylesheet + "".join(reader.sheets))
+    rules = declarations(stylesheet + "".join(reader.sheets), declared)
     for cell in reader.cells:
-        yield cell, max((rule[1:] for rule in rules if matches(rule[0], cell)), default=(None, None, "left"))[2]
+        yield cell, max((rule[1:] for rule in rules if matches(rule[0], cell)), default=(None, None, initial))[2]
+
+
+def aligned(source, stylesheet, wrapper):
+    """Cell -> how it is aligned."""
+    found = cascaded(source, stylesheet, wrapper, r"text-align:\s*(\w+)", "left")
+    return [(cell, align) for cell, align in found if cell[-1][0] in ("td", "th")]
 
 
 VALUES = {"plan": lambda: SMALL, "report": made_report, "profile": profile_of}
@@ -108,6 +122,19 @@ def test_text_is_on_the_left_and_numbers_are_on_the_right(value, stylesheet, wra
         align for cell, align in found if any("matrix" in classes for _, classes in cell) and cell[-1][0] == "th"
     ]
     assert set(workers) == ({"right"} if value == "profile" else set())
+
+
+@pytest.mark.parametrize("wrapper", ["jp-RenderedHTMLCommon", "rendered_html"])
+@pytest.mark.parametrize("value", VALUES)
+def test_the_font_is_our_own(value, wrapper):
+    declared = r"(?<![\w-])font(?:-family)?:\s*([^;]+)"
+    found = list(
+        cascaded(VALUES[value]()._repr_html_(), FONTS.format(f".{wrapper}", wrapper), wrapper, declared, "none")
+    )
+    kinds = {cell[-1][0]: font for cell, font in found}
+    assert {"td", "th"} <= set(kinds) <= set(SHOWN)
+    for cell, font in found:
+        assert ("monospace" if cell[-1][0] == "code" else "sans-serif") in font, (cell[-1], font)
 
 
 def test_the_cascade_is_that_of_a_browser():
