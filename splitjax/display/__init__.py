@@ -5,7 +5,7 @@ What goes in is a value (a plan, a report, a profile) for whose type somebody re
 values need not import what shows them: a value asks the registry, and a room above the value fills it.
 """
 
-from splitjax.display.document import Bar, Column, Document, Matrix, Pairs, Paragraph, Section, Table
+from splitjax.display.document import Bar, Column, Document, Matrix, Pairs, Paragraph, Section, Stretch, Table, Timeline
 from splitjax.display.registry import document, draw, html, page, register, show
 
 __all__ = [
@@ -16,7 +16,9 @@ __all__ = [
     "Pairs",
     "Paragraph",
     "Section",
+    "Stretch",
     "Table",
+    "Timeline",
     "document",
     "draw",
     "html",

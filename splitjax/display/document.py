@@ -93,6 +93,38 @@ class Matrix:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stretch:
+    """A stretch of a lane, from `start` to `end` in the unit of its timeline.
+
+    - `key`: what occupies it: the same key, the same colour or letter; empty where several share it.
+    - `note`: a sentence about it, which HTML shows under the pointer.
+    """
+
+    start: float
+    end: float
+    key: str
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """What occupies each of several lanes, such as devices, when.
+
+    - `lanes`: (title, its stretches in order of time, which do not overlap).
+    - `end`: where the axis ends, which begins at 0. `unit`: of the axis, such as `"hours"`.
+    """
+
+    lanes: tuple[tuple[str, tuple[Stretch, ...]], ...]
+    end: float
+    unit: str
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All keys, in the order in which lanes show them."""
+        return tuple(dict.fromkeys(stretch.key for _, lane in self.lanes for stretch in lane if stretch.key))
+
+
+@dataclasses.dataclass(frozen=True)
 class Section:
     """Parts under a title, which a reader of HTML can fold away. A section without content is not shown.
 
@@ -105,7 +137,7 @@ class Section:
     is_open: bool = True
 
 
-Part = Table | Pairs | Paragraph | Matrix | Section
+Part = Table | Pairs | Paragraph | Matrix | Timeline | Section
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,4 +161,8 @@ def is_empty(part: Part) -> bool:
         return all(map(is_empty, part.parts))
     if isinstance(part, Paragraph):
         return not part.text
-    return not (part.rows if isinstance(part, Table) else part.entries if isinstance(part, Pairs) else part.values)
+    if isinstance(part, Table):
+        return not part.rows
+    if isinstance(part, Pairs):
+        return not part.entries
+    return not (part.lanes if isinstance(part, Timeline) else part.values)

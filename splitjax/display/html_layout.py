@@ -20,6 +20,7 @@ from splitjax.display.document import (
     Part,
     Section,
     Table,
+    Timeline,
     is_empty,
 )
 from splitjax.display.figures import clean
@@ -50,10 +51,17 @@ ROOT td.words {{ white-space: normal; min-width: 16em; max-width: 46em; overflow
 ROOT code {{ padding: 0; border: 0; background: transparent; color: inherit; font: 12px/1.5 {_NAMES}; }}
 ROOT .bar {{ display: inline-block; height: 9px; background: rgba(128, 128, 128, 0.3); }}
 ROOT .bar span {{ display: block; height: 9px; background: rgb(66, 133, 214); }}
+ROOT table.pairs {{ margin: 0 0 10px 0; }}
 ROOT .pairs th {{ font-weight: 600; vertical-align: top; }}
 ROOT .pairs td {{ white-space: normal; overflow-wrap: anywhere; max-width: 70em; }}
 ROOT .matrix td {{ width: 14px; height: 14px; padding: 0; border: 1px solid rgba(128, 128, 128, 0.15); }}
 ROOT .matrix th {{ padding: 0 4px 0 0; font-weight: 400; font-size: 11px; text-align: right; opacity: 0.7; }}
+ROOT .timeline {{ width: 100%; }}
+ROOT .timeline th {{ font-weight: 400; padding: 0 8px 0 0; }}
+ROOT .timeline td {{ width: 100%; min-width: 200px; padding: 1px 0; vertical-align: middle; }}
+ROOT .lane {{ position: relative; height: 14px; background: rgba(128, 128, 128, 0.12); }}
+ROOT .lane span {{ position: absolute; top: 0; bottom: 0; }}
+ROOT .axis {{ display: flex; justify-content: space-between; border-top: 1px solid currentColor; }}
 @media (max-width: 600px) {{
 ROOT th, ROOT td {{ padding: 2px 10px 2px 0; }}
 ROOT .pairs th, ROOT .pairs td {{ display: block; padding: 0; }}
@@ -61,6 +69,7 @@ ROOT .pairs td {{ margin: 0 0 6px 0; }}
 }}
 """
 STYLE = _RULES.replace("ROOT", _ROOT)
+_SHARED = "rgba(128, 128, 128, 0.7)"
 _PAGE_STYLE = "body { margin: 20px; } @media (max-width: 600px) { body { margin: 10px; } }"
 # A column of words with a text longer than this may be broken into lines.
 _LONG_CHARACTERS = 40
@@ -105,6 +114,8 @@ def _part(part: Part) -> str:
             for title, lines in part.entries
         )
         return f'<table class="pairs"><tbody>{rows}</tbody></table>'
+    if isinstance(part, Timeline):
+        return _timeline(part)
     return _table(part) if isinstance(part, Table) else _matrix(part)
 
 
@@ -149,6 +160,25 @@ def _bar(bar: Bar, longest: float) -> str:
     pixels = max(2, round(_BAR_PIXELS * bar.whole / longest))
     filled = f'<span style="width: {100 * bar.part / bar.whole:.1f}%"></span>'
     return f'<span class="bar" style="width: {pixels}px" title="{safe(bar.note)}">{filled}</span>'
+
+
+def _timeline(timeline: Timeline) -> str:
+    """A row for each lane, with a fill for each of its stretches: colours by key, grey where several share."""
+    # Hues a golden angle apart are told apart however many there are.
+    colours = {key: f"hsl({137.508 * number % 360:.0f}, 55%, 55%)" for number, key in enumerate(timeline.keys)}
+    rows = []
+    for title, lane in timeline.lanes:
+        spans = "".join(
+            f'<span style="left: {100 * stretch.start / timeline.end:.2f}%;'
+            f" width: {100 * (stretch.end - stretch.start) / timeline.end:.2f}%;"
+            f' background: {colours.get(stretch.key, _SHARED)}" title="{safe(stretch.note or stretch.key)}"></span>'
+            for stretch in lane
+        )
+        rows.append(f'<tr><th scope="row">{safe(title)}</th><td><div class="lane">{spans}</div></td></tr>')
+    end = safe(f"{timeline.end:.3g} {timeline.unit}")
+    axis = "".join(f"<span>{text}</span>" for text in ("0", "grey: shared, empty: idle", end))
+    rows.append(f'<tr><th></th><td><div class="axis">{axis}</div></td></tr>')
+    return f'<table class="timeline"><tbody>{"".join(rows)}</tbody></table>'
 
 
 def _matrix(matrix: Matrix) -> str:

@@ -47,8 +47,10 @@ def register(kind: type | str, make_document: MakeDocument, *, draw: Draw | None
 
 
 def document(value: object) -> Document | None:
-    """Returns the document of `value`, by the nearest registered class among its type's bases; None where there is
-    none."""
+    """Returns the document of `value`, by the nearest registered class among its type's bases, or `value` itself if it
+    is a document; None where there is none."""
+    if isinstance(value, Document):
+        return value
     entry = _entry(value)
     return None if entry is None else entry.make_document(value)
 

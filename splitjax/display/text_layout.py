@@ -7,12 +7,25 @@ their cell, and a table with more columns than fit is continued below itself wit
 from __future__ import annotations
 
 import shutil
+import string
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.cells import cell_len
 
-from splitjax.display.document import Bar, Document, Matrix, Pairs, Paragraph, Part, Section, Table, is_empty
+from splitjax.display.document import (
+    Bar,
+    Document,
+    Matrix,
+    Pairs,
+    Paragraph,
+    Part,
+    Section,
+    Stretch,
+    Table,
+    Timeline,
+    is_empty,
+)
 from splitjax.display.figures import clean
 
 MAX_WIDTH, PIPED_WIDTH, MIN_WIDTH = 160, 120, 60
@@ -23,6 +36,9 @@ _LONGEST_WORDS = (16, 12, 10, 8)
 _MIN_LINE = 12
 _BAR_WIDTH = 16
 _FILLED, _EMPTY = "█", "░"
+# In timelines: what occupies a lane, in turn where there are more; several that share it; nothing.
+_LETTERS = string.ascii_uppercase + string.ascii_lowercase + string.digits
+_SHARED, _IDLE = "#", "."
 # A name that is longer than its column is continued behind one of these, if it has any.
 _JOINTS = "/._-,:|+="
 
@@ -65,6 +81,8 @@ def _blocks(parts: Sequence[Part], width: int) -> list[list[str]]:
             blocks.append(_pairs(part, width))
         elif isinstance(part, Paragraph):
             blocks.append(wrap(clean(part.text), width))
+        elif isinstance(part, Timeline):
+            blocks.append(_timeline(part, width))
         else:
             assert isinstance(part, Matrix)  # a picture: HTML shows it
     return blocks
@@ -81,6 +99,32 @@ def _pairs(pairs: Pairs, width: int) -> list[str]:
                 lines.append(_left(head, indent) + line)
                 head = ""
     return lines
+
+
+def _timeline(timeline: Timeline, width: int) -> list[str]:
+    """A line for each lane, a character for each moment, then the axis and what the characters mean."""
+    titles = [clean(title) for title, _ in timeline.lanes]
+    indent = max(map(cell_len, titles)) + len(_GAP)
+    num_moments = max(width - indent, _MIN_LINE)
+    letters = {key: _LETTERS[number % len(_LETTERS)] for number, key in enumerate(timeline.keys)}
+    lines = []
+    for title, (_, lane) in zip(titles, timeline.lanes, strict=True):
+        moments = ((number + 0.5) / num_moments * timeline.end for number in range(num_moments))
+        lines.append(_left(title, indent) + "".join(_occupant(lane, moment, letters) for moment in moments))
+    end = f"{timeline.end:.3g} {timeline.unit}"
+    lines.append(" " * indent + "0" + _right(end, num_moments - 1))
+    meanings = [f"{_IDLE} idle", f"{_SHARED} shared"]
+    if len(letters) <= len(_LETTERS):
+        meanings += [f"{letter} {clean(key)}" for key, letter in letters.items()]
+    return [*lines, *wrap(", ".join(meanings), width)]
+
+
+def _occupant(lane: Sequence[Stretch], moment: float, letters: Mapping[str, str]) -> str:
+    """The character of what occupies a lane at a moment."""
+    for stretch in lane:
+        if stretch.start <= moment < stretch.end:
+            return letters.get(stretch.key, _SHARED)
+    return _IDLE
 
 
 def _table(table: Table, width: int) -> list[list[str]]:

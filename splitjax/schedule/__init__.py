@@ -6,6 +6,7 @@ iterations, so that the holes that workers of unequal depth leave are filled wit
 tells what can be asked.
 """
 
+from splitjax.display import registry
 from splitjax.schedule import policies as policies
 from splitjax.schedule.execution import engine as engine
 from splitjax.schedule.execution.engine import Engine, Place, Program, StepOrder, WorkerTask
@@ -35,6 +36,7 @@ from splitjax.schedule.model.traces import (
 from splitjax.schedule.policies.gang import gang
 from splitjax.schedule.simulation.compare import Comparison, compare
 from splitjax.schedule.simulation.simulator import Options, simulate
+from splitjax.schedule.simulation.timeline import result_document
 
 __all__ = [
     "Assignment",
@@ -92,3 +94,5 @@ __all__ = [
     "simulate",
     "write_profiles",
 ]
+
+registry.register(SimulationResult, result_document)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from splitjax.display import Bar, Column, Document, Matrix, Pairs, Paragraph, Section, Table
+from splitjax.display import Bar, Column, Document, Matrix, Pairs, Paragraph, Section, Stretch, Table, Timeline
 from splitjax.display.html_layout import STYLE, render
 
 
@@ -61,3 +61,13 @@ def test_names_cannot_break_out():
 
 def test_it_is_self_contained():
     assert not re.search(r"https?:|src=|@import|url\(", render(Document("a", (Paragraph("b"),))))
+
+
+def test_a_timeline_has_a_colour_a_key():
+    first, second = (Stretch(0, 2, "x", "x alone"), Stretch(3, 4, "")), (Stretch(1, 4, "x"), Stretch(4, 4, "y"))
+    source = body(Document("", (Timeline((("a", first), ("<b>", second)), 4.0, "hours"),)))
+    spans = re.findall(r'left: ([\d.]+)%; width: ([\d.]+)%; background: ([^"]*)" title="([^"]*)"', source)
+    assert [span[0] for span in spans] == ["0.00", "75.00", "25.00", "100.00"]
+    assert [span[1] for span in spans] == ["50.00", "25.00", "75.00", "0.00"]
+    assert spans[0][2] == spans[2][2] != spans[3][2] and spans[1][2].startswith("rgba") and spans[0][3] == "x alone"
+    assert "&lt;b&gt;" in source and "<span>4 hours</span>" in source

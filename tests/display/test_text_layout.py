@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from splitjax.display import Bar, Column, Document, Matrix, Pairs, Paragraph, Section, Table
+from splitjax.display import Bar, Column, Document, Matrix, Pairs, Paragraph, Section, Stretch, Table, Timeline
 from splitjax.display.text_layout import render, wrap
 
 COLUMNS = (Column("name", "code"), Column("what"), Column("size", "number"))
@@ -110,3 +110,16 @@ def test_names_cannot_break_out():
 def test_a_row_of_another_length_is_refused():
     with pytest.raises(AssertionError, match="2 cells under 3 columns"):
         Table(COLUMNS, (("a", "b"),))
+
+
+def test_a_timeline_is_a_line_a_lane():
+    lanes = (("a", (Stretch(0, 2, "x"), Stretch(3, 4, ""))), ("bb", (Stretch(1, 4, "y"),)), ("c", ()))
+    text = render(Document("", (Timeline(lanes, 4.0, "hours"),)), 20)
+    assert text.split("\n") == [
+        "a   AAAAAAAA....####",
+        "bb  ....BBBBBBBBBBBB",
+        "c   ................",
+        "    0        4 hours",
+        ". idle, # shared, A",
+        "x, B y",
+    ]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from splitjax.display import registry
 from splitjax.schedule.model.cluster import Cluster
 
 
@@ -194,6 +195,12 @@ class SimulationResult:
             "restarts": sum(record.num_starts - 1 for record in self.records),
             "decisions": self.num_decisions,
         }
+
+    def __str__(self) -> str:
+        return registry.show(self)
+
+    def _repr_html_(self) -> str:
+        return registry.html(self)
 
 
 def _over(value: float, base: float | None) -> float:

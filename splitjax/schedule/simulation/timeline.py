@@ -1,0 +1,73 @@
+"""The document of a simulation's result: its figures, and who computed on which device when.
+
+What goes in is a `SimulationResult`; `splitjax.display` lays the document out as text or HTML, without matplotlib,
+which `plot` needs.
+"""
+
+from __future__ import annotations
+
+from splitjax.display.document import Document, Pairs, Paragraph, Part, Section, Stretch, Timeline
+from splitjax.schedule.model.result import SimulationResult
+from splitjax.schedule.simulation.plot import time_unit
+
+# More devices than this are not shown, and nothing that takes less of the axis than one part in so many.
+_MAX_DEVICES, _MOMENTS = 64, 1600
+
+
+def result_document(result: SimulationResult) -> Document:
+    """Makes the document of `result`; with a timeline where it kept its spans (`Options.spans`)."""
+    times = {
+        "average completion": result.avg_jct,
+        "99th percentile": result.p99_jct,
+        "makespan": result.makespan,
+        "queueing": result.queueing,
+    }
+    figures = Pairs(
+        (
+            *((title, (_time_text(seconds),)) for title, seconds in times.items()),
+            ("devices busy", (f"{100 * result.busy:.1f} %",)),
+        )
+    )
+    parts: list[Part] = [figures]
+    if result.spans:
+        num_hidden = result.cluster.num_devices - _MAX_DEVICES
+        hidden = Paragraph(f"{num_hidden} more devices are not shown" if num_hidden > 0 else "")
+        parts.append(Section("who computed when", (timeline(result), hidden)))
+    return Document(f"{result.policy}: {len(result.records)} jobs on {result.cluster} devices", tuple(parts))
+
+
+def timeline(result: SimulationResult) -> Timeline:
+    """Makes the timeline of the spans of `result`, a lane for each of the first 64 devices. Spans that follow each
+    other with the same jobs are joined; those too short to be seen are left out."""
+    end_seconds = max(span.end_seconds for span in result.spans)
+    unit_seconds, unit = time_unit(end_seconds)
+    # by device: [jobs, start, end] in order of time
+    runs: dict[int, list[tuple[tuple[int, ...], float, float]]] = {}
+    for span in sorted(result.spans, key=lambda span: span.start_seconds):
+        for device in span.devices:
+            lane = runs.setdefault(device, [])
+            gap_seconds = span.start_seconds - lane[-1][2] if lane else end_seconds
+            if lane and lane[-1][0] == span.jobs and gap_seconds < end_seconds / _MOMENTS:
+                lane[-1] = (span.jobs, lane[-1][1], span.end_seconds)
+            else:
+                lane.append((span.jobs, span.start_seconds, span.end_seconds))
+    lanes = []
+    for device in range(min(result.cluster.num_devices, _MAX_DEVICES)):
+        stretches = tuple(
+            _stretch(jobs, start / unit_seconds, end / unit_seconds, unit)
+            for jobs, start, end in runs.get(device, [])
+            if end - start >= end_seconds / _MOMENTS
+        )
+        lanes.append((f"device {device}", stretches))
+    return Timeline(tuple(lanes), end_seconds / unit_seconds, unit)
+
+
+def _stretch(jobs: tuple[int, ...], start: float, end: float, unit: str) -> Stretch:
+    names = ", ".join(map(str, jobs[:8])) + (f" and {len(jobs) - 8} more" if len(jobs) > 8 else "")
+    note = f"job{'s' * (len(jobs) > 1)} {names}: {start:.3g} to {end:.3g} {unit}"
+    return Stretch(start, end, f"job {jobs[0]}" if len(jobs) == 1 else "", note)
+
+
+def _time_text(seconds: float) -> str:
+    unit_seconds, unit = time_unit(seconds)
+    return f"{seconds / unit_seconds:.3g} {unit}"
