@@ -71,8 +71,7 @@ def parse(kind: type[PlanT], text: str, origin: str) -> PlanT:
     - `text`: what `dump` wrote, possibly edited by hand.
     - `origin`: the file it came from, or "", shown in errors.
 
-    **Raises:** `PlanError` with the key path of the first problem.
-    """
+    **Raises:** `PlanError` with the key path of the first problem."""
     try:
         return _parse(kind, text)
     except PlanError as error:

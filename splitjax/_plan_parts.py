@@ -1,4 +1,4 @@
-"""What a plan is made of, as values: where each array lives, what each layer got, and what is predicted.
+"""The parts that make up a plan, as values: they say where each array lives, what each layer got, what is predicted.
 
 `splitjax.plan` puts them together as a `Plan` and gives all of them under its own name; `splitjax._plan_json` reads and
 writes them. A spec is a tuple with one entry per dim: None, an axis name, or a tuple of axis names, as in
@@ -35,37 +35,48 @@ def spec_text(spec: Spec) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """Where one array of the step's arguments lives."""
+    """Says where one array of the step's arguments lives.
+
+    - `path`, `shape`, `dtype`: of the array. `role`: as `trace.graph.Leaf.role`. `is_state`: whether it belongs to a
+      state.
+    - `spec`: how it is split. `rule`: the rule that fired, or `"follows PATH"`, `"batch"`, `"input"`.
+    - `note`: why the spec is not what one might expect, such as `"out 10 does not divide by model=4"`.
+    - `bytes_per_device`: of the piece that a device holds.
+    - `gradient`: onto what a parameter's gradient is summed, with its optimizer state; None: as the parameter.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
-    role: str  # as `trace.graph.Leaf.role`
+    role: str
     is_state: bool
     spec: Spec
-    rule: str  # the rule that fired, or "follows PATH", "batch", "input"
-    note: str = ""  # why it is not what one might expect, such as "out 10 does not divide by model=4"
+    rule: str
+    note: str = ""
     bytes_per_device: int = 0
-    # where a parameter's gradient is summed onto, with its optimizer state; None: as the parameter
     gradient: Spec | None = None
 
     def num_shards(self, mesh: MeshShape) -> int:
-        """Into how many pieces the array is split."""
+        """Returns into how many pieces the array is split over `mesh`."""
         return mesh.size(spec_axes(self.spec))
 
     def whole_bytes(self, mesh: MeshShape) -> int:
-        """Bytes of the whole array, on one device (planned dims always divide)."""
+        """Returns the bytes of the whole array, as one device would hold it: planned dims always divide by `mesh`."""
         return self.bytes_per_device * self.num_shards(mesh)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """One layer with the specs of its parameters and the rule that decided its weight."""
+    """Holds one layer with the specs of its parameters.
+
+    - `name`, `kind`: of the layer. `params`: paths of its leaves, weight first. `specs`: one per parameter.
+    - `rule`: the rule that decided its weight. `note`: as `LeafPlan.note`.
+    """
 
     name: str
     kind: str
-    params: tuple[str, ...]  # leaf paths, weight first
-    specs: tuple[Spec, ...]  # one per parameter
+    params: tuple[str, ...]
+    specs: tuple[Spec, ...]
     rule: str
     note: str = ""
 
@@ -77,7 +88,7 @@ class LayerPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Predicted bytes per device."""
+    """Holds predicted bytes per device: of the states, of activations, and the most at any moment of the step."""
 
     state_bytes: int
     activation_bytes: int
@@ -86,10 +97,15 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One predicted collective of the step: `bytes` is what each device sends per step."""
+    """Predicts one collective of the step.
 
-    op: str  # all_reduce, all_gather, reduce_scatter, all_to_all, or ROW_EXCHANGE
-    axis: str  # mesh axis, or several joined by "+"
+    - `op`: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, or `ROW_EXCHANGE`.
+    - `axis`: the mesh axis, or several joined by "+". `bytes`: what each device sends per step.
+    - `layer`: whose it is. `why`: what it is for.
+    """
+
+    op: str
+    axis: str
     bytes: int
     layer: str
     why: str
@@ -97,7 +113,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class SyncPlan:
-    """How the gradient of one table with row lookups is synchronised.
+    """Says how the gradient of one table with row lookups is synchronised.
 
     - `scheme`: its name; `dense` also where the table's gradient has to stay whole.
     - `axis`: the mesh axes of the workers, joined by "+"; empty where there is nothing to exchange.
@@ -124,7 +140,7 @@ class SyncPlan:
 
     @property
     def is_decided(self) -> bool:
-        """Whether its first steps need not be observed."""
+        """Tells whether its first steps need not be observed."""
         return bool(self.capacities) or self.scheme == "dense"
 
 
@@ -149,7 +165,7 @@ class SegmentPlan:
 
 @dataclasses.dataclass(frozen=True)
 class PartialPlan:
-    """How far back each worker differentiates (`splitjax.PartialBackprop`). It changes the numbers.
+    """Says how far back each worker differentiates (`splitjax.PartialBackprop`). It changes the numbers.
 
     - `axis`: the mesh axes of the workers, joined by "+".
     - `first`: by slot the number of the first segment that is differentiated. Workers move on by one slot a step if
@@ -175,17 +191,21 @@ class PartialPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Constraint:
-    """A sharding that lowering pins on one operand (or result) of one operation; dims marked `?` are left to XLA."""
+    """Describes a sharding that lowering pins on one operand (or result) of one operation.
+
+    - `site`: of the operation. `operand`: the operand's position; -1 is the first result, -2 the second.
+    - `spec`: an entry `?` leaves the dim to XLA. `layer`, `why`: for which layer, and what for.
+    """
 
     site: tuple[int, ...]
-    operand: int  # operand position; -1 is the first result, -2 the second
-    spec: Spec  # entry "?" leaves the dim unconstrained
+    operand: int
+    spec: Spec
     layer: str
     why: str
 
 
 class PlanParts(Protocol):
-    """The dataclass that the parts make up, `splitjax.plan.Plan`: what is read here of it, beside its fields."""
+    """Describes the dataclass that the parts make up, `splitjax.plan.Plan`: what `_plan_json` reads of it."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 

@@ -65,7 +65,7 @@ __all__ = [
 
 
 class LeafLike(Protocol):
-    """What `first_mismatch` reads of a step's leaf: `LeafPlan` and `trace.graph.Leaf` both fit."""
+    """Describes what `first_mismatch` reads of a step's leaf: `LeafPlan` and `trace.graph.Leaf` both fit."""
 
     @property
     def path(self) -> str: ...
@@ -116,7 +116,8 @@ class Plan:
         return {leaf.path: leaf for leaf in self.leaves}
 
     def leaf(self, path: str) -> LeafPlan:
-        """The planned leaf at a path such as `params/Dense_0/kernel`. Raises `PlanError` for a path the plan lacks."""
+        """Returns the planned leaf at a `path` such as `params/Dense_0/kernel`. Raises `PlanError` for a path that
+        the plan lacks."""
         try:
             return self._by_path[path]
         except (KeyError, TypeError):
@@ -128,8 +129,8 @@ class Plan:
             ) from None
 
     def spec(self, path: str) -> PartitionSpec:
-        """The `PartitionSpec` of any leaf of the step's arguments, by path. Raises `PlanError` for a path the plan
-        lacks."""
+        """Returns the `PartitionSpec` of any leaf of the step's arguments, by `path`. Raises `PlanError` for a path the
+        plan lacks."""
         return PartitionSpec(*self.leaf(path).spec)
 
     @functools.cached_property
@@ -138,17 +139,19 @@ class Plan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The plan as JSON text (ASCII, stable order, one entry a line), read back exactly by `Plan.from_json`."""
+        """Returns the plan as JSON text (ASCII, stable order, one entry a line), read back exactly by
+        `Plan.from_json`."""
         return _plan_json.dump(self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Reads what `to_json` wrote, possibly edited by hand. Raises `PlanError` naming the key path of the first
-        problem."""
+        """Reads `text`, what `to_json` wrote, possibly edited by hand. Raises `PlanError` naming the key path of the
+        first problem."""
         return _plan_json.parse(cls, text, origin="")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan to a file, whole or not at all: a reader never sees half a plan, a crash leaves the old one.
+        """Writes the plan to the file `path`, whole or not at all: a reader never sees half a plan, a crash leaves the
+        old one.
 
         Raises `PlanError` when the file cannot be written."""
         try:
@@ -162,7 +165,8 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Reads a plan that `save` wrote. Raises `PlanError` naming the file and the key path of the first problem."""
+        """Reads a plan that `save` wrote to `path`. Raises `PlanError` naming the file and the key path of the first
+        problem."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -174,8 +178,8 @@ class Plan:
         return _plan_json.parse(cls, text, origin=str(path))
 
     def diff(self, other: Plan) -> tuple[str, ...]:
-        """What differs between this plan and another, as sentences `thing: here -> there`; empty exactly when they are
-        equal.
+        """Returns what differs between this plan and `other`, as sentences `thing: here -> there`; empty exactly when
+        they are equal.
 
         Ordered mesh, rules, leaves, layers, constraints, memory, collectives: what comes first usually explains the
         rest."""
@@ -208,7 +212,7 @@ class Plan:
 
 
 def first_mismatch(plan: Plan, leaves: Sequence[LeafLike], mesh: MeshShape | Mesh | Mapping[str, int]) -> str | None:
-    """The first difference between a pinned plan and the step it meets, as a sentence, or None when the plan fits.
+    """Returns the first difference between a pinned `plan` and the step it meets, as a sentence; None when it fits.
 
     Looks at the mesh, then at the step's leaves in order (path, role, dtype, shape), then at leaves that only the plan
     has. A batch array may have another number of examples than the plan saw, as long as its shards divide: a plan

@@ -1,4 +1,4 @@
-"""How values look when a person prints them: documents as values, one text and one HTML of them, a registry by type.
+"""Shows values to people: documents as values, one layout as text and one as HTML, a registry by type.
 
 What goes in is a value (a plan, a report, a profile) for whose type somebody registered a function that makes a
 `Document` of it; what comes out is text for terminals and logs, or HTML for notebooks and pages. It exists so that

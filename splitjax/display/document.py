@@ -27,7 +27,7 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """A bar of the length `whole`, filled for the length `part` from its left end on.
+    """Draws a bar of the length `whole`, filled for the length `part` from its left end on.
 
     The bars of a column share their unit and where they begin, so that their lengths compare; the longest is as long as
     the column is wide. `note`: a sentence with the figures, which HTML shows under the pointer.
@@ -43,7 +43,7 @@ Cell = str | Bar
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows under columns. A table without rows is not shown.
+    """Holds rows under columns. A table without rows is not shown.
 
     - `columns`: from left to right; the first names the row, and is repeated where a table is too wide for a page of
       text and is continued below itself.
@@ -69,21 +69,21 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Titles with the lines that belong to each, in `entries`: (title, lines)."""
+    """Holds titles with the lines that belong to each, in `entries`: (title, lines)."""
 
     entries: tuple[tuple[str, tuple[str, ...]], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Paragraph:
-    """Sentences that stand by themselves, such as a note."""
+    """Holds sentences that stand by themselves, such as a note, in `text`."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A square of values between 0 and 1, shown as the strength of a fill: a picture, which text leaves out.
+    """Shows a square of values between 0 and 1 as the strength of a fill. It is a picture: text leaves it out.
 
     - `values`: [n][n]. `notes`: [n][n], a sentence with the figure of each.
     """
@@ -94,7 +94,7 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True)
 class Stretch:
-    """A stretch of a lane, from `start` to `end` in the unit of its timeline.
+    """Marks a stretch of a lane, from `start` to `end` in the unit of its timeline.
 
     - `key`: what occupies it: the same key, the same colour or letter; empty where several share it.
     - `note`: a sentence about it, which HTML shows under the pointer.
@@ -108,7 +108,7 @@ class Stretch:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """What occupies each of several lanes, such as devices, when.
+    """Shows what occupies each of several lanes, such as devices, when.
 
     - `lanes`: (title, its stretches in order of time, which do not overlap).
     - `end`: where the axis ends, which begins at 0. `unit`: of the axis, such as `"hours"`.
@@ -120,13 +120,13 @@ class Timeline:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All keys, in the order in which lanes show them."""
+        """Returns all keys, in the order in which lanes show them."""
         return tuple(dict.fromkeys(stretch.key for _, lane in self.lanes for stretch in lane if stretch.key))
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Parts under a title, which a reader of HTML can fold away. A section without content is not shown.
+    """Holds parts under a title, which a reader of HTML can fold away. A section without content is not shown.
 
     - `title`: its heading. `parts`: what stands in it.
     - `is_open`: whether it is unfolded at first.
@@ -142,7 +142,7 @@ Part = Table | Pairs | Paragraph | Matrix | Timeline | Section
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """What there is to say about one value.
+    """Holds what there is to say about one value.
 
     - `title`: the first line, such as what was measured where; empty for none.
     - `parts`: from top to bottom.

@@ -1,5 +1,5 @@
-"""How figures and names are written wherever splitjax shows them: bytes, seconds, shares, ratios, and names that cannot
-break the table they stand in."""
+"""Writes figures and names, the same wherever splitjax shows them: bytes, seconds, shares, ratios, and names that
+cannot break the table they stand in. Numbers go in with their unit in the argument's name; short texts come out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which document shows a value of which type.
+"""Knows which function makes the document of a value, by the value's type.
 
 A value's `__str__` calls `show(self)` and its `_repr_html_` calls `html(self)`, and neither imports anything that knows
 how it looks. A room above the value registers a function for its type; `import splitjax` registers those of splitjax's
@@ -24,7 +24,7 @@ Draw = Callable[[Any, str | os.PathLike[str] | None], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What is registered for a type: `make_document`, and `draw` where there is a picture of its values."""
+    """Holds what is registered for a type: `make_document`, and `draw` where there is a picture of its values."""
 
     make_document: MakeDocument
     draw: Draw | None = None

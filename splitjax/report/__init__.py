@@ -1,2 +1,2 @@
-"""What a compiled step does, read from XLA's program and set beside its plan; and the documents of plans, reports,
-profiles and advices, which `splitjax.display` lays out."""
+"""Reads from XLA's program what a compiled step does and sets it beside the plan; and makes the documents of plans,
+reports, profiles and advices, which `splitjax.display` lays out."""

@@ -1,1 +1,1 @@
-"""What an `Advice` on partial backpropagation says to people: its rows, as text and as HTML."""
+"""Makes the document of an `Advice` on partial backpropagation, and the rows of its tables."""

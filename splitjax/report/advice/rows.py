@@ -1,4 +1,4 @@
-"""What a rendered advice shows, independent of how: the ways to train side by side, the layers, and what to do."""
+"""Makes the texts of an advice's document: the ways to train side by side, the layers, and what to do."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ _MAX_LAYERS = 16
 
 
 def headline(advice: Advice) -> str:
+    """Returns what `advice` was measured on, in a line."""
     batches = f"{advice.num_batches} batch{'es' * (advice.num_batches != 1)}"
     link = f"{8 * advice.bytes_per_second / 1e6:,.0f} Mbit/s and {1e6 * advice.latency_seconds:,.0f} us"
     return (
@@ -66,69 +67,69 @@ def headline(advice: Advice) -> str:
 
 
 def rows(advice: Advice) -> tuple[tuple[str, ...], ...]:
-    """The cells of every way to train, then what it is in words."""
-    full, found = advice.rows[0], []
-    for one in advice.rows:
+    """Returns the cells of every way to train that `advice` compares."""
+    full, cells = advice.rows[0], []
+    for way in advice.rows:
         variance = (
-            "never" if one.variance is None else ratio_text(one.variance / full.variance) if full.variance else ""
+            "never" if way.variance is None else ratio_text(way.variance / full.variance) if full.variance else ""
         )
-        found.append(
+        cells.append(
             (
-                one.name,
-                f"{100 * one.device_time:.1f} %",
-                seconds_text(one.compute_seconds),
-                seconds_text(one.busiest_seconds),
-                bytes_text(round(one.sent_bytes)),
-                seconds_text(one.communication_seconds),
-                seconds_text(one.step_seconds),
-                bytes_text(round(one.mean_memory_bytes)),
-                bytes_text(round(one.max_memory_bytes)),
+                way.name,
+                f"{100 * way.device_time:.1f} %",
+                seconds_text(way.compute_seconds),
+                seconds_text(way.busiest_seconds),
+                bytes_text(round(way.sent_bytes)),
+                seconds_text(way.communication_seconds),
+                seconds_text(way.step_seconds),
+                bytes_text(round(way.mean_memory_bytes)),
+                bytes_text(round(way.max_memory_bytes)),
                 variance,
-                _share(advice.compute(one)),
-                _share(advice.alone(one)),
+                _share(advice.compute(way)),
+                _share(advice.alone(way)),
             )
         )
-    return tuple(found)
+    return tuple(cells)
 
 
 def layer_rows(advice: Advice) -> tuple[tuple[str, ...], ...]:
-    """Layers, neighbours joined where there are many."""
-    stages, whole = advice.stages, sum(one.backward_seconds for one in advice.stages)
+    """Returns the cells of the layers of `advice`, neighbours joined where there are many."""
+    stages, whole = advice.stages, sum(stage.backward_seconds for stage in advice.stages)
     count = -(-len(stages) // _MAX_LAYERS)
     groups = [stages[start : start + count] for start in range(0, len(stages), count)]
     charged = whole + advice.forward_seconds
-    noise = sum(one.noise for one in stages)
-    found = []
+    noise = sum(stage.noise for stage in stages)
+    cells = []
     for group in groups:
-        seconds, own = sum(one.backward_seconds for one in group), sum(one.noise for one in group)
+        seconds, own = sum(stage.backward_seconds for stage in group), sum(stage.noise for stage in group)
         cost = seconds + (advice.forward_seconds if group is groups[-1] else 0.0)
         relative = own / noise / (cost / charged) if noise and cost else 0.0
-        found.append(
+        cells.append(
             (
                 _names(group),
                 seconds_text(seconds),
                 f"{100 * seconds / whole:.1f} %" if whole else "",
-                bytes_text(sum(one.num_bytes for one in group)),
+                bytes_text(sum(stage.num_bytes for stage in group)),
                 f"{own:.3g}",
                 ratio_text(relative),
-                f"{sum(one.squared_norm for one in group):.3g}",
+                f"{sum(stage.squared_norm for stage in group):.3g}",
                 bytes_text(group[0].memory_bytes),
             )
         )
-    return tuple(found)
+    return tuple(cells)
 
 
 def remarks(advice: Advice) -> tuple[tuple[str, str], ...]:
-    """(title, text): what each way is, what to do, and what to know."""
+    """Returns (title, text) of what each way of `advice` is, what to do, and what to know."""
     said = advice.recommendation
-    ways = tuple((one.name, one.what) for one in advice.rows)
+    ways = tuple((way.name, way.what) for way in advice.rows)
     unless = (("unless", said.unless),) if said.unless else ()
     return (
         *ways,
         ("recommended", f"{said.option}. {' '.join(said.reasons)}"),
         *unless,
-        *(("besides", one) for one in said.wins),
-        *(("note", one) for one in advice.notes),
+        *(("besides", win) for win in said.wins),
+        *(("note", note) for note in advice.notes),
     )
 
 

@@ -1,1 +1,1 @@
-"""What a `Profile` of sparse gradients says to people: its rows, as text, as HTML and as a picture."""
+"""Makes the document of a `Profile` of sparse gradients, the rows of its tables, and its picture."""

@@ -1,5 +1,5 @@
-"""What a rendered profile shows, independent of how: a line a tensor with those of equal blocks folded, and the tables
-step by step."""
+"""Makes the texts of a profile's document: a line a tensor with those of equal blocks folded, and the tables step by
+step."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def headline(profile: Profile) -> str:
+    """Returns what `profile` was measured on, in a line."""
     sizes = sorted(set(profile.num_examples))
     examples = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     steps = f"{profile.num_steps} step{'s' * (profile.num_steps != 1)}"
@@ -36,20 +37,24 @@ def headline(profile: Profile) -> str:
 
 
 def columns(profile: Profile) -> tuple[str, ...]:
+    """Returns the titles of the columns under which `tensor_rows` of `profile` stand."""
     return ("tensor", "shape", "density", "rows", "overlap", "skewness", *(f"sum of {m}" for m in _sums(profile)))
 
 
 def tensor_rows(profile: Profile) -> tuple[tuple[str, ...], ...]:
-    """The cells of every tensor, averaged over the steps: tables first. Tensors of equal blocks with equal cells are
-    one line, and so are those without zeros, of which there is nothing to say, where there are many."""
-    full = [one for one in profile.tensors if not one.is_table and one.density == 1.0]
+    """Returns the cells of every tensor of `profile`, averaged over the steps: tables first. Tensors of equal
+    blocks with equal cells are one line, and so are those without zeros, of which there is nothing to say, where there
+    are many."""
+    full = [tensor for tensor in profile.tensors if not tensor.is_table and tensor.density == 1.0]
     full = full if len(full) > _MAX_FULL else []
     told = set(map(id, full))
-    several = {one.path for one in profile.tensors if sum(other.path == one.path for other in profile.tensors) > 1}
+    paths = [tensor.path for tensor in profile.tensors]
+    several = {path for path in paths if paths.count(path) > 1}
     folded: dict[tuple[str, ...], list[str]] = {}
-    for one in sorted((one for one in profile.tensors if id(one) not in told), key=lambda one: not one.is_table):
-        name = f"{one.path} ({one.loss})" if one.path in several else one.path
-        folded.setdefault((_NUMBER.sub("*", name), str(one.shape), *_cells(profile, one)), []).append(name)
+    shown = [tensor for tensor in profile.tensors if id(tensor) not in told]
+    for tensor in sorted(shown, key=lambda tensor: not tensor.is_table):
+        name = f"{tensor.path} ({tensor.loss})" if tensor.path in several else tensor.path
+        folded.setdefault((_NUMBER.sub("*", name), str(tensor.shape), *_cells(profile, tensor)), []).append(name)
     rows: list[tuple[str, ...]] = []
     for (pattern, *cells), names in folded.items():
         if len(names) < MIN_FOLD:
@@ -62,45 +67,45 @@ def tensor_rows(profile: Profile) -> tuple[tuple[str, ...], ...]:
 
 
 def step_rows(profile: Profile) -> tuple[tuple[str, ...], ...]:
-    """The first steps of every table: (table, step, rows in the mean over workers, fewest and most rows of a worker,
-    overlap, skewness, sum of all)."""
+    """Returns the first steps of every table of `profile`: (table, step, rows in the mean over workers, fewest and
+    most rows of a worker, overlap, skewness, sum of all)."""
     if profile.num_steps < 2:
         return ()
     rows = []
     for table in profile.tables:
-        for number, one in enumerate(table.steps[:MAX_STEPS]):
-            low, high = min(one.row_densities), max(one.row_densities)
+        for number, step in enumerate(table.steps[:MAX_STEPS]):
+            densities = step.row_densities
             rows.append((
-                "" if number else table.path, str(number), share_text(sum(one.row_densities) / len(one.row_densities)),
-                share_text(low), share_text(high), ratio_text(one.overlap), ratio_text(one.skewness),
-                ratio_text(one.densification(profile.num_workers)),
+                "" if number else table.path, str(number), share_text(sum(densities) / len(densities)),
+                share_text(min(densities)), share_text(max(densities)), ratio_text(step.overlap), ratio_text(step.skewness),
+                ratio_text(step.densification(profile.num_workers)),
             ))  # fmt: skip
     return tuple(rows)
 
 
-STEP_COLUMNS = ("table", "step", "rows", "least", "most", "overlap", "skewness", "sum of all")
+STEP_COLUMNS = ("table", "step", "rows", "least of a worker", "most of a worker", "overlap", "skewness", "sum of all")
 
 
 def remarks(profile: Profile) -> tuple[tuple[str, str], ...]:
-    """What to know besides: (title, text)."""
-    found = [
-        ("dense", f"{one.path}: its gradient has to stay dense: {one.dense_reason}")
-        for one in profile.tables
-        if one.dense_reason
+    """Returns what to know of `profile` besides: (title, text)."""
+    lines = [
+        ("dense", f"{table.path}: its gradient has to stay dense: {table.dense_reason}")
+        for table in profile.tables
+        if table.dense_reason
     ]
     if profile.num_steps > MAX_STEPS and profile.tables:
-        found.append(
+        lines.append(
             ("steps", f"the first {MAX_STEPS} of {profile.num_steps} are shown by themselves; `tensor.steps` has all")
         )
-    return (*found, *(("note", note) for note in profile.notes))
+    return (*lines, *(("note", note) for note in profile.notes))
 
 
 def _sums(profile: Profile) -> Sequence[int]:
     return [m for m, _ in profile.tensors[0].steps[0].unions if m > 1] if profile.tensors else []
 
 
-def _cells(profile: Profile, one: TensorProfile) -> tuple[str, ...]:
-    mean, rows = one.mean, one.row_density
+def _cells(profile: Profile, tensor: TensorProfile) -> tuple[str, ...]:
+    mean, rows = tensor.mean, tensor.row_density
     overlap = ratio_text(mean.overlap) if profile.num_workers > 1 else ""
     return (
         share_text(mean.density), "" if rows is None else share_text(rows), overlap, ratio_text(mean.skewness),
