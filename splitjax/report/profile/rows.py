@@ -77,7 +77,8 @@ def step_rows(profile: Profile) -> tuple[tuple[str, ...], ...]:
             densities = step.row_densities
             rows.append((
                 "" if number else table.path, str(number), share_text(sum(densities) / len(densities)),
-                share_text(min(densities)), share_text(max(densities)), ratio_text(step.overlap), ratio_text(step.skewness),
+                share_text(min(densities)), share_text(max(densities)),
+                ratio_text(step.overlap), ratio_text(step.skewness),
                 ratio_text(step.densification(profile.num_workers)),
             ))  # fmt: skip
     return tuple(rows)
