@@ -1,26 +1,40 @@
-"""Attention: the projections around a softmax between two products of activations (Vaswani et al. 2017, section
-3.2)."""
+"""Finds attention: the projections around a softmax between two products of activations.
+
+A flat step and the positions of weights in it go in, the operations that belong to an attention come out; layers
+that hold them get the kind "attention", which rule sets shard by heads (Vaswani et al. 2017, section 3.2).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from splitjax.trace.dims_fused import FUSED_ATTENTION
 from splitjax.trace.flatten import BACKWARD, Flat
 from splitjax.trace.flow import Flow
 from splitjax.trace.links import Linked
 
-_NONE: frozenset = frozenset()
+Tag = tuple[str, int]  # what made a value, and the index of the operation that did
+Tags = frozenset[Tag]
+_NONE: Tags = frozenset()
 
 
 def mark_attention(flat: Flat, linked: Linked, flow: Flow, uses: Mapping[int, tuple[int, int]]) -> frozenset[int]:
-    """The operations (among `uses`: operation -> positions of weight and data) that feed the scores or the values of an
-    attention, or read its result first.
+    """Finds the operations that feed the scores or the values of an attention, or read its result first.
+
+    **Arguments:**
+
+    - `flat`: the flat step.
+    - `linked`: its links; says which operations mix dims and which join operands.
+    - `flow`: says which values carry examples.
+    - `uses`: index of an operation with a weight -> operand positions of weight and data.
+
+    **Returns** indices of operations among `uses`.
 
     Values are tagged with what made them since the last mixing: `("use", op)`, `("score", op)` for a product of
-    activations, `("softmax", op)` for its exponential, `("result", op)` for a product with such probabilities."""
-    tags: list[frozenset] = [_NONE] * len(flat.shapes)
-    feeds: dict[int, frozenset] = {}
+    activations, `("softmax", op)` for its exponential, `("result", op)` for a product with such probabilities.
+    """
+    tags: list[Tags] = [_NONE] * len(flat.shapes)
+    feeds: dict[int, Tags] = {}
     attention: set[int] = set()
     for index, op in enumerate(flat.ops):
         if op.phase == BACKWARD or not op.outputs:
@@ -55,9 +69,9 @@ def mark_attention(flat: Flat, linked: Linked, flow: Flow, uses: Mapping[int, tu
     return frozenset(attention)
 
 
-def _joined(inputs, incoming, tags, flow) -> frozenset:
-    """What is added to the residual stream is no attention result any more: its tag stays only if all activations have
-    it."""
+def _joined(inputs: Sequence[int], incoming: Tags, tags: Sequence[Tags], flow: Flow) -> Tags:
+    """Gives the tags of a join: what is added to the residual stream is no attention result any more, so that the tag
+    of a result stays only if all activations have it."""
     activations = [v for v in inputs if flow.carrying[v]]
     if len(activations) < 2:
         return incoming

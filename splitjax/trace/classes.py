@@ -1,8 +1,9 @@
-"""Atoms and dim classes: from the dim maps of all operations to three equivalence relations.
+"""Unites dims into dim classes: from the links between dims of all operations to three equivalence relations of atoms.
 
-Every dim of every value starts as one atom of its size. A link says that two dims (or runs of dims) are the same thing;
-linking a dim of 96 with dims (4, 8, 3) splits its atom in three, and with it every dim that shares the atom. When
-nothing splits any more, atoms are united by the links' strengths: hard, hard + local, hard + local + soft.
+Every dim of every value starts as one atom of its size. A link says that two dims (or runs of dims) are the same
+thing; linking a dim of 96 with dims (4, 8, 3) splits its atom in three, and with it every dim that shares the atom.
+When nothing splits any more, atoms are united by the links' strengths: hard, hard + local, hard + local + soft.
+Shapes and links go in, one label per atom and strength comes out: equal labels are sharded alike.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ DimRef = tuple[int, int]  # (value number, dim position)
 
 
 class Strength(enum.IntEnum):
-    """How binding a link is; see `trace.graph`."""
+    """Says how binding a link is, the strongest first; `trace.graph` says what each strength means for a sharding."""
 
     HARD = 0
     LOCAL = 1
@@ -24,21 +25,31 @@ class Strength(enum.IntEnum):
 
 
 class Runs(Protocol):
-    """A link: two runs of dims, major first, that hold the same index."""
+    """Links two runs of dims, major first, that hold the same index."""
 
-    left: tuple[DimRef, ...]
-    right: tuple[DimRef, ...]
+    @property
+    def left(self) -> tuple[DimRef, ...]:
+        """The dims of the first run."""
+        ...
+
+    @property
+    def right(self) -> tuple[DimRef, ...]:
+        """The dims of the second run."""
+        ...
 
 
 class Atoms:
-    """A store of dims as lists of atoms that split on demand. Used while one graph is built."""
+    """Stores dims as lists of atoms that split on demand. Used while one graph is built.
+
+    - `sizes`: the size of every atom that ever was; those that were split keep theirs.
+    """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
         self.sizes: list[int] = []
         self._children: dict[int, tuple[int, int]] = {}
         self._dims: list[list[list[int]]] = []
         for shape in shapes:
-            dims = []
+            dims: list[list[int]] = []
             for size in shape:
                 if size == 1:
                     dims.append([])
@@ -48,13 +59,15 @@ class Atoms:
             self._dims.append(dims)
 
     def dim(self, value: int, position: int) -> list[int]:
-        """The atoms of one dim, split as far as known."""
+        """Returns the atoms of the dim at `position` of value number `value`, split as far as known; none for a dim of
+        size 1."""
         atoms = self._dims[value][position]
         if self._children and any(a in self._children for a in atoms):
             atoms = self._dims[value][position] = list(self._leaves(atoms))
         return atoms
 
     def _leaves(self, atoms: Iterable[int]) -> Iterable[int]:
+        """Yields the atoms that given atoms were split into, or themselves."""
         for atom in atoms:
             if atom in self._children:
                 yield from self._leaves(self._children[atom])
@@ -62,25 +75,30 @@ class Atoms:
                 yield atom
 
     def run(self, refs: tuple[DimRef, ...]) -> list[int]:
-        """The atoms of a run of dims, as a list of one's own."""
+        """Returns the atoms of the dims `refs`, one after the other, in a new list."""
         return [atom for value, position in refs for atom in self.dim(value, position)]
 
     def split(self, atom: int, leading: int) -> None:
+        """Splits `atom` into two: one of size `leading`, which has to divide it, and behind it the rest."""
         self.sizes.extend((leading, self.sizes[atom] // leading))
         self._children[atom] = (len(self.sizes) - 2, len(self.sizes) - 1)
 
     def is_whole(self, pairs: Sequence[tuple[int, int]]) -> bool:
-        """Whether none of these atoms has been split since."""
+        """Tells whether none of the atoms in `pairs` has been split since."""
         children = self._children
         return not any(a in children or b in children for a, b in pairs)
 
     @property
     def num_splits(self) -> int:
+        """The number of splits so far."""
         return len(self._children)
 
     def align(self, link: Runs) -> tuple[list[tuple[int, int]], bool]:
-        """Pairs the atoms of both runs, splitting the larger where one divides the other, and whether all of both lined
-        up. What stands behind a mismatch stays unlinked (a wrong link would be worse than none)."""
+        """Pairs the atoms of both runs of a `link`, splitting the larger of two where the smaller divides it.
+
+        Returns the pairs, and whether all atoms of both runs lined up. What stands behind a mismatch stays unlinked
+        (a wrong link would be worse than none).
+        """
         left, right = self.run(link.left), self.run(link.right)
         pairs: list[tuple[int, int]] = []
         i = j = 0
@@ -104,6 +122,8 @@ class Atoms:
 
 
 class _Union:
+    """Keeps disjoint sets of atoms (union-find), each labelled by its smallest atom."""
+
     def __init__(self, size: int) -> None:
         self.parent = list(range(size))
 
@@ -129,21 +149,29 @@ class _Union:
 
 @dataclasses.dataclass(frozen=True)
 class Classes:
-    """One label per atom and strength (labels are atom numbers); dims in final atoms through `dims(value)`."""
+    """Labels every atom by its class, once per strength.
+
+    - `atoms`: the store of atoms, in which no link splits anything any more.
+    - `labels`: per strength (hard, local, soft) a label per atom; a label is the number of an atom of the class.
+    """
 
     atoms: Atoms
-    labels: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # hard, local, soft
+    labels: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
     def dims(self, value: int, rank: int) -> tuple[tuple[int, ...], ...]:
+        """Returns, per dim of value number `value` with `rank` dims, its atoms, major first."""
         return tuple(tuple(self.atoms.dim(value, position)) for position in range(rank))
 
     def hard(self, atom: int) -> int:
+        """Returns the label of an `atom` among hard classes."""
         return self.labels[Strength.HARD][atom]
 
     def local(self, atom: int) -> int:
+        """Returns the label of an `atom` among local classes."""
         return self.labels[Strength.LOCAL][atom]
 
     def soft(self, atom: int) -> int:
+        """Returns the label of an `atom` among soft classes."""
         return self.labels[Strength.SOFT][atom]
 
 
@@ -151,32 +179,35 @@ Pairs = list[list[tuple[int, int]]]
 
 
 def refine(shapes: Sequence[tuple[int, ...]], links: Sequence[Runs]) -> tuple[Atoms, Pairs]:
-    """Splits atoms until every link lines up; returns the atoms and, per link, its pairs of atoms."""
+    """Splits the dims of values of these `shapes` into atoms until every one of `links` lines up.
+
+    Returns the atoms and, per link, its pairs of atoms.
+    """
     atoms = Atoms(shapes)
     return atoms, align(atoms, links)
 
 
 def align(atoms: Atoms, links: Sequence[Runs]) -> Pairs:
-    """Per link its pairs of atoms, splitting atoms further where a link asks for it."""
+    """Returns the pairs of atoms of each of `links`, splitting `atoms` further where a link asks for it."""
     pairs: Pairs = []
-    open_ends = []  # links with a mismatch, which a later split may mend
+    open_ends: list[int] = []  # links with a mismatch, which a later split may mend
     for index, link in enumerate(links):
-        found, complete = atoms.align(link)
-        pairs.append(found)
+        link_pairs, complete = atoms.align(link)
+        pairs.append(link_pairs)
         if not complete:
             open_ends.append(index)
     # A split made by a later link can reach an earlier one: look again until nothing splits any more.
     seen = 0
     while seen != atoms.num_splits:
         seen = atoms.num_splits
-        stale = [index for index, found in enumerate(pairs) if found and not atoms.is_whole(found)]
+        stale = [index for index, known in enumerate(pairs) if known and not atoms.is_whole(known)]
         for index in dict.fromkeys([*stale, *open_ends]):
             pairs[index], _ = atoms.align(links[index])
     return pairs
 
 
 def unite(atoms: Atoms, pairs: Pairs) -> tuple[int, ...]:
-    """One label per atom: equal for atoms that any pairs connect."""
+    """Returns one label per atom of `atoms`: equal for atoms that any of `pairs` connect."""
     union = _Union(len(atoms.sizes))
     for atom_pairs in pairs:
         for a, b in atom_pairs:
@@ -185,13 +216,22 @@ def unite(atoms: Atoms, pairs: Pairs) -> tuple[int, ...]:
 
 
 def classify(atoms: Atoms, pairs: Pairs, strengths: Sequence[Strength]) -> Classes:
-    """Unites linked atoms, once per strength; `strengths` has one per entry of `pairs`."""
+    """Unites linked atoms, once per strength.
+
+    **Arguments:**
+
+    - `atoms`: the store that the pairs are of.
+    - `pairs`: per link its pairs of atoms.
+    - `strengths`: per link its strength.
+    """
     union = _Union(len(atoms.sizes))
-    labels = []
-    for strength in Strength:
+
+    def labels_with(strength: Strength) -> tuple[int, ...]:
         for own, atom_pairs in zip(strengths, pairs, strict=True):
             if own is strength:
                 for a, b in atom_pairs:
                     union.unite(a, b)
-        labels.append(union.labels())
-    return Classes(atoms, tuple(labels))
+        return union.labels()
+
+    # Each adds to the unions of those before it.
+    return Classes(atoms, (labels_with(Strength.HARD), labels_with(Strength.LOCAL), labels_with(Strength.SOFT)))

@@ -1,9 +1,10 @@
-"""Dim rules: what a primitive does to the dims of its operands, as data in a registry that users extend.
+"""Registers dim rules: what a primitive does to the dims of its operands, as data that users extend.
 
-A rule answers with a `DimMap`: per operand and per result, one tuple of labels per dim. Dims (or factors of dims) that
-carry the same label run along each other, as the letters of an einsum do; a label that stands alone links nothing. The
-notation follows `jax.experimental.custom_partitioning`'s sharding rules: `"b i, i o -> b o"`, with compound factors in
-brackets, `"b (h d) -> b h d"`, and `...` for leading dims that pair up.
+Shapes and parameters of an operation go in, a `DimMap` comes out: per operand and per result, one tuple of labels
+per dim. Dims (or factors of dims) that carry the same label run along each other, as the letters of an einsum do; a
+label that stands alone links nothing. The notation follows `jax.experimental.custom_partitioning`'s sharding rules:
+`"b i, i o -> b o"`, with compound factors in brackets, `"b (h d) -> b h d"`, and `...` for leading dims that pair
+up.
 
 A primitive without a rule is never guessed at: see `UnknownPrimitiveError`.
 """
@@ -12,24 +13,29 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
+from splitjax import _compat
 from splitjax.errors import TraceError
 
 Shape = tuple[int, ...]
-Label = str | int
+Shapes = Sequence[Shape]
+Params = Mapping[str, Any]  # of an equation
+Label = Hashable  # a name, a number, or a pair such as ("b", 0), so that labels of several kinds do not collide
 Labels = tuple[tuple[Label, ...], ...]  # per dim, the labels of its factors, major first
 
 
 @dataclasses.dataclass(frozen=True)
 class DimMap:
-    """How the dims of one operation's operands and results run along each other.
+    """Says how the dims of an operation's operands and results run along each other.
 
-    `mixing`: results combine values across a dim (a contraction, a lookup), so that what comes out is a new
-    representation: the residual cut and layer boundaries look at this. `joins`: operands meet elementwise, so that one
-    that is upstream of another is a skip connection. `sizes` gives the size of labels that occur in compound dims.
-    `opaque`: nothing is linked on purpose (XLA may place the results as it likes).
+    - `inputs`, `outputs`: labels of every operand and every result.
+    - `mixing`: whether results combine values across a dim (a contraction, a lookup), so that what comes out is a
+      new representation: the residual cut and layer boundaries look at this.
+    - `joins`: whether operands meet elementwise, so that an operand that is upstream of another is a skip
+      connection.
+    - `sizes`: the sizes of labels that occur in compound dims.
     """
 
     inputs: tuple[Labels, ...]
@@ -40,39 +46,44 @@ class DimMap:
 
 
 class DimRule(Protocol):
-    """A rule gets the operand shapes, the result shapes and the equation's parameters."""
+    """Maps the shapes of an operation's operands and results, and the equation's parameters, to a `DimMap`."""
 
-    def __call__(self, inputs: Sequence[Shape], outputs: Sequence[Shape], params: Mapping[str, Any]) -> DimMap: ...
+    def __call__(self, inputs: Shapes, outputs: Shapes, params: Params, /) -> DimMap: ...
 
 
 class Registry:
-    """Primitive name -> dim rule. `DIM_RULES` is the one that splitjax fills and traces with."""
+    """Maps names of primitives to dim rules. `DIM_RULES` is the registry that splitjax fills and traces with."""
 
     def __init__(self) -> None:
         self._rules: dict[str, DimRule] = {}
 
     def add(self, names: str | Sequence[str], rule: DimRule) -> None:
+        """Registers `rule` for the primitive, or for each of the primitives, called `names`; it replaces an earlier
+        rule."""
         for name in (names,) if isinstance(names, str) else names:
             self._rules[name] = rule
 
     def get(self, name: str) -> DimRule | None:
+        """Returns the rule of the primitive called `name`, or None where there is none."""
         return self._rules.get(name)
 
     def remove(self, name: str) -> None:
+        """Takes out the rule of the primitive called `name`, if there is one."""
         self._rules.pop(name, None)
 
     def __contains__(self, name: str) -> bool:
         return name in self._rules
 
     def names(self) -> tuple[str, ...]:
+        """Returns the names of all primitives with a rule, sorted."""
         return tuple(sorted(self._rules))
 
 
-DIM_RULES = Registry()
+DIM_RULES: Registry = Registry()
 
 
 def rule_for(*names: str) -> Callable[[DimRule], DimRule]:
-    """Decorator: registers splitjax's own rule for primitives of these names."""
+    """Returns a decorator that registers splitjax's own rule for primitives of these `names`."""
 
     def register(rule: DimRule) -> DimRule:
         DIM_RULES.add(names, rule)
@@ -81,7 +92,12 @@ def rule_for(*names: str) -> Callable[[DimRule], DimRule]:
     return register
 
 
-def register_dims(primitive: Any, rule: str | DimRule, *, mixing: bool = False) -> None:
+def register_dims(
+    primitive: str | _compat.Primitive,
+    rule: str | Callable[[Shapes, Shapes, Params], str | DimMap],
+    *,
+    mixing: bool = False,
+) -> None:
     """Teaches splitjax what a primitive does to dims.
 
     **Arguments:**
@@ -98,10 +114,11 @@ def register_dims(primitive: Any, rule: str | DimRule, *, mixing: bool = False) 
     name = primitive if isinstance(primitive, str) else primitive.name
     if isinstance(rule, str):
         parse_notation(rule)  # fail here, not at the first trace
-        DIM_RULES.add(name, lambda inputs, outputs, params: from_notation(rule, inputs, outputs, mixing))
+        notation = rule
+        DIM_RULES.add(name, lambda inputs, outputs, _params: from_notation(notation, inputs, outputs, mixing))
     elif callable(rule):
 
-        def call(inputs, outputs, params):
+        def call(inputs: Shapes, outputs: Shapes, params: Params, /) -> DimMap:
             answer = rule(inputs, outputs, params)
             return from_notation(answer, inputs, outputs, mixing) if isinstance(answer, str) else answer
 
@@ -119,8 +136,11 @@ _TOKEN = re.compile(r"\s*(\.\.\.|\(|\)|[A-Za-z_]\w*|\S)")
 
 
 def parse_notation(text: str) -> tuple[list[list[Any]], list[list[Any]]]:
-    """Parses `"b (h d), h o -> b o"` into operands and results; each is a list of labels, tuples of labels, or
-    `...`."""
+    """Parses a notation into operands and results.
+
+    `text` is such as `"b (h d), h o -> b o"`. Returns two lists; an operand or a result is a list of labels, tuples
+    of labels (factors) and `...`. Raises `TraceError` where the notation does not parse.
+    """
     sides = text.split("->")
     if len(sides) != 2:
         raise TraceError("a dim notation has one ->", value=text, place="dim rule", remedy='write "b i, i o -> b o"')
@@ -152,8 +172,17 @@ def parse_notation(text: str) -> tuple[list[list[Any]], list[list[Any]]]:
     return [tensor(part) for part in sides[0].split(",")], [tensor(part) for part in sides[1].split(",")]
 
 
-def from_notation(text: str, inputs: Sequence[Shape], outputs: Sequence[Shape], mixing: bool = False) -> DimMap:
-    """Fits a notation to shapes. Raises `TraceError` when the ranks, or the sizes of one label, disagree."""
+def from_notation(text: str, inputs: Shapes, outputs: Shapes, mixing: bool = False) -> DimMap:
+    """Fits a notation to the shapes of an operation.
+
+    **Arguments:**
+
+    - `text`: the notation, such as `"b i, i o -> b o"`.
+    - `inputs`, `outputs`: the shapes of operands and results.
+    - `mixing`: whether the operation mixes although every label of an operand stands among the results too.
+
+    Raises `TraceError` when the notation does not parse, or when ranks, or the sizes of one label, disagree.
+    """
     operands, results = parse_notation(text)
     if len(operands) != len(inputs) or len(results) != len(outputs):
         raise TraceError(
@@ -212,10 +241,12 @@ def from_notation(text: str, inputs: Sequence[Shape], outputs: Sequence[Shape], 
 
 
 def _drop_units(labels: Labels, shape: Shape) -> Labels:
+    """Takes the labels from dims of size 1."""
     return tuple(() if size == 1 else dim for dim, size in zip(labels, shape, strict=True))
 
 
 def _solve_factor_sizes(dim: tuple[Label, ...], size: int, sizes: dict[Label, int], text: str) -> None:
+    """Puts the sizes of a compound dim's factors into `sizes`: the last one follows from the others."""
     if len(dim) < 2:
         return
     unknown = [label for label in dim if label not in sizes]

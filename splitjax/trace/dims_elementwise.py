@@ -1,11 +1,14 @@
-"""Dim rules of operations that keep dims in place: elementwise, identities, reductions, scans along a dim, random
-bits."""
+"""Holds dim rules of operations that keep dims in place: elementwise operations, identities, reductions, scans along a
+dim, random bits, and the pseudo-operations of `flatten`.
+
+Shapes go in and labels come out, as `dims.DimRule` says; importing the module registers them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
-from splitjax.trace.dims import DimMap, rule_for
+from splitjax.trace.dims import DimMap, Labels, Params, Shape, Shapes, rule_for
 
 _ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
@@ -23,12 +26,15 @@ with_memory_space_constraint xla_metadata_value zeros_like
 
 
 @rule_for(*_ELEMENTWISE, *_IDENTITY)
-def elementwise(inputs, outputs, params):
-    """Result dim i runs along dim i of every operand of the same rank. An operand dim of size 1 is an implicit
-    broadcast (missing it unlinks every factored Adafactor statistic); a scalar links nothing."""
+def elementwise(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
+    """Labels dim i of all `outputs` like dim i of every one of `inputs` that has their rank.
+
+    An operand dim of size 1 is an implicit broadcast (missing it unlinks every factored Adafactor statistic); a
+    scalar links nothing.
+    """
     rank = max(len(shape) for shape in outputs)
 
-    def labels(k, shape):
+    def labels(k: int, shape: Shape) -> Labels:
         if len(shape) != rank:
             return tuple((f"private{k}.{i}",) for i in range(len(shape)))
         return tuple((i,) if size != 1 else () for i, size in enumerate(shape))
@@ -39,8 +45,8 @@ def elementwise(inputs, outputs, params):
 
 
 @rule_for("optimization_barrier")
-def pairwise(inputs, outputs, params):
-    """Result k is operand k, dim for dim."""
+def pairwise(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
+    """Labels the dims of every one of `outputs` like those of the one of `inputs` at its position."""
     ins = tuple(tuple(((k, i),) for i in range(len(shape))) for k, shape in enumerate(inputs))
     outs = tuple(tuple(((k, i),) for i in range(len(shape))) for k, shape in enumerate(outputs))
     return DimMap(ins, outs)
@@ -49,15 +55,18 @@ def pairwise(inputs, outputs, params):
 @rule_for(
     "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"
 )
-def reduction(inputs, outputs, params):
-    """The dims that are not reduced stay, in order."""
+def reduction(inputs: Shapes, _outputs: Shapes, params: Params) -> DimMap:
+    """Keeps the dims of `inputs[0]` that are not among `params["axes"]`, in order."""
     kept = [i for i in range(len(inputs[0])) if i not in params["axes"]]
     return DimMap((tuple((i,) for i in range(len(inputs[0]))),), (tuple((i,) for i in kept),))
 
 
 @rule_for("reduce")
-def general_reduction(inputs, outputs, params):
-    """`lax.reduce`: operands, then one scalar initial value for each."""
+def general_reduction(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
+    """Keeps the dims of `lax.reduce`'s operands that are not among `params["dimensions"]`, the same in all `outputs`.
+
+    The `inputs` are operands, then one scalar initial value for each.
+    """
     rank = len(inputs[0])
     kept = tuple((i,) for i in range(rank) if i not in params["dimensions"])
     operands = tuple(tuple((i,) for i in range(rank)) if len(shape) == rank else () for shape in inputs)
@@ -65,14 +74,14 @@ def general_reduction(inputs, outputs, params):
 
 
 @rule_for("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev", "sort")
-def along_a_dim(inputs, outputs, params):
-    """Values move along one dim, and the dims stay what they are."""
-    return DimMap(*(tuple(tuple((i,) for i in range(len(s))) for s in shapes) for shapes in (inputs, outputs)))
+def along_a_dim(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
+    """Labels `inputs` and `outputs` alike: values move along one dim, and the dims stay what they are."""
+    return DimMap(_by_position(inputs), _by_position(outputs))
 
 
 @rule_for("top_k", "approx_top_k")
-def top_k(inputs, outputs, params):
-    """All dims but the one searched (the last, unless told) stay."""
+def top_k(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
+    """Keeps all dims of `inputs[0]` in all `outputs` but the searched one: the last, unless `params` name another."""
     rank = len(inputs[0])
     searched = params.get("axis", params.get("reduction_dimension", rank - 1)) % rank
     labels = tuple((i,) if i != searched else (f"k{i}",) for i in range(rank))
@@ -94,14 +103,16 @@ def top_k(inputs, outputs, params):
     "unvmap_all",
     "unvmap_max",
 )
-def creation(inputs, outputs, params):
-    """New dims: they link only through what later meets them."""
+def creation(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
+    """Links nothing: the dims of `outputs` are new (as those of `inputs`, if any), and link through what later meets
+    them."""
     return _unlinked(inputs, outputs)
 
 
 @rule_for("random_bits", "random_split", "random_wrap", "random_unwrap", "random_clone", "random_seed")
-def random(inputs, outputs, params):
-    """A batch of keys (seeds, raw keys) keeps its dims; what each key gives stands behind them."""
+def random(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
+    """Keeps the dims of a batch of keys, seeds or raw keys, `inputs[0]`, at the front of `outputs[0]`, whose further
+    dims are what each key gives."""
     lead = min(len(inputs[0]), len(outputs[0]))
     labels = [
         tuple((i,) if i < lead else (f"{tag}{i}",) for i in range(len(shape)))
@@ -111,49 +122,56 @@ def random(inputs, outputs, params):
 
 
 @rule_for("rng_bit_generator")
-def bit_generator(inputs, outputs, params):
-    """The key goes in and comes out; its dims have nothing to do with those of the bits."""
-    key = tuple(("key", i) for i in range(len(inputs[0])))
-    return DimMap((tuple((one,) for one in key),), (tuple((one,) for one in key), *_unlinked((), outputs[1:]).outputs))
+def bit_generator(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
+    """Labels the key that goes in (`inputs[0]`) and comes out (`outputs[0]`) alike; the bits, `outputs[1]`, are new."""
+    key: Labels = tuple((("key", i),) for i in range(len(inputs[0])))
+    return DimMap((key,), (key, *_unlinked((), outputs[1:]).outputs))
 
 
-def _unlinked(inputs, outputs) -> DimMap:
+def _by_position(shapes: Shapes) -> tuple[Labels, ...]:
+    """Labels every dim with its position, so that all tensors share the label of a position."""
+    return tuple(tuple((i,) for i in range(len(shape))) for shape in shapes)
+
+
+def _unlinked(inputs: Shapes, outputs: Shapes) -> DimMap:
+    """Gives every dim of every tensor a label of its own."""
     ins = tuple(tuple((f"in{k}.{i}",) for i in range(len(s))) for k, s in enumerate(inputs))
     outs = tuple(tuple((f"out{k}.{i}",) for i in range(len(s))) for k, s in enumerate(outputs))
     return DimMap(ins, outs)
 
 
 @rule_for("shard_map", "custom_linear_solve")
-def opaque(inputs, outputs, params):
-    """XLA or the user places these themselves; dims do not run through."""
+def opaque(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
+    """Links nothing between `inputs` and `outputs`: XLA or the user places these themselves."""
     return dataclasses.replace(_unlinked(inputs, outputs), mixing=True)
 
 
 @rule_for("_scan_in")
-def scan_in(inputs, outputs, params):
-    """One slice of a scanned operand: its leading dim is gone."""
+def scan_in(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
+    """Labels `outputs[0]` as a slice of the scanned `inputs[0]`, whose leading dim is gone."""
     return DimMap((tuple((i,) for i in range(-1, len(inputs[0]) - 1)),), (tuple((i,) for i in range(len(outputs[0]))),))
 
 
 @rule_for("_scan_out")
-def scan_out(inputs, outputs, params):
-    """Results of all iterations, stacked in front."""
+def scan_out(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
+    """Labels `outputs[0]` as the results `inputs[0]` of all iterations, stacked in front."""
     return DimMap((tuple((i,) for i in range(len(inputs[0]))),), (tuple((i,) for i in range(-1, len(outputs[0]) - 1)),))
 
 
 @rule_for("_scan_index")
-def scan_index(inputs, outputs, params):
-    """Leading dims count iterations; the others have nothing to do with each other."""
+def scan_index(inputs: Shapes, _outputs: Shapes, _params: Params) -> DimMap:
+    """Labels the leading dims of all `inputs` alike: they count iterations. The others have nothing to do with each
+    other."""
     return DimMap(tuple((("index",), *((f"in{k}.{i}",) for i in range(1, len(s)))) for k, s in enumerate(inputs)), ())
 
 
 @rule_for("_carry_in", "_carry_back", "_branch")
-def handed_on(inputs, outputs, params):
-    """The same array under another name."""
-    return DimMap(*(tuple(tuple((i,) for i in range(len(s))) for s in shapes) for shapes in (inputs, outputs)))
+def handed_on(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
+    """Labels `inputs` and `outputs` alike: the result is the same array under another name."""
+    return DimMap(_by_position(inputs), _by_position(outputs))
 
 
 @rule_for("_gradient")
-def gradient(inputs, outputs, params):
-    """The gradient has the dims of what it is taken for; the loss (second operand) is a scalar."""
+def gradient(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
+    """Labels the gradient, `outputs[0]`, like `inputs[0]` that it is taken for; the loss, `inputs[1]`, is a scalar."""
     return DimMap((tuple((i,) for i in range(len(inputs[0]))), ()), (tuple((i,) for i in range(len(outputs[0]))),))

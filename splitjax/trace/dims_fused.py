@@ -1,33 +1,38 @@
-"""Dim rules of fused operations that other rules would see through in their plain form: attention kernels, scaled
-products."""
+"""Holds dim rules of fused operations whose plain form other rules would see through: attention kernels, scaled
+products.
+
+Shapes go in and labels come out, as `dims.DimRule` says; importing the module registers them.
+"""
 
 from __future__ import annotations
 
-from splitjax.trace.dims import DimMap, from_notation, rule_for
+from splitjax.trace.dims import DimMap, Label, Labels, Params, Shape, Shapes, from_notation, rule_for
 
 FUSED_ATTENTION = frozenset({"dot_product_attention_fwd_wrapper", "dot_product_attention_fwd"})
 
 
 @rule_for(*FUSED_ATTENTION, "dot_product_attention_bwd_wrapper", "dot_product_attention_bwd")
-def fused_attention(inputs, outputs, params):
-    """cuDNN's attention behind `jax.nn.dot_product_attention(implementation="cudnn")`.
+def fused_attention(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
+    """Labels cuDNN's attention behind `jax.nn.dot_product_attention(implementation="cudnn")`.
 
-    Query (b, t, heads, h), key and value (b, s, shared heads, h); with `layout` 1 heads stand before positions. Each
-    shared head serves a group of the query's: heads are (shared, group). Other operands: bias (b, heads, t, s), lengths
-    (b,), and in the backward pass softmax statistics (b, heads, t), the forward result and its cotangent, both shaped
-    like the query."""
+    The `inputs` are query (b, t, heads, h), key and value (b, s, shared heads, h), then others; with
+    `params["layout"]` 1 heads stand before positions. Each shared head serves a group of the query's: heads are
+    (shared, group). Further operands: bias (b, heads, t, s), lengths (b,), and in the backward pass softmax
+    statistics (b, heads, t), the forward result and its cotangent, both shaped like the query. The `outputs` are the
+    result and statistics, or the gradients of query, key and value.
+    """
     heads = 1 if params["layout"] else 2
     query, key = inputs[0], inputs[1]
     shared = key[heads]
-    sizes = {"n": shared, "g": query[heads] // shared, "b": query[0]}
+    sizes: dict[Label, int] = {"n": shared, "g": query[heads] // shared, "b": query[0]}
 
-    def ordered(positions, mine, last):
+    def ordered(positions: str, mine: tuple[Label, ...], last: str) -> Labels:
         return (("b",), mine, (positions,), (last,)) if params["layout"] else (("b",), (positions,), mine, (last,))
 
     q, o = ordered("t", ("n", "g"), "h"), ordered("t", ("n", "g"), "v")
     k, v = ordered("s", ("n",), "h"), ordered("s", ("n",), "v")
 
-    def other(tag, shape):
+    def further(tag: str, shape: Shape) -> Labels:
         if len(shape) == 3 and shape == (query[0], query[heads], query[3 - heads]):
             return (("b",), ("n", "g"), ("t",))
         if len(shape) == 1 and shape[0] == query[0]:
@@ -35,16 +40,17 @@ def fused_attention(inputs, outputs, params):
         return tuple(((tag, i),) for i in range(len(shape)))
 
     backward = len(outputs) > 2
-    ins = [q, k, v, *(other(f"in{i}", s) for i, s in enumerate(inputs[3:]))]
+    ins: list[Labels] = [q, k, v, *(further(f"in{i}", s) for i, s in enumerate(inputs[3:]))]
     if backward:
         ins[-2:] = [o, o]
-        outs = [q, k, v, *(other(f"out{i}", s) for i, s in enumerate(outputs[3:]))]
+        outs = [q, k, v, *(further(f"out{i}", s) for i, s in enumerate(outputs[3:]))]
     else:
-        outs = [o, *(other(f"out{i}", s) for i, s in enumerate(outputs[1:]))]
+        outs = [o, *(further(f"out{i}", s) for i, s in enumerate(outputs[1:]))]
     return DimMap(tuple(ins), tuple(outs), mixing=True, sizes=sizes)
 
 
 @rule_for("scaled_matmul_wrapper", "scaled_matmul")
-def scaled_matmul(inputs, outputs, params):
-    """Block-scaled products (b, m, k) x (b, n, k) with scales (b, m, k / block) and (b, n, k / block)."""
+def scaled_matmul(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
+    """Labels block-scaled products: `inputs` (b, m, k) and (b, n, k) with scales (b, m, k / block) and (b, n, k /
+    block) make `outputs` (b, m, n)."""
     return from_notation("b m k, b n k, b m _, b n _ -> b m n", inputs, outputs)

@@ -1,8 +1,8 @@
-"""Jaxpr -> flat list of operations over numbered values, seeing through every call.
+"""Flattens a jaxpr into a list of operations over numbered values, seeing through every call.
 
-Nested jaxprs (jit, remat, custom_jvp, custom_vjp, cond, while, scan, and splitjax's own gradient boundary) are inlined:
-what is only handed through keeps its value number, so that a parameter is recognised however deep it is used. Loops are
-walked once; pseudo-operations (names starting with `_`) stand for what a loop does to its operands:
+Nested jaxprs (jit, remat, custom_jvp, custom_vjp, cond, while, scan, and splitjax's own gradient boundary) are
+inlined: what is only handed through keeps its value number, so that a parameter is recognised however deep it is
+used. Loops are walked once; pseudo-operations (names starting with `_`) stand for what a loop does to its operands:
 
 - `_scan_in`: one slice of a scanned operand (the leading dim is gone);
 - `_scan_out`: results stacked over iterations (a new leading dim);
@@ -12,14 +12,14 @@ walked once; pseudo-operations (names starting with `_`) stand for what a loop d
 - `_scan_index`: all scanned operands and stacked results of one scan: their leading dims count the same iterations;
 - `_gradient`: the gradient of a differentiated operand of the boundary: same shape, same dims.
 
-A `site` names an equation by indices from the outermost jaxpr inwards: `(12, 0, 3)` is the fourth equation of the first
-sub-jaxpr of the thirteenth equation. `lower.products.interpret` finds operations again by it.
+A `site` names an equation by indices from the outermost jaxpr inwards: `(12, 0, 3)` is the fourth equation of the
+first sub-jaxpr of the thirteenth equation. `lower.products.interpret` finds operations again by it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from splitjax import _compat
@@ -29,8 +29,23 @@ Site = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Op:
-    """One operation: value numbers in and out (-1 for an operand without dims that matter, such as a literal
-    scalar)."""
+    """Describes one operation of a flat step.
+
+    - `primitive`: its name; pseudo-operations start with `_`.
+    - `inputs`, `outputs`: numbers of the values that it reads and makes.
+    - `params`: the equation's parameters.
+    - `site`: the place of its equation (see the module's docstring).
+    - `trips`: how often it runs per step: the lengths of the scans around it, multiplied.
+    - `loops`: identities of the enclosing loops, outermost first.
+    - `eqn`: the equation, for source lines; None for a pseudo-operation.
+    - `editable`: whether lowering can reach it: it does not stand inside a custom derivative rule.
+    - `phase`: FORWARD or BACKWARD within a derivative that JAX already took, else "".
+    - `inside`: whether it belongs to the forward computation of a gradient boundary.
+    - `conditional`: whether it may not run: it stands in a branch, or in a loop that ends when it wants to.
+    - `calls`: equations of the calls that it stands in, outermost first.
+    - `rule_at`: where it is not editable, the site of the call whose derivative rule it stands in, if that is JAX's
+      custom one.
+    """
 
     primitive: str
     inputs: tuple[int, ...]
@@ -38,14 +53,13 @@ class Op:
     params: dict[str, Any]
     site: Site
     trips: int
-    loops: tuple[int, ...]  # identities of the enclosing loops, outermost first
-    eqn: Any  # for source lines; None for a pseudo-operation
-    editable: bool  # lowering can reach it (not inside a custom derivative rule)
-    phase: str  # FORWARD or BACKWARD within a derivative that JAX already took, else ""
-    inside: bool  # it belongs to the forward computation of a gradient boundary
-    conditional: bool  # it may not run: it stands in a branch, or in a loop that ends when it wants to
-    calls: tuple[Any, ...] = ()  # equations of the calls that it stands in, outermost first
-    # where it is not editable: the site of the call whose derivative rule it stands in, if that is JAX's custom one
+    loops: tuple[int, ...]
+    eqn: Any
+    editable: bool
+    phase: str
+    inside: bool
+    conditional: bool
+    calls: tuple[Any, ...] = ()
     rule_at: Site | None = None
 
     @property
@@ -58,7 +72,16 @@ class Op:
 
 @dataclasses.dataclass(frozen=True)
 class Flat:
-    """The flat step. `shapes[v]`, `dtypes[v]` describe value v."""
+    """Holds a flat step; `shapes[v]` and `dtypes[v]` describe value v.
+
+    - `ops`: its operations in program order.
+    - `inputs`, `outputs`: values of the step's flat arguments and flat results.
+    - `num_boundaries`: the number of gradient boundaries.
+    - `differentiated`: values that a boundary differentiates with respect to.
+    - `carried`: pairs of a loop and a value that enters its body as a carry.
+    - `constants`: values that the step closes over.
+    - `literals`: value -> the number that stands in the program.
+    """
 
     ops: tuple[Op, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -66,10 +89,10 @@ class Flat:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     num_boundaries: int
-    differentiated: frozenset[int]  # values that a boundary differentiates with respect to
-    carried: tuple[tuple[int, int], ...]  # (loop, value entering the body as carry)
-    constants: tuple[int, ...]  # values that the step closes over
-    literals: Mapping[int, Any]  # value -> the number that stands in the program
+    differentiated: frozenset[int]
+    carried: tuple[tuple[int, int], ...]
+    constants: tuple[int, ...]
+    literals: Mapping[int, Any]
 
 
 # What `vmap` makes of a collective over its own axis name: a collective whose axes are dims, which is a reduction.
@@ -77,7 +100,7 @@ _REDUCTIONS = {"psum": "reduce_sum", "pmax": "reduce_max", "pmin": "reduce_min"}
 
 
 def _reduction(eqn: Any) -> str | None:
-    """The reduction that a collective over dims alone is; None for everything else."""
+    """Names the reduction that a collective over dims alone is; None for everything else."""
     known = _REDUCTIONS.get(eqn.primitive.name)
     return (
         known if known and len(eqn.invars) == 1 and all(isinstance(axis, int) for axis in eqn.params["axes"]) else None
@@ -112,11 +135,12 @@ _CALLS = {
 # it.
 _EDITABLE = frozenset({"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"})
 _CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
-BOUNDARY = "splitjax_value_and_grad"
+BOUNDARY: str = "splitjax_value_and_grad"
 
 
 def call_body(eqn: Any) -> Any | None:
-    """The jaxpr that a call runs on exactly its operands; None for an equation that is no call."""
+    """Returns the jaxpr that `eqn` runs on exactly its operands, where it is a call; None for an equation that is no
+    call."""
     for parameter in _CALLS.get(eqn.primitive.name, ()):
         body = eqn.params.get(parameter)
         if _compat.is_jaxpr(body):
@@ -126,7 +150,8 @@ def call_body(eqn: Any) -> Any | None:
     return _compat.hidden_body(eqn)
 
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD: str = "forward"
+BACKWARD: str = "backward"
 
 
 class _Flattener:
@@ -142,7 +167,7 @@ class _Flattener:
         self.literals: dict[int, Any] = {}
         self.num_boundaries = 0
         self.num_loops = 0
-        self.dtype_names: dict[Any, str] = {}
+        self.dtype_names: dict[Hashable, str] = {}
 
     def value(self, aval: Any) -> int:
         self.shapes.append(tuple(getattr(aval, "shape", ())))
@@ -187,7 +212,15 @@ class _Flattener:
             return handler(self, eqn, operands, where)
         return self.emit(name, operands, [v.aval for v in eqn.outvars], where, eqn, eqn.params)
 
-    def emit(self, name, operands, avals, where, eqn=None, params=None) -> list[int]:
+    def emit(
+        self,
+        name: str,
+        operands: Sequence[int],
+        avals: Sequence[Any],
+        where: _Where,
+        eqn: Any = None,
+        params: dict[str, Any] | None = None,
+    ) -> list[int]:
         results = [self.value(aval) for aval in avals]
         self.ops.append(
             Op(
@@ -216,6 +249,8 @@ class _Flattener:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Where:
+    """Says where the walk stands: what `Op` records of the place of an operation."""
+
     site: Site = ()
     trips: int = 1
     loops: tuple[int, ...] = ()
@@ -267,7 +302,10 @@ class _Where:
 
 
 def derivative_phase(name_stack: str) -> str:
-    """Which pass of the outermost derivative an equation belongs to, by the transformations in its name stack."""
+    """Tells which pass of the outermost derivative an equation belongs to, by the transformations in its `name_stack`.
+
+    Returns FORWARD, BACKWARD, or "" outside any derivative.
+    """
     backward, forward = name_stack.find("transpose("), name_stack.find("jvp(")
     if backward < 0 and forward < 0:
         return ""
@@ -349,8 +387,11 @@ def _boundary(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) ->
 
 
 def boundary_parts(eqn: Any) -> tuple[Any, tuple[int, ...]]:
-    """The forward jaxpr of a gradient boundary, and which of its operands it differentiates. The equation's results are
-    the value, the auxiliary values, then one gradient per differentiated operand."""
+    """Returns the forward jaxpr of a gradient boundary, and which of its operands it differentiates.
+
+    `eqn` is the boundary's equation. Its results are the value, the auxiliary values, then one gradient per
+    differentiated operand.
+    """
     return eqn.params["forward"], tuple(eqn.params["positions"])
 
 
@@ -358,7 +399,7 @@ _CONTROL = {"scan": _scan, "while": _while, "cond": _cond, BOUNDARY: _boundary}
 
 
 def flatten(jaxpr: Any) -> Flat:
-    """Flattens a closed jaxpr (see the module's docstring)."""
+    """Flattens the closed `jaxpr` of a step (see the module's docstring)."""
     flat = _Flattener()
     inner, _ = _compat.open_jaxpr(jaxpr)
     inputs = [flat.value(var.aval) for var in inner.invars]
@@ -378,19 +419,19 @@ def flatten(jaxpr: Any) -> Flat:
 
 
 def equation_at(jaxpr: Any, site: Site) -> Any:
-    """The equation at a site or None where the jaxpr has no such equation."""
+    """Returns the equation of `jaxpr` at `site`, or None where the jaxpr has no such equation."""
     inner, _ = _compat.open_jaxpr(jaxpr)
     if not site or site[0] >= len(inner.eqns):
         return None
     eqn = inner.eqns[site[0]]
     if len(site) == 1:
         return eqn
-    found = bodies(eqn)
-    return equation_at(found[site[1]], site[2:]) if site[1] < len(found) else None
+    inner_jaxprs = bodies(eqn)
+    return equation_at(inner_jaxprs[site[1]], site[2:]) if site[1] < len(inner_jaxprs) else None
 
 
 def bodies(eqn: Any) -> list[Any]:
-    """The sub-jaxprs of an equation, in the order in which sites number them."""
+    """Returns the sub-jaxprs of the equation `eqn`, in the order in which sites number them."""
     if eqn.primitive.name == "while":
         return [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]
     return [

@@ -1,7 +1,8 @@
-"""What depends on what: example-carrying values, roles of leaves, the update region.
+"""Follows what depends on what: example-carrying values, roles of leaves, the update region.
 
-Everything here is about values of a flat step (see `flatten`). Operations stand in the order of dependence but for
-loops, whose `_carry_back` hands a value to the next iteration.
+A flat step (see `flatten`) and what the caller knows of its arguments go in; facts per value come out, from which
+`tracer` tells parameters from optimizer state and forward computation from update. Operations stand in the order of
+dependence but for loops, whose `_carry_back` hands a value to the next iteration.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from splitjax.trace.flatten import BACKWARD, FORWARD, Flat, Op
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """What the caller knows of one flat argument of the step."""
+    """Says what the caller knows of one flat argument of the step.
+
+    - `path`: its path, such as "params/Dense_0/kernel".
+    - `is_state`: whether it belongs to one of the state arguments.
+    - `is_batch`: whether it belongs to one of the batch arguments, whose leading dim is the example dim.
+    """
 
     path: str
     is_state: bool
@@ -24,23 +30,33 @@ class Argument:
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """Facts per value, and per leaf whether it is a parameter."""
+    """Holds facts per value of a flat step, and per leaf whether it is a parameter.
 
-    carrying: tuple[bool, ...]  # some dim holds examples (all of them, or a part)
-    data: tuple[bool, ...]  # it depends on the batch
-    updated: tuple[bool, ...]  # it depends on a gradient, without carrying examples: gradients, updates, new parameters
-    update: tuple[bool, ...]  # it depends on optimizer state, without carrying examples
-    effect: tuple[int | None, ...]  # the first operation that the value influences and whose result is about examples
-    is_param: tuple[bool, ...]  # per leaf
-    examples: frozenset[int]  # soft labels of the example dim
-    has_examples: bool  # some batch argument has an example dim
+    - `carrying`: whether some dim of the value holds examples (all of them, or a part).
+    - `data`: whether it depends on the batch.
+    - `updated`: whether it depends on a gradient, without carrying examples: gradients, updates, new parameters.
+    - `update`: whether it depends on optimizer state, without carrying examples.
+    - `effect`: the first operation that it influences and whose result is about examples, or None.
+    - `is_param`: per leaf, whether it is a parameter.
+    - `examples`: soft labels of the example dim.
+    - `has_examples`: whether some batch argument has an example dim.
+    """
+
+    carrying: tuple[bool, ...]
+    data: tuple[bool, ...]
+    updated: tuple[bool, ...]
+    update: tuple[bool, ...]
+    effect: tuple[int | None, ...]
+    is_param: tuple[bool, ...]
+    examples: frozenset[int]
+    has_examples: bool
 
     def is_weight(self, value: int) -> bool:
-        """Whether a value is made of state alone (updated in this step or not)."""
+        """Tells whether a `value` is made of state alone (updated in this step or not)."""
         return not self.carrying[value] and (not self.data[value] or self.updated[value])
 
     def has_effect(self, value: int) -> bool:
-        """Whether a value carries examples, or influences one that does other than through an update."""
+        """Tells whether a `value` carries examples, or influences one that does other than through an update."""
         return self.carrying[value] or self.effect[value] is not None
 
 
@@ -52,8 +68,18 @@ _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_genera
 def example_labels(
     flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft: Sequence[int]
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """Soft classes of dims of examples: those of whole batches (the leading dims of batch arguments, and what whole
-    batches are joined to), and those of parts of a batch."""
+    """Finds the soft classes of dims of examples.
+
+    **Arguments:**
+
+    - `flat`: the flat step.
+    - `arguments`: one per flat argument.
+    - `atoms`: the atoms of all dims.
+    - `soft`: per atom the label of its soft class.
+
+    **Returns** the labels of whole batches (the leading dims of batch arguments, and what whole batches are joined
+    to), and those of parts of a batch.
+    """
     batch = [v for v, a in zip(flat.inputs, arguments, strict=True) if a.is_batch and flat.shapes[v]]
     whole = {soft[a] for v in batch for a in atoms.dim(v, 0)}
     num = flat.shapes[batch[0]][0] if batch else 0
@@ -81,7 +107,7 @@ def example_labels(
 
 
 def _comes_from(op: Op, flat: Flat, atoms: Atoms, soft: Sequence[int], position: int, labels: set[int]) -> bool:
-    """Whether a dim of the result is cut from, or picked from, a dim with one of these labels."""
+    """Tells whether a dim of the result is cut from, or picked from, a dim with one of these labels."""
     if op.primitive == "gather":
         numbers = op.params["dimension_numbers"]
         dims = () if position in numbers.offset_dims else numbers.collapsed_slice_dims
@@ -93,8 +119,11 @@ def _comes_from(op: Op, flat: Flat, atoms: Atoms, soft: Sequence[int], position:
 def forward(
     flat: Flat, seeds: Iterable[int], stop: Callable[[int], bool] = lambda v: False, loops: bool = True
 ) -> list[bool]:
-    """The values that depend on the seeds; a value for which `stop` holds does not pass the dependence on. With
-    `loops`, also by what an iteration hands to the next."""
+    """Tells, per value of `flat`, whether it depends on one of the values `seeds`.
+
+    A value for which `stop` holds does not pass the dependence on. With `loops`, dependence also goes by what an
+    iteration hands to the next.
+    """
     reached = [False] * len(flat.shapes)
     for value in seeds:
         reached[value] = True
@@ -119,8 +148,12 @@ def forward(
 
 
 def first_effect(flat: Flat, goal: Sequence[bool], blocked: Sequence[bool]) -> list[int | None]:
-    """Per value the index of the first operation whose result is a goal value and that the value influences, within one
-    iteration of a loop and not by way of a blocked value."""
+    """Returns, per value of `flat`, the index of the first operation that it influences and whose result is a goal
+    value.
+
+    `goal` and `blocked` have an entry per value; influence counts within one iteration of a loop, and not by way of
+    a blocked value. None where there is no such operation.
+    """
     first: list[int | None] = [None] * len(flat.shapes)
     for index in range(len(flat.ops) - 1, -1, -1):
         op = flat.ops[index]
@@ -143,6 +176,13 @@ def first_effect(flat: Flat, goal: Sequence[bool], blocked: Sequence[bool]) -> l
 
 def analyse(flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft: Sequence[int]) -> Flow:
     """Finds example-carrying values and parameters.
+
+    **Arguments:**
+
+    - `flat`: the flat step.
+    - `arguments`: one per flat argument.
+    - `atoms`: the atoms of all dims.
+    - `soft`: per atom the label of its soft class, all links together.
 
     A parameter is a floating-point state array that influences some example-carrying value (or a product with the
     batch) other than through an update (optimizer state only does so through one), or that a gradient boundary
@@ -187,19 +227,21 @@ def analyse(flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft: Seque
 
 
 def is_floating(dtype: str) -> bool:
+    """Tells whether `dtype`, the name of a dtype, is floating point or complex."""
     return dtype.startswith(("float", "bfloat", "complex"))
 
 
 def _with_labels(flat: Flat, atoms: Atoms, soft: Sequence[int], labels: frozenset[int]) -> list[bool]:
-    found = []
-    for value, shape in enumerate(flat.shapes):
-        found.append(any(soft[a] in labels for d in range(len(shape)) for a in atoms.dim(value, d)) if shape else False)
-    return found
+    """Tells, per value, whether some dim of it has one of these labels."""
+    return [
+        any(soft[a] in labels for d in range(len(shape)) for a in atoms.dim(value, d))
+        for value, shape in enumerate(flat.shapes)
+    ]
 
 
 def _data_seeds(flat: Flat, arguments: Sequence[Argument], has_examples: bool) -> list[int]:
-    """The batch; where it has no dims, everything that is not state: other arguments, constants, numbers made on the
-    spot."""
+    """Returns the batch; where it has no dims, everything that is not state: other arguments, constants, numbers made
+    on the spot."""
     if has_examples:
         return [v for v, a in zip(flat.inputs, arguments, strict=True) if a.is_batch]
     made = [v for op in flat.ops if not op.inputs for v in op.outputs]
@@ -207,8 +249,8 @@ def _data_seeds(flat: Flat, arguments: Sequence[Argument], has_examples: bool) -
 
 
 def _with_products(flat: Flat, carrying: Sequence[bool], data: Sequence[bool]) -> list[bool]:
-    """Example-carrying values, and what differentiated products make of the batch when no example is left in it (nodes
-    pooled to graphs, say)."""
+    """Adds to the example-carrying values what differentiated products make of the batch when no example is left in it
+    (nodes pooled to graphs, say)."""
     goal = list(carrying)
     for op in flat.ops:
         if op.primitive in _PRODUCTS and (op.inside or op.phase == FORWARD):
@@ -218,6 +260,7 @@ def _with_products(flat: Flat, carrying: Sequence[bool], data: Sequence[bool]) -
 
 
 def _differentiated_results(flat: Flat) -> list[bool]:
+    """Tells, per value, whether a differentiated computation makes it."""
     goal = [False] * len(flat.shapes)
     for op in flat.ops:
         if op.inside or op.phase:
@@ -227,8 +270,9 @@ def _differentiated_results(flat: Flat) -> list[bool]:
 
 
 def _upstream(flat: Flat, data: Sequence[bool]) -> set[int]:
-    found = set(flat.differentiated)
+    """Finds the values that differentiated ones are made of, other than from the batch."""
+    upstream = set(flat.differentiated)
     for op in reversed(flat.ops):
-        if op.primitive != "_gradient" and any(v in found and not data[v] for v in op.outputs):
-            found.update(op.inputs)
-    return found
+        if op.primitive != "_gradient" and any(v in upstream and not data[v] for v in op.outputs):
+            upstream.update(op.inputs)
+    return upstream

@@ -1,12 +1,12 @@
-"""The immutable picture of a traced training step that rules, costs and lowering read.
+"""Defines the immutable picture of a traced training step that rules, costs and lowering read.
 
 A tensor *dim* is an ordered tuple of *atoms* (factors), major first: a fused QKV output of 96 may be atoms of sizes
-(4, 8, 3). Atoms are numbered; `Graph.atom_sizes[a]` is the size of atom `a`. Which atoms must, should or may be sharded
-together is kept as one label per atom in each of three strengths:
+(4, 8, 3). Atoms are numbered; `Graph.atom_sizes[a]` is the size of atom `a`. Which atoms must, should or may be
+sharded together is kept as one label per atom in each of three strengths:
 
 - `hard`: the same storage (a parameter, its optimizer state, its new value, an accumulator): always sharded alike;
-- `local`: linked by the computation inside a layer or between neighbours (first dense out, its bias, second dense in):
-  shared by default, a rule may override;
+- `local`: linked by the computation inside a layer or between neighbours (first dense out, its bias, second dense
+  in): shared by default, a rule may override;
 - `soft`: linked through residual and carry edges: a possible reshard, never forced.
 
 Equal labels mean linked; hard classes are finer than local ones, and local ones finer than soft ones.
@@ -19,115 +19,171 @@ import math
 from collections.abc import Iterator
 
 Dim = tuple[int, ...]
-KINDS = ("conv", "dense", "embedding", "norm", "attention", "recurrent", "expert", "other")
-ROLES = ("param", "optimizer", "statistic", "batch", "input")
+KINDS: tuple[str, ...] = ("conv", "dense", "embedding", "norm", "attention", "recurrent", "expert", "other")
+ROLES: tuple[str, ...] = ("param", "optimizer", "statistic", "batch", "input")
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One array among the step's flat arguments.
+    """Describes an array among the step's flat arguments.
 
-    `role`: `param` (the model reads it together with examples), `optimizer` (only updates read it), `statistic` (state
-    that follows a layer's activations, such as batch norm's running mean), `batch` (leading dim is the example dim),
-    `input` (keys, step numbers, anything else). State is what has role `param`, `optimizer` or `statistic`.
+    - `index`: its position among the step's flat arguments.
+    - `path`: such as "params/Dense_0/kernel".
+    - `shape`, `dtype`: its sizes per dim and the name of its dtype.
+    - `role`: `param` (the model reads it together with examples), `optimizer` (only updates read it), `statistic`
+      (state that follows a layer's activations, such as batch norm's running mean), `batch` (leading dim is the
+      example dim), `input` (keys, step numbers, anything else). State is what has role `param`, `optimizer` or
+      `statistic`.
+    - `is_state`: whether it belongs to one of the state arguments.
+    - `dims`: per dim its atoms, major first; a dim of size 1 has none.
+    - `dim_names`: per dim "in", "out", "vocab", "features", "height", "width", "expert", "stack", ... or None.
+    - `layer`: for a parameter, the layer that uses it.
+    - `follows`: for optimizer state, the path of its parameter.
     """
 
-    index: int  # position among the step's flat arguments
-    path: str  # such as "params/Dense_0/kernel"
+    index: int
+    path: str
     shape: tuple[int, ...]
     dtype: str
     role: str
-    is_state: bool  # it belongs to one of the state arguments
-    dims: tuple[Dim, ...]  # per dim its atoms, major first; a dim of size 1 has none
-    # per dim "in", "out", "vocab", "features", "height", "width", "expert", "stack", ... or None
+    is_state: bool
+    dims: tuple[Dim, ...]
     dim_names: tuple[str | None, ...] = ()
-    layer: str | None = None  # the layer that uses it, for parameters
-    follows: str | None = None  # for optimizer state: the path of its parameter
+    layer: str | None = None
+    follows: str | None = None
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def itemsize(self) -> int:
+        """The bytes of one element."""
         return itemsize(self.dtype)
 
     @property
     def num_bytes(self) -> int:
+        """The bytes of the whole array."""
         return self.size * self.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """One operation of a layer that mixes dims: a dot, a convolution, a lookup. What constraints and costs attach
-    to."""
+    """Describes an operation of a layer that mixes dims: a dot, a convolution, a lookup. Constraints and costs attach
+    to it.
+
+    - `layer`: the name of the layer.
+    - `primitive`, `site`: of the operation; a site is equation indices from the outermost jaxpr inwards
+      (`trace.flatten`).
+    - `param`: path of the weight.
+    - `weight`, `data`: operand positions of the weight and of the activations; `data` is None for a lookup of
+      constant ids.
+    - `data_shape`, `data_dims`, `data_dtype`: of the activations; of the result for a lookup of constant ids.
+    - `out_shape`, `out_dims`, `out_dtype`: of the result.
+    - `flops`: forward flops of all repetitions.
+    - `trips`: how often it runs per step (scan lengths multiplied).
+    - `source`: the user's file:line.
+    - `backward`: whether it belongs to a backward pass that plain JAX already traced.
+    - `editable`: whether lowering can reach it: it is not inside a custom derivative rule.
+    - `fed_by`: batch leaves whose values reach the data without passing another use.
+    - `data_twins`: (site, operand) of products that read the same data: weight gradients.
+    - `weight_dims`: dims of the weight operand, which may be a reshaped or stacked parameter's part.
+    - `in_boundary`: whether a `splitjax.value_and_grad` differentiates it, so that lowering says how.
+    """
 
     layer: str
     primitive: str
-    site: tuple[int, ...]  # equation indices from the outermost jaxpr inwards: see `trace.flatten`
-    param: str  # path of the weight
-    weight: int  # operand position of the weight
-    data: int | None  # operand position of the activations; None for a lookup of constant ids
+    site: tuple[int, ...]
+    param: str
+    weight: int
+    data: int | None
     data_shape: tuple[int, ...]
     data_dims: tuple[Dim, ...]
     data_dtype: str
     out_shape: tuple[int, ...]
     out_dims: tuple[Dim, ...]
     out_dtype: str
-    flops: int  # forward flops of all repetitions
-    trips: int  # how often it runs per step (scan lengths multiplied)
-    source: str  # user's file:line
-    backward: bool = False  # it belongs to a backward pass that plain JAX already traced
-    editable: bool = True  # lowering can reach it: it is not inside a custom derivative rule
-    fed_by: tuple[str, ...] = ()  # batch leaves whose values reach the data without passing another use
-    # (site, operand) of products that read the same data: weight gradients
+    flops: int
+    trips: int
+    source: str
+    backward: bool = False
+    editable: bool = True
+    fed_by: tuple[str, ...] = ()
     data_twins: tuple[tuple[tuple[int, ...], int], ...] = ()
-    weight_dims: tuple[Dim, ...] = ()  # of the weight operand, which may be a reshaped or stacked parameter's part
-    # a `splitjax.value_and_grad` differentiates it, so that lowering says how it is differentiated
+    weight_dims: tuple[Dim, ...] = ()
     in_boundary: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """An elementwise operation of a boundary's forward in which a parameter meets every example alike: a bias, a
-    scale."""
+    """Describes an elementwise operation of a boundary's forward in which a parameter meets every example alike: a
+    bias, a scale.
+
+    - `site`: of the operation.
+    - `layer`: the name of the parameter's layer.
+    - `param`: path of the parameter that the operand is made of.
+    - `operand`, `dims`: the operand's position and its dims.
+    - `example_dim`: the result's dim of examples; the operand has size 1 there, or no such dim.
+    - `num_examples`: the size of that dim.
+    - `trips`: how often it runs per step.
+    """
 
     site: tuple[int, ...]
     layer: str
-    param: str  # path of the parameter that the operand is made of
+    param: str
     operand: int
-    dims: tuple[Dim, ...]  # of the operand
-    example_dim: int  # of the result; the operand has size 1 there, or no such dim
-    num_examples: int  # size of that dim
+    dims: tuple[Dim, ...]
+    example_dim: int
+    num_examples: int
     trips: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """One result of a gradient boundary: the gradient of a parameter, or of what is computed from it alone (a cast)."""
+    """Describes a result of a gradient boundary: the gradient of a parameter, or of what is computed from it alone (a
+    cast).
 
-    site: tuple[int, ...]  # of the boundary's equation
-    result: int  # position among its results
-    param: str  # path of the parameter
+    - `site`: of the boundary's equation.
+    - `result`: the position among its results.
+    - `param`: path of the parameter.
+    - `shape`: of the gradient.
+    """
+
+    site: tuple[int, ...]
+    result: int
+    param: str
     shape: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """The operations that use one parameter set."""
+    """Describes the operations that use one parameter set.
+
+    - `name`: such as "params/Dense_0".
+    - `kind`: one of `KINDS`.
+    - `params`: leaf paths, the weight's first.
+    - `flops`: forward flops per step.
+    - `num_bytes`: bytes of its parameters.
+    - `source`: the user's file:line of its first use.
+    """
 
     name: str
     kind: str
-    params: tuple[str, ...]  # leaf paths, weight first
-    flops: int  # forward flops per step
-    num_bytes: int  # of its parameters
+    params: tuple[str, ...]
+    flops: int
+    num_bytes: int
     source: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Unknown:
-    """An operation that has to run replicated if something sharded reaches it, because its primitive has no dim
-    rule."""
+    """Describes an operation that has to run replicated if something sharded reaches it, because its primitive has no
+    dim rule.
+
+    - `primitive`, `site`, `source`: of the operation; `source` is the user's file:line.
+    - `operand_dims`, `result_dims`: the dims of every operand and of every result.
+    """
 
     primitive: str
     site: tuple[int, ...]
@@ -138,7 +194,7 @@ class Unknown:
 
 @dataclasses.dataclass(frozen=True)
 class ConvolutionDims:
-    """The atoms behind the dims of a convolution; a kind of dim that it lacks, or whose size is 1, has none.
+    """Names the atoms behind the dims of a convolution; a kind of dim that it lacks, or whose size is 1, has none.
 
     - `groups`: of feature groups or batch groups; data, weight and result share them.
     - `batch`: of the data (in each batch group) that the result keeps.
@@ -154,8 +210,12 @@ class ConvolutionDims:
 
 @dataclasses.dataclass(frozen=True)
 class TouchedDims:
-    """Some `dims` of an operand (by its position) or a result (-1 is the first) of an operation; `atoms`: of all of its
-    dims."""
+    """Selects some dims of an operand or a result of an operation.
+
+    - `position`: of the operand; -1 is the first result, -2 the second.
+    - `dims`: the selected dims.
+    - `atoms`: the atoms of all dims of that operand or result.
+    """
 
     position: int
     dims: tuple[int, ...]
@@ -169,13 +229,14 @@ class TouchedDims:
 
 @dataclasses.dataclass(frozen=True)
 class Suspect:
-    """An operation that a row of `splitjax.partitioner.DEFECTS` covers: XLA's partitioner may compute it wrongly.
+    """Describes an operation that a row of `splitjax.partitioner.DEFECTS` covers: XLA's partitioner may compute it
+    wrongly.
 
     - `defect`: the name of the row; `primitive`, `site`, `source`: of the operation.
     - `touched`: the dims that must not be split while XLA partitions it.
     - `editable`: whether lowering can reach it: it does not stand inside a custom derivative rule.
-    - `rule_at`: otherwise the site of the `custom_jvp` or `custom_vjp` call that it stands in; None in another kind of
-      call.
+    - `rule_at`: otherwise the site of the `custom_jvp` or `custom_vjp` call that it stands in; None in another kind
+      of call.
     - `backward`: whether it belongs to a backward pass that plain JAX already traced.
     - `convolution`: the atoms of a convolution that lowering evaluates device by device; None for other operations.
     """
@@ -193,19 +254,27 @@ class Suspect:
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """One gather of rows from a table."""
+    """Describes a gather of rows from a table.
+
+    - `site`: of the gather's equation.
+    - `operand_dtype`: dtype of the table as the gather reads it.
+    - `num_ids`: rows picked, with all repetitions of a loop.
+    - `trips`: how often the gather runs per step.
+    - `mode`: what ids outside the table mean: clip, fill_or_drop, promise_in_bounds.
+    - `source`: the user's file:line.
+    """
 
     site: tuple[int, ...]
-    operand_dtype: str  # of the table as the gather reads it
-    num_ids: int  # rows picked, with all repetitions of a loop
+    operand_dtype: str
+    num_ids: int
     trips: int
-    mode: str  # what ids outside the table mean: clip, fill_or_drop, promise_in_bounds
-    source: str  # user's file:line
+    mode: str
+    source: str
 
 
 @dataclasses.dataclass(frozen=True)
 class RowUpdate:
-    """An update that can run on the rows alone that a step touched.
+    """Describes an update that can run on the rows alone that a step touched.
 
     - `leaves`: the flat arguments whose rows it reads or writes, the table first.
     - `totals`: values behind the gradient that are sums over its rows (a norm): fillers of zero add nothing to them.
@@ -217,15 +286,15 @@ class RowUpdate:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A parameter with row lookups.
+    """Describes a parameter with row lookups.
 
     - `param`: its path; `boundary`: the site of the gradient boundary that differentiates it.
-    - `num_rows`: its rows.
-    - `lookups`: all of them.
+    - `num_rows`: the number of its rows.
+    - `lookups`: all of its lookups.
     - `update`: how its update runs on touched rows alone; None if it cannot, or if the gradient is dense.
     - `reason`: why the table's gradient stays dense, with the line; empty if it need not.
-    - `lazy_update`: how its update runs on touched rows where it changes others too, and these are to be left alone all
-      the same, which changes the numbers.
+    - `lazy_update`: how its update runs on touched rows where it changes others too, and these are to be left alone
+      all the same, which changes the numbers.
     """
 
     param: str
@@ -238,34 +307,53 @@ class Table:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether its gradient can stay rows from lookup to update."""
+        """Tells whether its gradient can stay rows from lookup to update."""
         return not self.reason
 
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """A traced step: its leaves in flat order, its layers in program order, and the dim classes."""
+    """Holds a traced step: its leaves in flat order, its layers in program order, and the dim classes.
+
+    - `leaves`, `layers`, `uses`: what the step's arguments and operations are.
+    - `unknown`: operations whose primitive has no dim rule.
+    - `atom_sizes`: the size of every atom.
+    - `hard`, `local`, `soft`: per atom the label of its class of that strength.
+    - `example_atoms`: atoms that are (part of) the example dim.
+    - `num_examples`: the size of the example dim; None where no batch argument has one.
+    - `num_boundaries`: how many splitjax.value_and_grad equations the step holds.
+    - `flops`: forward flops of all layers.
+    - `activation_bytes`: bytes of forward values that a backward pass may keep alive, for the whole batch.
+    - `notes`: lines for the plan.
+    - `suspects`: operations that XLA's partitioner may compute wrongly, in program order.
+    - `gradients`: gradients of parameters, by every boundary.
+    - `spreads`: where parameters meet every example alike, in program order.
+    - `tables`: parameters that rows are looked up in.
+
+    Iterating over a graph gives its layers.
+    """
 
     leaves: tuple[Leaf, ...]
     layers: tuple[Layer, ...]
     uses: tuple[Use, ...]
     unknown: tuple[Unknown, ...]
     atom_sizes: tuple[int, ...]
-    hard: tuple[int, ...]  # label per atom
+    hard: tuple[int, ...]
     local: tuple[int, ...]
     soft: tuple[int, ...]
-    example_atoms: frozenset[int]  # atoms that are (part of) the example dim
-    num_examples: int | None  # size of the example dim, None where no batch argument has one
-    num_boundaries: int  # how many splitjax.value_and_grad equations the step holds
-    flops: int  # forward flops of all layers
-    activation_bytes: int  # forward values that a backward pass may keep alive, whole batch
+    example_atoms: frozenset[int]
+    num_examples: int | None
+    num_boundaries: int
+    flops: int
+    activation_bytes: int
     notes: tuple[str, ...] = ()
-    suspects: tuple[Suspect, ...] = ()  # operations that XLA's partitioner may compute wrongly, in program order
-    gradients: tuple[Gradient, ...] = ()  # of parameters, by every boundary
-    spreads: tuple[Spread, ...] = ()  # in program order
-    tables: tuple[Table, ...] = ()  # parameters that rows are looked up in
+    suspects: tuple[Suspect, ...] = ()
+    gradients: tuple[Gradient, ...] = ()
+    spreads: tuple[Spread, ...] = ()
+    tables: tuple[Table, ...] = ()
 
     def leaf(self, path: str) -> Leaf:
+        """Returns the leaf at `path`. Raises `KeyError` where there is none."""
         for leaf in self.leaves:
             if leaf.path == path:
                 return leaf
@@ -273,20 +361,23 @@ class Graph:
 
     @property
     def params(self) -> tuple[Leaf, ...]:
+        """The parameters, in flat order."""
         return tuple(leaf for leaf in self.leaves if leaf.role == "param")
 
     @property
     def state(self) -> tuple[Leaf, ...]:
+        """The leaves that belong to state arguments, in flat order."""
         return tuple(leaf for leaf in self.leaves if leaf.is_state)
 
     def layer(self, name: str) -> Layer:
+        """Returns the layer called `name`. Raises `KeyError` where there is none."""
         for layer in self.layers:
             if layer.name == name:
                 return layer
         raise KeyError(name)
 
     def is_example(self, dim: Dim) -> bool:
-        """Whether a dim's leading atom is the example dim."""
+        """Tells whether the leading atom of `dim` is the example dim."""
         return bool(dim) and dim[0] in self.example_atoms
 
     def __iter__(self) -> Iterator[Layer]:
@@ -294,6 +385,7 @@ class Graph:
 
 
 def itemsize(dtype: str) -> int:
+    """Returns the bytes of one element of the dtype called `dtype`; a PRNG key (`key<fry>`) is two 32-bit words."""
     import numpy as np
 
     if dtype.startswith("key<"):  # a typed PRNG key array: threefry keys are two 32-bit words

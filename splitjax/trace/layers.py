@@ -1,4 +1,8 @@
-"""Layers: the operations that use one parameter set, with a kind."""
+"""Groups parameters into layers: the operations that use one parameter set, with a kind.
+
+A flat step, its uses of weights and the paths of its arguments go in; a layer name per parameter, then one
+`graph.Layer` per name come out. Rules match on a layer's kind, and a layer's parameters are laid out together.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,18 @@ def group_params(
     classes: Classes,
     dim_names: Mapping[int, Names],
 ) -> tuple[dict[int, str], frozenset[int]]:
-    """Leaf index -> layer name, for parameters; and the parameters that scale or shift a normalised value.
+    """Names the layer of every parameter, and finds the parameters that scale or shift a normalised value.
+
+    **Arguments:**
+
+    - `arguments`: one per flat argument of the step.
+    - `flat`, `flow`, `linked`: the flat step, facts about its values, and its links.
+    - `uses`: all uses of weights in program order.
+    - `sources`: per value the parameters (leaf indices) that it is made of.
+    - `classes`: the dim classes.
+    - `dim_names`: leaf index -> name per dim, for parameters.
+
+    **Returns** leaf index -> layer name, for parameters; and the leaf indices of the parameters of norms.
 
     A layer is what shares a parent path (`params/Dense_0/{kernel,bias}`). Where one parent holds several unrelated
     weights (`params/{w1,b1,w2,b2}`), or whole modules beside parameters, each weight is a layer of its own, and the
@@ -45,7 +60,7 @@ def group_params(
     names: dict[int, str] = {}
     for parent, members in parents.items():
         heavy = [i for i in members if i in weights]
-        is_module = bool(parent) and not any(other.startswith(f"{parent}/") for other in parents)
+        is_module = bool(parent) and not any(path.startswith(f"{parent}/") for path in parents)
         if is_module and (len(heavy) <= 1 or cells.issuperset(heavy)):
             for i in members:
                 names[i] = arguments[i].path if heavy and i in norms and i not in heavy else parent
@@ -68,9 +83,14 @@ def _parent(path: str) -> str:
 
 
 def _owner(
-    index: int, heavy: Sequence[int], added: Mapping[int, int], flat: Flat, classes: Classes, dim_names
+    index: int,
+    heavy: Sequence[int],
+    added: Mapping[int, int],
+    flat: Flat,
+    classes: Classes,
+    dim_names: Mapping[int, Names],
 ) -> int | None:
-    """The weight beside a parameter whose result has all of its dims: the one it is added to, else the first."""
+    """Finds the weight beside a parameter whose result has all of its dims: the one it is added to, else the first."""
     mine = {classes.local(a) for dim in _dims(index, flat, classes) for a in dim}
     fitting = []
     for leaf in heavy:
@@ -87,16 +107,17 @@ def _owner(
 
 
 def _dims(index: int, flat: Flat, classes: Classes) -> tuple[tuple[int, ...], ...]:
+    """Returns the atoms of every dim of the leaf at `index`."""
     return classes.dims(flat.inputs[index], len(flat.shapes[flat.inputs[index]]))
 
 
 def _added_to(
     flat: Flat, flow: Flow, linked: Linked, uses: Sequence[RawUse], sources: Sequence[frozenset[int]]
 ) -> dict[int, int]:
-    """Parameter -> the weight whose result it meets first, elementwise and before anything mixes."""
+    """Maps a parameter to the weight whose result it meets first, elementwise and before anything mixes."""
     at = {use.op: use.leaves[0] for use in uses}
     made_by: dict[int, int] = {}
-    found: dict[int, int] = {}
+    added: dict[int, int] = {}
     for index, op in enumerate(flat.ops):
         if op.phase == BACKWARD or not op.outputs:
             continue
@@ -109,9 +130,9 @@ def _added_to(
         if linked.joins[index]:
             for v in op.inputs:
                 for leaf in sources[v]:
-                    found.setdefault(leaf, weight)
+                    added.setdefault(leaf, weight)
         made_by.update((v, weight) for v in op.outputs)
-    return found
+    return added
 
 
 def build_layers(
@@ -122,7 +143,16 @@ def build_layers(
     flow: Flow,
     norms: frozenset[int],
 ) -> tuple[Layer, ...]:
-    """Layers in program order, weight first among their parameters."""
+    """Builds the layers in program order, weight first among their parameters.
+
+    **Arguments:**
+
+    - `leaves`: all leaves in flat order.
+    - `names`: leaf index -> layer name, for parameters.
+    - `uses`: all uses of weights in program order.
+    - `flat`, `flow`: the flat step and facts about its values.
+    - `norms`: leaf indices of the parameters of norms.
+    """
     members: dict[str, list[Leaf]] = collections.defaultdict(list)
     for index, name in names.items():
         members[name].append(leaves[index])
@@ -154,7 +184,7 @@ def build_layers(
 
 
 def _shares(use: RawUse, names: Mapping[int, str], leaves: Sequence[Leaf]) -> dict[str, int]:
-    """The flops of a use by layer: a weight put together from several layers' parameters is theirs by size."""
+    """Divides the flops of a use by layer: a weight put together from several layers' parameters is theirs by size."""
     sizes: dict[str, int] = collections.defaultdict(int)
     for leaf in use.leaves:
         sizes[names[leaf]] += leaves[leaf].size
@@ -166,6 +196,7 @@ def _shares(use: RawUse, names: Mapping[int, str], leaves: Sequence[Leaf]) -> di
 
 
 def _kind(uses: Sequence[RawUse], flat: Flat, group: Sequence[Leaf], norms: frozenset[int]) -> str:
+    """Tells the kind of a layer from its uses, and from its parameters where it has none."""
     if not uses:
         return "norm" if any(leaf.index in norms for leaf in group) else "other"
     forward = [use for use in uses if not use.backward] or list(uses)
@@ -184,8 +215,17 @@ def _kind(uses: Sequence[RawUse], flat: Flat, group: Sequence[Leaf], norms: froz
 
 
 def find_norms(flat: Flat, flow: Flow, mixing: Sequence[bool], sources: Sequence[frozenset[int]]) -> frozenset[int]:
-    """Parameters that meet, before anything mixes, a value scaled by an inverse root (batch, layer, group and RMS
-    norm). Only the way to the loss counts: an optimizer divides by roots too, and every parameter meets those."""
+    """Finds the parameters that meet, before anything mixes, a value scaled by an inverse root.
+
+    **Arguments:**
+
+    - `flat`, `flow`: the flat step and facts about its values.
+    - `mixing`: per operation whether it mixes.
+    - `sources`: per value the parameters (leaf indices) that it is made of.
+
+    Those are the parameters of batch, layer, group and RMS norm. Only the way to the loss counts: an optimizer
+    divides by roots too, and every parameter meets those.
+    """
     tagged = [False] * len(flat.shapes)
     norms: set[int] = set()
     for index, op in enumerate(flat.ops):

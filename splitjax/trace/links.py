@@ -1,4 +1,8 @@
-"""Operations -> links between dims, by the rules of the registry; strengths are decided afterwards (`flow.py`)."""
+"""Links the dims of a flat step by the rules of the registry.
+
+Operations go in; links between runs of dims come out, each with the operation that causes it, from which
+`strengths.py` decides afterwards how binding it is.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +11,50 @@ from collections.abc import Mapping, Sequence
 
 from splitjax.errors import SplitjaxError, TraceError
 from splitjax.trace.classes import DimRef
-from splitjax.trace.dims import DIM_RULES, DimMap, Label, Registry
+from splitjax.trace.dims import DIM_RULES, DimMap, DimRule, Label, Registry
 from splitjax.trace.flatten import Flat, Op
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RawLink:
-    """A link with the operation and operand (-1: between results, or outside any operation) that causes it."""
+    """Links two runs of dims, and says what causes the link.
+
+    - `left`, `right`: the runs, major first, as (value, dim).
+    - `op`, `operand`: the operation and the operand that cause it; -1 between results, or outside any operation.
+    - `contracted`: whether it is between operands only: no result has the label.
+    """
 
     left: tuple[DimRef, ...]
     right: tuple[DimRef, ...]
     op: int
     operand: int
-    contracted: bool = False  # between operands only: no result has the label
+    contracted: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Linked:
-    """All links of a flat step. `shapes` also holds virtual values that stand for the factors of compound dims."""
+    """Holds all links of a flat step.
+
+    - `links`: the links in program order.
+    - `shapes`: shapes of all values, and behind them of virtual values that stand for the factors of compound dims.
+    - `maps`: per operation the labels of its dims; None without a rule.
+    - `mixing`, `joins`: per operation whether it mixes dims, and whether it joins operands elementwise.
+    - `unknown`: indices of operations without a rule.
+    """
 
     links: tuple[RawLink, ...]
     shapes: tuple[tuple[int, ...], ...]
-    maps: tuple[DimMap | None, ...]  # per operation; None without a rule
+    maps: tuple[DimMap | None, ...]
     mixing: tuple[bool, ...]
     joins: tuple[bool, ...]
-    unknown: tuple[int, ...]  # operations without a rule
+    unknown: tuple[int, ...]
 
 
 def link(flat: Flat, registry: Registry = DIM_RULES) -> Linked:
-    """Applies the dim rule of every operation."""
+    """Applies the dim rule that `registry` has for every operation of `flat`.
+
+    Raises `TraceError` where a rule does not fit its operation.
+    """
     links: list[RawLink] = []
     shapes = list(flat.shapes)
     maps: list[DimMap | None] = []
@@ -50,8 +69,8 @@ def link(flat: Flat, registry: Registry = DIM_RULES) -> Linked:
         maps.append(dim_map)
         links.extend(_links_of(index, op, dim_map, shapes))
     # What an unknown operation does is not known, so its result counts as a new representation.
-    mixing = tuple(one is None or one.mixing for one in maps)
-    joins = tuple(one is not None and one.joins for one in maps)
+    mixing = tuple(dim_map is None or dim_map.mixing for dim_map in maps)
+    joins = tuple(dim_map is not None and dim_map.joins for dim_map in maps)
     return Linked(tuple(links), tuple(shapes), tuple(maps), mixing, joins, tuple(unknown))
 
 
@@ -60,13 +79,14 @@ _NAMED = {"pallas_call": "name", "ffi_call": "target_name", "composite": "name"}
 
 
 def qualified_name(op: Op) -> str:
-    """`primitive:name` for a primitive that stands for many operations (a Pallas kernel, a foreign call), else its
-    name."""
+    """Returns `primitive:name` for an operation `op` whose primitive stands for many operations (a Pallas kernel, a
+    foreign call), else the name of the primitive."""
     name = op.params.get(_NAMED.get(op.primitive, ""))
     return f"{op.primitive}:{name}" if name else op.primitive
 
 
-def _apply(rule, op: Op, flat: Flat) -> DimMap:
+def _apply(rule: DimRule, op: Op, flat: Flat) -> DimMap:
+    """Applies a rule to an operation; raises `TraceError` where it fails or its labels do not fit the ranks."""
     inputs = [flat.shapes[v] for v in op.inputs]
     outputs = [flat.shapes[v] for v in op.outputs]
     try:
@@ -87,6 +107,7 @@ def _apply(rule, op: Op, flat: Flat) -> DimMap:
 
 
 def _links_of(index: int, op: Op, dim_map: DimMap, shapes: list[tuple[int, ...]]) -> list[RawLink]:
+    """Links the dims of one operation; adds the shape of a virtual value to `shapes` where dims are compound."""
     compound: dict[Label, DimRef] = {}
     if dim_map.sizes:
         factors = [label for t in (*dim_map.inputs, *dim_map.outputs) for dim in t if len(dim) > 1 for label in dim]
@@ -108,7 +129,9 @@ def _links_of(index: int, op: Op, dim_map: DimMap, shapes: list[tuple[int, ...]]
             contracted = kept is not None and label not in kept
             if len(dim) > 1:
                 links.append(
-                    RawLink(((value, position),), tuple([compound[one] for one in dim]), index, operand, contracted)
+                    RawLink(
+                        ((value, position),), tuple([compound[factor] for factor in dim]), index, operand, contracted
+                    )
                 )
             elif label not in anchor:
                 anchor[label] = (value, position)
@@ -118,7 +141,10 @@ def _links_of(index: int, op: Op, dim_map: DimMap, shapes: list[tuple[int, ...]]
 
 
 def tie(pairs: Mapping[int, int] | Sequence[tuple[int, int]], shapes: Sequence[tuple[int, ...]]) -> list[RawLink]:
-    """Links between values of the same shape that are the same storage (a state leaf and its new value)."""
+    """Links the dims of values of the same shape that are the same storage (a state leaf and its new value).
+
+    `pairs` are of value numbers, and `shapes` has the shape of each value. Pairs of different shapes are left out.
+    """
     items = pairs.items() if isinstance(pairs, Mapping) else pairs
     return [
         RawLink(((a, d),), ((b, d),), -1, -1)

@@ -1,10 +1,10 @@
-"""Tables that a step only looks rows up in, so that their gradients have as many rows as there were lookups.
+"""Finds tables that a step only looks rows up in, so that their gradients have as many rows as there were lookups.
 
-A parameter is such a table if, inside one gradient boundary, it (or a conversion of it to another dtype) is read by row
-lookups alone: gathers that pick whole rows by one number each, which is what `jnp.take`, indexing and Flax's `Embed`
-trace to, through jit, remat, vmap and scan. A lookup inside a custom derivative rule or a condition cannot be given
-another derivative; a use of another kind (tied logits, weight decay in the loss) makes the gradient dense. Both leave
-the table dense, with the reason.
+A parameter is such a table if, inside one gradient boundary, it (or a conversion of it to another dtype) is read by
+row lookups alone: gathers that pick whole rows by one number each, which is what `jnp.take`, indexing and Flax's
+`Embed` trace to, through jit, remat, vmap and scan. A lookup inside a custom derivative rule or a condition cannot
+be given another derivative; a use of another kind (tied logits, weight decay in the loss) makes the gradient dense.
+Both leave the table dense, with the reason.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from splitjax.trace.row_update import Refusal, row_update
 
 
 def find_tables(flat: Flat, state_results: Mapping[int, int], paths: Sequence[str]) -> tuple[Table, ...]:
-    """All parameters with row lookups inside a gradient boundary, in the order of the step's arguments.
+    """Finds all parameters with row lookups inside a gradient boundary, in the order of the step's arguments.
 
     **Arguments:**
 
+    - `flat`: the flat step.
     - `state_results`: flat argument of every state leaf -> flat result that is its new value.
     - `paths`: of the flat arguments.
     """
@@ -30,16 +31,17 @@ def find_tables(flat: Flat, state_results: Mapping[int, int], paths: Sequence[st
         if op.primitive == "_gradient":
             gradients.setdefault(op.inputs[0], []).append(op)
     readers = _readers(flat)
-    found = []
+    tables: list[Table] = []
     for leaf, value in enumerate(flat.inputs):
         if leaf in state_results and value in gradients and len(flat.shapes[value]) >= 1:
             table = _table(flat, leaf, gradients[value], readers, state_results, paths)
             if table is not None:
-                found.append(table)
-    return tuple(found)
+                tables.append(table)
+    return tuple(tables)
 
 
 def _readers(flat: Flat) -> Mapping[int, list[Op]]:
+    """Maps a value to the operations that read it."""
     readers: dict[int, list[Op]] = {}
     for op in flat.ops:
         for value in dict.fromkeys(op.inputs):
@@ -55,6 +57,7 @@ def _table(
     state_results: Mapping[int, int],
     paths: Sequence[str],
 ) -> Table | None:
+    """Describes a parameter as a table; None where nothing looks rows up in it."""
     value = flat.inputs[leaf]
     uses = list(_uses(flat, value, readers))
     lookups = [_lookup(flat, op, read) for op, read in uses if _is_row_lookup(flat, op, read)]
@@ -73,7 +76,7 @@ def _table(
 
 
 def _uses(flat: Flat, value: int, readers: Mapping[int, list[Op]]) -> Iterator[tuple[Op, int]]:
-    """Every operation of differentiated computations that reads the value, or a conversion of it, with what it
+    """Yields every operation of differentiated computations that reads the value, or a conversion of it, with what it
     reads."""
     for op in readers.get(value, ()):
         if not op.inside:
@@ -85,6 +88,7 @@ def _uses(flat: Flat, value: int, readers: Mapping[int, list[Op]]) -> Iterator[t
 
 
 def _is_row_lookup(flat: Flat, op: Op, read: int) -> bool:
+    """Tells whether an operation picks whole rows of the value `read`, by one number each."""
     if op.primitive != "gather" or op.inputs[0] != read or op.inputs[1] == read:
         return False
     numbers, shape = op.params["dimension_numbers"], flat.shapes[read]
@@ -110,6 +114,7 @@ def _mode(op: Op) -> str:
 
 
 def _dense_reason(flat: Flat, uses: Sequence[tuple[Op, int]], gradients: Sequence[Op]) -> Refusal | None:
+    """Tells why the table's gradient has to be dense; None where it need not."""
     if len(gradients) > 1:
         return Refusal("it is differentiated more than once in the step", "")
     for op, read in uses:

@@ -1,4 +1,8 @@
-"""Recurrent weights: the same weight meets, in every step of a sequence, what it made in the step before."""
+"""Finds recurrent weights: the same weight meets, in every step of a sequence, what it made in the step before.
+
+A flat step and the positions of weights in it go in; the operations with a recurrent weight come out. Layers that
+hold them get the kind "recurrent".
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,14 @@ from splitjax.trace.links import Linked
 
 
 def mark_recurrent(flat: Flat, linked: Linked, flow: Flow, uses: Mapping[int, tuple[int, int]]) -> frozenset[int]:
-    """The operations (among `uses`: operation -> positions of weight and data) whose weight is recurrent.
+    """Finds the operations whose weight is recurrent.
+
+    **Arguments:**
+
+    - `flat`, `linked`, `flow`: the flat step, its links, and facts about its values.
+    - `uses`: index of an operation with a weight -> operand positions of weight and data.
+
+    **Returns** indices of operations among `uses`.
 
     In a loop that reads a sequence, the weight is the same in every iteration, its data depend on what the loop
     carries, and its result goes into what the loop carries. A stack of layers is none (its weight is a slice of a
@@ -23,7 +34,7 @@ def mark_recurrent(flat: Flat, linked: Linked, flow: Flow, uses: Mapping[int, tu
     carried, feeding = _carry_dependence(flat), _feeds_carry(flat)
     sequences = _sequence_loops(flat, flow, carried)
     sliced = _sliced_in(flat, flow)
-    found = set()
+    recurrent: set[int] = set()
     for index, (weight, data) in uses.items():
         op = flat.ops[index]
         if op.phase == BACKWARD:
@@ -38,12 +49,12 @@ def mark_recurrent(flat: Flat, linked: Linked, flow: Flow, uses: Mapping[int, tu
             for loop in op.loops
             if loop in carried  # a map carries nothing, though a loop beside it may
         ):
-            found.add(index)
-    return frozenset(found | _cell_inputs(flat, linked, uses, found)) if found else frozenset()
+            recurrent.add(index)
+    return frozenset(recurrent | _cell_inputs(flat, linked, uses, recurrent)) if recurrent else frozenset()
 
 
 def _carry_dependence(flat: Flat) -> dict[int, set[int]]:
-    """Per loop, the values of its body that depend on what the loop carries."""
+    """Finds, per loop, the values of its body that depend on what the loop carries."""
     inside: dict[int, set[int]] = {}
     for loop, value in flat.carried:
         inside.setdefault(loop, set()).add(value)
@@ -56,7 +67,7 @@ def _carry_dependence(flat: Flat) -> dict[int, set[int]]:
 
 
 def _feeds_carry(flat: Flat) -> dict[int, set[int]]:
-    """Per loop, the values of its body that go into what the next iteration gets."""
+    """Finds, per loop, the values of its body that go into what the next iteration gets."""
     feeding: dict[int, set[int]] = {loop: set() for loop, _ in flat.carried}
     for op in reversed(flat.ops):
         if op.primitive == "_carry_back":
@@ -70,22 +81,22 @@ def _feeds_carry(flat: Flat) -> dict[int, set[int]]:
 
 
 def _sequence_loops(flat: Flat, flow: Flow, carried: Mapping[int, set[int]]) -> set[int]:
-    """Loops that read data by steps: scanned, or picked from a whole sequence with an index that is carried."""
-    found = set()
+    """Finds the loops that read data by steps: scanned, or picked from a whole sequence with a carried index."""
+    loops: set[int] = set()
     for op in flat.ops:
         if not op.loops or not op.inputs or not flow.data[op.inputs[0]] or flow.is_weight(op.inputs[0]):
             continue
         loop = op.loops[-1]
         if op.primitive == "_scan_in":
-            found.add(loop)
+            loops.add(loop)
         elif op.primitive in ("dynamic_slice", "gather") and op.inputs[0] not in carried.get(loop, ()):
             if any(v in carried.get(loop, ()) for v in op.inputs[1:]):
-                found.add(loop)
-    return found
+                loops.add(loop)
+    return loops
 
 
 def _sliced_in(flat: Flat, flow: Flow) -> dict[int, frozenset[int]]:
-    """Per weight, the loops of which it is one iteration's slice."""
+    """Finds, per weight, the loops of which it is one iteration's slice."""
     sliced: dict[int, frozenset[int]] = {}
     for op in flat.ops:
         if op.primitive == "_carry_back":
@@ -99,9 +110,9 @@ def _sliced_in(flat: Flat, flow: Flow) -> dict[int, frozenset[int]]:
 
 
 def _cell_inputs(flat: Flat, linked: Linked, uses: Mapping[int, tuple[int, int]], recurrent: set[int]) -> set[int]:
-    """Uses in the same loop whose result meets a recurrent one's before anything mixes again."""
+    """Finds the uses in the same loop whose result meets a recurrent one's before anything mixes again."""
     tags: dict[int, frozenset[int]] = {}
-    found: set[int] = set()
+    inputs: set[int] = set()
     for index, op in enumerate(flat.ops):
         if not op.loops:
             continue
@@ -111,7 +122,7 @@ def _cell_inputs(flat: Flat, linked: Linked, uses: Mapping[int, tuple[int, int]]
             own = frozenset().union(*(tags[v] for v in op.inputs if v in tags))
             here = {tag for tag in own if flat.ops[tag].loops == op.loops}
             if linked.joins[index] and here & recurrent:
-                found.update(here)
+                inputs.update(here)
         if own:
             tags.update((v, own) for v in op.outputs)
-    return found
+    return inputs

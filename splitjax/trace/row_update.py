@@ -1,14 +1,14 @@
-"""Does an update act on a table row by row, and does it leave a row alone whose gradient is zero?
+"""Decides whether an update acts on a table row by row, and whether it leaves a row alone whose gradient is zero.
 
 If both hold, running it on the rows that a step has touched gives the numbers of running it on all of them. The
-question is answered from the update's own operations. Every value with the table's rows is followed from the gradient
-and from the state, with its *rest*: what it is in a row whose gradient is zero: a number (the same in all these rows,
-known or not), the old row of a leaf of the state, or something else. A leaf is left alone if the rest of its new value
-is its own old row.
+question is answered from the update's own operations. Every value with the table's rows is followed from the
+gradient and from the state, with its *rest*: what it is in a row whose gradient is zero: a number (the same in all
+these rows, known or not), the old row of a leaf of the state, or something else. A leaf is left alone if the rest of
+its new value is its own old row.
 
 SGD and Adagrad pass; what decays (momentum, Adam's moments, weight decay) does not, and the operation that changes
-resting rows is the reason. Zero times anything is taken as zero: an update that divides by zero in resting rows is not
-told from one that does not.
+resting rows is the reason. Zero times anything is taken as zero: an update that divides by zero in resting rows is
+not told from one that does not.
 """
 
 from __future__ import annotations
@@ -25,33 +25,39 @@ from splitjax.trace.graph import RowUpdate
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """The same in all resting rows; None: not known before the step runs."""
+    """Stands for a number that is the same in all resting rows: `value`, or None where it is not known before the step
+    runs."""
 
     value: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class OldRow:
-    """The row that a leaf (flat argument) of the state came with."""
+    """Stands for the row that a leaf of the state came with; `leaf` is its flat argument."""
 
     leaf: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Other:
-    """Anything else, since operation `cause`."""
+class Changed:
+    """Stands for anything else, since operation `cause`."""
 
     cause: Op
 
 
-Rest = Number | OldRow | Other
-ZERO = Number(0.0)
+Rest = Number | OldRow | Changed
+ZERO: Number = Number(0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """Why an update cannot run on touched rows alone: a sentence, and the user's line. `lazy`: how it runs on them if
-    rows without gradient are to be left alone all the same, which changes the numbers; None if it cannot."""
+    """Tells why an update cannot run on touched rows alone.
+
+    - `reason`: a sentence without its full stop.
+    - `source`: the user's line; empty where there is none.
+    - `lazy`: how it runs on them if rows without gradient are to be left alone all the same, which changes the
+      numbers; None if it cannot.
+    """
 
     reason: str
     source: str
@@ -61,10 +67,11 @@ class Refusal:
 def row_update(
     flat: Flat, gradient: int, table: int, state_results: Mapping[int, int], paths: Sequence[str]
 ) -> RowUpdate | Refusal:
-    """Whether the update of one table can run on touched rows alone.
+    """Decides whether the update of one table can run on touched rows alone, and how, or why not.
 
     **Arguments:**
 
+    - `flat`: the flat step.
     - `gradient`: the value that is the table's gradient, `[rows, ...]`.
     - `table`: the table's flat argument.
     - `state_results`: flat argument of every state leaf -> flat result that is its new value.
@@ -95,21 +102,30 @@ def row_update(
         return Refusal("the step returns an array of the gradient's rows beside its state", "")
     written = [leaf for leaf, value in changed.items() if value in walk.rest]
     leaves = dict.fromkeys((table, *written, *sorted(walk.read)))
-    found = RowUpdate(tuple(leaves), tuple(sorted(walk.totals)))
-    return found if refusal is None else dataclasses.replace(refusal, lazy=found)
+    update = RowUpdate(tuple(leaves), tuple(sorted(walk.totals)))
+    return update if refusal is None else dataclasses.replace(refusal, lazy=update)
 
 
 def _change(rest: Rest) -> tuple[str, str]:
-    if not isinstance(rest, Other):
+    """Says what happens to a leaf's resting rows, and on which line."""
+    if not isinstance(rest, Changed):
         return "is replaced", ""
     return f"changes, by {rest.cause.primitive}", rest.cause.source
 
 
 class _Walk:
     """Follows the table's rows through the operations outside the differentiated computation. Lives for one call of
-    `row_update`."""
+    `row_update`.
 
-    def __init__(self, flat: Flat, gradient: int, state_results: Mapping[int, int]):
+    - `rest`: by value with the table's rows, what it is in rows whose gradient is zero.
+    - `origin`: by such a value, the leaves it is made of.
+    - `behind`: values that depend on the gradient.
+    - `numbers`: values that are one number, the same for all rows.
+    - `totals`, `read`: sums over rows, and leaves whose rows are read, both behind the gradient.
+    - `refusal`: the first reason for which the update cannot run on rows.
+    """
+
+    def __init__(self, flat: Flat, gradient: int, state_results: Mapping[int, int]) -> None:
         self.flat, self.num_rows = flat, flat.shapes[gradient][0]
         rows = {
             flat.inputs[leaf]: leaf for leaf in state_results if flat.shapes[flat.inputs[leaf]][:1] == (self.num_rows,)
@@ -120,7 +136,7 @@ class _Walk:
         # leaves it is made of
         self.origin: dict[int, frozenset[int]] = {value: frozenset((leaf,)) for value, leaf in rows.items()}
         self.behind = {gradient}  # values that depend on the gradient
-        self.numbers = {
+        self.numbers: dict[int, Rest] = {
             value: number for value, literal in flat.literals.items() if (number := _number(literal)) is not None
         }
         self.totals: set[int] = set()
@@ -128,6 +144,7 @@ class _Walk:
         self.refusal: Refusal | None = None
 
     def run(self) -> None:
+        """Walks all operations, or up to the first refusal."""
         for op in self.flat.ops:
             if self.refusal is not None:
                 return
@@ -168,24 +185,28 @@ class _Walk:
         return self._elementwise(op, behind)
 
     def _hand_on(self, source: int, target: int) -> None:
+        """Gives a value the rest and the origin of another."""
         if source in self.rest:
             self.rest[target] = self.rest[source]
             self.origin[target] = self.origin.get(source, frozenset())
 
     def _reduce(self, op: Op, behind: bool) -> str | None:
+        """Finds the rest of a reduction's result; a sentence where it takes resting rows in."""
         value, axes = op.inputs[0], op.params.get("axes", ())
         rest = self.rest[value]
         if 0 not in axes:
             self.rest[op.outputs[0]] = rest if rest == ZERO and op.primitive != "reduce_and" else _after(op, rest)
             self.origin[op.outputs[0]] = self.origin.get(value, frozenset())
             return None
-        if rest != Number(NEUTRAL.get(op.primitive)) or rest.value is None:
+        neutral = NEUTRAL.get(op.primitive)
+        if neutral is None or rest != Number(neutral):
             return f"{op.primitive} takes rows without gradient in, where they count"
         if behind:
             self.totals.update(op.outputs)
         return None
 
     def _elementwise(self, op: Op, behind: bool) -> str | None:
+        """Finds the rest of an elementwise operation's result; a sentence where there is none."""
         if len(op.outputs) != 1 or op.primitive not in ELEMENTWISE:
             return f"{op.primitive} mixes rows of the gradient, or is not known to leave them apart"
         out, rests = op.outputs[0], []
@@ -204,7 +225,7 @@ class _Walk:
         return None
 
     def _alike(self, value: int, rank: int) -> Rest | None:
-        """What an operand without the table's rows is to each of them; None if it differs from row to row."""
+        """Returns what an operand without the table's rows is to each of them; None if it differs from row to row."""
         shape = self.flat.shapes[value]
         if not shape or len(shape) < rank or shape[0] == 1:
             return self.numbers.get(value, Number())
@@ -212,16 +233,18 @@ class _Walk:
 
 
 def _number(literal: Any) -> Number | None:
+    """Reads a literal as a number; None where it is an array or of another kind."""
     value = np.asarray(literal)
     return Number(value.item()) if value.ndim == 0 and value.dtype.kind in "biuf" else None
 
 
 def _after(op: Op, rest: Rest) -> Rest:
-    return Number() if isinstance(rest, Number) else rest if isinstance(rest, Other) else Other(op)
+    """Returns the rest of what an operation makes of a value with the given rest, where nothing better is known."""
+    return Number() if isinstance(rest, Number) else rest if isinstance(rest, Changed) else Changed(op)
 
 
 def _combine(op: Op, rests: Sequence[Rest]) -> Rest:
-    """The rest of an elementwise operation's result."""
+    """Returns the rest of an elementwise operation's result."""
     name = op.primitive
     numbers = [rest.value for rest in rests if isinstance(rest, Number)]
     if len(numbers) == len(rests):
@@ -237,31 +260,37 @@ def _combine(op: Op, rests: Sequence[Rest]) -> Rest:
         if isinstance(chosen, Number) and chosen.value is not None:
             return cases[int(chosen.value)]
         return cases[0] if all(case == cases[0] for case in cases) else _unlike(op, rests)
-    left, right = (rests[0], rests[1]) if len(rests) == 2 else (rests[0], None)
+    if len(rests) == 1:
+        return rests[0] if name in ("convert_element_type", "copy", "reduce_precision") else _unlike(op, rests)
+    if len(rests) == 2 and (rest := _combine_two(name, *rests)) is not None:
+        return rest
+    return _unlike(op, rests)
+
+
+def _combine_two(name: str, left: Rest, right: Rest) -> Rest | None:
+    """Finds the rest of an operation on two operands where it is that of an operand, or zero; None elsewhere."""
     if name in ("add", "add_any", "sub") and right == ZERO:
         return left
     if name in ("add", "add_any") and left == ZERO:
         return right
-    if name == "mul" and ZERO in rests or name in ("div", "rem") and left == ZERO:
+    if name == "mul" and ZERO in (left, right) or name in ("div", "rem") and left == ZERO:
         return ZERO
-    if name == "mul" and Number(1.0) in rests:
+    if name == "mul" and Number(1.0) in (left, right):
         return right if left == Number(1.0) else left
     if name == "div" and right == Number(1.0):
         return left
     if name in ("max", "min") and left == right:
         return left
-    if name in ("convert_element_type", "copy", "reduce_precision") and right is None:
-        return left
-    return _unlike(op, rests)
+    return None
 
 
-def _unlike(op: Op, rests: Sequence[Rest]) -> Other:
-    return next((rest for rest in rests if isinstance(rest, Other)), Other(op))
+def _unlike(op: Op, rests: Sequence[Rest]) -> Changed:
+    return next((rest for rest in rests if isinstance(rest, Changed)), Changed(op))
 
 
 # What a reduction over rows may meet in resting rows, of which it then takes any number.
-NEUTRAL = {"reduce_sum": 0.0, "reduce_and": 1.0, "reduce_or": 0.0}
-REDUCTIONS = frozenset(NEUTRAL) | {"reduce_max", "reduce_min", "reduce_prod"}
+NEUTRAL: Mapping[str, float] = {"reduce_sum": 0.0, "reduce_and": 1.0, "reduce_or": 0.0}
+REDUCTIONS: frozenset[str] = frozenset(NEUTRAL) | {"reduce_max", "reduce_min", "reduce_prod"}
 
 # Elementwise operations on known numbers.
 _VALUES: dict[str, Callable[..., Any]] = {
@@ -300,7 +329,7 @@ _VALUES: dict[str, Callable[..., Any]] = {
     "copy": lambda op, a: a,
     "reduce_precision": lambda op, a: a,
 }
-ELEMENTWISE = frozenset(_VALUES) | frozenset(
+ELEMENTWISE: frozenset[str] = frozenset(_VALUES) | frozenset(
     "select_n rsqrt cbrt log logistic erf tan atan atan2 exp2 floor ceil round rem nextafter xor real imag conj"
     " stop_gradient".split()
 )

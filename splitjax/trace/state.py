@@ -1,4 +1,8 @@
-"""Ties state to its parameter: by dataflow first, by tree structure where dataflow did not reach."""
+"""Ties state to its parameter: by dataflow first, by tree structure where dataflow did not reach.
+
+Leaves and dim classes go in; the role `optimizer` and the parameter that a leaf follows come out, so that optimizer
+state is sharded like its parameter.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,18 @@ from splitjax.trace.graph import Leaf
 
 
 def fallback_ties(flat: Flat, arguments: Sequence[Argument], flow: Flow, classes: Classes) -> list[tuple[int, int]]:
-    """Pairs (state value, parameter value) of equal shape for floating-point state that dataflow left alone and whose
-    path ends like exactly one parameter's (`opt/0/mu/Dense_0/kernel`, `params/Dense_0/kernel`)."""
+    """Pairs floating-point state that dataflow left alone with the one parameter of equal shape whose path ends alike.
+
+    **Arguments:**
+
+    - `flat`: the flat step.
+    - `arguments`: one per flat argument.
+    - `flow`: facts about its values.
+    - `classes`: the dim classes so far.
+
+    **Returns** pairs (state value, parameter value), such as of `opt/0/mu/Dense_0/kernel` and
+    `params/Dense_0/kernel`.
+    """
     params = [i for i, is_param in enumerate(flow.is_param) if is_param]
     tied = {classes.hard(a) for i in params for a in _atoms(flat, classes, i)}
     pairs = []
@@ -32,19 +46,21 @@ def fallback_ties(flat: Flat, arguments: Sequence[Argument], flow: Flow, classes
 
 
 def _atoms(flat: Flat, classes: Classes, index: int) -> list[int]:
+    """Returns the atoms of all dims of the leaf at `index`."""
     value = flat.inputs[index]
     return [a for d in range(len(flat.shapes[value])) for a in classes.atoms.dim(value, d)]
 
 
 def _best_by_path(path: str, candidates: Sequence[str]) -> int | None:
-    """The one candidate with the longest common path ending, of at least two parts; None when there is none or a
-    draw."""
-    scores = [_common_ending(path, other) for other in candidates]
+    """Returns the position of the candidate with the longest common path ending, of at least two parts; None when there
+    is none or a draw."""
+    scores = [_common_ending(path, candidate) for candidate in candidates]
     best = max(scores, default=0)
     return scores.index(best) if best >= 2 and scores.count(best) == 1 else None
 
 
 def _common_ending(a: str, b: str) -> int:
+    """Counts the trailing parts that two paths have in common."""
     count = 0
     for x, y in zip(reversed(a.split("/")), reversed(b.split("/")), strict=False):
         if x != y:
@@ -56,8 +72,9 @@ def _common_ending(a: str, b: str) -> int:
 def follow(leaves: Sequence[Leaf], classes: Classes) -> list[Leaf]:
     """Gives every state leaf whose dims are hard-tied to a parameter's the role `optimizer` and that parameter's path.
 
-    Where several parameters share the class, the one with most dims in common wins, then equal shape, then path
-    ending."""
+    `leaves` are all leaves in flat order, and `classes` the dim classes; the leaves come back in order. Where
+    several parameters share the class, the one with most dims in common wins, then equal shape, then path ending.
+    """
     params = [leaf for leaf in leaves if leaf.role == "param"]
     owners: dict[int, list[Leaf]] = {}
     for param in params:

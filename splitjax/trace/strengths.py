@@ -1,9 +1,9 @@
-"""How strong each link is (see `trace.graph` for what the strengths mean).
+"""Decides how strong each link is (`trace.graph` says what the strengths mean).
 
-The measurements behind the cuts: one union-find ties half of a Transformer's parameter dims together through its
-residual stream, and both dims of square recurrent kernels. Dropping backward passes, the skip operand of a join, what a
-loop carries, and the input side of a weight that its own output comes back to leaves the groups that people shard by
-hand.
+A flat step and its links go in, a strength per link comes out. The measurements behind the cuts: one union-find ties
+half of a Transformer's parameter dims together through its residual stream, and both dims of square recurrent
+kernels. Dropping backward passes, the skip operand of a join, what a loop carries, and the input side of a weight
+that its own output comes back to leaves the groups that people shard by hand.
 """
 
 from __future__ import annotations
@@ -20,25 +20,33 @@ _COPIES = frozenset({"stack", "unstack", "concatenate", "split"})
 
 
 def strengths(flat: Flat, linked: Linked, flow: Flow, raw: Sequence[RawLink]) -> list[Strength]:
-    """The strength of every link: hard in the update (what depends on gradients or optimizer state) and for gradients
-    of the boundary; soft for backward passes, residual operands, carried values and updates that mix; local
-    otherwise."""
+    """Decides the strength of every link in `raw`.
+
+    **Arguments:**
+
+    - `flat`, `linked`, `flow`: the flat step, its links, and facts about its values.
+    - `raw`: links of operations, and ties outside of them.
+
+    Links are hard in the update (what depends on gradients or optimizer state) and for gradients of the boundary;
+    soft for backward passes, residual operands, carried values and updates that mix; local otherwise.
+    """
     skips, returns = cut_operands(flat, linked, flow)
     of_op = [_of_operation(flat, linked, flow, index) for index in range(len(flat.ops))]
-    found = []
+    of_link: list[Strength] = []
     for link in raw:
         if link.op < 0:
-            found.append(Strength.HARD)
+            of_link.append(Strength.HARD)
             continue
         strength = of_op[link.op]
         if strength == Strength.LOCAL:
             cut = link.operand in skips.get(link.op, ()) or (link.op in returns and link.contracted)
             strength = Strength.SOFT if cut else strength
-        found.append(strength)
-    return found
+        of_link.append(strength)
+    return of_link
 
 
 def _of_operation(flat: Flat, linked: Linked, flow: Flow, index: int) -> Strength:
+    """Decides the strength of an operation's links, cuts aside."""
     op = flat.ops[index]
     if op.primitive == "_gradient":
         return Strength.HARD
@@ -54,12 +62,15 @@ def _of_operation(flat: Flat, linked: Linked, flow: Flow, index: int) -> Strengt
 
 
 def cut_operands(flat: Flat, linked: Linked, flow: Flow) -> tuple[dict[int, frozenset[int]], frozenset[int]]:
-    """Two kinds of cuts, from one walk over ancestors:
+    """Finds two kinds of cuts, from one walk over ancestors in `flat`, its links `linked` and facts `flow`.
+
+    **Returns**
 
     - per elementwise join, the operands that are upstream of another operand through a mixing operation (skip
       connections);
-    - the products in which a weight meets what descends from it through a mixing operation (a recurrent weight in its
-      second step, a table that both embeds and decodes)."""
+    - the products in which a weight meets what descends from it through a mixing operation (a recurrent weight in
+      its second step, a table that both embeds and decodes).
+    """
     bit = _shared_values(flat)
     above = [0] * len(flat.shapes)  # ancestors, any way, and the value itself
     mixed = [0] * len(flat.shapes)  # ancestors through a mixing operation
@@ -72,7 +83,7 @@ def cut_operands(flat: Flat, linked: Linked, flow: Flow) -> tuple[dict[int, froz
             continue
         mixing = linked.mixing[index]
         if len(op.inputs) > 1 and linked.joins[index]:
-            found = [
+            upstream = [
                 k
                 for k, v in enumerate(op.inputs)
                 if v in bit
@@ -80,11 +91,11 @@ def cut_operands(flat: Flat, linked: Linked, flow: Flow) -> tuple[dict[int, froz
                     mixed[w] & bit[v] and _is_branch(op.primitive, flat.shapes[w], flat.shapes[v]) for w in op.inputs
                 )
             ]
-            if found and len(found) < len(op.inputs):
-                skips[index] = frozenset(found)
+            if upstream and len(upstream) < len(op.inputs):
+                skips[index] = frozenset(upstream)
         elif len(op.inputs) > 1 and mixing:
             pairs = (op.inputs[:2], op.inputs[1::-1])
-            if any(above[weight] & mixed[other] and flow.is_weight(weight) for weight, other in pairs):
+            if any(above[weight] & mixed[data] and flow.is_weight(weight) for weight, data in pairs):
                 returns.add(index)
         every, through = 0, 0
         for v in op.inputs:
@@ -97,13 +108,13 @@ def cut_operands(flat: Flat, linked: Linked, flow: Flow) -> tuple[dict[int, froz
 
 
 def _is_branch(primitive: str, shape: tuple[int, ...], skip: tuple[int, ...]) -> bool:
-    """Whether a value can be the branch beside a skip connection. A scale with fewer values than what it scales
+    """Tells whether a value can be the branch beside a skip connection. A scale with fewer values than what it scales
     (squeeze and excitation, spectral norm) is not."""
     return bool(shape) and (shape == skip or primitive not in ("mul", "div"))
 
 
 def _shared_values(flat: Flat) -> dict[int, int]:
-    """One bit for every value that is used more than once: only such a value can stand on both ways of a join."""
+    """Gives a bit to every value that is used more than once: only such a value can stand on both ways of a join."""
     uses = [0] * len(flat.shapes)
     for op in flat.ops:
         for v in set(op.inputs):

@@ -7,7 +7,6 @@ and, for a convolution, the atoms behind each of its four kinds of dims.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from splitjax.partitioner import COVERED, Operation, defect_of
 from splitjax.trace.classes import Classes
@@ -17,8 +16,11 @@ from splitjax.trace.links import qualified_name
 
 
 def find_suspects(flat: Flat, classes: Classes) -> tuple[Suspect, ...]:
-    """The operations that a row of the table covers, in program order."""
-    found = []
+    """Finds the operations of `flat` that a row of the table of defects covers, in program order.
+
+    `classes` are the dim classes, for the atoms of the dims that must not be split.
+    """
+    suspects: list[Suspect] = []
     for op in flat.ops:
         covered = defect_of(operation_of(op, flat)) if op.primitive in COVERED else None
         if covered is None:
@@ -29,7 +31,7 @@ def find_suspects(flat: Flat, classes: Classes) -> tuple[Suspect, ...]:
             for position, dims in touched.items()
             for value in (op.inputs[position] if position >= 0 else op.outputs[-1 - position],)
         ]
-        found.append(
+        suspects.append(
             Suspect(
                 defect.name,
                 qualified_name(op),
@@ -42,11 +44,11 @@ def find_suspects(flat: Flat, classes: Classes) -> tuple[Suspect, ...]:
                 _convolution_dims(op, flat, classes) if op.primitive == "conv_general_dilated" else None,
             )
         )
-    return tuple(found)
+    return tuple(suspects)
 
 
 def operation_of(op: Op, flat: Flat) -> Operation:
-    """An operation in the terms of the table."""
+    """Describes operation `op` of `flat` in the terms of the table of defects."""
     literals = {position: flat.literals[value] for position, value in enumerate(op.inputs) if value in flat.literals}
     return Operation(
         op.primitive,
@@ -58,8 +60,8 @@ def operation_of(op: Op, flat: Flat) -> Operation:
 
 
 def _convolution_dims(op: Op, flat: Flat, classes: Classes) -> ConvolutionDims:
-    """The atoms of a convolution's kinds of dims. The features of the result are (group, feature), those of the data
-    (group, contracted) with feature groups; with batch groups its examples are (group, example)."""
+    """Finds the atoms of a convolution's kinds of dims. The features of the result are (group, feature), those of the
+    data (group, contracted) with feature groups; with batch groups its examples are (group, example)."""
     data, weight, result = (classes.dims(value, len(flat.shapes[value])) for value in (*op.inputs[:2], op.outputs[0]))
     numbers, params = op.params["dimension_numbers"], op.params
     num_groups = params["feature_group_count"] * params["batch_group_count"]
@@ -79,8 +81,11 @@ def _convolution_dims(op: Op, flat: Flat, classes: Classes) -> ConvolutionDims:
     return ConvolutionDims(groups, batch, weight[numbers.rhs_spec[1]], features)
 
 
-def split_leading(dim: Dim, size: int, sizes: Sequence[int] | Mapping[int, Any]) -> tuple[Dim, Dim]:
-    """The leading atoms of a dim that make up a size, and the rest; no leading atoms where none do."""
+def split_leading(dim: Dim, size: int, sizes: Sequence[int] | Mapping[int, int]) -> tuple[Dim, Dim]:
+    """Splits a dim into the leading atoms that make up a size, and the rest.
+
+    `dim` is the atoms, `size` the product wanted, `sizes` the size per atom. No leading atoms where none make it up.
+    """
     product = 1
     for position, atom in enumerate(dim):
         if product == size:

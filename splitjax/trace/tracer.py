@@ -1,4 +1,4 @@
-"""Step + example arguments -> `Graph`: the passes in order.
+"""Builds a `Graph` from a step's jaxpr: runs the passes in order.
 
 flatten (see through calls) -> link (dim rule of every operation) -> refine (split atoms until links line up) -> find
 the example dim, parameters and the update region -> unite atoms by strength -> tie state to parameters -> layers and
@@ -14,17 +14,20 @@ from typing import Any
 
 from splitjax.trace import dims_elementwise, dims_fused, dims_mixing, dims_shape  # noqa: F401  (they fill the registry)
 from splitjax.trace.classes import Classes, Strength, align, classify, refine, unite
-from splitjax.trace.flatten import BACKWARD, Flat, flatten
+from splitjax.trace.flatten import BACKWARD, Flat, Site, flatten
 from splitjax.trace.flow import Argument, Flow, analyse, example_labels, is_floating
 from splitjax.trace.graph import Dim, Gradient, Graph, Leaf, Spread, Unknown, Use, itemsize
 from splitjax.trace.layers import build_layers, group_params
 from splitjax.trace.links import Linked, link, qualified_name, tie
 from splitjax.trace.lookups import find_tables
-from splitjax.trace.names import name_dims
+from splitjax.trace.names import Names, name_dims
 from splitjax.trace.state import fallback_ties, follow
 from splitjax.trace.strengths import strengths
 from splitjax.trace.suspects import find_suspects
 from splitjax.trace.uses import RawUse, find_uses, weight_sources
+
+# Value -> (site, operand) of the products between activations that read it.
+Twins = dict[int, list[tuple[Site, int]]]
 
 
 def build_graph(jaxpr: Any, arguments: Sequence[Argument], state_results: Mapping[int, int]) -> Graph:
@@ -46,21 +49,24 @@ def build_graph(jaxpr: Any, arguments: Sequence[Argument], state_results: Mappin
     # All links together: where examples can be. Strengths need to know that.
     anything = unite(atoms, pairs)
     flow = analyse(flat, arguments, atoms, anything)
-    found = strengths(flat, linked, flow, raw)
-    classes = classify(atoms, pairs, found)
+    of_link = strengths(flat, linked, flow, raw)
+    classes = classify(atoms, pairs, of_link)
     examples = flow.examples
     extra = tie(fallback_ties(flat, arguments, flow, classes), flat.shapes)
     if extra:
         raw += extra
-        found += [Strength.HARD] * len(extra)
+        of_link += [Strength.HARD] * len(extra)
         pairs = align(atoms, raw)
-        classes = classify(atoms, pairs, found)
+        classes = classify(atoms, pairs, of_link)
         examples, _ = example_labels(flat, arguments, atoms, classes.labels[Strength.SOFT])
     tables = find_tables(flat, state_results, [argument.path for argument in arguments])
     return dataclasses.replace(_assemble(flat, linked, flow, arguments, classes, examples), tables=tables)
 
 
-def _assemble(flat: Flat, linked: Linked, flow: Flow, arguments, classes: Classes, examples: frozenset[int]) -> Graph:
+def _assemble(
+    flat: Flat, linked: Linked, flow: Flow, arguments: Sequence[Argument], classes: Classes, examples: frozenset[int]
+) -> Graph:
+    """Describes the step's leaves, layers and operations, now that all classes are known."""
     sources = weight_sources(flat, flow)
     uses = find_uses(flat, linked, flow, sources)
     dim_names = name_dims(flat, linked, flow, uses, sources)
@@ -95,9 +101,14 @@ _JOINS = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "broadcast_
 
 
 def _spreads(
-    flat: Flat, arguments, sources, names: Mapping[int, str], classes: Classes, examples: frozenset[int]
+    flat: Flat,
+    arguments: Sequence[Argument],
+    sources: Sequence[frozenset[int]],
+    names: Mapping[int, str],
+    classes: Classes,
+    examples: frozenset[int],
 ) -> Iterator[Spread]:
-    """Operations that lay what is made of one parameter along the examples."""
+    """Yields the operations that lay what is made of one parameter along the examples."""
     for op in flat.ops:
         if op.primitive not in _JOINS or not op.inside or not op.editable:
             continue
@@ -129,17 +140,23 @@ def _spreads(
 
 
 def _gradients(flat: Flat, arguments: Sequence[Argument], sources: Sequence[frozenset[int]]) -> tuple[Gradient, ...]:
-    """The results of boundaries that are gradients of one parameter (which may have been cast before)."""
-    found = []
+    """Finds the results of boundaries that are gradients of one parameter (which may have been cast before)."""
+    gradients: list[Gradient] = []
     for op in flat.ops:
         if op.primitive == "_gradient" and len(sources[op.inputs[0]]) == 1 and op.editable:
             (index,) = sources[op.inputs[0]]
-            found.append(Gradient(op.site, op.params["result"], arguments[index].path, flat.shapes[op.outputs[0]]))
-    return tuple(found)
+            gradients.append(Gradient(op.site, op.params["result"], arguments[index].path, flat.shapes[op.outputs[0]]))
+    return tuple(gradients)
 
 
 def _leaf(
-    index: int, flat: Flat, flow: Flow, arguments, classes: Classes, dim_names, layers: Mapping[int, str]
+    index: int,
+    flat: Flat,
+    flow: Flow,
+    arguments: Sequence[Argument],
+    classes: Classes,
+    dim_names: Mapping[int, Names],
+    layers: Mapping[int, str],
 ) -> Leaf:
     value, argument = flat.inputs[index], arguments[index]
     role = "input"
@@ -161,31 +178,39 @@ def _leaf(
     )
 
 
-def _products(flat: Flat, uses: set[int]) -> dict[int, list[tuple[tuple[int, ...], int]]]:
-    """Value -> the products between activations that read it, as (site, operand): in a backward pass that JAX already
-    traced, the gradients of the weights that it met."""
-    found: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+def _products(flat: Flat, uses: set[int]) -> Twins:
+    """Maps a value to the products between activations that read it, as (site, operand): in a backward pass that JAX
+    already traced, the gradients of the weights that it met."""
+    products: Twins = {}
     for index, op in enumerate(flat.ops):
         if op.primitive in ("dot_general", "conv_general_dilated") and index not in uses and op.editable:
             for operand, value in enumerate(op.inputs[:2]):
-                found.setdefault(value, []).append((op.site, operand))
-    return found
+                products.setdefault(value, []).append((op.site, operand))
+    return products
 
 
-def _feeds(flat: Flat, uses: set[int], arguments) -> list[frozenset[str]]:
-    """Per value, the batch leaves that reach it without passing a use of a weight."""
+def _feeds(flat: Flat, uses: set[int], arguments: Sequence[Argument]) -> list[frozenset[str]]:
+    """Finds, per value, the batch leaves that reach it without passing a use of a weight."""
     feeds: list[frozenset[str]] = [frozenset()] * len(flat.shapes)
     for value, argument in zip(flat.inputs, arguments, strict=True):
         if argument.is_batch:
             feeds[value] = frozenset((argument.path,))
     for index, op in enumerate(flat.ops):
-        found = frozenset().union(*(feeds[v] for v in op.inputs)) if index not in uses else frozenset()
+        batch_leaves = frozenset().union(*(feeds[v] for v in op.inputs)) if index not in uses else frozenset()
         for v in op.outputs:
-            feeds[v] = found
+            feeds[v] = batch_leaves
     return feeds
 
 
-def _use(use: RawUse, flat: Flat, names: dict[int, str], arguments, classes: Classes, products, feeds) -> Use:
+def _use(
+    use: RawUse,
+    flat: Flat,
+    names: Mapping[int, str],
+    arguments: Sequence[Argument],
+    classes: Classes,
+    products: Twins,
+    feeds: Sequence[frozenset[str]],
+) -> Use:
     op = flat.ops[use.op]
     out = op.outputs[0]
     data = op.inputs[use.data] if use.data is not None else out
@@ -225,13 +250,16 @@ def _unknown(flat: Flat, index: int, classes: Classes) -> Unknown:
 
 # Linear in each operand (or mere moves): the backward pass needs no copy of their operands.
 _LINEAR = frozenset(
-    "add sub neg reshape broadcast_in_dim transpose squeeze convert_element_type copy reduce_sum slice pad concatenate"
-    " add_any _scan_in _scan_out _carry_in _carry_back _branch _gradient select_n split stack unstack rev expand_dims".split()  # noqa: E501
+    """
+    add sub neg reshape broadcast_in_dim transpose squeeze convert_element_type copy reduce_sum slice pad concatenate
+    add_any _scan_in _scan_out _carry_in _carry_back _branch _gradient select_n split stack unstack rev
+    expand_dims
+    """.split()
 )
 
 
 def _activation_bytes(flat: Flat, flow: Flow) -> int:
-    """Bytes of forward values of the batch that some backward pass reads: operands of what is not linear."""
+    """Sums the bytes of forward values of the batch that some backward pass reads: operands of what is not linear."""
     kept: dict[int, int] = {}
     for op in flat.ops:
         if op.primitive in _LINEAR or op.phase == BACKWARD:

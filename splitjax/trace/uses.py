@@ -1,10 +1,14 @@
-"""Which operation uses which parameter as its weight, with flops, and what is special about it."""
+"""Finds which operation uses which parameter as its weight, with flops, and what is special about it.
+
+A flat step and facts about its values go in, one `RawUse` per dot, convolution or lookup of a weight comes out.
+Layers, names of dims and costs all start from these.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from splitjax.trace.attention import mark_attention
 from splitjax.trace.flatten import BACKWARD, FORWARD, Flat, Op
@@ -18,13 +22,22 @@ _MAX_SOURCES = 64
 
 @dataclasses.dataclass(frozen=True)
 class RawUse:
-    """One mixing operation between a weight (made of state alone) and what depends on the batch."""
+    """Describes an operation that mixes a weight (made of state alone) with what depends on the batch.
+
+    - `op`: the operation's index.
+    - `weight`, `data`: operand positions; `data` is None for a lookup of constant ids.
+    - `leaves`: leaf indices of the parameters that make the weight, largest first.
+    - `names`: a name (or None) per dim of the weight operand.
+    - `flops`: of all repetitions.
+    - `backward`: whether it belongs to a backward pass that JAX already traced.
+    - `recurrent`, `attention`: whether the weight is recurrent, or feeds or reads an attention.
+    """
 
     op: int
-    weight: int  # operand position
-    data: int | None  # None for a lookup of constant ids
-    leaves: tuple[int, ...]  # leaf indices of the parameters that make the weight, largest first
-    names: tuple[str | None, ...]  # per dim of the weight operand
+    weight: int
+    data: int | None
+    leaves: tuple[int, ...]
+    names: tuple[str | None, ...]
     flops: int
     backward: bool
     recurrent: bool = False
@@ -32,16 +45,22 @@ class RawUse:
 
 
 def find_uses(flat: Flat, linked: Linked, flow: Flow, sources: Sequence[frozenset[int]]) -> list[RawUse]:
-    """All uses in program order."""
+    """Finds all uses of weights in program order.
+
+    **Arguments:**
+
+    - `flat`, `linked`, `flow`: the flat step, its links, and facts about its values.
+    - `sources`: per value the parameters (leaf indices) that it is made of.
+    """
     raw: list[RawUse] = []
     for index, op in enumerate(flat.ops):
         names_of = _WEIGHTS.get(op.primitive)
         if names_of is None or len(op.inputs) < 2:
             continue
-        found = _operands(op, flow, sources, flat)
-        if found is None:
+        positions = _operands(op, flow, sources, flat)
+        if positions is None:
             continue
-        weight, data = found
+        weight, data = positions
         size = {i: math.prod(flat.shapes[flat.inputs[i]]) for i in sources[op.inputs[weight]]}
         leaves = tuple(sorted(size, key=lambda i: (-size[i], i)))
         raw.append(
@@ -56,7 +75,11 @@ def find_uses(flat: Flat, linked: Linked, flow: Flow, sources: Sequence[frozense
 
 
 def weight_sources(flat: Flat, flow: Flow) -> list[frozenset[int]]:
-    """Per value that is made of state alone: the parameters (leaf indices) it is made of."""
+    """Returns, per value of `flat` that is made of state alone (by `flow`), the parameters (leaf indices) it is made
+    of.
+
+    A value made of very many parameters, such as a global norm, has none.
+    """
     nothing: frozenset[int] = frozenset()
     sources = [nothing] * len(flat.shapes)
     for index, value in enumerate(flat.inputs):
@@ -78,24 +101,24 @@ def weight_sources(flat: Flat, flow: Flow) -> list[frozenset[int]]:
 
 
 def _operands(op: Op, flow: Flow, sources: Sequence[frozenset[int]], flat: Flat) -> tuple[int, int | None] | None:
-    """The positions of weight and data, where an operation is a use: its data carry examples, or depend on the batch
-    and its result does something to examples (the inputs of an expert, which belong to no example any more) or to a
-    loss."""
+    """Finds the positions of weight and data, where an operation is a use: its data carry examples, or depend on the
+    batch and its result does something to examples (the inputs of an expert, which belong to no example any more) or
+    to a loss."""
     for weight in (0,) if op.primitive == "gather" else (0, 1):
         if not sources[op.inputs[weight]]:
             continue
-        other = op.inputs[1 - weight]
-        if flow.carrying[other]:
+        partner = op.inputs[1 - weight]
+        if flow.carrying[partner]:
             return weight, 1 - weight
         if not flow.has_effect(op.outputs[0]) and flow.has_examples and not op.inside and op.phase != FORWARD:
             continue
-        if flow.data[other] and not flow.is_weight(other):
+        if flow.data[partner] and not flow.is_weight(partner):
             return weight, 1 - weight
         if (
             op.primitive == "gather"
             and flow.has_effect(op.outputs[0])
-            and not sources[other]
-            and len(flat.shapes[other]) > 1
+            and not sources[partner]
+            and len(flat.shapes[partner]) > 1
         ):
             return weight, None
     return None
@@ -136,7 +159,7 @@ def _scaled_names(op: Op, weight: int, flat: Flat) -> tuple[str | None, ...]:
     return (None, "out", "in")
 
 
-_WEIGHTS = {
+_WEIGHTS: dict[str, Callable[[Op, int, Flat], tuple[str | None, ...]]] = {
     "dot_general": _dot_names,
     "conv_general_dilated": _conv_names,
     "gather": _gather_names,
@@ -147,7 +170,8 @@ _WEIGHTS = {
 
 
 def product_flops(op: Op, flat: Flat) -> int:
-    """Multiply-adds counted as two, of all repetitions of one operation."""
+    """Counts the flops of all repetitions of operation `op` of `flat`: a multiply-add is two. Zero for other than
+    products."""
     out, left = math.prod(flat.shapes[op.outputs[0]]), flat.shapes[op.inputs[0]]
     if op.primitive in ("dot_general", "ragged_dot_general"):
         numbers = op.params.get("dimension_numbers")
