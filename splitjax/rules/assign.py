@@ -1,5 +1,8 @@
-"""Graph x RuleSet x MeshShape -> the layout of every argument of the step: parameters by rule, the rest of the state by
-what it follows, batches over their axes."""
+"""Assigns a layout to every argument of a step: parameters by rule, the rest of the state by what it follows,
+batches over their axes.
+
+A traced graph, a rule set and the mesh's shape go in; an `Assignment` comes out, from which the plan is made.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,21 @@ from splitjax.rules.ruleset import RuleSet
 from splitjax.trace.graph import Graph, Leaf
 
 # Replicated state of at least this size that follows no parameter is worth a note.
-LARGE_BYTES = 1 << 20
+LARGE_BYTES: int = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """The layouts that a rule set gives a step on a mesh."""
+    """Holds the layouts that a rule set gives a step on a mesh.
+
+    - `rules`: the name of the rule set.
+    - `replicated_batch`: "all" or "data".
+    - `batch_axes`: axes of size above 1 that split the batch.
+    - `leaves`: every argument of the step, in flat order.
+    - `layers`: in program order.
+    - `notes`: lines for the plan.
+    - `dead`: names of rules that are the first to match of no parameter.
+    """
 
     rules: str  # name of the rule set
     replicated_batch: str  # "all" | "data"
@@ -36,12 +48,20 @@ class Assignment:
 def assign(graph: Graph, rules: RuleSet, mesh: MeshShape | Mapping[str, int]) -> Assignment:
     """Lays out every argument of a traced step by a rule set.
 
-    The result is legal: every split divides, an array uses a mesh axis at most once, and parameters that share storage
-    agree (see `decide`). Batches are split over all axes of the mesh or over `data`, as `rules.replicated_batch` says.
+    **Arguments:**
 
-    Raises `MeshError` for a rule that names an axis the mesh cannot have, `RuleError` where an axis other than `data`
-    (or one of `rules.axes`) shards no parameter and the set does not allow that, `BatchError` where the batch does not
-    divide."""
+    - `graph`: the traced step.
+    - `rules`: the rule set.
+    - `mesh`: the mesh's shape, or a mapping from axis to size.
+
+    The result is legal: every split divides, an array uses a mesh axis at most once, and parameters that share
+    storage agree (see `decide`). Batches are split over all axes of the mesh or over `data`, as
+    `rules.replicated_batch` says.
+
+    Raises `MeshError` for a rule that names an axis the mesh cannot have, `RuleError` where an axis other than
+    `data` (or one of `rules.axes`) shards no parameter and the set does not allow that, `BatchError` where the
+    batch does not divide.
+    """
     mesh = MeshShape.of(mesh)
     for rule, error in unknown_axes(rules, mesh):
         place = f"rule set {rules.name!r}" + (f", rule {rule.name!r}" if rule else ", key 'axes'")
@@ -71,7 +91,7 @@ def assign(graph: Graph, rules: RuleSet, mesh: MeshShape | Mapping[str, int]) ->
                 weight.note if weight else "",
             )
         )
-    notes = [f"{one.path}: {one.note}" for one in decisions.params.values() if one.problem]
+    notes = [f"{decision.path}: {decision.note}" for decision in decisions.params.values() if decision.problem]
     notes += [
         f"{leaf.path}: {leaf.note}" for leaf in leaves if leaf.role not in ("param", "batch", "input") and leaf.note
     ]
@@ -89,40 +109,51 @@ def assign(graph: Graph, rules: RuleSet, mesh: MeshShape | Mapping[str, int]) ->
 
 
 def unknown_axes(rules: RuleSet, mesh: MeshShape) -> list[tuple[Rule | None, MeshError]]:
-    """The rules (None: the set's own `axes`) that name an axis the mesh lacks and that is none of the known ones."""
-    found: list[tuple[Rule | None, MeshError]] = []
+    """Finds the rules in `rules` that name an axis that `mesh` lacks and that is none of the known ones.
+
+    Returns each with its error; None stands for the set's own `axes`.
+    """
+    unknown: list[tuple[Rule | None, MeshError]] = []
     for rule in (*rules.rules, None):
         try:
             mesh.size(rule.axes if rule else rules.axes)
         except MeshError as error:
-            found.append((rule, error))
-    return found
+            unknown.append((rule, error))
+    return unknown
 
 
 def idle_axes(graph: Graph, rules: RuleSet, mesh: MeshShape, decisions: Decisions) -> tuple[str, ...]:
-    """Axes over which the set has to shard something, and over which every parameter stays whole."""
+    """Finds the axes over which the set has to shard something, and over which every parameter stays whole.
+
+    **Arguments:**
+
+    - `graph`: the traced step.
+    - `rules`: the rule set.
+    - `mesh`: the mesh's shape.
+    - `decisions`: what `decide` made of them.
+    """
     if rules.allow_replicated or not graph.params:
         return ()
-    used = {axis for one in decisions.params.values() for axes in one.axes for axis in axes}
+    used = {axis for decision in decisions.params.values() for axes in decision.axes for axis in axes}
     wanted = [axis for axis in mesh.names if axis != DATA or DATA in rules.axes]
     return tuple(axis for axis in mesh.present(wanted) if axis not in used)
 
 
 def dead_rules(rules: RuleSet, decisions: Decisions) -> tuple[str, ...]:
-    """Names of the rules that are the first to match of no parameter."""
-    fired = {one.matched for one in decisions.params.values()}
+    """Returns the names of the rules in `rules` that are, by `decisions`, the first to match of no parameter."""
+    fired = {decision.matched for decision in decisions.params.values()}
     return tuple(rule.name for rule in rules.rules if rule.name not in fired)
 
 
 def spec_entry(axes: Axes) -> SpecEntry:
-    """Axes as an entry of a spec: None, a name, or several names."""
+    """Returns `axes` as an entry of a spec: None, a name, or several names."""
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 def _idle(graph: Graph, rules: RuleSet, mesh: MeshShape, decisions: Decisions, axis: str) -> RuleError:
-    """The error for an axis that shards nothing: what the step has, and why no rule did anything with it."""
+    """Makes the error for an axis that shards nothing: what the step has, and why no rule did anything with it."""
     leaves = {leaf.path: leaf for leaf in graph.params}
-    shown = [f"{one.path} {leaves[one.path].shape} ({one.kind})" for one in decisions.params.values()]
+    shown = [f"{it.path} {leaves[it.path].shape} ({it.kind})" for it in decisions.params.values()]
     lines = [f"rule set {rules.name!r} leaves every parameter whole on each of the {axes_text(mesh, (axis,))} devices"]
     lines.append(f"  parameters: {', '.join(shown[:8])}{f', and {len(shown) - 8} more' if len(shown) > 8 else ''}")
     for rule in rules.rules:
@@ -137,7 +168,8 @@ def _idle(graph: Graph, rules: RuleSet, mesh: MeshShape, decisions: Decisions, a
 
 
 def _why_idle(rule: Rule, axis: str, decisions: Decisions) -> str:
-    mine = [one for one in decisions.params.values() if one.matched == rule.name]
+    """Says why a rule shards nothing over an axis."""
+    mine = [decision for decision in decisions.params.values() if decision.matched == rule.name]
     if not mine:
         return "matches none of them first"
     count = f"{len(mine)} parameter{'s' if len(mine) > 1 else ''}"
@@ -145,11 +177,12 @@ def _why_idle(rule: Rule, axis: str, decisions: Decisions) -> str:
         return f"replicates {count} on purpose"
     if axis not in rule.axes:
         return f"matches {count}, and does not name {axis!r}"
-    noted = next((one for one in mine if one.note), mine[0])
+    noted = next((decision for decision in mine if decision.note), mine[0])
     return f"matches {count}, and none of them can be split" + (f"; {noted.path}: {noted.note}" if noted.note else "")
 
 
 def _check_batch(graph: Graph, mesh: MeshShape, batch_axes: tuple[str, ...]) -> None:
+    """Raises `BatchError` where the batch, or a batch argument, does not divide by the axes that split it."""
     num = mesh.size(batch_axes)
     sizes = {"the batch": graph.num_examples} if graph.num_examples is not None else {}
     sizes |= {leaf.path: leaf.shape[0] for leaf in graph.leaves if leaf.role == "batch" and leaf.shape}
@@ -197,18 +230,21 @@ def _leaf(graph: Graph, mesh: MeshShape, decisions: Decisions, batch_axes: tuple
 
 
 def _follow(graph: Graph, mesh: MeshShape, decisions: Decisions, leaf: Leaf) -> tuple[Spec, str, str]:
-    """Spec, rule and note of optimizer state or a statistic: every dim as the parameter dim with the same storage
-    class."""
-    axes, notes, path = [], [], leaf.follows
+    """Returns spec, rule and note of optimizer state or a statistic: every dim as the parameter dim with the same
+    storage class."""
+    axes: list[Axes] = []
+    notes: list[str] = []
+    path = leaf.follows
     for dim, atoms in enumerate(leaf.dims):
-        label = graph.hard[atoms[0]] if atoms else None
-        mine = decisions.classes.get(label, ()) if label is not None else ()
-        if label in decisions.owners:
-            path = path or decisions.owners[label]
+        mine: Axes = ()
+        if atoms:
+            label = graph.hard[atoms[0]]
+            mine = decisions.classes.get(label, ())
+            path = path or decisions.owners.get(label)
         if mine and not divides([graph.atom_sizes[atom] for atom in atoms], mesh.size(mine)):
             notes.append(f"{sized_text(graph, leaf, dim)} does not divide by {axes_text(mesh, mine)}")
             mine = ()
-        if used := [axis for axis in mine if any(axis in other for other in axes)]:
+        if used := [axis for axis in mine if any(axis in earlier for earlier in axes)]:
             notes.append(f"{dim_text(leaf, dim)} stays whole: {used[0]} already splits another dim")
             mine = ()
         axes.append(mine)
@@ -218,5 +254,6 @@ def _follow(graph: Graph, mesh: MeshShape, decisions: Decisions, leaf: Leaf) -> 
 
 
 def bytes_per_device(leaf: Leaf, spec: Spec, mesh: MeshShape) -> int:
-    """Bytes of one device's part of an array (parts rounded up)."""
+    """Returns the bytes of one device's part of an array on `mesh` (parts rounded up); `leaf` is split as `spec`
+    says."""
     return leaf.itemsize * math.prod(-(-size // mesh.size(entry)) for size, entry in zip(leaf.shape, spec, strict=True))

@@ -1,17 +1,19 @@
-"""The axes of every parameter dim: rules, dim classes and divisibility together.
+"""Decides the axes of every parameter dim: rules, dim classes and divisibility together.
 
-What is decided is not one array's dim but a *hard class* of dims (by leading atom): arrays that share storage agree
-because they have one entry between them. `_Work.chosen` holds that entry; a class that is not in it is still open.
+A traced graph, a rule set and the mesh's shape go in; `Decisions` come out. What is decided is not one array's
+dim but a *hard class* of dims (by leading atom): arrays that share storage agree because they have one entry
+between them. `_Work.chosen` holds that entry; a class that is not in it is still open.
 
 Layers decide in program order, each its weight first:
 
 1. `_settle` takes the first alternative of the parameter's first matching rule that fits (`_fit`): every dim it names
    is there, divides by its axes, and no array linked by storage would be split twice over one axis (`_illegal`).
 2. `_share` gives the other parameters of the layer the axes of the dims they have in common with it (same *local*
-   class): the bias of a dense layer split by columns. Dims that the weight keeps whole they keep whole too: the bias of
-   one split by rows.
-3. `_spread`, for rules with `ties="local"`, gives the axis to open parameters of other layers in the same local class,
-   so that the next dense layer is split by rows: column then row (Shoeybi et al., arXiv 1909.08053, section 3).
+   class): the bias of a dense layer split by columns. Dims that the weight keeps whole they keep whole too: the bias
+   of one split by rows.
+3. `_spread`, for rules with `ties="local"`, gives the axis to open parameters of other layers in the same local
+   class, so that the next dense layer is split by rows: column then row (Shoeybi et al., arXiv 1909.08053, section
+   3).
 
 A local class is a default, so a rule that replicates, or has `ties="hard"`, takes no axis from other layers.
 """
@@ -43,7 +45,17 @@ Axes = tuple[str, ...]  # of size above 1, major first; () is whole
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What became of one parameter."""
+    """Records what became of one parameter.
+
+    - `path`: its path.
+    - `kind`: the kind of its layer.
+    - `axes`: per dim the axes of size above 1 that split it, major first.
+    - `rule`: what the plan shows as its rule.
+    - `note`: what the plan says besides.
+    - `matched`: the name of the first rule that matches, or None.
+    - `problem`: "misfit": the rule matched and no alternative fits; "conflict": a tie outvotes an explicit rule;
+      else "".
+    """
 
     path: str
     kind: str
@@ -56,7 +68,12 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Decisions:
-    """All parameters in graph order, and the hard classes for what follows them."""
+    """Holds the decisions on all parameters in graph order, and the hard classes for what follows them.
+
+    - `params`: path -> decision.
+    - `classes`: hard label -> axes.
+    - `owners`: hard label -> path of the first parameter that has it.
+    """
 
     params: Mapping[str, Decision]
     classes: Mapping[int, Axes]  # hard label -> axes
@@ -64,6 +81,9 @@ class Decisions:
 
 
 class _Choice(NamedTuple):
+    """Records the axes of a hard class: `by` is the path of the parameter whose rule decided, `text` how the plan
+    names the decision on the other parameters of the class."""
+
     axes: Axes
     by: str  # path of the parameter whose rule decided
     text: str  # how the plan names the decision on the other parameters of the class
@@ -71,7 +91,13 @@ class _Choice(NamedTuple):
 
 @dataclasses.dataclass
 class _Work:
-    """The state of one call of `decide`."""
+    """Holds the state of one call of `decide`.
+
+    - `rules`: path -> the first rule that matches the parameter.
+    - `homes`: path -> name of the first layer that lists it.
+    - `by_hard`, `by_local`: label -> paths of the parameters with a dim of that class.
+    - `chosen`: hard label -> choice; `done`: path -> decision.
+    """
 
     graph: Graph
     mesh: MeshShape
@@ -85,22 +111,31 @@ class _Work:
     done: dict[str, Decision] = dataclasses.field(default_factory=dict)
 
     def hard(self, leaf: Leaf) -> dict[int, int]:
-        """Dim -> hard label of its leading atom, for the dims that have one."""
+        """Returns dim -> hard label of its leading atom, for the dims that have one."""
         return {dim: self.graph.hard[atoms[0]] for dim, atoms in enumerate(leaf.dims) if atoms}
 
     def local(self, leaf: Leaf) -> dict[int, int]:
+        """Returns dim -> local label of its leading atom, for the dims that have one."""
         return {dim: self.graph.local[atoms[0]] for dim, atoms in enumerate(leaf.dims) if atoms}
 
     def given(self, leaf: Leaf) -> dict[int, _Choice]:
-        """The dims of a parameter whose class is chosen."""
+        """Returns the dims of a parameter whose class is chosen, each with the choice."""
         return {dim: self.chosen[label] for dim, label in self.hard(leaf).items() if label in self.chosen}
 
 
 def decide(graph: Graph, rules: RuleSet, mesh: MeshShape) -> Decisions:
-    """The axes of every parameter dim, with the rule that decided. Pure; raises nothing that depends on the outcome.
+    """Decides the axes of every parameter dim, and says which rule decided.
 
-    Legal by construction: a mesh axis is on at most one dim of a parameter, every split divides, and parameters in one
-    hard class agree. Axes that the mesh has with size 1 fit everywhere and leave the dim whole."""
+    **Arguments:**
+
+    - `graph`: the traced step.
+    - `rules`: the rule set.
+    - `mesh`: the mesh's shape.
+
+    Legal by construction: a mesh axis is on at most one dim of a parameter, every split divides, and parameters
+    in one hard class agree. Axes that the mesh has with size 1 fit everywhere and leave the dim whole. Pure;
+    raises nothing that depends on the outcome.
+    """
     work = _start(graph, rules, mesh)
     for layer in graph.layers:
         _decide_layer(work, [path for path in layer.params if path in work.params])
@@ -139,6 +174,7 @@ def _start(graph: Graph, rules: RuleSet, mesh: MeshShape) -> _Work:
 
 
 def _decide_layer(work: _Work, paths: Sequence[str]) -> None:
+    """Decides the parameters of one layer, `paths`, the weight's first."""
     if not paths:
         return
     # Matrices before vectors: a bias follows its own matrix, also where the layer holds several (query, ..., output).
@@ -147,13 +183,13 @@ def _decide_layer(work: _Work, paths: Sequence[str]) -> None:
     for position, path in enumerate(order):
         if path in work.done:  # another layer uses it too and came first
             continue
-        leaf, own, before = work.params[path], work.rules[path], [work.params[other] for other in order[:position]]
+        leaf, own, before = work.params[path], work.rules[path], [work.params[earlier] for earlier in order[:position]]
         if own is not None and (own.per_array or (own is not weight and (own.is_explicit or own.replicates))):
             _settle(work, leaf, ())
             continue
-        for other in before:
-            _share(work, other, leaf)
-        _settle(work, leaf, [other for other in before if work.rules[other.path] is own])
+        for source in before:
+            _share(work, source, leaf)
+        _settle(work, leaf, [source for source in before if work.rules[source.path] is own])
 
 
 def _share(work: _Work, source: Leaf, target: Leaf) -> None:
@@ -185,7 +221,7 @@ def _tie(work: _Work, source: Leaf, source_dim: int, target: Leaf, choice: _Choi
     if not choice.axes:
         return
     label, hard = work.local(source)[source_dim], work.hard(target)
-    dims = [dim for dim, one in work.local(target).items() if one == label and hard[dim] not in work.chosen]
+    dims = [dim for dim, own in work.local(target).items() if own == label and hard[dim] not in work.chosen]
     if by_name:  # a square recurrent kernel may have both dims in the class: its columns go with the columns
         dims.sort(key=lambda dim: dim_text(target, dim) != dim_text(source, source_dim))
     for dim in dims:
@@ -209,7 +245,8 @@ def _settle(work: _Work, leaf: Leaf, near: Sequence[Leaf]) -> None:
     new = {dim: axes for dim, axes in (picked or {}).items() if axes and dim not in given}
     # A bias whose dim the weight keeps whole is no misfit.
     follows = next(
-        (one.path for one in near for label in work.local(leaf).values() if _keeps_whole(work, one, label)), None
+        (source.path for source in near for label in work.local(leaf).values() if _keeps_whole(work, source, label)),
+        None,
     )
     shown, note, problem = _explain(rule, given, new, picked, refusals, follows)
     if problem == "misfit" and near and len(hard) <= 1 and not any(leaf.dim_names):
@@ -232,7 +269,7 @@ def _explain(
     refusals: list[str],
     follows: str | None,
 ) -> tuple[str, str, str]:
-    """What the plan shows as the rule, the note, and the kind of problem, if any."""
+    """Returns what the plan shows as the rule, the note, and the kind of problem, if any."""
     tie = next((choice.text for choice in given.values() if choice.axes), None)
     reasons = "; ".join(dict.fromkeys(refusals))
     if rule is None:
@@ -255,7 +292,7 @@ def _explain(
 
 
 def _fit(work: _Work, leaf: Leaf, alternative: Alternative, near: Sequence[Leaf]) -> dict[int, Axes] | str:
-    """The axes per dim that an alternative means for a parameter, or why it does not fit."""
+    """Returns the axes per dim that an alternative means for a parameter, or why it does not fit."""
     picked: dict[int, Axes] = {}
     for ref, names in sorted(alternative, key=lambda pair: pair[0] == LARGEST):  # the largest of what the others leave
         axes = work.mesh.present(names)
@@ -279,7 +316,7 @@ def _fit(work: _Work, leaf: Leaf, alternative: Alternative, near: Sequence[Leaf]
 def _refuse(
     work: _Work, leaf: Leaf, ref: DimRef, dim: int, axes: Axes, picked: dict[int, Axes], near: Sequence[Leaf]
 ) -> str | None:
-    """Why a dim cannot be split over the axes, or None where it can."""
+    """Says why a dim cannot be split over the axes; None where it can."""
     if not axes:
         return None
     name, given, hard = dim_text(leaf, dim), work.given(leaf), work.hard(leaf)
@@ -295,21 +332,22 @@ def _refuse(
         return f"{name} {there}, as in {choice.by}"
     if dim in given:
         return None
-    for other, choice in given.items():
+    for given_dim, choice in given.items():
         if used := [axis for axis in axes if axis in choice.axes]:
-            return f"{used[0]} already splits {dim_text(leaf, other)} ({choice.text})"
-    return _illegal(work, {hard[one]: taken for one, taken in picked.items() if taken} | {hard[dim]: axes})
+            return f"{used[0]} already splits {dim_text(leaf, given_dim)} ({choice.text})"
+    return _illegal(work, {hard[earlier]: taken for earlier, taken in picked.items() if taken} | {hard[dim]: axes})
 
 
 def _keeps_whole(work: _Work, leaf: Leaf, label: int) -> bool:
-    """Whether a settled parameter has dims in a local class, and splits none of them."""
+    """Tells whether a settled parameter has dims in a local class, and splits none of them."""
     hard = work.hard(leaf)
-    dims = [dim for dim, one in work.local(leaf).items() if one == label]
+    dims = [dim for dim, own in work.local(leaf).items() if own == label]
     return bool(dims) and not any(work.chosen[hard[dim]].axes for dim in dims)
 
 
 def _illegal(work: _Work, extra: dict[int, Axes]) -> str | None:
-    """Why giving these axes to these hard classes would be illegal for some parameter that has a dim in one of them."""
+    """Says why giving these axes to these hard classes would be illegal for some parameter that has a dim in one of
+    them."""
     for path in dict.fromkeys(path for label in extra for path in work.by_hard[label]):
         leaf, used = work.params[path], {}
         for dim, label in work.hard(leaf).items():

@@ -1,4 +1,7 @@
-"""What is odd about a rule set: by itself, against a traced step, and on a mesh. Findings, never exceptions."""
+"""Finds what is odd about a rule set: by itself, against a traced step, and on a mesh.
+
+A rule set goes in, with a graph and a mesh if there are any; findings come out, never exceptions.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,20 @@ from splitjax.rules.rule import LARGEST, Rule, closest
 from splitjax.rules.ruleset import RuleSet
 from splitjax.trace.graph import Graph
 
-SEVERITIES = ("error", "warning", "info")
+SEVERITIES: tuple[str, ...] = ("error", "warning", "info")
 # Names that tracing gives to dims; `register_dims` may add others, so an unknown one is a warning.
-DIM_NAMES = ("in", "out", "vocab", "features", "expert", "stack", "heads", "height", "width", "depth")
+DIM_NAMES: tuple[str, ...] = ("in", "out", "vocab", "features", "expert", "stack", "heads", "height", "width", "depth")
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing worth a look in a rule set."""
+    """Describes something worth a look in a rule set.
+
+    - `severity`: "error" (assign would raise), "warning" (probably a mistake), or "info".
+    - `rule`: the name of the rule; "" for the set as a whole.
+    - `message`, `remedy`: what is odd, and what to do.
+    - `check`: the check that noticed it: "dead", "shadowed", "conflicting", ...
+    """
 
     severity: str  # "error" (assign would raise), "warning" (probably a mistake), "info"
     rule: str  # name of the rule; "" for the set as a whole
@@ -32,17 +41,24 @@ class Finding:
 def lint(
     rules: RuleSet, graph: Graph | None = None, mesh: MeshShape | Mapping[str, int] | None = None
 ) -> tuple[Finding, ...]:
-    """All findings about a rule set, errors first.
+    """Returns all findings about a rule set, errors first.
 
-    Without a graph only what the rules say by themselves is checked; with a graph also what matches; with a mesh too
-    what divides, ties and stays replicated. Raises nothing for a rule set that could be constructed."""
-    found = list(_static(rules))
+    **Arguments:**
+
+    - `rules`: the rule set.
+    - `graph`: a traced step, or None.
+    - `mesh`: a mesh's shape, or a mapping from axis to size, or None.
+
+    Without a graph only what the rules say by themselves is checked; with a graph also what matches; with a mesh
+    too what divides, ties and stays replicated. Raises nothing for a rule set that could be constructed.
+    """
+    findings = list(_static(rules))
     shape = MeshShape.of(mesh) if mesh is not None else None
     if graph is not None:
-        found += _matching(rules, graph, {finding.rule for finding in found if finding.check == "shadowed"})
+        findings += _matching(rules, graph, {finding.rule for finding in findings if finding.check == "shadowed"})
     unknown = unknown_axes(rules, shape) if shape is not None else []
     for rule, error in unknown:
-        found.append(
+        findings.append(
             Finding(
                 "error",
                 rule.name if rule else "",
@@ -52,13 +68,14 @@ def lint(
             )
         )
     if shape is None:
-        found += _foreign_axes(rules)
+        findings += _foreign_axes(rules)
     if graph is not None and shape is not None and not unknown:
-        found += _placing(rules, graph, shape)
-    return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))
+        findings += _placing(rules, graph, shape)
+    return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
 def _static(rules: RuleSet) -> Iterator[Finding]:
+    """Yields what the rules show by themselves: shadowed rules, alternatives that never fit, dims without that name."""
     for position, rule in enumerate(rules.rules):
         for earlier in rules.rules[:position]:
             if _covers(earlier, rule):
@@ -100,6 +117,7 @@ def _static(rules: RuleSet) -> Iterator[Finding]:
 
 
 def _foreign_axes(rules: RuleSet) -> Iterator[Finding]:
+    """Yields the axes that a mesh has to have for the rules."""
     for rule in rules.rules:
         for axis in rule.axes:
             if axis not in KNOWN_AXES and axis not in rules.axes:
@@ -113,7 +131,7 @@ def _foreign_axes(rules: RuleSet) -> Iterator[Finding]:
 
 
 def _covers(earlier: Rule, later: Rule) -> bool:
-    """Whether all that the later rule matches is surely matched by the earlier one."""
+    """Tells whether all that the later rule matches is surely matched by the earlier one."""
     if earlier.kind is not None and (later.kind is None or not set(later.kind) <= set(earlier.kind)):
         return False
     if earlier.path not in (None, later.path) and earlier.path != "**":
@@ -126,7 +144,8 @@ def _covers(earlier: Rule, later: Rule) -> bool:
 
 
 def _matching(rules: RuleSet, graph: Graph, covered: set[str]) -> Iterator[Finding]:
-    """Rules that match nothing, or only what earlier ones take, and dim names that what they match does not have."""
+    """Yields rules that match nothing, or only what earlier ones take, and dim names that what they match does not
+    have."""
     kinds = param_kinds(graph)
     params = named_params(graph).values()
     first = {leaf.path: first_match(rules.rules, leaf, kinds[leaf.path]) for leaf in params}
@@ -166,7 +185,8 @@ def _matching(rules: RuleSet, graph: Graph, covered: set[str]) -> Iterator[Findi
 
 
 def _why_dead(rule: Rule, graph: Graph, kinds: dict[str, str]) -> str:
-    """What to do about a rule without a match: the one matcher that excludes everything, or the nearest pattern."""
+    """Says what to do about a rule without a match: the one matcher that excludes everything, or the nearest
+    pattern."""
     if rule.path is not None and not any(glob_pattern(rule.path).fullmatch(path) for path in kinds):
         if any(glob_pattern("**/" + rule.path).fullmatch(path) for path in kinds):
             return f'a glob is for the whole path: write path = "**/{rule.path}"'
@@ -188,23 +208,24 @@ def _why_dead(rule: Rule, graph: Graph, kinds: dict[str, str]) -> str:
 
 
 def _placing(rules: RuleSet, graph: Graph, mesh: MeshShape) -> Iterator[Finding]:
-    """What the decisions on this mesh show: misfits, outvoted rules, large parameters on every device, idle axes."""
+    """Yields what the decisions on this mesh show: misfits, outvoted rules, large parameters on every device, idle
+    axes."""
     decisions = decide(graph, rules, mesh)
     by_name = {rule.name: rule for rule in rules.rules}
-    for one in decisions.params.values():
-        if one.problem == "misfit":
+    for decision in decisions.params.values():
+        if decision.problem == "misfit":
             yield Finding(
                 "warning",
-                one.matched or "",
-                f"{one.path} stays replicated: {one.note}",
+                decision.matched or "",
+                f"{decision.path} stays replicated: {decision.note}",
                 "choose a mesh axis that divides one of its dims, pad the dim, or add an alternative",
                 "non-dividing",
             )
-        if one.problem == "conflict":
+        if decision.problem == "conflict":
             yield Finding(
                 "warning",
-                one.matched or "",
-                f"{one.path} {one.rule}, and {one.note}",
+                decision.matched or "",
+                f"{decision.path} {decision.rule}, and {decision.note}",
                 'let the rule agree with the tie; ties = "hard" keeps away what comes from another layer, though not'
                 " from shared storage",
                 "conflicting",
@@ -223,19 +244,20 @@ def _placing(rules: RuleSet, graph: Graph, mesh: MeshShape) -> Iterator[Finding]
 
 
 def _large(by_name: dict[str, Rule], graph: Graph, mesh: MeshShape, decisions: Decisions) -> Iterator[Finding]:
+    """Yields the large parameters that every device of the axis `model` holds whole."""
     if mesh.size(MODEL) == 1:
         return
     for leaf in graph.params:
-        one = decisions.params[leaf.path]
-        if leaf.num_bytes <= LARGE_BYTES or any(MODEL in axes for axes in one.axes):
+        decision = decisions.params[leaf.path]
+        if leaf.num_bytes <= LARGE_BYTES or any(MODEL in axes for axes in decision.axes):
             continue
-        rule = by_name.get(one.matched or "")
+        rule = by_name.get(decision.matched or "")
         on_purpose = rule is not None and rule.replicates
         yield Finding(
             "info" if on_purpose else "warning",
-            one.matched or "",
-            f"{leaf.path} ({leaf.num_bytes / 2**20:.1f} MiB, {one.kind}) is on each of the {axes_text(mesh, (MODEL,))}"
-            " devices",
+            decision.matched or "",
+            f"{leaf.path} ({leaf.num_bytes / 2**20:.1f} MiB, {decision.kind}) is on each of the"
+            f" {axes_text(mesh, (MODEL,))} devices",
             "it is replicated on purpose" if on_purpose else "add a rule or an alternative that fits it",
             "replicated",
         )

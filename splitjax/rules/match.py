@@ -1,4 +1,8 @@
-"""Which rule speaks of a parameter, which dim a reference means, and whether a dim splits evenly."""
+"""Matches rules with parameters: which rule speaks of a parameter, which dim a reference means, and whether a dim
+splits evenly.
+
+Rules and leaves of a traced graph go in; all that decisions and findings ask about a single parameter comes out.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,11 @@ from splitjax.trace.graph import Graph, Leaf
 
 @functools.cache
 def glob_pattern(glob: str) -> re.Pattern[str]:
-    """A path glob as a regular expression for the whole path: `*`, `?` and `[...]` do not match `/`; `**` does, and
-    `**/` also matches nothing, so that `**/kernel` finds `kernel` at the top level."""
+    """Returns a path `glob` as a regular expression for the whole path.
+
+    `*`, `?` and `[...]` do not match `/`; `**` does, and `**/` also matches nothing, so that `**/kernel` finds
+    `kernel` at the top level.
+    """
     out, at = [], 0
     while at < len(glob):
         char = glob[at]
@@ -43,7 +50,7 @@ def glob_pattern(glob: str) -> re.Pattern[str]:
 
 
 def matches(rule: Rule, leaf: Leaf, kind: str) -> bool:
-    """Whether all matchers of a rule hold for a parameter of a layer of that kind."""
+    """Tells whether all matchers of `rule` hold for a parameter `leaf` of a layer of the kind `kind`."""
     return (
         (rule.kind is None or kind in rule.kind)
         and (rule.path is None or glob_pattern(rule.path).fullmatch(leaf.path) is not None)
@@ -55,7 +62,8 @@ def matches(rule: Rule, leaf: Leaf, kind: str) -> bool:
 
 
 def shape_matches(pattern: Shape, shape: tuple[int, ...]) -> bool:
-    """Whether a shape fits a pattern of sizes, None (any size) and at most one ellipsis (any number of dims)."""
+    """Tells whether `shape` fits a `pattern` of sizes, None (any size) and at most one ellipsis (any number of
+    dims)."""
     if ... in pattern:
         at = pattern.index(...)
         head, tail = pattern[:at], pattern[at + 1 :]
@@ -68,12 +76,14 @@ def shape_matches(pattern: Shape, shape: tuple[int, ...]) -> bool:
 
 
 def first_match(rules: Sequence[Rule], leaf: Leaf, kind: str) -> Rule | None:
-    """The first rule that matches the parameter; None where none does."""
+    """Returns the first of `rules` that matches the parameter `leaf`, whose layer has the kind `kind`; None where
+    none does."""
     return next((rule for rule in rules if matches(rule, leaf, kind)), None)
 
 
 def param_kinds(graph: Graph) -> dict[str, str]:
-    """The kind of every parameter: that of the layer that uses it (the first one in program order), or "other"."""
+    """Returns the kind of every parameter of `graph` by path: that of the layer that uses it (the first in program
+    order), or "other"."""
     by_name = {layer.name: layer.kind for layer in graph.layers}
     first: dict[str, str] = {}
     for layer in graph.layers:
@@ -83,13 +93,15 @@ def param_kinds(graph: Graph) -> dict[str, str]:
 
 
 def named_params(graph: Graph) -> dict[str, Leaf]:
-    """The parameters by path, with a layer's dim names on all of its arrays: tracing names the dims of weights, and a
-    dim without name takes that of the weight's dim in the same local class (`out` where a square weight offers
-    several)."""
-    found = {leaf.path: leaf for leaf in graph.params}
+    """Returns the parameters of `graph` by path, with a layer's dim names on all of its arrays.
+
+    Tracing names the dims of weights, and a dim without name takes that of the weight's dim in the same local
+    class (`out` where a square weight offers several).
+    """
+    named = {leaf.path: leaf for leaf in graph.params}
     for layer in graph.layers:
         names: dict[int, list[str]] = {}
-        members = [found[path] for path in layer.params if path in found]
+        members = [named[path] for path in layer.params if path in named]
         for leaf in members:
             for atoms, name in zip(leaf.dims, leaf.dim_names, strict=False):
                 if atoms and name:
@@ -101,13 +113,15 @@ def named_params(graph: Graph) -> dict[str, Leaf]:
                 name or ("out" if "out" in offer else next(iter(offer), None))
                 for name, offer in zip(known, offers, strict=True)
             )
-            found[leaf.path] = dataclasses.replace(leaf, dim_names=filled)
-    return found
+            named[leaf.path] = dataclasses.replace(leaf, dim_names=filled)
+    return named
 
 
 def candidates(leaf: Leaf, ref: DimRef) -> list[int]:
-    """The positions that a dim reference may mean, in order of preference; empty where the parameter has no such
-    dim."""
+    """Returns the positions in `leaf` that a dim reference `ref` may mean, in order of preference.
+
+    Empty where the parameter has no such dim.
+    """
     if isinstance(ref, int):
         rank = len(leaf.shape)
         return [ref % rank] if -rank <= ref < rank else []
@@ -117,8 +131,12 @@ def candidates(leaf: Leaf, ref: DimRef) -> list[int]:
 
 
 def divides(sizes: Sequence[int], num: int) -> bool:
-    """Whether a dim of these atom sizes (major first) splits into `num` equal parts without cutting through an atom
-    that is not itself cut evenly: `num` divides the first atom, or takes all of it and divides the rest."""
+    """Tells whether a dim splits into `num` equal parts without cutting through an atom that is not itself cut
+    evenly.
+
+    `sizes` are the sizes of its atoms, major first: `num` divides the first, or takes all of it and divides the
+    rest.
+    """
     if num == 1:
         return True
     if not sizes:
@@ -128,19 +146,21 @@ def divides(sizes: Sequence[int], num: int) -> bool:
 
 
 def dim_text(leaf: Leaf, dim: int) -> str:
-    """A dim for people: its name, or `dim 1`."""
+    """Returns dim `dim` of `leaf` for people: its name, or `dim 1`."""
     name = leaf.dim_names[dim] if dim < len(leaf.dim_names) else None
     return name or f"dim {dim}"
 
 
 def axes_text(mesh: MeshShape, axes: Sequence[str]) -> str:
-    """Axes with their size for people: `model=4`, or `data x model=8`."""
+    """Returns `axes` with their size on `mesh` for people: `model=4`, or `data x model=8`."""
     return f"{' x '.join(axes)}={mesh.size(tuple(axes))}"
 
 
 def sized_text(graph: Graph, leaf: Leaf, dim: int) -> str:
-    """A dim with its size for people: `out 10`, `out 48 (3 x 16)` for one of two atoms, `dim 1 of size 10` without a
-    name."""
+    """Returns dim `dim` of `leaf` with its size for people: `out 10`, or `dim 1 of size 10` without a name.
+
+    A dim of several atoms of `graph` shows them: `out 48 (3 x 16)`.
+    """
     sizes = [graph.atom_sizes[atom] for atom in leaf.dims[dim]]
     named = dim < len(leaf.dim_names) and leaf.dim_names[dim]
     product = f" ({' x '.join(map(str, sizes))})" if len(sizes) > 1 else ""

@@ -1,5 +1,8 @@
-"""One rule: which parameters it speaks of, and how it would shard them. Validated where it is made, so that a typing
-mistake in a rule is an error that names the key, and never a rule that quietly matches nothing."""
+"""Defines a rule: which parameters it speaks of, and how it would shard them.
+
+A rule is validated where it is made, so that a typing mistake in it is an error that names the key, and never a
+rule that quietly matches nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,17 @@ DimRef = str | int
 Alternative = tuple[tuple[DimRef, tuple[str, ...]], ...]
 Shape = tuple[int | None | EllipsisType, ...]
 
-LARGEST = "largest"
-TIES = ("local", "hard")
+LARGEST: str = "largest"
+TIES: tuple[str, ...] = ("local", "hard")
 # What a plan writes in place of a rule's name where no rule decided.
-RESERVED = ("default", "batch", "input")
+RESERVED: tuple[str, ...] = ("default", "batch", "input")
 _POSITION = re.compile(r"[+-]?\d+")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Which parameters, and how to shard them. All matchers that are given must hold; none given matches everything.
+    """Says which parameters it speaks of, and how to shard them. All matchers that are given must hold; none given
+    matches everything.
 
     **Arguments:**
 
@@ -38,14 +42,14 @@ class Rule:
     - `regex`: regular expression, searched anywhere in the path.
     - `shape`: sizes per dim; None (in TOML `"*"`) is any size, one `...` (`"..."`) any number of dims.
     - `min_size`, `max_size`: number of elements, both inclusive.
-    - `shard`: alternatives in order of preference, each a mapping from a dim reference to a mesh axis or several; one
-      mapping alone is one alternative, an empty mapping replicates on purpose. Stored as tuples of pairs.
+    - `shard`: alternatives in order of preference, each a mapping from a dim reference to a mesh axis or several;
+      one mapping alone is one alternative, an empty mapping replicates on purpose. Stored as tuples of pairs.
     - `ties`: `"local"` spreads the axis to parameters of other layers in the same local class (column then row),
       `"hard"` keeps to shared storage, and neither gives nor takes the axis between layers.
     - `source`: where the rule comes from: a paper and section.
 
-    Raises `RuleError` for a value of the wrong type or an unknown kind, an invalid pattern, or alternatives that can
-    never apply.
+    Raises `RuleError` for a value of the wrong type or an unknown kind, an invalid pattern, or alternatives that
+    can never apply.
     """
 
     name: str
@@ -98,17 +102,18 @@ class Rule:
 
     @property
     def replicates(self) -> bool:
-        """Whether the rule keeps its parameters whole on purpose."""
+        """Tells whether the rule keeps its parameters whole on purpose."""
         return not self.shard
 
     @property
     def is_explicit(self) -> bool:
-        """Whether the rule names parameters by their path."""
+        """Tells whether the rule names parameters by their path."""
         return self.path is not None or self.regex is not None
 
     @property
     def per_array(self) -> bool:
-        """Whether some alternative speaks of one array (by position or size) instead of the layer's named dims."""
+        """Tells whether some alternative speaks of one array (by position or size) instead of the layer's named
+        dims."""
         return any(isinstance(ref, int) or ref == LARGEST for alternative in self.shard for ref, _ in alternative)
 
     @property
@@ -133,21 +138,27 @@ class Rule:
 
 
 def closest(word: object, words: Sequence[str]) -> str:
-    """`; did you mean 'dense'?`, or nothing where no word is near."""
+    """Returns `; did you mean 'dense'?` with the one of `words` nearest to `word`, or nothing where none is near."""
     near = difflib.get_close_matches(str(word), words, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 class Mistake(RuleError):
-    """A `RuleError` about one key of a rule or rule set, which a loader can raise again with file and line as its
-    place."""
+    """Reports a wrong key of a rule or rule set; a loader can raise it again with file and line as its place.
 
-    def __init__(self, message: str, *, value: object, owner: str, key: str, remedy: str):
+    **Arguments:**
+
+    - `message`, `value`, `remedy`: as for every error of splitjax.
+    - `owner`: the rule or the rule set.
+    - `key`: the wrong key.
+    """
+
+    def __init__(self, message: str, *, value: object, owner: str, key: str, remedy: str) -> None:
         super().__init__(message, value=value, place=f"{owner}, key {key!r}", remedy=remedy)
         self.parts = (message, value, key, remedy)
 
     def at(self, place: str) -> RuleError:
-        """The same error, placed in a file."""
+        """Returns the same error, placed at `place` in a file."""
         message, value, key, remedy = self.parts
         return RuleError(message, value=value, place=f"{place}, key {key!r}", remedy=remedy)
 
@@ -157,24 +168,26 @@ def _fail(name: str, key: str, message: str, value: object, remedy: str) -> NoRe
 
 
 def _kinds(name: str, kind: Any) -> tuple[str, ...] | None:
+    """Validates the kinds of a rule and returns them as a tuple; None where the rule names none."""
     if kind is None:
         return None
     kinds = (kind,) if isinstance(kind, str) else kind
-    if not isinstance(kinds, Sequence) or not kinds or not all(isinstance(one, str) for one in kinds):
+    if not isinstance(kinds, Sequence) or not kinds or not all(isinstance(entry, str) for entry in kinds):
         _fail(name, "kind", "kind is a layer kind or a list of them", kind, f"use some of {', '.join(KINDS)}")
-    for one in kinds:
-        if one not in KINDS:
+    for entry in kinds:
+        if entry not in KINDS:
             _fail(
                 name,
                 "kind",
-                f"there is no layer kind {one!r}{closest(one, KINDS)}",
-                one,
+                f"there is no layer kind {entry!r}{closest(entry, KINDS)}",
+                entry,
                 f"use one of {', '.join(KINDS)}",
             )
     return tuple(dict.fromkeys(kinds))
 
 
 def _shape(name: str, shape: Any) -> Shape | None:
+    """Validates the shape pattern of a rule, of which `"*"` becomes None and `"..."` an ellipsis."""
     if shape is None:
         return None
     remedy = 'write for example shape = ["*", 4096] or shape = ["...", 4096]'
@@ -219,6 +232,7 @@ def _check_sizes(name: str, smallest: Any, largest: Any) -> None:
 
 
 def _alternatives(name: str, shard: Any) -> tuple[Alternative, ...]:
+    """Validates the alternatives of a rule and returns them as tuples; none where the rule replicates."""
     if isinstance(shard, Mapping):
         shard = (shard,)
     if shard is None or isinstance(shard, str) or not isinstance(shard, Sequence):
@@ -229,7 +243,7 @@ def _alternatives(name: str, shard: Any) -> tuple[Alternative, ...]:
             shard,
             'write shard = [{out = "model"}, {in = "model"}], or shard = [] to replicate',
         )
-    alternatives = tuple(_alternative(name, one) for one in shard)
+    alternatives = tuple(_alternative(name, entry) for entry in shard)
     for position, alternative in enumerate(alternatives[:-1]):
         if not alternative:
             _fail(
@@ -243,6 +257,7 @@ def _alternatives(name: str, shard: Any) -> tuple[Alternative, ...]:
 
 
 def _alternative(name: str, alternative: Any) -> Alternative:
+    """Validates one alternative of a rule and returns its pairs."""
     if not isinstance(alternative, Mapping):
         pairs = alternative if isinstance(alternative, tuple) else None
         if pairs is None or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
@@ -254,7 +269,7 @@ def _alternative(name: str, alternative: Any) -> Alternative:
                 'write {out = "model"}',
             )
         alternative = dict(pairs)
-    found = {}
+    dims: dict[DimRef, tuple[str, ...]] = {}
     for ref, axes in alternative.items():
         if isinstance(ref, str) and _POSITION.fullmatch(ref):
             ref = int(ref)  # the keys of a TOML table are strings
@@ -281,5 +296,5 @@ def _alternative(name: str, alternative: Any) -> Alternative:
             )
         if len(set(several)) < len(several):
             _fail(name, "shard", f"dim {ref!r} is split over one axis twice", axes, "name every axis once")
-        found[ref] = tuple(several)
-    return tuple(found.items())
+        dims[ref] = tuple(several)
+    return tuple(dims.items())

@@ -1,4 +1,8 @@
-"""Rule sets, and their TOML files (the schema is in `sharding_rules/README.md`)."""
+"""Defines rule sets and reads their TOML files (the schema is in `sharding_rules/README.md`).
+
+The name of a shipped set, a path or TOML text goes in, a validated `RuleSet` comes out, or a `RuleError` that
+names file, line and key.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +17,24 @@ from typing import Any
 from splitjax.errors import RuleError, UnavailableError
 from splitjax.rules.rule import Mistake, Rule, closest
 
-BATCH = ("all", "data")
+BATCH: tuple[str, ...] = ("all", "data")
 _SUFFIX = ".toml"
 
 
 @dataclasses.dataclass(frozen=True)
 class RuleSet:
-    """Rules in order (the first that matches a parameter decides) and what holds for the set as a whole.
+    """Holds rules in order (the first that matches a parameter decides) and what applies to the set as a whole.
 
     **Arguments:**
 
     - `name`: what plans and errors call it.
     - `rules`: the rules, each name once.
-    - `replicated_batch`: where the batch of replicated layers goes: `"all"` spreads it over every mesh axis, `"data"`
-      over the axis `data` only.
+    - `replicated_batch`: where the batch of replicated layers goes: `"all"` spreads it over every mesh axis,
+      `"data"` over the axis `data` only.
     - `description`, `source`: text for people.
     - `allow_replicated`: whether leaving every parameter whole is what the set is for.
-    - `sync`: how gradients of tables with row lookups are exchanged where `parallelize(sync=)` is left at `"dense"`:
-      one of its names.
+    - `sync`: how gradients of tables with row lookups are exchanged where `parallelize(sync=)` is left at
+      `"dense"`: one of its names.
     - `axes`: axes, besides every one other than `data`, over which some parameter has to be sharded.
 
     Raises `RuleError` for a value of the wrong type, or a rule name that occurs twice.
@@ -82,8 +86,11 @@ class RuleSet:
 
 
 def available() -> dict[str, Any]:
-    """The shipped rule sets: name -> file, from the wheel (`splitjax/_sharding_rules`) or the repository beside the
-    package."""
+    """Returns the shipped rule sets: name -> file, from the wheel (`splitjax/_sharding_rules`) or the repository
+    beside the package.
+
+    Raises `RuleError` where neither has them.
+    """
     packaged = importlib.resources.files("splitjax").joinpath("_sharding_rules")
     folder = packaged if packaged.is_dir() else pathlib.Path(__file__).resolve().parents[2] / "sharding_rules"
     if not folder.is_dir():
@@ -98,10 +105,13 @@ def available() -> dict[str, Any]:
 
 
 def load_rules(source: str | os.PathLike[str] | RuleSet) -> RuleSet:
-    """The rule set for what the user gave: a `RuleSet` as it is, the name of a shipped one, or a path to a TOML file.
+    """Returns the rule set for what the user gave.
 
-    Raises `RuleError`, with file, rule and key as its place, for an unknown name, a file that cannot be read, or a
-    mistake in it; `UnavailableError` for `"auto"`."""
+    `source` is a `RuleSet` (returned as it is), the name of a shipped one, or a path to a TOML file.
+
+    Raises `RuleError`, with file, rule and key as its place, for an unknown name, a file that cannot be read, or
+    a mistake in it; `UnavailableError` for `"auto"`.
+    """
     if isinstance(source, RuleSet):
         return source
     if source == "auto":
@@ -142,7 +152,10 @@ def load_rules(source: str | os.PathLike[str] | RuleSet) -> RuleSet:
 
 
 def parse_rules(text: str, file: str) -> RuleSet:
-    """Reads a rule set from TOML text; `file` is its name in errors, and its stem the default name of the set."""
+    """Reads a rule set from TOML `text`; `file` is its name in errors, and its stem the default name of the set.
+
+    Raises `RuleError`, with file, line, rule and key as its place, for a mistake in it.
+    """
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -188,7 +201,7 @@ def _parse_rule(entry: dict[str, Any], place: str) -> Rule:
 
 
 def _places(entries: list[dict[str, Any]], text: str, file: str) -> list[str]:
-    """Where each rule stands: file, line of its header, number and name."""
+    """Says where each rule stands: file, line of its header, number and name."""
     lines = [number for number, line in enumerate(text.splitlines(), 1) if re.match(r"\s*\[\[\s*rule\s*\]\]", line)]
     known = len(lines) == len(entries)  # otherwise written as an inline array, or quoted in some text
     return [

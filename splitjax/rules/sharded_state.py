@@ -1,9 +1,10 @@
-"""Sharded state: optimizer state and summed gradients of whole parameters laid over the devices that hold them whole.
+"""Shards state further: optimizer state and summed gradients of whole parameters, over the devices that hold them
+whole.
 
 After Rajbhandari et al., "ZeRO" (arXiv 1910.02054), stages 1 and 2: where every device of an axis holds the same
-parameter, each keeps a part of the optimizer state, receives the sum of that part of the gradient, and computes that
-part of the new values, which all then gather. The parameters themselves stay as the rules have them, as SplitBrain's
-convolutions do (arXiv 2112.15317); sharding those too is stage 3, the rule set `fsdp`.
+parameter, each keeps a part of the optimizer state, receives the sum of that part of the gradient, and computes
+that part of the new values, which all then gather. The parameters themselves stay as the rules have them, as
+SplitBrain's convolutions do (arXiv 2112.15317); sharding those too is stage 3, the rule set `fsdp`.
 
 A pure function over leaves, after the rules: one choice per parameter, for its gradient and all that follows it.
 """
@@ -32,10 +33,12 @@ def shard_state(
     **Arguments:**
 
     - `graph`, `leaves`: the traced step and what the rules gave it, in the same order.
+    - `mesh`: the mesh's shape.
     - `batch_axes`: the axes that split the batch: over these gradients are summed.
 
-    **Returns** the leaves, parameters with `LeafPlan.gradient`, and lines for the plan's notes. What divides by no axis
-    stays as it was, and its note says so."""
+    **Returns** the leaves, parameters with `LeafPlan.gradient`, and lines for the plan's notes. What divides by
+    no axis stays as it was, and its note says so.
+    """
     traced = {leaf.path: leaf for leaf in graph.leaves}
     trained = _trained(graph)
     chosen: dict[str, Entries] = {}
@@ -56,9 +59,19 @@ def shard_state(
 def spread(
     shape: Sequence[int], entries: Entries, free: Axes, mesh: MeshShape, prefer: Sequence[int] = ()
 ) -> tuple[Entries, Axes]:
-    """Adds axes to the dims of an array: all of them to one dim if one divides by them, else each, the largest first,
-    to whatever dim divides by it. Preferred dims first, then those that are whole, then the largest part. Returns the
-    entries and the axes that fit nowhere."""
+    """Adds axes to the dims of an array: all of them to one dim if one divides by them, else each, the largest
+    first, to whatever dim divides by it.
+
+    **Arguments:**
+
+    - `shape`: the array's.
+    - `entries`: per dim the axes that it has, major first.
+    - `free`: the axes to add.
+    - `mesh`: the mesh's shape.
+    - `prefer`: dims that come first; then those that are whole, then the largest part.
+
+    **Returns** the entries and the axes that fit nowhere.
+    """
 
     def with_axes(entries: Entries, axes: Axes) -> Entries | None:
         for dim in sorted(range(len(shape)), key=lambda dim: (dim not in prefer, bool(entries[dim]), -shape[dim], dim)):
@@ -71,47 +84,62 @@ def spread(
         return whole, ()
     missed: list[str] = []
     for axis in sorted(free, key=lambda axis: -mesh.size(axis)) if len(free) > 1 else ():
-        found = with_axes(entries, (axis,))
-        if found is None:
+        wider = with_axes(entries, (axis,))
+        if wider is None:
             missed.append(axis)
-        entries = found or entries
+        else:
+            entries = wider
     return entries, tuple(axis for axis in free if axis in missed or len(free) == 1)
 
 
 def whole_dims(graph: Graph, leaf: Leaf, dims: Sequence[Dim]) -> dict[int, int]:
-    """The dims of a parameter that are a dim of an operand made of it (which may be a slice of the parameter, or a
-    reshape of it), each with its position there. A dim that a reshape joined with a later one is the major part of that
-    dim."""
-    local = lambda dim: tuple(graph.local[atom] for atom in dim)
+    """Finds the dims of a parameter that are a dim of an operand made of it, each with its position there.
+
+    **Arguments:**
+
+    - `graph`: the traced step.
+    - `leaf`: the parameter.
+    - `dims`: of the operand, which may be a slice of the parameter, or a reshape of it.
+
+    A dim that a reshape joined with a later one is the major part of that dim.
+    """
+
+    def local(dim: Dim) -> Dim:
+        return tuple(graph.local[atom] for atom in dim)
+
     own, operand = [local(dim) for dim in leaf.dims], [local(dim) for dim in dims]
-    found: dict[int, int] = {}
+    positions: dict[int, int] = {}
     for dim, labels in enumerate(own):
-        alike = [d for d, other in enumerate(own) if other[:1] == labels[:1]]
-        places = [p for p, other in enumerate(operand) if other[:1] == labels[:1]]
+        alike = [d for d, beside in enumerate(own) if beside[:1] == labels[:1]]
+        places = [p for p, there in enumerate(operand) if there[:1] == labels[:1]]
         # Both dims of a square kernel may be in one class: they are in the order of the parameter.
         position = places[alike.index(dim)] if labels and len(places) == len(alike) else None
         if position is not None and operand[position][: len(labels)] == labels:
-            found[dim] = position
-    return found
+            positions[dim] = position
+    return positions
 
 
 def _trained(graph: Graph) -> frozenset[str]:
-    """Parameters that the step updates: a boundary differentiates them, or optimizer state follows them."""
-    return frozenset(one.param for one in graph.gradients) | {leaf.follows for leaf in graph.leaves if leaf.follows}
+    """Finds the parameters that the step updates: a boundary differentiates them, or optimizer state follows them."""
+    return frozenset(gradient.param for gradient in graph.gradients) | {
+        leaf.follows for leaf in graph.leaves if leaf.follows
+    }
 
 
 def _free(leaf: LeafPlan, mesh: MeshShape, batch_axes: Sequence[str]) -> Axes:
+    """Returns the batch axes over which a leaf is whole."""
     used = spec_axes(leaf.spec)
     return tuple(axis for axis in mesh.present(tuple(batch_axes)) if axis not in used)
 
 
 def _entries(leaf: LeafPlan) -> Entries:
+    """Returns the axes per dim of a planned leaf."""
     return tuple(spec_axes((entry,)) for entry in (*leaf.spec, *(None,) * (len(leaf.shape) - len(leaf.spec))))
 
 
 def _mapped(graph: Graph, leaf: Leaf) -> tuple[int, ...]:
-    """The dims that are dims of the operand wherever it meets examples: along these its gradient can be summed as it
-    appears. The dim that a loop slices is none of them."""
+    """Finds the dims that are dims of the operand wherever it meets examples: along these its gradient can be summed
+    as it appears. The dim that a loop slices is none of them."""
     operands = [use.weight_dims for use in graph.uses if use.param == leaf.path and not use.backward]
     operands += [spread.dims for spread in graph.spreads if spread.param == leaf.path]
     everywhere = set(range(len(leaf.shape)))
@@ -129,10 +157,10 @@ def _state(
     batch_axes: Sequence[str],
     leaf: LeafPlan,
 ) -> LeafPlan:
-    """Optimizer state with the spec of its parameter's gradient; a statistic of some of its dims (Adafactor's) has the
+    """Lays optimizer state out like its parameter's gradient; a statistic of some of its dims (Adafactor's) has the
     axes of those, and the others wherever they divide."""
     mine = traced[leaf.path]
-    if leaf.role != "optimizer" or mine.follows not in chosen or math.prod(leaf.shape) == 1:
+    if leaf.role != "optimizer" or mine.follows is None or mine.follows not in chosen or math.prod(leaf.shape) == 1:
         return leaf
     param, entries = traced[mine.follows], chosen[mine.follows]
     before = _entries(planned[param.path])
@@ -171,6 +199,7 @@ def _state(
 
 
 def _missed(leaf: Leaf, axes: Axes, mesh: MeshShape, what: str) -> str:
+    """Says over which axes a leaf stays whole, as a note; "" for none."""
     if not axes:
         return ""
     dims = ", ".join(f"{dim_text(leaf, dim)} {size}" for dim, size in enumerate(leaf.shape)) or "a scalar"
@@ -180,7 +209,7 @@ def _missed(leaf: Leaf, axes: Axes, mesh: MeshShape, what: str) -> str:
 def _notes(
     before: Sequence[LeafPlan], after: Sequence[LeafPlan], mesh: MeshShape, batch_axes: Sequence[str]
 ) -> tuple[str, ...]:
-    """One line on what was sharded, and what it saves."""
+    """Says in one line what was sharded, and what it saves."""
     changed = [(old, new) for old, new in zip(before, after, strict=True) if old.spec != new.spec]
     gradients = sum(leaf.gradient is not None for leaf in after)
     if not changed and not gradients:
