@@ -26,9 +26,15 @@ class AllGather(Scheme):
     name: ClassVar[str] = "all_gather"
 
     def plan(self, sparsity: Sparsity) -> Capacities:
+        """Returns room for the rows of a worker and of the sum in steps such as those of `sparsity`."""
         return Capacities(local=local_capacity(sparsity), union=union_capacity(sparsity))
 
     def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:
+        """Gathers every worker's rows on all workers, each of which adds them up.
+
+        `local` is this worker's rows, `axis` the mesh axis or axes of the workers, `capacities` the room there
+        is; see `Scheme.attempt`.
+        """
         n = lax.axis_size(axis)
         sent = local.padded(min(capacities.local, local.capacity))
         ids, values, counts = wire.gather([sent.ids, sent.values, local.count], axis)
@@ -37,12 +43,16 @@ class AllGather(Scheme):
         return Attempt(rows, fits, jnp.minimum(local.count, sent.capacity) * (n - 1))
 
     def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
+        """Returns the bytes that a worker sends for a `table` with these `capacities`, padding included."""
         return (table.num_workers - 1) * self._message_bytes(capacities, table)
 
     def formula_bytes(self, sparsity: Sparsity) -> float:
+        """Returns the bytes that the class's formula gives for `sparsity`, without padding."""
         return (sparsity.num_workers - 1) * sparsity.rows * (sparsity.table.row_bytes + _ID_BYTES)
 
     def num_messages(self, capacities: Capacities, table: Table) -> int:
+        """Returns how many messages a worker sends one after the other for a `table` with these `capacities`, on
+        CPU."""
         return wire.gather_messages(table.num_workers, self._message_bytes(capacities, table))
 
     def _message_bytes(self, capacities: Capacities, table: Table) -> int:

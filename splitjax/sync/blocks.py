@@ -53,6 +53,7 @@ class Blocks(Scheme):
     pattern: str = "auto"
 
     def plan(self, sparsity: Sparsity) -> Capacities:
+        """Returns room for a worker's blocks, and for those of a pair of workers and of an owner, by `sparsity`."""
         table = sparsity.table
         block = self._block_rows(table.row_size)
         partition = self._partition(table.num_rows, table.row_size, table.num_workers)
@@ -64,6 +65,11 @@ class Blocks(Scheme):
         )
 
     def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:
+        """Sends the blocks that are not zero to range owners, which add them up and send the sums to all.
+
+        `local` is this worker's rows, `axis` the mesh axis or axes of the workers, `capacities` the room there
+        is; see `Scheme.attempt`.
+        """
         local, row_size = local.padded(min(capacities.local, local.capacity)), local.row_size
         block, n = self._block_rows(row_size), lax.axis_size(axis)
         check_levels(self, capacities, 1)
@@ -88,14 +94,18 @@ class Blocks(Scheme):
         return RowSparse(unique, sum_rows(rows, slots.reshape(-1), capacity, has_no_gaps=True), count, local.num_rows)
 
     def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
+        """Returns the bytes that a worker sends for a `table` with these `capacities`, padding included."""
         block_bytes = self._block_rows(table.row_size) * table.row_bytes
         return self._exchange(capacities, table.num_rows, table.row_size, table.num_workers).num_bytes(block_bytes)
 
     def formula_bytes(self, sparsity: Sparsity) -> float:
+        """Returns the bytes that the class's formula gives for `sparsity`, without padding."""
         n, block = sparsity.num_workers, self._block_rows(sparsity.table.row_size)
         return (n - 1) / n * range_load(sparsity, block) * (block * sparsity.table.row_bytes + _ID_BYTES)
 
     def num_messages(self, capacities: Capacities, table: Table) -> int:
+        """Returns how many messages a worker sends one after the other for a `table` with these `capacities`, on
+        CPU."""
         block_bytes = self._block_rows(table.row_size) * table.row_bytes
         return self._exchange(capacities, table.num_rows, table.row_size, table.num_workers).num_messages(block_bytes)
 

@@ -1,8 +1,9 @@
-"""Which scheme for which sparsity and link: the cost formulas, evaluated for all, and the cheapest with the reason.
+"""Chooses a scheme for a sparsity and a link: evaluates the cost formulas of all, and takes the cheapest with the
+reason.
 
-Pure arithmetic on a profile; Zen's choice (Wang et al., arXiv 2309.13254, section 3.4: profile the first iterations,
-then keep the best) over more candidates. Bytes are those of the capacities that each scheme would get, padding
-included, as `Scheme.predicted_bytes`.
+Pure arithmetic on a profile; Zen's choice (Wang et al., arXiv 2309.13254, section 3.4: profile the first
+iterations, then keep the best) over more candidates. Bytes are those of the capacities that each scheme would
+get, padding included, as `Scheme.predicted_bytes`.
 """
 
 from __future__ import annotations
@@ -53,10 +54,11 @@ class Choice:
 
 
 def candidates(pattern: str = "auto") -> tuple[Scheme, ...]:
-    """All schemes with their default options, the simplest first; Zen by running counts, which send what its hashes
-    send, sooner.
+    """Returns all schemes with their default options, the simplest first.
 
-    `pattern`: how those with owners push, see `wire.PATTERNS`."""
+    `pattern`: how those with owners push, see `wire.PATTERNS`. Zen goes by running counts, which send what its
+    hashes send, sooner.
+    """
     return (
         Dense(),
         AllGather(),
@@ -72,7 +74,7 @@ def candidates(pattern: str = "auto") -> tuple[Scheme, ...]:
 
 
 def choose(sparsity: Sparsity, link: Link, schemes: Sequence[Scheme] | None = None) -> Choice:
-    """The cheapest scheme by prediction.
+    """Chooses the cheapest scheme by prediction.
 
     **Arguments:**
 
@@ -80,9 +82,11 @@ def choose(sparsity: Sparsity, link: Link, schemes: Sequence[Scheme] | None = No
     - `link`: as measured between the workers.
     - `schemes`: what to choose from, simplest first; by default `candidates()`.
 
-    **Returns:** a `Choice`. One worker alone exchanges nothing: the first scheme that leaves its rows as they are.
+    **Returns:** a `Choice`. One worker alone exchanges nothing: the first scheme that leaves its rows as they
+    are.
 
-    Raises `SyncError` for a sparsity without samples, such as one that was read from JSON: capacities come from them.
+    Raises `SyncError` for a sparsity without samples, such as one that was read from JSON: capacities come from
+    them.
     """
     if not sparsity.samples:
         raise SyncError(

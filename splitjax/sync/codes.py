@@ -1,4 +1,8 @@
-"""How lists of sorted ids are sent: as numbers, as a bitmap over their range, or as gaps."""
+"""Writes lists of sorted ids for sending: as numbers, as a bitmap over their range, or as gaps.
+
+Lists of ids go in and arrays of codes come out, and back; which code is shortest depends on how many ids there
+are.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +61,7 @@ class IdCode:
         return codes, fits & (needed <= self.num_codes)
 
     def decode(self, codes: Array) -> Array:
-        """Codes [m, length] -> lists i32[m, capacity], filled up with `size`."""
+        """Decodes `codes` [m, length] into lists i32[m, capacity], filled up with `size`."""
         if self.bits == NUMBERS:
             return codes
         if self.bits == BITMAP:
@@ -65,18 +69,22 @@ class IdCode:
         return decode_gaps(codes, self.capacity, self.size)
 
     def spread(self, codes: Array) -> Array:
-        """As `decode`, but as many entries as is cheapest, and `size` between ids too: i32[m, ...]."""
+        """Decodes `codes` as `decode`, but into as many entries as is cheapest, with `size` between ids too: i32[m,
+        ...]."""
         return self.decode(codes) if self.bits in (NUMBERS, BITMAP) else spread_gaps(codes, self.size)
 
 
 def num_gap_codes(ids: np.ndarray, bits: int) -> int:
-    """Codes that a sorted list of ids needs as gaps."""
+    """Counts the codes of `bits` bits that a sorted list of `ids` needs as gaps."""
     gaps = np.diff(ids, prepend=-1) - 1
     return int(np.sum(gaps // ((1 << bits) - 1) + 1))
 
 
 def shortest(lists: list[np.ndarray], capacity: int, size: int) -> IdCode:
-    """The code with the fewest bytes for lists such as these, with room for chance."""
+    """Chooses the code with the fewest bytes for `lists` such as these, with room for chance.
+
+    A list has at most `capacity` ids below `size`.
+    """
     found = [IdCode(BITMAP, capacity, size)]
     for bits in (GAPS8, GAPS16):
         needed = max((num_gap_codes(ids, bits) for ids in lists), default=0)
@@ -89,7 +97,7 @@ def shortest(lists: list[np.ndarray], capacity: int, size: int) -> IdCode:
 
 
 def always(capacity: int, size: int) -> IdCode:
-    """The code with the fewest bytes among those in which every list of at most `capacity` ids fits."""
+    """Chooses the code with the fewest bytes in which every list of at most `capacity` ids below `size` fits."""
     gaps = [IdCode(bits, capacity, size, capacity + size // ((1 << bits) - 1)) for bits in (GAPS8, GAPS16)]
     return min(
         [IdCode(BITMAP, capacity, size), *gaps, IdCode(NUMBERS, capacity, size)], key=lambda code: code.num_bytes

@@ -1,5 +1,5 @@
-"""Schemes and capacities as plain values, as plans and checkpoints hold them: a name, the options that are not the
-usual ones, the sizes."""
+"""Describes schemes and capacities as plain values, as plans and checkpoints hold them: a name, the options that are
+not the usual ones, the sizes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Exchange = Scheme | OwnerSharded  # how one table's rows are added up: a scheme,
 
 
 def name_of(exchange: Exchange) -> str:
-    """The name of a scheme; `owner_sharded` for tables whose workers own the rows."""
+    """Returns the name of an `exchange`: a scheme's own; `owner_sharded` for tables whose workers own the rows."""
     return exchange.name if isinstance(exchange, Scheme) else OWNED
 
 
 def options_of(exchange: Exchange) -> dict[str, Any]:
-    """The options that are not the defaults, as JSON values."""
+    """Returns the options of an `exchange` that are not the defaults, as JSON values."""
     usual = {"ownership": "range"} if isinstance(exchange, OwnerSharded) else {}
     fields = [
         (one.name, usual.get(one.name, one.default), getattr(exchange, one.name))
@@ -35,7 +35,7 @@ def options_of(exchange: Exchange) -> dict[str, Any]:
 
 
 def sizes_of(capacities: Capacities) -> dict[str, Any]:
-    """The capacities that are not 0, as JSON values."""
+    """Returns the `capacities` that are not 0, as JSON values."""
     found = {one.name: getattr(capacities, one.name) for one in dataclasses.fields(capacities)}
     return {
         name: list(map(int, value)) if isinstance(value, tuple) else int(value)
@@ -45,14 +45,22 @@ def sizes_of(capacities: Capacities) -> dict[str, Any]:
 
 
 def by_owners(num_rows: int, capacities: Capacities | None = None, wire_dtype: str | None = None) -> OwnerSharded:
-    """The exchange of a table that lies split by rows over its workers as a `NamedSharding` has it."""
+    """Returns the exchange of a table that lies split by rows over its workers as a `NamedSharding` has it.
+
+    `num_rows` is the table's, `capacities` the room there is (None: none was planned), `wire_dtype` the dtype of
+    rows on the wire.
+    """
     return OwnerSharded(num_rows, capacities or Capacities(), wire_dtype=wire_dtype, ownership="range")
 
 
 def exchange_of(
     name: str, options: Mapping[str, Any], sizes: Mapping[str, Any], num_rows: int
 ) -> tuple[Exchange, Capacities]:
-    """The inverse of the others. Raises `SyncError` for names and options that there are not."""
+    """Builds an exchange and its capacities from what `name_of`, `options_of` and `sizes_of` gave.
+
+    `name`, `options` and `sizes` are theirs, `num_rows` is the table's. Raises `SyncError` for names and options
+    that there are not.
+    """
     known = {one.name for one in dataclasses.fields(Capacities)}
     for size, value in sizes.items():
         if size not in known or isinstance(value, list) != (size == "levels"):

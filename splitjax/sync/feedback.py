@@ -30,11 +30,18 @@ def synchronise_rounded(
     carry: Any,
     then: Callable[[RowSparse, Any], Any],
 ) -> tuple[Any, Array, Stats]:
-    """`scheme.synchronise_into` with a scheme that has a `wire_dtype`, and error feedback.
+    """Synchronises rows with a scheme that has a `wire_dtype`, with error feedback (`scheme.synchronise_into`
+    without).
 
-    **Arguments:** `residual`: f[num_rows, *row], this worker's own, zeros at first; the rest as `synchronise_into`.
+    **Arguments:**
 
-    **Returns:** as `synchronise_into`, and the new residual in the middle. Where the fallback runs nothing is rounded.
+    - `which`: the scheme. `local`: this worker's rows. `axis`: the mesh axis or axes of the workers.
+    - `residual`: f[num_rows, *row], this worker's own, zeros at first.
+    - `capacities`: the room there is.
+    - `carry`, `then`: as `synchronise_into` has them.
+
+    **Returns:** as `synchronise_into`, and the new residual in the middle. Where the fallback runs nothing is
+    rounded.
     """
     local, rest = with_residual(local, residual)
     attempt, errors = which.attempt_rounded(local, axis, capacities)
@@ -43,7 +50,7 @@ def synchronise_rounded(
 
 
 def with_residual(local: RowSparse, residual: Array) -> tuple[RowSparse, Array]:
-    """This worker's rows with what was kept back of them, and the residual f[num_rows, *row] without it."""
+    """Adds what was kept back of them to the rows `local`, and takes it from `residual`, f[num_rows, *row]."""
     kept = take_rows(residual, local.ids)
     # Taken away and not set to zero: what is written then follows from what was read, so that XLA makes no copy of the
     # table.
@@ -52,5 +59,6 @@ def with_residual(local: RowSparse, residual: Array) -> tuple[RowSparse, Array]:
 
 
 def keep(residual: Array, errors: RowSparse) -> Array:
-    """The residual with what rounding took away this time (`RowExchange.exchange_values`); ids may repeat."""
+    """Adds what rounding took away this time, `errors` (`RowExchange.exchange_values`), to the `residual`; ids may
+    repeat."""
     return residual.at[errors.ids].add(errors.values.astype(residual.dtype), mode="drop")

@@ -48,6 +48,7 @@ class Hierarchical(Scheme):
     factors: tuple[int, ...] = ()
 
     def plan(self, sparsity: Sparsity) -> Capacities:
+        """Returns room for the partial sums of every level in steps such as those of `sparsity`."""
         levels, m = [], 1
         for factor in self._factors(sparsity.num_workers):
             levels.append(partial_capacity(sparsity, m))
@@ -55,6 +56,11 @@ class Hierarchical(Scheme):
         return Capacities(local=local_capacity(sparsity), union=union_capacity(sparsity), levels=tuple(levels))
 
     def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:
+        """Gathers and adds up partial sums in ever larger groups.
+
+        `local` is this worker's rows, `axis` the mesh axis or axes of the workers, `capacities` the room there
+        is; see `Scheme.attempt`.
+        """
         n, me = lax.axis_size(axis), lax.axis_index(axis)
         check_levels(self, capacities, len(self._factors(n)))
         rooms = (*capacities.levels, capacities.union)
@@ -74,12 +80,14 @@ class Hierarchical(Scheme):
         return Attempt(rows, fits & ~rows.overflowed, sent)
 
     def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
+        """Returns the bytes that a worker sends for a `table` with these `capacities`, padding included."""
         factors = self._factors(table.num_workers)
         return sum(
             (factor - 1) * self._message_bytes(capacity, table) for factor, capacity in zip(factors, capacities.levels)
         )
 
     def formula_bytes(self, sparsity: Sparsity) -> float:
+        """Returns the bytes that the class's formula gives for `sparsity`, without padding."""
         total, m = 0.0, 1
         for factor in self._factors(sparsity.num_workers):
             total += (factor - 1) * sparsity.union(m) * (sparsity.table.row_bytes + _ID_BYTES)
@@ -87,6 +95,8 @@ class Hierarchical(Scheme):
         return total
 
     def num_messages(self, capacities: Capacities, table: Table) -> int:
+        """Returns how many messages a worker sends one after the other for a `table` with these `capacities`, on
+        CPU."""
         factors = self._factors(table.num_workers)
         return sum(
             wire.shift_messages(factor, shift, self._message_bytes(capacity, table))

@@ -1,4 +1,4 @@
-"""The link between workers, measured: what `choose` needs to know of a network."""
+"""Measures the link between workers: what `choose` needs to know of a network. A mesh goes in, a `Link` comes out."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _WORTHWHILE_SECONDS = 0.02
 
 
 def measure_link(mesh: Mesh, axes: tuple[str, ...]) -> Link:
-    """Latency and rate of the links along some axes of a mesh: every worker sends to the next one at once, as the
-    schemes do.
+    """Measures latency and rate of the links along `axes` of a `mesh`.
 
-    In a run of several processes all must call this at the same time; all get what process 0 measured."""
+    Every worker sends to the next one at once, as the schemes do. In a run of several processes all must call
+    this at the same time; all get what process 0 measured.
+    """
     size = math.prod(mesh.shape[axis] for axis in axes)
     small = _median_seconds(_ring(mesh, axes, size, _SMALL_BYTES))
     num_bytes, seconds = _LARGE_BYTES, 0.0
@@ -61,6 +62,7 @@ def _median_seconds(run: Callable[[], jax.Array]) -> float:
 
 
 def of_process_0(values: list[float]) -> list[float]:
+    """Returns the `values` that process 0 has, on all processes; all must call it at the same time."""
     if jax.process_count() == 1:
         return values
     return [float(one) for one in multihost_utils.broadcast_one_to_all(np.asarray(values, np.float32))]

@@ -1,15 +1,16 @@
-"""What a worker does alone: ranks in a set of ids, packing into send order, codes for sorted ids. Static shapes.
+"""Does what a worker does alone: ranks in a set of ids, packing into send order, codes for sorted ids. Static
+shapes.
 
 Bitmaps, sums of rows, and rows taken and put are `kernels`, which are plain JAX on CPU; the rest is plain JAX
 everywhere.
 
-A set of ids below `size` is a *bitmap* (one bit an id, `u32` words) with running popcounts: the rank of an id is a
-table look-up, the id of a rank a search inside one word (Jacobson 1989, "Space-efficient static trees and graphs"). So
-duplicates are found and sets united without sorting, which on CPU is the costly part. Lists of ids are sorted, unique,
-and filled up with `size`.
+A set of ids below `size` is a *bitmap* (one bit an id, `u32` words) with running popcounts: the rank of an id is
+a table look-up, the id of a rank a search inside one word (Jacobson 1989, "Space-efficient static trees and
+graphs"). So duplicates are found and sets united without sorting, which on CPU is the costly part. Lists of ids
+are sorted, unique, and filled up with `size`.
 
-Two codes send such a list: the bitmap itself (`size / 8` bytes), and gaps (`encode_gaps`: about one byte an id), which
-is shorter where fewer than one id in eight is in the set.
+Two codes send such a list: the bitmap itself (`size / 8` bytes), and gaps (`encode_gaps`: about one byte an id),
+which is shorter where fewer than one id in eight is in the set.
 """
 
 from __future__ import annotations
@@ -32,15 +33,20 @@ _SPARSEST = 512
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Ranked:
-    """A set of ids as a bitmap with running popcounts. `words`: u32[w]; `before`: i32[w], ids in earlier words;
-    `count`: i32[]."""
+    """Holds a set of ids as a bitmap with running popcounts.
+
+    - `words`: u32[w], the bitmap.
+    - `before`: i32[w], ids in earlier words.
+    - `count`: i32[], ids in all.
+    """
 
     words: Array
     before: Array
     count: Array
 
     def rank(self, ids: Array) -> Array:
-        """How many ids of the set are smaller, for each of `ids` (any shape; ids past the bitmap give anything)."""
+        """Counts the ids of the set that are smaller, for each of `ids` (any shape; ids past the bitmap give
+        anything)."""
         word = ids // _WORD_BITS
         below = (jnp.uint32(1) << (ids % _WORD_BITS).astype(jnp.uint32)) - jnp.uint32(1)
         look = lambda table: table.at[word].get(mode="clip", wrap_negative_indices=False)
@@ -48,7 +54,7 @@ class Ranked:
 
 
 def ranked(words: Array) -> Ranked:
-    """The popcount scan over a bitmap."""
+    """Counts the ids before each of the `words` of a bitmap."""
     return Ranked(words, *kernels.ranks(words))
 
 
@@ -86,20 +92,28 @@ def unite(ids: Array, size: int, capacity: int) -> tuple[Array, Array, Array]:
 def sum_rows(
     values: Array, slots: Array, capacity: int, dtype: jnp.dtype | None = None, *, has_no_gaps: bool = False
 ) -> Array:
-    """`kernels.sum_rows` of rows of any shape: values f[m, *row], slots i32[m] -> f[capacity, *row], added up in
-    `dtype`."""
+    """Adds up rows of any shape by slot (`kernels.sum_rows`).
+
+    **Arguments:**
+
+    - `values`: f[m, *row].
+    - `slots`: i32[m].
+    - `capacity`: the number of rows of the result, f[capacity, *row].
+    - `dtype`: in which rows are added up; None: theirs.
+    - `has_no_gaps`: whether every slot below the largest occurs.
+    """
     rows = as_matrix(values.astype(dtype or values.dtype))
     return kernels.sum_rows(rows, slots, capacity, has_no_gaps).reshape(capacity, *values.shape[1:])
 
 
 def take_rows(values: Array, slots: Array) -> Array:
-    """`kernels.gather_rows` of rows and numbers of any shape: zeros where a slot is past the end."""
+    """Takes rows of any shape, `values[slots]` for `slots` of any shape: zeros where a slot is past the end."""
     return kernels.gather_rows(as_matrix(values), slots.reshape(-1)).reshape(*slots.shape, *values.shape[1:])
 
 
 def rounded_away(values: Array, rounded: Array) -> Array:
-    """What a conversion to a shorter dtype took away; nothing of values that are not finite, which would stay for
-    ever."""
+    """Returns what a conversion of `values` to a shorter dtype, `rounded`, took away; zeros where that is not
+    finite, which would stay for ever."""
     kind = jnp.finfo(rounded.dtype)
     # XLA may leave out a conversion there and back, but no `reduce_precision`.
     lost = values - lax.reduce_precision(rounded.astype(values.dtype), kind.nexp, kind.nmant)
@@ -107,23 +121,28 @@ def rounded_away(values: Array, rounded: Array) -> Array:
 
 
 def set_rows(table: Array, rows: Array, values: Array, *, is_sorted: bool = True) -> Array:
-    """`kernels.scatter_rows` of rows of any shape: `rows` i32[m], ascending (`is_sorted`) and different, past the end
-    for none."""
+    """Puts `values` of any shape at `rows` of a `table`.
+
+    `rows` are i32[m], different and (`is_sorted`) ascending; past the end for none.
+    """
     return kernels.scatter_rows(as_matrix(table), rows, as_matrix(values), is_sorted).reshape(table.shape)
 
 
 def as_matrix(rows: Array) -> Array:
-    """Rows of any shape as the rows of a matrix, which kernels take."""
+    """Returns `rows` of any shape as the rows of a matrix, which kernels take."""
     return rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
 
 
 def group_ranks(groups: Array, num_groups: int, first: Array | None = None) -> tuple[Array, Array]:
-    """How many entries of the same group come before: `groups` i32[m] (>= num_groups: none, with any rank) -> i32[m].
+    """Counts, for each entry, the entries of the same group that come before.
 
-    `first`, bool[m]: those entries of a group that come before its others; None: they come in their order.
+    **Arguments:**
 
-    **Returns:** also the size of each group, i32[num_groups]. One bitmap for each group, so that the running counts are
-    over words.
+    - `groups`: i32[m]; `num_groups` or more: none, with any rank.
+    - `first`: bool[m]: those entries of a group that come before its others; None: they come in their order.
+
+    **Returns:** the ranks, i32[m], and the size of each group, i32[num_groups]. One bitmap for each group, so
+    that the running counts are over words.
     """
     m = groups.size
     padded = jnp.concatenate([groups, jnp.full((-m % _WORD_BITS,), num_groups, groups.dtype)]).reshape(-1, _WORD_BITS)
@@ -147,10 +166,15 @@ def group_ranks(groups: Array, num_groups: int, first: Array | None = None) -> t
 
 
 def send_order(groups: Array, num_groups: int, capacity: int) -> tuple[Array, Array]:
-    """Positions by group, in their order: `groups` i32[m] (>= num_groups: none) -> i32[num_groups, capacity], filled up
-    with m.
+    """Orders positions by group, and in a group as they come.
 
-    **Returns:** also the exact number in each group, i32[num_groups], which may exceed `capacity`.
+    **Arguments:**
+
+    - `groups`: i32[m]; `num_groups` or more: none.
+    - `capacity`: room for positions of a group.
+
+    **Returns:** positions i32[num_groups, capacity], filled up with m; the exact number in each group,
+    i32[num_groups], which may exceed `capacity`.
     """
     rank, counts = group_ranks(groups, num_groups)
     # One flat index, and an entry for what has no place: on CPU faster than pairs of indices that may be outside.
@@ -161,8 +185,11 @@ def send_order(groups: Array, num_groups: int, capacity: int) -> tuple[Array, Ar
 
 
 def compact(ids: Array, capacity: int, size: int) -> Array:
-    """The ids below `size` of i32[..., m], in their order: i32[..., capacity], filled up with `size`. Of a numpy vector
-    in numpy."""
+    """Keeps the `ids` below `size` of i32[..., m], in their order: i32[..., capacity], filled up with `size`; a
+    numpy vector in numpy.
+
+    `capacity` is the length of the result.
+    """
     if isinstance(ids, np.ndarray):
         return np.pad(ids[ids < size][:capacity], (0, max(0, capacity - (ids < size).sum())), constant_values=size)
     if ids.ndim == 2:
@@ -172,9 +199,13 @@ def compact(ids: Array, capacity: int, size: int) -> Array:
 
 
 def encode_gaps(ids: Array, count: Array, num_codes: int, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """Sorted unique ids as gaps of one code each; a code of all ones says "so many more, no id here".
+    """Writes sorted unique ids as gaps of one code each; a code of all ones says "so many more, no id here".
 
-    **Arguments:** `ids`: i32[k], of which the first `count` are sent; `dtype`: uint8 or uint16.
+    **Arguments:**
+
+    - `ids`: i32[k], of which the first `count` are sent.
+    - `num_codes`: room for codes.
+    - `dtype`: uint8 or uint16.
 
     **Returns:** the codes, filled up with ones (which decode to nothing), and the exact number of codes needed.
     """
@@ -191,12 +222,12 @@ def encode_gaps(ids: Array, count: Array, num_codes: int, dtype: jnp.dtype) -> t
 
 
 def decode_gaps(codes: Array, capacity: int, size: int) -> Array:
-    """The first `capacity` ids of each list that `encode_gaps` wrote, filled up with `size`: u[m, c] -> i32[m,
-    capacity]."""
+    """Reads the first `capacity` ids of each list that `encode_gaps` wrote as `codes` u[m, c]: i32[m, capacity],
+    filled up with `size`."""
     return compact(spread_gaps(codes, size), capacity, size)
 
 
 def spread_gaps(codes: Array, size: int) -> Array:
-    """The id that each code of a list ends with, `size` for codes of none: u[m, c] -> i32[m, c]."""
+    """Finds the id that each of the `codes` u[m, c] ends with: i32[m, c], `size` for codes of none."""
     ends = codes != jnp.iinfo(codes.dtype).max
     return jnp.where(ends, kernels.running_sum(codes.astype(jnp.int32) + ends) - 1, size)

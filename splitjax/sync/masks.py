@@ -1,8 +1,8 @@
-"""Which units (rows of a table, elements of another tensor) are not zero on which worker: packed bits on the host, and
-what is counted on them.
+"""Counts which units (rows of a table, elements of another tensor) are not zero on which worker, with packed bits on
+the host.
 
-One bit a unit, most significant first (`numpy.packbits`): 1/32 of a float32 gradient of elements, 1/32 of one column of
-a table.
+One bit a unit, most significant first (`numpy.packbits`): 1/32 of a float32 gradient of elements, 1/32 of one
+column of a table.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 
 
 def pack(nonzero: np.ndarray) -> np.ndarray:
-    """bool `[..., units]` -> u8 `[..., ceil(units / 8)]`; the last bits of the last byte are 0."""
+    """Packs `nonzero`, bool `[..., units]`, into u8 `[..., ceil(units / 8)]`; the last bits of the last byte are 0."""
     return np.packbits(nonzero, axis=-1)
 
 
 def full(num_units: int) -> np.ndarray:
-    """The mask of all units."""
+    """Returns the mask of all of `num_units` units."""
     mask = np.full(-(-num_units // 8), 0xFF, np.uint8)
     if num_units % 8:
         mask[-1] = 0xFF << (8 - num_units % 8) & 0xFF
@@ -26,22 +26,26 @@ def full(num_units: int) -> np.ndarray:
 
 
 def units_of(mask: np.ndarray) -> np.ndarray:
-    """Ascending i32 numbers of the units in a mask."""
+    """Returns ascending i32 numbers of the units in a `mask`."""
     return np.flatnonzero(np.unpackbits(mask)).astype(np.int32)
 
 
 def count(mask: np.ndarray) -> int:
-    """Units in a mask."""
+    """Counts the units in a `mask`."""
     return int(np.bitwise_count(mask).sum(dtype=np.int64))
 
 
 def group_sizes(num_workers: int) -> list[int]:
-    """1, 2, 4, ... and the number of workers."""
+    """Returns 1, 2, 4, ... and `num_workers` itself."""
     return sorted({num_workers, *(1 << i for i in range(num_workers.bit_length()) if 1 << i <= num_workers)})
 
 
 def union_counts(masks: Sequence[np.ndarray]) -> tuple[tuple[int, float], ...]:
-    """(m, units in the union of m workers), for the `group_sizes`; mean over the disjoint groups of m neighbours."""
+    """Counts the units in unions of workers' `masks`: pairs (m, units in the union of m workers), for the
+    `group_sizes`.
+
+    The counts are means over the disjoint groups of m neighbours.
+    """
     n = len(masks)
 
     def mean(m: int) -> float:
@@ -52,8 +56,10 @@ def union_counts(masks: Sequence[np.ndarray]) -> tuple[tuple[int, float], ...]:
 
 
 def overlaps(masks: Sequence[np.ndarray]) -> np.ndarray:
-    """f64 `[n, n]`: |I1 and I2| / min(|I1|, |I2|) of every two workers (Zen's overlap); nan where either has
-    nothing."""
+    """Returns f64 `[n, n]`: |I1 and I2| / min(|I1|, |I2|) of the `masks` of every two workers (Zen's overlap).
+
+    It is nan where either has nothing.
+    """
     n, sizes = len(masks), [count(mask) for mask in masks]
     found = np.full((n, n), np.nan)
     for i in range(n):
@@ -65,15 +71,19 @@ def overlaps(masks: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def mean_overlap(matrix: np.ndarray) -> float | None:
-    """Over pairs of different workers that both have something; None where there is no such pair."""
+    """Averages a `matrix` of `overlaps` over pairs of different workers that both have something; None where no pair
+    has."""
     pairs = matrix[np.triu_indices(len(matrix), 1)]
     pairs = pairs[~np.isnan(pairs)]
     return float(pairs.mean()) if pairs.size else None
 
 
 def skewness(mask: np.ndarray, num_units: int, num_ranges: int) -> float | None:
-    """The units in the fullest of so many equal ranges, over their mean number (Zen's skewness); None for an empty
-    mask."""
+    """Returns the units of a `mask` in the fullest of `num_ranges` equal ranges of `num_units` units, over their
+    mean number.
+
+    That is Zen's skewness; None for an empty mask.
+    """
     total, size = count(mask), max(-(-num_units // num_ranges), 1)
     if not total:
         return None

@@ -56,12 +56,16 @@ class OwnerSharded:
     ownership: str = "strided"
 
     def read(self, shard: Array, ids: Array, axis: Axis) -> tuple[Array, Array, Requests]:
-        """What lookups read, however many rows that is: `unite`, `request` and `pull` in one.
+        """Reads the rows of lookups, however many rows that is: `unite`, `request` and `pull` in one.
 
-        **Arguments:** `shard`: as `pull` has it. `ids`: i32[m], those looked up, in any order (`num_rows`: none).
+        **Arguments:**
 
-        **Returns:** f[m, *row]; where each id stands among the rows asked for, i32[m] (past their end for none, and for
-        those that there was no room to ask for); and the requests.
+        - `shard`: as `pull` has it.
+        - `ids`: i32[m], those looked up, in any order (`num_rows`: none).
+        - `axis`: the mesh axis or axes of the workers.
+
+        **Returns:** f[m, *row]; where each id stands among the rows asked for, i32[m] (past their end for none,
+        and for those that there was no room to ask for); and the requests.
         """
         most = min(ids.size, self.num_rows)
         unique, slots, count = unite(ids, self.num_rows, self.room(most))
@@ -78,16 +82,16 @@ class OwnerSharded:
             return once(requests.lacks, whole, looked), slots, requests
 
     def room(self, most: int) -> int:
-        """For how many rows of a worker a request has room, where there are at most so many."""
+        """Returns for how many rows of a worker a request has room, where there are at most `most`."""
         return min(self.capacities.local or most, most)
 
     def request(self, ids: Array, axis: Axis, count: Array | None = None) -> Requests:
-        """Tells owners which rows this worker reads: ids i32[k], unique, sorted, filled up with `num_rows`
-        (`RowSparse.ids`).
+        """Tells owners along `axis` which rows this worker reads: `ids` i32[k], unique, sorted, filled up with
+        `num_rows`.
 
         `count`, i32[]: the exact number of rows, where it may exceed k; then some are not asked for, as
-        `Requests.lacks` says. None: `ids` are all. Needs no parameters or gradients, so that it can run ahead of the
-        step that reads the rows.
+        `Requests.lacks` says. None: `ids` are all. Needs no parameters or gradients, so that it can run ahead of
+        the step that reads the rows.
         """
         n, partition = lax.axis_size(axis), self._partition(axis)
         code = always(self.capacities.push, partition.size)
@@ -103,12 +107,16 @@ class OwnerSharded:
         )
 
     def pull(self, shard: Array, requests: Requests, axis: Axis) -> tuple[Array, Requests]:
-        """The rows that were asked for.
+        """Fetches the rows that were asked for.
 
-        **Arguments:** `shard`: f[size, *row], this worker's rows (`shard_table`).
+        **Arguments:**
 
-        **Returns:** f[k, *row] in the order of the ids (zeros where there is none), and the requests, which now know
-        whether all gradients will have room.
+        - `shard`: f[size, *row], this worker's rows (`shard_table`).
+        - `requests`: as `request` returned them.
+        - `axis`: the mesh axis or axes of the workers.
+
+        **Returns:** f[k, *row] in the order of the ids (zeros where there is none), and the requests, which now
+        know whether all gradients will have room.
         """
         partition = self._partition(axis)
         code = always(self.capacities.push, partition.size)
@@ -146,11 +154,13 @@ class OwnerSharded:
 
         **Arguments:**
 
-        - `shard`: a pytree that `then` takes and returns, such as this worker's rows of parameter and optimizer state.
+        - `shard`: a pytree that `then` takes and returns, such as this worker's rows of parameter and optimizer
+          state.
         - `values`: f[k, *row], in the order of the requested ids. `requests`: as `pull` returned them.
+        - `axis`: the mesh axis or axes of the workers.
         - `then`: (shard, the sum as `RowSparse` over this worker's positions) -> the new shard.
-        - `every`: all rows of this worker, (i32[m], f[m, *row]) as `collect_all` takes them. None: those that were
-          requested.
+        - `every`: all rows of this worker, (i32[m], f[m, *row]) as `collect_all` takes them. None: those that
+          were requested.
 
         **Returns:** the new shard, and what a smaller `wire_dtype` rounded away, f[k, *row] (None without one).
 
@@ -169,8 +179,10 @@ class OwnerSharded:
         return new, lost
 
     def collect(self, values: Array, requests: Requests, axis: Axis) -> tuple[RowSparse, Array | None]:
-        """The sum of the gradients of this worker's rows, over their positions, where `requests.fits`; and what
-        rounding took away."""
+        """Adds up the gradients `values` of this worker's rows, over their positions, where `requests.fits`.
+
+        `axis` is the mesh axis or axes of the workers. Returns the sum, and what rounding took away.
+        """
         partition, pull = self._partition(axis), self.capacities.pull
         rounded = values.astype(self.wire_dtype or values.dtype)
         (blocks,), sources = wire.exchange([take_rows(rounded, requests.order)], axis, self.pattern)
@@ -180,8 +192,14 @@ class OwnerSharded:
         return owned, rounded_away(values, rounded) if self.wire_dtype else None
 
     def collect_all(self, ids: Array, values: Array, axis: Axis) -> RowSparse:
-        """The same from all rows of all workers, whatever their number: `ids` i32[m], duplicates allowed, and `values`
-        f[m, *row] of this worker."""
+        """Adds up all gradients of this worker's rows from all workers, whatever their number.
+
+        **Arguments:**
+
+        - `ids`: i32[m], duplicates allowed, of this worker.
+        - `values`: f[m, *row], of this worker.
+        - `axis`: the mesh axis or axes of the workers.
+        """
         partition = self._partition(axis)
         ids, every = wire.gather([ids, values.astype(self.wire_dtype or values.dtype)], axis)
         positions = jnp.where(partition.owner(ids) == lax.axis_index(axis), partition.position(ids), partition.size)
@@ -191,7 +209,7 @@ class OwnerSharded:
         return RowSparse(unique, total, count, partition.size)
 
     def predicted_bytes(self, table: Table) -> int:
-        """What one worker sends in a request, a pull and a push that fit, padding included."""
+        """Returns what a worker of `table` sends in a request, a pull and a push that fit, padding included."""
         code = always(self.capacities.push, Partition(self.ownership, table.num_rows, table.num_workers).size)
         row_bytes = table.row_size * (jnp.dtype(self.wire_dtype).itemsize if self.wire_dtype else table.itemsize)
         return (table.num_workers - 1) * (code.num_bytes + 2 * _FLAG_BYTES + 2 * self.capacities.push * row_bytes)
@@ -224,17 +242,17 @@ class OwnerSharded:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Requests:
-    """Who reads which rows, as one worker and owner knows it.
+    """Records who reads which rows, as a worker and owner knows it.
 
     **Attributes:**
 
-    - `ids`: i32[k], the rows that this worker reads. `order`: i32[n, push], for each owner where in `ids` they stand
-      (k: none).
-    - `asked`: i32[n, push], for each worker the positions that it reads here. `owned`: i32[pull], all of them, sorted;
-      `slots`: i32[n, push], where in `owned` each stands; `count`: i32[], their exact number.
-    - `num_passes`: i32[], how often the fullest pair must be served. `lacks`: bool[], some worker reads rows that it
-      had no room to ask for; None where every worker asked for all. `fits`: bool[], set by `pull`: one pass, nothing
-      lacks, and all owners have room. All alike on all workers.
+    - `ids`: i32[k], the rows that this worker reads. `order`: i32[n, push], for each owner where in `ids` they
+      stand (k: none).
+    - `asked`: i32[n, push], for each worker the positions that it reads here. `owned`: i32[pull], all of them,
+      sorted; `slots`: i32[n, push], where in `owned` each stands; `count`: i32[], their exact number.
+    - `num_passes`: i32[], how often the fullest pair must be served. `lacks`: bool[], some worker reads rows that
+      it had no room to ask for; None where every worker asked for all. `fits`: bool[], set by `pull`: one pass,
+      nothing lacks, and all owners have room. All alike on all workers.
     """
 
     ids: Array
@@ -249,7 +267,8 @@ class Requests:
 
 
 def plan_owner(sparsity: Sparsity, ownership: str = "strided") -> Capacities:
-    """Capacities for steps such as those measured, with some room for chance."""
+    """Returns capacities for steps such as those of `sparsity`, with some room for chance; `ownership` is
+    `OwnerSharded`'s."""
     partition = Partition(ownership, sparsity.table.num_rows, sparsity.num_workers)
     pair = owned = 0
     for step in sparsity.samples:
@@ -263,14 +282,16 @@ def plan_owner(sparsity: Sparsity, ownership: str = "strided") -> Capacities:
 
 
 def shard_table(table: Array, num_workers: int) -> Array:
-    """A logical table [num_rows, ...] as owners store it, [n * size, ...]: worker i's rows are the i-th part, padded
-    with zeros."""
+    """Lays out a logical `table` [num_rows, ...] as `num_workers` owners store it, [n * size, ...].
+
+    Worker i's rows are the i-th part, padded with zeros.
+    """
     size = -(-table.shape[0] // num_workers)
     padded = jnp.pad(table, [(0, size * num_workers - table.shape[0]), *[(0, 0)] * (table.ndim - 1)])
     return padded.reshape(size, num_workers, *table.shape[1:]).swapaxes(0, 1).reshape(padded.shape)
 
 
 def logical_table(stored: Array, num_rows: int, num_workers: int) -> Array:
-    """The inverse of `shard_table`."""
+    """Returns the table of `num_rows` rows that `num_workers` owners have `stored`: the inverse of `shard_table`."""
     by_owner = stored.reshape(num_workers, -1, *stored.shape[1:])
     return by_owner.swapaxes(0, 1).reshape(stored.shape)[:num_rows]

@@ -26,10 +26,12 @@ _COUNT_BYTES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Owned:
-    """What owners sent back: `items` i32[n, pull] (`num_items`: none), `values` [n, pull, ...], alike on all workers.
+    """Holds what owners sent back, alike on all workers.
 
-    `fits`: bool[], alike on all workers. `sent_items`: i32[], items that this worker sent, gathers counted n-1
-    times."""
+    - `items`: i32[n, pull] (`num_items`: none), and `values`: [n, pull, ...], their sums.
+    - `fits`: bool[], alike on all workers.
+    - `sent_items`: i32[], items that this worker sent, gathers counted n-1 times.
+    """
 
     items: Array
     values: Array
@@ -47,12 +49,13 @@ class OwnerExchange:
     pattern: str = "auto"
 
     def run(self, items: Array, values: Array, good: Array, axis: Axis) -> Owned:
-        """The exchange.
+        """Pushes items to their owners and pulls the sums.
 
         **Arguments:**
 
         - `items`: i32[m], unique, ascending; `num_items` for none. `values`: [m, ...].
         - `good`: bool[], False where this worker had no room before: then nothing fits.
+        - `axis`: the mesh axis or axes of the workers.
         """
         n, me = self.partition.num_owners, lax.axis_index(axis)
         order, counts = send_order(self.partition.owner(items), n, self.push.capacity)
@@ -76,24 +79,28 @@ class OwnerExchange:
         return Owned(self.partition.item(owners, self.pull.decode(codes)), sums, (counts_of >= 0).all(), sent)
 
     def num_bytes(self, item_bytes: int) -> int:
-        """What one worker sends, padding included."""
+        """Returns what a worker sends for items of `item_bytes` bytes, padding included."""
         return (self.partition.num_owners - 1) * sum(self._message_bytes(item_bytes))
 
     def num_messages(self, item_bytes: int) -> int:
-        """Messages that one worker sends one after the other."""
+        """Returns how many messages a worker sends one after the other, for items of `item_bytes` bytes."""
         n, (push, pull) = self.partition.num_owners, self._message_bytes(item_bytes)
         return wire.exchange_messages(n, push, self.pattern) + wire.gather_messages(n, pull)
 
     def _message_bytes(self, item_bytes: int) -> tuple[int, int]:
-        """Of the message to one owner, and of the one that an owner sends to all."""
+        """Returns the bytes of the message to one owner, and of the one that an owner sends to all."""
         push, pull = (code.num_bytes + code.capacity * item_bytes for code in (self.push, self.pull))
         return push, pull + _COUNT_BYTES
 
 
 def pair_and_owner_rooms(sparsity: Sparsity, partition: Partition, factor: int = 1, items: int = 1) -> tuple[int, int]:
-    """Items that a pair of workers, and an owner, must have room for, by the samples.
+    """Returns for how many items a pair of workers, and an owner, must have room, by the samples of `sparsity`.
 
-    **Arguments:** `factor`: so many rows of the samples are one item; `items`: each of these is so many.
+    **Arguments:**
+
+    - `sparsity`: the profile. `partition`: who owns which item.
+    - `factor`: so many rows of the samples are one item.
+    - `items`: each of these is so many.
     """
     pair = owned = 0
     for step in sparsity.samples:
@@ -108,9 +115,11 @@ def pair_and_owner_rooms(sparsity: Sparsity, partition: Partition, factor: int =
 
 
 def range_load(sparsity: Sparsity, factor: int = 1) -> float:
-    """Items that the busiest owner of equal ranges takes from all workers, and sends back, over the number of workers.
+    """Returns the items that the busiest owner of equal ranges takes from all workers, and sends back, over the
+    number of workers.
 
-    s (k + U): rows (or blocks of `factor`) of a worker and of the union, each with the skewness s that it has.
+    s (k + U): rows (or blocks of `factor`) of a worker and of the union in `sparsity`, each with the skewness s
+    that it has.
     """
     n, size = sparsity.num_workers, -(-sparsity.table.num_rows // factor)
     local = [np.unique(ids // factor) for step in sparsity.samples for ids in step]

@@ -1,5 +1,7 @@
-"""Which worker owns which item (a row, a block of rows, an element), and where in its part: bijections without
-tables."""
+"""Divides items (rows, blocks of rows, elements) among workers: who owns an item, and where in its part it stands.
+
+Both directions are arithmetic on item numbers, so that no worker needs a table of owners.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ class Partition:
         return -(-self.num_items // self.num_owners)
 
     def owner(self, items: Array) -> Array:
-        """i32 -> i32; `num_owners` for items past the end (which stand for nothing)."""
+        """Returns the owners of `items`, i32 -> i32; `num_owners` for items past the end (which stand for nothing)."""
         n = self.num_owners
         if self.kind == "range":
             owner = items // max(self.size, 1)
@@ -44,12 +46,12 @@ class Partition:
         return _namespace(items).where(items < self.num_items, owner, n)
 
     def position(self, items: Array) -> Array:
-        """Of an item in its owner's part; `size` for items past the end."""
+        """Returns where `items` stand in their owners' parts; `size` for items past the end."""
         position = items % max(self.size, 1) if self.kind == "range" else items // self.num_owners
         return _namespace(items).where(items < self.num_items, position, self.size)
 
     def item(self, owner: Array, positions: Array) -> Array:
-        """The inverse: items at positions of an owner (shapes broadcast); `num_items` for positions past the end."""
+        """Returns the items at `positions` of an `owner` (shapes broadcast); `num_items` for positions past the end."""
         n = self.num_owners
         if self.kind == "range":
             items = owner * self.size + positions

@@ -1,7 +1,7 @@
-"""How sparse a table's gradient is across workers: Zen's analysis (Wang et al., arXiv 2309.13254, section 2), on sets
-of row ids.
+"""Measures how sparse a table's gradient is across workers: Zen's analysis (Wang et al., arXiv 2309.13254, section
+2), on sets of row ids.
 
-Numbers only, from ids that each worker touched in a few steps; nothing here touches a device.
+Ids that each worker touched in a few steps go in, numbers come out; nothing here touches a device.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from splitjax.sync import masks
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """What is synchronised: a table of `num_rows` rows of `row_size` values of `itemsize` bytes, over `num_workers`
-    workers."""
+    """Describes what is synchronised: a table of `num_rows` rows of `row_size` values of `itemsize` bytes, over
+    `num_workers` workers."""
 
     num_rows: int
     row_size: int
@@ -73,7 +73,7 @@ class Sparsity:
         return self.rows / max(self.table.num_rows, 1)
 
     def union(self, num_workers: int) -> float:
-        """Rows in the union of so many workers, between measured numbers by a power law."""
+        """Returns the rows in the union of `num_workers` workers, between measured numbers by a power law."""
         (m0, u0), (m1, u1) = self.unions[0], self.unions[-1]
         for point in self.unions:
             if point[0] <= num_workers:
@@ -86,7 +86,8 @@ class Sparsity:
         return u0 * (u1 / u0) ** (math.log(num_workers / m0) / math.log(m1 / m0))
 
     def densification(self, num_workers: int) -> float:
-        """Density of the sum of so many workers over the density of one (Zen's gamma)."""
+        """Returns the density of the sum of `num_workers` workers over the density of a single worker's (Zen's
+        gamma)."""
         return self.union(num_workers) / self.rows if self.rows else 1.0
 
     def bound_bytes(self) -> float:
@@ -111,19 +112,19 @@ class Sparsity:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Sparsity:
-        """What `to_json` gave, without samples: good for reading, not for a scheme's capacities."""
+        """Reads `data` that `to_json` gave, without samples: good for reading, not for a scheme's capacities."""
         table = Table(*(data[field.name] for field in dataclasses.fields(Table)))
         unions = tuple((m, size) for m, size in data["unions"])
         return cls(table, data["rows"], data["rows_max"], unions, data["overlap"], data["skewness"], data["hot_rows"])
 
 
 def measure(id_sets: Sequence[Sequence[np.ndarray]], num_rows: int, row_size: int, itemsize: int = 4) -> Sparsity:
-    """The sparsity of the steps whose ids are given.
+    """Measures the sparsity of the steps whose ids are given.
 
     **Arguments:**
 
-    - `id_sets`: [step][worker] integer arrays of row ids, any shape; duplicates and ids outside 0..`num_rows`-1 do not
-      count.
+    - `id_sets`: [step][worker] integer arrays of row ids, any shape; duplicates and ids outside 0..`num_rows`-1
+      do not count.
     - `num_rows`, `row_size`, `itemsize`: of the table; bytes a value.
 
     Raises `SyncError` without a step or a worker, or where steps have different numbers of workers.
@@ -170,7 +171,7 @@ def _overlap(samples: Sequence[Sequence[np.ndarray]]) -> float:
 
 
 def _membership(step: Sequence[np.ndarray]) -> np.ndarray:
-    """Per worker a packed mask over the rows that any worker has."""
+    """Packs, per worker, a mask over the rows that any worker has."""
     union, position = np.unique(np.concatenate(step), return_inverse=True)
     has = np.zeros((len(step), max(union.size, 1)), bool)
     has[np.repeat(np.arange(len(step)), [ids.size for ids in step]), position] = True
@@ -178,8 +179,11 @@ def _membership(step: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def skewness(sets: Sequence[np.ndarray], num_rows: int, n: int) -> float:
-    """The largest density of n equal ranges over the density of all, mean over the sets of ids; 1 where all are
-    empty."""
+    """Returns the largest density of `n` equal ranges of `num_rows` rows over the density of all; 1 where all are
+    empty.
+
+    It is the mean over `sets` of ids.
+    """
     size = max(-(-num_rows // n), 1)
     found = [np.bincount(ids // size, minlength=n).max() * n / ids.size for ids in sets if ids.size]
     return float(np.mean(found)) if found else 1.0

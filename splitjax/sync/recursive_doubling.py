@@ -58,6 +58,7 @@ class RecursiveDoubling(Scheme):
             )
 
     def plan(self, sparsity: Sparsity) -> Capacities:
+        """Returns room for the partial sums of every round in steps such as those of `sparsity`."""
         n, rounds = sparsity.num_workers, _num_rounds(sparsity.num_workers)
         folded = n > 1 << rounds  # then a partner's sum is of up to twice as many workers
         levels = [partial_capacity(sparsity, 1)] if folded else []
@@ -66,6 +67,11 @@ class RecursiveDoubling(Scheme):
         return Capacities(local=local_capacity(sparsity), union=union_capacity(sparsity), levels=tuple(levels))
 
     def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:
+        """Swaps partial sums between partners 1, 2, 4, ... apart.
+
+        `local` is this worker's rows, `axis` the mesh axis or axes of the workers, `capacities` the room there
+        is; see `Scheme.attempt`.
+        """
         n, me = lax.axis_size(axis), lax.axis_index(axis)
         power = 1 << _num_rounds(n)
         check_levels(self, capacities, _num_rounds(n) + (n > power))
@@ -91,16 +97,17 @@ class RecursiveDoubling(Scheme):
         return Attempt(rows, fits & ~rows.overflowed, sent)
 
     def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
+        """Returns the bytes that a worker sends for a `table` with these `capacities`, padding included."""
         return sum(self._swapped_bytes(capacities, table)) + sum(self._folded_bytes(capacities, table))
 
     def _swapped_bytes(self, capacities: Capacities, table: Table) -> list[int]:
-        """Of each round's message."""
+        """Returns the bytes of each round's message."""
         levels = capacities.levels[1:] if self._folded(table) else capacities.levels
         return [_message_bytes(level, table, whole) for level, whole in zip(levels, self._dense_rounds(levels, table))]
 
     def _folded_bytes(self, capacities: Capacities, table: Table) -> list[int]:
-        """Of the message that a worker past the last power of two sends first, and of the one that it gets in the
-        end."""
+        """Returns the bytes of the message that a worker past the last power of two sends first, and of the one that
+        it gets in the end."""
         if not self._folded(table):
             return []
         is_dense = any(self._dense_rounds(capacities.levels[1:], table))
@@ -115,12 +122,15 @@ class RecursiveDoubling(Scheme):
         return table.num_workers - (1 << _num_rounds(table.num_workers))
 
     def formula_bytes(self, sparsity: Sparsity) -> float:
+        """Returns the bytes that the class's formula gives for `sparsity`, without padding."""
         per_row, n = sparsity.table.row_bytes + _ID_BYTES, sparsity.num_workers
         rounds = _num_rounds(n)
         doubled = sum(min(sparsity.union(min(1 << i, n)) * per_row, sparsity.table.num_bytes) for i in range(rounds))
         return doubled + (min(sparsity.union(n) * per_row, sparsity.table.num_bytes) if n > 1 << rounds else 0)
 
     def num_messages(self, capacities: Capacities, table: Table) -> int:
+        """Returns how many messages a worker sends one after the other for a `table` with these `capacities`, on
+        CPU."""
         return sum(wire.shift_messages(2, 1, size) for size in self._swapped_bytes(capacities, table)) + len(
             self._folded_bytes(capacities, table)
         )

@@ -1,9 +1,8 @@
-"""Who owns and who sends which row, known to all workers alike from one exchange of index sets: the plan of a row
-exchange.
+"""Decides who owns and who sends which row, known to all workers alike from one exchange of index sets.
 
-Ids are known from the batch, before the forward pass, so this can run while the forward pass computes. All that follows
-is arithmetic on the same numbers everywhere: no further agreement is needed, and capacities are checked without
-communication.
+Ids are known from the batch, before the forward pass, so this can run while the forward pass computes. All that
+follows is arithmetic on the same numbers everywhere: no further agreement is needed, and capacities are checked
+without communication.
 """
 
 from __future__ import annotations
@@ -57,17 +56,18 @@ class Routes:
 def exchange_indices(
     ids: Array, count: Array, axis: Axis, code: IdCode, *, union: int, push: int, pull: int, hot: int, ownership: str
 ) -> Routes:
-    """Every worker's index set on all workers, and the routes that follow.
+    """Gathers every worker's index set on all workers, and derives the routes that follow.
 
     **Arguments:**
 
-    - `ids`: i32[k], this worker's rows, sorted, filled up with the number of rows; `count`: i32[] of them (more than k:
-      they do not fit).
+    - `ids`: i32[k], this worker's rows, sorted, filled up with the number of rows; `count`: i32[] of them (more
+      than k: they do not fit).
+    - `axis`: the mesh axis or axes of the workers.
     - `code`: how a set is written; its `size` is the number of rows.
-    - `union`, `push`, `pull`, `hot`: room for rows of the union, from one worker to one owner, of one owner, summed
-      densely.
-    - `ownership`: one of `OWNERSHIPS`: a row's owner is one of the workers that have it, as far as all own equally
-      many; or id % n; or by a hash of the id.
+    - `union`, `push`, `pull`, `hot`: room for rows of the union, from one worker to one owner, of one owner,
+      summed densely.
+    - `ownership`: one of `OWNERSHIPS`: a row's owner is one of the workers that have it, as far as all own
+      equally many; or id % n; or by a hash of the id.
     """
     n = lax.axis_size(axis)
     codes, fitted = code.encode(ids[None], count[None])
@@ -153,7 +153,10 @@ def contributors(holders: Array, cold: Array, n: int, quota: int, xp: Any = jnp)
 
 
 def holders_on_host(slots: Sequence[np.ndarray], union: int) -> np.ndarray:
-    """Who holds which row, as `contributors` wants it: of each worker its rows' numbers in the union."""
+    """Packs who holds which row, as `contributors` wants it.
+
+    `slots` has, of each worker, its rows' numbers in the union; `union` is the number of rows in that.
+    """
     holders = np.zeros((-(-len(slots) // _WORD_BITS), union), np.uint32)
     for worker, one in enumerate(slots):
         holders[worker // _WORD_BITS, one] |= np.uint32(1 << worker % _WORD_BITS)
@@ -210,7 +213,7 @@ def _one_of(holders: Array, rows: Array, time: int, n: int, xp: Any) -> Array:
 
 
 def _population(holders: Array, xp: Any) -> Array:
-    """How many bits are set in all words: u32[w, m] -> i32[m]."""
+    """Counts the bits that are set in all words: u32[w, m] -> i32[m]."""
     counts = np.bitwise_count(holders) if xp is np else lax.population_count(holders)
     return counts.sum(axis=0, dtype=xp.int32) if holders.shape[0] != 1 else counts[0].astype(xp.int32)
 

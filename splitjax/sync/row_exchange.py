@@ -61,6 +61,7 @@ class RowExchange(Scheme):
             )  # fmt: skip
 
     def plan(self, sparsity: Sparsity) -> Capacities:
+        """Returns room for the rows of a pair of workers and of an owner, and a code for ids, by `sparsity`."""
         table, n = sparsity.table, sparsity.num_workers
         local, union = local_capacity(sparsity), union_capacity(sparsity)
         # No more than every step has: where there are fewer, the others would be more than owners have room for.
@@ -78,13 +79,23 @@ class RowExchange(Scheme):
         return Capacities(local, union, push, pull, code.num_codes, code.bits, hot)
 
     def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:
+        """Exchanges index sets, then the values of rows by way of their owners.
+
+        `local` is this worker's rows, `axis` the mesh axis or axes of the workers, `capacities` the room there
+        is; see `Scheme.attempt`.
+        """
         found = self.exchange_indices(local.ids, local.count, local.num_rows, axis, capacities)
         rows, sent, _ = self.exchange_values(local.values, found, local.num_rows, axis, capacities)
         return Attempt(rows, found.fits, sent)
 
     def attempt_rounded(self, local: RowSparse, axis: Axis, capacities: Capacities) -> tuple[Attempt, RowSparse | None]:
-        """The same, and what rounding took away here (`feedback.keep`), of a scheme with a `wire_dtype`: nothing where
-        capacities did not suffice, for then all rows are gathered as they are."""
+        """Does the same as `attempt`, and says what rounding took away here (`feedback.keep`), of a scheme with a
+        `wire_dtype`.
+
+        `local` is this worker's rows, `axis` the mesh axis or axes of the workers, `capacities` the room there
+        is. Returns the attempt and the errors: nothing where capacities did not suffice, for then all rows are
+        gathered as they are.
+        """
         found = self.exchange_indices(local.ids, local.count, local.num_rows, axis, capacities)
         rows, sent, errors = self.exchange_values(local.values, found, local.num_rows, axis, capacities)
         if errors is not None:
@@ -92,8 +103,15 @@ class RowExchange(Scheme):
         return Attempt(rows, found.fits, sent), errors
 
     def exchange_indices(self, ids: Array, count: Array, num_rows: int, axis: Axis, capacities: Capacities) -> Routes:
-        """The first half, which needs no values: `RowSparse.ids` and `.count` of this worker -> `Routes`, alike on all
-        workers."""
+        """Does the first half of an exchange, which needs no values, and returns `Routes`, alike on all workers.
+
+        **Arguments:**
+
+        - `ids`, `count`: `RowSparse.ids` and `.count` of this worker.
+        - `num_rows`: of the table.
+        - `axis`: the mesh axis or axes of the workers.
+        - `capacities`: the room there is.
+        """
         ids = _resized(ids, capacities.local, num_rows)
         return exchange_indices(
             ids, count, axis, self._code(capacities, num_rows), union=capacities.union, push=capacities.push,
@@ -140,6 +158,7 @@ class RowExchange(Scheme):
         return rows, sent, self._error(values, rounded, sums, owner, slots, found, num_rows, me)
 
     def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
+        """Returns the bytes that a worker sends for a `table` with these `capacities`, padding included."""
         n = table.num_workers
         row_bytes = self._row_bytes(table)
         index_bytes = (n - 1) * (self._code(capacities, table.num_rows).num_bytes + _COUNT_BYTES)
@@ -147,6 +166,7 @@ class RowExchange(Scheme):
         return index_bytes + (n - 1) * (capacities.push + capacities.pull) * row_bytes + hot_bytes
 
     def formula_bytes(self, sparsity: Sparsity) -> float:
+        """Returns the bytes that the class's formula gives for `sparsity`, without padding."""
         n = sparsity.num_workers
         index_bytes = (n - 1) * self._code(self.plan(sparsity), sparsity.table.num_rows).num_bytes
         if self.ownership == "contributor":
@@ -154,6 +174,8 @@ class RowExchange(Scheme):
         return (n - 1) / n * sparsity.table.row_bytes * (sparsity.rows + sparsity.union(n)) + index_bytes
 
     def num_messages(self, capacities: Capacities, table: Table) -> int:
+        """Returns how many messages a worker sends one after the other for a `table` with these `capacities`, on
+        CPU."""
         n, row_bytes = table.num_workers, self._row_bytes(table)
         indices = wire.gather_messages(n, self._code(capacities, table.num_rows).num_bytes + _COUNT_BYTES)
         push = wire.exchange_messages(n, capacities.push * row_bytes, self.pattern) if capacities.push else 0
@@ -161,7 +183,7 @@ class RowExchange(Scheme):
         return indices + push + wire.gather_messages(n, capacities.pull * row_bytes) + hot
 
     def _row_bytes(self, table: Table) -> int:
-        """Of a row on the wire."""
+        """Returns the bytes of a row on the wire."""
         return table.row_size * (jnp.dtype(self.wire_dtype).itemsize if self.wire_dtype else table.itemsize)
 
     def _code(self, capacities: Capacities, num_rows: int) -> IdCode:
@@ -199,7 +221,7 @@ def _num_hot(step: tuple[np.ndarray, ...]) -> int:
 
 
 def _targets(found: Routes, me: Array, capacities: Capacities) -> tuple[Array, Array]:
-    """Where in this owner's part each row belongs that a worker sends: i32[n, push]; and how many each sends:
+    """Finds where in this owner's part each row belongs that a worker sends: i32[n, push]; and how many each sends:
     i32[n]."""
     workers = jnp.arange(found.held.shape[0], dtype=jnp.int32)[:, None]
     mine = kernels.encode(found.owner == me)

@@ -1,4 +1,4 @@
-"""Row-sparse values: the rows of a table that a batch touched, as a pytree of static shape."""
+"""Defines row-sparse values: the rows of a table that a batch touched, as a pytree of static shape."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RowSparse:
 
     @property
     def capacity(self) -> int:
-        """How many rows there is room for."""
+        """The number of rows there is room for."""
         return self.ids.shape[0]
 
     @property
@@ -53,7 +53,7 @@ class RowSparse:
 
     @property
     def overflowed(self) -> Array:
-        """Whether rows did not fit (bool[]); they are missing then."""
+        """Tells whether rows did not fit (bool[]); they are missing then."""
         return self.count > self.capacity
 
     def to_dense(self) -> Array:
@@ -62,7 +62,8 @@ class RowSparse:
         return set_rows(out, self.ids, self.values)
 
     def padded(self, capacity: int) -> RowSparse:
-        """The same rows with another capacity; a smaller one drops the last rows, and `overflowed` says so."""
+        """Returns the same rows with another `capacity`; a smaller one drops the last rows, and `overflowed` says
+        so."""
         more = capacity - self.capacity
         if more <= 0:
             return RowSparse(self.ids[:capacity], self.values[:capacity], self.count, self.num_rows)
@@ -88,7 +89,7 @@ class RowSparse:
 def from_lookups(
     ids: Array, values: Array, num_rows: int, capacity: int | None = None, *, mode: str = "fill", wrap: bool = True
 ) -> RowSparse:
-    """The gradient of `table[ids]` as rows: `values` added up by id.
+    """Returns the gradient of `table[ids]` as rows: `values` added up by id.
 
     **Arguments:**
 
@@ -96,10 +97,10 @@ def from_lookups(
     - `values`: f[*ids.shape, *row], the cotangents of the looked-up rows.
     - `num_rows`: of the table.
     - `capacity`: of the result. The default, as many as there are ids (at most `num_rows`), always suffices.
-    - `mode`: what the lookup's gradient does with ids out of range: "clip" gives it to the nearest row; "fill" and
-      "drop" to none, and so does "promise_in_bounds" (a scatter skips them).
-    - `wrap`: negative ids count from the end first, as in numpy. False for ids as a `gather` has them, where `jnp` has
-      wrapped them.
+    - `mode`: what the lookup's gradient does with ids out of range: "clip" gives it to the nearest row; "fill"
+      and "drop" to none, and so does "promise_in_bounds" (a scatter skips them).
+    - `wrap`: negative ids count from the end first, as in numpy. False for ids as a `gather` has them, where
+      `jnp` has wrapped them.
 
     Raises `SyncError` for an unknown mode or shapes that do not fit.
     """
@@ -127,14 +128,21 @@ def from_lookups(
 
 
 def merge(ids: Array, values: Array, num_rows: int, capacity: int, dtype: Any = None) -> RowSparse:
-    """Rows of several workers as one: ids i32[...] (num_rows: none), values f[..., *row], added up by id."""
+    """Merges rows of several workers: `ids` i32[...] (`num_rows`: none), `values` f[..., *row], added up by id in
+    `dtype`.
+
+    `capacity` is the result's.
+    """
     unique, slots, count = unite(ids, num_rows, capacity)
     flat = values.reshape(ids.size, *values.shape[ids.ndim :])
     return RowSparse(unique, sum_rows(flat, slots.reshape(-1), capacity, dtype, has_no_gaps=True), count, num_rows)
 
 
 def normalised(ids: Array, num_rows: int, mode: str, wrap: bool) -> Array:
-    """Ids in 0..num_rows as i32; `num_rows` for those that touch no row."""
+    """Returns `ids` as i32 in 0..`num_rows`; `num_rows` for those that touch no row.
+
+    `mode` and `wrap` are those of `from_lookups`.
+    """
     if jnp.issubdtype(ids.dtype, jnp.unsignedinteger):
         ids = jnp.minimum(ids, jnp.asarray(min(num_rows, jnp.iinfo(ids.dtype).max), ids.dtype)).astype(jnp.int32)
     elif ids.dtype.itemsize < 4:

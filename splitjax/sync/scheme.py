@@ -55,13 +55,13 @@ class Capacities:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What an exchange did.
+    """Reports what an exchange did.
 
     **Attributes:**
 
-    - `local_rows`: i32[], this worker's rows. `union_rows`: i32[], rows of the sum. `sent_rows`: i32[], rows that this
-      worker really sent point to point or into gathers (each gather counted n-1 times), without the padding up to the
-      capacities.
+    - `local_rows`: i32[], this worker's rows. `union_rows`: i32[], rows of the sum. `sent_rows`: i32[], rows that
+      this worker really sent point to point or into gathers (each gather counted n-1 times), without the padding
+      up to the capacities.
     - `fell_back`: bool[], capacities did not suffice and the fallback ran, on all workers.
     - `incomplete`: bool[], a worker's own rows were cut off before (`RowSparse.overflowed`): the sum lacks them.
     """
@@ -85,40 +85,57 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True)
 class Scheme(abc.ABC):
-    """One way to synchronise a row-sparse gradient."""
+    """Synchronises a row-sparse gradient in some way; subclasses are frozen dataclasses that `register` makes known.
+
+    - `name`: what users call it.
+    - `needs_whole_rows`: whether it tells rows by their values, so that devices that have parts of rows would not
+      agree.
+    """
 
     name: ClassVar[str]
     # it tells rows by their values, so that devices that have parts of rows would not agree
     needs_whole_rows: ClassVar[bool] = False
 
     def takes(self, table: Table) -> bool:
-        """Whether it can exchange a table of this size."""
+        """Tells whether it can exchange a table of the size of `table`."""
         return True
 
     @abc.abstractmethod
     def plan(self, sparsity: Sparsity) -> Capacities:
-        """Capacities for steps such as those measured, with some room for chance."""
+        """Returns capacities for steps such as those of `sparsity`, with some room for chance."""
 
     @abc.abstractmethod
     def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:
-        """The exchange, inside `shard_map`; no branches."""
+        """Exchanges rows within the capacities, inside `shard_map`; no branches.
+
+        **Arguments:**
+
+        - `local`: this worker's rows.
+        - `axis`: the mesh axis or axes of the workers.
+        - `capacities`: the room there is.
+        """
 
     @abc.abstractmethod
     def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
-        """What one worker sends in `attempt`, padding included: the sum over its collectives by the ring formulas
-        (`cost.ring`)."""
+        """Returns what a worker sends in `attempt`, padding included, for a `table` with these `capacities`: the sum
+        over its collectives by the ring formulas (`cost.ring`)."""
 
     @abc.abstractmethod
     def formula_bytes(self, sparsity: Sparsity) -> float:
-        """What the busiest link carries by the published formula, without padding; the class says which formula."""
+        """Returns what the busiest link carries for `sparsity` by the published formula, without padding; the class
+        says which."""
 
     @abc.abstractmethod
     def num_messages(self, capacities: Capacities, table: Table) -> int:
-        """Messages that a worker sends one after the other in `attempt`, on CPU: each costs a latency
-        (`wire.gather_messages`)."""
+        """Returns how many messages a worker sends one after the other in `attempt`, on CPU, for a `table` with
+        these `capacities`: each costs a latency (`wire.gather_messages`)."""
 
     def predicted_seconds(self, sparsity: Sparsity, link: Link, capacities: Capacities | None = None) -> float:
-        """Bytes over the link's rate, and a latency per message; work on the worker itself is not counted."""
+        """Returns bytes over the rate of a `link`, and a latency per message; work on the worker itself is not
+        counted.
+
+        `sparsity` is the profile, `capacities` the room there is (None: what `plan` gives).
+        """
         capacities = capacities or self.plan(sparsity)
         sent = self.predicted_bytes(capacities, sparsity.table)
         return sent / link.bytes_per_second + self.num_messages(capacities, sparsity.table) * link.latency_seconds
@@ -140,16 +157,17 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class ByRows:
-    """What to do with a table's gradient, as `sync=` takes it.
+    """Says what to do with a table's gradient, as `sync=` takes it.
 
     **Attributes:**
 
     - `scheme`: a scheme, its name, or `"auto"`.
-    - `lazy`: also for updates that change rows without gradient (momentum, Adam, weight decay): these rows are then
-      left alone until they have one. Changes the numbers, as PyTorch's `SparseAdam` and TensorFlow's `LazyAdam` do.
-    - `wire_dtype`: "bfloat16" for values rounded on the wire, with error feedback: each worker keeps what that takes
-      away, in an array of the table's size. Changes the numbers. For `row_exchange`, and for tables whose workers own
-      the rows.
+    - `lazy`: also for updates that change rows without gradient (momentum, Adam, weight decay): these rows are
+      then left alone until they have one. Changes the numbers, as PyTorch's `SparseAdam` and TensorFlow's
+      `LazyAdam` do.
+    - `wire_dtype`: "bfloat16" for values rounded on the wire, with error feedback: each worker keeps what that
+      takes away, in an array of the table's size. Changes the numbers. For `row_exchange`, and for tables whose
+      workers own the rows.
     """
 
     scheme: str | Scheme = "auto"
@@ -161,13 +179,14 @@ SCHEMES: dict[str, type[Scheme]] = {}
 
 
 def register(cls: type[Scheme]) -> type[Scheme]:
-    """Makes a scheme known by its name."""
+    """Makes the scheme `cls` known by its name; a decorator."""
     SCHEMES[cls.name] = cls
     return cls
 
 
 def by_name(which: str | Scheme) -> Scheme:
-    """A scheme by its name, with its default options; a scheme is itself. Raises `SyncError` for an unknown name."""
+    """Returns the scheme called `which`, with its default options; a scheme is itself. Raises `SyncError` for an
+    unknown name."""
     if isinstance(which, Scheme):
         return which
     if which not in SCHEMES:
@@ -199,7 +218,10 @@ def synchronise(
 def finish(
     attempt: Attempt, local: RowSparse, axis: Axis, then: Callable[[RowSparse], Any] | None = None
 ) -> tuple[Any, Stats]:
-    """What `synchronise` does after the attempt: use its rows, or all workers alike gather all."""
+    """Does what `synchronise` does after the `attempt`: uses its rows, or all workers alike gather all.
+
+    `local`, `axis` and `then` are those of `synchronise`.
+    """
     room = max(lossless_rows(local, axis), attempt.rows.capacity)
     then = then or (lambda rows: rows.padded(room))
     if attempt.fits is True:
@@ -220,11 +242,14 @@ def synchronise_into(
     carry: Any,
     then: Callable[[RowSparse, Any], Any],
 ) -> tuple[Any, Stats]:
-    """`synchronise` for what is updated in place, such as tables: XLA copies whole what a branch returns, but not what
-    a loop carries.
+    """Synchronises what is updated in place, such as tables: XLA copies whole what a branch returns, but not what a
+    loop carries.
 
-    **Arguments:** `carry`: any pytree; `then`: (the rows of the sum, carry) -> the new carry, of the same shapes and
-    dtypes. The rest as `synchronise`.
+    **Arguments:**
+
+    - `which`, `local`, `axis`, `capacities`: as `synchronise`.
+    - `carry`: any pytree.
+    - `then`: (the rows of the sum, carry) -> the new carry, of the same shapes and dtypes.
 
     **Returns:** the new carry, and `Stats`.
     """
@@ -236,7 +261,10 @@ def synchronise_into(
 def finish_into(
     attempt: Attempt, local: RowSparse, axis: Axis, carry: Any, then: Callable[[RowSparse, Any], Any]
 ) -> tuple[Any, Stats]:
-    """What `synchronise_into` does after the attempt."""
+    """Does what `synchronise_into` does after the `attempt`.
+
+    `local`, `axis`, `carry` and `then` are those of `synchronise_into`.
+    """
     if attempt.fits is True:
         return then(attempt.rows, carry), _stats(attempt, attempt.rows.count, local, axis)
 
@@ -250,8 +278,8 @@ def finish_into(
 
 
 def once(condition: Array, function: Callable[[Any], Any], carry: Any) -> Any:
-    """`function(carry)` where the condition (bool[], alike on all workers) holds, else the carry: a loop of one turn or
-    none."""
+    """Evaluates `function(carry)` where the `condition` (bool[], alike on all workers) holds, else returns the
+    carry: a loop of one turn or none."""
     return lax.while_loop(
         lambda state: state[0], lambda state: (jnp.bool_(False), function(state[1])), (condition, carry)
     )[1]
@@ -277,18 +305,18 @@ def _alone(local: RowSparse, then: Callable[[RowSparse], Any] | None) -> tuple[A
 
 
 def lossless_rows(local: RowSparse, axis: Axis) -> int:
-    """The capacity that always suffices for the sum."""
+    """Returns the capacity that always suffices for the sum of rows such as `local` over the workers of `axis`."""
     return min(local.capacity * lax.axis_size(axis), local.num_rows)
 
 
 def gather_all(local: RowSparse, axis: Axis) -> RowSparse:
-    """The fallback: every worker's rows on all workers, at full capacity."""
+    """Gathers the rows `local` of every worker of `axis` on all workers, at full capacity: the fallback."""
     ids, values = wire.gather([local.ids, local.values], axis)
     return merge(ids, values, local.num_rows, lossless_rows(local, axis))
 
 
 def bucket(size: float, most: int | None = None) -> int:
-    """The next size of the series 1, 2, ... 128, and on in steps of 2^(1/128), but not more than `most`."""
+    """Returns the next `size` of the series 1, 2, ... 128, and on in steps of 2^(1/128), but not more than `most`."""
     size = max(math.ceil(size), 0)
     found = (
         size if size <= _PER_OCTAVE else math.ceil(2 ** (math.ceil(math.log2(size) * _PER_OCTAVE - 1e-9) / _PER_OCTAVE))
@@ -297,23 +325,27 @@ def bucket(size: float, most: int | None = None) -> int:
 
 
 def roomy(largest: float, most: int) -> int:
-    """A capacity for a count of which `largest` was the largest seen: 1.5 standard deviations of a Poisson count above
-    it.
+    """Returns a capacity for a count of which `largest` was the largest seen, at most `most`: 1.5 standard
+    deviations of a Poisson count above it.
 
-    Less would let more steps overflow, and a step that falls back sends many times as much; more would be padding in
-    every message. A table that overflows often, as where examples vary together, is observed again, and gets the room
-    of all that was seen.
+    Less would let more steps overflow, and a step that falls back sends many times as much; more would be padding
+    in every message. A table that overflows often, as where examples vary together, is observed again, and gets
+    the room of all that was seen.
     """
     return max(bucket(largest + 1.5 * math.sqrt(largest), most), 1)
 
 
 def union_capacity(sparsity: Sparsity) -> int:
-    """Room for the union of all workers' rows."""
+    """Returns room for the union of all workers' rows, by `sparsity`."""
     return partial_capacity(sparsity, sparsity.num_workers)
 
 
 def check_levels(which: Scheme, capacities: Capacities, num_levels: int) -> None:
-    """Raises `SyncError` for capacities that were planned for another number of workers."""
+    """Raises `SyncError` where `capacities` have other than `num_levels` levels: they were planned for another
+    number of workers.
+
+    `which` is the scheme, for the message.
+    """
     if len(capacities.levels) != num_levels:
         raise SyncError(
             f"{which.name} needs capacities for {num_levels} rounds here",
@@ -324,12 +356,13 @@ def check_levels(which: Scheme, capacities: Capacities, num_levels: int) -> None
 
 
 def local_capacity(sparsity: Sparsity) -> int:
-    """Room for one worker's rows."""
+    """Returns room for a worker's rows, by `sparsity`."""
     return partial_capacity(sparsity, 1)
 
 
 def partial_capacity(sparsity: Sparsity, num_workers: int) -> int:
-    """Room for the union of any so many neighbouring workers' rows, from a multiple of that number on."""
+    """Returns room for the union of any `num_workers` neighbouring workers' rows, from a multiple of that number on,
+    by `sparsity`."""
     unions = (
         np.unique(np.concatenate(step[first : first + num_workers])).size
         for step in sparsity.samples

@@ -33,7 +33,7 @@ _MOST_SWAPPED, _MOST_PARTS = 256 << 10, 512  # bytes of one part; parts, each of
 
 
 def pack(arrays: Sequence[Array], num_lead: int) -> Array:
-    """Arrays with the same `num_lead` leading dims as one u8[*lead, bytes]; a single one keeps its shape."""
+    """Packs `arrays` with the same `num_lead` leading dims into one u8[*lead, bytes]; a single one keeps its shape."""
     if len(arrays) == 1:
         # Short floats as integers: XLA's CPU backend widens them to 32 bits on the wire.
         is_short = jnp.issubdtype(arrays[0].dtype, jnp.floating) and arrays[0].dtype.itemsize == 2
@@ -43,8 +43,8 @@ def pack(arrays: Sequence[Array], num_lead: int) -> Array:
 
 
 def unpack(message: Array, like: Sequence[Array], num_lead: int) -> list[Array]:
-    """What `pack` packed, with the trailing shapes and dtypes of `like`, and the message's own first `num_lead`
-    dims."""
+    """Unpacks a `message` that `pack` made, with the trailing shapes and dtypes of `like`, and the message's own
+    first `num_lead` dims."""
     if len(like) == 1:
         return [lax.bitcast_convert_type(message, like[0].dtype)]
     lead, start, out = message.shape[:num_lead], 0, []
@@ -57,7 +57,9 @@ def unpack(message: Array, like: Sequence[Array], num_lead: int) -> list[Array]:
 
 
 def exchange(blocks: Sequence[Array], axis: Axis, pattern: str) -> tuple[list[Array], Array]:
-    """Every worker sends `block[o]` of each of `blocks` (all [n, ...]) to worker o.
+    """Sends `block[o]` of each of `blocks` (all [n, ...]) to worker o, from every worker along `axis`.
+
+    `pattern` is one of `PATTERNS` but "kernel"; raises `SyncError` for another.
 
     **Returns:** arrays [n, ...] of what came in, and the worker that each of the n entries came from (own one
     included).
@@ -102,20 +104,21 @@ def _exchange_in_rounds(message: Array, *, axis: Axis) -> tuple[Array, Array]:
 def push_rows(
     values: Array, order: Array, counts: Array, incoming: Array, axis: Axis, pattern: str
 ) -> tuple[Array, Array]:
-    """Every worker sends rows of its own to worker o.
+    """Sends rows of every worker to every worker o.
 
     **Arguments:**
 
     - `values`: f[m, *row]. `order`: i32[n, room], which of them go to worker o (m: none).
-    - `counts`: i32[n], how many of them there are; `incoming`: i32[n], the same of each worker for this one. Both may
-      exceed the room.
+    - `counts`: i32[n], how many of them there are; `incoming`: i32[n], the same of each worker for this one. Both
+      may exceed the room.
+    - `axis`: the mesh axis or axes of the workers. `pattern`: one of `PATTERNS`.
 
-    **Returns:** f[n, room, *row] of what came in, zeros where there was none, and the worker that each of the n entries
-    came from.
+    **Returns:** f[n, room, *row] of what came in, zeros where there was none, and the worker that each of the n
+    entries came from.
 
-    The kernel sends `counts` rows, rounded up to its chunks, the messages as many as there is room. It needs a single
-    mesh axis. "auto" takes it on TPU for rows of a multiple of 128 32-bit words: a TPU pads others to that, on the wire
-    too.
+    The kernel sends `counts` rows, rounded up to its chunks, the messages as many as there is room. It needs a
+    single mesh axis. "auto" takes it on TPU for rows of a multiple of 128 32-bit words: a TPU pads others to
+    that, on the wire too.
     """
 
     def by_messages(values: Array, order: Array, counts: Array, incoming: Array) -> tuple[Array, Array]:
@@ -143,10 +146,12 @@ def push_rows(
 
 
 def gather(parts: Sequence[Array], axis: Axis) -> list[Array]:
-    """Every worker's `parts` on all workers: [...] -> [n, ...].
+    """Gathers every worker's `parts` on all workers of `axis`: [...] -> [n, ...].
 
-    Short ones on CPU in rounds that double (Bruck et al. 1997, "Efficient algorithms for all-to-all communications in
-    multiport message-passing systems"): as many bytes as a ring sends, in log n messages instead of n - 1."""
+    Short ones on CPU in rounds that double (Bruck et al. 1997, "Efficient algorithms for all-to-all
+    communications in multiport message-passing systems"): as many bytes as a ring sends, in log n messages
+    instead of n - 1.
+    """
     n = lax.axis_size(axis)
     if n == 1:
         return [part[None] for part in parts]
@@ -162,20 +167,21 @@ def gather(parts: Sequence[Array], axis: Axis) -> list[Array]:
 
 
 def gather_messages(n: int, num_bytes: int) -> int:
-    """How many messages of a `gather` a worker waits for one after the other on CPU, for parts of so many bytes."""
+    """Returns how many messages of a `gather` over `n` workers a worker waits for one after the other on CPU, for
+    parts of `num_bytes` bytes."""
     return math.ceil(math.log2(n)) if _doubles(n, num_bytes) else n - 1
 
 
 def exchange_messages(n: int, num_bytes: int, pattern: str) -> int:
-    """The same for an `exchange` or `push_rows`, for one worker's part of so many bytes. At once they take half the
-    time."""
+    """Returns the same for an `exchange` or `push_rows` over `n` workers by `pattern`, for a worker's part of
+    `num_bytes` bytes. At once they take half the time."""
     at_once = pattern in ("all_to_all", "kernel") or (pattern == "auto" and num_bytes <= _MOST_AT_ONCE)
     return n // 2 if at_once else sum(shift_messages(n, shift, num_bytes) for shift in range(1, n))
 
 
 def shift_messages(n: int, shift: int, num_bytes: int) -> int:
-    """The same where every one of n workers sends so many bytes to the one `shift` places further on: parts of what two
-    swap."""
+    """Returns the same where each of `n` workers sends `num_bytes` bytes to the one `shift` places further on: parts
+    of what two swap."""
     return _swapped_parts(num_bytes) if 2 * shift == n else 1
 
 
@@ -188,7 +194,7 @@ def _doubles(n: int, num_bytes: int) -> bool:
 
 
 def gather_by_doubling(message: Array, *, axis: Axis) -> Array:
-    """`gather` of one array in rounds that double: [...] -> [n, ...]."""
+    """Gathers one `message` of every worker of `axis` in rounds that double: [...] -> [n, ...]."""
     n, known = lax.axis_size(axis), message[None]  # of this worker, the next one, and so on
     while known.shape[0] < n:
         distance = known.shape[0]
@@ -198,7 +204,8 @@ def gather_by_doubling(message: Array, *, axis: Axis) -> Array:
 
 
 def permute(parts: Sequence[Array], axis: Axis, pairs: Sequence[tuple[int, int]]) -> list[Array]:
-    """What the worker that `pairs` (from, to) names for this one has as `parts`; zeros where it names none."""
+    """Sends `parts` as `pairs` (from, to) of workers along `axis` say; returns what came in, zeros where no pair
+    names this worker."""
     lead = [part[None] for part in parts]
     return [part[0] for part in unpack(_permuted(pack(lead, 1), axis, pairs), lead, 1)]
 

@@ -58,9 +58,11 @@ class Zen(Scheme):
                 )
 
     def takes(self, table: Table) -> bool:
+        """Tells whether the elements (or rows) of `table` can be told apart by 32-bit indices."""
         return table.num_rows * self._items_per_row(table.row_size) < np.iinfo(np.int32).max
 
     def plan(self, sparsity: Sparsity) -> Capacities:
+        """Returns room for the items of a pair of workers and of an owner, by `sparsity`."""
         items, local, union = (
             self._items_per_row(sparsity.table.row_size),
             local_capacity(sparsity),
@@ -77,6 +79,11 @@ class Zen(Scheme):
         return Capacities(local=local, union=union, push=push, pull=pull)
 
     def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:
+        """Sends items to hashed owners, which add them up and send the sums, with a bitmap of items, to all.
+
+        `local` is this worker's rows, `axis` the mesh axis or axes of the workers, `capacities` the room there
+        is; see `Scheme.attempt`.
+        """
         row_size = local.row_size
         items = self._items_per_row(row_size)
         exchange = self._exchange(capacities, local.num_rows, items, lax.axis_size(axis))
@@ -100,16 +107,20 @@ class Zen(Scheme):
         return Attempt(rows, owned.fits & ~rows.overflowed, owned.sent_items // items)
 
     def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
+        """Returns the bytes that a worker sends for a `table` with these `capacities`, padding included."""
         items = self._items_per_row(table.row_size)
         return self._exchange(capacities, table.num_rows, items, table.num_workers).num_bytes(table.row_bytes // items)
 
     def formula_bytes(self, sparsity: Sparsity) -> float:
+        """Returns the bytes that the class's formula gives for `sparsity`, without padding."""
         n, table = sparsity.num_workers, sparsity.table
         items = self._items_per_row(table.row_size)
         push = sparsity.rows * items * (table.row_bytes / items + _ID_BYTES)
         return (n - 1) / n * (push + sparsity.union(n) * table.row_bytes + table.num_rows * items / 8)
 
     def num_messages(self, capacities: Capacities, table: Table) -> int:
+        """Returns how many messages a worker sends one after the other for a `table` with these `capacities`, on
+        CPU."""
         items = self._items_per_row(table.row_size)
         return self._exchange(capacities, table.num_rows, items, table.num_workers).num_messages(
             table.row_bytes // items
@@ -132,16 +143,23 @@ class Zen(Scheme):
 
 
 def hierarchical_order(owners: Array, ids: Array, num_owners: int, room: int, num_hashes: int) -> tuple[Array, Array]:
-    """Zen's hierarchical hashing: a place in memory for every index, owner by owner (Algorithm 1 of the paper).
+    """Finds a place in memory for every index, owner by owner: Zen's hierarchical hashing (Algorithm 1 of the
+    paper).
 
-    Every owner has r1 = 2 `room` slots and a serial memory of r1/10. Hash by hash, indices that have no place yet try
-    the slot that it gives; of those that meet in one, the smallest position stays. (The published code lets them
-    overwrite each other, and takes index 0 for an empty slot.) The rest goes into the serial memories in order.
+    Every owner has r1 = 2 `room` slots and a serial memory of r1/10. Hash by hash, indices that have no place yet
+    try the slot that it gives; of those that meet in one, the smallest position stays. (The published code lets
+    them overwrite each other, and takes index 0 for an empty slot.) The rest goes into the serial memories in
+    order.
 
-    **Arguments:** `owners`, `ids`: i32[m]; owner `num_owners` for no index.
+    **Arguments:**
 
-    **Returns:** positions i32[num_owners * (r1 + r1/10)] in the order of the memory, m for an empty slot; whether a
-    serial memory was too small (bool[]), so that indices are missing.
+    - `owners`, `ids`: i32[m]; owner `num_owners` for no index.
+    - `num_owners`: the number of owners.
+    - `room`: half the number of an owner's slots.
+    - `num_hashes`: how many hashes an index tries.
+
+    **Returns:** positions i32[num_owners * (r1 + r1/10)] in the order of the memory, m for an empty slot; whether
+    a serial memory was too small (bool[]), so that indices are missing.
     """
     slots, serial = 2 * room, max(2 * room // _SERIAL_SHARE, 1)
     m = ids.size
