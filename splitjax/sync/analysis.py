@@ -59,8 +59,11 @@ class Figures:
         return float(np.mean(self.row_densities)) if self.row_densities else None
 
     def densification(self, num_workers: int) -> float:
-        """Zen's gamma: the density of the sum of so many workers (1, 2, 4, ... or all) over the density of one; 1 for a
-        gradient that is all zero. Raises `ProfileError` for another number."""
+        """Returns Zen's gamma: the density of the sum of `num_workers` workers (1, 2, 4, ... or all) over the
+        density of a single worker's gradient; 1 for a gradient that is all zero.
+
+        Raises `ProfileError` for another number.
+        """
         shares = dict(self.unions)
         if num_workers not in shares:
             raise ProfileError(
@@ -146,14 +149,15 @@ class TensorProfile:
         return self.mean.skewness
 
     def densification(self, num_workers: int | None = None) -> float:
-        """Of the sum of so many workers (by default all); see `Figures.densification`."""
+        """Returns the mean densification by the sum of `num_workers` workers (None: all); see
+        `Figures.densification`."""
         return self.mean.densification(self.num_workers if num_workers is None else num_workers)
 
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """How sparse a step's gradients are over its workers. Print it, show it in a notebook, keep it with `save`, draw it
-    with `plot`.
+    """Describes how sparse a step's gradients are over its workers. Print it, show it in a notebook, keep it with
+    `save`, draw it with `plot`.
 
     **Attributes:**
 
@@ -201,8 +205,11 @@ class Profile:
         )
 
     def sparsity(self, path: str) -> Sparsity:
-        """What `sync.choose` needs to know of a table; a profile that was read from JSON has no samples, and does not
-        do. Raises `ProfileError` for a tensor that is no table."""
+        """Returns what `sync.choose` needs to know of the table at `path`; a profile that was read from JSON has no
+        samples, and does not do.
+
+        Raises `ProfileError` for a tensor that is no table.
+        """
         found = self.tensor(path).sparsity
         if found is None:
             raise ProfileError(
@@ -231,7 +238,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Reads what `to_json` wrote. Raises `ProfileError` for anything else."""
+        """Reads the `text` that `to_json` wrote. Raises `ProfileError` for anything else."""
         try:
             data = json.loads(text)
             if data["format"] != FORMAT:
@@ -251,7 +258,8 @@ class Profile:
             ) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the JSON to a file, whole or not at all. Raises `ProfileError` when the file cannot be written."""
+        """Writes the JSON to the file `path`, whole or not at all. Raises `ProfileError` when the file cannot be
+        written."""
         try:
             write_atomically(Path(path), self.to_json(), encoding="ascii")
         except OSError as error:
@@ -262,7 +270,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Reads a profile that `save` wrote. Raises `ProfileError` when it cannot be read."""
+        """Reads a profile that `save` wrote to `path`. Raises `ProfileError` when it cannot be read."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -273,8 +281,8 @@ class Profile:
         return cls.from_json(text)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """A `matplotlib.figure.Figure`: density and skewness by tensor, densification by number of workers, overlap of
-        workers.
+        """Draws a `matplotlib.figure.Figure`: density and skewness by tensor, densification by number of workers,
+        overlap of workers.
 
         `path`: also written there (PNG, SVG, PDF by the ending). Raises `ProfileError` where matplotlib is not
         installed, or the file cannot be written."""
@@ -327,29 +335,34 @@ class StepMasks:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What is kept of a step: its figures, overlaps (nan where undefined), and of a table the rows of every worker."""
+    """Holds what is kept of a step: its `figures`, `overlaps` (nan where undefined), and of a table the `rows` of
+    every worker."""
 
     figures: Figures
     overlaps: np.ndarray
     rows: tuple[np.ndarray, ...]
 
 
-def analyse_step(tensor: Tensor, found: StepMasks) -> Measured:
-    """The figures of one step."""
-    n, size = len(found.units), max(tensor.size, 1)
-    matrix = masks.overlaps(found.units)
-    skews = [skew for skew in (masks.skewness(mask, tensor.num_units, n) for mask in found.units) if skew is not None]
-    rows = tuple(masks.count(mask) / max(tensor.num_units, 1) for mask in found.units) if tensor.is_table else ()
+def analyse_step(tensor: Tensor, step_masks: StepMasks) -> Measured:
+    """Computes the figures of one step of a `tensor` from the masks of all workers, `step_masks`."""
+    n, size = len(step_masks.units), max(tensor.size, 1)
+    matrix = masks.overlaps(step_masks.units)
+    skews = [
+        skew for skew in (masks.skewness(mask, tensor.num_units, n) for mask in step_masks.units) if skew is not None
+    ]
+    rows = tuple(masks.count(mask) / max(tensor.num_units, 1) for mask in step_masks.units) if tensor.is_table else ()
     figures = Figures(
-        tuple(number / size for number in found.num_elements), rows,
-        tuple((m, number / max(tensor.num_units, 1)) for m, number in masks.union_counts(found.units)),
+        tuple(number / size for number in step_masks.num_elements), rows,
+        tuple((m, number / max(tensor.num_units, 1)) for m, number in masks.union_counts(step_masks.units)),
         masks.mean_overlap(matrix) or 0.0, float(np.mean(skews)) if skews else 1.0,
     )  # fmt: skip
-    return Measured(figures, matrix, tuple(masks.units_of(mask) for mask in found.units) if tensor.is_table else ())
+    return Measured(
+        figures, matrix, tuple(masks.units_of(mask) for mask in step_masks.units) if tensor.is_table else ()
+    )
 
 
 def collect(tensor: Tensor, steps: Sequence[Measured]) -> TensorProfile:
-    """A tensor's profile from its measured steps."""
+    """Collects the profile of a `tensor` from its measured `steps`."""
     matrices = np.asarray([one.overlaps for one in steps])
     defined = ~np.isnan(matrices)
     overlaps = np.where(defined, matrices, 0.0).sum(axis=0) / np.maximum(defined.sum(axis=0), 1)

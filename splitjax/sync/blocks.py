@@ -117,5 +117,5 @@ class Blocks(Scheme):
 
     def _exchange(self, capacities: Capacities, num_rows: int, row_size: int, num_workers: int) -> OwnerExchange:
         partition = self._partition(num_rows, row_size, num_workers)
-        codes = [IdCode(NUMBERS, capacity, partition.size) for capacity in (capacities.push, capacities.pull)]
-        return OwnerExchange(partition, *codes, self.pattern)
+        push, pull = (IdCode(NUMBERS, capacity, partition.size) for capacity in (capacities.push, capacities.pull))
+        return OwnerExchange(partition, push, pull, self.pattern)

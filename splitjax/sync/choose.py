@@ -95,14 +95,14 @@ def choose(sparsity: Sparsity, link: Link, schemes: Sequence[Scheme] | None = No
             place="choose(sparsity)",
             remedy="pass what `measure` or `step.profile(...)` found in this process, not what was read from JSON",
         )
-    found = []
+    table: list[Candidate] = []
     for scheme in schemes or candidates():
         if not scheme.takes(sparsity.table):
             continue
         capacities, n = scheme.plan(sparsity), sparsity.num_workers
         sent = scheme.predicted_bytes(capacities, sparsity.table) if n > 1 else 0
         messages = scheme.num_messages(capacities, sparsity.table) if n > 1 else 0
-        found.append(
+        table.append(
             Candidate(
                 scheme,
                 capacities,
@@ -111,47 +111,50 @@ def choose(sparsity: Sparsity, link: Link, schemes: Sequence[Scheme] | None = No
                 messages,
             )
         )
-    best = found[0]
+    best = table[0]
     if sparsity.num_workers == 1:  # nothing is sent, but a dense gradient has the table's size
-        best = next((one for one in found if not isinstance(one.scheme, Dense)), best)
-    for one in found[1:]:
-        if one.seconds < best.seconds * _CLEARLY:
-            best = one
-    table = tuple(sorted(found, key=lambda one: one.seconds))
-    return Choice(best, _reason(best, table, sparsity), table)
+        best = next((candidate for candidate in table if not isinstance(candidate.scheme, Dense)), best)
+    for candidate in table[1:]:
+        if candidate.seconds < best.seconds * _CLEARLY:
+            best = candidate
+    ranking = tuple(sorted(table, key=lambda candidate: candidate.seconds))
+    return Choice(best, _reason(best, ranking, sparsity), ranking)
 
 
 def _reason(best: Candidate, table: Sequence[Candidate], sparsity: Sparsity) -> str:
     if sparsity.num_workers == 1:
         return "one worker: nothing to exchange"
-    other = next((one for one in table if one.scheme.name != best.scheme.name), None)
+    second = next((candidate for candidate in table if candidate.scheme.name != best.scheme.name), None)
     facts = f"density {sparsity.density:.3g}, densification {sparsity.densification(sparsity.num_workers):.3g}"
     text = f"{best.seconds:.3g} s a step predicted for {_sent(best)} ({facts})"
     # Who sees more bytes than of an all-reduce, or a faster candidate, asks why.
     dense = next(
         (
-            one
-            for one in table
-            if isinstance(one.scheme, Dense) and one.sent_bytes < best.sent_bytes and one.seconds > best.seconds
+            candidate
+            for candidate in table
+            if isinstance(candidate.scheme, Dense)
+            and candidate.sent_bytes < best.sent_bytes
+            and candidate.seconds > best.seconds
         ),
         None,
     )
     if dense is not None:
         more = "in more messages that wait for each other " if dense.num_messages > best.num_messages else ""
         text += f"; dense sends fewer bytes, but {more}and takes longer: {_costs(dense)}"
-    if other is None or other is dense:
+    if second is None or second is dense:
         return text
-    text += f"; next: {other.scheme.name}, {_costs(other)}"
+    text += f"; next: {second.scheme.name}, {_costs(second)}"
     return (
         text
-        if other.seconds >= best.seconds
+        if second.seconds >= best.seconds
         else f"{text}, not {100 * (1 - _CLEARLY):.0f} % faster: the simpler scheme is kept"
     )
 
 
-def _costs(one: Candidate) -> str:
-    return f"{one.seconds:.3g} s for {_sent(one)}"
+def _costs(candidate: Candidate) -> str:
+    return f"{candidate.seconds:.3g} s for {_sent(candidate)}"
 
 
-def _sent(one: Candidate) -> str:
-    return f"{one.sent_bytes:,} bytes in {one.num_messages} message{'s' * (one.num_messages != 1)}"
+def _sent(candidate: Candidate) -> str:
+    plural = "s" * (candidate.num_messages != 1)
+    return f"{candidate.sent_bytes:,} bytes in {candidate.num_messages} message{plural}"

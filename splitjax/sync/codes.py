@@ -55,9 +55,9 @@ class IdCode:
             return ids, fits
         if self.bits == BITMAP:
             return kernels.encode_ids(ids, self.size), fits
-        codes, needed = jax.vmap(lambda one, count: encode_gaps(one, count, self.num_codes, _DTYPES[self.bits]))(
-            ids, counts
-        )
+        codes, needed = jax.vmap(
+            lambda list_ids, count: encode_gaps(list_ids, count, self.num_codes, _DTYPES[self.bits])
+        )(ids, counts)
         return codes, fits & (needed <= self.num_codes)
 
     def decode(self, codes: Array) -> Array:
@@ -85,15 +85,15 @@ def shortest(lists: list[np.ndarray], capacity: int, size: int) -> IdCode:
 
     A list has at most `capacity` ids below `size`.
     """
-    found = [IdCode(BITMAP, capacity, size)]
+    codes = [IdCode(BITMAP, capacity, size)]
     for bits in (GAPS8, GAPS16):
         needed = max((num_gap_codes(ids, bits) for ids in lists), default=0)
         # Room in the codes as in the ids, but never more than any list of that many ids needs.
         most = capacity + size // ((1 << bits) - 1)
-        found.append(
+        codes.append(
             IdCode(bits, capacity, size, min(needed + capacity - min((ids.size for ids in lists), default=0), most))
         )
-    return min(found, key=lambda code: code.num_bytes)
+    return min(codes, key=lambda code: code.num_bytes)
 
 
 def always(capacity: int, size: int) -> IdCode:

@@ -11,7 +11,7 @@ from splitjax.errors import SyncError
 from splitjax.sync.owner import OwnerSharded
 from splitjax.sync.scheme import SCHEMES, Capacities, Scheme
 
-OWNED = "owner_sharded"
+OWNED: str = "owner_sharded"
 # What an owner-sharded exchange takes from the table, and not from whoever chose it.
 _OF_THE_TABLE = ("num_rows", "capacities")
 
@@ -27,19 +27,19 @@ def options_of(exchange: Exchange) -> dict[str, Any]:
     """Returns the options of an `exchange` that are not the defaults, as JSON values."""
     usual = {"ownership": "range"} if isinstance(exchange, OwnerSharded) else {}
     fields = [
-        (one.name, usual.get(one.name, one.default), getattr(exchange, one.name))
-        for one in dataclasses.fields(exchange)
+        (field.name, usual.get(field.name, field.default), getattr(exchange, field.name))
+        for field in dataclasses.fields(exchange)
     ]
-    found = {name: value for name, default, value in fields if name not in _OF_THE_TABLE and value != default}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+    options = {name: value for name, default, value in fields if name not in _OF_THE_TABLE and value != default}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
 def sizes_of(capacities: Capacities) -> dict[str, Any]:
     """Returns the `capacities` that are not 0, as JSON values."""
-    found = {one.name: getattr(capacities, one.name) for one in dataclasses.fields(capacities)}
+    sizes = {field.name: getattr(capacities, field.name) for field in dataclasses.fields(capacities)}
     return {
         name: list(map(int, value)) if isinstance(value, tuple) else int(value)
-        for name, value in found.items()
+        for name, value in sizes.items()
         if value
     }
 
@@ -61,7 +61,7 @@ def exchange_of(
     `name`, `options` and `sizes` are theirs, `num_rows` is the table's. Raises `SyncError` for names and options
     that there are not.
     """
-    known = {one.name for one in dataclasses.fields(Capacities)}
+    known = {field.name for field in dataclasses.fields(Capacities)}
     for size, value in sizes.items():
         if size not in known or isinstance(value, list) != (size == "levels"):
             raise SyncError(
@@ -70,16 +70,15 @@ def exchange_of(
                 place="capacities",
                 remedy=f"one of {', '.join(sorted(known))}",
             )
-    capacities = Capacities(
-        **{size: tuple(value) if isinstance(value, list) else value for size, value in sizes.items()}
-    )
+    fields: dict[str, Any] = {size: tuple(value) if isinstance(value, list) else value for size, value in sizes.items()}
+    capacities = Capacities(**fields)
     if name != OWNED and name not in SCHEMES:
         raise SyncError(
             "no scheme of this name", value=name, place="scheme", remedy=f"one of {', '.join((*SCHEMES, OWNED))}"
         )
     given = {option: tuple(value) if isinstance(value, list) else value for option, value in options.items()}
     cls = OwnerSharded if name == OWNED else SCHEMES[name]
-    allowed = [one.name for one in dataclasses.fields(cls) if one.name not in _OF_THE_TABLE]
+    allowed = [field.name for field in dataclasses.fields(cls) if field.name not in _OF_THE_TABLE]
     for option in given:
         if option not in allowed:
             remedy = f"one of {', '.join(allowed)}" if allowed else "give none"

@@ -53,16 +53,16 @@ def _ring(mesh: Mesh, axes: tuple[str, ...], size: int, num_bytes: int) -> Calla
 
 def _median_seconds(run: Callable[[], jax.Array]) -> float:
     jax.block_until_ready(run())
-    found = []
+    seconds: list[float] = []
     for _ in range(_ROUNDS):
         started = time.perf_counter()
         jax.block_until_ready(run())
-        found.append(time.perf_counter() - started)
-    return statistics.median(found)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
 
 
 def of_process_0(values: list[float]) -> list[float]:
     """Returns the `values` that process 0 has, on all processes; all must call it at the same time."""
     if jax.process_count() == 1:
         return values
-    return [float(one) for one in multihost_utils.broadcast_one_to_all(np.asarray(values, np.float32))]
+    return [float(value) for value in multihost_utils.broadcast_one_to_all(np.asarray(values, np.float32))]

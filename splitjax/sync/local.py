@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -59,22 +60,28 @@ def ranked(words: Array) -> Ranked:
 
 
 def unite(ids: Array, size: int, capacity: int) -> tuple[Array, Array, Array]:
-    """The set of `ids` (any shape and order, duplicates allowed, >= size: none).
+    """Unites ids into a set.
 
-    **Returns:** the sorted unique ids, i32[capacity]; the slot of each of `ids` in them (>= capacity: none); the exact
-    number of unique ids, which may exceed `capacity`.
+    **Arguments:**
+
+    - `ids`: any shape and order, duplicates allowed.
+    - `size`: ids from here on stand for none.
+    - `capacity`: room for unique ids.
+
+    **Returns:** the sorted unique ids, i32[capacity]; the slot of each of `ids` in them (>= capacity: none); the
+    exact number of unique ids, which may exceed `capacity`.
     """
     if size <= _SPARSEST * max(ids.size, 1):
-        found = ranked(kernels.encode_ids(ids.reshape(-1), size))
-        slots = jnp.where(ids < size, found.rank(ids), capacity)
+        known = ranked(kernels.encode_ids(ids.reshape(-1), size))
+        slots = jnp.where(ids < size, known.rank(ids), capacity)
         by_slot = lambda ids, slots, *_: (
             jnp.full((capacity,), size, jnp.int32).at[slots].set(ids, mode="drop", wrap_negative_indices=False)
         )
-        by_bits = lambda ids, slots, *found: kernels.select(*found, capacity, size)
+        by_bits = lambda ids, slots, words, before, count: kernels.select(words, before, count, capacity, size)
         # Every id writes itself where it belongs; on TPU, where a scatter goes one by one, they are looked up in the
         # bitmap.
-        operands = ids.astype(jnp.int32), slots, found.words, found.before, found.count
-        return kernels.dispatch(by_slot, *operands, tpu=by_bits, gpu=None), slots, found.count
+        operands = ids.astype(jnp.int32), slots, known.words, known.before, known.count
+        return kernels.dispatch(by_slot, *operands, tpu=by_bits, gpu=None), slots, known.count
     flat = ids.reshape(-1)
     order = jnp.argsort(flat)
     ascending = flat[order]
@@ -184,16 +191,21 @@ def send_order(groups: Array, num_groups: int, capacity: int) -> tuple[Array, Ar
     return order[:-1].reshape(num_groups, capacity), counts
 
 
-def compact(ids: Array, capacity: int, size: int) -> Array:
+@overload
+def compact(ids: np.ndarray, capacity: int, size: int) -> np.ndarray: ...
+@overload
+def compact(ids: Array, capacity: int, size: int) -> Array: ...
+def compact(ids: Array | np.ndarray, capacity: int, size: int) -> Array | np.ndarray:
     """Keeps the `ids` below `size` of i32[..., m], in their order: i32[..., capacity], filled up with `size`; a
     numpy vector in numpy.
 
     `capacity` is the length of the result.
     """
     if isinstance(ids, np.ndarray):
-        return np.pad(ids[ids < size][:capacity], (0, max(0, capacity - (ids < size).sum())), constant_values=size)
+        kept = ids[ids < size][:capacity]
+        return np.pad(kept, (0, capacity - kept.size), constant_values=size)
     if ids.ndim == 2:
-        return jax.vmap(lambda one: compact(one, capacity, size))(ids)
+        return jax.vmap(lambda list_ids: compact(list_ids, capacity, size))(ids)
     slots = jnp.where(ids < size, kernels.running_sum((ids < size).astype(jnp.int32)) - 1, capacity)
     return jnp.full((capacity,), size, jnp.int32).at[slots].set(ids, mode="drop", wrap_negative_indices=False)
 

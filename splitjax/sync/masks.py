@@ -61,13 +61,13 @@ def overlaps(masks: Sequence[np.ndarray]) -> np.ndarray:
     It is nan where either has nothing.
     """
     n, sizes = len(masks), [count(mask) for mask in masks]
-    found = np.full((n, n), np.nan)
+    matrix = np.full((n, n), np.nan)
     for i in range(n):
         for j in range(i, n):
             if sizes[i] and sizes[j]:
                 same = masks[i] is masks[j]  # all of a tensor, say
-                found[i, j] = found[j, i] = 1.0 if same else count(masks[i] & masks[j]) / min(sizes[i], sizes[j])
-    return found
+                matrix[i, j] = matrix[j, i] = 1.0 if same else count(masks[i] & masks[j]) / min(sizes[i], sizes[j])
+    return matrix
 
 
 def mean_overlap(matrix: np.ndarray) -> float | None:

@@ -32,7 +32,7 @@ from splitjax.sync.scheme import Capacities, local_capacity, once, roomy
 from splitjax.sync.wire import Axis
 
 _FLAG_BYTES = 4
-AGAIN = "splitjax:again"  # the name scope of further passes, which hardly ever run
+AGAIN: str = "splitjax:again"  # the name scope of further passes, which hardly ever run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,9 +173,17 @@ class OwnerSharded:
                 place="push(every=...)",
                 remedy="pass all ids and gradients of this worker, or request all rows (without count)",
             )
+        if requests.fits is None:
+            raise SyncError(
+                "whether gradients have room is known after the pull",
+                value="requests that were not pulled",
+                place="push(requests)",
+                remedy="pass the requests that `pull` returned",
+            )
+        fits = requests.fits
         owned, lost = self.collect(values, requests, axis)
         whole = lambda shard: then(shard, self.collect_all(*(every or (requests.ids, values)), axis))
-        new = once(~requests.fits, whole, once(requests.fits, lambda shard: then(shard, owned), shard))
+        new = once(~fits, whole, once(fits, lambda shard: then(shard, owned), shard))
         return new, lost
 
     def collect(self, values: Array, requests: Requests, axis: Axis) -> tuple[RowSparse, Array | None]:
@@ -228,8 +236,8 @@ class OwnerSharded:
     ) -> tuple[Array, Array]:
         n = lax.axis_size(axis)
         flags = jnp.full((n,), fits.astype(jnp.int32))
-        found = take_rows(shard, asked).astype(self.wire_dtype or shard.dtype)
-        (blocks, flags), sources = wire.exchange([found, flags], axis, self.pattern)
+        answers = take_rows(shard, asked).astype(self.wire_dtype or shard.dtype)
+        (blocks, flags), sources = wire.exchange([answers, flags], axis, self.pattern)
         new = set_rows(
             rows, order[sources].reshape(-1), blocks.reshape(-1, *rows.shape[1:]).astype(rows.dtype), is_sorted=False
         )
@@ -276,8 +284,8 @@ def plan_owner(sparsity: Sparsity, ownership: str = "strided") -> Capacities:
             np.bincount(partition.owner(ids), minlength=partition.num_owners)
             for ids in (*step, np.unique(np.concatenate(step)))
         ]
-        pair, owned = max(pair, *(int(one.max()) for one in counts[:-1])), max(owned, int(counts[-1].max()))
-    push, pull = (roomy(one, partition.size) for one in (pair, owned))
+        pair, owned = max(pair, *(int(count.max()) for count in counts[:-1])), max(owned, int(counts[-1].max()))
+    push, pull = (roomy(largest, partition.size) for largest in (pair, owned))
     return Capacities(local=local_capacity(sparsity), push=push, pull=pull)
 
 

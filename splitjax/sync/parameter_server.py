@@ -64,5 +64,5 @@ class ParameterServer(Scheme):
 
     def _exchange(self, capacities: Capacities, num_rows: int, num_workers: int) -> OwnerExchange:
         partition = Partition("range", num_rows, num_workers)
-        codes = [IdCode(NUMBERS, capacity, partition.size) for capacity in (capacities.push, capacities.pull)]
-        return OwnerExchange(partition, *codes, self.pattern)
+        push, pull = (IdCode(NUMBERS, capacity, partition.size) for capacity in (capacities.push, capacities.pull))
+        return OwnerExchange(partition, push, pull, self.pattern)

@@ -6,12 +6,16 @@ Both directions are arithmetic on item numbers, so that no worker needs a table 
 from __future__ import annotations
 
 import dataclasses
+from types import ModuleType
+from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-KINDS = ("range", "strided", "hashed")
+KINDS: tuple[str, ...] = ("range", "strided", "hashed")
+
+Items = TypeVar("Items", Array, np.ndarray)  # on a device, or on the host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Partition:
         """Positions of one owner."""
         return -(-self.num_items // self.num_owners)
 
-    def owner(self, items: Array) -> Array:
+    def owner(self, items: Items) -> Items:
         """Returns the owners of `items`, i32 -> i32; `num_owners` for items past the end (which stand for nothing)."""
         n = self.num_owners
         if self.kind == "range":
@@ -45,7 +49,7 @@ class Partition:
             owner = (items + _turn(items // n, n)) % n
         return _namespace(items).where(items < self.num_items, owner, n)
 
-    def position(self, items: Array) -> Array:
+    def position(self, items: Items) -> Items:
         """Returns where `items` stand in their owners' parts; `size` for items past the end."""
         position = items % max(self.size, 1) if self.kind == "range" else items // self.num_owners
         return _namespace(items).where(items < self.num_items, position, self.size)
@@ -63,7 +67,7 @@ class Partition:
         return _namespace(positions).where(good, items, self.num_items)
 
 
-def _turn(number: Array, n: int) -> Array:
+def _turn(number: Items, n: int) -> Items:
     """A pseudo-random turn 0..n-1: the finaliser of MurmurHash3 (Appleby, public domain)."""
     xp = _namespace(number)
     h = number.astype(xp.uint32)
@@ -72,5 +76,6 @@ def _turn(number: Array, n: int) -> Array:
     return ((h ^ (h >> 16)) % xp.uint32(n)).astype(xp.int32)
 
 
-def _namespace(values: Array) -> object:
+def _namespace(values: Array | np.ndarray) -> ModuleType:
+    """Returns numpy for arrays on the host, else `jax.numpy`."""
     return np if isinstance(values, np.ndarray) else jnp

@@ -102,7 +102,7 @@ class Sparsity:
             "rows": self.rows,
             "rows_max": self.rows_max,
             "density": self.density,
-            "unions": [list(one) for one in self.unions],
+            "unions": [list(union) for union in self.unions],
             "densification": self.densification(self.num_workers),
             "overlap": self.overlap,
             "skewness": self.skewness,
@@ -153,8 +153,8 @@ def measure(id_sets: Sequence[Sequence[np.ndarray]], num_rows: int, row_size: in
 
 
 def _unique(ids: np.ndarray, num_rows: int) -> np.ndarray:
-    found = np.unique(np.asarray(ids).reshape(-1))
-    return found[(found >= 0) & (found < num_rows)].astype(np.int32)
+    unique = np.unique(np.asarray(ids).reshape(-1))
+    return unique[(unique >= 0) & (unique < num_rows)].astype(np.int32)
 
 
 def _union_size(step: Sequence[np.ndarray], m: int) -> float:
@@ -165,8 +165,8 @@ def _union_size(step: Sequence[np.ndarray], m: int) -> float:
 
 def _overlap(samples: Sequence[Sequence[np.ndarray]]) -> float:
     """Mean over all pairs of workers of a step, and over the steps that have such pairs."""
-    found = [masks.mean_overlap(masks.overlaps(_membership(step))) for step in samples]
-    means = [mean for mean in found if mean is not None]
+    of_steps = [masks.mean_overlap(masks.overlaps(list(_membership(step)))) for step in samples]
+    means = [mean for mean in of_steps if mean is not None]
     return float(np.mean(means)) if means else 0.0
 
 
@@ -185,5 +185,5 @@ def skewness(sets: Sequence[np.ndarray], num_rows: int, n: int) -> float:
     It is the mean over `sets` of ids.
     """
     size = max(-(-num_rows // n), 1)
-    found = [np.bincount(ids // size, minlength=n).max() * n / ids.size for ids in sets if ids.size]
-    return float(np.mean(found)) if found else 1.0
+    ratios = [np.bincount(ids // size, minlength=n).max() * n / ids.size for ids in sets if ids.size]
+    return float(np.mean(ratios)) if ratios else 1.0

@@ -171,7 +171,8 @@ class _Partial:
     def dense(self) -> _Partial:
         if self.is_dense:
             return self
-        rows = RowSparse(*self.arrays, self.num_rows)
+        ids, values, count = self.arrays
+        rows = RowSparse(ids, values, count, self.num_rows)
         return _Partial((kernels.encode_ids(rows.ids, self.num_rows), rows.to_dense()), self.good, self.num_rows)
 
     def permuted(self, axis: Axis, pairs: list[tuple[int, int]]) -> _Partial:
@@ -183,26 +184,29 @@ class _Partial:
             arrays[0] = jnp.where(is_target, arrays[0], self.num_rows)
         return _Partial(tuple(arrays), (good > 0) | ~is_target, self.num_rows)
 
-    def plus(self, other: _Partial, first: Array, room: int) -> _Partial:
+    def plus(self, partner: _Partial, first: Array, room: int) -> _Partial:
         """`first`: this one comes first in the sum, so that partners add up alike."""
-        good = self.good & other.good
+        good = self.good & partner.good
         if self.is_dense:
-            return _Partial((self.arrays[0] | other.arrays[0], self.arrays[1] + other.arrays[1]), good, self.num_rows)
-        stacked = [
+            return _Partial(
+                (self.arrays[0] | partner.arrays[0], self.arrays[1] + partner.arrays[1]), good, self.num_rows
+            )
+        ids, values = (
             jnp.stack([jnp.where(first, a, b), jnp.where(first, b, a)])
-            for a, b in zip(self.arrays[:2], other.arrays[:2])
-        ]
-        return _Partial.sparse(merge(*stacked, self.num_rows, room), good)
+            for a, b in zip(self.arrays[:2], partner.arrays[:2])
+        )
+        return _Partial.sparse(merge(ids, values, self.num_rows, room), good)
 
-    def where(self, condition: Array, other: _Partial) -> _Partial:
-        arrays = tuple(jnp.where(condition, a, b) for a, b in zip(self.arrays, other.arrays))
-        return _Partial(arrays, jnp.where(condition, self.good, other.good), self.num_rows)
+    def where(self, condition: Array, otherwise: _Partial) -> _Partial:
+        arrays = tuple(jnp.where(condition, a, b) for a, b in zip(self.arrays, otherwise.arrays))
+        return _Partial(arrays, jnp.where(condition, self.good, otherwise.good), self.num_rows)
 
     def num_sent(self) -> Array:
         return jnp.int32(self.num_rows) if self.is_dense else jnp.minimum(self.arrays[2], self.arrays[0].size)
 
     def rows(self, capacity: int) -> tuple[RowSparse, Array]:
         if not self.is_dense:
-            return RowSparse(*self.arrays, self.num_rows), self.good
+            ids, values, count = self.arrays
+            return RowSparse(ids, values, count, self.num_rows), self.good
         ids, count = kernels.decode(self.arrays[0], capacity, self.num_rows)
         return RowSparse(ids, take_rows(self.arrays[1], ids), count, self.num_rows), self.good

@@ -8,7 +8,7 @@ without communication.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,14 +21,14 @@ from splitjax.kernels import running_sum
 from splitjax.sync import wire
 from splitjax.sync.codes import IdCode
 from splitjax.sync.local import compact, group_ranks, unite
-from splitjax.sync.partition import Partition
+from splitjax.sync.partition import Items, Partition
 from splitjax.sync.wire import Axis
 
 _WORD_BITS = 32
 # How often rows ask for an owner: with the third time, nearly all have one (measured on word counts, 4 to 16 workers).
 # One row in so many may ask more than once; the first time leaves fewer than one in a hundred there.
 _ASKED, _AGAIN = 3, 8
-OWNERSHIPS = ("contributor", "strided", "hashed")
+OWNERSHIPS: tuple[str, ...] = ("contributor", "strided", "hashed")
 
 
 @jax.tree_util.register_dataclass
@@ -100,20 +100,26 @@ def exchange_indices(
     return Routes(unique, count, _by_worker(holders, n), owner, jnp.where(is_hot, hot_rank, rank), fits)
 
 
-def contributors(holders: Array, cold: Array, n: int, quota: int, xp: Any = jnp) -> tuple[Array, Array]:
-    """An owner for each row, of at most `quota` rows each: one that holds the row, as far as that goes.
+def contributors(holders: Items, cold: Items, n: int, quota: int, xp: Any = jnp) -> tuple[Items, Items]:
+    """Chooses an owner for each row, of at most `quota` rows each: a worker that holds the row, as far as that goes.
 
-    Rows that one worker holds stay with it. The others ask one of their holders, each with equal probability, so that
-    every pair of workers gets about as many; who is full sends the rest on. What is left over goes to whoever has room.
+    Rows that one worker holds stay with it. The others ask one of their holders, each with equal probability, so
+    that every pair of workers gets about as many; who is full sends the rest on. What is left over goes to
+    whoever has room.
 
-    **Arguments:** `holders`: u32[ceil(n / 32), u], bit w % 32 of word w // 32 says whether worker w holds the row;
-    `cold`: bool[u], rows that need an owner; `xp`: `jax.numpy` or `numpy`.
+    **Arguments:**
 
-    **Returns:** the owners, i32[u], n for rows that need none, or for which there is no room; where among its owner's
-    rows each stands that has one, i32[u], all different and below the quota.
+    - `holders`: u32[ceil(n / 32), u], bit w % 32 of word w // 32 says whether worker w holds the row.
+    - `cold`: bool[u], rows that need an owner.
+    - `n`: the number of workers.
+    - `quota`: the most rows of an owner.
+    - `xp`: `jax.numpy` or `numpy`.
+
+    **Returns:** the owners, i32[u], n for rows that need none, or for which there is no room; where among its
+    owner's rows each stands that has one, i32[u], all different and below the quota.
     """
     union = cold.size
-    ranks = _ranks_on_host if xp is np else group_ranks
+    ranks: Callable[..., tuple[Any, Any]] = _ranks_on_host if xp is np else group_ranks
     numbers = xp.arange(union, dtype=xp.int32)
     asked = xp.where(cold, _one_of(holders, numbers, 0, n, xp), n)
     # who alone has a row comes first: nobody else could keep it
@@ -142,14 +148,14 @@ def contributors(holders: Array, cold: Array, n: int, quota: int, xp: Any = jnp)
     left = cold & (owner == n)
     number = (np.cumsum(left) if xp is np else running_sum(left.astype(jnp.int32))) - 1
     ends = xp.cumsum(quota - load)
-    other = (
+    spare = (
         np.searchsorted(ends, number, side="right")
         if xp is np
         else jnp.searchsorted(ends, number, side="right", method="compare_all")
     )
     start = quota - ends  # place and number of an owner's rows differ by as much
-    place = xp.where(left, start[xp.minimum(other, n - 1)] + number, place)
-    return xp.where(left, other, owner).astype(xp.int32), place.astype(xp.int32)
+    place = xp.where(left, start[xp.minimum(spare, n - 1)] + number, place)
+    return xp.where(left, spare, owner).astype(xp.int32), place.astype(xp.int32)
 
 
 def holders_on_host(slots: Sequence[np.ndarray], union: int) -> np.ndarray:
@@ -158,8 +164,8 @@ def holders_on_host(slots: Sequence[np.ndarray], union: int) -> np.ndarray:
     `slots` has, of each worker, its rows' numbers in the union; `union` is the number of rows in that.
     """
     holders = np.zeros((-(-len(slots) // _WORD_BITS), union), np.uint32)
-    for worker, one in enumerate(slots):
-        holders[worker // _WORD_BITS, one] |= np.uint32(1 << worker % _WORD_BITS)
+    for worker, rows in enumerate(slots):
+        holders[worker // _WORD_BITS, rows] |= np.uint32(1 << worker % _WORD_BITS)
     return holders
 
 
@@ -187,7 +193,7 @@ def _by_worker(holders: Array, n: int) -> Array:
     return kernels.encode((bits == 1).reshape(-1)).reshape(n, -1)
 
 
-def _one_of(holders: Array, rows: Array, time: int, n: int, xp: Any) -> Array:
+def _one_of(holders: Any, rows: Any, time: int, n: int, xp: Any) -> Any:
     """One holder of each row, by a hash of the row's number and of how often it has asked; n where there is none:
     u32[w, m] -> i32[m]."""
     mixed = (rows.astype(xp.uint32) + xp.uint32(time << 28)) * xp.uint32(0x9E3779B9)
@@ -212,13 +218,13 @@ def _one_of(holders: Array, rows: Array, time: int, n: int, xp: Any) -> Array:
     return xp.where(total > 0, bit, n).astype(xp.int32)
 
 
-def _population(holders: Array, xp: Any) -> Array:
+def _population(holders: Any, xp: Any) -> Array:
     """Counts the bits that are set in all words: u32[w, m] -> i32[m]."""
     counts = np.bitwise_count(holders) if xp is np else lax.population_count(holders)
     return counts.sum(axis=0, dtype=xp.int32) if holders.shape[0] != 1 else counts[0].astype(xp.int32)
 
 
-def _put(array: Array, places: Array, values: Array, xp: Any) -> Array:
+def _put(array: Any, places: Any, values: Any, xp: Any) -> Any:
     """`array` with `values` at different places; places past the end are none."""
     if xp is not np:
         return array.at[places].set(values, mode="drop", wrap_negative_indices=False)

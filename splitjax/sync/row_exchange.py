@@ -84,9 +84,9 @@ class RowExchange(Scheme):
         `local` is this worker's rows, `axis` the mesh axis or axes of the workers, `capacities` the room there
         is; see `Scheme.attempt`.
         """
-        found = self.exchange_indices(local.ids, local.count, local.num_rows, axis, capacities)
-        rows, sent, _ = self.exchange_values(local.values, found, local.num_rows, axis, capacities)
-        return Attempt(rows, found.fits, sent)
+        routes = self.exchange_indices(local.ids, local.count, local.num_rows, axis, capacities)
+        rows, sent, _ = self.exchange_values(local.values, routes, local.num_rows, axis, capacities)
+        return Attempt(rows, routes.fits, sent)
 
     def attempt_rounded(self, local: RowSparse, axis: Axis, capacities: Capacities) -> tuple[Attempt, RowSparse | None]:
         """Does the same as `attempt`, and says what rounding took away here (`feedback.keep`), of a scheme with a
@@ -96,11 +96,11 @@ class RowExchange(Scheme):
         is. Returns the attempt and the errors: nothing where capacities did not suffice, for then all rows are
         gathered as they are.
         """
-        found = self.exchange_indices(local.ids, local.count, local.num_rows, axis, capacities)
-        rows, sent, errors = self.exchange_values(local.values, found, local.num_rows, axis, capacities)
+        routes = self.exchange_indices(local.ids, local.count, local.num_rows, axis, capacities)
+        rows, sent, errors = self.exchange_values(local.values, routes, local.num_rows, axis, capacities)
         if errors is not None:
-            errors = dataclasses.replace(errors, ids=jnp.where(found.fits, errors.ids, local.num_rows))
-        return Attempt(rows, found.fits, sent), errors
+            errors = dataclasses.replace(errors, ids=jnp.where(routes.fits, errors.ids, local.num_rows))
+        return Attempt(rows, routes.fits, sent), errors
 
     def exchange_indices(self, ids: Array, count: Array, num_rows: int, axis: Axis, capacities: Capacities) -> Routes:
         """Does the first half of an exchange, which needs no values, and returns `Routes`, alike on all workers.
@@ -119,9 +119,12 @@ class RowExchange(Scheme):
         )  # fmt: skip
 
     def exchange_values(
-        self, values: Array, found: Routes, num_rows: int, axis: Axis, capacities: Capacities
+        self, values: Array, routes: Routes, num_rows: int, axis: Axis, capacities: Capacities
     ) -> tuple[RowSparse, Array, RowSparse | None]:
-        """The second half: this worker's values, in the order of the ids given before.
+        """Does the second half of an exchange: this worker's `values`, in the order of the ids given before.
+
+        **Arguments:** `routes`: of the first half. `num_rows`: of the table. `axis`: the mesh axis or axes of the
+        workers. `capacities`: the room there is.
 
         **Returns:** the sum; rows really sent, i32[]; with a `wire_dtype` what rounding took away here, by row
         (duplicates possible), None without.
@@ -131,31 +134,33 @@ class RowExchange(Scheme):
         wire_dtype = jnp.dtype(self.wire_dtype) if self.wire_dtype and n > 1 else full  # one worker alone sends nothing
         values = _resized(values, k, 0)
         rounded = values.astype(wire_dtype)
-        (slots,), _ = kernels.decode(found.held[me][None], k, capacities.union)
+        (slots,), _ = kernels.decode(routes.held[me][None], k, capacities.union)
         owner, place = (
-            take.at[slots].get(mode="fill", fill_value=fill) for take, fill in ((found.owner, n), (found.place, 0))
+            take.at[slots].get(mode="fill", fill_value=fill) for take, fill in ((routes.owner, n), (routes.place, 0))
         )
         sums = sum_rows(values, jnp.where(owner == me, place, capacities.pull), capacities.pull)
         if n > 1 and capacities.push:
             order, counts = send_order(jnp.where(owner == me, n, owner), n, capacities.push)
-            target, incoming = _targets(found, me, capacities)
+            target, incoming = _targets(routes, me, capacities)
             blocks, sources = wire.push_rows(rounded, order, counts, incoming, axis, self.pattern)
             sums += sum_rows(blocks.reshape(-1, *values.shape[1:]), target[sources].reshape(-1), capacities.pull, full)
-            sent = counts.sum() + (n - 1) * (found.owner == me).sum(dtype=jnp.int32)
+            sent = counts.sum() + (n - 1) * (routes.owner == me).sum(dtype=jnp.int32)
         else:
             sent = jnp.int32(0)
         (parts,) = wire.gather([sums.astype(wire_dtype)], axis)
         parts = parts.reshape(-1, *values.shape[1:])
         source = jnp.where(
-            found.owner < n, found.owner * capacities.pull + found.place, parts.shape[0] + capacities.hot
+            routes.owner < n, routes.owner * capacities.pull + routes.place, parts.shape[0] + capacities.hot
         )
         if capacities.hot:
             hot_slots = jnp.where((owner == n) & (slots < capacities.union), place, capacities.hot)
             # Hot rows are not rounded: what an all-reduce rounds on its way nobody could keep.
             parts = jnp.concatenate([parts.astype(full), lax.psum(sum_rows(values, hot_slots, capacities.hot), axis)])
-            source = jnp.where((found.owner == n) & (found.ids < num_rows), n * capacities.pull + found.place, source)
-        rows = RowSparse(found.ids, take_rows(parts, source).astype(full), found.count, num_rows)
-        return rows, sent, self._error(values, rounded, sums, owner, slots, found, num_rows, me)
+            source = jnp.where(
+                (routes.owner == n) & (routes.ids < num_rows), n * capacities.pull + routes.place, source
+            )
+        rows = RowSparse(routes.ids, take_rows(parts, source).astype(full), routes.count, num_rows)
+        return rows, sent, self._error(values, rounded, sums, owner, slots, routes, num_rows, me)
 
     def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
         """Returns the bytes that a worker sends for a `table` with these `capacities`, padding included."""
@@ -196,18 +201,18 @@ class RowExchange(Scheme):
         sums: Array,
         owner: Array,
         slots: Array,
-        found: Routes,
+        routes: Routes,
         num_rows: int,
         me: Array,
     ) -> RowSparse | None:
         if not self.wire_dtype:
             return None
-        n = found.held.shape[0]
+        n = routes.held.shape[0]
         sent = (owner != me) & (owner < n)
-        ids = jnp.where(sent, found.ids.at[slots].get(mode="fill", fill_value=num_rows), num_rows)
+        ids = jnp.where(sent, routes.ids.at[slots].get(mode="fill", fill_value=num_rows), num_rows)
         lost = jnp.where(sent.reshape(-1, *[1] * (values.ndim - 1)), rounded_away(values, rounded), 0)
-        mine = jnp.where(found.owner == me, found.place, sums.shape[0])
-        owned = jnp.full((sums.shape[0],), num_rows, jnp.int32).at[mine].set(found.ids, mode="drop")
+        mine = jnp.where(routes.owner == me, routes.place, sums.shape[0])
+        owned = jnp.full((sums.shape[0],), num_rows, jnp.int32).at[mine].set(routes.ids, mode="drop")
         rest = rounded_away(sums, sums.astype(rounded.dtype))
         return RowSparse(
             jnp.concatenate([ids, owned]), jnp.concatenate([lost, rest]), jnp.int32(ids.size + owned.size), num_rows
@@ -220,13 +225,13 @@ def _num_hot(step: tuple[np.ndarray, ...]) -> int:
     return int((counts == len(step)).sum())
 
 
-def _targets(found: Routes, me: Array, capacities: Capacities) -> tuple[Array, Array]:
+def _targets(routes: Routes, me: Array, capacities: Capacities) -> tuple[Array, Array]:
     """Finds where in this owner's part each row belongs that a worker sends: i32[n, push]; and how many each sends:
     i32[n]."""
-    workers = jnp.arange(found.held.shape[0], dtype=jnp.int32)[:, None]
-    mine = kernels.encode(found.owner == me)
-    slots, incoming = kernels.decode(jnp.where(workers == me, 0, found.held & mine), capacities.push, capacities.union)
-    return found.place.at[slots].get(mode="fill", fill_value=capacities.pull, wrap_negative_indices=False), incoming
+    workers = jnp.arange(routes.held.shape[0], dtype=jnp.int32)[:, None]
+    mine = kernels.encode(routes.owner == me)
+    slots, incoming = kernels.decode(jnp.where(workers == me, 0, routes.held & mine), capacities.push, capacities.union)
+    return routes.place.at[slots].get(mode="fill", fill_value=capacities.pull, wrap_negative_indices=False), incoming
 
 
 def _resized(array: Array, length: int, fill: int) -> Array:
@@ -251,7 +256,7 @@ def _largest(step: tuple[np.ndarray, ...], num_rows: int, pull: int, hot: int, o
     )
     owner = np.where(is_hot, n, owner)
     pairs = [
-        np.bincount(owner[one][owner[one] != worker], minlength=n)[:n].max(initial=0)
-        for worker, one in enumerate(slots)
+        np.bincount(owner[rows][owner[rows] != worker], minlength=n)[:n].max(initial=0)
+        for worker, rows in enumerate(slots)
     ]
     return int(max(pairs)), int(np.bincount(owner, minlength=n)[:n].max(initial=0))

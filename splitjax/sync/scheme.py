@@ -12,7 +12,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -178,7 +178,10 @@ class ByRows:
 SCHEMES: dict[str, type[Scheme]] = {}
 
 
-def register(cls: type[Scheme]) -> type[Scheme]:
+SchemeClass = TypeVar("SchemeClass", bound=type[Scheme])
+
+
+def register(cls: SchemeClass) -> SchemeClass:
     """Makes the scheme `cls` known by its name; a decorator."""
     SCHEMES[cls.name] = cls
     return cls
@@ -197,14 +200,16 @@ def by_name(which: str | Scheme) -> Scheme:
 def synchronise(
     which: Scheme, local: RowSparse, axis: Axis, capacities: Capacities, then: Callable[[RowSparse], Any] | None = None
 ) -> tuple[Any, Stats]:
-    """The sum of all workers' rows, whatever the capacities, and what is done with it.
+    """Adds up all workers' rows, whatever the capacities, and applies `then` to the sum.
 
-    Where they do not suffice, all workers alike gather all rows instead. As that result has more room, what reads it
-    runs inside the branch, once for each size: give it as `then`. To update tables in place, `synchronise_into`.
+    Where they do not suffice, all workers alike gather all rows instead. As that result has more room, what reads
+    it runs inside the branch, once for each size: give it as `then`. To update tables in place,
+    `synchronise_into`.
 
     **Arguments:**
 
     - `which`: the scheme. `local`: this worker's rows. `axis`: the mesh axis or axes of the workers.
+    - `capacities`: the room there is.
     - `then`: the rows of the sum -> any pytree, whose shapes do not depend on their capacity (such as a norm). By
       default the rows themselves, padded to where every sum fits: `lossless_rows`.
 
@@ -272,8 +277,9 @@ def finish_into(
         rows = gather_all(local, axis)
         return then(rows, state[0]), rows.count
 
-    carry = once(attempt.fits, lambda carry: then(attempt.rows, carry), carry)
-    carry, union_rows = once(~attempt.fits, whole, (carry, attempt.rows.count))
+    fits = jnp.asarray(attempt.fits)
+    carry = once(fits, lambda carry: then(attempt.rows, carry), carry)
+    carry, union_rows = once(~fits, whole, (carry, attempt.rows.count))
     return carry, _stats(attempt, union_rows, local, axis)
 
 
@@ -318,10 +324,10 @@ def gather_all(local: RowSparse, axis: Axis) -> RowSparse:
 def bucket(size: float, most: int | None = None) -> int:
     """Returns the next `size` of the series 1, 2, ... 128, and on in steps of 2^(1/128), but not more than `most`."""
     size = max(math.ceil(size), 0)
-    found = (
+    capacity = (
         size if size <= _PER_OCTAVE else math.ceil(2 ** (math.ceil(math.log2(size) * _PER_OCTAVE - 1e-9) / _PER_OCTAVE))
     )
-    return found if most is None else min(found, most)
+    return capacity if most is None else min(capacity, most)
 
 
 def roomy(largest: float, most: int) -> int:

@@ -21,7 +21,7 @@ Axis = str | tuple[str, ...]
 # How a push goes. "kernel" is `kernels.exchange_rows`, for rows alone. "auto": on TPU and GPU one all-to-all, which
 # serves all links at once (the kernel for rows, on TPU, where it pays). On CPU, by gloo, all-to-all waits for nobody in
 # between, and permutations come nearer to the link's rate.
-PATTERNS = ("auto", "ppermute", "all_to_all", "kernel")
+PATTERNS: tuple[str, ...] = ("auto", "ppermute", "all_to_all", "kernel")
 # By `benchmarks sparse --only messages`, 16 processes behind links of 100 Mb/s: 15 messages of 14 KiB take 22 ms by
 # all-to-all and 40 by permutations, of 27 KiB 38 and 42, of 37 KiB 57 and 51. A gather in rounds that double takes 13
 # ms for 7 KiB, where the ring takes 36; for 32 KiB 77 and 44.
@@ -39,7 +39,7 @@ def pack(arrays: Sequence[Array], num_lead: int) -> Array:
         is_short = jnp.issubdtype(arrays[0].dtype, jnp.floating) and arrays[0].dtype.itemsize == 2
         return lax.bitcast_convert_type(arrays[0], jnp.uint16) if is_short else arrays[0]
     lead = arrays[0].shape[:num_lead]
-    return jnp.concatenate([_as_bytes(one).reshape(*lead, _num_bytes(one, num_lead)) for one in arrays], axis=-1)
+    return jnp.concatenate([_as_bytes(array).reshape(*lead, _num_bytes(array, num_lead)) for array in arrays], axis=-1)
 
 
 def unpack(message: Array, like: Sequence[Array], num_lead: int) -> list[Array]:
@@ -48,11 +48,11 @@ def unpack(message: Array, like: Sequence[Array], num_lead: int) -> list[Array]:
     if len(like) == 1:
         return [lax.bitcast_convert_type(message, like[0].dtype)]
     lead, start, out = message.shape[:num_lead], 0, []
-    for one in like:
-        size = _num_bytes(one, num_lead)
+    for array in like:
+        size = _num_bytes(array, num_lead)
         part = lax.slice_in_dim(message, start, start + size, axis=num_lead)
         start += size
-        out.append(_from_bytes(part.reshape(*lead, *one.shape[num_lead:], one.dtype.itemsize), one.dtype))
+        out.append(_from_bytes(part.reshape(*lead, *array.shape[num_lead:], array.dtype.itemsize), array.dtype))
     return out
 
 
