@@ -111,11 +111,11 @@ class TensorProfile:
         steps = self.steps
         sizes = [m for m, _ in steps[0].unions]
         return Figures(
-            average([one.densities for one in steps]),
-            average([one.row_densities for one in steps]),
-            tuple(zip(sizes, average([[share for _, share in one.unions] for one in steps]), strict=True)),
-            float(np.mean([one.overlap for one in steps])),
-            float(np.mean([one.skewness for one in steps])),
+            average([step.densities for step in steps]),
+            average([step.row_densities for step in steps]),
+            tuple(zip(sizes, average([[share for _, share in step.unions] for step in steps]), strict=True)),
+            float(np.mean([step.overlap for step in steps])),
+            float(np.mean([step.skewness for step in steps])),
         )
 
     @property
@@ -181,19 +181,19 @@ class Profile:
 
     @property
     def tables(self) -> tuple[TensorProfile, ...]:
-        """Those that the step looks rows up in."""
-        return tuple(one for one in self.tensors if one.is_table)
+        """The tensors that the step looks rows up in."""
+        return tuple(tensor for tensor in self.tensors if tensor.is_table)
 
     def tensor(self, path: str) -> TensorProfile:
-        """One tensor by its path. Raises `ProfileError` for a path that is not there, or that several losses
+        """Returns the tensor at `path`. Raises `ProfileError` for a path that is not there, or that several losses
         differentiate."""
-        found = [one for one in self.tensors if one.path == path]
-        if len(found) == 1:
-            return found[0]
-        if found:
+        named = [tensor for tensor in self.tensors if tensor.path == path]
+        if len(named) == 1:
+            return named[0]
+        if named:
             raise ProfileError(
-                f"{len(found)} losses differentiate {path!r}",
-                value=[one.loss for one in found],
+                f"{len(named)} losses differentiate {path!r}",
+                value=[tensor.loss for tensor in named],
                 place="Profile.tensor",
                 remedy="choose among `profile.tensors` by their `loss`",
             )
@@ -210,8 +210,8 @@ class Profile:
 
         Raises `ProfileError` for a tensor that is no table.
         """
-        found = self.tensor(path).sparsity
-        if found is None:
+        sparsity = self.tensor(path).sparsity
+        if sparsity is None:
             raise ProfileError(
                 f"{path!r} is no table: the step looks no rows up in it",
                 value=path,
@@ -220,7 +220,7 @@ class Profile:
                 if self.tables
                 else "the step has no table: its gradients travel dense",
             )
-        return found
+        return sparsity
 
     def to_json(self) -> str:
         """The profile as JSON text (ASCII), one tensor a line, read back by `from_json`. The row numbers behind a
@@ -233,7 +233,7 @@ class Profile:
             "notes": self.notes,
         }
         lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-        entries = ",\n".join(f"    {json.dumps(_flat(one))}" for one in self.tensors)
+        entries = ",\n".join(f"    {json.dumps(_flat(tensor))}" for tensor in self.tensors)
         return "{\n" + ",\n".join([*lines, f'  "tensors": [\n{entries}\n  ]']) + "\n}\n"
 
     @classmethod
@@ -247,7 +247,7 @@ class Profile:
                 data["step"],
                 data["num_workers"],
                 tuple(data["num_examples"]),
-                tuple(_tensor(one) for one in data["tensors"]),
+                tuple(_tensor(tensor) for tensor in data["tensors"]),
                 tuple(data["notes"]),
             )
         except (ValueError, KeyError, TypeError) as error:
@@ -363,31 +363,34 @@ def analyse_step(tensor: Tensor, step_masks: StepMasks) -> Measured:
 
 def collect(tensor: Tensor, steps: Sequence[Measured]) -> TensorProfile:
     """Collects the profile of a `tensor` from its measured `steps`."""
-    matrices = np.asarray([one.overlaps for one in steps])
+    matrices = np.asarray([step.overlaps for step in steps])
     defined = ~np.isnan(matrices)
     overlaps = np.where(defined, matrices, 0.0).sum(axis=0) / np.maximum(defined.sum(axis=0), 1)
     sparsity = None
     if tensor.is_table:
-        sparsity = measure([one.rows for one in steps], tensor.num_units, math.prod(tensor.shape[1:]), tensor.itemsize)
+        sparsity = measure(
+            [step.rows for step in steps], tensor.num_units, math.prod(tensor.shape[1:]), tensor.itemsize
+        )
     return TensorProfile(
         tensor.path, tensor.shape, tensor.dtype, tensor.loss, tensor.is_table, tensor.dense_reason,
-        tuple(one.figures for one in steps), tuple(tuple(map(float, row)) for row in overlaps), sparsity,
+        tuple(step.figures for step in steps), tuple(tuple(map(float, row)) for row in overlaps), sparsity,
     )  # fmt: skip
 
 
 def _paths(tensors: Sequence[TensorProfile]) -> str:
-    names = [one.path for one in tensors]
+    names = [tensor.path for tensor in tensors]
     return ", ".join(map(repr, names[:12])) + (", ..." if len(names) > 12 else "")
 
 
-def _flat(one: TensorProfile) -> dict[str, Any]:
+def _flat(tensor: TensorProfile) -> dict[str, Any]:
     """A tensor as one object: the means first, for whoever reads it by eye; they are not read back."""
-    fields = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
-    fields["steps"] = [dataclasses.asdict(step) for step in one.steps]
-    fields["sparsity"] = None if one.sparsity is None else one.sparsity.to_json()
+    fields = {field.name: getattr(tensor, field.name) for field in dataclasses.fields(tensor)}
+    fields["steps"] = [dataclasses.asdict(step) for step in tensor.steps]
+    fields["sparsity"] = None if tensor.sparsity is None else tensor.sparsity.to_json()
     means = {
-        "density": one.density, "row_density": one.row_density, "overlap": one.overlap, "skewness": one.skewness,
-        "densification": [[m, one.densification(m)] for m, _ in one.steps[0].unions],
+        "density": tensor.density, "row_density": tensor.row_density, "overlap": tensor.overlap,
+        "skewness": tensor.skewness,
+        "densification": [[m, tensor.densification(m)] for m, _ in tensor.steps[0].unions],
     }  # fmt: skip
     return {"path": fields.pop("path"), "means": means, **fields}
 
@@ -400,4 +403,4 @@ def _tensor(data: dict[str, Any]) -> TensorProfile:
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
+    return tuple(_tuples(entry) for entry in value) if isinstance(value, list) else value
