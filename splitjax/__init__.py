@@ -1,27 +1,35 @@
 """splitjax: decorate a JAX training step; it trains sharded on many devices with the same numbers.
 
-Importing it starts no JAX backend and imports neither Flax NNX nor Equinox: `splitjax.nnx` and `splitjax.equinox` are
-imported when they are first used. In a process that `splitjax launch` started, and in no other, it joins the run's
-other processes.
+Importing it starts no JAX backend and takes little longer than importing JAX: every name is imported when it is first
+used, and with it what it needs (Flax NNX and Equinox with `splitjax.nnx` and `splitjax.equinox` only). In a process
+that `splitjax launch` started, and in no other, it joins the run's other processes.
 """
 
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from splitjax.errors import SplitjaxError
-from splitjax.lower.gradient import grad, value_and_grad
 from splitjax.parallelize import parallelize
-from splitjax.partial import Advice, PartialBackprop
-from splitjax.plan import Plan
 from splitjax.report.registration import register_documents
-from splitjax.report.value import Report
-from splitjax.rules import Rule, RuleSet
 from splitjax.runtime.launch.initialize import initialize, join_launched
-from splitjax.step.processes import global_batch
-from splitjax.sync.analysis import Profile
-from splitjax.trace.dims import register_dims
+
+if TYPE_CHECKING:
+    from splitjax import data as data
+    from splitjax import equinox as equinox
+    from splitjax import models as models
+    from splitjax import nnx as nnx
+    from splitjax import schedule as schedule
+    from splitjax import sync as sync
+    from splitjax.lower.gradient import grad, value_and_grad
+    from splitjax.partial import Advice, PartialBackprop
+    from splitjax.plan import Plan
+    from splitjax.report.value import Report
+    from splitjax.rules import Rule, RuleSet
+    from splitjax.step.processes import global_batch
+    from splitjax.sync.analysis import Profile
+    from splitjax.trace.dims import register_dims
 
 __version__ = "0.1.0"
 
@@ -43,18 +51,57 @@ __all__ = [
     "value_and_grad",
 ]
 
-_ON_FIRST_USE = ("data", "equinox", "models", "nnx", "schedule")
+_PLACES = {
+    "Advice": "partial",
+    "PartialBackprop": "partial",
+    "Plan": "plan",
+    "Profile": "sync.analysis",
+    "Report": "report.value",
+    "Rule": "rules",
+    "RuleSet": "rules",
+    "global_batch": "step.processes",
+    "grad": "lower.gradient",
+    "register_dims": "trace.dims",
+    "value_and_grad": "lower.gradient",
+}
+_SUBMODULES = (
+    "compile",
+    "cost",
+    "data",
+    "display",
+    "equinox",
+    "kernels",
+    "lower",
+    "measure",
+    "mesh",
+    "models",
+    "nnx",
+    "partial",
+    "partitioner",
+    "plan",
+    "planning",
+    "report",
+    "rules",
+    "schedule",
+    "sync",
+    "trace",
+    "verify",
+)
 
 
 register_documents()  # how plans, reports, profiles and advices look; loads none of them
 join_launched()  # in a worker of `splitjax launch`, and nowhere else; touches no device
 
 
-def __getattr__(name: str) -> ModuleType:
-    if name in _ON_FIRST_USE:
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
         return importlib.import_module(f"splitjax.{name}")
+    if name in _PLACES:
+        value = getattr(importlib.import_module(f"splitjax.{_PLACES[name]}"), name)
+        globals()[name] = value  # the next use finds it without coming here
+        return value
     raise AttributeError(f"module 'splitjax' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "errors", *_ON_FIRST_USE])
+    return sorted([*__all__, "data", "equinox", "errors", "models", "nnx", "schedule", "sync"])

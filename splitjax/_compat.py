@@ -10,13 +10,14 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
+from jax import core as public_core
 from jax._src import clusters, distributed, source_info_util, xla_bridge
 from jax._src import core as core_internal
 from jax._src.lax import lax as lax_internal
-from jax._src.lib import _jax
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]  # where JAX itself takes it from
 from jax.extend import core as jex
 from jax.extend import random as jax_random
 from jax.interpreters import ad, batching, mlir, partial_eval
@@ -69,7 +70,7 @@ def close_jaxpr(jaxpr: Any, consts: Sequence[Any] = ()) -> Any:
 def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     """Evaluates a jaxpr on arrays or tracers, keeping the derivative rules of custom_jvp and custom_vjp equations."""
     inner, own = open_jaxpr(jaxpr)
-    return jax.core.eval_jaxpr(inner, list(consts) or list(own), *args)
+    return public_core.eval_jaxpr(inner, list(consts) or list(own), *args)
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
@@ -153,7 +154,7 @@ def build_jaxpr(
     debug = open_jaxpr(like)[0].debug_info._replace(arg_names=None, result_paths=None)
     variables, values = [v for v, _ in consts], [value for _, value in consts]
     if ClosedJaxpr is Jaxpr:
-        return Jaxpr(variables, list(invars), list(outvars), list(eqns), effects, debug, consts=values)
+        return Jaxpr(variables, list(invars), list(outvars), list(eqns), effects, debug, consts=values)  # pyright: ignore[reportCallIssue]  # from jax 0.11 on, and the stubs are of 0.10
     return ClosedJaxpr(Jaxpr(variables, list(invars), list(outvars), list(eqns), effects, debug), values)
 
 
@@ -166,12 +167,12 @@ def variable_of(aval: Any) -> Any:
     """A fresh variable of a type: an abstract value or a `ShapeDtypeStruct`."""
     if not isinstance(aval, jax.ShapeDtypeStruct):
         return Var(aval)
-    return Var(jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=bool(aval.weak_type)))
+    return Var(public_core.ShapedArray(aval.shape, aval.dtype, weak_type=bool(aval.weak_type)))
 
 
 def is_abstract(value: Any) -> bool:
     """Whether a value is a tracer that stands for an unknown array (not a derivative tracer around a concrete one)."""
-    return isinstance(value, jax.core.Tracer) and value.to_concrete_value() is None
+    return isinstance(value, public_core.Tracer) and value.to_concrete_value() is None
 
 
 def coordination_client() -> Any | None:
@@ -374,7 +375,7 @@ def serialized_modules(compiled: Any) -> list[bytes]:
 
 def as_weakly_typed(array: jax.Array) -> jax.Array:
     """The same array with a weak type, which promotes like a Python number."""
-    return lax_internal._convert_element_type(array, array.dtype, weak_type=True)
+    return cast("jax.Array", lax_internal._convert_element_type(array, array.dtype, weak_type=True))
 
 
 def detected_cluster() -> str | None:

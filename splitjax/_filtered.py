@@ -9,14 +9,14 @@ result's tree structure (`Extra`), the only thing about a traced result that is 
 from __future__ import annotations
 
 import abc
-import collections
 import dataclasses
 import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,26 +26,28 @@ from splitjax.compile.entry import CompileRecord
 from splitjax.compile.session import Kept
 from splitjax.errors import DonatedStateError, PartialError, PlanError, ProfileError, StateError
 from splitjax.lower.products.interpret import named_sharding
-from splitjax.measure.advising import split_request
-from splitjax.measure.profiling import per_batch
 from splitjax.mesh import make_mesh
-from splitjax.parallelize import ParallelStep
+from splitjax.parallel_step import ParallelStep
 from splitjax.parallelize import parallelize as parallelize_arrays
-from splitjax.partial.advice import Advice
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan
 from splitjax.planning.carried import Carried
-from splitjax.report.value import Report
 from splitjax.step.arguments import Options, keyword_only, make_options, parameter_names, positional
-from splitjax.sync.analysis import Profile
+from splitjax.step.consumed import CallLog
+from splitjax.step.keywords import VerifySizes
 from splitjax.sync.scheme import Link
 
 if TYPE_CHECKING:
+    from splitjax.partial.advice import Advice
+    from splitjax.report.value import Report
     from splitjax.schedule.model.jobs import JobProfile
+    from splitjax.sync.analysis import Profile
+    from splitjax.trace.graph import Graph
     from splitjax.verify import Verification
 
-# How many calls a step remembers, to name the one that consumed a state.
-_REMEMBERED_CALLS = 4096
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
 
 
 @jax.tree_util.register_pytree_node_class
@@ -133,10 +135,12 @@ class Call:
         ]
 
 
-class FilteredStep(abc.ABC):
+class FilteredStep(abc.ABC, Generic[P, R]):
     """A decorated step over modules. Call it like the function it wraps."""
 
-    changes_states = False  # in place, as NNX does; else it returns new ones
+    changes_states: bool = False  # in place, as NNX does; else it returns new ones
+    __name__: str
+    __wrapped__: Callable[P, R]
 
     def __init__(
         self,
@@ -144,7 +148,7 @@ class FilteredStep(abc.ABC):
         options: Options,
         keywords: dict[str, Any],
         state_outnums: Any = None,
-        parent: FilteredStep | None = None,
+        parent: FilteredStep[..., Any] | None = None,
     ) -> None:
         functools.update_wrapper(self, fn)
         self._fn = fn
@@ -158,8 +162,7 @@ class FilteredStep(abc.ABC):
         self._steps: dict[Any, ParallelStep] = {}
         self._latest: ParallelStep | None = None
         self._kept = Kept()
-        self._num_calls = 0
-        self._calls: collections.deque[tuple[int, int, Any, int]] = collections.deque(maxlen=_REMEMBERED_CALLS)
+        self._log = CallLog()
 
     @functools.cached_property
     def mesh(self) -> jax.sharding.Mesh:
@@ -180,42 +183,59 @@ class FilteredStep(abc.ABC):
         records = [record for step in self._steps.values() for record in step.compiles]
         return tuple(dataclasses.replace(record, number=n) for n, record in enumerate(records, 1))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._call(args, kwargs, sys._getframe(1))
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
+        """Runs one call, made in `frame`."""
         if kwargs or self._keyword_only:
             args = positional(self._fn, args, kwargs)
-        frame = sys._getframe(1)
         call = self._pack(args)
         try:
             result = call.step(*(call.unshared() if self._donates else call.args))
         except DonatedStateError as error:
             raise self._donated(args, call) from error
-        self._num_calls += 1
+        self._log.count()
         for number in self._options.state_argnums[:1]:
-            self._calls.append((id(args[number]), self._num_calls, frame.f_code, frame.f_lineno))
+            self._log.note(args[number], frame)
         return self._unpack(call, result)
 
+    @overload
+    def plan(self, *args: P.args, **kwargs: P.kwargs) -> Plan: ...
+    @overload
+    def plan(self, *args: Any, **kwargs: Any) -> Plan: ...
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (abstract ones will do): prints as a table, renders in Jupyter."""
         call = self._pack(positional(self._fn, args, kwargs))
         return call.step.plan(*call.args)
 
-    def graph(self, *args: Any, **kwargs: Any) -> Any:
+    def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """The traced `splitjax.trace.graph.Graph` that the plan was made from."""
         call = self._pack(positional(self._fn, args, kwargs))
         return call.step.graph(*call.args)
 
+    @overload
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any: ...
+    @overload
+    def lower(self, *args: Any, **kwargs: Any) -> Any: ...
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fn).lower`: `.compile()`, `.as_text()`, `.compile().memory_analysis()`."""
         call = self._pack(positional(self._fn, args, kwargs))
         return call.step.lower(*call.args)
 
+    @overload
+    def report(self, *args: P.args, **kwargs: P.kwargs) -> Report: ...
+    @overload
+    def report(self, *args: Any, **kwargs: Any) -> Report: ...
     def report(self, *args: Any, **kwargs: Any) -> Report:
         """The plan for these arguments (abstract ones will do) against what XLA compiles: memory, and every collective
         with layer, source line and cause. Compiles the step; runs nothing."""
         call = self._pack(positional(self._fn, args, kwargs))
         return call.step.report(*call.args)
 
-    def verify(self, *args: Any, sizes: str = "shrunken", own_precision: bool = False, **kwargs: Any) -> Verification:
+    def verify(
+        self, *args: Any, sizes: VerifySizes = "shrunken", own_precision: bool = False, **kwargs: Any
+    ) -> Verification:
         """Whether the step computes the numbers of one device, from arguments that may be abstract; see
         `ParallelStep.verify`. Nothing is updated."""
         args = positional(self._fn, args, kwargs)
@@ -228,8 +248,10 @@ class FilteredStep(abc.ABC):
     def profile(self, *args: Any, num_workers: int | None = None, **kwargs: Any) -> Profile:
         """How sparse every gradient is over the workers, from the step's arguments with an iterable of batches in place
         of each batch; see `ParallelStep.profile`. Nothing is updated."""
+        from splitjax.measure.profiling import per_batch  # what measures is loaded when it is first used
+
         args = positional(self._fn, args, kwargs)
-        calls = (self._pack(one) for one in per_batch(args, self._batch_positions(args), self._name))
+        calls = (self._pack(arguments) for arguments in per_batch(args, self._batch_positions(args), self._name))
         first = next(calls, None)
         if first is None:
             raise ProfileError(
@@ -245,9 +267,13 @@ class FilteredStep(abc.ABC):
     ) -> Advice:
         """What partial backpropagation would save and cost on this step, from its arguments with an iterable of batches
         in place of each batch; see `ParallelStep.advise`. Nothing is updated."""
+        from splitjax.measure.advising import split_request
+        from splitjax.measure.profiling import per_batch
+
         given, wanted = split_request(args, backprop, self._keywords["backprop"])
         given = positional(self._fn, given, kwargs)
-        calls = (self._pack(one) for one in per_batch(given, self._batch_positions(given), self._name, "advise"))
+        positions = self._batch_positions(given)
+        calls = (self._pack(arguments) for arguments in per_batch(given, positions, self._name, "advise"))
         first = next(calls, None)
         if first is None:
             raise PartialError(
@@ -302,7 +328,7 @@ class FilteredStep(abc.ABC):
         for step in self._steps.values():
             step.resume(carried)
 
-    def init(self, make_fn: Callable, *make_args: Any, example: Sequence[Any]) -> Any:
+    def init(self, make_fn: Callable[..., S], *make_args: Any, example: Sequence[Any]) -> S:
         """Creates the states already sharded: `make_fn(*make_args)` is compiled with the plan's shardings as its
         results', so that no device ever holds the whole.
 
@@ -317,7 +343,7 @@ class FilteredStep(abc.ABC):
             return [_strong(leaf) for leaf in self._made(make_fn(*args), example)[0].made_leaves]
 
         states = call.rebuild(jax.jit(create, out_shardings=call.shardings(call.made))(*make_args))
-        return states[0] if single else states
+        return cast("S", states[0] if single else states)
 
     def abstract_state(self, make_fn: Callable, *make_args: Any, example: Sequence[Any]) -> Any:
         """The states with `ShapeDtypeStruct`s with shardings for arrays, for one's own orbax restore; nothing is
@@ -416,12 +442,8 @@ class FilteredStep(abc.ABC):
 
     def _donated(self, args: tuple, call: Call) -> DonatedStateError:
         """The plain step's error, said of the user's own arguments."""
-        where = "an earlier call"
-        for number in self._options.state_argnums[:1]:
-            for seen, count, code, line in reversed(self._calls):
-                if seen == id(args[number]):
-                    where = f"call {count} of the step, at {code.co_filename}:{line}"
-                    break
+        states = self._options.state_argnums
+        where = self._log.place_of(args[states[0]]) if states else "an earlier call"
         return DonatedStateError(
             f"a state of {self._name} was consumed by {where}; its arrays are gone",
             value=call.first_deleted(),
@@ -451,12 +473,31 @@ def signature(names: Sequence[str], fn: Callable, num_args: int) -> inspect.Sign
     return inspect.Signature([inspect.Parameter(name, kind) for name in (*first, *own)])
 
 
-def check(
-    fn: Callable, keywords: dict[str, Any], state_argnums, batch_argnums, static_argnums, static_argnames
-) -> Options:
-    """Raises, when the decorator runs, what a wrong keyword deserves; returns the normalised argument numbers."""
+# Options that the frontends read themselves: positions among the user's arguments, not among the arrays.
+_NUMBERS = ("state_argnums", "batch_argnums", "static_argnums", "static_argnames")
+
+
+def read_options(fn: Callable[..., Any], given: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
+    """Checks what a frontend's decorator was told, when it runs.
+
+    **Arguments:**
+
+    - `fn`: the step.
+    - `given`: every option with its value (`splitjax.step.keywords.complete`).
+
+    Returns the argument numbers, and the options for the plain step. Raises what a wrong value deserves, as
+    `splitjax.parallelize` does."""
+    keywords = {name: value for name, value in given.items() if name not in (*_NUMBERS, "state_outnums")}
     parallelize_arrays(fn, **keywords, state_argnums=(), batch_argnums=())
-    return make_options(fn, state_argnums, batch_argnums, static_argnums, static_argnames, None)
+    options = make_options(
+        fn,
+        given["state_argnums"],
+        given["batch_argnums"],
+        given["static_argnums"],
+        given["static_argnames"],
+        None,
+    )
+    return options, keywords
 
 
 def _strong(leaf: Any) -> jax.Array:

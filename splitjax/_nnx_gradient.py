@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax import nnx
@@ -159,7 +159,8 @@ def _differentiate(
     traced: list[_Outside] = []
 
     with nnx.update_context(_TAG):
-        with nnx.split_context(_TAG) as context:
+        with nnx.split_context(_TAG) as entered:
+            context = cast("nnx.SplitContext", entered)  # Flax does not say which
 
             def split(value: Any, number: int) -> _Part:
                 states: tuple
@@ -182,7 +183,8 @@ def _differentiate(
         def pure(*inner: Any) -> Any:
             known = dict(zip(map(id, jax.tree.leaves((inner, rest))), jax.tree.leaves((parts, rest)), strict=True))
             objects: list[Any] = []
-            with nnx.merge_context(_TAG, inner=True) as context:
+            with nnx.merge_context(_TAG, inner=True) as entered:
+                context = cast("nnx.MergeContext", entered)
 
                 def merge(part: _Part) -> Any:
                     states = (*rest[part.number], *(() if part.state is None else (part.state,)))
@@ -197,8 +199,8 @@ def _differentiate(
             if has_aux and (not isinstance(result, (tuple, list)) or len(result) != 2):
                 return result  # the boundary says what is wrong with it
             value, aux = result if has_aux else (result, None)
-            with nnx.split_context(_TAG) as context:
-                outside = _Outside.of(objects, aux, known, context)
+            with nnx.split_context(_TAG) as entered:
+                outside = _Outside.of(objects, aux, known, cast("nnx.SplitContext", entered))
             traced.append(outside)
             return value, outside.values
 

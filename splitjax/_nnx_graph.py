@@ -55,7 +55,7 @@ class Arrays:
 
 
 @dataclasses.dataclass(frozen=True)
-class Graph:
+class ObjectGraph:
     """The static part of a call's objects: their joint graph, and per leaf of it its path and group of arrays."""
 
     graphdef: Any
@@ -64,7 +64,7 @@ class Graph:
     groups: tuple[int, ...]
 
     @classmethod
-    def of(cls, graphdef: Any, flat: Any, names: tuple[str, ...], is_state: Sequence[bool]) -> Graph:
+    def of(cls, graphdef: Any, flat: Any, names: tuple[str, ...], is_state: Sequence[bool]) -> ObjectGraph:
         """The graph of what `nnx.flatten` gave for a tuple of objects, which have these names, and of which some are
         states."""
         paths, groups = [], []
@@ -170,7 +170,7 @@ def same(new: Any, old: Any) -> bool:
     return len(news) == len(olds) and all(a is b for a, b in zip(news, olds, strict=True))
 
 
-def refuse_changed(graph: Graph, before: Sequence[Any], after: Sequence[Any], name: str) -> None:
+def refuse_changed(graph: ObjectGraph, before: Sequence[Any], after: Sequence[Any], name: str) -> None:
     for path, group, old, new in zip(graph.paths, graph.groups, before, after, strict=True):
         if group != STATE and not same(new, old):
             raise StateError(
@@ -219,10 +219,11 @@ def statics(graphdef: Any, names: Sequence[str]) -> dict[str, Any]:
 
 def text(path: Sequence[Any], names: Sequence[str]) -> str:
     """A path within a tuple of objects, the first part by the object's name."""
-    return "/".join(part for part in (names[path[0]], *map(str, path[1:])) if part)
+    number: int = path[0]
+    return "/".join(part for part in (names[number], *map(str, path[1:])) if part)
 
 
-def static_changes(graph: Graph, after: Any, name: str) -> tuple[tuple[tuple, Any], ...]:
+def static_changes(graph: ObjectGraph, after: Any, name: str) -> tuple[tuple[tuple, Any], ...]:
     """Static attributes that the step sets on its objects, as (path, value). Raises `StateError` for any other
     change."""
     if after == graph.graphdef:

@@ -51,14 +51,14 @@ class Fixed:
         return getattr(self.value, "__name__", None) or repr(self.value)
 
 
-class Array:
+class ArrayMark:
     """Stands for an array among static leaves."""
 
     def __repr__(self) -> str:
         return "an array"
 
 
-ARRAY = Array()
+ARRAY = ArrayMark()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return (type(value), *map(_frozen, value))
     if isinstance(value, dict):
-        return (type(value), *((key, _frozen(one)) for key, one in value.items()))
+        return (type(value), *((key, _frozen(inner)) for key, inner in value.items()))
     if isinstance(value, set):
         return (set, frozenset(value))
     hash(value)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -30,32 +30,31 @@ from splitjax import _filtered
 from splitjax._filtered import Call, FilteredStep
 from splitjax._static import ARRAY, Fixed, Half, Static, is_array, partition
 from splitjax.lower import gradient
-from splitjax.plan import Plan
-from splitjax.rules import RuleSet
 from splitjax.step.arguments import Default, call_with, check_batch, leaf_path, make_options, with_static_defaults
+from splitjax.step.keywords import ParallelizeOptions, Positions, complete, show_signature
 
 __all__ = ["EquinoxStep", "grad", "parallelize", "value_and_grad"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+Q = ParamSpec("Q")
+S = TypeVar("S")
 
+
+_OWN: ParallelizeOptions = {"state_argnums": (0, 1), "batch_argnums": (2,)}
+
+
+@overload
+def parallelize(fn: Callable[P, R], **options: Unpack[ParallelizeOptions]) -> EquinoxStep[P, R]: ...
+
+
+@overload
 def parallelize(
-    fn: Callable | None = None,
-    *,
-    mesh: Any = None,
-    rules: str | RuleSet = "splitbrain",
-    group_comm: str = "auto",
-    sync: Any = "dense",
-    backprop: Any = None,
-    shard_state: bool = False,
-    donate: bool = True,
-    plan: Plan | str | None = None,
-    state_argnums: int | Sequence[int] = (0, 1),
-    batch_argnums: int | Sequence[int] = (2,),
-    state_outnums: int | Sequence[int] | None = None,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
-    unknown: str = "error",
-    verify: str | None = None,
-) -> Any:
+    fn: None = None, **options: Unpack[ParallelizeOptions]
+) -> Callable[[Callable[P, R]], EquinoxStep[P, R]]: ...
+
+
+def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     """`splitjax.parallelize` for steps whose arguments hold more than arrays, such as Equinox modules.
 
     **Arguments:** as `splitjax.parallelize`, but for the defaults of `state_argnums` and `batch_argnums`, which suit
@@ -67,17 +66,23 @@ def parallelize(
     **Returns** an `EquinoxStep`, called like the step itself. Results that are not arrays come back as they were
     traced.
     """
-    keywords = {"mesh": mesh, "rules": rules, "group_comm": group_comm, "sync": sync, "backprop": backprop,
-                "shard_state": shard_state, "donate": donate, "plan": plan, "unknown": unknown, "verify": verify}  # fmt: skip  # noqa: E501
-    numbers = {"state_argnums": state_argnums, "batch_argnums": batch_argnums, "static_argnums": static_argnums,
-               "static_argnames": static_argnames}  # fmt: skip
+    given = complete("parallelize", options, _OWN)
     if fn is None:
-        return functools.partial(parallelize, **keywords, **numbers, state_outnums=state_outnums)
-    options = _filtered.check(fn, keywords, **numbers)
-    return EquinoxStep(fn, options, keywords, state_outnums)
+        return functools.partial(parallelize, **options)
+    positions, keywords = _filtered.read_options(fn, given)
+    return EquinoxStep(fn, positions, keywords, given["state_outnums"])
 
 
-class EquinoxStep(FilteredStep):
+show_signature(parallelize, _OWN)
+
+
+class _StaticHalves(Static):
+    """The static argument of a step over modules, with the static half of each of its arguments."""
+
+    halves: tuple[Half, ...]
+
+
+class EquinoxStep(FilteredStep[P, R]):
     """A decorated step over modules. Call it like the function it wraps; the methods show, place, compile and reuse its
     plan."""
 
@@ -91,13 +96,13 @@ class EquinoxStep(FilteredStep):
 
     def like(
         self,
-        fn: Callable,
+        fn: Callable[Q, S],
         *,
-        state_argnums: int | Sequence[int] = (0,),
-        batch_argnums: int | Sequence[int] = (1,),
-        static_argnums: int | Sequence[int] = (),
+        state_argnums: Positions = (0,),
+        batch_argnums: Positions = (1,),
+        static_argnums: Positions = (),
         static_argnames: str | Sequence[str] = (),
-    ) -> EquinoxStep:
+    ) -> EquinoxStep[Q, S]:
         """A step on the same mesh and layouts that returns no state (evaluation, prediction). Nothing is donated.
 
         The defaults suit `evaluate(model, batch)`; with an `eqx.nn.State`, `evaluate(model, state, batch)`, give
@@ -119,8 +124,8 @@ class EquinoxStep(FilteredStep):
             halves.append(half)
         key = tuple((half.tree, half.leaves) for half in halves)
         names = self._options.names
-        static = Static(key, self._name, lambda: _static_leaves(halves, names))
-        static.halves = halves
+        static = _StaticHalves(key, self._name, lambda: _static_leaves(halves, names))
+        static.halves = tuple(halves)
         step = self._step(len(args), lambda: self._over_arrays(len(args)))
         numbers = tuple(n + 1 for n in self._options.state_argnums if n < len(args))
 
@@ -137,7 +142,7 @@ class EquinoxStep(FilteredStep):
     def _over_arrays(self, num_args: int) -> tuple[Callable, dict[str, Any]]:
         fn, keywords, options = self._fn, self._keyword_only, self._options
 
-        def over_arrays(static: Static, *dynamic: Any) -> tuple:
+        def over_arrays(static: _StaticHalves, *dynamic: Any) -> tuple:
             args = [half.combine(arrays) for half, arrays in zip(static.halves, dynamic, strict=True)]
             return _filtered.attach(call_with(fn, keywords, args))
 

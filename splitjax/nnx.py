@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
 import jax
 from flax import nnx
@@ -34,7 +34,7 @@ from splitjax._nnx_graph import (
     FIRST,
     STATE,
     Arrays,
-    Graph,
+    ObjectGraph,
     Slot,
     assign,
     empty,
@@ -51,32 +51,31 @@ from splitjax._nnx_graph import (
 )
 from splitjax._static import Fixed, Static
 from splitjax.errors import DonatedStateError, StateError
-from splitjax.plan import Plan
-from splitjax.rules import RuleSet
 from splitjax.step.arguments import Default, Options, call_with, make_options, with_static_defaults
+from splitjax.step.keywords import ParallelizeOptions, Positions, complete, show_signature
 
 __all__ = ["NNXStep", "grad", "parallelize", "value_and_grad"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+Q = ParamSpec("Q")
+S = TypeVar("S")
 
+
+_OWN: ParallelizeOptions = {"state_argnums": None, "batch_argnums": None}
+
+
+@overload
+def parallelize(fn: Callable[P, R], **options: Unpack[ParallelizeOptions]) -> NNXStep[P, R]: ...
+
+
+@overload
 def parallelize(
-    fn: Callable | None = None,
-    *,
-    mesh: Any = None,
-    rules: str | RuleSet = "splitbrain",
-    group_comm: str = "auto",
-    sync: Any = "dense",
-    backprop: Any = None,
-    shard_state: bool = False,
-    donate: bool = True,
-    plan: Plan | str | None = None,
-    state_argnums: int | Sequence[int] | None = None,
-    batch_argnums: int | Sequence[int] | None = None,
-    state_outnums: int | Sequence[int] | None = None,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
-    unknown: str = "error",
-    verify: str | None = None,
-) -> Any:
+    fn: None = None, **options: Unpack[ParallelizeOptions]
+) -> Callable[[Callable[P, R]], NNXStep[P, R]]: ...
+
+
+def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     """`splitjax.parallelize` for steps that change NNX modules, optimizers, metrics and random streams in place.
 
     **Arguments:** as `splitjax.parallelize`, but
@@ -89,14 +88,20 @@ def parallelize(
 
     **Returns** an `NNXStep`, called like the step itself.
     """
-    keywords = {"mesh": mesh, "rules": rules, "group_comm": group_comm, "sync": sync, "backprop": backprop,
-                "shard_state": shard_state, "donate": donate, "plan": plan, "unknown": unknown, "verify": verify}  # fmt: skip  # noqa: E501
-    numbers = {"state_argnums": state_argnums, "batch_argnums": batch_argnums, "static_argnums": static_argnums,
-               "static_argnames": static_argnames}  # fmt: skip
+    given = complete("parallelize", options, _OWN)
     if fn is None:
-        return functools.partial(parallelize, **keywords, **numbers, state_outnums=state_outnums)
-    options = _filtered.check(fn, keywords, **numbers)
-    return NNXStep(fn, options, keywords, state_outnums, _Given(state_argnums is not None, batch_argnums is not None))
+        return functools.partial(parallelize, **options)
+    positions, keywords = _filtered.read_options(fn, given)
+    return NNXStep(
+        fn,
+        positions,
+        keywords,
+        given["state_outnums"],
+        _Given(given["state_argnums"] is not None, given["batch_argnums"] is not None),
+    )
+
+
+show_signature(parallelize, _OWN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +120,14 @@ class _Objects:
     variables: list[nnx.Variable]  # of the state, in order
 
 
-class NNXStep(FilteredStep):
+class _StaticObjects(Static):
+    """The static argument of a step over objects, with what a program of it needs to put them together again."""
+
+    graph: ObjectGraph
+    fixed: Mapping[int, Fixed]  # argument number -> the static argument
+
+
+class NNXStep(FilteredStep[P, R]):
     """A decorated step over NNX objects. Call it like the function it wraps; the methods show, place, compile and reuse
     its plan. Arguments of `plan` and `lower` may be abstract, as `nnx.eval_shape` makes them."""
 
@@ -128,18 +140,19 @@ class NNXStep(FilteredStep):
         keywords: dict[str, Any],
         state_outnums: Any,
         given: _Given,
-        parent: NNXStep | None = None,
+        parent: NNXStep[..., Any] | None = None,
     ) -> None:
         super().__init__(fn, options, keywords, state_outnums, parent)
+        self._training = parent
         self._given = given
         self._paths: tuple[str, ...] = ()  # of the call taken apart last
-        self._statics: dict[Any, Static] = {}
+        self._statics: dict[Any, _StaticObjects] = {}
 
     def place(self, *states: Any, example: Sequence[Any]) -> Any:
         """Moves the objects' arrays onto the plan, in place. Returns the states: the same objects, and plain states
         moved."""
         call = self._pack(self._arguments(states, example))
-        moved = call.step.place(*(call.args[n] for n in call.state_numbers), example=call.example)
+        moved: Any = call.step.place(*(call.args[n] for n in call.state_numbers), example=call.example)
         objects, *plain = moved if len(call.state_numbers) > 1 else (moved,)
         self._write(call, objects.values)
         by_number = dict(zip(call.state_numbers[1:], plain, strict=True))
@@ -149,13 +162,13 @@ class NNXStep(FilteredStep):
 
     def like(
         self,
-        fn: Callable,
+        fn: Callable[Q, S],
         *,
-        state_argnums: int | Sequence[int] | None = None,
-        batch_argnums: int | Sequence[int] | None = None,
-        static_argnums: int | Sequence[int] = (),
+        state_argnums: Positions | None = None,
+        batch_argnums: Positions | None = None,
+        static_argnums: Positions = (),
         static_argnames: str | Sequence[str] = (),
-    ) -> NNXStep:
+    ) -> NNXStep[Q, S]:
         """A step on the same mesh and layouts for evaluation and prediction. Nothing is donated. What it changes in its
         objects (metrics, random streams) is written back.
 
@@ -188,7 +201,7 @@ class NNXStep(FilteredStep):
         objects = tuple(one for _, _, one in found)
         graphdef, flat = nnx.flatten(objects)
         static = self._static(graphdef, flat, found, numbers["state"], tuple(fixed))
-        graph: Graph = static.graph
+        graph = static.graph
         states = (STATE, *(n + FIRST for n in numbers["plain"]))
         step = self._step(
             (len(args), *numbers.values()), lambda: self._over_arrays(len(args), states, numbers["batch"])
@@ -207,7 +220,7 @@ class NNXStep(FilteredStep):
 
     def _static(
         self, graphdef: Any, flat: Any, found: list[tuple[int, str, Any]], state: tuple[int, ...], fixed: tuple
-    ) -> Static:
+    ) -> _StaticObjects:
         """The static argument. One object for equal calls, so that the plain step compares it by identity."""
         names = tuple(name for _, name, _ in found)
         key = (graphdef, names, tuple(number in state for number, _, _ in found), fixed)
@@ -216,11 +229,11 @@ class NNXStep(FilteredStep):
         except TypeError:  # `Static` finds a hash for lists and dicts, and says what has none
             known, has_hash = None, False
         if known is None:
-            known = Static(key, self._name, lambda: statics(graphdef, names))
-            if self._parent is not None:
-                names = names_in(self._parent._paths, names, flat.paths)
-            known.graph, known.fixed = Graph.of(graphdef, flat, names, key[2]), dict(fixed)
-            if has_hash and (self._parent is None or self._parent._paths):
+            known = _StaticObjects(key, self._name, lambda: statics(graphdef, names))
+            if self._training is not None:
+                names = names_in(self._training._paths, names, flat.paths)
+            known.graph, known.fixed = ObjectGraph.of(graphdef, flat, names, key[2]), dict(fixed)
+            if has_hash and (self._training is None or self._training._paths):
                 self._statics[key] = known
         self._paths = known.graph.paths
         return known
@@ -285,7 +298,7 @@ class NNXStep(FilteredStep):
     def _is_single(self, states: Any) -> bool:
         return super()._is_single(states) if self._given.state else type(states) not in (tuple, list)
 
-    def _rebuilder(self, graph: Graph, groups: Sequence[Arrays], shells: list[Any], numbers: dict) -> Callable:
+    def _rebuilder(self, graph: ObjectGraph, groups: Sequence[Arrays], shells: list[Any], numbers: dict) -> Callable:
         state = sorted({*numbers["state"], *numbers["plain"]})
         if self._given.state:
             state = [n for n in self._options.state_argnums if n < len(shells)]
@@ -306,7 +319,7 @@ class NNXStep(FilteredStep):
     ) -> tuple[Callable, dict[str, Any]]:
         fn, keywords, name, writes_all = self._fn, self._keyword_only, self._name, self._parent is None
 
-        def over_arrays(static: Static, *arrays: Any) -> tuple:
+        def over_arrays(static: _StaticObjects, *arrays: Any) -> tuple:
             graph, groups, shells = static.graph, arrays[: FIRST - 1], arrays[FIRST - 1 :]
             before = graph.join(*(group.values for group in groups))
             objects = nnx.unflatten(graph.graphdef, before)

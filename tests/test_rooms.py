@@ -48,6 +48,7 @@ ROOMS = (
     "compile",
     "measure",
     "verify",
+    "parallel_step",
     "parallelize",
     "_filtered",
     "_nnx_graph",

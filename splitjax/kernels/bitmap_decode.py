@@ -13,11 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from splitjax._compat import result_type
 from splitjax.kernels._common import FILLER, LANES, ceil_div, check_capacity, check_vector, dispatch, pad_rows
+from splitjax.kernels._pallas import pl, pltpu
 from splitjax.kernels.running_sum import running_sum
 
 _BLOCK_ROWS = 256

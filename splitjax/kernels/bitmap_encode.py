@@ -12,12 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from splitjax._compat import result_type
 from splitjax.errors import KernelError
 from splitjax.kernels._common import FILLER, LANES, ceil_div, check_vector, dispatch, pad_rows
+from splitjax.kernels._pallas import pl, pltpu
 
 _ROW = 32 * LANES  # entries whose words fill the lanes of a TPU's register
 _PART = 1024  # entries whose bytes fill them

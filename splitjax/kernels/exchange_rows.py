@@ -11,18 +11,17 @@ guide, "Distributed computing in Pallas for TPUs".
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from splitjax._compat import result_type
 from splitjax.errors import KernelError
 from splitjax.kernels._common import LANES, TILE_ROWS, check_rows, check_vector, dispatch, pad_rows, round_up
+from splitjax.kernels._pallas import pl, pltpu
 from splitjax.kernels.gather_rows import gather_reference, start_copies, wait_for_copies
 
 # Of the barrier along the first mesh axis; the others follow. Exchanges along different axes have to have different
@@ -84,11 +83,14 @@ def _backward(axis, residuals, cotangent):
     values, rows, counts, incoming = residuals
     devices, capacity = rows.shape
     places = jnp.arange(devices * capacity, dtype=jnp.int32).reshape(devices, capacity)
-    returned = exchange_rows(cotangent.reshape(-1, values.shape[1]), places, incoming, counts, axis)
+    # `functools.partial` around `jax.custom_vjp` hides the result's type
+    returned = cast(
+        "jax.Array", exchange_rows(cotangent.reshape(-1, values.shape[1]), places, incoming, counts, axis)
+    )
     targets = _counted(rows, counts)
     targets = jnp.where(targets < 0, values.shape[0], targets).reshape(-1)
     of_values = jnp.zeros_like(values).at[targets].add(returned.reshape(-1, values.shape[1]), mode="drop")
-    return of_values, *(np.zeros(one.shape, jax.dtypes.float0) for one in (rows, counts, incoming))
+    return of_values, *(np.zeros(integers.shape, jax.dtypes.float0) for integers in (rows, counts, incoming))
 
 
 exchange_rows.defvjp(_forward, _backward)

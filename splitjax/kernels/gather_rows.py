@@ -14,9 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.experimental.pallas import tpu as pltpu
 
 from splitjax._compat import result_type
 from splitjax.kernels._common import (
@@ -29,6 +26,7 @@ from splitjax.kernels._common import (
     rows_in_flight,
     tma_shape,
 )
+from splitjax.kernels._pallas import pl, plgpu, pltpu
 
 
 @jax.custom_vjp
@@ -172,6 +170,7 @@ def gather_gpu(table: jax.Array, rows: jax.Array, *, interpret: Any = None) -> j
     zeros. `interpret`: as of `plgpu.kernel`.
     """
     shape = tma_shape(table)
+    assert shape is not None, "the dispatcher takes this kernel for rows that tma_shape can lay out"
     cells = table.reshape(table.shape[0], *shape)
     block = max(1, min(64, 32_768 // (table.shape[1] * table.dtype.itemsize)))
     padded = pad_rows(rows, round_up(rows.shape[0], block), -1)

@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from splitjax._compat import result_type
 from splitjax.errors import KernelError
@@ -26,6 +24,7 @@ from splitjax.kernels._common import (
     round_up,
     rows_in_flight,
 )
+from splitjax.kernels._pallas import pl, pltpu
 from splitjax.kernels.gather_rows import gather_rows
 
 

@@ -16,9 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.experimental.pallas import tpu as pltpu
 
 from splitjax._compat import result_type
 from splitjax.errors import KernelError
@@ -34,6 +31,7 @@ from splitjax.kernels._common import (
     pad_rows,
     round_up,
 )
+from splitjax.kernels._pallas import pl, plgpu, pltpu
 from splitjax.kernels.gather_rows import gather_rows
 
 _GPU_BLOCK = 64  # rows that one GPU program walks along
@@ -44,7 +42,7 @@ class Segments(NamedTuple):
 
     ids: jax.Array  # int32[capacity]: ascending and different, then FILLER
     sums: jax.Array  # [capacity, width]; zeros behind the last
-    count: jax.Array  # int32[]: how many different ids there are; more than `capacity` if some found no slot
+    num_ids: jax.Array  # int32[]: how many different ids there are; more than `capacity` if some found no slot
 
 
 def segment_sum(ids: jax.Array, values: jax.Array, capacity: int | None = None) -> Segments:
@@ -54,7 +52,7 @@ def segment_sum(ids: jax.Array, values: jax.Array, capacity: int | None = None) 
 
     - `ids`: int32[n], ascending; `FILLER`s, at the end, mark rows that do not count, whatever they hold.
     - `values`: [n, width], float32, bfloat16 or float16. They are added up in float32 and rounded once.
-    - `capacity`: the number of slots of the result; n if it is None. What finds no slot is left out, and `count` tells.
+    - `capacity`: the number of slots of the result; n if it is None. What finds no slot is left out, and `num_ids` tells.
 
     Returns `Segments` of the dtype of the values, which can be differentiated with respect to them. Raises
     `KernelError` for operands that do not belong together or have another dtype or rank.

@@ -80,9 +80,9 @@ def sum_by_sorting(values: jax.Array, slots: jax.Array, *, capacity: int, has_no
     outside = (slots < 0) | (slots >= capacity)
     positions = jnp.arange(slots.shape[0], dtype=jnp.int32)
     ascending, order = lax.sort((jnp.where(outside, FILLER, slots), positions), num_keys=1)
-    found = segment_sum(
+    segments = segment_sum(
         ascending, gather_rows(values, order), capacity if has_no_gaps else min(capacity, slots.shape[0])
     )
     if has_no_gaps:
-        return found.sums
-    return scatter_rows(jnp.zeros((capacity, values.shape[1]), values.dtype), found.ids, found.sums, True)
+        return segments.sums
+    return scatter_rows(jnp.zeros((capacity, values.shape[1]), values.dtype), segments.ids, segments.sums, True)

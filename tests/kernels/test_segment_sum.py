@@ -80,7 +80,7 @@ def test_sums_are_those_of_numpy(ids, num_fillers, capacity):
     expected = np.zeros((capacity, 5), np.float32)
     for slot, one in enumerate(unique[:capacity]):
         expected[slot] = values[ids == one].sum(0)
-    assert found.count == len(unique)
+    assert found.num_ids == len(unique)
     np.testing.assert_array_equal(found.ids, (unique + [FILLER] * capacity)[:capacity])
     np.testing.assert_allclose(found.sums, expected, rtol=1e-5, atol=1e-6)
 
@@ -93,9 +93,9 @@ def test_bfloat16_rows_are_added_up_in_float32():
 
 def test_nothing_to_add_up():
     found = segment_sum(jnp.zeros(0, jnp.int32), jnp.zeros((0, 4)), 3)
-    assert (found.ids.tolist(), found.sums.tolist(), found.count) == ([FILLER] * 3, [[0] * 4] * 3, 0)
+    assert (found.ids.tolist(), found.sums.tolist(), found.num_ids) == ([FILLER] * 3, [[0] * 4] * 3, 0)
     assert segment_sum(jnp.zeros(0, jnp.int32), jnp.zeros((0, 4))).sums.shape == (0, 4)
-    assert segment_sum(jnp.zeros(2, jnp.int32), jnp.zeros((2, 4)), 0).count == 1
+    assert segment_sum(jnp.zeros(2, jnp.int32), jnp.zeros((2, 4)), 0).num_ids == 1
     assert not jax.grad(lambda v: segment_sum(jnp.zeros(2, jnp.int32), v, 0).sums.sum())(jnp.zeros((2, 4))).any()
 
 

@@ -1,0 +1,61 @@
+"""From what a decorator was told to a checked `Recipe`.
+
+A step and the options as the user wrote them come in; what every later room relies on comes out, or a typed error that
+names the option. It stands apart from `splitjax.compile.entry` because that builds programs, and a mistake in an option
+has to be told before anything is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from splitjax.compile.entry import Recipe
+from splitjax.lower.tables.sync_request import parse
+from splitjax.rules import load_rules
+from splitjax.step.arguments import make_options
+from splitjax.step.options import check_options, resolve_plan
+
+
+def make_recipe(fn: Callable[..., Any], given: Mapping[str, Any]) -> Recipe:
+    """Returns the recipe for a step.
+
+    **Arguments:**
+
+    - `fn`: the step.
+    - `given`: every option with its value (`splitjax.step.keywords.complete`).
+
+    Raises `OptionError`, `MeshError`, `RuleError`, `SyncError`, `StateError` or `PlanError` for a value that an option
+    cannot have."""
+    check_options(
+        fn,
+        mesh=given["mesh"],
+        rules=given["rules"],
+        group_comm=given["group_comm"],
+        backprop=given["backprop"],
+        shard_state=given["shard_state"],
+        unknown=given["unknown"],
+        verify=given["verify"],
+    )
+    options = make_options(
+        fn,
+        given["state_argnums"],
+        given["batch_argnums"],
+        given["static_argnums"],
+        given["static_argnames"],
+        given["state_outnums"],
+    )
+    return Recipe(
+        fn,
+        options,
+        load_rules(given["rules"]),
+        resolve_plan(given["plan"]),
+        given["donate"],
+        given["unknown"],
+        returns_state=True,
+        group_comm=given["group_comm"],
+        shard_state=given["shard_state"],
+        sync=parse(given["sync"], f"parallelize({getattr(fn, '__name__', fn)!s})"),
+        backprop=given["backprop"],
+        verify=given["verify"],
+    )

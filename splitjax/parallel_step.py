@@ -1,0 +1,545 @@
+"""A decorated step: the table of contents of splitjax.
+
+A `Recipe` (the step and its checked options) comes in; calls, and the plan, the report and the measurements of the step
+go out. Each method says in a few lines which rooms it goes through: arguments (`splitjax.step`), programs by signature
+(`splitjax.compile`), time and noise (`splitjax.measure`), the comparison with one device (`splitjax.verify`).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, TypeVarTuple, overload
+
+import jax
+
+from splitjax import _compat
+from splitjax.compile.entry import CompileRecord, Entry, Recipe, build_entry, trace_error
+from splitjax.compile.placement import abstract_state, init_state, place_state, unshare
+from splitjax.compile.programs import SignatureChanged
+from splitjax.compile.session import Kept, merged
+from splitjax.errors import DonatedStateError
+from splitjax.mesh import MeshShape, make_mesh
+from splitjax.partial.request import PartialBackprop
+from splitjax.plan import Plan, SyncPlan
+from splitjax.planning.carried import Carried, inputs_of
+from splitjax.planning.observing import Decision, Observer, decide
+from splitjax.planning.pinning import pins_tables
+from splitjax.step.arguments import Bound, Options, argument_names, bind, difference, make_options, positional
+from splitjax.step.consumed import CallLog, look_at_states
+from splitjax.step.keywords import Positions, VerifySizes
+from splitjax.step.options import reject_mutating_modules
+from splitjax.sync.scheme import Link
+
+if TYPE_CHECKING:
+    from splitjax.partial.advice import Advice
+    from splitjax.report.value import Report
+    from splitjax.schedule.model.jobs import JobProfile
+    from splitjax.sync.analysis import Profile
+    from splitjax.trace.graph import Graph
+    from splitjax.verify import Verification
+
+logger = logging.getLogger("splitjax")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Q = ParamSpec("Q")
+S = TypeVar("S")
+States = TypeVarTuple("States")
+
+
+class ParallelStep(Generic[P, R]):
+    """A decorated step. Call it like the function it wraps; the methods show, place, compile and reuse its plan.
+
+    **Arguments:**
+
+    - `recipe`: the step and its checked options.
+    - `mesh`: as `splitjax.parallelize` takes it; a `MeshError` says what is wrong with it.
+    - `parent`: the training step whose mesh and layouts this one follows, if `like` made it.
+    """
+
+    __name__: str
+    __wrapped__: Callable[P, R]
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        mesh: jax.sharding.Mesh | Mapping[str, int] | None,
+        parent: ParallelStep[..., Any] | None = None,
+    ) -> None:
+        functools.update_wrapper(self, recipe.fn)
+        if mesh is not None:
+            MeshShape.of(mesh)  # a malformed mesh fails here, not at the first call; devices are looked at later
+        self._recipe = recipe
+        self._mesh_request = mesh
+        self._parent = parent
+        self._entries: dict[Any, Entry] = {}
+        self._compiles: list[CompileRecord] = []
+        self._last: Entry | None = None
+        self._agreed: set[int] = set()  # programs that all processes were found to share
+        self._observers: dict[Any, Observer] = {}  # by signature, where tables are synchronised by rows
+        self._kept = Kept()
+        self._first: dict[Any, Entry] = {}  # the programs of their first steps
+        self._verified: set[Any] = set()  # signatures that were compared with one device, and the ids of their entries
+        self._log = CallLog()
+
+    @functools.cached_property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The mesh, made when it is first needed."""
+        return self._parent.mesh if self._parent is not None else make_mesh(self._mesh_request)
+
+    @property
+    def options(self) -> Options:
+        """Which arguments are states, batches and static, and which results are states."""
+        return self._recipe.options
+
+    @property
+    def compiles(self) -> tuple[CompileRecord, ...]:
+        """Every program this step was planned for, in order, each with the reason why the earlier ones did not
+        serve."""
+        return tuple(self._compiles)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._call(args, kwargs, sys._getframe(1))
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
+        """Runs one call, made in `frame`."""
+        if kwargs or self._recipe.keywords:
+            args = positional(self._recipe.fn, args, kwargs)
+        entry = self._last
+        if entry is None:
+            entry = self._entry(args)
+        entry = self._settled(entry)
+        if self._recipe.donate:
+            args = self._own_states(args)
+        if self.mesh.is_multi_process:
+            args, entry = self._across_processes(args)
+        try:
+            try:
+                result = self._run(entry, args)
+            except SignatureChanged:
+                result = self._run(self._settled(self._entry(args)), args)
+            except (TypeError, ValueError):
+                # jax.jit looks at leaves and structure of the arguments before it traces
+                other = self._settled(self._entry(args))
+                if other is entry:
+                    raise
+                result = self._run(other, args)
+        except (RuntimeError, ValueError) as error:
+            raise self._explain(error, args) from error
+        self._log.count()
+        if self._recipe.donate:
+            self._log.note(args[self._recipe.first_state], frame)
+        return result
+
+    @overload
+    def plan(self, *args: P.args, **kwargs: P.kwargs) -> Plan: ...
+    @overload
+    def plan(self, *args: Any, **kwargs: Any) -> Plan: ...
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for these arguments (arrays or `ShapeDtypeStruct`s): prints as a table, renders in Jupyter."""
+        return self._entry(positional(self._recipe.fn, args, kwargs)).plan
+
+    def shardings(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The `NamedSharding` of every array of these arguments (arrays or `ShapeDtypeStruct`s): one pytree per
+        argument, None for a static one. `shardings(state, batch)[1]` is where batches go."""
+        return self._entry(positional(self._recipe.fn, args, kwargs)).argument_shardings(self._recipe)
+
+    def graph(self, *args: Any, **kwargs: Any) -> Graph:
+        """The traced `splitjax.trace.graph.Graph` that the plan was made from."""
+        return self._entry(positional(self._recipe.fn, args, kwargs)).graph
+
+    @overload
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any: ...
+    @overload
+    def lower(self, *args: Any, **kwargs: Any) -> Any: ...
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """As `jax.jit(fn).lower`: `.compile()`, `.as_text()`, `.compile().memory_analysis()`. With another `sync` than
+        `"dense"` the program returns `(result, observed)`, and where values are rounded it also takes and returns
+        residuals (docs/sparse.md)."""
+        args = positional(self._recipe.fn, args, kwargs)
+        entry = self._entry(args)
+        return entry.program(self._kept.num_steps).lower(*entry.operands(args, entry.residuals))
+
+    @overload
+    def report(self, *args: P.args, **kwargs: P.kwargs) -> Report: ...
+    @overload
+    def report(self, *args: Any, **kwargs: Any) -> Report: ...
+    def report(self, *args: Any, **kwargs: Any) -> Report:
+        """The plan for these arguments (arrays or `ShapeDtypeStruct`s) against what XLA compiles: memory, and every
+        collective with layer, source line and cause. Compiles the step; runs nothing. Of a step with partial
+        backpropagation what runs first after the warm-up."""
+        from splitjax.report.value import make_report  # it is loaded when it is first used
+
+        args = positional(self._recipe.fn, args, kwargs)
+        entry = self._entry(args)
+        program = entry.program(0 if self._recipe.backprop is None else self._recipe.backprop.warmup_steps)
+        with _compat.metadata_in_cache_key():
+            compiled = program.lower(*entry.operands(args, entry.residuals)).compile()
+        names = argument_names(entry.bound, getattr(program, "num_before", 0))
+        return make_report(
+            compiled,
+            entry.plan,
+            entry.graph,
+            names,
+            step=self._recipe.name,
+            platform=self.mesh.devices.flat[0].platform,
+        )
+
+    def verify(
+        self, *args: Any, sizes: VerifySizes = "shrunken", own_precision: bool = False, **kwargs: Any
+    ) -> Verification:
+        """Whether the step computes the numbers of one device: loss, auxiliary values, every gradient and every new
+        state leaf, in float64.
+
+        `step.verify(state, batch)`: arrays or `ShapeDtypeStruct`s; no state is consumed. The step runs under its plan
+        and on one device of the mesh without any plan. A difference beyond 1e-9 of a value's largest entry is an error,
+        of XLA's partitioner or of splitjax, and the first operation that has it is named with layer, line and layout.
+
+        **Arguments:**
+
+        - `sizes`: `"shrunken"`: axes keep their sizes, dims become the smallest that divide as the given ones do.
+          `"given"`, or `"both"`.
+        - `own_precision`: also compare in the precision that the step has, which shows what rounding does.
+
+        **Returns** a `Verification`: prints as a table, `.ok`, `.findings`, `to_json()`, `raise_if_wrong()`
+        (docs/verify.md).
+
+        Raises `OptionError` for other `sizes`, `DonatedStateError` for a state that is gone."""
+        from splitjax.verify import verify_step  # it is loaded when it is first used
+
+        args = positional(self._recipe.fn, args, kwargs)
+        self._refuse_consumed(args)
+        return verify_step(self._recipe, self.mesh, self._entry(args), sizes, own_precision)
+
+    def profile(self, *args: Any, num_workers: int | None = None, **kwargs: Any) -> Profile:
+        """How sparse every gradient is over the workers: density, overlap, densification, skewness (Zen, arXiv
+        2309.13254, section 2).
+
+        `step.profile(state, batches)`: the step's arguments with an iterable of batches (values, not shapes) in place
+        of each batch. Nothing is updated, and no state is consumed. Every batch is cut into `num_workers` equal slices,
+        by default one for each of the plan's workers; there may be more of them than devices, as one device evaluates
+        them in turn. A worker's gradient is its summand of the global batch's. In a run of several processes all of
+        them make the call together, and get the same profile.
+
+        **Returns** a `Profile`: prints as a table, renders in Jupyter, `to_json()`, `plot()`, `sparsity(path)`.
+
+        Raises `ProfileError`, `BatchError` (no gradient boundary, no batch, a batch that does not divide); see
+        docs/sparse.md.
+        """
+        from splitjax.measure.profiling import per_batch  # what measures is loaded when it is first used
+
+        args = positional(self._recipe.fn, args, kwargs)
+        return self._profile(per_batch(args, self._recipe.options.batch_argnums, self._recipe.name), num_workers)
+
+    def advise(
+        self, *args: Any, backprop: PartialBackprop | None = None, link: Link | None = None, **kwargs: Any
+    ) -> Advice:
+        """What partial backpropagation would save and cost on this step, beside a smaller batch of equal cost; it says
+        which to use.
+
+        `step.advise(state, batches, backprop)`: the step's arguments with an iterable of batches (values, not shapes)
+        in place of each batch, then what is asked about (by default what the step was decorated with). Measures on one
+        device, with one worker's share of the batch: seconds and compiled bytes of up to 8 truncated programs, and over
+        all batches how much the workers' gradients differ, layer by layer. Nothing is updated, and no state is
+        consumed. `link`: between the workers, a `splitjax.sync.Link`; by default that of the mesh is measured.
+
+        **Returns** an `Advice`: prints as a table, renders in Jupyter, `to_json()`, `.recommendation`, `.measured` for
+        `PartialBackprop(measured=...)`.
+
+        Raises `PartialError` for no batch, one worker, a step without gradient boundary or without a legal cut;
+        `BatchError` for batches that do not divide; see docs/partial_backpropagation.md.
+        """
+        from splitjax.measure.advising import split_request
+        from splitjax.measure.profiling import per_batch
+
+        given, wanted = split_request(args, backprop, self._recipe.backprop)
+        given = positional(self._recipe.fn, given, kwargs)
+        return self._advise(
+            per_batch(given, self._recipe.options.batch_argnums, self._recipe.name, "advise"), wanted, link
+        )
+
+    def job_profile(
+        self,
+        *args: Any,
+        name: str | None = None,
+        num_workers: int | None = None,
+        link: Link | None = None,
+        input_seconds: float = 0.0,
+        stages: bool | None = None,
+        **kwargs: Any,
+    ) -> JobProfile:
+        """What one iteration of this step costs each worker, measured, as a profile for `splitjax.schedule`: forward
+        seconds, backward seconds, memory and gradient bytes of every depth at which its backward pass can end, the
+        update, and the exchange.
+
+        `step.job_profile(state, batch)`: the step's arguments, values and not shapes. Measures on one device, with one
+        worker's share of the batch: up to 9 truncated programs, with the time between two of them divided by predicted
+        time. Nothing is updated, and no state is consumed.
+
+        **Arguments:**
+
+        - `name`: of the profile; the step's if not given.
+        - `num_workers`: among which the batch is divided; by default the plan's.
+        - `link`: between the workers, a `splitjax.sync.Link`, for the time that they wait for their exchange; by
+          default the mesh's is measured. Where the mesh has one worker, and no link is given, nothing is waited for.
+        - `input_seconds`: that one worker's share of the input takes the processor, if it is to be known; it hides
+          behind the rest of the iteration as far as it can.
+        - `stages`: whether to give the seconds on each resource, for policies that share links and processors too
+          (simulations with them take much longer); by default where the device is not what an iteration with partial
+          backpropagation needs most.
+
+        Raises `ProfileError` for a step without one gradient boundary or with layers that are split over devices;
+        `BatchError` for a batch that does not divide; see docs/scheduler.md.
+        """
+        args = positional(self._recipe.fn, args, kwargs)
+        from splitjax.measure.job_profiling import profile_job  # the scheduler is loaded when it is first used
+
+        return profile_job(
+            self._recipe,
+            self.mesh,
+            self._refuse_consumed,
+            args,
+            name=name,
+            num_workers=num_workers,
+            link=link,
+            input_seconds=input_seconds,
+            stages=stages,
+        )
+
+    def _advise(self, calls: Iterable[tuple], backprop: PartialBackprop, link: Link | None) -> Advice:
+        """The advice from calls given by their arguments."""
+        from splitjax.measure.advising import advise_calls
+
+        return advise_calls(self._recipe, self.mesh, self._refuse_consumed, calls, backprop, link)
+
+    def _profile(self, calls: Iterable[tuple], num_workers: int | None) -> Profile:
+        """The profile of calls given by their arguments."""
+        from splitjax.measure.profiling import profile_calls
+
+        def entry_of(args: tuple) -> Entry:
+            self._refuse_consumed(args)
+            return self._entry(args)
+
+        return profile_calls(self._recipe, self.mesh, entry_of, calls, num_workers)
+
+    def init(self, init_fn: Callable[..., S], *init_args: Any, example: Sequence[Any]) -> S:
+        """Creates the states already sharded: `init_fn(*init_args)` is compiled with the plan's shardings as its
+        results', so that no device ever holds the whole.
+
+        **Arguments:**
+
+        - `init_fn`: `init_fn(key)` returns the state, or the states in `state_argnums` order.
+        - `example`: all non-state arguments of the step, in order: arrays or `ShapeDtypeStruct`s.
+        """
+        return init_state(self._entry, self._recipe, self.mesh, init_fn, init_args, example)
+
+    @overload
+    def place(self, state: S, /, *, example: Sequence[Any]) -> S: ...
+    @overload
+    def place(self, *states: *States, example: Sequence[Any]) -> tuple[*States]: ...
+    def place(self, *states: Any, example: Sequence[Any]) -> Any:
+        """Puts existing states onto the plan (copies: the originals stay usable). Returns one state, or a tuple of
+        them."""
+        return place_state(self._entry, self._recipe, self.mesh, states, example)
+
+    def abstract_state(self, init_fn: Callable[..., Any], *init_args: Any, example: Sequence[Any]) -> Any:
+        """The states as `ShapeDtypeStruct`s with their shardings, for one's own orbax restore; nothing is computed."""
+        return abstract_state(self._entry, self._recipe, self.mesh, init_fn, init_args, example)
+
+    def like(
+        self,
+        fn: Callable[Q, S],
+        *,
+        state_argnums: Positions | None = None,
+        batch_argnums: Positions | None = None,
+        static_argnums: Positions = (),
+        static_argnames: str | Sequence[str] = (),
+    ) -> ParallelStep[Q, S]:
+        """A step on the same mesh and layouts that returns no state (evaluation, prediction). Nothing is donated. State
+        and batch positions are this step's unless given. The layouts are those of the plan that this step used last."""
+        mine = self._recipe.options
+        options = make_options(
+            fn,
+            mine.state_argnums if state_argnums is None else state_argnums,
+            mine.batch_argnums if batch_argnums is None else batch_argnums,
+            static_argnums,
+            static_argnames,
+            None,
+        )
+        recipe = Recipe(fn, options, self._recipe.rules, None, False, self._recipe.unknown, returns_state=False)
+        return ParallelStep(recipe, None, parent=self)
+
+    def carried(self) -> Carried:
+        """What the step keeps between its calls besides its states: how tables are synchronised, what was seen of them,
+        what rounding on the wire took away, and whose turn it is in partial backpropagation (docs/checkpoints.md).
+        Waits for the last call. In a run of several processes all of them ask."""
+        return Carried(
+            merged(self._kept.resumed, self._entries, self._observers), dict(self._kept.residuals), self._kept.num_steps
+        )
+
+    def resume(self, carried: Carried | None) -> None:
+        """Puts back what `carried` gave, in another run of the same program perhaps: the step goes on as the one that
+        gave it. On another mesh, or with another `sync`, tables are observed anew. In a run of several processes all of
+        them do so.
+
+        Raises `SyncError` at the next call for residuals of other tables."""
+        carried = carried or Carried()
+        self._kept.residuals, self._kept.resumed, self._kept.num_steps = (
+            dict(carried.residuals),
+            dict(carried.seen),
+            carried.num_steps,
+        )
+        self._observers = {}
+        for signature, entry in self._entries.items():
+            if entry.sparse is None:
+                continue
+            seen = carried.seen.get(inputs_of(entry.bound, entry.mesh))
+            if seen is not None and seen.syncs and seen.syncs != entry.plan.syncs:
+                new = self._build(entry.bound, carried=seen.syncs, reason="a run is resumed")
+            elif (seen is None or not seen.syncs) and entry.is_decided and not pins_tables(self._recipe.pinned):
+                new = self._observing(entry)
+            else:
+                continue
+            self._entries[signature] = new
+            if self._last is entry:
+                self._last = new
+
+    def _run(self, entry: Entry, args: tuple) -> Any:
+        if self._recipe.verify is not None and id(entry) not in self._verified:
+            self._verify_first(args)
+        program = entry.program(self._kept.num_steps)
+        if entry.sparse is None:
+            result = program(*args)
+            self._kept.num_steps += entry.partial is not None
+            return result
+        result, observed, *residuals = program(*entry.operands(args, self._kept.residuals_of(entry)))
+        self._kept.num_steps += entry.partial is not None
+        if residuals:
+            self._kept.residuals = dict(residuals[0])
+        if entry.bound.signature not in self._observers:
+            self._observers[entry.bound.signature] = self._kept.observer(entry)
+        self._observers[entry.bound.signature].note(observed)
+        return result
+
+    def _settled(self, entry: Entry) -> Entry:
+        """The program that a signature runs from now on: another one, once its tables' first steps were observed."""
+        if entry.sparse is None:
+            return entry
+        signature = entry.bound.signature
+        if signature not in self._observers and self._kept.resumed:
+            self._observers[signature] = self._kept.observer(entry)
+        observer = self._observers.get(signature)
+        if observer is None or not observer.is_ready(entry.observes):
+            return entry
+        if entry.observes:
+            self._first.setdefault(signature, entry)
+            decision = decide(entry.sparse, self._recipe.request, observer.take_samples(), self.mesh)
+            entry = self._build(entry.bound, decision, "its tables were observed")
+        elif observer.overflows():
+            if pins_tables(self._recipe.pinned):
+                logger.warning(
+                    "splitjax: more rows than the pinned plan has room for are exchanged whole, step after step: %s;"
+                    " make the plan anew",
+                    ", ".join(one.param for one in entry.sparse.tables),
+                )
+                return entry
+            entry = self._observing(entry)
+        self._entries[signature] = self._last = entry
+        return entry
+
+    def _verify_first(self, args: tuple) -> None:
+        """Verifies a call's signature once. Raises `VerificationError`."""
+        entry = self._entry(args)
+        if entry.bound.signature not in self._verified:
+            logger.info("%s", self.verify(*args).raise_if_wrong())
+        self._verified |= {entry.bound.signature, id(entry)}
+
+    def _observing(self, entry: Entry) -> Entry:
+        """The program of an entry's first steps."""
+        signature = entry.bound.signature
+        if signature not in self._first:
+            self._first[signature] = self._build(entry.bound, observes=True, reason="its tables are observed anew")
+        return self._first[signature]
+
+    def _entry(self, args: tuple) -> Entry:
+        """The plan and program for a call's signature, made when it is new."""
+        reject_mutating_modules(args, self._recipe.name)
+        bound = bind(self._recipe.fn, self._recipe.options, args)
+        entry = self._entries.get(bound.signature)
+        if entry is None:
+            seen = self._kept.resumed.get(inputs_of(bound, self.mesh))
+            entry = self._build(bound, carried=() if seen is None else seen.syncs)
+            self._entries[bound.signature] = entry
+        self._last = entry
+        return entry
+
+    def _across_processes(self, args: tuple) -> tuple[tuple, Entry]:
+        """Arguments and program of a call in a run of several processes, where `jax.jit` takes global arrays only."""
+        entry = self._settled(self._entry(args))
+        first = id(entry) not in self._agreed
+        args = entry.across_processes(self._recipe, args, first)
+        self._agreed.add(id(entry))
+        return args, entry
+
+    def _build(
+        self,
+        bound: Bound,
+        decision: Decision | None = None,
+        reason: str = "",
+        *,
+        carried: Sequence[SyncPlan] = (),
+        observes: bool = False,
+    ) -> Entry:
+        started = time.perf_counter()
+        layouts = self._parent._layouts() if self._parent is not None else None
+        entry = build_entry(self._recipe, self.mesh, bound, layouts, decision, carried, observes)
+        if not reason:
+            others = [difference(bound, old.bound) for old in self._entries.values()]
+            reason = min(others)[1] if others else "first call"
+        self._compiles.append(CompileRecord(len(self._compiles) + 1, reason, time.perf_counter() - started))
+        self._compiles[-1].log(self._recipe.name)
+        return entry
+
+    def _layouts(self) -> Mapping[str, Any]:
+        """Path -> spec of every state leaf of the plan used last, for steps made by `like`."""
+        return {} if self._last is None else {leaf.path: leaf for leaf in self._last.plan.leaves if leaf.is_state}
+
+    def _refuse_consumed(self, args: tuple[Any, ...]) -> None:
+        """Raises `DonatedStateError` for a state that an earlier call consumed."""
+        consumed, _ = look_at_states(args, self._recipe.options.state_argnums)
+        if self._recipe.donate and consumed is not None:
+            raise self._donated(args, consumed)
+
+    def _own_states(self, args: tuple) -> tuple:
+        """The arguments with states that can be given away. Raises `DonatedStateError` for a state that an earlier call
+        consumed; copies an array that stands in the states twice. Both before the call, because jax 0.10 can crash the
+        process on them (seen on virtual CPU devices). A sample of the leaves keeps the first check far below dispatch
+        time."""
+        consumed, is_shared = look_at_states(args, self._recipe.options.state_argnums)
+        if consumed is not None:
+            raise self._donated(args, consumed)
+        return unshare(args, self._recipe.options.state_argnums) if is_shared else args
+
+    def _explain(self, error: Exception, args: tuple) -> Exception:
+        """The typed error behind one of JAX's, or the error itself."""
+        if "deleted" in str(error) and self._recipe.donate:
+            return self._donated(args, self._recipe.first_state)
+        return trace_error(error, self._recipe, self.mesh, args)
+
+    def _donated(self, args: tuple, number: int) -> DonatedStateError:
+        where = self._log.place_of(args[self._recipe.first_state])
+        name = self._recipe.options.names[number] if number < len(self._recipe.options.names) else f"argument {number}"
+        return DonatedStateError(
+            f"the state {name!r} was consumed by {where}; its arrays are gone",
+            value=name,
+            place=f"call of {self._recipe.name}",
+            remedy=(
+                f"use the state that the call returned ({name} = step({name}, ...)), or pass donate=False to keep the"
+                " old one"
+            ),
+        )

@@ -1,0 +1,109 @@
+"""The options of the decorators, written once: their types, their defaults and the signature that `help` shows.
+
+`splitjax.parallelize`, `splitjax.nnx.parallelize` and `splitjax.equinox.parallelize` take the same keywords. A type
+checker reads them from `ParallelizeOptions`, so that a misspelt keyword or name is an error before anything runs, and
+an editor completes both. At run time `complete` refuses an unknown keyword and fills in the defaults. What the values
+may be beyond their types is checked by `splitjax.step.options`. Importing this module loads nothing else of splitjax.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
+
+if TYPE_CHECKING:
+    import os
+
+    import jax
+
+    from splitjax.partial.request import PartialBackprop
+    from splitjax.plan import Plan
+    from splitjax.rules import RuleSet
+    from splitjax.sync.scheme import ByRows, Scheme
+
+# The rule sets in `sharding_rules/`. Rules of one's own come as a `RuleSet` or as the path of a TOML file.
+RuleSetName: TypeAlias = Literal["splitbrain", "megatron", "fsdp", "data_parallel", "embedding_owner"]
+# The schemes that `splitjax.sync` registers, and the choice among them. A scheme of one's own comes as a `Scheme`.
+SyncName: TypeAlias = Literal[
+    "dense",
+    "all_gather",
+    "recursive_doubling",
+    "blocks",
+    "parameter_server",
+    "hierarchical",
+    "zen",
+    "row_exchange",
+    "auto",
+]
+GroupComm: TypeAlias = Literal["auto", "gather", "turns", "modulo"]
+OnUnknown: TypeAlias = Literal["error", "gather"]
+VerifyWhen: TypeAlias = Literal["first"]
+VerifySizes: TypeAlias = Literal["shrunken", "given", "both"]
+Positions: TypeAlias = int | Sequence[int]
+
+
+class ParallelizeOptions(TypedDict, total=False):
+    """The keywords of the decorators; `splitjax.parallelize` says what each means."""
+
+    mesh: jax.sharding.Mesh | Mapping[str, int] | None
+    rules: RuleSetName | str | os.PathLike[str] | RuleSet
+    group_comm: GroupComm
+    sync: SyncName | Scheme | ByRows | Mapping[str, SyncName | Scheme | ByRows]
+    backprop: PartialBackprop | None
+    shard_state: bool
+    donate: bool
+    plan: Plan | str | os.PathLike[str] | None
+    state_argnums: Positions | None
+    batch_argnums: Positions | None
+    state_outnums: Positions | None
+    static_argnums: Positions
+    static_argnames: str | Sequence[str]
+    unknown: OnUnknown
+    verify: VerifyWhen | None
+
+
+# Of `splitjax.parallelize`; the others say in which they differ.
+DEFAULTS: ParallelizeOptions = {
+    "mesh": None,
+    "rules": "splitbrain",
+    "group_comm": "auto",
+    "sync": "dense",
+    "backprop": None,
+    "shard_state": False,
+    "donate": True,
+    "plan": None,
+    "state_argnums": (0,),
+    "batch_argnums": (1,),
+    "state_outnums": None,
+    "static_argnums": (),
+    "static_argnames": (),
+    "unknown": "error",
+    "verify": None,
+}
+
+
+def complete(name: str, given: Mapping[str, Any], own: ParallelizeOptions | None = None) -> dict[str, Any]:
+    """Returns every option with its value: the `given` ones, else those in which a decorator differs (`own`), else the
+    defaults.
+
+    The values are what the user wrote, and are not checked here. Raises `TypeError`, as Python does for an unknown
+    keyword, that says of which decorator (`name`) and which option comes close."""
+    for keyword in given:
+        if keyword not in DEFAULTS:
+            close = difflib.get_close_matches(keyword, DEFAULTS, n=1)
+            hint = f". Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}{hint}")
+    return {**DEFAULTS, **(own or {}), **given}
+
+
+def show_signature(decorator: Callable[..., Any], own: ParallelizeOptions | None = None) -> None:
+    """Gives a decorator that takes `**options` the signature that `help`, `inspect` and Jupyter show: every option with
+    its type and its default (`own`: those in which it differs from `DEFAULTS`)."""
+    types = ParallelizeOptions.__annotations__
+    parameters = [inspect.Parameter("fn", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)]
+    for name, default in complete(decorator.__name__, {}, own).items():
+        written = getattr(types[name], "__forward_arg__", types[name])
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=written))
+    setattr(decorator, "__signature__", inspect.Signature(parameters))  # noqa: B010  # a function declares no such name
