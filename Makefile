@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # Nor what knows nothing of JAX's versions: readers of data, the scheduler, figures of benchmarks, pages of the docs, the launcher's own tests (what it is to JAX, test_initialize.py tries) and the faults,
 # which are those of processes and files. Nor `one_version`:
 # where a test has many sizes (meshes, numbers of workers), one of each kind calls the same functions of JAX as the others do.
-CORE_SUITE := -m "not slow and not gpu and not network and not tpu_aot and not gpu_aot and not one_version" --ignore=tests/notebooks --ignore=tests/data --ignore=tests/schedule --ignore=tests/faults --ignore=tests/benchmarks \
+CORE_SUITE := -m "not slow and not gpu and not network and not tpu_aot and not gpu_aot and not one_version" --ignore=tests/notebooks --ignore=tests/data --ignore=tests/schedule --ignore=tests/faults --ignore=tests/benchmarks --ignore=tests/typing \
 	--ignore=tests/runtime/launch/test_launch.py --ignore=tests/runtime/checkpoint/test_checkpoint_page.py --ignore=tests/test_docs.py
 # One file's tests run in one process, which shares what their fixtures compile. The order is the folders': the short ones are last, so that no process
 # is left alone with a long one. A process that dies ends the run: one in its place can be left without work, waiting for ever.
@@ -42,8 +42,10 @@ test-slow: $(MARKED)-test ## run the tests marked slow
 test-gpu-aot: $(MARKED)-test,gpu ## compile the GPU kernels for an H200 (downloads 4 GB, needs no GPU)
 	$(BIN)/python -m pytest $(IN_PROCESSES) -m gpu_aot $(PYTEST_ARGS)
 
-lint: $(MARKED)-test ## check the style
+lint: $(MARKED)-test ## check style, formatting and types
 	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python tests/typing/check_package.py
 
 notebooks: $(MARKED)-test ## write the notebooks anew from their paired scripts
 	$(BIN)/python -m jupytext --to ipynb --update notebooks/*.py

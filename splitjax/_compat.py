@@ -154,7 +154,8 @@ def build_jaxpr(
     debug = open_jaxpr(like)[0].debug_info._replace(arg_names=None, result_paths=None)
     variables, values = [v for v, _ in consts], [value for _, value in consts]
     if ClosedJaxpr is Jaxpr:
-        return Jaxpr(variables, list(invars), list(outvars), list(eqns), effects, debug, consts=values)  # pyright: ignore[reportCallIssue]  # from jax 0.11 on, and the stubs are of 0.10
+        with_values: Any = Jaxpr  # whichever JAX is installed: type checkers know one of the two signatures
+        return with_values(variables, list(invars), list(outvars), list(eqns), effects, debug, consts=values)
     return ClosedJaxpr(Jaxpr(variables, list(invars), list(outvars), list(eqns), effects, debug), values)
 
 

@@ -160,18 +160,18 @@ def _differentiate(
 
     with nnx.update_context(_TAG):
         with nnx.split_context(_TAG) as entered:
-            context = cast("nnx.SplitContext", entered)  # Flax does not say which
+            splitting = cast("nnx.SplitContext", entered)  # Flax does not say which
 
             def split(value: Any, number: int) -> _Part:
                 states: tuple
                 if number not in wanted:
-                    graphdef, *others = context.split(value)
+                    graphdef, *others = splitting.split(value)
                     state, states = None, tuple(others)
                 elif isinstance(value, nnx.Variable):
-                    graphdef, state = context.split(value)
+                    graphdef, state = splitting.split(value)
                     states = ()
                 else:
-                    graphdef, state, other = context.split(value, wanted[number], ...)
+                    graphdef, state, other = splitting.split(value, wanted[number], ...)
                     states = (other,)
                 graphs.append(graphdef)
                 rest.append(states)
@@ -184,11 +184,11 @@ def _differentiate(
             known = dict(zip(map(id, jax.tree.leaves((inner, rest))), jax.tree.leaves((parts, rest)), strict=True))
             objects: list[Any] = []
             with nnx.merge_context(_TAG, inner=True) as entered:
-                context = cast("nnx.MergeContext", entered)
+                merging = cast("nnx.MergeContext", entered)
 
                 def merge(part: _Part) -> Any:
                     states = (*rest[part.number], *(() if part.state is None else (part.state,)))
-                    objects.append(context.merge(graphs[part.number], *states))
+                    objects.append(merging.merge(graphs[part.number], *states))
                     return objects[-1]
 
                 merged = [

@@ -84,9 +84,7 @@ def _backward(axis, residuals, cotangent):
     devices, capacity = rows.shape
     places = jnp.arange(devices * capacity, dtype=jnp.int32).reshape(devices, capacity)
     # `functools.partial` around `jax.custom_vjp` hides the result's type
-    returned = cast(
-        "jax.Array", exchange_rows(cotangent.reshape(-1, values.shape[1]), places, incoming, counts, axis)
-    )
+    returned = cast("jax.Array", exchange_rows(cotangent.reshape(-1, values.shape[1]), places, incoming, counts, axis))
     targets = _counted(rows, counts)
     targets = jnp.where(targets < 0, values.shape[0], targets).reshape(-1)
     of_values = jnp.zeros_like(values).at[targets].add(returned.reshape(-1, values.shape[1]), mode="drop")
