@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import pathlib
 import re
 import subprocess
 import sys
 import tomllib
+from typing import get_args
 
 import pytest
 
 import splitjax
+from splitjax.step import keywords
+from splitjax.step.keywords import ParallelizeOptions
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -41,12 +45,67 @@ def test_import_starts_no_backend():
     assert in_fresh_process(script + "print(len(jax.devices()))") == "3"
 
 
-def test_import_loads_neither_flax_nor_equinox_nor_the_command_line():
-    script = (
-        "import sys, splitjax; print([name for name in ('flax', 'flax.nnx', 'equinox', 'tyro', 'sklearn') if name in"
-        " sys.modules])"
-    )
-    assert in_fresh_process(script) == "[]"
+# What is loaded when it is used: other libraries, JAX's kernels, and rooms that a plain step does not need.
+HEAVY = (
+    "equinox",
+    "flax",
+    "jax.experimental.pallas",
+    "jax.experimental.mosaic",
+    "matplotlib",
+    "optax",
+    "orbax",
+    "rich",
+    "sklearn",
+    "tyro",
+    "splitjax.cli",
+    "splitjax.data",
+    "splitjax.measure",
+    "splitjax.models",
+    "splitjax.report",
+    "splitjax.runtime.checkpoint",
+    "splitjax.runtime.training",
+    "splitjax.verify",
+)
+# And what is loaded when a step is decorated.
+ON_DECORATION = ("splitjax.compile", "splitjax.lower", "splitjax.sync", "splitjax.trace", "splitjax.parallel_step")
+DECORATE = "import splitjax; splitjax.parallelize(lambda state, batch: (state, 0.0))"
+
+
+@pytest.mark.parametrize(
+    ("script", "unwanted"),
+    [("import splitjax", (*HEAVY, *ON_DECORATION)), (DECORATE, HEAVY), ("import splitjax.kernels", HEAVY)],
+    ids=["import", "decorated", "kernels"],
+)
+def test_what_is_loaded_when_it_is_used(script, unwanted):
+    loaded = in_fresh_process(f"{script}; import sys; print(*sys.modules)").split()
+    assert "splitjax.step.keywords" in loaded
+    assert [name for name in loaded if name.startswith(unwanted)] == []
+
+
+def test_what_decorates_is_loaded_by_decorating():
+    loaded = in_fresh_process(f"{DECORATE}; import sys; print(*sys.modules)").split()
+    assert set(ON_DECORATION) <= set(loaded)
+
+
+def test_options_of_the_decorators():
+    names = ["fn", *ParallelizeOptions.__annotations__]
+    for decorator in (splitjax.parallelize, splitjax.nnx.parallelize, splitjax.equinox.parallelize):
+        assert list(inspect.signature(decorator).parameters) == names
+        with pytest.raises(TypeError, match=r"parallelize\(\) got an unexpected keyword argument 'mehs'.*'mesh'"):
+            decorator(mehs={"data": 2})
+    assert inspect.signature(splitjax.parallelize).parameters["state_argnums"].default == (0,)
+    assert inspect.signature(splitjax.nnx.parallelize).parameters["state_argnums"].default is None
+    assert inspect.signature(splitjax.equinox.parallelize).parameters["state_argnums"].default == (0, 1)
+
+
+def test_names_in_the_types_are_those_that_exist():
+    from splitjax.rules import available
+    from splitjax.step import options
+    from splitjax.sync import SCHEMES
+
+    assert set(get_args(keywords.RuleSetName)) == set(available())
+    assert set(get_args(keywords.SyncName)) == {*SCHEMES, "auto"}
+    assert set(get_args(keywords.GroupComm)) == set(options._GROUP_COMM)
 
 
 def test_every_public_name_is_there():

@@ -52,7 +52,8 @@ def segment_sum(ids: jax.Array, values: jax.Array, capacity: int | None = None) 
 
     - `ids`: int32[n], ascending; `FILLER`s, at the end, mark rows that do not count, whatever they hold.
     - `values`: [n, width], float32, bfloat16 or float16. They are added up in float32 and rounded once.
-    - `capacity`: the number of slots of the result; n if it is None. What finds no slot is left out, and `num_ids` tells.
+    - `capacity`: the number of slots of the result; n if it is None. What finds no slot is left out, and `num_ids`
+      tells.
 
     Returns `Segments` of the dtype of the values, which can be differentiated with respect to them. Raises
     `KernelError` for operands that do not belong together or have another dtype or rank.
