@@ -191,7 +191,7 @@ def _dispatch(mesh: dict[str, int], num_calls: int) -> Dispatch:
     )
     states = [step.place(arrays, example=(batch,)) for _ in range(2)]
     states[0], _ = step(states[0], batch)
-    inner = step._last.jitted
+    inner = step._programs.last.jitted
     calls = (step, inner)
     seconds: list[list[float]] = [[], []]
     for number in range(num_calls + 50):
@@ -213,7 +213,7 @@ def _dispatch(mesh: dict[str, int], num_calls: int) -> Dispatch:
 def _alone(step: Any, state: Any, batch: Any, num_calls: int) -> float:
     """The time of a call whose jitted function returns at once."""
     result = (state, batch)
-    step._last = dataclasses.replace(step._last, jitted=lambda *args: result)
+    step._programs.last = dataclasses.replace(step._programs.last, jitted=lambda *args: result)
     seconds = []
     for _ in range(num_calls):
         started = time.perf_counter()

@@ -127,7 +127,7 @@ class Call:
 
     def shardings(self, numbers: Sequence[int]) -> list[jax.sharding.NamedSharding]:
         """The plan's sharding of every array in these arguments."""
-        entry = self.step._entry(self.args)
+        entry = self.step._programs.entry(self.args)
         return [
             named_sharding(self.step.mesh, leaf.spec)
             for n in numbers
@@ -435,7 +435,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
             else:
                 numbers.pop("state_outnums", None)
                 step = self._parent._latest.like(fn, **numbers)
-            step._kept = self._kept
+            step._programs.kept = self._kept
             self._steps[key] = step
         self._latest = step
         return step

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, TypeVarTuple, overload
@@ -18,21 +17,18 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, TypeVarTuple
 import jax
 
 from splitjax import _compat
-from splitjax.compile.entry import CompileRecord, Entry, Recipe, build_entry, trace_error
+from splitjax.compile.entry import CompileRecord, Entry, Recipe, trace_error
 from splitjax.compile.placement import abstract_state, init_state, place_state, unshare
 from splitjax.compile.programs import SignatureChanged
-from splitjax.compile.session import Kept, merged
+from splitjax.compile.step_programs import StepPrograms
 from splitjax.errors import DonatedStateError
-from splitjax.mesh import MeshShape, make_mesh
+from splitjax.mesh import MeshShape
 from splitjax.partial.request import PartialBackprop
-from splitjax.plan import Plan, SyncPlan
-from splitjax.planning.carried import Carried, inputs_of
-from splitjax.planning.observing import Decision, Observer, decide
-from splitjax.planning.pinning import pins_tables
-from splitjax.step.arguments import Bound, Options, argument_names, bind, difference, make_options, positional
+from splitjax.plan import Plan
+from splitjax.planning.carried import Carried
+from splitjax.step.arguments import Options, argument_names, make_options, positional
 from splitjax.step.consumed import CallLog, look_at_states
 from splitjax.step.keywords import Positions, VerifySizes
-from splitjax.step.options import reject_mutating_modules
 from splitjax.sync.scheme import Link
 
 if TYPE_CHECKING:
@@ -75,22 +71,14 @@ class ParallelStep(Generic[P, R]):
         if mesh is not None:
             MeshShape.of(mesh)  # a malformed mesh fails here, not at the first call; devices are looked at later
         self._recipe = recipe
-        self._mesh_request = mesh
-        self._parent = parent
-        self._entries: dict[Any, Entry] = {}
-        self._compiles: list[CompileRecord] = []
-        self._last: Entry | None = None
-        self._agreed: set[int] = set()  # programs that all processes were found to share
-        self._observers: dict[Any, Observer] = {}  # by signature, where tables are synchronised by rows
-        self._kept = Kept()
-        self._first: dict[Any, Entry] = {}  # the programs of their first steps
+        self._programs = StepPrograms(recipe, mesh, None if parent is None else parent._programs)
         self._verified: set[Any] = set()  # signatures that were compared with one device, and the ids of their entries
         self._log = CallLog()
 
-    @functools.cached_property
+    @property
     def mesh(self) -> jax.sharding.Mesh:
         """The mesh, made when it is first needed."""
-        return self._parent.mesh if self._parent is not None else make_mesh(self._mesh_request)
+        return self._programs.mesh
 
     @property
     def options(self) -> Options:
@@ -101,7 +89,7 @@ class ParallelStep(Generic[P, R]):
     def compiles(self) -> tuple[CompileRecord, ...]:
         """Every program this step was planned for, in order, each with the reason why the earlier ones did not
         serve."""
-        return tuple(self._compiles)
+        return tuple(self._programs.compiles)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._call(args, kwargs, sys._getframe(1))
@@ -110,25 +98,22 @@ class ParallelStep(Generic[P, R]):
         """Runs one call, made in `frame`."""
         if kwargs or self._recipe.keywords:
             args = positional(self._recipe.fn, args, kwargs)
-        entry = self._last
-        if entry is None:
-            entry = self._entry(args)
-        entry = self._settled(entry)
+        entry = self._programs.settled(self._programs.last or self._programs.entry(args))
         if self._recipe.donate:
             args = self._own_states(args)
         if self.mesh.is_multi_process:
-            args, entry = self._across_processes(args)
+            args, entry = self._programs.across_processes(args)
         try:
             try:
                 result = self._run(entry, args)
             except SignatureChanged:
-                result = self._run(self._settled(self._entry(args)), args)
+                result = self._run(self._programs.settled(self._programs.entry(args)), args)
             except (TypeError, ValueError):
                 # jax.jit looks at leaves and structure of the arguments before it traces
-                other = self._settled(self._entry(args))
-                if other is entry:
+                fitting = self._programs.settled(self._programs.entry(args))
+                if fitting is entry:
                     raise
-                result = self._run(other, args)
+                result = self._run(fitting, args)
         except (RuntimeError, ValueError) as error:
             raise self._explain(error, args) from error
         self._log.count()
@@ -142,16 +127,16 @@ class ParallelStep(Generic[P, R]):
     def plan(self, *args: Any, **kwargs: Any) -> Plan: ...
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or `ShapeDtypeStruct`s): prints as a table, renders in Jupyter."""
-        return self._entry(positional(self._recipe.fn, args, kwargs)).plan
+        return self._programs.entry(positional(self._recipe.fn, args, kwargs)).plan
 
     def shardings(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The `NamedSharding` of every array of these arguments (arrays or `ShapeDtypeStruct`s): one pytree per
         argument, None for a static one. `shardings(state, batch)[1]` is where batches go."""
-        return self._entry(positional(self._recipe.fn, args, kwargs)).argument_shardings(self._recipe)
+        return self._programs.entry(positional(self._recipe.fn, args, kwargs)).argument_shardings(self._recipe)
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """The traced `splitjax.trace.graph.Graph` that the plan was made from."""
-        return self._entry(positional(self._recipe.fn, args, kwargs)).graph
+        return self._programs.entry(positional(self._recipe.fn, args, kwargs)).graph
 
     @overload
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any: ...
@@ -162,8 +147,8 @@ class ParallelStep(Generic[P, R]):
         `"dense"` the program returns `(result, observed)`, and where values are rounded it also takes and returns
         residuals (docs/sparse.md)."""
         args = positional(self._recipe.fn, args, kwargs)
-        entry = self._entry(args)
-        return entry.program(self._kept.num_steps).lower(*entry.operands(args, entry.residuals))
+        entry = self._programs.entry(args)
+        return entry.program(self._programs.kept.num_steps).lower(*entry.operands(args, entry.residuals))
 
     @overload
     def report(self, *args: P.args, **kwargs: P.kwargs) -> Report: ...
@@ -176,7 +161,7 @@ class ParallelStep(Generic[P, R]):
         from splitjax.report.value import make_report  # it is loaded when it is first used
 
         args = positional(self._recipe.fn, args, kwargs)
-        entry = self._entry(args)
+        entry = self._programs.entry(args)
         program = entry.program(0 if self._recipe.backprop is None else self._recipe.backprop.warmup_steps)
         with _compat.metadata_in_cache_key():
             compiled = program.lower(*entry.operands(args, entry.residuals)).compile()
@@ -214,7 +199,7 @@ class ParallelStep(Generic[P, R]):
 
         args = positional(self._recipe.fn, args, kwargs)
         self._refuse_consumed(args)
-        return verify_step(self._recipe, self.mesh, self._entry(args), sizes, own_precision)
+        return verify_step(self._recipe, self.mesh, self._programs.entry(args), sizes, own_precision)
 
     def profile(self, *args: Any, num_workers: int | None = None, **kwargs: Any) -> Profile:
         """How sparse every gradient is over the workers: density, overlap, densification, skewness (Zen, arXiv
@@ -323,7 +308,7 @@ class ParallelStep(Generic[P, R]):
 
         def entry_of(args: tuple) -> Entry:
             self._refuse_consumed(args)
-            return self._entry(args)
+            return self._programs.entry(args)
 
         return profile_calls(self._recipe, self.mesh, entry_of, calls, num_workers)
 
@@ -336,7 +321,7 @@ class ParallelStep(Generic[P, R]):
         - `init_fn`: `init_fn(key)` returns the state, or the states in `state_argnums` order.
         - `example`: all non-state arguments of the step, in order: arrays or `ShapeDtypeStruct`s.
         """
-        return init_state(self._entry, self._recipe, self.mesh, init_fn, init_args, example)
+        return init_state(self._programs.entry, self._recipe, self.mesh, init_fn, init_args, example)
 
     @overload
     def place(self, state: S, /, *, example: Sequence[Any]) -> S: ...
@@ -345,11 +330,11 @@ class ParallelStep(Generic[P, R]):
     def place(self, *states: Any, example: Sequence[Any]) -> Any:
         """Puts existing states onto the plan (copies: the originals stay usable). Returns one state, or a tuple of
         them."""
-        return place_state(self._entry, self._recipe, self.mesh, states, example)
+        return place_state(self._programs.entry, self._recipe, self.mesh, states, example)
 
     def abstract_state(self, init_fn: Callable[..., Any], *init_args: Any, example: Sequence[Any]) -> Any:
         """The states as `ShapeDtypeStruct`s with their shardings, for one's own orbax restore; nothing is computed."""
-        return abstract_state(self._entry, self._recipe, self.mesh, init_fn, init_args, example)
+        return abstract_state(self._programs.entry, self._recipe, self.mesh, init_fn, init_args, example)
 
     def like(
         self,
@@ -378,9 +363,7 @@ class ParallelStep(Generic[P, R]):
         """What the step keeps between its calls besides its states: how tables are synchronised, what was seen of them,
         what rounding on the wire took away, and whose turn it is in partial backpropagation (docs/checkpoints.md).
         Waits for the last call. In a run of several processes all of them ask."""
-        return Carried(
-            merged(self._kept.resumed, self._entries, self._observers), dict(self._kept.residuals), self._kept.num_steps
-        )
+        return self._programs.carried()
 
     def resume(self, carried: Carried | None) -> None:
         """Puts back what `carried` gave, in another run of the same program perhaps: the step goes on as the one that
@@ -388,126 +371,24 @@ class ParallelStep(Generic[P, R]):
         them do so.
 
         Raises `SyncError` at the next call for residuals of other tables."""
-        carried = carried or Carried()
-        self._kept.residuals, self._kept.resumed, self._kept.num_steps = (
-            dict(carried.residuals),
-            dict(carried.seen),
-            carried.num_steps,
-        )
-        self._observers = {}
-        for signature, entry in self._entries.items():
-            if entry.sparse is None:
-                continue
-            seen = carried.seen.get(inputs_of(entry.bound, entry.mesh))
-            if seen is not None and seen.syncs and seen.syncs != entry.plan.syncs:
-                new = self._build(entry.bound, carried=seen.syncs, reason="a run is resumed")
-            elif (seen is None or not seen.syncs) and entry.is_decided and not pins_tables(self._recipe.pinned):
-                new = self._observing(entry)
-            else:
-                continue
-            self._entries[signature] = new
-            if self._last is entry:
-                self._last = new
+        self._programs.resume(carried)
 
-    def _run(self, entry: Entry, args: tuple) -> Any:
+    def _run(self, entry: Entry, args: tuple[Any, ...]) -> Any:
         if self._recipe.verify is not None and id(entry) not in self._verified:
             self._verify_first(args)
-        program = entry.program(self._kept.num_steps)
-        if entry.sparse is None:
-            result = program(*args)
-            self._kept.num_steps += entry.partial is not None
-            return result
-        result, observed, *residuals = program(*entry.operands(args, self._kept.residuals_of(entry)))
-        self._kept.num_steps += entry.partial is not None
-        if residuals:
-            self._kept.residuals = dict(residuals[0])
-        if entry.bound.signature not in self._observers:
-            self._observers[entry.bound.signature] = self._kept.observer(entry)
-        self._observers[entry.bound.signature].note(observed)
-        return result
-
-    def _settled(self, entry: Entry) -> Entry:
-        """The program that a signature runs from now on: another one, once its tables' first steps were observed."""
-        if entry.sparse is None:
-            return entry
-        signature = entry.bound.signature
-        if signature not in self._observers and self._kept.resumed:
-            self._observers[signature] = self._kept.observer(entry)
-        observer = self._observers.get(signature)
-        if observer is None or not observer.is_ready(entry.observes):
-            return entry
-        if entry.observes:
-            self._first.setdefault(signature, entry)
-            decision = decide(entry.sparse, self._recipe.request, observer.take_samples(), self.mesh)
-            entry = self._build(entry.bound, decision, "its tables were observed")
-        elif observer.overflows():
-            if pins_tables(self._recipe.pinned):
-                logger.warning(
-                    "splitjax: more rows than the pinned plan has room for are exchanged whole, step after step: %s;"
-                    " make the plan anew",
-                    ", ".join(one.param for one in entry.sparse.tables),
-                )
-                return entry
-            entry = self._observing(entry)
-        self._entries[signature] = self._last = entry
-        return entry
+        return self._programs.run(entry, args)
 
     def _verify_first(self, args: tuple) -> None:
         """Verifies a call's signature once. Raises `VerificationError`."""
-        entry = self._entry(args)
+        entry = self._programs.entry(args)
         if entry.bound.signature not in self._verified:
             logger.info("%s", self.verify(*args).raise_if_wrong())
         self._verified |= {entry.bound.signature, id(entry)}
 
-    def _observing(self, entry: Entry) -> Entry:
-        """The program of an entry's first steps."""
-        signature = entry.bound.signature
-        if signature not in self._first:
-            self._first[signature] = self._build(entry.bound, observes=True, reason="its tables are observed anew")
-        return self._first[signature]
-
-    def _entry(self, args: tuple) -> Entry:
-        """The plan and program for a call's signature, made when it is new."""
-        reject_mutating_modules(args, self._recipe.name)
-        bound = bind(self._recipe.fn, self._recipe.options, args)
-        entry = self._entries.get(bound.signature)
-        if entry is None:
-            seen = self._kept.resumed.get(inputs_of(bound, self.mesh))
-            entry = self._build(bound, carried=() if seen is None else seen.syncs)
-            self._entries[bound.signature] = entry
-        self._last = entry
-        return entry
-
-    def _across_processes(self, args: tuple) -> tuple[tuple, Entry]:
-        """Arguments and program of a call in a run of several processes, where `jax.jit` takes global arrays only."""
-        entry = self._settled(self._entry(args))
-        first = id(entry) not in self._agreed
-        args = entry.across_processes(self._recipe, args, first)
-        self._agreed.add(id(entry))
-        return args, entry
-
-    def _build(
-        self,
-        bound: Bound,
-        decision: Decision | None = None,
-        reason: str = "",
-        *,
-        carried: Sequence[SyncPlan] = (),
-        observes: bool = False,
-    ) -> Entry:
-        started = time.perf_counter()
-        layouts = self._parent._layouts() if self._parent is not None else None
-        entry = build_entry(self._recipe, self.mesh, bound, layouts, decision, carried, observes)
-        if not reason:
-            others = [difference(bound, old.bound) for old in self._entries.values()]
-            reason = min(others)[1] if others else "first call"
-        self._compiles.append(CompileRecord(len(self._compiles) + 1, reason, time.perf_counter() - started))
-        self._compiles[-1].log(self._recipe.name)
-        return entry
-
-    def _layouts(self) -> Mapping[str, Any]:
-        """Path -> spec of every state leaf of the plan used last, for steps made by `like`."""
-        return {} if self._last is None else {leaf.path: leaf for leaf in self._last.plan.leaves if leaf.is_state}
+    @property
+    def _last(self) -> Entry | None:
+        """The plan and program used last."""
+        return self._programs.last
 
     def _refuse_consumed(self, args: tuple[Any, ...]) -> None:
         """Raises `DonatedStateError` for a state that an earlier call consumed."""

@@ -1,0 +1,190 @@
+"""The programs of one step: an entry for every signature, made when a call first needs it, and made anew when its
+tables were observed.
+
+A call's arguments come in; the entry that serves them comes out, and the step's result when it is run. What a step
+keeps between its calls (what was seen of its tables, what rounding took away, which step of the depth schedule of
+partial backpropagation is next) is here too, because it decides which program runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from splitjax.compile.entry import CompileRecord, Entry, Recipe, build_entry
+from splitjax.compile.session import Kept, merged
+from splitjax.mesh import make_mesh
+from splitjax.plan import LeafPlan, SyncPlan
+from splitjax.planning.carried import Carried, inputs_of
+from splitjax.planning.observing import Decision, Observer, decide
+from splitjax.planning.pinning import pins_tables
+from splitjax.step.arguments import Bound, Signature, bind, difference
+from splitjax.step.options import reject_mutating_modules
+
+logger = logging.getLogger("splitjax")
+
+
+class StepPrograms:
+    """Builds, keeps and runs the programs of a step.
+
+    **Arguments:**
+
+    - `recipe`: the step and its checked options.
+    - `mesh`: as `splitjax.parallelize` takes it; the mesh itself is made when it is first needed.
+    - `training`: the programs of the training step whose mesh and layouts these follow, for a step made by `like`.
+
+    **Attributes:** `last`: the entry used last; `compiles`: a record of every program, in order; `kept`: what the step
+    keeps between its calls.
+    """
+
+    def __init__(
+        self, recipe: Recipe, mesh: Mesh | Mapping[str, int] | None, training: StepPrograms | None = None
+    ) -> None:
+        self._recipe = recipe
+        self._mesh_request = mesh
+        self._training = training
+        self.last: Entry | None = None
+        self.compiles: list[CompileRecord] = []
+        self.kept = Kept()
+        self._entries: dict[Signature, Entry] = {}
+        self._agreed: set[int] = set()  # programs that all processes were found to share
+        self._observers: dict[Signature, Observer] = {}  # where tables are synchronised by rows
+        self._first: dict[Signature, Entry] = {}  # the programs of their first steps
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """The mesh, made when it is first needed."""
+        return self._training.mesh if self._training is not None else make_mesh(self._mesh_request)
+
+    def entry(self, args: tuple[Any, ...]) -> Entry:
+        """Returns plan and program for the signature of a call with `args`, built when it is new. Raises what tracing
+        and planning raise."""
+        reject_mutating_modules(args, self._recipe.name)
+        bound = bind(self._recipe.fn, self._recipe.options, args)
+        entry = self._entries.get(bound.signature)
+        if entry is None:
+            seen = self.kept.resumed.get(inputs_of(bound, self.mesh))
+            entry = self._build(bound, carried=() if seen is None else seen.syncs)
+            self._entries[bound.signature] = entry
+        self.last = entry
+        return entry
+
+    def settled(self, entry: Entry) -> Entry:
+        """Returns the entry that the signature of `entry` runs from now on: a new one, once the first steps of its
+        tables were observed."""
+        if entry.sparse is None:
+            return entry
+        signature = entry.bound.signature
+        if signature not in self._observers and self.kept.resumed:
+            self._observers[signature] = self.kept.observer(entry)
+        observer = self._observers.get(signature)
+        if observer is None or not observer.is_ready(entry.observes):
+            return entry
+        if entry.observes:
+            self._first.setdefault(signature, entry)
+            decision = decide(entry.sparse, self._recipe.request, observer.take_samples(), self.mesh)
+            entry = self._build(entry.bound, decision, "its tables were observed")
+        elif observer.overflows():
+            if pins_tables(self._recipe.pinned):
+                logger.warning(
+                    "splitjax: more rows than the pinned plan has room for are exchanged whole, step after step: %s;"
+                    " make the plan anew",
+                    ", ".join(table.param for table in entry.sparse.tables),
+                )
+                return entry
+            entry = self._observing(entry)
+        self._entries[signature] = self.last = entry
+        return entry
+
+    def run(self, entry: Entry, args: tuple[Any, ...]) -> Any:
+        """Runs the program that an entry has for the next step on a call's arguments, and keeps what it observed and
+        what rounding took away. Returns the step's result. Raises `SignatureChanged` where the arguments are not the
+        entry's."""
+        program = entry.program(self.kept.num_steps)
+        if entry.sparse is None:
+            result = program(*args)
+            self.kept.num_steps += entry.partial is not None
+            return result
+        result, observed, *residuals = program(*entry.operands(args, self.kept.residuals_of(entry)))
+        self.kept.num_steps += entry.partial is not None
+        if residuals:
+            self.kept.residuals = dict(residuals[0])
+        if entry.bound.signature not in self._observers:
+            self._observers[entry.bound.signature] = self.kept.observer(entry)
+        self._observers[entry.bound.signature].note(observed)
+        return result
+
+    def across_processes(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Entry]:
+        """Returns `args` as global arrays, and the entry that takes them, for a call in a run of several processes.
+        Raises `ProcessError` where they are about to do different things."""
+        entry = self.settled(self.entry(args))
+        first = id(entry) not in self._agreed
+        args = entry.across_processes(self._recipe, args, first)
+        self._agreed.add(id(entry))
+        return args, entry
+
+    def carried(self) -> Carried:
+        """Returns what is kept between calls, as a value; see `ParallelStep.carried`."""
+        return Carried(
+            merged(self.kept.resumed, self._entries, self._observers), dict(self.kept.residuals), self.kept.num_steps
+        )
+
+    def resume(self, carried: Carried | None) -> None:
+        """Puts back what `carried` gave; see `ParallelStep.resume`. Entries about which it decides differently are
+        built anew."""
+        carried = carried or Carried()
+        self.kept.residuals, self.kept.resumed, self.kept.num_steps = (
+            dict(carried.residuals),
+            dict(carried.seen),
+            carried.num_steps,
+        )
+        self._observers = {}
+        for signature, entry in self._entries.items():
+            if entry.sparse is None:
+                continue
+            seen = carried.seen.get(inputs_of(entry.bound, entry.mesh))
+            if seen is not None and seen.syncs and seen.syncs != entry.plan.syncs:
+                new = self._build(entry.bound, carried=seen.syncs, reason="a run is resumed")
+            elif (seen is None or not seen.syncs) and entry.is_decided and not pins_tables(self._recipe.pinned):
+                new = self._observing(entry)
+            else:
+                continue
+            self._entries[signature] = new
+            if self.last is entry:
+                self.last = new
+
+    def layouts(self) -> Mapping[str, LeafPlan]:
+        """Returns path -> plan of every state leaf of the plan used last, for steps made by `like`."""
+        return {} if self.last is None else {leaf.path: leaf for leaf in self.last.plan.leaves if leaf.is_state}
+
+    def _observing(self, entry: Entry) -> Entry:
+        """The program of an entry's first steps."""
+        signature = entry.bound.signature
+        if signature not in self._first:
+            self._first[signature] = self._build(entry.bound, observes=True, reason="its tables are observed anew")
+        return self._first[signature]
+
+    def _build(
+        self,
+        bound: Bound,
+        decision: Decision | None = None,
+        reason: str = "",
+        *,
+        carried: Sequence[SyncPlan] = (),
+        observes: bool = False,
+    ) -> Entry:
+        """Builds the entry for a signature (`build_entry` has the arguments), and records why."""
+        started = time.perf_counter()
+        layouts = None if self._training is None else self._training.layouts()
+        entry = build_entry(self._recipe, self.mesh, bound, layouts, decision, carried, observes)
+        if not reason:
+            differences = [difference(bound, old.bound) for old in self._entries.values()]
+            reason = min(differences)[1] if differences else "first call"
+        self.compiles.append(CompileRecord(len(self.compiles) + 1, reason, time.perf_counter() - started))
+        self.compiles[-1].log(self._recipe.name)
+        return entry
