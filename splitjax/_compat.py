@@ -40,7 +40,7 @@ _OWN_MODELS = _HERE + "models" + os.sep
 
 
 def is_machinery(file_name: str) -> bool:
-    """Whether a source file stands between a user's line and the operation it caused."""
+    """Returns whether the source file `file_name` stands between a user's line and the operation it caused."""
     if file_name.startswith("<") and not file_name.startswith("<ipython"):
         return True
     own = file_name.startswith(_HERE) and not file_name.startswith(_OWN_MODELS)
@@ -48,12 +48,13 @@ def is_machinery(file_name: str) -> bool:
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Whether a parameter of an equation is a jaxpr, open or closed."""
+    """Returns whether `value`, a parameter of an equation, is a jaxpr, open or closed."""
     return isinstance(value, (Jaxpr, ClosedJaxpr))
 
 
 def open_jaxpr(value: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A jaxpr (with `constvars`, `invars`, `eqns`, `outvars`) and the values of its constvars."""
+    """Returns the open jaxpr of `value` (with `constvars`, `invars`, `eqns`, `outvars`) and the values of its
+    constvars."""
     if hasattr(value, "consts"):
         inner = value.jaxpr if hasattr(value, "jaxpr") else value
         return inner, tuple(value.consts)
@@ -61,20 +62,23 @@ def open_jaxpr(value: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def close_jaxpr(jaxpr: Any, consts: Sequence[Any] = ()) -> Any:
-    """The closed form of an open jaxpr; the identity where JAX has only one class."""
+    """Returns the closed form of the open `jaxpr`, with the values `consts` of its constvars; the identity where JAX
+    has only one class."""
     if ClosedJaxpr is Jaxpr:
         return jaxpr
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, list(consts))
 
 
 def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
-    """Evaluates a jaxpr on arrays or tracers, keeping the derivative rules of custom_jvp and custom_vjp equations."""
+    """Evaluates `jaxpr`, with the values `consts` of its constvars, on arrays or tracers `args`. The derivative rules
+    of custom_jvp and custom_vjp equations are kept."""
     inner, own = open_jaxpr(jaxpr)
     return public_core.eval_jaxpr(inner, list(consts) or list(own), *args)
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """How many of a scan's operands are constants and how many are carried (the rest are scanned over)."""
+    """Returns how many operands of a scan with the parameters `params` are constants and how many are carried (the rest
+    are scanned over)."""
     if "num_carry" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
@@ -82,7 +86,7 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Binds an equation's primitive to new operands, as JAX's own interpreter does; always a list of results."""
+    """Binds the primitive of `eqn` to new `operands`, as JAX's own interpreter does. Returns a list of results, always."""
     bound = eqn.primitive.get_bind_params(eqn.params)
     if isinstance(bound, tuple):
         subfuns, params = bound
@@ -93,8 +97,8 @@ def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def equation_context(eqn: Any) -> Any:
-    """A context manager under which a re-bound equation keeps its own source line, name stack and settings, but for the
-    mesh in context where there is one: inside a `shard_map` it is that of the evaluation, not the tracing."""
+    """Returns a context manager under which a re-bound `eqn` keeps its own source line, name stack and settings, but
+    for the mesh in context where there is one: inside a `shard_map` it is that of the evaluation, not the tracing."""
     stack, mesh = contextlib.ExitStack(), jax.sharding.get_abstract_mesh()
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     stack.enter_context(source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack))
@@ -105,7 +109,7 @@ def equation_context(eqn: Any) -> Any:
 
 
 def source_line(eqn: Any) -> str:
-    """`file:line (function)` of the user's line that caused an equation; empty where only machinery is on record (JAX
+    """Returns `file:line (function)` of the user's line that caused `eqn`; empty where only machinery is on record (JAX
     traces some of its own functions once and keeps the result)."""
     traceback = getattr(eqn.source_info, "traceback", None)
     for frame in traceback.frames if traceback is not None else ():
@@ -115,12 +119,12 @@ def source_line(eqn: Any) -> str:
 
 
 def name_stack(eqn: Any) -> str:
-    """The `jax.named_scope` path of an equation, such as `VGG/Conv_0`; empty where a library gives none (Flax NNX)."""
+    """Returns the `jax.named_scope` path of `eqn`, such as `VGG/Conv_0`; empty where a library gives none (Flax NNX)."""
     return str(getattr(eqn.source_info, "name_stack", ""))
 
 
 def argument_names(jaxpr: Any) -> tuple[str, ...]:
-    """The paths of a traced function's flat arguments as JAX's debug information has them."""
+    """Returns the paths of a traced function's flat arguments, as the debug information of `jaxpr` has them."""
     inner, _ = open_jaxpr(jaxpr)
     return tuple(inner.debug_info.arg_names or ())
 
@@ -149,7 +153,8 @@ def detach_consts(closed: Any) -> tuple[Any, list[Any]]:
 def build_jaxpr(
     like: Any, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any], consts: Sequence[tuple[Any, Any]]
 ) -> Any:
-    """A closed jaxpr of given equations, with the debug information of another. `consts`: pairs (variable, value)."""
+    """Returns a closed jaxpr with the inputs `invars`, the equations `eqns`, the results `outvars` and the debug
+    information of the jaxpr `like`. `consts`: pairs (variable, value)."""
     effects = frozenset().union(*(eqn.effects for eqn in eqns)) if eqns else frozenset()
     debug = open_jaxpr(like)[0].debug_info._replace(arg_names=None, result_paths=None)
     variables, values = [v for v, _ in consts], [value for _, value in consts]
@@ -160,19 +165,20 @@ def build_jaxpr(
 
 
 def new_variable(like: Any) -> Any:
-    """A fresh variable of the type of another."""
+    """Returns a fresh variable of the type of the variable `like`."""
     return Var(like.aval)
 
 
 def variable_of(aval: Any) -> Any:
-    """A fresh variable of a type: an abstract value or a `ShapeDtypeStruct`."""
+    """Returns a fresh variable of the type `aval`: an abstract value or a `ShapeDtypeStruct`."""
     if not isinstance(aval, jax.ShapeDtypeStruct):
         return Var(aval)
     return Var(public_core.ShapedArray(aval.shape, aval.dtype, weak_type=bool(aval.weak_type)))
 
 
 def is_abstract(value: Any) -> bool:
-    """Whether a value is a tracer that stands for an unknown array (not a derivative tracer around a concrete one)."""
+    """Returns whether `value` is a tracer that stands for an unknown array (not a derivative tracer around a concrete
+    one)."""
     return isinstance(value, public_core.Tracer) and value.to_concrete_value() is None
 
 
@@ -189,7 +195,7 @@ def place_in_run() -> tuple[int, int]:
 
 
 def jaxpr_effects(closed: Any) -> Any:
-    """The side effects of a jaxpr, such as a debug print."""
+    """Returns the side effects of the jaxpr `closed`, such as a debug print."""
     return closed.effects
 
 
@@ -207,7 +213,8 @@ def user_frame() -> str:
 def define_primitive(
     name: str, evaluate: Callable[..., list[Any]], result_types: Callable[..., tuple[list[Any], Any]]
 ) -> Primitive:
-    """A primitive with several results that means `evaluate(*operands, **params)` to every transformation but tracing.
+    """Returns a primitive `name` with several results that means `evaluate(*operands, **params)` to every
+    transformation but tracing.
 
     `result_types(*operand_types, **params)` gives the abstract results and the effects. Derivatives, batching and
     compilation see through the primitive: they transform `evaluate`.
@@ -252,14 +259,14 @@ def define_primitive(
 
 
 def rebind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Binds an equation to new operands under its own source line, name stack and settings, as `eval_jaxpr` does."""
+    """Binds `eqn` to new `operands` under its own source line, name stack and settings, as `eval_jaxpr` does."""
     with equation_context(eqn):
         return bind_equation(eqn, operands)
 
 
 def prune(eqn: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
-    """The part of an equation that computes some of its results: a closed jaxpr over the operands that these results
-    need, and which operands those are. Literal operands count as operands."""
+    """Returns the part of `eqn` that computes the results that are `used` (a flag for each): a closed jaxpr over the
+    operands that these results need, and which operands those are. Literal operands count as operands."""
     types = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
         for v in eqn.invars
@@ -278,20 +285,20 @@ def drop_unused(closed: Any, keep: int = 0) -> tuple[Any, list[bool]]:
 
 
 def prune_jaxpr(closed: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
-    """The part of a closed jaxpr that computes some of its results, over the operands that it needs, and which operands
-    those are."""
+    """Returns the part of the jaxpr `closed` that computes the results that are `used` (a flag for each), over the
+    operands that it needs, and which operands those are."""
     inner, consts = open_jaxpr(closed)
     kept, used_inputs = partial_eval.dce_jaxpr(inner, list(used))
     return close_jaxpr(kept, consts), list(used_inputs)
 
 
 def with_params(eqn: Any, **changes: Any) -> Any:
-    """An equation with some parameters changed."""
+    """Returns `eqn` with the parameters in `changes` changed."""
     return eqn.replace(params={**eqn.params, **changes})
 
 
 def pullback(eqn: Any) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
-    """The reverse derivative of an equation as a closed jaxpr: (operands that are not literals, cotangents) ->
+    """Returns the reverse derivative of `eqn` as a closed jaxpr: (operands that are not literals, cotangents) ->
     gradients.
 
     Also the operand positions that have a gradient, and the result positions that have a cotangent, both ascending.
@@ -323,8 +330,9 @@ def pullback(eqn: Any) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
 
 
 def has_positional_bits(eqn: Any) -> bool:
-    """Whether `random_bits` draws each value from the key and the value's position alone, so that some can be drawn
-    without the rest: one threefry key, JAX's partitionable generator (the default), and fewer than 2^32 values."""
+    """Returns whether `eqn`, a `random_bits`, draws each value from the key and the value's position alone, so that
+    some can be drawn without the rest: one threefry key, JAX's partitionable generator (the default), and fewer than
+    2^32 values."""
     if eqn.primitive.name != "random_bits" or eqn.invars[0].aval.shape != ():
         return False
     is_threefry = getattr(eqn.invars[0].aval.dtype, "_impl", None) is jax_random.threefry_prng_impl
@@ -332,8 +340,8 @@ def has_positional_bits(eqn: Any) -> bool:
 
 
 def positional_bits(key: Any, bit_width: int, positions: Any) -> Any:
-    """The values that `random_bits` has at the given row-major positions (uint32), for equations with
-    `has_positional_bits`."""
+    """Returns the values of `bit_width` bits that `random_bits` with `key` has at the given row-major `positions`
+    (uint32), for equations with `has_positional_bits`."""
     first, second = jax.random.key_data(key)
     high, low = jax_random.threefry2x32_p.bind(first, second, jax.numpy.zeros_like(positions), positions)
     if bit_width == 64:
@@ -342,7 +350,7 @@ def positional_bits(key: Any, bit_width: int, positions: Any) -> Any:
 
 
 def hidden_body(eqn: Any) -> Any | None:
-    """The closed jaxpr of an equation that keeps its meaning in Python (`call_hi_primitive` of JAX 0.12, behind
+    """Returns the closed jaxpr of an `eqn` that keeps its meaning in Python (`call_hi_primitive` of JAX 0.12, behind
     functions such as `jnp.searchsorted`); None for any other."""
     hidden = eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None
     if hidden is None or not hasattr(hidden, "expand"):
@@ -370,7 +378,7 @@ def metadata_in_cache_key() -> Iterator[None]:
 
 
 def serialized_modules(compiled: Any) -> list[bytes]:
-    """The optimised HLO modules of a `jax.stages.Compiled`, each as a serialised `HloModuleProto`."""
+    """Returns the optimised HLO modules of `compiled`, a `jax.stages.Compiled`, each as a serialised `HloModuleProto`."""
     return [module.as_serialized_hlo_module_proto() for module in compiled.runtime_executable().hlo_modules()]
 
 
@@ -390,12 +398,13 @@ def detected_cluster() -> str | None:
 
 
 def backend_started() -> bool:
-    """Whether a JAX backend is running, so that it is too late to join other processes."""
+    """Returns whether a JAX backend is running, so that it is too late to join other processes."""
     return xla_bridge.backends_are_initialized()
 
 
 def coordination_service(address: str, num_processes: int, heartbeat_seconds: int) -> Any:
-    """The service that `jax.distributed.initialize` connects to, listening on `address` (`host:port`) in this process.
+    """Starts the service that `jax.distributed.initialize` connects to, for `num_processes` processes, listening on
+    `address` (`host:port`) in this one. A process that is silent for `heartbeat_seconds` counts as gone.
 
     Its processes are recoverable: one that leaves does not wait for the others, and does not take them along. Ends with
     its `shutdown()`. Raises `RuntimeError` if it cannot listen there.
@@ -425,6 +434,7 @@ def vary(operand: Any, axes: frozenset[str]) -> Any:
 
 
 def result_type(shape: Sequence[int], dtype: Any, *operands: Any) -> jax.ShapeDtypeStruct:
-    """The type of a kernel's result: varying over the manual mesh axes that its operands vary over."""
+    """Returns the type of a kernel's result of `shape` and `dtype`: varying over the manual mesh axes that its
+    `operands` vary over."""
     mat = core_internal.ManualAxisType(varying=varying_axes(*operands))
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=mat)

@@ -1,4 +1,4 @@
-"""What the NNX and Equinox frontends share: a step over objects, run as a plain parallel step over their arrays.
+"""Runs a step over objects as a plain parallel step over their arrays: what the NNX and Equinox frontends share.
 
 A frontend takes a call's arguments apart (`_pack`): arrays go to a plain `ParallelStep`, everything else becomes part
 of one static argument, `Static`, so that a program serves exactly the calls that agree in it. What the step returns is
@@ -66,15 +66,15 @@ class Extra:
 
 
 def attach(result: Any, more: Any = None, is_leaf: Callable[[Any], bool] | None = None) -> tuple:
-    """A step's result as a tuple of pytrees of arrays, ending with its static half. A returned tuple keeps its
-    positions."""
+    """Returns a step's `result` as a tuple of pytrees of arrays, ending with its static half; a returned tuple keeps
+    its positions. `more`: what else a frontend wants back. `is_leaf`: as of `jax.tree.flatten`."""
     dynamic, half = partition(result, is_leaf)
     in_place = type(result) in (tuple, list)
     return (*dynamic, Extra(half, in_place, more)) if in_place else (dynamic, Extra(half, in_place, more))
 
 
 def detach(result: Sequence[Any]) -> Any:
-    """The inverse of `attach`, on arrays."""
+    """Puts `result`, arrays that end with what `attach` made of the static half, together again."""
     return result[-1].half.combine(result[:-1])
 
 
@@ -126,7 +126,7 @@ class Call:
         return None
 
     def shardings(self, numbers: Sequence[int]) -> list[jax.sharding.NamedSharding]:
-        """The plan's sharding of every array in these arguments."""
+        """Returns the plan's sharding of every array in the arguments at the positions `numbers`."""
         entry = self.step._programs.entry(self.args)
         return [
             named_sharding(self.step.mesh, leaf.spec)
@@ -171,8 +171,8 @@ class FilteredStep(abc.ABC, Generic[P, R]):
 
     @property
     def options(self) -> Options:
-        """Which arguments are states, batches and static, and which results are states; no state or batch arguments
-        where the frontend finds them in a call."""
+        """Says which arguments are states, batches and static, and which results are states; no state or batch
+        arguments where the frontend finds them in a call."""
         given = self._state_outnums
         outnums = None if given is None else (given,) if hasattr(given, "__index__") else tuple(given)
         return dataclasses.replace(self._options, state_outnums=outnums)
@@ -219,7 +219,8 @@ class FilteredStep(abc.ABC, Generic[P, R]):
     @overload
     def lower(self, *args: Any, **kwargs: Any) -> Any: ...
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As `jax.jit(fn).lower`: `.compile()`, `.as_text()`, `.compile().memory_analysis()`."""
+        """Lowers the step for these arguments as `jax.jit(fn).lower` does: `.compile()`, `.as_text()`,
+        `.compile().memory_analysis()`."""
         call = self._pack(positional(self._fn, args, kwargs))
         return call.step.lower(*call.args)
 
@@ -236,8 +237,8 @@ class FilteredStep(abc.ABC, Generic[P, R]):
     def verify(
         self, *args: Any, sizes: VerifySizes = "shrunken", own_precision: bool = False, **kwargs: Any
     ) -> Verification:
-        """Whether the step computes the numbers of one device, from arguments that may be abstract; see
-        `ParallelStep.verify`. Nothing is updated."""
+        """Compares the step with one device, from arguments that may be abstract. Nothing is updated. `sizes` and
+        `own_precision`, what is returned and what is raised: as of `ParallelStep.verify`."""
         args = positional(self._fn, args, kwargs)
         call = self._pack(args)
         try:
@@ -246,8 +247,8 @@ class FilteredStep(abc.ABC, Generic[P, R]):
             raise self._donated(args, call) from error
 
     def profile(self, *args: Any, num_workers: int | None = None, **kwargs: Any) -> Profile:
-        """How sparse every gradient is over the workers, from the step's arguments with an iterable of batches in place
-        of each batch; see `ParallelStep.profile`. Nothing is updated."""
+        """Measures how sparse every gradient is over `num_workers` workers, from the step's arguments with an iterable
+        of batches in place of each batch; see `ParallelStep.profile`. Nothing is updated."""
         from splitjax.measure.profiling import per_batch  # what measures is loaded when it is first used
 
         args = positional(self._fn, args, kwargs)
@@ -265,8 +266,9 @@ class FilteredStep(abc.ABC, Generic[P, R]):
     def advise(
         self, *args: Any, backprop: PartialBackprop | None = None, link: Link | None = None, **kwargs: Any
     ) -> Advice:
-        """What partial backpropagation would save and cost on this step, from its arguments with an iterable of batches
-        in place of each batch; see `ParallelStep.advise`. Nothing is updated."""
+        """Measures what `backprop` would save and cost on this step, from its arguments with an iterable of batches in
+        place of each batch. Nothing is updated. `link`, what is returned and what is raised: as of
+        `ParallelStep.advise`."""
         from splitjax.measure.advising import split_request
         from splitjax.measure.profiling import per_batch
 
@@ -294,8 +296,9 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         stages: bool | None = None,
         **kwargs: Any,
     ) -> JobProfile:
-        """What one iteration costs each worker, measured, as a profile for `splitjax.schedule`; see
-        `ParallelStep.job_profile`. Nothing is updated."""
+        """Measures what one iteration costs each worker, as a profile for `splitjax.schedule`. Nothing is updated.
+        `name`, `num_workers`, `link`, `input_seconds` and `stages`, what is returned and what is raised: as of
+        `ParallelStep.job_profile`."""
         args = positional(self._fn, args, kwargs)
         call = self._pack(args)
         told = {
@@ -311,7 +314,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
             raise self._donated(args, call) from error
 
     def carried(self) -> Carried:
-        """What the step keeps between its calls besides its states; see `ParallelStep.carried`."""
+        """Returns what the step keeps between its calls besides its states; see `ParallelStep.carried`."""
         seen = dict(self._kept.resumed)
         for step in self._steps.values():
             seen |= step.carried().seen
@@ -346,8 +349,8 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         return cast("S", states[0] if single else states)
 
     def abstract_state(self, make_fn: Callable, *make_args: Any, example: Sequence[Any]) -> Any:
-        """The states with `ShapeDtypeStruct`s with shardings for arrays, for one's own orbax restore; nothing is
-        computed."""
+        """Describes the states that `make_fn(*make_args)` makes: `ShapeDtypeStruct`s with shardings for arrays, for
+        one's own orbax restore. `example`: all other arguments of the step, in order. Nothing is computed."""
         call, single = self._planned(make_fn, make_args, example)
         pairs = zip(call.made_leaves, call.shardings(call.made), strict=True)
         states = call.rebuild([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where) for leaf, where in pairs])
@@ -463,8 +466,8 @@ class FilteredStep(abc.ABC, Generic[P, R]):
 
 
 def signature(names: Sequence[str], fn: Callable, num_args: int) -> inspect.Signature:
-    """A signature for a function over arrays: `names`, then the user's parameters, so that paths read as the user wrote
-    them."""
+    """Returns a signature for a function over arrays: `names`, then the first `num_args` parameters of `fn`, so that
+    paths read as the user wrote them."""
     own = list(parameter_names(fn))[:num_args]
     own += [f"arg{n}" for n in range(len(own), num_args)]
     taken = set(own)

@@ -31,11 +31,12 @@ def value_and_grad(
     allow_int: bool = False,
     microbatches: int | None = None,
 ) -> Callable:
-    """`nnx.value_and_grad`, as a boundary that a parallel step can see (`splitjax.value_and_grad`).
+    """Differentiates as `nnx.value_and_grad` does, as a boundary that a parallel step can see
+    (`splitjax.value_and_grad`).
 
     Outside a trace it is `nnx.value_and_grad`.
 
-    **Arguments:** as `nnx.value_and_grad`, and
+    **Arguments:** `f`, `argnums`, `has_aux`, `holomorphic` and `allow_int` as of `nnx.value_and_grad`, and
 
     - `microbatches`: as `splitjax.value_and_grad`.
     """
@@ -77,7 +78,8 @@ def grad(
     allow_int: bool = False,
     microbatches: int | None = None,
 ) -> Callable:
-    """`nnx.grad`, as a boundary that a parallel step can see. See `value_and_grad`.
+    """Differentiates as `nnx.grad` does, as a boundary that a parallel step can see. `f`, `argnums`, `has_aux`,
+    `holomorphic`, `allow_int` and `microbatches` are those of `value_and_grad`.
 
     Returns a function that gives the gradient, or (gradient, aux) with `has_aux`.
     """

@@ -21,7 +21,7 @@ STATE, CONSTANTS, READ, FIRST = 1, 2, 3, 4
 
 
 def is_object(value: Any) -> bool:
-    """Whether a value is an NNX object: a module, optimizer, metric, random stream, or a lone variable."""
+    """Returns whether `value` is an NNX object: a module, optimizer, metric, random stream, or a lone variable."""
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
@@ -65,8 +65,8 @@ class ObjectGraph:
 
     @classmethod
     def of(cls, graphdef: Any, flat: Any, names: tuple[str, ...], is_state: Sequence[bool]) -> ObjectGraph:
-        """The graph of what `nnx.flatten` gave for a tuple of objects, which have these names, and of which some are
-        states."""
+        """Makes the graph of `graphdef` and `flat`, which `nnx.flatten` gave for a tuple of objects. `names`: of the
+        objects; `is_state`: for each whether it is a state."""
         paths, groups = [], []
         for path, leaf in zip(flat.paths, flat.leaves, strict=True):
             is_variable = isinstance(leaf, nnx.Variable)
@@ -94,22 +94,26 @@ class ObjectGraph:
         return {group: tuple(self.paths[k] for k in members) for group, members in self.members.items()}
 
     def split(self, values: Sequence[Any]) -> tuple[Arrays, ...]:
-        """Values of all leaves -> the three groups."""
+        """Sorts the `values` of all leaves into the three groups."""
         return tuple(
             Arrays(self.paths_of[group], [values[k] for k in members]) for group, members in self.members.items()
         )
 
     def join(self, state: Sequence[Any], constants: Sequence[Any], read: Sequence[Any]) -> list[Any]:
-        """The inverse of `split`."""
+        """Puts the values of the groups `state`, `constants` and `read` back in the order of all leaves: the inverse of
+        `split`."""
         sources = {STATE: iter(state), CONSTANTS: iter(constants), READ: iter(read)}
         return [next(sources[group]) for group in self.groups]
 
 
 def names_in(known: Sequence[str], names: Sequence[str], paths: Sequence[Sequence[Any]]) -> tuple[str, ...]:
-    """Names for objects, such that their variables have paths in `known` as far as there is an object like them.
+    """Returns names for objects, such that their variables have paths in `known` as far as there is an object like
+    them.
 
-    `paths` are those of the objects' leaves, the first part being the object's number. An object keeps its own name if
-    its paths are known under it; else it has the first name under which they are, and which no other object has."""
+    `names` are the objects' own. `paths` are those of the objects' leaves, the first part being the object's number. An
+    object keeps its own name if its paths are known under it; else it has the first name under which they are, and
+    which no other object has.
+    """
     chosen: list[str] = []
     every = set(known)
     for number, own in enumerate(names):
@@ -126,7 +130,8 @@ def is_slot(value: Any) -> bool:
 
 
 def rank(value: Any) -> int:
-    """Modules name the variables that they share with others; optimizers come last."""
+    """Returns where the object `value` stands in the order of a call's objects: modules name the variables that they
+    share with others, so they come first; optimizers come last."""
     return 0 if isinstance(value, nnx.Module) else 2 if isinstance(value, nnx.Optimizer) else 1
 
 
@@ -135,7 +140,8 @@ def raw(leaf: Any) -> Any:
 
 
 def fill(tree: Any, objects: Sequence[Any], made: Sequence[Any] = ()) -> Any:
-    """The pytree with objects in place of its slots."""
+    """Returns the pytree `tree` with objects in place of its slots: those of the call from `objects`, those that the
+    step made from `made`."""
 
     def put(leaf: Any) -> Any:
         return (made if leaf.made else objects)[leaf.number] if is_slot(leaf) else leaf
@@ -165,7 +171,7 @@ def empty(result: Any, objects: Sequence[Any]) -> tuple[Any, Any, tuple]:
 
 
 def same(new: Any, old: Any) -> bool:
-    """Whether a variable holds the very arrays that it came with."""
+    """Returns whether a variable that came with the arrays `old` still holds them as `new`."""
     news, olds = jax.tree.leaves(new), jax.tree.leaves(old)
     return len(news) == len(olds) and all(a is b for a, b in zip(news, olds, strict=True))
 
@@ -213,19 +219,19 @@ def _anatomy(graphdef: Any) -> Iterator[tuple[tuple, Any]]:
 
 
 def statics(graphdef: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Path -> all that is static in a graph."""
+    """Returns path -> static value for all that is static in `graphdef`, the graph of objects with these `names`."""
     return {text(path, names): value for path, value in _anatomy(graphdef) if path}
 
 
 def text(path: Sequence[Any], names: Sequence[str]) -> str:
-    """A path within a tuple of objects, the first part by the object's name."""
+    """Returns a `path` within a tuple of objects as text, the first part by the object's name in `names`."""
     number: int = path[0]
     return "/".join(part for part in (names[number], *map(str, path[1:])) if part)
 
 
 def static_changes(graph: ObjectGraph, after: Any, name: str) -> tuple[tuple[tuple, Any], ...]:
-    """Static attributes that the step sets on its objects, as (path, value). Raises `StateError` for any other
-    change."""
+    """Returns the static attributes that the step `name` set on the objects of `graph`, which `after` describes, as
+    pairs (path, value). Raises `StateError` for any other change."""
     if after == graph.graphdef:
         return ()
     old, new = dict(_anatomy(graph.graphdef)), dict(_anatomy(after))
@@ -270,8 +276,8 @@ def _at(objects: Sequence[Any], path: Sequence[Any]) -> Any:
 
 
 def shared_as(like: Any, copies: Any) -> Any:
-    """A pytree that was put together from the leaves of `like`, with every variable that `like` has in several places
-    (tied weights) one again: as pytrees, NNX objects have such a variable in each place."""
+    """Returns `copies`, a pytree that was put together from the leaves of `like`, with every variable that `like` has
+    in several places (tied weights) one again: as pytrees, NNX objects have such a variable in each place."""
     is_variable = lambda value: isinstance(value, nnx.Variable)
     variables, copied = (jax.tree.leaves(tree, is_leaf=is_variable) for tree in (like, copies))
     # the first place counts

@@ -14,8 +14,8 @@ from splitjax.errors import TraceError
 
 
 def is_array(value: Any) -> bool:
-    """Whether a leaf is traced: a JAX or NumPy array, or a description of one. Python numbers are static, as in
-    Equinox."""
+    """Returns whether the leaf `value` is traced: a JAX or NumPy array, or a description of one. Python numbers are
+    static, as in Equinox."""
     return isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
@@ -75,7 +75,8 @@ class Half:
 
 
 def partition(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[Any, Half]:
-    """Splits a pytree into itself with None for everything that is not an array, and the static half."""
+    """Splits the pytree `tree` into itself with None for everything that is not an array, and the static half.
+    `is_leaf`: as of `jax.tree.flatten`."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
     arrays = [is_array(leaf) for leaf in leaves]
     dynamic = jax.tree.unflatten(structure, [leaf if here else None for here, leaf in zip(arrays, leaves, strict=True)])
@@ -138,7 +139,7 @@ class Static:
         )
 
     def splitjax_difference(self, old: Static) -> str:
-        """The first static value that differs from another call's, in words."""
+        """Returns the first static value that differs from that of another call, `old`, in words."""
         before, after = old._describe(), self._describe()
         for path in [*after, *(path for path in before if path not in after)]:
             if path not in before or path not in after or before[path] != after[path]:

@@ -87,8 +87,8 @@ class EquinoxStep(FilteredStep[P, R]):
     plan."""
 
     def place(self, *states: Any, example: Sequence[Any]) -> Any:
-        """Puts existing states onto the plan (copies: the originals stay usable). Returns one state, or a tuple of
-        them."""
+        """Puts existing `states` onto the plan (copies: the originals stay usable). `example`: all other arguments of
+        the step, in order. Returns one state, or a tuple of them."""
         call = self._pack(self._arguments(states, example))
         moved = call.step.place(*(call.args[n] for n in call.state_numbers), example=call.example)
         placed = call.rebuild(jax.tree.leaves(moved))
@@ -103,10 +103,13 @@ class EquinoxStep(FilteredStep[P, R]):
         static_argnums: Positions = (),
         static_argnames: str | Sequence[str] = (),
     ) -> EquinoxStep[Q, S]:
-        """A step on the same mesh and layouts that returns no state (evaluation, prediction). Nothing is donated.
+        """Makes a step of `fn` on the same mesh and layouts that returns no state (evaluation, prediction). Nothing is
+        donated.
 
-        The defaults suit `evaluate(model, batch)`; with an `eqx.nn.State`, `evaluate(model, state, batch)`, give
-        `state_argnums=(0, 1)` and `batch_argnums=2`. The layouts are those of the plan that this step used last."""
+        The defaults of `state_argnums` and `batch_argnums` suit `evaluate(model, batch)`; with an `eqx.nn.State`,
+        `evaluate(model, state, batch)`, give `state_argnums=(0, 1)` and `batch_argnums=2`. `static_argnums` and
+        `static_argnames` are as in `jax.jit`. The layouts are those of the plan that this step used last.
+        """
         options = make_options(fn, state_argnums, batch_argnums, static_argnums, static_argnames, None)
         return EquinoxStep(fn, options, self._keywords, parent=self)
 
@@ -173,10 +176,12 @@ def _static_leaves(halves: Sequence[Half], names: Sequence[str]) -> dict[str, An
 
 
 def value_and_grad(fun: Callable | None = None, has_aux: bool = False, *, microbatches: int | None = None) -> Callable:
-    """`eqx.filter_value_and_grad`, as a boundary that a parallel step can see (`splitjax.value_and_grad`).
+    """Differentiates as `eqx.filter_value_and_grad` does, as a boundary that a parallel step can see
+    (`splitjax.value_and_grad`).
 
-    Differentiates with respect to the floating-point arrays of the first argument. The gradient has that argument's
-    structure, with None in place of everything else. Auxiliary results may hold anything.
+    Differentiates `fun` with respect to the floating-point arrays of the first argument. The gradient has that
+    argument's structure, with None in place of everything else. With `has_aux`, `fun` returns (value, auxiliary
+    results), which may hold anything. `microbatches`: as `splitjax.value_and_grad`.
     """
     if fun is None:
         return functools.partial(value_and_grad, has_aux=has_aux, microbatches=microbatches)
@@ -211,7 +216,8 @@ def value_and_grad(fun: Callable | None = None, has_aux: bool = False, *, microb
 
 
 def grad(fun: Callable | None = None, has_aux: bool = False, *, microbatches: int | None = None) -> Callable:
-    """`eqx.filter_grad`, as a boundary that a parallel step can see. See `value_and_grad`.
+    """Differentiates as `eqx.filter_grad` does, as a boundary that a parallel step can see. `fun`, `has_aux` and
+    `microbatches` are those of `value_and_grad`.
 
     Returns a function that gives the gradient, or (gradient, aux) with `has_aux`.
     """

@@ -28,7 +28,7 @@ class MeshShape:
 
     @classmethod
     def of(cls, mesh: Mesh | Mapping[str, int] | MeshShape) -> MeshShape:
-        """Reads the shape of a `jax.sharding.Mesh` or of a mapping axis -> size. Raises `MeshError` for anything
+        """Reads the shape of `mesh`: a `jax.sharding.Mesh` or a mapping axis -> size. Raises `MeshError` for anything
         else."""
         if isinstance(mesh, MeshShape):
             return mesh

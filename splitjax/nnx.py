@@ -149,8 +149,8 @@ class NNXStep(FilteredStep[P, R]):
         self._statics: dict[Any, _StaticObjects] = {}
 
     def place(self, *states: Any, example: Sequence[Any]) -> Any:
-        """Moves the objects' arrays onto the plan, in place. Returns the states: the same objects, and plain states
-        moved."""
+        """Moves the arrays of the `states` onto the plan, in place. `example`: all other arguments of the step, in
+        order. Returns the states: the same objects, and plain states moved."""
         call = self._pack(self._arguments(states, example))
         moved: Any = call.step.place(*(call.args[n] for n in call.state_numbers), example=call.example)
         objects, *plain = moved if len(call.state_numbers) > 1 else (moved,)
@@ -169,11 +169,14 @@ class NNXStep(FilteredStep[P, R]):
         static_argnums: Positions = (),
         static_argnames: str | Sequence[str] = (),
     ) -> NNXStep[Q, S]:
-        """A step on the same mesh and layouts for evaluation and prediction. Nothing is donated. What it changes in its
-        objects (metrics, random streams) is written back.
+        """Makes a step of `fn` on the same mesh and layouts for evaluation and prediction. Nothing is donated. What it
+        changes in its objects (metrics, random streams) is written back.
 
-        The layouts are those of the plan that this step used last: an object has that of the object of its argument's
-        name there, or else of the first one that holds variables at all of its paths."""
+        `state_argnums` and `batch_argnums` are found as for the training step unless given; `static_argnums` and
+        `static_argnames` are as in `jax.jit`. The layouts are those of the plan that this step used last: an object has
+        that of the object of its argument's name there, or else of the first one that holds variables at all of its
+        paths.
+        """
         options = make_options(fn, state_argnums, batch_argnums, static_argnums, static_argnames, None)
         given = _Given(state_argnums is not None, batch_argnums is not None)
         return NNXStep(fn, options, self._keywords, None, given, parent=self)

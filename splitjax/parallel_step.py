@@ -82,7 +82,7 @@ class ParallelStep(Generic[P, R]):
 
     @property
     def options(self) -> Options:
-        """Which arguments are states, batches and static, and which results are states."""
+        """Says which arguments are states, batches and static, and which results are states."""
         return self._recipe.options
 
     @property
@@ -143,9 +143,9 @@ class ParallelStep(Generic[P, R]):
     @overload
     def lower(self, *args: Any, **kwargs: Any) -> Any: ...
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As `jax.jit(fn).lower`: `.compile()`, `.as_text()`, `.compile().memory_analysis()`. With another `sync` than
-        `"dense"` the program returns `(result, observed)`, and where values are rounded it also takes and returns
-        residuals (docs/sparse.md)."""
+        """Lowers the step for these arguments as `jax.jit(fn).lower` does: `.compile()`, `.as_text()`,
+        `.compile().memory_analysis()`. With another `sync` than `"dense"` the program returns `(result, observed)`, and
+        where values are rounded it also takes and returns residuals (docs/sparse.md)."""
         args = positional(self._recipe.fn, args, kwargs)
         entry = self._programs.entry(args)
         return entry.program(self._programs.kept.num_steps).lower(*entry.operands(args, entry.residuals))
@@ -178,8 +178,8 @@ class ParallelStep(Generic[P, R]):
     def verify(
         self, *args: Any, sizes: VerifySizes = "shrunken", own_precision: bool = False, **kwargs: Any
     ) -> Verification:
-        """Whether the step computes the numbers of one device: loss, auxiliary values, every gradient and every new
-        state leaf, in float64.
+        """Compares the step with one device: loss, auxiliary values, every gradient and every new state leaf, in
+        float64.
 
         `step.verify(state, batch)`: arrays or `ShapeDtypeStruct`s; no state is consumed. The step runs under its plan
         and on one device of the mesh without any plan. A difference beyond 1e-9 of a value's largest entry is an error,
@@ -194,7 +194,8 @@ class ParallelStep(Generic[P, R]):
         **Returns** a `Verification`: prints as a table, `.ok`, `.findings`, `to_json()`, `raise_if_wrong()`
         (docs/verify.md).
 
-        Raises `OptionError` for other `sizes`, `DonatedStateError` for a state that is gone."""
+        Raises `OptionError` for other `sizes`, `DonatedStateError` for a state that is gone.
+        """
         from splitjax.verify import verify_step  # it is loaded when it is first used
 
         args = positional(self._recipe.fn, args, kwargs)
@@ -202,7 +203,7 @@ class ParallelStep(Generic[P, R]):
         return verify_step(self._recipe, self.mesh, self._programs.entry(args), sizes, own_precision)
 
     def profile(self, *args: Any, num_workers: int | None = None, **kwargs: Any) -> Profile:
-        """How sparse every gradient is over the workers: density, overlap, densification, skewness (Zen, arXiv
+        """Measures how sparse every gradient is over the workers: density, overlap, densification, skewness (Zen, arXiv
         2309.13254, section 2).
 
         `step.profile(state, batches)`: the step's arguments with an iterable of batches (values, not shapes) in place
@@ -224,8 +225,8 @@ class ParallelStep(Generic[P, R]):
     def advise(
         self, *args: Any, backprop: PartialBackprop | None = None, link: Link | None = None, **kwargs: Any
     ) -> Advice:
-        """What partial backpropagation would save and cost on this step, beside a smaller batch of equal cost; it says
-        which to use.
+        """Measures what partial backpropagation would save and cost on this step, beside a smaller batch of equal cost;
+        it says which to use.
 
         `step.advise(state, batches, backprop)`: the step's arguments with an iterable of batches (values, not shapes)
         in place of each batch, then what is asked about (by default what the step was decorated with). Measures on one
@@ -258,7 +259,7 @@ class ParallelStep(Generic[P, R]):
         stages: bool | None = None,
         **kwargs: Any,
     ) -> JobProfile:
-        """What one iteration of this step costs each worker, measured, as a profile for `splitjax.schedule`: forward
+        """Measures what one iteration of this step costs each worker, as a profile for `splitjax.schedule`: forward
         seconds, backward seconds, memory and gradient bytes of every depth at which its backward pass can end, the
         update, and the exchange.
 
@@ -328,12 +329,13 @@ class ParallelStep(Generic[P, R]):
     @overload
     def place(self, *states: *States, example: Sequence[Any]) -> tuple[*States]: ...
     def place(self, *states: Any, example: Sequence[Any]) -> Any:
-        """Puts existing states onto the plan (copies: the originals stay usable). Returns one state, or a tuple of
-        them."""
+        """Puts existing `states` onto the plan (copies: the originals stay usable). `example`: all other arguments of
+        the step, in order. Returns one state, or a tuple of them."""
         return place_state(self._programs.entry, self._recipe, self.mesh, states, example)
 
     def abstract_state(self, init_fn: Callable[..., Any], *init_args: Any, example: Sequence[Any]) -> Any:
-        """The states as `ShapeDtypeStruct`s with their shardings, for one's own orbax restore; nothing is computed."""
+        """Describes the states that `init_fn(*init_args)` makes as `ShapeDtypeStruct`s with their shardings, for one's
+        own orbax restore. `example`: all other arguments of the step, in order. Nothing is computed."""
         return abstract_state(self._programs.entry, self._recipe, self.mesh, init_fn, init_args, example)
 
     def like(
@@ -345,8 +347,9 @@ class ParallelStep(Generic[P, R]):
         static_argnums: Positions = (),
         static_argnames: str | Sequence[str] = (),
     ) -> ParallelStep[Q, S]:
-        """A step on the same mesh and layouts that returns no state (evaluation, prediction). Nothing is donated. State
-        and batch positions are this step's unless given. The layouts are those of the plan that this step used last."""
+        """Makes a step of `fn` on the same mesh and layouts that returns no state (evaluation, prediction). Nothing is
+        donated. `state_argnums` and `batch_argnums` are this step's unless given; `static_argnums` and
+        `static_argnames` are as in `jax.jit`. The layouts are those of the plan that this step used last."""
         mine = self._recipe.options
         options = make_options(
             fn,
@@ -360,9 +363,9 @@ class ParallelStep(Generic[P, R]):
         return ParallelStep(recipe, None, parent=self)
 
     def carried(self) -> Carried:
-        """What the step keeps between its calls besides its states: how tables are synchronised, what was seen of them,
-        what rounding on the wire took away, and whose turn it is in partial backpropagation (docs/checkpoints.md).
-        Waits for the last call. In a run of several processes all of them ask."""
+        """Returns what the step keeps between its calls besides its states: how tables are synchronised, what was seen
+        of them, what rounding on the wire took away, and where partial backpropagation stands in its depth schedule
+        (docs/checkpoints.md). Waits for the last call. In a run of several processes all of them ask."""
         return self._programs.carried()
 
     def resume(self, carried: Carried | None) -> None:

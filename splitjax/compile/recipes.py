@@ -1,4 +1,4 @@
-"""From what a decorator was told to a checked `Recipe`.
+"""Makes a checked `Recipe` of what a decorator was told.
 
 A step and the options as the user wrote them come in; what every later room relies on comes out, or a typed error that
 names the option. It stands apart from `splitjax.compile.entry` because that builds programs, and a mistake in an option

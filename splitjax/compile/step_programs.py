@@ -102,9 +102,9 @@ class StepPrograms:
         return entry
 
     def run(self, entry: Entry, args: tuple[Any, ...]) -> Any:
-        """Runs the program that an entry has for the next step on a call's arguments, and keeps what it observed and
-        what rounding took away. Returns the step's result. Raises `SignatureChanged` where the arguments are not the
-        entry's."""
+        """Runs the program that `entry` has for the next step on the arguments `args` of a call, and keeps what it
+        observed and what rounding took away. Returns the step's result. Raises `SignatureChanged` where the arguments
+        are not the entry's."""
         program = entry.program(self.kept.num_steps)
         if entry.sparse is None:
             result = program(*args)

@@ -46,10 +46,11 @@ class CallLog:
 
 
 def look_at_states(args: Sequence[Any], state_argnums: Sequence[int]) -> tuple[int | None, bool]:
-    """Looks at the states among `args` before they are given away.
+    """Looks at the states among `args`, at the positions `state_argnums`, before they are given away.
 
     Returns the number of the first argument that holds a consumed array (None if none does; a sample of its leaves is
-    looked at), and whether any array stands in the states a second time."""
+    looked at), and whether any array stands in the states a second time.
+    """
     seen: set[int] = set()
     count = 0
     for number in state_argnums:
