@@ -86,7 +86,7 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Binds the primitive of `eqn` to new `operands`, as JAX's own interpreter does. Returns a list of results, always."""
+    """Binds the primitive of `eqn` to new `operands`, as JAX's own interpreter does. Returns a list."""
     bound = eqn.primitive.get_bind_params(eqn.params)
     if isinstance(bound, tuple):
         subfuns, params = bound
@@ -119,7 +119,7 @@ def source_line(eqn: Any) -> str:
 
 
 def name_stack(eqn: Any) -> str:
-    """Returns the `jax.named_scope` path of `eqn`, such as `VGG/Conv_0`; empty where a library gives none (Flax NNX)."""
+    """Returns the `jax.named_scope` path of `eqn`, such as `VGG/Conv_0`; empty where there is none (Flax NNX)."""
     return str(getattr(eqn.source_info, "name_stack", ""))
 
 
@@ -378,7 +378,7 @@ def metadata_in_cache_key() -> Iterator[None]:
 
 
 def serialized_modules(compiled: Any) -> list[bytes]:
-    """Returns the optimised HLO modules of `compiled`, a `jax.stages.Compiled`, each as a serialised `HloModuleProto`."""
+    """Returns the optimised HLO modules of `compiled` (`jax.stages.Compiled`), each a serialised `HloModuleProto`."""
     return [module.as_serialized_hlo_module_proto() for module in compiled.runtime_executable().hlo_modules()]
 
 

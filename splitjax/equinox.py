@@ -27,7 +27,8 @@ import jax
 import jax.numpy as jnp
 
 from splitjax import _filtered
-from splitjax._filtered import Call, FilteredStep
+from splitjax._filtered import FilteredStep
+from splitjax._filtered_call import Call, attach, detach, signature
 from splitjax._static import ARRAY, Fixed, Half, Static, is_array, partition
 from splitjax.lower import gradient
 from splitjax.step.arguments import Default, call_with, check_batch, leaf_path, make_options, with_static_defaults
@@ -140,16 +141,16 @@ class EquinoxStep(FilteredStep[P, R]):
         return Call(step, (static, *dynamic), numbers, rebuild)
 
     def _unpack(self, call: Call, result: Any) -> Any:
-        return _filtered.detach(result)
+        return detach(result)
 
     def _over_arrays(self, num_args: int) -> tuple[Callable, dict[str, Any]]:
         fn, keywords, options = self._fn, self._keyword_only, self._options
 
         def over_arrays(static: _StaticHalves, *dynamic: Any) -> tuple:
             args = [half.combine(arrays) for half, arrays in zip(static.halves, dynamic, strict=True)]
-            return _filtered.attach(call_with(fn, keywords, args))
+            return attach(call_with(fn, keywords, args))
 
-        over_arrays.__signature__ = _filtered.signature(("static",), fn, num_args)
+        over_arrays.__signature__ = signature(("static",), fn, num_args)
         return over_arrays, {
             "state_argnums": tuple(n + 1 for n in options.state_argnums),
             "batch_argnums": tuple(n + 1 for n in options.batch_argnums),

@@ -6,6 +6,8 @@ All of them derive from :class:`SplitjaxError`, and also from the builtin except
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class SplitjaxError(Exception):
     """The base of all errors that splitjax raises on purpose.
@@ -18,7 +20,13 @@ class SplitjaxError(Exception):
     - `remedy`: what to do about it.
     """
 
-    def __init__(self, message: str, *, value: object = None, place: str | None = None, remedy: str | None = None):
+    message: str
+    # Whatever the user gave: a type would only stand in the way of who looks at it.
+    value: Any
+    place: str | None
+    remedy: str | None
+
+    def __init__(self, message: str, *, value: Any = None, place: str | None = None, remedy: str | None = None) -> None:
         self.message, self.value, self.place, self.remedy = message, value, place, remedy
         lines = [message]
         if value is not None:

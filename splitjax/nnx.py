@@ -27,7 +27,8 @@ import jax
 from flax import nnx
 
 from splitjax import _filtered
-from splitjax._filtered import Call, Extra, FilteredStep
+from splitjax._filtered import FilteredStep
+from splitjax._filtered_call import Call, Extra, attach, detach, signature
 from splitjax._nnx_gradient import grad, value_and_grad
 from splitjax._nnx_graph import (
     CONSTANTS,
@@ -343,9 +344,9 @@ class NNXStep(FilteredStep[P, R]):
                 }
             else:
                 new = Arrays(groups[0].paths, new)
-            return (new, made, *_filtered.attach(result, more=(changes, made_graph)))
+            return (new, made, *attach(result, more=(changes, made_graph)))
 
-        over_arrays.__signature__ = _filtered.signature(("graph", "state", "constants", "read"), fn, num_args)
+        over_arrays.__signature__ = signature(("graph", "state", "constants", "read"), fn, num_args)
         given = self.options.state_outnums
         outnums = None if given is None else (0, *(n + 2 for n in given))
         return over_arrays, {
@@ -363,7 +364,7 @@ class NNXStep(FilteredStep[P, R]):
         for path, value in changes:
             assign(call.more.objects, path, value)
         made_objects = nnx.unflatten(made_graph, list(made)) if made else ()
-        return fill(_filtered.detach(rest), call.more.objects, made_objects)
+        return fill(detach(rest), call.more.objects, made_objects)
 
     def _write(self, call: Call, new: Sequence[Any] | dict[int, Any]) -> None:
         """Puts new values into the variables. Values of a step made by `like` go where its next call wants them."""

@@ -50,6 +50,7 @@ ROOMS = (
     "verify",
     "parallel_step",
     "parallelize",
+    "_filtered_call",
     "_filtered",
     "_nnx_graph",
     "_nnx_gradient",

@@ -1,4 +1,4 @@
-"""What the kernels share: the filler, checks of operands, and the choice of a kernel by lowering platform."""
+"""Shares among the kernels the filler, checks of operands, and the choice of a kernel by lowering platform."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ceil_div(number: int, by: int) -> int:
 
 
 def round_up(number: int, to: int) -> int:
-    """The next multiple of `to`."""
+    """Returns `number` rounded up to the next multiple of `to`."""
     return ceil_div(number, to) * to
 
 
@@ -46,7 +46,7 @@ def dispatch(
     reference: Callable[..., Any], *operands: Any, tpu: Callable[..., Any] | None, gpu: Callable[..., Any] | None
 ) -> Any:
     """Evaluates the function made for the platform that the program is lowered for, which need not be the one it is
-    traced on.
+    traced on: `tpu` or `gpu` (None: there is no kernel), else `reference`, on `operands`.
 
     A kernel has to stand where every mesh axis is manual: XLA does not partition it. Where the mesh in use has other
     axes, the reference is evaluated.
@@ -64,8 +64,8 @@ def dispatch(
 
 
 def partitions_nothing() -> bool:
-    """Whether no axis of the mesh in use (inside `shard_map` or under `jax.set_mesh`) is left to XLA to partition
-    over."""
+    """Returns whether no axis of the mesh in use (inside `shard_map` or under `jax.set_mesh`) is left to XLA to
+    partition over."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.empty or all(kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types)
 
@@ -73,8 +73,8 @@ def partitions_nothing() -> bool:
 def check_vector(
     name: str, array: Any, *, kinds: str = "i", bits: tuple[int, ...] = (32,), ranks: tuple[int, ...] = (1,)
 ) -> None:
-    """Refuses what is not a vector of the wanted dtypes. `kinds`: numpy's letters (b, i, u); `bits`: of an entry;
-    `ranks`: 2 for several.
+    """Refuses an `array`, the operand `name`, that is not a vector of the wanted dtypes. `kinds`: numpy's letters (b,
+    i, u); `bits`: of an entry; `ranks`: 2 for several.
 
     Raises `KernelError`.
     """
@@ -87,12 +87,13 @@ def check_vector(
 
 
 def check_matrix(name: str, array: Any) -> None:
-    """Refuses what is not a matrix, of whatever dtype. Raises `KernelError`."""
+    """Refuses an `array`, the operand `name`, that is not a matrix, of whatever dtype. Raises `KernelError`."""
     _check(name, array, 2)
 
 
 def check_rows(name: str, array: Any, *, floating: bool = False) -> None:
-    """Refuses what is not a matrix of rows of 16- or 32-bit numbers. Raises `KernelError`."""
+    """Refuses an `array`, the operand `name`, that is not a matrix of rows of 16- or 32-bit numbers; where `floating`,
+    of integers too. Raises `KernelError`."""
     _check(name, array, 2)
     dtype = jnp.dtype(array.dtype)
     is_float = jnp.issubdtype(dtype, jnp.floating)
@@ -102,7 +103,8 @@ def check_rows(name: str, array: Any, *, floating: bool = False) -> None:
 
 
 def check_capacity(capacity: Any) -> None:
-    """Refuses a number of slots that is not a static, non-negative integer. Raises `KernelError`."""
+    """Refuses a `capacity`, the number of slots of a result, that is not a static, non-negative integer. Raises
+    `KernelError`."""
     if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 0:
         raise KernelError(
             "a capacity is the static number of slots of a result",
@@ -126,7 +128,7 @@ def _check(name: str, array: Any, *ranks: int) -> None:
 
 
 def has_tpu_rows(table: jax.Array, num_rows: int) -> bool:
-    """Whether a TPU kernel gains by copying so many single rows of a table.
+    """Returns whether a TPU kernel gains by copying `num_rows` single rows of `table`.
 
     - 32-bit rows: in tiles of 16-bit numbers two rows share a word.
     - At least 16 numbers wide: a kernel's operands are padded to 128 lanes.
@@ -139,15 +141,16 @@ def has_tpu_rows(table: jax.Array, num_rows: int) -> bool:
 
 
 def rows_in_flight(table: jax.Array, num_rows: int) -> int:
-    """How many rows a TPU kernel copies at a time: few enough for 2 MiB of vector memory, a multiple of a tile."""
+    """Returns how many of the `num_rows` rows of `table` a TPU kernel copies at a time: few enough for 2 MiB of vector
+    memory, a multiple of a tile."""
     row_bytes = round_up(table.shape[1], LANES) * table.dtype.itemsize
     return min(256, round_up(num_rows, TILE_ROWS), max(TILE_ROWS, 2**21 // row_bytes // TILE_ROWS * TILE_ROWS))
 
 
 def tma_shape(table: jax.Array) -> tuple[int, ...] | None:
-    """A row's shape such that a GPU's tensor copy engine can move rows: dims of at most 256 entries, 128 bytes for
-    alignment in shared memory. None for a row that is no multiple of 128 bytes, and for other numbers than 16- and
-    32-bit ones."""
+    """Returns the shape of a row of `table` with which a GPU's tensor copy engine can move rows: dims of at most 256
+    entries, 128 bytes for alignment in shared memory. None for a row that is no multiple of 128 bytes, and for other
+    numbers than 16- and 32-bit ones."""
     if jnp.dtype(table.dtype).itemsize not in (2, 4):
         return None
     width, unit = table.shape[1], 128 // table.dtype.itemsize

@@ -40,7 +40,8 @@ def decode(words: jax.Array, capacity: int, filler: int = FILLER) -> tuple[jax.A
 
 
 def ranks(words: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """How many bits are set before each word, of the shape of `words`, and in all of them, int32[] or int32[sets].
+    """Counts how many bits are set before each word, of the shape of `words`, and in all of them, int32[] or
+    int32[sets].
 
     The directory that makes ranks and ids of a set look-ups. Raises `KernelError` for other operands than those of
     `decode`.
@@ -52,14 +53,14 @@ def ranks(words: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def decode_reference(words: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """`decode` by `jnp.nonzero` over all bits."""
+    """Evaluates `decode` of `words` and `capacity` by `jnp.nonzero` over all bits."""
     bits = (words[:, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     (ids,), count = jnp.nonzero(bits.reshape(-1), size=capacity), bits.sum(dtype=jnp.int32)
     return jnp.where(jnp.arange(capacity) < count, ids.astype(jnp.int32), FILLER), count
 
 
 def ranks_reference(words: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`ranks` in plain JAX."""
+    """Evaluates `ranks` of `words` in plain JAX."""
     counts = lax.population_count(words).astype(jnp.int32)
     before = running_sum(counts, exclusive=True)
     return before, before[..., -1] + counts[..., -1]
@@ -72,13 +73,14 @@ def _ranks_tpu_of_sets(words: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def of_each_set(before: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`ranks` of sets from those of all their words as one: what the sets before hold is taken off again."""
+    """Returns the `ranks` of sets from `before` and `count`, those of all their words as if they were a single set:
+    what the sets before hold is taken off again."""
     first = before[..., 0]
     return before - first[..., None], jnp.append(first.reshape(-1)[1:], count).reshape(first.shape) - first
 
 
 def ranks_tpu(words: jax.Array, *, interpret: Any = False) -> tuple[jax.Array, jax.Array]:
-    """`ranks` of one set as a TPU kernel, for at least one word, in one pass.
+    """Evaluates `ranks` of one set, `words` (at least one), as a TPU kernel in one pass.
 
     Running sums along lanes and rows are products with triangular matrices of ones, exact in float32 below 2^24 (a
     block has 2^20 bits); what earlier blocks hold is carried in scalar memory. `interpret`: as of `pallas_call`.
@@ -123,7 +125,8 @@ def _ones_where(size, holds):
 
 
 def select(words: jax.Array, before: jax.Array, count: jax.Array, capacity: int, filler: int = FILLER) -> jax.Array:
-    """The ids of the first slots: what `decode` returns, from the bitmaps and what `ranks` says of them."""
+    """Returns the ids of the first `capacity` slots, with `filler` behind the last: what `decode` returns, from the
+    bitmaps `words` and the `before` and `count` that `ranks` says of them."""
     check_capacity(capacity)
     if 0 in words.shape or capacity == 0:
         return jnp.full((*words.shape[:-1], capacity), filler, jnp.int32)

@@ -78,13 +78,13 @@ def _below(ids: jax.Array, size: int) -> jax.Array:
 
 
 def encode_reference(presence: jax.Array) -> jax.Array:
-    """`encode` in plain JAX."""
+    """Evaluates `encode` of `presence` in plain JAX."""
     octets = jnp.packbits(pad_rows(presence, 32 * ceil_div(presence.shape[0], 32)), bitorder="little")
     return lax.bitcast_convert_type(octets.reshape(-1, 4), jnp.uint32)
 
 
 def encode_tpu(presence: jax.Array, *, interpret: Any = False) -> jax.Array:
-    """`encode` as a TPU kernel, for n >= 1.
+    """Evaluates `encode` of `presence` as a TPU kernel, for n >= 1.
 
     A word's 32 entries lie side by side in a register, where adding up is slow. The matrix unit does it: a product with
     powers of two makes a byte of 8 entries (exact: sums below 256 of bfloat16 products). The weights put byte k of word

@@ -65,7 +65,7 @@ def exchange_rows(values: jax.Array, rows: jax.Array, counts: jax.Array, incomin
 def exchange_reference(
     values: jax.Array, rows: jax.Array, counts: jax.Array, incoming: jax.Array, *, axis: str
 ) -> jax.Array:
-    """`exchange_rows` in plain JAX."""
+    """Evaluates `exchange_rows` of `values`, `rows`, `counts` and `incoming` over `axis` in plain JAX."""
     packed = gather_reference(values, _counted(rows, counts).reshape(-1)).reshape(*rows.shape, -1)
     return lax.all_to_all(packed, axis, 0, 0)
 
@@ -95,8 +95,8 @@ exchange_rows.defvjp(_forward, _backward)
 
 
 def exchange_counts(counts: jax.Array, axis: str) -> jax.Array:
-    """What each device of a mesh axis has to say to each: int32[devices], one for each receiver -> int32[devices], one
-    for each sender."""
+    """Tells each device of the mesh axis `axis` what every device has for it. `counts`: int32[devices], an entry for
+    each receiver. Returns int32[devices], an entry for each sender."""
     check_vector("counts", counts)
     return lax.all_to_all(counts, axis, 0, 0, tiled=True)
 
@@ -111,7 +111,8 @@ def exchange_tpu(
     chunk: int | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """`exchange_rows` as one TPU kernel, for at least one row and slot.
+    """Evaluates `exchange_rows` of `values`, `rows`, `counts` and `incoming` over `axis` as one TPU kernel, for at
+    least one row and slot.
 
     16-bit rows travel as half as many 32-bit words. `chunk`: rows sent at a time, a multiple of 8; `interpret`: as of
     `pallas_call`.
@@ -135,8 +136,9 @@ def push_tpu(
     chunk: int | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """The kernel of `exchange_tpu`: [devices, slots, width], slots a multiple of the chunk. What no chunk reached is
-    undefined."""
+    """Runs the kernel of `exchange_tpu` on rows of 32-bit `words`; `rows`, `counts`, `incoming`, `axis`, `chunk` and
+    `interpret` are those of `exchange_tpu`. Returns [devices, slots, width], slots a multiple of the chunk. What no
+    chunk reached is undefined."""
     (devices, capacity), width = rows.shape, words.shape[1]
     chunk = chunk or _chunk_rows(capacity, width)
     slots = round_up(capacity, chunk)

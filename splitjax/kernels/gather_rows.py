@@ -55,7 +55,7 @@ def gather_rows(table: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def gather_reference(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """`gather_rows` in plain JAX."""
+    """Evaluates `gather_rows` of `table` and `rows` in plain JAX."""
     if table.shape[0] == 0:
         return jnp.zeros((rows.shape[0], table.shape[1]), table.dtype)
     return table.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
@@ -75,7 +75,7 @@ gather_rows.defvjp(_forward, _backward)
 
 
 def gather_tpu(table: jax.Array, rows: jax.Array, *, block: int | None = None, interpret: Any = False) -> jax.Array:
-    """`gather_rows` as a TPU kernel, for 32-bit rows, at least one of them.
+    """Evaluates `gather_rows` of `table` and `rows` as a TPU kernel, for 32-bit rows, at least one of them.
 
     Blocks of rows, two deep: the copies of the next block are under way while this one is waited for. `block`: rows in
     one, a multiple of 8; `interpret`: as of `pallas_call`.
@@ -123,8 +123,8 @@ def _tpu_kernel(rows, next_rows, table, gathered, buffer, started, semaphore, *,
 
 
 def start_copies(table, rows, buffer, semaphore):
-    """In a TPU kernel: starts to copy a block of rows into a buffer, zeros where a number is outside. Returns how many
-    copies."""
+    """In a TPU kernel: starts to copy a block of `rows` of `table` into `buffer`, zeros where a number is outside;
+    `semaphore` counts the bytes that arrived. Returns how many copies."""
     num_rows = table.shape[0]
 
     def body(place, count):
@@ -145,7 +145,8 @@ def start_copies(table, rows, buffer, semaphore):
 
 
 def wait_for_copies(table, buffer, semaphore, count):
-    """In a TPU kernel: waits for that many of the copies that `start_copies` began."""
+    """Waits, in a TPU kernel, for `count` of the copies that `start_copies` began with this `table`, `buffer` and
+    `semaphore`."""
     # The semaphore counts bytes, so that copies that fill the buffer can be waited for at once.
     is_full = count == buffer.shape[0]
 
@@ -163,7 +164,8 @@ def wait_for_copies(table, buffer, semaphore, count):
 
 
 def gather_gpu(table: jax.Array, rows: jax.Array, *, interpret: Any = None) -> jax.Array:
-    """`gather_rows` as a Mosaic GPU kernel, for rows that `tma_shape` can lay out, at least one of them.
+    """Evaluates `gather_rows` of `table` and `rows` as a Mosaic GPU kernel, for rows that `tma_shape` can lay out, at
+    least one of them.
 
     A program brings a block of rows into shared memory, each by one bulk tensor copy, and writes them out together.
     Several programs share a multiprocessor, so that some read while others write. A number outside copies a row of

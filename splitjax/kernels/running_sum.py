@@ -22,7 +22,7 @@ _SHORTEST, _LONG = 4 * _COLUMNS, 32 * _COLUMNS
 
 
 def running_sum(values: jax.Array, *, exclusive: bool = False) -> jax.Array:
-    """The sums of all entries up to each, along the last dim: integers [*lead, n] -> [*lead, n] of the same dtype.
+    """Adds up all `values` up to each, along the last dim: integers [*lead, n] -> [*lead, n] of the same dtype.
 
     `exclusive`: of those before each, as a table to look up in: on CPU it is memory, not code that every look-up
     evaluates.
@@ -39,13 +39,13 @@ def running_sum(values: jax.Array, *, exclusive: bool = False) -> jax.Array:
 
 
 def cumulated(values: jax.Array, *, exclusive: bool = False) -> jax.Array:
-    """`running_sum` by `jnp.cumsum`."""
+    """Evaluates `running_sum` of `values`, `exclusive` or not, by `jnp.cumsum`."""
     sums = jnp.cumsum(values, axis=-1, dtype=values.dtype)
     return sums - values if exclusive else sums
 
 
 def by_columns(values: jax.Array, *, exclusive: bool = False) -> jax.Array:
-    """`running_sum` as a loop over columns."""
+    """Evaluates `running_sum` of `values`, `exclusive` or not, as a loop over columns."""
     *lead, n = values.shape
     num_rows = ceil_div(n, _COLUMNS)
     rows = jnp.pad(values, [*[(0, 0)] * len(lead), (0, num_rows * _COLUMNS - n)]).reshape(*lead, num_rows, _COLUMNS)
@@ -59,7 +59,7 @@ def by_columns(values: jax.Array, *, exclusive: bool = False) -> jax.Array:
 
 
 def by_blocks(values: jax.Array) -> jax.Array:
-    """`running_sum` by blocks, and by columns over their totals."""
+    """Evaluates `running_sum` of `values` by blocks, and by columns over their totals."""
     *lead, n = values.shape
     num_blocks = ceil_div(n, _BLOCK)
     sums = jnp.pad(values, [*[(0, 0)] * len(lead), (0, num_blocks * _BLOCK - n)]).reshape(*lead, num_blocks, _BLOCK)

@@ -65,7 +65,7 @@ def scatter_rows(table: jax.Array, rows: jax.Array, values: jax.Array, is_sorted
 
 
 def scatter_reference(table: jax.Array, rows: jax.Array, values: jax.Array, *, is_sorted: bool = False) -> jax.Array:
-    """`scatter_rows` in plain JAX."""
+    """Evaluates `scatter_rows` of `table`, `rows` and `values` in plain JAX; `is_sorted` as there."""
     # Different indices for fillers too: what is promised to be unique has to be so out of bounds as well.
     outside = (rows < 0) | (rows >= table.shape[0])
     fillers = table.shape[0] + jnp.arange(rows.shape[0], dtype=jnp.int32)
@@ -92,8 +92,8 @@ scatter_rows.defvjp(_forward, _backward)
 def scatter_tpu(
     table: jax.Array, rows: jax.Array, values: jax.Array, *, block: int | None = None, interpret: Any = False
 ) -> jax.Array:
-    """`scatter_rows` as a TPU kernel, for 32-bit rows, at least one of them. `block` and `interpret`: as of
-    `gather_tpu`."""
+    """Evaluates `scatter_rows` of `table`, `rows` and `values` as a TPU kernel, for 32-bit rows, at least one of them.
+    `block` and `interpret`: as of `gather_tpu`."""
     width = table.shape[1]
     block = block or rows_in_flight(table, rows.shape[0])
     padded = pad_rows(rows, round_up(rows.shape[0], block), -1).reshape(-1, 1, block)

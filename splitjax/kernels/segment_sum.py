@@ -115,7 +115,8 @@ _sums.defvjp(_forward, _backward)
 
 
 def sums_reference(values: jax.Array, ranks: jax.Array, *, capacity: int) -> jax.Array:
-    """float32[capacity, width]: the sums of the rows of each rank below `capacity`, in plain JAX."""
+    """Adds up the rows of `values` of each of the `ranks` below `capacity`, in plain JAX. Returns float32[capacity,
+    width]."""
     slots = jnp.where(ranks < 0, capacity, ranks)
     nothing = jnp.zeros((capacity, values.shape[1]), jnp.float32)
     return nothing.at[slots].add(values.astype(jnp.float32), mode="drop", indices_are_sorted=True)
@@ -124,7 +125,8 @@ def sums_reference(values: jax.Array, ranks: jax.Array, *, capacity: int) -> jax
 def sums_tpu(
     values: jax.Array, ranks: jax.Array, *, capacity: int, block: int = 128, interpret: Any = False
 ) -> jax.Array:
-    """`sums_reference` as a TPU kernel, for at least one row; rows behind the last sum are undefined.
+    """Evaluates `sums_reference` of `values`, `ranks` and `capacity` as a TPU kernel, for at least one row; rows behind
+    the last sum are undefined.
 
     A block's results start at its first rank, rounded down to a tile of 8 rows. Each block writes its window of results
     whole, after the one before it, and takes over the sums of the tile that both share, so that the order of writes
@@ -228,8 +230,8 @@ def _tpu_kernel(ranks, scalar_ranks, first_rank, values, sums, windows, rows, la
 
 
 def sums_gpu(values: jax.Array, ranks: jax.Array, *, capacity: int, interpret: Any = None) -> jax.Array:
-    """`sums_reference` in Mosaic GPU kernels, for a width of a multiple of 128 and at least one row; sums of ranks that
-    no row has are undefined.
+    """Evaluates `sums_reference` of `values`, `ranks` and `capacity` in Mosaic GPU kernels, for a width of a multiple
+    of 128 and at least one row; sums of ranks that no row has are undefined.
 
     A program walks along a block of rows and writes each sum when its run of equal ranks ends. Runs that cross a border
     of blocks go to a list of parts instead, two for each block, which the next round adds up in the same way.

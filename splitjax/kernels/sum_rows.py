@@ -70,13 +70,14 @@ sum_rows.defvjp(_forward, _backward)
 
 
 def sum_reference(values: jax.Array, slots: jax.Array, *, capacity: int) -> jax.Array:
-    """`sum_rows` in plain JAX."""
+    """Evaluates `sum_rows` of `values`, `slots` and `capacity` in plain JAX."""
     nothing = jnp.zeros((capacity, values.shape[1]), values.dtype)
     return nothing.at[slots].add(values, mode="drop", wrap_negative_indices=False)
 
 
 def sum_by_sorting(values: jax.Array, slots: jax.Array, *, capacity: int, has_no_gaps: bool = False) -> jax.Array:
-    """`sum_rows` by the kernels for rows in order; float32, bfloat16 or float16."""
+    """Evaluates `sum_rows` of `values`, `slots` and `capacity` by the kernels for rows in order; float32, bfloat16 or
+    float16. `has_no_gaps`: as of `sum_rows`."""
     outside = (slots < 0) | (slots >= capacity)
     positions = jnp.arange(slots.shape[0], dtype=jnp.int32)
     ascending, order = lax.sort((jnp.where(outside, FILLER, slots), positions), num_keys=1)
