@@ -34,6 +34,7 @@ class Extra:
 
     @classmethod
     def tree_unflatten(cls, aux: Extra, children: Any) -> Extra:
+        """Returns `aux`, which is the whole of it: there are no `children`."""
         return aux
 
 

@@ -51,6 +51,7 @@ class Arrays:
 
     @classmethod
     def tree_unflatten(cls, paths: tuple[str, ...], values: Sequence[Any]) -> Arrays:
+        """Makes the values of variables at `paths` of their `values`, as JAX asks of a pytree node."""
         return cls(paths, values)
 
 
@@ -126,6 +127,7 @@ def names_in(known: Sequence[str], names: Sequence[str], paths: Sequence[Sequenc
 
 
 def is_slot(value: Any) -> bool:
+    """Returns whether `value` stands for an object."""
     return isinstance(value, Slot)
 
 
@@ -136,6 +138,7 @@ def rank(value: Any) -> int:
 
 
 def raw(leaf: Any) -> Any:
+    """Returns the array, or the pytree, that `leaf` holds: a variable, or the value itself."""
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
@@ -177,6 +180,8 @@ def same(new: Any, old: Any) -> bool:
 
 
 def refuse_changed(graph: ObjectGraph, before: Sequence[Any], after: Sequence[Any], name: str) -> None:
+    """Raises `StateError` where the step `name` changed an array of `graph` that is no state: from its value in
+    `before` to the one in `after`."""
     for path, group, old, new in zip(graph.paths, graph.groups, before, after, strict=True):
         if group != STATE and not same(new, old):
             raise StateError(
@@ -261,6 +266,7 @@ def static_changes(graph: ObjectGraph, after: Any, name: str) -> tuple[tuple[tup
 
 
 def assign(objects: Sequence[Any], path: Sequence[Any], value: Any) -> None:
+    """Sets the attribute, or the entry, at `path` within `objects` to `value`."""
     node = _at(objects, path[:-1])
     if isinstance(node, (list, dict)):
         node[path[-1]] = value

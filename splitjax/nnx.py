@@ -77,9 +77,10 @@ def parallelize(
 
 
 def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """`splitjax.parallelize` for steps that change NNX modules, optimizers, metrics and random streams in place.
+    """Decorates, as `splitjax.parallelize` does, steps that change NNX modules, optimizers, metrics and random streams
+    in place.
 
-    **Arguments:** as `splitjax.parallelize`, but
+    **Arguments:** `fn` and `options` as of `splitjax.parallelize`, but
 
     - `state_argnums`: None for all arguments that are NNX objects, or hold some. Given, it may name plain pytrees too,
       which are found again among the results; NNX objects that it leaves out are only read: whole on every device, and
