@@ -60,9 +60,9 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 
     **Arguments:** `fn` and `options` as of `splitjax.parallelize`, but for the defaults of `state_argnums` and
     `batch_argnums`, which suit `step(model, opt_state, batch) -> (model, opt_state, loss)`. For
-    `step(model, opt_state, x, y)` give `batch_argnums=(2, 3)`; with an `eqx.nn.State`, `step(model, state, opt_state, batch)`, give
-    `state_argnums=(0, 1, 2)` and `batch_argnums=3`. States are found again among the results by structure, whatever
-    their order.
+    `step(model, opt_state, x, y)` give `batch_argnums=(2, 3)`; with an `eqx.nn.State`,
+    `step(model, state, opt_state, batch)`, give `state_argnums=(0, 1, 2)` and `batch_argnums=3`. States are found again
+    among the results by structure, whatever their order.
 
     **Returns** an `EquinoxStep`, called like the step itself. Results that are not arrays come back as they were
     traced.
