@@ -79,7 +79,8 @@ DECORATE = "import splitjax; splitjax.parallelize(lambda state, batch: (state, 0
 def test_what_is_loaded_when_it_is_used(script, unwanted):
     loaded = in_fresh_process(f"{script}; import sys; print(*sys.modules)").split()
     assert "splitjax.step.keywords" in loaded
-    assert [name for name in loaded if name.startswith(unwanted)] == []
+    light = {"splitjax.report", "splitjax.report.registration"}  # it says who shows what, and loads neither
+    assert [name for name in loaded if name.startswith(unwanted) and name not in light] == []
 
 
 def test_what_decorates_is_loaded_by_decorating():

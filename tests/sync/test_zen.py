@@ -30,12 +30,8 @@ def test_an_index_without_a_place_is_reported(num_owners, seed):
 
 
 def test_a_serial_memory_that_suffices_loses_nothing_and_says_so():
-<<<<<<< HEAD
     """Three indices that meet in one slot under every hash: the third is in the serial memory, which has room for
     one."""
-=======
-    """Three indices that meet in one slot under every hash: the third is in the serial memory, with room for one."""
->>>>>>> 5f4ded2 (Keep the lines of Zen's tests within 120 columns)
     ids = jnp.full((3,), 7, jnp.int32)
     order, lost = hierarchical_order(jnp.zeros(3, jnp.int32), ids, 1, ROOM, NUM_HASHES)
     assert held(np.asarray(order), 3) == {0, 1, 2} and not bool(lost)
