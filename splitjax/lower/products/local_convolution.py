@@ -114,6 +114,13 @@ def evaluate_local(split: LocalConvolution, eqn: Any, operands: Sequence[jax.Arr
         return [convolve(_Convolution(here, where, eqn, data.ndim), data, weight)]
 
 
+def is_whole(split: LocalConvolution, eqn: Any, shapes: tuple[Shape, Shape], where: Where) -> bool:
+    """Whether no axis that `where` leaves splits the convolution `eqn` of data and weight of these `shapes`, as `split`
+    has it: every device along these axes computes all of it then."""
+    here = _dividing(split, eqn, shapes, where)
+    return not (here.groups or here.gathered or here.batch or here.contracted or here.features)
+
+
 def _dividing(split: LocalConvolution, eqn: Any, shapes: tuple[Shape, Shape], where: Where) -> LocalConvolution:
     """Returns the axes that split an equation here, whose data and weight have these shapes. A dim that does not divide
     by its axes is whole, and so is a dim of two kinds whose groups are not split in one piece."""

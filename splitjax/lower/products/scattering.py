@@ -26,8 +26,9 @@ from jax.sharding import PartitionSpec
 from splitjax import _compat
 from splitjax.cost.convolutions import LocalConvolution
 from splitjax.lower.products.groups import Where, scope, sum_into_parts
-from splitjax.lower.products.local_convolution import evaluate_local
+from splitjax.lower.products.local_convolution import evaluate_local, is_whole
 from splitjax.lower.products.scatter import Parts, Scatter, Summed
+from splitjax.mesh import MeshShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,9 @@ class _ScatteredProduct:
     - `scatter`: as planned. `where`: the mesh of the evaluation. `eqn`: the equation.
     - `keeps`: whether a weight that was gathered for the forward pass serves the backward pass, too.
     - `convolution`: how it is evaluated where XLA's partitioner must not be asked over the other axes.
+    - `axes`: over which the evaluation is manual: those of the examples, or all, where a convolution is whole over the
+      others. Were it a `shard_map` of its own inside that of the examples, the partitioner of JAX 0.10 would end the
+      process in some networks (VGG-16 under `megatron` with sharded state: a check in `hlo_sharding_util.cc` fails).
     """
 
     scatter: Scatter
@@ -44,6 +48,7 @@ class _ScatteredProduct:
     eqn: Any
     keeps: bool
     convolution: LocalConvolution | None
+    axes: tuple[str, ...]
 
     @property
     def data_spec(self) -> PartitionSpec:
@@ -69,7 +74,7 @@ class _ScatteredProduct:
     def local(self, data: jax.Array, weight: jax.Array) -> jax.Array:
         """Evaluates the product of a device's examples with the whole weight."""
         operands = (weight, data) if self.scatter.weight == 0 else (data, weight)
-        if self.convolution is not None:
+        if self.convolution is not None and self.axes == self.scatter.axes:
             return evaluate_local(self.convolution, self.eqn, operands, Where(self.where.mesh, self.scatter.axes))[0]
         return _compat.bind_equation(self.eqn, operands)[0]
 
@@ -93,8 +98,14 @@ def evaluate_scatter(
     - `convolution`: as the layout has it at this site; None where XLA may be asked.
     """
     with jax.named_scope(scope("product", scatter.layer)):
-        product = _ScatteredProduct(scatter, where, eqn, rematerialised, convolution)
-        return [multiply(product, operands[scatter.data], operands[scatter.weight])]
+        data, weight = operands[scatter.data], operands[scatter.weight]
+        axes = scatter.axes
+        if convolution is not None:
+            shape = list(data.shape)
+            shape[scatter.example_dim] //= MeshShape.of(where.mesh).size(axes)
+            if is_whole(convolution, eqn, (tuple(shape), weight.shape), Where(where.mesh, axes)):
+                axes = tuple(where.mesh.axis_names)
+        return [multiply(_ScatteredProduct(scatter, where, eqn, rematerialised, convolution, axes), data, weight)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -111,9 +122,7 @@ def _forward(
         return product.local(data, whole), whole if product.keeps else None
 
     specs = (product.data_spec, product.weight_spec(weight.ndim))
-    out, whole = product.where.shard_map(local, product.scatter.axes, specs, (product.out_spec, PartitionSpec()))(
-        data, weight
-    )
+    out, whole = product.where.shard_map(local, product.axes, specs, (product.out_spec, PartitionSpec()))(data, weight)
     return out, (data, weight if whole is None else whole)
 
 
@@ -135,7 +144,7 @@ def _backward(
 
     out_specs = (product.data_spec if floating else None, PartitionSpec(scatter.axes))
     weight_spec = PartitionSpec() if product.keeps else product.weight_spec(weight.ndim)
-    run = product.where.shard_map(local, scatter.axes, (product.data_spec, weight_spec, product.out_spec), out_specs)
+    run = product.where.shard_map(local, product.axes, (product.data_spec, weight_spec, product.out_spec), out_specs)
     to_data, summands = run(data, weight, cotangent)
     # Over axes that split the weight XLA partitions the product, but would gather its result for a sum inside the same
     # shard_map. This one is manual over all axes: where some are left to XLA, its CPU backend dies of 16-bit sums

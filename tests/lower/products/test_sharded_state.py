@@ -533,3 +533,22 @@ def test_a_tpu_sums_into_parts():
 def test_the_option_is_a_bool(value):
     with pytest.raises(OptionError, match="true or false"):
         splitjax.parallelize(step_of(network), shard_state=value)
+
+
+def test_a_deep_stack_of_convolutions_where_another_axis_is_whole():
+    """VGG-16 under megatron: a `shard_map` over `model` inside that over `data` ended the process on JAX 0.10."""
+    spec = models.build("vgg16", width=1 / 16, head_features=32)
+    init, step, _ = models.make_step(spec, optax.sgd(0.1))
+    state = init(jax.random.key(0))
+    rng = np.random.default_rng(0)
+    given = {
+        name: rng.normal(size=shape.shape).astype(shape.dtype)
+        if jnp.issubdtype(shape.dtype, jnp.floating)
+        else rng.integers(0, 10, shape.shape).astype(shape.dtype)
+        for name, shape in spec.example(16).items()
+    }
+    want_state, want = jax.jit(step)(state, given)
+    parallel = splitjax.parallelize(step, mesh=GROUPS, rules="megatron", shard_state=True, donate=False)
+    got_state, got = parallel(state, given)
+    assert largest_difference(got, want) <= 1e-5
+    assert largest_difference(got_state, want_state) <= 1e-5
