@@ -52,19 +52,23 @@ class WorkerTask(Protocol):
     def restore(self) -> int:
         """Continues from the job's newest checkpoint, or begins anew. **Returns:** how many iterations are done; the
         same in all workers."""
+        ...
 
     def stage(self, number: int, resource: int) -> None:
         """Does what iteration `number` needs of `STORAGE` (read its batch) or `CPU` (preprocess it) ahead of `step`, if
         a discipline gives these turns of their own. `step` does what was not done ahead; a task without such stages
         does nothing here."""
+        ...
 
     def step(self, order: StepOrder, computed: Callable[[], None]) -> Mapping[str, float]:
         """One iteration, with the exchange of gradients that it needs. `computed` may be called, from any thread, once
         this worker's device has nothing left to compute but waits for the exchange: others may compute on it from then
         on. **Returns** metrics, such as the loss."""
+        ...
 
     def save(self, number: int) -> None:
         """Writes a checkpoint of the state after iteration `number`, and returns when it is safe."""
+        ...
 
 
 class Program(Protocol):
@@ -74,9 +78,11 @@ class Program(Protocol):
         """Called in worker 0's process before any worker begins. **Returns** what all need to find each other, such as
         an address, and what is to be kept as long as that process is there, such as the service that listens on it;
         None for nothing."""
+        ...
 
     def begin(self, place: Place) -> WorkerTask:
         """Called in every worker's process."""
+        ...
 
 
 class Kind(enum.Enum):
@@ -113,21 +119,28 @@ class Engine(Protocol):
 
     def start(self, job: int, program: Program, places: tuple[Place, ...]) -> None:
         """Starts a process per place. Reports `STARTED` or `DIED`."""
+        ...
 
     def stage(self, job: int, worker: int, number: int, resource: int) -> None:
         """Reports `STAGED`, `DIED`."""
+        ...
 
     def step(self, job: int, worker: int, order: StepOrder) -> None:
         """Reports `COMPUTED`, unless the iteration is done before, `FINISHED`, `DIED`."""
+        ...
 
     def save(self, job: int, number: int) -> None:
         """All workers of the job. Reports `SAVED`, `DIED`."""
+        ...
 
     def stop(self, job: int) -> None:
         """Ends the job's processes, whatever they do. A job without processes is left alone."""
+        ...
 
     def next(self, timeout_seconds: float) -> Report | None:
         """The next report; None if there is none within the time."""
+        ...
 
     def close(self) -> None:
         """Ends everything."""
+        ...

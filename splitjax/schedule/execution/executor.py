@@ -465,7 +465,7 @@ class _Executor:
         run.num_done, run.ready_at = run.num_done + 1, self.now
         run.metrics = grant.metrics
         self.progress.remaining[run.number] -= 1
-        seconds = sum(turn.ended - turn.started for turn in grant.all_turns() if turn.task.resource == DEVICE)
+        seconds = sum(turn.seconds for turn in grant.all_turns() if turn.task.resource == DEVICE)
         work = iteration_work(self.columns, run.number, seconds, iteration_credit(run.job, grant.iteration))
         self.sums.add(work)
         run.unsaved.append(work)

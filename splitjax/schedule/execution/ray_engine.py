@@ -289,9 +289,8 @@ def _connect(options: RayOptions) -> tuple[Any, bool]:
         raise ScheduleError("Ray is not installed", place="RayEngine", remedy="pip install 'splitjax[ray]'") from error
     if ray.is_initialized():
         return ray, False  # whoever started it decided where it listens
-    quiet = {"log_to_driver": False, "configure_logging": False}
     if not is_local:
-        ray.init(address=options.address, **quiet)
+        ray.init(address=options.address, log_to_driver=False, configure_logging=False)
         return ray, True
     if options.node_ip == LOOPBACK and (found := ray.util.get_node_ip_address()) != LOOPBACK:
         raise ScheduleError(
@@ -311,7 +310,8 @@ def _connect(options: RayOptions) -> tuple[Any, bool]:
         object_store_memory=_STORE_BYTES,
         # Ray's workers give way to everything else otherwise, and tokens would be held by processes that do not run
         _system_config={"worker_niceness": 0},
-        **quiet,
+        log_to_driver=False,
+        configure_logging=False,
     )
     return ray, True
 

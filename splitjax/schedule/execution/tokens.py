@@ -32,6 +32,12 @@ class Turn:
         """Its queue: device and resource."""
         return self.task.device, self.task.resource
 
+    @property
+    def seconds(self) -> float:
+        """How long it had the token. Only a turn that has ended can say."""
+        assert self.started is not None and self.ended is not None, "only a turn that has ended has a length"
+        return self.ended - self.started
+
 
 @dataclasses.dataclass(eq=False)
 class Grant:
@@ -106,8 +112,8 @@ class Tokens:
 
     def give_back(self, turn: Turn) -> None:
         """Takes a turn out of its queue, if it is still there."""
-        queue = self._queues.get(turn.place, ())
-        if turn in queue:
+        queue = self._queues.get(turn.place)
+        if queue is not None and turn in queue:
             queue.remove(turn)
 
     def cancel(self, grant: Grant) -> None:

@@ -32,7 +32,7 @@ def start_state(
         tuple(remaining or (float(job.num_iterations) for job in jobs)),
         (now_seconds,) * count,
         (0.0,) * count,
-        ((now_seconds,) * 4,) * len(group.devices),
+        ((now_seconds, now_seconds, now_seconds, now_seconds),) * len(group.devices),
     )
 
 

@@ -96,11 +96,11 @@ def read_jobs(path: str | pathlib.Path, profiles: Mapping[str, JobProfile], *, s
     def parse(row: Mapping[str, str], line: int) -> Job:
         if row["name"] in seen:
             raise ValueError(f"a second job {row['name']!r}")
-        counts = (_count(row[column], column) for column in ("num_workers", "num_iterations"))
         job = Job(
             row["name"],
             float(row["arrival_seconds"]),
-            *counts,
+            _count(row["num_workers"], "num_workers"),
+            _count(row["num_iterations"], "num_iterations"),
             _profile_named(row["profile"], profiles),
             row.get("tag", ""),
         )
@@ -191,10 +191,9 @@ def read_muri(
             raise ValueError("times that are no times")
         key = (row["model_name"], seconds, resources)
         if key not in known:
-            given = profiles is not None
             known[key] = (
                 _profile_named(key[0], profiles)
-                if given
+                if profiles is not None
                 else _muri_profile(key[0], seconds, resources, exposed_fraction)
             )
         moment = float(row["submit_time"]) / 1e3

@@ -166,7 +166,9 @@ def runs_after(view: View, decision: Assignment) -> NDArray[np.bool_]:
     return kept | np.isin(view.active, started)
 
 
-def crossing_seconds(view: View, devices: NDArray[np.float64], thresholds: Sequence[float]) -> float:
+def crossing_seconds(
+    view: View, devices: NDArray[np.float64] | NDArray[np.int64], thresholds: Sequence[float]
+) -> float:
     """The first time at which a job reaches the next of ascending `thresholds` of attained device-seconds, if from now
     on they hold so many `devices` (f64[active])."""
     growing = devices > 0

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from splitjax.schedule.model.cluster import Cluster
 from splitjax.schedule.model.discipline import GroupState, Iteration, Rates, Task, discipline
 from splitjax.schedule.model.iterations import Mark, iterations_to_next, measure_rates, settled, within_capacity
-from splitjax.schedule.model.jobs import CPU, DEVICE, NETWORK, STORAGE, Job, JobProfile
+from splitjax.schedule.model.jobs import CPU, DEVICE, NETWORK, STORAGE, Job, JobProfile, Stages
 from splitjax.schedule.model.policy import Assignment, Group, Member, View, register
 from splitjax.schedule.policies.orders import fifo, las, srtf
 from splitjax.schedule.policies.packing import pack
@@ -101,7 +101,7 @@ def _next(group: Group, jobs: Sequence[Job], state: GroupState, partial: bool) -
     turn, depths = sum(state.iterations), _depths(profile, num_workers, partial)
     workers = [(place + done) % num_workers for place in range(num_workers)]
     if profile.stages is not None:
-        return _staged(member, profile, workers, depths, group, state, ready, turn)
+        return _staged(member, profile, profile.stages, workers, depths, group, state)
     alone = len(group.members) == 1
     # Alone, a job finds all devices that are free by then alike, and so stays on the same ones.
     times = [max(ready if alone else now, device[DEVICE]) for device in state.free_seconds]
@@ -131,21 +131,20 @@ def _ranks(group: Group, num_workers: int, turn: int) -> list[int]:
 def _staged(
     member: int,
     profile: JobProfile,
+    stages: Stages,
     workers: Sequence[int],
     depths: Sequence[int],
     group: Group,
     state: GroupState,
-    ready: float,
-    turn: int,
 ) -> Iteration:
     """A job whose stages are known occupies the storage, CPU and network beside each device too. It overlaps its own
     stages as far as its iteration time alone says: the next stage begins once a share of the one before has passed.
     What it waits for longer than all of them take comes last."""
-    seconds = profile.stages.seconds
+    seconds = stages.seconds
     outside = sum(seconds) - seconds[DEVICE]
     share = min(1.0, profile.exposed_seconds / outside) if outside else 0.0
     now, devices = state.now_seconds, group.devices
-    count = len(devices)
+    ready, count = max(now, state.ready_seconds[member]), len(devices)
     free = [[max(now, time) for time in times] for times in state.free_seconds]
 
     def starts(times: Sequence[float]) -> tuple[float, float, float]:
@@ -157,7 +156,7 @@ def _staged(
     tasks, end = [], 0.0
     found = [starts(times) for times in free]
     begins = [start for *_, start in found]
-    rotated = [(turn + place) % count for place in range(count)]
+    rotated = [(sum(state.iterations) + place) % count for place in range(count)]
     for worker, depth in zip(workers, depths):
         index = min(rotated, key=begins.__getitem__)
         *before, start = found[index]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, milp
 
 from splitjax.schedule.model.cluster import Cluster
 from splitjax.schedule.model.discipline import GroupState, Iteration, Rates, Task, discipline
@@ -160,7 +160,7 @@ def maximum_matching(
     gains = -np.array([weight for _, weight in weights])
     solved = milp(
         gains,
-        constraints=LinearConstraint(uses, ub=np.array(counts)),
+        constraints=(uses, -np.inf, np.array(counts)),
         integrality=np.ones(len(weights)),
         bounds=Bounds(0, np.inf),
     )

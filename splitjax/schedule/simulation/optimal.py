@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import milp
 
 from splitjax.errors import ScheduleError
 from splitjax.schedule.model.discipline import get_discipline
@@ -112,8 +112,8 @@ def _optimum(lengths: Sequence[float], num_devices: int, floor: float, ceiling: 
     lower = np.append(np.zeros(count), floor / ceiling * (1 - 1e-9))
     solved = milp(
         objective,
-        constraints=LinearConstraint(np.array(rows), low, high),
-        bounds=Bounds(lower, upper),
+        constraints=(np.array(rows), low, high),
+        bounds=(lower, upper),
         integrality=np.append(np.ones(count), 0),
         options={"time_limit": limit, "mip_rel_gap": 1e-5},
     )

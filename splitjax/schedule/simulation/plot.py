@@ -94,7 +94,7 @@ def gantt(result: SimulationResult, num_moments: int = _COLUMNS) -> NDArray[np.i
     and up by job."""
     picture = np.full((result.cluster.num_devices, num_moments), _FREE, np.int64)
     for span, devices, moments in _painted(result, num_moments):
-        picture[devices, moments] = _SHARED if len(span.jobs) > 1 else 2 + span.jobs[0] * 7 % _COLOURS
+        picture[devices, moments] = 2 + span.jobs[0] * 7 % _COLOURS if len(span.jobs) == 1 else _SHARED
     return picture
 
 
@@ -105,7 +105,7 @@ def gantt_colours(result: SimulationResult, num_moments: int = _COLUMNS) -> NDAr
     picture = np.ones((result.cluster.num_devices, num_moments, 3))
     for span, devices, moments in _painted(result, num_moments):
         picture[devices, moments] = (
-            0.2 + 1.2 / len(span.jobs) if len(span.jobs) > 1 else hues[span.jobs[0] * 7 % _COLOURS]
+            hues[span.jobs[0] * 7 % _COLOURS] if len(span.jobs) == 1 else 0.2 + 1.2 / len(span.jobs)
         )
     return picture
 

@@ -131,19 +131,20 @@ class Integrals:
 
     def parts(self) -> tuple[Work, Work]:
         """The whole run and its busy part."""
-        whole, busy = (
-            Work(
-                float(seconds),
-                float(seconds) * self.num_devices,
-                float(work[_BUSY]),
-                float(held),
-                float(work[_FINISHED]),
-                float(work[_CREDITED]),
-                tuple(map(float, work[_FLOOR:])),
-            )
-            for work, (seconds, held) in zip(self._work, self._times)
+        return self._part(0), self._part(1)
+
+    def _part(self, part: int) -> Work:
+        work, (seconds, held) = self._work[part], self._times[part].tolist()
+        storage, cpu, device, network = work[_FLOOR:].tolist()
+        return Work(
+            seconds,
+            seconds * self.num_devices,
+            float(work[_BUSY]),
+            held,
+            float(work[_FINISHED]),
+            float(work[_CREDITED]),
+            (storage, cpu, device, network),
         )
-        return whole, busy
 
 
 def iteration_work(columns: JobColumns, job: int, device_seconds: float, credit: float) -> NDArray[np.float64]:

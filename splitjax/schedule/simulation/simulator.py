@@ -401,7 +401,8 @@ class _Run:
             if earlier.state is not None and staying & {old.job for old in earlier.group.members}:
                 for device, times in zip(earlier.group.devices, earlier.state.free_seconds):
                     if device in free:
-                        free[device] = tuple(max(self.now, time) for time in times)
+                        storage, cpu, compute, network = (max(self.now, time) for time in times)
+                        free[device] = storage, cpu, compute, network
         # Members that are only starting are not to be chosen yet: `_begin` adds them.
         starting = [self.progress.progress_from[member.job] > self.now for member in group.members]
         remaining = [0.0 if late else left for late, left in zip(starting, state.remaining_iterations)]
