@@ -283,7 +283,7 @@ class _Executor:
         if (
             run.status is Status.WAITING
             and run.wanted is not None
-            and not any(other.blocks(run.wanted) for other in self.runs if other is not run)
+            and not any(blocker.blocks(run.wanted) for blocker in self.runs if blocker is not run)
         ):
             self._start(run, run.wanted)
 

@@ -292,9 +292,9 @@ def _connect(options: RayOptions) -> tuple[Any, bool]:
     if not is_local:
         ray.init(address=options.address, log_to_driver=False, configure_logging=False)
         return ray, True
-    if options.node_ip == LOOPBACK and (found := ray.util.get_node_ip_address()) != LOOPBACK:
+    if options.node_ip == LOOPBACK and (address := ray.util.get_node_ip_address()) != LOOPBACK:
         raise ScheduleError(
-            f"Ray would listen on {found}, not on the loopback only",
+            f"Ray would listen on {address}, not on the loopback only",
             value=os.environ.get(_CLUSTER),
             place=_CLUSTER,
             remedy=(

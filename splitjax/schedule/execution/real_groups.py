@@ -53,10 +53,10 @@ def group_state(group: Group, standings: Sequence[Standing], grants: Iterable[Gr
         ready[grant.job] = max(now + _NOT_YET, max(ends) + grant.iteration.ready_seconds - planned)
     return GroupState(
         now,
-        tuple(one.iterations for one in standings),
-        tuple(float(one.remaining) for one in standings),
-        tuple(ready.get(member.job, one.ready_seconds) for member, one in zip(group.members, standings)),
-        tuple(one.device_seconds for one in standings),
+        tuple(standing.iterations for standing in standings),
+        tuple(float(standing.remaining) for standing in standings),
+        tuple(ready.get(member.job, standing.ready_seconds) for member, standing in zip(group.members, standings)),
+        tuple(standing.device_seconds for standing in standings),
         tuple((times[0], times[1], times[2], times[3]) for times in free.values()),
     )
 

@@ -1,4 +1,4 @@
-"""How the jobs of one group share its devices, iteration by iteration: a pure function that is asked for one iteration
+"""Registers disciplines: pure functions that say how the jobs of one group share its devices, asked for one iteration
 after the other.
 
 `next_iteration` gets the group, its jobs and a `GroupState`, and returns one iteration of one member: which device
@@ -28,7 +28,14 @@ SteadyState = Callable[[Group, Sequence[Job], Cluster], Rates]
 
 @dataclasses.dataclass(frozen=True)
 class Discipline:
-    """A registered discipline; `rates` is measured from `next_iteration` where no closed form was registered."""
+    """Holds a registered discipline.
+
+    **Attributes:**
+
+    - `name`: what groups name it by (`Group.discipline`).
+    - `next_iteration`: chooses the next iteration of a group.
+    - `rates`: gives the group's steady state; measured from `next_iteration` where no closed form was registered.
+    """
 
     name: str
     next_iteration: NextIteration
@@ -39,9 +46,9 @@ _DISCIPLINES: dict[str, Discipline] = {}
 
 
 def discipline(name: str, rates: SteadyState | None = None) -> Callable[[NextIteration], NextIteration]:
-    """Decorator: makes `next_iteration(group, jobs, state) -> Iteration` (`jobs`: those of the members, in order) the
-    discipline of this name. `rates(group, jobs, cluster)`: its steady state, if there is a closed form. Raises
-    `ScheduleError` if the name is taken."""
+    """Decorates a function `next_iteration(group, jobs, state) -> Iteration` (`jobs`: those of the members, in order),
+    and so makes it the discipline called `name`. `rates(group, jobs, cluster)` gives its steady state, if there is a
+    closed form. Raises `ScheduleError` if the name is taken."""
 
     def add(next_iteration: NextIteration) -> NextIteration:
         if name in _DISCIPLINES and _DISCIPLINES[name].next_iteration is not next_iteration:
@@ -57,7 +64,7 @@ def discipline(name: str, rates: SteadyState | None = None) -> Callable[[NextIte
 
 
 def get_discipline(name: str) -> Discipline:
-    """The discipline of this name. Raises `ScheduleError`, which lists the names there are."""
+    """Gives the discipline called `name`. Raises `ScheduleError`, which lists the names there are."""
     if name not in _DISCIPLINES:
         close = difflib.get_close_matches(name, _DISCIPLINES, n=1)
         raise ScheduleError(
@@ -75,7 +82,8 @@ def _gang_rates(group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
 
 @discipline("gang", _gang_rates)
 def gang_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iteration:
-    """One job with whole devices and full backpropagation."""
+    """Gives the next iteration of the only member of `group`, which has whole devices and full backpropagation. `jobs`
+    holds its job, and `state` says from when its devices are free."""
     ((member,), (job,)) = group.members, jobs
     place = {device: index for index, device in enumerate(group.devices)}
     start = max(

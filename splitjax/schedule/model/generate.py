@@ -1,5 +1,8 @@
-"""Jobs that are drawn: arrivals of a Poisson process, sizes from a trace, at a wanted load. The same seed gives the
-same jobs."""
+"""Draws jobs: arrivals of a Poisson process, sizes from a trace, at a wanted load. The same seed gives the same jobs.
+
+Jobs of a trace, a cluster and a load come in; jobs with new names and arrival times come out, to compare policies at
+loads that the trace does not have.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from splitjax.schedule.model.jobs import Job
 
 
 def offered_load(jobs: Sequence[Job], cluster: Cluster) -> float:
-    """Full-backpropagation device time of the jobs over the devices' time between the first and the last arrival."""
+    """Divides the full-backpropagation device time of `jobs` by the time of the devices of `cluster` between the first
+    and the last arrival; infinite where all arrive at once."""
     seconds = max(job.arrival_seconds for job in jobs) - min(job.arrival_seconds for job in jobs)
     return sum(job.device_seconds for job in jobs) / (seconds * cluster.num_devices) if seconds else math.inf
 
@@ -23,17 +27,19 @@ def offered_load(jobs: Sequence[Job], cluster: Cluster) -> float:
 def generate(
     sizes: Sequence[Job], cluster: Cluster, *, load: float, seed: int, num_jobs: int | None = None
 ) -> tuple[Job, ...]:
-    """Jobs with the sizes of a trace's, arriving by a Poisson process.
+    """Draws jobs with the sizes of a trace's, which arrive at `cluster` by a Poisson process.
 
     **Arguments:**
 
     - `sizes`: the trace's jobs; workers, iterations and profile are taken, arrivals are not. Those wider than the
       cluster are left out.
+    - `cluster`: where they are to run.
     - `load`: device time that the jobs ask for, with full backpropagation, over that of the devices in the time in
       which they arrive; met exactly.
+    - `seed`: of numpy's random generator.
     - `num_jobs`: by default every job of the trace once, in random order; else so many, drawn with replacement.
 
-    Raises `ScheduleError`.
+    Raises `ScheduleError` for a load that is not above 0 and finite, or where no job fits the cluster.
     """
     fitting = [job for job in sizes if job.num_workers <= cluster.num_devices]
     if not fitting or not 0 < load < math.inf or (num_jobs is not None and num_jobs < 1):
@@ -57,7 +63,9 @@ def generate(
 
 
 def rescale(jobs: Sequence[Job], cluster: Cluster, *, load: float) -> tuple[Job, ...]:
-    """The jobs with all gaps between arrivals stretched alike, so that they ask for `load`. Raises `ScheduleError`."""
+    """Stretches all gaps between the arrivals of `jobs` alike, so that they ask for the given `load` of `cluster`
+    (`offered_load`). Raises `ScheduleError` for a load that is not above 0 and finite, or jobs that all arrive at
+    once."""
     present = offered_load(jobs, cluster) if jobs else math.inf
     if not 0 < load < math.inf or present == math.inf:
         raise ScheduleError("a load above 0 takes jobs that arrive at different times", value=load, place="rescale")

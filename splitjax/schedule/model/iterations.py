@@ -1,4 +1,8 @@
-"""Groups run iteration by iteration: the exact mode of the simulator, and steady rates measured with it."""
+"""Runs groups iteration by iteration: for the exact mode of the simulator, and to measure steady rates.
+
+A group, its jobs and a discipline's `next_iteration` come in; the group's state after each iteration, or the `Rates` at
+which its members go on for ever, come out.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,8 @@ _AGREE = 0.02  # by how much rates of two windows may differ
 def start_state(
     group: Group, jobs: Sequence[Job], now_seconds: float = 0.0, remaining: Sequence[float] | None = None
 ) -> GroupState:
-    """A group whose devices and jobs are all free at `now_seconds`."""
+    """Makes the state of a group whose devices and `jobs` (of the members, in order) are all free at `now_seconds`.
+    `remaining` counts the iterations that each member has left; by default all of its job's."""
     count = len(jobs)
     return GroupState(
         now_seconds,
@@ -37,8 +42,8 @@ def start_state(
 
 
 def advance(group: Group, state: GroupState, iteration: Iteration) -> GroupState:
-    """The state after an iteration was granted. Raises `ScheduleError` if one of its tasks starts before its device is
-    free."""
+    """Gives the state of `group` after `iteration` was granted in `state`. Raises `ScheduleError` if one of its tasks
+    starts before its device is free."""
     place = {device: index for index, device in enumerate(group.devices)}
     free = [list(times) for times in state.free_seconds]
     used = 0.0
@@ -65,7 +70,8 @@ def advance(group: Group, state: GroupState, iteration: Iteration) -> GroupState
 
 
 def iteration_credit(job: Job, iteration: Iteration) -> float:
-    """What the iteration is worth if backward work that it skipped does not count: 1 for full backpropagation."""
+    """Gives what `iteration` of `job` is worth if backward work that it skipped does not count: 1 for full
+    backpropagation."""
     profile = job.profile
     skipped = sum(
         profile.task_seconds(0) - profile.task_seconds(task.depth)
@@ -77,14 +83,19 @@ def iteration_credit(job: Job, iteration: Iteration) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Where the members of a group that runs stand at one moment: how many iterations each has done, and when the last
-    of them ended."""
+    """Notes where the members of a group that runs stand at one moment.
+
+    **Attributes:**
+
+    - `done`: iterations that each member has done.
+    - `ends_seconds`: when the last of them ended.
+    """
 
     done: tuple[int, ...]
     ends_seconds: tuple[float, ...]
 
     def rates_until(self, later: Mark) -> tuple[float, ...]:
-        """Iterations per second of each member between the two."""
+        """Gives the iterations per second of each member between this mark and `later`."""
         return tuple(
             (now - before) / (end - start)
             for before, now, start, end in zip(self.done, later.done, self.ends_seconds, later.ends_seconds)
@@ -92,12 +103,14 @@ class Mark:
 
 
 def iterations_to_next(num_marks: int) -> int:
-    """How many iterations every member has to do until the next mark: a warm-up, then windows of 16, 16, 32, 64, ..."""
+    """Says how many iterations every member has to do after the first `num_marks` marks until the next one: a warm-up,
+    then windows of 16, 16, 32, 64, ..."""
     return _WARM_UP if num_marks == 0 else _WINDOW << max(0, num_marks - 2)
 
 
 def settled(marks: Sequence[Mark]) -> tuple[Mark, Mark] | None:
-    """The marks between which rates are steady: once the last two windows agree, all of both. None: go on.
+    """Gives the two of `marks` between which rates are steady: once the last two windows agree, the ends of both. None:
+    go on.
 
     A group can hold one pattern for long and then another one: jobs that were ahead wait until the others have caught
     up, and from then on all take turns. In the few that still change after `_MOST_MARKS`, the last window, as long as
@@ -114,8 +127,8 @@ def settled(marks: Sequence[Mark]) -> tuple[Mark, Mark] | None:
 def within_capacity(
     speeds: Sequence[float], busy_seconds: Sequence[Sequence[float]], num_devices: int
 ) -> tuple[float, ...]:
-    """The speeds (iterations per second of each member), all lower by one factor if together they take more than there
-    is of a resource.
+    """Lowers `speeds` (iterations per second of each member), all by one factor, if together they take more than
+    `num_devices` of a resource; else gives them as they are.
 
     `busy_seconds`: [member][resource], of one iteration on all devices. Members end their iterations at different
     moments, so each one's window is another, and an iteration's worth of work can be counted in windows into which it
@@ -126,15 +139,15 @@ def within_capacity(
 
 
 def measure_rates(next_iteration: NextIteration, group: Group, jobs: Sequence[Job]) -> Rates:
-    """Steady rates: the group is run with endless jobs until they have `settled`, and kept `within_capacity`. Raises
-    `ScheduleError` if a member is never served."""
+    """Measures the steady rates of `group`: it is run by `next_iteration` with endless `jobs` (of the members, in
+    order) until they have `settled`, and kept `within_capacity`. Raises `ScheduleError` if a member is never served."""
     count = len(jobs)
     state = start_state(group, jobs, remaining=[math.inf] * count)
     busy_seconds = np.zeros((count, len(RESOURCES)))
     worth, ends = np.zeros(count), [0.0] * count
     marks: list[Mark] = []
     totals: list[tuple[NDArray, NDArray]] = []
-    while (found := settled(marks)) is None:
+    while (steady := settled(marks)) is None:
         begun = state.iterations
         window = iterations_to_next(len(marks))
         # Short windows wait as long as middling ones: a member that was ahead can stand still for long without
@@ -158,7 +171,7 @@ def measure_rates(next_iteration: NextIteration, group: Group, jobs: Sequence[Jo
             )
         marks.append(Mark(state.iterations, tuple(ends)))
         totals.append((busy_seconds.copy(), worth.copy()))
-    first, last = found
+    first, last = steady
     (busy_before, worth_before), (busy_seconds, worth) = totals[marks.index(first)], totals[marks.index(last)]
     done = np.subtract(last.done, first.done)
     each = ((busy_seconds - busy_before) / done[:, None]).tolist()

@@ -1,8 +1,10 @@
-"""Training jobs as values: what one iteration of each worker costs, how many are wanted, and when the job arrives.
+"""Describes training jobs as values: what one iteration of each worker costs, how many are wanted, and when the job
+arrives.
 
 Times are those of one worker on one device. *Depth*: how far back from the loss a worker differentiates. Structured
 partial backpropagation (Kumar et al., arXiv 2111.10672) gives worker i of N the last (N-i)/N of the model, the
-assignment rotating from step to step.
+assignment rotating from step to step. Measured times, or those of a trace, come in; policies, disciplines and the
+simulator read the checked values.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ STORAGE, CPU, DEVICE, NETWORK = range(4)
 
 @dataclasses.dataclass(frozen=True)
 class Depth:
-    """One place at which the backward pass can end.
+    """Describes one place at which the backward pass can end.
 
     **Attributes:**
 
@@ -34,7 +36,7 @@ class Depth:
     - `memory_bytes`: what a worker needs resident while it trains at this depth (parameters, optimizer state,
       activations).
     - `gradient_bytes`: bytes of the gradients that it makes, before any exchange.
-    - `layer`: at which the backward pass ends, where known.
+    - `layer`: name of the layer at which the backward pass ends, where known.
     """
 
     fraction: float
@@ -46,9 +48,16 @@ class Depth:
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """Seconds of one iteration on each resource, by Muri's split (Zhao et al., SIGCOMM'22, section 3): storage IO,
-    preprocessing on the CPU, the device, the network. Their sum need not be the iteration's time: a job alone may
-    overlap some of them."""
+    """Splits one iteration by resource, as Muri does (Zhao et al., SIGCOMM'22, section 3). The seconds need not add up
+    to the iteration's time: a job alone may overlap some of its stages.
+
+    **Attributes:**
+
+    - `storage_seconds`: reads of the batch.
+    - `cpu_seconds`: its preprocessing on the CPU.
+    - `device_seconds`: computing.
+    - `network_seconds`: the exchange of gradients.
+    """
 
     storage_seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -57,17 +66,17 @@ class Stages:
 
     @property
     def seconds(self) -> tuple[float, float, float, float]:
-        """In the order of `RESOURCES`."""
+        """Lists the four times in the order of `RESOURCES`."""
         return self.storage_seconds, self.cpu_seconds, self.device_seconds, self.network_seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class JobProfile:
-    """What one iteration costs each worker.
+    """Tells what one iteration costs each worker.
 
     **Attributes:**
 
-    - `name`: of the model.
+    - `name`: name of the model.
     - `forward_seconds`: the forward pass.
     - `depths`: where the backward pass can end, full backpropagation first, ever shallower.
     - `exposed_seconds`: time of an iteration, job alone, in which the device waits: input and all-reduce that computing
@@ -121,37 +130,39 @@ class JobProfile:
 
     @property
     def iteration_seconds(self) -> float:
-        """One iteration of the job alone, with full backpropagation."""
+        """Gives the time of one iteration of the job alone, with full backpropagation."""
         return self.task_seconds(0) + self.exposed_seconds
 
     def task_seconds(self, depth: int) -> float:
-        """Forward, backward down to depth number `depth`, and the update: how long the iteration keeps a device
-        computing."""
+        """Adds up forward pass, backward pass down to depth number `depth`, and update: how long the iteration keeps a
+        device computing."""
         return self.forward_seconds + self.depths[depth].backward_seconds + self.update_seconds
 
     def depth_at(self, fraction: float) -> int:
-        """Number of the shallowest depth that covers `fraction` of the model: wanted depths are rounded up to real
-        ones, never down."""
+        """Gives the number of the shallowest depth that covers `fraction` of the model: wanted depths are rounded up to
+        real ones, never down."""
         return max(number for number, depth in enumerate(self.depths) if depth.fraction >= fraction - 1e-9)
 
     def partial_depths(self, num_workers: int) -> tuple[int, ...]:
-        """Structured partial backpropagation: depth numbers that the `num_workers` workers of one iteration have
-        between them, deepest first."""
+        """Gives the depth numbers that the `num_workers` workers of one iteration of structured partial backpropagation
+        have between them, deepest first."""
         return _partial_depths(self, num_workers)
 
     def partial_seconds(self, num_workers: int) -> float:
-        """Mean of `task_seconds` over `partial_depths`: what an iteration costs a worker on average."""
+        """Averages `task_seconds` over `partial_depths`: what an iteration costs each of `num_workers` workers on
+        average."""
         return _partial_seconds(self, num_workers)
 
     def phi(self, num_workers: int) -> float:
-        """Device time of an iteration with perfect packing over its full-backpropagation time. (2 + 1/N)/3 where the
-        backward pass takes twice the forward pass, can end anywhere, and hides what is exposed only if there is any."""
+        """Divides the device time that an iteration of `num_workers` workers takes with perfect packing by its
+        full-backpropagation time. That is (2 + 1/N)/3 where the backward pass takes twice the forward pass, can end
+        anywhere, and hides what is exposed only if there is any."""
         return self.partial_seconds(num_workers) / self.iteration_seconds
 
     def resource_seconds(self, num_workers: int) -> tuple[float, float, float, float]:
-        """What an iteration under partial backpropagation takes at least of each of a worker's resources, in the order
-        of `RESOURCES`. Without stages, what is exposed is waiting of which nobody knows for what: any number of jobs
-        may wait at a time."""
+        """Gives the least time that an iteration of `num_workers` workers under partial backpropagation takes of each
+        of a worker's resources, in the order of `RESOURCES`. Without stages, what is exposed is waiting of which nobody
+        knows for what: any number of jobs may wait at a time."""
         compute = self.partial_seconds(num_workers)
         if self.stages is None:
             return 0.0, 0.0, compute, 0.0
@@ -160,12 +171,13 @@ class JobProfile:
         return storage, cpu, compute, network
 
     def to_json(self) -> dict[str, Any]:
-        """The profile as JSON values."""
+        """Gives the profile as JSON values."""
         return dataclasses.asdict(self)
 
     @staticmethod
     def from_json(values: Any) -> JobProfile:
-        """What `to_json` wrote. Raises `ScheduleError` for anything else; its place says where in `values`."""
+        """Makes a profile of the `values` that `to_json` wrote. Raises `ScheduleError` for anything else; its place
+        says where in `values`."""
         known = checked_fields(JobProfile, values, "")
         if not isinstance(known["depths"], (list, tuple)):
             raise ScheduleError(
@@ -175,7 +187,7 @@ class JobProfile:
                 remedy="give them, full backpropagation first",
             )
         known["depths"] = tuple(
-            Depth(**checked_fields(Depth, one, f"depths[{number}]")) for number, one in enumerate(known["depths"])
+            Depth(**checked_fields(Depth, depth, f"depths[{number}]")) for number, depth in enumerate(known["depths"])
         )
         if known.get("stages") is not None:
             known["stages"] = Stages(**checked_fields(Stages, known["stages"], "stages"))
@@ -194,14 +206,19 @@ class JobProfile:
         gradient_bytes: int = 0,
         stages: Stages | None = None,
     ) -> JobProfile:
-        """A model of equal layers: backward time, activations and gradients are in proportion to depth.
+        """Makes the profile of a model of equal layers: backward time, activations and gradients are in proportion to
+        depth.
 
         **Arguments:**
 
+        - `name`: name of the model.
+        - `iteration_seconds`: one iteration of the job alone, with full backpropagation.
         - `num_depths`: after how many layers, evenly spaced, the backward pass can end.
         - `forward_fraction`: the forward pass's share of computing; a third is a backward pass of twice its time.
         - `exposed_fraction`: share of `iteration_seconds` in which the device waits.
         - `memory_bytes`: at full depth, of which `fixed_memory_fraction` is state and does not depend on depth.
+        - `gradient_bytes`: bytes of the gradients at full depth.
+        - `stages`: time on each resource, where known.
         """
         compute = iteration_seconds * (1 - exposed_fraction)
         backward, fixed = compute * (1 - forward_fraction), memory_bytes * fixed_memory_fraction
@@ -215,8 +232,8 @@ class JobProfile:
 
 
 def resident_bytes(profiles: Iterable[JobProfile]) -> int:
-    """Memory that a device needs for jobs that take turns on it: the state of all, and of one at a time the rest, at
-    full depth."""
+    """Gives the memory that a device needs for jobs of these `profiles` that take turns on it: the state of all, and of
+    one at a time the rest, at full depth."""
     known = list(profiles)
     return sum(profile.state_bytes for profile in known) + max(
         (profile.depths[0].memory_bytes - profile.state_bytes for profile in known), default=0
@@ -237,7 +254,7 @@ def _partial_seconds(profile: JobProfile, num_workers: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A data-parallel training job.
+    """Describes a data-parallel training job.
 
     **Attributes:**
 
@@ -267,20 +284,25 @@ class Job:
 
     @property
     def exclusive_seconds(self) -> float:
-        """How long it takes alone, with full backpropagation."""
+        """Gives the time that the job takes alone, with full backpropagation."""
         return self.num_iterations * self.profile.iteration_seconds
 
     @property
     def device_seconds(self) -> float:
-        """Its full-backpropagation device time: what it is worth in every measure of efficiency."""
+        """Gives the job's full-backpropagation device time: what it is worth in every measure of efficiency."""
         return self.exclusive_seconds * self.num_workers
 
 
 @dataclasses.dataclass(frozen=True)
 class JobColumns:
-    """What is constant about many jobs, as read-only arrays of one entry per job: `arrival_seconds`,
-    `iteration_seconds` f64, `num_workers`, `num_iterations` i64, `resource_seconds` f64[jobs, 4] (device-seconds an
-    iteration of all workers, `JobProfile.resource_seconds`)."""
+    """Holds what is constant about many jobs, as read-only arrays of one entry per job.
+
+    **Attributes:**
+
+    - `arrival_seconds`: f64[jobs]. `iteration_seconds`: f64[jobs], alone and with full backpropagation.
+    - `num_workers`, `num_iterations`: i64[jobs].
+    - `resource_seconds`: f64[jobs, 4], device-seconds of an iteration of all workers (`JobProfile.resource_seconds`).
+    """
 
     arrival_seconds: NDArray[np.float64]
     iteration_seconds: NDArray[np.float64]
@@ -290,7 +312,7 @@ class JobColumns:
 
     @staticmethod
     def of(jobs: Sequence[Job]) -> JobColumns:
-        """The columns of `jobs`, in their order."""
+        """Makes the columns of `jobs`, in their order."""
         columns = JobColumns(
             np.array([job.arrival_seconds for job in jobs], np.float64),
             np.array([job.profile.iteration_seconds for job in jobs], np.float64),

@@ -1,4 +1,8 @@
-"""JSON values as the fields of a dataclass, with errors that say where they do not fit."""
+"""Checks JSON values as the fields of a dataclass, with errors that say where they do not fit.
+
+Parsed JSON comes in; a dictionary of the fields comes out, for the dataclass to be made of. It is there so that a
+profile written by hand fails at the entry that is wrong.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,12 @@ _WORDS = {"float": "a number", "int": "a whole number", "str": "a text"}
 
 
 def checked_fields(kind: Any, values: Any, place: str) -> dict[str, Any]:
-    """The entries of a JSON object that are fields of a dataclass: numbers and texts checked, everything else as it is.
+    """Gives the entries of the JSON object `values` as fields of the dataclass `kind`: numbers and texts checked,
+    everything else as it is.
 
     Raises `ScheduleError` for another value, a field that is missing or not known, a number that is none; its place is
-    `place` and the field."""
+    `place` and the field.
+    """
     if not isinstance(values, dict):
         raise ScheduleError(
             f"{kind.__name__} is a JSON object",

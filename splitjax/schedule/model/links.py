@@ -1,4 +1,4 @@
-"""What the exchange of gradients takes over a cluster's links, added to jobs before they are simulated.
+"""Adds the time that the exchange of gradients takes over a cluster's links to jobs, before they are simulated.
 
 A ring all-reduce sends 2 (N - 1) / N of the gradient's bytes from each of N workers (Patarasuk and Yuan 2009,
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", section 3). Nothing of it is taken to hide
@@ -15,8 +15,8 @@ from splitjax.schedule.model.jobs import Job, JobProfile, Stages
 
 
 def exchange_seconds(cluster: Cluster, num_workers: int, num_bytes: int) -> float:
-    """Seconds in which `num_workers` workers all-reduce `num_bytes` bytes: over the links within a node where one holds
-    them all, else over those between nodes. 0 for links without a rate."""
+    """Gives the seconds in which `num_workers` workers all-reduce `num_bytes` bytes: over the links of `cluster` within
+    a node where one node holds them all, else over those between nodes. 0 for links without a rate."""
     rate = (
         cluster.node_bytes_per_second if num_workers <= cluster.devices_per_node else cluster.network_bytes_per_second
     )
@@ -24,7 +24,7 @@ def exchange_seconds(cluster: Cluster, num_workers: int, num_bytes: int) -> floa
 
 
 def over_links(jobs: Sequence[Job], cluster: Cluster) -> tuple[Job, ...]:
-    """The jobs with iterations that wait for their exchange over the cluster's links, or for longer where their
+    """Gives `jobs` with iterations that wait for their exchange over the links of `cluster`, or for longer where their
     profiles say so. With shallower depths it is still that of the full gradient, which is an upper bound. Where it
     takes longer than computing does, no two of a device's jobs exchange at a time (`Stages.network_seconds`). A second
     call changes nothing."""

@@ -31,8 +31,14 @@ from splitjax.schedule.model.jobs import Job, JobColumns
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A job in a group: its number in `View.jobs`, and the devices that hold it, one per worker (where a discipline
-    moves tasks about, its workers' states may be on further devices of the group: those are `resident`)."""
+    """Places a job in a group.
+
+    **Attributes:**
+
+    - `job`: its number in `View.jobs`.
+    - `devices`: the devices that hold it, one per worker.
+    - `resident`: further devices of the group that hold its workers' states, where a discipline moves tasks about.
+    """
 
     job: int
     devices: tuple[int, ...]
@@ -41,8 +47,14 @@ class Member:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Jobs that share devices, and how: `discipline` is the name of a registered discipline, `option` a value that it
-    may read (hashable). No device is in two groups."""
+    """Names jobs that share devices, and how. No device is in two groups.
+
+    **Attributes:**
+
+    - `members`: the jobs, each with its devices.
+    - `discipline`: name of the registered discipline by which they take turns.
+    - `option`: a hashable value that the discipline may read.
+    """
 
     members: tuple[Member, ...]
     discipline: str = "gang"
@@ -50,25 +62,27 @@ class Group:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """All devices of the group, ascending."""
+        """Lists all devices of the group, ascending."""
         if len(self.members) == 1 and not self.members[0].resident:
             return tuple(sorted(set(self.members[0].devices)))
         return tuple(sorted({device for member in self.members for device in (*member.devices, *member.resident)}))
 
     @property
     def computing_devices(self) -> tuple[int, ...]:
-        """What a chart draws them on, ascending: all devices while jobs share them, and of a job that is left alone its
-        workers' own, one each. On the further ones it is only resident, until the policy is asked again."""
+        """Lists the devices that a chart draws the group on, ascending: all while jobs share them, and of a job that is
+        left alone its workers' own, one each. On the further ones it is only resident, until the policy is asked
+        again."""
         return tuple(sorted(set(self.members[0].devices))) if len(self.members) == 1 else self.devices
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """What is known at one moment. Arrays are read-only; those marked [active] have one entry per job in `active`.
+    """Tells a policy what is known at one moment. Arrays are read-only; those marked [active] have one entry per job in
+    `active`.
 
     **Attributes:**
 
-    - `now_seconds`, `cluster`.
+    - `now_seconds`: the moment. `cluster`: the devices there are.
     - `jobs`, `columns`: all jobs of the trace and their constants; numbers of jobs index both. Those that have not
       arrived are none of a policy's business.
     - `active`: i64, numbers of the jobs that have arrived and are not done, in order of arrival.
@@ -99,23 +113,23 @@ class View:
 
     @property
     def num_workers(self) -> NDArray[np.int64]:
-        """i64[active]."""
+        """Gives the workers that each job wants, i64[active]."""
         return self.columns.num_workers[self.active]
 
     @property
     def arrival_seconds(self) -> NDArray[np.float64]:
-        """f64[active]."""
+        """Gives the time at which each job arrived, f64[active]."""
         return self.columns.arrival_seconds[self.active]
 
     @property
     def remaining_seconds(self) -> NDArray[np.float64]:
-        """f64[active], alone and with full backpropagation."""
+        """Gives the time that each job still takes alone and with full backpropagation, f64[active]."""
         return self.remaining_iterations * self.columns.iteration_seconds[self.active]
 
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """What a policy changes. Groups that it does not name go on as they are.
+    """Says what a policy changes. Groups that it does not name go on as they are.
 
     **Attributes:**
 
@@ -137,11 +151,12 @@ Decide = Callable[[View], Assignment]
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """A registered policy.
+    """Holds a registered policy.
 
     **Attributes:**
 
-    - `name`; `decide`: the pure function; `paper`: where it is from; `summary`: first paragraph of its docstring.
+    - `name`: what it is chosen by. `decide`: the pure function.
+    - `paper`: where it is from. `summary`: first paragraph of its docstring.
     - `order`: name of the order in which it serves jobs. `baseline`: the gang policy of that order, which efficiencies
       are relative to.
     """
@@ -163,8 +178,9 @@ def _summary(decide: Decide) -> str:
 
 
 def register(name: str, *, paper: str, order: str = "", baseline: str = "") -> Callable[[Decide], Decide]:
-    """Decorator: makes a function `View -> Assignment` a policy of this name. `order` defaults to the name without
-    `gang-`, `baseline` to `gang-ORDER`. Raises `ScheduleError` if the name is taken."""
+    """Decorates a function `View -> Assignment`, and so makes it the policy called `name`. `paper` says where it is
+    from; `order` defaults to the name without `gang-`, `baseline` to `gang-ORDER` (`Policy`). Raises `ScheduleError` if
+    the name is taken."""
 
     def add(decide: Decide) -> Decide:
         if name in _POLICIES and _POLICIES[name].decide is not decide:
@@ -177,7 +193,7 @@ def register(name: str, *, paper: str, order: str = "", baseline: str = "") -> C
 
 
 def get(name: str) -> Policy:
-    """The policy of this name. Raises `ScheduleError`, which lists the names there are."""
+    """Gives the policy called `name`. Raises `ScheduleError`, which lists the names there are."""
     if name not in _POLICIES:
         close = difflib.get_close_matches(name, _POLICIES, n=1)
         raise ScheduleError(
@@ -189,5 +205,5 @@ def get(name: str) -> Policy:
 
 
 def names() -> list[str]:
-    """Names of all policies, sorted."""
+    """Lists the names of all policies, sorted."""
     return sorted(_POLICIES)

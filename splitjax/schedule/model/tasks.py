@@ -1,6 +1,8 @@
-"""What a discipline is asked and what it answers: tasks on devices, iterations, where a group stands, its steady rates.
+"""Defines what a discipline is asked and what it answers: tasks on devices, iterations, where a group stands, its
+steady rates.
 
-Values only. `discipline` holds the functions that answer, `iterations` runs groups by them; both import these.
+These are values only. `discipline` holds the functions that answer, `iterations` runs groups by them; both import
+these.
 """
 
 from __future__ import annotations
@@ -14,8 +16,16 @@ from splitjax.schedule.model.policy import Group
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What one worker does in one iteration on one device: `depth` is a number in `JobProfile.depths`, `resource` one
-    in `RESOURCES` (an iteration of stages has a task for each of them)."""
+    """Describes what one worker does in one iteration on one resource of one device (an iteration of stages has a task
+    for each resource).
+
+    **Attributes:**
+
+    - `worker`: number of the worker in its job. `device`: number of the device in the cluster.
+    - `depth`: a number in `JobProfile.depths`.
+    - `start_seconds`: when it begins. `seconds`: how long it takes.
+    - `resource`: a number in `RESOURCES`.
+    """
 
     worker: int
     device: int
@@ -26,14 +36,21 @@ class Task:
 
     @property
     def end_seconds(self) -> float:
-        """When the device, or the resource, is free again."""
+        """Gives the time at which the device, or the resource, is free again."""
         return self.start_seconds + self.seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Iteration:
-    """One iteration of member number `member` of the group; the job's next one may begin at `ready_seconds` (its last
-    task's end, and what of the all-reduce others' computing cannot hide from the job itself)."""
+    """Describes one iteration of one member of a group.
+
+    **Attributes:**
+
+    - `member`: number of the member in `Group.members`.
+    - `tasks`: its workers' tasks.
+    - `ready_seconds`: when the job's next iteration may begin (its last task's end, and what of the all-reduce others'
+      computing cannot hide from the job itself).
+    """
 
     member: int
     tasks: tuple[Task, ...]
@@ -42,7 +59,8 @@ class Iteration:
 
 @dataclasses.dataclass(frozen=True)
 class GroupState:
-    """Where a group stands; one entry per member, in their order, or per device, in the order of `Group.devices`.
+    """Tells a discipline where a group stands; one entry per member, in their order, or per device, in the order of
+    `Group.devices`.
 
     **Attributes:**
 
@@ -65,11 +83,11 @@ class GroupState:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """The steady state of a group; one entry per member.
+    """Gives the steady state of a group; one entry per member.
 
     **Attributes:**
 
-    - `iterations_per_second`.
+    - `iterations_per_second`: how fast each member goes.
     - `device_seconds`: computing time on devices of one iteration, all workers together.
     - `credit`: what one iteration is worth if only work really done counts: 1 with full backpropagation, else
       device-seconds without the skipped backward work over those with it.

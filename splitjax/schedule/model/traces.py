@@ -1,5 +1,8 @@
-"""Readers of public traces, of jobs and of profiles of one's own. A malformed row is an error that names file and line,
-or is left out and listed if asked."""
+"""Reads public traces, and jobs and profiles of one's own.
+
+Paths of files come in, plain or gzip; a `Trace` of jobs, profiles by name, or `Throughputs` come out. A malformed row
+is an error that names file and line, or is left out and listed if asked.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,20 @@ JOB_COLUMNS = ("name", "arrival_seconds", "num_workers", "num_iterations", "prof
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What a file holds: `jobs` in order of arrival; `skipped`, (line number, why) of rows that were left out."""
+    """Holds the jobs of a file.
+
+    **Attributes:**
+
+    - `jobs`: in order of arrival.
+    - `skipped`: (line number, why) of rows that were left out.
+    """
 
     jobs: tuple[Job, ...]
     skipped: tuple[tuple[int, str], ...] = ()
 
     def only(self, *, tags: Iterable[str] = (), min_workers: int = 1, max_workers: int | None = None) -> Trace:
-        """The jobs with one of these tags (any, if none is given) and so many workers."""
+        """Keeps the jobs with one of these `tags` (any, if none is given) and from `min_workers` to `max_workers`
+        workers (None: any number)."""
         wanted = set(tags)
         limit = math.inf if max_workers is None else max_workers
         jobs = tuple(
@@ -44,15 +54,16 @@ class Trace:
 def read_trace(
     path: str | pathlib.Path, *, profiles: Mapping[str, JobProfile] | None = None, skip_malformed: bool = False
 ) -> Trace:
-    """A trace of any kind, told by its header.
+    """Reads a trace of any kind, told by its header.
 
     **Arguments:**
 
+    - `path`: the file, a CSV, plain or gzip.
     - `profiles`: by name, such as `read_profiles` reads. Jobs of Philly's tables, which say nothing of their models,
       get them in turn; Muri's and one's own the one of their model.
     - `skip_malformed`: leave malformed rows out and list them, instead of an error.
 
-    Raises `TraceFileError`.
+    Raises `TraceFileError` for a file that cannot be read, of another kind, or with a malformed row.
     """
     _, header = next(_rows(pathlib.Path(path)), (1, []))
     if profiles is not None and not profiles:
@@ -89,8 +100,10 @@ def read_trace(
 
 
 def read_jobs(path: str | pathlib.Path, profiles: Mapping[str, JobProfile], *, skip_malformed: bool = False) -> Trace:
-    """Jobs of one's own, a CSV, plain or gzip: `name` (unique), `arrival_seconds`, `num_workers`, `num_iterations`,
-    `profile` (a name in `profiles`), and, if one likes, `tag`. Raises `TraceFileError`."""
+    """Reads jobs of one's own from the CSV at `path`, plain or gzip. Its columns are `name` (unique),
+    `arrival_seconds`, `num_workers`, `num_iterations`, `profile` (a name in `profiles`), and, if one likes, `tag`. With
+    `skip_malformed`, malformed rows are left out and listed; else they raise `TraceFileError`, as what cannot be read
+    does."""
     seen: set[str] = set()
 
     def parse(row: Mapping[str, str], line: int) -> Job:
@@ -123,18 +136,19 @@ def read_philly(
     iteration_seconds: float = 0.5,
     skip_malformed: bool = False,
 ) -> Trace:
-    """Job tables of Microsoft's Philly trace (Jeon et al., ATC'19), a CSV, plain or gzip: `timestamp` (ISO 8601),
+    """Reads job tables of Microsoft's Philly trace (Jeon et al., ATC'19), a CSV, plain or gzip: `timestamp` (ISO 8601),
     `duration` (seconds), `num_gpus`, `cluster`.
 
     The trace says how long a job ran, not what it computed: its iterations are its duration over that of one iteration.
 
     **Arguments:**
 
+    - `path`: the file.
     - `profile`: number of workers -> profile; by default equal layers, a backward pass of twice the forward pass,
       `iteration_seconds` each.
     - `skip_malformed`: leave malformed rows out and list them, instead of an error.
 
-    Raises `TraceFileError`.
+    Raises `TraceFileError` for a file that cannot be read, lacks a column, or has a malformed row.
     """
     common = JobProfile.uniform("philly", iteration_seconds)
     profile = profile or (lambda num_workers: common)
@@ -162,7 +176,7 @@ def read_muri(
     profiles: Mapping[str, JobProfile] | None = None,
     skip_malformed: bool = False,
 ) -> Trace:
-    """Traces of Muri (Zhao et al., SIGCOMM'22): `job_id`, `num_gpu`, `iterations`, `model_name`; milliseconds in
+    """Reads traces of Muri (Zhao et al., SIGCOMM'22): `job_id`, `num_gpu`, `iterations`, `model_name`; milliseconds in
     `submit_time`, `iteration_time` and `resource_time_0..`, which are input (storage and CPU in one), device and
     network, or those four apart.
 
@@ -170,12 +184,13 @@ def read_muri(
 
     **Arguments:**
 
+    - `path`: the file, a CSV, plain or gzip.
     - `stages`: an iteration computes for its time on the device and waits for the rest; without, it computes all the
       time but `exposed_fraction` of it.
     - `profiles`: by `model_name`, what an iteration costs, instead of the trace's times.
     - `skip_malformed`: leave malformed rows out and list them, instead of an error.
 
-    Raises `TraceFileError`.
+    Raises `TraceFileError` for a file that cannot be read, lacks a column, or has a malformed row.
     """
     known: dict[tuple[str, float, tuple[float, ...]], JobProfile] = {}
 
@@ -222,8 +237,8 @@ def _muri_profile(name: str, seconds: float, resources: tuple[float, ...], expos
 
 @dataclasses.dataclass(frozen=True)
 class Throughputs:
-    """Gavel's measured throughputs (Narayanan et al., OSDI'20), iterations a second of each job. A job is (model with
-    batch size, number of workers).
+    """Holds Gavel's measured throughputs (Narayanan et al., OSDI'20), iterations a second of each job. A job is (model
+    with batch size, number of workers).
 
     **Attributes:**
 
@@ -236,8 +251,8 @@ class Throughputs:
     pairs: Mapping[str, Mapping[tuple[tuple[str, int], tuple[str, int]], tuple[float, float]]]
 
     def profile(self, kind: str, job: tuple[str, int]) -> JobProfile:
-        """A profile of equal layers with the iteration time measured alone on a device of this kind. Raises
-        `TraceFileError` where there is none."""
+        """Makes a profile of equal layers with the iteration time of `job` measured alone on a device of this `kind`.
+        Raises `TraceFileError` where there is none."""
         rate = self.alone.get(kind, {}).get(job, 0.0)
         if not rate > 0:
             raise TraceFileError(
@@ -247,8 +262,8 @@ class Throughputs:
 
 
 def read_gavel(path: str | pathlib.Path) -> Throughputs:
-    """Gavel's table of throughputs, JSON, plain or gzip: device kind -> "('MODEL', workers)" -> {"null": alone,
-    "('OTHER', workers)": [it, other]}.
+    """Reads Gavel's table of throughputs from `path`, JSON, plain or gzip: device kind -> "('MODEL', workers)" ->
+    {"null": alone, "('OTHER', workers)": [it, other]}.
 
     Raises `TraceFileError`, which names the entry.
     """
@@ -263,26 +278,27 @@ def read_gavel(path: str | pathlib.Path) -> Throughputs:
     try:
         for kind, jobs in table.items():
             alone[kind], pairs[kind] = {}, {}
-            for text, others in jobs.items():
+            for text, partners in jobs.items():
                 place = f"{kind}, {text}"
                 job = _gavel_job(text)
-                for other, value in others.items():
-                    place = f"{kind}, {text}, {other}"
-                    if other == "null":
+                for partner, value in partners.items():
+                    place = f"{kind}, {text}, {partner}"
+                    if partner == "null":
                         alone[kind][job] = float(value)
                     else:
                         first, second = value
-                        pairs[kind][job, _gavel_job(other)] = float(first), float(second)
+                        pairs[kind][job, _gavel_job(partner)] = float(first), float(second)
     except (ValueError, TypeError, AttributeError) as error:
         raise TraceFileError(f"not a table of throughputs: {error}", place=f"{path}, {place}") from error
     return Throughputs(alone, pairs)
 
 
 def read_profiles(path: str | pathlib.Path) -> dict[str, JobProfile]:
-    """Name -> profile, from a JSON file of one profile or a list of them, such as `write_profiles` and
-    `splitjax profile --job` write; plain or gzip.
+    """Reads name -> profile from the JSON file at `path`, of one profile or a list of them, such as `write_profiles`
+    and `splitjax profile --job` write; plain or gzip.
 
-    Raises `TraceFileError`, whose place is the file, the entry (from 0) and the field."""
+    Raises `TraceFileError`, whose place is the file, the entry (from 0) and the field.
+    """
     path = pathlib.Path(path)
     try:
         values = json.loads(_text(path))
@@ -292,10 +308,10 @@ def read_profiles(path: str | pathlib.Path) -> dict[str, JobProfile]:
             place=f"{path}:{error.lineno}",
             remedy="write profiles with write_profiles, or splitjax profile --job",
         ) from error
-    found: dict[str, JobProfile] = {}
-    for number, one in enumerate(values if isinstance(values, list) else [values]):
+    profiles: dict[str, JobProfile] = {}
+    for number, entry in enumerate(values if isinstance(values, list) else [values]):
         try:
-            profile = JobProfile.from_json(one)
+            profile = JobProfile.from_json(entry)
         except ScheduleError as error:
             raise TraceFileError(
                 f"not a job profile: {error.message}",
@@ -303,26 +319,26 @@ def read_profiles(path: str | pathlib.Path) -> dict[str, JobProfile]:
                 place=f"{path}, entry {number}, {error.place}",
                 remedy=error.remedy or "mend it, or write profiles with write_profiles or splitjax profile --job",
             ) from error
-        if profile.name in found:
+        if profile.name in profiles:
             raise TraceFileError(
                 "two profiles of one name",
                 value=profile.name,
                 place=f"{path}, entry {number}, name",
                 remedy="give each a name of its own",
             )
-        found[profile.name] = profile
-    if not found:
+        profiles[profile.name] = profile
+    if not profiles:
         raise TraceFileError(
             "no profile is in it",
             value=values,
             place=str(path),
             remedy="write profiles with write_profiles, or splitjax profile --job",
         )
-    return found
+    return profiles
 
 
 def write_profiles(path: str | pathlib.Path, profiles: Sequence[JobProfile]) -> None:
-    """Writes profiles as JSON. Raises `OSError`."""
+    """Writes `profiles` as JSON to `path`. Raises `OSError`."""
     write_atomically(pathlib.Path(path), json.dumps([profile.to_json() for profile in profiles], indent=1) + "\n")
 
 

@@ -154,12 +154,12 @@ def _staged(
         return storage, cpu, max(cpu + share * seconds[CPU], times[DEVICE])
 
     tasks, end = [], 0.0
-    found = [starts(times) for times in free]
-    begins = [start for *_, start in found]
+    earliest = [starts(times) for times in free]
+    begins = [start for *_, start in earliest]
     rotated = [(sum(state.iterations) + place) % count for place in range(count)]
     for worker, depth in zip(workers, depths):
         index = min(rotated, key=begins.__getitem__)
-        *before, start = found[index]
+        *before, start = earliest[index]
         length = profile.task_seconds(depth)
         network = max(start + length, free[index][NETWORK]) if seconds[NETWORK] else start + length
         for kind, time, busy in (
@@ -171,8 +171,8 @@ def _staged(
             if busy:
                 tasks.append(Task(worker, devices[index], depth, time, busy, kind))
                 free[index][kind] = time + busy
-        found[index] = starts(free[index])
-        begins[index] = found[index][2]
+        earliest[index] = starts(free[index])
+        begins[index] = earliest[index][2]
         end = max(end, network + share * seconds[NETWORK])
     return Iteration(member, tuple(tasks), end + max(0.0, profile.exposed_seconds - outside))
 
@@ -192,7 +192,7 @@ def _steady(members: tuple[tuple[JobProfile, int], ...], num_devices: int, parti
     free, ready, progress, done, ends = [0.0] * num_devices, [0.0] * count, [0.0] * count, [0] * count, [0.0] * count
     endless, replace = [math.inf] * count, heapq.heapreplace
     marks: list[Mark] = []
-    while (found := settled(marks)) is None:
+    while (steady := settled(marks)) is None:
         window, slow = iterations_to_next(len(marks)), count  # how many members have not done so many iterations yet
         due = [num + window for num in done]
         while slow:
@@ -210,7 +210,7 @@ def _steady(members: tuple[tuple[JobProfile, int], ...], num_devices: int, parti
             done[member] += 1
             slow -= done[member] == due[member]
         marks.append(Mark(tuple(done), tuple(ends)))
-    return within_capacity(found[0].rates_until(found[1]), [(sum(each),) for each in seconds], num_devices)
+    return within_capacity(steady[0].rates_until(steady[1]), [(sum(each),) for each in seconds], num_devices)
 
 
 @functools.lru_cache(maxsize=1 << 12)

@@ -25,8 +25,8 @@ def carry(view: View, memory: Mapping[str, NDArray[Any]] | None, **defaults: flo
     there = np.zeros(len(view.jobs), bool)  # sorting, as np.isin does, costs ten times as much
     there[view.active] = True
     left = np.flatnonzero(there[memory["jobs"]])
-    found = {}
+    carried = {}
     for name, value in defaults.items():
         kept = memory[name][left]
-        found[name] = np.concatenate([kept, np.full(len(view.active) - len(kept), value, kept.dtype)])
-    return found
+        carried[name] = np.concatenate([kept, np.full(len(view.active) - len(kept), value, kept.dtype)])
+    return carried

@@ -127,7 +127,7 @@ def _matched(view: View, nodes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         buckets.setdefault(int(view.num_workers[node[0]]), {}).setdefault(tuple(sorted(map(kind, node))), []).append(
             node
         )
-    found = []
+    joined = []
     for kinds in buckets.values():
         keys = sorted(kinds)
         left = {key: collections.deque(kinds[key]) for key in keys}
@@ -140,9 +140,9 @@ def _matched(view: View, nodes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
             ):
                 weights[a, b] = efficiency(times)
         for (a, b), count in maximum_matching(tuple(len(kinds[key]) for key in keys), tuple(sorted(weights.items()))):
-            found += [(*left[keys[a]].popleft(), *left[keys[b]].popleft()) for _ in range(count)]
-        found += [node for key in keys for node in left[key]]
-    return found
+            joined += [(*left[keys[a]].popleft(), *left[keys[b]].popleft()) for _ in range(count)]
+        joined += [node for key in keys for node in left[key]]
+    return joined
 
 
 @functools.lru_cache(maxsize=4096)

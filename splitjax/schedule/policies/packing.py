@@ -207,18 +207,18 @@ class _Plan:
         """Of the sparsest groups one whose jobs have this one's iteration time, if there is, and that has the
         memory."""
         seconds, active = self.view.columns.iteration_seconds, self.view.active
-        found = None
+        sparsest = None
         for index in np.argsort(densities, kind="stable")[:8].tolist():
             if not math.isfinite(densities[index]) or (
-                found is not None and densities[index] > densities[found] + 0.15
+                sparsest is not None and densities[index] > densities[sparsest] + 0.15
             ):
                 break
             members = self._of(index)
             if self._fits([*members, position]):
                 if seconds[active[members[0]]] == seconds[active[position]]:
                     return index
-                found = index if found is None else found
-        return found
+                sparsest = index if sparsest is None else sparsest
+        return sparsest
 
     def _fits(self, members: list[int]) -> bool:
         jobs = self.view.jobs
@@ -240,10 +240,10 @@ class _Plan:
     def share(self) -> NDArray[np.float64]:
         """f64[active], devices of its group by the share that it computes."""
         held = (self.slot >= 0) & self.admitted
-        found = np.zeros(len(held))
+        shares = np.zeros(len(held))
         slot = self.slot[held]
-        found[held] = self.demand[held] * self.size[slot] / self.load[slot]
-        return found
+        shares[held] = self.demand[held] * self.size[slot] / self.load[slot]
+        return shares
 
     def anew(self, least_gain: float) -> None:
         """All groups again: jobs that are alike together, devices in proportion to demand. Nothing changes where that

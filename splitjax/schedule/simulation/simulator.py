@@ -366,14 +366,14 @@ class _Run:
         )
         key = (group.discipline, group.option, numbers, layout)
         if key not in self.rates_of:
-            found = get_discipline(group.discipline).rates(
+            rates = get_discipline(group.discipline).rates(
                 group, [self.jobs[member.job] for member in group.members], self.cluster
             )
-            if not all(0 < rate < math.inf for rate in found.iterations_per_second):
+            if not all(0 < rate < math.inf for rate in rates.iterations_per_second):
                 raise ScheduleError(
-                    "a discipline gives a job no progress", value=found, place=f"discipline {group.discipline!r}"
+                    "a discipline gives a job no progress", value=rates, place=f"discipline {group.discipline!r}"
                 )
-            self.rates_of[key] = found
+            self.rates_of[key] = rates
         return self.rates_of[key]
 
     # Iteration by iteration
