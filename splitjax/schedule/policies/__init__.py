@@ -1,5 +1,5 @@
-"""The policies, one a file. A module of this folder registers what it holds when it is imported, and importing the
-folder imports them all."""
+"""Registers the policies, one a file. A module of this folder registers what it holds when it is imported, and
+importing the folder imports them all."""
 
 import importlib
 import pkgutil

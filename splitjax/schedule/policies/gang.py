@@ -1,4 +1,5 @@
-"""Gang scheduling, what the policies with whole devices share: jobs in some order, each with all its devices or none.
+"""Holds what the policies with whole devices share: gang scheduling, jobs in some order, each with all its devices or
+none.
 
 `gang(view, key)` serves the jobs with the smallest keys and fills what is left with the next that fit. What runs and
 still may keeps its devices; only jobs that come to run are placed.
@@ -28,10 +29,12 @@ def gang(
     wake_seconds: float = math.inf,
     memory: Any = None,
 ) -> Assignment:
-    """Whole devices for whole jobs, smallest keys first (the first key counts most; ties: first come).
+    """Gives whole devices to whole jobs, smallest keys first (the first key counts most; ties: first come).
 
     **Arguments:**
 
+    - `view`: what is known.
+    - `keys`: arrays [active] by which jobs are ordered.
     - `backfill`: a job that does not fit is passed over for later ones that do; without, it holds up all behind it.
     - `consolidate`: a job that fits on a node runs on one node, a larger one has whole nodes for all but the rest;
       where that cannot be, it does not fit. All jobs are placed anew, in order, so what runs may move. Without, jobs
@@ -48,10 +51,16 @@ def gang(
 
 
 def admit(num_workers: NDArray[np.int64], num_devices: int, *, backfill: bool = True) -> NDArray[np.int64]:
-    """Positions of the jobs that run together, taken in the order given while they fit; O(jobs) numpy work for each job
+    """Chooses the jobs that run together, taken in the order given while they fit; O(jobs) numpy work for each job
     passed over.
 
-    **Returns:** i64, ascending.
+    **Arguments:**
+
+    - `num_workers`: i64[jobs], devices that each wants.
+    - `num_devices`: how many there are.
+    - `backfill`: go on with later jobs that fit after one that does not.
+
+    **Returns:** positions of these jobs in `num_workers`, i64, ascending.
     """
     taken, positions, left = [], np.arange(len(num_workers)), num_devices
     while len(positions) and left > 0:
@@ -74,8 +83,8 @@ def assign(
     wake_seconds: float = math.inf,
     memory: Any = None,
 ) -> Assignment:
-    """The change from what runs to the `admitted` jobs (bool[active]); those that begin are placed in `order`, the
-    larger first."""
+    """Makes the change from what runs in `view` to the `admitted` jobs (bool[active]); those that begin are placed in
+    `order` (i64[active], positions), the larger first. `wake_seconds` and `memory` are as in `Assignment`."""
     running = view.group_of >= 0
     stop = tuple(view.group_of[running & ~admitted].tolist())
     beginning = order[(admitted & ~running)[order]]
@@ -123,7 +132,8 @@ def _consolidated(view: View, order: NDArray[np.int64], backfill: bool, wake_sec
 
 
 def nodes_for(counts: NDArray[np.int64], num_workers: int, per_node: int) -> list[tuple[int, int]] | None:
-    """(node, devices there): the first nodes that do, free ones for all but the rest; None where there are none."""
+    """Chooses nodes for `num_workers` workers, as (node, devices there): the first that do, free ones for all but the
+    rest; None where there are none. `counts` is i64[nodes], free devices of each, of `per_node` in all."""
     whole, rest = divmod(num_workers, per_node)
     empty = np.flatnonzero(counts == per_node)[:whole]
     if len(empty) < whole:
@@ -138,10 +148,11 @@ def nodes_for(counts: NDArray[np.int64], num_workers: int, per_node: int) -> lis
 
 
 def place(free: NDArray[np.bool_], num_workers: int, cluster: Cluster) -> tuple[int, ...]:
-    """Free devices for a job, on as few nodes as can be: the fullest node that holds it all, else whole nodes and the
-    fullest that holds the rest. `free`: bool[num_devices].
+    """Chooses free devices for a job of `num_workers` workers, on as few nodes of `cluster` as can be: the fullest node
+    that holds it all, else whole nodes and the fullest that holds the rest. `free`: bool[num_devices].
 
-    Raises `ScheduleError` if fewer than `num_workers` are free."""
+    Raises `ScheduleError` if fewer than `num_workers` are free.
+    """
     if (num_free := int(np.count_nonzero(free))) < num_workers:
         raise ScheduleError(
             f"{num_workers} devices are wanted, {num_free} are free", value=num_workers, place="schedule.gang.place"
@@ -160,7 +171,7 @@ def place(free: NDArray[np.bool_], num_workers: int, cluster: Cluster) -> tuple[
 
 
 def runs_after(view: View, decision: Assignment) -> NDArray[np.bool_]:
-    """bool[active], the jobs that are in a group once the decision is carried out."""
+    """Marks the jobs of `view` that are in a group once `decision` is carried out, bool[active]."""
     started = [member.job for group in decision.start for member in group.members]
     kept = (view.group_of >= 0) & ~np.isin(view.group_of, decision.stop)
     return kept | np.isin(view.active, started)
@@ -169,8 +180,8 @@ def runs_after(view: View, decision: Assignment) -> NDArray[np.bool_]:
 def crossing_seconds(
     view: View, devices: NDArray[np.float64] | NDArray[np.int64], thresholds: Sequence[float]
 ) -> float:
-    """The first time at which a job reaches the next of ascending `thresholds` of attained device-seconds, if from now
-    on they hold so many `devices` (f64[active])."""
+    """Gives the first time at which a job of `view` reaches the next of ascending `thresholds` of attained
+    device-seconds, if from now on they hold so many `devices` (f64[active]); infinite where none will."""
     growing = devices > 0
     if not growing.any():
         return math.inf

@@ -1,4 +1,4 @@
-"""Max-min fairness in rounds: Gavel."""
+"""Registers the policy `gang-gavel`: max-min fairness in rounds, as in Gavel."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def gavel(view: View, *, round_seconds: float = ROUND_SECONDS, consolidate: bool
 
     **Arguments:**
 
-    - `round_seconds`: length of a round. `consolidate`: as in `gang`; all jobs are placed anew then, at the start of a
-      round only.
+    - `view`: what is known.
+    - `round_seconds`: length of a round.
+    - `consolidate`: as in `gang`; all jobs are placed anew then, at the start of a round only.
     """
     ends = view.memory if view.memory is not None else view.now_seconds
     starts_round = view.now_seconds >= ends - 1e-6
@@ -43,8 +44,8 @@ def gavel(view: View, *, round_seconds: float = ROUND_SECONDS, consolidate: bool
 
 
 def equal_devices(num_workers: NDArray[np.int64], num_devices: int) -> NDArray[np.float64]:
-    """f64[jobs], shares of time that give every job equally many devices on average, none more than it wants; what
-    small jobs leave goes to the others."""
+    """Gives the shares of time (f64[jobs]) that give every job equally many of `num_devices` devices on average, none
+    more than its `num_workers` (i64[jobs]); what small jobs leave goes to the others."""
     if not len(num_workers) or num_workers.sum() <= num_devices:
         return np.ones(len(num_workers))
     wanted = np.sort(num_workers)

@@ -1,5 +1,5 @@
-"""JigSaw: work placed at the granularity of iterations, aware of the unequal task lengths of structured partial
-backpropagation.
+"""Registers the JigSaw policies, which place work at the granularity of iterations, aware of the unequal task lengths
+of structured partial backpropagation.
 
 Jobs share a set of devices on all of which each of them is resident. An iteration's tasks (forward, and backward down
 to the worker's depth) go, longest first, to the device that frees earliest, so the holes that shallow workers leave are
@@ -37,37 +37,55 @@ _TIE = 1e-9  # seconds: sums of the same terms in another order differ by roundi
 
 @register("jigsaw", paper=_PAPER, order="srtf")
 def jigsaw(view: View) -> Assignment:
-    """Iteration-level packing of partial backpropagation, the job with the least time left first."""
+    """Iteration-level packing of partial backpropagation, the job with the least time left first.
+
+    Decides for `view` by `pack`.
+    """
     return pack(view, srtf(view), "jigsaw")
 
 
 @register("jigsaw-las", paper=_PAPER, order="las")
 def jigsaw_las(view: View) -> Assignment:
-    """Iteration-level packing of partial backpropagation, the job that has had the least device time first."""
+    """Iteration-level packing of partial backpropagation, the job that has had the least device time first.
+
+    Decides for `view` by `pack`.
+    """
     return pack(view, las(view), "jigsaw")
 
 
 @register("jigsaw-fifo", paper=_PAPER, order="fifo")
 def jigsaw_fifo(view: View) -> Assignment:
-    """Iteration-level packing of partial backpropagation, first in, first out."""
+    """Iteration-level packing of partial backpropagation, first in, first out.
+
+    Decides for `view` by `pack`.
+    """
     return pack(view, fifo(view), "jigsaw")
 
 
 @register("interleave", paper=_RIVAL, order="srtf")
 def interleave(view: View) -> Assignment:
-    """JigSaw's packing at full depth, the job with the least time left first."""
+    """JigSaw's packing at full depth, the job with the least time left first.
+
+    Decides for `view` by `pack`.
+    """
     return pack(view, srtf(view), "interleave", partial=False, density=_FULL_DENSITY)
 
 
 @register("interleave-las", paper=_RIVAL, order="las")
 def interleave_las(view: View) -> Assignment:
-    """JigSaw's packing at full depth, the job that has had the least device time first."""
+    """JigSaw's packing at full depth, the job that has had the least device time first.
+
+    Decides for `view` by `pack`.
+    """
     return pack(view, las(view), "interleave", partial=False, density=_FULL_DENSITY)
 
 
 @register("interleave-fifo", paper=_RIVAL, order="fifo")
 def interleave_fifo(view: View) -> Assignment:
-    """JigSaw's packing at full depth, first in, first out."""
+    """JigSaw's packing at full depth, first in, first out.
+
+    Decides for `view` by `pack`.
+    """
     return pack(view, fifo(view), "interleave", partial=False, density=_FULL_DENSITY)
 
 
@@ -76,8 +94,8 @@ def _depths(profile: JobProfile, num_workers: int, partial: bool) -> tuple[int, 
 
 
 def _choose(first_free: float, ready: Sequence[float], progress: Sequence[float], remaining: Sequence[float]) -> int:
-    """Of the members that are ready when the first device is free, the one that has progressed least (none starves);
-    else the first to be ready."""
+    """Chooses the next member: of those that are ready when the first device is free, the one that has progressed least
+    (none starves); else the first to be ready."""
     best, soonest, least = -1, math.inf, math.inf
     for member, left in enumerate(remaining):
         if left > 0:
@@ -121,8 +139,8 @@ def _next(group: Group, jobs: Sequence[Job], state: GroupState, partial: bool) -
 
 
 def _ranks(group: Group, num_workers: int, turn: int) -> list[int]:
-    """By index of a device of the group: which comes first among those that are free at the same time. They come first
-    in turn; a job that is left alone on more devices than it has workers stays on its workers' own."""
+    """Says by index of a device of the group which comes first among those that are free at the same time. They come
+    first in turn; a job that is left alone on more devices than it has workers stays on its workers' own."""
     count = len(group.devices)
     own = min(count, num_workers) if len(group.members) == 1 else count
     return [(index - turn) % own if index < own else index for index in range(count)]
@@ -137,9 +155,9 @@ def _staged(
     group: Group,
     state: GroupState,
 ) -> Iteration:
-    """A job whose stages are known occupies the storage, CPU and network beside each device too. It overlaps its own
-    stages as far as its iteration time alone says: the next stage begins once a share of the one before has passed.
-    What it waits for longer than all of them take comes last."""
+    """Gives the next iteration of a job whose stages are known: it occupies the storage, CPU and network beside each
+    device too. It overlaps its own stages as far as its iteration time alone says: the next stage begins once a share
+    of the one before has passed. What it waits for longer than all of them take comes last."""
     seconds = stages.seconds
     outside = sum(seconds) - seconds[DEVICE]
     share = min(1.0, profile.exposed_seconds / outside) if outside else 0.0
@@ -179,7 +197,8 @@ def _staged(
 
 @functools.lru_cache(maxsize=1 << 16)
 def _steady(members: tuple[tuple[JobProfile, int], ...], num_devices: int, partial: bool) -> tuple[float, ...]:
-    """Iterations per second of each member: the discipline's rule, on nothing but the times at which devices free."""
+    """Gives the iterations per second of each member: the discipline's rule, on nothing but the times at which devices
+    free."""
     seconds = [
         [profile.task_seconds(depth) for depth in _depths(profile, num_workers, partial)]
         for profile, num_workers in members
@@ -239,12 +258,13 @@ def _rates(partial: bool, group: Group, jobs: Sequence[Job], cluster: Cluster) -
 
 @discipline("jigsaw", functools.partial(_rates, True))
 def jigsaw_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iteration:
-    """The least advanced member that can start next, at depths 1/N to N/N; longest task first, onto the device that
-    frees earliest."""
+    """Gives the next iteration of `group` in `state`: of the least advanced member that can start next, at depths 1/N
+    to N/N; longest task first, onto the device that frees earliest. `jobs` are those of the members, in order."""
     return _next(group, jobs, state, True)
 
 
 @discipline("interleave", functools.partial(_rates, False))
 def interleave_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iteration:
-    """The same at full depth."""
+    """Gives the next iteration of `group` with its members' `jobs` in `state` as `jigsaw_iteration` does, at full
+    depth."""
     return _next(group, jobs, state, False)

@@ -1,4 +1,4 @@
-"""Least attained service: Tiresias."""
+"""Registers the policy `gang-las`: least attained service, as in Tiresias."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def las(view: View, *, thresholds: Sequence[float] = THRESHOLDS, consolidate: bo
 
     **Arguments:**
 
+    - `view`: what is known.
     - `thresholds`: device-seconds at which a job falls into the next queue (default: those of the paper's public
       simulator). Within a queue what runs goes on, before what waits in the order in which it came to wait there.
     - `consolidate`: as in `gang`.

@@ -1,4 +1,4 @@
-"""Muri: jobs of complementary needs share devices, each on another resource at any moment."""
+"""Registers the policies of Muri: jobs of complementary needs share devices, each on another resource at any moment."""
 
 from __future__ import annotations
 
@@ -32,28 +32,32 @@ def muri_s(view: View, *, overhead: float = 0.0, max_members: int = MAX_MEMBERS)
 
     **Arguments:**
 
-    - `overhead`: by how much a cycle of interleaved jobs takes longer than its stages say. `max_members`: 2 or 4 jobs
-      in a group.
+    - `view`: what is known.
+    - `overhead`: by how much a cycle of interleaved jobs takes longer than its stages say.
+    - `max_members`: 2 or 4 jobs in a group.
     """
     return _muri(view, srsf(view), overhead, max_members)
 
 
 @register("muri-l", paper=_PAPER, order="las")
 def muri_l(view: View, *, overhead: float = 0.0, max_members: int = MAX_MEMBERS) -> Assignment:
-    """The same where times are not known; the job that has had the least device time first."""
+    """The same where times are not known; the job that has had the least device time first.
+
+    `view`, `overhead` and `max_members` are those of `muri_s`.
+    """
     return _muri(view, las(view), overhead, max_members)
 
 
 def stage_seconds(profile: JobProfile) -> Times:
-    """Seconds of an iteration on each resource; without measured stages, computing and what the device waits, taken for
-    network."""
+    """Gives the seconds of an iteration of `profile` on each resource; without measured stages, computing and what the
+    device waits, taken for network."""
     return profile.stages.seconds if profile.stages else (0.0, 0.0, profile.task_seconds(0), profile.exposed_seconds)
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def interleave(times: tuple[Times, ...]) -> tuple[float, tuple[int, ...]]:
-    """The best interleaving of jobs with these stages (section 4.1): at any moment each job is on another resource, and
-    all go on to the next together.
+    """Finds the best interleaving of jobs with the stages `times` (section 4.1): at any moment each job is on another
+    resource, and all go on to the next together.
 
     **Returns:** seconds of a cycle, in which each job does one iteration, and the resource on which each job begins a
     cycle.
@@ -72,7 +76,8 @@ def _phases(times: Sequence[Times], offsets: Sequence[int]) -> list[float]:
 
 
 def efficiency(times: tuple[Times, ...]) -> float:
-    """Mean share of a cycle in which a resource is used (section 4.1, equation 4); in (0, 1]."""
+    """Gives the mean share of a cycle of jobs with the stages `times` in which a resource is used (section 4.1,
+    equation 4); in (0, 1]."""
     cycle, _ = interleave(times)
     return sum(map(sum, times)) / (_KINDS * cycle) if cycle else 0.0
 
@@ -110,8 +115,8 @@ def _muri(view: View, order: Order, overhead: float, max_members: int) -> Assign
 
 
 def _matched(view: View, nodes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """One round of matching (section 4.2): groups of equal width, joined in pairs where sharing pays. Jobs of equal
-    stages are alike, so it is a matching of few kinds with counts, solved exactly."""
+    """Does one round of matching (section 4.2): groups of equal width, joined in pairs where sharing pays. Jobs of
+    equal stages are alike, so it is a matching of few kinds with counts, solved exactly."""
     limit = view.cluster.memory_bytes
     profiles = {position: view.jobs[int(view.active[position])].profile for node in nodes for position in node}
 
@@ -149,8 +154,8 @@ def _matched(view: View, nodes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def maximum_matching(
     counts: tuple[int, ...], weights: tuple[tuple[tuple[int, int], float], ...]
 ) -> tuple[tuple[tuple[int, int], int], ...]:
-    """Maximum-weight matching where node kinds have `counts` nodes: how many pairs of which kinds, as an integer
-    program."""
+    """Finds a maximum-weight matching where node kinds have `counts` nodes and pairs of kinds the given `weights`: how
+    many pairs of which kinds, as an integer program."""
     if not weights:
         return ()
     uses = np.zeros((len(counts), len(weights)))
@@ -170,7 +175,7 @@ def maximum_matching(
 def _assignment(
     view: View, order: Order, chosen: list[tuple[int, ...]], running: dict[int, list[int]], overhead: float
 ) -> Assignment:
-    """The change from what runs; a group takes over the devices of one whose members it has."""
+    """Makes the change from what runs; a group takes over the devices of one whose members it has."""
     number_of = {frozenset(members): number for number, members in running.items()}
     kept = {number_of[frozenset(node)] for node in chosen if frozenset(node) in number_of}
     stop = tuple(number for number in running if number not in kept)
@@ -212,7 +217,7 @@ def _assignment(
 
 
 def _cycle(group: Group, jobs: Sequence[Job]) -> tuple[list[float], tuple[int, ...]]:
-    """Seconds of each phase of a cycle, and the resource on which each member begins it."""
+    """Gives the seconds of each phase of a cycle, and the resource on which each member begins it."""
     times = tuple(stage_seconds(job.profile) for job in jobs)
     ordered = sorted(range(len(jobs)), key=lambda member: times[member])
     _, offsets = interleave(tuple(times[member] for member in ordered))
@@ -233,8 +238,8 @@ def _rates(group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
 
 @discipline("muri", _rates)
 def muri_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iteration:
-    """One cycle after the other; the stages of an iteration are a phase apart. A job alone overlaps its own stages as
-    its iteration time says."""
+    """Gives the next iteration of `group` in `state`: one cycle after the other; the stages of an iteration are a phase
+    apart. A job alone overlaps its own stages as its iteration time says. `jobs` are those of the members, in order."""
     left = [index for index, remaining in enumerate(state.remaining_iterations) if remaining > 0]
     begin = max(state.now_seconds, max(map(max, state.free_seconds)) if not any(state.iterations) else 0.0)
     if len(jobs) == 1:

@@ -1,4 +1,4 @@
-"""Orders in which jobs are served, for policies that pack: those of the gang policies of the same name."""
+"""Orders jobs for policies that pack, as the gang policies of the same name do."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from splitjax.schedule.policies.memory import carry
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """Who is served first.
+    """Says who is served first.
 
     **Attributes:**
 
     - `positions`: i64[active], first served first.
-    - `after`: of the decision that was made, as devices that each job then computes on (f64[active], fractions where it
-      shares): when the order may change though no job comes or goes, and what it has to remember, to be found as
-      `View.memory["order"]`.
+    - `after`: takes the decision that was made, as devices that each job then computes on (f64[active], fractions where
+      it shares), and tells when the order may change though no job comes or goes, and what it has to remember, to be
+      found as `View.memory["order"]`.
     """
 
     positions: NDArray[np.int64]
@@ -33,23 +33,23 @@ class Order:
 
 
 def srtf(view: View) -> Order:
-    """Shortest remaining time first."""
+    """Orders the jobs of `view` by shortest remaining time first."""
     return Order(np.argsort(view.remaining_seconds, kind="stable"))
 
 
 def srsf(view: View) -> Order:
-    """Shortest remaining service first: time left times devices."""
+    """Orders the jobs of `view` by shortest remaining service first: time left times devices."""
     return Order(np.argsort(view.remaining_seconds * view.num_workers, kind="stable"))
 
 
 def fifo(view: View) -> Order:
-    """In order of arrival, after those that run."""
+    """Orders the jobs of `view` by arrival, after those that run."""
     return Order(np.argsort(view.group_of < 0, kind="stable"))
 
 
 def las(view: View) -> Order:
-    """Least attained device time first, in the steps of `gang-las`: within a step what runs goes on, before what
-    waits."""
+    """Orders the jobs of `view` by least attained device time first, in the steps of `gang-las`: within a step what
+    runs goes on, before what waits."""
     queue = np.searchsorted(np.asarray(THRESHOLDS) - TOLERANCE, view.attained_device_seconds, side="right")
     before = carry(view, (view.memory or {}).get("order"), queue=-1, place=np.inf)
     place = np.where(before["queue"] == queue, before["place"], np.inf)

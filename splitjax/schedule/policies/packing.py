@@ -1,5 +1,5 @@
-"""Which jobs share which devices: what the policies with iteration-level packing have in common, as `gang` is for whole
-devices.
+"""Decides which jobs share which devices: what the policies with iteration-level packing have in common, as `gang` is
+for whole devices.
 
 While the jobs there ask for no more devices than there are, each has its own. When they ask for more, jobs are put
 together in groups, up to `max_members` on a common set of devices, fewer than they have workers. A job's *demand* is
@@ -42,10 +42,11 @@ def pack(
     settle_seconds: float = SETTLE_SECONDS,
     least_gain: float = LEAST_GAIN,
 ) -> Assignment:
-    """Groups of jobs that share devices from iteration to iteration.
+    """Puts jobs into groups that share devices from iteration to iteration.
 
     **Arguments:**
 
+    - `view`: what is known.
     - `order`: in which jobs are served. `discipline`: how the jobs of a group take turns; whichever it is, tasks may be
       on any of its devices.
     - `partial`: demands are those of partial backpropagation, else of full.
@@ -70,8 +71,8 @@ def pack(
 
 
 def demands(view: View, partial: bool) -> NDArray[np.float64]:
-    """f64[all jobs], devices that each keeps computing at its full speed (or whose storage, CPU or network it does, if
-    that is more)."""
+    """Gives the devices that each of all jobs of `view` keeps computing at its full speed (or whose storage, CPU or
+    network it does, if that is more), f64[jobs]; with `partial` under partial backpropagation, else under full."""
     seconds = view.columns.resource_seconds.copy()
     if not partial:
         seconds[:, DEVICE] = [job.num_workers * job.profile.task_seconds(0) for job in view.jobs]
@@ -79,6 +80,8 @@ def demands(view: View, partial: bool) -> NDArray[np.float64]:
 
 
 class _Plan:
+    """Decides on the groups of one moment: those that run, as they are to change, and those that are to begin."""
+
     def __init__(self, view: View, order: Order, discipline: str, partial: bool, max_members: int, density: float):
         self.view, self.order, self.discipline, self.max_members = view, order, discipline, max_members
         self.densest = 1.25 * density  # a group takes further jobs up to this demand per device
@@ -120,8 +123,8 @@ class _Plan:
         self.changed: set[int] = set()
 
     def _fill(self) -> None:
-        """On few devices a job more or less is much: where those admitted cannot keep all devices computing, the next
-        that may still join them is too."""
+        """Admits a job more where those admitted cannot keep all devices computing: the next that may still join them.
+        On few devices a job more or less is much."""
         waiting = self.order.positions[~self.admitted[self.order.positions]]
         while len(waiting) and (load := float(self.demand[self.admitted].sum())) < self.view.cluster.num_devices - 1e-9:
             waiting = waiting[load + self.demand[waiting] <= self.densest * self.view.cluster.num_devices]
@@ -129,7 +132,7 @@ class _Plan:
             waiting = waiting[1:]
 
     def keep(self) -> None:
-        """What runs, without those that have to make way."""
+        """Keeps what runs, without those that have to make way."""
         for index in np.flatnonzero(self.count < self.had).tolist():
             if self.count[index]:
                 self._of(index)
@@ -139,7 +142,8 @@ class _Plan:
                 self.free[list(self.view.groups[int(self.ids[index])].devices)] = True
 
     def join(self) -> None:
-        """Jobs that wait, in order: on devices of their own where there are enough, else in the sparsest group."""
+        """Places jobs that wait, in order: on devices of their own where there are enough, else in the sparsest
+        group."""
         waiting = self.order.positions[(self.admitted & (self.view.group_of < 0))[self.order.positions]].tolist()
         num_free = int(self.free.sum())
         for position in waiting:
@@ -161,7 +165,7 @@ class _Plan:
                 self._replace(position)
 
     def _replace(self, position: int) -> None:
-        """A job that fits nowhere takes the place of one that is served later: of the last such, where it then fits."""
+        """Gives a job that fits nowhere the place of one that is served later: of the last such, where it then fits."""
         victims = np.flatnonzero((self.slot >= 0) & self.admitted & (self.rank > self.rank[position]))
         slot = self.slot[victims]
         victims = victims[
@@ -176,7 +180,7 @@ class _Plan:
                 return
 
     def _of(self, index: int) -> list[int]:
-        """Members of a group, by position in `View.active`."""
+        """Lists the members of a group, by position in `View.active`."""
         if index not in self.members:
             self.members[index] = np.flatnonzero((self.slot == index) & self.admitted).tolist()
         return self.members[index]
@@ -204,8 +208,8 @@ class _Plan:
         self._put(index, members)
 
     def _sparsest(self, position: int, densities: NDArray[np.float64]) -> int | None:
-        """Of the sparsest groups one whose jobs have this one's iteration time, if there is, and that has the
-        memory."""
+        """Finds, among the sparsest groups that have the memory, one whose jobs have this job's iteration time, or else
+        the sparsest."""
         seconds, active = self.view.columns.iteration_seconds, self.view.active
         sparsest = None
         for index in np.argsort(densities, kind="stable")[:8].tolist():
@@ -228,17 +232,18 @@ class _Plan:
         )
 
     def waste(self) -> float:
-        """Share of the admitted jobs' throughput, perfectly packed, that the groups as they are do not have."""
+        """Gives the share of the admitted jobs' throughput, perfectly packed, that the groups as they are do not
+        have."""
         best = self._best()
         return 1 - _throughput(self.width, self.load, self.size) / best if best else 0.0
 
     def _best(self) -> float:
-        """Throughput of the admitted jobs, in full-speed workers, perfectly packed at one density."""
+        """Gives the throughput of the admitted jobs, in full-speed workers, perfectly packed at one density."""
         total = float(self.demand[self.admitted].sum())
         return float(self.num_workers[self.admitted].sum()) * min(1.0, self.view.cluster.num_devices / max(total, 1e-9))
 
     def share(self) -> NDArray[np.float64]:
-        """f64[active], devices of its group by the share that it computes."""
+        """Gives each job devices of its group by the share that it computes, f64[active]."""
         held = (self.slot >= 0) & self.admitted
         shares = np.zeros(len(held))
         slot = self.slot[held]
@@ -246,8 +251,8 @@ class _Plan:
         return shares
 
     def anew(self, least_gain: float) -> None:
-        """All groups again: jobs that are alike together, devices in proportion to demand. Nothing changes where that
-        gains less than `least_gain`: jobs that hold whole devices, and whole numbers of devices, leave some of the
+        """Groups all jobs again: those that are alike together, devices in proportion to demand. Nothing changes where
+        that gains less than `least_gain`: jobs that hold whole devices, and whole numbers of devices, leave some of the
         throughput unused however often all is grouped."""
         num_devices = self.view.cluster.num_devices
         columns, active = self.view.columns, self.view.active
@@ -325,8 +330,8 @@ class _Plan:
         return set(whole.tolist())
 
     def _parts(self, members: list[int]) -> list[list[int]]:
-        """Groups of as equal a number of jobs as can be, at most `max_members` and what memory holds; wide and narrow
-        ones in each."""
+        """Splits `members` into groups of as equal a number of jobs as can be, at most `max_members` and what memory
+        holds; wide and narrow ones in each."""
         count = -(-len(members) // self.max_members)
         parts: list[list[int]] = [[] for _ in range(count)]
         for index, member in enumerate(members):
@@ -338,7 +343,7 @@ class _Plan:
         return [part for part in parts if part]
 
     def assignment(self, wake_seconds: float, memory: Any) -> Assignment:
-        """The change from what runs."""
+        """Makes the change from what runs; `wake_seconds` and `memory` are as in `Assignment`."""
         stop, start = list(self.stopped), []
         for index in sorted(self.changed):
             if index < len(self.ids):
@@ -351,12 +356,13 @@ class _Plan:
         return Assignment(tuple(stop), tuple(start), wake_seconds, memory)
 
     def _kind(self, position: int) -> tuple[float, int, str]:
-        """Groups of like jobs have them in the same order, so that their steady rates need to be found only once."""
+        """Gives a key by which groups of like jobs have them in the same order, so that their steady rates need to be
+        found only once."""
         profile = self.view.jobs[int(self.view.active[position])].profile
         return profile.iteration_seconds, int(self.num_workers[position]), profile.name
 
     def _member(self, position: int, devices: tuple[int, ...]) -> Member:
-        """On all devices of its group: its workers on the first, or several on each where it has more."""
+        """Places a job on all devices of its group: its workers on the first, or several on each where it has more."""
         count, job = int(self.num_workers[position]), int(self.view.active[position])
         if count <= len(devices):
             return Member(job, devices[:count], devices[count:])
@@ -364,12 +370,12 @@ class _Plan:
 
 
 def _throughput(width: NDArray[np.float64], load: NDArray[np.float64], size: NDArray[np.float64]) -> float:
-    """In full-speed workers, of groups of so many workers, demand and devices."""
+    """Gives the throughput in full-speed workers of groups of so many workers, demand and devices."""
     return float((width * np.minimum(1.0, size / np.maximum(load, 1e-9))).sum())
 
 
 def _shares(loads: list[float], widths: list[int], num_devices: int) -> list[int]:
-    """Devices for each group in proportion to its load, at least one, no more than it has workers."""
+    """Shares devices out to groups in proportion to their load, each at least one, no more than it has workers."""
     if not loads:
         return []
     exact = np.minimum(np.array(loads) * (num_devices / sum(loads)), widths)

@@ -1,4 +1,4 @@
-"""Structured partial backpropagation with whole devices: what it gives without packing."""
+"""Registers the policies of structured partial backpropagation with whole devices: what it gives without packing."""
 
 from __future__ import annotations
 
@@ -19,24 +19,33 @@ _PAPER = (
 @register("spb", paper=_PAPER, order="srtf")
 def spb(view: View) -> Assignment:
     """Gang scheduling of partial backpropagation: the worker with full depth is the critical path. The job with the
-    least time left first."""
+    least time left first.
+
+    Decides for `view` as `gang-srtf` does.
+    """
     return with_discipline(srtf.srtf(view), "spb")
 
 
 @register("spb-las", paper=_PAPER, order="las")
 def spb_las(view: View) -> Assignment:
-    """Gang scheduling of partial backpropagation, the job that has had the least device time first."""
+    """Gang scheduling of partial backpropagation, the job that has had the least device time first.
+
+    Decides for `view` as `gang-las` does.
+    """
     return with_discipline(las.las(view), "spb")
 
 
 @register("spb-fifo", paper=_PAPER, order="fifo")
 def spb_fifo(view: View) -> Assignment:
-    """Gang scheduling of partial backpropagation, first in, first out."""
+    """Gang scheduling of partial backpropagation, first in, first out.
+
+    Decides for `view` as `gang-fifo` does.
+    """
     return with_discipline(fifo.fifo(view), "spb")
 
 
 def with_discipline(decision: Assignment, name: str) -> Assignment:
-    """The same decision, groups that start under another discipline."""
+    """Gives the same `decision`, with groups that start under the discipline called `name`."""
     return dataclasses.replace(
         decision, start=tuple(dataclasses.replace(group, discipline=name) for group in decision.start)
     )
@@ -54,7 +63,8 @@ def _rates(group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
 
 @discipline("spb", _rates)
 def spb_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iteration:
-    """One job with whole devices, workers at depths 1/N to N/N, which rotate from iteration to iteration."""
+    """Gives the next iteration of the only member of `group`, which has whole devices: workers at depths 1/N to N/N,
+    which rotate from iteration to iteration. `jobs` holds its job, and `state` says from when its devices are free."""
     ((member,), (job,)) = group.members, jobs
     place = {device: index for index, device in enumerate(group.devices)}
     start = max(

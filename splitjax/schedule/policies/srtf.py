@@ -1,4 +1,4 @@
-"""Shortest remaining time first."""
+"""Registers the policy `gang-srtf`: shortest remaining time first."""
 
 from splitjax.schedule.model.policy import Assignment, View, register
 from splitjax.schedule.policies.gang import gang
@@ -12,5 +12,8 @@ from splitjax.schedule.policies.gang import gang
     ),
 )
 def srtf(view: View) -> Assignment:
-    """The job with the least time left first."""
+    """The job with the least time left first.
+
+    Decides for `view` by `gang`.
+    """
     return gang(view, view.remaining_seconds)

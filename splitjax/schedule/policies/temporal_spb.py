@@ -1,5 +1,5 @@
-"""Temporal partial backpropagation: all workers of a job share one depth in an iteration, and depths rotate from
-iteration to iteration."""
+"""Registers the policies of temporal partial backpropagation: all workers of a job share one depth in an iteration, and
+depths rotate from iteration to iteration."""
 
 from __future__ import annotations
 
@@ -21,25 +21,34 @@ _PAPER = (
 @register("temporal-spb", paper=_PAPER, order="srtf")
 def temporal_spb(view: View) -> Assignment:
     """Gang scheduling, one depth for all workers of an iteration: needs no packing. The job with the least time left
-    first."""
+    first.
+
+    Decides for `view` as `gang-srtf` does.
+    """
     return with_discipline(srtf.srtf(view), "temporal-spb")
 
 
 @register("temporal-spb-las", paper=_PAPER, order="las")
 def temporal_spb_las(view: View) -> Assignment:
-    """Gang scheduling, one depth for all workers of an iteration, the job that has had the least device time first."""
+    """Gang scheduling, one depth for all workers of an iteration, the job that has had the least device time first.
+
+    Decides for `view` as `gang-las` does.
+    """
     return with_discipline(las.las(view), "temporal-spb")
 
 
 @register("temporal-spb-fifo", paper=_PAPER, order="fifo")
 def temporal_spb_fifo(view: View) -> Assignment:
-    """Gang scheduling, one depth for all workers of an iteration, first in, first out."""
+    """Gang scheduling, one depth for all workers of an iteration, first in, first out.
+
+    Decides for `view` as `gang-fifo` does.
+    """
     return with_discipline(fifo.fifo(view), "temporal-spb")
 
 
 def _iteration_seconds(job: Job, depth: int) -> float:
-    """A shallow iteration computes for less time than a full one, but its input and exchange, hidden or not, take as
-    long."""
+    """Gives the time of an iteration at one depth: a shallow one computes for less time than a full one, but its input
+    and exchange, hidden or not, take as long."""
     profile = job.profile
     storage, cpu, _, network = profile.resource_seconds(job.num_workers)
     return max(profile.task_seconds(depth) + profile.exposed_seconds, storage, cpu, network)
@@ -55,8 +64,9 @@ def _rates(group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
 
 @discipline("temporal-spb", _rates)
 def temporal_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iteration:
-    """One job with whole devices; iteration i has, for all workers, the depth that worker i mod N would have under
-    `spb`."""
+    """Gives the next iteration of the only member of `group`, which has whole devices; iteration i has, for all
+    workers, the depth that worker i mod N would have under `spb`. `jobs` holds its job, and `state` says from when its
+    devices are free."""
     ((member,), (job,)) = group.members, jobs
     place = {device: index for index, device in enumerate(group.devices)}
     start = max(

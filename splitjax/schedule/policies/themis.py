@@ -1,4 +1,4 @@
-"""Finish-time fairness: Themis."""
+"""Registers the policy `gang-themis`: finish-time fairness, as in Themis."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def themis(view: View, *, consolidate: bool = False, isolated_in_iterations: boo
 
     **Arguments:**
 
+    - `view`: what is known.
     - `consolidate`: as in `gang`.
     - `isolated_in_iterations`: isolated finish times are counted in iterations instead of seconds, as Muri's testbed
       did (Zhao et al., SIGCOMM'22, public code), which favours jobs of long iterations.
@@ -52,7 +53,8 @@ def themis(view: View, *, consolidate: bool = False, isolated_in_iterations: boo
 
 
 def equal_share(view: View) -> NDArray[np.float64]:
-    """f64[active], share of the time for which a job would run if all had equally many devices."""
+    """Gives the share of the time for which each job of `view` would run if all had equally many devices,
+    f64[active]."""
     return (
         np.minimum(1.0, np.ceil(view.cluster.num_devices / len(view.active)) / view.num_workers)
         if len(view.active)
@@ -67,8 +69,8 @@ def fair_shares(
     num_workers: NDArray[np.int64],
     num_devices: int,
 ) -> NDArray[np.float64]:
-    """Shares of time x, 0 to 1, with sum(x num_workers) <= num_devices, that make max((waited + remaining / x) /
-    isolated) least; what jobs leave that cannot be helped by more is given to the next worst, and so on (times in
+    """Gives the shares of time x, 0 to 1, with sum(x num_workers) <= num_devices, that make max((waited + remaining /
+    x) / isolated) least; what jobs leave that cannot be helped by more is given to the next worst, and so on (times in
     seconds, f64[jobs])."""
     if num_workers.sum() <= num_devices:
         return np.ones(len(waited))
