@@ -1,4 +1,4 @@
-"""Jobs that really run, under the policies and disciplines that the simulator asks: `execute`.
+"""Runs jobs for real, under the policies and disciplines that the simulator asks: `execute`.
 
 A job has a process per worker. A policy's groups say which devices they are on; a group's discipline says which job's
 iteration is next, at which depths; all of the iteration's tokens are granted at once (`schedule.execution.tokens`).
@@ -51,7 +51,9 @@ def execute(
 
     - `jobs`: `arrival_seconds` are counted from the first arrival on; profiles say what policies shall believe.
     - `programs`: by name of job, what it trains.
+    - `cluster`: the devices. `policy`: decides which jobs have which of them.
     - `engine`: holds the processes. It is closed at the end, however that comes.
+    - `options`: how often to save, and when to give up.
 
     Raises `ScheduleError` for a job without program or with too many workers, a policy that leaves jobs waiting for
     ever, or a decision that cannot be carried out.
@@ -70,6 +72,8 @@ def execute(
 
 
 class _Executor:
+    """Holds the state of one real run: the books, the groups and jobs that run, and the queues of tokens."""
+
     def __init__(
         self,
         jobs: tuple[Job, ...],
@@ -129,7 +133,7 @@ class _Executor:
         self.now = now
 
     def _patience(self) -> float:
-        """How long nothing but a report can happen."""
+        """Gives the seconds for which nothing but a report can happen."""
         arrival = self.jobs[self.arrivals[0]].arrival_seconds if self.arrivals else math.inf
         due = min(
             (
@@ -154,7 +158,7 @@ class _Executor:
             self.must_decide = True
 
     def _check_progress(self) -> None:
-        """Processes that do not answer, and policies that leave everybody waiting."""
+        """Notices processes that do not answer, and policies that leave everybody waiting."""
         for run in self.runs:
             if run.status in (Status.STARTING, Status.SAVING):
                 since = run.asked
@@ -232,7 +236,7 @@ class _Executor:
         return group.members
 
     def _leave(self, job: int) -> None:
-        """A job that is done leaves; the rest of its group goes on."""
+        """Lets a job that is done leave; the rest of its group goes on."""
         for number, group in list(self.groups.items()):
             if all(member.job != job for member in group.members):
                 continue
@@ -249,7 +253,7 @@ class _Executor:
     # Processes
 
     def _serve(self) -> None:
-        """Everything that can begin now: processes, checkpoints, iterations, tasks."""
+        """Starts everything that can begin now: processes, checkpoints, iterations, tasks."""
         while any([self._settle(run) for run in self.runs]):  # one that leaves makes room for another
             pass
         self._dispatch()
@@ -302,7 +306,8 @@ class _Executor:
         )
 
     def _died(self, run: JobRun, reason: str) -> None:
-        """Begins again from the checkpoint, on the same devices if its policy does not say otherwise meanwhile."""
+        """Lets a job begin again from the checkpoint, on the same devices if its policy does not say otherwise
+        meanwhile."""
         self.engine.stop(run.number)
         for grant in list(run.grants):
             self._cancel(grant)
@@ -324,7 +329,7 @@ class _Executor:
         self._leave(run.number)
 
     def _set_done(self, run: JobRun, num_done: int) -> None:
-        """What is lost is no work."""
+        """Sets how many iterations of a job are done; what is lost is no work."""
         self.sums.add(run.roll_back(num_done))
         self.progress.remaining[run.number] = run.job.num_iterations - num_done
 

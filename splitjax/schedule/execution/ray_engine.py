@@ -1,5 +1,5 @@
-"""An engine of Ray actors: one process per (job, device), on this machine or on a Ray cluster. Needs
-`pip install 'splitjax[ray]'`.
+"""Holds jobs as Ray actors: one process per (job, device), on this machine or on a Ray cluster. It needs `pip install
+'splitjax[ray]'`.
 
 Ray (Moritz et al., OSDI'18) starts the processes, carries commands to them and notices when one is gone; which of them
 computes when is the executor's to say.
@@ -30,7 +30,7 @@ Environment = Mapping[str, str] | Callable[[Place], Mapping[str, str]]
 
 @dataclasses.dataclass(frozen=True)
 class RayOptions:
-    """Where Ray's processes are.
+    """Says where Ray's processes are.
 
     **Attributes:**
 
@@ -49,12 +49,16 @@ class RayOptions:
     environment: Environment = dataclasses.field(default_factory=dict)
 
     def of(self, place: Place) -> dict[str, str]:
-        """The variables of a process."""
+        """Gives the environment variables of the process at `place`."""
         return dict(self.environment(place) if callable(self.environment) else self.environment)
 
 
 class RayEngine:
-    """See `Engine`. Node n of the cluster is Ray's node n by address.
+    """Implements `Engine` with Ray. Node n of the cluster is Ray's node n by address.
+
+    **Arguments:**
+
+    - `cluster`: the devices that jobs are on. `options`: where Ray's processes are.
 
     Raises `ScheduleError` if Ray is not installed, has too few nodes, or would listen on other addresses than the
     loopback without being told to.
@@ -83,6 +87,7 @@ class RayEngine:
         self._reports: list[Report] = []
 
     def start(self, job: int, program: Program, places: tuple[Place, ...]) -> None:
+        """Starts an actor for `job` at each of `places`, which meet and then begin `program` (`Engine.start`)."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         packed = self._ray.cloudpickle.dumps(program)
@@ -107,6 +112,7 @@ class RayEngine:
             self._ask(job, worker, "begin", (packed, meeting), begun)
 
     def stage(self, job: int, worker: int, number: int, resource: int) -> None:
+        """Sends `worker` of `job` to do `resource` of iteration `number` (`Engine.stage`)."""
         attempt = self._jobs[job].attempt
         self._ask(
             job,
@@ -117,6 +123,8 @@ class RayEngine:
         )
 
     def step(self, job: int, worker: int, order: StepOrder) -> None:
+        """Sends `worker` of `job` the iteration that `order` names, and a second call that waits until it has computed
+        (`Engine.step`)."""
         report = functools.partial(Report, job=job, attempt=self._jobs[job].attempt, worker=worker, number=order.number)
         self._ask(job, worker, "step", (order,), lambda metrics: report(Kind.FINISHED, values=metrics))
         self._ask(
@@ -129,6 +137,7 @@ class RayEngine:
         )
 
     def save(self, job: int, number: int) -> None:
+        """Sends all workers of `job` to save the state after iteration `number` (`Engine.save`)."""
         held = self._jobs[job]
         left = [len(held.actors)]
 
@@ -140,6 +149,7 @@ class RayEngine:
             self._ask(job, worker, "save", (number,), saved)
 
     def stop(self, job: int) -> None:
+        """Kills the actors of `job`, and forgets what was asked of them (`Engine.stop`)."""
         held = self._jobs.pop(job, None)
         if held is None:
             return
@@ -149,6 +159,8 @@ class RayEngine:
             self._ray.kill(actor, no_restart=True)
 
     def next(self, timeout_seconds: float) -> Report | None:
+        """Waits for calls that are done, at most `timeout_seconds`, and gives the first report that comes of them; None
+        if there is none (`Engine.next`)."""
         deadline = time.monotonic() + timeout_seconds
         while not self._reports:
             left = max(0.0, deadline - time.monotonic())
@@ -191,6 +203,7 @@ class RayEngine:
         self._pending[call], self._of[call] = then, (job, held.attempt, worker)
 
     def close(self) -> None:
+        """Stops all jobs, and shuts Ray down if this engine has started it."""
         for job in list(getattr(self, "_jobs", ())):
             self.stop(job)
         if self._is_ours:
@@ -200,7 +213,13 @@ class RayEngine:
 
 @dataclasses.dataclass(eq=False)
 class _Started:
-    """The actors of a job; `left`: those that have not begun."""
+    """Holds the actors of a job.
+
+    **Attributes:**
+
+    - `attempt`: that of their places. `actors`: by worker.
+    - `left`: how many have not begun.
+    """
 
     attempt: int
     actors: tuple[Any, ...]
@@ -208,7 +227,13 @@ class _Started:
 
 
 class RayWorker:
-    """What an actor holds: one worker of one job."""
+    """Runs in an actor: one worker of one job.
+
+    **Arguments:**
+
+    - `place`: where it is. `environment`: variables to set.
+    - `core`: processor core to which its threads are pinned; None leaves them alone.
+    """
 
     def __init__(self, place: Place, environment: Mapping[str, str], core: int | None):
         os.environ.update(environment)  # again: Ray sets some itself, such as the visible GPUs
@@ -222,17 +247,22 @@ class RayWorker:
         self._ends: dict[int, _End] = {}
 
     def meet(self, packed: bytes) -> Any:
+        """Calls `Program.meet` of the `packed` program, keeps what is to be kept, and returns the rest."""
         meeting, self._kept = self._unpacked(packed).meet(self._place)
         return meeting
 
     def begin(self, packed: bytes, meeting: Any) -> int:
+        """Makes the task of the `packed` program with the `meeting` of all workers, and restores it. Returns how many
+        iterations are done."""
         self._task = self._unpacked(packed).begin(dataclasses.replace(self._place, meeting=meeting))
         return self._task.restore()
 
     def stage(self, number: int, resource: int) -> None:
+        """Calls `WorkerTask.stage` with `number` and `resource`."""
         self._known.stage(number, resource)
 
     def step(self, order: StepOrder) -> dict[str, float]:
+        """Does the iteration that `order` names, and returns its metrics."""
         end = self._end(order.number)
         try:
             return dict(self._known.step(order, lambda: end.set(True)))
@@ -248,6 +278,7 @@ class RayWorker:
         return end.is_early
 
     def save(self, number: int) -> None:
+        """Writes a checkpoint of the state after iteration `number`."""
         self._known.save(number)
 
     @property
@@ -267,7 +298,7 @@ class RayWorker:
 
 
 class _End:
-    """How an iteration's computing ended; the first word counts."""
+    """Says how an iteration's computing ended; the first word counts."""
 
     def __init__(self) -> None:
         self.event, self.is_early = threading.Event(), False
@@ -279,7 +310,7 @@ class _End:
 
 
 def _connect(options: RayOptions) -> tuple[Any, bool]:
-    """Ray, and whether it is ours to shut down."""
+    """Gives Ray, and whether it is ours to shut down."""
     is_local = options.address is None
     if is_local and options.node_ip == LOOPBACK:
         os.environ.setdefault(_CLUSTER, "0")
@@ -317,7 +348,7 @@ def _connect(options: RayOptions) -> tuple[Any, bool]:
 
 
 def _reason(error: Exception) -> str:
-    """Its last words in one line."""
+    """Gives the last words of an error in one line."""
     cause = getattr(error, "cause", None) or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     return f"{type(cause).__name__}: {' '.join(lines)[:300]}" if lines else type(cause).__name__

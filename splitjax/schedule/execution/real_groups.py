@@ -1,5 +1,9 @@
-"""What disciplines are told in a real run: where a group stands, from what its devices did and what they still have to
-do."""
+"""Works out what disciplines are told in a real run: where a group stands, from what its devices did and what they
+still have to do.
+
+Grants that are under way come in, a `GroupState` comes out; and an iteration that a discipline answers with is bound to
+the devices of the job's processes.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,13 @@ _NOT_YET = 1e-6  # seconds: a job whose iteration should be over by now, but is 
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """A job as its discipline sees it: iterations done or granted, those still to be granted, device time computed, and
-    since when it has nothing under way."""
+    """Describes a job as its discipline sees it.
+
+    **Attributes:**
+
+    - `iterations`: done or granted. `remaining`: still to be granted.
+    - `device_seconds`: device time computed. `ready_seconds`: since when it has nothing under way.
+    """
 
     iterations: int
     remaining: int
@@ -26,7 +35,7 @@ class Standing:
 
 
 def group_state(group: Group, standings: Sequence[Standing], grants: Iterable[Grant], now: float) -> GroupState:
-    """The state of a group, times since the run's beginning.
+    """Works out the state of `group` at time `now`; all times are in seconds since the run's beginning.
 
     What runs is taken to last as long as its discipline said, counted from its real start, and what waits for its turn
     follows; what takes longer than that is taken to end now. So every answer of a discipline begins with the times that
@@ -64,8 +73,8 @@ def group_state(group: Group, standings: Sequence[Standing], grants: Iterable[Gr
 def pinned(
     iteration: Iteration, number: int, devices: Sequence[int], free: Mapping[int, float], ready_seconds: float
 ) -> Iteration:
-    """The iteration as processes can run it: every worker's task on the device of its process, depths rotated by the
-    `number` of the iteration.
+    """Makes of `iteration` what processes can run: every worker's task on the device of its process, depths rotated by
+    the `number` of the iteration.
 
     Disciplines may place a worker's task on any device of its group, and choose who is deep by what is free; a process
     cannot move from one iteration to the next, and what a job learns shall not depend on what else runs. So in
@@ -74,8 +83,9 @@ def pinned(
 
     **Arguments:**
 
-    - `devices`: of the job's processes, by worker. `free`: by device, from when it is. `ready_seconds`: from when the
-      job can start.
+    - `devices`: of the job's processes, by worker.
+    - `free`: by device, from when it is free.
+    - `ready_seconds`: from when the job can start.
     """
     tasks, count = iteration.tasks, len(devices)
     if any(task.resource != DEVICE for task in tasks):

@@ -1,4 +1,7 @@
-"""What an executor keeps of each job."""
+"""Keeps the books of an executor on each job: its processes, and how far it is.
+
+A job and its program come in; the executor asks what can go on, what is due, and what is lost when a process dies.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,13 @@ _BUSY = 0  # of a vector of work, what stays spent when the work is lost
 
 
 class Status(enum.Enum):
-    """`WAITING`: it has no processes. `RUNNING`: all are up."""
+    """Says where the processes of a job stand.
+
+    **Attributes:**
+
+    - `WAITING`: it has none. `STARTING`: they were started and have not restored yet.
+    - `RUNNING`: all are up. `SAVING`: they write a checkpoint. `DONE`: the job is finished or given up.
+    """
 
     WAITING = "waiting"
     STARTING = "starting"
@@ -27,14 +36,20 @@ class Status(enum.Enum):
 
 
 class JobRun:
-    """A job's processes, and how far it is.
+    """Keeps a job's processes, and how far it is.
 
+    **Attributes:**
+
+    - `number`, `job`, `program`: the job's number, what it wants, and what it trains. `status`: where its processes
+      stand.
     - `wanted`: where its policy wants it; None to wait. `devices`: where its processes are.
     - `attempt`: tells reports of different starts apart. `asked`: since when an answer is due.
+    - `restarts`: how often it began again because a process died. `failed`: why it was given up.
     - `num_done`, `num_saved`: iterations, and those of them in the newest checkpoint, of `saved_at`; `unsaved`: the
       work of the rest.
     - `grants`: under way; only the first one's tasks can run. `ready_at`: when the last one was over. `device_seconds`:
       computed.
+    - `metrics`: of its last iteration.
     """
 
     def __init__(self, number: int, job: Job, program: Program):
@@ -50,16 +65,17 @@ class JobRun:
         self.unsaved: list[NDArray[np.float64]] = []
 
     def can_go_on(self, devices: tuple[int, ...]) -> bool:
-        """Whether an iteration on these devices can be granted."""
+        """Tells whether an iteration on these `devices` can be granted."""
         is_up = self.status is Status.RUNNING and self.devices == devices == self.wanted
         return is_up and self.num_done + len(self.grants) < self.job.num_iterations
 
     def checkpoint_due(self, every_seconds: float) -> float:
-        """When it is."""
+        """Gives the time at which a checkpoint is due that is written every `every_seconds`; infinite where all is
+        saved."""
         return self.saved_at + every_seconds if self.num_done > self.num_saved else math.inf
 
     def blocks(self, devices: tuple[int, ...]) -> bool:
-        """Whether it is about to leave one of these devices: its memory is not free before that."""
+        """Tells whether it is about to leave one of these `devices`: its memory is not free before that."""
         return (
             self.status in (Status.STARTING, Status.RUNNING, Status.SAVING)
             and self.wanted != self.devices
@@ -67,11 +83,13 @@ class JobRun:
         )
 
     def saved(self, number: int, now: float) -> None:
+        """Notes that the checkpoint after iteration `number` is safe at time `now`."""
         self.num_saved, self.saved_at, self.status = number, now, Status.RUNNING
         self.unsaved.clear()
 
     def roll_back(self, num_done: int) -> NDArray[np.float64]:
-        """Goes back to a checkpoint. **Returns** the work to add for what is lost: computing time stays spent."""
+        """Goes back to the checkpoint after `num_done` iterations. **Returns** the work to add for what is lost:
+        computing time stays spent."""
         lost = self.unsaved[max(0, num_done - self.num_saved) :] if num_done < self.num_done else []
         work = -sum(lost, np.zeros(7))
         work[_BUSY] = 0.0

@@ -1,4 +1,8 @@
-"""Options and results of real execution."""
+"""Holds options and results of real execution.
+
+`ExecutionOptions` go into `execute`; an `Execution` with figures, as a simulation has them, and a record of each task
+comes out.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from splitjax.schedule.model.result import SimulationResult
 
 @dataclasses.dataclass(frozen=True)
 class ExecutionOptions:
-    """How a real run goes.
+    """Says how a real run goes.
 
     **Attributes:**
 
@@ -20,6 +24,8 @@ class ExecutionOptions:
     - `max_restarts`: how often a job begins again from its checkpoint because a process of it died; after that it has
       failed, and the others go on.
     - `stall_seconds`: a process that has not answered for so long counts as dead.
+
+    Raises `ScheduleError` for a time that is not above 0, or fewer restarts than none.
     """
 
     checkpoint_every_seconds: float = 600.0
@@ -33,8 +39,15 @@ class ExecutionOptions:
 
 @dataclasses.dataclass(frozen=True)
 class TaskRecord:
-    """One task that ran: `job` by name; it had the token of `resource` of `device` from `start_seconds` to
-    `end_seconds`; `number` of its iteration, `depth` number as in its job's profile."""
+    """Records one task that ran.
+
+    **Attributes:**
+
+    - `job`: by name. `worker`: number of its worker.
+    - `device`, `resource`: it had the token of this resource of this device.
+    - `number`: of its iteration. `depth`: number as in its job's profile.
+    - `start_seconds`, `end_seconds`: from when and until when.
+    """
 
     job: str
     worker: int
@@ -48,7 +61,7 @@ class TaskRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """A real run.
+    """Holds what came of a real run.
 
     **Attributes:**
 

@@ -1,5 +1,8 @@
-"""An engine whose workers are threads of this process: for programs that need no process of their own, and to try out
-policies and programs."""
+"""Holds jobs as threads of this process: an engine for programs that need no process of their own, and to try out
+policies and programs.
+
+Commands come in as calls of `ThreadEngine`'s methods, as of every `Engine`; reports come out of `next`.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,26 @@ from splitjax.schedule.execution.engine import Kind, Place, Program, Report, Ste
 
 
 class ThreadEngine:
-    """See `Engine`. A thread cannot be killed: one that is stopped within a call is forgotten, and ends with that
-    call."""
+    """Implements `Engine` with threads. A thread cannot be killed: one that is stopped within a call is forgotten, and
+    ends with that call."""
 
     def __init__(self) -> None:
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._jobs: dict[int, _Job] = {}
 
     def start(self, job: int, program: Program, places: tuple[Place, ...]) -> None:
+        """Starts a thread for `job` at each of `places`, which meet and then begin `program` (`Engine.start`)."""
         self._jobs[job] = _Job(job, program, places, self._reports)
 
     def stage(self, job: int, worker: int, number: int, resource: int) -> None:
+        """Lets `worker` of `job` do `resource` of iteration `number` (`Engine.stage`)."""
         self._jobs[job].workers[worker].do(
             lambda task: task.stage(number, resource),
             lambda _: Report(Kind.STAGED, job, self._jobs[job].attempt, worker, number, resource),
         )
 
     def step(self, job: int, worker: int, order: StepOrder) -> None:
+        """Lets `worker` of `job` do the iteration that `order` names (`Engine.step`)."""
         held = self._jobs[job]
         report = functools.partial(Report, job=job, attempt=held.attempt, worker=worker, number=order.number)
         computed = lambda: held.reports.put(report(Kind.COMPUTED))
@@ -39,6 +45,7 @@ class ThreadEngine:
         )
 
     def save(self, job: int, number: int) -> None:
+        """Lets all workers of `job` save the state after iteration `number` (`Engine.save`)."""
         held = self._jobs[job]
         done = _Last(len(held.workers))
         for worker in held.workers:
@@ -48,24 +55,27 @@ class ThreadEngine:
             )
 
     def stop(self, job: int) -> None:
+        """Forgets the threads of `job` (`Engine.stop`)."""
         held = self._jobs.pop(job, None)
         if held is not None:
             for worker in held.workers:
                 worker.leave()
 
     def next(self, timeout_seconds: float) -> Report | None:
+        """Waits for the next report, at most `timeout_seconds`; None if there is none (`Engine.next`)."""
         try:
             return self._reports.get(timeout=max(0.0, timeout_seconds))
         except queue.Empty:
             return None
 
     def close(self) -> None:
+        """Forgets the threads of all jobs."""
         for job in list(self._jobs):
             self.stop(job)
 
 
 class _Last:
-    """Called once per worker; true for the last of them."""
+    """Counts calls, one per worker; true for the last of them."""
 
     def __init__(self, count: int):
         self._left, self._lock = count, threading.Lock()
@@ -77,6 +87,8 @@ class _Last:
 
 
 class _Job:
+    """Holds the threads of a job, worker 0 first, and the queue of their reports."""
+
     def __init__(self, job: int, program: Program, places: tuple[Place, ...], reports: queue.SimpleQueue[Report]):
         self.attempt, self.reports = places[0].attempt, reports
         started = _Last(len(places))
@@ -95,7 +107,7 @@ class _Job:
 
 
 class _Worker:
-    """A thread that does what it is given, one after the other."""
+    """Holds a thread that does what it is given, one after the other."""
 
     def __init__(
         self,

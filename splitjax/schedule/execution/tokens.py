@@ -1,4 +1,5 @@
-"""One token per device, and per further resource of it: who may use it now, and who after that.
+"""Keeps the queues for the one token of each device, and of each further resource of it: who may use it now, and who
+after that.
 
 The tokens of an iteration are granted all at once: every device gets the iteration's turn at the end of its queue in
 the same instant, so queues of any two devices hold the iterations that they share in the same order. The iteration
@@ -20,7 +21,13 @@ from splitjax.schedule.model.discipline import Iteration, Task
 
 @dataclasses.dataclass(eq=False)
 class Turn:
-    """A task's turn on one resource of one device: it has the token from `started` to `ended`."""
+    """Holds a task's turn on one resource of one device.
+
+    **Attributes:**
+
+    - `grant`: the iteration that it belongs to. `task`: what it does.
+    - `started`, `ended`: it has the token from when, in seconds, until when; None before.
+    """
 
     grant: Grant
     task: Task
@@ -29,20 +36,24 @@ class Turn:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Its queue: device and resource."""
+        """Names its queue: device and resource."""
         return self.task.device, self.task.resource
 
     @property
     def seconds(self) -> float:
-        """How long it had the token. Only a turn that has ended can say."""
+        """Gives the time that it had the token. Only a turn that has ended can say."""
         assert self.started is not None and self.ended is not None, "only a turn that has ended has a length"
         return self.ended - self.started
 
 
 @dataclasses.dataclass(eq=False)
 class Grant:
-    """An iteration of a job that was granted its tokens.
+    """Holds an iteration of a job that was granted its tokens.
 
+    **Attributes:**
+
+    - `job`, `group`: numbers of the job and of the group that it is in.
+    - `order`: what its workers are told. `iteration`: what the discipline answered. `granted`: when, in seconds.
     - `turns`: by worker, in the order in which its stages follow each other.
     - `finished`: workers that are done. `metrics`: worker 0's.
     """
@@ -65,19 +76,19 @@ class Grant:
         self.turns = tuple(tuple(by_worker[worker]) for worker in sorted(by_worker))
 
     def all_turns(self) -> Iterator[Turn]:
-        """Of all workers."""
+        """Yields the turns of all workers."""
         for turns in self.turns:
             yield from turns
 
     @property
     def has_started(self) -> bool:
-        """Whether any of its tasks has begun."""
+        """Tells whether any of its tasks has begun."""
         return any(turn.started is not None for turn in self.all_turns())
 
     @property
     def silent_since(self) -> float:
-        """When the first of its tasks that run began; if all are computed and the exchange is not over, when the last
-        was. Infinite before."""
+        """Gives the time at which the first of its tasks that run began; if all are computed and the exchange is not
+        over, that at which the last was. Infinite before."""
         running = [turn.started for turn in self.all_turns() if turn.started is not None and turn.ended is None]
         ended = [turn.ended for turn in self.all_turns() if turn.ended is not None]
         if running or len(ended) < sum(map(len, self.turns)):
@@ -86,37 +97,37 @@ class Grant:
 
     @property
     def is_over(self) -> bool:
-        """Whether all workers are done."""
+        """Tells whether all workers are done."""
         return len(self.finished) == len(self.turns)
 
 
 class Tokens:
-    """The queues. The first turn of a queue has its token, whether its worker can use it yet or not: nobody
+    """Keeps the queues. The first turn of a queue has its token, whether its worker can use it yet or not: nobody
     overtakes."""
 
     def __init__(self) -> None:
         self._queues: dict[tuple[int, int], collections.deque[Turn]] = {}
 
     def grant(self, grant: Grant) -> None:
-        """Appends the turns of an iteration to all of its queues."""
+        """Appends the turns of `grant`, an iteration, to all of its queues."""
         for turn in grant.all_turns():
             self._queues.setdefault(turn.place, collections.deque()).append(turn)
 
     def is_free(self, turn: Turn) -> bool:
-        """Whether nobody has, or waits for, the token that this turn needs."""
+        """Tells whether nobody has, or waits for, the token that `turn` needs."""
         return not self._queues.get(turn.place)
 
     def holders(self) -> Iterable[Turn]:
-        """The first turn of every queue."""
+        """Lists the first turn of every queue."""
         return [queue[0] for queue in self._queues.values() if queue]
 
     def give_back(self, turn: Turn) -> None:
-        """Takes a turn out of its queue, if it is still there."""
+        """Takes `turn` out of its queue, if it is still there."""
         queue = self._queues.get(turn.place)
         if queue is not None and turn in queue:
             queue.remove(turn)
 
     def cancel(self, grant: Grant) -> None:
-        """Takes a whole iteration back."""
+        """Takes the whole iteration of `grant` back."""
         for turn in grant.all_turns():
             self.give_back(turn)

@@ -1,4 +1,8 @@
-"""What the simulator refuses: jobs that no policy could run, and groups that cannot start."""
+"""Refuses jobs that no policy could run, and groups that cannot start.
+
+The simulator and real execution ask it before they begin and at every decision; a typed error comes out where something
+does not fit.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from splitjax.schedule.simulation.progress import Progress
 
 
 def check_jobs(jobs: Sequence[Job], cluster: Cluster) -> None:
-    """Raises `ScheduleError` where there is no job, or one that the cluster is too small for."""
+    """Raises `ScheduleError` where there are no `jobs`, or one that `cluster` is too small for."""
     if not jobs:
         raise ScheduleError("there is no job to run", place="jobs")
     for job in jobs:
@@ -45,7 +49,15 @@ def check_group(
     place: str,
 ) -> None:
     """Raises `ScheduleError` for a group whose devices are taken, whose jobs cannot start, or whose memory does not
-    suffice."""
+    suffice.
+
+    **Arguments:**
+
+    - `group`: what is to start. `jobs`: all of the trace.
+    - `cluster`: the devices there are. `free`: bool[num_devices], those in no group.
+    - `now`: the time, in seconds. `progress`: how far each job is.
+    - `place`: who decided, for the error.
+    """
     devices = list(group.devices)
     if not group.members or not all(0 <= device < cluster.num_devices for device in devices) or not free[devices].all():
         raise ScheduleError("a group is to start on devices that are not free, or on none", value=group, place=place)

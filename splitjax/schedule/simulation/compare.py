@@ -1,4 +1,7 @@
-"""Several policies on the same jobs, each beside gang scheduling in the same order: as values, as JSON, as tables."""
+"""Compares several policies on the same jobs, each beside gang scheduling in the same order.
+
+Jobs, a cluster and names of policies come in; results come out as values, as JSON, and as tables.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,23 @@ from splitjax.schedule.simulation.simulator import Options, simulate
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """`results`: of the policies, in the order asked for; `baselines`: policy -> result of gang scheduling in its order
-    (its own for a gang policy)."""
+    """Holds the results of several policies.
+
+    **Attributes:**
+
+    - `results`: of the policies, in the order asked for.
+    - `baselines`: policy -> result of gang scheduling in its order (its own for a gang policy).
+    """
 
     results: tuple[SimulationResult, ...]
     baselines: dict[str, SimulationResult]
 
     def to_json(self) -> dict[str, dict[str, Any]]:
-        """Policy -> its figures (`SimulationResult.figures`)."""
+        """Gives policy -> its figures (`SimulationResult.figures`)."""
         return {result.policy: result.figures(self.baselines.get(result.policy)) for result in self.results}
 
     def tables(self) -> tuple[Table, Table]:
-        """The figures for reading: times (unfair: finish-time fairness, mean and worst), and efficiencies."""
+        """Lays the figures out for reading: times (unfair: finish-time fairness, mean and worst), and efficiencies."""
         times, efficiency = Table(box=SIMPLE_HEAD, padding=(0, 1)), Table(box=SIMPLE_HEAD, padding=(0, 1))
         efficiency.caption = "iterations, cost, bound: over the busy part, relative to the last column"
         for table, columns in (
@@ -64,6 +72,8 @@ def compare(
 
     **Arguments:**
 
+    - `jobs`, `cluster`, `options`: as in `simulate`.
+    - `policies`: names of policies.
     - `on_start`: called with each policy's name before it is simulated.
 
     Raises `ScheduleError`, for a name that is not known before anything is simulated.

@@ -1,4 +1,7 @@
-"""The best that any schedule could do, for small cases: what the list schedule of `jigsaw` is measured against."""
+"""Finds the best that any schedule could do, for small cases: what the list schedule of `jigsaw` is measured against.
+
+Jobs and a number of devices come in; the optimal time of one round, beside the discipline's, comes out.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ MAX_TASKS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One iteration of each job on common devices, all ready at once.
+    """Compares times of one iteration of each job on common devices, all ready at once.
 
     **Attributes:**
 
@@ -36,21 +39,22 @@ class Round:
 
     @property
     def gap(self) -> float:
-        """By how much the discipline takes longer than the optimum, as a share of it."""
+        """Gives the share of the optimum by which the discipline takes longer."""
         return self.list_seconds / self.optimal_seconds - 1
 
 
 def compare_round(
     jobs: Sequence[Job], num_devices: int, *, partial: bool = True, time_limit_seconds: float = 60.0
 ) -> Round:
-    """The discipline `jigsaw` (`interleave` without `partial`) against the exact optimum of one round.
+    """Compares the discipline `jigsaw` (`interleave` without `partial`) with the exact optimum of one round of `jobs`
+    on `num_devices` devices.
 
     A round: every job does one iteration, its N tasks forward and backward down to its workers' depths, any task on any
     device, no task interrupted, one at a time on a device; done when the last task is. All-reduce is left out: it keeps
     no device. This is the scheduling of independent tasks on equal machines (P||Cmax; Graham 1969: longest first is
     within 4/3 - 1/(3 devices) of the optimum, for one list of all tasks).
 
-    Raises `ScheduleError` for more than 64 tasks, or where the optimum was not proven within the limit.
+    Raises `ScheduleError` for more than 64 tasks, or where the optimum was not proven within `time_limit_seconds`.
     """
     lengths = sorted((seconds for job in jobs for seconds in _tasks(job, partial)), reverse=True)
     if not lengths or len(lengths) > MAX_TASKS or num_devices < 1:
@@ -66,7 +70,8 @@ def compare_round(
 
 
 def list_round(jobs: Sequence[Job], num_devices: int, *, partial: bool = True) -> float:
-    """Seconds until the devices are done with one iteration of each job, by the discipline."""
+    """Gives the seconds until `num_devices` devices are done with one iteration of each of `jobs`, by the discipline
+    `jigsaw` (`interleave` without `partial`)."""
     name = "jigsaw" if partial else "interleave"
     devices = tuple(range(num_devices))
     members = tuple(
@@ -88,8 +93,8 @@ def _tasks(job: Job, partial: bool) -> list[float]:
 
 
 def _optimum(lengths: Sequence[float], num_devices: int, floor: float, ceiling: float, limit: float) -> float:
-    """Integer program: how many tasks of each length go to each device. Variables: counts [length, device], then the
-    time."""
+    """Solves an integer program: how many tasks of each length go to each device. Variables: counts [length, device],
+    then the time."""
     kinds = sorted(collections.Counter(round(length / ceiling, 9) for length in lengths).items(), reverse=True)
     count = len(kinds) * num_devices
     rows, low, high = [], [], []

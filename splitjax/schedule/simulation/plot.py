@@ -1,4 +1,7 @@
-"""Pictures of simulations: completion times, and who computed on which device when."""
+"""Draws simulations with matplotlib: completion times, and who computed on which device when.
+
+Results of simulations come in; files, or drawings in matplotlib axes, come out.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ _UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 
 def write_plot(path: pathlib.Path, results: Sequence[SimulationResult]) -> None:
-    """Writes the distribution of completion times, all policies in one, and below it a Gantt chart of each that kept
-    its spans (`Options.spans`); the file's ending says how (PNG, SVG, PDF). Raises `ScheduleError` where matplotlib is
-    not installed or the file cannot be written."""
+    """Writes a picture of `results` to `path`: the distribution of completion times, all policies in one, and below it
+    a Gantt chart of each that kept its spans (`Options.spans`); the file's ending says how (PNG, SVG, PDF). Raises
+    `ScheduleError` where matplotlib is not installed or the file cannot be written."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -63,8 +66,8 @@ def write_plot(path: pathlib.Path, results: Sequence[SimulationResult]) -> None:
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """The unit of an axis that spans so many seconds, as its length in seconds and its name: hours from two hours on,
-    minutes from two minutes on."""
+    """Chooses the unit of an axis that spans so many `seconds`, as its length in seconds and its name: hours from two
+    hours on, minutes from two minutes on."""
     return next(unit for unit in _UNITS if seconds >= 2 * unit[0] or unit is _UNITS[-1])
 
 
@@ -76,7 +79,10 @@ def draw_gantt(
 
     **Arguments:**
 
+    - `axes`: where to draw.
+    - `result`: a result that kept its spans.
     - `end_seconds`: where the axis ends, for charts side by side; by default where the run does.
+    - `num_moments`: how many moments the picture has.
     """
     last = max((span.end_seconds for span in result.spans), default=1.0)
     end = last if end_seconds is None else end_seconds
@@ -90,8 +96,8 @@ def draw_gantt(
 
 
 def gantt(result: SimulationResult, num_moments: int = _COLUMNS) -> NDArray[np.int64]:
-    """i64[num_devices, num_moments], at evenly spaced moments: 0 for an idle device, 1 for one that jobs share, else 2
-    and up by job."""
+    """Gives who has each device of `result` at `num_moments` evenly spaced moments, i64[num_devices, num_moments]: 0
+    for an idle device, 1 for one that jobs share, else 2 and up by job."""
     picture = np.full((result.cluster.num_devices, num_moments), _FREE, np.int64)
     for span, devices, moments in _painted(result, num_moments):
         picture[devices, moments] = 2 + span.jobs[0] * 7 % _COLOURS if len(span.jobs) == 1 else _SHARED
@@ -99,8 +105,8 @@ def gantt(result: SimulationResult, num_moments: int = _COLUMNS) -> NDArray[np.i
 
 
 def gantt_colours(result: SimulationResult, num_moments: int = _COLUMNS) -> NDArray[np.float64]:
-    """f64[num_devices, num_moments, 3], the picture of `gantt` in red, green and blue, 0 to 1. However many jobs share
-    a device, its grey is lighter than black."""
+    """Gives the picture of `gantt` of `result` at `num_moments` moments in red, green and blue, 0 to 1,
+    f64[num_devices, num_moments, 3]. However many jobs share a device, its grey is lighter than black."""
     hues = np.array(_colours())
     picture = np.ones((result.cluster.num_devices, num_moments, 3))
     for span, devices, moments in _painted(result, num_moments):
@@ -111,7 +117,7 @@ def gantt_colours(result: SimulationResult, num_moments: int = _COLUMNS) -> NDAr
 
 
 def _painted(result: SimulationResult, num_moments: int) -> Iterator[tuple[Span, list[int], slice]]:
-    """The spans that are wide enough to be seen, each with its devices and its moments."""
+    """Yields the spans that are wide enough to be seen, each with its devices and its moments."""
     end = max((span.end_seconds for span in result.spans), default=1.0)
     for span in result.spans:
         first, last = (int(np.ceil(time / end * num_moments - 0.5)) for time in (span.start_seconds, span.end_seconds))

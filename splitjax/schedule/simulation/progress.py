@@ -1,5 +1,8 @@
-"""What a run keeps of its jobs: arrays of progress, brought up to date only when they are looked at, and integrals over
-time."""
+"""Keeps the books of a run: arrays of each job's progress, brought up to date only when they are looked at, and
+integrals over time.
+
+The simulator and real execution write what happens into it; views for policies, records of jobs and `Work` come out.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,13 @@ _LENGTH = 7
 
 
 class Progress:
-    """Each job: iterations done until `since`, at `rate` a second from then on, and service likewise. One entry per job
-    of the trace."""
+    """Keeps the progress of each job: iterations done until `progress_from`, at `rate` a second from then on, and
+    service likewise. Every array has one entry per job of the trace.
+
+    **Arguments:**
+
+    - `jobs`: all of the trace. `columns`: their constants.
+    """
 
     def __init__(self, jobs: Sequence[Job], columns: JobColumns):
         count = len(jobs)
@@ -36,7 +44,7 @@ class Progress:
         self.starts = np.zeros(count, np.int64)
 
     def settle(self, job: int, now: float) -> None:
-        """Brings one job up to date."""
+        """Brings `job` up to date at `now`."""
         if self.held[job] > 0:
             elapsed = now - self.held_from[job]
             self.seconds[job] += elapsed
@@ -47,12 +55,13 @@ class Progress:
             self.progress_from[job] = now
 
     def hold(self, job: int, now: float, group: int, share: float, rate: float, progress_from: float) -> None:
-        """A job, up to date, that from now on has `share` devices and progresses at `rate` from `progress_from` on."""
+        """Gives `job`, which is up to date at `now`, `share` devices in the group of id `group`, where it progresses at
+        `rate` iterations a second from `progress_from` on."""
         self.group_of[job], self.held[job], self.held_from[job] = group, share, now
         self.rate[job], self.progress_from[job] = rate, progress_from
 
     def release(self, job: int, now: float) -> None:
-        """Brings a job up to date, and it waits."""
+        """Brings `job` up to date at `now`; it waits from then on."""
         self.settle(job, now)
         self.group_of[job], self.held[job], self.rate[job] = -1, 0.0, 0.0
 
@@ -66,7 +75,14 @@ class Progress:
         free: NDArray[np.bool_],
         memory: Any,
     ) -> View:
-        """What a policy may know, up to date."""
+        """Makes the view of what a policy may know, up to date.
+
+        **Arguments:**
+
+        - `now`: the time, in seconds. `cluster`: the devices there are.
+        - `active`: i64, jobs that have arrived and are not done. `fair`: `Integrals.fair`.
+        - `groups`, `free`, `memory`: as in `View`.
+        """
         elapsed = (now - self.held_from[active]) * (self.held[active] > 0)
         ran = self.rate[active] * np.maximum(0.0, now - self.progress_from[active])
         arrays = (
@@ -83,7 +99,7 @@ class Progress:
         return View(now, cluster, self.jobs, self.columns, *arrays, groups, free, memory)
 
     def records(self) -> tuple[JobRecord, ...]:
-        """Of all jobs, in the order of the trace."""
+        """Records all jobs, in the order of the trace."""
         return tuple(
             JobRecord(
                 job.name,
@@ -103,7 +119,8 @@ class Progress:
 
 
 class Integrals:
-    """Sums over time of what is under way, for the whole run and for its busy part."""
+    """Sums over time what is under way, for the whole run and for its busy part, in which jobs ask for at least
+    `num_devices` devices."""
 
     def __init__(self, num_devices: int):
         self.num_devices = num_devices
@@ -119,18 +136,18 @@ class Integrals:
         return slice(0, 2 if self.demand >= self.num_devices else 1)
 
     def advance(self, seconds: float) -> None:
-        """Time passes."""
+        """Lets so many `seconds` pass."""
         if seconds > 0:
             self._work[self._parts] += self.speed * seconds
             self._times[self._parts] += (seconds, seconds * self.num_held)
             self.fair += seconds * max(1.0, self.demand / self.num_devices)
 
     def add(self, work: NDArray[np.float64]) -> None:
-        """Work that is done at once: an iteration."""
+        """Adds work (f64[7], `iteration_work`) that is done at once: an iteration."""
         self._work[self._parts] += work
 
     def parts(self) -> tuple[Work, Work]:
-        """The whole run and its busy part."""
+        """Gives the work of the whole run and of its busy part."""
         return self._part(0), self._part(1)
 
     def _part(self, part: int) -> Work:
@@ -148,6 +165,8 @@ class Integrals:
 
 
 def iteration_work(columns: JobColumns, job: int, device_seconds: float, credit: float) -> NDArray[np.float64]:
-    """f64[7], what an iteration of a job adds to the integrals: computing time, worth, credited worth, floors."""
+    """Gives what an iteration of `job` adds to the integrals, f64[7]: computing time, worth, credited worth, floors.
+    `columns` holds the jobs' constants; the iteration takes `device_seconds` of computing and is worth `credit`
+    (`Rates`)."""
     worth = float(columns.iteration_seconds[job] * columns.num_workers[job])
     return np.array([device_seconds, worth, worth * credit, *columns.resource_seconds[job]])

@@ -1,5 +1,5 @@
-"""The simulator: events in order of time, the policy asked when a job arrives or finishes and when it asked to be,
-nothing else looked at between.
+"""Simulates: events in order of time, the policy asked when a job arrives or finishes and when it asked to be, nothing
+else looked at between.
 
 Between events every group of jobs runs at its discipline's steady rates, so an event costs numpy work over the jobs
 that are there and Python work over those that change. `Options.exact` runs the groups iteration by iteration instead:
@@ -33,7 +33,7 @@ _BEGIN, _FINISH, _GRANT, _DONE = range(4)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a run goes.
+    """Says how a simulation goes.
 
     **Attributes:**
 
@@ -42,8 +42,10 @@ class Options:
     - `interval_seconds`: decisions fall on multiples of it; 0 for at once.
     - `restart_all`: every decision restarts all jobs that run, as testbeds do that start each round's jobs anew
       (Muri's).
-    - `exact`: iteration by iteration.
+    - `exact`: go iteration by iteration.
     - `spans`: keep who held which devices when, for Gantt charts.
+
+    Raises `ScheduleError` for a time below 0 or without end.
     """
 
     restart_seconds: float = 30.0
@@ -60,8 +62,9 @@ class Options:
 def simulate(
     jobs: Sequence[Job], cluster: Cluster, policy: str | Policy, options: Options | None = None
 ) -> SimulationResult:
-    """Runs all `jobs` on `cluster` under a policy (or the name of a registered one). The same arguments give the same
-    result. Where the cluster's links have rates, iterations wait for their exchange (`over_links`).
+    """Runs all `jobs` on `cluster` under a `policy` (or the name of a registered one) as `options` say. The same
+    arguments give the same result. Where the cluster's links have rates, iterations wait for their exchange
+    (`over_links`).
 
     Raises `ScheduleError` for a job that the cluster is too small for, a policy that leaves jobs waiting for ever, or a
     decision that cannot be carried out (devices that are not free, memory that does not suffice).
@@ -75,7 +78,7 @@ def simulate(
 
 
 class _Running:
-    """A group that runs, and what its discipline makes of it."""
+    """Holds a group that runs, and what its discipline makes of it."""
 
     def __init__(self, group: Group, rates: Rates, now: float):
         self.group, self.rates, self.since = group, rates, now
@@ -86,6 +89,8 @@ class _Running:
 
 
 class _Run:
+    """Holds the state of one simulation: the books, the groups that run, and a heap of events."""
+
     def __init__(self, jobs: tuple[Job, ...], cluster: Cluster, policy: Policy, options: Options):
         self.jobs, self.cluster, self.policy, self.options = jobs, cluster, policy, options
         check_jobs(jobs, cluster)
@@ -113,7 +118,7 @@ class _Run:
     # Events
 
     def step(self) -> bool:
-        """To the next moment at which something happens; False when all jobs are done."""
+        """Goes to the next moment at which something happens; False when all jobs are done."""
         arrival = (
             self.arrival_times[self.arrivals[self.next_arrival]] if self.next_arrival < len(self.arrivals) else math.inf
         )
@@ -146,7 +151,7 @@ class _Run:
         return True
 
     def _stands(self, entry: tuple[float, int, int, int, int, Any]) -> bool:
-        """Whether an event is not void: its job or group has not changed since."""
+        """Tells whether an event is not void: its job or group has not changed since."""
         _, _, kind, item, stamp, _ = entry
         if kind in (_BEGIN, _FINISH):
             return self.stamp[item] == stamp
@@ -157,7 +162,7 @@ class _Run:
         heapq.heappush(self.heap, (time, self.num_pushed, kind, item, stamp, what))
 
     def _tick(self, time: float) -> float:
-        """When a decision can fall that is wanted at `time`."""
+        """Gives the time at which a decision can fall that is wanted at `time`."""
         interval = self.options.interval_seconds
         if not interval or time == math.inf:
             return time
@@ -175,7 +180,7 @@ class _Run:
         self.decide_at = min(self.decide_at, self._tick(now))
 
     def _begin(self, job: int) -> None:
-        """A job that was given devices starts to compute."""
+        """Lets a job that was given devices start to compute."""
         group = int(self.progress.group_of[job])
         running = self.running[group]
         member = [member.job for member in running.group.members].index(job)
@@ -311,7 +316,7 @@ class _Run:
             )
 
     def _replace(self, number: int, group: Group) -> None:
-        """The group goes on with fewer members."""
+        """Lets a group go on with fewer members."""
         running = self.running[number]
         times = {member.job: float(self.progress.progress_from[member.job]) for member in group.members}
         for job in times:
@@ -379,7 +384,7 @@ class _Run:
     # Iteration by iteration
 
     def _prime(self, number: int, running: _Running, before: list[tuple[_Running, float]]) -> None:
-        """The state of a group that begins, or goes on with other members; what its devices and jobs still do is
+        """Makes the state of a group that begins, or goes on with other members; what its devices and jobs still do is
         finished first."""
         group = running.group
         jobs = [self.jobs[member.job] for member in group.members]
