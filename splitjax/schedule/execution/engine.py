@@ -62,7 +62,7 @@ class WorkerTask(Protocol):
 
     def stage(self, number: int, resource: int) -> None:
         """Does what iteration `number` needs of the given `resource`, `STORAGE` (read its batch) or `CPU` (preprocess
-        it), ahead of `step`, if a discipline gives these turns of their own. `step` does what was not done ahead; a
+        it), ahead of `step`, if a discipline gives these times of their own. `step` does what was not done ahead; a
         task without such stages does nothing here."""
         ...
 

@@ -23,17 +23,17 @@ from splitjax.schedule.execution.engine import Engine, Kind, Place, Program, Rep
 from splitjax.schedule.execution.real_groups import Standing, group_state, pinned
 from splitjax.schedule.execution.real_jobs import JobRun, Status
 from splitjax.schedule.execution.records import Execution, ExecutionOptions, TaskRecord
-from splitjax.schedule.execution.tokens import Grant, Tokens, Turn
+from splitjax.schedule.execution.tokens import Claim, Grant, Tokens
 from splitjax.schedule.model.cluster import Cluster
 from splitjax.schedule.model.discipline import get_discipline
 from splitjax.schedule.model.iterations import iteration_credit
 from splitjax.schedule.model.jobs import CPU, DEVICE, NETWORK, STORAGE, Job, JobColumns
-from splitjax.schedule.model.policy import Group, Policy, get
+from splitjax.schedule.model.policy import Group, Member, Policy, get
 from splitjax.schedule.model.result import SimulationResult, Span
 from splitjax.schedule.simulation.checks import check_group, check_jobs
 from splitjax.schedule.simulation.progress import Integrals, Progress, iteration_work
 
-logger = logging.getLogger("splitjax")
+logger: logging.Logger = logging.getLogger("splitjax")
 
 
 def execute(
@@ -221,7 +221,7 @@ class _Executor:
             share = len(group.devices) * computing[index] / sum(computing)
             self.progress.hold(member.job, self.now, number, share, 0.0, self.now)
 
-    def _dissolve(self, number: int) -> Sequence[Any]:
+    def _dissolve(self, number: int) -> Sequence[Member]:
         group = self.groups.pop(number)
         self.sums.num_held -= len(group.devices)
         self.spans.append(
@@ -368,7 +368,7 @@ class _Executor:
             next_number, tuple(job.profile.depths[depths[worker]].fraction for worker in range(job.num_workers))
         )
         grant = Grant(run.number, number, order, iteration, self.now)
-        if not any(self.tokens.is_free(turns[0]) for turns in grant.turns):
+        if not any(self.tokens.is_free(claims[0]) for claims in grant.claims):
             return False
         self.grants.append(grant)
         run.grants.append(grant)
@@ -376,59 +376,59 @@ class _Executor:
         return True
 
     def _standing(self, run: JobRun) -> Standing:
-        flying = sum(turn.task.seconds for turn in self._under_way(run) if turn.task.resource == DEVICE)
+        flying = sum(claim.task.seconds for claim in self._under_way(run) if claim.task.resource == DEVICE)
         granted = run.num_done + len(run.grants)
         return Standing(granted, run.job.num_iterations - granted, run.device_seconds + flying, run.ready_at)
 
-    def _under_way(self, run: JobRun) -> list[Turn]:
-        return [turn for grant in run.grants for turn in grant.all_turns() if turn.ended is None]
+    def _under_way(self, run: JobRun) -> list[Claim]:
+        return [claim for grant in run.grants for claim in grant.all_claims() if claim.ended is None]
 
     def _dispatch(self) -> None:
-        """Starts the tasks whose turn it is."""
-        for turn in self.tokens.holders():
-            grant = turn.grant
+        """Starts the tasks that have their token now."""
+        for claim in self.tokens.holders():
+            grant = claim.grant
             run = self.runs[grant.job]
-            stages = grant.turns[turn.task.worker]
+            stages = grant.claims[claim.task.worker]
             if (
-                turn.started is not None
+                claim.started is not None
                 or run.grants[0] is not grant
-                or next(stage for stage in stages if stage.ended is None) is not turn
+                or next(stage for stage in stages if stage.ended is None) is not claim
             ):
                 continue
-            turn.started = self.now
+            claim.started = self.now
             if np.isnan(self.progress.started[run.number]):
                 self.progress.started[run.number] = self.now
-            if turn.task.resource in (STORAGE, CPU):
-                self.engine.stage(run.number, turn.task.worker, grant.order.number, turn.task.resource)
-            elif turn.task.resource == DEVICE:
-                self.engine.step(run.number, turn.task.worker, grant.order)
+            if claim.task.resource in (STORAGE, CPU):
+                self.engine.stage(run.number, claim.task.worker, grant.order.number, claim.task.resource)
+            elif claim.task.resource == DEVICE:
+                self.engine.step(run.number, claim.task.worker, grant.order)
             # NETWORK: the exchange is under way since the device was done with it; its end is the step's
 
-    def _end(self, turn: Turn) -> None:
-        if turn.ended is not None:
+    def _end(self, claim: Claim) -> None:
+        if claim.ended is not None:
             return
-        self.tokens.give_back(turn)
-        turn.started, turn.ended = self.now if turn.started is None else turn.started, self.now
-        task, run = turn.task, self.runs[turn.grant.job]
+        self.tokens.give_back(claim)
+        claim.started, claim.ended = self.now if claim.started is None else claim.started, self.now
+        task, run = claim.task, self.runs[claim.grant.job]
         self.tasks.append(
             TaskRecord(
                 run.job.name,
                 task.worker,
                 task.device,
                 task.resource,
-                turn.grant.order.number,
+                claim.grant.order.number,
                 task.depth,
-                turn.started,
+                claim.started,
                 self.now,
             )
         )
         if task.resource == DEVICE:
-            run.device_seconds += self.now - turn.started
+            run.device_seconds += self.now - claim.started
 
     def _cancel(self, grant: Grant) -> None:
-        for turn in grant.all_turns():
-            if turn.started is not None:
-                self._end(turn)
+        for claim in grant.all_claims():
+            if claim.started is not None:
+                self._end(claim)
         self.tokens.cancel(grant)
         self.grants.remove(grant)
         self.runs[grant.job].grants.remove(grant)
@@ -448,16 +448,16 @@ class _Executor:
             run.saved(report.number, self.now)
         elif run.grants and run.grants[0].order.number == report.number:
             grant = run.grants[0]
-            turns = grant.turns[report.worker]
+            claims = grant.claims[report.worker]
             if report.kind is Kind.STAGED:
-                self._end(next(turn for turn in turns if turn.task.resource == report.resource))
+                self._end(next(claim for claim in claims if claim.task.resource == report.resource))
             elif report.kind is Kind.COMPUTED:
-                for turn in turns:
-                    if turn.task.resource != NETWORK:
-                        self._end(turn)
+                for claim in claims:
+                    if claim.task.resource != NETWORK:
+                        self._end(claim)
             else:
-                for turn in turns:
-                    self._end(turn)
+                for claim in claims:
+                    self._end(claim)
                 grant.finished.add(report.worker)
                 if report.worker == 0:
                     grant.metrics = dict(report.values)
@@ -470,7 +470,7 @@ class _Executor:
         run.num_done, run.ready_at = run.num_done + 1, self.now
         run.metrics = grant.metrics
         self.progress.remaining[run.number] -= 1
-        seconds = sum(turn.seconds for turn in grant.all_turns() if turn.task.resource == DEVICE)
+        seconds = sum(claim.seconds for claim in grant.all_claims() if claim.task.resource == DEVICE)
         work = iteration_work(self.columns, run.number, seconds, iteration_credit(run.job, grant.iteration))
         self.sums.add(work)
         run.unsaved.append(work)

@@ -37,7 +37,7 @@ class Standing:
 def group_state(group: Group, standings: Sequence[Standing], grants: Iterable[Grant], now: float) -> GroupState:
     """Works out the state of `group` at time `now`; all times are in seconds since the run's beginning.
 
-    What runs is taken to last as long as its discipline said, counted from its real start, and what waits for its turn
+    What runs is taken to last as long as its discipline said, counted from its real start, and what waits for its token
     follows; what takes longer than that is taken to end now. So every answer of a discipline begins with the times that
     its earlier ones really took.
 
@@ -50,13 +50,13 @@ def group_state(group: Group, standings: Sequence[Standing], grants: Iterable[Gr
     ready: dict[int, float] = {}
     for grant in grants:
         ends = []
-        for turns in grant.turns:
+        for claims in grant.claims:
             before = max(now, ready.get(grant.job, now))
-            for turn in turns:
-                times = free.get(turn.task.device, [now] * 4)
-                start = turn.started if turn.started is not None else max(before, times[turn.task.resource])
-                before = turn.ended if turn.ended is not None else max(now, start + turn.task.seconds)
-                times[turn.task.resource] = max(now, before)
+            for claim in claims:
+                times = free.get(claim.task.device, [now] * 4)
+                start = claim.started if claim.started is not None else max(before, times[claim.task.resource])
+                before = claim.ended if claim.ended is not None else max(now, start + claim.task.seconds)
+                times[claim.task.resource] = max(now, before)
             ends.append(before)
         planned = max(task.end_seconds for task in grant.iteration.tasks)
         ready[grant.job] = max(now + _NOT_YET, max(ends) + grant.iteration.ready_seconds - planned)

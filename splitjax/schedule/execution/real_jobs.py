@@ -53,13 +53,21 @@ class JobRun:
     """
 
     def __init__(self, number: int, job: Job, program: Program):
-        self.number, self.job, self.program = number, job, program
-        self.status = Status.WAITING
+        self.number: int = number
+        self.job: Job = job
+        self.program: Program = program
+        self.status: Status = Status.WAITING
         self.wanted: tuple[int, ...] | None = None
         self.devices: tuple[int, ...] = ()
-        self.attempt, self.restarts, self.failed = -1, 0, ""
-        self.num_done = self.num_saved = 0
-        self.saved_at = self.asked = self.ready_at = self.device_seconds = 0.0
+        self.attempt: int = -1
+        self.restarts: int = 0
+        self.failed: str = ""
+        self.num_done: int = 0
+        self.num_saved: int = 0
+        self.saved_at: float = 0.0
+        self.asked: float = 0.0
+        self.ready_at: float = 0.0
+        self.device_seconds: float = 0.0
         self.grants: list[Grant] = []
         self.metrics: Mapping[str, float] = {}
         self.unsaved: list[NDArray[np.float64]] = []

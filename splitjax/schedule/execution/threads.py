@@ -139,7 +139,11 @@ class _Worker:
         self._commands.put(begin)
 
     def do(self, what: Callable[[WorkerTask], Any], report: Callable[[Any], Report | None]) -> None:
-        self._commands.put(lambda: report(what(self._task)))  # type: ignore[arg-type]
+        def do() -> Report | None:
+            assert self._task is not None, "a worker is given nothing to do before it has begun"
+            return report(what(self._task))
+
+        self._commands.put(do)
 
     def leave(self) -> None:
         self._left = True

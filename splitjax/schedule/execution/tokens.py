@@ -1,7 +1,7 @@
 """Keeps the queues for the one token of each device, and of each further resource of it: who may use it now, and who
 after that.
 
-The tokens of an iteration are granted all at once: every device gets the iteration's turn at the end of its queue in
+The tokens of an iteration are granted all at once: every device gets the iteration's claim at the end of its queue in
 the same instant, so queues of any two devices hold the iterations that they share in the same order. The iteration
 granted longest ago is then first in all of its queues, and runs to its end even if its workers wait for each other
 while they hold their tokens. Were each device to decide by itself, a job that holds device 0 could wait in its exchange
@@ -20,8 +20,8 @@ from splitjax.schedule.model.discipline import Iteration, Task
 
 
 @dataclasses.dataclass(eq=False)
-class Turn:
-    """Holds a task's turn on one resource of one device.
+class Claim:
+    """Holds a task's claim on one resource of one device.
 
     **Attributes:**
 
@@ -41,8 +41,8 @@ class Turn:
 
     @property
     def seconds(self) -> float:
-        """Gives the time that it had the token. Only a turn that has ended can say."""
-        assert self.started is not None and self.ended is not None, "only a turn that has ended has a length"
+        """Gives the time that it had the token. Only a claim that has ended can say."""
+        assert self.started is not None and self.ended is not None, "only a claim that has ended has a length"
         return self.ended - self.started
 
 
@@ -54,7 +54,7 @@ class Grant:
 
     - `job`, `group`: numbers of the job and of the group that it is in.
     - `order`: what its workers are told. `iteration`: what the discipline answered. `granted`: when, in seconds.
-    - `turns`: by worker, in the order in which its stages follow each other.
+    - `claims`: by worker, in the order in which its stages follow each other.
     - `finished`: workers that are done. `metrics`: worker 0's.
     """
 
@@ -63,71 +63,71 @@ class Grant:
     order: StepOrder
     iteration: Iteration
     granted: float
-    turns: tuple[tuple[Turn, ...], ...] = ()
+    claims: tuple[tuple[Claim, ...], ...] = ()
     finished: set[int] = dataclasses.field(default_factory=set)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        by_worker: dict[int, list[Turn]] = {}
+        by_worker: dict[int, list[Claim]] = {}
         for task in sorted(
             self.iteration.tasks, key=lambda task: (task.start_seconds, task.end_seconds, task.resource)
         ):
-            by_worker.setdefault(task.worker, []).append(Turn(self, task))
-        self.turns = tuple(tuple(by_worker[worker]) for worker in sorted(by_worker))
+            by_worker.setdefault(task.worker, []).append(Claim(self, task))
+        self.claims = tuple(tuple(by_worker[worker]) for worker in sorted(by_worker))
 
-    def all_turns(self) -> Iterator[Turn]:
-        """Yields the turns of all workers."""
-        for turns in self.turns:
-            yield from turns
+    def all_claims(self) -> Iterator[Claim]:
+        """Yields the claims of all workers."""
+        for claims in self.claims:
+            yield from claims
 
     @property
     def has_started(self) -> bool:
         """Tells whether any of its tasks has begun."""
-        return any(turn.started is not None for turn in self.all_turns())
+        return any(claim.started is not None for claim in self.all_claims())
 
     @property
     def silent_since(self) -> float:
         """Gives the time at which the first of its tasks that run began; if all are computed and the exchange is not
         over, that at which the last was. Infinite before."""
-        running = [turn.started for turn in self.all_turns() if turn.started is not None and turn.ended is None]
-        ended = [turn.ended for turn in self.all_turns() if turn.ended is not None]
-        if running or len(ended) < sum(map(len, self.turns)):
+        running = [claim.started for claim in self.all_claims() if claim.started is not None and claim.ended is None]
+        ended = [claim.ended for claim in self.all_claims() if claim.ended is not None]
+        if running or len(ended) < sum(map(len, self.claims)):
             return min(running, default=math.inf)
         return max(ended)
 
     @property
     def is_over(self) -> bool:
         """Tells whether all workers are done."""
-        return len(self.finished) == len(self.turns)
+        return len(self.finished) == len(self.claims)
 
 
 class Tokens:
-    """Keeps the queues. The first turn of a queue has its token, whether its worker can use it yet or not: nobody
+    """Keeps the queues. The first claim of a queue has its token, whether its worker can use it yet or not: nobody
     overtakes."""
 
     def __init__(self) -> None:
-        self._queues: dict[tuple[int, int], collections.deque[Turn]] = {}
+        self._queues: dict[tuple[int, int], collections.deque[Claim]] = {}
 
     def grant(self, grant: Grant) -> None:
-        """Appends the turns of `grant`, an iteration, to all of its queues."""
-        for turn in grant.all_turns():
-            self._queues.setdefault(turn.place, collections.deque()).append(turn)
+        """Appends the claims of `grant`, an iteration, to all of its queues."""
+        for claim in grant.all_claims():
+            self._queues.setdefault(claim.place, collections.deque()).append(claim)
 
-    def is_free(self, turn: Turn) -> bool:
-        """Tells whether nobody has, or waits for, the token that `turn` needs."""
-        return not self._queues.get(turn.place)
+    def is_free(self, claim: Claim) -> bool:
+        """Tells whether nobody has, or waits for, the token that `claim` needs."""
+        return not self._queues.get(claim.place)
 
-    def holders(self) -> Iterable[Turn]:
-        """Lists the first turn of every queue."""
+    def holders(self) -> Iterable[Claim]:
+        """Lists the first claim of every queue."""
         return [queue[0] for queue in self._queues.values() if queue]
 
-    def give_back(self, turn: Turn) -> None:
-        """Takes `turn` out of its queue, if it is still there."""
-        queue = self._queues.get(turn.place)
-        if queue is not None and turn in queue:
-            queue.remove(turn)
+    def give_back(self, claim: Claim) -> None:
+        """Takes `claim` out of its queue, if it is still there."""
+        queue = self._queues.get(claim.place)
+        if queue is not None and claim in queue:
+            queue.remove(claim)
 
     def cancel(self, grant: Grant) -> None:
         """Takes the whole iteration of `grant` back."""
-        for turn in grant.all_turns():
-            self.give_back(turn)
+        for claim in grant.all_claims():
+            self.give_back(claim)

@@ -109,8 +109,8 @@ def iterations_to_next(num_marks: int) -> int:
 
 
 def settled(marks: Sequence[Mark]) -> tuple[Mark, Mark] | None:
-    """Gives the two of `marks` between which rates are steady: once the last two windows agree, the ends of both. None:
-    go on.
+    """Gives the two of `marks` between which rates are steady: those around the last two windows, once they agree.
+    None: go on.
 
     A group can hold one pattern for long and then another one: jobs that were ahead wait until the others have caught
     up, and from then on all take turns. In the few that still change after `_MOST_MARKS`, the last window, as long as

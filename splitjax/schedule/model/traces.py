@@ -74,9 +74,9 @@ def read_trace(
             remedy="leave profiles out, or give one",
         )
     if set(PHILLY_COLUMNS) <= set(header):
-        turns = itertools.cycle(profiles.values()) if profiles else None
+        endless = itertools.cycle(profiles.values()) if profiles else None
         return read_philly(
-            path, profile=None if turns is None else lambda num_workers: next(turns), skip_malformed=skip_malformed
+            path, profile=None if endless is None else lambda num_workers: next(endless), skip_malformed=skip_malformed
         )
     if set(MURI_COLUMNS) <= set(header):
         return read_muri(path, profiles=profiles, skip_malformed=skip_malformed)

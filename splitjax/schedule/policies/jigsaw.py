@@ -116,7 +116,7 @@ def _next(group: Group, jobs: Sequence[Job], state: GroupState, partial: bool) -
     ready = max(now, state.ready_seconds[member])
     # Of devices that free at the same time another one comes first each time, and the worker with full depth is another
     # one: nobody is always deep.
-    turn, depths = sum(state.iterations), _depths(profile, num_workers, partial)
+    shift, depths = sum(state.iterations), _depths(profile, num_workers, partial)
     workers = [(place + done) % num_workers for place in range(num_workers)]
     if profile.stages is not None:
         return _staged(member, profile, profile.stages, workers, depths, group, state)
@@ -125,7 +125,8 @@ def _next(group: Group, jobs: Sequence[Job], state: GroupState, partial: bool) -
     times = [max(ready if alone else now, device[DEVICE]) for device in state.free_seconds]
     # rounded: equal sums tie
     free = [
-        (round(time, 9), rank, index) for index, (time, rank) in enumerate(zip(times, _ranks(group, num_workers, turn)))
+        (round(time, 9), rank, index)
+        for index, (time, rank) in enumerate(zip(times, _ranks(group, num_workers, shift)))
     ]
     heapq.heapify(free)
     tasks = []
@@ -138,12 +139,12 @@ def _next(group: Group, jobs: Sequence[Job], state: GroupState, partial: bool) -
     return Iteration(member, tuple(tasks), max(task.end_seconds for task in tasks) + profile.exposed_seconds)
 
 
-def _ranks(group: Group, num_workers: int, turn: int) -> list[int]:
+def _ranks(group: Group, num_workers: int, shift: int) -> list[int]:
     """Says by index of a device of the group which comes first among those that are free at the same time. They come
     first in turn; a job that is left alone on more devices than it has workers stays on its workers' own."""
     count = len(group.devices)
     own = min(count, num_workers) if len(group.members) == 1 else count
-    return [(index - turn) % own if index < own else index for index in range(count)]
+    return [(index - shift) % own if index < own else index for index in range(count)]
 
 
 def _staged(
@@ -174,7 +175,8 @@ def _staged(
     tasks, end = [], 0.0
     earliest = [starts(times) for times in free]
     begins = [start for *_, start in earliest]
-    rotated = [(sum(state.iterations) + place) % count for place in range(count)]
+    shift = sum(state.iterations)
+    rotated = [(shift + place) % count for place in range(count)]
     for worker, depth in zip(workers, depths):
         index = min(rotated, key=begins.__getitem__)
         *before, start = earliest[index]

@@ -58,8 +58,8 @@ def _rates(group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
     (job,) = jobs
     profile, seconds = job.profile, job.profile.partial_seconds(job.num_workers)
     credit = 1 - (profile.task_seconds(0) - seconds) / profile.iteration_seconds
-    turns = [_iteration_seconds(job, depth) for depth in profile.partial_depths(job.num_workers)]
-    return Rates((len(turns) / sum(turns),), (seconds * job.num_workers,), (credit,))
+    lengths = [_iteration_seconds(job, depth) for depth in profile.partial_depths(job.num_workers)]
+    return Rates((len(lengths) / sum(lengths),), (seconds * job.num_workers,), (credit,))
 
 
 @discipline("temporal-spb", _rates)

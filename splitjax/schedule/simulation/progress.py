@@ -32,16 +32,21 @@ class Progress:
 
     def __init__(self, jobs: Sequence[Job], columns: JobColumns):
         count = len(jobs)
-        self.jobs, self.columns = jobs, columns
-        self.remaining = columns.num_iterations.astype(np.float64)
-        self.rate, self.progress_from = np.zeros(count), np.zeros(count)
-        self.seconds, self.device_seconds = np.zeros(count), np.zeros(count)
-        self.held, self.held_from = np.zeros(count), np.zeros(count)
-        self.group_of = np.full(count, -1, np.int64)
-        self.fair_at_arrival = np.zeros(count)
-        self.started, self.finished = np.full(count, np.nan), np.full(count, np.nan)
-        self.fair_at_finish = np.zeros(count)
-        self.starts = np.zeros(count, np.int64)
+        self.jobs: Sequence[Job] = jobs
+        self.columns: JobColumns = columns
+        self.remaining: NDArray[np.float64] = columns.num_iterations.astype(np.float64)
+        self.rate: NDArray[np.float64] = np.zeros(count)
+        self.progress_from: NDArray[np.float64] = np.zeros(count)
+        self.seconds: NDArray[np.float64] = np.zeros(count)
+        self.device_seconds: NDArray[np.float64] = np.zeros(count)
+        self.held: NDArray[np.float64] = np.zeros(count)
+        self.held_from: NDArray[np.float64] = np.zeros(count)
+        self.group_of: NDArray[np.int64] = np.full(count, -1, np.int64)
+        self.fair_at_arrival: NDArray[np.float64] = np.zeros(count)
+        self.started: NDArray[np.float64] = np.full(count, np.nan)
+        self.finished: NDArray[np.float64] = np.full(count, np.nan)
+        self.fair_at_finish: NDArray[np.float64] = np.zeros(count)
+        self.starts: NDArray[np.int64] = np.zeros(count, np.int64)
 
     def settle(self, job: int, now: float) -> None:
         """Brings `job` up to date at `now`."""
@@ -124,10 +129,10 @@ class Integrals:
 
     def __init__(self, num_devices: int):
         self.num_devices = num_devices
-        self.speed = np.zeros(_LENGTH)
-        self.num_held = 0
-        self.demand = 0
-        self.fair = 0.0
+        self.speed: NDArray[np.float64] = np.zeros(_LENGTH)
+        self.num_held: int = 0
+        self.demand: int = 0
+        self.fair: float = 0.0
         self._work = np.zeros((2, _LENGTH))
         self._times = np.zeros((2, 2))  # [whole run, busy part] x [seconds, held device-seconds]
 

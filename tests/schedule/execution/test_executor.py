@@ -181,10 +181,10 @@ class OpposedTokens(Tokens):
     """As if every device chose by itself: odd devices take the newest first of what has not begun there."""
 
     def grant(self, grant) -> None:
-        for turn in grant.all_turns():
-            queue = self._queues.setdefault(turn.place, collections.deque())
+        for claim in grant.all_claims():
+            queue = self._queues.setdefault(claim.place, collections.deque())
             begun = sum(one.started is not None for one in queue)
-            queue.insert(begun if turn.task.device % 2 else len(queue), turn)
+            queue.insert(begun if claim.task.device % 2 else len(queue), claim)
 
 
 @pytest.mark.parametrize("tokens", [Tokens, OpposedTokens])
