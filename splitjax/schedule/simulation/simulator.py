@@ -69,7 +69,7 @@ def simulate(
     Raises `ScheduleError` for a job that the cluster is too small for, a policy that leaves jobs waiting for ever, or a
     decision that cannot be carried out (devices that are not free, memory that does not suffice).
     """
-    run = _Run(
+    run = _Simulation(
         over_links(jobs, cluster), cluster, get(policy) if isinstance(policy, str) else policy, options or Options()
     )
     while run.step():
@@ -88,7 +88,7 @@ class _Running:
         self.granting = False  # exact mode: an event is on its way at which the next iteration is asked for
 
 
-class _Run:
+class _Simulation:
     """Holds the state of one simulation: the books, the groups that run, and a heap of events."""
 
     def __init__(self, jobs: tuple[Job, ...], cluster: Cluster, policy: Policy, options: Options):
