@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
@@ -25,6 +25,12 @@ from splitjax.errors import PlanError
 
 if TYPE_CHECKING:
     from splitjax.cli._models import Planned
+
+
+class Page(Protocol):
+    """A value that prints itself as text and as HTML, as plans, reports and verifications do."""
+
+    def _repr_html_(self) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,17 +82,21 @@ class ModelCommand(Traceback):
             shard_state=self.shard_state,
         )
 
-    def show(self, console: Console, planned: Planned, found: object, name: str) -> None:
-        """Prints what was found, and writes its page where asked to."""
+    def show(self, console: Console, planned: Planned, shown: Page, name: str) -> None:
+        """Prints a plan, a report or a verification, and writes its page where `--html` asks for it.
+
+        **Arguments:** `console`: where to print. `planned`: the step that was looked at. `shown`: what it gave. `name`:
+        of the subcommand, for the page's title.
+        """
         console.print(
             f"{self.model} ({self.library}, {planned.num_params:,} parameters), {self.optimizer}, "
             f"{self.batch_size} examples on {parse_mesh(self.mesh)}",
             highlight=False,
         )
         # It lays out its own lines: wrapping or markup would break its tables.
-        console.print(str(found), soft_wrap=True, markup=False, highlight=False)
+        console.print(str(shown), soft_wrap=True, markup=False, highlight=False)
         if self.html is not None:
-            write_page(self.html, found._repr_html_(), f"splitjax {name}")
+            write_page(self.html, shown._repr_html_(), f"splitjax {name}")
             console.print(f"page: {self.html}", highlight=False)
 
 

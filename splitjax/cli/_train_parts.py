@@ -38,9 +38,10 @@ def load(options: DataOptions, model: str, seed: int, first_process: bool) -> da
             place="--data",
             remedy="train a transformer or lstm on text, deepfm or dlrm on criteo, and the other models on images",
         )
-    shape = {} if model == "mlp" else {"image_size": _IMAGE_SIZE, "channels": _CHANNELS}
+    is_flat = model == "mlp"
     if options.data == "digits":
-        return data.load_digits(seed=seed, **(shape or {"image_size": None, "channels": 1}))
+        image_size, channels = (None, 1) if is_flat else (_IMAGE_SIZE, _CHANNELS)
+        return data.load_digits(seed=seed, image_size=image_size, channels=channels)
     if reads != "images":
         if options.data_dir is None:
             raise DataError(
@@ -58,6 +59,7 @@ def load(options: DataOptions, model: str, seed: int, first_process: bool) -> da
         folder = data.fetch("mnist" if options.data == "idx" else options.data, data_cache())
     if options.data == "cifar10":
         return data.load_cifar10(folder, verify=first_process)
+    shape = {} if is_flat else {"image_size": _IMAGE_SIZE, "channels": _CHANNELS}
     return data.load_idx(folder, verify=first_process, **shape)
 
 

@@ -68,8 +68,8 @@ class Demo(Traceback):
         output_dir = make_folder(self.output_dir)
         console.print(
             f"{self.model} (width {self.width:g}, head {self.head_features}) on {dataset.name}:"
-            f" {len(dataset.train['label'])} images to train, {len(dataset.test['label'])} to test; mesh {mesh}, rules"
-            f" {self.rules}",
+            f" {dataset.train['label'].shape[0]} images to train, {dataset.test['label'].shape[0]} to test;"
+            f" mesh {mesh}, rules {self.rules}",
             highlight=False,
             soft_wrap=True,
         )
@@ -116,9 +116,13 @@ class Demo(Traceback):
         epochs = (dataset.train_batches(self.batch_size, seed=self.seed, epoch=epoch) for epoch in itertools.count())
         return itertools.islice(itertools.chain.from_iterable(epochs), self.num_steps(dataset))
 
+    def test_batches(self, dataset: Dataset) -> Iterator[dict[str, Any]]:
+        """Returns the batches of the `dataset`'s test images, as numpy arrays."""
+        return dataset.test_batches(self.batch_size)
+
     def num_steps(self, dataset: Dataset) -> int:
         """Raises `DataError` where the images do not fill one batch."""
-        num_images = len(dataset.train["label"])
+        num_images = dataset.train["label"].shape[0]
         if num_images < self.batch_size:
             raise DataError(
                 f"{num_images} training images do not fill one batch",
@@ -178,9 +182,7 @@ def train(options: Demo, dataset: Dataset, mesh: MeshShape, console: Console) ->
             accuracies.append(float(metrics["accuracy"]))
             progress.update(losses[-1], accuracies[-1])
     with console.status("testing"):
-        num_correct = sum(
-            float(evaluate(state, batch)["correct"]) for batch in dataset.test_batches(options.batch_size)
-        )
+        num_correct = sum(float(evaluate(state, batch)["correct"]) for batch in options.test_batches(dataset))
     return Trained(
         (init_fn, key),
         train_step,
@@ -189,7 +191,7 @@ def train(options: Demo, dataset: Dataset, mesh: MeshShape, console: Console) ->
         plan,
         tuple(losses),
         tuple(accuracies),
-        num_correct / len(dataset.test["label"]),
+        num_correct / dataset.test["label"].shape[0],
         len(parallel_step.compiles),
     )
 

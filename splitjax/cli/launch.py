@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
 import signal
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import Annotated
 
@@ -73,8 +75,7 @@ class Launch(Traceback):
                 remedy="add --bandwidth, or leave --network-json out",
             )
         signals: list[int] = []
-        before = _listen(signals)
-        try:
+        with _noted(signals):
             options = {field.name: getattr(self, field.name) for field in dataclasses.fields(launch.LaunchConfig)}
             out = launch_output.Console(sys.stdout, sys.stderr)
             run = launch.start(launch.LaunchConfig(**options), self.command, console=out)
@@ -86,9 +87,6 @@ class Launch(Traceback):
             if run.network is not None:
                 self._report(outcome.traffic, run.network.bits_per_second)
             return outcome.status
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _report(self, traffic: tuple[Traffic, ...], bits_per_second: int) -> None:
         table = Table(
@@ -108,19 +106,26 @@ class Launch(Traceback):
             write_file(self.network_json, json.dumps(value, indent=1), "--network-json")
 
 
-def _listen(signals: list[int]) -> dict[int, object]:
-    """Notes signals in a list from now on; returns the handlers that were there before."""
+@contextlib.contextmanager
+def _noted(signals: list[int]) -> Iterator[None]:
+    """Notes the stop signals that come during a block in the list `signals`, and puts the handlers that were there
+    before back."""
 
     def note(number: int, frame: FrameType | None) -> None:
         signals.append(number)
 
     numbers = [getattr(signal, name) for name in _STOP_SIGNALS if hasattr(signal, name)]
     hang_up = getattr(signal, "SIGHUP", None)
-    return {
+    before = {
         number: signal.signal(number, note)
         for number in numbers
         if not (number == hang_up and signal.getsignal(number) == signal.SIG_IGN)
     }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _pass_on(run: launch.Run, signals: list[int], out: launch_output.Console) -> None:

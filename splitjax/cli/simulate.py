@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
 
 from splitjax.cli._model_command import write_file
 from splitjax.cli._options import OptionValueError, Traceback, check_positive
+
+if TYPE_CHECKING:
+    from splitjax.schedule import Cluster, Job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +109,7 @@ class Simulate(Traceback):
         options = schedule.Options(
             self.restart_seconds, self.interval_seconds, exact=self.exact, spans=self.plot is not None
         )
-        jobs = self._jobs(cluster, console)
+        jobs = self._jobs(self.trace, cluster, console)
         console.print(
             f"{len(jobs):,} jobs on {cluster} = {cluster.num_devices:,} devices, load"
             f" {schedule.offered_load(jobs, cluster):.2f}",
@@ -142,11 +145,13 @@ class Simulate(Traceback):
             console.print(f"plot: {self.plot}", highlight=False)
         return 0
 
-    def _jobs(self, cluster, console: Console):  # type: ignore[no-untyped-def]
+    def _jobs(self, path: pathlib.Path, cluster: Cluster, console: Console) -> tuple[Job, ...]:
+        """Returns the jobs of the trace `path` that are to run on the `cluster`, and says on the `console` which are
+        left out. Raises `OptionValueError` where none is left."""
         from splitjax import schedule
 
         profiles = None if self.profiles is None else schedule.read_profiles(self.profiles)
-        trace = schedule.read_trace(self.trace, profiles=profiles, skip_malformed=self.skip_malformed)
+        trace = schedule.read_trace(path, profiles=profiles, skip_malformed=self.skip_malformed)
         if trace.skipped:
             (line, why), count = trace.skipped[0], len(trace.skipped)
             console.print(
@@ -169,7 +174,7 @@ class Simulate(Traceback):
         if not jobs:
             raise OptionValueError(
                 "no job of the trace is left",
-                value=str(self.trace),
+                value=str(path),
                 place="--trace",
                 remedy="ask for other tags or numbers of workers",
             )

@@ -327,7 +327,10 @@ def _flat(options: Train) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in dataclasses.fields(options):
         group = getattr(options, field.name)
-        values = dataclasses.asdict(group) if dataclasses.is_dataclass(group) else {field.name: group}
+        if dataclasses.is_dataclass(group) and not isinstance(group, type):
+            values = dataclasses.asdict(group)
+        else:
+            values = {field.name: group}
         found.update(
             {
                 name: list(v) if isinstance(v, tuple) else str(v) if isinstance(v, os.PathLike) else v

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,9 @@ from jax import lax
 
 from splitjax._compat import vary, varying_axes
 from splitjax.errors import KernelError
+
+P = ParamSpec("P")  # what a kernel takes
+R = TypeVar("R", covariant=True)  # what a kernel returns
 
 # Stands where there is no id: in the slots behind the last one, so that arrays have static sizes. It sorts behind every
 # id.
@@ -26,6 +29,32 @@ WARPGROUP = 128  # threads that run one Mosaic GPU program
 def ceil_div(number: int, by: int) -> int:
     """`number / by`, rounded up."""
     return -(-number // by)
+
+
+class DifferentiableKernel(Protocol[P, R]):
+    """A kernel with a derivative of its own, called as the function that it was made from."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any], /) -> None:
+        """Sets the derivative, as that of `jax.custom_vjp`: `fwd` returns the result and what is kept for `bwd`, which
+        returns the cotangents of the operands."""
+        ...
+
+
+def custom_vjp(nondiff_argnums: tuple[int, ...]) -> Callable[[Callable[P, R]], DifferentiableKernel[P, R]]:
+    """Returns the decorator that gives a kernel a derivative of its own: `jax.custom_vjp`, which keeps what the kernel
+    returns visible to a type checker (`functools.partial` around it does not).
+
+    **Arguments:** `nondiff_argnums`: the positions of the kernel's static arguments, counted from 0.
+    """
+
+    def decorate(kernel: Callable[P, R]) -> DifferentiableKernel[P, R]:
+        # JAX's annotation names an experimental class too, which takes no keywords; it is used under a flag only.
+        decorated: Any = jax.custom_vjp(kernel, nondiff_argnums=nondiff_argnums)
+        return decorated
+
+    return decorate
 
 
 def round_up(number: int, to: int) -> int:

@@ -11,7 +11,7 @@ guide, "Distributed computing in Pallas for TPUs".
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,16 @@ from jax import lax
 
 from splitjax._compat import result_type
 from splitjax.errors import KernelError
-from splitjax.kernels._common import LANES, TILE_ROWS, check_rows, check_vector, dispatch, pad_rows, round_up
+from splitjax.kernels._common import (
+    LANES,
+    TILE_ROWS,
+    check_rows,
+    check_vector,
+    custom_vjp,
+    dispatch,
+    pad_rows,
+    round_up,
+)
 from splitjax.kernels._pallas import pl, pltpu
 from splitjax.kernels.gather_rows import gather_reference, start_copies, wait_for_copies
 
@@ -30,7 +39,7 @@ from splitjax.kernels.gather_rows import gather_reference, start_copies, wait_fo
 _COLLECTIVE_ID = 23
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@custom_vjp(nondiff_argnums=(4,))
 def exchange_rows(values: jax.Array, rows: jax.Array, counts: jax.Array, incoming: jax.Array, axis: str) -> jax.Array:
     """Sends rows to the devices of a mesh axis and receives theirs; to be called inside `jax.shard_map`, every axis
     manual.
@@ -83,8 +92,7 @@ def _backward(axis, residuals, cotangent):
     values, rows, counts, incoming = residuals
     devices, capacity = rows.shape
     places = jnp.arange(devices * capacity, dtype=jnp.int32).reshape(devices, capacity)
-    # `functools.partial` around `jax.custom_vjp` hides the result's type
-    returned = cast("jax.Array", exchange_rows(cotangent.reshape(-1, values.shape[1]), places, incoming, counts, axis))
+    returned = exchange_rows(cotangent.reshape(-1, values.shape[1]), places, incoming, counts, axis)
     targets = _counted(rows, counts)
     targets = jnp.where(targets < 0, values.shape[0], targets).reshape(-1)
     of_values = jnp.zeros_like(values).at[targets].add(returned.reshape(-1, values.shape[1]), mode="drop")

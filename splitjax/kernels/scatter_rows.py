@@ -18,6 +18,7 @@ from splitjax.errors import KernelError
 from splitjax.kernels._common import (
     check_matrix,
     check_vector,
+    custom_vjp,
     dispatch,
     has_tpu_rows,
     pad_rows,
@@ -28,7 +29,7 @@ from splitjax.kernels._pallas import pl, pltpu
 from splitjax.kernels.gather_rows import gather_rows
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@custom_vjp(nondiff_argnums=(3,))
 def scatter_rows(table: jax.Array, rows: jax.Array, values: jax.Array, is_sorted: bool = False) -> jax.Array:
     """A table with some rows replaced.
 

@@ -15,13 +15,22 @@ import numpy as np
 from jax import lax
 
 from splitjax.errors import KernelError
-from splitjax.kernels._common import FILLER, MIN_WIDTH, WARPGROUP, check_capacity, check_matrix, check_vector, dispatch
+from splitjax.kernels._common import (
+    FILLER,
+    MIN_WIDTH,
+    WARPGROUP,
+    check_capacity,
+    check_matrix,
+    check_vector,
+    custom_vjp,
+    dispatch,
+)
 from splitjax.kernels.gather_rows import gather_rows
 from splitjax.kernels.scatter_rows import scatter_rows
 from splitjax.kernels.segment_sum import segment_sum
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@custom_vjp(nondiff_argnums=(2, 3))
 def sum_rows(values: jax.Array, slots: jax.Array, capacity: int, has_no_gaps: bool = False) -> jax.Array:
     """Adds up the rows of equal slots.
 

@@ -7,31 +7,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from jax.sharding import Mesh, PartitionSpec
 
-from splitjax.lower.microbatch.places import Sums
-
-
-class LoopContribution(Protocol):
-    """The values that a place's loop adds up and hands out, as `microbatch.worker_loop.Contribution` has it."""
-
-    @property
-    def same(self) -> Sequence[int]:
-        """The differentiated operands that are the same for all places."""
-        ...
-
-    @property
-    def on_islands(self) -> Sequence[int]:
-        """Those of them that islands read, as copies."""
-        ...
-
-    @property
-    def summed(self) -> Sequence[int]:
-        """The auxiliary results that are added up."""
-        ...
+from splitjax.lower.microbatch.places import LoopValues, Sums
 
 
 class LoopPlaces(Protocol):
@@ -53,8 +33,8 @@ class LoopPlaces(Protocol):
         ...
 
     @property
-    def contribution(self) -> LoopContribution:
-        """The values that a place's loop adds up and hands out."""
+    def contribution(self) -> LoopValues:
+        """The values that the loop of a place reads and returns."""
         ...
 
     def position(self, v: int) -> int:

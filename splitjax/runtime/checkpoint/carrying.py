@@ -54,12 +54,13 @@ def targets(entry: Mapping[str, Any] | None, like: Any) -> CarriedParts:
     if entry is None:
         return CarriedParts()
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(like))
-    mesh = next((one.mesh for one in shardings if isinstance(one, jax.sharding.NamedSharding)), None)
+    named = (sharding for sharding in shardings if isinstance(sharding, jax.sharding.NamedSharding))
+    mesh = next((sharding.mesh for sharding in named), None)
     leaves = tuple(map(Leaf.from_json, entry["arrays"]))
-    found = {
+    arrays = {
         name: _target(leaf, entry["layouts"].get(name), mesh) for name, leaf in zip(entry["names"], leaves, strict=True)
     }
-    return CarriedParts(leaves, {PREFIX: found}, entry)
+    return CarriedParts(leaves, {PREFIX: arrays}, entry)
 
 
 def put_together(entry: Mapping[str, Any] | None, arrays: Any) -> Carried | None:
@@ -74,11 +75,17 @@ def put_together(entry: Mapping[str, Any] | None, arrays: Any) -> Carried | None
         return None
 
 
-def _target(leaf: Leaf, layout: list[Any] | None, mesh: jax.sharding.Mesh | None) -> Any:
+def _target(
+    leaf: Leaf, layout: list[Any] | None, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None
+) -> jax.ShapeDtypeStruct | np.ndarray:
+    """Returns what `leaf` is read into: laid out over `mesh` by `layout`, the mesh axes of each dim, where the mesh has
+    these axes and they divide the dims; an array of the host otherwise."""
     dtype = jnp.dtype(leaf.dtype)
-    entries = [tuple(entry) if isinstance(entry, list) else entry for entry in layout or ()]
+    if mesh is None or layout is None:
+        return np.empty(leaf.shape, dtype)
+    entries = [tuple(entry) if isinstance(entry, list) else entry for entry in layout]
     axes = [(entry,) if isinstance(entry, str) else entry or () for entry in entries]
-    known = mesh is not None and layout is not None and all(axis in mesh.shape for entry in axes for axis in entry)
+    known = all(axis in mesh.shape for entry in axes for axis in entry)
     if known and all(
         size % math.prod(mesh.shape[axis] for axis in entry) == 0 for size, entry in zip(leaf.shape, axes, strict=False)
     ):

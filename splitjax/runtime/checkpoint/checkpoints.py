@@ -60,7 +60,7 @@ class Checkpoints:
 
     def __init__(self, options: CheckpointOptions):
         self.options = options
-        self._folder = options.directory
+        self._folder = Path(options.directory)
         self._seconds = options.timeout_seconds
         self._peers = Peers("checkpoints")
         self._lock = folders.FolderLock(self._folder)
@@ -135,9 +135,9 @@ class Checkpoints:
         try:
             name = self._peers.decide(begin, lambda: self._begin(step), self._seconds)
         except CheckpointError as error:
-            self._failed(step, error.message, error.remedy)
+            failure = self._failed(step, error.message, error.remedy)
             if wait:
-                raise self._last_failure from error
+                raise failure from error
             return False
         if name is None:
             return False
@@ -191,15 +191,9 @@ class Checkpoints:
         check_targets(wanted, like)
         chosen, skipped = self._peers.decide(choice, lambda: choose(self._folder, wanted, step), self._seconds)
         path = self._folder / str(chosen)
-        problem, cause = None, None
+        restored, problem, cause = None, None, None
         try:
-            description = Description.read(path / folders.DESCRIPTION)
-            metrics = integrity.read_about(path)["metrics"]
-            more = targets(description.carried, like)
-            saved = (*description.leaves, *more.leaves)
-            state, arrays = read_arrays(path / folders.STATE, saved, (like, more.arrays), (*wanted, *more.leaves))
-            state = _shared_as(like, state)
-            carried = put_together(description.carried, arrays)
+            restored = _read(path, chosen, like, wanted, tuple((bad, damage) for bad, damage in skipped))
         except Exception as error:  # said to the other processes before it is raised: they would wait for this one
             problem, cause = _shorten(f"{type(error).__name__}: {error}"), error
         problem = self._peers.agree(end, problem, self._seconds)
@@ -209,11 +203,12 @@ class Checkpoints:
                 place=str(path),
                 remedy="see that all processes can read the folder, and that the state fits into memory",
             ) from cause
+        assert restored is not None, "a process that could not read has a problem, which all agree on"
         self._note_damage(chosen, skipped)
         self._resumed_at = chosen if step is not None else None
         for bad, damage in skipped:
             logger.warning("checkpoint of step %s is damaged and was skipped: %s", bad, damage)
-        return Restored(chosen, state, description.extra, metrics, tuple(map(tuple, skipped)), carried)
+        return restored
 
     def wait(self) -> None:
         """Waits for the save in progress. Raises `CheckpointError` if the last save failed."""
@@ -290,6 +285,7 @@ class Checkpoints:
         problems = of_any([problem, *self._peers.collect(save.topic, self._deadline(save, _REPORTED))])
         try:
             if not problems:
+                assert writer is not None, "a process that could not start writing has a problem"
                 writer.finish()
                 integrity.write_durably(save.folder / folders.DESCRIPTION, save.description)
                 integrity.seal(save.folder, {"step": save.step, "metrics": save.metrics})
@@ -342,7 +338,7 @@ class Checkpoints:
             except OSError as error:
                 logger.warning("old checkpoints in %s could not be removed: %s", self._folder, error)
 
-    def _failed(self, step: int, problem: str, remedy: str | None) -> None:
+    def _failed(self, step: int, problem: str, remedy: str | None) -> CheckpointError:
         if any(text in problem for text in _DISK_FULL):
             remedy = "free space, or keep fewer checkpoints (keep_last, keep_best)"
         elif "after shutdown" in problem:  # of the interpreter's thread pools
@@ -361,6 +357,7 @@ class Checkpoints:
                 self.options.on_failure(error)
             except Exception:
                 logger.exception("on_failure raised")
+        return error
 
     def _join(self) -> None:
         """Waits for the save in progress, at most for its timeout. Raises nothing: a failure is on record."""
@@ -377,7 +374,8 @@ class Checkpoints:
 
     def _note_damage(self, good: int | None, skipped: Sequence[tuple[int, str]]) -> None:
         self._damaged.update(dict(skipped))
-        self._damaged.pop(good, None)  # someone brought the files back
+        if good is not None:
+            self._damaged.pop(good, None)  # someone brought the files back
 
     def _deadline(self, save: _Save, share: float) -> float:
         return save.started + share * self._seconds
@@ -387,6 +385,20 @@ class Checkpoints:
             raise CheckpointError(
                 "these checkpoints are closed", place=str(self._folder), remedy="use them inside the `with` block"
             )
+
+
+def _read(path: Path, step: int, like: Any, wanted: Sequence[Leaf], skipped: tuple[tuple[int, str], ...]) -> Restored:
+    """Reads the checkpoint of a `step` in the folder `path` into the structure of `like`, whose leaves are `wanted`.
+    `skipped` goes into the result. Raises whatever reading raises."""
+    description = Description.read(path / folders.DESCRIPTION)
+    about = integrity.read_about(path)
+    if about is None:
+        raise CheckpointError("the manifest was damaged while the checkpoint was read", place=str(path))
+    more = targets(description.carried, like)
+    saved = (*description.leaves, *more.leaves)
+    state, arrays = read_arrays(path / folders.STATE, saved, (like, more.arrays), (*wanted, *more.leaves))
+    carried = put_together(description.carried, arrays)
+    return Restored(step, _shared_as(like, state), description.extra, about["metrics"], skipped, carried)
 
 
 def _shared_as(like: Any, state: Any) -> Any:

@@ -111,7 +111,7 @@ def find_damage(folder: Path, *, only: str | None = None, digests: bool = True) 
 
 
 def _digest(path: Path, *, durable: bool) -> tuple[int, str]:
-    with open(path, "r+b" if durable else "rb") as file:  # Windows syncs only what it could write
+    with open(path, "r+b") if durable else open(path, "rb") as file:  # Windows syncs only what it could write
         if durable:
             os.fsync(file.fileno())
         return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()

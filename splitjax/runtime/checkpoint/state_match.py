@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from splitjax.errors import CheckpointError
@@ -55,7 +56,8 @@ class Leaf:
 
 def is_key(leaf: Any) -> bool:
     """Whether a leaf (an array or its shape) holds typed PRNG keys."""
-    return jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def describe(state: Any) -> tuple[Leaf, ...]:

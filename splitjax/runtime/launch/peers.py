@@ -103,6 +103,7 @@ class Peers:
         return problem
 
     def _get(self, key: str, deadline: float, rank: int) -> Any:
+        assert self._client is not None, "a process that is alone in its run hears nobody"
         milliseconds = max(1, int(1000 * (deadline - time.monotonic())))
         try:
             return json.loads(self._client.blocking_key_value_get(key, milliseconds))

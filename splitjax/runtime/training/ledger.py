@@ -117,7 +117,7 @@ class Summary:
 
 def summarise(attempts: Sequence[Attempt]) -> Summary:
     """What all attempts of a run, in order, add up to."""
-    parts = dict.fromkeys(("step", *PARTS, "repeated", "restart"), 0.0)
+    parts: dict[str, float] = dict.fromkeys(("step", *PARTS, "repeated", "restart"), 0.0)
     repeated_steps = 0
     for number, attempt in enumerate(attempts):
         for name, seconds in attempt.seconds.items():

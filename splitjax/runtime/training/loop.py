@@ -216,7 +216,8 @@ class _Loop:
     def save(self, number: int, state: Any, position: Any, wait: bool) -> None:
         evaluation = dict(self._evaluation)
         self.drain()
-        carries = self.step.carried() if hasattr(self.step, "carried") else None
+        carried = getattr(self.step, "carried", None)  # plain functions carry nothing
+        carries = None if carried is None else carried()
         more = {"carried": carries} if carries else {}
         metrics = {
             **evaluation,

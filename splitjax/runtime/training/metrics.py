@@ -76,7 +76,7 @@ class TensorBoard:
 
     def __init__(self, folder: pathlib.Path):
         try:
-            from tensorboard.summary import Writer
+            from tensorboard.summary import Writer  # pyright: ignore[reportMissingImports]  # an optional package
         except ImportError as error:
             raise DataError(
                 "TensorBoard is not installed", place="--tensorboard", remedy="pip install tensorboard"

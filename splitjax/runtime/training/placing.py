@@ -60,7 +60,8 @@ class Placement:
             )
         shape = (self.batch_size, *array.shape[1:])
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None, "JAX asks for a part of an array by its slices"
             start, stop, _ = index[0].indices(self.batch_size)
             first, last = np.searchsorted(rows, (start, stop))
             return array[(slice(first, last), *index[1:])]
@@ -73,9 +74,8 @@ def _rows(sharding: NamedSharding, batch_size: int) -> np.ndarray:
     # Other dims do not matter for rows; a spec never has more entries than the array dims.
     spec = sharding.spec[:1]
     only_rows = NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))
-    spans = {
-        index[0].indices(batch_size)[:2] for index in only_rows.addressable_devices_indices_map((batch_size,)).values()
-    }
+    indices = only_rows.addressable_devices_indices_map((batch_size,)).values()
+    spans = {index[0].indices(batch_size)[:2] for index in indices if index is not None}
     return np.unique(np.concatenate([np.arange(*span) for span in sorted(spans)]))
 
 

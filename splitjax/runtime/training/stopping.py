@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import Any, TypeAlias
 
 from jax.experimental import multihost_utils
 
 from splitjax import _compat
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+# What `signal.signal` takes and returns: a function of the signal's number and the frame, or SIG_DFL or SIG_IGN; None
+# for a handler that was not set from Python.
+SignalHandler: TypeAlias = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
 
 class StopRequest:
@@ -22,7 +28,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._signal: int | None = None
-        self._before: dict[int, object] = {}
+        self._before: dict[int, SignalHandler] = {}
         self._many = _compat.coordination_client() is not None
 
     def __enter__(self) -> StopRequest:
