@@ -43,7 +43,8 @@ T = TypeVar("T")
 
 
 def parse_bandwidth(text: str) -> int:
-    """`"200mbit"` -> 200,000,000 bits a second. Raises `LaunchError` for anything that is no rate."""
+    """Returns the bits a second that `text` says: 200,000,000 for `"200mbit"`. Raises `LaunchError` for anything that
+    is no rate."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit)", text.strip().lower())
     rate = round(float(match[1]) * _UNITS[match[2]]) if match else 0
     if rate < 8000:
@@ -83,7 +84,8 @@ def check_available() -> None:
 
 
 def bytes_sent() -> tuple[int, int] | None:
-    """(bytes sent, bytes received) by this worker's network device so far; None in a run without a network of its own.
+    """Returns the bytes sent and the bytes received by this worker's network device so far; None in a run without a
+    network of its own.
 
     From `/proc/net/dev`, which shows the reader's namespace; `/sys/class/net` shows that of whoever mounted it.
     """
@@ -129,19 +131,21 @@ class Network:
             raise
 
     def address(self, rank: int) -> str:
-        """The private address of a worker."""
+        """Returns the private address of worker `rank`."""
         return f"{_PREFIX}.{(rank + 1) >> 8}.{(rank + 1) & 255}"
 
     def file(self, rank: int) -> int:
-        """The open file that holds a worker's namespace."""
+        """Returns the descriptor of the open file that holds the namespace of worker `rank`."""
         return self._files[rank]
 
     def enter(self, rank: int) -> list[str]:
-        """The start of a command that runs in a worker's namespace, with mounts of its own; it needs `file(rank)`."""
+        """Returns the start of a command that runs in the namespace of worker `rank`, with mounts of its own; it needs
+        `file(rank)`."""
         return [_tool("nsenter"), f"--net=/proc/self/fd/{self._files[rank]}", "--", _tool("unshare"), "--mount", "--"]
 
     def call(self, rank: int, function: Callable[[], T]) -> T:
-        """What a function returns or raises inside a worker's namespace: sockets that it opens are there."""
+        """Returns what `function` returns, or raises what it raises, inside the namespace of worker `rank`: sockets
+        that it opens are there."""
         results: list[T] = []
         errors: list[BaseException] = []
 
@@ -162,12 +166,13 @@ class Network:
         return results[0]
 
     def set_link(self, rank: int, *, up: bool) -> None:
-        """Cuts the link of a worker, or joins it again. The worker's own device stays as it is: nothing tells it."""
+        """Cuts the link of worker `rank`, or, where it is to be `up`, joins it again. The worker's own device stays as
+        it is: nothing tells it."""
         port = f"master {_BRIDGE}" if up else "nomaster"
         self._in(self._bridge, "ip", "link", "set", "dev", _port(rank), *port.split())
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """What each worker sent and received so far, whether it still runs or not: counted at the bridge."""
+        """Returns what each worker sent and received so far, whether it still runs or not: counted at the bridge."""
         shown = json.loads(self._in(self._bridge, "ip", "-s", "-j", "link", "show"))
         counts = {link["ifname"]: link["stats64"] for link in shown}
         return tuple(

@@ -42,7 +42,7 @@ _HEARTBEAT_SECONDS = 100
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What a job trains.
+    """Says what a job trains.
 
     **Attributes:**
 
@@ -71,7 +71,7 @@ class Training:
 
 @dataclasses.dataclass(frozen=True)
 class DecoratedJob:
-    """A `schedule.Program` of a decorated step.
+    """Runs a decorated step as a job of a cluster: the `schedule.Program` of a decorated step.
 
     **Attributes:**
 
@@ -90,13 +90,15 @@ class DecoratedJob:
     release_early: bool = True
 
     def meet(self, place: Place) -> tuple[str | None, Any]:
-        """The coordination service of JAX's distributed runtime is in worker 0's process."""
+        """Starts the coordination service of JAX's distributed runtime in the process of worker 0, at its `place`, and
+        returns its address and what keeps it alive; None and None for a job of one worker."""
         if place.num_workers == 1:
             return None, None
         coordinator = Coordinator(self.host, place.num_workers, _HEARTBEAT_SECONDS)
         return coordinator.address, coordinator
 
     def begin(self, place: Place) -> DecoratedTask:
+        """Joins the job's other workers and returns the task of the worker at `place`."""
         if place.num_workers > 1:
             os.environ |= {
                 joining.COORDINATOR: place.meeting,
@@ -112,7 +114,11 @@ class DecoratedJob:
 
 
 class DecoratedTask:
-    """A `schedule.WorkerTask`: one worker of a `DecoratedJob`."""
+    """Runs a worker of a `DecoratedJob`, as a `schedule.WorkerTask`.
+
+    **Arguments:** `training`: what it trains. `place`: the worker's. `directory`: of the checkpoints. `release_early`:
+    as of `DecoratedJob`.
+    """
 
     def __init__(self, training: Training, place: Place, directory: Path, release_early: bool):
         self.training, self._place, self._release_early = training, place, release_early
@@ -121,6 +127,7 @@ class DecoratedTask:
         self._state: Any = None
 
     def restore(self) -> int:
+        """Compiles the step, reads the newest good checkpoint, and returns its step number; 0 without one."""
         training = self.training
         example = (self._batch(1),)
         begin = lambda: training.step.init(training.init_fn, training.key, example=example)
@@ -138,10 +145,13 @@ class DecoratedTask:
         return restored.step
 
     def stage(self, number: int, resource: int) -> None:
+        """Reads the input of iteration `number` if `resource` is the storage."""
         if resource == STORAGE and self.training.read is not None:
             self._read[number] = self.training.read(number)
 
     def step(self, order: StepOrder, computed: Callable[[], None]) -> Mapping[str, float]:
+        """Does the iteration that `order` asks for, calls `computed` once the device is idle, and returns the metrics.
+        Raises `TrainingError` for metrics without a loss."""
         batch = self._batch(order.number)
         step = self._step_at(order.depths)
         watched = self._release_early and self._place.num_workers > 1
@@ -158,6 +168,7 @@ class DecoratedTask:
         return {name: float(value) for name, value in metrics.items()}
 
     def save(self, number: int) -> None:
+        """Saves the state after iteration `number`, and waits for it."""
         self._checkpoints.save(number, self._state, carried=self.training.step.carried(), wait=True)
 
     def _step_at(self, depths: tuple[float, ...]) -> Callable[[Any, Any], Any]:
@@ -172,21 +183,22 @@ class DecoratedTask:
 
 
 def one_core_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Variables for processes that have a processor core each (`RayOptions.environment`): one thread, one device.
-    `base`: variables that they are added to, this process's if not given."""
+    """Returns the variables for processes that have a processor core each (`RayOptions.environment`): one thread, one
+    device. `base`: variables that they are added to, this process's if not given."""
     return one_core_variables(os.environ if base is None else base)
 
 
 def partial_steps(
     decorate: Callable[[PartialBackprop | None], ParallelStep], num_workers: int, estimator: str = "count"
 ) -> tuple[ParallelStep, Callable[[tuple[float, ...]], Callable[[Any, Any], Any]], tuple[tuple[float, ...], ...]]:
-    """`step`, `at_depths` and `warm_up` of a `Training` whose workers differentiate to the depths that a discipline
-    hands out.
+    """Returns `step`, `at_depths` and `warm_up` of a `Training` whose workers differentiate to the depths that a
+    discipline hands out.
 
     **Arguments:**
 
     - `decorate`: `decorate(backprop)` is the step with that `backprop`. It is called with None and with spatial linear
       depths that rotate.
+    - `num_workers`: of the job.
     - `estimator`: as in `PartialBackprop`.
 
     Depths that no rotation of the linear ones covers are rounded up to full backpropagation. For steps whose gradients

@@ -1,5 +1,9 @@
-"""What a step carries besides its states (`planning.carried.Carried`), in a checkpoint: arrays among those of the
-state, the rest as JSON."""
+"""Puts into a checkpoint what a step carries between calls besides its states, and reads it back.
+
+A `planning.carried.Carried` goes in, such as the capacities and residuals of sparse exchanges. Its arrays are written
+among those of the state, the rest stands as JSON in the checkpoint's description, so that a resumed run goes on as if
+it had not been interrupted.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +28,12 @@ PREFIX = "splitjax_carried"  # of the names of its arrays
 
 @dataclasses.dataclass(frozen=True)
 class CarriedParts:
-    """What is saved of it: `leaves` describe the arrays, in the order of the pytree `arrays`; `entry` is for the
-    description."""
+    """Holds what is saved of a `Carried`, or what is to be read.
+
+    - `leaves`: describe the arrays, in the order of `arrays`.
+    - `arrays`: a pytree of arrays, or of their shapes and shardings.
+    - `entry`: the JSON value for the checkpoint's description; None where nothing is carried.
+    """
 
     leaves: tuple[Leaf, ...] = ()
     arrays: Any = ()
@@ -33,7 +41,8 @@ class CarriedParts:
 
 
 def taken_apart(carried: Carried | None) -> CarriedParts:
-    """The parts to save. Raises `CheckpointError` for an array that a later call of the step consumed."""
+    """Returns the parts of `carried` to save, empty ones for None. Raises `CheckpointError` for an array that a later
+    call of the step consumed."""
     if not carried:
         return CarriedParts()
     arrays = {PREFIX: carried.arrays()}
@@ -49,8 +58,8 @@ def taken_apart(carried: Carried | None) -> CarriedParts:
 
 
 def targets(entry: Mapping[str, Any] | None, like: Any) -> CarriedParts:
-    """What is to be read: arrays that lay over a mesh come back over that of `like`, if it has such axes, the others to
-    the host."""
+    """Returns what is to be read for the `entry` of a description: arrays that lay over a mesh come back over the mesh
+    of the arrays of `like`, if it has such axes, the others to the host."""
     if entry is None:
         return CarriedParts()
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(like))
@@ -64,8 +73,8 @@ def targets(entry: Mapping[str, Any] | None, like: Any) -> CarriedParts:
 
 
 def put_together(entry: Mapping[str, Any] | None, arrays: Any) -> Carried | None:
-    """The inverse of `taken_apart`, with the arrays that were read; None, and a warning, for what another version
-    wrote."""
+    """Returns the `Carried` of a description's `entry`, the inverse of `taken_apart`, with the `arrays` that were read;
+    None, and a warning, for what another version wrote."""
     if entry is None:
         return None
     try:

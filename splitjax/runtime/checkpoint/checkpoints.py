@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import logging
 import operator
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -22,11 +21,12 @@ from splitjax.errors import CheckpointError
 from splitjax.planning.carried import Carried
 from splitjax.runtime.checkpoint import folder as folders
 from splitjax.runtime.checkpoint import integrity
-from splitjax.runtime.checkpoint.carrying import put_together, taken_apart, targets
+from splitjax.runtime.checkpoint.carrying import taken_apart
 from splitjax.runtime.checkpoint.choice import choose, complete, newest_good, remove_old
 from splitjax.runtime.checkpoint.description import Description
 from splitjax.runtime.checkpoint.options import CheckpointOptions, Restored
-from splitjax.runtime.checkpoint.state_io import ArrayWriter, check_targets, quiet_orbax, read_arrays
+from splitjax.runtime.checkpoint.reading import read_checkpoint
+from splitjax.runtime.checkpoint.state_io import ArrayWriter, check_targets, quiet_orbax
 from splitjax.runtime.checkpoint.state_match import Leaf, describe, reject_consumed
 from splitjax.runtime.launch.peers import Peers, of_any
 
@@ -41,7 +41,7 @@ _DISK_FULL = ("No space left", "Disk quota exceeded", "File too large")
 
 @dataclasses.dataclass(frozen=True)
 class _Save:
-    """A save in progress: the words of the processes go by `topic`, `started` is by `time.monotonic`."""
+    """Holds a save in progress: the messages of the processes go by `topic`, `started` is by `time.monotonic`."""
 
     step: int
     folder: Path
@@ -52,8 +52,10 @@ class _Save:
 
 
 class Checkpoints:
-    """The checkpoints in one folder; use it as a context manager. In a run of several processes all of them make it,
-    and call its methods with the same arguments in the same order.
+    """Saves and restores the checkpoints in one folder; use it as a context manager. In a run of several processes all
+    of them make it, and call its methods with the same arguments in the same order.
+
+    **Arguments:** `options`: the folder, and how checkpoints are kept in it.
 
     Raises `CheckpointError` for a folder that cannot be used. What runs that died left half written is removed here.
     """
@@ -79,7 +81,7 @@ class Checkpoints:
 
     @property
     def failures(self) -> tuple[CheckpointError, ...]:
-        """Of every save that failed since this was made, oldest first."""
+        """Returns the error of every save that failed since this was made, oldest first."""
         return tuple(self._failures)
 
     def save(
@@ -151,8 +153,8 @@ class Checkpoints:
         return True
 
     def steps(self) -> tuple[int, ...]:
-        """The steps of the checkpoints that are complete, ascending: every file is there with its size. Contents are
-        not read, except that what `newest_good` and `restore` found damaged is left out."""
+        """Returns the steps of the checkpoints that are complete, ascending: every file is there with its size.
+        Contents are not read, except that what `newest_good` and `restore` found damaged is left out."""
         self._require_open()
         self._join()
         return tuple(
@@ -162,8 +164,8 @@ class Checkpoints:
         )
 
     def newest_good(self) -> int | None:
-        """The newest step of which every byte is as it was written; None without one. Reads checkpoints, newest first,
-        until one is good. All processes get the answer of process 0."""
+        """Returns the newest step of which every byte is as it was written; None without one. Reads checkpoints, newest
+        first, until one is good. All processes get the answer of process 0."""
         self._require_open()
         self._join()
         step, skipped = self._peers.decide(self._peers.new_topic(), lambda: newest_good(self._folder), self._seconds)
@@ -193,7 +195,7 @@ class Checkpoints:
         path = self._folder / str(chosen)
         restored, problem, cause = None, None, None
         try:
-            restored = _read(path, chosen, like, wanted, tuple((bad, damage) for bad, damage in skipped))
+            restored = read_checkpoint(path, chosen, like, wanted, tuple((bad, damage) for bad, damage in skipped))
         except Exception as error:  # said to the other processes before it is raised: they would wait for this one
             problem, cause = _shorten(f"{type(error).__name__}: {error}"), error
         problem = self._peers.agree(end, problem, self._seconds)
@@ -217,7 +219,8 @@ class Checkpoints:
             raise self._last_failure
 
     def close(self) -> None:
-        """As `wait`; nothing can be saved afterwards. Closing again does nothing."""
+        """Waits for the save in progress, after which nothing can be saved. Closing again does nothing. Raises
+        `CheckpointError` if the last save failed."""
         if self._is_closed:
             return
         try:
@@ -250,26 +253,28 @@ class Checkpoints:
             logger.warning("%s is in use by another run; read_only=True is for looking at it", self._folder)
 
     def _begin(self, step: int) -> str | None:
-        """The name of the folder to write to; None when there is nothing to do."""
+        """Returns the name of the folder to write the `step` to; None when there is nothing to do."""
         if self._lock.acquire():
             folders.remove_leftovers(self._folder)
-        for other, path in folders.checkpoint_folders(self._folder).items():
-            is_given_up = self._resumed_at is not None and other > self._resumed_at and other >= step
-            if other != step and not is_given_up:
+        for present_step, path in folders.checkpoint_folders(self._folder).items():
+            is_later = self._resumed_at is not None and present_step > self._resumed_at
+            is_given_up = is_later and present_step >= step
+            if present_step != step and not is_given_up:
                 continue
-            damage = self._damaged.get(other) or integrity.find_damage(path, digests=other not in self._saved)
+            damage = self._damaged.get(present_step)
+            damage = damage or integrity.find_damage(path, digests=present_step not in self._saved)
             if damage is None and not is_given_up:
                 logger.warning("step %d is saved already and undamaged: it is left as it is", step)
                 return None
-            if damage is None or other == step:
+            if damage is None or present_step == step:
                 aside = folders.set_aside(path, "superseded" if damage is None else "damaged")
                 logger.warning(
                     "checkpoint of step %d set aside as %s: %s",
-                    other,
+                    present_step,
                     aside.name,
                     damage or "an older one was restored",
                 )
-                self._damaged.pop(other, None)
+                self._damaged.pop(present_step, None)
         self._resumed_at = None
         if (self._folder / str(step)).exists():
             raise CheckpointError(
@@ -309,7 +314,7 @@ class Checkpoints:
             return None, f"{type(error).__name__}: {error}"
 
     def _finish(self, save: _Save, writer: ArrayWriter | None, problem: str | None) -> None:
-        """The rest of a save, in its own thread."""
+        """Does the rest of a save, in its own thread."""
         remedy = None
         try:
             if writer is not None:
@@ -339,6 +344,7 @@ class Checkpoints:
                 logger.warning("old checkpoints in %s could not be removed: %s", self._folder, error)
 
     def _failed(self, step: int, problem: str, remedy: str | None) -> CheckpointError:
+        """Puts the failure of the save of a `step` on record, in the log and before `on_failure`, and returns it."""
         if any(text in problem for text in _DISK_FULL):
             remedy = "free space, or keep fewer checkpoints (keep_last, keep_best)"
         elif "after shutdown" in problem:  # of the interpreter's thread pools
@@ -387,29 +393,6 @@ class Checkpoints:
             )
 
 
-def _read(path: Path, step: int, like: Any, wanted: Sequence[Leaf], skipped: tuple[tuple[int, str], ...]) -> Restored:
-    """Reads the checkpoint of a `step` in the folder `path` into the structure of `like`, whose leaves are `wanted`.
-    `skipped` goes into the result. Raises whatever reading raises."""
-    description = Description.read(path / folders.DESCRIPTION)
-    about = integrity.read_about(path)
-    if about is None:
-        raise CheckpointError("the manifest was damaged while the checkpoint was read", place=str(path))
-    more = targets(description.carried, like)
-    saved = (*description.leaves, *more.leaves)
-    state, arrays = read_arrays(path / folders.STATE, saved, (like, more.arrays), (*wanted, *more.leaves))
-    carried = put_together(description.carried, arrays)
-    return Restored(step, _shared_as(like, state), description.extra, about["metrics"], skipped, carried)
-
-
-def _shared_as(like: Any, state: Any) -> Any:
-    """The state, with variables of NNX objects shared as in `like`."""
-    if "flax.nnx" not in sys.modules:
-        return state
-    from splitjax._nnx_graph import shared_as
-
-    return shared_as(like, state)
-
-
 def _checked_step(step: Any) -> int:
     try:
         number = operator.index(step)
@@ -423,6 +406,7 @@ def _checked_step(step: Any) -> int:
 
 
 def _shorten(text: str, length: int = 500) -> str:
-    """One line; storage engines print their whole configuration."""
+    """Returns `text` as a line of about `length` characters at most; storage engines print their whole
+    configuration."""
     line = " ".join(text.split(" [tensorstore_spec=")[0].split())
     return line if len(line) <= length else f"{line[: length // 2]} ... {line[-length // 2 :]}"

@@ -1,4 +1,8 @@
-"""Which of a folder's checkpoints is restored, and which are removed."""
+"""Chooses which of a folder's checkpoints is restored, and which are removed.
+
+A folder goes in, a step and the damage of newer checkpoints come out: a damaged checkpoint is passed over, with the
+reason, and one of another state is refused before its arrays are read.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,8 @@ Skipped = list[tuple[int, str]]
 
 
 def complete(folder: Path, ignored: Collection[int] = ()) -> dict[int, Path]:
-    """The checkpoints of which every file is there with its size, by step, ascending."""
+    """Returns the checkpoints in a `folder` of which every file is there with its size, by step, ascending, without the
+    steps `ignored`."""
     return {
         step: path
         for step, path in folders.checkpoint_folders(folder).items()
@@ -25,13 +30,14 @@ def complete(folder: Path, ignored: Collection[int] = ()) -> dict[int, Path]:
 
 
 def newest_good(folder: Path) -> tuple[int | None, Skipped]:
-    """The newest step without damage, and the newer ones with what is wrong with them."""
+    """Returns the newest step in a `folder` without damage (None: there is none), and the newer ones with what is wrong
+    with them."""
     return _newest(folder, integrity.find_damage)
 
 
 def choose(folder: Path, wanted: Sequence[Leaf], step: int | None) -> tuple[int, Skipped]:
-    """The newest step without damage, or the given one, if it holds the wanted state; and the newer ones with what is
-    wrong.
+    """Returns the newest step in a `folder` without damage, or the given `step`, if it holds the state whose leaves are
+    `wanted`; and the newer ones with what is wrong.
 
     Raises `CheckpointError` where there is none, and for another state: compared before the arrays' files are read.
     """
@@ -43,9 +49,9 @@ def choose(folder: Path, wanted: Sequence[Leaf], step: int | None) -> tuple[int,
             or integrity.find_damage(path)
         )
 
-    found, skipped = _newest(folder, find_damage, step)
-    if found is not None:
-        return found, skipped
+    good, skipped = _newest(folder, find_damage, step)
+    if good is not None:
+        return good, skipped
     if step is None and not skipped:
         raise CheckpointError("there is no checkpoint", place=str(folder), remedy="see steps() before restoring")
     if skipped:
@@ -53,18 +59,19 @@ def choose(folder: Path, wanted: Sequence[Leaf], step: int | None) -> tuple[int,
         message += "; ".join(f"step {bad}: {damage}" for bad, damage in skipped)
     else:
         message = f"there is no checkpoint of step {step}"
-    others = list(complete(folder, dict(skipped)))
+    complete_steps = list(complete(folder, dict(skipped)))
     raise CheckpointError(
         message,
         place=str(folder),
-        remedy=f"complete are the steps {others}"
-        if others
+        remedy=f"complete are the steps {complete_steps}"
+        if complete_steps
         else "restore the files from a copy, or start anew in another folder",
     )
 
 
 def remove_old(folder: Path, options: CheckpointOptions, damaged: Collection[int]) -> None:
-    """Removes what need not be kept. Damaged checkpoints neither count nor go. Raises `OSError`."""
+    """Removes the checkpoints of a `folder` that need not be kept by `options`. Those of the steps `damaged` neither
+    count nor go. Raises `OSError`."""
     abouts = {step: integrity.read_about(path) for step, path in complete(folder, damaged).items()}
     metrics = {step: about["metrics"] for step, about in abouts.items() if about is not None}
     kept = folders.steps_to_keep(
@@ -81,14 +88,16 @@ def remove_old(folder: Path, options: CheckpointOptions, damaged: Collection[int
 def _newest(
     folder: Path, find_damage: Callable[[Path], str | None], step: int | None = None
 ) -> tuple[int | None, Skipped]:
+    """Returns the newest step in a `folder`, or the given `step`, for which `find_damage` has no complaint (None: there
+    is none), and the newer ones with their damage."""
     skipped: Skipped = []
-    for other, path in reversed(folders.checkpoint_folders(folder).items()):
-        if step is not None and other != step:
+    for present_step, path in reversed(folders.checkpoint_folders(folder).items()):
+        if step is not None and present_step != step:
             continue
         damage = find_damage(path)
         if damage is None:
-            return other, skipped
-        skipped.append((other, damage))
+            return present_step, skipped
+        skipped.append((present_step, damage))
     return None, skipped
 
 

@@ -14,8 +14,13 @@ from splitjax.runtime.checkpoint.state_match import Leaf
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """The step, the leaves of the state, what the training loop wanted kept beside them, and what the step carried
-    (`carrying`)."""
+    """Describes a checkpoint.
+
+    - `step`: the number of the step after which it was saved.
+    - `leaves`: of the state, in the order of the pytree.
+    - `extra`: JSON values that the training loop wanted kept.
+    - `carried`: what the step carried, as `carrying` writes it; None for nothing.
+    """
 
     step: int
     leaves: tuple[Leaf, ...]
@@ -23,7 +28,7 @@ class Description:
     carried: Mapping[str, Any] | None = None
 
     def to_json(self) -> str:
-        """Raises `CheckpointError` for an `extra` that would not come back equal."""
+        """Returns the text of the file. Raises `CheckpointError` for an `extra` that would not come back equal."""
         check_json(self.extra, "extra")
         value = {"step": self.step, "leaves": [leaf.to_json() for leaf in self.leaves], "extra": self.extra}
         if self.carried is not None:
@@ -32,6 +37,8 @@ class Description:
 
     @staticmethod
     def read(file: Path) -> Description:
+        """Reads the description in a `file` that `to_json` gave the text of. Raises `OSError`, and `ValueError` or
+        `KeyError` for another text."""
         value = json.loads(file.read_text(encoding="utf-8"))
         return Description(
             value["step"], tuple(map(Leaf.from_json, value["leaves"])), value["extra"], value.get("carried")
@@ -39,8 +46,8 @@ class Description:
 
 
 def check_json(value: Any, place: str) -> None:
-    """Raises `CheckpointError` for a value that would not come back equal from JSON: what is no dict by strings, list,
-    string, number, boolean or None, tuples among it."""
+    """Raises `CheckpointError`, which names the `place`, for a `value` that would not come back equal from JSON: what
+    is no dict by strings, list, string, number, boolean or None, tuples among it."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if type(key) is not str:

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which names mean what, what may be removed, and what never is.
+"""Keeps the folder of a run's checkpoints: says which names mean what, what may be removed, and what never is.
 
 `300` is a checkpoint. `300.saving-<token>` is being written, `300.deleting` removed; both are leftovers once their run
 is dead. `300.damaged-1` and `300.superseded-1` were set aside and stay. All other names are the user's.
@@ -27,7 +27,8 @@ _LEFTOVER = re.compile(r"[0-9]+\.(saving-[0-9a-f]+|deleting)")
 
 
 def prepare_folder(folder: Path, *, read_only: bool) -> None:
-    """Makes the folder where it is to be written to. Raises `CheckpointError` where it cannot be used."""
+    """Makes the `folder`, except where it is `read_only`, and tries whether it can be used. Raises `CheckpointError`
+    where it cannot be used."""
     place = str(folder)
     if read_only and not folder.exists():
         raise CheckpointError(
@@ -57,40 +58,41 @@ def prepare_folder(folder: Path, *, read_only: bool) -> None:
 
 
 def checkpoint_folders(folder: Path) -> dict[int, Path]:
-    """The checkpoints in a folder, damaged or not, by step, ascending. Folders that only have a number for a name are
-    left out."""
-    found = {}
+    """Returns the checkpoints in a `folder`, damaged or not, by step, ascending. Folders that only have a number for a
+    name are left out."""
+    by_step = {}
     try:
         entries = list(os.scandir(folder))
     except FileNotFoundError:
         return {}
     for entry in entries:
         if _STEP.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False) and is_ours(Path(entry.path)):
-            found[int(entry.name)] = Path(entry.path)
-    return dict(sorted(found.items()))
+            by_step[int(entry.name)] = Path(entry.path)
+    return dict(sorted(by_step.items()))
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a folder is a checkpoint, or what damage left of one."""
+    """Returns whether the folder `path` is a checkpoint, or what damage left of one."""
     return any((path / name).exists() for name in (integrity.MANIFEST, DESCRIPTION, STATE))
 
 
 def new_saving_folder(folder: Path, step: int) -> Path:
-    """Makes the folder that a checkpoint is written to. No two attempts share a name: a writer of a failed one may
-    linger."""
+    """Makes the folder, inside `folder`, that the checkpoint of a `step` is written to, and returns its path. No two
+    attempts share a name: a writer of a failed one may linger."""
     path = folder / f"{step}.saving-{secrets.token_hex(4)}"
     (path / STATE).mkdir(parents=True)
     return path
 
 
 def commit(saving: Path, step: int) -> None:
-    """Gives a sealed folder its name: from now on it is a checkpoint."""
+    """Gives the sealed folder `saving` the name of its `step`: from now on it is a checkpoint. Raises `OSError`."""
     os.rename(saving, saving.with_name(str(step)))
     integrity.sync_folder(saving.parent)
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Renames a checkpoint whose step is to be saved again: `300.damaged-1`. Nothing is deleted."""
+    """Renames the checkpoint (or file) `path`, whose place is needed, with the reason `why` behind its name, such as
+    `300.damaged-1`, and returns the new path. Nothing is deleted. Raises `OSError`."""
     for number in range(1, 10_000):
         aside = path.with_name(f"{path.name}.{why}-{number}")
         if not aside.exists():
@@ -100,7 +102,7 @@ def set_aside(path: Path, why: str) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Deletes a checkpoint. Renamed first: half of it must not be taken for all of it."""
+    """Deletes the checkpoint `path`, renamed first: half of it must not be taken for all of it. Raises `OSError`."""
     doomed = path.with_name(f"{path.name}.deleting")
     if doomed.exists():
         shutil.rmtree(doomed)
@@ -109,8 +111,8 @@ def remove(path: Path) -> None:
 
 
 def discard(saving: Path) -> None:
-    """Deletes what a failed attempt wrote, so that it does not keep a full disk full. Some of its writers may end only
-    now; what they leave after all goes with the leftovers before the next save."""
+    """Deletes the folder `saving` that a failed attempt wrote, so that it does not keep a full disk full. Some of its
+    writers may end only now; what they leave after all goes with the leftovers before the next save."""
     for _ in range(20):
         shutil.rmtree(saving, ignore_errors=True)
         if not saving.exists():
@@ -119,7 +121,7 @@ def discard(saving: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Deletes what dead attempts left. Only while `FolderLock` is held."""
+    """Deletes what dead attempts left in a `folder`. Only while `FolderLock` is held."""
     for entry in list(os.scandir(folder)):
         if _LEFTOVER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path, ignore_errors=True)
@@ -133,11 +135,13 @@ def steps_to_keep(
     best_metric: str | None,
     best_mode: str,
 ) -> set[int]:
-    """Which steps stay: the last ones, and the best by a metric. Of equally good ones the later; NaN is never good.
+    """Returns the steps that stay: the last ones, and the best by a metric. Of equally good ones the later stays; NaN
+    is never good.
 
     **Arguments:**
 
     - `metrics`: those of every step.
+    - `keep_last`, `keep_best`, `best_metric`, `best_mode`: as in `CheckpointOptions`.
     """
     steps = sorted(metrics)
     if keep_last is None:
@@ -153,9 +157,12 @@ def steps_to_keep(
 
 
 class FolderLock:
-    """Who may remove leftovers: the first process of the run that opened the folder first. Another one that opens it to
-    look (or by mistake) then does not take a save in progress for a leftover. Falls with the process that holds it,
-    however that dies. Where the file system has no locks (some network ones), it counts as held."""
+    """Decides who may remove leftovers from a `folder`: the first process of the run that opened it first.
+
+    A process of another run that opens the folder to look (or by mistake) then does not take a save in progress for a
+    leftover. The lock falls with the process that holds it, however that dies. Where the file system has no locks (some
+    network file systems), it counts as held. `is_held` says whether this process has it.
+    """
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -163,7 +170,7 @@ class FolderLock:
         self.is_held = False
 
     def acquire(self) -> bool:
-        """Tries to get it, without waiting."""
+        """Tries to get the lock, without waiting, and returns whether this process has it now. Raises `OSError`."""
         if self.is_held:
             return True
         try:
@@ -184,6 +191,7 @@ class FolderLock:
         return True
 
     def release(self) -> None:
+        """Gives the lock back, if this process has it."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor, self.is_held = None, False

@@ -1,5 +1,5 @@
-"""A folder of files, sealed: a manifest with size and SHA-256 of every file, so that damage is found before anything is
-used.
+"""Seals a folder of files: writes a manifest with size and SHA-256 of every file, so that damage is found before
+anything is used.
 
 Storage formats find some flipped bytes (OCDBT checks its own nodes, not the arrays' values), none in sharding or
 metadata files. The manifest holds a digest of itself and is compared with its own canonical text, so that a byte
@@ -22,8 +22,8 @@ _NUM_READERS = 8  # of `find_damage`: hashing leaves the interpreter free, and n
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Writes a text file so that after a crash it is there whole or not at all: temporary name, fsync, rename, fsync of
-    the folder."""
+    """Writes `text` to the file `path` so that after a crash it is there whole or not at all: temporary name, fsync,
+    rename, fsync of the folder. Raises `OSError`."""
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "w", encoding="utf-8", newline="\n") as file:
         file.write(text)
@@ -34,7 +34,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable, where the system can (Windows cannot open folders)."""
+    """Makes the names in a `folder` durable, where the system can (Windows cannot open folders)."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except PermissionError:
@@ -46,8 +46,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def seal(folder: Path, about: Mapping[str, Any]) -> None:
-    """Writes the manifest of a folder that is complete: `about`, and the size and digest of every file, which are made
-    durable on the way. Raises `OSError`."""
+    """Writes the manifest of a `folder` that is complete: `about`, and the size and digest of every file, which are
+    made durable on the way. Raises `OSError`."""
     files = {}
     folders = {folder}
     for path in sorted(folder.rglob("*")):
@@ -62,16 +62,17 @@ def seal(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def read_about(folder: Path) -> dict[str, Any] | None:
-    """What `seal` was told about a folder; None where the manifest is missing or damaged."""
+    """Returns what `seal` was told about a `folder`; None where the manifest is missing or damaged."""
     manifest, _ = _read_manifest(folder)
     return None if manifest is None else manifest["about"]
 
 
 def find_damage(folder: Path, *, only: str | None = None, digests: bool = True) -> str | None:
-    """What is wrong with a sealed folder, naming the first file; None for a good one.
+    """Returns what is wrong with a sealed folder, naming the first file; None for a good one.
 
     **Arguments:**
 
+    - `folder`: the sealed folder.
     - `only`: one file, as the manifest names it, instead of all of them.
     - `digests`: read the files whole; otherwise only that they are there with the right sizes.
     """

@@ -1,4 +1,4 @@
-"""What a run asks of its checkpoints, and what it gets back."""
+"""Holds what a run asks of its checkpoints, and what it gets back: options go in, a restored state comes out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from splitjax.planning.carried import Carried
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointOptions:
-    """How checkpoints are kept.
+    """Says how checkpoints are kept.
 
     **Arguments:**
 
@@ -26,6 +26,8 @@ class CheckpointOptions:
     - `timeout_seconds`: after this a save, and an answer of another process, has failed.
     - `on_failure`: called with the `CheckpointError` of each failed save, in the thread that noticed.
     - `read_only`: only restores; nothing in the folder changes.
+
+    Raises `CheckpointError` for a value that cannot be used.
     """
 
     directory: Path | str
@@ -60,7 +62,7 @@ class CheckpointOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What `Checkpoints.restore` found.
+    """Holds what `Checkpoints.restore` read.
 
     **Arguments:**
 

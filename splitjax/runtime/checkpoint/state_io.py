@@ -1,5 +1,5 @@
-"""Arrays to and from disk, by orbax: what is copied off the devices before a save returns, and which layout arrays come
-back in.
+"""Writes arrays to disk and reads them back, by orbax: decides what is copied off the devices before a save returns,
+and which layout arrays come back in.
 
 Orbax's handler is used, not its `CheckpointManager` or `AsyncCheckpointer`: these remove old checkpoints as soon as the
 new one has its name, which is before it could be verified, and their processes wait at barriers that one failed process
@@ -29,7 +29,14 @@ from splitjax.runtime.checkpoint.state_match import PYTHON_TYPES, Leaf, is_key
 
 
 class ArrayWriter:
-    """The arrays of one save on their way to a folder, whole or this process's shards of them."""
+    """Writes the arrays of one save to a folder, whole or this process's shards of them.
+
+    **Arguments:**
+
+    - `folder`: where they are written, on a file system that all processes share.
+    - `leaves`: describe the leaves of `state`, in its order.
+    - `state`: a pytree of arrays, numbers and strings.
+    """
 
     def __init__(self, folder: Path, leaves: Sequence[Leaf], state: Any):
         """Copies to the host and starts writing. Once this returns, the state's arrays may be donated."""
@@ -64,8 +71,8 @@ class ArrayWriter:
 
 
 def read_arrays(folder: Path, saved: Sequence[Leaf], like: Any, wanted: Sequence[Leaf]) -> Any:
-    """The state in the structure, kinds of leaves and shardings of `like`, whose description `wanted` is and agrees
-    with `saved`.
+    """Reads the state that lies in a `folder` into the structure, kinds of leaves and shardings of `like`. `saved`
+    describes the leaves in the folder, `wanted` those of `like`; the two agree.
 
     A leaf of `like` that has a sharding comes back as a `jax.Array` in it; without one (or an array that is not
     committed to its device), as an uncommitted array on the default device; numpy arrays and scalars and Python values
@@ -82,7 +89,8 @@ def read_arrays(folder: Path, saved: Sequence[Leaf], like: Any, wanted: Sequence
 
 
 def check_targets(wanted: Sequence[Leaf], like: Any) -> None:
-    """Raises `CheckpointError` where JAX would narrow a leaf on the way into an array of `like`."""
+    """Raises `CheckpointError` where JAX would narrow a leaf on the way into an array of `like`, whose leaves are
+    `wanted`."""
     for leaf, target in zip(wanted, jax.tree.leaves(like)):
         if isinstance(target, (np.ndarray, np.generic, *PYTHON_TYPES)) or is_key(target):
             continue
@@ -132,6 +140,7 @@ def _stored_sharding(target: Any) -> Any | None:
 
 
 def _restore_args(leaf: Leaf, target: Any) -> Any:
+    """Returns orbax's arguments for reading the `leaf` that becomes `target`."""
     sharding = _stored_sharding(target)
     if sharding is None:
         return ocp.RestoreArgs(restore_type=np.ndarray)
@@ -143,6 +152,7 @@ def _restore_args(leaf: Leaf, target: Any) -> Any:
 
 
 def _restored(leaf: Leaf, target: Any, array: Any) -> Any:
+    """Returns the `leaf` as what `target` is, from the `array` that was read; None for a leaf without one."""
     if leaf.dtype == "str":
         return leaf.value
     sharding = _sharding(target)

@@ -1,4 +1,8 @@
-"""What a saved state consists of, as data: path, shape and dtype of every leaf; and how two states differ."""
+"""Describes a state as data, path, shape and dtype of every leaf, and says how two states differ.
+
+A pytree goes in, a tuple of `Leaf`s comes out, which is kept beside the arrays of a checkpoint. So a state that is not
+the one that was saved is refused, by the path of the first leaf that differs, before any array is read.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ PYTHON_TYPES = (bool, int, float, str)
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One leaf of a state.
+    """Describes a leaf of a state.
 
     **Arguments:**
 
@@ -37,31 +41,33 @@ class Leaf:
 
     @property
     def is_stored_as_array(self) -> bool:
-        """Whether its values are in array files: Python values are in the description, arrays without elements have
-        none."""
+        """Returns whether its values are in array files: Python values are in the description, arrays without elements
+        have none."""
         return self.value is None and 0 not in self.shape
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
     def to_json(self) -> dict[str, Any]:
+        """Returns the leaf as a JSON object, which `from_json` reads."""
         entry = {"path": self.path, "shape": list(self.shape), "dtype": self.dtype}
         optional = {"key_impl": self.key_impl, "value": self.value}
         return entry | {name: value for name, value in optional.items() if value is not None}
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Leaf:
+        """Returns the leaf that `to_json` wrote as `entry`. Raises `KeyError` for another object."""
         return Leaf(entry["path"], tuple(entry["shape"]), entry["dtype"], entry.get("key_impl"), entry.get("value"))
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf (an array or its shape) holds typed PRNG keys."""
+    """Returns whether a `leaf` (an array or its shape) holds typed PRNG keys."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def describe(state: Any) -> tuple[Leaf, ...]:
-    """The leaves of a pytree of arrays, shapes and Python values, in the order of `jax.tree.leaves`.
+    """Returns the leaves of a `state`, a pytree of arrays, shapes and Python values, in the order of `jax.tree.leaves`.
 
     Raises `CheckpointError` for a leaf that cannot be kept: an object, a function, an array of strings.
     """
@@ -71,7 +77,7 @@ def describe(state: Any) -> tuple[Leaf, ...]:
 
 
 def reject_consumed(leaves: Sequence[Leaf], state: Any) -> None:
-    """Raises `CheckpointError` for an array that is not there any more."""
+    """Raises `CheckpointError` for an array of the `state`, whose leaves are `leaves`, that is not there any more."""
     for leaf, value in zip(leaves, jax.tree.leaves(state)):
         if isinstance(value, jax.Array) and value.is_deleted():
             raise CheckpointError(
@@ -83,7 +89,11 @@ def reject_consumed(leaves: Sequence[Leaf], state: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One place where a saved state is not the wanted one; `saved` or `wanted` is None where it has no such leaf."""
+    """Names a place where a saved state is not the wanted one.
+
+    - `path`: of the leaf.
+    - `saved`, `wanted`: the leaf in each of the two states; None where it has no such leaf.
+    """
 
     path: str
     saved: Leaf | None
@@ -98,17 +108,17 @@ class Difference:
 
 
 def compare(saved: Sequence[Leaf], wanted: Sequence[Leaf]) -> tuple[Difference, ...]:
-    """All differences in path, shape and dtype: first those at wanted leaves, in their order, then the leaves that only
-    were saved."""
+    """Returns all differences between the leaves `saved` and `wanted` in path, shape and dtype: first those at wanted
+    leaves, in their order, then the leaves that only were saved."""
     by_path = {leaf.path: leaf for leaf in saved}
     wanted_paths = {leaf.path for leaf in wanted}
-    found = []
+    differences = []
     for leaf in wanted:
-        other = by_path.get(leaf.path)
-        if other is None or (other.shape, other.dtype) != (leaf.shape, leaf.dtype):
-            found.append(Difference(leaf.path, other, leaf))
-    found += [Difference(leaf.path, leaf, None) for leaf in saved if leaf.path not in wanted_paths]
-    return tuple(found)
+        saved_leaf = by_path.get(leaf.path)
+        if saved_leaf is None or (saved_leaf.shape, saved_leaf.dtype) != (leaf.shape, leaf.dtype):
+            differences.append(Difference(leaf.path, saved_leaf, leaf))
+    differences += [Difference(leaf.path, leaf, None) for leaf in saved if leaf.path not in wanted_paths]
+    return tuple(differences)
 
 
 def _describe_leaf(path: str, leaf: Any) -> Leaf:

@@ -34,8 +34,8 @@ def main() -> None:
 
 
 def name_host(address: str) -> None:
-    """Puts a hosts file of its own over /etc/hosts. The file lies in a memory file system of this mount namespace:
-    nothing to clean up."""
+    """Puts a hosts file, in which this host has the `address`, over /etc/hosts. The file lies in a memory file system
+    of this mount namespace: nothing to clean up."""
     name = os.uname().nodename
     with open("/etc/hosts") as file:
         kept = [line for line in file if name not in line.split("#")[0].split()[1:]]

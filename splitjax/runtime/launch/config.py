@@ -1,5 +1,5 @@
-"""What a launcher is told: how many processes to start, and how long to wait for what. Whoever starts workers, and
-whoever watches them, reads it."""
+"""Holds what a launcher is told: how many processes to start, and how long to wait for what. Whoever starts workers,
+and whoever watches them, reads it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from splitjax.runtime.launch.initialize import DEFAULT_HEARTBEAT_SECONDS
 
 @dataclasses.dataclass(frozen=True)
 class LaunchConfig:
-    """What to start, and how long to wait for what.
+    """Says what to start, and how long to wait for what.
 
     **Arguments:**
 
@@ -29,6 +29,8 @@ class LaunchConfig:
       launcher no sign of life for so long is killed.
     - `bandwidth`: the rate of each worker's link, such as `200mbit`, in a network of its own; the machine's loopback if
       not given.
+
+    Raises `LaunchError` for a number that is too small.
     """
 
     num_processes: int = 1

@@ -65,7 +65,7 @@ def initialize() -> None:
 
 
 def join_launched() -> None:
-    """What importing splitjax does: joins if `splitjax launch` started this process, and nothing in any other.
+    """Joins, when splitjax is imported, if `splitjax launch` started this process, and nothing in any other.
 
     The first process of a worker that gets here joins; processes that it starts inherit the variables, and the mark
     that says so.

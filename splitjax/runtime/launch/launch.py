@@ -44,6 +44,7 @@ def start(
 
     **Arguments:**
 
+    - `config`: how many workers, and how long to wait for what.
     - `command`: the program and its arguments, the same for all workers.
     - `environment`: what the workers' environment is made from; this process's if not given.
     - `console`: where their output goes; this process's standard output and error if not given.

@@ -1,4 +1,4 @@
-"""How a launched run went: every worker's end, every attempt, the exit status; and the words for them."""
+"""Holds how a launched run went, every worker's end, every attempt, the exit status, and finds the words for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEFT_ON_SIGTERM = SIGNAL_STATUS + signal.SIGTERM
 
 @dataclasses.dataclass(frozen=True)
 class WorkerExit:
-    """How one worker ended.
+    """Holds how a worker ended.
 
     - `rank`: its process id in the run.
     - `code`: its exit code; for a signal the signal's number, negative.
@@ -33,12 +33,12 @@ class WorkerExit:
 
     @property
     def status(self) -> int:
-        """The code as shells have it: 128 and the number of the signal."""
+        """Returns the code as shells have it: 128 and the number of the signal."""
         return self.code if self.code >= 0 else SIGNAL_STATUS - self.code
 
     @property
     def is_failure(self) -> bool:
-        """Whether the worker ended by itself, and neither well nor because it was asked to."""
+        """Returns whether the worker ended by itself, and neither well nor because it was asked to."""
         return not self.killed and self.code not in (0, LEFT_ON_SIGTERM)
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class WorkerExit:
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """One start of all workers, until the last of them ended.
+    """Holds a start of all workers, until the last of them ended.
 
     - `number`: from 0.
     - `started_unix_seconds`: when all workers had been started.
@@ -73,12 +73,12 @@ class Attempt:
 
     @property
     def left_on_sigterm(self) -> WorkerExit | None:
-        """The first worker that says by its exit code that it stopped because of a SIGTERM."""
+        """Returns the first worker that says by its exit code that it stopped because of a SIGTERM."""
         return next((end for end in self.exits if end.code == LEFT_ON_SIGTERM), None)
 
     @property
     def status(self) -> int:
-        """The exit status of the attempt, had nobody asked it to stop."""
+        """Returns the exit status of the attempt, had nobody asked it to stop."""
         if self.failed is not None:
             return self.failed.status
         if self.left_on_sigterm is not None:
@@ -88,7 +88,11 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What one worker's network device really carried, in bytes, over all attempts."""
+    """Holds what a worker's network device really carried over all attempts.
+
+    - `rank`: the worker's process id in the run.
+    - `sent_bytes`, `received_bytes`: both ways.
+    """
 
     rank: int
     sent_bytes: int
@@ -97,7 +101,7 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a launched run went.
+    """Holds how a launched run went.
 
     - `attempts`: every start of the workers.
     - `stop_signal`: the signal that the launcher was asked to stop with, if any.
@@ -110,15 +114,15 @@ class Outcome:
 
     @property
     def status(self) -> int:
-        """The launcher's exit status: 0, the failed worker's, or 128 and the number of the signal that stopped the
-        run."""
+        """Returns the launcher's exit status: 0, the failed worker's, or 128 and the number of the signal that stopped
+        the run."""
         if self.stop_signal is not None:
             return SIGNAL_STATUS + self.stop_signal
         return self.attempts[-1].status
 
 
 def signal_name(number: int) -> str:
-    """`9` -> `SIGKILL`."""
+    """Returns the name of the signal of a `number`: `SIGKILL` for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -126,7 +130,8 @@ def signal_name(number: int) -> str:
 
 
 def failure_text(attempt: Attempt) -> str:
-    """What the launcher says about an attempt that failed: the worker, its last lines, and the others in brief."""
+    """Returns what the launcher says about an `attempt` that failed: the worker, its last lines, and the others in
+    brief."""
     failed: Any = attempt.failed
     before = [end for end in attempt.exits[: attempt.exits.index(failed)] if end.code == 0]
     lines = [f"worker {failed.rank} failed after {failed.seconds:.1f} s: {failed}"]
@@ -143,7 +148,7 @@ def failure_text(attempt: Attempt) -> str:
 
 
 def unusual_text(attempt: Attempt) -> list[str]:
-    """Of an attempt that was asked to stop: the workers that did not simply do so."""
+    """Returns a line for each group of workers of an `attempt` that were asked to stop and did not simply do so."""
     return _in_brief([end for end in attempt.exits if end.code not in (0, LEFT_ON_SIGTERM, -signal.SIGTERM)])
 
 

@@ -1,5 +1,8 @@
-"""What the workers write: streamed line by line with the rank in front, kept for the report of a failure, written to
-files."""
+"""Reads what the workers write: streams it line by line with the rank in front, keeps the last lines for the report of
+a failure, and writes files.
+
+The workers' pipes go in, lines on the launcher's own streams come out.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,18 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 class Console:
-    """Where the lines go: this process's two streams, by default, or nowhere (`None`)."""
+    """Writes lines to two streams.
+
+    **Arguments:** `out`, `err`: where output and errors go, such as `sys.stdout` and `sys.stderr`; None for nowhere.
+    """
 
     def __init__(self, out: TextIO | None, err: TextIO | None):
         self._streams = (out, err)
         self._lock = threading.Lock()
 
     def line(self, which: int, rank: int | None, text: str) -> None:
-        """Writes a line of worker `rank`, or the launcher's own, to stream 0 (output) or 1 (error)."""
+        """Writes the line `text` of worker `rank`, or the launcher's own (None), to stream `which`: 0 (output) or 1
+        (error)."""
         stream = self._streams[which]
         if stream is None:
             return
@@ -41,16 +48,23 @@ class Console:
                 stream.write(f"{mark} {text}\n".encode(encoding, "replace").decode(encoding))
                 stream.flush()
             except (OSError, ValueError):  # nobody reads any more; the run goes on
-                self._streams = tuple(None if one is stream else one for one in self._streams)
+                self._streams = tuple(None if kept is stream else kept for kept in self._streams)
 
     def say(self, text: str) -> None:
-        """The launcher's own words, to standard error."""
+        """Writes `text`, the launcher's own words, to standard error."""
         for line in text.split("\n"):
             self.line(1, None, line)
 
 
 class Output:
-    """Reads the workers' pipes in one thread, so that their lines come in the order in which they were written."""
+    """Reads the workers' pipes in one thread, so that their lines come in the order in which they were written.
+
+    **Arguments:**
+
+    - `console`: where the lines go.
+    - `log_dir`: a folder for a file per worker; None for no files.
+    - `attempt`: the number of the attempt, for the files' names.
+    """
 
     def __init__(self, console: Console, log_dir: pathlib.Path | None, attempt: int):
         self._console, self._log_dir, self._attempt = console, log_dir, attempt
@@ -64,7 +78,7 @@ class Output:
         self._now = 0.0
 
     def add(self, rank: int, out: IO[bytes], err: IO[bytes]) -> None:
-        """Takes over a worker's two pipes. All of them, before `start`."""
+        """Takes over the two pipes `out` and `err` of worker `rank`. All of them, before `start`."""
         self._tails[rank] = collections.deque(maxlen=NUM_LAST_LINES)
         if self._log_dir is not None:
             path = self._log_dir / f"worker-{rank}.attempt-{self._attempt}.log"
@@ -75,9 +89,9 @@ class Output:
             self._selector.register(pipe, selectors.EVENT_READ, self._taker(rank, which))
 
     def add_notices(self, file: int, notice: Callable[[str | None, float], None]) -> None:
-        """Takes over the pipe that tells how a worker is: `notice(line, now)` for what it says, `notice(None, now)`
-        when its end of the pipe is closed, which is when the other workers lose it. `now`: monotonic, the same for what
-        was seen at once."""
+        """Takes over the pipe `file` (a descriptor) that tells how a worker is: `notice(line, now)` for what it says,
+        `notice(None, now)` when its end of the pipe is closed, which is when the other workers lose it. `now`:
+        monotonic, the same for what was seen at once."""
         pipe = os.fdopen(file, "rb", buffering=0)
         self._partial[pipe.fileno()] = bytearray()
         self._selector.register(
@@ -85,17 +99,20 @@ class Output:
         )
 
     def start(self) -> None:
+        """Begins to read."""
         self._thread.start()
 
     def is_open(self, rank: int) -> bool:
-        """Whether some process of the worker may still write."""
+        """Returns whether some process of worker `rank` may still write."""
         return self._open[rank] > 0
 
     def last_lines(self, rank: int) -> tuple[str, ...]:
+        """Returns the last lines that worker `rank` wrote, at most `NUM_LAST_LINES`."""
         return tuple(self._tails.get(rank, ()))
 
     def finish(self, timeout_seconds: float) -> None:
-        """Waits for the end of all pipes; what hides from its process group can keep them open, hence the timeout."""
+        """Waits for the end of all pipes, at most `timeout_seconds`; what hides from its process group can keep them
+        open, hence the timeout."""
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_seconds)
@@ -150,7 +167,8 @@ class Output:
 
 
 def make_log_dir(path: pathlib.Path) -> pathlib.Path:
-    """The folder, made where it does not exist. Raises `LaunchError` where it cannot be written to."""
+    """Makes the folder `path` where it does not exist, and returns it. Raises `LaunchError` where it cannot be written
+    to."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK):

@@ -1,4 +1,4 @@
-"""Short messages between the processes of a run, through JAX's coordination service. Every wait has an end.
+"""Sends short messages between the processes of a run, through JAX's coordination service. Every wait has an end.
 
 Messages, not barriers: a process that failed says so and what happened, and the others need not wait for the timeout.
 """
@@ -21,7 +21,12 @@ _numbers = itertools.count()
 
 
 class Peers:
-    """The processes of this run. Alone in a run, nothing is sent."""
+    """Speaks with the other processes of this run; alone in a run, nothing is sent.
+
+    **Arguments:** `purpose`: goes into the keys of the messages.
+
+    `rank` is this process's number, `count` how many processes there are.
+    """
 
     def __init__(self, purpose: str):
         self.rank, self.count = jax.process_index(), jax.process_count()
@@ -32,46 +37,48 @@ class Peers:
 
     @property
     def is_first(self) -> bool:
+        """Returns whether this is process 0, which decides for all."""
         return self.rank == 0
 
     def new_topic(self) -> str:
-        """A name for one exchange; called equally often, in the same order, by all processes."""
+        """Returns a name for an exchange of messages; called equally often, in the same order, by all processes."""
         return f"{self._prefix}/{next(self._topics)}"
 
     def announce(self, topic: str, value: Any) -> None:
-        """Sends a JSON value to all; by the first process."""
+        """Sends the JSON `value` on a `topic` to all; called by the first process."""
         if self._client is not None:
             self._client.key_value_set(f"{topic}/first", json.dumps(value))
             self._answered.append(f"{topic}/")
 
     def hear(self, topic: str, deadline: float) -> Any:
-        """The value that the first process announced; in the other processes. Raises `CheckpointError` at the
-        deadline."""
+        """Returns the value that the first process announced on a `topic`; called by the other processes. Raises
+        `CheckpointError` at the `deadline`, by `time.monotonic`."""
         return self._get(f"{topic}/first", deadline, 0)
 
     def report(self, topic: str, value: Any) -> None:
-        """Sends a JSON value to the first process; by the others."""
+        """Sends the JSON `value` on a `topic` to the first process; called by the others."""
         if self._client is not None:
             self._client.key_value_set(f"{topic}/{self.rank}", json.dumps(value))
 
     def collect(self, topic: str, deadline: float) -> list[Any]:
-        """What the other processes reported, by rank, from 1; in the first process. For a process that did not until
-        the deadline a `CheckpointError` stands in the list."""
-        found: list[Any] = []
+        """Returns what the other processes reported on a `topic`, by rank, from 1; called by the first process. For a
+        process that did not until the `deadline` a `CheckpointError` stands in the list."""
+        reports: list[Any] = []
         for rank in range(1, self.count):
             try:
-                found.append(self._get(f"{topic}/{rank}", deadline, rank))
+                reports.append(self._get(f"{topic}/{rank}", deadline, rank))
             except CheckpointError as error:
-                found.append(error)
-        if self._client is not None and not any(isinstance(value, CheckpointError) for value in found):
+                reports.append(error)
+        if self._client is not None and not any(isinstance(value, CheckpointError) for value in reports):
             # Whoever reports on this topic has heard all earlier ones: the service need not keep them.
             for old in self._answered:
                 self._client.key_value_delete(old)
             self._answered = [f"{topic}/"]
-        return found
+        return reports
 
     def decide(self, topic: str, make: Callable[[], Any], timeout_seconds: float) -> Any:
-        """What `make` returns in the first process (a JSON value), or the error that it raises, in all processes.
+        """Returns what `make` returns in the first process (a JSON value) in all processes, or raises the error that it
+        raises there. The others wait `timeout_seconds` for it, by the `topic`.
         `OSError`s become `CheckpointError`s."""
         if not self.is_first:
             answer = self.hear(topic, time.monotonic() + timeout_seconds)
@@ -93,7 +100,10 @@ class Peers:
         return value
 
     def agree(self, topic: str, problem: str | None, timeout_seconds: float) -> str | None:
-        """The problems that the processes have, as one text, in all of them; None if nobody has one."""
+        """Returns the problems that the processes have, as one text, in all of them; None if nobody has any.
+
+        **Arguments:** `topic`: of the messages. `problem`: of this process, if any. `timeout_seconds`: for the wait.
+        """
         deadline = time.monotonic() + timeout_seconds
         if not self.is_first:
             self.report(topic, problem)
@@ -119,7 +129,8 @@ class Peers:
 
 
 def of_any(reports: Sequence[str | CheckpointError | None]) -> list[str]:
-    """The problems among the reports of the processes, by rank, saying whose they are where there are several."""
+    """Returns the problems among the `reports` of the processes, by rank, saying whose they are where there are
+    several."""
     problems = []
     for rank, report in enumerate(reports):
         if isinstance(report, CheckpointError):

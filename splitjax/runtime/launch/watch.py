@@ -31,13 +31,17 @@ class Event:
 
     @classmethod
     def noticed(cls, rank: int, said: str | None, at: float) -> Event:
-        """What a worker said about itself, or that it cannot any more."""
+        """Returns the event of worker `rank` that `said` (None: its end of the pipe was closed) at the monotonic time
+        `at`."""
         word, _, pid = (said or "").partition(" ")
         return cls(rank, at, alive=int(pid)) if word == ALIVE else cls(rank, at, announced=said is not None)
 
 
 class Watch:
-    """The state of one attempt. `take` what happened, `tick` now and then, until nothing is running."""
+    """Watches the workers of an attempt: `take` what happened, `tick` now and then, until nothing is running.
+
+    **Arguments:** `config`: how long to wait for what. `output`: what the workers write.
+    """
 
     def __init__(self, config: LaunchConfig, output: Output):
         self._config, self._output = config, output
@@ -60,15 +64,16 @@ class Watch:
         self._reason_of_deadline = self._reason = ""
 
     def start(self, workers: Sequence[Worker]) -> None:
-        """From here on the workers count as running."""
+        """Counts the `workers` as running from here on."""
         self._workers, self._running = workers, {worker.rank for worker in workers}
 
     @property
     def is_running(self) -> bool:
+        """Returns whether a worker, or something that it started and that may still save, is running."""
         return bool(self._running or self._lingering)
 
     def take(self, event: Event) -> None:
-        """Notes an event, and what is to be done because of it."""
+        """Notes an `event`, and what is to be done because of it."""
         if event.alive is not None:
             self._signs[event.rank] = max(event.at, self._stood_still_until), event.alive
             return
@@ -96,7 +101,7 @@ class Watch:
             worker.signal_group(SIGKILL)
 
     def tick(self, *, stop: bool, kill: bool) -> None:
-        """Does what the clock, or a request to stop or to kill, asks for."""
+        """Does what the clock, or a request to `stop` or to `kill`, asks for."""
         self._lingering = {rank for rank in self._lingering if self._output.is_open(rank)}
         if stop and not self._is_stopping:
             self._is_stopping = True
@@ -140,7 +145,8 @@ class Watch:
             )
 
     def attempt(self, number: int, *, stopped: bool) -> Attempt:
-        """What happened, once nothing is running and all output is read. `stopped`: whether it was asked to stop."""
+        """Returns what happened in attempt `number`, once nothing is running and all output is read. `stopped`: whether
+        it was asked to stop."""
         exits = tuple(
             WorkerExit(
                 rank,

@@ -1,5 +1,5 @@
-"""The processes of a run: their environment, their start, their signals; the guard that outlives the launcher to kill
-them."""
+"""Starts the processes of a run: makes their environment, sends their signals, and keeps the guard that outlives the
+launcher to kill them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+from typing import IO
 
 from splitjax import _compat
 from splitjax.errors import LaunchError
 from splitjax.runtime.launch import initialize as variables
+from splitjax.runtime.launch.config import LaunchConfig
 
 _HERE = pathlib.Path(__file__).parent
 # Python without the user's site, path or start files: it starts in 20 ms and cannot pick up a module from the working
@@ -26,7 +27,7 @@ _DEVICE_COUNT_FLAG = re.compile(r"--xla_force_host_platform_device_count=\S*")
 
 
 class Worker:
-    """One process of the run, in a session of its own.
+    """Holds a process of the run, in a session of its own.
 
     - `rank`: its process id in the run.
     - `pid`: the operating system's.
@@ -37,30 +38,32 @@ class Worker:
 
     @property
     def out(self) -> IO[bytes]:
+        """Returns the pipe of its standard output."""
         assert self._process.stdout is not None
         return self._process.stdout
 
     @property
     def err(self) -> IO[bytes]:
+        """Returns the pipe of its standard error."""
         assert self._process.stderr is not None
         return self._process.stderr
 
     def wait(self) -> int:
-        """Blocks until the process ends; its exit code, negative for a signal."""
+        """Blocks until the process ends, and returns its exit code, negative for a signal."""
         return self._process.wait()
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the process alone. The children of a training script (readers of data) are its own to
-        end."""
+        """Sends signal `number` to the process alone. The children of a training script (readers of data) are its own
+        to end."""
         _send(os.kill, self.pid, number)
 
     def signal_group(self, number: int) -> None:
-        """Sends a signal to every process that the worker started and that stayed in its group."""
+        """Sends signal `number` to every process that the worker started and that stayed in its group."""
         _send(os.killpg, self.pid, number)
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process, ended ones that nobody waited for included."""
+    """Returns whether there is a process `pid`, ended ones that nobody waited for included."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -70,15 +73,15 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def _send(send: Callable[[int, int], None], number: int, what: int) -> None:
+def _send(send: Callable[[int, int], None], pid: int, number: int) -> None:
     try:
-        send(number, what)
+        send(pid, number)
     except (ProcessLookupError, PermissionError):
         pass  # gone, or (macOS) a zombie
 
 
 def environment(
-    config: Any,
+    config: LaunchConfig,
     rank: int,
     *,
     coordinator: str,
@@ -87,7 +90,18 @@ def environment(
     exit_file: int,
     base: Mapping[str, str],
 ) -> dict[str, str]:
-    """The environment of one worker, from that of the launcher. `config`: a `LaunchConfig`."""
+    """Returns the environment of a worker.
+
+    **Arguments:**
+
+    - `config`: threads, devices and patience of the workers.
+    - `rank`: the worker's process id in the run.
+    - `coordinator`: host and port of the coordination service.
+    - `attempt`: the number of the attempt, from 0.
+    - `failed_unix_seconds`: when the attempt before failed; None for the first.
+    - `exit_file`: the descriptor on which the worker announces that it leaves.
+    - `base`: the environment of the launcher.
+    """
     of_one_worker = (
         variables.JOINED_PID,
         variables.FAILED_UNIX_SECONDS,
@@ -127,7 +141,7 @@ def environment(
 
 
 def one_core_variables(base: Mapping[str, str]) -> dict[str, str]:
-    """What a process with one processor core and one device has other than `base`."""
+    """Returns the variables in which a process with one processor core and one device differs from `base`."""
     flags = _DEVICE_COUNT_FLAG.sub("", base.get("XLA_FLAGS", "")).replace(_ONE_THREAD, "").split()
     return {"NPROC": "1", "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": " ".join([*flags, _ONE_THREAD])}
 
@@ -142,10 +156,13 @@ def spawn(
     address: str = "-",
     enter_files: Sequence[int] = (),
 ) -> Worker:
-    """Starts one worker. The kernel kills it when the *thread* that calls this ends.
+    """Starts a worker. The kernel kills it when the *thread* that calls this ends.
 
     **Arguments:**
 
+    - `rank`: its process id in the run.
+    - `command`: the program and its arguments.
+    - `values`: its environment.
     - `exit_file`: where it announces that it leaves.
     - `enter`, `enter_files`: a command that enters a network namespace, and the files that it reads; `address`: the
       worker's there.
@@ -164,7 +181,8 @@ def spawn(
 
 
 class Guard:
-    """Kills the workers' process groups if this process dies, even of SIGKILL: it sees its standard input end."""
+    """Guards the workers: kills their process groups if this process dies, even of SIGKILL: it sees its standard input
+    end."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -176,12 +194,15 @@ class Guard:
         )
 
     def watch(self, worker: Worker) -> None:
+        """Counts the `worker` among those to be killed."""
         self._tell(f"+{worker.pid}\n")
 
     def forget(self, worker: Worker) -> None:
+        """Leaves the `worker`, which has ended, alone from now on."""
         self._tell(f"-{worker.pid}\n")
 
     def close(self) -> None:
+        """Ends the guard, which kills the workers that it has not been told to forget."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -196,7 +217,7 @@ class Guard:
 
 
 class Coordinator:
-    """JAX's coordination service, held by the launcher: it does not end with a worker, so that every worker can end
+    """Holds JAX's coordination service in the launcher: it does not end with a worker, so that every worker can end
     when it has to.
 
     Held by worker 0, as JAX has it by default, each process that ends waits up to five minutes for all others: one that
@@ -220,22 +241,23 @@ class Coordinator:
             ) from error
 
     def close(self) -> None:
+        """Ends the service."""
         self._service.shutdown()
         self._held.close()
 
 
 def check_command(command: Sequence[str], base: Mapping[str, str]) -> None:
-    """Raises `LaunchError` for a command that cannot be started."""
+    """Raises `LaunchError` for a `command` that cannot be started with the PATH of the environment `base`."""
     if not command:
         raise LaunchError(
             "no command to start", remedy="write it behind two dashes: splitjax launch -n 4 -- python train.py"
         )
     name = command[0]
     if os.sep in name:
-        found = [name]
+        candidates = [name]
     else:
-        found = [os.path.join(folder or ".", name) for folder in base.get("PATH", os.defpath).split(os.pathsep)]
-    files = [path for path in found if os.path.isfile(path)]
+        candidates = [os.path.join(folder or ".", name) for folder in base.get("PATH", os.defpath).split(os.pathsep)]
+    files = [path for path in candidates if os.path.isfile(path)]
     if not files:
         raise LaunchError(
             "the command does not exist",

@@ -23,7 +23,12 @@ FLUSH_SECONDS = 10.0
 
 @dataclasses.dataclass
 class Attempt:
-    """One start of a run: times in seconds, steps as numbers from 1."""
+    """Holds the times of a start of a run.
+
+    - `begin_unix_seconds`, `end_unix_seconds`: when it began, and when it was last heard of.
+    - `first_step`, `last_step`: the numbers of its steps, from 1; `last_step` is `first_step - 1` if it did none.
+    - `seconds`: of each of `PARTS`.
+    """
 
     begin_unix_seconds: float
     end_unix_seconds: float
@@ -52,7 +57,7 @@ class Ledger:
         self._flushed = begin
 
     def started(self, first_step: int) -> None:
-        """The first step is about to be done: everything so far was starting."""
+        """Notes that step `first_step` is about to be done: everything so far was starting."""
         self._now.first_step, self._now.last_step = first_step, first_step - 1
         self._now.seconds["start"] = max(0.0, self._clock() - self._now.begin_unix_seconds)
 
@@ -66,6 +71,7 @@ class Ledger:
             self._now.seconds[part] += self._clock() - begin
 
     def step_done(self, step: int) -> None:
+        """Notes that step number `step` is done, and writes the file now and then."""
         self._now.last_step = step
         if self._clock() - self._flushed >= FLUSH_SECONDS:
             self.flush()
@@ -81,14 +87,15 @@ class Ledger:
                 write_atomically(self._file, text + "\n")
 
     def summary(self) -> Summary:
+        """Returns what this attempt and the earlier ones add up to."""
         self._now.end_unix_seconds = self._clock()
         return summarise((*self._earlier, self._now))
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Seconds of a whole run by what they went to. `parts`: PARTS, `"step"` (kept steps), `"repeated"` (steps whose
-    work was lost), `"restart"` (between the end of an attempt and the start of the next)."""
+    """Holds the seconds of a whole run by what they went to. `parts`: PARTS, `"step"` (kept steps), `"repeated"` (steps
+    whose work was lost), `"restart"` (between the end of an attempt and the start of the next)."""
 
     total_seconds: float
     parts: dict[str, float]
@@ -97,7 +104,7 @@ class Summary:
 
     @property
     def goodput(self) -> float:
-        """The share of time in steps that were kept, 0 to 1."""
+        """Returns the share of time in steps that were kept, 0 to 1."""
         return self.parts["step"] / self.total_seconds if self.total_seconds > 0 else 0.0
 
     def __str__(self) -> str:
@@ -116,7 +123,7 @@ class Summary:
 
 
 def summarise(attempts: Sequence[Attempt]) -> Summary:
-    """What all attempts of a run, in order, add up to."""
+    """Adds up the `attempts` of a run, in order."""
     parts: dict[str, float] = dict.fromkeys(("step", *PARTS, "repeated", "restart"), 0.0)
     repeated_steps = 0
     for number, attempt in enumerate(attempts):

@@ -32,7 +32,7 @@ from splitjax.runtime.training.stopping import StopRequest
 
 
 class Saves(Protocol):
-    """What the loop needs of `runtime.checkpoint.Checkpoints`."""
+    """Saves states: what the loop needs of `runtime.checkpoint.Checkpoints`."""
 
     def save(
         self,
@@ -43,12 +43,17 @@ class Saves(Protocol):
         *,
         carried: Any = None,
         wait: bool = False,
-    ) -> bool: ...
+    ) -> bool:
+        """Saves the `state` after step number `step`, with `extra`, `metrics` and what the step `carried`, and returns
+        whether it is being saved; with `wait` once it is."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopOptions:
-    """**Arguments:**
+    """Says how far to train, and what to do on the way.
+
+    **Arguments:**
 
     - `num_steps`: the number of the last step, counted from 1 over all starts of the run.
     - `batch_size`: examples of the global batch, for the rate.
@@ -67,8 +72,13 @@ class LoopOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How training ended: the last state, the number of the last step, whether it was asked to stop before the end, and
-    the last step's metrics."""
+    """Holds how training ended.
+
+    - `state`: the last state.
+    - `last_step`: the number of the last step.
+    - `stopped`: whether it was asked to stop before the end.
+    - `row`: the last step's metrics.
+    """
 
     state: Any
     last_step: int

@@ -1,4 +1,4 @@
-"""One line a step, in files that a resumed run continues without a gap or a line twice."""
+"""Writes a line a step, into files that a resumed run continues without a gap or a line twice."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ Row = Mapping[str, Any]  # "step" first; numbers, or None for what this step doe
 
 
 class Observer(Protocol):
-    """What is told about every step, in order, on process 0."""
+    """Hears about every step, in order, on process 0."""
 
-    def step(self, row: Row) -> None: ...
-    def close(self) -> None: ...
+    def step(self, row: Row) -> None:
+        """Takes the `row` of a step."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is not written yet."""
+        ...
 
 
 class JsonLines:
-    """A JSON object a line: `{"step": 1, "loss": 2.3, ...}`.
+    """Writes a JSON object a line: `{"step": 1, "loss": 2.3, ...}`.
 
     **Arguments:**
 
@@ -47,20 +52,24 @@ class JsonLines:
         self._file = _reopen(path, _json_step, resume_step, header=None)
 
     def step(self, row: Row) -> None:
+        """Appends the `row` of a step, without what is None."""
         self._file.write(json.dumps({name: value for name, value in row.items() if value is not None}) + "\n")
 
     def close(self) -> None:
+        """Closes the file. Raises `DataError` when lines are still unwritten."""
         self._file.close()
 
 
 class Table:
-    """The same as CSV, with one column for each of `columns`. Arguments and errors as of `JsonLines`."""
+    """Writes the same to the file `path` as CSV, with one column for each of `columns`. Arguments (`resume_step`) and
+    errors as of `JsonLines`."""
 
     def __init__(self, path: pathlib.Path, columns: Sequence[str], resume_step: int = 0):
         self._columns = list(columns)
         self._file = _reopen(path, _csv_step, resume_step, header=",".join(columns))
 
     def step(self, row: Row) -> None:
+        """Appends the `row` of a step; a cell is empty where it is None."""
         line = io.StringIO()
         csv.writer(line, lineterminator="\n").writerow(
             ["" if row.get(name) is None else row[name] for name in self._columns]
@@ -68,11 +77,12 @@ class Table:
         self._file.write(line.getvalue())
 
     def close(self) -> None:
+        """Closes the file. Raises `DataError` when lines are still unwritten."""
         self._file.close()
 
 
 class TensorBoard:
-    """Scalars for TensorBoard. Raises `DataError` where it is not installed."""
+    """Writes scalars for TensorBoard into a `folder`. Raises `DataError` where it is not installed."""
 
     def __init__(self, folder: pathlib.Path):
         try:
@@ -84,16 +94,18 @@ class TensorBoard:
         self._writer = Writer(str(folder))
 
     def step(self, row: Row) -> None:
+        """Writes the numbers of the `row` of a step."""
         for name, value in row.items():
             if name != "step" and value is not None:
                 self._writer.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
+        """Closes TensorBoard's files."""
         self._writer.close()
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a file that `JsonLines` wrote."""
+    """Returns the rows of the file `path` that `JsonLines` wrote."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 

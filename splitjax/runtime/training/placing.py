@@ -1,4 +1,5 @@
-"""Batches onto a step's mesh: which rows of the global batch a process needs, and each device's part of them."""
+"""Lays batches out on a step's mesh: says which rows of the global batch a process needs, and each device's part of
+them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from splitjax.errors import BatchError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-    """How the global batches of one size go onto the devices. Call it with this process's examples.
+    """Lays out the global batches of one size on the devices. Call it with this process's examples.
 
     **Attributes:**
 
@@ -31,13 +32,15 @@ class Placement:
 
     @classmethod
     def of(cls, shardings: Mapping[str, NamedSharding], batch_size: int) -> Placement:
-        """From the layout that a step gives its batch (`step.shardings(state, batch)[1]`)."""
+        """Returns the placement of batches of `batch_size` examples, from the layout `shardings` that a step gives its
+        batch (`step.shardings(state, batch)[1]`)."""
         return cls(
             dict(shardings), batch_size, {name: _rows(sharding, batch_size) for name, sharding in shardings.items()}
         )
 
     def __call__(self, local_batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """This process's rows, `[b, ...]` of every array, as its part of global arrays `[B, ...]`.
+        """Returns this process's rows, `local_batch` with [b, ...] of every array, as its part of global arrays [B,
+        ...].
 
         Raises `BatchError` for arrays that are not of their rows, or that the step's batch does not have."""
         if set(local_batch) != set(self.shardings):
@@ -80,6 +83,6 @@ def _rows(sharding: NamedSharding, batch_size: int) -> np.ndarray:
 
 
 def batch_layout(step: Any, state: Any, example: Mapping[str, Any]) -> Placement:
-    """How `step(state, batch)` wants its batches, from shapes alone."""
+    """Returns how `step(state, batch)` wants its batches, from the shapes of `state` and of `example`, a batch."""
     sizes = {leaf.shape[0] for leaf in jax.tree.leaves(example)}
     return Placement.of(step.shardings(state, example)[1], max(sizes))

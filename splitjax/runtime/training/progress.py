@@ -1,4 +1,4 @@
-"""How training goes, while it goes: a live bar on a terminal, a line now and then in a log."""
+"""Shows how training goes, while it goes: a live bar on a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 
@@ -83,14 +83,17 @@ class TrainingProgress:
         self.close()
 
     def close(self) -> None:
+        """Ends the live bar."""
         if self._bar is not None:
             self._bar.stop()
 
     def step(self, row: Row) -> None:
+        """Shows the `row` of a step that is done."""
         self.update(row["loss"], row.get("accuracy"))
 
     def update(self, loss: float, accuracy: float | None) -> None:
-        """One more step is done. The first one's time is that of compiling and counts in no rate."""
+        """Notes that one more step is done, with its `loss` and `accuracy` (None: it has none). The first one's time is
+        that of compiling and counts in no rate."""
         self._num_done += 1
         self._recent.append((loss, accuracy))
         now = self._clock()
@@ -110,6 +113,7 @@ class TrainingProgress:
             )
 
     def text(self) -> str:
+        """Returns the means of the last steps, the rate and the memory as a line."""
         losses, accuracies = zip(*self._recent, strict=True)
         known = [accuracy for accuracy in accuracies if accuracy is not None]
         parts = [f"loss {sum(losses) / len(losses):.4f}"]
@@ -121,13 +125,14 @@ class TrainingProgress:
 
     @property
     def examples_per_second(self) -> float | None:
-        """Of all steps after the first; None before there is a second."""
+        """Returns the rate of all steps after the first; None before there is a second."""
         seconds = self._clock() - self._start
         timed = self._num_done - self._first - 1
         return timed * self._batch_size / seconds if timed > 0 and seconds > 0 else None
 
     @property
     def seconds_left(self) -> float | None:
+        """Returns the seconds that the rest will take at this rate; None before there is a rate."""
         rate = self.examples_per_second
         return (self._num_steps - self._num_done) * self._batch_size / rate if rate else None
 

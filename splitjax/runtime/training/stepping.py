@@ -52,8 +52,8 @@ def as_loop_step(step: Callable[..., Any], state: Any) -> Callable[[Any, Any], t
 
 
 def stored_state(step: Any, state: Any) -> Any:
-    """What a checkpoint keeps of a state: all of it, but of Equinox modules the arrays alone. The rest (functions,
-    flags) is part of the program."""
+    """Returns what a checkpoint keeps of the `state` of a `step`: all of it, but of Equinox modules the arrays alone.
+    The rest (functions, flags) is part of the program."""
     return partition(state)[0] if _has_static_halves(step) else state
 
 
@@ -65,11 +65,12 @@ def restore(
     example: Sequence[Any],
     at: int | None = None,
 ) -> Restored:
-    """The newest good checkpoint that `train` saved, laid out as a step wants it, with what the step carried put back:
-    training goes on from `restored.state`.
+    """Restores the newest good checkpoint that `train` saved, laid out as a step wants it, with what the step carried
+    put back: training goes on from `restored.state`.
 
     **Arguments:**
 
+    - `checkpoints`: the folder of the run.
     - `step`: decorated, of any frontend; its mesh and rules may be others than those of the save.
     - `make_fn`, `make_args`, `example`: as for `step.init`; nothing is computed.
     - `at`: the step number of the checkpoint; by default the newest good one.

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end training after a step, with its state saved, in all processes after the same step."""
+"""Ends training on Ctrl-C and SIGTERM after a step, with its state saved, in all processes after the same step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SignalHandler: TypeAlias = Callable[[int, FrameType | None], Any] | int | signal
 
 
 class StopRequest:
-    """Whether somebody wants the run to end. A context manager: signals are taken over inside it, and given back.
+    """Tells whether somebody wants the run to end. A context manager: signals are taken over inside it, and given back.
 
     In a run of several processes SIGTERM is JAX's: its coordination service tells all processes, and picks the step
     after which all of them stop. Ctrl-C is turned into one. Alone, a second Ctrl-C interrupts at once.
@@ -53,12 +53,13 @@ class StopRequest:
             signal.raise_signal(signal.SIGTERM)
 
     def after(self, step: int) -> bool:
-        """Whether to save and stop now. To be asked once after every step, in every process."""
+        """Returns whether to save and stop now, after step number `step`. To be asked once after every step, in every
+        process."""
         if self._many:
             return multihost_utils.reached_preemption_sync_point(step)
         return self._signal is not None
 
     @property
     def exit_status(self) -> int:
-        """128 plus the signal's number, as shells have it."""
+        """Returns 128 plus the signal's number, as shells have it."""
         return 128 + (self._signal or signal.SIGTERM)
