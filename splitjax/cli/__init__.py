@@ -46,8 +46,8 @@ Command = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the process's exit status: 0, 1 (findings), 2 (the user's mistake)
-    or 130 (Ctrl-C)."""
+    """Runs the command that `arguments` name, those of the process if not given, and returns the exit status: 0, 1
+    (findings), 2 (the user's mistake) or 130 (Ctrl-C)."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] == ["train"]:
         try:
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def print_error(error: SplitjaxError, console: Console) -> None:
-    """The message in red, then what the error knows about value, place and remedy."""
+    """Prints the message of an `error` in red on a `console`, then what it knows about value, place and remedy."""
     message, *details = str(error).split("\n")
     console.print(Text.assemble(("error: ", "bold red"), (message, "red")), soft_wrap=True)
     for line in details:
@@ -83,5 +83,5 @@ def print_error(error: SplitjaxError, console: Console) -> None:
 
 
 def script() -> None:
-    """The console script `splitjax`."""
+    """Runs the console script `splitjax`, and exits with its status."""
     sys.exit(main())

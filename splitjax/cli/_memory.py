@@ -1,4 +1,4 @@
-"""Bytes of a device: what a placed state takes, and what XLA compiled for a step."""
+"""Measures the bytes of a device: what a placed state takes, and what XLA compiled for a step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,23 @@ from rich.table import Table
 
 @dataclasses.dataclass(frozen=True)
 class MemoryUse:
-    """Bytes per device of one way to train."""
+    """Holds the bytes per device of a way to train.
+
+    - `name`: of the way.
+    - `state_bytes`: of parameters and optimizer state.
+    - `step_bytes`: of the whole step: arguments, temporaries, and outputs that are not written over arguments.
+    """
 
     name: str
     state_bytes: int
-    step_bytes: int  # arguments + temporaries + outputs that are not written over arguments
+    step_bytes: int
 
 
 def measure(name: str, step: Any, init: tuple[Any, Any], batch: Any) -> MemoryUse:
-    """What a decorated step takes, compiled for shapes alone. `init`: its init_fn and the key for it."""
+    """Returns what a decorated `step` takes, compiled for shapes alone.
+
+    **Arguments:** `name`: of this way to train. `init`: its init_fn and the key for it. `batch`: the shapes of a batch.
+    """
     state = step.abstract_state(*init, example=(batch,))
     stats = step.lower(state, batch).compile().memory_analysis()
     # `peak_memory_in_bytes` is only the arguments on a CPU.
@@ -34,14 +42,14 @@ def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
-def comparison(base: MemoryUse, other: MemoryUse) -> Table:
-    """Both side by side, and what the second saves."""
+def comparison(base: MemoryUse, compared: MemoryUse) -> Table:
+    """Returns a table of `base` and `compared` side by side, and what the second saves."""
     table = Table(title="memory per device, MiB", title_justify="left")
-    for column in ("", base.name, other.name, "difference"):
+    for column in ("", base.name, compared.name, "difference"):
         table.add_column(column, justify="left" if not column else "right")
     for label, before, after in (
-        ("state (parameters and optimizer)", base.state_bytes, other.state_bytes),
-        ("whole step as XLA compiled it", base.step_bytes, other.step_bytes),
+        ("state (parameters and optimizer)", base.state_bytes, compared.state_bytes),
+        ("whole step as XLA compiled it", base.step_bytes, compared.step_bytes),
     ):
         table.add_row(label, _mib(before), _mib(after), f"{after / before - 1:+.0%}")
     return table

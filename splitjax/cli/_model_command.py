@@ -1,5 +1,5 @@
-"""What `splitjax plan` and `splitjax report` share: which step they look at, and how they show and keep what they
-find."""
+"""Shares among `splitjax plan`, `report` and `verify` which step they look at, and how they show and keep what they
+give."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 class Page(Protocol):
     """A value that prints itself as text and as HTML, as plans, reports and verifications do."""
 
-    def _repr_html_(self) -> str: ...
+    def _repr_html_(self) -> str:
+        """Returns the value as a piece of HTML."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +65,8 @@ class ModelCommand(Traceback):
     """Write it as a page to this file too."""
 
     def planned(self) -> Planned:
-        """The decorated step with the shapes of its arguments."""
+        """Returns the decorated step with the shapes of its arguments. Raises `OptionValueError`, `MeshError` or
+        `ModelError` for options that make none."""
         check_positive(batch_size=self.batch_size, num_classes=self.num_classes, width=self.width)
         mesh = parse_mesh(self.mesh)
         _session.start(mesh.num_devices)
@@ -106,7 +109,7 @@ def write_page(path: pathlib.Path, body: str, title: str) -> None:
 
 
 def write_file(path: pathlib.Path, text: str, option: str) -> None:
-    """Writes what an option asked for. Raises `PlanError` when the file cannot be written."""
+    """Writes to `path` the `text` that an `option` asked for. Raises `PlanError` when the file cannot be written."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""From a model's name on the command line to a decorated training step and the shapes that it is planned with."""
+"""Makes a decorated training step, and the shapes that it is planned with, from a model's name on the command line."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ from splitjax.mesh import MeshShape
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A decorated step with abstract arguments: nothing of the model is allocated."""
+    """Holds a decorated step with abstract arguments: nothing of the model is allocated.
+
+    - `step`: decorated by `splitjax.parallelize` or `splitjax.nnx.parallelize`.
+    - `arguments`: states first, then the batch, as `jax.ShapeDtypeStruct`s.
+    - `num_params`: how many numbers the parameters are.
+    """
 
     step: Any
-    arguments: tuple[Any, ...]  # states first, then the batch, as ShapeDtypeStructs
+    arguments: tuple[Any, ...]
     num_params: int
 
 
 def optimizer_named(name: OptimizerName, learning_rate: Any = 1e-3) -> optax.GradientTransformation:
+    """Returns the optimizer called `name`, with a `learning_rate` that is a number or a schedule."""
     if name == "momentum":
         return optax.sgd(learning_rate, momentum=0.9)
     return {"adam": optax.adam, "adafactor": optax.adafactor, "adagrad": optax.adagrad}[name](learning_rate)
@@ -41,9 +47,18 @@ def planned_step(
     group_comm: str = "auto",
     shard_state: bool = False,
 ) -> Planned:
-    """The decorated training step of a model, and the shapes of its arguments.
+    """Returns the decorated training step of a model, and the shapes of its arguments.
 
-    Raises `ModelError` for an option that the model lacks."""
+    **Arguments:**
+
+    - `model`, `library`, `num_classes`, `width`: as of `splitjax.models.build`; None for the model's own.
+    - `mesh`: its axes and their sizes.
+    - `rules`, `group_comm`, `shard_state`: as of `splitjax.parallelize`.
+    - `optimizer`: its name.
+    - `batch_size`: examples in the global batch.
+
+    Raises `ModelError` for an option that the model lacks.
+    """
     from splitjax import models
 
     options = {} if width is None else {"width": width}

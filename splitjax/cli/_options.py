@@ -1,4 +1,4 @@
-"""What several commands share: how a mesh is written, which models can be named, how one becomes a training step."""
+"""Shares options among commands: how a mesh is written, which models and optimizers can be named, what is checked."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ MeshText = Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")]
 
 
 class OptionValueError(SplitjaxError, ValueError):
-    """An option of a command with a value that it cannot have."""
+    """Says that an option of a command has a value that it cannot have."""
 
 
 def check_positive(**options: float | None) -> None:
-    """Raises `OptionValueError` for the first of the given numbers that is not above 0; None is no number and
-    passes."""
+    """Raises `OptionValueError` for the first of the numbers `options`, by name, that is not above 0; None is no number
+    and passes."""
     for name, value in options.items():
         if value is not None and not value > 0:
             flag = f"--{name.replace('_', '-')}"
@@ -46,7 +46,8 @@ def check_positive(**options: float | None) -> None:
 
 
 def parse_mesh(text: str) -> MeshShape:
-    """`"data=2,model=4"` -> the mesh's shape. Raises `MeshError` for anything else."""
+    """Returns the shape of the mesh that `text`, such as `data=2,model=4`, writes. Raises `MeshError` for anything
+    else."""
     axes: dict[str, int] = {}
     for part in text.split(","):
         axis, equals, size = part.strip().partition("=")

@@ -1,4 +1,4 @@
-"""The demo's picture: how training went, and what a device had to hold."""
+"""Draws the demo's picture: how training went, and what a device had to hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from splitjax.cli._memory import MemoryUse
 def write_plot(
     path: pathlib.Path, losses: Sequence[float], accuracies: Sequence[float], memory: Sequence[MemoryUse], title: str
 ) -> bool:
-    """Writes a PNG with loss, accuracy (by step) and memory (per device); False where matplotlib is not installed."""
+    """Writes the PNG `path` with `losses` and `accuracies` by step, `memory` per device, and a `title` above; returns
+    False where matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

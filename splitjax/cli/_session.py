@@ -1,4 +1,4 @@
-"""JAX as the command line wants it, set before JAX starts a backend: devices, compile cache, a quiet start."""
+"""Sets JAX up as the command line wants it, before JAX starts a backend: devices, compile cache, a quiet start."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def start(num_devices: int, *, platform: str = "cpu") -> None:
 
 
 def cache_dir() -> pathlib.Path:
-    """Where compiled programs are kept between runs: `JAX_COMPILATION_CACHE_DIR`, `SPLITJAX_CACHE`, or a folder in the
-    user's cache directory (XDG base directory specification)."""
+    """Returns the folder where compiled programs are kept between runs: `JAX_COMPILATION_CACHE_DIR`, `SPLITJAX_CACHE`,
+    or a folder in the user's cache directory (XDG base directory specification)."""
     for variable in ("JAX_COMPILATION_CACHE_DIR", "SPLITJAX_CACHE"):
         if os.environ.get(variable):
             return pathlib.Path(os.environ[variable])
@@ -56,8 +56,8 @@ def cache_dir() -> pathlib.Path:
 
 
 def has_accelerator() -> bool:
-    """Whether this machine shows a TPU, or a GPU's driver. Where there is none, JAX need not search: libtpu, installed
-    for its compiler alone, is loud about it."""
+    """Returns whether this machine shows a TPU, or a GPU's driver. Where there is none, JAX need not search: libtpu,
+    installed for its compiler alone, is loud about it."""
     return _has_tpu() or any(os.path.exists(file) for file in _GPU_FILES) or bool(os.environ.get("JAX_PLATFORMS"))
 
 

@@ -28,7 +28,7 @@ Sync = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class DataOptions:
-    """What to train on."""
+    """Choose what to train on."""
 
     data: Literal["cifar10", "digits", "idx", "text", "criteo"] = "digits"
     """digits: scikit-learn's, which it brings along; cifar10: its binary or Python files; idx: files like MNIST's;
@@ -95,7 +95,7 @@ class ModelOptions:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerOptions:
-    """How to train."""
+    """Choose how to train."""
 
     optimizer: Optimizer = "adamw"
     """Which optimizer. Tables are updated row by row by sgd and adagrad alone."""
@@ -119,7 +119,7 @@ class OptimizerOptions:
 
 @dataclasses.dataclass(frozen=True)
 class LayoutOptions:
-    """Where it lies."""
+    """Choose where arrays lie."""
 
     mesh: str | None = None
     """Mesh axes and their sizes, as data=2,model=4; all devices on data if not given."""
@@ -144,7 +144,7 @@ class LayoutOptions:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingOptions:
-    """How long, and what is kept."""
+    """Choose how long to train, and what is kept."""
 
     epochs: int = 10
     """How often to go through the training examples."""
@@ -168,7 +168,7 @@ class TrainingOptions:
 
 @dataclasses.dataclass(frozen=True)
 class WatchOptions:
-    """What is written down."""
+    """Choose what is written down."""
 
     metrics: pathlib.Path | None = None
     """File with a line of JSON for every step."""

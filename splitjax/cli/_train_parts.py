@@ -1,4 +1,4 @@
-"""From the options of `splitjax train` to data, model, optimizer and steps."""
+"""Makes data, model, optimizer and steps from the options of `splitjax train`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,12 @@ _IMAGE_SIZE, _CHANNELS = 32, 3
 
 
 def load(options: DataOptions, model: str, seed: int, first_process: bool) -> data.Dataset:
-    """The data set, its images as the model takes them. Raises `DataError` for data that are missing, damaged, or no
-    match for the model."""
+    """Returns the data set, its images as the `model` takes them. Raises `DataError` for data that are missing,
+    damaged, or no match for the model.
+
+    **Arguments:** `options`: what to train on. `model`: its name. `seed`: decides which digits are for testing.
+    `first_process`: whether this process checks the files.
+    """
     reads = models.reads(model)
     if reads != {"text": "text", "criteo": "clicks"}.get(options.data, "images"):
         raise DataError(
@@ -64,12 +68,13 @@ def load(options: DataOptions, model: str, seed: int, first_process: bool) -> da
 
 
 def data_cache() -> pathlib.Path:
-    """Where downloaded data are kept."""
+    """Returns the folder where downloaded data are kept."""
     return _session.cache_dir().parent / "data"
 
 
 def build_model(options: ModelOptions, data_options: DataOptions, dataset: data.Dataset) -> models.ModelSpec:
-    """Raises `ModelError` for options that the model lacks."""
+    """Returns the model of `options` for the `dataset`, text in lines as long as `data_options` say. Raises
+    `ModelError` for options that the model lacks."""
     given, reads = options.build_options(), models.reads(options.model)
     if reads == "clicks":
         sizes = {"field_sizes": dataset.field_sizes, "num_dense": dataset.train["values"].shape[1]}
@@ -82,8 +87,8 @@ def build_model(options: ModelOptions, data_options: DataOptions, dataset: data.
 
 
 def with_negatives(dataset: data.Dataset, spec: models.ModelSpec) -> data.Dataset:
-    """The data set whose training batches bring the words that a sampled softmax compares with, where the model has
-    one."""
+    """Returns the `dataset`, whose training batches bring the words that a sampled softmax compares with where the
+    model `spec` has such a softmax."""
     if not spec.num_negatives:
         return dataset
     # Words of a vocabulary go by falling frequency.
@@ -93,7 +98,8 @@ def with_negatives(dataset: data.Dataset, spec: models.ModelSpec) -> data.Datase
 
 
 def schedule(options: OptimizerOptions, num_steps: int) -> optax.Schedule:
-    """The learning rate of the step number, counted from 0."""
+    """Returns the learning rate as a function of the step number, counted from 0, for a run of `num_steps` with
+    `options`."""
     rate, after = options.learning_rate, max(1, num_steps - options.warmup_steps)
     falling = {
         "constant": lambda: optax.constant_schedule(rate),
@@ -108,7 +114,7 @@ def schedule(options: OptimizerOptions, num_steps: int) -> optax.Schedule:
 
 
 def optimizer(options: OptimizerOptions, rate: optax.Schedule) -> optax.GradientTransformation:
-    """Clipping, then decay, then the optimizer itself."""
+    """Returns what `options` ask for, with the learning `rate`: clipping, then decay, then the optimizer itself."""
 
     def decays(params):
         return jax.tree.map(lambda leaf: leaf.ndim > 1, params)  # not biases, not the scales of norms
@@ -131,13 +137,19 @@ def optimizer(options: OptimizerOptions, rate: optax.Schedule) -> optax.Gradient
 
 
 def learning_rates(rate: optax.Schedule, num_steps: int) -> np.ndarray:
-    """f32[num_steps]: of every step, for the metrics."""
+    """Returns the learning `rate` of each of `num_steps` steps, f32[num_steps], for the metrics."""
     return np.asarray(jax.jit(jax.vmap(rate))(jnp.arange(num_steps)), np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """The decorated steps, the shapes of a training batch, and what the model reads."""
+    """Holds the decorated steps of a run.
+
+    - `init_fn`: `init_fn(key)` is the state that training begins with.
+    - `train_step`, `eval_step`: decorated, `step(state, batch)`.
+    - `example`: the shapes of a training batch, by name.
+    - `reads`: what the model reads: images, text or clicks.
+    """
 
     init_fn: Callable[[Any], Any]
     train_step: Any
@@ -155,6 +167,17 @@ def make_steps(
     options: OptimizerOptions,
     rate: optax.Schedule,
 ) -> Steps:
+    """Returns the decorated steps of a model.
+
+    **Arguments:**
+
+    - `spec`: the model.
+    - `dataset`: what it trains on; the shapes of its arrays are looked at.
+    - `batch_size`: examples in the global batch.
+    - `mesh`: sizes of the mesh axes; None for a single device.
+    - `layout`: rules, and how examples and table rows are exchanged.
+    - `options`: of the optimizer; `rate`: its learning rate.
+    """
     boundary = functools.partial(splitjax.value_and_grad, microbatches=options.microbatches)
     init_fn, train_step, eval_step = models.make_step(
         spec, optimizer(options, rate), label_smoothing=options.label_smoothing, value_and_grad=boundary
@@ -167,15 +190,19 @@ def make_steps(
         shard_state=layout.shard_state,
         sync=ByRows(layout.sync, lazy=layout.lazy, wire_dtype=layout.wire_dtype),
     )
-    one = next(dataset.train_batches(1))
-    example = {name: jax.ShapeDtypeStruct((batch_size, *array.shape[1:]), array.dtype) for name, array in one.items()}
+    batch = next(dataset.train_batches(1))
+    example = {name: jax.ShapeDtypeStruct((batch_size, *array.shape[1:]), array.dtype) for name, array in batch.items()}
     return Steps(init_fn, step, step.like(eval_step), example, spec.reads)
 
 
 class Evaluation:
-    """The whole test split, each process reading its own rows. Call it with a state
-    for `{"loss": ..., "accuracy": ...}`, of text `"perplexity"` too (e to the loss), of clicks `"auc"` (where the split
-    holds both clicks and others)."""
+    """Evaluates a model on the whole test split, each process reading its own rows. Call it with a state for `{"loss":
+    ..., "accuracy": ...}`, of text `"perplexity"` too (e to the loss), of clicks `"auc"` (where the split holds both
+    clicks and others).
+
+    **Arguments:** `steps`: the decorated steps. `dataset`: whose test split. `state_shapes`: the state, as shapes.
+    `batch_size`: examples in the global batch.
+    """
 
     def __init__(self, steps: Steps, dataset: data.Dataset, state_shapes: Any, batch_size: int):
         mask = jax.ShapeDtypeStruct((batch_size,), jnp.float32)
@@ -192,11 +219,11 @@ class Evaluation:
         for number, batch in enumerate(batches):
             weight = min(self._batch_size, num - number * self._batch_size)
             placed = self._placement(batch)
-            found = self._step(state, placed)
+            results = self._step(state, placed)
             for name in totals:
-                totals[name] += weight * float(found[name])
+                totals[name] += weight * float(results[name])
             if self._reads == "clicks":
-                scores.append(_everywhere(found["logits"])[:weight])
+                scores.append(_everywhere(results["logits"])[:weight])
                 labels.append(_everywhere(placed["label"])[:weight])
         means = {name: total / num for name, total in totals.items()}
         if self._reads == "text":
@@ -207,12 +234,13 @@ class Evaluation:
 
 
 def _everywhere(array: jax.Array) -> np.ndarray:
-    """All of an array, of which other processes may hold parts."""
+    """Returns all of an `array`, of which other processes may hold parts."""
     return np.asarray(array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True))
 
 
 def num_steps(options: TrainingOptions, dataset: data.Dataset, batch_size: int) -> tuple[int, int]:
-    """(all steps, steps an epoch). Raises `DataError` where the examples do not fill one batch."""
+    """Returns the numbers of all steps of a run and of the steps an epoch, by `options`, in batches of `batch_size`
+    examples of the `dataset`. Raises `DataError` where the examples do not fill one batch."""
     an_epoch = dataset.num_train // batch_size
     if not an_epoch:
         raise DataError(
@@ -225,5 +253,6 @@ def num_steps(options: TrainingOptions, dataset: data.Dataset, batch_size: int) 
 
 
 def devices_per_process(num_devices: int | None, num_processes: int) -> int:
-    """How many virtual devices a process needs for the mesh; 1 for no mesh."""
+    """Returns how many virtual devices each of `num_processes` processes needs for a mesh of `num_devices`; 1 for no
+    mesh (None)."""
     return 1 if num_devices is None else max(1, math.ceil(num_devices / num_processes))

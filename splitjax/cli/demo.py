@@ -58,6 +58,7 @@ class Demo(Traceback):
     """Folder for the plot and the plan."""
 
     def run(self, console: Console) -> int:
+        """Runs the command, printing on the `console`, and returns the exit status."""
         begin = time.monotonic()
         check_positive(
             epochs=self.epochs, steps=self.steps, batch_size=self.batch_size, learning_rate=self.learning_rate
@@ -98,7 +99,7 @@ class Demo(Traceback):
         return 0
 
     def load(self) -> Dataset:
-        """Raises `DataError` for images that cannot be found or read."""
+        """Returns the images. Raises `DataError` for images that cannot be found or read."""
         from splitjax import data
 
         if self.data == "digits":
@@ -112,7 +113,7 @@ class Demo(Traceback):
         return data.load_cifar10(self.data_dir)
 
     def batches(self, dataset: Dataset) -> Iterator[dict[str, Any]]:
-        """The training batches, epoch after epoch, as many as `num_steps` says."""
+        """Returns the training batches of the `dataset`, epoch after epoch, as many as `num_steps` says."""
         epochs = (dataset.train_batches(self.batch_size, seed=self.seed, epoch=epoch) for epoch in itertools.count())
         return itertools.islice(itertools.chain.from_iterable(epochs), self.num_steps(dataset))
 
@@ -121,7 +122,7 @@ class Demo(Traceback):
         return dataset.test_batches(self.batch_size)
 
     def num_steps(self, dataset: Dataset) -> int:
-        """Raises `DataError` where the images do not fill one batch."""
+        """Returns the number of steps over the `dataset`. Raises `DataError` where the images do not fill one batch."""
         num_images = dataset.train["label"].shape[0]
         if num_images < self.batch_size:
             raise DataError(
@@ -136,10 +137,19 @@ class Demo(Traceback):
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What training left behind."""
+    """Holds what training left behind.
 
-    init: tuple[Any, Any]  # init_fn and its key
-    train_step: Any  # the undecorated step
+    - `init`: the init_fn and its key.
+    - `train_step`: the undecorated step; `parallel_step`: the decorated one.
+    - `batch_shapes`: of a batch, by name.
+    - `plan`: of the decorated step.
+    - `losses`, `accuracies`: of every step.
+    - `test_accuracy`: of all test images, 0 to 1.
+    - `num_compiles`: how often the step was compiled.
+    """
+
+    init: tuple[Any, Any]
+    train_step: Any
     parallel_step: Any
     batch_shapes: Any
     plan: Any
@@ -150,7 +160,11 @@ class Trained:
 
 
 def train(options: Demo, dataset: Dataset, mesh: MeshShape, console: Console) -> Trained:
-    """Trains and tests; the loop that a user would write around a decorated step."""
+    """Trains and tests a model: the loop that a user would write around a decorated step.
+
+    **Arguments:** `options`: of the command. `dataset`: the images. `mesh`: axes and sizes. `console`: where progress
+    is shown.
+    """
     import jax
     import optax
 
@@ -197,7 +211,8 @@ def train(options: Demo, dataset: Dataset, mesh: MeshShape, console: Console) ->
 
 
 def compare_memory(trained: Trained, mesh: MeshShape) -> tuple[MemoryUse, MemoryUse]:
-    """(data parallelism, this run): bytes per device of the same step on as many devices."""
+    """Returns the bytes per device of the step of `trained` under data parallelism and as it ran, on as many devices as
+    the `mesh` has."""
     import splitjax
     from splitjax.cli._memory import measure
 
@@ -209,7 +224,7 @@ def compare_memory(trained: Trained, mesh: MeshShape) -> tuple[MemoryUse, Memory
 
 
 def make_folder(path: pathlib.Path) -> pathlib.Path:
-    """The folder, made where it does not exist. Raises `DataError` where it cannot be."""
+    """Makes the folder `path` where it does not exist, and returns it. Raises `DataError` where it cannot be made."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -6,8 +6,11 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import os
+import pathlib
 import platform
 import sys
+from collections.abc import Sequence
+from typing import Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -36,6 +39,7 @@ class Doctor(Traceback):
     """Show versions, devices and settings of this machine, with advice."""
 
     def run(self, console: Console) -> int:
+        """Runs the command, printing on the `console`, and returns the exit status."""
         _session.quiet_absent_tpu()
         import jax
 
@@ -49,8 +53,22 @@ class Doctor(Traceback):
         return 0
 
 
-def facts(devices) -> list[tuple[str, str]]:
-    """(name, value) of everything that decides how splitjax runs here."""
+class MachineDevice(Protocol):
+    """Says what a device is, as a `jax.Device` does."""
+
+    @property
+    def platform(self) -> str:
+        """Returns the platform, such as `cpu`."""
+        ...
+
+    @property
+    def device_kind(self) -> str:
+        """Returns the name of the hardware."""
+        ...
+
+
+def facts(devices: Sequence[MachineDevice]) -> list[tuple[str, str]]:
+    """Returns name and value of everything that decides how splitjax runs here, with these `devices`."""
     kinds = sorted({f"{device.platform} ({device.device_kind})" for device in devices})
     rows = [
         ("system", platform.platform()),
@@ -72,8 +90,8 @@ def facts(devices) -> list[tuple[str, str]]:
     return rows
 
 
-def advice(devices) -> list[str]:
-    """What to do about what is missing; empty for a machine that has everything."""
+def advice(devices: Sequence[MachineDevice]) -> list[str]:
+    """Returns what to do about what is missing, beside these `devices`; empty for a machine that has everything."""
     lines = []
     if len(devices) == 1:
         lines.append(
@@ -105,7 +123,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _is_virtual(devices) -> bool:
+def _is_virtual(devices: Sequence[MachineDevice]) -> bool:
     return devices[0].platform == "cpu" and len(devices) > 1
 
 
@@ -113,7 +131,7 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _size_of(folder) -> str:
+def _size_of(folder: pathlib.Path) -> str:
     if not folder.is_dir():
         return "empty"
     files = [file for file in folder.iterdir() if file.is_file()]

@@ -67,6 +67,7 @@ class Launch(Traceback):
     """Write these bytes to this file too."""
 
     def run(self, console: Console) -> int:
+        """Runs the command, printing on the `console`, and returns the exit status."""
         if self.network_json is not None and self.bandwidth is None:
             raise LaunchError(
                 "without --bandwidth workers talk over the loopback, and nothing is counted",

@@ -42,6 +42,7 @@ class Lint(Traceback):
     """Multiplies the channels of convolutions, for models that have such an option."""
 
     def run(self, console: Console) -> int:
+        """Runs the command, printing on the `console`, and returns the exit status."""
         check_positive(batch_size=self.batch_size, num_classes=self.num_classes, width=self.width)
         mesh = parse_mesh(self.mesh)
         _session.start(mesh.num_devices)
@@ -73,7 +74,7 @@ class Lint(Traceback):
 
 
 def show(findings: Sequence[Finding], console: Console) -> None:
-    """The findings as a table, worst first, and their count."""
+    """Prints the `findings` on a `console`, as a table, worst first, and their count."""
     if findings:
         table = Table("", "rule", "finding", "remedy", title_justify="left", show_lines=False)
         for finding in findings:

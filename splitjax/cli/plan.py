@@ -18,6 +18,7 @@ class ShowPlan(ModelCommand):
     """Write the plan to this file too; `parallelize(plan=FILE)` pins it."""
 
     def run(self, console: Console) -> int:
+        """Runs the command, printing on the `console`, and returns the exit status."""
         planned = self.planned()
         plan = planned.step.plan(*planned.arguments)
         self.show(console, planned, plan, "plan")

@@ -66,6 +66,7 @@ class ShowProfile(Traceback):
     """Draw it to this file too (PNG, SVG, PDF; needs matplotlib)."""
 
     def run(self, console: Console) -> int:
+        """Runs the command, printing on the `console`, and returns the exit status."""
         check_positive(
             batch_size=self.data.batch_size,
             num_workers=self.num_workers,

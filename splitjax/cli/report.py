@@ -18,6 +18,7 @@ class ShowReport(ModelCommand):
     """Which model."""
 
     def run(self, console: Console) -> int:
+        """Runs the command, printing on the `console`, and returns the exit status."""
         planned = self.planned()
         report = planned.step.report(*planned.arguments)
         self.show(console, planned, report, "report")

@@ -67,6 +67,7 @@ class Simulate(Traceback):
     """Show the policies and their papers, and stop."""
 
     def run(self, console: Console) -> int:
+        """Runs the command, printing on the `console`, and returns the exit status."""
         from splitjax import schedule
         from splitjax.runtime.network import parse_bandwidth
 
@@ -117,10 +118,10 @@ class Simulate(Traceback):
             soft_wrap=True,
         )
         with console.status("simulating") as status:
-            found = schedule.compare(
+            comparison = schedule.compare(
                 jobs, cluster, names, options, on_start=lambda name: status.update(f"simulating {name}")
             )
-        console.print(*found.tables())
+        console.print(*comparison.tables())
         if self.json is not None:
             settings = {
                 "trace": str(self.trace),
@@ -136,12 +137,12 @@ class Simulate(Traceback):
                 "exact": self.exact,
             }
             settings["load"] = settings["load"] if settings["load"] < float("inf") else None
-            write_file(self.json, json.dumps({**settings, "policies": found.to_json()}, indent=1) + "\n", "--json")
+            write_file(self.json, json.dumps({**settings, "policies": comparison.to_json()}, indent=1) + "\n", "--json")
             console.print(f"figures: {self.json}", highlight=False)
         if self.plot is not None:
             from splitjax.schedule.simulation.plot import write_plot
 
-            write_plot(self.plot, found.results)
+            write_plot(self.plot, comparison.results)
             console.print(f"plot: {self.plot}", highlight=False)
         return 0
 

@@ -65,6 +65,7 @@ class Train(Traceback):
     watching: WatchOptions = dataclasses.field(default_factory=WatchOptions)
 
     def run(self, console: Console) -> int:
+        """Runs the command, printing on the `console`, and returns the exit status."""
         begin_unix_seconds = time.time()
         check_positive(
             batch_size=self.data.batch_size,
@@ -324,17 +325,17 @@ _OUTSIDE = frozenset(
 
 def _flat(options: Train) -> dict[str, Any]:
     """Every option by its name, as JSON values."""
-    found: dict[str, Any] = {}
+    values_by_name: dict[str, Any] = {}
     for field in dataclasses.fields(options):
         group = getattr(options, field.name)
         if dataclasses.is_dataclass(group) and not isinstance(group, type):
             values = dataclasses.asdict(group)
         else:
             values = {field.name: group}
-        found.update(
+        values_by_name.update(
             {
                 name: list(v) if isinstance(v, tuple) else str(v) if isinstance(v, os.PathLike) else v
                 for name, v in values.items()
             }
         )
-    return found
+    return values_by_name

@@ -27,10 +27,11 @@ class Verify(ModelCommand):
     """Write what was found to this file too."""
 
     def run(self, console: Console) -> int:
+        """Runs the command, printing on the `console`, and returns the exit status."""
         planned = self.planned()
-        found = planned.step.verify(*planned.arguments, sizes=self.sizes, own_precision=self.own_precision)
-        self.show(console, planned, found, "verify")
+        verification = planned.step.verify(*planned.arguments, sizes=self.sizes, own_precision=self.own_precision)
+        self.show(console, planned, verification, "verify")
         if self.json is not None:
-            write_file(self.json, found.to_json(), "--json")
+            write_file(self.json, verification.to_json(), "--json")
             console.print(f"verification: {self.json}", highlight=False)
-        return 0 if found.ok else WRONG
+        return 0 if verification.ok else WRONG

@@ -1,4 +1,4 @@
-"""What the training loop is fed: batches with the position behind each, or plain batches, which the loop counts.
+"""Feeds the training loop: batches with the position behind each, or plain batches, which the loop counts.
 
 An item is a pair `(position, batch)` if it is a tuple of two whose first has `to_json()` (`splitjax.data.Position`) or
 is a JSON value: None, a boolean, a number, a string, a list of such, or a dict of such by strings. Everything else that
