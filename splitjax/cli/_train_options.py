@@ -51,7 +51,7 @@ class DataOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
-    """What to train. An option that the model lacks is an error."""
+    """Choose what to train. An option that the model lacks is an error."""
 
     model: ModelName = "vgg16"
     """Which model."""
