@@ -277,7 +277,7 @@ def test_without_names_lines_and_dataflow_there_is_no_cause():
     """The causes come from evidence: a module without any leaves holes, and says so."""
     step, arguments = narrow("transformer", "nnx")
     call = step._pack(arguments)
-    entry = call.step._entry(call.args)
+    entry = call.step._programs.entry(call.args)
     modules = [read_module(data) for data in _compat.serialized_modules(call.step.lower(*call.args).compile())]
     blind = tuple(
         dataclasses.replace(

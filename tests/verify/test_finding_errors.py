@@ -123,7 +123,7 @@ def test_a_wrong_gradient_is_found_where_the_forward_pass_is_right(hidden):
 
 def test_a_weights_gradient_is_named_with_layer_and_layout():
     step, state, batch = make(unrolled(honest), rules="megatron")
-    entry = step._entry((state, batch))
+    entry = step._programs.entry((state, batch))
     use = next(one for one in entry.graph.uses if one.param == "params/last")
     tap = Tap(use.site, equation_at(entry.jaxpr, use.site), operand=use.weight)
     text = describe(entry, tap, Difference(3.0, 3.0, ratio=4.0)).text

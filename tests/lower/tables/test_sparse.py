@@ -292,7 +292,7 @@ def test_exchanges_in_branches_wait_for_all_others(rules):
     *_, step = train(CLIPPED, mesh={"data": 4}, rules=rules, sync="zen")
     arguments = (init(CLIPPED), next(batches()))
     waits, found = {}, []  # by variable, the exchanges that it waits for; of each exchange, whether it has branches
-    for eqn in step._entry(arguments).jitted.trace(*arguments).jaxpr.eqns:
+    for eqn in step._programs.entry(arguments).jitted.trace(*arguments).jaxpr.eqns:
         before = set().union(*(waits.get(v, ()) for v in eqn.invars if not hasattr(v, "val")))
         places = list(exchanges_in([eqn]))
         if places:
@@ -522,7 +522,7 @@ def test_a_tpu_s_train_step_consists_of_kernels(settled):
 
 def test_a_gpu_s_train_step_contains_kernels(settled):
     step = splitjax.parallelize(one_table, mesh={"data": 4}, rules="data_parallel", plan=settled[0])
-    text = step._entry(settled[1]).jitted.trace(*settled[1]).lower(lowering_platforms=("cuda",)).as_text()
+    text = step._programs.entry(settled[1]).jitted.trace(*settled[1]).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text and "splitjax_gather_rows" in text and "splitjax_segment_sum" in text
 
 
