@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from splitjax.errors import MicrobatchError, PartialError
-from splitjax.lower.microbatch.places import Runner
-from splitjax.lower.partial.loop_places import LoopRunner
+from splitjax.lower.microbatch.places import RunnableLoops, Runner
 from splitjax.lower.partial.own_loss import OwnLoss, WorkerMesh, own_loss
 from splitjax.lower.partial.step import PartialStep
 from splitjax.lower.partial.truncation import Truncation
@@ -74,7 +73,7 @@ class PartialHooks:
         return hook
 
     def apart(
-        self, cycle_step: Any, runner: Callable[[Truncation], LoopRunner] = lambda truncation: truncation
+        self, cycle_step: Any, runner: Callable[[Truncation], Runner[RunnableLoops]] = lambda truncation: truncation
     ) -> BoundaryHook:
         """Gives the hook with which each worker differentiates to its own depth.
 
@@ -151,7 +150,7 @@ class PartialHooks:
         _, order, _ = self.sparse.edited(equation_at(self.jaxpr, site), site)
         return [self.sparse.tables[table] for table, _ in order]
 
-    def _balancing(self, runner: LoopRunner, eqn: Any, site: Site, num_microbatches: int) -> Runner:
+    def _balancing(self, runner: Runner[RunnableLoops], eqn: Any, site: Site, num_microbatches: int) -> Runner:
         """Gives the runner whose workers have unequal shares, and otherwise do as `runner` does."""
         if num_microbatches > 1:
             raise PartialError(

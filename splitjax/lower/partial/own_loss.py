@@ -21,8 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from splitjax.errors import PartialError
 from splitjax.lower import gradient
-from splitjax.lower.microbatch.places import REPLICATED, Sums
-from splitjax.lower.partial.loop_places import LoopRunner
+from splitjax.lower.microbatch.places import REPLICATED, RunnableLoops, Runner, Sums
 from splitjax.lower.products.interpret import Layout, Site, evaluate_part
 from splitjax.trace.flatten import flatten
 
@@ -60,7 +59,7 @@ class WorkerMesh:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OwnLoss:
-    """The places of a boundary whose workers have losses of their own: `LoopPlaces`.
+    """The places of a boundary whose workers have losses of their own: `RunnableLoops`.
 
     - `boundary`: what the boundary differentiates.
     - `forward`: its closed jaxpr for a worker's examples.
@@ -195,7 +194,7 @@ class OwnLoss:
         value = jnp.asarray(value)
         return value / jnp.asarray(self.num_workers, value.dtype) if jnp.issubdtype(value.dtype, jnp.inexact) else value
 
-    def results(self, runner: LoopRunner) -> list[Any]:
+    def results(self, runner: Runner[RunnableLoops]) -> list[Any]:
         """Gives the boundary's results, with the loops run by `runner`."""
         (value, sums, grads), _, (rows, _, _) = runner.run(self)
         groups = self.contribution

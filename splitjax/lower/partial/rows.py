@@ -29,8 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from splitjax.lower.microbatch.places import REPLICATED, Sums, over_places
-from splitjax.lower.partial.loop_places import LoopPlaces
+from splitjax.lower.microbatch.places import REPLICATED, RunnableLoops, Sums, over_places
 from splitjax.lower.partial.truncation import Truncation
 
 
@@ -41,9 +40,9 @@ class Captured(Exception):
     - `truncation`: of the boundary.
     """
 
-    def __init__(self, places: LoopPlaces, truncation: Truncation) -> None:
+    def __init__(self, places: RunnableLoops, truncation: Truncation) -> None:
         super().__init__(places, truncation)
-        self.places: LoopPlaces = places
+        self.places: RunnableLoops = places
         self.truncation: Truncation = truncation
 
 
@@ -56,7 +55,7 @@ class Capture:
 
     truncation: Truncation
 
-    def run(self, places: LoopPlaces) -> Sums:
+    def run(self, places: RunnableLoops) -> Sums:
         """Raises `Captured` with `places`."""
         raise Captured(places, self.truncation)
 
@@ -77,7 +76,7 @@ class Given:
     truncation: Truncation
     sums: Sums
 
-    def run(self, places: LoopPlaces) -> Sums:
+    def run(self, places: RunnableLoops) -> Sums:
         """Adds the sums of all `places` up, in a `shard_map` over them."""
         totals, unsummed, rows = self.sums
         spec = PartitionSpec(places.axes)
@@ -135,7 +134,7 @@ class RowPrograms:
     - `input_types`: of `places.inputs()`, `ShapeDtypeStruct`s of the whole mesh.
     """
 
-    places: LoopPlaces
+    places: RunnableLoops
     truncation: Truncation
     mesh: Mesh
     input_types: Any

@@ -18,9 +18,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from splitjax.lower.microbatch.convolutions import with_cpu_layouts
-from splitjax.lower.microbatch.places import REPLICATED, Sums, over_places
+from splitjax.lower.microbatch.places import REPLICATED, RunnableLoops, Sums, over_places
 from splitjax.lower.partial.allreduce import in_groups, total_of_contributors
-from splitjax.lower.partial.loop_places import LoopPlaces
 from splitjax.partial.depths import Depths
 
 
@@ -35,7 +34,7 @@ def turns_scope(counts: Sequence[int], what: str = "turns") -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Truncation:
-    """Says how a boundary is truncated, and runs its loops so: a `LoopRunner`.
+    """Says how a boundary is truncated, and runs its loops so: a `Runner`.
 
     - `depths`: how far each slot differentiates.
     - `segments`, `params`: by position of a differentiated operand, its segment and the path of its parameter.
@@ -74,7 +73,7 @@ class Truncation:
             number = number * self.mesh.shape[axis] + places[axis]
         return number
 
-    def run(self, places: LoopPlaces) -> Sums:
+    def run(self, places: RunnableLoops) -> Sums:
         """Runs each worker's loop to its depth, in a `shard_map` over `places`, and adds up over the workers."""
         variants = sorted({self.variant(slot) for slot in range(self.num_workers)}, reverse=True)
         table = jnp.asarray([variants.index(self.variant(slot)) for slot in range(self.num_workers)], jnp.int32)
@@ -118,7 +117,7 @@ class Truncation:
             sum(self.examples[self.depths.slot(before, cycle_step)] for before in range(worker)) if self.examples else 0
         )
 
-    def summed(self, places: LoopPlaces, totals: Any, cycle_step: Any) -> Any:
+    def summed(self, places: RunnableLoops, totals: Any, cycle_step: Any) -> Any:
         """Adds this worker's totals up over all workers, inside a `shard_map` over them.
 
         **Arguments:** `places`: those of the workers. `totals`: (loss, sums, gradients) of this worker. `cycle_step`:

@@ -23,9 +23,8 @@ from splitjax.lower.microbatch.batch_split import LoopPosition, Split
 from splitjax.lower.microbatch.example_relation import ExampleDim
 from splitjax.lower.microbatch.liveness import WHOLE
 from splitjax.lower.microbatch.loop import PreparedBoundary
-from splitjax.lower.microbatch.places import REPLICATED, Sums, WorkerLoops
+from splitjax.lower.microbatch.places import REPLICATED, RunnableLoops, Runner, Sums, WorkerLoops
 from splitjax.lower.microbatch.worker_loop import Contribution
-from splitjax.lower.partial.loop_places import LoopRunner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +128,7 @@ class UnevenSplit(Split):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Balanced:
-    """Workers whose shares differ: `LoopPlaces`. Rows are among the sums here.
+    """Workers whose shares differ: `RunnableLoops`. Rows are among the sums here.
 
     - `places`: as of equal shares, in whose words results come out.
     - `jobs`: by share the boundary prepared for it.
@@ -240,7 +239,7 @@ class Balancing:
     - `num_examples`: of the whole batch.
     """
 
-    runner: LoopRunner
+    runner: Runner[RunnableLoops]
     jobs: Mapping[int, PreparedBoundary]
     num_examples: int
 
