@@ -204,7 +204,8 @@ def _one(options: argparse.Namespace) -> int:
 def _settings(options: argparse.Namespace) -> list[workers.Settings]:
     ways = ("hand", "splitjax") if options.way == "both" else (options.way,)
     partitioners = ("shardy", "gspmd") if options.partitioner == "both" else (options.partitioner,)
-    return [workers.Settings(way, partitioner) for way in ways for partitioner in partitioners]
+    references = str(options.references.resolve()) if options.references else ""
+    return [workers.Settings(way, partitioner, references=references) for way in ways for partitioner in partitioners]
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
@@ -221,6 +222,9 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--page", action="store_true", help="write the page anew, and run nothing")
     parser.add_argument(
         "--output", type=pathlib.Path, default=RESULTS, help="folder of the page and of what it is made from"
+    )
+    parser.add_argument(
+        "--references", type=pathlib.Path, help="folder that keeps the numbers of one device, for several runs"
     )
     parser.add_argument("--work", type=pathlib.Path, default=WORK, help="folder of what is done already")
     return parser.parse_args(argv)

@@ -15,6 +15,7 @@ from benchmarks.partitioner.families import families
 from benchmarks.partitioner.known import KINDS, kind_of, rows
 from benchmarks.partitioner.primitives import NOT_DRAWN
 from benchmarks.partitioner.run import Outcome
+from splitjax.trace import tracer  # noqa: F401  (it fills the registry)
 from splitjax.trace.dims import DIM_RULES
 
 STORE = "partitioner.json"

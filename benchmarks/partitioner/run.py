@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks.partitioner.draw import Case, Draw, Mesh, arguments_of, case_of, names_of, step_of
 from benchmarks.partitioner.families import families
+from benchmarks.partitioner.references import NOTHING_KEPT, References
 from splitjax import _compat
 
 # Relative to the largest value of the array: what another order of additions may change.
@@ -52,9 +53,10 @@ class Ready:
     rounding: str  # the narrowest floating dtype inside: attention takes its softmax in float32
 
 
-def run_by_hand(draws: Sequence[Draw], planted: str = "") -> list[Outcome]:
+def run_by_hand(draws: Sequence[Draw], planted: str = "", references: References = NOTHING_KEPT) -> list[Outcome]:
     """Compiles the programs together, with shardings on arguments (and on the gradients of those that are pinned); what
-    differs from one device there, or cannot be compiled, is run again alone, which decides. All of them have one mesh.
+    differs from one device there (or from what `references` keep of one), or cannot be compiled, is run again alone and
+    without references, which decides. All of them have one mesh.
     `planted` names a family whose results are spoiled on the mesh where there is more than one example: a search has to
     find that."""
     ready: list[tuple[int, Ready]] = []
@@ -68,7 +70,7 @@ def run_by_hand(draws: Sequence[Draw], planted: str = "") -> list[Outcome]:
     alone = len(draws) == 1
     expected: Any = None
     try:
-        expected = on_one_device([one for _, one in ready])
+        expected = references.of([one for _, one in ready], on_one_device)
         got = _on_mesh([one for _, one in ready], expected)
         verdicts = [
             verdict(one, right, value, planted) for (_, one), right, value in zip(ready, expected, got, strict=True)
@@ -80,11 +82,11 @@ def run_by_hand(draws: Sequence[Draw], planted: str = "") -> list[Outcome]:
             outcomes[k] = (
                 Outcome(one.draw.number, one.draw.family, status, (), _line(error), one.primitives)
                 if alone
-                else run_by_hand([one.draw], planted)[0]
+                else run_by_hand([one.draw], planted, references)[0]
             )
         return [outcomes[k] for k in range(len(draws))]
     for (k, one), wrong in zip(ready, verdicts, strict=True):
-        if wrong and not alone:
+        if wrong and (references.folder or not alone):
             outcomes[k] = run_by_hand([one.draw], planted)[0]
         elif wrong and (fault := fault_of_reference(one)):
             outcomes[k] = Outcome(one.draw.number, one.draw.family, "invalid", message=fault, primitives=one.primitives)

@@ -16,13 +16,15 @@ import jax
 
 import splitjax
 from benchmarks.partitioner.draw import Draw, names_of, step_of
+from benchmarks.partitioner.references import NOTHING_KEPT, References
 from benchmarks.partitioner.run import Outcome, Ready, fault_of_reference, on_one_device, prepare, verdict
 from splitjax.errors import SplitjaxError
 from splitjax.rules import Rule, RuleSet, load_rules
 
 
-def run_under_splitjax(draws: Sequence[Draw]) -> list[Outcome]:
-    """The outcome of every program; "refused" with the error's first line where splitjax says that it cannot."""
+def run_under_splitjax(draws: Sequence[Draw], references: References = NOTHING_KEPT) -> list[Outcome]:
+    """The outcome of every program; "refused" with the error's first line where splitjax says that it cannot. What
+    differs from what `references` keep of one device is run again without them."""
     outcomes: dict[int, Outcome] = {}
     groups: dict[Any, list[tuple[int, Ready]]] = collections.defaultdict(list)
     for k, draw in enumerate(draws):
@@ -32,31 +34,31 @@ def run_under_splitjax(draws: Sequence[Draw]) -> list[Outcome]:
         else:
             groups[draw.mesh, draw.rules, draw.settings.get("batch")].append((k, ready))
     for members in groups.values():
-        for (k, _), outcome in zip(members, _run([ready for _, ready in members]), strict=True):
+        for (k, _), outcome in zip(members, _run([ready for _, ready in members], references), strict=True):
             outcomes[k] = outcome
     return [outcomes[k] for k in range(len(draws))]
 
 
-def _run(members: Sequence[Ready]) -> list[Outcome]:
+def _run(members: Sequence[Ready], references: References = NOTHING_KEPT) -> list[Outcome]:
     alone = len(members) == 1
     expected: Any = None
     outcome = lambda ready, status, message="", wrong=(): Outcome(
         ready.draw.number, ready.draw.family, status, wrong, message, ready.primitives
     )
     try:
-        expected = on_one_device(members)
+        expected = references.of(members, on_one_device)
         wrong = [
             verdict(ready, right, got) for ready, right, got in zip(members, expected, _on_mesh(members), strict=True)
         ]
     except Exception as error:  # whatever it is, it belongs to some of the programs
         if not alone:
-            return [_run([ready])[0] for ready in members]
+            return [_run([ready], references)[0] for ready in members]
         message = (str(error).strip().splitlines() or [""])[0]
         status = "invalid" if expected is None else "refused" if isinstance(error, SplitjaxError) else "failed"
         return [outcome(members[0], status, f"{type(error).__name__}: {message}"[:300])]
     outcomes = []
     for ready, differs in zip(members, wrong, strict=True):
-        if differs and not alone:
+        if differs and (references.folder or not alone):
             outcomes.append(_run([ready])[0])
         elif differs and (fault := fault_of_reference(ready)):
             outcomes.append(outcome(ready, "invalid", fault))

@@ -29,11 +29,13 @@ LIMIT_SECONDS = 240.0
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """How a worker runs programs. `way`: "hand" or "splitjax"; `partitioner`: "shardy" or "gspmd"; `planted`: for tests
-    of the search itself, the family whose results are spoiled where it has more than one example."""
+    of the search itself, the family whose results are spoiled where it has more than one example; `references`: a
+    folder in which the numbers of one device are kept, "" for none."""
 
     way: str = "hand"
     partitioner: str = "shardy"
     planted: str = ""
+    references: str = ""
     python: str = sys.executable
 
 
@@ -156,7 +158,10 @@ def main(settings: Settings) -> int:
         jax.config.update("jax_use_shardy_partitioner", settings.partitioner == "shardy")
     from benchmarks.partitioner.draw import Draw
     from benchmarks.partitioner.families import draw
+    from benchmarks.partitioner.references import References
     from benchmarks.partitioner.run import run_by_hand, run_reference
+
+    references = References(settings.references)
 
     for line in sys.stdin:
         request = json.loads(line)
@@ -167,11 +172,11 @@ def main(settings: Settings) -> int:
         if request.get("reference"):
             outcomes = run_reference(draws)
         elif settings.way == "hand":
-            outcomes = run_by_hand(draws, settings.planted)
+            outcomes = run_by_hand(draws, settings.planted, references)
         else:
             from benchmarks.partitioner.splitjax import run_under_splitjax
 
-            outcomes = run_under_splitjax(draws)
+            outcomes = run_under_splitjax(draws, references)
         answers.write(
             json.dumps({"outcomes": [dataclasses.asdict(outcome) for outcome in outcomes], "jax": jax.__version__})
             + "\n"

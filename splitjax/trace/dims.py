@@ -52,16 +52,24 @@ class DimRule(Protocol):
 
 
 class Registry:
-    """Maps names of primitives to dim rules. `DIM_RULES` is the registry that splitjax fills and traces with."""
+    """Maps names of primitives to dim rules. `DIM_RULES` is the registry that splitjax fills and traces with; its own
+    rules are loaded with `trace.tracer`, when a step is first traced."""
 
     def __init__(self) -> None:
         self._rules: dict[str, DimRule] = {}
+        self._added: set[str] = set()
 
     def add(self, names: str | Sequence[str], rule: DimRule) -> None:
         """Registers `rule` for the primitive, or for each of the primitives, called `names`; it replaces an earlier
         rule."""
         for name in (names,) if isinstance(names, str) else names:
             self._rules[name] = rule
+            self._added.add(name)
+
+    def add_default(self, names: Sequence[str], rule: DimRule) -> None:
+        """Registers `rule` for those of the primitives called `names` that nobody has added a rule for. The rules of
+        splitjax are loaded late, and must not replace what a user has registered before."""
+        self._rules.update({name: rule for name in names if name not in self._added})
 
     def get(self, name: str) -> DimRule | None:
         """Returns the rule of the primitive called `name`, or None where there is none."""
@@ -70,6 +78,7 @@ class Registry:
     def remove(self, name: str) -> None:
         """Takes out the rule of the primitive called `name`, if there is one."""
         self._rules.pop(name, None)
+        self._added.discard(name)
 
     def __contains__(self, name: str) -> bool:
         return name in self._rules
@@ -86,7 +95,7 @@ def rule_for(*names: str) -> Callable[[DimRule], DimRule]:
     """Returns a decorator that registers splitjax's own rule for primitives of these `names`."""
 
     def register(rule: DimRule) -> DimRule:
-        DIM_RULES.add(names, rule)
+        DIM_RULES.add_default(names, rule)
         return rule
 
     return register

@@ -18,10 +18,20 @@ from benchmarks.partitioner.draw import Draw, case_of
 from benchmarks.partitioner.families import draw, families
 from benchmarks.partitioner.layouts import RUN, fits, mesh_of
 from benchmarks.partitioner.primitives import NOT_DRAWN
-from benchmarks.partitioner.run import Outcome, fault_of_reference, prepare, relative_error
+from benchmarks.partitioner.references import References
+from benchmarks.partitioner.run import (
+    Outcome,
+    Ready,
+    fault_of_reference,
+    on_one_device,
+    prepare,
+    relative_error,
+    run_by_hand,
+)
 from benchmarks.partitioner.search import run_numbers, run_one, same_kind, shrink, simpler
 from benchmarks.partitioner.values import every_elementwise
 from benchmarks.partitioner.worker import Died, Settings, Worker
+from splitjax.trace import tracer  # noqa: F401  (it fills the registry)
 from splitjax.trace.dims import DIM_RULES
 
 # Other programs with every release, so that in time more of them are tried than any one run could.
@@ -215,6 +225,34 @@ def test_kept_outcomes_are_not_run_again(tmp_path, monkeypatch):
     path.write_text(path.read_text() + '{"number": 40, "fam')  # cut off
     again = list(partitioner.run_kept(Settings(), "kept", range(41), path))
     assert calls[40:] == [40] and [outcome.number for outcome in again] == list(range(41))
+
+
+def test_kept_references_come_back_as_they_were(tmp_path):
+    """Also in bfloat16, which `np.load` does not know; and the second time nothing is evaluated."""
+    references = References(str(tmp_path))
+    programs = [dataclasses.replace(draw("kept", 3, "dot"), dtype=dtype) for dtype in ("float32", "bfloat16")]
+    ready = [program for program in map(prepare, programs) if isinstance(program, Ready)]
+    assert len(ready) == 2
+    first = references.of(ready, on_one_device)
+
+    def never(programs):
+        raise AssertionError(f"{len(programs)} programs are evaluated again")
+
+    jax.tree.map(np.testing.assert_array_equal, first, references.of(ready, never))
+    dtypes = lambda results: [leaf.dtype for leaf in jax.tree.leaves(results)]
+    assert dtypes(first) == dtypes(references.of(ready, never))
+
+
+def test_a_kept_reference_alone_makes_nothing_wrong(tmp_path):
+    """What differs from kept numbers, which another version may have written, is compared with this one's."""
+    references = References(str(tmp_path))
+    with jax.enable_x64(True):
+        program = draw("kept", 0, "dot")
+        ready = prepare(program)
+        assert isinstance(ready, Ready) and run_by_hand([program])[0].status == "right"
+        references.of([ready], lambda programs: jax.tree.map(lambda x: np.asarray(x) + 1, on_one_device(programs)))
+        assert run_by_hand([program], references=references)[0].status == "right"
+        assert run_by_hand([program], "dot", references)[0].status == "wrong"  # spoiled on the mesh
 
 
 def test_what_cannot_be_traced_is_no_program():

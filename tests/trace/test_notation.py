@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -154,3 +157,17 @@ def test_a_pallas_kernel_by_its_name(registered):
     registered("pallas_call:double", "... i -> ... i")
     graph = check(trace_loss(loss, params, VECTORS))
     assert graph.unknown == () and labels(graph, "params/a", 1) == labels(graph, "params/b", 0)
+
+
+def test_a_rule_registered_before_the_first_trace_stays():
+    """splitjax's own rules are loaded when a step is first traced: they do not replace a user's."""
+    program = """
+import splitjax
+from splitjax.trace.dims import DIM_RULES
+splitjax.register_dims("sin", "a b -> a b")
+mine = DIM_RULES.get("sin")
+import splitjax.trace.tracer
+assert DIM_RULES.get("cos") is not None
+assert DIM_RULES.get("sin") is mine
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

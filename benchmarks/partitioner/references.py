@@ -1,0 +1,75 @@
+"""Keeps what programs give on one device, so that the next run over the same programs needs not compile them again.
+
+Compiling a program for one device takes half of the time of a run, and several runs (partitioners, ways, versions of
+JAX) compare with the same numbers. Numbers kept by another version of JAX can only confirm a program: what differs from
+them is run again alone, against one device of the version that runs, which decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+if TYPE_CHECKING:
+    from benchmarks.partitioner.run import Ready
+
+
+@dataclasses.dataclass(frozen=True)
+class References:
+    """A folder with a file of arrays for each program, named by what the program is. Without a `folder` nothing is
+    kept."""
+
+    folder: str = ""
+
+    def of(self, programs: Sequence[Ready], evaluate: Callable[[Sequence[Ready]], Sequence[Any]]) -> list[Any]:
+        """The results of `programs` on one device: those that are kept, and for the rest what `evaluate` gives of them,
+        which is kept from now on."""
+        if not self.folder:
+            return list(evaluate(programs))
+        kept = [self._read(program) for program in programs]
+        missing = [k for k, value in enumerate(kept) if value is None]
+        if missing:
+            for k, value in zip(missing, evaluate([programs[k] for k in missing]), strict=True):
+                kept[k] = value
+                self._write(programs[k], value)
+        return kept
+
+    def _path(self, program: Ready) -> pathlib.Path:
+        digest = hashlib.sha256(program.draw.to_json().encode()).hexdigest()[:16]
+        return pathlib.Path(self.folder) / f"{program.draw.number}-{digest}.npz"
+
+    def _read(self, program: Ready) -> Any:
+        path = self._path(program)
+        if not path.exists():
+            return None
+        leaves, structure = jax.tree.flatten(program.function.eval_shape(*program.arguments))
+        with np.load(path) as arrays:
+            # Dtypes that numpy does not know, such as bfloat16, are stored as plain bytes.
+            values = [arrays[f"leaf{k}"].view(leaf.dtype).reshape(leaf.shape) for k, leaf in enumerate(leaves)]
+        return jax.tree.unflatten(structure, values)
+
+    def _write(self, program: Ready, value: Any) -> None:
+        path = self._path(program)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+        with unfinished.open("wb") as file:
+            arrays = {f"leaf{k}": _plain(np.asarray(leaf)) for k, leaf in enumerate(jax.tree.leaves(value))}
+            np.savez(file, allow_pickle=False, **arrays)
+        unfinished.replace(path)
+
+
+NOTHING_KEPT = References()
+
+
+def _plain(array: np.ndarray) -> np.ndarray:
+    """The same bytes in a dtype that `np.load` reads without help."""
+    if array.dtype.kind in "biufc":
+        return array
+    return np.ascontiguousarray(array).view(np.dtype(f"u{array.dtype.itemsize}"))
