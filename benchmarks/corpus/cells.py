@@ -31,6 +31,8 @@ WITH_TABLES = ("transformer", "lstm", "deepfm", "dlrm")
 WITH_BATCH_NORM = (
     "vgg11", "resnet18", "resnet50", "mobilenet_v2", "mobilenet_v3_large", "mobilenet_v3_small", "efficientnet_b0",
 )  # fmt: skip
+# Of these, those whose loss draws random numbers: a worker that differentiates a part of it would draw what all draw.
+DRAWS_BESIDE_BATCH_NORM = ("efficientnet_b0",)
 # Rule sets with the meshes that have the axes they split over. Only under splitbrain do examples cross between layouts,
 # so that `group_comm` decides anything.
 LAYOUTS = (
@@ -130,7 +132,9 @@ def combines(cell: Cell) -> bool:
 
 def compiles(cell: Cell) -> bool:
     """Whether a cell that is planned can be compiled, as far as its values tell."""
-    return cell.model not in WITH_BATCH_NORM or cell.microbatches == "1"
+    if cell.model in WITH_BATCH_NORM and cell.microbatches != "1":
+        return False
+    return cell.model not in DRAWS_BESIDE_BATCH_NORM or cell.partial == FULL
 
 
 def product() -> Iterator[Cell]:

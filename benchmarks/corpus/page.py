@@ -67,7 +67,11 @@ def _section(one: Summary) -> Iterator[str]:
         *table(("dimension", "value", "cells", "planned as asked", "compiled"), _dimensions(plans, compiled)),
         "",
     )
-    yield "Models with batch norm are planned with microbatches, and refused when they are compiled: no cover has them."
+    yield (
+        "Models with batch norm are planned with microbatches, and refused when they are compiled: no cover has them."
+        " So are those of them that drop paths at random with partial backpropagation, as their workers would draw the"
+        " same numbers."
+    )
     yield ""
     failed = {name: found for name, found in programs.items() if isinstance(found, str)}
     if failed:
