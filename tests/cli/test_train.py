@@ -6,11 +6,14 @@ import dataclasses
 import json
 import re
 import shutil
+import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from splitjax import data
+from splitjax.cli import _train_parts
 from splitjax.cli._train_options import GROUPS, OptimizerOptions, expand_config
 from splitjax.cli._train_parts import learning_rates, optimizer, schedule
 from splitjax.errors import SplitjaxError
@@ -239,3 +242,27 @@ def test_decay_spares_biases(name):
     made = optimizer(OptimizerOptions(optimizer=name, weight_decay=0.1), lambda step: 0.1)
     updates, _ = made.update(zero, made.init(params), params)
     assert float(jnp.abs(updates["kernel"]).sum()) > 0 and float(jnp.abs(updates["bias"]).sum()) == 0
+
+
+def test_every_test_example_counts_once(monkeypatch):
+    class Placed:
+        rows = None
+
+        def __call__(self, batch):
+            return batch
+
+    def evaluate(state, batch):
+        """A step's means over the examples that are no padding."""
+        mean = np.sum(batch["label"] * batch["mask"]) / np.sum(batch["mask"])
+        return {"loss": mean, "accuracy": state * mean}
+
+    monkeypatch.setattr(_train_parts, "batch_layout", lambda *arguments: Placed())
+    labels = np.arange(10)
+    dataset = types.SimpleNamespace(
+        num_test=10,
+        draws={},
+        test_batches=lambda batch_size, rows: data.padded_batches({"label": labels}, batch_size, rows=rows),
+    )
+    steps = _train_parts.Steps(None, None, evaluate, {"label": None}, "images")
+    means = _train_parts.Evaluation(steps, dataset, None, 4)(0.5)
+    assert means == {"loss": pytest.approx(labels.mean()), "accuracy": pytest.approx(labels.mean() / 2)}

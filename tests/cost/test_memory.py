@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from splitjax.cost import predict_memory
 
 ALL = ("data", "model")
@@ -18,6 +20,19 @@ def test_state_is_exact_and_gradients_lie_like_parameters(net):
     params = (16 * 32 + 32) * 4 // 4
     assert memory.state_bytes == params + 16 * 32 * 4 // 8 + 32 * 4
     assert memory.peak_bytes == memory.state_bytes + params + memory.activation_bytes
+
+
+def test_a_whole_gradient_is_there_before_it_is_summed_into_parts(net):
+    n = net(64, {"data": 4})
+    n.dense("d1", ("x", 16), ("h", 32))
+    n.dense("d2", ("h", 32), ("y", 8))
+    plans = [
+        dataclasses.replace(leaf, gradient=("data", *leaf.spec[1:])) if leaf.path.endswith("kernel") else leaf
+        for leaf in n.plans
+    ]
+    memory = predict_memory(n.graph(), plans, n.mesh, ("data",), "data")
+    kernels, biases = (16 * 32 + 32 * 8) * 4, (32 + 8) * 4
+    assert memory.peak_bytes - memory.state_bytes - memory.activation_bytes == kernels // 4 + biases + 16 * 32 * 4
 
 
 def test_data_parallel_activations_are_divided(net):

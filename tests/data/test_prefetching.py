@@ -119,6 +119,25 @@ def test_leaving_early_ends_the_thread_and_closes_the_source():
         next(batches)
 
 
+def test_a_source_that_no_collector_closes_is_closed():
+    class Source:
+        is_closed = False
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return 1
+
+        def close(self):
+            self.is_closed = True
+
+    source = Source()
+    with prefetch(source, lambda item: item) as batches:
+        next(batches)
+    assert source.is_closed and not threads()
+
+
 def test_a_consumer_that_raises_leaves_no_thread():
     with pytest.raises(KeyboardInterrupt):
         with prefetch(itertools.count(), lambda item: item) as batches:

@@ -109,6 +109,8 @@ def test_ids_outside_are_left_out():
     ids = jnp.asarray([-1, 64, FILLER, 3, 3], jnp.int32)
     assert encode_ids(ids, 64).tolist() == [8, 0]
     assert encode_ids(ids, 0).shape == (0,)
+    # nor the bits that fill the last word
+    assert encode_ids(jnp.asarray([33, 32, 63, 2], jnp.int32), 33).tolist() == [4, 1]
     found, count = decode(jnp.zeros(0, jnp.uint32), 3)
     assert (found.tolist(), count) == ([FILLER] * 3, 0)
 

@@ -361,3 +361,30 @@ def test_rows_read_as_sentences():
     assert len({row.name for row in DEFECTS}) == len(DEFECTS)
     with pytest.raises(KeyError):
         defect_named("none of them")
+
+
+def operation(primitive, *operands, results=None, literals=None, **params):
+    return Operation(primitive, params, operands, (results or operands[0],), literals or {})
+
+
+def covered(*arguments, **options):
+    """The name of the row that covers an operation, and the dims that it touches; None where none does."""
+    found = defect_of(operation(*arguments, **options))
+    return None if found is None else (found[0].name, dict(found[1]))
+
+
+def test_rows_cover_what_they_say():
+    sliced = lambda start: covered(
+        "dynamic_slice", (8, 4), (), (), results=(2, 4), literals={1: start}, slice_sizes=(2, 4)
+    )
+    assert sliced(0) is sliced(6) is None, "a start in the program that leaves room for the slice"
+    assert sliced(7) == sliced(-1) == ("start-index-out-of-range", {0: (0,), -1: (0,)})
+    convolved = lambda features, batches: covered(
+        "conv_general_dilated", (4, 8), (8, 8), feature_group_count=features, batch_group_count=batches
+    )[0]
+    assert convolved(1, 1) == "convolution"
+    assert convolved(2, 1) == convolved(1, 2) == "grouped-convolution"
+    cut = lambda low: covered("pad", (8,), (), padding_config=((low, 0, 1),))
+    assert cut(0) is cut(-2) is None and cut(-1) == ("dilated-pad-with-negative-edge", {0: (0,), -1: (0,)})
+    picked = lambda stride: covered("slice", (8,), results=(1,), strides=(stride,))
+    assert picked(2) is None and picked(3) == ("strided-slice-of-one-element", {0: (0,)})

@@ -11,10 +11,12 @@ import pytest
 
 import splitjax
 from splitjax.errors import CheckpointError, DonatedStateError, PlanError
+from splitjax.mesh import make_mesh
 from splitjax.plan import Plan
 from splitjax.planning import observing
-from splitjax.planning.carried import Carried
+from splitjax.planning.carried import Carried, Seen, inputs_of
 from splitjax.runtime.checkpoint import CheckpointOptions, Checkpoints
+from splitjax.step.arguments import bind
 from splitjax.sync import ByRows
 
 ROWS, STEPS = 64, 7
@@ -229,3 +231,22 @@ def test_a_pinned_plan_whose_tables_are_others_is_an_error(plan):
 
 def test_a_step_that_carries_nothing_says_so():
     assert not make("dense").carried() and not Carried()
+
+
+def test_what_is_carried_is_read_back():
+    sample = np.arange(6, dtype=np.int32).reshape(1, 2, 3)
+    carried = Carried({"here": Seen((), {"table": sample}, 3, {"table": 1})}, {"table": np.ones((2, 3))}, 5)
+    again = Carried.parse(json.loads(json.dumps(carried.to_json())), carried.arrays())
+    assert again.num_steps == 5 and again.seen.keys() == {"here"}
+    assert (again.seen["here"].num_steps, again.seen["here"].fell_back) == (3, {"table": 1})
+    np.testing.assert_array_equal(again.seen["here"].samples["table"], sample)
+    np.testing.assert_array_equal(again.residuals["table"], np.ones((2, 3)))
+
+
+def test_signatures_differ_by_the_mesh():
+    step = make("dense")
+    bound = bind(one_table, step.options, (start(), batch_of(0)))
+    meshes = [make_mesh(sizes) for sizes in ({"data": 4}, {"data": 2, "model": 2}, {"data": 2})]
+    assert len({inputs_of(bound, mesh) for mesh in meshes}) == 3
+    other = bind(one_table, step.options, (start(), batch_of(3)))  # of fewer examples
+    assert inputs_of(bound, meshes[0]) != inputs_of(other, meshes[0])

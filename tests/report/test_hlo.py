@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections as collections_module
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from splitjax import _compat
 from splitjax.mesh import MeshShape
 from splitjax.report.groups import axes_of, expand
-from splitjax.report.hlo import compiled_collectives
+from splitjax.report.hlo import _Context, compiled_collectives
 from splitjax.report.wire import GroupList, MeshGroups, WireError, read_module
 
 SHAPE = MeshShape((("data", 2), ("model", 4)))
@@ -163,3 +164,12 @@ def test_turns_of_a_loop_are_read_off_its_condition():
     (one,) = compiled_collectives(run.lower(shape).compile(), SHAPE)
     assert (one.op, one.axis, one.trips, one.trips_known) == ("all_reduce", "model", 5, True)
     assert one.bytes == 5 * 2 * 256 * 256 * 4 * 3 // 4
+
+
+def test_branches_count_by_how_often_they_are_taken():
+    branch = types.SimpleNamespace(op_name="jit(step)/splitjax:depths:1.3/cond", called=(7, 8), name="cond.1")
+    context = _Context(trips=2, share=0.5)
+    assert [context.into(branch, number).share for number in range(2)] == [0.125, 0.375]
+    assert [context.into(branch, number).branch for number in range(2)] == ["cond.1:0", "cond.1:1"]
+    users = types.SimpleNamespace(op_name="jit(step)/cond", called=(7, 8), name="cond.2")
+    assert context.into(users, 1).share == 0.5 and context.into(users, 1).conditional

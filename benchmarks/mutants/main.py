@@ -1,0 +1,231 @@
+"""Whether the tests notice faults: one line of the package is changed at a time, and a test that is named has to fail.
+
+    python -m benchmarks mutants               all faults (a quarter of an hour on two cores), and the page
+    python -m benchmarks mutants --only NAME   these faults, printed only
+    python -m benchmarks mutants --room ROOM   the faults of these rooms, printed only
+    python -m benchmarks mutants --list        what there is, and whether it applies; runs nothing
+
+Each fault is applied alone to a copy of the checkout, and only its tests run. It counts as killed where a named test
+fails; where a fault survives, or its text is not in its file any more, the exit status is 1. Outcomes are kept in
+`--work`, line by line, so that a run that was ended goes on where it was; what changes the package or the tests begins
+anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import queue
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+
+from benchmarks._common import RESULTS
+from benchmarks.mutants import page
+from benchmarks.mutants.faults import FAULTS, ROOT, Fault, FaultError, problems, read_faults, rooms
+from benchmarks.mutants.run import (
+    KILLED,
+    Outcome,
+    broken_tests,
+    run_fault,
+    run_unchanged,
+    source_files,
+    workspace,
+)
+
+WORK = pathlib.Path(tempfile.gettempdir()) / "splitjax-mutants"
+# What a fault's verdict depends on: another commit that touches none of it has the same verdicts.
+_DEPENDS_ON = ("splitjax/", "tests/", "sharding_rules/", "pyproject.toml")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Does what the options say; 1 where a chosen fault is not killed, 2 where something is not there."""
+    options = _options(argv)
+    try:
+        faults = _chosen(read_faults(options.faults), options)
+        if options.list:
+            return _list(faults, options.checkout)
+        outcomes, seconds = run_all(faults, options)
+    except FaultError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    counts = collections.Counter(outcome.verdict for outcome in outcomes.values())
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()), f"in {seconds:.0f} s")
+    if not (options.only or options.room):
+        header = _header(options)
+        print("wrote", page.write(page.make_results(header, options.jobs, seconds, faults, outcomes), options.output))
+    return 0 if counts[KILLED] == len(faults) else 1
+
+
+def run_all(faults: Sequence[Fault], options: argparse.Namespace) -> tuple[dict[str, Outcome], float]:
+    """Runs those of `faults` that have no outcome yet, and gives the outcomes of all by name, with the seconds that
+    they took, earlier runs included; `options` are the command's.
+
+    Raises `FaultError` where the checkout cannot be copied.
+    """
+    kept = Kept(options.work / f"{state_of(options.checkout)}.jsonl")
+    outcomes = kept.outcomes(faults)
+    if outcomes:
+        print(f"{len(outcomes)} of {len(faults)} faults are in {kept.path}")
+    left = [fault for fault in faults if fault.name not in outcomes]
+    if not left:
+        return outcomes, kept.seconds
+    began = time.monotonic()
+    with ExitStack() as stack:
+        copies: queue.SimpleQueue[pathlib.Path] = queue.SimpleQueue()
+        for _ in range(min(options.jobs, len(left))):
+            copies.put(stack.enter_context(workspace(options.checkout)))
+
+        def unchanged(tests: Sequence[str]) -> dict[str, str]:
+            copy = copies.get()
+            try:
+                return broken_tests(tests, run_unchanged(copy, tests, options.timeout * max(1, len(tests) // 4)))
+            finally:
+                copies.put(copy)
+
+        def one(fault: Fault, broken: dict[str, str]) -> Outcome:
+            copy = copies.get()
+            try:
+                return run_fault(copy, fault, broken, options.timeout)
+            finally:
+                copies.put(copy)
+
+        with ThreadPoolExecutor(options.jobs) as pool:
+            tests = sorted({test for fault in left for test in fault.tests})
+            broken: dict[str, str] = {}
+            for part in pool.map(unchanged, _dealt(tests, options.jobs)):
+                broken |= part
+            print(f"{time.monotonic() - began:5.0f} s  {len(tests)} tests without a fault, {len(broken)} do not pass")
+            for test, line in broken.items():
+                print(f"         {test}: {line}")
+            futures = {pool.submit(one, fault, broken): fault for fault in left}
+            last = began
+            for future in as_completed(futures):
+                outcome = outcomes[futures[future].name] = future.result()
+                now = time.monotonic()
+                kept.add(outcome, now - last)
+                last = now
+                print(f"{now - began:5.0f} s  {_text(outcome)}", flush=True)
+    return {fault.name: outcomes[fault.name] for fault in faults}, kept.seconds
+
+
+class Kept:
+    """Keeps outcomes in the file at `path`, a line each, with the seconds that passed since the line before."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def seconds(self) -> float:
+        """The seconds that all its runs took together."""
+        return sum(line["passed_seconds"] for line in self._lines())
+
+    def outcomes(self, faults: Sequence[Fault]) -> dict[str, Outcome]:
+        """Gives what was found of `faults` as they are, by name. What was not killed is tried again."""
+        digests = {fault.name: fault.digest for fault in faults}
+        kept: dict[str, Outcome] = {}
+        for line in self._lines():
+            outcome = Outcome(**line["outcome"])
+            if digests.get(outcome.name) == outcome.digest and outcome.verdict == KILLED:
+                kept[outcome.name] = outcome
+        return kept
+
+    def add(self, outcome: Outcome, passed_seconds: float) -> None:
+        """Appends a line for `outcome`; `passed_seconds` since the one before."""
+        line = json.dumps({"outcome": dataclasses.asdict(outcome), "passed_seconds": round(passed_seconds, 2)})
+        with self._lock, self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def _lines(self) -> Iterator[dict]:
+        if self.path.is_file():
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                try:
+                    yield json.loads(line)
+                except ValueError:  # the run was ended while it wrote this line
+                    continue
+
+
+def state_of(checkout: pathlib.Path) -> str:
+    """Gives a hash of all that verdicts depend on: package and tests of a `checkout`, Python and JAX."""
+    from benchmarks.machine import version
+
+    digest = hashlib.sha256(f"{sys.version} {version('jax')} {version('jaxlib')}".encode())
+    for name in source_files(checkout):
+        if name.startswith(_DEPENDS_ON):
+            digest.update(name.encode() + b"\0" + (checkout / name).read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _dealt(tests: Sequence[str], num_jobs: int) -> list[list[str]]:
+    """Deals tests to processes file by file, as the tests of a file share what they compile."""
+    files = sorted({test.partition("::")[0] for test in tests})
+    hands = [[test for test in tests if test.partition("::")[0] in files[job::num_jobs]] for job in range(num_jobs)]
+    return [hand for hand in hands if hand]
+
+
+def _chosen(faults: Sequence[Fault], options: argparse.Namespace) -> tuple[Fault, ...]:
+    """Gives the faults that the options ask for; raises `FaultError` for a name or a room that there is not."""
+    names, known_rooms = {fault.name for fault in faults}, {fault.room for fault in faults}
+    if unknown := sorted(set(options.only) - names):
+        raise FaultError(f"there is no fault {', '.join(unknown)}; there are {', '.join(sorted(names))}")
+    if unknown := sorted(set(options.room) - known_rooms):
+        raise FaultError(f"there is no room {', '.join(unknown)} with a fault; there are {', '.join(sorted(known_rooms))}")
+    return tuple(
+        fault
+        for fault in faults
+        if (not options.only or fault.name in options.only) and (not options.room or fault.room in options.room)
+    )
+
+
+def _list(faults: Sequence[Fault], checkout: pathlib.Path) -> int:
+    for fault in faults:
+        print(f"{fault.name}  ({fault.file})\n    {fault.breaks}")
+    found = problems(faults, checkout)
+    print("\n".join([f"{len(faults)} faults in {len({fault.room for fault in faults})} of {len(rooms(checkout))} rooms", *found]))
+    return 1 if found else 0
+
+
+def _text(outcome: Outcome) -> str:
+    about = outcome.noticed_by or outcome.message
+    return f"{outcome.verdict:<9} {outcome.name}  {outcome.seconds:.0f} s" + (f"  {about}" if about else "")
+
+
+def _header(options: argparse.Namespace) -> str:
+    from benchmarks._common import quiet_tpu_compiler
+    from benchmarks.machine import header, this_machine
+
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    quiet_tpu_compiler()
+    command = f"python -m benchmarks mutants --jobs {options.jobs}"
+    return header(this_machine(), command)
+
+
+def _options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="these faults alone")
+    parser.add_argument("--room", nargs="*", default=[], help="the faults of these rooms alone, such as lower/turns")
+    parser.add_argument("--list", action="store_true", help="show the faults and check that they apply")
+    parser.add_argument("--jobs", type=int, default=2, help="copies of the checkout, and processes, at once")
+    parser.add_argument("--timeout", type=float, default=180.0, metavar="SECONDS", help="limit of a fault's tests")
+    parser.add_argument("--faults", type=pathlib.Path, default=FAULTS, help="another file of faults")
+    parser.add_argument("--checkout", type=pathlib.Path, default=ROOT, help="top of the checkout that is tried")
+    parser.add_argument("--work", type=pathlib.Path, default=WORK, help="folder of the outcomes so far")
+    parser.add_argument("--output", type=pathlib.Path, default=RESULTS, help="folder of the page")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
