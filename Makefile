@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+MUTANTS_ARGS ?=
 JOBS ?= 2
 
 BIN := $(VENV)/bin
@@ -18,11 +19,11 @@ IN_PROCESSES = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --m
 MARKED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-core test-slow test-gpu-aot lint notebooks clean
+.PHONY: help demo test test-core test-slow test-gpu-aot lint notebooks mutants clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
-	@echo 'variables: PYTHON=$(PYTHON) VENV=$(VENV) JOBS=$(JOBS) DEMO_ARGS= PYTEST_ARGS='
+	@echo 'variables: PYTHON=$(PYTHON) VENV=$(VENV) JOBS=$(JOBS) DEMO_ARGS= PYTEST_ARGS= MUTANTS_ARGS='
 
 demo: $(MARKED)-demo ## train a VGG on 8 virtual devices on this machine
 	$(BIN)/splitjax demo $(DEMO_ARGS)
@@ -46,6 +47,9 @@ lint: $(MARKED)-test ## check style, formatting and types
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python tests/typing/check_package.py
+
+mutants: $(MARKED)-test ## change one line of the package at a time: each time a test has to fail (15 minutes on two cores)
+	$(BIN)/python -m benchmarks mutants --jobs $(JOBS) $(MUTANTS_ARGS)
 
 notebooks: $(MARKED)-test ## write the notebooks anew from their paired scripts
 	$(BIN)/python -m jupytext --to ipynb --update notebooks/*.py

@@ -91,12 +91,12 @@ def room_of(file: str) -> str:
 
 def rooms(checkout: pathlib.Path = ROOT) -> tuple[str, ...]:
     """Lists the rooms of the package in a `checkout`: folders with a module in them, an `__init__.py` not counted."""
-    found = {
+    folders = {
         room_of(file.relative_to(checkout).as_posix())
         for file in (checkout / PACKAGE).rglob("*.py")
         if not file.name.startswith("__")
     }
-    return tuple(sorted(found))
+    return tuple(sorted(folders))
 
 
 def problems(faults: Sequence[Fault], checkout: pathlib.Path = ROOT) -> list[str]:
@@ -130,7 +130,7 @@ def _is_python(text: str) -> bool:
 
 
 def has_test(checkout: pathlib.Path, test: str) -> bool:
-    """Tells from the syntax tree whether a `checkout` has the `test` of this pytest id; parameters are not looked at."""
+    """Tells from the syntax tree whether a `checkout` has the `test` of this pytest id, whatever its parameters."""
     path, *names = test.partition("[")[0].split("::")
     file = checkout / path
     if not names or not file.is_file():

@@ -7,8 +7,8 @@
 
 Each fault is applied alone to a copy of the checkout, and only its tests run. It counts as killed where a named test
 fails; where a fault survives, or its text is not in its file any more, the exit status is 1. Outcomes are kept in
-`--work`, line by line, so that a run that was ended goes on where it was; what changes the package or the tests begins
-anew.
+`--work`, line by line, so that a run that was ended goes on where it was, as long as the package and a fault's tests
+are what they were.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from benchmarks.mutants.run import (
 )
 
 WORK = pathlib.Path(tempfile.gettempdir()) / "splitjax-mutants"
-# What a fault's verdict depends on: another commit that touches none of it has the same verdicts.
-_DEPENDS_ON = ("splitjax/", "tests/", "sharding_rules/", "pyproject.toml")
+# What all verdicts depend on, beside the tests that a fault names: another commit that touches none of it keeps them.
+_DEPENDS_ON = ("splitjax/", "sharding_rules/", "pyproject.toml")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def run_all(faults: Sequence[Fault], options: argparse.Namespace) -> tuple[dict[
 
     Raises `FaultError` where the checkout cannot be copied.
     """
-    kept = Kept(options.work / f"{state_of(options.checkout)}.jsonl")
+    kept = Kept(options.work / f"{state_of(options.checkout)}.jsonl", options.checkout)
     outcomes = kept.outcomes(faults)
     if outcomes:
         print(f"{len(outcomes)} of {len(faults)} faults are in {kept.path}")
@@ -92,7 +92,7 @@ def run_all(faults: Sequence[Fault], options: argparse.Namespace) -> tuple[dict[
             finally:
                 copies.put(copy)
 
-        def one(fault: Fault, broken: dict[str, str]) -> Outcome:
+        def try_fault(fault: Fault, broken: dict[str, str]) -> Outcome:
             copy = copies.get()
             try:
                 return run_fault(copy, fault, broken, options.timeout)
@@ -104,25 +104,31 @@ def run_all(faults: Sequence[Fault], options: argparse.Namespace) -> tuple[dict[
             broken: dict[str, str] = {}
             for part in pool.map(unchanged, _dealt(tests, options.jobs)):
                 broken |= part
-            print(f"{time.monotonic() - began:5.0f} s  {len(tests)} tests without a fault, {len(broken)} do not pass")
+            print(
+                f"{time.monotonic() - began:5.0f} s  {len(tests)} tests without a fault, {len(broken)} do not pass",
+                flush=True,
+            )
             for test, line in broken.items():
                 print(f"         {test}: {line}")
-            futures = {pool.submit(one, fault, broken): fault for fault in left}
+            futures = {pool.submit(try_fault, fault, broken): fault for fault in left}
             last = began
             for future in as_completed(futures):
                 outcome = outcomes[futures[future].name] = future.result()
                 now = time.monotonic()
-                kept.add(outcome, now - last)
+                kept.add(futures[future], outcome, round(now - last, 2))
                 last = now
                 print(f"{now - began:5.0f} s  {_text(outcome)}", flush=True)
     return {fault.name: outcomes[fault.name] for fault in faults}, kept.seconds
 
 
 class Kept:
-    """Keeps outcomes in the file at `path`, a line each, with the seconds that passed since the line before."""
+    """Keeps outcomes in the file at `path`, a line each, with the seconds that passed since the line before.
 
-    def __init__(self, path: pathlib.Path) -> None:
-        self.path = path
+    An outcome counts as long as the fault and its test files in `checkout` are what they were.
+    """
+
+    def __init__(self, path: pathlib.Path, checkout: pathlib.Path) -> None:
+        self.path, self._checkout = path, checkout
         self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -133,19 +139,27 @@ class Kept:
 
     def outcomes(self, faults: Sequence[Fault]) -> dict[str, Outcome]:
         """Gives what was found of `faults` as they are, by name. What was not killed is tried again."""
-        digests = {fault.name: fault.digest for fault in faults}
+        keys = {fault.name: self._key(fault) for fault in faults}
         kept: dict[str, Outcome] = {}
         for line in self._lines():
             outcome = Outcome(**line["outcome"])
-            if digests.get(outcome.name) == outcome.digest and outcome.verdict == KILLED:
+            if keys.get(outcome.name) == line["key"] and outcome.verdict == KILLED:
                 kept[outcome.name] = outcome
         return kept
 
-    def add(self, outcome: Outcome, passed_seconds: float) -> None:
-        """Appends a line for `outcome`; `passed_seconds` since the one before."""
-        line = json.dumps({"outcome": dataclasses.asdict(outcome), "passed_seconds": round(passed_seconds, 2)})
+    def add(self, fault: Fault, outcome: Outcome, passed_seconds: float) -> None:
+        """Appends a line for the `outcome` of `fault`; `passed_seconds` since the one before."""
+        entry = {"key": self._key(fault), "outcome": dataclasses.asdict(outcome), "passed_seconds": passed_seconds}
+        line = json.dumps(entry)
         with self._lock, self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+    def _key(self, fault: Fault) -> str:
+        digest = hashlib.sha256(fault.digest.encode())
+        for name in sorted({test.partition("::")[0] for test in fault.tests}):
+            file = self._checkout / name
+            digest.update(name.encode() + b"\0" + (file.read_bytes() if file.is_file() else b""))
+        return digest.hexdigest()[:16]
 
     def _lines(self) -> Iterator[dict]:
         if self.path.is_file():
@@ -157,12 +171,13 @@ class Kept:
 
 
 def state_of(checkout: pathlib.Path) -> str:
-    """Gives a hash of all that verdicts depend on: package and tests of a `checkout`, Python and JAX."""
+    """Gives a hash of what all verdicts depend on: the package of a `checkout`, what tests share, Python and JAX."""
     from benchmarks.machine import version
 
     digest = hashlib.sha256(f"{sys.version} {version('jax')} {version('jaxlib')}".encode())
     for name in source_files(checkout):
-        if name.startswith(_DEPENDS_ON):
+        is_shared = name.startswith("tests/") and not pathlib.PurePosixPath(name).name.startswith("test_")
+        if is_shared or name.startswith(_DEPENDS_ON):
             digest.update(name.encode() + b"\0" + (checkout / name).read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -180,7 +195,9 @@ def _chosen(faults: Sequence[Fault], options: argparse.Namespace) -> tuple[Fault
     if unknown := sorted(set(options.only) - names):
         raise FaultError(f"there is no fault {', '.join(unknown)}; there are {', '.join(sorted(names))}")
     if unknown := sorted(set(options.room) - known_rooms):
-        raise FaultError(f"there is no room {', '.join(unknown)} with a fault; there are {', '.join(sorted(known_rooms))}")
+        raise FaultError(
+            f"there is no room {', '.join(unknown)} with a fault; there are {', '.join(sorted(known_rooms))}"
+        )
     return tuple(
         fault
         for fault in faults
@@ -191,9 +208,10 @@ def _chosen(faults: Sequence[Fault], options: argparse.Namespace) -> tuple[Fault
 def _list(faults: Sequence[Fault], checkout: pathlib.Path) -> int:
     for fault in faults:
         print(f"{fault.name}  ({fault.file})\n    {fault.breaks}")
-    found = problems(faults, checkout)
-    print("\n".join([f"{len(faults)} faults in {len({fault.room for fault in faults})} of {len(rooms(checkout))} rooms", *found]))
-    return 1 if found else 0
+    wrong = problems(faults, checkout)
+    num_rooms = len({fault.room for fault in faults})
+    print("\n".join([f"{len(faults)} faults in {num_rooms} of {len(rooms(checkout))} rooms", *wrong]))
+    return 1 if wrong else 0
 
 
 def _text(outcome: Outcome) -> str:

@@ -53,7 +53,7 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True)
-class TestRun:
+class PytestRun:
     """Holds a run of pytest: its exit `status` (None where it was ended), what `failed` and what was in `error`, by id
     with a line each, the ids that `passed`, the end of its `output`, and how many `seconds` it took."""
 
@@ -96,7 +96,7 @@ def source_files(checkout: pathlib.Path) -> list[str]:
     return [name for name in names if (checkout / name).is_file()]
 
 
-def run_unchanged(copy: pathlib.Path, tests: Sequence[str], timeout_seconds: float) -> TestRun:
+def run_unchanged(copy: pathlib.Path, tests: Sequence[str], timeout_seconds: float) -> PytestRun:
     """Runs `tests` (pytest ids) in the unchanged `copy`, all of them even if some fail, within `timeout_seconds`."""
     return run_tests(copy, tests, timeout_seconds, stop_at_first=False)
 
@@ -121,7 +121,7 @@ def run_fault(copy: pathlib.Path, fault: Fault, broken: Mapping[str, str], timeo
     return answer(verdict, noticed_by=noticed_by, message=message, seconds=run.seconds)
 
 
-def _judge(run: TestRun) -> tuple[str, str, str]:
+def _judge(run: PytestRun) -> tuple[str, str, str]:
     """Gives the verdict of a run, the test that noticed the fault, and a line about it."""
     if run.status is None:
         return TIMED_OUT, "", f"after {run.seconds:.0f} s"
@@ -157,7 +157,7 @@ def run_tests(
     *,
     stop_at_first: bool,
     keeps_byte_code: bool = True,
-) -> TestRun:
+) -> PytestRun:
     """Runs pytest over some tests.
 
     **Arguments:**
@@ -195,7 +195,7 @@ def run_tests(
                 process.wait()
         passed, failed, error = _read_report(report)
         last = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()][-1:]
-    return TestRun(status, passed, failed, error, _line("".join(last)), time.monotonic() - began)
+    return PytestRun(status, passed, failed, error, _line("".join(last)), time.monotonic() - began)
 
 
 def _read_report(report: pathlib.Path) -> tuple[tuple[str, ...], dict[str, str], dict[str, str]]:
@@ -209,10 +209,10 @@ def _read_report(report: pathlib.Path) -> tuple[tuple[str, ...], dict[str, str],
         cases = []
     for case in cases:
         test = _id_of(case)
-        if (found := case.find("failure")) is not None:
-            failed[test] = _line(found.get("message") or "")
-        elif (found := case.find("error")) is not None:
-            error[test] = _line(found.get("message") or "")
+        if (failure := case.find("failure")) is not None:
+            failed[test] = _line(failure.get("message") or "")
+        elif (problem := case.find("error")) is not None:
+            error[test] = _line(problem.get("message") or "")
         elif case.find("skipped") is None:
             passed.append(test)
     return tuple(passed), failed, error
@@ -231,7 +231,7 @@ def ran(test: str, run: Sequence[str]) -> bool:
     return any(full == test or full.partition("[")[0] == test for full in run)
 
 
-def broken_tests(tests: Sequence[str], run: TestRun) -> dict[str, str]:
+def broken_tests(tests: Sequence[str], run: PytestRun) -> dict[str, str]:
     """Maps those of `tests` that did not pass in `run`, that of the unchanged checkout, to a line each."""
     broken: dict[str, str] = {}
     for test in tests:
@@ -246,7 +246,13 @@ def broken_tests(tests: Sequence[str], run: TestRun) -> dict[str, str]:
 def _environment(copy: pathlib.Path) -> dict[str, str]:
     """The environment of the tests: the copy's package comes before any that is installed."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "XLA_FLAGS"))}
-    return {**kept, "PYTHONPATH": str(copy), "TPU_SKIP_MDS_QUERY": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    ours = {
+        "PYTHONPATH": str(copy),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # plugins take as long to import as many a test takes to run
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+    return {**kept, **ours}
 
 
 def _line(text: str, most: int = 200) -> str:

@@ -13,7 +13,9 @@ from splitjax.mesh import MeshShape
 from splitjax.plan import Memory, Plan
 from splitjax.planning import group_comm
 
-PLAN = Plan(MeshShape((("data", 2), ("model", 4))), "splitbrain", "all", ("data", "model"), (), (), memory=Memory(0, 0, 1000))
+PLAN = Plan(
+    MeshShape((("data", 2), ("model", 4))), "splitbrain", "all", ("data", "model"), (), (), memory=Memory(0, 0, 1000)
+)
 GRAPH = types.SimpleNamespace(num_boundaries=1)
 
 
@@ -22,9 +24,7 @@ def peak_in_turns(monkeypatch):
     """Sets the peak that is predicted for turns."""
 
     def set_peak(peak_bytes):
-        in_turns = lambda plan, graph, kind: dataclasses.replace(
-            plan, group_comm=kind, memory=Memory(0, 0, peak_bytes)
-        )
+        in_turns = lambda plan, graph, kind: dataclasses.replace(plan, group_comm=kind, memory=Memory(0, 0, peak_bytes))
         monkeypatch.setattr(group_comm, "with_kind", in_turns)
 
     return set_peak

@@ -16,7 +16,9 @@ def splits():
     """The split of every worker, in their order."""
     offsets = np.cumsum([0, *SHARES[:-1]])
     for share, offset in zip(SHARES, offsets, strict=True):
-        yield UnevenSplit(1, (("data", 3),), frozenset({"data"}), None, share, sum(SHARES), jnp.int32(offset), ("data",))
+        yield UnevenSplit(
+            1, (("data", 3),), frozenset({"data"}), None, share, sum(SHARES), jnp.int32(offset), ("data",)
+        )
 
 
 def test_the_divisors_of_a_common_value_share_it_out():
