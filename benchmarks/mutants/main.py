@@ -15,19 +15,20 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import pathlib
 import queue
+import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
 
 from benchmarks._common import RESULTS
 from benchmarks.mutants import page
@@ -54,7 +55,8 @@ def main(argv: list[str] | None = None) -> int:
         faults = _chosen(read_faults(options.faults), options)
         if options.list:
             return _list(faults, options.checkout)
-        outcomes, seconds = run_all(faults, options)
+        with _ended_by_sigterm():
+            outcomes, seconds = run_all(faults, options)
     except FaultError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -73,14 +75,14 @@ def run_all(faults: Sequence[Fault], options: argparse.Namespace) -> tuple[dict[
     Raises `FaultError` where the checkout cannot be copied.
     """
     kept = Kept(options.work / f"{state_of(options.checkout)}.jsonl", options.checkout)
-    outcomes = kept.outcomes(faults)
+    outcomes = kept.killed(faults)
     if outcomes:
         print(f"{len(outcomes)} of {len(faults)} faults are in {kept.path}")
     left = [fault for fault in faults if fault.name not in outcomes]
     if not left:
-        return outcomes, kept.seconds
+        return outcomes, kept.seconds(faults)
     began = time.monotonic()
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         copies: queue.SimpleQueue[pathlib.Path] = queue.SimpleQueue()
         for _ in range(min(options.jobs, len(left))):
             copies.put(stack.enter_context(workspace(options.checkout)))
@@ -100,25 +102,39 @@ def run_all(faults: Sequence[Fault], options: argparse.Namespace) -> tuple[dict[
                 copies.put(copy)
 
         with ThreadPoolExecutor(options.jobs) as pool:
-            tests = sorted({test for fault in left for test in fault.tests})
-            broken: dict[str, str] = {}
-            for part in pool.map(unchanged, _dealt(tests, options.jobs)):
-                broken |= part
-            print(
-                f"{time.monotonic() - began:5.0f} s  {len(tests)} tests without a fault, {len(broken)} do not pass",
-                flush=True,
-            )
-            for test, line in broken.items():
-                print(f"         {test}: {line}")
-            futures = {pool.submit(try_fault, fault, broken): fault for fault in left}
-            last = began
-            for future in as_completed(futures):
-                outcome = outcomes[futures[future].name] = future.result()
-                now = time.monotonic()
-                kept.add(futures[future], outcome, round(now - last, 2))
-                last = now
-                print(f"{now - began:5.0f} s  {_text(outcome)}", flush=True)
-    return {fault.name: outcomes[fault.name] for fault in faults}, kept.seconds
+            try:
+                broken = _broken(pool, unchanged, left, options.jobs)
+                futures = {pool.submit(try_fault, fault, broken): fault for fault in left}
+                last = began
+                for future in as_completed(futures):
+                    outcome = outcomes[futures[future].name] = future.result()
+                    now = time.monotonic()
+                    kept.add(futures[future], outcome, round(now - last, 2))
+                    last = now
+                    print(f"{now - began:5.0f} s  {_text(outcome)}", flush=True)
+            except BaseException:  # what is being tried is waited for, so that no process is left, and nothing else
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    return {fault.name: outcomes[fault.name] for fault in faults}, kept.seconds(faults)
+
+
+def _broken(
+    pool: ThreadPoolExecutor,
+    run_part: Callable[[Sequence[str]], dict[str, str]],
+    faults: Sequence[Fault],
+    num_jobs: int,
+) -> dict[str, str]:
+    """Runs the tests of `faults` without a fault, and maps those that do not pass to a line each."""
+    began = time.monotonic()
+    tests = sorted({test for fault in faults for test in fault.tests})
+    broken: dict[str, str] = {}
+    for part in pool.map(run_part, _dealt(tests, num_jobs)):
+        broken |= part
+    seconds = time.monotonic() - began
+    print(f"{seconds:5.0f} s  {len(tests)} tests without a fault, {len(broken)} do not pass", flush=True)
+    for test, line in broken.items():
+        print(f"         {test}: {line}")
+    return broken
 
 
 class Kept:
@@ -132,20 +148,14 @@ class Kept:
         self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
 
-    @property
-    def seconds(self) -> float:
-        """The seconds that all its runs took together."""
-        return sum(line["passed_seconds"] for line in self._lines())
+    def killed(self, faults: Sequence[Fault]) -> dict[str, Outcome]:
+        """Gives the outcomes of those of `faults` that were killed, by name. The others are tried again."""
+        outcomes = {name: Outcome(**line["outcome"]) for name, line in self._current(faults).items()}
+        return {name: outcome for name, outcome in outcomes.items() if outcome.verdict == KILLED}
 
-    def outcomes(self, faults: Sequence[Fault]) -> dict[str, Outcome]:
-        """Gives what was found of `faults` as they are, by name. What was not killed is tried again."""
-        keys = {fault.name: self._key(fault) for fault in faults}
-        kept: dict[str, Outcome] = {}
-        for line in self._lines():
-            outcome = Outcome(**line["outcome"])
-            if keys.get(outcome.name) == line["key"] and outcome.verdict == KILLED:
-                kept[outcome.name] = outcome
-        return kept
+    def seconds(self, faults: Sequence[Fault]) -> float:
+        """Gives the seconds that the last try of each of `faults` took, in whichever run it was."""
+        return sum(line["passed_seconds"] for line in self._current(faults).values())
 
     def add(self, fault: Fault, outcome: Outcome, passed_seconds: float) -> None:
         """Appends a line for the `outcome` of `fault`; `passed_seconds` since the one before."""
@@ -153,6 +163,12 @@ class Kept:
         line = json.dumps(entry)
         with self._lock, self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+    def _current(self, faults: Sequence[Fault]) -> dict[str, dict]:
+        """The last line of each fault, by name, where fault and tests are what they were."""
+        keys = {fault.name: self._key(fault) for fault in faults}
+        lines = ((line["outcome"]["name"], line) for line in self._lines())
+        return {name: line for name, line in lines if keys.get(name) == line["key"]}
 
     def _key(self, fault: Fault) -> str:
         digest = hashlib.sha256(fault.digest.encode())
@@ -180,6 +196,16 @@ def state_of(checkout: pathlib.Path) -> str:
         if is_shared or name.startswith(_DEPENDS_ON):
             digest.update(name.encode() + b"\0" + (checkout / name).read_bytes() + b"\0")
     return digest.hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Lets SIGTERM end the process as Ctrl-C does, so that copies are removed and no tests run on."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _dealt(tests: Sequence[str], num_jobs: int) -> list[list[str]]:
