@@ -28,7 +28,7 @@ BROKEN_BEFORE = "fails without it"  # a named test does not pass on the unchange
 TIMED_OUT, NOT_COLLECTED, NOT_RUN = "timed out", "error, no failure", "no tests ran"
 
 # Exit statuses of pytest: https://docs.pytest.org/en/stable/reference/exit-codes.html
-_PASSED, _FAILED, _INTERRUPTED, _USAGE, _NONE = 0, 1, 2, 4, 5
+_PASSED, _USAGE, _NONE = 0, 4, 5
 _MTIME_STEP_SECONDS = 60
 
 

@@ -143,6 +143,12 @@ def test_groups_are_mesh_axes(groups, axes):
     assert axes_of(expand(groups, 8), SHAPE) == axes
 
 
+def test_groups_along_two_axes_are_along_none():
+    cube = MeshShape((("a", 2), ("b", 2), ("c", 2)))
+    assert axes_of(((0, 1), (2, 3), (4, 5), (6, 7)), cube) == ("c",)
+    assert axes_of(((0, 1), (2, 3), (4, 6), (5, 7)), cube) is None
+
+
 def test_what_is_no_module_is_refused():
     with pytest.raises(WireError):
         read_module(b"\xff\xff")

@@ -138,6 +138,28 @@ def test_equals_the_dense_sum_and_sends_what_is_predicted(name, num_workers):
     assert sum(sent) == (scheme.predicted_bytes(scheme.plan(found), found.table) if num_workers > 1 else 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "num_sent"),
+    [
+        ("all_gather", 5 * 2 * 4),
+        ("hierarchical", 5 * 2 * 4),  # 5 is prime: one group of all
+        (
+            "recursive_doubling",
+            2 + 4 * 2 * 2 + 2,
+        ),  # the fifth adds to the first, four double twice, and it gets the sum
+        ("parameter_server", 2 * 4 + 2 * 4),  # a row has four workers that are no owner, and four that get its sum
+        ("zen by row", 2 * 4 + 2 * 4),
+        ("row_exchange", 2 * 4 + 2 * 4),
+    ],
+)
+def test_rows_that_are_sent_are_counted(name, num_sent):
+    """Over 5 workers, of which each has the same two rows."""
+    ids = jnp.asarray([[3 * (i % 2) for i in range(LOOKUPS)]] * 5, jnp.int32)
+    *_, stats = compiled(name, 5)(ids, jnp.ones((5, LOOKUPS, WIDTH), jnp.float32))
+    assert not stats.fell_back.any() and stats.local_rows.tolist() == [2] * 5
+    assert stats.sent_rows.sum() == num_sent
+
+
 @pytest.mark.parametrize("width", [1, 32])
 @pytest.mark.parametrize("room", [1, 20, 21, 22, 38, 39, 40, NUM_ROWS])
 def test_partial_sums_turn_dense_where_that_is_fewer_bytes(width, room):

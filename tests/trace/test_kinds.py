@@ -236,6 +236,23 @@ def test_a_tied_table_has_two_uses():
     assert set(labels(graph, "params/emb", 0, "hard")) & set(labels(graph, "params/emb", 1, "hard")) == set()
 
 
+def test_the_first_use_of_a_tied_table_names_its_dims():
+    loss = lambda p, b: cross_entropy(jnp.tanh(p["table"][b["x"]]) @ p["table"].T, b["y"])  # noqa: E731
+    graph = trace_loss(loss, {"table": zeros(V, D)}, TOKENS)
+    alone = lambda p, b: cross_entropy(jnp.tanh(p["table"][b["x"]]) @ p["head"], b["y"])  # noqa: E731
+    looked_up = trace_loss(alone, {"table": zeros(V, D), "head": zeros(D, V)}, TOKENS)
+    assert names_of(graph, "params/table") == names_of(looked_up, "params/table") == ("vocab", "features")
+
+
+def test_a_weight_of_several_parameters_is_that_of_the_largest():
+    def loss(p, b):
+        return cross_entropy((b["x"] @ (p["direction"] * p["a_scale"])) @ p["head"], b["y"])
+
+    params = {"a_scale": zeros(1, 8), "direction": zeros(VECTORS["x"].shape[1], 8), "head": zeros(8, C)}
+    graph = trace_loss(loss, params, VECTORS)
+    assert [use.param for use in graph.uses] == ["params/direction", "params/head"]
+
+
 def test_one_hot_products_stay_dense():
     loss = lambda p, b: cross_entropy(jax.nn.one_hot(b["x"], V) @ p["table"] @ p["head"], b["y"])  # noqa: E731
     graph = trace_loss(loss, {"table": zeros(V, D), "head": zeros(D, V)}, TOKENS)

@@ -246,6 +246,25 @@ def test_kernels_that_are_split_themselves(operation, replicated_batch):
         assert plan.spec("params/kernel") == jax.sharding.PartitionSpec(None, None, None, "model")
 
 
+def test_the_input_of_a_split_kernel_has_the_cotangents_of_all_features():
+    def step(params, batch):
+        def loss(params):
+            return jnp.mean(jnp.tanh(convolve(jnp.tanh(batch @ params["into"]), params["kernel"])) ** 2)
+
+        gradients = splitjax.value_and_grad(loss)(params)[1]
+        return jax.tree.map(lambda param, gradient: param - gradient, params, gradients), gradients
+
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        params = {"into": jnp.asarray(rng.normal(size=(8, 8))), "kernel": jnp.asarray(rng.normal(size=(3, 3, 8, 16)))}
+        batch = jnp.asarray(rng.normal(size=(8, 4, 4, 8)))
+        _, want = jax.jit(step)(params, batch)
+        parallel = splitjax.parallelize(step, mesh=TWO_BY_FOUR, rules=columns("data"), donate=False, state_outnums=0)
+        assert any("convolution" in note for note in parallel.plan(params, batch).notes)
+        _, got = parallel(params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-13), got, want)
+
+
 @pytest.mark.parametrize("mesh", [{"data": 2, "model": 2, "more": 2}, {"more": 2, "data": 4}], ids=str)
 def test_an_axis_that_no_rule_uses(mesh):
     rules = splitjax.RuleSet(
