@@ -212,5 +212,5 @@ def test_the_page_lists_what_was_kept():
             for entry in kept["results"]
         ),
     )
-    assert (folder / "mutants.md").read_text().splitlines() == [line.rstrip() for line in page.lines(results)]
+    assert (folder / "mutants.md").read_text() == "\n".join(page.lines(results)) + "\n"
     assert all(entry.outcome.verdict == run.KILLED for entry in results.results) and len(results.results) >= 45
