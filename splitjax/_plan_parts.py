@@ -8,17 +8,30 @@ writes them. A spec is a tuple with one entry per dim: None, an axis name, or a 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, Protocol
 
 from jax.sharding import PartitionSpec
 
+from splitjax.codec import Called, Count, OneOf, ReadAs, Where
 from splitjax.mesh import MeshShape
 
-SpecEntry = None | str | tuple[str, ...]
+SpecEntry = Annotated[None | str | tuple[str, ...], Called("null, an axis, or a list of axes")]
 Spec = tuple[SpecEntry, ...]
 # among collectives: all messages by which one table's rows are synchronised, whatever the scheme
 ROW_EXCHANGE = "row_exchange"
+
+
+def _is_option(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_option, value))
+    return not isinstance(value, dict) and (not isinstance(value, float) or math.isfinite(value))
+
+
+# As the JSON of a plan holds them: an option's value, the sizes of a kind.
+_Option = Annotated[Any, Where(_is_option, "an option is a number, a string, true, false, null, or a list of these")]
+_Sizes = Annotated[Any, ReadAs(Count | list[Count])]
 
 
 def spec_axes(spec: Spec) -> tuple[str, ...]:
@@ -46,14 +59,14 @@ class LeafPlan:
     """
 
     path: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str
     role: str
     is_state: bool
     spec: Spec
     rule: str
     note: str = ""
-    bytes_per_device: int = 0
+    bytes_per_device: Count = 0
     gradient: Spec | None = None
 
     def num_shards(self, mesh: MeshShape) -> int:
@@ -90,9 +103,9 @@ class LayerPlan:
 class Memory:
     """Holds predicted bytes per device: of the states, of activations, and the most at any moment of the step."""
 
-    state_bytes: int
-    activation_bytes: int
-    peak_bytes: int
+    state_bytes: Count
+    activation_bytes: Count
+    peak_bytes: Count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +119,7 @@ class Collective:
 
     op: str
     axis: str
-    bytes: int
+    bytes: Count
     layer: str
     why: str
 
@@ -130,13 +143,13 @@ class SyncPlan:
     param: str
     scheme: str
     axis: str
-    rows: int
-    bytes: int
-    dense_bytes: int
+    rows: Count
+    bytes: Count
+    dense_bytes: Count
     why: str
     lazy: bool = False
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    capacities: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, _Option] = dataclasses.field(default_factory=dict)
+    capacities: Mapping[str, _Sizes] = dataclasses.field(default_factory=dict)
 
     @property
     def is_decided(self) -> bool:
@@ -156,11 +169,11 @@ class SegmentPlan:
     """
 
     layers: tuple[str, ...]
-    contributors: int
+    contributors: Count
     backward: float
-    num_bytes: int
-    summed_bytes: int
-    handed_bytes: int
+    num_bytes: Count
+    summed_bytes: Count
+    handed_bytes: Count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,19 +187,19 @@ class PartialPlan:
       `"measured"`.
     """
 
-    assignment: str
-    estimator: str
+    assignment: Annotated[str, OneOf(("spatial", "temporal"))]
+    estimator: Annotated[str, OneOf(("count", "mean"))]
     rotate: bool
-    warmup_steps: int
-    execution: str
+    warmup_steps: Count
+    execution: Annotated[str, OneOf(("branch", "program"))]
     rebalance: bool
-    statistics: str
+    statistics: Annotated[str, OneOf(("global", "local"))]
     axis: str
-    first: tuple[int, ...]
+    first: tuple[Count, ...]
     device_time: float
-    times: str
+    times: Annotated[str, OneOf(("predicted", "measured"))]
     segments: tuple[SegmentPlan, ...]
-    examples: tuple[int, ...] = ()  # by slot, where `rebalance` gives them different shares
+    examples: tuple[Count, ...] = ()  # by slot, where `rebalance` gives them different shares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +210,7 @@ class Constraint:
     - `spec`: an entry `?` leaves the dim to XLA. `layer`, `why`: for which layer, and what for.
     """
 
-    site: tuple[int, ...]
+    site: tuple[Count, ...]
     operand: int
     spec: Spec
     layer: str
@@ -206,8 +219,6 @@ class Constraint:
 
 class PlanParts(Protocol):
     """Describes the dataclass that the parts make up, `splitjax.plan.Plan`: what `_plan_json` reads of it."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def mesh(self) -> MeshShape: ...

@@ -5,7 +5,8 @@ What a plan consists of (leaves, layers, collectives, ...) is defined in `splitj
 How a plan looks when it is printed is registered with `splitjax.display` by the room that shows plans.
 
 The text of a plan (`to_json`) is made to live in a repository beside the training script: stable order, one leaf, layer
-or collective a line, so that a version control diff reads like `Plan.diff`. Its codec is `splitjax._plan_json`.
+or collective a line, so that a version control diff reads like `Plan.diff`. What it has besides the types
+of the fields is in `splitjax._plan_json`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,11 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 from jax.sharding import Mesh, PartitionSpec
 
-from splitjax import _plan_json
-from splitjax._files import write_atomically
-from splitjax._plan_json import FORMAT
+from splitjax._plan_json import FORMAT, codec_of
 from splitjax._plan_parts import (
     ROW_EXCHANGE,
     Collective,
@@ -39,6 +37,7 @@ from splitjax._plan_parts import (
     spec_axes,
     spec_text,
 )
+from splitjax.codec import OneOf
 from splitjax.display import registry
 from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
@@ -98,7 +97,7 @@ class Plan:
 
     mesh: MeshShape
     rules: str
-    replicated_batch: str
+    replicated_batch: Annotated[str, OneOf(("all", "data"))]
     batch_axes: tuple[str, ...]
     leaves: tuple[LeafPlan, ...]
     layers: tuple[LayerPlan, ...]
@@ -107,7 +106,7 @@ class Plan:
     memory: Memory = Memory(0, 0, 0)
     collectives: tuple[Collective, ...] = ()
     notes: tuple[str, ...] = ()
-    group_comm: str = "gather"
+    group_comm: Annotated[str, OneOf(("gather", "turns", "modulo"))] = "gather"
     syncs: tuple[SyncPlan, ...] = ()
     partial: PartialPlan | None = None
 
@@ -141,41 +140,26 @@ class Plan:
     def to_json(self) -> str:
         """Returns the plan as JSON text (ASCII, stable order, one entry a line), read back exactly by
         `Plan.from_json`."""
-        return _plan_json.dump(self)
+        return _JSON.text(self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Reads `text`, what `to_json` wrote, possibly edited by hand. Raises `PlanError` naming the key path of the
         first problem."""
-        return _plan_json.parse(cls, text, origin="")
+        return _JSON.parse(text)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to the file `path`, whole or not at all: a reader never sees half a plan, a crash leaves the
         old one.
 
         Raises `PlanError` when the file cannot be written."""
-        try:
-            write_atomically(Path(path), self.to_json(), encoding="ascii")
-        except OSError as error:
-            raise PlanError(
-                f"the plan cannot be written: {error.strerror or error}",
-                place=str(path),
-                remedy="give a file name in an existing, writable folder",
-            ) from error
+        _JSON.save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Reads a plan that `save` wrote to `path`. Raises `PlanError` naming the file and the key path of the first
         problem."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(
-                f"the plan cannot be read: {getattr(error, 'strerror', None) or error}",
-                place=str(path),
-                remedy="give the file that `plan.save` wrote",
-            ) from error
-        return _plan_json.parse(cls, text, origin=str(path))
+        return _JSON.load(path)
 
     def diff(self, other: Plan) -> tuple[str, ...]:
         """Returns what differs between this plan and `other`, as sentences `thing: here -> there`; empty exactly when
@@ -209,6 +193,9 @@ class Plan:
 
     def _repr_html_(self) -> str:
         return registry.html(self)
+
+
+_JSON = codec_of(Plan)
 
 
 def first_mismatch(plan: Plan, leaves: Sequence[LeafLike], mesh: MeshShape | Mesh | Mapping[str, int]) -> str | None:

@@ -18,6 +18,7 @@ ROOMS = (
     "errors",
     "_compat",
     "_files",
+    "codec",
     "_static",
     "mesh",
     "display",

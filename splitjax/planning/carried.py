@@ -18,10 +18,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from splitjax._plan_json import parse_sync
-from splitjax.errors import CheckpointError, PlanError
+from splitjax.codec import Codec, Wording
+from splitjax.errors import CheckpointError
 from splitjax.mesh import MeshShape
-from splitjax.plan import SyncPlan
+from splitjax.plan import Spec, SyncPlan
 from splitjax.step.arguments import Bound
 
 Residual = jax.Array | np.ndarray
@@ -78,59 +78,69 @@ class Carried:
         }
         return samples | {f"{_RESIDUALS}/{param}": array for param, array in self.residuals.items()}
 
-    def layouts(self) -> dict[str, list[Any]]:
-        """Returns the spec, as JSON values, of every array that lies over a mesh, by the names of `arrays`."""
-        specs: dict[str, list[Any]] = {}
+    def layouts(self) -> dict[str, Spec]:
+        """Returns the spec of every array that lies over a mesh, by the names of `arrays`."""
+        specs: dict[str, Spec] = {}
         for name, array in self.arrays().items():
             if isinstance(array, jax.Array) and isinstance(array.sharding, jax.sharding.NamedSharding):
-                specs[name] = [list(entry) if isinstance(entry, tuple) else entry for entry in array.sharding.spec]
+                specs[name] = tuple(array.sharding.spec)
         return specs
 
     def to_json(self) -> dict[str, Any]:
         """Returns everything but the arrays, as JSON values."""
-        entries = [
-            {
-                "inputs": inputs,
-                "syncs": [_plain(dataclasses.asdict(sync)) for sync in seen.syncs],
-                "num_steps": seen.num_steps,
-                "fell_back": dict(seen.fell_back),
-            }
-            for inputs, seen in self.seen.items()
-        ]
-        return {"seen": entries, "num_steps": self.num_steps}
+        seen = (
+            _SeenEntry(inputs, known.syncs, known.num_steps, known.fell_back) for inputs, known in self.seen.items()
+        )
+        return _JSON.values(_Entry(tuple(seen), self.num_steps))
 
     @staticmethod
     def parse(value: Mapping[str, Any], arrays: Mapping[str, Any]) -> Carried:
         """Makes the value again from what `to_json` gave (`value`) and what `arrays` gave (`arrays`). Raises
         `CheckpointError` for values that this version cannot read."""
-        try:
-            seen = {}
-            for k, entry in enumerate(value["seen"]):
-                prefix = f"{_SAMPLES}/{k}/"
-                samples = {
-                    name.removeprefix(prefix): np.asarray(array)
-                    for name, array in arrays.items()
-                    if name.startswith(prefix)
-                }
-                syncs = tuple(
-                    parse_sync(sync, f"seen[{k}].syncs[{number}]") for number, sync in enumerate(entry["syncs"])
-                )
-                seen[entry["inputs"]] = Seen(syncs, samples, entry["num_steps"], entry["fell_back"])
-            num_steps = int(value.get("num_steps", 0))
-        except (KeyError, TypeError, PlanError) as error:
-            raise CheckpointError(
-                f"what the step carried cannot be read: {error}",
-                place="checkpoint.json, carried",
-                remedy=(
-                    "resume with the version of splitjax that saved it, or leave it away: tables are then observed anew"
-                ),
-            ) from error
+        entry, seen = _JSON.read(value, "checkpoint.json, carried"), {}
+        for k, known in enumerate(entry.seen):
+            prefix = f"{_SAMPLES}/{k}/"
+            samples = {
+                name.removeprefix(prefix): np.asarray(array)
+                for name, array in arrays.items()
+                if name.startswith(prefix)
+            }
+            seen[known.inputs] = Seen(known.syncs, samples, known.num_steps, known.fell_back)
         prefix = f"{_RESIDUALS}/"
         return Carried(
             seen,
             {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)},
-            num_steps,
+            entry.num_steps,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _SeenEntry:
+    """Holds what JSON has of a `Seen`, with the signature that it is of."""
+
+    inputs: str
+    syncs: tuple[SyncPlan, ...]
+    num_steps: int
+    fell_back: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """Holds what JSON has of a `Carried`."""
+
+    seen: tuple[_SeenEntry, ...]
+    num_steps: int = 0
+
+
+_JSON = Codec(
+    _Entry,
+    CheckpointError,
+    Wording(
+        "a value that a step carried",
+        "resume with the version of splitjax that saved it, or leave it away: tables are then observed anew",
+        lead="what the step carried cannot be read: ",
+    ),
+)
 
 
 def inputs_of(bound: Bound, mesh: Mesh) -> str:
@@ -143,10 +153,3 @@ def inputs_of(bound: Bound, mesh: Mesh) -> str:
     ]
     num_state_arrays = sum(argument.is_state for argument in bound.arguments)
     return "; ".join([*inputs, f"{num_state_arrays} arrays of state", f"mesh {MeshShape.of(mesh)}"])
-
-
-def _plain(value: Any) -> Any:
-    """Returns a value with lists for tuples, which JSON does not tell apart."""
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from splitjax._plan_json import MESH_FORM
+from splitjax.codec import Codec, Form, Wording, fields_of
 from splitjax.display import registry
 from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
@@ -137,53 +138,13 @@ class Report:
     def to_json(self) -> str:
         """The report as JSON text (ASCII), one collective a line, read back by `Report.from_json`. All sizes are bytes
         per device, and what is sent is per step."""
-        head = {
-            "format": FORMAT,
-            "step": self.step,
-            "mesh": self.mesh.axes,
-            "rules": self.rules,
-            "platform": self.platform,
-            "plan_digest": self.plan_digest,
-            "memory": dataclasses.asdict(self.memory),
-            "by_op": [
-                {"op": op, "axis": axis, **dataclasses.asdict(total)} for (op, axis), total in self.by_op.items()
-            ],
-            "by_layer": [{"layer": layer, **dataclasses.asdict(total)} for layer, total in self.by_layer.items()],
-            "depths": [dataclasses.asdict(one) for one in self.depths],
-        }
-        lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-        for name, values in (("collectives", self.collectives), ("missing", self.missing)):
-            entries = ",\n".join(f"    {json.dumps(_flat(one))}" for one in values)
-            lines.append(f'  "{name}": [\n{entries}\n  ]' if values else f'  "{name}": []')
-        return "{\n" + ",\n".join(lines) + "\n}\n"
+        return _JSON.text(self)
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Reads what `to_json` wrote. Raises `PlanError` for anything else."""
-        try:
-            data = json.loads(text)
-            if data["format"] != FORMAT:
-                raise ValueError(f"format {data['format']!r}")
-            compiled = data["memory"]["compiled"]
-            return cls(
-                data["step"],
-                MeshShape(tuple((name, size) for name, size in data["mesh"])),
-                data["rules"],
-                data["platform"],
-                data["plan_digest"],
-                ReportMemory(
-                    Memory(**data["memory"]["predicted"]), None if compiled is None else CompiledMemory(**compiled)
-                ),
-                tuple(_reported(one) for one in data["collectives"]),
-                tuple(Collective(**one) for one in data["missing"]),
-                tuple(ReportedDepth(**one) for one in data.get("depths", ())),
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise PlanError(
-                f"this is not the JSON of a report: {error}",
-                place="Report.from_json",
-                remedy="pass what `report.to_json()` returned",
-            ) from error
+        """Reads what `to_json` wrote. Raises `PlanError` for anything else, with the key path of the first
+        problem."""
+        return _JSON.parse(text)
 
     def __str__(self) -> str:
         return registry.show(self)
@@ -234,31 +195,43 @@ def _totals(report: Report, key: Any) -> dict[Any, Total]:
     return dict(sorted(totals.items(), key=lambda item: -max(item[1].predicted_bytes, item[1].compiled_bytes)))
 
 
-def _flat(one: ReportedCollective | Collective) -> dict[str, Any]:
-    """A collective as one flat object; a compiled one begins with what people look for."""
-    if isinstance(one, Collective):
-        return dataclasses.asdict(one)
-    compiled = dataclasses.asdict(one.compiled)
-    del compiled["source"]  # the first of its frames; the object's own `source` is never less
+def _written(report: Report) -> dict[str, Any]:
+    """Gives what is written of a report: sums over its collectives too, for whoever reads the text."""
+    fields = fields_of(report)
+    lists = {name: fields.pop(name) for name in ("depths", "collectives", "missing")}
+    by_op = [{"op": op, "axis": axis, **fields_of(total)} for (op, axis), total in report.by_op.items()]
+    by_layer = [{"layer": layer, **fields_of(total)} for layer, total in report.by_layer.items()]
+    return {**fields, "by_op": by_op, "by_layer": by_layer, **lists}
+
+
+def _written_collective(one: ReportedCollective) -> dict[str, Any]:
+    """Gives a collective as one flat object that begins with what people look for."""
+    fields, compiled = fields_of(one), fields_of(one.compiled)
+    del fields["compiled"], compiled["source"]  # the first of its frames; the object's own `source` is never less
     first = {name: compiled.pop(name) for name in ("op", "axis", "bytes")}
-    rest = {
-        field.name: getattr(one, field.name)
-        for field in dataclasses.fields(one)
-        if field.name not in ("compiled", "planned")
-    }
-    return {**first, **rest, "planned": None if one.planned is None else dataclasses.asdict(one.planned), **compiled}
+    planned = fields.pop("planned")
+    return {**first, **fields, "planned": planned, **compiled}
 
 
-def _reported(data: Mapping[str, Any]) -> ReportedCollective:
+def _read_collective(codec: Codec[Any], values: Any, place: str) -> ReportedCollective:
     names = {field.name for field in dataclasses.fields(CompiledCollective)} - {"source"}
-    compiled = {name: _tuples(value) for name, value in data.items() if name in names}
-    rest = {name: value for name, value in data.items() if name not in names}
-    planned = rest.pop("planned")
-    compiled["source"] = compiled["frames"][0] if compiled["frames"] else ""
-    return ReportedCollective(
-        CompiledCollective(**compiled), planned=None if planned is None else Collective(**planned), **rest
-    )
+    known = codec.object(ReportedCollective, values, place)
+    of_compiled = {name: value for name, value in known.items() if name in names}
+    fields = {name: value for name, value in known.items() if name not in names}
+    compiled = codec.instance(CompiledCollective, of_compiled, place)
+    compiled = dataclasses.replace(compiled, source=compiled.frames[0] if compiled.frames else "")
+    return ReportedCollective(compiled, **codec.arguments(ReportedCollective, fields, place, ("compiled",)))
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
+_JSON = Codec(
+    Report,
+    PlanError,
+    Wording.of_result("a report", "report"),
+    format=FORMAT,
+    forms={
+        MeshShape: MESH_FORM,
+        Report: Form(_written, unread=("by_op", "by_layer")),
+        ReportedCollective: Form(_written_collective, _read_collective),
+    },
+    entries=("collectives", "missing"),
+)

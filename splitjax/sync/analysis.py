@@ -8,20 +8,18 @@ the step looks rows up in, elements of any other tensor.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from splitjax._files import write_atomically
+from splitjax.codec import Codec, Form, Wording, fields_of
 from splitjax.display import registry
 from splitjax.errors import ProfileError
 from splitjax.sync import masks
-from splitjax.sync.profile import Sparsity, measure
+from splitjax.sync.profile import SPARSITY_FORM, Sparsity, measure
 
 FORMAT = 1
 
@@ -225,60 +223,23 @@ class Profile:
     def to_json(self) -> str:
         """The profile as JSON text (ASCII), one tensor a line, read back by `from_json`. The row numbers behind a
         table's `sparsity` (its `samples`) are left out."""
-        head = {
-            "format": FORMAT,
-            "step": self.step,
-            "num_workers": self.num_workers,
-            "num_examples": self.num_examples,
-            "notes": self.notes,
-        }
-        lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-        entries = ",\n".join(f"    {json.dumps(_flat(tensor))}" for tensor in self.tensors)
-        return "{\n" + ",\n".join([*lines, f'  "tensors": [\n{entries}\n  ]']) + "\n}\n"
+        return _JSON.text(self)
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Reads the `text` that `to_json` wrote. Raises `ProfileError` for anything else."""
-        try:
-            data = json.loads(text)
-            if data["format"] != FORMAT:
-                raise ValueError(f"format {data['format']!r}")
-            return cls(
-                data["step"],
-                data["num_workers"],
-                tuple(data["num_examples"]),
-                tuple(_tensor(tensor) for tensor in data["tensors"]),
-                tuple(data["notes"]),
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise ProfileError(
-                f"this is not the JSON of a profile: {error}",
-                place="Profile.from_json",
-                remedy="pass what `profile.to_json()` returned",
-            ) from error
+        """Reads the `text` that `to_json` wrote. Raises `ProfileError` for anything else, with the key path of the
+        first problem."""
+        return _JSON.parse(text)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the JSON to the file `path`, whole or not at all. Raises `ProfileError` when the file cannot be
         written."""
-        try:
-            write_atomically(Path(path), self.to_json(), encoding="ascii")
-        except OSError as error:
-            raise ProfileError(
-                f"the profile cannot be written: {error.strerror or error}", place=str(path),
-                remedy="give a file name in an existing, writable folder",
-            ) from error  # fmt: skip
+        _JSON.save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
         """Reads a profile that `save` wrote to `path`. Raises `ProfileError` when it cannot be read."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ProfileError(
-                f"the profile cannot be read: {getattr(error, 'strerror', None) or error}", place=str(path),
-                remedy="give the file that `profile.save` wrote",
-            ) from error  # fmt: skip
-        return cls.from_json(text)
+        return _JSON.load(path)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draws a `matplotlib.figure.Figure`: density and skewness by tensor, densification by number of workers,
@@ -382,25 +343,34 @@ def _paths(tensors: Sequence[TensorProfile]) -> str:
     return ", ".join(map(repr, names[:12])) + (", ..." if len(names) > 12 else "")
 
 
-def _flat(tensor: TensorProfile) -> dict[str, Any]:
-    """A tensor as one object: the means first, for whoever reads it by eye; they are not read back."""
-    fields = {field.name: getattr(tensor, field.name) for field in dataclasses.fields(tensor)}
-    fields["steps"] = [dataclasses.asdict(step) for step in tensor.steps]
-    fields["sparsity"] = None if tensor.sparsity is None else tensor.sparsity.to_json()
+def _written(profile: Profile) -> dict[str, Any]:
+    """Gives what is written of a profile: what is short comes first."""
+    fields = fields_of(profile)
+    tensors = fields.pop("tensors")
+    return {**fields, "tensors": tensors}
+
+
+def _written_tensor(tensor: TensorProfile) -> dict[str, Any]:
+    """Gives what is written of a tensor: the means first, for whoever reads it by eye; they are not read back."""
     means = {
-        "density": tensor.density, "row_density": tensor.row_density, "overlap": tensor.overlap,
+        "density": tensor.density,
+        "row_density": tensor.row_density,
+        "overlap": tensor.overlap,
         "skewness": tensor.skewness,
         "densification": [[m, tensor.densification(m)] for m, _ in tensor.steps[0].unions],
-    }  # fmt: skip
-    return {"path": fields.pop("path"), "means": means, **fields}
+    }
+    return {"path": tensor.path, "means": means, **fields_of(tensor)}
 
 
-def _tensor(data: dict[str, Any]) -> TensorProfile:
-    known = {name: _tuples(value) for name, value in data.items() if name != "means"}
-    known["steps"] = tuple(Figures(**{name: _tuples(value) for name, value in step.items()}) for step in data["steps"])
-    known["sparsity"] = None if data["sparsity"] is None else Sparsity.from_json(data["sparsity"])
-    return TensorProfile(**known)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(entry) for entry in value) if isinstance(value, list) else value
+_JSON = Codec(
+    Profile,
+    ProfileError,
+    Wording.of_result("a profile", "profile"),
+    format=FORMAT,
+    forms={
+        Profile: Form(_written),
+        TensorProfile: Form(_written_tensor, unread=("means",)),
+        Sparsity: SPARSITY_FORM,
+    },
+    entries=("tensors",),
+)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from splitjax.codec import Codec, Form, Wording, fields_of
 from splitjax.errors import SyncError
 from splitjax.sync import masks
 
@@ -97,25 +98,40 @@ class Sparsity:
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers, without the samples."""
-        return {
-            **dataclasses.asdict(self.table),
-            "rows": self.rows,
-            "rows_max": self.rows_max,
-            "density": self.density,
-            "unions": [list(union) for union in self.unions],
-            "densification": self.densification(self.num_workers),
-            "overlap": self.overlap,
-            "skewness": self.skewness,
-            "hot_rows": self.hot_rows,
-            "bound_bytes": self.bound_bytes(),
-        }
+        return _JSON.values(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Sparsity:
-        """Reads `data` that `to_json` gave, without samples: good for reading, not for a scheme's capacities."""
-        table = Table(*(data[field.name] for field in dataclasses.fields(Table)))
-        unions = tuple((m, size) for m, size in data["unions"])
-        return cls(table, data["rows"], data["rows_max"], unions, data["overlap"], data["skewness"], data["hot_rows"])
+        """Reads `data` that `to_json` gave, without samples: good for reading, not for a scheme's capacities. Raises
+        `SyncError` for anything else."""
+        return _JSON.read(data)
+
+
+def _written(sparsity: Sparsity) -> dict[str, Any]:
+    """Gives what is written of a sparsity: one object with the table's sizes and what follows from the numbers."""
+    return {
+        **fields_of(sparsity.table),
+        "rows": sparsity.rows,
+        "rows_max": sparsity.rows_max,
+        "density": sparsity.density,
+        "unions": sparsity.unions,
+        "densification": sparsity.densification(sparsity.num_workers),
+        "overlap": sparsity.overlap,
+        "skewness": sparsity.skewness,
+        "hot_rows": sparsity.hot_rows,
+        "bound_bytes": sparsity.bound_bytes(),
+    }
+
+
+def _read(codec: Codec[Any], values: Any, place: str) -> Sparsity:
+    known = codec.object(Sparsity, values, place)
+    table = {field.name: known.pop(field.name) for field in dataclasses.fields(Table) if field.name in known}
+    own = codec.arguments(Sparsity, known, place, ("table", "samples"))
+    return Sparsity(codec.instance(Table, table, place), **own)
+
+
+SPARSITY_FORM: Form[Sparsity] = Form(_written, _read, ("density", "densification", "bound_bytes"))
+_JSON = Codec(Sparsity, SyncError, Wording.of_result("a sparsity", "sparsity"), forms={Sparsity: SPARSITY_FORM})
 
 
 def measure(id_sets: Sequence[Sequence[np.ndarray]], num_rows: int, row_size: int, itemsize: int = 4) -> Sparsity:

@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from splitjax.codec import Codec, Wording
 from splitjax.errors import CheckpointError
+from splitjax.plan import Spec
 from splitjax.planning.carried import Carried
-from splitjax.runtime.checkpoint.state_match import Leaf, describe, reject_consumed
+from splitjax.runtime.checkpoint.state_match import LEAF_FORM, Leaf, describe, reject_consumed
 
 logger = logging.getLogger("splitjax")
 
@@ -40,6 +42,25 @@ class CarriedParts:
     entry: Mapping[str, Any] | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class _ArraysEntry:
+    """Holds what a description says of the arrays of a `Carried`: their leaves, and under their `names` their layouts
+    over the mesh."""
+
+    arrays: tuple[Leaf, ...]
+    names: tuple[str, ...]
+    layouts: Mapping[str, Spec]
+
+
+_JSON = Codec(
+    _ArraysEntry,
+    CheckpointError,
+    Wording("a description of what the step carried", "restore another checkpoint, or the file from a copy"),
+    forms={Leaf: LEAF_FORM},
+)
+_OF_ARRAYS = tuple(field.name for field in dataclasses.fields(_ArraysEntry))
+
+
 def taken_apart(carried: Carried | None) -> CarriedParts:
     """Returns the parts of `carried` to save, empty ones for None. Raises `CheckpointError` for an array that a later
     call of the step consumed."""
@@ -48,13 +69,8 @@ def taken_apart(carried: Carried | None) -> CarriedParts:
     arrays = {PREFIX: carried.arrays()}
     leaves = describe(arrays)
     reject_consumed(leaves, arrays)
-    entry = {
-        **carried.to_json(),
-        "arrays": [leaf.to_json() for leaf in leaves],
-        "names": sorted(carried.arrays()),
-        "layouts": carried.layouts(),
-    }
-    return CarriedParts(leaves, arrays, entry)
+    about_arrays = _ArraysEntry(leaves, tuple(sorted(carried.arrays())), carried.layouts())
+    return CarriedParts(leaves, arrays, {**carried.to_json(), **_JSON.values(about_arrays)})
 
 
 def targets(entry: Mapping[str, Any] | None, like: Any) -> CarriedParts:
@@ -65,11 +81,11 @@ def targets(entry: Mapping[str, Any] | None, like: Any) -> CarriedParts:
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(like))
     named = (sharding for sharding in shardings if isinstance(sharding, jax.sharding.NamedSharding))
     mesh = next((sharding.mesh for sharding in named), None)
-    leaves = tuple(map(Leaf.from_json, entry["arrays"]))
+    known = _JSON.read({name: value for name, value in entry.items() if name in _OF_ARRAYS}, "carried")
     arrays = {
-        name: _target(leaf, entry["layouts"].get(name), mesh) for name, leaf in zip(entry["names"], leaves, strict=True)
+        name: _target(leaf, known.layouts.get(name), mesh) for name, leaf in zip(known.names, known.arrays, strict=True)
     }
-    return CarriedParts(leaves, {PREFIX: arrays}, entry)
+    return CarriedParts(known.arrays, {PREFIX: arrays}, entry)
 
 
 def put_together(entry: Mapping[str, Any] | None, arrays: Any) -> Carried | None:
@@ -78,27 +94,26 @@ def put_together(entry: Mapping[str, Any] | None, arrays: Any) -> Carried | None
     if entry is None:
         return None
     try:
-        return Carried.parse(entry, arrays[PREFIX])
+        return Carried.parse({name: value for name, value in entry.items() if name not in _OF_ARRAYS}, arrays[PREFIX])
     except CheckpointError as error:
         logger.warning("%s", error)
         return None
 
 
 def _target(
-    leaf: Leaf, layout: list[Any] | None, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None
+    leaf: Leaf, layout: Spec | None, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None
 ) -> jax.ShapeDtypeStruct | np.ndarray:
     """Returns what `leaf` is read into: laid out over `mesh` by `layout`, the mesh axes of each dim, where the mesh has
     these axes and they divide the dims; an array of the host otherwise."""
     dtype = jnp.dtype(leaf.dtype)
     if mesh is None or layout is None:
         return np.empty(leaf.shape, dtype)
-    entries = [tuple(entry) if isinstance(entry, list) else entry for entry in layout]
-    axes = [(entry,) if isinstance(entry, str) else entry or () for entry in entries]
+    axes = [(entry,) if isinstance(entry, str) else entry or () for entry in layout]
     known = all(axis in mesh.shape for entry in axes for axis in entry)
     if known and all(
         size % math.prod(mesh.shape[axis] for axis in entry) == 0 for size, entry in zip(leaf.shape, axes, strict=False)
     ):
         return jax.ShapeDtypeStruct(
-            leaf.shape, dtype, sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*entries))
+            leaf.shape, dtype, sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*layout))
         )
     return np.empty(leaf.shape, dtype)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from splitjax.codec import Codec, Wording, without_nones
 from splitjax.errors import CheckpointError
-from splitjax.runtime.checkpoint.state_match import Leaf
+from splitjax.runtime.checkpoint.state_match import LEAF_FORM, Leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,19 +30,21 @@ class Description:
     def to_json(self) -> str:
         """Returns the text of the file. Raises `CheckpointError` for an `extra` that would not come back equal."""
         check_json(self.extra, "extra")
-        value = {"step": self.step, "leaves": [leaf.to_json() for leaf in self.leaves], "extra": self.extra}
-        if self.carried is not None:
-            value["carried"] = self.carried
-        return json.dumps(value, indent=1) + "\n"
+        return _JSON.text(self)
 
     @staticmethod
     def read(file: Path) -> Description:
-        """Reads the description in a `file` that `to_json` gave the text of. Raises `OSError`, and `ValueError` or
-        `KeyError` for another text."""
-        value = json.loads(file.read_text(encoding="utf-8"))
-        return Description(
-            value["step"], tuple(map(Leaf.from_json, value["leaves"])), value["extra"], value.get("carried")
-        )
+        """Reads the description in a `file` that `to_json` gave the text of. Raises `CheckpointError` for a file that
+        cannot be read, and for another text."""
+        return _JSON.load(file)
+
+
+_JSON = Codec(
+    Description,
+    CheckpointError,
+    Wording("a description of a checkpoint", "restore another checkpoint, or the file from a copy"),
+    forms={Leaf: LEAF_FORM, Description: without_nones("carried")},
+)
 
 
 def check_json(value: Any, place: str) -> None:

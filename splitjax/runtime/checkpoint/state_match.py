@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from splitjax.codec import Form, without_nones
 from splitjax.errors import CheckpointError
 
 # Leaves that are kept as JSON values; everything else is an array.
@@ -48,16 +49,9 @@ class Leaf:
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the leaf as a JSON object, which `from_json` reads."""
-        entry = {"path": self.path, "shape": list(self.shape), "dtype": self.dtype}
-        optional = {"key_impl": self.key_impl, "value": self.value}
-        return entry | {name: value for name, value in optional.items() if value is not None}
 
-    @staticmethod
-    def from_json(entry: dict[str, Any]) -> Leaf:
-        """Returns the leaf that `to_json` wrote as `entry`. Raises `KeyError` for another object."""
-        return Leaf(entry["path"], tuple(entry["shape"]), entry["dtype"], entry.get("key_impl"), entry.get("value"))
+# How a leaf stands in JSON: without the fields that only few leaves have.
+LEAF_FORM: Form[Leaf] = without_nones("key_impl", "value")
 
 
 def is_key(leaf: Any) -> bool:
