@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 import signal
 import sys
@@ -18,6 +17,7 @@ from rich.table import Table
 
 from splitjax.cli._model_command import write_file
 from splitjax.cli._options import Traceback
+from splitjax.codec import Codec, Wording
 from splitjax.errors import LaunchError
 from splitjax.runtime.launch import launch
 from splitjax.runtime.launch import output as launch_output
@@ -103,8 +103,18 @@ class Launch(Traceback):
             table.add_row(str(one.rank), f"{one.sent_bytes:,}", f"{one.received_bytes:,}")
         Console(stderr=True).print(table, highlight=False)
         if self.network_json is not None:
-            value = {"bits_per_second": bits_per_second, "workers": [dataclasses.asdict(one) for one in traffic]}
-            write_file(self.network_json, json.dumps(value, indent=1), "--network-json")
+            write_file(self.network_json, _JSON.text(_NetworkTraffic(bits_per_second, traffic)), "--network-json")
+
+
+@dataclasses.dataclass(frozen=True)
+class _NetworkTraffic:
+    """Holds what `--network-json` writes: the rate of a link, and what went over each."""
+
+    bits_per_second: int
+    workers: tuple[Traffic, ...]
+
+
+_JSON = Codec(_NetworkTraffic, LaunchError, Wording("a count of traffic", "run with --network-json"), end="")
 
 
 @contextlib.contextmanager

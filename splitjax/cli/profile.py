@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import pathlib
 import statistics
 import time
@@ -150,6 +149,7 @@ class ShowProfile(Traceback):
     def _show_job(self, console: Console, step: Any, state: Any, stream: Iterator[Any], model: str) -> int:
         from splitjax import schedule
         from splitjax.runtime.network import parse_bandwidth
+        from splitjax.schedule.model.profile_files import profiles_text
         from splitjax.sync import Link
 
         link = None if self.bandwidth is None else Link(self.latency_seconds, parse_bandwidth(self.bandwidth) / 8)
@@ -171,6 +171,6 @@ class ShowProfile(Traceback):
         )
         console.print(schedule.profile_table(profile, workers))
         if self.json is not None:
-            write_file(self.json, json.dumps([profile.to_json()], indent=1) + "\n", "--json")
+            write_file(self.json, profiles_text([profile]), "--json")
             console.print(f"profile: {self.json}", highlight=False)
         return 0

@@ -108,7 +108,8 @@ class Codec(Generic[T]):
                 values = self._of_format(values)
             document = self.read(values)
         except self.error as error:
-            place = f"{origin}: {error.place}" if origin and error.place else origin or error.place or self._whole
+            inner = "" if error.place == self._whole else error.place
+            place = f"{origin}: {inner}" if origin and inner else origin or inner or self._whole
             raise type(error)(error.message, value=error.value, place=place, remedy=error.remedy) from error.__cause__
         return document
 

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from splitjax.codec import Codec, Wording
 from splitjax.data.augment import Augment, example_keys
 from splitjax.data.batches import (
     Arrays,
@@ -50,20 +51,38 @@ class Position:
 
     def to_json(self) -> dict[str, int]:
         """`{"epoch": int, "batch": int}`, for `json.dumps`."""
-        return {"epoch": int(self.epoch), "batch": int(self.batch)}
+        return _JSON.values(_Entry(self.epoch, self.batch))
 
     @classmethod
     def from_json(cls, value: Any) -> Position:
         """Returns the position that `to_json` wrote as `value`. Raises `DataError` for anything else."""
-        if not isinstance(value, dict) or value.keys() != {"epoch", "batch"}:
-            raise DataError(
-                "not a position in a data stream",
-                value=value,
-                place="Position.from_json",
-                remedy='give what to_json returned: {"epoch": 0, "batch": 0} is the start',
-            )
-        return cls(**value)
+        entry = _JSON.read(value)
+        return cls(entry.epoch, entry.batch)
 
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """Holds what JSON has of a position: both numbers, always."""
+
+    epoch: int
+    batch: int
+
+
+class _Words(Wording):
+    """Says of every value that has not the keys of a position that it is none."""
+
+    def needs_object(self, kind: type) -> str:
+        return "not a position in a data stream"
+
+    unknown = missing = needs_object
+
+    def wrong(self, name: str, words: str) -> str:
+        return f"{name} must be {words}, 0 or more"
+
+
+_JSON = Codec(
+    _Entry, DataError, _Words("a position", 'give what to_json returned: {"epoch": 0, "batch": 0} is the start')
+)
 
 START: Position = Position()
 

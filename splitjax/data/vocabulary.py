@@ -12,12 +12,12 @@ import hashlib
 import io
 import json
 import os
-import pathlib
 from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from splitjax.codec import Codec, Form, Wording
 from splitjax.errors import DataError
 
 Level: TypeAlias = Literal["word", "char"]
@@ -123,53 +123,26 @@ class Vocabulary:
 
     def to_json(self) -> dict[str, Any]:
         """`{"level": ..., "words": [...], "digest": ...}`, for `json.dumps`."""
-        return {"level": self.level, "words": list(self.words), "digest": self.digest}
+        return _JSON.values(self)
 
     @classmethod
-    def from_json(cls, value: Any, *, place: str = "Vocabulary.from_json") -> Vocabulary:
+    def from_json(cls, value: Any) -> Vocabulary:
         """Returns the vocabulary that `to_json` wrote as `value`.
 
-        Raises `DataError`, which names `place`, for anything else, and for words that do not fit their digest.
+        Raises `DataError` for anything else, and for words that do not fit their digest.
         """
-        remedy = "make it anew from the training text: load_text gives the same vocabulary each time"
-        if (
-            not isinstance(value, dict)
-            or value.keys() != {"level", "words", "digest"}
-            or not isinstance(value["words"], list)
-        ):
-            raise DataError("not a vocabulary", value=value, place=place, remedy=remedy)
-        vocabulary = cls(tuple(value["words"]), value["level"])
-        if vocabulary.digest != value["digest"]:
-            raise DataError(
-                "a damaged vocabulary: its words do not fit its digest",
-                value=value["digest"],
-                place=place,
-                remedy=remedy,
-            )
-        return vocabulary
+        return _JSON.read(value)
 
     def save(self, file: str | os.PathLike[str]) -> None:
-        """Writes it as JSON to `file`, in one piece: a file that is there stays whole until the new one replaces it."""
-        file = pathlib.Path(file)
-        unfinished = file.with_name(f".{file.name}.{os.getpid()}.part")
-        try:
-            unfinished.write_text(json.dumps(self.to_json(), ensure_ascii=True, indent=0) + "\n", encoding="utf-8")
-            os.replace(unfinished, file)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        """Writes it as JSON to `file`, in one piece: a file that is there stays whole until the new one replaces it.
+
+        Raises `DataError` when it cannot be written."""
+        _JSON.save(self, file)
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> Vocabulary:
         """Reads the vocabulary that `save` wrote to `file`. Raises `DataError` for a missing file, or any other."""
-        try:
-            value = json.loads(pathlib.Path(file).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"the vocabulary cannot be read: {error}",
-                place=str(file),
-                remedy="give a file that Vocabulary.save wrote",
-            ) from error
-        return cls.from_json(value, place=str(file))
+        return _JSON.load(file)
 
     @functools.cached_property
     def _numbers(self) -> dict[str, int]:
@@ -184,6 +157,44 @@ class Vocabulary:
                 remedy="decode with the vocabulary that the text was encoded with",
             )
         return self.words[number]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """Holds what JSON has of a vocabulary."""
+
+    level: Level
+    words: tuple[str, ...]
+    digest: str
+
+
+class _Words(Wording):
+    """Says of every value that has not the keys of a vocabulary that it is none."""
+
+    def not_json(self, why: str) -> str:
+        return f"the vocabulary cannot be read: {why}"
+
+    def needs_object(self, kind: type) -> str:
+        return "not a vocabulary"
+
+    unknown = missing = needs_object
+
+
+def _read(codec: Codec[Any], values: Any, place: str) -> Vocabulary:
+    entry = codec.instance(_Entry, values, place)
+    vocabulary = Vocabulary(entry.words, entry.level)
+    if vocabulary.digest != entry.digest:
+        codec.fail("a damaged vocabulary: its words do not fit its digest", entry.digest, place)
+    return vocabulary
+
+
+_JSON = Codec(
+    Vocabulary,
+    DataError,
+    _Words("a vocabulary", "make it anew from the training text: load_text gives the same vocabulary each time"),
+    forms={Vocabulary: Form(lambda vocabulary: _Entry(vocabulary.level, vocabulary.words, vocabulary.digest), _read)},
+    indent=0,
+)
 
 
 def split_line(line: str, level: Level) -> Iterable[str]:

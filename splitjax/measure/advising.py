@@ -28,16 +28,14 @@ from splitjax.partial.advice import (
     SPATIAL_ROW,
     Advice,
     AdviceRow,
-    Exchange,
-    Measurements,
     StageAdvice,
-    recommend,
-    uniform_is_optimal,
 )
 from splitjax.partial.balance import balanced_examples
 from splitjax.partial.depths import Depths, choose_depths
+from splitjax.partial.recommending import recommend, uniform_is_optimal
 from splitjax.partial.request import LINEAR, OPTIMAL, SPATIAL, TEMPORAL, Measured, PartialBackprop
 from splitjax.partial.stages import Stages, with_times
+from splitjax.partial.ways import Exchange, Measurements
 from splitjax.planning.partial_plan import gradient_of, with_partial
 from splitjax.step.arguments import Bound, bind
 from splitjax.sync.link import measure_link, of_process_0

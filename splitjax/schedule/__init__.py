@@ -20,19 +20,10 @@ from splitjax.schedule.model.generate import generate, offered_load, rescale
 from splitjax.schedule.model.jobs import Depth, Job, JobProfile, Stages
 from splitjax.schedule.model.links import exchange_seconds, over_links
 from splitjax.schedule.model.policy import Assignment, Group, Member, Policy, View, get, names, register
+from splitjax.schedule.model.profile_files import Throughputs, read_gavel, read_profiles, write_profiles
 from splitjax.schedule.model.profile_table import profile_table
 from splitjax.schedule.model.result import JobRecord, SimulationResult, Work
-from splitjax.schedule.model.traces import (
-    Throughputs,
-    Trace,
-    read_gavel,
-    read_jobs,
-    read_muri,
-    read_philly,
-    read_profiles,
-    read_trace,
-    write_profiles,
-)
+from splitjax.schedule.model.traces import Trace, read_jobs, read_muri, read_philly, read_trace
 from splitjax.schedule.policies.gang import gang
 from splitjax.schedule.simulation.compare import Comparison, compare
 from splitjax.schedule.simulation.simulator import Options, simulate

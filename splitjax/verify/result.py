@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import json
 from collections.abc import Iterator
 
+from splitjax.codec import Codec, Form, Wording, fields_of
 from splitjax.errors import VerificationError
 
 FORMAT: int = 1
@@ -158,9 +158,7 @@ class Verification:
 
     def to_json(self) -> str:
         """Returns all of it as JSON text, in the format number `FORMAT`."""
-        return json.dumps(
-            {"format": FORMAT, "ok": self.ok, "seconds": self.seconds, **dataclasses.asdict(self)}, indent=1
-        )
+        return _JSON.text(self)
 
     def __str__(self) -> str:
         return "\n".join(_text(self))
@@ -170,6 +168,25 @@ class Verification:
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
+
+
+_JSON = Codec(
+    Verification,
+    VerificationError,
+    Wording.of_result("a verification", "verification"),
+    format=FORMAT,
+    forms={
+        Verification: Form(
+            lambda verification: {
+                "ok": verification.ok,
+                "seconds": verification.seconds,
+                **fields_of(verification),
+            },
+            unread=("ok", "seconds"),
+        )
+    },
+    end="",
+)
 
 
 def _difference_text(value: ComparedValue) -> str:

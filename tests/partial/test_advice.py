@@ -15,8 +15,10 @@ import splitjax
 from splitjax import Advice, PartialBackprop
 from splitjax.errors import BatchError, PartialError, SplitjaxError
 from splitjax.measure.worker_costs import WorkerCosts, choose_cuts, next_cut
-from splitjax.partial.advice import Exchange, Measurements, compute_to_progress, recommend, uniform_is_optimal
+from splitjax.partial.advice import compute_to_progress
 from splitjax.partial.depths import choose_depths
+from splitjax.partial.recommending import recommend, uniform_is_optimal
+from splitjax.partial.ways import Exchange, Measurements
 from splitjax.sync import Link
 from tests.partial.steps import LAYERS, loss_sum, make_batch, make_state, make_step
 from tests.partial.test_depths import stages

@@ -24,6 +24,7 @@ from splitjax.runtime.checkpoint import integrity
 from splitjax.runtime.checkpoint.carrying import taken_apart
 from splitjax.runtime.checkpoint.choice import choose, complete, newest_good, remove_old
 from splitjax.runtime.checkpoint.description import Description
+from splitjax.runtime.checkpoint.failures import failure, shorten
 from splitjax.runtime.checkpoint.options import CheckpointOptions, Restored
 from splitjax.runtime.checkpoint.reading import read_checkpoint
 from splitjax.runtime.checkpoint.state_io import ArrayWriter, check_targets, quiet_orbax
@@ -36,7 +37,6 @@ logger = logging.getLogger("splitjax")
 # next one time, so that all processes know the end of a save when the timeout is over.
 _WRITTEN, _REPORTED, _SEALED = 0.8, 0.85, 0.95
 _GRACE_SECONDS = 1.0  # beyond the timeout, for the thread that noticed it to say so
-_DISK_FULL = ("No space left", "Disk quota exceeded", "File too large")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Checkpoints:
         try:
             restored = read_checkpoint(path, chosen, like, wanted, tuple((bad, damage) for bad, damage in skipped))
         except Exception as error:  # said to the other processes before it is raised: they would wait for this one
-            problem, cause = _shorten(f"{type(error).__name__}: {error}"), error
+            problem, cause = shorten(f"{type(error).__name__}: {error}"), error
         problem = self._peers.agree(end, problem, self._seconds)
         if problem is not None:
             raise CheckpointError(
@@ -345,16 +345,7 @@ class Checkpoints:
 
     def _failed(self, step: int, problem: str, remedy: str | None) -> CheckpointError:
         """Puts the failure of the save of a `step` on record, in the log and before `on_failure`, and returns it."""
-        if any(text in problem for text in _DISK_FULL):
-            remedy = "free space, or keep fewer checkpoints (keep_last, keep_best)"
-        elif "after shutdown" in problem:  # of the interpreter's thread pools
-            remedy = "end with close(), or use a `with` block: the program ended while the save was in progress"
-        error = CheckpointError(
-            f"step {step} was not saved: {_shorten(problem)}",
-            place=str(self._folder),
-            remedy=(remedy or "see the cause above")
-            + "; earlier checkpoints are intact, and the next save tries again",
-        )
+        error = failure(step, self._folder, problem, remedy)
         self._failures.append(error)
         self._last_failure = error
         logger.warning("%s", error)
@@ -403,10 +394,3 @@ def _checked_step(step: Any) -> int:
             "a step is a whole number, 0 or more", value=step, place="save(step, ...)", remedy="count the steps done"
         )
     return number
-
-
-def _shorten(text: str, length: int = 500) -> str:
-    """Returns `text` as a line of about `length` characters at most; storage engines print their whole
-    configuration."""
-    line = " ".join(text.split(" [tensorstore_spec=")[0].split())
-    return line if len(line) <= length else f"{line[: length // 2]} ... {line[-length // 2 :]}"

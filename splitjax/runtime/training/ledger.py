@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from splitjax._files import write_atomically
+from splitjax.codec import Codec, Wording
+from splitjax.errors import DataError
 
 # What an attempt's seconds go to. "step" is what the rest leaves.
 PARTS = ("start", "compile", "input", "checkpoint", "evaluate")
@@ -80,11 +80,8 @@ class Ledger:
         """Writes the file. A full disk is no reason to stop training: what cannot be written now may be later."""
         self._now.end_unix_seconds = self._flushed = self._clock()
         if self._file is not None:
-            text = json.dumps(
-                {"attempts": [dataclasses.asdict(attempt) for attempt in (*self._earlier, self._now)]}, indent=1
-            )
             with contextlib.suppress(OSError):
-                write_atomically(self._file, text + "\n")
+                write_atomically(self._file, _JSON.text(_Attempts((*self._earlier, self._now))))
 
     def summary(self) -> Summary:
         """Returns what this attempt and the earlier ones add up to."""
@@ -148,11 +145,20 @@ def summarise(attempts: Sequence[Attempt]) -> Summary:
     return Summary(sum(parts.values()), parts, len(attempts), repeated_steps)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Attempts:
+    """Holds what the file of a ledger says."""
+
+    attempts: tuple[Attempt, ...]
+
+
+_JSON = Codec(_Attempts, DataError, Wording("a ledger", "leave it out: a new one is begun"))
+
+
 def _read(file: pathlib.Path | None) -> tuple[Attempt, ...]:
     if file is None or not file.exists():
         return ()
     try:
-        entries: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["attempts"]
-        return tuple(Attempt(**entry) for entry in entries)
-    except (OSError, ValueError, KeyError, TypeError):
+        return _JSON.load(file).attempts
+    except DataError:
         return ()

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from splitjax.codec import Codec, Wording
 from splitjax.errors import ScheduleError
-from splitjax.schedule.model.json_fields import checked_fields
 
 RESOURCES = ("storage", "cpu", "device", "network")
 STORAGE, CPU, DEVICE, NETWORK = range(4)
@@ -172,26 +172,13 @@ class JobProfile:
 
     def to_json(self) -> dict[str, Any]:
         """Gives the profile as JSON values."""
-        return dataclasses.asdict(self)
+        return PROFILE_JSON.values(self)
 
     @staticmethod
     def from_json(values: Any) -> JobProfile:
         """Makes a profile of the `values` that `to_json` wrote. Raises `ScheduleError` for anything else; its place
         says where in `values`."""
-        known = checked_fields(JobProfile, values, "")
-        if not isinstance(known["depths"], (list, tuple)):
-            raise ScheduleError(
-                "depths are a list",
-                value=known["depths"],
-                place="depths",
-                remedy="give them, full backpropagation first",
-            )
-        known["depths"] = tuple(
-            Depth(**checked_fields(Depth, depth, f"depths[{number}]")) for number, depth in enumerate(known["depths"])
-        )
-        if known.get("stages") is not None:
-            known["stages"] = Stages(**checked_fields(Stages, known["stages"], "stages"))
-        return JobProfile(**known)
+        return PROFILE_JSON.read(values)
 
     @staticmethod
     def uniform(
@@ -229,6 +216,35 @@ class JobProfile:
         return JobProfile(
             name, compute * forward_fraction, depths, iteration_seconds * exposed_fraction, round(fixed), stages
         )
+
+
+class _Words(Wording):
+    """Names the field that is wrong: a profile is written by hand, without splitjax at hand."""
+
+    def needs_object(self, kind: type) -> str:
+        return f"{kind.__name__} is a JSON object"
+
+    def unknown(self, kind: type) -> str:
+        return f"{kind.__name__} has no such field"
+
+    def missing(self, kind: type) -> str:
+        return "a field is missing"
+
+    def wrong(self, name: str, words: str) -> str:
+        return f"{name} {'are' if words == 'a list' else 'is'} {words}"
+
+
+PROFILE_JSON = Codec(
+    JobProfile,
+    ScheduleError,
+    _Words(
+        "a job profile",
+        "write profiles with write_profiles, or splitjax profile --job",
+        remake="mend the file, or make it anew",
+        whole="the whole",
+    ),
+    finite=True,
+)
 
 
 def resident_bytes(profiles: Iterable[JobProfile]) -> int:

@@ -1,7 +1,7 @@
-"""Reads public traces, and jobs and profiles of one's own.
+"""Reads public traces, and jobs of one's own.
 
-Paths of files come in, plain or gzip; a `Trace` of jobs, profiles by name, or `Throughputs` come out. A malformed row
-is an error that names file and line, or is left out and listed if asked.
+Paths of files come in, plain or gzip; a `Trace` of jobs comes out. A malformed row is an error that names file and
+line, or is left out and listed if asked.
 """
 
 from __future__ import annotations
@@ -9,18 +9,15 @@ from __future__ import annotations
 import csv
 import dataclasses
 import datetime
-import gzip
 import io
 import itertools
-import json
 import math
 import pathlib
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from splitjax._files import write_atomically
-from splitjax.errors import ScheduleError, TraceFileError
+from splitjax.errors import TraceFileError
 from splitjax.schedule.model.jobs import Job, JobProfile, Stages
+from splitjax.schedule.model.text_files import read_text
 
 PHILLY_COLUMNS = ("timestamp", "duration", "num_gpus", "cluster")
 MURI_COLUMNS = ("job_id", "num_gpu", "submit_time", "iterations", "model_name", "iteration_time")
@@ -235,121 +232,6 @@ def _muri_profile(name: str, seconds: float, resources: tuple[float, ...], expos
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Throughputs:
-    """Holds Gavel's measured throughputs (Narayanan et al., OSDI'20), iterations a second of each job. A job is (model
-    with batch size, number of workers).
-
-    **Attributes:**
-
-    - `alone`: device kind -> job -> throughput.
-    - `pairs`: device kind -> (job, other job) -> their throughputs on one device that both share; 0 where they did not
-      fit.
-    """
-
-    alone: Mapping[str, Mapping[tuple[str, int], float]]
-    pairs: Mapping[str, Mapping[tuple[tuple[str, int], tuple[str, int]], tuple[float, float]]]
-
-    def profile(self, kind: str, job: tuple[str, int]) -> JobProfile:
-        """Makes a profile of equal layers with the iteration time of `job` measured alone on a device of this `kind`.
-        Raises `TraceFileError` where there is none."""
-        rate = self.alone.get(kind, {}).get(job, 0.0)
-        if not rate > 0:
-            raise TraceFileError(
-                "no throughput was measured", value=(kind, job), remedy="see Throughputs.alone for what was"
-            )
-        return JobProfile.uniform(job[0], 1 / rate)
-
-
-def read_gavel(path: str | pathlib.Path) -> Throughputs:
-    """Reads Gavel's table of throughputs from `path`, JSON, plain or gzip: device kind -> "('MODEL', workers)" ->
-    {"null": alone, "('OTHER', workers)": [it, other]}.
-
-    Raises `TraceFileError`, which names the entry.
-    """
-    path = pathlib.Path(path)
-    try:
-        table = json.loads(_text(path))
-    except json.JSONDecodeError as error:
-        raise TraceFileError(f"not JSON: {error.msg}", place=f"{path}:{error.lineno}") from error
-    alone: dict[str, dict[tuple[str, int], float]] = {}
-    pairs: dict[str, dict[tuple[tuple[str, int], tuple[str, int]], tuple[float, float]]] = {}
-    place = ""
-    try:
-        for kind, jobs in table.items():
-            alone[kind], pairs[kind] = {}, {}
-            for text, partners in jobs.items():
-                place = f"{kind}, {text}"
-                job = _gavel_job(text)
-                for partner, value in partners.items():
-                    place = f"{kind}, {text}, {partner}"
-                    if partner == "null":
-                        alone[kind][job] = float(value)
-                    else:
-                        first, second = value
-                        pairs[kind][job, _gavel_job(partner)] = float(first), float(second)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise TraceFileError(f"not a table of throughputs: {error}", place=f"{path}, {place}") from error
-    return Throughputs(alone, pairs)
-
-
-def read_profiles(path: str | pathlib.Path) -> dict[str, JobProfile]:
-    """Reads name -> profile from the JSON file at `path`, of one profile or a list of them, such as `write_profiles`
-    and `splitjax profile --job` write; plain or gzip.
-
-    Raises `TraceFileError`, whose place is the file, the entry (from 0) and the field.
-    """
-    path = pathlib.Path(path)
-    try:
-        values = json.loads(_text(path))
-    except json.JSONDecodeError as error:
-        raise TraceFileError(
-            f"not JSON: {error.msg}",
-            place=f"{path}:{error.lineno}",
-            remedy="write profiles with write_profiles, or splitjax profile --job",
-        ) from error
-    profiles: dict[str, JobProfile] = {}
-    for number, entry in enumerate(values if isinstance(values, list) else [values]):
-        try:
-            profile = JobProfile.from_json(entry)
-        except ScheduleError as error:
-            raise TraceFileError(
-                f"not a job profile: {error.message}",
-                value=error.value,
-                place=f"{path}, entry {number}, {error.place}",
-                remedy=error.remedy or "mend it, or write profiles with write_profiles or splitjax profile --job",
-            ) from error
-        if profile.name in profiles:
-            raise TraceFileError(
-                "two profiles of one name",
-                value=profile.name,
-                place=f"{path}, entry {number}, name",
-                remedy="give each a name of its own",
-            )
-        profiles[profile.name] = profile
-    if not profiles:
-        raise TraceFileError(
-            "no profile is in it",
-            value=values,
-            place=str(path),
-            remedy="write profiles with write_profiles, or splitjax profile --job",
-        )
-    return profiles
-
-
-def write_profiles(path: str | pathlib.Path, profiles: Sequence[JobProfile]) -> None:
-    """Writes `profiles` as JSON to `path`. Raises `OSError`."""
-    write_atomically(pathlib.Path(path), json.dumps([profile.to_json() for profile in profiles], indent=1) + "\n")
-
-
-def _gavel_job(text: str) -> tuple[str, int]:
-    # "('ResNet-18 (batch size 16)', 1)"
-    name, _, count = text.strip().removeprefix("(").removesuffix(")").rpartition(",")
-    if not name.strip("'\" ") or not count.strip().isdigit():
-        raise ValueError(f"not a job: {text!r}")
-    return name.strip().strip("'\""), int(count)
-
-
 def _count(text: str, column: str) -> int:
     value = float(text)
     if not value.is_integer():
@@ -401,22 +283,10 @@ def _read(
 
 def _rows(path: pathlib.Path) -> Iterator[tuple[int, list[str]]]:
     """(line number, cells) of the lines that are not empty, the header first."""
-    reader = csv.reader(io.StringIO(_text(path), newline=""))
+    reader = csv.reader(io.StringIO(read_text(path), newline=""))
     try:
         for cells in reader:
             if cells:
                 yield reader.line_num, cells
     except csv.Error as error:
         raise TraceFileError(f"not CSV: {error}", place=f"{path}:{reader.line_num}") from error
-
-
-def _text(path: pathlib.Path) -> str:
-    try:
-        data = path.read_bytes()
-        return (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
-    except OSError as error:
-        raise TraceFileError(f"cannot be read: {error.strerror or error}", place=str(path)) from error
-    except (EOFError, zlib.error) as error:
-        raise TraceFileError(f"a gzip file that is cut short or damaged: {error}", place=str(path)) from error
-    except UnicodeDecodeError as error:
-        raise TraceFileError(f"not text: {error.reason}", place=str(path)) from error

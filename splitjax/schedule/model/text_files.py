@@ -1,0 +1,22 @@
+"""Reads a file of text, plain or gzip: a path goes in, the text comes out."""
+
+from __future__ import annotations
+
+import gzip
+import pathlib
+import zlib
+
+from splitjax.errors import TraceFileError
+
+
+def read_text(path: pathlib.Path) -> str:
+    """Returns the text of the file at `path`. Raises `TraceFileError`, which names it, for what cannot be read."""
+    try:
+        data = path.read_bytes()
+        return (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
+    except OSError as error:
+        raise TraceFileError(f"cannot be read: {error.strerror or error}", place=str(path)) from error
+    except (EOFError, zlib.error) as error:
+        raise TraceFileError(f"a gzip file that is cut short or damaged: {error}", place=str(path)) from error
+    except UnicodeDecodeError as error:
+        raise TraceFileError(f"not text: {error.reason}", place=str(path)) from error
