@@ -86,9 +86,9 @@ class Codec(Generic[T]):
             self.fail(f"{self.wording.what}'s JSON is a string", text, origin, self.wording.source)
         try:
             return json.loads(text, object_pairs_hook=self._unique)
+        except self.error as error:
+            raise self._behind(origin, error) from error.__cause__
         except (ValueError, RecursionError) as error:
-            if isinstance(error, self.error):
-                raise
             # not only JSONDecodeError: a number of thousands of digits is a ValueError
             place = origin
             if isinstance(error, json.JSONDecodeError):
@@ -108,9 +108,7 @@ class Codec(Generic[T]):
                 values = self._of_format(values)
             document = self.read(values)
         except self.error as error:
-            inner = "" if error.place == self._whole else error.place
-            place = f"{origin}: {inner}" if origin and inner else origin or inner or self._whole
-            raise type(error)(error.message, value=error.value, place=place, remedy=error.remedy) from error.__cause__
+            raise self._behind(origin, error) from error.__cause__
         return document
 
     def read(self, values: Any, place: str = "") -> T:
@@ -206,6 +204,12 @@ class Codec(Generic[T]):
     @property
     def _whole(self) -> str:
         return self.wording.whole or self.wording.bare
+
+    def _behind(self, origin: str, error: SplitjaxError) -> SplitjaxError:
+        """Returns `error` with its key path behind `origin`."""
+        inner = "" if error.place == self._whole else error.place
+        place = f"{origin}: {inner}" if origin and inner else origin or inner or self._whole
+        return type(error)(error.message, value=error.value, place=place, remedy=error.remedy)
 
     def _of_format(self, values: Any) -> dict[str, Any]:
         if not isinstance(values, dict) or "format" not in values:

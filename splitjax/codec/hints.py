@@ -54,7 +54,8 @@ Count: typing.TypeAlias = Annotated[int, Where(lambda number: number >= 0, "size
 
 
 class Reading(Protocol):
-    """Describes who reads, a `Codec`: it makes dataclasses of objects, and raises the errors of its documents."""
+    """Describes who reads, a `Codec`: it makes dataclasses of objects, and raises the errors of its documents. Its
+    methods are explained there."""
 
     @property
     def finite(self) -> bool: ...

@@ -35,28 +35,36 @@ class Wording:
 
     @property
     def bare(self) -> str:
+        """The kind without its article."""
         return self.what.partition(" ")[2]
 
     @property
     def subject(self) -> str:
+        """What the messages call the document."""
         return "it" if self.lead else f"the {self.bare}"
 
     def not_json(self, why: str) -> str:
+        """Says that a text is no JSON, and `why`."""
         return f"{self.subject} is not JSON: {why}"
 
     def not_a_document(self) -> str:
+        """Says that JSON is no object with a format number."""
         return f"{self.subject} has no format number" if self.lead else f"this JSON is not {self.what}"
 
     def needs_object(self, kind: type) -> str:
+        """Says that JSON values of a `kind` are an object."""
         return f"{self.subject} needs an object here"
 
     def unknown(self, kind: type) -> str:
+        """Says that a `kind` has no such key."""
         return f"{self.subject} has an unknown key"
 
     def missing(self, kind: type) -> str:
+        """Says that a key of a `kind` is missing."""
         return f"{self.subject} lacks a key"
 
     def wrong(self, name: str, words: str) -> str:
+        """Says that the value of the key `name` is not what `words` say."""
         return f"{self.subject} needs {words} here"
 
 

@@ -137,6 +137,12 @@ def test_what_is_no_document_is_an_error(text, place, words):
     assert caught.value.place.startswith(place) and words in str(caught.value) and caught.value.remedy
 
 
+def test_a_repeated_key_is_told_with_its_file():
+    with pytest.raises(PlanError, match="stands twice") as caught:
+        JSON.parse('{"format": 3, "name": "a", "name": "b"}', "file.json")
+    assert caught.value.place == "file.json: name" and caught.value.value == "name"
+
+
 @pytest.mark.parametrize(
     ("change", "place"),
     [
