@@ -36,6 +36,7 @@ ROOMS = (
     "schedule.execution",
     "schedule",
     "step",
+    "lower.boundary",
     "lower.gradient",
     "lower",
     "lower.products",

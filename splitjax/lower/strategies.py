@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from splitjax import _compat
 from splitjax.errors import BatchError, MicrobatchError, SplitjaxError
-from splitjax.lower import gradient
+from splitjax.lower.boundary import boundary_forward, expand, is_boundary
 from splitjax.lower.microbatch.islands import Request
 from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.microbatch import (
@@ -94,7 +94,7 @@ def make_twin(graph: Graph, resized: Callable[[int], _compat.ClosedJaxpr]) -> Tw
 
     def twin_of(eqn: Any, site: Site, num_examples: int) -> Any:
         twin = equation_at(resized(num_examples), site)
-        if twin is None or not gradient.is_boundary(twin) or len(twin.invars) != len(eqn.invars):
+        if twin is None or not is_boundary(twin) or len(twin.invars) != len(eqn.invars):
             raise MicrobatchError(
                 f"{eqn.params['label']}: the step is another program for {num_examples} examples than for"
                 f" {graph.num_examples}",
@@ -144,7 +144,7 @@ def boundary_hook(
             except MicrobatchError:  # its loss is no sum over examples, say: XLA sums in every iteration
                 pass
         if number in (None, 1) or graph.num_examples is None:
-            return gradient.expand(eqn.params, operands, forward)
+            return expand(eqn.params, operands, forward)
         return accumulated(eqn, operands, site, forward, number, manual)
 
     def accumulated(
@@ -169,7 +169,7 @@ def accumulated_boundary(
     manual: tuple[str, ...],
     runner: Runner | None = None,
 ) -> list[Any]:
-    """Evaluates a boundary in microbatches, and returns its results in the order of `gradient.expand`.
+    """Evaluates a boundary in microbatches, and returns its results in the order of `boundary.expand`.
 
     **Arguments:**
 
@@ -189,7 +189,7 @@ def accumulated_boundary(
         eqn.params,
         operands,
         dims,
-        gradient.boundary_forward(twin)[0],
+        boundary_forward(twin)[0],
         number,
         plan.batch_axes,
         mesh,
@@ -237,7 +237,7 @@ def uneven_jobs(
         job = prepare(
             eqn.params,
             dims,
-            gradient.boundary_forward(twin)[0],
+            boundary_forward(twin)[0],
             1,
             plan.batch_axes,
             mesh,
@@ -303,7 +303,7 @@ def _islands(
     )
     return Request(
         group,
-        gradient.boundary_forward(twin)[0],
+        boundary_forward(twin)[0],
         tuple(at for at, axes in here if axes),
         tuple(at for at, axes in here if not axes),
         lambda inner, values, inside: evaluate_equation(bare, inner, values, (*prefix, *inside), {}),
@@ -338,7 +338,7 @@ def check_turns(
     is_turned = False
     for site in sorted(sites):
         eqn = equation_at(jaxpr, site)
-        if eqn is not None and gradient.is_boundary(eqn):
+        if eqn is not None and is_boundary(eqn):
             turned = turned_boundary(
                 eqn, site, graph, mesh, dataclasses.replace(plan, group_comm=kind), layout, twin_of
             )

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from splitjax import _compat
 from splitjax.compile.entry import Entry
 from splitjax.errors import BatchError, MicrobatchError
-from splitjax.lower import gradient
+from splitjax.lower.boundary import expand
 from splitjax.lower.products.interpret import Hooks, Layout, Site, evaluate
 from splitjax.lower.strategies import resized_trace
 from splitjax.partial.stages import Stage, Stages
@@ -286,4 +286,4 @@ def _expanded(
     """Evaluates a boundary, differentiating the operands at `positions` alone."""
     if not positions:
         return list(forward(eqn.params["forward"], operands))
-    return gradient.expand({**eqn.params, "positions": positions}, operands, forward)
+    return expand({**eqn.params, "positions": positions}, operands, forward)

@@ -21,7 +21,7 @@ import numpy as np
 from splitjax import _compat
 from splitjax.compile.entry import Entry, Recipe
 from splitjax.errors import SplitjaxError, VerificationError
-from splitjax.lower import gradient
+from splitjax.lower.boundary import is_boundary
 from splitjax.lower.tables.sync_request import DENSE
 from splitjax.plan import Plan
 from splitjax.step.options import OptionError
@@ -409,7 +409,7 @@ def _microbatches(jaxpr: Any) -> Sequence[int]:
     numbers: list[int] = []
     inner, _ = _compat.open_jaxpr(jaxpr)
     for eqn in inner.eqns:
-        if gradient.is_boundary(eqn) and eqn.params["microbatches"]:
+        if is_boundary(eqn) and eqn.params["microbatches"]:
             numbers.append(eqn.params["microbatches"])
         for body in bodies(eqn):
             numbers += _microbatches(body)

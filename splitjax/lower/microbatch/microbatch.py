@@ -25,7 +25,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from splitjax.errors import MicrobatchError
-from splitjax.lower.gradient import Boundary, boundary_of, expand
+from splitjax.lower.boundary import Boundary, boundary_of, expand
 from splitjax.lower.microbatch.accumulate import Bind, Evaluator, plain_bind
 from splitjax.lower.microbatch.batch_split import Split
 from splitjax.lower.microbatch.classify import BodyAnalysis, classify, whole_batch_info
@@ -103,7 +103,7 @@ def expand_microbatches(
     islands: Request | None = None,
     runner: Runner[WorkerLoops] | None = None,
 ) -> list[Any]:
-    """Evaluates a boundary in microbatches; the same results, in the same order, as `gradient.expand`.
+    """Evaluates a boundary in microbatches; the same results, in the same order, as `boundary.expand`.
 
     Call it under `jax.jit`.
 
@@ -120,7 +120,7 @@ def expand_microbatches(
     - `bind(eqn, operands, site) -> results`: evaluates one equation, for example with sharding constraints; inside the
       loop only constraints over axes that are not manual are possible. `site` is as in `trace.flatten`, within the
       forward.
-    - `eval_forward`: as `gradient.expand`'s, for a boundary that needs no loop (one microbatch without manual axes, no
+    - `eval_forward`: as `boundary.expand`'s, for a boundary that needs no loop (one microbatch without manual axes, no
       examples).
     - `fetches`: for operands (by position) whose slices are brought in one microbatch ahead, how.
     - `islands`: for a group of axes over which some differentiated operands are split and others are not: how the

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from splitjax.errors import PartialError
-from splitjax.lower import gradient
+from splitjax.lower.boundary import Boundary, boundary_of
 from splitjax.lower.microbatch.places import REPLICATED, RunnableLoops, Runner, Sums
 from splitjax.lower.products.interpret import Layout, Site, evaluate_part
 from splitjax.trace.flatten import flatten
@@ -71,7 +71,7 @@ class OwnLoss:
     - `island_axes`: the axes over which gradients of islands are unsummed: there are no islands here.
     """
 
-    boundary: gradient.Boundary
+    boundary: Boundary
     forward: Any
     site: Site
     layout: Layout
@@ -215,7 +215,7 @@ def own_loss(eqn: Any, twin: Any, operands: Sequence[Any], site: Site, layout: L
 
     Raises `PartialError` where the loss draws random numbers, or differentiates examples.
     """
-    boundary, local = gradient.boundary_of(eqn.params), gradient.boundary_of(twin.params)
+    boundary, local = boundary_of(eqn.params), boundary_of(twin.params)
     dims = tuple(_differs(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True))
     num_aux = boundary.num_aux
     aux = tuple(

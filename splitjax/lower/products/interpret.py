@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from splitjax import _compat
 from splitjax.cost.convolutions import LocalConvolution
-from splitjax.lower import gradient
+from splitjax.lower.boundary import expand, is_boundary
 from splitjax.lower.products.custom_rules import custom_call, jvp_of, vjp_of
 from splitjax.lower.products.exchange import Exchange, WeightUse
 from splitjax.lower.products.groups import Copies, Where, evaluate_product, fits, scope
@@ -320,14 +320,14 @@ def _equation(
 ) -> list[Any]:
     """Evaluates an equation of which the layout says nothing: a boundary by its hook, a call anew where something lies
     inside it, and all else as it is."""
-    if gradient.is_boundary(eqn):
+    if is_boundary(eqn):
 
         def forward(jaxpr: AnyJaxpr, operands: Sequence[Any]) -> list[Any]:
             return _run(layout, jaxpr, operands, (*site, 0), hooks, {})
 
         if hooks is not None and hooks.boundary is not None:
             return hooks.boundary(eqn, values, site, forward)
-        return gradient.expand(eqn.params, values, forward)
+        return expand(eqn.params, values, forward)
     rebuild = _REBUILD.get(eqn.primitive.name)
     if rebuild is not None and (site in layout.inside or holds_boundary(eqn)):
         inner = dataclasses.replace(layout, rematerialised=True) if rebuild is _remat else layout
@@ -343,7 +343,7 @@ def holds_boundary(eqn: Any) -> bool:
         for body in value if isinstance(value, (tuple, list)) else (value,):
             if _compat.is_jaxpr(body):
                 inner, _ = _compat.open_jaxpr(body)
-                if any(gradient.is_boundary(e) or holds_boundary(e) for e in inner.eqns):
+                if any(is_boundary(e) or holds_boundary(e) for e in inner.eqns):
                     return True
     return False
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from splitjax import _compat
 from splitjax.errors import SyncError
-from splitjax.lower.gradient import is_boundary
+from splitjax.lower.boundary import is_boundary
 from splitjax.lower.products.interpret import BoundaryHook, Hooks, Layout, Site, evaluate, holds_boundary
 from splitjax.lower.products.row_values import Rows, RowWriter, dense
 from splitjax.lower.strategies import Twin

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from splitjax import _compat
 from splitjax.errors import MicrobatchError
-from splitjax.lower import gradient
+from splitjax.lower.boundary import Boundary, boundary_forward, boundary_of
 from splitjax.lower.microbatch.batch_split import Split
 from splitjax.lower.microbatch.example_relation import ExampleDim
 from splitjax.lower.microbatch.loop import MakeFetch
@@ -80,7 +80,7 @@ class TurnedBoundary:
     mode: Mode
     site: Site
     group: tuple[str, ...]
-    boundary: gradient.Boundary
+    boundary: Boundary
     cut: Cut
     flat: FlatForward
     front: ForwardPart
@@ -150,7 +150,7 @@ def take_turns(eqn: Any, twin: Any, site: Site, layout: Layout, mode: Mode) -> T
 
     Raises `Refused`.
     """
-    boundary = gradient.boundary_of(eqn.params)
+    boundary = boundary_of(eqn.params)
     prefix = (*site, 0)
     exchanges = {
         exchange.site[len(prefix) :]: exchange
@@ -161,7 +161,7 @@ def take_turns(eqn: Any, twin: Any, site: Site, layout: Layout, mode: Mode) -> T
         return None
     if boundary.microbatches not in (None, 1):
         raise Refused(f"the gradient is accumulated over {boundary.microbatches} microbatches already")
-    flat, small = flatten_calls(boundary.forward), flatten_calls(gradient.boundary_forward(twin)[0])
+    flat, small = flatten_calls(boundary.forward), flatten_calls(boundary_forward(twin)[0])
     if [e.primitive for e in flat.eqns] != [e.primitive for e in small.eqns]:
         raise Refused("the loss is another program for the examples of one turn")
     cut = cut_forward(flat, boundary.positions, exchanges, _holding_examples(flat, small))
