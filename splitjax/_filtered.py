@@ -30,9 +30,9 @@ from splitjax.parallelize import parallelize as parallelize_arrays
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan
 from splitjax.planning.carried import Carried
-from splitjax.step.arguments import Options, keyword_only, make_options, positional
 from splitjax.step.consumed import CallLog
 from splitjax.step.keywords import VerifySizes
+from splitjax.step.positions import Options, keyword_only, make_options, positional
 from splitjax.sync.scheme import Link
 
 if TYPE_CHECKING:

@@ -26,9 +26,10 @@ from splitjax.mesh import MeshShape
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan
 from splitjax.planning.carried import Carried
-from splitjax.step.arguments import Options, argument_names, make_options, positional
+from splitjax.step.arguments import argument_names
 from splitjax.step.consumed import CallLog, look_at_states
 from splitjax.step.keywords import Positions, VerifySizes
+from splitjax.step.positions import Options, make_options, positional
 from splitjax.sync.scheme import Link
 
 if TYPE_CHECKING:

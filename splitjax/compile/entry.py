@@ -25,13 +25,13 @@ from splitjax.lower.partial.hooks import PartialHooks
 from splitjax.lower.partial.lowered import Lowered
 from splitjax.lower.partial.step import PartialStep, find_partial
 from splitjax.lower.products.exchange import derive_exchanges, weight_uses
-from splitjax.lower.products.interpret import Layout, named_sharding
+from splitjax.lower.products.layout import Layout, named_sharding
 from splitjax.lower.products.local_transform import derive_transforms
 from splitjax.lower.products.remedies import guarded_sites, reached_suspects, rewritten_sites
 from splitjax.lower.products.scatter import derive_scatters, pin_gradients
 from splitjax.lower.products.sharded_dims import ShardedDims
 from splitjax.lower.strategies import boundary_hook, check_turns, make_twin, resized_trace
-from splitjax.lower.tables.sparse import SparseStep
+from splitjax.lower.tables.sparse_step import SparseStep
 from splitjax.lower.tables.sync_request import DENSE, SyncRequest
 from splitjax.lower.tables.sync_request import parse as parse_sync
 from splitjax.mesh import MeshShape
@@ -44,7 +44,8 @@ from splitjax.planning.pinning import pins_tables, synchronised
 from splitjax.planning.planning import follow_plan, make_plan, pin_plan
 from splitjax.rules import RuleSet
 from splitjax.step.agreement import agree, program_text
-from splitjax.step.arguments import Bound, Options, abstract, call_with, keyword_only
+from splitjax.step.arguments import Bound, abstract
+from splitjax.step.positions import Options, call_with, keyword_only
 from splitjax.step.processes import host_digests, on_mesh
 from splitjax.step.states import match_states
 from splitjax.trace.graph import Graph

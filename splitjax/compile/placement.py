@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from splitjax.compile.entry import Entry, Recipe
 from splitjax.errors import StateError
-from splitjax.lower.products.interpret import named_sharding
-from splitjax.step.arguments import Options
+from splitjax.lower.products.layout import named_sharding
+from splitjax.step.positions import Options
 from splitjax.step.processes import on_mesh
 
 Arguments = tuple[Any, ...]

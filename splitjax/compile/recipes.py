@@ -13,8 +13,8 @@ from typing import Any
 from splitjax.compile.entry import Recipe
 from splitjax.lower.tables.sync_request import parse
 from splitjax.rules import load_rules
-from splitjax.step.arguments import make_options
 from splitjax.step.options import check_options, resolve_plan
+from splitjax.step.positions import make_options
 
 
 def make_recipe(fn: Callable[..., Any], given: Mapping[str, Any]) -> Recipe:

@@ -25,6 +25,7 @@ from typing import Any
 import jax
 
 from splitjax import _compat
+from splitjax.trace.sites import Site
 
 PRIMITIVE = "splitjax_value_and_grad"
 
@@ -113,3 +114,7 @@ def _result_types(*operands: Any, **params: Any) -> tuple[list[Any], Any]:
 value_and_grad_p = _compat.define_primitive(
     PRIMITIVE, lambda *operands, **params: expand(params, operands), _result_types
 )
+
+
+# Finds a boundary in a trace with another number of examples: (its equation, its site, the number) -> that equation.
+Twin = Callable[[Any, Site, int], Any]

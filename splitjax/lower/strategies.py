@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from splitjax import _compat
 from splitjax.errors import BatchError, MicrobatchError, SplitjaxError
-from splitjax.lower.boundary import boundary_forward, expand, is_boundary
+from splitjax.lower.boundary import Twin, boundary_forward, expand, is_boundary
 from splitjax.lower.microbatch.islands import Request
 from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.microbatch import (
@@ -34,15 +34,13 @@ from splitjax.lower.microbatch.microbatch import (
 from splitjax.lower.microbatch.places import Runner
 from splitjax.lower.products.exchange import EXAMPLES, SWAP
 from splitjax.lower.products.groups import Copies, Where
-from splitjax.lower.products.interpret import BoundaryHook, EvalForward, Layout, Site, evaluate_equation
+from splitjax.lower.products.interpret import BoundaryHook, EvalForward, evaluate_equation
+from splitjax.lower.products.layout import Layout
 from splitjax.lower.turns.turns import Mode, Refused, TurnedBoundary, evaluate_turns, take_turns
 from splitjax.plan import Plan
 from splitjax.step.arguments import Bound, abstract
-from splitjax.trace.flatten import equation_at
 from splitjax.trace.graph import Graph
-
-# Finds a boundary in a trace with another number of examples: (its equation, its site, the number) -> that equation.
-Twin = Callable[[Any, Site, int], Any]
+from splitjax.trace.sites import Site, equation_at
 
 
 def resized_trace(

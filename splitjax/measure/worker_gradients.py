@@ -27,12 +27,13 @@ from splitjax.errors import BatchError, MicrobatchError, ProfileError
 from splitjax.lower.boundary import boundary_forward, boundary_of, expand, is_boundary
 from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.microbatch import local_examples, prepare
-from splitjax.lower.products.interpret import Hooks, Layout, Site, evaluate
+from splitjax.lower.products.interpret import Hooks, evaluate
+from splitjax.lower.products.layout import Layout
 from splitjax.lower.strategies import example_dim, make_twin, resized_trace
 from splitjax.step.arguments import Bound
 from splitjax.sync.analysis import Tensor
-from splitjax.trace.flatten import bodies, equation_at
 from splitjax.trace.graph import itemsize
+from splitjax.trace.sites import Site, bodies, equation_at
 
 # Calls that `layout.evaluate` takes apart, so that what a boundary inside them returns can be handed out.
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})

@@ -20,9 +20,10 @@ import numpy as np
 from splitjax import _compat
 from splitjax.lower.boundary import PRIMITIVE, boundary_of, value_and_grad_p
 from splitjax.lower.products.custom_rules import custom_call, jvp_of, vjp_of
-from splitjax.trace.flatten import call_body
+from splitjax.trace.sites import Site, call_body
+from splitjax.verify.dim_classes import Misfit, Sized
 from splitjax.verify.parameters import AS_TRACED, BITWISE, resized, wide, widened
-from splitjax.verify.sizes import OPEN_CALLS, Misfit, Site, Sized, local_sizes
+from splitjax.verify.sizes import OPEN_CALLS, local_sizes
 from splitjax.verify.taps import NONE, Taps
 
 

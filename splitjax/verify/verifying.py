@@ -25,12 +25,13 @@ from splitjax.lower.boundary import is_boundary
 from splitjax.lower.tables.sync_request import DENSE
 from splitjax.plan import Plan
 from splitjax.step.options import OptionError
-from splitjax.trace.flatten import bodies
+from splitjax.trace.sites import bodies
 from splitjax.verify.comparing import TOLERANCE, Difference, compare
+from splitjax.verify.dim_classes import Analysis, Misfit, analyse
 from splitjax.verify.locating import locate
 from splitjax.verify.programs import Pair, Variant, make_pair
 from splitjax.verify.result import ComparedValue, DimSize, Finding, Verification, VerifiedRun
-from splitjax.verify.sizes import Analysis, Choice, Misfit, analyse, choose_sizes, smallest
+from splitjax.verify.sizes import Choice, choose_sizes, smallest
 from splitjax.verify.taps import ResultTaps, Tap, Taps
 from splitjax.verify.values import draw_values, nudged, whole_number_bound
 

@@ -118,7 +118,7 @@ def expand_microbatches(
     - `manual_axes`: those of the batch axes over which every differentiated operand is replicated: over them the
       gradient is exchanged once, after the loop. Over the others XLA decides (it may exchange in every iteration).
     - `bind(eqn, operands, site) -> results`: evaluates one equation, for example with sharding constraints; inside the
-      loop only constraints over axes that are not manual are possible. `site` is as in `trace.flatten`, within the
+      loop only constraints over axes that are not manual are possible. `site` is as in `trace.sites`, within the
       forward.
     - `eval_forward`: as `boundary.expand`'s, for a boundary that needs no loop (one microbatch without manual axes, no
       examples).

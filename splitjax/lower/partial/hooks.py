@@ -15,18 +15,20 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from splitjax.errors import MicrobatchError, PartialError
+from splitjax.lower.boundary import Twin
 from splitjax.lower.microbatch.places import RunnableLoops, Runner
 from splitjax.lower.partial.own_loss import OwnLoss, WorkerMesh, own_loss
 from splitjax.lower.partial.step import PartialStep
 from splitjax.lower.partial.truncation import Truncation
 from splitjax.lower.partial.uneven import Balancing
-from splitjax.lower.products.interpret import BoundaryHook, Layout, Site
-from splitjax.lower.strategies import Twin, accumulated_boundary, example_dim, uneven_jobs
-from splitjax.lower.tables.sparse import SparseStep
-from splitjax.lower.tables.table_rows import TableSync
+from splitjax.lower.products.interpret import BoundaryHook
+from splitjax.lower.products.layout import Layout
+from splitjax.lower.strategies import accumulated_boundary, example_dim, uneven_jobs
+from splitjax.lower.tables.sparse_step import SparseStep
+from splitjax.lower.tables.table_sync import TableSync
 from splitjax.partial.request import COUNT, LOCAL
 from splitjax.plan import Plan
-from splitjax.trace.flatten import equation_at
+from splitjax.trace.sites import Site, equation_at
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -19,15 +19,15 @@ from splitjax.cost.flow import used_axes
 from splitjax.errors import PartialError
 from splitjax.lower.boundary import boundary_of, is_boundary
 from splitjax.lower.partial.truncation import Truncation
-from splitjax.lower.products.interpret import Site, holds_boundary
+from splitjax.lower.products.interpret import holds_boundary
 from splitjax.partial.balance import balanced_examples
 from splitjax.partial.depths import Depths, choose_depths
 from splitjax.partial.pinned import pinned_depths, pinned_request
 from splitjax.partial.request import TEMPORAL, PartialBackprop
 from splitjax.partial.stages import Stages, find_stages, with_times
 from splitjax.plan import PartialPlan, Plan
-from splitjax.trace.flatten import bodies, equation_at
 from splitjax.trace.graph import Graph
+from splitjax.trace.sites import Site, bodies, equation_at
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 

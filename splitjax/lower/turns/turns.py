@@ -30,12 +30,12 @@ from splitjax.lower.microbatch.microbatch import expand_microbatches, prepare
 from splitjax.lower.microbatch.worker_loop import OperandFetch
 from splitjax.lower.products.exchange import EXAMPLES, SCATTER, SPLIT, SWAP, Exchange
 from splitjax.lower.products.groups import Copies, Product, Where
-from splitjax.lower.products.interpret import Layout, evaluate_equation, evaluate_part
+from splitjax.lower.products.interpret import evaluate_equation, evaluate_part
+from splitjax.lower.products.layout import Layout
 from splitjax.lower.turns.cut import Cut, FlatForward, ForwardPart, cut_forward, flatten_calls
 from splitjax.lower.turns.fetch import FETCHES
 from splitjax.mesh import MeshShape
-
-Site = tuple[int, ...]
+from splitjax.trace.sites import Site
 
 
 class Refused(Exception):
