@@ -97,11 +97,6 @@ class Recipe:
         """Returns the step's keyword-only parameters: they take part as last positions (`arguments.positional`)."""
         return keyword_only(self.fn)
 
-    @property
-    def first_state(self) -> int:
-        """Returns the position of the first state argument; 0 for a step without states."""
-        return self.options.state_argnums[0] if self.options.state_argnums else 0
-
 
 @dataclasses.dataclass(frozen=True)
 class CompileRecord:

@@ -196,3 +196,27 @@ def with_static_defaults(options: Options, args: tuple[Any, ...]) -> tuple[Any, 
         if number == len(args) or (number < len(args) and isinstance(args[number], Default)):
             args = (*args[:number], value, *args[number + 1 :])
     return args
+
+
+def with_states(state_argnums: Sequence[int], states: Sequence[Any], example: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns a step's whole argument list: `states` at the positions `state_argnums`, and the arguments of `example`,
+    which are all the others in order, between them.
+
+    Raises `StateError` for an example that is no tuple, or has too few arguments."""
+    if isinstance(example, dict) or not isinstance(example, (tuple, list)):
+        raise StateError(
+            "example is the tuple of all non-state arguments",
+            value=type(example).__name__,
+            place="example=",
+            remedy="write example=(batch,), with arrays or ShapeDtypeStructs",
+        )
+    count = len(states) + len(example)
+    if max(state_argnums, default=0) >= count:
+        raise StateError(
+            f"the example has {len(example)} arguments, too few to reach state argument {max(state_argnums)}",
+            value=len(example),
+            place="example=",
+            remedy="give all non-state arguments of the step, in order",
+        )
+    rest, by_number = iter(example), dict(zip(state_argnums, states, strict=True))
+    return tuple(by_number[n] if n in by_number else next(rest) for n in range(count))
