@@ -26,7 +26,7 @@ from splitjax.compile.entry import Entry
 from splitjax.errors import BatchError, MicrobatchError, ProfileError
 from splitjax.lower.boundary import boundary_forward, boundary_of, expand, is_boundary
 from splitjax.lower.microbatch.loop import PreparedBoundary
-from splitjax.lower.microbatch.microbatch import local_examples, prepare
+from splitjax.lower.microbatch.microbatch import Accumulation, local_examples, prepare
 from splitjax.lower.products.interpret import Hooks, evaluate
 from splitjax.lower.products.layout import Layout
 from splitjax.lower.strategies import example_dim, make_twin, resized_trace
@@ -111,7 +111,8 @@ def _divided(entry: Entry, bare: Layout, sites: Sequence[Site], num_workers: int
     forwards = {site: boundary_forward(twin)[0] for site, twin in twins.items()}
     try:
         jobs = {
-            site: prepare(eqn.params, dims[site], forwards[site], num_workers, (), None) for site, eqn in eqns.items()
+            site: prepare(eqn.params, Accumulation(dims[site], forwards[site], num_workers))
+            for site, eqn in eqns.items()
         }
     except MicrobatchError as error:
         for site, eqn in eqns.items():

@@ -167,7 +167,7 @@ class _Flattener:
         body = call_body(eqn)
         if body is not None:
             return self.walk(
-                body, operands, where.into(0, editable=name in _EDITABLE, call=eqn, custom=name in _CUSTOM_RULES)
+                body, operands, where.into_call(eqn, editable=name in _EDITABLE, custom=name in _CUSTOM_RULES)
             )
         handler = _CONTROL.get(name)
         if handler is not None:
@@ -238,28 +238,26 @@ class _Where:
             self.rule_at,
         )
 
-    def into(
-        self,
-        body: int,
-        trips: int = 1,
-        loop: int | None = None,
-        editable: bool = True,
-        boundary: bool = False,
-        conditional: bool = False,
-        call: Any = None,
-        custom: bool = False,
-    ) -> _Where:
-        loops = self.loops if loop is None else (*self.loops, loop)
-        return _Where(
-            (*self.site, body),
-            self.trips * trips,
-            loops,
-            self.editable and editable,
-            self.phase,
-            self.inside or boundary,
-            self.conditional or conditional,
-            self.calls if call is None else (*self.calls, call),
-            self.site if custom and self.editable else self.rule_at,
+    def into(self, body: int) -> _Where:
+        """Goes into the body of this number."""
+        return dataclasses.replace(self, site=(*self.site, body))
+
+    def in_doubt(self) -> _Where:
+        """Stays, where it is not certain that operations run."""
+        return dataclasses.replace(self, conditional=True)
+
+    def into_loop(self, body: int, loop: int, trips: int = 1) -> _Where:
+        """Goes into a body of the loop of number `loop`, which runs it `trips` times."""
+        return dataclasses.replace(self.into(body), trips=self.trips * trips, loops=(*self.loops, loop))
+
+    def into_call(self, call: Any, editable: bool, custom: bool) -> _Where:
+        """Goes into the body of the equation `call`. `editable`: lowering can rebuild it. `custom`: it has a derivative
+        rule of its own."""
+        return dataclasses.replace(
+            self.into(0),
+            editable=self.editable and editable,
+            calls=(*self.calls, call),
+            rule_at=self.site if custom and self.editable else self.rule_at,
         )
 
 
@@ -278,7 +276,7 @@ def _scan(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> lis
     num_consts, num_carry = _compat.scan_counts(eqn.params)
     body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
     loop = flat.loop()
-    inside = where.into(0, eqn.params["length"], loop)
+    inside = where.into_loop(0, loop, trips=eqn.params["length"])
     consts, init, scanned = (
         operands[:num_consts],
         operands[num_consts : num_consts + num_carry],
@@ -305,9 +303,13 @@ def _while(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> li
     loop = flat.loop()
     body, _ = _compat.open_jaxpr(eqn.params["body_jaxpr"])
     init = operands[num_cond + num_body :]
-    inside = where.into(1, 1, loop, conditional=True)
+    inside = where.into_loop(1, loop).in_doubt()
     carry = _enter(flat, init, [v.aval for v in body.invars[num_body:]], inside, loop)
-    flat.walk(eqn.params["cond_jaxpr"], [*operands[:num_cond], *carry], where.into(0, 1, loop, conditional=True))
+    flat.walk(
+        eqn.params["cond_jaxpr"],
+        [*operands[:num_cond], *carry],
+        where.into_loop(0, loop).in_doubt(),
+    )
     results = flat.walk(eqn.params["body_jaxpr"], [*operands[num_cond : num_cond + num_body], *carry], inside)
     _carry_back(flat, results, carry, inside)
     return results
@@ -326,9 +328,7 @@ def _carry_back(flat: _Flattener, results: list[int], carry: list[int], where: _
 
 
 def _cond(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> list[int]:
-    branches = [
-        flat.walk(b, operands[1:], where.into(k, conditional=True)) for k, b in enumerate(eqn.params["branches"])
-    ]
+    branches = [flat.walk(b, operands[1:], where.into(k).in_doubt()) for k, b in enumerate(eqn.params["branches"])]
     return [
         flat.emit("_branch", list(results), [var.aval], where)[0]
         for results, var in zip(zip(*branches, strict=True), eqn.outvars, strict=True)
@@ -338,7 +338,7 @@ def _cond(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> lis
 def _boundary(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> list[int]:
     flat.num_boundaries += 1
     forward, differentiated = boundary_parts(eqn)
-    results = flat.walk(forward, operands, where.into(0, boundary=True))
+    results = flat.walk(forward, operands, dataclasses.replace(where.into(0), inside=True))
     gradients = []
     for position in differentiated:
         flat.differentiated.add(operands[position])

@@ -19,7 +19,7 @@ from splitjax import _compat
 from splitjax.lower.boundary import expand, is_boundary
 from splitjax.lower.products.custom_rules import custom_call, jvp_of, vjp_of
 from splitjax.lower.products.groups import Copies, Where, evaluate_product, fits, scope
-from splitjax.lower.products.layout import Layout, named_sharding
+from splitjax.lower.products.layout import Layout, SiteDecisions, named_sharding
 from splitjax.lower.products.local_convolution import evaluate_local
 from splitjax.lower.products.local_transform import evaluate_transform
 from splitjax.lower.products.rebuilding import REBUILD, AnyJaxpr, remat
@@ -166,7 +166,9 @@ def _guarded(layout: Layout, eqn: Any, values: list[Any]) -> list[Any]:
 
     def run(jaxpr: AnyJaxpr, operands: Sequence[Any]) -> list[Any]:
         constraints, rewrites = whole_inside(jaxpr, MeshShape.of(layout.mesh))
-        inner = dataclasses.replace(Layout.of(layout.mesh, constraints, rewrites=rewrites), manual=layout.manual)
+        inner = dataclasses.replace(
+            Layout.of(layout.mesh, constraints, SiteDecisions(rewrites=rewrites)), manual=layout.manual
+        )
         return _run(
             inner if set(layout.manual) < set(layout.mesh.axis_names) else Layout(layout.mesh, {}, frozenset()),
             jaxpr,

@@ -20,6 +20,27 @@ from splitjax.trace.sites import Site
 
 
 @dataclasses.dataclass(frozen=True)
+class SiteDecisions:
+    """Holds what is decided about a step's operations besides the plan's constraints, in any order.
+
+    - `explicit`: the products, biases and scales whose collectives are written out.
+    - `uses`: the uses of weights inside of boundaries, in program order.
+    - `names`: the layers of products, by site.
+    - `convolutions`: those that are evaluated device by device.
+    - `transforms`: by site of a Fourier transform, for each dim the axes that split it.
+    - `rewrites`: sites of operations that are evaluated as others. `guarded`: sites of calls with custom rules.
+    """
+
+    explicit: Sequence[Exchange | Scatter | Summed] = ()
+    uses: Sequence[WeightUse] = ()
+    names: Mapping[Site, str] = dataclasses.field(default_factory=dict)
+    convolutions: Sequence[LocalConvolution] = ()
+    transforms: Mapping[Site, tuple[tuple[str, ...], ...]] = dataclasses.field(default_factory=dict)
+    rewrites: Collection[Site] = ()
+    guarded: Collection[Site] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Layout:
     """Holds by site what a plan decides about a step's operations, on a mesh.
 
@@ -53,34 +74,15 @@ class Layout:
     rematerialised: bool = False
 
     @classmethod
-    def of(
-        cls,
-        mesh: Mesh,
-        constraints: Sequence[Constraint],
-        explicit: Sequence[Exchange | Scatter | Summed] = (),
-        uses: Sequence[WeightUse] = (),
-        names: Mapping[Site, str] | None = None,
-        convolutions: Sequence[LocalConvolution] = (),
-        rewrites: Collection[Site] = (),
-        guarded: Collection[Site] = (),
-        transforms: Mapping[Site, tuple[tuple[str, ...], ...]] | None = None,
-    ) -> Layout:
-        """Makes a layout of what was decided, in any order.
-
-        **Arguments:**
-
-        - `mesh`: of the step. `constraints`: the plan's.
-        - `explicit`: the products whose collectives are written out.
-        - `uses`: the uses of weights inside of boundaries, in program order.
-        - `names`, `transforms`: by site, as the layout has them; None for none.
-        - `convolutions`: those that are evaluated device by device.
-        - `rewrites`: sites of operations that are evaluated as others. `guarded`: sites of calls with custom rules.
-        """
+    def of(cls, mesh: Mesh, constraints: Sequence[Constraint], decided: SiteDecisions | None = None) -> Layout:
+        """Makes a layout for `mesh` of the plan's `constraints` and of what else was `decided`, in any order."""
+        decided = decided or SiteDecisions()
         by_site: dict[Site, list[Constraint]] = collections.defaultdict(list)
         for constraint in constraints:
             by_site[constraint.site].append(constraint)
-        decided = (decision.site for decision in (*explicit, *convolutions))
-        sites = {*by_site, *rewrites, *guarded, *(transforms or ()), *decided}
+        explicit, convolutions = decided.explicit, decided.convolutions
+        own_sites = (decision.site for decision in (*explicit, *convolutions))
+        sites = {*by_site, *decided.rewrites, *decided.guarded, *decided.transforms, *own_sites}
         inside = frozenset(site[:depth] for site in sites for depth in range(1, len(site)))
         pinned = {site: tuple(here) for site, here in by_site.items()}
         exchanges = {product.site: product for product in explicit if isinstance(product, Exchange)}
@@ -92,12 +94,12 @@ class Layout:
             inside,
             exchanges,
             sums,
-            tuple(uses),
-            names=dict(names or {}),
+            tuple(decided.uses),
+            names=dict(decided.names),
             convolutions=local,
-            transforms=dict(transforms or {}),
-            rewritten=frozenset(rewrites),
-            guarded=frozenset(guarded),
+            transforms=dict(decided.transforms),
+            rewritten=frozenset(decided.rewrites),
+            guarded=frozenset(decided.guarded),
         )
 
     def without(self, manual: Sequence[str]) -> Layout:

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 from splitjax import _compat
 from splitjax.lower import boundary, gradient
-from splitjax.lower.microbatch.microbatch import expand_microbatches, local_examples
+from splitjax.lower.microbatch.microbatch import Accumulation, expand_microbatches, local_examples
 
 
 def make_mesh(**axes):
@@ -51,13 +51,15 @@ def build(step, params, batch, num, *, mesh=None, batch_axes=("data",), manual=N
                 results = expand_microbatches(
                     eqn.params,
                     operands,
-                    dims,
-                    twin.params["forward"],
-                    num,
-                    batch_axes if mesh is not None else (),
-                    mesh,
-                    manual_axes=manual,
-                    bind=bind,
+                    Accumulation(
+                        dims,
+                        twin.params["forward"],
+                        num,
+                        batch_axes if mesh is not None else (),
+                        mesh,
+                        manual_axes=manual,
+                        bind=bind,
+                    ),
                 )
             else:
                 results = _compat.bind_equation(eqn, operands)
