@@ -1,6 +1,6 @@
 """Accumulates gradients over microbatches without changing the numbers, with one gradient exchange.
 
-`expand_microbatches` evaluates a boundary (see `gradient.py`) in N microbatches. The forward is given twice, traced at
+`expand_microbatches` evaluates a boundary (see `boundary.py`) in N microbatches. The forward is given twice, traced at
 the whole batch and at what one microbatch of one worker has (`local_examples`). Then
 
 1. `pairing` reads both jaxprs as one program: dims and literals that differ come from the number of examples;
