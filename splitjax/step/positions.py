@@ -135,6 +135,7 @@ def _position(name: str, names: Sequence[str]) -> int:
 
 
 def step_name(fn: Callable[..., Any]) -> str:
+    """Returns the name of the step `fn` for messages: that of its type where it has none."""
     return getattr(fn, "__name__", type(fn).__name__)
 
 

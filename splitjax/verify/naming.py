@@ -12,7 +12,7 @@ from splitjax.verify.taps import Tap
 
 
 def tap_name(tap: Tap, entry: Entry) -> tuple[str, str]:
-    """Returns kind and name of what a gradient boundary gives."""
+    """Returns kind and name of what a gradient boundary gives. `tap`: the value that was tapped. `entry`: the step."""
     if tap.gradient_of is not None:
         path = next(
             (it.param for it in entry.graph.gradients if (it.site, it.result) == (tap.site, tap.result)),
@@ -26,6 +26,8 @@ def tap_name(tap: Tap, entry: Entry) -> tuple[str, str]:
 def class_names(analysis: Analysis, entry: Entry) -> dict[int, str]:
     """Names each class of dims by a leaf and its dim that has it; by the operation that has it first, for those that
     are in no leaf.
+
+    `analysis`: the step's classes. `entry`: the step, whose leaves have paths and names of dims.
     """
     names: dict[int, str] = {}
     roles = ("param", "batch", "statistic", "input", "optimizer")

@@ -31,6 +31,7 @@ def _call(parameter: str) -> Rebuild:
 
 
 def remat(run: RunBody, eqn: Any, values: list[Any]) -> list[Any]:
+    """Rebuilds the rematerialised call `eqn` on `values`, with its body evaluated by `run`; returns its results."""
     body = eqn.params["jaxpr"]
     fun = jax.checkpoint(
         lambda *operands: run(body, 0, operands), prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"]

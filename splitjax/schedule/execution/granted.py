@@ -138,7 +138,7 @@ class GrantedIterations:
         self.runs[grant.job].grants.remove(grant)
 
     def report(self, run: JobRun, report: Report, now: float) -> None:
-        """Takes what a worker of the job `run` says, at `now` in seconds, of the iteration under way."""
+        """Takes the `report` of a worker of the job `run`, at `now` in seconds, on the iteration under way."""
         if not run.grants or run.grants[0].order.number != report.number:
             return
         grant = run.grants[0]
