@@ -30,9 +30,9 @@ from splitjax.parallelize import parallelize as parallelize_arrays
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan
 from splitjax.planning.carried import Carried
-from splitjax.step.arguments import Options, keyword_only, make_options, positional
 from splitjax.step.consumed import CallLog
 from splitjax.step.keywords import VerifySizes
+from splitjax.step.positions import Options, keyword_only, make_options, positional, with_states
 from splitjax.sync.scheme import Link
 
 if TYPE_CHECKING:
@@ -301,15 +301,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
 
     def _arguments(self, states: Sequence[Any], example: Sequence[Any]) -> tuple:
         """The step's whole argument list: states in their places, the example's arguments in the others."""
-        if isinstance(example, dict) or not isinstance(example, (tuple, list)):
-            raise StateError(
-                "example is the tuple of all non-state arguments",
-                value=type(example).__name__,
-                place="example=",
-                remedy="write example=(batch,), with arrays or ShapeDtypeStructs",
-            )
         numbers = self._state_positions(len(states))
-        count = len(states) + len(example)
         if len(numbers) != len(states):
             raise StateError(
                 f"got {len(states)} states, the step has {len(numbers)}",
@@ -317,15 +309,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
                 place=f"{self._name}",
                 remedy="give one state per state argument, in order",
             )
-        if max(numbers, default=0) >= count:
-            raise StateError(
-                f"the example has {len(example)} arguments, too few to reach state argument {max(numbers)}",
-                value=len(example),
-                place="example=",
-                remedy="give all other arguments of the step, in order",
-            )
-        rest, by_number = iter(example), dict(zip(numbers, states, strict=True))
-        return tuple(by_number[n] if n in by_number else next(rest) for n in range(count))
+        return with_states(numbers, states, example)
 
     def _batch_positions(self, args: tuple) -> tuple[int, ...]:
         """Which arguments are batches."""

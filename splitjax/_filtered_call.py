@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from splitjax._static import Half, partition
-from splitjax.lower.products.interpret import named_sharding
+from splitjax.lower.products.layout import named_sharding
 from splitjax.parallel_step import ParallelStep
-from splitjax.step.arguments import parameter_names
+from splitjax.step.positions import parameter_names
 
 
 @jax.tree_util.register_pytree_node_class

@@ -17,7 +17,7 @@ from flax import nnx
 from splitjax import _compat
 from splitjax.errors import GradientError
 from splitjax.lower import gradient
-from splitjax.step.arguments import positional
+from splitjax.step.positions import positional
 
 _TAG = "splitjax_value_and_grad"
 

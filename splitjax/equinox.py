@@ -31,8 +31,9 @@ from splitjax._filtered import FilteredStep
 from splitjax._filtered_call import Call, attach, detach, signature
 from splitjax._static import ARRAY, Fixed, Half, Static, is_array, partition
 from splitjax.lower import gradient
-from splitjax.step.arguments import Default, call_with, check_batch, leaf_path, make_options, with_static_defaults
+from splitjax.step.arguments import check_batch, leaf_path
 from splitjax.step.keywords import ParallelizeOptions, Positions, complete, show_signature
+from splitjax.step.positions import Default, call_with, make_options, with_static_defaults
 
 __all__ = ["EquinoxStep", "grad", "parallelize", "value_and_grad"]
 

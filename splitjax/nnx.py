@@ -52,8 +52,8 @@ from splitjax._nnx_graph import (
 )
 from splitjax._static import Fixed, Static
 from splitjax.errors import DonatedStateError, StateError
-from splitjax.step.arguments import Default, Options, call_with, make_options, with_static_defaults
 from splitjax.step.keywords import ParallelizeOptions, Positions, complete, show_signature
+from splitjax.step.positions import Default, Options, call_with, make_options, with_static_defaults
 
 __all__ = ["NNXStep", "grad", "parallelize", "value_and_grad"]
 

@@ -21,14 +21,14 @@ from splitjax.compile.entry import CompileRecord, Entry, Recipe, trace_error
 from splitjax.compile.placement import abstract_state, init_state, place_state, unshare
 from splitjax.compile.programs import SignatureChanged
 from splitjax.compile.step_programs import StepPrograms
-from splitjax.errors import DonatedStateError
 from splitjax.mesh import MeshShape
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan
 from splitjax.planning.carried import Carried
-from splitjax.step.arguments import Options, argument_names, make_options, positional
-from splitjax.step.consumed import CallLog, look_at_states
+from splitjax.step.arguments import argument_names
+from splitjax.step.consumed import GivenStates
 from splitjax.step.keywords import Positions, VerifySizes
+from splitjax.step.positions import Options, make_options, positional
 from splitjax.sync.scheme import Link
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class ParallelStep(Generic[P, R]):
         self._recipe = recipe
         self._programs = StepPrograms(recipe, mesh, None if parent is None else parent._programs)
         self._verified: set[Any] = set()  # signatures that were compared with one device, and the ids of their entries
-        self._log = CallLog()
+        self._states = GivenStates(recipe.name, recipe.options, recipe.donate)
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
@@ -99,8 +99,8 @@ class ParallelStep(Generic[P, R]):
         if kwargs or self._recipe.keywords:
             args = positional(self._recipe.fn, args, kwargs)
         entry = self._programs.settled(self._programs.last or self._programs.entry(args))
-        if self._recipe.donate:
-            args = self._own_states(args)
+        if self._recipe.donate and self._states.check(args):  # before the call: see `compile.placement.unshare`
+            args = unshare(args, self._recipe.options.state_argnums)
         if self.mesh.is_multi_process:
             args, entry = self._programs.across_processes(args)
         try:
@@ -116,9 +116,7 @@ class ParallelStep(Generic[P, R]):
                 result = self._run(fitting, args)
         except (RuntimeError, ValueError) as error:
             raise self._explain(error, args) from error
-        self._log.count()
-        if self._recipe.donate:
-            self._log.note(args[self._recipe.first_state], frame)
+        self._states.called(args, frame)
         return result
 
     @overload
@@ -199,7 +197,7 @@ class ParallelStep(Generic[P, R]):
         from splitjax.verify import verify_step  # it is loaded when it is first used
 
         args = positional(self._recipe.fn, args, kwargs)
-        self._refuse_consumed(args)
+        self._states.check(args)
         return verify_step(self._recipe, self.mesh, self._programs.entry(args), sizes, own_precision)
 
     def profile(self, *args: Any, num_workers: int | None = None, **kwargs: Any) -> Profile:
@@ -288,7 +286,7 @@ class ParallelStep(Generic[P, R]):
         return profile_job(
             self._recipe,
             self.mesh,
-            self._refuse_consumed,
+            self._states.check,
             args,
             name=name,
             num_workers=num_workers,
@@ -301,14 +299,14 @@ class ParallelStep(Generic[P, R]):
         """The advice from calls given by their arguments."""
         from splitjax.measure.advising import advise_calls
 
-        return advise_calls(self._recipe, self.mesh, self._refuse_consumed, calls, backprop, link)
+        return advise_calls(self._recipe, self.mesh, self._states.check, calls, backprop, link)
 
     def _profile(self, calls: Iterable[tuple], num_workers: int | None) -> Profile:
         """The profile of calls given by their arguments."""
         from splitjax.measure.profiling import profile_calls
 
         def entry_of(args: tuple) -> Entry:
-            self._refuse_consumed(args)
+            self._states.check(args)
             return self._programs.entry(args)
 
         return profile_calls(self._recipe, self.mesh, entry_of, calls, num_workers)
@@ -393,37 +391,8 @@ class ParallelStep(Generic[P, R]):
         """The plan and program used last."""
         return self._programs.last
 
-    def _refuse_consumed(self, args: tuple[Any, ...]) -> None:
-        """Raises `DonatedStateError` for a state that an earlier call consumed."""
-        consumed, _ = look_at_states(args, self._recipe.options.state_argnums)
-        if self._recipe.donate and consumed is not None:
-            raise self._donated(args, consumed)
-
-    def _own_states(self, args: tuple) -> tuple:
-        """The arguments with states that can be given away. Raises `DonatedStateError` for a state that an earlier call
-        consumed; copies an array that stands in the states twice. Both before the call, because jax 0.10 can crash the
-        process on them (seen on virtual CPU devices). A sample of the leaves keeps the first check far below dispatch
-        time."""
-        consumed, is_shared = look_at_states(args, self._recipe.options.state_argnums)
-        if consumed is not None:
-            raise self._donated(args, consumed)
-        return unshare(args, self._recipe.options.state_argnums) if is_shared else args
-
     def _explain(self, error: Exception, args: tuple) -> Exception:
         """The typed error behind one of JAX's, or the error itself."""
         if "deleted" in str(error) and self._recipe.donate:
-            return self._donated(args, self._recipe.first_state)
+            return self._states.error(args)
         return trace_error(error, self._recipe, self.mesh, args)
-
-    def _donated(self, args: tuple, number: int) -> DonatedStateError:
-        where = self._log.place_of(args[self._recipe.first_state])
-        name = self._recipe.options.names[number] if number < len(self._recipe.options.names) else f"argument {number}"
-        return DonatedStateError(
-            f"the state {name!r} was consumed by {where}; its arrays are gone",
-            value=name,
-            place=f"call of {self._recipe.name}",
-            remedy=(
-                f"use the state that the call returned ({name} = step({name}, ...)), or pass donate=False to keep the"
-                " old one"
-            ),
-        )

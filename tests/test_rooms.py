@@ -37,6 +37,7 @@ ROOMS = (
     "schedule.execution",
     "schedule",
     "step",
+    "lower.boundary",
     "lower.gradient",
     "lower",
     "lower.products",

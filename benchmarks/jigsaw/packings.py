@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.jigsaw import common
 from splitjax.schedule import get, simulate
 from splitjax.schedule.policies import orders
-from splitjax.schedule.policies.packing import pack
+from splitjax.schedule.policies.packing import PackingOptions, pack
 
 TRACES = ("7f04ca", "ee9e8c")
 LOAD, SEEDS = 1.5, 3
@@ -50,7 +50,7 @@ def measure(trace: str, order: str, seed: int, quick: bool, data_dir: pathlib.Pa
     for name, options in VARIANTS.items():
         policy = dataclasses.replace(
             get(common.named("jigsaw", order)),
-            decide=lambda view, options=options: pack(view, served(view), "jigsaw", **options),
+            decide=lambda view, options=options: pack(view, served(view), "jigsaw", PackingOptions(**options)),
         )
         one = common.outcome(jobs, policy, base)
         found[name] = (

@@ -35,7 +35,7 @@ from splitjax.schedule import (
 )
 from splitjax.schedule.model.jobs import DEVICE
 from splitjax.schedule.policies.orders import fifo
-from splitjax.schedule.policies.packing import pack
+from splitjax.schedule.policies.packing import PackingOptions, pack
 
 CLUSTER = Cluster(1, 2)
 ROUNDS = 5
@@ -55,7 +55,7 @@ POLICIES: dict[str, str | Policy] = {
     JIGSAW: "jigsaw-fifo",
     ALL: Policy(
         "jigsaw-all",
-        lambda view: pack(view, fifo(view), "jigsaw", density=float(len(MODELS))),
+        lambda view: pack(view, fifo(view), "jigsaw", PackingOptions(density=float(len(MODELS)))),
         "",
         "",
         "fifo",

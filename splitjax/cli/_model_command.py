@@ -70,19 +70,13 @@ class ModelCommand(Traceback):
         check_positive(batch_size=self.batch_size, num_classes=self.num_classes, width=self.width)
         mesh = parse_mesh(self.mesh)
         _session.start(mesh.num_devices)
-        from splitjax.cli._models import planned_step
+        from splitjax.cli._models import LayoutChoice, ModelChoice, planned_step
 
         return planned_step(
-            self.model,
-            self.library,
-            mesh=mesh,
-            rules=self.rules,
-            optimizer=self.optimizer,
-            batch_size=self.batch_size,
-            num_classes=self.num_classes,
-            width=self.width,
-            group_comm=self.group_comm,
-            shard_state=self.shard_state,
+            ModelChoice(self.model, self.library, self.num_classes, self.width),
+            LayoutChoice(mesh, self.rules, self.group_comm, self.shard_state),
+            self.optimizer,
+            self.batch_size,
         )
 
     def show(self, console: Console, planned: Planned, shown: Page, name: str) -> None:

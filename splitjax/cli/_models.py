@@ -34,26 +34,39 @@ def optimizer_named(name: OptimizerName, learning_rate: Any = 1e-3) -> optax.Gra
     return {"adam": optax.adam, "adafactor": optax.adafactor, "adagrad": optax.adagrad}[name](learning_rate)
 
 
-def planned_step(
-    model: ModelName,
-    library: Library,
-    *,
-    mesh: MeshShape,
-    rules: str,
-    optimizer: OptimizerName,
-    batch_size: int,
-    num_classes: int | None,
-    width: float | None,
-    group_comm: str = "auto",
-    shard_state: bool = False,
-) -> Planned:
+@dataclasses.dataclass(frozen=True)
+class ModelChoice:
+    """Says which model is asked for.
+
+    - `name`, `library`, `num_classes`, `width`: as of `splitjax.models.build`; None for the model's own.
+    """
+
+    name: ModelName
+    library: Library
+    num_classes: int | None
+    width: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutChoice:
+    """Says how the step is laid out.
+
+    - `mesh`: its axes and their sizes.
+    - `rules`, `group_comm`, `shard_state`: as of `splitjax.parallelize`.
+    """
+
+    mesh: MeshShape
+    rules: str
+    group_comm: str = "auto"
+    shard_state: bool = False
+
+
+def planned_step(model: ModelChoice, layout: LayoutChoice, optimizer: OptimizerName, batch_size: int) -> Planned:
     """Returns the decorated training step of a model, and the shapes of its arguments.
 
     **Arguments:**
 
-    - `model`, `library`, `num_classes`, `width`: as of `splitjax.models.build`; None for the model's own.
-    - `mesh`: its axes and their sizes.
-    - `rules`, `group_comm`, `shard_state`: as of `splitjax.parallelize`.
+    - `model`, `layout`: which model, and how its step is laid out.
     - `optimizer`: its name.
     - `batch_size`: examples in the global batch.
 
@@ -61,18 +74,18 @@ def planned_step(
     """
     from splitjax import models
 
-    options = {} if width is None else {"width": width}
-    spec = models.build(model, library=library, num_classes=num_classes, **options)
+    sizes = {} if model.width is None else {"width": model.width}
+    spec = models.build(model.name, library=model.library, num_classes=model.num_classes, **sizes)
     batch = spec.example(batch_size)
     key = jax.eval_shape(lambda: jax.random.key(0))
     chosen = optimizer_named(optimizer)
-    layout = {"rules": rules, "group_comm": group_comm, "shard_state": shard_state}
-    if library == "nnx":
+    options = {"rules": layout.rules, "group_comm": layout.group_comm, "shard_state": layout.shard_state}
+    if model.library == "nnx":
         from flax import nnx
 
         init_fn, train_step, _ = models.make_nnx_step(spec, chosen, value_and_grad=splitjax.nnx.value_and_grad)
-        step = splitjax.nnx.parallelize(train_step, mesh=dict(mesh.axes), **layout)
+        step = splitjax.nnx.parallelize(train_step, mesh=dict(layout.mesh.axes), **options)
         return Planned(step, (*nnx.eval_shape(init_fn, key), batch), spec.num_params())
     init_fn, train_step, _ = models.make_step(spec, chosen, value_and_grad=splitjax.value_and_grad)
-    step = splitjax.parallelize(train_step, mesh=dict(mesh.axes), **layout)
+    step = splitjax.parallelize(train_step, mesh=dict(layout.mesh.axes), **options)
     return Planned(step, (jax.eval_shape(init_fn, key), batch), spec.num_params())

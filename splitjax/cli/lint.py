@@ -53,18 +53,14 @@ class Lint(Traceback):
             findings = lint(rules)
             against = "by itself (add --model to check it against one)"
         else:
-            from splitjax.cli._models import planned_step
+            from splitjax.cli._models import LayoutChoice, ModelChoice, planned_step
 
             # Traced under a set that always fits: one that does not is to give findings, not the error of planning.
             planned = planned_step(
-                self.model,
-                self.library,
-                mesh=mesh,
-                rules="data_parallel",
-                optimizer=self.optimizer,
-                batch_size=self.batch_size,
-                num_classes=self.num_classes,
-                width=self.width,
+                ModelChoice(self.model, self.library, self.num_classes, self.width),
+                LayoutChoice(mesh, "data_parallel"),
+                self.optimizer,
+                self.batch_size,
             )
             findings = lint(rules, planned.step.graph(*planned.arguments), mesh)
             against = f"against {self.model} on {mesh}"

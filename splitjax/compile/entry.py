@@ -25,13 +25,13 @@ from splitjax.lower.partial.hooks import PartialHooks
 from splitjax.lower.partial.lowered import Lowered
 from splitjax.lower.partial.step import PartialStep, find_partial
 from splitjax.lower.products.exchange import derive_exchanges, weight_uses
-from splitjax.lower.products.interpret import Layout, named_sharding
+from splitjax.lower.products.layout import Layout, SiteDecisions, named_sharding
 from splitjax.lower.products.local_transform import derive_transforms
 from splitjax.lower.products.remedies import guarded_sites, reached_suspects, rewritten_sites
 from splitjax.lower.products.scatter import derive_scatters, pin_gradients
 from splitjax.lower.products.sharded_dims import ShardedDims
-from splitjax.lower.strategies import boundary_hook, check_turns, make_twin, resized_trace
-from splitjax.lower.tables.sparse import SparseStep
+from splitjax.lower.strategies import LoweredStep, boundary_hook, check_turns, make_twin, resized_trace
+from splitjax.lower.tables.sparse_step import SparseStep
 from splitjax.lower.tables.sync_request import DENSE, SyncRequest
 from splitjax.lower.tables.sync_request import parse as parse_sync
 from splitjax.mesh import MeshShape
@@ -44,7 +44,8 @@ from splitjax.planning.pinning import pins_tables, synchronised
 from splitjax.planning.planning import follow_plan, make_plan, pin_plan
 from splitjax.rules import RuleSet
 from splitjax.step.agreement import agree, program_text
-from splitjax.step.arguments import Bound, Options, abstract, call_with, keyword_only
+from splitjax.step.arguments import Bound, abstract
+from splitjax.step.positions import Options, call_with, keyword_only
 from splitjax.step.processes import host_digests, on_mesh
 from splitjax.step.states import match_states
 from splitjax.trace.graph import Graph
@@ -95,11 +96,6 @@ class Recipe:
     def keywords(self) -> tuple[str, ...]:
         """Returns the step's keyword-only parameters: they take part as last positions (`arguments.positional`)."""
         return keyword_only(self.fn)
-
-    @property
-    def first_state(self) -> int:
-        """Returns the position of the first state argument; 0 for a step without states."""
-        return self.options.state_argnums[0] if self.options.state_argnums else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,14 +203,26 @@ class Entry:
         return tuple(placed.get(number, arg) for number, arg in enumerate(args))
 
 
+@dataclasses.dataclass(frozen=True)
+class KnownTables:
+    """Holds what is known of how a step's tables are synchronised before its program is built.
+
+    - `decision`: how they are, once their steps were observed.
+    - `carried`: how the run that is resumed synchronised them.
+    - `observes`: whether to build the program of the first steps, whatever is known.
+    """
+
+    decision: Decision | None = None
+    carried: Sequence[SyncPlan] = ()
+    observes: bool = False
+
+
 def build_entry(
     recipe: Recipe,
     mesh: Mesh,
     bound: Bound,
     layouts: Mapping[str, LeafPlan] | None,
-    decision: Decision | None = None,
-    carried: Sequence[SyncPlan] = (),
-    observes: bool = False,
+    tables: KnownTables | None = None,
     matched: Mapping[int, int] | None = None,
 ) -> Entry:
     """Builds the entry of a call: traces the step, matches its states, makes the graph and the plan, wraps it for
@@ -224,12 +232,11 @@ def build_entry(
 
     - `recipe`: the step. `mesh`: its devices. `bound`: the call, taken apart.
     - `layouts`: by path, the layout of the training step that an evaluation follows; None for a training step.
-    - `decision`: how tables are synchronised, once their steps were observed.
-    - `carried`: how the run that is resumed synchronised its tables.
-    - `observes`: whether to build the program of the first steps, whatever is known.
+    - `tables`: what is known of how tables are synchronised; None for nothing.
     - `matched`: flat argument of a state leaf -> its flat result, where the caller knows; None to find out.
 
     Raises what tracing, planning and lowering raise: typed errors that name value, place and remedy."""
+    tables = tables or KnownTables()
     jaxpr, result = _trace(recipe, bound)
     if matched is None:
         matched = match_states(recipe.options, bound, result) if recipe.returns_state else {}
@@ -239,7 +246,8 @@ def build_entry(
     trace = lambda leaves: _trace(recipe, bound, leaves)[0]
     twin_of = make_twin(graph, resized_trace(bound, trace))
     if recipe.returns_state:
-        check = lambda kind: check_turns(kind, graph, mesh, plan, layout, jaxpr, twin_of)
+        lowered_step = LoweredStep(graph, mesh, plan, layout, twin_of)
+        check = lambda kind: check_turns(kind, lowered_step, jaxpr)
         plan = choose(
             recipe.group_comm if recipe.pinned is None else recipe.pinned.group_comm,
             plan,
@@ -254,14 +262,21 @@ def build_entry(
         )
     if partial is not None:
         plan = with_partial(plan, partial, mesh.devices.flat[0].platform, pinned_depths)
-    sparse = None
-    pinned = None if observes else recipe.pinned
+    sparse, decision = None, tables.decision
+    pinned = None if tables.observes else recipe.pinned
     if recipe.returns_state and (pins_tables(pinned) or not recipe.request.is_dense):
         sparse, plan, decision = synchronised(
-            graph, jaxpr, plan, recipe.request, pinned=pinned, carried=() if observes else carried, decision=decision
+            graph,
+            jaxpr,
+            plan,
+            recipe.request,
+            pinned=pinned,
+            carried=() if tables.observes else tables.carried,
+            decision=decision,
         )
         twin_of = sparse.twin_of(twin_of)
-    hook = boundary_hook(graph, mesh, plan, layout, twin_of, None if sparse is None else sparse.pulled_at)
+    lowered_step = LoweredStep(graph, mesh, plan, layout, twin_of)
+    hook = boundary_hook(lowered_step, None if sparse is None else sparse.pulled_at)
     rounded = () if sparse is None else sparse.rounded
     residual_shardings = {table.param: NamedSharding(mesh, table.residual_spec) for table in rounded}
     lowered = Lowered(mesh, layout, jaxpr, matched, sparse)
@@ -270,7 +285,7 @@ def build_entry(
         jitted = programs.whole(functools.partial(lowered.run, hook))
     else:
         jitted = scheduled_programs(
-            partial, PartialHooks(partial, jaxpr, mesh, plan, layout, twin_of, sparse, hook), lowered, programs
+            partial, PartialHooks(partial, jaxpr, lowered_step, sparse, hook), lowered, programs
         )
     observing = sparse is not None and bool(sparse.tables) and decision is None
     return Entry(
@@ -364,13 +379,15 @@ def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> Layout:
     return Layout.of(
         mesh,
         (*plan.constraints, *pin_gradients(graph, plan.leaves)),
-        sums,
-        weight_uses(*arguments),
-        names={use.site: use.layer for use in graph.uses},
-        convolutions=convolutions,
-        rewrites=rewritten_sites(graph, plan.mesh),
-        guarded=guarded_sites(reached),
-        transforms=derive_transforms([suspect for suspects in reached.values() for suspect in suspects], sharded),
+        SiteDecisions(
+            sums,
+            weight_uses(*arguments),
+            names={use.site: use.layer for use in graph.uses},
+            convolutions=convolutions,
+            transforms=derive_transforms([suspect for suspects in reached.values() for suspect in suspects], sharded),
+            rewrites=rewritten_sites(graph, plan.mesh),
+            guarded=guarded_sites(reached),
+        ),
     )
 
 

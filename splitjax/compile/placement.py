@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from splitjax.compile.entry import Entry, Recipe
 from splitjax.errors import StateError
-from splitjax.lower.products.interpret import named_sharding
-from splitjax.step.arguments import Options
+from splitjax.lower.products.layout import named_sharding
+from splitjax.step.positions import with_states
 from splitjax.step.processes import on_mesh
 
 Arguments = tuple[Any, ...]
@@ -78,7 +78,7 @@ def place_state(entry_for: EntryFor, recipe: Recipe, mesh: Mesh, states: Argumen
             place=f"{recipe.name}.place",
             remedy="pass one state per state argument, in state_argnums order",
         )
-    shardings = _shardings(entry_for(_arguments(recipe.options, states, example)), recipe, mesh)
+    shardings = _shardings(entry_for(with_states(recipe.options.state_argnums, states, example)), recipe, mesh)
     moved = tuple(jax.tree.map(_copy_to, state, where) for state, where in zip(states, shardings, strict=True))
     return moved[0] if len(moved) == 1 else moved
 
@@ -125,30 +125,8 @@ def _planned(
         )
     strong = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), abstract)
     states = (strong,) if single else tuple(strong)
-    shardings = _shardings(entry_for(_arguments(recipe.options, states, example)), recipe, mesh)
+    shardings = _shardings(entry_for(with_states(recipe.options.state_argnums, states, example)), recipe, mesh)
     return strong, shardings[0] if single else type(abstract)(shardings)
-
-
-def _arguments(options: Options, states: Arguments, example: Sequence[Any]) -> Arguments:
-    """Returns the step's whole argument list: states in their places, the example's arguments in all others."""
-    if isinstance(example, dict) or not isinstance(example, (tuple, list)):
-        raise StateError(
-            "example is the tuple of all non-state arguments",
-            value=type(example).__name__,
-            place="example=",
-            remedy="write example=(batch,), with arrays or ShapeDtypeStructs",
-        )
-    count = len(states) + len(example)
-    if max(options.state_argnums, default=0) >= count:
-        raise StateError(
-            f"the example has {len(example)} arguments, too few to reach state argument {max(options.state_argnums)}",
-            value=len(example),
-            place="example=",
-            remedy="give all non-state arguments of the step, in order",
-        )
-    rest = iter(example)
-    by_number = dict(zip(options.state_argnums, states, strict=True))
-    return tuple(by_number[n] if n in by_number else next(rest) for n in range(count))
 
 
 def _shardings(entry: Entry, recipe: Recipe, mesh: Mesh) -> tuple[Any, ...]:

@@ -15,10 +15,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from splitjax import _compat
-from splitjax.lower.products.interpret import named_sharding
+from splitjax.lower.products.layout import named_sharding
 from splitjax.lower.products.scatter import updated_in_parts
 from splitjax.plan import Plan
-from splitjax.step.arguments import Bound, Options, bind
+from splitjax.step.arguments import Bound, bind
+from splitjax.step.positions import Options
 
 
 class StepProgram(Protocol):

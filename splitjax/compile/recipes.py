@@ -13,8 +13,8 @@ from typing import Any
 from splitjax.compile.entry import Recipe
 from splitjax.lower.tables.sync_request import parse
 from splitjax.rules import load_rules
-from splitjax.step.arguments import make_options
 from splitjax.step.options import check_options, resolve_plan
+from splitjax.step.positions import make_options
 
 
 def make_recipe(fn: Callable[..., Any], given: Mapping[str, Any]) -> Recipe:
@@ -27,16 +27,7 @@ def make_recipe(fn: Callable[..., Any], given: Mapping[str, Any]) -> Recipe:
 
     Raises `OptionError`, `MeshError`, `RuleError`, `SyncError`, `StateError` or `PlanError` for a value that an option
     cannot have."""
-    check_options(
-        fn,
-        mesh=given["mesh"],
-        rules=given["rules"],
-        group_comm=given["group_comm"],
-        backprop=given["backprop"],
-        shard_state=given["shard_state"],
-        unknown=given["unknown"],
-        verify=given["verify"],
-    )
+    check_options(fn, given)
     options = make_options(
         fn,
         given["state_argnums"],

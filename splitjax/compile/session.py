@@ -17,7 +17,7 @@ import numpy as np
 
 from splitjax.compile.entry import Entry
 from splitjax.errors import DonatedStateError, SyncError
-from splitjax.lower.tables.sparse import SparseStep
+from splitjax.lower.tables.sparse_step import SparseStep
 from splitjax.planning.carried import Residual, Seen, inputs_of
 from splitjax.planning.observing import Observer
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from splitjax.compile.entry import CompileRecord, Entry, Recipe, build_entry
+from splitjax.compile.entry import CompileRecord, Entry, KnownTables, Recipe, build_entry
 from splitjax.compile.session import Kept, merged
 from splitjax.mesh import make_mesh
 from splitjax.plan import LeafPlan, SyncPlan
@@ -181,7 +181,7 @@ class StepPrograms:
         """Builds the entry for a signature (`build_entry` has the arguments), and records why."""
         started = time.perf_counter()
         layouts = None if self._training is None else self._training.layouts()
-        entry = build_entry(self._recipe, self.mesh, bound, layouts, decision, carried, observes)
+        entry = build_entry(self._recipe, self.mesh, bound, layouts, KnownTables(decision, carried, observes))
         if not reason:
             differences = [difference(bound, old.bound) for old in self._entries.values()]
             reason = min(differences)[1] if differences else "first call"

@@ -5,7 +5,7 @@ a step, and the bytes that it holds, come out. It is arithmetic on shapes: nothi
 so that plans can be compared before any of them runs.
 """
 
-from splitjax.cost.collectives import predict_collectives
+from splitjax.cost.collectives import LaidOutStep, predict_collectives
 from splitjax.cost.memory import predict_memory
 
-__all__ = ["predict_collectives", "predict_memory"]
+__all__ = ["LaidOutStep", "predict_collectives", "predict_memory"]

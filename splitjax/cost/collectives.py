@@ -52,21 +52,9 @@ _ENTER_ROWS, _RETURN_ROWS = (
 _Event = tuple[str, Axes, int, str, bool]
 
 
-def predict_collectives(
-    graph: Graph,
-    leaves: Sequence[LeafPlan],
-    layers: Sequence[LayerPlan],
-    mesh: MeshShape,
-    batch_axes: Sequence[str],
-    replicated_batch: str,
-    *,
-    backward: bool = True,
-    group_comm: str = "gather",
-) -> tuple[Collective, ...]:
-    """Predicts the collectives that a step of this layout needs: those of activations in program order, then those of
-    gradients in leaf order.
-
-    **Arguments:**
+@dataclasses.dataclass(frozen=True, eq=False)
+class LaidOutStep:
+    """Holds a traced step with the layout of its leaves, from which its collectives follow.
 
     - `graph`: the traced step: shapes of activations (`Graph.uses`, for the whole batch), dim classes.
     - `leaves`, `layers`: the layout; `bytes_per_device` must be set.
@@ -74,6 +62,25 @@ def predict_collectives(
     - `batch_axes`: its axes over which batch arguments are split.
     - `replicated_batch`: `"all"` where the batch of replicated layers is split over every axis, `"data"` where split
       and replicated layers see the same batch.
+    """
+
+    graph: Graph
+    leaves: Sequence[LeafPlan]
+    layers: Sequence[LayerPlan]
+    mesh: MeshShape
+    batch_axes: Sequence[str]
+    replicated_batch: str
+
+
+def predict_collectives(
+    step: LaidOutStep, *, backward: bool = True, group_comm: str = "gather"
+) -> tuple[Collective, ...]:
+    """Predicts the collectives that a step of this layout needs: those of activations in program order, then those of
+    gradients in leaf order.
+
+    **Arguments:**
+
+    - `step`: the traced step and its layout.
     - `group_comm`: `gather` and `modulo` send the same bytes, the latter a part in each turn; `turns` all-reduces them
       instead.
     - `backward`: False for a step that takes no gradient (evaluation).
@@ -81,6 +88,8 @@ def predict_collectives(
     **Returns:** `Collective`s with `bytes` sent per device and step, by ring algorithms (`cost.ring`); those of 0 bytes
     left out.
     """
+    graph, leaves, layers, mesh = step.graph, step.leaves, step.layers, step.mesh
+    batch_axes, replicated_batch = step.batch_axes, step.replicated_batch
     names = {leaf.path: leaf.layer for leaf in graph.leaves if leaf.layer}
     names |= {path: layer.name for layer in layers for path in layer.params}
     chain = flows(graph, leaves, mesh, batch_axes, replicated_batch)

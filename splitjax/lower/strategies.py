@@ -21,10 +21,11 @@ from jax.sharding import Mesh
 
 from splitjax import _compat
 from splitjax.errors import BatchError, MicrobatchError, SplitjaxError
-from splitjax.lower import gradient
+from splitjax.lower.boundary import Twin, boundary_forward, expand, is_boundary
 from splitjax.lower.microbatch.islands import Request
 from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.microbatch import (
+    Accumulation,
     expand_microbatches,
     local_examples,
     manual_axes,
@@ -34,15 +35,13 @@ from splitjax.lower.microbatch.microbatch import (
 from splitjax.lower.microbatch.places import Runner
 from splitjax.lower.products.exchange import EXAMPLES, SWAP
 from splitjax.lower.products.groups import Copies, Where
-from splitjax.lower.products.interpret import BoundaryHook, EvalForward, Layout, Site, evaluate_equation
+from splitjax.lower.products.interpret import BoundaryHook, EvalForward, evaluate_equation
+from splitjax.lower.products.layout import Layout
 from splitjax.lower.turns.turns import Mode, Refused, TurnedBoundary, evaluate_turns, take_turns
 from splitjax.plan import Plan
 from splitjax.step.arguments import Bound, abstract
-from splitjax.trace.flatten import equation_at
 from splitjax.trace.graph import Graph
-
-# Finds a boundary in a trace with another number of examples: (its equation, its site, the number) -> that equation.
-Twin = Callable[[Any, Site, int], Any]
+from splitjax.trace.sites import Site, equation_at
 
 
 def resized_trace(
@@ -94,7 +93,7 @@ def make_twin(graph: Graph, resized: Callable[[int], _compat.ClosedJaxpr]) -> Tw
 
     def twin_of(eqn: Any, site: Site, num_examples: int) -> Any:
         twin = equation_at(resized(num_examples), site)
-        if twin is None or not gradient.is_boundary(twin) or len(twin.invars) != len(eqn.invars):
+        if twin is None or not is_boundary(twin) or len(twin.invars) != len(eqn.invars):
             raise MicrobatchError(
                 f"{eqn.params['label']}: the step is another program for {num_examples} examples than for"
                 f" {graph.num_examples}",
@@ -107,30 +106,54 @@ def make_twin(graph: Graph, resized: Callable[[int], _compat.ClosedJaxpr]) -> Tw
     return twin_of
 
 
-def boundary_hook(
-    graph: Graph,
-    mesh: Mesh,
-    plan: Plan,
-    layout: Layout,
-    twin_of: Twin,
-    pulled_at: Callable[[Site], Collection[str]] | None = None,
-) -> BoundaryHook:
-    """Returns the evaluator of gradient boundaries, which runs each whole, in microbatches, or in turns.
-
-    **Arguments:**
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoweredStep:
+    """Holds what is known of the step around a boundary: what every way to run a boundary asks.
 
     - `graph`, `plan`: of the step. `mesh`: the mesh that the plan is for.
     - `layout`: the plan's constraints and exchanges by site.
     - `twin_of`: finds a boundary in a trace with another number of examples, as `make_twin` makes it.
+    """
+
+    graph: Graph
+    mesh: Mesh
+    plan: Plan
+    layout: Layout
+    twin_of: Twin
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BoundaryCall:
+    """Holds a boundary that is to be evaluated, as a `BoundaryHook` is given it.
+
+    - `eqn`: its equation. `operands`: the values of its operands. `site`: where it stands in the step.
+    - `forward(jaxpr, operands)`: evaluates its forward where it runs whole.
+    """
+
+    eqn: Any
+    operands: Sequence[Any]
+    site: Site
+    forward: EvalForward
+
+
+def boundary_hook(step: LoweredStep, pulled_at: Callable[[Site], Collection[str]] | None = None) -> BoundaryHook:
+    """Returns the evaluator of gradient boundaries, which runs each whole, in microbatches, or in turns.
+
+    **Arguments:**
+
+    - `step`: the step around the boundaries.
     - `pulled_at`: maps the site of a boundary to the paths of the tables that it is given rows of; None where there are
       none.
     """
 
+    graph, plan, mesh = step.graph, step.plan, step.mesh
+
     def hook(eqn: Any, operands: Sequence[Any], site: Site, forward: EvalForward) -> list[Any]:
+        call = BoundaryCall(eqn, operands, site, forward)
         if plan.group_comm != "gather":
-            turned = turned_boundary(eqn, site, graph, mesh, plan, layout, twin_of)
+            turned = turned_boundary(step, eqn, site)
             if turned is not None:
-                return evaluate_turns(turned, operands, layout)
+                return evaluate_turns(turned, operands, step.layout)
         manual = whole_axes(plan, mesh, () if pulled_at is None else pulled_at(site))
         number = eqn.params["microbatches"]
         if (
@@ -140,87 +163,44 @@ def boundary_hook(
             and _has_recurrence(graph, site)
         ):
             try:
-                return accumulated(eqn, operands, site, forward, 1, manual)
+                return accumulated_boundary(step, call, 1, manual)
             except MicrobatchError:  # its loss is no sum over examples, say: XLA sums in every iteration
                 pass
         if number in (None, 1) or graph.num_examples is None:
-            return gradient.expand(eqn.params, operands, forward)
-        return accumulated(eqn, operands, site, forward, number, manual)
-
-    def accumulated(
-        eqn: Any, operands: Sequence[Any], site: Site, forward: EvalForward, number: int, manual: tuple[str, ...]
-    ) -> list[Any]:
-        return accumulated_boundary(eqn, operands, site, forward, number, graph, mesh, plan, layout, twin_of, manual)
+            return expand(eqn.params, operands, forward)
+        return accumulated_boundary(step, call, number, manual)
 
     return hook
 
 
 def accumulated_boundary(
-    eqn: Any,
-    operands: Sequence[Any],
-    site: Site,
-    forward: EvalForward,
-    number: int,
-    graph: Graph,
-    mesh: Mesh,
-    plan: Plan,
-    layout: Layout,
-    twin_of: Twin,
-    manual: tuple[str, ...],
-    runner: Runner | None = None,
+    step: LoweredStep, call: BoundaryCall, number: int, manual: tuple[str, ...], runner: Runner | None = None
 ) -> list[Any]:
-    """Evaluates a boundary in microbatches, and returns its results in the order of `gradient.expand`.
+    """Evaluates a boundary in microbatches, and returns its results in the order of `boundary.expand`.
 
     **Arguments:**
 
-    - `eqn`, `operands`, `site`: the boundary's equation, its operands, and where it stands.
-    - `forward(jaxpr, operands)`: evaluates the boundary's forward where it runs whole.
+    - `step`, `call`: the step, and the boundary in it.
     - `number`: of microbatches.
-    - `graph`, `mesh`, `plan`, `layout`, `twin_of`: as for `boundary_hook`.
     - `manual`: the mesh axes that the loop handles itself.
     - `runner`: how the loops of the places along these axes run; None where they all run alike.
 
     Raises `MicrobatchError` where the loss is no sum over examples, or the batch does not divide.
     """
-    twin = twin_of(eqn, site, local_examples(_num_examples(graph), number, plan.batch_axes, mesh, manual))
-    copies: Copies = {}
-    dims = [example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True)]
-    return expand_microbatches(
-        eqn.params,
-        operands,
-        dims,
-        gradient.boundary_forward(twin)[0],
-        number,
-        plan.batch_axes,
-        mesh,
-        manual_axes=manual,
-        bind=lambda inner, values, inside: evaluate_equation(
-            layout.without(manual), inner, values, (*site, 0, *inside), copies
-        ),
-        eval_forward=forward,
-        islands=_islands(_Step(graph, mesh, plan, layout, twin_of), eqn, site, number, manual),
-        runner=runner,
-    )
+    size = local_examples(_num_examples(step.graph), number, step.plan.batch_axes, step.mesh, manual)
+    loop = _accumulation(step, call.eqn, call.site, step.twin_of(call.eqn, call.site, size), number, manual)
+    return expand_microbatches(call.eqn.params, call.operands, loop, eval_forward=call.forward, runner=runner)
 
 
 def uneven_jobs(
-    eqn: Any,
-    site: Site,
-    shares: Collection[int],
-    graph: Graph,
-    mesh: Mesh,
-    plan: Plan,
-    layout: Layout,
-    twin_of: Twin,
-    manual: tuple[str, ...],
+    step: LoweredStep, eqn: Any, site: Site, shares: Collection[int], manual: tuple[str, ...]
 ) -> dict[int, PreparedBoundary]:
     """Prepares a boundary for workers that have different numbers of examples.
 
     **Arguments:**
 
-    - `eqn`, `site`: the boundary's equation, and where it stands.
+    - `step`: the step around the boundary. `eqn`, `site`: the boundary's equation, and where it stands.
     - `shares`: the numbers of examples that workers have.
-    - `graph`, `mesh`, `plan`, `layout`, `twin_of`: as for `boundary_hook`.
     - `manual`: the mesh axes that the loop handles itself.
 
     Returns the prepared loop by number of examples; a number is left out where no loop is needed. Raises
@@ -228,27 +208,32 @@ def uneven_jobs(
     """
     jobs: dict[int, PreparedBoundary] = {}
     for share in sorted(set(shares)):
-        twin = twin_of(eqn, site, traced_examples(share))
-        dims = [example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True)]
-        copies: Copies = {}
-        bind = lambda inner, values, inside, copies=copies: evaluate_equation(
-            layout.without(manual), inner, values, (*site, 0, *inside), copies
-        )
-        job = prepare(
-            eqn.params,
-            dims,
-            gradient.boundary_forward(twin)[0],
-            1,
-            plan.batch_axes,
-            mesh,
-            manual_axes=manual,
-            bind=bind,
-            share=share,
-            islands=_islands(_Step(graph, mesh, plan, layout, twin_of), eqn, site, 1, manual, share),
-        )
+        twin = step.twin_of(eqn, site, traced_examples(share))
+        job = prepare(eqn.params, _accumulation(step, eqn, site, twin, 1, manual, share))
         if job is not None:
             jobs[share] = job
     return jobs
+
+
+def _accumulation(
+    step: LoweredStep, eqn: Any, site: Site, twin: Any, number: int, manual: tuple[str, ...], share: int | None = None
+) -> Accumulation:
+    """Returns how the boundary `eqn` at `site` is evaluated in `number` microbatches. `twin`: its equation traced with
+    the examples of one. `share`: the examples of the place, where places have different numbers of them."""
+    copies: Copies = {}
+    return Accumulation(
+        [example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True)],
+        boundary_forward(twin)[0],
+        number,
+        step.plan.batch_axes,
+        step.mesh,
+        manual_axes=manual,
+        bind=lambda inner, values, inside: evaluate_equation(
+            step.layout.without(manual), inner, values, (*site, 0, *inside), copies
+        ),
+        islands=_islands(step, eqn, site, number, manual, share),
+        share=share,
+    )
 
 
 def _has_recurrence(graph: Graph, site: Site) -> bool:
@@ -259,17 +244,6 @@ def _has_recurrence(graph: Graph, site: Site) -> bool:
     return any(use.trips > 1 and use.layer in recurrent and use.site[: len(site)] == site for use in graph.uses)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """Holds what is known of the step around a boundary: the arguments of `boundary_hook`."""
-
-    graph: Graph
-    mesh: Mesh
-    plan: Plan
-    layout: Layout
-    twin_of: Twin
-
-
 def _num_examples(graph: Graph) -> int:
     """Returns the step's number of examples, which it has wherever a boundary runs in a loop."""
     assert graph.num_examples is not None, "a step without examples was evaluated in microbatches"
@@ -277,7 +251,7 @@ def _num_examples(graph: Graph) -> int:
 
 
 def _islands(
-    step: _Step, eqn: Any, site: Site, number: int, manual: tuple[str, ...], share: int | None = None
+    step: LoweredStep, eqn: Any, site: Site, number: int, manual: tuple[str, ...], share: int | None = None
 ) -> Request | None:
     """Returns what a loop is told of replicated layers whose examples are over the axes that split other layers; None
     where there are none. `share`: the examples of the place, where places have different numbers of them."""
@@ -303,7 +277,7 @@ def _islands(
     )
     return Request(
         group,
-        gradient.boundary_forward(twin)[0],
+        boundary_forward(twin)[0],
         tuple(at for at, axes in here if axes),
         tuple(at for at, axes in here if not axes),
         lambda inner, values, inside: evaluate_equation(bare, inner, values, (*prefix, *inside), {}),
@@ -321,45 +295,40 @@ def whole_axes(plan: Plan, mesh: Mesh, apart: Collection[str] = ()) -> tuple[str
     )
 
 
-def check_turns(
-    kind: str, graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, jaxpr: _compat.ClosedJaxpr, twin_of: Twin
-) -> bool:
+def check_turns(kind: str, step: LoweredStep, jaxpr: _compat.ClosedJaxpr) -> bool:
     """Returns whether any boundary of the step would run in turns under a kind of group communication.
 
     **Arguments:**
 
     - `kind`: the `group_comm` that is asked for, whatever the plan has.
-    - `graph`, `mesh`, `plan`, `layout`, `twin_of`: as for `boundary_hook`.
+    - `step`: the step.
     - `jaxpr`: of the step, in which the boundaries are found.
 
     Raises `Refused` where a boundary cannot run so, `BatchError` for a batch that does not divide into turns.
     """
-    sites = {site[:depth] for site in layout.exchanges for depth in range(1, len(site))}
+    asked = dataclasses.replace(step, plan=dataclasses.replace(step.plan, group_comm=kind))
+    sites = {site[:depth] for site in step.layout.exchanges for depth in range(1, len(site))}
     is_turned = False
     for site in sorted(sites):
         eqn = equation_at(jaxpr, site)
-        if eqn is not None and gradient.is_boundary(eqn):
-            turned = turned_boundary(
-                eqn, site, graph, mesh, dataclasses.replace(plan, group_comm=kind), layout, twin_of
-            )
+        if eqn is not None and is_boundary(eqn):
+            turned = turned_boundary(asked, eqn, site)
             if turned is not None:
                 turned.check()
                 is_turned = True
     return is_turned
 
 
-def turned_boundary(
-    eqn: Any, site: Site, graph: Graph, mesh: Mesh, plan: Plan, layout: Layout, twin_of: Twin
-) -> TurnedBoundary | None:
+def turned_boundary(step: LoweredStep, eqn: Any, site: Site) -> TurnedBoundary | None:
     """Returns a boundary as it runs in turns; None where nothing crosses in it.
 
     **Arguments:**
 
-    - `eqn`, `site`: the boundary's equation, and where it stands.
-    - `graph`, `mesh`, `plan`, `layout`, `twin_of`: as for `boundary_hook`.
+    - `step`: the step around the boundary. `eqn`, `site`: the boundary's equation, and where it stands.
 
     Raises `Refused` where the boundary cannot run in turns, `BatchError` for a batch that does not divide into them.
     """
+    graph, mesh, plan, layout = step.graph, step.mesh, step.plan, step.layout
     prefix = (*site, 0)
     groups = {
         exchange.axes
@@ -383,7 +352,7 @@ def turned_boundary(
         )
     try:
         size = local_examples(graph.num_examples, num_turns, slice_axes, mesh, mode.manual)
-        twin = twin_of(eqn, site, size)
+        twin = step.twin_of(eqn, site, size)
     except MicrobatchError as error:
         raise Refused(error.message) from error
     return take_turns(eqn, twin, site, layout, mode)

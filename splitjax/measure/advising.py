@@ -40,7 +40,7 @@ from splitjax.planning.partial_plan import gradient_of, with_partial
 from splitjax.step.arguments import Bound, bind
 from splitjax.sync.link import measure_link, of_process_0
 from splitjax.sync.scheme import Link
-from splitjax.trace.flatten import equation_at
+from splitjax.trace.sites import equation_at
 
 
 def advise_calls(

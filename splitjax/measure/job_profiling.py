@@ -27,7 +27,7 @@ from splitjax.schedule.model.jobs import Depth, JobProfile, Stages
 from splitjax.step.arguments import bind
 from splitjax.sync.link import measure_link, of_process_0
 from splitjax.sync.scheme import Link
-from splitjax.trace.flatten import equation_at
+from splitjax.trace.sites import equation_at
 
 _ENOUGH = 1e-9  # a share that falls short of the whole by so little is the whole
 

@@ -23,10 +23,12 @@ from jax.sharding import Mesh
 from splitjax import _compat
 from splitjax.compile.entry import Entry
 from splitjax.errors import BatchError, MicrobatchError
-from splitjax.lower import gradient
-from splitjax.lower.products.interpret import Hooks, Layout, Site, evaluate
+from splitjax.lower.boundary import expand
+from splitjax.lower.products.interpret import Hooks, evaluate
+from splitjax.lower.products.layout import Layout
 from splitjax.lower.strategies import resized_trace
 from splitjax.partial.stages import Stage, Stages
+from splitjax.trace.sites import Site
 
 # So many depths are compiled at most; what stands between two of them is divided by predicted time. The first ones
 # stand at equal parts of the predicted time; further ones where most measured time is undivided: small convolutions
@@ -286,4 +288,4 @@ def _expanded(
     """Evaluates a boundary, differentiating the operands at `positions` alone."""
     if not positions:
         return list(forward(eqn.params["forward"], operands))
-    return gradient.expand({**eqn.params, "positions": positions}, operands, forward)
+    return expand({**eqn.params, "positions": positions}, operands, forward)

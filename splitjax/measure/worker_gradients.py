@@ -24,15 +24,16 @@ from jax.sharding import Mesh
 from splitjax import _compat
 from splitjax.compile.entry import Entry
 from splitjax.errors import BatchError, MicrobatchError, ProfileError
-from splitjax.lower import gradient
+from splitjax.lower.boundary import boundary_forward, boundary_of, expand, is_boundary
 from splitjax.lower.microbatch.loop import PreparedBoundary
-from splitjax.lower.microbatch.microbatch import local_examples, prepare
-from splitjax.lower.products.interpret import Hooks, Layout, Site, evaluate
+from splitjax.lower.microbatch.microbatch import Accumulation, local_examples, prepare
+from splitjax.lower.products.interpret import Hooks, evaluate
+from splitjax.lower.products.layout import Layout
 from splitjax.lower.strategies import example_dim, make_twin, resized_trace
 from splitjax.step.arguments import Bound
 from splitjax.sync.analysis import Tensor
-from splitjax.trace.flatten import bodies, equation_at
 from splitjax.trace.graph import itemsize
+from splitjax.trace.sites import Site, bodies, equation_at
 
 # Calls that `layout.evaluate` takes apart, so that what a boundary inside them returns can be handed out.
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
@@ -107,10 +108,11 @@ def _divided(entry: Entry, bare: Layout, sites: Sequence[Site], num_workers: int
     twins = {site: twin_of(eqn, site, size) for site, eqn in eqns.items()}
     dims = {site: _example_dims(eqn, twins[site]) for site, eqn in eqns.items()}
     gradients = _gradients(entry, sites, dims)
-    forwards = {site: gradient.boundary_forward(twin)[0] for site, twin in twins.items()}
+    forwards = {site: boundary_forward(twin)[0] for site, twin in twins.items()}
     try:
         jobs = {
-            site: prepare(eqn.params, dims[site], forwards[site], num_workers, (), None) for site, eqn in eqns.items()
+            site: prepare(eqn.params, Accumulation(dims[site], forwards[site], num_workers))
+            for site, eqn in eqns.items()
         }
     except MicrobatchError as error:
         for site, eqn in eqns.items():
@@ -132,7 +134,7 @@ def _boundary_sites(
 ) -> Iterator[Site]:
     """Yields the sites of the boundaries of a step. `inside`: the loop or branch that the jaxpr is the body of."""
     for index, eqn in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
-        if not gradient.is_boundary(eqn):
+        if not is_boundary(eqn):
             within = inside or ("" if eqn.primitive.name in _CALLS else eqn.primitive.name)
             for number, body in enumerate(bodies(eqn)):
                 yield from _boundary_sites(body, place, (*prefix, index, number), within)
@@ -159,7 +161,7 @@ def _gradients(
     gradients = []
     for site in sites:
         eqn = equation_at(entry.jaxpr, site)
-        boundary = gradient.boundary_of(eqn.params)
+        boundary = boundary_of(eqn.params)
         for result, position in boundary.gradients:
             path, aval = params.get((site, result), boundary.names[position]), eqn.outvars[result].aval
             if path in batches or not aval.size or (site in dims and dims[site][position] is not None):
@@ -192,7 +194,7 @@ def _summands(
     evaluated: dict[tuple[Site, int], Any] = {}
 
     def hook(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable[..., Any]) -> list[Any]:
-        results, job = gradient.expand(eqn.params, operands, forward), jobs[site]
+        results, job = expand(eqn.params, operands, forward), jobs[site]
         summands = job.summands(operands, eqn.params["positions"], worker) if job is not None else {}
         for wanted in gradients:
             if wanted.site == site:
@@ -222,7 +224,7 @@ def _alone(
     results: dict[Site, list[Any]] = {}
 
     def hook(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable[..., Any]) -> list[Any]:
-        results[site] = gradient.expand(eqn.params, operands, forward)
+        results[site] = expand(eqn.params, operands, forward)
         return results[site]
 
     evaluate(bare, jaxpr, own, Hooks(hook))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from splitjax.cost import predict_collectives, predict_memory
+from splitjax.cost import LaidOutStep, predict_collectives, predict_memory
 from splitjax.cost.flow import flows, linked
 from splitjax.errors import BatchError, PlanError
 from splitjax.lower.turns.turns import Refused
@@ -83,7 +83,8 @@ def with_kind(plan: Plan, graph: Graph, kind: str) -> Plan:
         group_comm=kind,
         memory=predict_memory(graph, plan.leaves, plan.mesh, plan.batch_axes, plan.replicated_batch, group_comm=kind),
         collectives=predict_collectives(
-            graph, plan.leaves, plan.layers, plan.mesh, plan.batch_axes, plan.replicated_batch, group_comm=kind
+            LaidOutStep(graph, plan.leaves, plan.layers, plan.mesh, plan.batch_axes, plan.replicated_batch),
+            group_comm=kind,
         ),
     )
 

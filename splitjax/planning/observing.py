@@ -17,9 +17,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from splitjax.cost import predict_memory
-from splitjax.lower.tables.sparse import Chosen, SparseStep, gradient_in_loop
+from splitjax.lower.tables.finding import Chosen, gradient_in_loop
+from splitjax.lower.tables.sparse_step import SparseStep
 from splitjax.lower.tables.sync_request import AUTO, SyncRequest
-from splitjax.lower.tables.table_rows import TableSync
+from splitjax.lower.tables.table_sync import TableSync
 from splitjax.plan import ROW_EXCHANGE, Collective, Plan, SyncPlan, spec_axes
 from splitjax.planning.carried import Seen
 from splitjax.sync.choose import candidates, choose

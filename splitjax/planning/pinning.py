@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from splitjax import _compat
 from splitjax.errors import PlanError, SyncError
-from splitjax.lower.tables.sparse import SparseStep, find_sparse
+from splitjax.lower.tables.finding import find_sparse
+from splitjax.lower.tables.sparse_step import SparseStep
 from splitjax.lower.tables.sync_request import AUTO, SyncRequest
 from splitjax.plan import Plan, SyncPlan
 from splitjax.planning.observing import Decision, sync_plans, with_syncs

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from splitjax.cost import predict_collectives, predict_memory
+from splitjax.cost import LaidOutStep, predict_collectives, predict_memory
 from splitjax.cost.convolutions import derive_convolutions
 from splitjax.errors import PlanError, UnknownPrimitiveError
 from splitjax.lower.products.constraints import derive_constraints, place_batches
@@ -145,7 +145,9 @@ def _complete(graph: Graph, mesh: MeshShape, layout: Assignment, unknown: str, b
         constraints=constraints + extra,
         gathered=tuple(f"{op.primitive} at {op.source}" for op in reached),
         memory=predict_memory(graph, leaves, mesh, batch_axes, replicated_batch),
-        collectives=predict_collectives(graph, leaves, layers, mesh, batch_axes, replicated_batch, backward=backward),
+        collectives=predict_collectives(
+            LaidOutStep(graph, leaves, layers, mesh, batch_axes, replicated_batch), backward=backward
+        ),
         notes=notes,
     )
 

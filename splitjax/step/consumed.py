@@ -15,6 +15,9 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from splitjax.errors import DonatedStateError
+from splitjax.step.positions import Options
+
 # How many calls a step remembers.
 _REMEMBERED_CALLS = 4096
 # How many leaves of a state are looked at before a call: that is far below the time of a dispatch.
@@ -61,3 +64,53 @@ def look_at_states(args: Sequence[Any], state_argnums: Sequence[int]) -> tuple[i
         count += len(leaves)
         seen.update(map(id, leaves))
     return None, len(seen) != count
+
+
+class GivenStates:
+    """Guards the states that a step's calls give away: refuses those that an earlier call consumed, and says which call
+    that was.
+
+    **Arguments:**
+
+    - `step_name`: the name of the step, for messages.
+    - `options`: which of its arguments are states.
+    - `donates`: whether its calls consume them.
+    """
+
+    def __init__(self, step_name: str, options: Options, donates: bool) -> None:
+        self._step_name, self._options, self._donates = step_name, options, donates
+        self._log = CallLog()
+
+    def check(self, args: tuple[Any, ...]) -> bool:
+        """Looks at the states among `args` before they are given away, and returns whether any array stands in them a
+        second time. Raises `DonatedStateError` for a state that an earlier call consumed."""
+        consumed, is_shared = look_at_states(args, self._options.state_argnums)
+        if self._donates and consumed is not None:
+            raise self.error(args, consumed)
+        return is_shared
+
+    def called(self, args: tuple[Any, ...], frame: FrameType) -> None:
+        """Notes a call with `args`, made in `frame`, which has consumed its states if calls do."""
+        self._log.count()
+        if self._donates:
+            self._log.note(args[self._first], frame)
+
+    def error(self, args: tuple[Any, ...], number: int | None = None) -> DonatedStateError:
+        """Returns the error for the state among `args` at position `number`, by default the first, which an earlier
+        call consumed."""
+        number = self._first if number is None else number
+        where = self._log.place_of(args[self._first])
+        name = self._options.names[number] if number < len(self._options.names) else f"argument {number}"
+        return DonatedStateError(
+            f"the state {name!r} was consumed by {where}; its arrays are gone",
+            value=name,
+            place=f"call of {self._step_name}",
+            remedy=(
+                f"use the state that the call returned ({name} = step({name}, ...)), or pass donate=False to keep the"
+                " old one"
+            ),
+        )
+
+    @property
+    def _first(self) -> int:
+        return self._options.state_argnums[0] if self._options.state_argnums else 0

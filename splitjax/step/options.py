@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from splitjax.errors import SplitjaxError, TraceError, UnavailableError
@@ -21,29 +22,21 @@ class OptionError(SplitjaxError, ValueError):
     """Is raised for an option of `parallelize` that is none of its documented values."""
 
 
-def check_options(
-    fn: object,
-    *,
-    mesh: object,
-    rules: object,
-    group_comm: object,
-    backprop: object,
-    shard_state: object,
-    unknown: object,
-    verify: object = None,
-) -> None:
+def check_options(fn: object, given: Mapping[str, Any]) -> None:
     """Raises `OptionError` for values that are not documented, `UnavailableError` for documented ones that this version
     lacks.
 
-    **Arguments:** `fn`: what is decorated. `mesh`, `rules`, `group_comm`, `backprop`, `shard_state`, `unknown`,
-    `verify`: what the user gave for these options of `splitjax.parallelize`; any value at all. `rules` are checked
-    where they are read."""
+    **Arguments:** `fn`: what is decorated. `given`: by name every option of `splitjax.parallelize`, with what the user
+    gave for it, which may be any value at all (`splitjax.step.keywords.complete`). Rules, `sync`, pinned plans and
+    argument numbers are checked where they are read."""
+    mesh, group_comm, backprop = given["mesh"], given["group_comm"], given["backprop"]
+    shard_state, verify = given["shard_state"], given["verify"]
     place = f"parallelize({getattr(fn, '__name__', fn)!s})"
     if not callable(fn):
         raise OptionError(
             "parallelize decorates a function", value=fn, place="parallelize", remedy="pass the training step"
         )
-    _one_of("unknown", unknown, ("error", "gather"), place)
+    _one_of("unknown", given["unknown"], ("error", "gather"), place)
     _one_of("group_comm", group_comm, _GROUP_COMM, place)
     if backprop is not None and not isinstance(backprop, PartialBackprop):
         raise OptionError(

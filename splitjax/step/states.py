@@ -13,7 +13,8 @@ from typing import Any
 import jax
 
 from splitjax.errors import StateError
-from splitjax.step.arguments import Bound, Options, TreeStructure
+from splitjax.step.arguments import Bound, TreeStructure
+from splitjax.step.positions import Options
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from splitjax.sync import wire
 from splitjax.sync.codes import IdCode
 from splitjax.sync.local import compact, group_ranks, unite
 from splitjax.sync.partition import Items, Partition
+from splitjax.sync.scheme import Capacities
 from splitjax.sync.wire import Axis
 
 _WORD_BITS = 32
@@ -54,7 +55,7 @@ class Routes:
 
 
 def exchange_indices(
-    ids: Array, count: Array, axis: Axis, code: IdCode, *, union: int, push: int, pull: int, hot: int, ownership: str
+    ids: Array, count: Array, axis: Axis, code: IdCode, capacities: Capacities, ownership: str
 ) -> Routes:
     """Gathers every worker's index set on all workers, and derives the routes that follow.
 
@@ -64,12 +65,12 @@ def exchange_indices(
       than k: they do not fit).
     - `axis`: the mesh axis or axes of the workers.
     - `code`: how a set is written; its `size` is the number of rows.
-    - `union`, `push`, `pull`, `hot`: room for rows of the union, from one worker to one owner, of one owner,
-      summed densely.
+    - `capacities`: the room for rows of the union, from one worker to one owner, of one owner, and summed densely.
     - `ownership`: one of `OWNERSHIPS`: a row's owner is one of the workers that have it, as far as all own
       equally many; or id % n; or by a hash of the id.
     """
     n = lax.axis_size(axis)
+    union, push, pull, hot = capacities.union, capacities.push, capacities.pull, capacities.hot
     codes, fitted = code.encode(ids[None], count[None])
     codes, counts = wire.gather([codes[0], jnp.where(fitted[0], count, -1)], axis)
     ids, num_rows = code.spread(codes), code.size

@@ -32,6 +32,20 @@ from splitjax.sync.wire import Axis
 _COUNT_BYTES = 4
 
 
+@dataclasses.dataclass(frozen=True)
+class _OwnRows:
+    """Holds this worker's rows as they are sent.
+
+    - `values`, `rounded`: f[k, *row], as they are and as they are on the wire.
+    - `owner`, `slots`: i32[k], who adds each up, and where among the rows of the union it stands.
+    """
+
+    values: Array
+    rounded: Array
+    owner: Array
+    slots: Array
+
+
 @register
 @dataclasses.dataclass(frozen=True)
 class RowExchange(Scheme):
@@ -113,10 +127,7 @@ class RowExchange(Scheme):
         - `capacities`: the room there is.
         """
         ids = _resized(ids, capacities.local, num_rows)
-        return exchange_indices(
-            ids, count, axis, self._code(capacities, num_rows), union=capacities.union, push=capacities.push,
-            pull=capacities.pull, hot=capacities.hot, ownership=self.ownership,
-        )  # fmt: skip
+        return exchange_indices(ids, count, axis, self._code(capacities, num_rows), capacities, self.ownership)
 
     def exchange_values(
         self, values: Array, routes: Routes, num_rows: int, axis: Axis, capacities: Capacities
@@ -160,7 +171,8 @@ class RowExchange(Scheme):
                 (routes.owner == n) & (routes.ids < num_rows), n * capacities.pull + routes.place, source
             )
         rows = RowSparse(routes.ids, take_rows(parts, source).astype(full), routes.count, num_rows)
-        return rows, sent, self._error(values, rounded, sums, owner, slots, routes, num_rows, me)
+        own_rows = _OwnRows(values, rounded, owner, slots)
+        return rows, sent, self._error(own_rows, sums, routes, num_rows, me)
 
     def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
         """Returns the bytes that a worker sends for a `table` with these `capacities`, padding included."""
@@ -194,19 +206,12 @@ class RowExchange(Scheme):
     def _code(self, capacities: Capacities, num_rows: int) -> IdCode:
         return IdCode(capacities.code_bits, capacities.local, num_rows, capacities.codes)
 
-    def _error(
-        self,
-        values: Array,
-        rounded: Array,
-        sums: Array,
-        owner: Array,
-        slots: Array,
-        routes: Routes,
-        num_rows: int,
-        me: Array,
-    ) -> RowSparse | None:
+    def _error(self, own: _OwnRows, sums: Array, routes: Routes, num_rows: int, me: Array) -> RowSparse | None:
+        """Says what rounding took away from the rows that this worker sent, and from its `sums`; None unless values are
+        rounded."""
         if not self.wire_dtype:
             return None
+        values, rounded, owner, slots = own.values, own.rounded, own.owner, own.slots
         n = routes.held.shape[0]
         sent = (owner != me) & (owner < n)
         ids = jnp.where(sent, routes.ids.at[slots].get(mode="fill", fill_value=num_rows), num_rows)

@@ -12,8 +12,8 @@ used. Loops are walked once; pseudo-operations (names starting with `_`) stand f
 - `_scan_index`: all scanned operands and stacked results of one scan: their leading dims count the same iterations;
 - `_gradient`: the gradient of a differentiated operand of the boundary: same shape, same dims.
 
-A `site` names an equation by indices from the outermost jaxpr inwards: `(12, 0, 3)` is the fourth equation of the
-first sub-jaxpr of the thirteenth equation. `lower.products.interpret` finds operations again by it.
+A `site` (`trace.sites`) names the equation that an operation comes from; `lower.products.interpret` finds operations
+again by it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from splitjax import _compat
-
-Site = tuple[int, ...]
+from splitjax.trace.sites import BOUNDARY, Site, boundary_parts, call_body
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Op:
     - `primitive`: its name; pseudo-operations start with `_`.
     - `inputs`, `outputs`: numbers of the values that it reads and makes.
     - `params`: the equation's parameters.
-    - `site`: the place of its equation (see the module's docstring).
+    - `site`: the place of its equation (`trace.sites`).
     - `trips`: how often it runs per step: the lengths of the scans around it, multiplied.
     - `loops`: identities of the enclosing loops, outermost first.
     - `eqn`: the equation, for source lines; None for a pseudo-operation.
@@ -107,47 +106,10 @@ def _reduction(eqn: Any) -> str | None:
     )
 
 
-# Calls that hand operands and results straight through: primitive name -> the parameters that may hold the body.
-_CALLS = {
-    "jit": ("jaxpr",),
-    "pjit": ("jaxpr",),
-    "closed_call": ("call_jaxpr",),
-    "core_call": ("call_jaxpr",),
-    "core_closed_call": ("call_jaxpr",),
-    "call": ("call_jaxpr",),
-    "xla_call": ("call_jaxpr",),
-    "remat": ("jaxpr",),
-    "remat2": ("jaxpr",),
-    "checkpoint": ("jaxpr",),
-    "custom_jvp_call": ("call_jaxpr",),
-    "custom_vjp_call": ("call_jaxpr",),
-    "custom_vjp_call_jaxpr": ("fun_jaxpr", "call_jaxpr"),
-    "custom_lin": ("call_jaxpr",),
-    "composite": ("jaxpr", "call_jaxpr"),
-    "linear_call": ("callee",),
-    "custom_vmap_call": ("call",),
-    "custom_partitioning": ("call",),
-    "remat_opt": ("fwd_jaxpr",),
-    "xla_metadata_call": ("jaxpr",),
-    "eval_jaxpr": ("jaxpr",),
-}
 # Calls that `lower.products.interpret` can rebuild around an edited body; the others carry rules of their own beside
 # it.
 _EDITABLE = frozenset({"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"})
 _CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
-BOUNDARY: str = "splitjax_value_and_grad"
-
-
-def call_body(eqn: Any) -> Any | None:
-    """Returns the jaxpr that `eqn` runs on exactly its operands, where it is a call; None for an equation that is no
-    call."""
-    for parameter in _CALLS.get(eqn.primitive.name, ()):
-        body = eqn.params.get(parameter)
-        if _compat.is_jaxpr(body):
-            inner, _ = _compat.open_jaxpr(body)
-            if len(inner.invars) == len(eqn.invars) and len(inner.outvars) == len(eqn.outvars):
-                return body
-    return _compat.hidden_body(eqn)
 
 
 FORWARD: str = "forward"
@@ -205,7 +167,7 @@ class _Flattener:
         body = call_body(eqn)
         if body is not None:
             return self.walk(
-                body, operands, where.into(0, editable=name in _EDITABLE, call=eqn, custom=name in _CUSTOM_RULES)
+                body, operands, where.into_call(eqn, editable=name in _EDITABLE, custom=name in _CUSTOM_RULES)
             )
         handler = _CONTROL.get(name)
         if handler is not None:
@@ -276,28 +238,26 @@ class _Where:
             self.rule_at,
         )
 
-    def into(
-        self,
-        body: int,
-        trips: int = 1,
-        loop: int | None = None,
-        editable: bool = True,
-        boundary: bool = False,
-        conditional: bool = False,
-        call: Any = None,
-        custom: bool = False,
-    ) -> _Where:
-        loops = self.loops if loop is None else (*self.loops, loop)
-        return _Where(
-            (*self.site, body),
-            self.trips * trips,
-            loops,
-            self.editable and editable,
-            self.phase,
-            self.inside or boundary,
-            self.conditional or conditional,
-            self.calls if call is None else (*self.calls, call),
-            self.site if custom and self.editable else self.rule_at,
+    def into(self, body: int) -> _Where:
+        """Goes into the body of this number."""
+        return dataclasses.replace(self, site=(*self.site, body))
+
+    def in_doubt(self) -> _Where:
+        """Stays, where it is not certain that operations run."""
+        return dataclasses.replace(self, conditional=True)
+
+    def into_loop(self, body: int, loop: int, trips: int = 1) -> _Where:
+        """Goes into a body of the loop of number `loop`, which runs it `trips` times."""
+        return dataclasses.replace(self.into(body), trips=self.trips * trips, loops=(*self.loops, loop))
+
+    def into_call(self, call: Any, editable: bool, custom: bool) -> _Where:
+        """Goes into the body of the equation `call`. `editable`: lowering can rebuild it. `custom`: it has a derivative
+        rule of its own."""
+        return dataclasses.replace(
+            self.into(0),
+            editable=self.editable and editable,
+            calls=(*self.calls, call),
+            rule_at=self.site if custom and self.editable else self.rule_at,
         )
 
 
@@ -316,7 +276,7 @@ def _scan(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> lis
     num_consts, num_carry = _compat.scan_counts(eqn.params)
     body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
     loop = flat.loop()
-    inside = where.into(0, eqn.params["length"], loop)
+    inside = where.into_loop(0, loop, trips=eqn.params["length"])
     consts, init, scanned = (
         operands[:num_consts],
         operands[num_consts : num_consts + num_carry],
@@ -343,9 +303,13 @@ def _while(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> li
     loop = flat.loop()
     body, _ = _compat.open_jaxpr(eqn.params["body_jaxpr"])
     init = operands[num_cond + num_body :]
-    inside = where.into(1, 1, loop, conditional=True)
+    inside = where.into_loop(1, loop).in_doubt()
     carry = _enter(flat, init, [v.aval for v in body.invars[num_body:]], inside, loop)
-    flat.walk(eqn.params["cond_jaxpr"], [*operands[:num_cond], *carry], where.into(0, 1, loop, conditional=True))
+    flat.walk(
+        eqn.params["cond_jaxpr"],
+        [*operands[:num_cond], *carry],
+        where.into_loop(0, loop).in_doubt(),
+    )
     results = flat.walk(eqn.params["body_jaxpr"], [*operands[num_cond : num_cond + num_body], *carry], inside)
     _carry_back(flat, results, carry, inside)
     return results
@@ -364,9 +328,7 @@ def _carry_back(flat: _Flattener, results: list[int], carry: list[int], where: _
 
 
 def _cond(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> list[int]:
-    branches = [
-        flat.walk(b, operands[1:], where.into(k, conditional=True)) for k, b in enumerate(eqn.params["branches"])
-    ]
+    branches = [flat.walk(b, operands[1:], where.into(k).in_doubt()) for k, b in enumerate(eqn.params["branches"])]
     return [
         flat.emit("_branch", list(results), [var.aval], where)[0]
         for results, var in zip(zip(*branches, strict=True), eqn.outvars, strict=True)
@@ -376,7 +338,7 @@ def _cond(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> lis
 def _boundary(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> list[int]:
     flat.num_boundaries += 1
     forward, differentiated = boundary_parts(eqn)
-    results = flat.walk(forward, operands, where.into(0, boundary=True))
+    results = flat.walk(forward, operands, dataclasses.replace(where.into(0), inside=True))
     gradients = []
     for position in differentiated:
         flat.differentiated.add(operands[position])
@@ -384,15 +346,6 @@ def _boundary(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) ->
         place = {"result": len(results) + len(gradients)}
         gradients.append(flat.emit("_gradient", [operands[position], results[0]], [var.aval], where, params=place)[0])
     return [*results, *gradients]
-
-
-def boundary_parts(eqn: Any) -> tuple[Any, tuple[int, ...]]:
-    """Returns the forward jaxpr of a gradient boundary, and which of its operands it differentiates.
-
-    `eqn` is the boundary's equation. Its results are the value, the auxiliary values, then one gradient per
-    differentiated operand.
-    """
-    return eqn.params["forward"], tuple(eqn.params["positions"])
 
 
 _CONTROL = {"scan": _scan, "while": _while, "cond": _cond, BOUNDARY: _boundary}
@@ -416,27 +369,3 @@ def flatten(jaxpr: Any) -> Flat:
         tuple(flat.constants),
         flat.literals,
     )
-
-
-def equation_at(jaxpr: Any, site: Site) -> Any:
-    """Returns the equation of `jaxpr` at `site`, or None where the jaxpr has no such equation."""
-    inner, _ = _compat.open_jaxpr(jaxpr)
-    if not site or site[0] >= len(inner.eqns):
-        return None
-    eqn = inner.eqns[site[0]]
-    if len(site) == 1:
-        return eqn
-    inner_jaxprs = bodies(eqn)
-    return equation_at(inner_jaxprs[site[1]], site[2:]) if site[1] < len(inner_jaxprs) else None
-
-
-def bodies(eqn: Any) -> list[Any]:
-    """Returns the sub-jaxprs of the equation `eqn`, in the order in which sites number them."""
-    if eqn.primitive.name == "while":
-        return [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]
-    return [
-        body
-        for value in eqn.params.values()
-        for body in (value if isinstance(value, (tuple, list)) else (value,))
-        if _compat.is_jaxpr(body)
-    ]

@@ -7,6 +7,7 @@ A flat step, its uses of weights and the paths of its arguments go in; a layer n
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 from splitjax.trace.classes import Classes
@@ -21,13 +22,24 @@ from splitjax.trace.uses import RawUse
 _RESULT_NAMES = ("out", "features", "expert", "stack")
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class KnownValues:
+    """Holds a flat step with what is known of its values.
+
+    - `flat`, `flow`, `linked`: the flat step, facts about its values, and its links.
+    - `sources`: per value the parameters (leaf indices) that it is made of.
+    """
+
+    flat: Flat
+    flow: Flow
+    linked: Linked
+    sources: Sequence[frozenset[int]]
+
+
 def group_params(
     arguments: Sequence[Argument],
-    flat: Flat,
-    flow: Flow,
-    linked: Linked,
+    values: KnownValues,
     uses: Sequence[RawUse],
-    sources: Sequence[frozenset[int]],
     classes: Classes,
     dim_names: Mapping[int, Names],
 ) -> tuple[dict[int, str], frozenset[int]]:
@@ -36,9 +48,8 @@ def group_params(
     **Arguments:**
 
     - `arguments`: one per flat argument of the step.
-    - `flat`, `flow`, `linked`: the flat step, facts about its values, and its links.
+    - `values`: the flat step, with what is known of its values.
     - `uses`: all uses of weights in program order.
-    - `sources`: per value the parameters (leaf indices) that it is made of.
     - `classes`: the dim classes.
     - `dim_names`: leaf index -> name per dim, for parameters.
 
@@ -49,6 +60,7 @@ def group_params(
     others join the weight to whose result they are added; the weights of one recurrent cell stay together. A norm's
     parameters are never part of a weight's layer.
     """
+    flat, flow, linked, sources = values.flat, values.flow, values.linked, values.sources
     parents: dict[str, list[int]] = collections.defaultdict(list)
     for index, argument in enumerate(arguments):
         if flow.is_param[index]:

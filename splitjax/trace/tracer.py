@@ -14,13 +14,14 @@ from typing import Any
 
 from splitjax.trace import dims_elementwise, dims_fused, dims_mixing, dims_shape  # noqa: F401  (they fill the registry)
 from splitjax.trace.classes import Classes, Strength, align, classify, refine, unite
-from splitjax.trace.flatten import BACKWARD, Flat, Site, flatten
+from splitjax.trace.flatten import BACKWARD, Flat, flatten
 from splitjax.trace.flow import Argument, Flow, analyse, example_labels, is_floating
 from splitjax.trace.graph import Dim, Gradient, Graph, Leaf, Spread, Unknown, Use, itemsize
-from splitjax.trace.layers import build_layers, group_params
+from splitjax.trace.layers import KnownValues, build_layers, group_params
 from splitjax.trace.links import Linked, link, qualified_name, tie
 from splitjax.trace.lookups import find_tables
 from splitjax.trace.names import Names, name_dims
+from splitjax.trace.sites import Site
 from splitjax.trace.state import fallback_ties, follow
 from splitjax.trace.strengths import strengths
 from splitjax.trace.suspects import find_suspects
@@ -70,7 +71,7 @@ def _assemble(
     sources = weight_sources(flat, flow)
     uses = find_uses(flat, linked, flow, sources)
     dim_names = name_dims(flat, linked, flow, uses, sources)
-    names, norms = group_params(arguments, flat, flow, linked, uses, sources, classes, dim_names)
+    names, norms = group_params(arguments, KnownValues(flat, flow, linked, sources), uses, classes, dim_names)
     leaves = follow(
         [_leaf(i, flat, flow, arguments, classes, dim_names, names) for i in range(len(arguments))], classes
     )

@@ -1,22 +1,29 @@
 """Compares the values of a step under its plan with those on one device.
 
-Two arrays go in, a `Difference` comes out, which tells rounding from an error.
+Two arrays go in, a `Difference` comes out, which tells rounding from an error; with what the value does on one device
+when its inputs change in their last digits, a `ComparedValue`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from splitjax.verify.result import ComparedValue
+
 # Two float64 programs whose sums are ordered otherwise differ by some 1e-16 per operation, relative to the largest
 # value of an array. What an error of the program leaves is larger by many orders of magnitude.
 TOLERANCE: float = 1e-9
 # Of an array that is zero but for rounding: differences below this much of 1 are none.
 FLOOR: float = 1e-12
+# A difference that is no more than this many times what the last digits of the inputs change on one device is that of a
+# jump.
+_JUMP = 100.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,3 +107,40 @@ def _ratio(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float | None:
     residual = max(float(np.max(np.abs(part - ratio * mine), initial=0.0)) for part, mine in pairs)
     apart = max(float(np.max(np.abs(part - mine), initial=0.0)) for part, mine in pairs)
     return ratio if residual <= 1e-6 * apart else None
+
+
+def differences_of(values: Sequence[Any], references: Sequence[Any]) -> list[Difference]:
+    """Compares every array of `values` with the array of `references` at the same position."""
+    return [compare(value, reference) for value, reference in zip(values, references, strict=True)]
+
+
+def is_wrong(difference: Difference) -> bool:
+    """Tells whether a `difference` is an error: more than rounding, or devices that do not agree."""
+    return difference.exceeds() or difference.replicas
+
+
+def compared_value(
+    kind: str, name: str, reference: Any, difference: Difference, jump: float, own: float | None
+) -> ComparedValue:
+    """Judges a value by its difference from one device.
+
+    **Arguments:**
+
+    - `kind`, `name`: of the value, as it is shown. `reference`: the value on one device.
+    - `difference`: how far the value under the plan is from it.
+    - `jump`: by how much the value changes on one device when the inputs do in their last digits.
+    - `own`: the relative difference in the step's own precision, if that was asked for.
+    """
+    note = "devices that should hold the same numbers hold different ones" if difference.replicas else ""
+    if not difference.comparable:
+        note = "not finite on one device"
+    ok = not is_wrong(difference)
+    if not ok and jump > TOLERANCE and difference.relative < _JUMP * jump:
+        ok, note = (
+            True,
+            f"jumps by {jump:.1g} of its largest entry on one device, too, when the inputs change in their last "
+            "digits: it is not compared",
+        )
+    return ComparedValue(
+        kind, name, tuple(reference.shape), difference.absolute, difference.relative, ok, difference.ratio, own, note
+    )

@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 from splitjax import _compat
 from splitjax.compile.entry import Entry
 from splitjax.plan import spec_text
-from splitjax.trace.flatten import BACKWARD, call_body, derivative_phase, equation_at
+from splitjax.trace.flatten import BACKWARD, derivative_phase
 from splitjax.trace.graph import Use
+from splitjax.trace.sites import call_body, equation_at
 from splitjax.verify.comparing import Difference, compare
 from splitjax.verify.result import Finding
 from splitjax.verify.taps import CotangentTaps, ResultTaps, Tap, Taps

@@ -19,9 +19,10 @@ from splitjax.compile.entry import Entry, Recipe, build_entry
 from splitjax.errors import MicrobatchError
 from splitjax.plan import Plan
 from splitjax.step.arguments import bind
+from splitjax.verify.dim_classes import Misfit, Sized, analyse
 from splitjax.verify.parameters import wide
 from splitjax.verify.rewriting import Rewriter
-from splitjax.verify.sizes import Choice, Misfit, Shape, Sized, analyse, transferred
+from splitjax.verify.sizes import Choice, Shape, transferred
 from splitjax.verify.taps import NONE, Tap, Taps
 
 # Programs that run once: with few of LLVM's optimisations, which come behind everything that is verified here. With

@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from splitjax import _compat
-from splitjax.lower import gradient
+from splitjax.lower.boundary import PRIMITIVE, boundary_of, value_and_grad_p
 from splitjax.lower.products.custom_rules import custom_call, jvp_of, vjp_of
-from splitjax.trace.flatten import call_body
+from splitjax.trace.sites import Site, call_body
+from splitjax.verify.dim_classes import Misfit, Sized
 from splitjax.verify.parameters import AS_TRACED, BITWISE, resized, wide, widened
-from splitjax.verify.sizes import OPEN_CALLS, Misfit, Site, Sized, local_sizes
+from splitjax.verify.sizes import OPEN_CALLS, local_sizes
 from splitjax.verify.taps import NONE, Taps
 
 
@@ -231,8 +232,8 @@ def _custom_rule(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: 
 
 
 def _boundary(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Taps) -> list[Any]:
-    inner = taps.enter_boundary((*site, 0), gradient.boundary_of(eqn.params))
-    num_results = gradient.boundary_of(eqn.params).num_aux + 1
+    inner = taps.enter_boundary((*site, 0), boundary_of(eqn.params))
+    num_results = boundary_of(eqn.params).num_aux + 1
     zeros = inner.zeros()
     locals_: list[Any] = []
 
@@ -249,7 +250,7 @@ def _boundary(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Tap
         *(num_captured + i for i in eqn.params["positions"]),
         *(num_captured + len(values) + k for k in range(len(zeros))),
     ]
-    results = gradient.value_and_grad_p.bind(*captured, *values, *zeros, **{
+    results = value_and_grad_p.bind(*captured, *values, *zeros, **{
         **eqn.params, "forward": closed, "positions": tuple(positions),
         "microbatches": eqn.params["microbatches"] if self.microbatches else None,
         "names": (*("captured",) * num_captured, *eqn.params["names"], *("tap",) * len(zeros)),
@@ -272,5 +273,5 @@ _SPECIAL = {
     "custom_jvp_call": _custom_rule,
     "custom_vjp_call": _custom_rule,
     "custom_vjp_call_jaxpr": _custom_rule,
-    gradient.PRIMITIVE: _boundary,
+    PRIMITIVE: _boundary,
 }

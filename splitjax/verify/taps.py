@@ -17,9 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from splitjax import _compat
-from splitjax.trace.flatten import call_body
-
-Site: TypeAlias = tuple[int, ...]
+from splitjax.trace.sites import Site, call_body
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from splitjax.plan import LeafPlan
-from splitjax.verify.sizes import Analysis
+from splitjax.verify.dim_classes import Analysis
 
 
 def draw_values(

@@ -21,16 +21,18 @@ import numpy as np
 from splitjax import _compat
 from splitjax.compile.entry import Entry, Recipe
 from splitjax.errors import SplitjaxError, VerificationError
-from splitjax.lower import gradient
+from splitjax.lower.boundary import is_boundary
 from splitjax.lower.tables.sync_request import DENSE
 from splitjax.plan import Plan
 from splitjax.step.options import OptionError
-from splitjax.trace.flatten import bodies
-from splitjax.verify.comparing import TOLERANCE, Difference, compare
+from splitjax.trace.sites import bodies
+from splitjax.verify.comparing import TOLERANCE, compare, compared_value, differences_of, is_wrong
+from splitjax.verify.dim_classes import Misfit, analyse
 from splitjax.verify.locating import locate
+from splitjax.verify.naming import class_names, tap_name
 from splitjax.verify.programs import Pair, Variant, make_pair
-from splitjax.verify.result import ComparedValue, DimSize, Finding, Verification, VerifiedRun
-from splitjax.verify.sizes import Analysis, Choice, Misfit, analyse, choose_sizes, smallest
+from splitjax.verify.result import DimSize, Finding, Verification, VerifiedRun
+from splitjax.verify.sizes import Choice, choose_sizes, smallest
 from splitjax.verify.taps import ResultTaps, Tap, Taps
 from splitjax.verify.values import draw_values, nudged, whole_number_bound
 
@@ -41,9 +43,6 @@ _ATTEMPTS = 40
 _REFUSALS = (TypeError, ValueError, NotImplementedError, IndexError)
 # How often numbers are drawn anew because the step jumps at them (ties of a maximum, say).
 _DRAWS = 3
-# A difference that is no more than this many times what the last digits of the inputs change on one device is that of a
-# jump.
-_JUMP = 100.0
 # A step that cannot be shrunk is verified as it is up to this size.
 _MOST_BYTES = 1 << 30
 
@@ -115,18 +114,18 @@ class _Run:
                 remedy="verify the step with the function that the shard_map stands for",
             )
         choice, variant, pair, values, references = self._compared()
-        differences = _differences(values, references)
+        differences = differences_of(values, references)
         jumps = [0.0] * len(differences)
-        while any(map(_is_wrong, differences)):
+        while any(map(is_wrong, differences)):
             jumps = self._jumps(variant, pair, references)
             if self.sizes == "given" or self.seed == _DRAWS or not any(jump > TOLERANCE for jump in jumps):
                 break
             self.seed += 1  # numbers at which the step jumps tell nothing: others may
             _, values, references = self._run(variant, lambda: ResultTaps(gradients_only=True), pair)
-            differences = _differences(values, references)
+            differences = differences_of(values, references)
         own = self._own_differences(choice) if self.own_precision else [None] * len(differences)
         compared = tuple(
-            _compared_value(kind, name, value, difference, jump, mine)
+            compared_value(kind, name, value, difference, jump, mine)
             for (kind, name), value, difference, jump, mine in zip(
                 self._names(pair), references, differences, jumps, own, strict=True
             )
@@ -208,7 +207,7 @@ class _Run:
         their last digits."""
         with jax.enable_x64(True):
             again = pair.reference(nudged(self._leaves(variant)))
-        return [difference.relative for difference in _differences(again, references)]
+        return [difference.relative for difference in differences_of(again, references)]
 
     def _run(
         self, variant: Variant, make_taps: Callable[[], Taps], pair: Pair | None = None
@@ -308,12 +307,12 @@ class _Run:
             else ("result", jax.tree_util.keystr(path, simple=True, separator="/") or "result")
             for number, (path, _) in enumerate(paths)
         ]
-        return [*names, *(_tap_name(tap, self.entry) for tap in pair.taps)]
+        return [*names, *(tap_name(tap, self.entry) for tap in pair.taps)]
 
     def _dims(self, choice: Choice | None) -> tuple[DimSize, ...]:
         if choice is None:
             return ()
-        names = _class_names(self.analysis, self.entry)
+        names = class_names(self.analysis, self.entry)
         kept = {it.label: it.why for it in choice.kept}
         order = [label for label in names if label in choice.new or label in kept]
         sizes = (
@@ -341,75 +340,12 @@ def _other_constraints(plan: Plan, small: Plan) -> int:
     )
 
 
-def _differences(values: Sequence[Any], references: Sequence[Any]) -> list[Difference]:
-    return [compare(value, reference) for value, reference in zip(values, references, strict=True)]
-
-
-def _is_wrong(difference: Difference) -> bool:
-    return difference.exceeds() or difference.replicas
-
-
-def _compared_value(
-    kind: str, name: str, reference: Any, difference: Difference, jump: float, own: float | None
-) -> ComparedValue:
-    """Judges a value. `jump`: by how much the value changes on one device when the inputs do in their last digits."""
-    note = "devices that should hold the same numbers hold different ones" if difference.replicas else ""
-    if not difference.comparable:
-        note = "not finite on one device"
-    ok = not _is_wrong(difference)
-    if not ok and jump > TOLERANCE and difference.relative < _JUMP * jump:
-        ok, note = (
-            True,
-            f"jumps by {jump:.1g} of its largest entry on one device, too, when the inputs change in their last "
-            "digits: it is not compared",
-        )
-    return ComparedValue(
-        kind, name, tuple(reference.shape), difference.absolute, difference.relative, ok, difference.ratio, own, note
-    )
-
-
-def _tap_name(tap: Tap, entry: Entry) -> tuple[str, str]:
-    """Returns kind and name of what a gradient boundary gives."""
-    if tap.gradient_of is not None:
-        path = next(
-            (it.param for it in entry.graph.gradients if (it.site, it.result) == (tap.site, tap.result)),
-            tap.gradient_of,
-        )
-        return "gradient", path
-    label = tap.eqn.params["label"].split(" at ")[0]
-    return ("loss", label) if tap.result == 0 else ("auxiliary", f"{label} {tap.result}")
-
-
-def _class_names(analysis: Analysis, entry: Entry) -> dict[int, str]:
-    """Names each class of dims by a leaf and its dim that has it; by the operation that has it first, for those that
-    are in no leaf.
-    """
-    names: dict[int, str] = {}
-    roles = ("param", "batch", "statistic", "input", "optimizer")
-    leaves = sorted(
-        zip(entry.graph.leaves, analysis.flat.inputs, strict=True), key=lambda pair: roles.index(pair[0].role)
-    )
-    for leaf, value in leaves:
-        for number, dim in enumerate(analysis.dims[value]):
-            label = (
-                leaf.dim_names[number] if number < len(leaf.dim_names) and leaf.dim_names[number] else f"dim {number}"
-            )
-            for dim_class in dim:
-                names.setdefault(dim_class, f"{leaf.path} {label}" + (" (a factor)" if len(dim) > 1 else ""))
-    for op in analysis.flat.ops:
-        for value in op.outputs:
-            for dim in analysis.dims[value]:
-                for dim_class in dim:
-                    names.setdefault(dim_class, f"{op.primitive}" + (f" at {op.source}" if op.source else ""))
-    return names
-
-
 def _microbatches(jaxpr: Any) -> Sequence[int]:
     """Returns the numbers of microbatches that the step's boundaries ask for."""
     numbers: list[int] = []
     inner, _ = _compat.open_jaxpr(jaxpr)
     for eqn in inner.eqns:
-        if gradient.is_boundary(eqn) and eqn.params["microbatches"]:
+        if is_boundary(eqn) and eqn.params["microbatches"]:
             numbers.append(eqn.params["microbatches"])
         for body in bodies(eqn):
             numbers += _microbatches(body)

@@ -6,14 +6,15 @@ import dataclasses
 
 import pytest
 
-from splitjax.cost import predict_collectives
+from splitjax.cost import LaidOutStep, predict_collectives
 
 ALL = ("data", "model")
 COLUMN, ROW = (None, "model"), ("model", None)
 
 
 def predict(net, batch_axes=ALL, replicated_batch="all", **kw):
-    return predict_collectives(net.graph(), net.plans, net.layer_plans(), net.mesh, batch_axes, replicated_batch, **kw)
+    step = LaidOutStep(net.graph(), net.plans, net.layer_plans(), net.mesh, batch_axes, replicated_batch)
+    return predict_collectives(step, **kw)
 
 
 def told(collectives, *, gradients=False):
@@ -357,7 +358,7 @@ def test_dtypes_and_unbatched_data(net):
     n.dense("up", ("e", 32), ("h", 128), COLUMN, data_dtype="bfloat16")
     assert told(predict(n, ("data",), "data")) == [("all_reduce", "model", 2 * 3 * 32 * 32 * 2 // 4, "up", "backward")]
     graph = dataclasses.replace(n.graph(), example_atoms=frozenset())  # nothing is an example: every device sees it all
-    (up,) = told(predict_collectives(graph, n.plans, n.layer_plans(), n.mesh, ("data",), "data"))
+    (up,) = told(predict_collectives(LaidOutStep(graph, n.plans, n.layer_plans(), n.mesh, ("data",), "data")))
     assert up[2] == 2 * 3 * 64 * 32 * 2 // 4
 
 
@@ -385,5 +386,5 @@ def test_layer_names_come_from_the_plan(net):
     n.dense("first", ("x", 16), ("e", 32))
     n.leaf("loose/scale", ("e",), (32,))
     layers = (dataclasses.replace(n.layer_plans()[0], name="renamed"),)
-    predicted = predict_collectives(n.graph(), n.plans, layers, n.mesh, ALL, "all")
+    predicted = predict_collectives(LaidOutStep(n.graph(), n.plans, layers, n.mesh, ALL, "all"))
     assert [c.layer for c in predicted] == ["renamed", "loose"]

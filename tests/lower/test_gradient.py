@@ -14,7 +14,7 @@ import pytest
 from flax.core import freeze
 
 from splitjax.errors import GradientError
-from splitjax.lower import gradient
+from splitjax.lower.boundary import boundary_forward, boundary_of, expand, is_boundary
 from splitjax.lower.gradient import GradientTypeError, grad, value_and_grad
 
 W = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
@@ -37,7 +37,7 @@ def boundaries(closed):
     """All boundary equations of a jaxpr, outermost first."""
     found = []
     for eqn in closed.jaxpr.eqns if hasattr(closed, "jaxpr") else closed.eqns:
-        if gradient.is_boundary(eqn):
+        if is_boundary(eqn):
             found.append(eqn)
         for value in eqn.params.values():
             for one in value if isinstance(value, (tuple, list)) else (value,):
@@ -137,7 +137,7 @@ def test_closed_over_tracers_become_operands():
 
     closed = jax.make_jaxpr(step(value_and_grad))(W, X)
     (eqn,) = boundaries(closed)
-    forward, positions = gradient.boundary_forward(eqn)
+    forward, positions = boundary_forward(eqn)
     assert len(eqn.invars) == 2 and positions == (1,) and not forward.consts
     assert eqn.params["names"] == ("captured", "w")
     assert_same(jax.jit(step(value_and_grad))(W, X), jax.jit(step(jax.value_and_grad))(W, X))
@@ -150,7 +150,7 @@ def test_the_equation_reads_as_documented():
     params, batch = {"w": W, "b": jnp.ones(4)}, {"x": X, "n": 3}
     closed = jax.make_jaxpr(lambda p, b: value_and_grad(fun, has_aux=True, microbatches=2)(p, b)[1])(params, batch)
     (eqn,) = boundaries(closed)
-    boundary = gradient.boundary_of(eqn.params)
+    boundary = boundary_of(eqn.params)
     assert boundary.names == ("params['b']", "params['w']", "batch['n']", "batch['x']")
     assert boundary.positions == (0, 1) and boundary.microbatches == 2 and boundary.num_aux == 1
     assert boundary.label.startswith("fun at ") and "test_gradient.py" in boundary.label
@@ -167,7 +167,7 @@ def test_expand_differentiates_through_the_replacement():
         value, *aux = jax.core.eval_jaxpr(getattr(forward, "jaxpr", forward), (), *operands)
         return [2 * value, *aux]
 
-    value, g = gradient.expand(eqn.params, [W, X], doubled)
+    value, g = expand(eqn.params, [W, X], doubled)
     expected = jax.value_and_grad(lambda w: 2 * loss(w, X))(W)
     np.testing.assert_allclose(value, expected[0], rtol=1e-6)
     np.testing.assert_allclose(g, expected[1], rtol=1e-6)

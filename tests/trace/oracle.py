@@ -14,7 +14,7 @@ import numpy as np
 from splitjax import _compat
 from splitjax.trace import tracer  # noqa: F401  (fills the registry)
 from splitjax.trace.dims import DIM_RULES, DimMap
-from splitjax.trace.flatten import call_body
+from splitjax.trace.sites import call_body
 
 # Values move along a dim that stays what it is: splitting it is meaningful, permuting it is not.
 MOVES = {

@@ -18,7 +18,8 @@ from splitjax import _compat
 from splitjax.trace.dims import DIM_RULES
 from splitjax.trace.dims_shape import common_factors
 from splitjax.trace.dims_unknown import NO_RULE
-from splitjax.trace.flatten import _CALLS, _CONTROL
+from splitjax.trace.flatten import _CONTROL
+from splitjax.trace.sites import _CALLS
 from tests.trace.oracle import Equation, equations, places, problems
 from tests.trace.programs import PROGRAMS
 

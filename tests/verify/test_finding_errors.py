@@ -12,7 +12,7 @@ import pytest
 
 import splitjax
 from splitjax.errors import SplitjaxError, VerificationError
-from splitjax.trace.flatten import equation_at
+from splitjax.trace.sites import equation_at
 from splitjax.verify import Verification
 from splitjax.verify.comparing import Difference
 from splitjax.verify.locating import describe

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from splitjax import _compat
+from splitjax.verify.dim_classes import Misfit, analyse
 from splitjax.verify.rewriting import Rewriter
-from splitjax.verify.sizes import Misfit, analyse, choose_sizes, local_sizes, smallest, transferred
+from splitjax.verify.sizes import choose_sizes, local_sizes, smallest, transferred
 
 F = jnp.float32
 

@@ -24,7 +24,7 @@ from splitjax.lower.microbatch.pairing import Const, Node, PairedProgram, Ref, r
 
 BEFORE, LOOP, AFTER, INSIDE = "before", "loop", "after", "inside"
 Env = dict[tuple[int, str], Any]  # (value number, form) -> array
-# (equation, operands, site) -> results: how one equation is evaluated. The site is as in `trace.flatten`, within the
+# (equation, operands, site) -> results: how one equation is evaluated. The site is as in `trace.sites`, within the
 # forward.
 Bind = Callable[[Any, Sequence[Any], tuple[int, ...]], Sequence[Any]]
 

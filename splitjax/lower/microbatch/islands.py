@@ -31,8 +31,7 @@ from splitjax.lower.microbatch.classify import BodyAnalysis
 from splitjax.lower.microbatch.example_relation import EXAMPLES, SAME
 from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked
 from splitjax.lower.products.groups import Where
-
-Site = tuple[int, ...]
+from splitjax.trace.sites import Site
 
 
 def stages(analysis: BodyAnalysis, split_sites: Collection[Site], whole_sites: Collection[Site]) -> dict[int, int]:

@@ -1,6 +1,6 @@
 """Accumulates gradients over microbatches without changing the numbers, with one gradient exchange.
 
-`expand_microbatches` evaluates a boundary (see `gradient.py`) in N microbatches. The forward is given twice, traced at
+`expand_microbatches` evaluates a boundary (see `boundary.py`) in N microbatches. The forward is given twice, traced at
 the whole batch and at what one microbatch of one worker has (`local_examples`). Then
 
 1. `pairing` reads both jaxprs as one program: dims and literals that differ come from the number of examples;
@@ -25,7 +25,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from splitjax.errors import MicrobatchError
-from splitjax.lower.gradient import Boundary, boundary_of, expand
+from splitjax.lower.boundary import Boundary, boundary_of, expand
 from splitjax.lower.microbatch.accumulate import Bind, Evaluator, plain_bind
 from splitjax.lower.microbatch.batch_split import Split
 from splitjax.lower.microbatch.classify import BodyAnalysis, classify, whole_batch_info
@@ -86,31 +86,11 @@ def _run_examples(num_examples: int, num_microbatches: int, mesh: Mesh | None, m
     return num_examples // (num_microbatches * (1 if mesh is None else MeshShape.of(mesh).size(tuple(manual_axes))))
 
 
-def expand_microbatches(
-    params: dict[str, Any],
-    operands: Sequence[Any],
-    operand_example_dims: Sequence[int | None],
-    local_forward: Any,
-    num_microbatches: int,
-    batch_axes: Sequence[str],
-    mesh: Mesh | None,
-    *,
-    manual_axes: Sequence[str] = (),
-    bind: Bind | None = None,
-    eval_forward: Callable[[Any, Sequence[Any]], Sequence[Any]] | None = None,
-    fetches: Mapping[int, MakeFetch] | None = None,
-    known_whole_over: Sequence[str] = (),
-    islands: Request | None = None,
-    runner: Runner[WorkerLoops] | None = None,
-) -> list[Any]:
-    """Evaluates a boundary in microbatches; the same results, in the same order, as `gradient.expand`.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Accumulation:
+    """Says how a boundary's batch is cut into microbatches, and how its equations are evaluated in the loop over them.
 
-    Call it under `jax.jit`.
-
-    **Arguments:**
-
-    - `params`: the boundary equation's parameters, traced with the whole batch; `operands`: its operands.
-    - `operand_example_dims`: per operand the position of its example dim, or None.
+    - `example_dims`: per operand the position of its example dim, or None.
     - `local_forward`: the same boundary's `forward`, traced with `local_examples(...)` examples.
     - `num_microbatches`: into how many parts a worker's share of the batch is cut.
     - `batch_axes`: the axes of `mesh` over which the example dim is split, major first.
@@ -118,61 +98,71 @@ def expand_microbatches(
     - `manual_axes`: those of the batch axes over which every differentiated operand is replicated: over them the
       gradient is exchanged once, after the loop. Over the others XLA decides (it may exchange in every iteration).
     - `bind(eqn, operands, site) -> results`: evaluates one equation, for example with sharding constraints; inside the
-      loop only constraints over axes that are not manual are possible. `site` is as in `trace.flatten`, within the
+      loop only constraints over axes that are not manual are possible. `site` is as in `trace.sites`, within the
       forward.
-    - `eval_forward`: as `gradient.expand`'s, for a boundary that needs no loop (one microbatch without manual axes, no
-      examples).
-    - `fetches`: for operands (by position) whose slices are brought in one microbatch ahead, how.
     - `islands`: for a group of axes over which some differentiated operands are split and others are not: how the
       others' gradients are exchanged once, too.
+    - `share`: the number of examples of a worker that does not have an equal part; `local_forward` is then traced with
+      so many (but never with a single one).
+    """
+
+    example_dims: Sequence[int | None]
+    local_forward: Any
+    num_microbatches: int
+    batch_axes: Sequence[str] = ()
+    mesh: Mesh | None = None
+    manual_axes: Sequence[str] = ()
+    bind: Bind | None = None
+    islands: Request | None = None
+    share: int | None = None
+
+
+def expand_microbatches(
+    params: dict[str, Any],
+    operands: Sequence[Any],
+    loop: Accumulation,
+    *,
+    eval_forward: Callable[[Any, Sequence[Any]], Sequence[Any]] | None = None,
+    fetches: Mapping[int, MakeFetch] | None = None,
+    known_whole_over: Sequence[str] = (),
+    runner: Runner[WorkerLoops] | None = None,
+) -> list[Any]:
+    """Evaluates a boundary in microbatches; the same results, in the same order, as `boundary.expand`.
+
+    Call it under `jax.jit`.
+
+    **Arguments:**
+
+    - `params`: the boundary equation's parameters, traced with the whole batch; `operands`: its operands.
+    - `loop`: how the batch is cut, and how equations are evaluated.
+    - `eval_forward`: as `boundary.expand`'s, for a boundary that needs no loop (one microbatch without manual axes, no
+      examples).
+    - `fetches`: for operands (by position) whose slices are brought in one microbatch ahead, how.
     - `runner`: how the loops of the workers along the manual axes run, if not all alike.
     - `known_whole_over`: batch axes over which slices that are not differentiated (labels) are wanted whole, as split
       layers see them.
 
     Raises `MicrobatchError` for a loss that cannot be accumulated.
     """
-    job = None
-    if num_microbatches > 1 or manual_axes:
-        job = prepare(
-            params,
-            operand_example_dims,
-            local_forward,
-            num_microbatches,
-            batch_axes,
-            mesh,
-            manual_axes=manual_axes,
-            bind=bind,
-            islands=islands,
-        )
+    job = prepare(params, loop) if loop.num_microbatches > 1 or loop.manual_axes else None
     if job is None:
         return expand(params, operands, eval_forward)
     return job.results(operands, params["positions"], fetches or {}, known_whole_over, runner)
 
 
-def prepare(
-    params: dict[str, Any],
-    operand_example_dims: Sequence[int | None],
-    local_forward: Any,
-    num_microbatches: int,
-    batch_axes: Sequence[str],
-    mesh: Mesh | None,
-    *,
-    manual_axes: Sequence[str] = (),
-    bind: Bind | None = None,
-    islands: Request | None = None,
-    share: int | None = None,
-) -> PreparedBoundary | None:
+def prepare(params: dict[str, Any], loop: Accumulation) -> PreparedBoundary | None:
     """Analyses a boundary for `expand_microbatches`.
 
     Returns None where it needs no loop: no operand holds examples, or the loss does not depend on what is
-    differentiated. `params`, `operand_example_dims`, `local_forward`, `num_microbatches`, `batch_axes`, `mesh`,
-    `manual_axes`, `bind`, `islands`: as for `expand_microbatches`. `share`: the number of examples of a worker
-    that does not have an equal part; `local_forward` is then traced with so many (but never with a single one).
+    differentiated. `params`: the boundary equation's parameters; `loop`: how its batch is cut, and how its equations
+    are evaluated.
 
     Raises `MicrobatchError` for a loss that cannot be accumulated."""
+    num_microbatches, batch_axes, mesh = loop.num_microbatches, loop.batch_axes, loop.mesh
+    manual_axes, islands, share = loop.manual_axes, loop.islands, loop.share
     boundary = boundary_of(params)
-    program = pair(boundary.forward, local_forward, boundary.label)
-    sizes = _sizes(program, operand_example_dims, boundary)
+    program = pair(boundary.forward, loop.local_forward, boundary.label)
+    sizes = _sizes(program, loop.example_dims, boundary)
     if sizes is None:
         return None
     run = share or _run_examples(sizes[0], num_microbatches, mesh, manual_axes)
@@ -202,12 +192,12 @@ def prepare(
             if share
             else _run_examples(sizes[0], num_microbatches, mesh, manual)
         )
-        local_sizes = _sizes(local, operand_example_dims, boundary)
+        local_sizes = _sizes(local, loop.example_dims, boundary)
         assert local_sizes is not None, "the same operands hold examples in every trace"
         own = Batch(*local_sizes, run)
         worker = Evaluator(local, own, _split(num_microbatches, batch_axes, manual, mesh), islands.bind)
         archipelago = _archipelago(islands, boundary, worker, analysis, marked)
-    evaluator = Evaluator(program, batch, split, bind or plain_bind)
+    evaluator = Evaluator(program, batch, split, loop.bind or plain_bind)
     return PreparedBoundary(analysis, marked, evaluator, boundary.holomorphic, archipelago)
 
 

@@ -17,8 +17,7 @@ import numpy as np
 
 from splitjax import _compat
 from splitjax.errors import MicrobatchError
-
-Site = tuple[int, ...]
+from splitjax.trace.sites import Site
 
 # Calls without a meaning of their own, and the parameter with their body.
 _INLINED = {
@@ -79,7 +78,7 @@ class Node:
     """Holds one operation of the two traces.
 
     - `whole`, `part`: its equations in the trace of the whole batch and in the part trace.
-    - `site`: equation and body indices from the forward jaxpr inwards, as in `trace.flatten`.
+    - `site`: equation and body indices from the forward jaxpr inwards, as in `trace.sites`.
     - `inputs`, `outputs`: the values that it reads and writes.
     - `bodies`: the jaxprs that it runs: a loop's, or one per branch.
     - `source`: the user's line; of the call that leads here, where a library function was traced before.

@@ -80,7 +80,7 @@ def scheduled_programs(
     ready to be evaluated. `programs`: makes compiled programs.
     """
     depths, kept = step.depths, step.kept_leaves(min(step.depths.first))
-    everywhere = NamedSharding(hooks.mesh, PartitionSpec())
+    everywhere = NamedSharding(hooks.lowered.mesh, PartitionSpec())
     full = functools.cache(lambda: programs.whole(functools.partial(lowered.run, hooks.hook)))
     in_cycle = lambda run: ScheduledPrograms(
         step, full, None, functools.cache(lambda: programs.whole(run, (everywhere,)))

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from splitjax.errors import MicrobatchError, PartialError
 from splitjax.lower.microbatch.places import RunnableLoops, Runner
@@ -20,13 +19,12 @@ from splitjax.lower.partial.own_loss import OwnLoss, WorkerMesh, own_loss
 from splitjax.lower.partial.step import PartialStep
 from splitjax.lower.partial.truncation import Truncation
 from splitjax.lower.partial.uneven import Balancing
-from splitjax.lower.products.interpret import BoundaryHook, Layout, Site
-from splitjax.lower.strategies import Twin, accumulated_boundary, example_dim, uneven_jobs
-from splitjax.lower.tables.sparse import SparseStep
-from splitjax.lower.tables.table_rows import TableSync
+from splitjax.lower.products.interpret import BoundaryHook
+from splitjax.lower.strategies import BoundaryCall, LoweredStep, accumulated_boundary, example_dim, uneven_jobs
+from splitjax.lower.tables.sparse_step import SparseStep
+from splitjax.lower.tables.table_sync import TableSync
 from splitjax.partial.request import COUNT, LOCAL
-from splitjax.plan import Plan
-from splitjax.trace.flatten import equation_at
+from splitjax.trace.sites import Site, equation_at
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,18 +33,14 @@ class PartialHooks:
 
     - `step`: which boundary is differentiated partially, by which workers, and how far.
     - `jaxpr`: the traced step, a closed jaxpr.
-    - `mesh`, `plan`, `layout`: where it runs, the plan, and the constraints by site.
-    - `twin_of`: gives a boundary's equation traced with other numbers of examples.
+    - `lowered`: the step around its boundaries: where it runs, its plan and layout.
     - `sparse`: the tables that are synchronised by rows; None without `sync=`.
     - `hook`: evaluates a boundary as a step without partial backpropagation would.
     """
 
     step: PartialStep
     jaxpr: Any
-    mesh: Mesh
-    plan: Plan
-    layout: Layout
-    twin_of: Twin
+    lowered: LoweredStep
     sparse: SparseStep | None
     hook: BoundaryHook
 
@@ -86,24 +80,12 @@ class PartialHooks:
         def hook(eqn: Any, operands: Sequence[Any], site: Site, forward: Callable) -> list[Any]:
             if site != self.step.site:
                 return self.hook(eqn, operands, site, forward)
-            own = runner(self.step.truncation(self.mesh, eqn, self._further(site), cycle_step))
+            own = runner(self.step.truncation(self.lowered.mesh, eqn, self._further(site), cycle_step))
             number = eqn.params["microbatches"] or 1
             try:
                 run = self._balancing(own, eqn, site, number) if self.step.examples else own
-                results = accumulated_boundary(
-                    eqn,
-                    operands,
-                    site,
-                    forward,
-                    number,
-                    self.step.graph,
-                    self.mesh,
-                    self.plan,
-                    self.layout,
-                    self.twin_of,
-                    self.step.axes,
-                    run,
-                )
+                call = BoundaryCall(eqn, operands, site, forward)
+                results = accumulated_boundary(self.lowered, call, number, self.step.axes, run)
                 return self._without_rows_of_others(eqn, site, results, cycle_step)
             except MicrobatchError as error:
                 if self.step.request.statistics == LOCAL and number == 1 and not self.step.examples:
@@ -127,7 +109,7 @@ class PartialHooks:
         if not tables:
             return results
         num_workers, num_examples = self.step.depths.num_slots, self.step.num_examples
-        twin = self.twin_of(eqn, site, num_examples // num_workers if num_examples > 2 * num_workers else 2)
+        twin = self.lowered.twin_of(eqn, site, num_examples // num_workers if num_examples > 2 * num_workers else 2)
         first = len(results) - len(eqn.params["positions"]) - len(tables)
         segments, masked = self._segments(eqn, site), list(results)
         for k, table in enumerate(tables):
@@ -159,24 +141,14 @@ class PartialHooks:
                 place=eqn.params["label"],
                 remedy="use rebalance=False, or microbatches=None",
             )
-        jobs = uneven_jobs(
-            eqn,
-            site,
-            self.step.examples,
-            self.step.graph,
-            self.mesh,
-            self.plan,
-            self.layout,
-            self.twin_of,
-            self.step.axes,
-        )
+        jobs = uneven_jobs(self.lowered, eqn, site, self.step.examples, self.step.axes)
         return Balancing(runner, jobs, self.step.num_examples)
 
     def _own_loss(self, eqn: Any, operands: Sequence[Any], site: Site) -> OwnLoss:
         """Gives a boundary whose workers each have the loss of their own examples."""
-        twin = self.twin_of(eqn, site, self.step.num_examples // self.step.depths.num_slots)
-        workers = WorkerMesh(self.mesh, self.step.axes, self.plan.batch_axes)
-        return own_loss(eqn, twin, operands, site, self.layout, workers)
+        twin = self.lowered.twin_of(eqn, site, self.step.num_examples // self.step.depths.num_slots)
+        workers = WorkerMesh(self.lowered.mesh, self.step.axes, self.lowered.plan.batch_axes)
+        return own_loss(eqn, twin, operands, site, self.lowered.layout, workers)
 
     def _segments(self, eqn: Any, site: Site) -> dict[int, int]:
         """Gives by position of a differentiated operand its segment: of the tables' deltas, too."""

@@ -14,8 +14,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from splitjax.lower.products.interpret import BoundaryHook, Hooks, Layout, evaluate
-from splitjax.lower.tables.sparse import SparseStep, evaluate_sparse
+from splitjax.lower.products.interpret import BoundaryHook, Hooks, evaluate
+from splitjax.lower.products.layout import Layout
+from splitjax.lower.tables.sparse import evaluate_sparse
+from splitjax.lower.tables.sparse_step import SparseStep
 
 Evaluated = tuple[list[Any], Any, Any]  # flat results, by table what was observed, residuals
 

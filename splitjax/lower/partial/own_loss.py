@@ -20,10 +20,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from splitjax.errors import PartialError
-from splitjax.lower import gradient
+from splitjax.lower.boundary import Boundary, boundary_of
 from splitjax.lower.microbatch.places import REPLICATED, RunnableLoops, Runner, Sums
-from splitjax.lower.products.interpret import Layout, Site, evaluate_part
+from splitjax.lower.products.interpret import evaluate_part
+from splitjax.lower.products.layout import Layout
 from splitjax.trace.flatten import flatten
+from splitjax.trace.sites import Site
 
 # What draws random numbers: every worker would draw the same.
 _DRAWS = frozenset({"random_bits", "threefry2x32", "random_gamma", "rng_bit_generator", "rng_uniform"})
@@ -71,7 +73,7 @@ class OwnLoss:
     - `island_axes`: the axes over which gradients of islands are unsummed: there are no islands here.
     """
 
-    boundary: gradient.Boundary
+    boundary: Boundary
     forward: Any
     site: Site
     layout: Layout
@@ -215,7 +217,7 @@ def own_loss(eqn: Any, twin: Any, operands: Sequence[Any], site: Site, layout: L
 
     Raises `PartialError` where the loss draws random numbers, or differentiates examples.
     """
-    boundary, local = gradient.boundary_of(eqn.params), gradient.boundary_of(twin.params)
+    boundary, local = boundary_of(eqn.params), boundary_of(twin.params)
     dims = tuple(_differs(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True))
     num_aux = boundary.num_aux
     aux = tuple(

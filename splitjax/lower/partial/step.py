@@ -17,17 +17,17 @@ from jax.sharding import Mesh
 from splitjax import _compat
 from splitjax.cost.flow import used_axes
 from splitjax.errors import PartialError
-from splitjax.lower import gradient
+from splitjax.lower.boundary import boundary_of, is_boundary
 from splitjax.lower.partial.truncation import Truncation
-from splitjax.lower.products.interpret import Site, holds_boundary
+from splitjax.lower.products.interpret import holds_boundary
 from splitjax.partial.balance import balanced_examples
 from splitjax.partial.depths import Depths, choose_depths
 from splitjax.partial.pinned import pinned_depths, pinned_request
 from splitjax.partial.request import TEMPORAL, PartialBackprop
 from splitjax.partial.stages import Stages, find_stages, with_times
 from splitjax.plan import PartialPlan, Plan
-from splitjax.trace.flatten import bodies, equation_at
 from splitjax.trace.graph import Graph
+from splitjax.trace.sites import Site, bodies, equation_at
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
@@ -178,7 +178,7 @@ def stages_of(
     Returns the stages, and by position of a differentiated operand the path of its parameter. Raises `PartialError`
     where the measured times are of another step.
     """
-    boundary = gradient.boundary_of(equation_at(jaxpr, site).params)
+    boundary = boundary_of(equation_at(jaxpr, site).params)
     known = {(leaf.site, leaf.result): leaf.param for leaf in graph.gradients}
     layers = {param: layer.name for layer in graph.layers for param in layer.params}
     params = {position: known.get((site, result), boundary.names[position]) for result, position in boundary.gradients}
@@ -252,7 +252,7 @@ def _sites(jaxpr: Any, place: str, prefix: Site = (), inside: str = "") -> list[
     """Lists the boundaries of a jaxpr that stands at `prefix`; `inside` names the loop around it, if there is one."""
     sites: list[Site] = []
     for index, eqn in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
-        if gradient.is_boundary(eqn):
+        if is_boundary(eqn):
             if inside:
                 raise PartialError(
                     f"the step takes its gradient inside a {inside}, more than once a step",

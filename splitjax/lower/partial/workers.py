@@ -129,7 +129,9 @@ class DispatchedStep:
             return captured[-1].places.inputs()
 
         types = jax.eval_shape(inputs, *leaves)
-        return RowPrograms(captured[-1].places.without_values(), captured[-1].truncation, self.hooks.mesh, types)
+        return RowPrograms(
+            captured[-1].places.without_values(), captured[-1].truncation, self.hooks.lowered.mesh, types
+        )
 
     def _captured(self, leaves: Sequence[Any], residuals: Any) -> Captured:
         """Evaluates the step as far as its boundary, and gives what crosses into the boundary's loops."""
@@ -151,13 +153,13 @@ class DispatchedStep:
 
     def _pinned(self, value: Any, spec: PartitionSpec) -> Any:
         """Constrains how a value lies over the axes of the workers."""
-        if set(self.step.axes) >= set(self.hooks.mesh.axis_names):
-            return jax.lax.with_sharding_constraint(value, NamedSharding(self.hooks.mesh, spec))
+        if set(self.step.axes) >= set(self.hooks.lowered.mesh.axis_names):
+            return jax.lax.with_sharding_constraint(value, NamedSharding(self.hooks.lowered.mesh, spec))
         # A constraint cannot say what lies over the workers' axes and leave the others open; a shard_map over the
         # former can.
         return jax.shard_map(
             lambda part: part,
-            mesh=self.hooks.mesh,
+            mesh=self.hooks.lowered.mesh,
             in_specs=spec,
             out_specs=spec,
             axis_names=frozenset(self.step.axes),
@@ -168,7 +170,7 @@ class DispatchedStep:
     def after(self, specs: Specs) -> StepProgram:
         """Makes the program that goes on from the boundary with the workers' sums. `specs`: of what `before` gives."""
         kept = self.step.kept_leaves(min(self.step.depths.first))
-        here = lambda spec: NamedSharding(self.hooks.mesh, spec)
+        here = lambda spec: NamedSharding(self.hooks.lowered.mesh, spec)
         shardings = jax.tree.map(
             here, self.rows.sum_specs(specs.tree), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
         )

@@ -8,34 +8,29 @@ inside it, so that derivative rules, policies and source lines survive.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from splitjax import _compat
-from splitjax.cost.convolutions import LocalConvolution
-from splitjax.lower import gradient
+from splitjax.lower.boundary import expand, is_boundary
 from splitjax.lower.products.custom_rules import custom_call, jvp_of, vjp_of
-from splitjax.lower.products.exchange import Exchange, WeightUse
 from splitjax.lower.products.groups import Copies, Where, evaluate_product, fits, scope
+from splitjax.lower.products.layout import Layout, SiteDecisions, named_sharding
 from splitjax.lower.products.local_convolution import evaluate_local
 from splitjax.lower.products.local_transform import evaluate_transform
+from splitjax.lower.products.rebuilding import REBUILD, AnyJaxpr, remat
 from splitjax.lower.products.remedies import whole_inside
 from splitjax.lower.products.rewrites import rewritten
 from splitjax.lower.products.row_values import Rows
-from splitjax.lower.products.scatter import Scatter, Summed
+from splitjax.lower.products.scatter import Summed
 from splitjax.lower.products.scattering import evaluate_scatter, evaluate_summed
 from splitjax.mesh import MeshShape
-from splitjax.plan import Constraint, Spec, SpecEntry
-from splitjax.trace.flatten import call_body
+from splitjax.trace.sites import Site, call_body
 
-Site = tuple[int, ...]
-AnyJaxpr = _compat.ClosedJaxpr | _compat.Jaxpr  # a call holds a body of either kind
 EvalForward = Callable[
     [AnyJaxpr, Sequence[Any]], list[Any]
 ]  # evaluates a jaxpr on operands, with the layout's constraints
@@ -45,10 +40,6 @@ BoundaryHook = Callable[[Any, Sequence[Any], Site, EvalForward], list[Any]]
 # Evaluates an equation outside of boundaries otherwise: (equation, operands, evaluator of a call's body) -> results, or
 # None.
 EquationHook = Callable[[Any, list[Any], EvalForward], list[Any] | None]
-# Evaluates a body of a call: (jaxpr, which of the call's bodies it is, operands) -> results.
-_RunBody = Callable[[AnyJaxpr, int, Sequence[Any]], list[Any]]
-# Evaluates a call anew, with its bodies evaluated otherwise: (evaluator, equation, operands) -> results.
-_Rebuild = Callable[[_RunBody, Any, list[Any]], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,111 +54,6 @@ class Hooks:
     equation: EquationHook | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Holds by site what a plan decides about a step's operations, on a mesh.
-
-    - `mesh`: of the step.
-    - `by_site`: the constraints.
-    - `inside`: every site that has something (or a boundary) further in.
-    - `exchanges`: of products with split weights, inside of boundaries.
-    - `sums`: products, biases and scales whose gradients are summed into parts, inside of boundaries.
-    - `uses`: the uses of weights inside of boundaries, in program order.
-    - `manual`: the axes of a surrounding `shard_map`: shardings refer to the mesh in context.
-    - `names`: the layers of products, for profiles.
-    - `convolutions`: those that XLA is not asked to partition.
-    - `transforms`: Fourier transforms that it is not asked to partition: for each dim the axes that split it.
-    - `rewritten`: operations that are evaluated as others of the same meaning.
-    - `guarded`: calls with custom derivative rules, in which operations that XLA gets wrong run whole.
-    - `rematerialised`: whether this is the inside of a function that the backward pass runs again.
-    """
-
-    mesh: Mesh
-    by_site: Mapping[Site, tuple[Constraint, ...]]
-    inside: frozenset[Site]
-    exchanges: Mapping[Site, Exchange] = dataclasses.field(default_factory=dict)
-    sums: Mapping[Site, Scatter | Summed] = dataclasses.field(default_factory=dict)
-    uses: tuple[WeightUse, ...] = ()
-    manual: tuple[str, ...] = ()
-    names: Mapping[Site, str] = dataclasses.field(default_factory=dict)
-    convolutions: Mapping[Site, LocalConvolution] = dataclasses.field(default_factory=dict)
-    transforms: Mapping[Site, tuple[tuple[str, ...], ...]] = dataclasses.field(default_factory=dict)
-    rewritten: frozenset[Site] = frozenset()
-    guarded: frozenset[Site] = frozenset()
-    rematerialised: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        mesh: Mesh,
-        constraints: Sequence[Constraint],
-        explicit: Sequence[Exchange | Scatter | Summed] = (),
-        uses: Sequence[WeightUse] = (),
-        names: Mapping[Site, str] | None = None,
-        convolutions: Sequence[LocalConvolution] = (),
-        rewrites: Collection[Site] = (),
-        guarded: Collection[Site] = (),
-        transforms: Mapping[Site, tuple[tuple[str, ...], ...]] | None = None,
-    ) -> Layout:
-        """Makes a layout of what was decided, in any order.
-
-        **Arguments:**
-
-        - `mesh`: of the step. `constraints`: the plan's.
-        - `explicit`: the products whose collectives are written out.
-        - `uses`: the uses of weights inside of boundaries, in program order.
-        - `names`, `transforms`: by site, as the layout has them; None for none.
-        - `convolutions`: those that are evaluated device by device.
-        - `rewrites`: sites of operations that are evaluated as others. `guarded`: sites of calls with custom rules.
-        """
-        by_site: dict[Site, list[Constraint]] = collections.defaultdict(list)
-        for constraint in constraints:
-            by_site[constraint.site].append(constraint)
-        decided = (decision.site for decision in (*explicit, *convolutions))
-        sites = {*by_site, *rewrites, *guarded, *(transforms or ()), *decided}
-        inside = frozenset(site[:depth] for site in sites for depth in range(1, len(site)))
-        pinned = {site: tuple(here) for site, here in by_site.items()}
-        exchanges = {product.site: product for product in explicit if isinstance(product, Exchange)}
-        sums = {product.site: product for product in explicit if not isinstance(product, Exchange)}
-        local = {convolution.site: convolution for convolution in convolutions}
-        return cls(
-            mesh,
-            pinned,
-            inside,
-            exchanges,
-            sums,
-            tuple(uses),
-            names=dict(names or {}),
-            convolutions=local,
-            transforms=dict(transforms or {}),
-            rewritten=frozenset(rewrites),
-            guarded=frozenset(guarded),
-        )
-
-    def without(self, manual: Sequence[str]) -> Layout:
-        """Returns the same layout for the inside of a `shard_map` over the axes `manual`, which do not occur in its
-        constraints."""
-        if not manual:
-            return self
-        if set(manual) >= set(self.mesh.axis_names):
-            return dataclasses.replace(self, by_site={}, manual=tuple(manual))
-
-        def keep(entry: SpecEntry) -> SpecEntry:
-            if isinstance(entry, tuple):
-                left = tuple(axis for axis in entry if axis not in manual)
-                return left[0] if len(left) == 1 else left or None
-            return None if entry in manual else entry
-
-        stripped = {
-            site: tuple(
-                dataclasses.replace(constraint, spec=tuple(keep(entry) for entry in constraint.spec))
-                for constraint in here
-            )
-            for site, here in self.by_site.items()
-        }
-        return dataclasses.replace(self, by_site=stripped, manual=tuple(manual))
-
-
 def evaluate_equation(layout: Layout, eqn: Any, operands: Sequence[Any], site: Site, copies: Copies) -> list[Any]:
     """Evaluates an equation of a boundary's forward with what the layout has at its site and inside of it.
 
@@ -175,13 +61,6 @@ def evaluate_equation(layout: Layout, eqn: Any, operands: Sequence[Any], site: S
     the same forward. Returns the equation's results.
     """
     return _placed(layout, eqn, list(operands), site, None, copies)
-
-
-def named_sharding(mesh: Mesh | AbstractMesh, spec: Spec) -> NamedSharding:
-    """Returns the `NamedSharding` of a plan's `spec` on `mesh`; an entry `?` leaves a dim to XLA."""
-    return NamedSharding(
-        mesh, PartitionSpec(*(PartitionSpec.UNCONSTRAINED if entry == "?" else entry for entry in spec))
-    )
 
 
 def evaluate(
@@ -287,7 +166,9 @@ def _guarded(layout: Layout, eqn: Any, values: list[Any]) -> list[Any]:
 
     def run(jaxpr: AnyJaxpr, operands: Sequence[Any]) -> list[Any]:
         constraints, rewrites = whole_inside(jaxpr, MeshShape.of(layout.mesh))
-        inner = dataclasses.replace(Layout.of(layout.mesh, constraints, rewrites=rewrites), manual=layout.manual)
+        inner = dataclasses.replace(
+            Layout.of(layout.mesh, constraints, SiteDecisions(rewrites=rewrites)), manual=layout.manual
+        )
         return _run(
             inner if set(layout.manual) < set(layout.mesh.axis_names) else Layout(layout.mesh, {}, frozenset()),
             jaxpr,
@@ -320,17 +201,17 @@ def _equation(
 ) -> list[Any]:
     """Evaluates an equation of which the layout says nothing: a boundary by its hook, a call anew where something lies
     inside it, and all else as it is."""
-    if gradient.is_boundary(eqn):
+    if is_boundary(eqn):
 
         def forward(jaxpr: AnyJaxpr, operands: Sequence[Any]) -> list[Any]:
             return _run(layout, jaxpr, operands, (*site, 0), hooks, {})
 
         if hooks is not None and hooks.boundary is not None:
             return hooks.boundary(eqn, values, site, forward)
-        return gradient.expand(eqn.params, values, forward)
-    rebuild = _REBUILD.get(eqn.primitive.name)
+        return expand(eqn.params, values, forward)
+    rebuild = REBUILD.get(eqn.primitive.name)
     if rebuild is not None and (site in layout.inside or holds_boundary(eqn)):
-        inner = dataclasses.replace(layout, rematerialised=True) if rebuild is _remat else layout
+        inner = dataclasses.replace(layout, rematerialised=True) if rebuild is remat else layout
         return rebuild(
             lambda jaxpr, body, operands: _run(inner, jaxpr, operands, (*site, body), hooks, copies), eqn, values
         )
@@ -343,87 +224,6 @@ def holds_boundary(eqn: Any) -> bool:
         for body in value if isinstance(value, (tuple, list)) else (value,):
             if _compat.is_jaxpr(body):
                 inner, _ = _compat.open_jaxpr(body)
-                if any(gradient.is_boundary(e) or holds_boundary(e) for e in inner.eqns):
+                if any(is_boundary(e) or holds_boundary(e) for e in inner.eqns):
                     return True
     return False
-
-
-def _call(parameter: str) -> _Rebuild:
-    """Rebuilds a call that only wraps a body, by evaluating the body in its place."""
-
-    def rebuild(run: _RunBody, eqn: Any, values: list[Any]) -> list[Any]:
-        return run(eqn.params[parameter], 0, values)
-
-    return rebuild
-
-
-def _remat(run: _RunBody, eqn: Any, values: list[Any]) -> list[Any]:
-    body = eqn.params["jaxpr"]
-    fun = jax.checkpoint(
-        lambda *operands: run(body, 0, operands), prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"]
-    )
-    return list(fun(*values))
-
-
-def _scan(run: _RunBody, eqn: Any, values: list[Any]) -> list[Any]:
-    num_consts, num_carry = _compat.scan_counts(eqn.params)
-    consts, init, xs = (
-        values[:num_consts],
-        values[num_consts : num_consts + num_carry],
-        values[num_consts + num_carry :],
-    )
-
-    def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = run(eqn.params["jaxpr"], 0, [*consts, *carry, *x])
-        return results[:num_carry], results[num_carry:]
-
-    carry, ys = jax.lax.scan(
-        body,
-        list(init),
-        list(xs),
-        length=eqn.params["length"],
-        reverse=eqn.params["reverse"],
-        unroll=eqn.params["unroll"],
-    )
-    return [*carry, *ys]
-
-
-def _while(run: _RunBody, eqn: Any, values: list[Any]) -> list[Any]:
-    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    cond_consts, body_consts = values[:num_cond], values[num_cond : num_cond + num_body]
-    goes_on = lambda carry: run(eqn.params["cond_jaxpr"], 0, [*cond_consts, *carry])[0]
-    body = lambda carry: run(eqn.params["body_jaxpr"], 1, [*body_consts, *carry])
-    num_batched = len(_compat.open_jaxpr(eqn.params["cond_jaxpr"])[0].outvars[0].aval.shape)
-
-    # what `vmap` makes of a loop that each example leaves by itself: who has left stays as it is
-    def batched(carry: list[Any]) -> list[Any]:
-        stays = goes_on(carry)
-        keep = lambda old: jax.lax.broadcast_in_dim(stays, old.shape, tuple(range(num_batched)))
-        return [jax.lax.select(keep(old), new, old) for old, new in zip(carry, body(carry), strict=True)]
-
-    if num_batched:
-        return list(
-            jax.lax.while_loop(lambda carry: goes_on(carry).any(), batched, list(values[num_cond + num_body :]))
-        )
-    return list(jax.lax.while_loop(goes_on, body, list(values[num_cond + num_body :])))
-
-
-def _cond(run: _RunBody, eqn: Any, values: list[Any]) -> list[Any]:
-    def branch(k: int) -> Callable[..., list[Any]]:
-        return lambda *operands: run(eqn.params["branches"][k], k, operands)
-
-    return list(jax.lax.switch(values[0], [branch(k) for k in range(len(eqn.params["branches"]))], *values[1:]))
-
-
-_REBUILD: Mapping[str, _Rebuild] = {
-    "jit": _call("jaxpr"),
-    "pjit": _call("jaxpr"),
-    "closed_call": _call("call_jaxpr"),
-    "core_call": _call("call_jaxpr"),
-    "remat": _remat,
-    "remat2": _remat,
-    "checkpoint": _remat,
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-}

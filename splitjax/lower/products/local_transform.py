@@ -22,8 +22,8 @@ from splitjax.lower.products.groups import Where
 from splitjax.lower.products.sharded_dims import ShardedDims
 from splitjax.mesh import MeshShape
 from splitjax.trace.graph import Suspect
+from splitjax.trace.sites import Site
 
-Site = tuple[int, ...]
 Axes = tuple[str, ...]
 
 

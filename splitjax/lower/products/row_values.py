@@ -21,8 +21,8 @@ import jax.numpy as jnp
 
 from splitjax import _compat
 from splitjax.sync.local import set_rows, take_rows
-from splitjax.trace.flatten import call_body
 from splitjax.trace.row_update import ELEMENTWISE, NEUTRAL, REDUCTIONS, SHAPES
+from splitjax.trace.sites import call_body
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

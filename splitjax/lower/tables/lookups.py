@@ -7,7 +7,7 @@ The boundary differentiates with respect to the deltas, which are zero or these 
 are further results. So the table's gradient comes out as (ids, cotangents), one row per lookup, and nothing of the
 table's size is made. Calls that a lookup stands in (jit, remat, scan) hand its delta in and its ids out.
 
-Equations keep their places, so that sites (`trace.flatten`) mean the same in the edited forward: plans and layouts need
+Equations keep their places, so that sites (`trace.sites`) mean the same in the edited forward: plans and layouts need
 not know.
 """
 
@@ -24,7 +24,7 @@ from splitjax import _compat
 from splitjax.lower.microbatch.example_relation import Mixed
 from splitjax.lower.microbatch.example_rules import Question, RuleOutcome, rule
 from splitjax.lower.microbatch.example_rules_mixing import gather_outcome
-from splitjax.trace.flatten import Site, equation_at
+from splitjax.trace.sites import Site, equation_at
 
 PRIMITIVE: str = "splitjax_lookup"
 

@@ -18,8 +18,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from splitjax.lower.products.groups import scope
 from splitjax.lower.products.row_values import Rows, View, written
+from splitjax.lower.tables.collective_order import CollectiveOrder, known_at_the_end
 from splitjax.lower.tables.lookups import EditedLookup
-from splitjax.lower.tables.table_rows import JOIN, CollectiveOrder, TableSync, cut, known_at_the_end
+from splitjax.lower.tables.table_rows import JOIN
+from splitjax.lower.tables.table_sync import TableSync, cut
 from splitjax.plan import spec_axes
 from splitjax.sync.description import by_owners
 from splitjax.sync.feedback import keep, with_residual

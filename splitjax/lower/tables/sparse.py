@@ -1,15 +1,13 @@
-"""Chooses the tables of a step that are synchronised by rows, and evaluates such a step.
+"""Evaluates a step whose tables are synchronised by rows.
 
-A step's graph, its plan and what is asked for go in, a `SparseStep` comes out; with the step's arguments, its results.
-A table takes part if its gradient has rows (`trace.lookups`), its update acts on rows (`trace.row_update`), its
-boundary runs once a step, and its state is laid out alike. Every other table with lookups stays dense, with the reason
-in the plan.
+A `SparseStep` (`lower.tables.finding` makes it) and the step's arguments go in; its results come out, with what was
+observed of every table and what rounding on the wire took away. Boundaries are evaluated with edited lookups, so that a
+table's gradient never exists whole; the rows are exchanged behind them, and written by what the step computes of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,258 +15,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from splitjax import _compat
-from splitjax.errors import SyncError
-from splitjax.lower.gradient import is_boundary
-from splitjax.lower.products.interpret import BoundaryHook, Hooks, Layout, Site, evaluate, holds_boundary
+from splitjax.lower.boundary import is_boundary
+from splitjax.lower.products.interpret import BoundaryHook, Hooks, evaluate, holds_boundary
+from splitjax.lower.products.layout import Layout
 from splitjax.lower.products.row_values import Rows, RowWriter, dense
-from splitjax.lower.strategies import Twin
-from splitjax.lower.tables.lookups import Edited, EditedLookup, edit_boundary, ids_of, rows_of
+from splitjax.lower.tables.collective_order import CollectiveOrder
+from splitjax.lower.tables.lookups import Edited, EditedLookup, ids_of, rows_of
 from splitjax.lower.tables.owned_rows import OwnerSums, Pulled, pull, push
-from splitjax.lower.tables.sync_request import SyncRequest
-from splitjax.lower.tables.table_rows import CollectiveOrder, Exchanged, IdCut, TableSync, exchange
-from splitjax.plan import LeafPlan, Plan, spec_axes
-from splitjax.sync.all_gather import AllGather
-from splitjax.sync.dense import Dense
-from splitjax.sync.description import Exchange, by_owners
-from splitjax.sync.owner import OwnerSharded
-from splitjax.sync.scheme import ByRows, Capacities, Scheme
-from splitjax.trace.flatten import call_body, equation_at
-from splitjax.trace.graph import Graph, RowUpdate, Table, itemsize
-
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
-LAZY_HINT: str = "; lazy=True would leave these rows alone"
-Chosen = Mapping[str, tuple[Exchange, Capacities]]  # by the path of the table
-
-
-@dataclasses.dataclass(frozen=True)
-class SparseStep:
-    """The tables of a step that are synchronised by rows, and why all other tables with lookups are not.
-
-    - `graph`, `jaxpr`: the step's graph and its closed jaxpr.
-    - `tables`: those that are synchronised by rows.
-    - `reasons`: by path of a table that stays dense, why.
-    """
-
-    graph: Graph
-    jaxpr: Any
-    tables: tuple[TableSync, ...]
-    reasons: Mapping[str, str]
-
-    def table_of(self, sync: TableSync) -> Table:
-        """Gives the graph's table whose synchronisation `sync` is."""
-        return next(table for table in self.graph.tables if table.param == sync.param)
-
-    @property
-    def rounded(self) -> tuple[TableSync, ...]:
-        """The tables whose values are rounded on the wire: each has a residual."""
-        return tuple(table for table in self.tables if table.wire_dtype)
-
-    def at(self, boundary: Site) -> list[int]:
-        """Gives the numbers of the tables that the boundary at site `boundary` differentiates."""
-        return [number for number, table in enumerate(self.tables) if self.table_of(table).boundary == boundary]
-
-    def pulled_at(self, boundary: Site) -> frozenset[str]:
-        """Gives the paths of the tables whose rows the boundary at site `boundary` is given, which does not read them
-        itself: their workers own them."""
-        return frozenset(self.tables[number].param for number in self.at(boundary) if self.tables[number].is_owned)
-
-    def edited(self, eqn: Any, site: Site) -> tuple[Edited, list[tuple[int, int]], dict[int, int]]:
-        """Edits the lookups of a boundary.
-
-        **Arguments:** `eqn`: its equation. `site`: where it stands in the step.
-
-        Returns the edited boundary; per lookup (number of the table, number of the lookup among the table's); by number
-        of a table the position of its operand.
-        """
-        numbers = self.at(site)
-        operands = {number: self._operand(number, site) for number in numbers}
-        order = [(number, k) for number in numbers for k in range(len(self.tables[number].lookups))]
-        sites = [self.table_of(self.tables[number]).lookups[k].site[len(site) + 1 :] for number, k in order]
-        given = [place for place, (number, _) in enumerate(order) if self.tables[number].is_owned]
-        return edit_boundary(eqn, sites, list(operands.values()), given), order, operands
-
-    def _operand(self, number: int, site: Site) -> int:
-        """Gives the operand position of a table in its boundary."""
-        param = self.tables[number].param
-        result = next(leaf.result for leaf in self.graph.gradients if leaf.site == site and leaf.param == param)
-        eqn = equation_at(self.jaxpr, site)
-        positions = eqn.params["positions"]
-        return positions[result - (len(eqn.outvars) - len(positions))]
-
-    def twin_of(self, twin_of: Twin) -> Twin:
-        """Gives a `Twin` whose boundaries have edited lookups, from `twin_of`, whose boundaries have not: equations of
-        the step traced with other numbers of examples."""
-        if not self.tables:
-            return twin_of
-
-        def edited_twin(eqn: Any, site: Site, num_examples: int) -> Any:
-            twin = twin_of(equation_at(self.jaxpr, site), site, num_examples)
-            return self.edited(twin, site)[0].eqn if self.at(site) else twin
-
-        return edited_twin
-
-
-def find_sparse(graph: Graph, jaxpr: Any, plan: Plan, request: SyncRequest, chosen: Chosen | None) -> SparseStep:
-    """Finds the tables to synchronise by rows.
-
-    **Arguments:**
-
-    - `graph`, `jaxpr`, `plan`: the step's graph, its closed jaxpr and its plan.
-    - `request`: what is asked for by parameter.
-    - `chosen`: schemes and capacities, once they are known; None while the first steps are observed.
-
-    Raises `SyncError` for a step without a gradient boundary, and for a pattern that fits no parameter.
-    """
-    if not graph.num_boundaries:
-        raise SyncError(
-            "sync needs a gradient boundary: the step takes its gradient with plain jax.grad, whose tables cannot be"
-            " told apart",
-            place="parallelize, sync",
-            remedy="use splitjax.value_and_grad for the gradient",
-        )
-    request.check([leaf.path for leaf in graph.params])
-    syncing = _Syncing(graph, jaxpr, plan, request, chosen)
-    tables, reasons = [], {}
-    for table in graph.tables:
-        asked = request.of(table.param)
-        reason = _reason(table, jaxpr, plan, asked) if request.names(table.param) else "no pattern of sync= fits it"
-        if not reason and chosen is not None and isinstance(chosen[table.param][0], Dense):
-            reason = "chosen"
-        if reason:
-            reasons[table.param] = reason
-            continue
-        tables.append(syncing.table_sync(table))
-    step = SparseStep(graph, jaxpr, tuple(tables), reasons)
-    # Where the ids are known only with the parameters, rows cannot be brought before the forward pass.
-    late = {
-        sync.param
-        for sync in tables
-        if sync.is_owned
-        and ids_of(step.edited(equation_at(jaxpr, site := step.table_of(sync).boundary), site)[0]) is None
-    }
-    again = lambda sync: syncing.table_sync(step.table_of(sync), may_own=False)
-    return dataclasses.replace(step, tables=tuple(again(sync) if sync.param in late else sync for sync in tables))
-
-
-def _reason(table: Table, jaxpr: Any, plan: Plan, asked: ByRows) -> str:
-    """Says why a table stays dense; empty if it need not."""
-    if isinstance(asked.scheme, Dense):
-        return "asked for"
-    update = _update(table, asked)
-    if update is None:
-        return f"{table.reason}{LAZY_HINT if table.lazy_update is not None else ''}"
-    for depth in range(1, len(table.boundary), 2):
-        around = equation_at(jaxpr, table.boundary[:depth])
-        if around.primitive.name not in _CALLS:
-            return _inside(around)
-    planned = [plan.leaves[index] for index in update.leaves]
-    if (
-        isinstance(asked.scheme, Scheme)
-        and asked.scheme.needs_whole_rows
-        and any(spec_axes(leaf.spec[1:]) for leaf in planned)
-    ):
-        return (
-            f"its rows are split, and {asked.scheme.name} tells rows by their values, of which each device has a part"
-        )
-    if any(leaf.gradient is not None for leaf in planned):
-        return "its gradient is summed into parts (shard_state)"
-    if len({spec_axes(leaf.spec[:1]) for leaf in planned}) > 1:
-        return "its rows and those of its optimizer state are laid out differently"
-    return ""
-
-
-def _inside(loop: Any) -> str:
-    """Says why a gradient that is taken inside an equation stays dense."""
-    line = _compat.source_line(loop)
-    return f"its gradient is taken inside {loop.primitive.name}, more than once a step{f' ({line})' if line else ''}"
-
-
-def gradient_in_loop(jaxpr: Any) -> str:
-    """Names in words the first loop or condition of the step `jaxpr` that takes a gradient inside; empty without
-    one."""
-    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
-        if is_boundary(eqn) or not holds_boundary(eqn):
-            continue
-        body = call_body(eqn)
-        return gradient_in_loop(body) if body is not None else _inside(eqn)
-    return ""
-
-
-def _update(table: Table, asked: ByRows) -> RowUpdate | None:
-    return table.update if table.update is not None or not asked.lazy else table.lazy_update
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Syncing:
-    """Says how tables of a step are synchronised: the step, and what is asked for or chosen."""
-
-    graph: Graph
-    jaxpr: Any
-    plan: Plan
-    request: SyncRequest
-    chosen: Chosen | None
-
-    def table_sync(self, table: Table, may_own: bool = True) -> TableSync:
-        """Says how a table is synchronised by rows. `may_own`: its workers may own the rows that they hold."""
-        mesh, asked = self.plan.mesh, self.request.of(table.param)
-        leaf = {leaf.path: leaf for leaf in self.plan.leaves}[table.param]
-        update = _update(table, asked)
-        assert update is not None, "a table whose update does not act on rows stays dense"
-        split = spec_axes(leaf.spec[1:])
-        axes = tuple(axis for axis in mesh.present(self.plan.batch_axes) if axis not in split)
-        num_workers = mesh.size(axes)
-        is_owned = may_own and bool(axes) and spec_axes(leaf.spec[:1]) == axes
-        if self.chosen is not None:
-            scheme, capacities = self.chosen[table.param]
-            is_owned = is_owned and isinstance(scheme, OwnerSharded)
-        else:
-            scheme, capacities = _asked(asked, table.num_rows, leaf, num_workers, is_owned), None
-        lookups = tuple(
-            IdCut(_example_dim(lookup, self.graph, self.jaxpr, num_workers), lookup.mode.removesuffix("_or_drop"))
-            for lookup in table.lookups
-        )
-        return TableSync(
-            param=table.param,
-            leaf=next(index for index, argument in enumerate(self.graph.leaves) if argument.path == table.param),
-            leaves=update.leaves,
-            shape=leaf.shape,
-            dtype=leaf.dtype,
-            spec=leaf.spec,
-            axes=axes,
-            num_workers=num_workers,
-            lookups=lookups,
-            is_owned=is_owned,
-            row_size=math.prod(leaf.shape[1:]) // mesh.size(split),
-            scheme=scheme,
-            capacities=capacities,
-        )
-
-
-def _asked(asked: ByRows, num_rows: int, leaf: LeafPlan, num_workers: int, is_owned: bool) -> Exchange:
-    """Says how a table's rows are added up, as far as that is known before steps were observed. What is not sent, or
-    has no more digits than are sent, is not rounded."""
-    scheme = asked.scheme if isinstance(asked.scheme, Scheme) else AllGather()
-    wire_dtype = getattr(scheme, "wire_dtype", None)
-    if wire_dtype is not None and (num_workers == 1 or itemsize(leaf.dtype) <= itemsize(wire_dtype)):
-        scheme, wire_dtype = dataclasses.replace(scheme, wire_dtype=None), None
-    return by_owners(num_rows, wire_dtype=wire_dtype) if is_owned else scheme
-
-
-def _example_dim(lookup: Any, graph: Graph, jaxpr: Any, num_workers: int) -> int | None:
-    """Gives the dim of a lookup's ids that is cut over the workers, without the loops that the lookup stands in."""
-    use = next((use for use in graph.uses if use.site == lookup.site), None)
-    if use is None:
-        return None
-    of_rows = equation_at(jaxpr, lookup.site).params["dimension_numbers"].offset_dims
-    of_ids = [dim for dim in range(len(use.out_shape)) if dim not in of_rows]
-    return next(
-        (
-            k
-            for k, dim in enumerate(of_ids)
-            if graph.is_example(use.out_dims[dim]) and use.out_shape[dim] % num_workers == 0
-        ),
-        None,
-    )
+from splitjax.lower.tables.sparse_step import SparseStep
+from splitjax.lower.tables.table_rows import Exchanged, exchange
+from splitjax.lower.tables.table_sync import TableSync
+from splitjax.trace.sites import Site
 
 
 @dataclasses.dataclass(eq=False)

@@ -20,8 +20,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from splitjax.lower.products.groups import scope
 from splitjax.lower.products.row_values import Rows, View, written
-from splitjax.plan import Spec, spec_axes
-from splitjax.sync.description import Exchange
+from splitjax.lower.tables.collective_order import CollectiveOrder, known_at_the_end
+from splitjax.lower.tables.table_sync import TableSync, cut
+from splitjax.plan import spec_axes
 from splitjax.sync.feedback import keep, with_residual
 from splitjax.sync.rows import RowSparse, from_lookups, normalised
 from splitjax.sync.scheme import Attempt, Capacities, Scheme, gather_all, once
@@ -35,110 +36,6 @@ class _Rounding(Protocol):
     def attempt_rounded(
         self, local: RowSparse, axis: Axis, capacities: Capacities
     ) -> tuple[Attempt, RowSparse | None]: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class IdCut:
-    """Says how a lookup's ids are cut.
-
-    - `dim`: the dim that lies over the workers; None for ids that all of them have.
-    - `mode`: what ids outside the table mean, as for a gather.
-    """
-
-    dim: int | None
-    mode: str
-
-
-@dataclasses.dataclass(frozen=True)
-class TableSync:
-    """Says how a table is synchronised.
-
-    - `param`: its path.
-    - `leaf`: its flat argument.
-    - `leaves`: the flat arguments whose rows its update reads or writes, itself first.
-    - `shape`, `dtype`: of the table, [num_rows, *row].
-    - `spec`: its layout.
-    - `axes`: the mesh axes of its workers, over which its lookups are summed.
-    - `num_workers`: the workers along these axes.
-    - `lookups`: how the ids of each lookup are cut.
-    - `is_owned`: its rows are split over its workers, which pull and push (`owned_rows`); otherwise every worker gets
-      the sum.
-    - `row_size`: the number of values of a row on a device.
-    - `scheme`: the exchange, an `OwnerSharded` for an owned table.
-    - `capacities`: of the exchange; None in the first steps, in which all rows are gathered and the ids returned.
-    """
-
-    param: str
-    leaf: int
-    leaves: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: Any
-    spec: Spec
-    axes: tuple[str, ...]
-    num_workers: int
-    lookups: tuple[IdCut, ...]
-    is_owned: bool
-    row_size: int
-    scheme: Exchange
-    capacities: Capacities | None
-
-    @property
-    def num_rows(self) -> int:
-        """The number of rows of the whole table."""
-        return self.shape[0]
-
-    @property
-    def wire_dtype(self) -> str | None:
-        """The dtype to which values are rounded on the wire; then each worker has a residual."""
-        return getattr(self.scheme, "wire_dtype", None)
-
-    @property
-    def residual_shape(self) -> tuple[int, ...]:
-        """The shape of all workers' residuals, [num_workers, num_rows, *row]."""
-        return (self.num_workers, *self.shape)
-
-    @property
-    def residual_spec(self) -> PartitionSpec:
-        """The layout of all workers' residuals: each worker has its own; rows are split as the table's."""
-        return PartitionSpec(self.axes, None, *self.row_spec)
-
-    @property
-    def row_spec(self) -> tuple[Any, ...]:
-        """The layout of a row: over axes that are none of the workers'."""
-        return (*self.spec[1:], *(None,) * (len(self.shape) - len(self.spec)))
-
-    @property
-    def row_axes(self) -> tuple[str, ...]:
-        """The axes over which the table is split by rows."""
-        return spec_axes(self.spec[:1])
-
-
-@dataclasses.dataclass(eq=False)
-class CollectiveOrder:
-    """Puts the collectives of a step's tables in an order that is the same on all devices: pulls one after the other,
-    each with its further passes; then the exchanges of gradients; behind all of them, one after the other, those that
-    gather everything.
-
-    XLA's CPU backend orders the collectives of a computation, but not those inside a branch against others: on each
-    device they would come as it happens, and devices that meet in different ones wait forever. An optimisation barrier
-    is gone by then; so data orders them.
-
-    - `token`: i32[] from 0 on, which every branch waits for and hands on; None before the first exchange.
-    """
-
-    token: Any = None
-
-    def join(self, fits: Any) -> None:
-        """Orders later exchanges after one that has no branch. `fits`: bool[], known when that has ended."""
-        self.token = fits.astype(jnp.int32) + (0 if self.token is None else self.token)
-
-    def ready(self) -> Any:
-        """Gives True, bool[], known when all exchanges before have ended."""
-        return jnp.bool_(True) if self.token is None else self.token != -1
-
-    def next(self, fits: Any) -> Any:
-        """Gives `fits`, bool[], known when all exchanges before have ended."""
-        return fits & self.ready()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -319,16 +216,6 @@ def exchange(
     )
 
 
-def known_at_the_end(fits: Any, values: Any) -> Any:
-    """Gives `fits`, bool[], but not before the exchange's `values` are there, which may be sent after that is
-    decided."""
-    if not values.size:
-        return fits
-    # A word has no more bits than that; but XLA does not know, and has to wait for it.
-    bits = lax.bitcast_convert_type(values.reshape(-1)[0], jnp.dtype(f"uint{8 * values.dtype.itemsize}"))
-    return fits & (lax.population_count(bits) <= 8 * values.dtype.itemsize)
-
-
 # How partial results of devices that have some of the rows each are put together: of the reductions that
 # `trace.row_update` admits.
 JOIN: Mapping[str, Callable[[Any, tuple[str, ...]], Any]] = {
@@ -394,19 +281,6 @@ def _row_sparse(table: TableSync, ids: Any, values: Any) -> RowSparse:
 
 def _parts(rows: RowSparse) -> tuple[Any, Any, Any]:
     return rows.ids, rows.values, rows.count
-
-
-def cut(dim: int | None, axes: tuple[str, ...], num_ids_dims: int = 0, row_spec: tuple[Any, ...] = ()) -> PartitionSpec:
-    """Gives the spec of a lookup's ids, or of its cotangents.
-
-    **Arguments:** `dim`: the dim of the ids that lies over the workers; None: none. `axes`: the mesh axes of the
-    workers. `num_ids_dims`: of cotangents, the number of their dims before the row's. `row_spec`: of cotangents, the
-    layout of a row.
-    """
-    entries: list[Any] = [None] * max(num_ids_dims, 0 if dim is None else dim + 1)
-    if dim is not None:
-        entries[dim] = axes
-    return PartitionSpec(*entries, *row_spec)
 
 
 def _in_shard_map(table: TableSync, mesh: Mesh, body: Callable, in_specs: Any, out_specs: Any) -> Callable:

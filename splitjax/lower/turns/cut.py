@@ -19,8 +19,8 @@ import numpy as np
 
 from splitjax import _compat
 from splitjax.lower.products.exchange import EXAMPLES, SWAP, Exchange
+from splitjax.trace.sites import Site
 
-Site = tuple[int, ...]
 # Calls without a meaning of their own, and the parameter with their body.
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 

@@ -22,20 +22,21 @@ from jax.sharding import Mesh
 
 from splitjax import _compat
 from splitjax.errors import MicrobatchError
-from splitjax.lower import gradient
+from splitjax.lower.boundary import Boundary, boundary_forward, boundary_of
+from splitjax.lower.microbatch.accumulate import Bind
 from splitjax.lower.microbatch.batch_split import Split
 from splitjax.lower.microbatch.example_relation import ExampleDim
 from splitjax.lower.microbatch.loop import MakeFetch
-from splitjax.lower.microbatch.microbatch import expand_microbatches, prepare
+from splitjax.lower.microbatch.microbatch import Accumulation, expand_microbatches, prepare
 from splitjax.lower.microbatch.worker_loop import OperandFetch
 from splitjax.lower.products.exchange import EXAMPLES, SCATTER, SPLIT, SWAP, Exchange
 from splitjax.lower.products.groups import Copies, Product, Where
-from splitjax.lower.products.interpret import Layout, evaluate_equation, evaluate_part
+from splitjax.lower.products.interpret import evaluate_equation, evaluate_part
+from splitjax.lower.products.layout import Layout
 from splitjax.lower.turns.cut import Cut, FlatForward, ForwardPart, cut_forward, flatten_calls
 from splitjax.lower.turns.fetch import FETCHES
 from splitjax.mesh import MeshShape
-
-Site = tuple[int, ...]
+from splitjax.trace.sites import Site
 
 
 class Refused(Exception):
@@ -80,7 +81,7 @@ class TurnedBoundary:
     mode: Mode
     site: Site
     group: tuple[str, ...]
-    boundary: gradient.Boundary
+    boundary: Boundary
     cut: Cut
     flat: FlatForward
     front: ForwardPart
@@ -125,14 +126,22 @@ class TurnedBoundary:
             "names": names,
         }
 
-    def loop_arguments(self) -> tuple[Any, ...]:
-        """Returns the arguments that `microbatch.prepare` and `expand_microbatches` take behind the operands."""
-        return self.operand_dims, self.twin.jaxpr, self.num_turns, self.mode.slice_axes(self.group), self.mode.mesh
+    def loop(self, bind: Bind | None = None) -> Accumulation:
+        """Returns how the back runs in a loop over turns. `bind`: evaluates its equations; None as they are."""
+        return Accumulation(
+            self.operand_dims,
+            self.twin.jaxpr,
+            self.num_turns,
+            self.mode.slice_axes(self.group),
+            self.mode.mesh,
+            manual_axes=self.mode.manual,
+            bind=bind,
+        )
 
     def check(self) -> None:
         """Raises `Refused` where what follows the crossing is no sum over examples."""
         try:
-            job = prepare(self.back_params, *self.loop_arguments(), manual_axes=self.mode.manual)
+            job = prepare(self.back_params, self.loop())
         except MicrobatchError as error:
             raise Refused(error.message + (f" ({error.place})" if error.place else "")) from error
         if job is None:
@@ -150,7 +159,7 @@ def take_turns(eqn: Any, twin: Any, site: Site, layout: Layout, mode: Mode) -> T
 
     Raises `Refused`.
     """
-    boundary = gradient.boundary_of(eqn.params)
+    boundary = boundary_of(eqn.params)
     prefix = (*site, 0)
     exchanges = {
         exchange.site[len(prefix) :]: exchange
@@ -161,7 +170,7 @@ def take_turns(eqn: Any, twin: Any, site: Site, layout: Layout, mode: Mode) -> T
         return None
     if boundary.microbatches not in (None, 1):
         raise Refused(f"the gradient is accumulated over {boundary.microbatches} microbatches already")
-    flat, small = flatten_calls(boundary.forward), flatten_calls(gradient.boundary_forward(twin)[0])
+    flat, small = flatten_calls(boundary.forward), flatten_calls(boundary_forward(twin)[0])
     if [e.primitive for e in flat.eqns] != [e.primitive for e in small.eqns]:
         raise Refused("the loss is another program for the examples of one turn")
     cut = cut_forward(flat, boundary.positions, exchanges, _holding_examples(flat, small))
@@ -258,9 +267,9 @@ def evaluate_turns(turned: TurnedBoundary, operands: Sequence[Any], layout: Layo
     results = expand_microbatches(
         turned.back_params,
         [*operands, *crossing],
-        *turned.loop_arguments(),
-        manual_axes=turned.mode.manual,
-        bind=lambda eqn, values, at: evaluate_equation(inside, eqn, values, (*prefix, *turned.back.site(at)), copies),
+        turned.loop(
+            lambda eqn, values, at: evaluate_equation(inside, eqn, values, (*prefix, *turned.back.site(at)), copies)
+        ),
         fetches=_fetches(turned, Where(layout.mesh, inside.manual), copies),
         known_whole_over=turned.group,
     )

@@ -19,7 +19,7 @@ from splitjax._filtered import FilteredStep
 from splitjax._static import partition
 from splitjax.errors import TrainingError
 from splitjax.parallelize import ParallelStep
-from splitjax.step.arguments import Options
+from splitjax.step.positions import Options
 
 if TYPE_CHECKING:
     from splitjax.runtime.checkpoint.checkpoints import Checkpoints

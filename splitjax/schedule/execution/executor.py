@@ -1,7 +1,7 @@
 """Runs jobs for real, under the policies and disciplines that the simulator asks: `execute`.
 
 A job has a process per worker. A policy's groups say which devices they are on; a group's discipline says which job's
-iteration is next, at which depths; all of the iteration's tokens are granted at once (`schedule.execution.tokens`).
+iteration is next, at which depths; all of the iteration's tokens are granted at once (`schedule.execution.granted`).
 Times that iterations really take go into what policies and disciplines see next. A job that loses its devices is
 checkpointed first; one that loses a process begins again from its checkpoint. Neither touches other jobs.
 """
@@ -19,19 +19,17 @@ from typing import Any
 import numpy as np
 
 from splitjax.errors import ScheduleError
-from splitjax.schedule.execution.engine import Engine, Kind, Place, Program, Report, StepOrder
-from splitjax.schedule.execution.real_groups import Standing, group_state, pinned
+from splitjax.schedule.execution.engine import Engine, Kind, Place, Program, Report
+from splitjax.schedule.execution.granted import GrantedIterations
 from splitjax.schedule.execution.real_jobs import JobRun, Status
-from splitjax.schedule.execution.records import Execution, ExecutionOptions, TaskRecord
-from splitjax.schedule.execution.tokens import Claim, Grant, Tokens
+from splitjax.schedule.execution.records import Execution, ExecutionOptions
 from splitjax.schedule.model.cluster import Cluster
 from splitjax.schedule.model.discipline import get_discipline
-from splitjax.schedule.model.iterations import iteration_credit
-from splitjax.schedule.model.jobs import CPU, DEVICE, NETWORK, STORAGE, Job, JobColumns
+from splitjax.schedule.model.jobs import Job, JobColumns
 from splitjax.schedule.model.policy import Group, Member, Policy, get
 from splitjax.schedule.model.result import SimulationResult, Span
 from splitjax.schedule.simulation.checks import check_group, check_jobs
-from splitjax.schedule.simulation.progress import Integrals, Progress, iteration_work
+from splitjax.schedule.simulation.progress import Integrals, Progress
 
 logger: logging.Logger = logging.getLogger("splitjax")
 
@@ -93,20 +91,19 @@ class _Executor:
                 place="programs",
                 remedy="give programs={job.name: program, ...}",
             )
-        self.columns = JobColumns.of(jobs)
-        self.progress, self.sums, self.tokens = Progress(jobs, self.columns), Integrals(cluster.num_devices), Tokens()
+        columns = JobColumns.of(jobs)
+        self.progress, self.sums = Progress(jobs, columns), Integrals(cluster.num_devices)
         self.runs = [JobRun(number, job, programs[job.name]) for number, job in enumerate(jobs)]
-        self.arrivals = np.argsort(self.columns.arrival_seconds, kind="stable").tolist()
+        self.iterations = GrantedIterations(self.runs, engine, columns, self.progress, self.sums)
+        self.arrivals = np.argsort(columns.arrival_seconds, kind="stable").tolist()
         self.active: list[int] = []
         self.groups: dict[int, Group] = {}
         self.since: dict[int, float] = {}
-        self.grants: list[Grant] = []  # under way, in the order in which they were granted
         self.num_groups = self.num_decisions = 0
         self.memory: Any = None
         self.wake_at, self.must_decide = math.inf, False
-        self.tasks: list[TaskRecord] = []
         self.spans: list[Span] = []
-        self.first_arrival = float(self.columns.arrival_seconds.min())
+        self.first_arrival = float(columns.arrival_seconds.min())
         self.began = time.monotonic()
         self.now = self.first_arrival
 
@@ -229,8 +226,7 @@ class _Executor:
                 tuple(member.job for member in group.members), group.computing_devices, self.since.pop(number), self.now
             )
         )
-        for grant in [grant for grant in self.grants if grant.group == number and not grant.has_started]:
-            self._cancel(grant)
+        self.iterations.withdraw(number, self.now)
         for member in group.members:
             self.progress.release(member.job, self.now)
         return group.members
@@ -256,10 +252,10 @@ class _Executor:
         """Starts everything that can begin now: processes, checkpoints, iterations, tasks."""
         while any([self._settle(run) for run in self.runs]):  # one that leaves makes room for another
             pass
-        self._dispatch()
+        self.iterations.dispatch(self.now)
         for number in list(self.groups):
             while self._grant(number):
-                self._dispatch()
+                self.iterations.dispatch(self.now)
 
     def _settle(self, run: JobRun) -> bool:
         """Moves the processes of a job to where its policy wants them. Returns whether there was something to do."""
@@ -310,7 +306,7 @@ class _Executor:
         meanwhile."""
         self.engine.stop(run.number)
         for grant in list(run.grants):
-            self._cancel(grant)
+            self.iterations.cancel(grant, self.now)
         self._set_done(run, run.num_saved)
         run.status, run.devices = Status.WAITING, ()
         run.attempt += 1  # what its processes still report is void
@@ -333,12 +329,9 @@ class _Executor:
         self.sums.add(run.roll_back(num_done))
         self.progress.remaining[run.number] = run.job.num_iterations - num_done
 
-    # Iterations
-
     def _grant(self, number: int) -> bool:
-        """Asks a group's discipline for its next iteration, and grants it if one of its tasks can begin at once: what
-        is granted earlier could only stand in the way of a member that turns out to be ready first. Members whose
-        processes are not up are left out."""
+        """Grants a group's next iteration if it can begin at once, among the members whose processes are up and have no
+        checkpoint to write first."""
         group = self.groups.get(number)
         if group is None:
             return False
@@ -348,90 +341,7 @@ class _Executor:
             for member in group.members
             if (run := self.runs[member.job]).can_go_on(member.devices) and run.checkpoint_due(every) > self.now
         )
-        if all(self.runs[member.job].grants for member in ready):
-            return False
-        group = dataclasses.replace(group, members=ready)
-        jobs = [self.jobs[member.job] for member in ready]
-        standings = [self._standing(self.runs[member.job]) for member in ready]
-        state = group_state(group, standings, self.grants, self.now)
-        iteration = get_discipline(group.discipline).next_iteration(group, jobs, state)
-        job, run = jobs[iteration.member], self.runs[ready[iteration.member].job]
-        if run.grants:
-            return False
-        free = {device: times[DEVICE] for device, times in zip(group.devices, state.free_seconds)}
-        next_number = run.num_done + len(run.grants) + 1
-        iteration = pinned(
-            iteration, next_number, run.devices, free, max(self.now, state.ready_seconds[iteration.member])
-        )
-        depths = {task.worker: task.depth for task in iteration.tasks if task.resource == DEVICE}
-        order = StepOrder(
-            next_number, tuple(job.profile.depths[depths[worker]].fraction for worker in range(job.num_workers))
-        )
-        grant = Grant(run.number, number, order, iteration, self.now)
-        if not any(self.tokens.is_free(claims[0]) for claims in grant.claims):
-            return False
-        self.grants.append(grant)
-        run.grants.append(grant)
-        self.tokens.grant(grant)
-        return True
-
-    def _standing(self, run: JobRun) -> Standing:
-        flying = sum(claim.task.seconds for claim in self._under_way(run) if claim.task.resource == DEVICE)
-        granted = run.num_done + len(run.grants)
-        return Standing(granted, run.job.num_iterations - granted, run.device_seconds + flying, run.ready_at)
-
-    def _under_way(self, run: JobRun) -> list[Claim]:
-        return [claim for grant in run.grants for claim in grant.all_claims() if claim.ended is None]
-
-    def _dispatch(self) -> None:
-        """Starts the tasks that have their token now."""
-        for claim in self.tokens.holders():
-            grant = claim.grant
-            run = self.runs[grant.job]
-            stages = grant.claims[claim.task.worker]
-            if (
-                claim.started is not None
-                or run.grants[0] is not grant
-                or next(stage for stage in stages if stage.ended is None) is not claim
-            ):
-                continue
-            claim.started = self.now
-            if np.isnan(self.progress.started[run.number]):
-                self.progress.started[run.number] = self.now
-            if claim.task.resource in (STORAGE, CPU):
-                self.engine.stage(run.number, claim.task.worker, grant.order.number, claim.task.resource)
-            elif claim.task.resource == DEVICE:
-                self.engine.step(run.number, claim.task.worker, grant.order)
-            # NETWORK: the exchange is under way since the device was done with it; its end is the step's
-
-    def _end(self, claim: Claim) -> None:
-        if claim.ended is not None:
-            return
-        self.tokens.give_back(claim)
-        claim.started, claim.ended = self.now if claim.started is None else claim.started, self.now
-        task, run = claim.task, self.runs[claim.grant.job]
-        self.tasks.append(
-            TaskRecord(
-                run.job.name,
-                task.worker,
-                task.device,
-                task.resource,
-                claim.grant.order.number,
-                task.depth,
-                claim.started,
-                self.now,
-            )
-        )
-        if task.resource == DEVICE:
-            run.device_seconds += self.now - claim.started
-
-    def _cancel(self, grant: Grant) -> None:
-        for claim in grant.all_claims():
-            if claim.started is not None:
-                self._end(claim)
-        self.tokens.cancel(grant)
-        self.grants.remove(grant)
-        self.runs[grant.job].grants.remove(grant)
+        return self.iterations.grant(number, dataclasses.replace(group, members=ready), self.now)
 
     # Reports
 
@@ -446,34 +356,8 @@ class _Executor:
             run.num_saved, run.status, run.saved_at, run.ready_at = report.number, Status.RUNNING, self.now, self.now
         elif report.kind is Kind.SAVED:
             run.saved(report.number, self.now)
-        elif run.grants and run.grants[0].order.number == report.number:
-            grant = run.grants[0]
-            claims = grant.claims[report.worker]
-            if report.kind is Kind.STAGED:
-                self._end(next(claim for claim in claims if claim.task.resource == report.resource))
-            elif report.kind is Kind.COMPUTED:
-                for claim in claims:
-                    if claim.task.resource != NETWORK:
-                        self._end(claim)
-            else:
-                for claim in claims:
-                    self._end(claim)
-                grant.finished.add(report.worker)
-                if report.worker == 0:
-                    grant.metrics = dict(report.values)
-                if grant.is_over:
-                    self._over(run, grant)
-
-    def _over(self, run: JobRun, grant: Grant) -> None:
-        run.grants.remove(grant)
-        self.grants.remove(grant)
-        run.num_done, run.ready_at = run.num_done + 1, self.now
-        run.metrics = grant.metrics
-        self.progress.remaining[run.number] -= 1
-        seconds = sum(claim.seconds for claim in grant.all_claims() if claim.task.resource == DEVICE)
-        work = iteration_work(self.columns, run.number, seconds, iteration_credit(run.job, grant.iteration))
-        self.sums.add(work)
-        run.unsaved.append(work)
+        else:
+            self.iterations.report(run, report, self.now)
 
     # Results
 
@@ -485,5 +369,9 @@ class _Executor:
         by_name = lambda value: {run.job.name: value(run) for run in self.runs}
         failed = {run.job.name: run.failed for run in self.runs if run.failed}
         return Execution(
-            result, tuple(self.tasks), by_name(lambda run: run.metrics), by_name(lambda run: run.restarts), failed
+            result,
+            tuple(self.iterations.tasks),
+            by_name(lambda run: run.metrics),
+            by_name(lambda run: run.restarts),
+            failed,
         )

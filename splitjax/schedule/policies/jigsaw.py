@@ -21,7 +21,7 @@ from splitjax.schedule.model.iterations import Mark, iterations_to_next, measure
 from splitjax.schedule.model.jobs import CPU, DEVICE, NETWORK, STORAGE, Job, JobProfile, Stages
 from splitjax.schedule.model.policy import Assignment, Group, Member, View, register
 from splitjax.schedule.policies.orders import fifo, las, srtf
-from splitjax.schedule.policies.packing import pack
+from splitjax.schedule.policies.packing import PackingOptions, pack
 
 _PAPER = (
     "Kumar et al., Partial backpropagation and JigSaw (arXiv 2111.10672); list scheduling: Graham, Bounds on"
@@ -30,7 +30,7 @@ _PAPER = (
 _RIVAL = "The packing of `jigsaw` without partial backpropagation, to tell what each contributes"
 # best without partial backpropagation: all tasks are of full length, and more of them have to wait at a device to keep
 # it busy
-_FULL_DENSITY = 1.7
+_FULL = PackingOptions(partial=False, density=1.7)
 
 _TIE = 1e-9  # seconds: sums of the same terms in another order differ by rounding, and must not decide who comes first
 
@@ -68,7 +68,7 @@ def interleave(view: View) -> Assignment:
 
     Decides for `view` by `pack`.
     """
-    return pack(view, srtf(view), "interleave", partial=False, density=_FULL_DENSITY)
+    return pack(view, srtf(view), "interleave", _FULL)
 
 
 @register("interleave-las", paper=_RIVAL, order="las")
@@ -77,7 +77,7 @@ def interleave_las(view: View) -> Assignment:
 
     Decides for `view` by `pack`.
     """
-    return pack(view, las(view), "interleave", partial=False, density=_FULL_DENSITY)
+    return pack(view, las(view), "interleave", _FULL)
 
 
 @register("interleave-fifo", paper=_RIVAL, order="fifo")
@@ -86,7 +86,7 @@ def interleave_fifo(view: View) -> Assignment:
 
     Decides for `view` by `pack`.
     """
-    return pack(view, fifo(view), "interleave", partial=False, density=_FULL_DENSITY)
+    return pack(view, fifo(view), "interleave", _FULL)
 
 
 def _depths(profile: JobProfile, num_workers: int, partial: bool) -> tuple[int, ...]:

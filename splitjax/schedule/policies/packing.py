@@ -14,6 +14,7 @@ iteration time together, gains more than `least_gain` of the throughput, that is
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -31,17 +32,25 @@ LEAST_GAIN = 0.005
 SETTLE_SECONDS = 300.0
 
 
-def pack(
-    view: View,
-    order: Order,
-    discipline: str,
-    *,
-    partial: bool = True,
-    max_members: int = MAX_MEMBERS,
-    density: float = DENSITY,
-    settle_seconds: float = SETTLE_SECONDS,
-    least_gain: float = LEAST_GAIN,
-) -> Assignment:
+@dataclasses.dataclass(frozen=True)
+class PackingOptions:
+    """Says how jobs are put into groups.
+
+    - `partial`: demands are those of partial backpropagation, else of full.
+    - `max_members`: jobs in a group, fewer where memory does not suffice. `density`: demand per device up to which jobs
+      are admitted.
+    - `settle_seconds`: the least time between two looks at whether all is to be grouped anew. `least_gain`: share of
+      the throughput that this has to gain.
+    """
+
+    partial: bool = True
+    max_members: int = MAX_MEMBERS
+    density: float = DENSITY
+    settle_seconds: float = SETTLE_SECONDS
+    least_gain: float = LEAST_GAIN
+
+
+def pack(view: View, order: Order, discipline: str, options: PackingOptions | None = None) -> Assignment:
     """Puts jobs into groups that share devices from iteration to iteration.
 
     **Arguments:**
@@ -49,22 +58,19 @@ def pack(
     - `view`: what is known.
     - `order`: in which jobs are served. `discipline`: how the jobs of a group take turns; whichever it is, tasks may be
       on any of its devices.
-    - `partial`: demands are those of partial backpropagation, else of full.
-    - `max_members`: jobs in a group, fewer where memory does not suffice. `density`: demand per device up to which jobs
-      are admitted.
-    - `settle_seconds`: the least time between two looks at whether all is to be grouped anew. `least_gain`: share of
-      the throughput that this has to gain.
+    - `options`: how jobs are put into groups; None for the defaults.
     """
-    plan = _Plan(view, order, discipline, partial, max_members, density)
+    options = options or PackingOptions()
+    plan = _Plan(view, order, discipline, options.partial, options.max_members, options.density)
     plan.keep()
     plan.join()
     last = plan.memory.get("packed", -math.inf)
     wake = math.inf
-    if plan.waste() > least_gain:
-        if view.now_seconds < last + settle_seconds - 1e-6:
-            wake = last + settle_seconds
+    if plan.waste() > options.least_gain:
+        if view.now_seconds < last + options.settle_seconds - 1e-6:
+            wake = last + options.settle_seconds
         else:
-            plan.anew(least_gain)
+            plan.anew(options.least_gain)
             last = view.now_seconds  # of a look that changed nothing too: it costs as much as one that does
     changes, memory = order.after(plan.share())
     return plan.assignment(min(wake, changes), {"order": memory, "packed": last, "demand": plan.demands})

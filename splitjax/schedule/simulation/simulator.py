@@ -19,14 +19,16 @@ import numpy as np
 
 from splitjax.errors import ScheduleError
 from splitjax.schedule.model.cluster import Cluster
-from splitjax.schedule.model.discipline import GroupState, Rates, get_discipline
-from splitjax.schedule.model.iterations import advance, iteration_credit, start_state
+from splitjax.schedule.model.discipline import get_discipline
+from splitjax.schedule.model.iterations import advance, iteration_credit
 from splitjax.schedule.model.jobs import DEVICE, Job, JobColumns
 from splitjax.schedule.model.links import over_links
 from splitjax.schedule.model.policy import Assignment, Group, Policy, get
 from splitjax.schedule.model.result import SimulationResult, Span
 from splitjax.schedule.simulation.checks import check_group, check_jobs
+from splitjax.schedule.simulation.exact import RunningGroup, primed_state
 from splitjax.schedule.simulation.progress import Integrals, Progress, iteration_work
+from splitjax.schedule.simulation.steady_rates import SteadyRates
 
 _BEGIN, _FINISH, _GRANT, _DONE = range(4)
 
@@ -77,17 +79,6 @@ def simulate(
     return run.result()
 
 
-class _Running:
-    """Holds a group that runs, and what its discipline makes of it."""
-
-    def __init__(self, group: Group, rates: Rates, now: float):
-        self.group, self.rates, self.since = group, rates, now
-        self.devices = list(group.devices)
-        self.state: GroupState | None = None  # exact mode
-        self.version = 0  # exact mode: events of an earlier one are void
-        self.granting = False  # exact mode: an event is on its way at which the next iteration is asked for
-
-
 class _Simulation:
     """Holds the state of one simulation: the books, the groups that run, and a heap of events."""
 
@@ -102,7 +93,7 @@ class _Simulation:
         self.next_arrival = 0
         self.active = np.zeros(0, np.int64)
         self.groups: dict[int, Group] = {}
-        self.running: dict[int, _Running] = {}
+        self.running: dict[int, RunningGroup] = {}
         self.free = np.ones(cluster.num_devices, bool)
         self.heap: list[tuple[float, int, int, int, int, Any]] = []
         self.num_pushed = self.num_groups = self.num_decisions = 0
@@ -110,9 +101,7 @@ class _Simulation:
         self.work: dict[int, np.ndarray] = {}  # of jobs that compute: work per second
         self.now = self.arrival_times[self.arrivals[0]] if jobs else 0.0
         self.decide_at, self.wake_at, self.memory = math.inf, math.inf, None
-        numbers: dict[Any, int] = {}
-        self.profile_number = [numbers.setdefault(job.profile, len(numbers)) for job in jobs]
-        self.rates_of: dict[Any, Rates] = {}
+        self.rates = SteadyRates(jobs, cluster)
         self.spans: list[Span] = []
 
     # Events
@@ -235,7 +224,7 @@ class _Simulation:
         self.wake_at = decision.wake_seconds if decision.wake_seconds > self.now and len(self.active) else math.inf
         # where the jobs of ending groups are, and from when they compute
         held: dict[int, tuple[frozenset[int], float]] = {}
-        states: list[tuple[_Running, float]] = []
+        ending: list[RunningGroup] = []
         for group in decision.stop:
             if group not in self.running:
                 raise ScheduleError(
@@ -248,17 +237,15 @@ class _Simulation:
                     float(self.progress.progress_from[member.job]),
                 )
                 self._leave(member.job)
-            states.append((running, self.now))
+            ending.append(running)
             self._dissolve(group)
         if self.options.restart_all:
             for group in list(self.running):
                 self._restart(group)
         for group in decision.start:
-            self._start(group, held, states)
+            self._start(group, held, ending)
 
-    def _start(
-        self, group: Group, held: dict[int, tuple[frozenset[int], float]], before: list[tuple[_Running, float]]
-    ) -> None:
+    def _start(self, group: Group, held: dict[int, tuple[frozenset[int], float]], before: list[RunningGroup]) -> None:
         check_group(
             group,
             self.jobs,
@@ -293,8 +280,8 @@ class _Simulation:
 
     # Groups
 
-    def _enter(self, number: int, group: Group) -> _Running:
-        running = self.running[number] = _Running(group, self._rates(group), self.now)
+    def _enter(self, number: int, group: Group) -> RunningGroup:
+        running = self.running[number] = RunningGroup(group, self.rates.of(group), self.now)
         self.groups[number] = group
         self.free[running.devices] = False
         self.sums.num_held += len(running.devices)
@@ -327,9 +314,9 @@ class _Simulation:
             self._join(number, after, job, max(self.now, time))
         if self.options.exact:
             after.version = running.version + 1
-            self._prime(number, after, [(running, self.now)])
+            self._prime(number, after, [running])
 
-    def _join(self, number: int, running: _Running, job: int, progress_from: float) -> None:
+    def _join(self, number: int, running: RunningGroup, job: int, progress_from: float) -> None:
         members = [member.job for member in running.group.members]
         computing = [
             rate * seconds for rate, seconds in zip(running.rates.iterations_per_second, running.rates.device_seconds)
@@ -352,78 +339,24 @@ class _Simulation:
         if work is not None:
             self.sums.speed -= work
 
-    def _rates(self, group: Group) -> Rates:
-        per_node, devices = self.cluster.devices_per_node, {device: index for index, device in enumerate(group.devices)}
-        first = min(devices) // per_node if devices else 0
-        if len(group.members) == 1 and not group.members[0].resident:
-            # more workers than devices: some of these take two
-            layout: Any = len(devices), len({device // per_node for device in devices})
-        else:
-            layout = tuple(
-                tuple(
-                    tuple((devices[device], device // per_node - first) for device in held)
-                    for held in (member.devices, member.resident)
-                )
-                for member in group.members
-            )
-        numbers = tuple(
-            (self.profile_number[member.job], self.jobs[member.job].num_workers) for member in group.members
-        )
-        key = (group.discipline, group.option, numbers, layout)
-        if key not in self.rates_of:
-            rates = get_discipline(group.discipline).rates(
-                group, [self.jobs[member.job] for member in group.members], self.cluster
-            )
-            if not all(0 < rate < math.inf for rate in rates.iterations_per_second):
-                raise ScheduleError(
-                    "a discipline gives a job no progress", value=rates, place=f"discipline {group.discipline!r}"
-                )
-            self.rates_of[key] = rates
-        return self.rates_of[key]
-
     # Iteration by iteration
 
-    def _prime(self, number: int, running: _Running, before: list[tuple[_Running, float]]) -> None:
+    def _prime(self, number: int, running: RunningGroup, before: list[RunningGroup]) -> None:
         """Makes the state of a group that begins, or goes on with other members; what its devices and jobs still do is
         finished first."""
         group = running.group
         jobs = [self.jobs[member.job] for member in group.members]
-        state = start_state(
-            group, jobs, self.now, [float(self.progress.remaining[member.job]) for member in group.members]
-        )
-        free, ready = dict(zip(group.devices, state.free_seconds)), list(state.ready_seconds)
-        flying: list[tuple[float, int]] = []
-        for index, member in enumerate(group.members):
-            ready[index] = max(self.now, float(self.progress.progress_from[member.job]))
-            for earlier, _ in before:
-                numbers = [old.job for old in earlier.group.members]
-                if member.job in numbers and earlier.state is not None and ready[index] <= self.now:
-                    ready[index] = max(ready[index], earlier.state.ready_seconds[numbers.index(member.job)])
-                    if ready[index] > self.now:
-                        flying.append((ready[index], index))
-        staying = {member.job for member in group.members}
-        for earlier, _ in before:
-            if earlier.state is not None and staying & {old.job for old in earlier.group.members}:
-                for device, times in zip(earlier.group.devices, earlier.state.free_seconds):
-                    if device in free:
-                        storage, cpu, compute, network = (max(self.now, time) for time in times)
-                        free[device] = storage, cpu, compute, network
-        # Members that are only starting are not to be chosen yet: `_begin` adds them.
-        starting = [self.progress.progress_from[member.job] > self.now for member in group.members]
-        remaining = [0.0 if late else left for late, left in zip(starting, state.remaining_iterations)]
+        state, flying = primed_state(group, jobs, before, self.progress, self.now)
         for time, index in flying:
-            remaining[index] -= 1
             job = group.members[index].job
             seconds, credit = running.rates.device_seconds[index], running.rates.credit[index]
             self._push(
                 time, _DONE, number, running.version, (index, iteration_work(self.columns, job, seconds, credit))
             )
-        running.state = dataclasses.replace(
-            state, ready_seconds=tuple(ready), free_seconds=tuple(free.values()), remaining_iterations=tuple(remaining)
-        )
+        running.state = state
         self._ask(number, running, self.now)
 
-    def _ask(self, number: int, running: _Running, time: float) -> None:
+    def _ask(self, number: int, running: RunningGroup, time: float) -> None:
         if not running.granting:
             running.granting = True
             self._push(time, _GRANT, number, running.version)

@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from splitjax import _compat
-from splitjax.lower import gradient
-from splitjax.lower.microbatch.microbatch import expand_microbatches, local_examples
+from splitjax.lower import boundary, gradient
+from splitjax.lower.microbatch.microbatch import Accumulation, expand_microbatches, local_examples
 
 
 def make_mesh(**axes):
@@ -46,18 +46,20 @@ def build(step, params, batch, num, *, mesh=None, batch_axes=("data",), manual=N
         read = lambda a: a.val if isinstance(a, _compat.Literal) else env[a]
         for eqn, twin in zip(inner.eqns, local_jaxpr.eqns, strict=True):
             operands = [read(a) for a in eqn.invars]
-            if gradient.is_boundary(eqn):
+            if boundary.is_boundary(eqn):
                 dims = [_example_dim(a.aval, b.aval, total) for a, b in zip(eqn.invars, twin.invars, strict=True)]
                 results = expand_microbatches(
                     eqn.params,
                     operands,
-                    dims,
-                    twin.params["forward"],
-                    num,
-                    batch_axes if mesh is not None else (),
-                    mesh,
-                    manual_axes=manual,
-                    bind=bind,
+                    Accumulation(
+                        dims,
+                        twin.params["forward"],
+                        num,
+                        batch_axes if mesh is not None else (),
+                        mesh,
+                        manual_axes=manual,
+                        bind=bind,
+                    ),
                 )
             else:
                 results = _compat.bind_equation(eqn, operands)

@@ -30,7 +30,7 @@ from splitjax.schedule import (
     names,
     simulate,
 )
-from splitjax.schedule.execution import executor as executor_module
+from splitjax.schedule.execution import granted
 from splitjax.schedule.execution.real_groups import pinned
 from splitjax.schedule.execution.tokens import Tokens
 from splitjax.schedule.model.jobs import CPU, DEVICE, NETWORK, STORAGE
@@ -194,7 +194,7 @@ def test_opposed_orders_deadlock_without_the_global_order_and_not_with_it(
     """The first job leaves devices 0 and 2 before device 1. The second runs on both, gives 0 back early, and the third
     begins there; on 1 both wait, and with opposed orders the third comes first. It holds 1 and waits in its exchange
     for 2, which the second holds until it has been on 1; they give up in the end."""
-    monkeypatch.setattr(executor_module, "Tokens", tokens)
+    monkeypatch.setattr(granted, "Tokens", tokens)
     # each worker of the first is the deep one once
     jobs = [job("first", 3, 3), job("second", 3, 5), job("third", 3, 5)]
     programs = {one.name: Toy(overlap=(0,), patience_seconds=20.0 if tokens is Tokens else 0.5) for one in jobs}

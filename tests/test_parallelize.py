@@ -256,7 +256,7 @@ def test_unknown_primitive():
         return {"w": state["w"] + 1}, strange.bind(batch @ state["w"]).sum()
 
     error = complains(UnknownPrimitiveError, "'strange'", lambda: splitjax.parallelize(uses, mesh=MESH)(fresh(), BATCH))
-    assert "test_bad_input.py" in error.place and "register_dims" in error.remedy
+    assert "test_parallelize.py" in error.place and "register_dims" in error.remedy
     gathered = splitjax.parallelize(uses, mesh=MESH, unknown="gather")
     plan = gathered.plan(fresh(), BATCH)
     assert len(plan.gathered) == 1 and "strange at" in plan.gathered[0] and "strange" in str(plan)

@@ -1,4 +1,4 @@
-"""One process of the run in test_processes.py: every scenario prints a line of JSON."""
+"""One process of the run in test_step_programs.py: every scenario prints a line of JSON."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_a_consumed_state_is_a_typed_error_that_names_the_call(case):
     step = splitjax.parallelize(toy, mesh=MESH)
     state = step.place(toy_state(), example=(BATCH,))
     step(state, BATCH)
-    with pytest.raises(DonatedStateError, match=r"call 1 of the step, at .*test_interface\.py") as caught:
+    with pytest.raises(DonatedStateError, match=r"call 1 of the step, at .*test_parallel_step\.py") as caught:
         step(state, BATCH)
     assert "donate=False" in str(caught.value)
     # The same arrays in another container are recognised too, without the call's name.

@@ -1,0 +1,133 @@
+"""Holds what a plan decides about a step's operations, by site: the `Layout` that evaluation reads.
+
+The plan's constraints and the products whose collectives are written out come in, in any order; a `Layout` comes out,
+in which evaluation (`lower.products.interpret`) looks an operation up by its site.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from splitjax.cost.convolutions import LocalConvolution
+from splitjax.lower.products.exchange import Exchange, WeightUse
+from splitjax.lower.products.scatter import Scatter, Summed
+from splitjax.plan import Constraint, Spec, SpecEntry
+from splitjax.trace.sites import Site
+
+
+@dataclasses.dataclass(frozen=True)
+class SiteDecisions:
+    """Holds what is decided about a step's operations besides the plan's constraints, in any order.
+
+    - `explicit`: the products, biases and scales whose collectives are written out.
+    - `uses`: the uses of weights inside of boundaries, in program order.
+    - `names`: the layers of products, by site.
+    - `convolutions`: those that are evaluated device by device.
+    - `transforms`: by site of a Fourier transform, for each dim the axes that split it.
+    - `rewrites`: sites of operations that are evaluated as others. `guarded`: sites of calls with custom rules.
+    """
+
+    explicit: Sequence[Exchange | Scatter | Summed] = ()
+    uses: Sequence[WeightUse] = ()
+    names: Mapping[Site, str] = dataclasses.field(default_factory=dict)
+    convolutions: Sequence[LocalConvolution] = ()
+    transforms: Mapping[Site, tuple[tuple[str, ...], ...]] = dataclasses.field(default_factory=dict)
+    rewrites: Collection[Site] = ()
+    guarded: Collection[Site] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Holds by site what a plan decides about a step's operations, on a mesh.
+
+    - `mesh`: of the step.
+    - `by_site`: the constraints.
+    - `inside`: every site that has something (or a boundary) further in.
+    - `exchanges`: of products with split weights, inside of boundaries.
+    - `sums`: products, biases and scales whose gradients are summed into parts, inside of boundaries.
+    - `uses`: the uses of weights inside of boundaries, in program order.
+    - `manual`: the axes of a surrounding `shard_map`: shardings refer to the mesh in context.
+    - `names`: the layers of products, for profiles.
+    - `convolutions`: those that XLA is not asked to partition.
+    - `transforms`: Fourier transforms that it is not asked to partition: for each dim the axes that split it.
+    - `rewritten`: operations that are evaluated as others of the same meaning.
+    - `guarded`: calls with custom derivative rules, in which operations that XLA gets wrong run whole.
+    - `rematerialised`: whether this is the inside of a function that the backward pass runs again.
+    """
+
+    mesh: Mesh
+    by_site: Mapping[Site, tuple[Constraint, ...]]
+    inside: frozenset[Site]
+    exchanges: Mapping[Site, Exchange] = dataclasses.field(default_factory=dict)
+    sums: Mapping[Site, Scatter | Summed] = dataclasses.field(default_factory=dict)
+    uses: tuple[WeightUse, ...] = ()
+    manual: tuple[str, ...] = ()
+    names: Mapping[Site, str] = dataclasses.field(default_factory=dict)
+    convolutions: Mapping[Site, LocalConvolution] = dataclasses.field(default_factory=dict)
+    transforms: Mapping[Site, tuple[tuple[str, ...], ...]] = dataclasses.field(default_factory=dict)
+    rewritten: frozenset[Site] = frozenset()
+    guarded: frozenset[Site] = frozenset()
+    rematerialised: bool = False
+
+    @classmethod
+    def of(cls, mesh: Mesh, constraints: Sequence[Constraint], decided: SiteDecisions | None = None) -> Layout:
+        """Makes a layout for `mesh` of the plan's `constraints` and of what else was `decided`, in any order."""
+        decided = decided or SiteDecisions()
+        by_site: dict[Site, list[Constraint]] = collections.defaultdict(list)
+        for constraint in constraints:
+            by_site[constraint.site].append(constraint)
+        explicit, convolutions = decided.explicit, decided.convolutions
+        own_sites = (decision.site for decision in (*explicit, *convolutions))
+        sites = {*by_site, *decided.rewrites, *decided.guarded, *decided.transforms, *own_sites}
+        inside = frozenset(site[:depth] for site in sites for depth in range(1, len(site)))
+        pinned = {site: tuple(here) for site, here in by_site.items()}
+        exchanges = {product.site: product for product in explicit if isinstance(product, Exchange)}
+        sums = {product.site: product for product in explicit if not isinstance(product, Exchange)}
+        local = {convolution.site: convolution for convolution in convolutions}
+        return cls(
+            mesh,
+            pinned,
+            inside,
+            exchanges,
+            sums,
+            tuple(decided.uses),
+            names=dict(decided.names),
+            convolutions=local,
+            transforms=dict(decided.transforms),
+            rewritten=frozenset(decided.rewrites),
+            guarded=frozenset(decided.guarded),
+        )
+
+    def without(self, manual: Sequence[str]) -> Layout:
+        """Returns the same layout for the inside of a `shard_map` over the axes `manual`, which do not occur in its
+        constraints."""
+        if not manual:
+            return self
+        if set(manual) >= set(self.mesh.axis_names):
+            return dataclasses.replace(self, by_site={}, manual=tuple(manual))
+
+        def keep(entry: SpecEntry) -> SpecEntry:
+            if isinstance(entry, tuple):
+                left = tuple(axis for axis in entry if axis not in manual)
+                return left[0] if len(left) == 1 else left or None
+            return None if entry in manual else entry
+
+        stripped = {
+            site: tuple(
+                dataclasses.replace(constraint, spec=tuple(keep(entry) for entry in constraint.spec))
+                for constraint in here
+            )
+            for site, here in self.by_site.items()
+        }
+        return dataclasses.replace(self, by_site=stripped, manual=tuple(manual))
+
+
+def named_sharding(mesh: Mesh | AbstractMesh, spec: Spec) -> NamedSharding:
+    """Returns the `NamedSharding` of a plan's `spec` on `mesh`; an entry `?` leaves a dim to XLA."""
+    return NamedSharding(
+        mesh, PartitionSpec(*(PartitionSpec.UNCONSTRAINED if entry == "?" else entry for entry in spec))
+    )

@@ -1,0 +1,223 @@
+"""Says which arguments of a step are which, and brings calls into the order of positions.
+
+The decorator's argument numbers and names come in, as users give them; `Options` come out, normalised against the
+step's signature. A call's positional and keyword arguments come in; all arguments by position come out, with `Default`
+in the gaps, so that everything behind it knows positions alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from splitjax.errors import StateError, TraceError
+
+ArgumentNumbers = int | Sequence[int] | None  # as the decorator takes them: negative ones count from the end
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Default:
+    """Stands for an argument that a call leaves at its default: not an array, nothing to trace, as under `jax.jit`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Says which arguments of a step are state, batch and static; positions are normalised (none negative).
+
+    **Attributes:**
+
+    - `state_argnums`, `batch_argnums`, `static_argnums`: positions of the arguments of each kind.
+    - `state_outnums`: the position among the results of each state; None to find them by structure.
+    - `names`: the names of the parameters by position, as far as the step's signature has them.
+    - `static_defaults`: (position, default) of static arguments: a call that leaves such an argument alone is the same
+      call as the one that gives the default.
+    """
+
+    state_argnums: tuple[int, ...]
+    batch_argnums: tuple[int, ...]
+    static_argnums: tuple[int, ...]
+    state_outnums: tuple[int, ...] | None
+    names: tuple[str, ...]
+    static_defaults: tuple[tuple[int, Any], ...] = ()
+
+
+def make_options(
+    fn: Callable[..., Any],
+    state_argnums: ArgumentNumbers,
+    batch_argnums: ArgumentNumbers,
+    static_argnums: ArgumentNumbers,
+    static_argnames: str | Sequence[str] | None,
+    state_outnums: ArgumentNumbers,
+) -> Options:
+    """Normalises argument numbers against the signature of a step.
+
+    **Arguments:** `fn`: the step. `state_argnums`, `batch_argnums`, `static_argnums`, `static_argnames`,
+    `state_outnums`: as `splitjax.parallelize` takes them.
+
+    Raises `StateError` where numbers overlap, where a name is no parameter's, and where `state_outnums` does not have
+    a result per state."""
+    names = parameter_names(fn)
+    static = [*_numbers(static_argnums, names), *(_position(name, names) for name in _names(static_argnames))]
+    state, batch = _numbers(state_argnums, names), _numbers(batch_argnums, names)
+    for first, second, what in (
+        (state, batch, "state and batch"),
+        (state, static, "state and static"),
+        (batch, static, "batch and static"),
+    ):
+        if set(first) & set(second):
+            raise StateError(
+                f"an argument cannot be {what} at once",
+                value=sorted(set(first) & set(second)),
+                place=f"parallelize({step_name(fn)})",
+                remedy="give state_argnums, batch_argnums and static_argnums distinct positions",
+            )
+    outnums = None if state_outnums is None else _numbers(state_outnums, ())
+    if outnums is not None and len(outnums) != len(state):
+        raise StateError(
+            f"state_outnums names {len(outnums)} results for {len(state)} state arguments",
+            value=state_outnums,
+            place=f"parallelize({step_name(fn)})",
+            remedy="give one result position per state argument",
+        )
+    static = sorted(set(static))
+    outnums = None if outnums is None else tuple(outnums)
+    return Options(tuple(state), tuple(batch), tuple(static), outnums, names, _defaults(fn, static, names))
+
+
+def _defaults(fn: Callable[..., Any], numbers: Sequence[int], names: Sequence[str]) -> tuple[tuple[int, Any], ...]:
+    """Returns (position, default) of those parameters at these positions that have a default."""
+    if not numbers or not names:
+        return ()
+    parameters = inspect.signature(fn).parameters
+    named = [(number, parameters[names[number]]) for number in numbers if number < len(names)]
+    return tuple((number, parameter.default) for number, parameter in named if parameter.default is not parameter.empty)
+
+
+def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns the names of the parameters of `fn` in the order of their positions: keyword-only ones last, none for a
+    function without a signature."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return tuple(p.name for p in sorted(named, key=lambda p: p.kind is p.KEYWORD_ONLY))
+
+
+def _numbers(numbers: ArgumentNumbers, names: Sequence[str]) -> list[int]:
+    """Returns argument numbers as a list; negative ones count from the end of `names`."""
+    if numbers is None:
+        return []
+    if isinstance(numbers, (int, np.integer)):
+        numbers = (numbers,)
+    return [int(n) + len(names) if n < 0 else int(n) for n in numbers]
+
+
+def _names(names: str | Sequence[str] | None) -> Sequence[str]:
+    return () if names is None else (names,) if isinstance(names, str) else names
+
+
+def _position(name: str, names: Sequence[str]) -> int:
+    if name not in names:
+        raise StateError(
+            "static_argnames names a parameter that the step does not have",
+            value=name,
+            place="parallelize",
+            remedy=f"name one of {', '.join(names)}",
+        )
+    return names.index(name)
+
+
+def step_name(fn: Callable[..., Any]) -> str:
+    """Returns the name of the step `fn` for messages: that of its type where it has none."""
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def keyword_only(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns the names of the keyword-only parameters of `fn`."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
+def positional(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns all arguments of a call of `fn` by position: those of `kwargs` behind or between `args` where their
+    parameters stand, `Default` in the gaps, keyword-only ones last.
+
+    Raises `TypeError` as a plain call would, and `TraceError` for a step that takes `**kwargs`."""
+    keywords = keyword_only(fn)
+    if not kwargs and not keywords:
+        return args
+    if keywords and len(args) == len(parameter_names(fn)):
+        return args  # positional already: `init` and `place` come with the whole list
+    signature = inspect.signature(fn)
+    bound = signature.bind(*args, **kwargs)
+    places: list[Any] = []
+    for parameter in signature.parameters.values():
+        given = bound.arguments.get(parameter.name, Default())
+        if parameter.kind is parameter.VAR_KEYWORD and not isinstance(given, Default):
+            raise TraceError(
+                "a parallel step cannot take **kwargs: its arguments need positions",
+                value=sorted(given),
+                place=f"call of {step_name(fn)}",
+                remedy="name them as parameters of the step, or close over them",
+            )
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            places += () if isinstance(given, Default) else given
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            places.append(given)
+    while not keywords and places and isinstance(places[-1], Default):
+        places.pop()
+    return (*places, *(bound.arguments.get(name, Default()) for name in keywords))
+
+
+def call_with(fn: Callable[..., Any], keywords: Sequence[str], args: Sequence[Any]) -> Any:
+    """Calls `fn` with arguments that `positional` made and returns its result. `args`: the arguments, of which the last
+    are those of the keyword-only parameters named `keywords`."""
+    count = len(args) - len(keywords)
+    named = dict(zip(keywords, args[count:], strict=True))
+    gap = next((n for n, arg in enumerate(args[:count]) if isinstance(arg, Default)), count)
+    if gap < count:
+        named |= zip(parameter_names(fn)[gap:count], args[gap:count], strict=True)
+    return fn(*args[:gap], **{name: arg for name, arg in named.items() if not isinstance(arg, Default)})
+
+
+def with_static_defaults(options: Options, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the arguments `args` of a call, with the default, as `options` has it, of every static argument that the
+    call leaves alone."""
+    for number, value in options.static_defaults:
+        if number == len(args) or (number < len(args) and isinstance(args[number], Default)):
+            args = (*args[:number], value, *args[number + 1 :])
+    return args
+
+
+def with_states(state_argnums: Sequence[int], states: Sequence[Any], example: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns a step's whole argument list: `states` at the positions `state_argnums`, and the arguments of `example`,
+    which are all the others in order, between them.
+
+    Raises `StateError` for an example that is no tuple, or has too few arguments."""
+    if isinstance(example, dict) or not isinstance(example, (tuple, list)):
+        raise StateError(
+            "example is the tuple of all non-state arguments",
+            value=type(example).__name__,
+            place="example=",
+            remedy="write example=(batch,), with arrays or ShapeDtypeStructs",
+        )
+    count = len(states) + len(example)
+    if max(state_argnums, default=0) >= count:
+        raise StateError(
+            f"the example has {len(example)} arguments, too few to reach state argument {max(state_argnums)}",
+            value=len(example),
+            place="example=",
+            remedy="give all non-state arguments of the step, in order",
+        )
+    rest, by_number = iter(example), dict(zip(state_argnums, states, strict=True))
+    return tuple(by_number[n] if n in by_number else next(rest) for n in range(count))
