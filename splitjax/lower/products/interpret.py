@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from splitjax import _compat
 from splitjax.cost.convolutions import LocalConvolution
+from splitjax.cost.transforms import LocalTransform
 from splitjax.lower import gradient
 from splitjax.lower.products.custom_rules import custom_call, jvp_of, vjp_of
 from splitjax.lower.products.exchange import Exchange, WeightUse
@@ -76,7 +77,7 @@ class Layout:
     - `manual`: the axes of a surrounding `shard_map`: shardings refer to the mesh in context.
     - `names`: the layers of products, for profiles.
     - `convolutions`: those that XLA is not asked to partition.
-    - `transforms`: Fourier transforms that it is not asked to partition: for each dim the axes that split it.
+    - `transforms`: Fourier transforms that it is not asked to partition.
     - `rewritten`: operations that are evaluated as others of the same meaning.
     - `guarded`: calls with custom derivative rules, in which operations that XLA gets wrong run whole.
     - `rematerialised`: whether this is the inside of a function that the backward pass runs again.
@@ -91,7 +92,7 @@ class Layout:
     manual: tuple[str, ...] = ()
     names: Mapping[Site, str] = dataclasses.field(default_factory=dict)
     convolutions: Mapping[Site, LocalConvolution] = dataclasses.field(default_factory=dict)
-    transforms: Mapping[Site, tuple[tuple[str, ...], ...]] = dataclasses.field(default_factory=dict)
+    transforms: Mapping[Site, LocalTransform] = dataclasses.field(default_factory=dict)
     rewritten: frozenset[Site] = frozenset()
     guarded: frozenset[Site] = frozenset()
     rematerialised: bool = False
@@ -107,7 +108,7 @@ class Layout:
         convolutions: Sequence[LocalConvolution] = (),
         rewrites: Collection[Site] = (),
         guarded: Collection[Site] = (),
-        transforms: Mapping[Site, tuple[tuple[str, ...], ...]] | None = None,
+        transforms: Sequence[LocalTransform] = (),
     ) -> Layout:
         """Makes a layout of what was decided, in any order.
 
@@ -116,15 +117,15 @@ class Layout:
         - `mesh`: of the step. `constraints`: the plan's.
         - `explicit`: the products whose collectives are written out.
         - `uses`: the uses of weights inside of boundaries, in program order.
-        - `names`, `transforms`: by site, as the layout has them; None for none.
-        - `convolutions`: those that are evaluated device by device.
+        - `names`: by site, as the layout has them; None for none.
+        - `convolutions`, `transforms`: those that are evaluated device by device.
         - `rewrites`: sites of operations that are evaluated as others. `guarded`: sites of calls with custom rules.
         """
         by_site: dict[Site, list[Constraint]] = collections.defaultdict(list)
         for constraint in constraints:
             by_site[constraint.site].append(constraint)
-        decided = (decision.site for decision in (*explicit, *convolutions))
-        sites = {*by_site, *rewrites, *guarded, *(transforms or ()), *decided}
+        decided = (decision.site for decision in (*explicit, *convolutions, *transforms))
+        sites = {*by_site, *rewrites, *guarded, *decided}
         inside = frozenset(site[:depth] for site in sites for depth in range(1, len(site)))
         pinned = {site: tuple(here) for site, here in by_site.items()}
         exchanges = {product.site: product for product in explicit if isinstance(product, Exchange)}
@@ -139,7 +140,7 @@ class Layout:
             tuple(uses),
             names=dict(names or {}),
             convolutions=local,
-            transforms=dict(transforms or {}),
+            transforms={transform.site: transform for transform in transforms},
             rewritten=frozenset(rewrites),
             guarded=frozenset(guarded),
         )
