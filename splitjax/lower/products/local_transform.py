@@ -59,14 +59,14 @@ class _Transform:
     def forward(self, part: jax.Array, places: Mapping[str, jax.Array]) -> jax.Array:
         """Transforms a device's part of the operand to its part of the result."""
         split = self.split
-        whole = _sent(part, split.dims.operand_dtype, lambda part: self._brought(part, split.brought))
+        whole = _sent(part, split.dims.operand_dtype, lambda part: self._brought(part, split.brought, places))
         (result,) = _compat.bind_equation(self.eqn, (whole,))
         return _sent(result, split.dims.result_dtype, lambda result: self._parted(result, split.kept, places))
 
     def backward(self, cotangent: jax.Array, places: Mapping[str, jax.Array]) -> jax.Array:
         """Brings a device's part of the result's cotangent back to its part of the operand's."""
         split = self.split
-        cotangent = _sent(cotangent, split.dims.result_dtype, lambda part: self._brought(part, split.kept))
+        cotangent = _sent(cotangent, split.dims.result_dtype, lambda part: self._brought(part, split.kept, places))
         operand = self.eqn.invars[0].aval
         first = cotangent.ndim - split.dims.num_transformed
         whole = jax.ShapeDtypeStruct((*cotangent.shape[:first], *operand.shape[first:]), operand.dtype)
@@ -74,12 +74,18 @@ class _Transform:
         (of_operand,) = jax.linear_transpose(apply, whole)(cotangent)
         return _sent(of_operand, split.dims.operand_dtype, lambda part: self._parted(part, split.brought, places))
 
-    def _brought(self, part: jax.Array, dims: Sequence[int]) -> jax.Array:
-        """Brings `dims` of a device's part together."""
+    def _brought(self, part: jax.Array, dims: Sequence[int], places: Mapping[str, jax.Array]) -> jax.Array:
+        """Brings `dims` of a device's part together. One of which each device has a single element is summed up: a
+        gather would leave it in a memory layout that the CPU backend's transform does not take
+        ("IsMonotonicWithDim0Major")."""
         for dim in dims:
             axes = self.split.split[dim]
             if self.split.exchanges:
                 part = lax.all_to_all(part, axes, self._examples, dim, tiled=True)
+            elif part.shape[dim] == 1:
+                whole = (*part.shape[:dim], MeshShape.of(self.where.mesh).size(axes), *part.shape[dim + 1 :])
+                is_mine = lax.broadcasted_iota(jnp.int32, whole, dim) == self._place(axes, places)
+                part = lax.psum(jnp.where(is_mine, part, jnp.zeros((), part.dtype)), axes)
             else:
                 part = lax.all_gather(part, axes, axis=dim, tiled=True)
         return part
@@ -92,10 +98,16 @@ class _Transform:
             if self.split.exchanges:
                 whole = lax.all_to_all(whole, axes, dim, self._examples, tiled=True)
             else:
-                place = functools.reduce(lambda place, axis: place * size((axis,)) + places[axis][0], axes, 0)
                 length = whole.shape[dim] // size(axes)
-                whole = lax.dynamic_slice_in_dim(whole, place * length, length, dim)
+                whole = lax.dynamic_slice_in_dim(whole, self._place(axes, places) * length, length, dim)
         return whole
+
+    def _place(self, axes: Axes, places: Mapping[str, jax.Array]) -> jax.Array:
+        """Returns a device's place along `axes` together, the first of them major."""
+        size = MeshShape.of(self.where.mesh).size
+        return functools.reduce(
+            lambda place, axis: place * size((axis,)) + places[axis][0], axes, jnp.zeros((), jnp.int32)
+        )
 
     @property
     def _examples(self) -> int:
