@@ -25,6 +25,7 @@ MOVES = {
     "cumlogsumexp": lambda params: (params["axis"],),
     "rev": lambda params: params["dimensions"],
     "sort": lambda params: (params["dimension"],),
+    "fft": lambda params: range(-len(params["fft_lengths"]), 0),
     "pad": lambda params: [d for d, low_high_inner in enumerate(params["padding_config"]) if any(low_high_inner)],
 }
 # What an element becomes depends on its place, and on no other element along the dim.
