@@ -54,7 +54,8 @@ class Case:
 class Family:
     """A kind of operation. `draw` picks parameters (JSON values), `build` makes the `Case` of them, `simplest` holds
     the values that shrinking tries first, `wrappers` names those that its operations cannot stand in, `share` is how
-    often it is drawn."""
+    often it is drawn: 0 for a family that is drawn only where it is asked for (`--only`), so that the programs of the
+    other families stay what they are."""
 
     name: str
     draw: Callable[[Dice], dict[str, Any]]

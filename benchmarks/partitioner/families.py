@@ -11,7 +11,7 @@ from benchmarks.partitioner.draw import Dice, Draw, Family, case_of
 from benchmarks.partitioner.layouts import draw_layouts, mesh_of
 from benchmarks.partitioner.wrappers import SHARES
 
-_MODULES = ("products", "lookups", "shapes", "values", "blocks")
+_MODULES = ("products", "lookups", "shapes", "values", "blocks", "fourier")
 
 # Of the programs under splitjax half have a rule set of their own, with the drawn layouts.
 _RULES = ("own",) * 5 + ("splitbrain", "megatron", "fsdp", "data_parallel", "embedding_owner")
@@ -27,11 +27,11 @@ def families() -> dict[str, Family]:
 def draw(seed: str, number: int, only: str = "") -> Draw:
     """The program of this seed and number, of one family if `only` names it. Parameters that do not fit each other are
     drawn again."""
-    known = [family for family in families().values() if family.name == only or not only]
+    known = [family for family in families().values() if (family.name == only if only else family.share)]
     dice = Dice(f"{seed}:{number}")
     mesh = mesh_of(number)
     while True:
-        family = dice.choices(known, [family.share for family in known])[0]
+        family = dice.choices(known, [max(family.share, 1) for family in known])[0]
         params = tuple(sorted(family.draw(dice).items()))
         wrapper = dice.pick(*[name for name in SHARES if name not in family.without])
         chosen = Draw(

@@ -2,6 +2,7 @@
 
     python -m benchmarks partitioner --programs 10000   by hand, with Shardy and with GSPMD, on this interpreter's JAX
     python -m benchmarks partitioner --way splitjax --programs 10000       under splitjax.parallelize
+    python -m benchmarks partitioner --only fourier --programs 300         one family, which has a table of its own
     python -m benchmarks partitioner --quick                               a few dozens, printed only
     python -m benchmarks partitioner --program SEED:NUMBER                 one program, in full
     python -m benchmarks partitioner --page                                the page anew, from what is kept of all runs
@@ -67,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
                         f" {outcome.message}{outcome.wrong[:2] or ''}",
                         flush=True,
                     )
-            key = f"{jax.__version__} {settings.partitioner} {settings.way}"
+            key = pages.key_of(jax.__version__, settings.partitioner, settings.way, options.only)
             shrunk = pages.shrunk_kinds(pages.load(options.output), key)
             least = least_forms(settings, pairs, path.with_suffix(".least.json"), shrunk)
             run = pages.summary(
@@ -78,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
                 _header(settings, options),
                 pairs,
                 least,
+                options.only,
             )
         print(f"jax {run.jax}, {run.partitioner}, {run.way}: {run.num_programs} programs, {run.statuses}")
         new += sum(
@@ -85,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
             for kind, entry in run.findings.items()
             if kind.startswith("new") or settings.way == "splitjax"
         )
-        if not (options.quick or options.only):
+        if not options.quick:
             print("wrote", pages.store(run, options.output), pages.write(options.output))
     return 1 if new else 0
 
@@ -125,7 +127,7 @@ def _header(settings: workers.Settings, options: argparse.Namespace) -> str:
 
     command = (
         f"python -m benchmarks partitioner --way {settings.way} --partitioner {settings.partitioner} --programs"
-        f" {options.programs} --seed {options.seed}"
+        f" {options.programs} --seed {options.seed}" + (f" --only {options.only}" if options.only else "")
     )
     return machine.header(machine.this_machine(), command)
 

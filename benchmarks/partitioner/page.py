@@ -26,7 +26,8 @@ _WAYS = {"hand": "by hand", "splitjax": "under splitjax"}
 @dataclasses.dataclass(frozen=True)
 class Run:
     """What a run of many programs came to. `findings`: per kind of defect how many programs, the largest relative
-    error, up to a few of their numbers, and least forms with their outcome."""
+    error, up to a few of their numbers, and least forms with their outcome. `only`: the family that it was confined to;
+    empty for the main search."""
 
     jax: str
     partitioner: str
@@ -38,14 +39,20 @@ class Run:
     primitives: dict[str, int]
     layouts: dict[str, dict[str, int]]
     findings: dict[str, dict[str, Any]]
+    only: str = ""
 
     @property
     def key(self) -> str:
-        return f"{self.jax} {self.partitioner} {self.way}"
+        return key_of(self.jax, self.partitioner, self.way, self.only)
 
     @property
     def num_programs(self) -> int:
         return sum(count for status, count in self.statuses.items() if status != "invalid")
+
+
+def key_of(jax: str, partitioner: str, way: str, only: str = "") -> str:
+    """The name under which a run is kept."""
+    return " ".join(part for part in (jax, partitioner, way, only) if part)
 
 
 def summary(
@@ -56,8 +63,10 @@ def summary(
     header: str,
     pairs: Sequence[tuple[Draw, Outcome]],
     least: Mapping[str, Any],
+    only: str = "",
 ) -> Run:
-    """The summary of a run. `least`: by kind, least forms as `{"draw": ..., "outcome": ...}` texts."""
+    """The summary of a run. `least`: by kind, least forms as `{"draw": ..., "outcome": ...}` texts. `only`: the family
+    that it was confined to."""
     statuses: collections.Counter[str] = collections.Counter()
     by_family: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     primitives: collections.Counter[str] = collections.Counter()
@@ -98,6 +107,7 @@ def summary(
         dict(sorted(primitives.items())),
         plain(layouts),
         found,
+        only,
     )
 
 
@@ -114,16 +124,21 @@ def layout_of(draw: Draw, way: str) -> str:
 
 
 def store(run: Run, folder: pathlib.Path = RESULTS) -> pathlib.Path:
-    """Puts a run among those that are kept, in the place of an earlier one of the same JAX, partitioner and way."""
+    """Puts a run among those that are kept, in the place of an earlier one of the same JAX, partitioner, way and
+    family."""
     runs = {kept.key: kept for kept in load(folder)} | {run.key: run}
     path = folder / STORE
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(
-        f"{json.dumps(key)}: {json.dumps(dataclasses.asdict(kept), sort_keys=True)}"
-        for key, kept in sorted(runs.items())
+        f"{json.dumps(key)}: {json.dumps(_fields(kept), sort_keys=True)}" for key, kept in sorted(runs.items())
     )
     path.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
     return path
+
+
+def _fields(run: Run) -> dict[str, Any]:
+    """What is kept of a run; of the main search's no family."""
+    return {name: value for name, value in dataclasses.asdict(run).items() if name != "only" or value}
 
 
 def load(folder: pathlib.Path = RESULTS) -> list[Run]:
@@ -145,6 +160,8 @@ def write(folder: pathlib.Path = RESULTS) -> pathlib.Path:
 def page(runs: Sequence[Run]) -> list[str]:
     """The lines of the page."""
     runs = sorted(runs, key=lambda run: (run.way, run.jax, run.partitioner))
+    of_one_family = [run for run in runs if run.only]
+    runs = [run for run in runs if not run.only]
     return [
         "# What XLA's SPMD partitioner computes wrongly",
         "",
@@ -168,6 +185,7 @@ def page(runs: Sequence[Run]) -> list[str]:
         "",
         *_families(runs),
         "",
+        *_searches_of_one_family(of_one_family),
         *_layouts(runs),
         "",
         *_primitives(runs),
@@ -314,9 +332,43 @@ def _words(draw: Draw) -> str:
     )
 
 
+def _searches_of_one_family(runs: Sequence[Run]) -> list[str]:
+    """A table of the runs with `--only`, with their commands; nothing where there are none."""
+    if not runs:
+        return []
+    lines = [
+        "## Searches of one family",
+        "",
+        "Beside the main search, and not counted in the other tables. `fourier`: a Fourier transform between two dense"
+        " layers, along dims that their weights split (`benchmarks/partitioner/fourier.py`).",
+        "",
+    ]
+    titles = ("family", "jax", "partitioner", "way", "programs", "right", "wrong", "compile error", "crash", "refused")
+    cells = [
+        (
+            run.only,
+            run.jax,
+            run.partitioner,
+            _WAYS[run.way],
+            str(run.num_programs),
+            *(str(run.statuses.get(status, 0)) for status in ("right", *BAD, "refused")),
+        )
+        for run in sorted(runs, key=lambda run: run.only)
+    ]
+    lines += [*table(titles, cells), ""]
+    messages = {
+        (run.only, message): None for run in runs for entry in run.findings.values() for message in entry["messages"]
+    }
+    lines += [f"- {only}: `{message}`" for only, message in messages] + ([""] if messages else [])
+    for run in runs:
+        title = f"### {run.only}: jax {run.jax}, {run.partitioner}, {_WAYS[run.way]}"
+        lines += [title, "", run.header.rstrip(), ""]
+    return lines
+
+
 def _families(runs: Sequence[Run]) -> list[str]:
     cells = []
-    for name in families():
+    for name in (family.name for family in families().values() if family.share):
         for run in runs:
             counts = run.families.get(name, {})
             cells.append(

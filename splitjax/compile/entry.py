@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from splitjax import _compat
 from splitjax.compile.programs import Programs, StepProgram
 from splitjax.cost.convolutions import derive_convolutions
+from splitjax.cost.transforms import derive_transforms
 from splitjax.errors import PlanError, SplitjaxError, StateError, TraceError
 from splitjax.lower.partial.depth_schedule import ScheduledPrograms, scheduled_programs
 from splitjax.lower.partial.hooks import PartialHooks
@@ -26,7 +27,6 @@ from splitjax.lower.partial.lowered import Lowered
 from splitjax.lower.partial.step import PartialStep, find_partial
 from splitjax.lower.products.exchange import derive_exchanges, weight_uses
 from splitjax.lower.products.layout import Layout, SiteDecisions, named_sharding
-from splitjax.lower.products.local_transform import derive_transforms
 from splitjax.lower.products.remedies import guarded_sites, reached_suspects, rewritten_sites
 from splitjax.lower.products.scatter import derive_scatters, pin_gradients
 from splitjax.lower.products.sharded_dims import ShardedDims
@@ -376,6 +376,7 @@ def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> Layout:
     convolutions = derive_convolutions(*arguments)
     sharded = ShardedDims.of(graph, plan.leaves, plan.batch_axes)
     reached = reached_suspects(graph, plan.mesh, sharded, convolutions)
+    split_sites = {suspect.site for suspects in reached.values() for suspect in suspects}
     return Layout.of(
         mesh,
         (*plan.constraints, *pin_gradients(graph, plan.leaves)),
@@ -384,7 +385,7 @@ def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> Layout:
             weight_uses(*arguments),
             names={use.site: use.layer for use in graph.uses},
             convolutions=convolutions,
-            transforms=derive_transforms([suspect for suspects in reached.values() for suspect in suspects], sharded),
+            transforms=[transform for transform in derive_transforms(*arguments) if transform.site in split_sites],
             rewrites=rewritten_sites(graph, plan.mesh),
             guarded=guarded_sites(reached),
         ),

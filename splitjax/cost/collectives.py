@@ -12,7 +12,8 @@ bytes (the tests hold the sum of the prediction against this formula):
 - gradients (`_gradients`): the first two terms;
 - crossings between replicated layers, whose batch is split over all axes, and split layers: the third;
 - activations between split layers, by the column and row rules of Shoeybi et al., "Megatron-LM" (arXiv 1909.08053,
-  section 3): the fourth.
+  section 3): the fourth;
+- beside the formula, split dims that a Fourier transform needs whole (`cost.transforms`).
 
 An output that no later layer reads stays as it is: the loss is computed where it lies. Not predicted, because small:
 scalars and per-example sums, norms and batch-norm statistics, ids; nor what rematerialisation repeats. Where the
@@ -23,12 +24,14 @@ write an all-reduce for each reduce-scatter (twice the bytes), one per cotangent
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
 
 from splitjax.cost.convolutions import derive_convolutions
 from splitjax.cost.flow import Axes, Flow, flows, linked, used_axes
 from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
+from splitjax.cost.transforms import LocalTransform, derive_transforms
 from splitjax.mesh import MeshShape
 from splitjax.plan import Collective, LayerPlan, LeafPlan, spec_axes
 from splitjax.trace.graph import Graph
@@ -96,10 +99,15 @@ def predict_collectives(
     states = _states(graph, leaves)
     experts = {flow.use.param: flow.stacked for flow in chain}
     events: list[tuple[str, _Event]] = []
+    transforms = collections.deque(derive_transforms(graph, leaves, mesh, tuple(batch_axes), replicated_batch))
     for i, flow in enumerate(chain):
+        while transforms and transforms[0].site < flow.use.site:
+            events += _transformed(transforms.popleft(), mesh)
         layer = names.get(flow.use.param, flow.use.layer)
         for event in _activations(i, chain, mesh):
             events += [(layer, it) for it in (_in_turns(event, mesh) if group_comm == "turns" else (event,))]
+    for transform in transforms:
+        events += _transformed(transform, mesh)
     parts = {
         convolution.param: convolution.gathered
         for convolution in derive_convolutions(graph, leaves, mesh, tuple(batch_axes), replicated_batch)
@@ -119,6 +127,14 @@ def predict_collectives(
         for layer, (op, axes, num_bytes, why, phase) in events
         if (backward or phase == FORWARD) and (sent := _BYTES[op](mesh.size(axes), num_bytes)) > 0
     )
+
+
+def _transformed(transform: LocalTransform, mesh: MeshShape) -> Iterator[tuple[str, _Event]]:
+    """Yields what brings the transformed dims of a Fourier transform together, with the layer whose they are."""
+    for op, axes, num_bytes, phase in transform.sent(mesh):
+        why = "backward: cotangent of a Fourier transform" if phase else "forward: a Fourier transform"
+        what = "examples for whole features" if op == "all_to_all" else "a whole dim"
+        yield transform.layer, (op, axes, num_bytes, f"{why}, {what}", phase)
 
 
 def _in_turns(event: _Event, mesh: MeshShape) -> tuple[_Event, ...]:

@@ -254,7 +254,8 @@ DEFECTS: tuple[Defect, ...] = (
         ),
         versions="0.10.2 to 0.12.0.1",
         partitioners="Shardy",
-        remedy="each device transforms its own examples; a transformed dim that is split is gathered",
+        remedy="each device transforms its own examples; a transformed dim that is split is brought together by planned"
+        " collectives",
         action=Action.LOCAL,
         touches=_transformed,
     ),

@@ -305,8 +305,8 @@ def _nearest_state(start: Iterable[Node], flow: Dataflow, step: Step, roles: Seq
 
     def plain(one: Node) -> bool:
         opcode = flow.opcode(one)
-        # a sum of sums is one
-        return opcode.startswith("all-reduce") or (opcode not in MIXES and opcode not in SPREADS)
+        # A sum of sums is one, and the gradient of a weight that is read as its Fourier transform is summed as that.
+        return opcode.startswith("all-reduce") or opcode == "fft" or (opcode not in MIXES and opcode not in SPREADS)
 
     def onward(one: Node) -> list[Node]:
         if backward:

@@ -202,19 +202,29 @@ def tridiagonal_solve(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMa
     "householder_product",
     "lu_pivots_to_permutation",
     "symmetric_product",
-    "fft",
     "geqrf",
 )
-def matrices(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
-    """Labels `inputs` and `outputs` that are stacks of matrices: leading dims run through, the matrix itself is mixed.
-
-    For an FFT, the last dims are mixed, as many as `params["fft_lengths"]` has entries.
-    """
-    touched = len(params["fft_lengths"]) if "fft_lengths" in params else 2
-    lead = max(len(inputs[0]) - touched, 0)
+def matrices(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
+    """Labels `inputs` and `outputs` that are stacks of matrices: leading dims run through, the matrix itself is
+    mixed."""
+    lead = max(len(inputs[0]) - 2, 0)
 
     def labels(tag: str, shape: Shape) -> Labels:
         return tuple((i,) if i < lead and shape[i] == inputs[0][i] else ((tag, i),) for i in range(len(shape)))
 
     ins = tuple(labels(f"in{k}", s) for k, s in enumerate(inputs))
     return DimMap(ins, tuple(labels(f"out{k}", s) for k, s in enumerate(outputs)), mixing=True)
+
+
+@rule_for("fft")
+def fourier_transform(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
+    """Labels the one array of `inputs` and that of `outputs`: all dims run through, but for one whose size changes (the
+    last of a transform from or to real numbers).
+
+    A transformed dim is mixed like a sorted one: each of its elements depends on all, and yet the result can lie as the
+    operand does, so that a layer behind the transform is split to fit the layer before it.
+    """
+    labels = lambda tag, shape: tuple(
+        (d,) if size == inputs[0][d] == outputs[0][d] else ((tag, d),) for d, size in enumerate(shape)
+    )
+    return DimMap((labels("in", inputs[0]),), (labels("out", outputs[0]),), mixing=True)

@@ -209,6 +209,25 @@ class ConvolutionDims:
 
 
 @dataclasses.dataclass(frozen=True)
+class TransformDims:
+    """Describes what a Fourier transform reads and gives, for the whole batch.
+
+    - `num_transformed`: how many dims it transforms: the last ones.
+    - `operand_shape`, `result_shape`: sizes of its dims.
+    - `operand_dtype`: of what it reads; of real numbers where they are converted to complex ones right before it.
+    - `result_dtype`: of what is used of its result; of real numbers where that is the real part alone.
+    - `trips`: how often it runs per step.
+    """
+
+    num_transformed: int
+    operand_shape: tuple[int, ...]
+    result_shape: tuple[int, ...]
+    operand_dtype: str
+    result_dtype: str
+    trips: int
+
+
+@dataclasses.dataclass(frozen=True)
 class TouchedDims:
     """Selects some dims of an operand or a result of an operation.
 
@@ -239,6 +258,7 @@ class Suspect:
       of call.
     - `backward`: whether it belongs to a backward pass that plain JAX already traced.
     - `convolution`: the atoms of a convolution that lowering evaluates device by device; None for other operations.
+    - `transform`: the sizes of a Fourier transform; None for other operations.
     """
 
     defect: str
@@ -250,6 +270,7 @@ class Suspect:
     rule_at: tuple[int, ...] | None
     backward: bool
     convolution: ConvolutionDims | None = None
+    transform: TransformDims | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from splitjax.partitioner import COVERED, Operation, defect_of
 from splitjax.trace.classes import Classes
 from splitjax.trace.flatten import BACKWARD, Flat, Op
-from splitjax.trace.graph import ConvolutionDims, Dim, Suspect, TouchedDims
+from splitjax.trace.graph import ConvolutionDims, Dim, Suspect, TouchedDims, TransformDims
 from splitjax.trace.links import qualified_name
 
 
@@ -42,6 +42,7 @@ def find_suspects(flat: Flat, classes: Classes) -> tuple[Suspect, ...]:
                 op.rule_at,
                 op.phase == BACKWARD,
                 _convolution_dims(op, flat, classes) if op.primitive == "conv_general_dilated" else None,
+                _transform_dims(op, flat) if op.primitive == "fft" else None,
             )
         )
     return tuple(suspects)
@@ -79,6 +80,33 @@ def _convolution_dims(op: Op, flat: Flat, classes: Classes) -> ConvolutionDims:
     if params["batch_group_count"] > 1:
         _, batch = split_leading(batch, num_groups, classes.atoms.sizes)
     return ConvolutionDims(groups, batch, weight[numbers.rhs_spec[1]], features)
+
+
+def _transform_dims(op: Op, flat: Flat) -> TransformDims:
+    """Finds the sizes of a Fourier transform, and whether real numbers stand behind its complex ones."""
+    (operand,), (result,) = op.inputs, op.outputs
+    operand_dtype, result_dtype = flat.dtypes[operand], flat.dtypes[result]
+    maker = next((other for other in flat.ops if operand in other.outputs), None)
+    if maker is not None and maker.primitive == "convert_element_type":
+        operand_dtype = _narrower(operand_dtype, flat.dtypes[maker.inputs[0]])
+    readers = [other for other in flat.ops if result in other.inputs]
+    if readers and all(other.primitive == "real" for other in readers) and result not in flat.outputs:
+        result_dtype = flat.dtypes[readers[0].outputs[0]]
+    return TransformDims(
+        len(op.params["fft_lengths"]),
+        flat.shapes[operand],
+        flat.shapes[result],
+        operand_dtype,
+        result_dtype,
+        op.trips,
+    )
+
+
+def _narrower(of_transform: str, before: str) -> str:
+    """Returns the dtype of the real numbers behind complex ones that are converted from the dtype `before`."""
+    if not of_transform.startswith("complex") or not before.startswith("float"):
+        return of_transform
+    return {"complex64": "float32", "complex128": "float64"}[of_transform]
 
 
 def split_leading(dim: Dim, size: int, sizes: Sequence[int] | Mapping[int, int]) -> tuple[Dim, Dim]:

@@ -16,7 +16,7 @@ from splitjax.trace import tracer  # noqa: F401  (fills the registry)
 from splitjax.trace.dims import DIM_RULES, DimMap
 from splitjax.trace.sites import call_body
 
-# Values move along a dim that stays what it is: splitting it is meaningful, permuting it is not.
+# Values move along a dim, or are mixed, and it stays what it is: splitting it is meaningful, permuting it is not.
 MOVES = {
     "cumsum": lambda params: (params["axis"],),
     "cumprod": lambda params: (params["axis"],),
@@ -25,6 +25,7 @@ MOVES = {
     "cumlogsumexp": lambda params: (params["axis"],),
     "rev": lambda params: params["dimensions"],
     "sort": lambda params: (params["dimension"],),
+    "fft": lambda params: range(-len(params["fft_lengths"]), 0),
     "pad": lambda params: [d for d, low_high_inner in enumerate(params["padding_config"]) if any(low_high_inner)],
 }
 # What an element becomes depends on its place, and on no other element along the dim.
@@ -173,7 +174,8 @@ def violations(one: Equation) -> Iterator[Trial]:
     """Trials of all labels of an equation's dim map."""
     dim_map = one.dim_map
     sources, targets = places(dim_map)
-    moved = MOVES.get(one.name, lambda params: ())(one.params)
+    rank = len(dim_map.inputs[0]) if dim_map.inputs else 0
+    moved = {d % rank if rank else d for d in MOVES.get(one.name, lambda params: ())(one.params)}  # also from the end
     for label, where in sources.items():
         into = targets.get(label, [])
         size = label_size(label, where, dim_map.inputs, one.operands, dim_map)

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from splitjax.cost.convolutions import LocalConvolution
+from splitjax.cost.transforms import LocalTransform
 from splitjax.lower.products.exchange import Exchange, WeightUse
 from splitjax.lower.products.scatter import Scatter, Summed
 from splitjax.plan import Constraint, Spec, SpecEntry
@@ -26,8 +27,7 @@ class SiteDecisions:
     - `explicit`: the products, biases and scales whose collectives are written out.
     - `uses`: the uses of weights inside of boundaries, in program order.
     - `names`: the layers of products, by site.
-    - `convolutions`: those that are evaluated device by device.
-    - `transforms`: by site of a Fourier transform, for each dim the axes that split it.
+    - `convolutions`, `transforms`: convolutions and Fourier transforms that are evaluated device by device.
     - `rewrites`: sites of operations that are evaluated as others. `guarded`: sites of calls with custom rules.
     """
 
@@ -35,7 +35,7 @@ class SiteDecisions:
     uses: Sequence[WeightUse] = ()
     names: Mapping[Site, str] = dataclasses.field(default_factory=dict)
     convolutions: Sequence[LocalConvolution] = ()
-    transforms: Mapping[Site, tuple[tuple[str, ...], ...]] = dataclasses.field(default_factory=dict)
+    transforms: Sequence[LocalTransform] = ()
     rewrites: Collection[Site] = ()
     guarded: Collection[Site] = ()
 
@@ -53,7 +53,7 @@ class Layout:
     - `manual`: the axes of a surrounding `shard_map`: shardings refer to the mesh in context.
     - `names`: the layers of products, for profiles.
     - `convolutions`: those that XLA is not asked to partition.
-    - `transforms`: Fourier transforms that it is not asked to partition: for each dim the axes that split it.
+    - `transforms`: Fourier transforms that it is not asked to partition.
     - `rewritten`: operations that are evaluated as others of the same meaning.
     - `guarded`: calls with custom derivative rules, in which operations that XLA gets wrong run whole.
     - `rematerialised`: whether this is the inside of a function that the backward pass runs again.
@@ -68,7 +68,7 @@ class Layout:
     manual: tuple[str, ...] = ()
     names: Mapping[Site, str] = dataclasses.field(default_factory=dict)
     convolutions: Mapping[Site, LocalConvolution] = dataclasses.field(default_factory=dict)
-    transforms: Mapping[Site, tuple[tuple[str, ...], ...]] = dataclasses.field(default_factory=dict)
+    transforms: Mapping[Site, LocalTransform] = dataclasses.field(default_factory=dict)
     rewritten: frozenset[Site] = frozenset()
     guarded: frozenset[Site] = frozenset()
     rematerialised: bool = False
@@ -81,8 +81,8 @@ class Layout:
         for constraint in constraints:
             by_site[constraint.site].append(constraint)
         explicit, convolutions = decided.explicit, decided.convolutions
-        own_sites = (decision.site for decision in (*explicit, *convolutions))
-        sites = {*by_site, *decided.rewrites, *decided.guarded, *decided.transforms, *own_sites}
+        own_sites = (decision.site for decision in (*explicit, *convolutions, *decided.transforms))
+        sites = {*by_site, *decided.rewrites, *decided.guarded, *own_sites}
         inside = frozenset(site[:depth] for site in sites for depth in range(1, len(site)))
         pinned = {site: tuple(here) for site, here in by_site.items()}
         exchanges = {product.site: product for product in explicit if isinstance(product, Exchange)}
@@ -97,7 +97,7 @@ class Layout:
             tuple(decided.uses),
             names=dict(decided.names),
             convolutions=local,
-            transforms=dict(decided.transforms),
+            transforms={transform.site: transform for transform in decided.transforms},
             rewritten=frozenset(decided.rewrites),
             guarded=frozenset(decided.guarded),
         )

@@ -1,109 +1,181 @@
 """Evaluates Fourier transforms that XLA's partitioner is not asked about: each device its own examples, in a
 `shard_map`.
 
-Goes in: an `fft` equation and the mesh axes that split its dims by the plan. Comes out: its result, differentiable,
-with the numbers of one device. It exists because the partitioner gathers a whole batch for a transform, or splits it
-along a transformed dim, and the program that results fails to compile on the CPU backend or ends the process. A
-transformed dim that is split is gathered; the dims beside it stay where they are.
+Goes in: an `fft` equation and the mesh axes that split its dims by the plan (`cost.transforms`). Comes out: its result,
+differentiable, with the numbers of one device. It exists because the partitioner gathers a whole batch for a transform,
+or splits it along a transformed dim, and the program that results fails to compile on the CPU backend or ends the
+process. What brings a transformed dim together is written out, forward and backward, as it was planned.
+
+A transform is linear, so its derivative needs nothing of the forward pass.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from splitjax import _compat
-from splitjax.lower.products.groups import Where
-from splitjax.lower.products.sharded_dims import ShardedDims
+from splitjax.cost.flow import Axes
+from splitjax.cost.transforms import LocalTransform
+from splitjax.lower.products.groups import Where, scope
 from splitjax.mesh import MeshShape
-from splitjax.trace.graph import Suspect
-from splitjax.trace.sites import Site
-
-Axes = tuple[str, ...]
-
-
-def derive_transforms(suspects: Sequence[Suspect], sharded: ShardedDims) -> dict[Site, tuple[Axes, ...]]:
-    """Maps the site of every Fourier transform among `suspects` to the axes that split its operand, a tuple for each
-    dim. `sharded` says what the plan splits."""
-    return {
-        suspect.site: tuple(
-            sharded.axes(atoms, suspect.site)
-            for atoms in next(tensor.atoms for tensor in suspect.touched if tensor.position == 0)
-        )
-        for suspect in suspects
-        if suspect.primitive == "fft" and suspect.editable
-    }
 
 
 @dataclasses.dataclass(frozen=True)
 class _Transform:
-    """Joins an equation with the spec of its operand and of its result, which have the same rank."""
+    """Joins an equation with the axes that split it here. Specs are of whole values.
 
-    eqn: Any
-    spec: PartitionSpec
+    - `split`: the axes that its sizes allow, less those that a surrounding `shard_map` handles already.
+    - `where`: the mesh of the evaluation. `eqn`: the equation.
+    """
+
+    split: LocalTransform
     where: Where
+    eqn: Any
 
-    def local(self, operand: jax.Array) -> jax.Array:
-        """Transforms a device's part."""
-        return _compat.bind_equation(self.eqn, (operand,))[0]
+    @property
+    def operand_spec(self) -> PartitionSpec:
+        """The operand, of which each device has a part."""
+        return PartitionSpec(*(axes or None for axes in self.split.split))
 
-    def each(self, fn: Callable[..., jax.Array], num_operands: int) -> Callable[..., jax.Array]:
-        """Makes a function of parts run by every device on its own."""
-        return self.where.shard_map(fn, self.where.mesh.axis_names, (self.spec,) * num_operands, self.spec)
+    @property
+    def result_spec(self) -> PartitionSpec:
+        """The result, in parts."""
+        return PartitionSpec(*(axes or None for axes in self.split.result_split))
+
+    @property
+    def axes(self) -> Axes:
+        """The axes over which transformed dims are gathered."""
+        dims = () if self.split.exchanges else self.split.brought
+        return tuple(axis for dim in dims for axis in self.split.split[dim])
+
+    def forward(self, part: jax.Array, places: Mapping[str, jax.Array]) -> jax.Array:
+        """Transforms a device's part of the operand to its part of the result."""
+        split = self.split
+        whole = _sent(part, split.dims.operand_dtype, lambda part: self._brought(part, split.brought, places))
+        (result,) = _compat.bind_equation(self.eqn, (whole,))
+        return _sent(result, split.dims.result_dtype, lambda result: self._parted(result, split.kept, places))
+
+    def backward(self, cotangent: jax.Array, places: Mapping[str, jax.Array]) -> jax.Array:
+        """Brings a device's part of the result's cotangent back to its part of the operand's."""
+        split = self.split
+        cotangent = _sent(cotangent, split.dims.result_dtype, lambda part: self._brought(part, split.kept, places))
+        operand = self.eqn.invars[0].aval
+        first = cotangent.ndim - split.dims.num_transformed
+        whole = jax.ShapeDtypeStruct((*cotangent.shape[:first], *operand.shape[first:]), operand.dtype)
+        apply = lambda operand: _compat.bind_equation(self.eqn, (operand,))[0]
+        (of_operand,) = jax.linear_transpose(apply, whole)(cotangent)
+        return _sent(of_operand, split.dims.operand_dtype, lambda part: self._parted(part, split.brought, places))
+
+    def _brought(self, part: jax.Array, dims: Sequence[int], places: Mapping[str, jax.Array]) -> jax.Array:
+        """Brings `dims` of a device's part together. One of which each device has a single element is summed up: a
+        gather would leave it in a memory layout that the CPU backend's transform does not take
+        ("IsMonotonicWithDim0Major")."""
+        for dim in dims:
+            axes = self.split.split[dim]
+            if self.split.exchanges:
+                part = lax.all_to_all(part, axes, self._examples, dim, tiled=True)
+            elif part.shape[dim] == 1:
+                whole = (*part.shape[:dim], MeshShape.of(self.where.mesh).size(axes), *part.shape[dim + 1 :])
+                is_mine = lax.broadcasted_iota(jnp.int32, whole, dim) == self._place(axes, places)
+                part = lax.psum(jnp.where(is_mine, part, jnp.zeros((), part.dtype)), axes)
+            else:
+                part = lax.all_gather(part, axes, axis=dim, tiled=True)
+        return part
+
+    def _parted(self, whole: jax.Array, dims: Sequence[int], places: Mapping[str, jax.Array]) -> jax.Array:
+        """Undoes `_brought`: a device's part of a value along `dims`."""
+        size = MeshShape.of(self.where.mesh).size
+        for dim in reversed(dims):
+            axes = self.split.split[dim]
+            if self.split.exchanges:
+                whole = lax.all_to_all(whole, axes, dim, self._examples, tiled=True)
+            else:
+                length = whole.shape[dim] // size(axes)
+                whole = lax.dynamic_slice_in_dim(whole, self._place(axes, places) * length, length, dim)
+        return whole
+
+    def _place(self, axes: Axes, places: Mapping[str, jax.Array]) -> jax.Array:
+        """Returns a device's place along `axes` together, the first of them major."""
+        size = MeshShape.of(self.where.mesh).size
+        return functools.reduce(
+            lambda place, axis: place * size((axis,)) + places[axis][0], axes, jnp.zeros((), jnp.int32)
+        )
+
+    @property
+    def _examples(self) -> int:
+        assert self.split.example_dim is not None, "there are no examples to exchange"
+        return self.split.example_dim
+
+    def each(self, fn: Callable[..., jax.Array], value: jax.Array, specs: tuple[Any, Any]) -> jax.Array:
+        """Runs `fn` of a device's part of `value` and its place along each gathered axis, on every device.
+
+        The places are an operand: over the axes of nested `shard_map`s a device cannot ask for them."""
+        names = self.where.mesh.axis_names
+        sizes = MeshShape.of(self.where.mesh)
+        places = {axis: jnp.arange(sizes.size((axis,)), dtype=jnp.int32) for axis in self.axes}
+        places_specs = {axis: PartitionSpec(axis) for axis in self.axes}
+        with jax.named_scope(scope("product", self.split.layer)):
+            return self.where.shard_map(fn, names, (specs[0], places_specs), specs[1])(value, places)
 
 
-def evaluate_transform(axes: Sequence[Axes], eqn: Any, operands: Sequence[jax.Array], where: Where) -> list[jax.Array]:
+def _sent(value: jax.Array, dtype: str, send: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Applies `send` to a value, to the real part alone where `dtype` says that this is all there is, or all that is
+    used."""
+    if jnp.iscomplexobj(value) and dtype.startswith("float"):
+        return send(value.real).astype(value.dtype)
+    return send(value)
+
+
+def evaluate_transform(split: LocalTransform, eqn: Any, operands: Sequence[jax.Array], where: Where) -> list[jax.Array]:
     """Evaluates an `fft` equation device by device, and returns its result in a list.
 
     **Arguments:**
 
-    - `axes`: for each dim of the operand the mesh axes that split it by the plan. Those that do not divide a dim, or
-      split a transformed one, are left out.
+    - `split`: the mesh axes that split its dims by the plan. Those that do not divide a dim here are left out.
     - `eqn`, `operands`: the equation, and its operand.
     - `where`: the mesh, and the axes of it that are handled already.
     """
     (operand,) = operands
     if not where.left(where.mesh.axis_names):
         return _compat.bind_equation(eqn, operands)
-    spec = _untransformed(axes, operand.shape, len(eqn.params["fft_lengths"]), where)
-    return [transform(_Transform(eqn, spec, where), operand)]
+    return [transform(_Transform(_dividing(split, operand.shape, where), where, eqn), operand)]
 
 
-def _untransformed(axes: Sequence[Axes], shape: Sequence[int], num_transformed: int, where: Where) -> PartitionSpec:
-    """Returns the spec that splits the dims before the transformed ones, as far as their axes divide them."""
+def _dividing(split: LocalTransform, shape: Sequence[int], where: Where) -> LocalTransform:
+    """Returns the axes that split an operand of this shape here."""
     size = MeshShape.of(where.mesh).size
-    taken: set[str] = set()
-    entries: list[Axes | None] = []
-    for names, length in zip(axes[: len(shape) - num_transformed], shape, strict=False):
-        here = tuple(name for name in where.left(names) if name not in taken)
-        here = here if length % size(here) == 0 else ()
-        taken.update(here)
-        entries.append(here or None)
-    return PartitionSpec(*entries)
+    here = tuple(
+        left if length % size(left := where.left(axes)) == 0 else ()
+        for axes, length in zip(split.split, shape, strict=True)
+    )
+    here = dataclasses.replace(split, split=here)
+    over = tuple(axis for dim in here.brought for axis in here.split[dim])
+    exchanges = (
+        split.exchanges and bool(over) and shape[split.example_dim] % size((*here.split[split.example_dim], *over)) == 0
+    )
+    return dataclasses.replace(here, exchanges=exchanges)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def transform(fourier: _Transform, operand: jax.Array) -> jax.Array:
     """Evaluates the transform `fourier` of a whole `operand`, each device's part by itself; its derivative likewise."""
-    return fourier.each(fourier.local, 1)(operand)
+    return fourier.each(fourier.forward, operand, (fourier.operand_spec, fourier.result_spec))
 
 
-def _forward(fourier: _Transform, operand: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return transform(fourier, operand), operand
+def _forward(fourier: _Transform, operand: jax.Array) -> tuple[jax.Array, None]:
+    return transform(fourier, operand), None
 
 
-def _backward(fourier: _Transform, operand: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
-    # The operand's values do not matter, as the transform is linear; XLA removes them.
-    return (
-        fourier.each(lambda operand, cotangent: jax.vjp(fourier.local, operand)[1](cotangent)[0], 2)(
-            operand, cotangent
-        ),
-    )
+def _backward(fourier: _Transform, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (fourier.each(fourier.backward, cotangent, (fourier.result_spec, fourier.operand_spec)),)
 
 
 transform.defvjp(_forward, _backward)

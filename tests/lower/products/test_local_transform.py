@@ -1,4 +1,5 @@
-"""Fourier transforms, which each device takes of its own examples: numbers of one device, and no batch is gathered."""
+"""Fourier transforms, which each device takes of its own examples: numbers of one device, no batch is gathered, and
+what brings a split dim together is what the plan has."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def network(params, x):
     2302.10866, section 3): [B, length, width] -> [B, 8]."""
     x = jnp.tanh(x @ params["embed"])
     x = x + jnp.fft.fft2(x).real / LENGTH
-    if params["filter"] is not None:
+    if params.get("filter") is not None:
         spectrum = jnp.fft.rfft(x, n=2 * LENGTH, axis=1) * jnp.fft.rfft(params["filter"], n=2 * LENGTH, axis=0)
         x = x + jnp.fft.irfft(spectrum, n=2 * LENGTH, axis=1)[:, :LENGTH]
     hidden = jnp.fft.fft(jnp.tanh(x @ params["up"])).real  # along a dim that a rule splits
@@ -137,6 +138,106 @@ def test_no_device_gets_the_examples_of_others():
         report = parallel.report(params, batch())
     assert not [one for one in report.collectives if one.op == "all-gather"]
     assert not report.missing and all(one.bytes < 64 for one in report.unplanned), report.unplanned
+
+
+def without_filter():
+    return {name: value for name, value in state().items() if name != "filter"}
+
+
+def real_along_a_split_dim(params, x):
+    """Transforms from and to real numbers along a dim that rules split: the last of it changes its size, and leaves
+    whole."""
+    x = jnp.tanh(x @ params["embed"])
+    spectrum = jnp.fft.rfft(jnp.tanh(x @ params["up"]))
+    hidden = jnp.fft.irfft(spectrum * jnp.exp(-jnp.arange(spectrum.shape[-1]) / 8), n=4 * WIDTH)
+    return jnp.fft.ifftn(hidden @ params["down"], axes=(1, 2)).imag.mean(1) @ params["logits"]
+
+
+NETWORKS = {
+    "mixing": (network, without_filter),
+    "long_convolution": (network, state),
+    "real": (real_along_a_split_dim, without_filter),
+}
+PLAIN = functools.partial(splitjax.value_and_grad, microbatches=1)
+IN_TWO = functools.partial(splitjax.value_and_grad, microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("rules", "name", "around"),
+    [
+        ("megatron", "long_convolution", ""),
+        ("megatron", "real", ""),
+        ("megatron", "mixing", "remat"),
+        ("megatron", "mixing", "vmap"),
+        ("splitbrain", "long_convolution", ""),
+        ("splitbrain", "real", ""),
+    ],
+)
+def test_what_brings_a_split_dim_together_is_planned(rules, name, around):
+    """The plan has a collective for each crossing, and XLA no crossing beside them. Rematerialisation repeats some,
+    which the plan counts once, as for other layers."""
+    fn, make = NETWORKS[name]
+    wrapped = lambda _: AROUND[around](fn) if around else fn
+    with jax.enable_x64(True):
+        parallel = splitjax.parallelize(step_of(PLAIN, wrapped), mesh=MESHES[rules], rules=rules, donate=False)
+        want, _ = jax.jit(step_of(PLAIN, wrapped))(make(), batch())
+        got, _ = parallel(make(), batch())
+        report = parallel.report(make(), batch())
+        planned = [each for each in parallel.plan(make(), batch()).collectives if "Fourier transform" in each.why]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), got, want)
+    assert {each.op for each in planned} == {"all_gather" if rules == "megatron" else "all_to_all"}
+    assert {each.layer for each in planned} <= {"embed", "up", "down"}
+    if around == "remat":
+        sent = [each for each in report.collectives if each.op == planned[0].op]
+        assert sum(each.bytes for each in sent) >= sum(each.bytes for each in planned)
+        return
+    realised = [each for each in report.collectives if each.planned in planned]
+    assert len(realised) == len(planned)
+    assert all((each.op, each.axis, each.bytes) == _sent(each.planned) for each in realised)
+    assert not report.missing
+    # scalars and per-example sums, and what splitbrain makes of a whole weight that a split layer reads
+    assert [each for each in report.unplanned if each.bytes >= 100 and each.layer != "filter"] == []
+
+
+def _sent(planned):
+    return planned.op, planned.axis, planned.bytes
+
+
+@pytest.mark.parametrize(
+    ("rules", "gradient", "options"),
+    [
+        ("megatron", PLAIN, {"shard_state": True}),
+        ("splitbrain", IN_TWO, {}),
+        ("megatron", jax.value_and_grad, {}),
+    ],
+)
+def test_it_is_planned_with_options(rules, gradient, options):
+    with jax.enable_x64(True):
+        parallel = splitjax.parallelize(step_of(gradient), mesh=MESHES[rules], rules=rules, donate=False, **options)
+        report = parallel.report(without_filter(), batch())
+        planned = [
+            each for each in parallel.plan(without_filter(), batch()).collectives if "Fourier transform" in each.why
+        ]
+    assert planned and not set(planned) & set(report.missing)
+    sizes = {each.bytes for each in planned}
+    unplanned = [each for each in report.unplanned if each.op in ("all_gather", "all_to_all") and each.bytes in sizes]
+    assert len(unplanned) == (rules == "splitbrain" and gradient is IN_TWO)  # the batch, which the loop lays out anew
+
+
+@pytest.mark.parametrize("rules", ["fsdp", "data_parallel"])
+def test_whole_features_need_nothing(rules):
+    with jax.enable_x64(True):
+        parallel = splitjax.parallelize(step_of(PLAIN), mesh=MESHES[rules], rules=rules, donate=False)
+        assert not [each for each in parallel.plan(state(), batch()).collectives if "Fourier" in each.why]
+        report = parallel.report(state(), batch())
+    assert not report.missing and all(each.bytes < 100 for each in report.unplanned), report.unplanned
+
+
+def test_layers_around_a_transform_are_split_to_fit_each_other():
+    """A transformed dim lies behind the transform as before it: columns are followed by rows."""
+    with jax.enable_x64(True):
+        plan = splitjax.parallelize(step_of(PLAIN), mesh=MESHES["megatron"], rules="megatron").plan(state(), batch())
+    assert plan.leaf("embed").spec == (None, "model") and plan.leaf("up").spec == ("model", None)
 
 
 @functools.cache
