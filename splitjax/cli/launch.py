@@ -8,16 +8,16 @@ import json
 import pathlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Annotated
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
-from splitjax.cli._model_command import write_file
 from splitjax.cli._options import Traceback
+from splitjax.cli._output import print_value, write_file
+from splitjax.display.document import Document, Section, Table
 from splitjax.errors import LaunchError
 from splitjax.runtime.launch import launch
 from splitjax.runtime.launch import output as launch_output
@@ -90,21 +90,21 @@ class Launch(Traceback):
             return outcome.status
 
     def _report(self, traffic: tuple[Traffic, ...], bits_per_second: int) -> None:
-        table = Table(
-            "worker",
-            "sent (bytes)",
-            "received (bytes)",
-            title=f"network, {self.bandwidth} a link",
-            title_justify="left",
-        )
-        for column in table.columns:
-            column.justify = "right"
-        for one in traffic:
-            table.add_row(str(one.rank), f"{one.sent_bytes:,}", f"{one.received_bytes:,}")
-        Console(stderr=True).print(table, highlight=False)
+        title = f"network, {self.bandwidth} a link"
+        print_value(traffic_document(title, traffic), Console(stderr=True))
         if self.network_json is not None:
-            value = {"bits_per_second": bits_per_second, "workers": [dataclasses.asdict(one) for one in traffic]}
+            value = {
+                "bits_per_second": bits_per_second,
+                "workers": [dataclasses.asdict(counted) for counted in traffic],
+            }
             write_file(self.network_json, json.dumps(value, indent=1), "--network-json")
+
+
+def traffic_document(title: str, traffic: Sequence[Traffic]) -> Document:
+    """Makes the document of the bytes that each worker sent and received (`traffic`), under a `title`."""
+    rows = tuple((str(worker.rank), f"{worker.sent_bytes:,}", f"{worker.received_bytes:,}") for worker in traffic)
+    table = Table.of(("worker", "sent (bytes)", "received (bytes)"), rows, range(3))
+    return Document("", (Section(title, (table,)),))
 
 
 @contextlib.contextmanager

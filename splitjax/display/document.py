@@ -96,13 +96,13 @@ class Matrix:
 class Stretch:
     """Marks a stretch of a lane, from `start` to `end` in the unit of its timeline.
 
-    - `key`: what occupies it: the same key, the same colour or letter; empty where several share it.
+    - `keys`: what occupies it, several where they share it. The same key has the same colour and letter everywhere.
     - `note`: a sentence about it, which HTML shows under the pointer.
     """
 
     start: float
     end: float
-    key: str
+    keys: tuple[str, ...]
     note: str = ""
 
 
@@ -121,7 +121,7 @@ class Timeline:
     @property
     def keys(self) -> tuple[str, ...]:
         """Returns all keys, in the order in which lanes show them."""
-        return tuple(dict.fromkeys(stretch.key for _, lane in self.lanes for stretch in lane if stretch.key))
+        return tuple(dict.fromkeys(key for _, lane in self.lanes for stretch in lane for key in stretch.keys))
 
 
 @dataclasses.dataclass(frozen=True)

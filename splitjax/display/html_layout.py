@@ -8,7 +8,7 @@ tr:nth-child(odd)`), so every selector here names its class three times, which w
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from splitjax.display.document import (
     Bar,
@@ -19,6 +19,7 @@ from splitjax.display.document import (
     Paragraph,
     Part,
     Section,
+    Stretch,
     Table,
     Timeline,
     is_empty,
@@ -59,9 +60,11 @@ ROOT .matrix th {{ padding: 0 4px 0 0; font-weight: 400; font-size: 11px; text-a
 ROOT .timeline {{ width: 100%; }}
 ROOT .timeline th {{ font-weight: 400; padding: 0 8px 0 0; }}
 ROOT .timeline td {{ width: 100%; min-width: 200px; padding: 1px 0; vertical-align: middle; }}
-ROOT .lane {{ position: relative; height: 14px; background: rgba(128, 128, 128, 0.12); }}
+ROOT .lane {{ position: relative; height: 18px; background: rgba(128, 128, 128, 0.12); }}
 ROOT .lane span {{ position: absolute; top: 0; bottom: 0; }}
 ROOT .axis {{ display: flex; justify-content: space-between; border-top: 1px solid currentColor; }}
+ROOT .key {{ display: inline-block; margin: 0 14px 0 0; }}
+ROOT .key span {{ display: inline-block; width: 10px; height: 10px; margin: 0 5px 0 0; }}
 @media (max-width: 600px) {{
 ROOT th, ROOT td {{ padding: 2px 10px 2px 0; }}
 ROOT .pairs th, ROOT .pairs td {{ display: block; padding: 0; }}
@@ -69,7 +72,11 @@ ROOT .pairs td {{ margin: 0 0 6px 0; }}
 }}
 """
 STYLE = _RULES.replace("ROOT", _ROOT)
-_SHARED = "rgba(128, 128, 128, 0.7)"
+# A lane is divided among so many that share it; where there are more, it is grey.
+_MOST_SHARED = 9
+_CROWDED = "rgb(128, 128, 128)"
+# More colours than this are not explained below a timeline: what a stretch is shows under the pointer.
+_MOST_KEYS = 48
 _PAGE_STYLE = "body { margin: 20px; } @media (max-width: 600px) { body { margin: 10px; } }"
 # A column of words with a text longer than this may be broken into lines.
 _LONG_CHARACTERS = 40
@@ -163,22 +170,36 @@ def _bar(bar: Bar, longest: float) -> str:
 
 
 def _timeline(timeline: Timeline) -> str:
-    """A row for each lane, with a fill for each of its stretches: colours by key, grey where several share."""
+    """A row for each lane, with a fill for each of its stretches, then the axis and which colour is whose."""
     # Hues a golden angle apart are told apart however many there are.
     colours = {key: f"hsl({137.508 * number % 360:.0f}, 55%, 55%)" for number, key in enumerate(timeline.keys)}
     rows = []
     for title, lane in timeline.lanes:
-        spans = "".join(
-            f'<span style="left: {100 * stretch.start / timeline.end:.2f}%;'
-            f" width: {100 * (stretch.end - stretch.start) / timeline.end:.2f}%;"
-            f' background: {colours.get(stretch.key, _SHARED)}" title="{safe(stretch.note or stretch.key)}"></span>'
-            for stretch in lane
-        )
+        spans = "".join(_stretch(stretch, timeline.end, colours) for stretch in lane)
         rows.append(f'<tr><th scope="row">{safe(title)}</th><td><div class="lane">{spans}</div></td></tr>')
-    end = safe(f"{timeline.end:.3g} {timeline.unit}")
-    axis = "".join(f"<span>{text}</span>" for text in ("0", "grey: shared, empty: idle", end))
+    axis = f"<span>0</span><span>{safe(f'{timeline.end:.3g} {timeline.unit}')}</span>"
     rows.append(f'<tr><th></th><td><div class="axis">{axis}</div></td></tr>')
-    return f'<table class="timeline"><tbody>{"".join(rows)}</tbody></table>'
+    keys = ""
+    if len(colours) <= _MOST_KEYS:
+        keys = "".join(
+            f'<span class="key"><span style="background: {colour}"></span>{safe(key)}</span>'
+            for key, colour in colours.items()
+        )
+    table = f'<table class="timeline"><tbody>{"".join(rows)}</tbody></table>'
+    return f'<div class="scroll">{table}</div>' + (f"<p>{keys}</p>" if keys else "")
+
+
+def _stretch(stretch: Stretch, end: float, colours: Mapping[str, str]) -> str:
+    """The fill of a stretch, in equal bands where several share it."""
+    # Neighbours are rounded alike: no gap and no overlap shows between them.
+    left, right = (round(100 * moment / end, 3) for moment in (stretch.start, stretch.end))
+    bands = [colours[key] for key in stretch.keys] if len(stretch.keys) <= _MOST_SHARED else [_CROWDED]
+    fill = bands[0] if bands else "none"
+    if len(bands) > 1:
+        edges = [f"{100 * number / len(bands):.4g}%" for number in range(len(bands) + 1)]
+        fill = f"linear-gradient({', '.join(f'{c} {a} {b}' for c, a, b in zip(bands, edges, edges[1:]))})"
+    note = safe(stretch.note or ", ".join(stretch.keys))
+    return f'<span style="left: {left:g}%; width: {right - left:.3f}%; background: {fill}" title="{note}"></span>'
 
 
 def _matrix(matrix: Matrix) -> str:

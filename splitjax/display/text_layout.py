@@ -10,6 +10,7 @@ import shutil
 import string
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TextIO
 
 from rich.cells import cell_len
 
@@ -36,17 +37,18 @@ _LONGEST_WORDS = (16, 12, 10, 8)
 _MIN_LINE = 12
 _BAR_WIDTH = 16
 _FILLED, _EMPTY = "█", "░"
-# In timelines: what occupies a lane, in turn where there are more; several that share it; nothing.
+# In timelines: what occupies a lane, in turn where there are more; nothing.
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase + string.digits
-_SHARED, _IDLE = "#", "."
+_IDLE = "."
 # A name that is longer than its column is continued behind one of these, if it has any.
 _JOINTS = "/._-,:|+="
 
 
-def text_width() -> int:
-    """Returns the columns of the terminal within bounds, or of a page where the output is no terminal."""
+def text_width(file: TextIO | None = None) -> int:
+    """Returns the columns of the terminal that `file` (None: the standard output) writes to within bounds, or of a page
+    where it is no terminal."""
     try:
-        is_terminal = sys.stdout.isatty()
+        is_terminal = (sys.stdout if file is None else file).isatty()
     except (AttributeError, ValueError):  # replaced or closed
         is_terminal = False
     if not is_terminal:
@@ -102,29 +104,45 @@ def _pairs(pairs: Pairs, width: int) -> list[str]:
 
 
 def _timeline(timeline: Timeline, width: int) -> list[str]:
-    """A line for each lane, a character for each moment, then the axis and what the characters mean."""
+    """A line for each lane, a character for each moment, then the axis and what the characters mean. Who share a
+    stretch have its moments in turn."""
     titles = [clean(title) for title, _ in timeline.lanes]
     indent = max(map(cell_len, titles)) + len(_GAP)
     num_moments = max(width - indent, _MIN_LINE)
     letters = {key: _LETTERS[number % len(_LETTERS)] for number, key in enumerate(timeline.keys)}
     lines = []
     for title, (_, lane) in zip(titles, timeline.lanes, strict=True):
-        moments = ((number + 0.5) / num_moments * timeline.end for number in range(num_moments))
-        lines.append(_left(title, indent) + "".join(_occupant(lane, moment, letters) for moment in moments))
+        moments = [(number + 0.5) / num_moments * timeline.end for number in range(num_moments)]
+        lines.append(
+            _left(title, indent) + "".join(_occupant(lane, n, moment, letters) for n, moment in enumerate(moments))
+        )
     end = f"{timeline.end:.3g} {timeline.unit}"
     lines.append(" " * indent + "0" + _right(end, num_moments - 1))
-    meanings = [f"{_IDLE} idle", f"{_SHARED} shared"]
+    meanings = [f"{_IDLE} idle"]
+    if any(len(stretch.keys) > 1 for _, lane in timeline.lanes for stretch in lane):
+        meanings.append("letters in turn: shared")
     if len(letters) <= len(_LETTERS):
         meanings += [f"{letter} {clean(key)}" for key, letter in letters.items()]
-    return [*lines, *wrap(", ".join(meanings), width)]
+    return [*lines, *_joined(meanings, width)]
 
 
-def _occupant(lane: Sequence[Stretch], moment: float, letters: Mapping[str, str]) -> str:
-    """The character of what occupies a lane at a moment."""
+def _occupant(lane: Sequence[Stretch], number: int, moment: float, letters: Mapping[str, str]) -> str:
+    """The character of what occupies a lane at a moment, which is the one with this number."""
     for stretch in lane:
-        if stretch.start <= moment < stretch.end:
-            return letters.get(stretch.key, _SHARED)
+        if stretch.start <= moment < stretch.end and stretch.keys:
+            return letters[stretch.keys[number % len(stretch.keys)]]
     return _IDLE
+
+
+def _joined(texts: Sequence[str], width: int) -> list[str]:
+    """Texts with commas between, in lines that are broken between them alone where each fits."""
+    lines = [""]
+    for position, text in enumerate(texts):
+        text += "," if position + 1 < len(texts) else ""
+        if lines[-1] and cell_len(f"{lines[-1]} {text}") > width:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {text}" if lines[-1] else text
+    return [part for line in lines for part in wrap(line, width)]
 
 
 def _table(table: Table, width: int) -> list[list[str]]:
