@@ -60,10 +60,22 @@ class Table:
             assert len(row) == len(self.columns), f"a row of {len(row)} cells under {len(self.columns)} columns"
 
     @classmethod
-    def of(cls, columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...], numbers: tuple[int, ...] | range) -> Table:
-        """Makes a table of words and figures: `columns` are the titles, `numbers` the positions of the columns that
-        hold figures, `rows` the cells."""
-        kinds: list[Kind] = ["number" if position in numbers else "text" for position in range(len(columns))]
+    def of(
+        cls,
+        columns: tuple[str, ...],
+        rows: tuple[tuple[str, ...], ...],
+        numbers: tuple[int, ...] | range,
+        code: tuple[int, ...] = (),
+    ) -> Table:
+        """Makes a table of words and figures.
+
+        **Arguments:** `columns`: the titles. `rows`: the cells. `numbers`, `code`: the positions of the columns that
+        hold figures, and names or code; the others hold words.
+        """
+        kinds: list[Kind] = [
+            "number" if position in numbers else "code" if position in code else "text"
+            for position in range(len(columns))
+        ]
         return cls(tuple(map(Column, columns, kinds)), rows)
 
 
