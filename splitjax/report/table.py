@@ -49,7 +49,7 @@ def table(plan: Plan) -> tuple[tuple[Row, ...], ...]:
 def _row(plan: Plan, layer: LayerPlan | None, leaf: LeafPlan) -> Row:
     name = layer.name if layer else ""
     param = leaf.path.removeprefix(name + "/") if name else leaf.path
-    if param == name:  # a layer that is a single array says its name once
+    if leaf.path == name:  # a layer that is a single array: its last name is enough
         param = name.rpartition("/")[2]
     return Row(
         name,

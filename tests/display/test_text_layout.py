@@ -7,7 +7,7 @@ import re
 import pytest
 
 from splitjax.display import Bar, Column, Document, Matrix, Pairs, Paragraph, Section, Stretch, Table, Timeline
-from splitjax.display.text_layout import render, wrap
+from splitjax.display.text_layout import render, text_width, wrap
 
 COLUMNS = (Column("name", "code"), Column("what"), Column("size", "number"))
 ROWS = (("a/b", "the first", "7.5 MiB"), ("longer/name", "another", "12 B"))
@@ -113,13 +113,28 @@ def test_a_row_of_another_length_is_refused():
 
 
 def test_a_timeline_is_a_line_a_lane():
-    lanes = (("a", (Stretch(0, 2, "x"), Stretch(3, 4, ""))), ("bb", (Stretch(1, 4, "y"),)), ("c", ()))
+    lanes = (
+        ("a", (Stretch(0, 2, ("x",)), Stretch(3, 4, ("x", "the second")))),
+        ("bb", (Stretch(1, 4, ("the second",)),)),
+        ("c", (Stretch(0, 1, ()),)),
+    )
     text = render(Document("", (Timeline(lanes, 4.0, "hours"),)), 20)
     assert text.split("\n") == [
-        "a   AAAAAAAA....####",
+        "a   AAAAAAAA....ABAB",
         "bb  ....BBBBBBBBBBBB",
         "c   ................",
         "    0        4 hours",
-        ". idle, # shared, A",
-        "x, B y",
+        ". idle,",
+        "letters in turn:",
+        "shared,",
+        "A x, B the second",
     ]
+
+
+def test_the_width_is_that_of_the_terminal_that_is_written_to(monkeypatch):
+    class Terminal:
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("COLUMNS", "97")
+    assert text_width(Terminal()) == 97 and text_width() == 120  # captured output is no terminal
