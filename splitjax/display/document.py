@@ -45,8 +45,8 @@ Cell = str | Bar
 class Table:
     """Holds rows under columns. A table without rows is not shown.
 
-    - `columns`: from left to right; the first names the row, and is repeated where a table is too wide for a page of
-      text and is continued below itself.
+    - `columns`: from left to right; the first names the row, together with the second where some of its cells are
+      empty. What names the rows is repeated where a table is too wide for a page of text and is continued below itself.
     - `rows`: one cell a column; an empty string stands for nothing.
     - `first_of_group`: positions of the rows that begin a group of rows, such as those of one layer.
     """

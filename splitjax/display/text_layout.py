@@ -1,11 +1,12 @@
 """Documents as plain text: no colour codes, so that it can be logged, compared and piped.
 
 Words stand on the left of their column and figures on the right. Nothing is cut: long names go on in further lines of
-their cell, and a table with more columns than fit is continued below itself with its first column repeated.
+their cell, and a table with more columns than fit is continued below itself with what names its rows repeated.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import string
 import sys
@@ -42,6 +43,8 @@ _LETTERS = string.ascii_uppercase + string.ascii_lowercase + string.digits
 _IDLE = "."
 # A name that is longer than its column is continued behind one of these, if it has any.
 _JOINTS = "/._-,:|+="
+# Words are what stands between spaces; a figure and its unit are a single word.
+_BETWEEN_WORDS = re.compile(r" (?:(?<!\d )|(?!(?:%|[KMGT]iB|B|us|ms|s|min|h|d)(?:\W|$)))")
 
 
 def text_width(file: TextIO | None = None) -> int:
@@ -158,7 +161,8 @@ def _table(table: Table, width: int) -> list[list[str]]:
     else:
         least = _least(table, cells, _LONGEST_WORDS[0])
     blocks = []
-    for positions in _pages(kept, least, width):
+    num_names = 2 if len(kept) > 2 and not all(row[0] for row in cells) else 1
+    for positions in _pages(kept, least, width, num_names):
         widths = _widths([natural[p] for p in positions], [least[p] for p in positions], width)
         numeric = [table.columns[p].kind == "number" for p in positions]
         lines = _row([clean(table.columns[p].title) for p in positions], widths, numeric)
@@ -178,19 +182,19 @@ def _least(table: Table, cells: Sequence[Sequence[str]], longest_word: int) -> l
     """How narrow each column can be: as its longest word, up to `longest_word`; figures are not broken."""
     least = []
     for column, (title, *texts) in zip(table.columns, _columns(table, cells), strict=True):
-        words = [word for text in (title, *texts) for word in text.split(" ")]
+        words = [word for text in (title, *texts) for word in _BETWEEN_WORDS.split(text)]
         figures = 0 if column.kind in ("text", "code") else max(map(cell_len, texts))
         least.append(max(figures, min(max(map(cell_len, words)), longest_word)))
     return least
 
 
-def _pages(positions: Sequence[int], least: Sequence[int], width: int) -> list[list[int]]:
-    """The columns, those that fit side by side together; the first is in every group."""
-    first, *rest = positions
-    pages = [[first]]
-    for position in rest:
-        if _total([least[p] for p in (*pages[-1], position)]) > width and len(pages[-1]) > 1:
-            pages.append([first])
+def _pages(positions: Sequence[int], least: Sequence[int], width: int, num_names: int) -> list[list[int]]:
+    """The columns, those that fit side by side together; the first `num_names` are in every group."""
+    names = list(positions[:num_names])
+    pages = [list(names)]
+    for position in positions[num_names:]:
+        if _total([least[p] for p in (*pages[-1], position)]) > width and len(pages[-1]) > num_names:
+            pages.append(list(names))
         pages[-1].append(position)
     return pages
 
@@ -243,7 +247,7 @@ def wrap(text: str, width: int) -> list[str]:
     if cell_len(text) <= width:
         return [text]
     lines = [""]
-    for word in text.split(" "):
+    for word in _BETWEEN_WORDS.split(text):
         joined = f"{lines[-1]} {word}" if lines[-1] else word
         if cell_len(joined) <= width:
             lines[-1] = joined

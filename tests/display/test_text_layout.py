@@ -67,6 +67,21 @@ def test_words_are_broken_only_where_they_are_longer_than_a_line():
     assert wrap("宽宽宽", 4) == ["宽宽", "宽"]  # each is two columns wide
 
 
+def test_a_figure_stays_with_its_unit():
+    assert wrap("saves 9 % of it", 7) == ["saves", "9 % of", "it"]
+    assert wrap("sent 12.5 MiB, in 3 ms", 13) == ["sent", "12.5 MiB, in", "3 ms"]
+    assert wrap("4 steps of a", 7) == ["4 steps", "of a"] and wrap("4 sums", 4) == ["4", "sums"]
+
+
+def test_what_names_a_row_is_repeated():
+    """Where cells of the first column are empty, the second says which row it is."""
+    titles = ("table", "step", *(f"figure {i}" for i in range(6)))
+    rows = (("items", "0", *("1.25 MiB",) * 6), ("", "1", *("2.5 MiB",) * 6))
+    for block in render(Document("", (Table.of(titles, rows, range(1, 8)),)), 40).split("\n\n"):
+        head, _, first, second = block.splitlines()
+        assert head.startswith("table  step") and first.split()[:2] == ["items", "0"] and second.split()[0] == "1"
+
+
 def test_a_table_with_too_many_columns_goes_on_below_itself():
     titles = ("way", *(f"figure {i}" for i in range(12)))
     rows = (("full", *(f"{i}.25 MiB" for i in range(12))), ("smaller batch", *("1 B",) * 12))

@@ -7,10 +7,14 @@ it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from splitjax.display.document import Document, Pairs, Section, Table
+from splitjax.display.figures import ratio_text
 from splitjax.schedule.simulation.compare import Comparison
 
+# The figures of the columns in between, as `SimulationResult.figures` calls them.
+_DURATIONS = ("avg_jct", "p99_jct", "makespan", "queueing")
 _TIMES = ("policy", "avg JCT", "p99 JCT", "makespan", "queue", "unfair", "worst")
 _EFFICIENCIES = ("policy", "busy", "iterations", "cost", "bound", "relative to")
 _LEGEND = (
@@ -29,10 +33,12 @@ _LEGEND = (
 
 def comparison_document(comparison: Comparison) -> Document:
     """Makes the document of `comparison`, a row for each policy in each table."""
+    policies = comparison.to_json()
+    durations = [_durations([figures[key] for figures in policies.values()]) for key in _DURATIONS]
     times, efficiencies = [], []
-    for name, figures in comparison.to_json().items():
-        durations = (_duration(figures[key]) for key in ("avg_jct", "p99_jct", "makespan", "queueing"))
-        times.append((name, *durations, f"{figures['unfairness_mean']:.2f}", f"{figures['unfairness_max']:,.0f}"))
+    for number, (name, figures) in enumerate(policies.items()):
+        unfair = (f"{figures['unfairness_mean']:.2f}", f"{figures['unfairness_max']:,.0f}")
+        times.append((name, *(column[number] for column in durations), *unfair))
         ratios = (_ratio(figures[key]) for key in ("iteration_efficiency", "cost_efficiency", "bound"))
         efficiencies.append((name, f"{100 * figures['busy']:.1f} %", *ratios, figures["baseline"] or "full devices"))
     return Document(
@@ -45,11 +51,12 @@ def comparison_document(comparison: Comparison) -> Document:
     )
 
 
-def _duration(seconds: float) -> str:
-    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:,.1f} {unit}"
-    return f"{seconds:.1f} s"
+def _durations(column: Sequence[float]) -> list[str]:
+    """Times that stand below each other, all in the largest unit of which the longest has two."""
+    for unit, unit_seconds in (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if max(column) >= 2 * unit_seconds or unit == "s":
+            return [f"{ratio_text(seconds / unit_seconds)} {unit}" for seconds in column]
+    raise AssertionError("the last unit serves all")
 
 
 def _ratio(value: float | None) -> str:

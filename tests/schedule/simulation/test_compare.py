@@ -27,12 +27,14 @@ def test_a_row_for_each_policy(comparison):
     for block in (times, efficiencies):
         assert [line.split()[0] for line in block.splitlines()[3:]] == ["gang-fifo", "spb"]
     titles = {line.split("  ")[0] for line in legend.splitlines() if not line.startswith(" ")}
+    rows = [line.split() for line in times.splitlines()[3:]]
+    assert all(above[2:9:2] == below[2:9:2] for above, below in zip(rows, rows[1:], strict=False))  # one unit a column
     assert titles == {"JCT", "queue", "unfair", "busy", "iterations"}
 
 
 def test_figures_are_those_of_the_results(comparison):
     words = " ".join(str(comparison).split())
     for result in comparison.results:
-        assert f"{100 * result.busy:.1f} %" in words and f"{result.avg_jct / 60:,.1f} min" in words
+        assert f"{100 * result.busy:.1f} %" in words and f"{result.avg_jct / 60:.1f} min" in words
     source = comparison._repr_html_()
     assert source.count("<td>gang-fifo</td>") >= 2 and '<th scope="col" class="number">p99 JCT</th>' in source
