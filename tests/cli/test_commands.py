@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from rich.console import Console
 
 import splitjax
 from splitjax import display
+from splitjax.cli import print_error
 from splitjax.cli._memory import MemoryUse, comparison
 from splitjax.cli._options import parse_mesh
 from splitjax.cli._output import print_value
@@ -187,6 +189,22 @@ def test_mistakes_are_short_and_exit_with_2(run, line):
     status, _, err = run(line)
     assert status == 2
     assert err.startswith("error: ") and "remedy: " in err and "Traceback" not in err
+
+
+def test_errors_fit_a_terminal_and_stay_whole_elsewhere():
+    error = MeshError("the mesh has an axis that no rule of the set names", value="data=2", remedy="word " * 30 + "end")
+    shown = {}
+    for is_terminal in (True, False):
+        file = io.StringIO()
+        print_error(error, Console(file=file, force_terminal=is_terminal, color_system=None, width=40))
+        shown[is_terminal] = file.getvalue().splitlines()
+    assert shown[True][:3] == [
+        "error: the mesh has an axis that no rule",
+        "       of the set names",
+        "  value:  'data=2'",
+    ]
+    assert max(map(len, shown[True])) <= 40 and all(line.startswith(" " * 10) for line in shown[True][4:])
+    assert len(shown[False]) == 3 and shown[False][2].endswith("word end")
 
 
 def test_traceback_on_request(run):
