@@ -289,10 +289,6 @@ POLICIES = ["gang-fifo", "gang-srtf", "muri-s", "spb", "interleave", "temporal-s
 compared = schedule.compare(jobs, cluster, POLICIES, Options(restart_seconds=30.0, spans=True))
 compared
 
-# %% [markdown]
-# JCT is job completion time, from arrival to finish; p99 that of the slowest of a hundred; *queue* the mean time
-# without devices; *unfair* completion time over that on an equal share of the cluster, on average and at worst.
-
 
 # %%
 def plot_comparison():

@@ -11,7 +11,7 @@ import shutil
 import string
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TextIO
+from typing import IO
 
 from rich.cells import cell_len
 
@@ -47,7 +47,7 @@ _JOINTS = "/._-,:|+="
 _BETWEEN_WORDS = re.compile(r" (?:(?<!\d )|(?!(?:%|[KMGT]iB|B|us|ms|s|min|h|d)(?:\W|$)))")
 
 
-def text_width(file: TextIO | None = None) -> int:
+def text_width(file: IO[str] | None = None) -> int:
     """Returns the columns of the terminal that `file` (None: the standard output) writes to within bounds, or of a page
     where it is no terminal."""
     try:

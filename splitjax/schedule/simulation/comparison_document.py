@@ -10,11 +10,11 @@ import math
 from collections.abc import Sequence
 
 from splitjax.display.document import Document, Pairs, Section, Table
-from splitjax.display.figures import ratio_text
 from splitjax.schedule.simulation.compare import Comparison
 
 # The figures of the columns in between, as `SimulationResult.figures` calls them.
 _DURATIONS = ("avg_jct", "p99_jct", "makespan", "queueing")
+_UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 _TIMES = ("policy", "avg JCT", "p99 JCT", "makespan", "queue", "unfair", "worst")
 _EFFICIENCIES = ("policy", "busy", "iterations", "cost", "bound", "relative to")
 _LEGEND = (
@@ -52,11 +52,12 @@ def comparison_document(comparison: Comparison) -> Document:
 
 
 def _durations(column: Sequence[float]) -> list[str]:
-    """Times that stand below each other, all in the largest unit of which the longest has two."""
-    for unit, unit_seconds in (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
-        if max(column) >= 2 * unit_seconds or unit == "s":
-            return [f"{ratio_text(seconds / unit_seconds)} {unit}" for seconds in column]
-    raise AssertionError("the last unit serves all")
+    """Times in seconds that stand below each other, all in the largest unit of which the longest has two, and with as
+    many decimals as show three digits of the longest."""
+    unit, unit_seconds = next(unit for unit in _UNITS if max(column) >= 2 * unit[1] or unit is _UNITS[-1])
+    longest = max(column) / unit_seconds
+    decimals = 2 if longest < 10 else 1 if longest < 100 else 0
+    return [f"{seconds / unit_seconds:,.{decimals}f} {unit}" for seconds in column]
 
 
 def _ratio(value: float | None) -> str:

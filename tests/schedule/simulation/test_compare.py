@@ -6,6 +6,7 @@ import pytest
 
 from splitjax import display, schedule
 from splitjax.schedule import Cluster, Job, JobProfile
+from splitjax.schedule.simulation.comparison_document import _durations
 
 PROFILE = JobProfile.uniform("m", 1.0, num_depths=4)
 
@@ -30,6 +31,19 @@ def test_a_row_for_each_policy(comparison):
     rows = [line.split() for line in times.splitlines()[3:]]
     assert all(above[2:9:2] == below[2:9:2] for above, below in zip(rows, rows[1:], strict=False))  # one unit a column
     assert titles == {"JCT", "queue", "unfair", "busy", "iterations"}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "texts"),
+    [
+        ((7200, 360), ["2.00 h", "0.10 h"]),
+        ((7100, 61), ["118 min", "1 min"]),
+        ((1800, 0), ["30.0 min", "0.0 min"]),
+        ((0.5, 0), ["0.50 s", "0.00 s"]),
+    ],
+)
+def test_times_of_a_column_compare(seconds, texts):
+    assert _durations(seconds) == texts
 
 
 def test_figures_are_those_of_the_results(comparison):
