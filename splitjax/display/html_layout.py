@@ -79,6 +79,8 @@ ROOT .scroll {{ animation: splitjax-more linear; animation-timeline: scroll(self
 }}
 @media (max-width: 600px) {{
 ROOT th, ROOT td {{ padding: 2px 10px 2px 0; }}
+ROOT td.words {{ min-width: 6em; }}
+ROOT td.long {{ min-width: 10em; }}
 ROOT .pairs th, ROOT .pairs td {{ display: block; padding: 0; }}
 ROOT .pairs td {{ margin: 0 0 6px 0; }}
 }}
@@ -190,7 +192,7 @@ def _timeline(timeline: Timeline) -> str:
     # Hues a golden angle apart differ however many there are; those that come near each other again (8, 13, 21 further
     # on) differ in lightness, most of them.
     colours = {
-        key: f"hsl({137.508 * number % 360:.0f}, 60%, {44 + 8 * (number % 4)}%)"
+        key: f"hsl({137.508 * number % 360:.0f}, 60%, {48 + 6 * (number % 4)}%)"
         for number, key in enumerate(timeline.keys)
     }
     rows = []
