@@ -287,12 +287,7 @@ print(
 # %%
 POLICIES = ["gang-fifo", "gang-srtf", "muri-s", "spb", "interleave", "temporal-spb", "jigsaw"]
 compared = schedule.compare(jobs, cluster, POLICIES, Options(restart_seconds=30.0, spans=True))
-times, efficiencies = compared.tables()
-times
-
-# %% [markdown]
-# JCT is job completion time, from arrival to finish; p99 that of the slowest of a hundred; *queue* the mean time
-# without devices; *unfair* completion time over that on an equal share of the cluster, on average and at worst.
+compared
 
 
 # %%
@@ -336,13 +331,10 @@ plot_comparison()
 #
 # ## What the gain is worth
 #
-# *Iteration efficiency* counts finished iterations, each at its full-backpropagation device time, per device-second
-# while the cluster is asked for more than it has, relative to gang scheduling in the same order. *Cost efficiency*
-# credits only the backward work that was really done. *Bound* is what perfect packing of the finished iterations would
-# have reached; no result lies above its own.
-
-# %%
-efficiencies
+# *Iteration efficiency* (*iterations* in the second table above) counts finished iterations, each at its
+# full-backpropagation device time, per device-second while the cluster is asked for more than it has, relative to gang
+# scheduling in the same order. *Cost efficiency* credits only the backward work that was really done. *Bound* is what
+# perfect packing of the finished iterations would have reached; no result lies above its own.
 
 
 # %%
@@ -453,7 +445,7 @@ def patient(view: schedule.View) -> schedule.Assignment:
 
 
 own = schedule.compare(jobs, cluster, ["gang-srsf", "gang-patient", "jigsaw"])
-own.tables()[0]
+own
 
 # %% [markdown]
 # The slowest jobs are done sooner, and the average pays for it. The same functions run real training jobs:

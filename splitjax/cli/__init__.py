@@ -7,6 +7,7 @@ a wrong option does.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -26,7 +27,11 @@ from splitjax.cli.report import ShowReport
 from splitjax.cli.simulate import Simulate
 from splitjax.cli.train import Train
 from splitjax.cli.verify import Verify
+from splitjax.display.text_layout import wrap
 from splitjax.errors import SplitjaxError
+
+_TITLE = re.compile(r"\s*\w+:\s+")
+_LEAST_COLUMNS = 20
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -75,11 +80,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def print_error(error: SplitjaxError, console: Console) -> None:
-    """Prints the message of an `error` in red on a `console`, then what it knows about value, place and remedy."""
-    message, *details = str(error).split("\n")
-    console.print(Text.assemble(("error: ", "bold red"), (message, "red")), soft_wrap=True)
+    """Prints the message of an `error` in red on a `console`, then what it knows about value, place and remedy. On a
+    terminal lines are broken between words; elsewhere they stay whole, for whoever searches a log."""
+    message, *details = _fitted(f"error: {error}", console).split("\n")
+    console.print(Text.assemble(("error: ", "bold red"), (message.removeprefix("error: "), "red")), soft_wrap=True)
     for line in details:
         console.print(Text(line), soft_wrap=True)
+
+
+def _fitted(text: str, console: Console) -> str:
+    """Breaks the lines of a text at the width of a terminal, and indents what goes on as far as what stands behind a
+    title (`remedy: `)."""
+    if not console.is_terminal:
+        return text
+    lines = []
+    for line in text.split("\n"):
+        title = _TITLE.match(line)
+        indent = title.end() if title else 0
+        first, *rest = wrap(line[indent:], max(console.width - indent, _LEAST_COLUMNS))
+        lines += [line[:indent] + first, *(" " * indent + part for part in rest)]
+    return "\n".join(lines)
 
 
 def script() -> None:

@@ -7,7 +7,9 @@ import math
 from typing import Any
 
 import jax
-from rich.table import Table
+
+from splitjax.display.document import Document, Section, Table
+from splitjax.display.figures import bytes_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,18 +44,14 @@ def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
-def comparison(base: MemoryUse, compared: MemoryUse) -> Table:
-    """Returns a table of `base` and `compared` side by side, and what the second saves."""
-    table = Table(title="memory per device, MiB", title_justify="left")
-    for column in ("", base.name, compared.name, "difference"):
-        table.add_column(column, justify="left" if not column else "right")
-    for label, before, after in (
-        ("state (parameters and optimizer)", base.state_bytes, compared.state_bytes),
-        ("whole step as XLA compiled it", base.step_bytes, compared.step_bytes),
-    ):
-        table.add_row(label, _mib(before), _mib(after), f"{after / before - 1:+.0%}")
-    return table
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f}"
+def comparison(base: MemoryUse, compared: MemoryUse) -> Document:
+    """Returns a document with `base` and `compared` side by side, and what the second saves."""
+    rows = tuple(
+        (label, bytes_text(before), bytes_text(after), f"{100 * (after / before - 1):+.0f} %")
+        for label, before, after in (
+            ("state (parameters and optimizer)", base.state_bytes, compared.state_bytes),
+            ("whole step as XLA compiled it", base.step_bytes, compared.step_bytes),
+        )
+    )
+    table = Table.of(("", base.name, compared.name, "difference"), rows, (1, 2, 3))
+    return Document("", (Section("memory per device", (table,)),))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
-from splitjax import display
 from splitjax.cli import _session
 from splitjax.cli._options import (
     GroupComm,
@@ -21,7 +20,7 @@ from splitjax.cli._options import (
     check_positive,
     parse_mesh,
 )
-from splitjax.errors import PlanError
+from splitjax.cli._output import print_value, write_page
 
 if TYPE_CHECKING:
     from splitjax.cli._models import Planned
@@ -90,26 +89,7 @@ class ModelCommand(Traceback):
             f"{self.batch_size} examples on {parse_mesh(self.mesh)}",
             highlight=False,
         )
-        # It lays out its own lines: wrapping or markup would break its tables.
-        console.print(str(shown), soft_wrap=True, markup=False, highlight=False)
+        print_value(shown, console)
         if self.html is not None:
             write_page(self.html, shown._repr_html_(), f"splitjax {name}")
             console.print(f"page: {self.html}", highlight=False)
-
-
-def write_page(path: pathlib.Path, body: str, title: str) -> None:
-    """Writes an HTML page called `title` around `body` to `path`. Raises `PlanError` if it cannot be written."""
-    write_file(path, display.page(body, title), "--html")
-
-
-def write_file(path: pathlib.Path, text: str, option: str) -> None:
-    """Writes to `path` the `text` that an `option` asked for. Raises `PlanError` when the file cannot be written."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlanError(
-            f"the file cannot be written: {error.strerror or error}",
-            value=str(path),
-            place=option,
-            remedy="give a path in a folder that exists and may be written to",
-        ) from error

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from splitjax.cli import _session
 from splitjax.cli._options import MeshText, Traceback, check_positive, parse_mesh
+from splitjax.cli._output import print_value
 from splitjax.errors import DataError
 from splitjax.mesh import MeshShape
 
@@ -81,13 +82,13 @@ class Demo(Traceback):
             style="bold",
             highlight=False,
         )
-        console.print(str(trained.plan), soft_wrap=True, markup=False, highlight=False)
+        print_value(trained.plan, console)
 
         from splitjax.cli._memory import comparison
         from splitjax.cli._plot import write_plot
 
         uses = compare_memory(trained, mesh)
-        console.print(comparison(*uses))
+        print_value(comparison(*uses), console)
         trained.plan.save(output_dir / "plan.json")
         title = f"{self.model} on {dataset.name}, {mesh}: test accuracy {trained.test_accuracy:.2%}"
         if write_plot(output_dir / "demo.png", trained.losses, trained.accuracies, uses, title):

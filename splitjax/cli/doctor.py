@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rich.console import Console
-from rich.table import Table
 
 import splitjax
 from splitjax.cli import _session
 from splitjax.cli._options import Traceback
+from splitjax.cli._output import print_value
+from splitjax.display.document import Document, Pairs, Paragraph, Section
 
 PACKAGES = (
     "jax",
@@ -44,12 +45,7 @@ class Doctor(Traceback):
         import jax
 
         devices = jax.devices()
-        table = Table(title="this machine", show_header=False, title_justify="left")
-        for name, value in facts(devices):
-            table.add_row(name, value)
-        console.print(table)
-        for line in advice(devices):
-            console.print(f"- {line}", soft_wrap=True, highlight=False, markup=False)
+        print_value(doctor_document(devices), console)
         return 0
 
 
@@ -65,6 +61,12 @@ class MachineDevice(Protocol):
     def device_kind(self) -> str:
         """Returns the name of the hardware."""
         ...
+
+
+def doctor_document(devices: Sequence[MachineDevice]) -> Document:
+    """Makes the document of this machine with these `devices`: what there is, then what to do."""
+    pairs = Pairs(tuple((name, (value,)) for name, value in facts(devices)))
+    return Document("", (Section("this machine", (pairs,)), Section("advice", tuple(map(Paragraph, advice(devices))))))
 
 
 def facts(devices: Sequence[MachineDevice]) -> list[tuple[str, str]]:

@@ -7,17 +7,17 @@ import dataclasses
 import pathlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Annotated
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
-from splitjax.cli._model_command import write_file
 from splitjax.cli._options import Traceback
+from splitjax.cli._output import print_value, write_file
 from splitjax.codec import Codec, Wording
+from splitjax.display.document import Document, Section, Table
 from splitjax.errors import LaunchError
 from splitjax.runtime.launch import launch
 from splitjax.runtime.launch import output as launch_output
@@ -30,25 +30,29 @@ _STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 
 @dataclasses.dataclass(frozen=True)
 class Launch(Traceback):
-    """Start a program as several processes that train together: splitjax launch -n 4 -- python train.py
+    """Start a program as several processes that train together, and watch them: splitjax launch -n 4 -- python train.py
 
-    Each process that imports splitjax joins the run. Ctrl-C and SIGTERM ask all of them to save and exit; a second
-    Ctrl-C kills. The exit status is 0, the failed worker's (128 and the signal's number, if one killed it), or 130
-    and 143 after Ctrl-C and SIGTERM.
+    Every process that imports splitjax joins the run by itself, and then sees the devices of all. If a worker fails,
+    the others are ended too, and with --restarts all are started again. Ctrl-C or SIGTERM asks the workers to save a
+    checkpoint and exit; a second Ctrl-C kills them.
+
+    The command exits with 0 if all workers ended well; with the exit status of the worker that failed first, or 128
+    plus the number of the signal that killed it; with 130 after Ctrl-C, and with 143 after SIGTERM.
     """
 
     command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND [ARGUMENT ...]")] = ()
     """What to start, behind two dashes."""
     num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
-    """How many worker processes."""
+    """How many worker processes to start."""
     restarts: int = 0
-    """After a failure start all workers again, up to so many times."""
+    """How often to start all workers again after a failure."""
     threads: int | None = None
     """Threads of each worker's XLA on CPU; as many as there are cores if not given."""
     devices_per_process: int | None = None
     """Virtual CPU devices of each worker."""
     gpus_per_process: int | None = None
-    """Worker r sees so many GPUs, from number r times so many on; every worker sees all of them if not given."""
+    """GPUs of each worker: with 2, worker 0 sees GPUs 0 and 1, worker 1 sees GPUs 2 and 3. Every worker sees all GPUs
+    if not given."""
     log_dir: pathlib.Path | None = None
     """Write what each worker prints into a file here too, one per worker and attempt."""
     grace_seconds: float = 2.0
@@ -64,10 +68,11 @@ class Launch(Traceback):
     """Put each worker into a network of its own behind a link of this rate, such as 200mbit or 1gbit (Linux, root), and
     report the bytes that it really sent."""
     network_json: pathlib.Path | None = None
-    """Write these bytes to this file too."""
+    """Write the bytes that each worker sent and received to this file too."""
 
     def run(self, console: Console) -> int:
-        """Runs the command, printing on the `console`, and returns the exit status."""
+        """Runs the command until all workers have ended, and returns the exit status. What workers print goes to the
+        standard streams as it comes, not to the `console`. Raises `LaunchError` for options that cannot be."""
         if self.network_json is not None and self.bandwidth is None:
             raise LaunchError(
                 "without --bandwidth workers talk over the loopback, and nothing is counted",
@@ -90,18 +95,8 @@ class Launch(Traceback):
             return outcome.status
 
     def _report(self, traffic: tuple[Traffic, ...], bits_per_second: int) -> None:
-        table = Table(
-            "worker",
-            "sent (bytes)",
-            "received (bytes)",
-            title=f"network, {self.bandwidth} a link",
-            title_justify="left",
-        )
-        for column in table.columns:
-            column.justify = "right"
-        for one in traffic:
-            table.add_row(str(one.rank), f"{one.sent_bytes:,}", f"{one.received_bytes:,}")
-        Console(stderr=True).print(table, highlight=False)
+        title = f"network, {self.bandwidth} a link"
+        print_value(traffic_document(title, traffic), Console(stderr=True))
         if self.network_json is not None:
             write_file(self.network_json, _JSON.text(_NetworkTraffic(bits_per_second, traffic)), "--network-json")
 
@@ -115,6 +110,13 @@ class _NetworkTraffic:
 
 
 _JSON = Codec(_NetworkTraffic, LaunchError, Wording("a count of traffic", "run with --network-json"), end="")
+
+
+def traffic_document(title: str, traffic: Sequence[Traffic]) -> Document:
+    """Makes the document of the bytes that each worker sent and received (`traffic`), under a `title`."""
+    rows = tuple((str(worker.rank), f"{worker.sent_bytes:,}", f"{worker.received_bytes:,}") for worker in traffic)
+    table = Table.of(("worker", "sent (bytes)", "received (bytes)"), rows, range(3))
+    return Document("", (Section(title, (table,)),))
 
 
 @contextlib.contextmanager

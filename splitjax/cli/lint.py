@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from splitjax.cli import _session
 from splitjax.cli._options import Library, MeshText, ModelName, OptimizerName, Traceback, check_positive, parse_mesh
+from splitjax.cli._output import print_value
+from splitjax.display.document import Column, Document, Table
 
 if TYPE_CHECKING:
     from splitjax.rules import Finding
 
-_STYLES = {"error": "bold red", "warning": "yellow", "info": "dim"}
+_SEVERITIES = ("error", "warning", "info")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,26 +64,18 @@ class Lint(Traceback):
             )
             findings = lint(rules, planned.step.graph(*planned.arguments), mesh)
             against = f"against {self.model} on {mesh}"
-        console.print(f"rule set {rules.name}: {len(rules.rules)} rules, checked {against}", highlight=False)
-        show(findings, console)
+        title = f"rule set {rules.name}: {len(rules.rules)} rules, checked {against}"
+        print_value(lint_document(title, findings), console)
         return 1 if any(finding.severity == "error" for finding in findings) else 0
 
 
-def show(findings: Sequence[Finding], console: Console) -> None:
-    """Prints the `findings` on a `console`, as a table, worst first, and their count."""
-    if findings:
-        table = Table("", "rule", "finding", "remedy", title_justify="left", show_lines=False)
-        for finding in findings:
-            table.add_row(
-                Text(finding.severity, _STYLES[finding.severity]),
-                finding.rule or "(all)",
-                finding.message,
-                finding.remedy,
-            )
-        console.print(table, highlight=False)
-    counts = {severity: sum(finding.severity == severity for finding in findings) for severity in _STYLES}
-    console.print(
-        ", ".join(
-            f"{count} {severity}{'' if count == 1 or severity == 'info' else 's'}" for severity, count in counts.items()
-        )
+def lint_document(title: str, findings: Sequence[Finding]) -> Document:
+    """Makes the document of the `findings` about a rule set under a `title`: a table, and how many there are of each
+    severity."""
+    columns = (Column("severity"), Column("rule", "code"), Column("finding"), Column("remedy"))
+    rows = tuple((finding.severity, finding.rule or "(all)", finding.message, finding.remedy) for finding in findings)
+    counts = {severity: sum(finding.severity == severity for finding in findings) for severity in _SEVERITIES}
+    verdict = ", ".join(
+        f"{count} {severity}{'' if count == 1 or severity == 'info' else 's'}" for severity, count in counts.items()
     )
+    return Document(title, (Table(columns, rows),), verdict)

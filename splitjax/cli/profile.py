@@ -15,8 +15,8 @@ import tyro
 from rich.console import Console
 
 from splitjax.cli import _session
-from splitjax.cli._model_command import write_file, write_page
 from splitjax.cli._options import OptionValueError, Traceback, check_positive, parse_mesh
+from splitjax.cli._output import print_value, write_file, write_page
 from splitjax.cli._train_options import (
     DataOptions,
     LayoutOptions,
@@ -103,8 +103,7 @@ class ShowProfile(Traceback):
             return self._show_job(console, steps.train_step, state, stream, spec.name)
         batches = itertools.islice(stream, self.batches)
         profile = steps.train_step.profile(state, batches, num_workers=self.num_workers)
-        # It lays out its own lines: wrapping or markup would break its tables.
-        console.print(str(profile), soft_wrap=True, markup=False, highlight=False)
+        print_value(profile, console)
         if self.json is not None:
             write_file(self.json, profile.to_json(), "--json")
         if self.html is not None:
@@ -169,7 +168,7 @@ class ShowProfile(Traceback):
             input_seconds=input_seconds,
             stages=self.stages or None,
         )
-        console.print(schedule.profile_table(profile, workers))
+        print_value(schedule.profile_table(profile, workers), console)
         if self.json is not None:
             write_file(self.json, profiles_text([profile]), "--json")
             console.print(f"profile: {self.json}", highlight=False)

@@ -6,8 +6,9 @@ import dataclasses
 
 from rich.console import Console
 
-from splitjax.cli._model_command import ModelCommand, write_file
+from splitjax.cli._model_command import ModelCommand
 from splitjax.cli._options import ModelName
+from splitjax.cli._output import write_file
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.console import Console
 
-from splitjax.cli._model_command import write_file
 from splitjax.cli._options import OptionValueError, Traceback, check_positive
+from splitjax.cli._output import print_value, write_file
 
 if TYPE_CHECKING:
     from splitjax.schedule import Cluster, Job
@@ -121,7 +121,7 @@ class Simulate(Traceback):
             comparison = schedule.compare(
                 jobs, cluster, names, options, on_start=lambda name: status.update(f"simulating {name}")
             )
-        console.print(*comparison.tables())
+        print_value(comparison, console)
         if self.json is not None:
             settings = {
                 "trace": str(self.trace),

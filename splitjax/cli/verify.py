@@ -8,7 +8,8 @@ from typing import Literal
 
 from rich.console import Console
 
-from splitjax.cli._model_command import ModelCommand, write_file
+from splitjax.cli._model_command import ModelCommand
+from splitjax.cli._output import write_file
 
 WRONG = 1
 

@@ -6,7 +6,7 @@ values need not import what shows them: a value asks the registry, and a room ab
 """
 
 from splitjax.display.document import Bar, Column, Document, Matrix, Pairs, Paragraph, Section, Stretch, Table, Timeline
-from splitjax.display.registry import document, draw, html, page, register, show
+from splitjax.display.registry import Shown, document, draw, html, page, register, show
 
 __all__ = [
     "Bar",
@@ -16,6 +16,7 @@ __all__ = [
     "Pairs",
     "Paragraph",
     "Section",
+    "Shown",
     "Stretch",
     "Table",
     "Timeline",

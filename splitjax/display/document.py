@@ -45,8 +45,8 @@ Cell = str | Bar
 class Table:
     """Holds rows under columns. A table without rows is not shown.
 
-    - `columns`: from left to right; the first names the row, and is repeated where a table is too wide for a page of
-      text and is continued below itself.
+    - `columns`: from left to right; the first names the row, together with the second where some of its cells are
+      empty. What names the rows is repeated where a table is too wide for a page of text and is continued below itself.
     - `rows`: one cell a column; an empty string stands for nothing.
     - `first_of_group`: positions of the rows that begin a group of rows, such as those of one layer.
     """
@@ -60,10 +60,22 @@ class Table:
             assert len(row) == len(self.columns), f"a row of {len(row)} cells under {len(self.columns)} columns"
 
     @classmethod
-    def of(cls, columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...], numbers: tuple[int, ...] | range) -> Table:
-        """Makes a table of words and figures: `columns` are the titles, `numbers` the positions of the columns that
-        hold figures, `rows` the cells."""
-        kinds: list[Kind] = ["number" if position in numbers else "text" for position in range(len(columns))]
+    def of(
+        cls,
+        columns: tuple[str, ...],
+        rows: tuple[tuple[str, ...], ...],
+        numbers: tuple[int, ...] | range,
+        code: tuple[int, ...] = (),
+    ) -> Table:
+        """Makes a table of words and figures.
+
+        **Arguments:** `columns`: the titles. `rows`: the cells. `numbers`, `code`: the positions of the columns that
+        hold figures, and names or code; the others hold words.
+        """
+        kinds: list[Kind] = [
+            "number" if position in numbers else "code" if position in code else "text"
+            for position in range(len(columns))
+        ]
         return cls(tuple(map(Column, columns, kinds)), rows)
 
 
@@ -96,13 +108,13 @@ class Matrix:
 class Stretch:
     """Marks a stretch of a lane, from `start` to `end` in the unit of its timeline.
 
-    - `key`: what occupies it: the same key, the same colour or letter; empty where several share it.
+    - `keys`: what occupies it, several where they share it. The same key has the same colour and letter everywhere.
     - `note`: a sentence about it, which HTML shows under the pointer.
     """
 
     start: float
     end: float
-    key: str
+    keys: tuple[str, ...]
     note: str = ""
 
 
@@ -121,7 +133,7 @@ class Timeline:
     @property
     def keys(self) -> tuple[str, ...]:
         """Returns all keys, in the order in which lanes show them."""
-        return tuple(dict.fromkeys(stretch.key for _, lane in self.lanes for stretch in lane if stretch.key))
+        return tuple(dict.fromkeys(key for _, lane in self.lanes for stretch in lane for key in stretch.keys))
 
 
 @dataclasses.dataclass(frozen=True)

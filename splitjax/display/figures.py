@@ -15,26 +15,33 @@ def bytes_text(num_bytes: int) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Writes a time in `seconds`: `812 us`, `3.21 ms`, `1.25 s`."""
+    """Writes a time in `seconds` to three digits: `812 us`, `3.20 ms`, `1.25 s`."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
-            return f"{seconds / size:.3g} {unit}" if seconds < 1000 * size else f"{seconds / size:.0f} {unit}"
+            return f"{_three_digits(seconds / size)} {unit}"
     return f"{seconds / 1e-6:.0f} us"
 
 
 def ratio_text(ratio: float) -> str:
-    """Writes a number without unit, such as `ratio` of two others, to three digits: `0.312`, `7.42`, `1230`."""
-    return f"{ratio:.0f}" if abs(ratio) >= 1000 else f"{ratio:.3g}"
+    """Writes a number without unit, such as `ratio` of two others, to three digits: `0.312`, `7.40`, `1230`."""
+    return _three_digits(ratio)
 
 
 def share_text(share: float) -> str:
-    """Writes `share`, 1 for all, in percent to three digits: `1.11 %`."""
-    return f"{ratio_text(100 * share)} %"
+    """Writes `share`, 1 for all, in percent to three digits: `1.10 %`."""
+    return f"{_three_digits(100 * share)} %"
 
 
 def percent_saved(device_bytes: int, whole_bytes: int) -> str:
     """Writes how much less one device holds (`device_bytes`) than all of it (`whole_bytes`): `75.0 %`."""
     return f"{100 * (1 - device_bytes / whole_bytes):.1f} %" if whole_bytes else "0.0 %"
+
+
+def _three_digits(number: float) -> str:
+    """Three digits with their zeros, so that figures below each other line up; a zero, and what has more, is whole."""
+    if not number or abs(number) >= 1000:
+        return f"{number:.0f}"
+    return f"{number:#.3g}".removesuffix(".")
 
 
 def clean(text: str) -> str:

@@ -8,7 +8,7 @@ tr:nth-child(odd)`), so every selector here names its class three times, which w
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from splitjax.display.document import (
     Bar,
@@ -19,6 +19,7 @@ from splitjax.display.document import (
     Paragraph,
     Part,
     Section,
+    Stretch,
     Table,
     Timeline,
     is_empty,
@@ -26,9 +27,10 @@ from splitjax.display.document import (
 from splitjax.display.figures import clean
 
 _ROOT = "div.splitjax.splitjax.splitjax"
-_BAR_PIXELS = 160
+_BAR_PIXELS = 100
 _WORDS = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Noto Sans", Arial, sans-serif'
 _NAMES = 'ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", "DejaVu Sans Mono", monospace'
+# A table that is wider than its page scrolls, and fades out at the right as long as there is more.
 # Colours are the page's (`inherit`, `currentColor`) and translucent fills, so a dark theme needs no rules of its own: a
 # notebook's theme need not be the system's, which is all that a media query could ask for.
 _RULES = f"""
@@ -36,19 +38,23 @@ ROOT {{ font: 13px/1.5 {_WORDS}; color: inherit; max-width: 100%; text-align: le
 ROOT p {{ margin: 0 0 8px 0; font: 13px/1.5 {_WORDS}; color: inherit; }}
 ROOT p.title {{ font-weight: 600; }}
 ROOT details {{ margin: 0 0 10px 0; }}
-ROOT summary {{ cursor: pointer; padding: 2px 0; font: 600 13px/1.5 {_WORDS}; color: inherit; }}
+ROOT summary {{ display: list-item; cursor: pointer; padding: 2px 0; font: 600 13px/1.5 {_WORDS}; color: inherit; }}
 ROOT .scroll {{ overflow-x: auto; margin: 0 0 10px 0; }}
 ROOT table {{ border-collapse: collapse; border: 0; margin: 0; width: auto; table-layout: auto;
   background: transparent; color: inherit; }}
 ROOT thead, ROOT tbody, ROOT thead tr, ROOT tbody tr {{ background: transparent; border: 0; }}
 ROOT th, ROOT td {{ padding: 2px 14px 2px 0; border: 0; background: transparent; color: inherit;
   font: 13px/1.5 {_WORDS}; text-align: left; vertical-align: baseline; white-space: nowrap; max-width: none; }}
-ROOT thead th {{ font-weight: 600; vertical-align: bottom; border-bottom: 1px solid currentColor; }}
+ROOT th:last-child, ROOT td:last-child {{ padding-right: 0; }}
+ROOT thead th {{ font-weight: 600; vertical-align: bottom; white-space: normal;
+  border-bottom: 1px solid currentColor; }}
 ROOT tbody tr.first td {{ border-top: 1px solid rgba(128, 128, 128, 0.3); }}
 ROOT tbody tr.first:first-child td {{ border-top: 0; }}
 ROOT td.number, ROOT th.number {{ text-align: right; font-variant-numeric: tabular-nums; }}
-ROOT td.words {{ white-space: normal; min-width: 16em; max-width: 46em; overflow-wrap: anywhere; }}
-ROOT code {{ padding: 0; border: 0; background: transparent; color: inherit; font: 12px/1.5 {_NAMES}; }}
+ROOT td.words {{ white-space: normal; min-width: 9em; }}
+ROOT td.long {{ min-width: 16em; max-width: 46em; overflow-wrap: anywhere; }}
+ROOT code {{ padding: 0; border: 0; background: transparent; color: inherit; white-space: inherit;
+  font: 12px/1.5 {_NAMES}; }}
 ROOT .bar {{ display: inline-block; height: 9px; background: rgba(128, 128, 128, 0.3); }}
 ROOT .bar span {{ display: block; height: 9px; background: rgb(66, 133, 214); }}
 ROOT table.pairs {{ margin: 0 0 10px 0; }}
@@ -59,20 +65,36 @@ ROOT .matrix th {{ padding: 0 4px 0 0; font-weight: 400; font-size: 11px; text-a
 ROOT .timeline {{ width: 100%; }}
 ROOT .timeline th {{ font-weight: 400; padding: 0 8px 0 0; }}
 ROOT .timeline td {{ width: 100%; min-width: 200px; padding: 1px 0; vertical-align: middle; }}
-ROOT .lane {{ position: relative; height: 14px; background: rgba(128, 128, 128, 0.12); }}
+ROOT .lane {{ position: relative; height: 18px; background: rgba(128, 128, 128, 0.12); }}
 ROOT .lane span {{ position: absolute; top: 0; bottom: 0; }}
 ROOT .axis {{ display: flex; justify-content: space-between; border-top: 1px solid currentColor; }}
+ROOT .key {{ display: inline-block; margin: 0 14px 0 0; }}
+ROOT .key span {{ display: inline-block; width: 10px; height: 10px; margin: 0 5px 0 0; }}
+@supports (animation-timeline: scroll()) {{
+ROOT .scroll {{ animation: splitjax-more linear; animation-timeline: scroll(self inline); }}
+@keyframes splitjax-more {{
+0%, 99% {{ mask-image: linear-gradient(to right, black calc(100% - 40px), transparent); }}
+100% {{ mask-image: none; }}
+}}
+}}
 @media (max-width: 600px) {{
 ROOT th, ROOT td {{ padding: 2px 10px 2px 0; }}
+ROOT td.words {{ min-width: 6em; }}
+ROOT td.long {{ min-width: 10em; }}
 ROOT .pairs th, ROOT .pairs td {{ display: block; padding: 0; }}
 ROOT .pairs td {{ margin: 0 0 6px 0; }}
 }}
 """
 STYLE = _RULES.replace("ROOT", _ROOT)
-_SHARED = "rgba(128, 128, 128, 0.7)"
+# A lane is divided among so many that share it; where there are more, it is grey.
+_MOST_SHARED = 9
+_CROWDED = "rgb(128, 128, 128)"
+# More colours than this are not explained below a timeline: what a stretch is shows under the pointer.
+_MOST_KEYS = 48
 _PAGE_STYLE = "body { margin: 20px; } @media (max-width: 600px) { body { margin: 10px; } }"
-# A column of words with a text longer than this may be broken into lines.
-_LONG_CHARACTERS = 40
+# A column of words with no text longer than this is never broken into lines; with one longer than the second number, it
+# is kept wide enough for sentences.
+_SHORT_CHARACTERS, _LONG_CHARACTERS = 16, 40
 
 
 def render(document: Document) -> str:
@@ -141,11 +163,14 @@ def _table(table: Table) -> str:
 
 
 def _classes(column: Column, cells: Sequence[str | Bar]) -> str:
-    """The class attribute of a column's cells: figures, words that may be broken into lines, or none."""
+    """The class attribute of a column's cells: figures, words that are broken into lines where the table is wider than
+    the page, sentences, or none for short words, names and bars."""
     if column.kind == "number":
         return ' class="number"'
-    is_long = any(isinstance(cell, str) and len(cell) > _LONG_CHARACTERS for cell in cells)
-    return ' class="words"' if column.kind == "text" and is_long else ""
+    longest = max(len(cell) for cell in cells if isinstance(cell, str)) if column.kind == "text" else 0
+    if longest <= _SHORT_CHARACTERS:
+        return ""
+    return ' class="words long"' if longest > _LONG_CHARACTERS else ' class="words"'
 
 
 def _cell(cell: str | Bar, column: Column, longest: float) -> str:
@@ -163,22 +188,40 @@ def _bar(bar: Bar, longest: float) -> str:
 
 
 def _timeline(timeline: Timeline) -> str:
-    """A row for each lane, with a fill for each of its stretches: colours by key, grey where several share."""
-    # Hues a golden angle apart are told apart however many there are.
-    colours = {key: f"hsl({137.508 * number % 360:.0f}, 55%, 55%)" for number, key in enumerate(timeline.keys)}
+    """A row for each lane, with a fill for each of its stretches, then the axis and which colour is whose."""
+    # Hues a golden angle apart differ however many there are; those that come near each other again (8, 13, 21 further
+    # on) differ in lightness, most of them.
+    colours = {
+        key: f"hsl({137.508 * number % 360:.0f}, 60%, {48 + 6 * (number % 4)}%)"
+        for number, key in enumerate(timeline.keys)
+    }
     rows = []
     for title, lane in timeline.lanes:
-        spans = "".join(
-            f'<span style="left: {100 * stretch.start / timeline.end:.2f}%;'
-            f" width: {100 * (stretch.end - stretch.start) / timeline.end:.2f}%;"
-            f' background: {colours.get(stretch.key, _SHARED)}" title="{safe(stretch.note or stretch.key)}"></span>'
-            for stretch in lane
-        )
+        spans = "".join(_stretch(stretch, timeline.end, colours) for stretch in lane)
         rows.append(f'<tr><th scope="row">{safe(title)}</th><td><div class="lane">{spans}</div></td></tr>')
-    end = safe(f"{timeline.end:.3g} {timeline.unit}")
-    axis = "".join(f"<span>{text}</span>" for text in ("0", "grey: shared, empty: idle", end))
+    axis = f"<span>0</span><span>{safe(f'{timeline.end:.3g} {timeline.unit}')}</span>"
     rows.append(f'<tr><th></th><td><div class="axis">{axis}</div></td></tr>')
-    return f'<table class="timeline"><tbody>{"".join(rows)}</tbody></table>'
+    keys = ""
+    if len(colours) <= _MOST_KEYS:
+        keys = "".join(
+            f'<span class="key"><span style="background: {colour}"></span>{safe(key)}</span>'
+            for key, colour in colours.items()
+        )
+    table = f'<table class="timeline"><tbody>{"".join(rows)}</tbody></table>'
+    return f'<div class="scroll">{table}</div>' + (f"<p>{keys}</p>" if keys else "")
+
+
+def _stretch(stretch: Stretch, end: float, colours: Mapping[str, str]) -> str:
+    """The fill of a stretch, in equal bands where several share it."""
+    # Neighbours are rounded alike: no gap and no overlap shows between them.
+    left, right = (round(100 * moment / end, 3) for moment in (stretch.start, stretch.end))
+    bands = [colours[key] for key in stretch.keys] if len(stretch.keys) <= _MOST_SHARED else [_CROWDED]
+    fill = bands[0] if bands else "none"
+    if len(bands) > 1:
+        edges = [f"{100 * number / len(bands):.4g}%" for number in range(len(bands) + 1)]
+        fill = f"linear-gradient({', '.join(f'{c} {a} {b}' for c, a, b in zip(bands, edges, edges[1:]))})"
+    note = safe(stretch.note or ", ".join(stretch.keys))
+    return f'<span style="left: {left:g}%; width: {right - left:.3f}%; background: {fill}" title="{note}"></span>'
 
 
 def _matrix(matrix: Matrix) -> str:

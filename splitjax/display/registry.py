@@ -30,6 +30,22 @@ class Entry:
     draw: Draw | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """Holds a `document` that shows itself: as text when it is printed, as HTML in a notebook.
+
+    Functions return it whose document says more than a single value does, such as a profile for a number of workers.
+    """
+
+    document: Document
+
+    def __str__(self) -> str:
+        return show(self.document)
+
+    def _repr_html_(self) -> str:
+        return html(self.document)
+
+
 _ENTRIES: dict[str, Entry] = {}
 
 
@@ -47,10 +63,12 @@ def register(kind: type | str, make_document: MakeDocument, *, draw: Draw | None
 
 
 def document(value: object) -> Document | None:
-    """Returns the document of `value`, by the nearest registered class among its type's bases, or `value` itself if it
-    is a document; None where there is none."""
+    """Returns the document of `value`, by the nearest registered class among its type's bases; `value` itself if it is
+    a document, and what it holds if it is `Shown`; None where there is none."""
     if isinstance(value, Document):
         return value
+    if isinstance(value, Shown):
+        return value.document
     entry = _entry(value)
     return None if entry is None else entry.make_document(value)
 

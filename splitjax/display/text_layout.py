@@ -1,15 +1,17 @@
 """Documents as plain text: no colour codes, so that it can be logged, compared and piped.
 
 Words stand on the left of their column and figures on the right. Nothing is cut: long names go on in further lines of
-their cell, and a table with more columns than fit is continued below itself with its first column repeated.
+their cell, and a table with more columns than fit is continued below itself with what names its rows repeated.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import string
 import sys
 from collections.abc import Mapping, Sequence
+from typing import IO
 
 from rich.cells import cell_len
 
@@ -36,17 +38,20 @@ _LONGEST_WORDS = (16, 12, 10, 8)
 _MIN_LINE = 12
 _BAR_WIDTH = 16
 _FILLED, _EMPTY = "█", "░"
-# In timelines: what occupies a lane, in turn where there are more; several that share it; nothing.
+# In timelines: what occupies a lane, in turn where there are more; nothing.
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase + string.digits
-_SHARED, _IDLE = "#", "."
+_IDLE = "."
 # A name that is longer than its column is continued behind one of these, if it has any.
 _JOINTS = "/._-,:|+="
+# Words are what stands between spaces; a figure and its unit are a single word.
+_BETWEEN_WORDS = re.compile(r" (?:(?<!\d )|(?!(?:%|[KMGT]iB|B|us|ms|s|min|h|d)(?:\W|$)))")
 
 
-def text_width() -> int:
-    """Returns the columns of the terminal within bounds, or of a page where the output is no terminal."""
+def text_width(file: IO[str] | None = None) -> int:
+    """Returns the columns of the terminal that `file` (None: the standard output) writes to within bounds, or of a page
+    where it is no terminal."""
     try:
-        is_terminal = sys.stdout.isatty()
+        is_terminal = (sys.stdout if file is None else file).isatty()
     except (AttributeError, ValueError):  # replaced or closed
         is_terminal = False
     if not is_terminal:
@@ -102,29 +107,45 @@ def _pairs(pairs: Pairs, width: int) -> list[str]:
 
 
 def _timeline(timeline: Timeline, width: int) -> list[str]:
-    """A line for each lane, a character for each moment, then the axis and what the characters mean."""
+    """A line for each lane, a character for each moment, then the axis and what the characters mean. Who share a
+    stretch have its moments in turn."""
     titles = [clean(title) for title, _ in timeline.lanes]
     indent = max(map(cell_len, titles)) + len(_GAP)
     num_moments = max(width - indent, _MIN_LINE)
     letters = {key: _LETTERS[number % len(_LETTERS)] for number, key in enumerate(timeline.keys)}
     lines = []
     for title, (_, lane) in zip(titles, timeline.lanes, strict=True):
-        moments = ((number + 0.5) / num_moments * timeline.end for number in range(num_moments))
-        lines.append(_left(title, indent) + "".join(_occupant(lane, moment, letters) for moment in moments))
+        moments = [(number + 0.5) / num_moments * timeline.end for number in range(num_moments)]
+        lines.append(
+            _left(title, indent) + "".join(_occupant(lane, n, moment, letters) for n, moment in enumerate(moments))
+        )
     end = f"{timeline.end:.3g} {timeline.unit}"
     lines.append(" " * indent + "0" + _right(end, num_moments - 1))
-    meanings = [f"{_IDLE} idle", f"{_SHARED} shared"]
+    meanings = [f"{_IDLE} idle"]
+    if any(len(stretch.keys) > 1 for _, lane in timeline.lanes for stretch in lane):
+        meanings.append("letters in turn: shared")
     if len(letters) <= len(_LETTERS):
         meanings += [f"{letter} {clean(key)}" for key, letter in letters.items()]
-    return [*lines, *wrap(", ".join(meanings), width)]
+    return [*lines, *_joined(meanings, width)]
 
 
-def _occupant(lane: Sequence[Stretch], moment: float, letters: Mapping[str, str]) -> str:
-    """The character of what occupies a lane at a moment."""
+def _occupant(lane: Sequence[Stretch], number: int, moment: float, letters: Mapping[str, str]) -> str:
+    """The character of what occupies a lane at a moment, which is the one with this number."""
     for stretch in lane:
-        if stretch.start <= moment < stretch.end:
-            return letters.get(stretch.key, _SHARED)
+        if stretch.start <= moment < stretch.end and stretch.keys:
+            return letters[stretch.keys[number % len(stretch.keys)]]
     return _IDLE
+
+
+def _joined(texts: Sequence[str], width: int) -> list[str]:
+    """Texts with commas between, in lines that are broken between them alone where each fits."""
+    lines = [""]
+    for position, text in enumerate(texts):
+        text += "," if position + 1 < len(texts) else ""
+        if lines[-1] and cell_len(f"{lines[-1]} {text}") > width:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {text}" if lines[-1] else text
+    return [part for line in lines for part in wrap(line, width)]
 
 
 def _table(table: Table, width: int) -> list[list[str]]:
@@ -140,7 +161,8 @@ def _table(table: Table, width: int) -> list[list[str]]:
     else:
         least = _least(table, cells, _LONGEST_WORDS[0])
     blocks = []
-    for positions in _pages(kept, least, width):
+    num_names = 2 if len(kept) > 2 and not all(row[0] for row in cells) else 1
+    for positions in _pages(kept, least, width, num_names):
         widths = _widths([natural[p] for p in positions], [least[p] for p in positions], width)
         numeric = [table.columns[p].kind == "number" for p in positions]
         lines = _row([clean(table.columns[p].title) for p in positions], widths, numeric)
@@ -160,19 +182,19 @@ def _least(table: Table, cells: Sequence[Sequence[str]], longest_word: int) -> l
     """How narrow each column can be: as its longest word, up to `longest_word`; figures are not broken."""
     least = []
     for column, (title, *texts) in zip(table.columns, _columns(table, cells), strict=True):
-        words = [word for text in (title, *texts) for word in text.split(" ")]
+        words = [word for text in (title, *texts) for word in _BETWEEN_WORDS.split(text)]
         figures = 0 if column.kind in ("text", "code") else max(map(cell_len, texts))
         least.append(max(figures, min(max(map(cell_len, words)), longest_word)))
     return least
 
 
-def _pages(positions: Sequence[int], least: Sequence[int], width: int) -> list[list[int]]:
-    """The columns, those that fit side by side together; the first is in every group."""
-    first, *rest = positions
-    pages = [[first]]
-    for position in rest:
-        if _total([least[p] for p in (*pages[-1], position)]) > width and len(pages[-1]) > 1:
-            pages.append([first])
+def _pages(positions: Sequence[int], least: Sequence[int], width: int, num_names: int) -> list[list[int]]:
+    """The columns, those that fit side by side together; the first `num_names` are in every group."""
+    names = list(positions[:num_names])
+    pages = [list(names)]
+    for position in positions[num_names:]:
+        if _total([least[p] for p in (*pages[-1], position)]) > width and len(pages[-1]) > num_names:
+            pages.append(list(names))
         pages[-1].append(position)
     return pages
 
@@ -225,7 +247,7 @@ def wrap(text: str, width: int) -> list[str]:
     if cell_len(text) <= width:
         return [text]
     lines = [""]
-    for word in text.split(" "):
+    for word in _BETWEEN_WORDS.split(text):
         joined = f"{lines[-1]} {word}" if lines[-1] else word
         if cell_len(joined) <= width:
             lines[-1] = joined

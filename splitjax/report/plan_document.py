@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from splitjax.display.document import Bar, Cell, Column, Document, Pairs, Table
+from splitjax.display.document import Bar, Cell, Column, Document, Pairs, Section, Table
 from splitjax.display.figures import bytes_text, percent_saved
 from splitjax.plan import Plan
-from splitjax.report.table import Row, summary, table
+from splitjax.report.table import Row, collective_rows, memory_rows, summary, table
 
 
 def plan_document(plan: Plan) -> Document:
     """Makes the document of `plan`. The bar of a layer is as long as the layer takes bytes, relative to the largest
     layer, and filled for what one device holds of it."""
-    return Document("", (_parameters(table(plan)), Pairs(summary(plan))))
+    memory = Table.of(("", "per device", "on one device", "saved"), memory_rows(plan), (1, 2, 3))
+    sent = Table.of(("collective", "number", "bytes"), collective_rows(plan), (1, 2))
+    return Document(
+        "",
+        (
+            _parameters(table(plan)),
+            Section("memory", (memory,)),
+            Section("sent per device and step", (sent,)),
+            Pairs(summary(plan)),
+        ),
+    )
 
 
 def _parameters(groups: tuple[tuple[Row, ...], ...]) -> Table:
@@ -35,7 +45,7 @@ def _parameters(groups: tuple[tuple[Row, ...], ...]) -> Table:
         Column("rule"),
         *((Column("layers", "number"),) if is_folded else ()),
         Column("each, per device" if is_folded else "per device", "number"),
-        Column("of the whole layer", "bar"),
+        Column("filled: held of the layer", "bar"),
     )
     return Table(columns, tuple(rows), frozenset(firsts))
 

@@ -22,15 +22,15 @@ from splitjax.report.rows import (
 from splitjax.report.value import Report
 
 _KINDS: dict[str, Kind] = {"layer": "code", "predicted": "number", "compiled": "number", "line": "code"}
-_SUMS = ("count", "predicted", "count", "compiled")
+_SUMS = ("predicted number", "predicted bytes", "compiled number", "compiled bytes")
 
 
 def report_document(report: Report) -> Document:
     """Makes the document of `report`: one section for each table that has rows."""
-    memory = Table.of(("predicted", "", "compiled", ""), memory_rows(report), (1, 3))
+    memory = Table.of(("predicted", "bytes", "compiled", "bytes"), memory_rows(report), (1, 3))
     totals = Table.of(("collective", *_SUMS), total_rows(report), range(1, 5))
-    layers = Table.of(("layer", *_SUMS), layer_rows(report), range(1, 5))
-    depths = Table.of(DEPTH_COLUMNS, depth_rows(report), (2, 3))
+    layers = Table.of(("layer", *_SUMS), layer_rows(report), range(1, 5), code=(0,))
+    depths = Table.of(DEPTH_COLUMNS, depth_rows(report), (0, 2, 3), code=(1,))
     planned = _collectives(
         planned_rows(report), ("layer", "collective", "predicted", "compiled", "why", "rule", "line")
     )

@@ -49,6 +49,8 @@ def table(plan: Plan) -> tuple[tuple[Row, ...], ...]:
 def _row(plan: Plan, layer: LayerPlan | None, leaf: LeafPlan) -> Row:
     name = layer.name if layer else ""
     param = leaf.path.removeprefix(name + "/") if name else leaf.path
+    if leaf.path == name:  # a layer that is a single array: its last name is enough
+        param = name.rpartition("/")[2]
     return Row(
         name,
         param,
@@ -157,11 +159,8 @@ def summary(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
             [f"{plan.rules}; batch split over {batch}; replicated layers have the batch split over {replicated}"],
         ),
         ("crossing", [_CROSSINGS[plan.group_comm]] if plan.group_comm != "gather" else []),
-        ("state", _state(plan)),
         ("optimizer", _optimizer(plan)),
-        ("statistics", _held(plan, "statistic")),
-        ("predicted", _predicted(plan)),
-        ("collectives", _collectives(plan)),
+        ("statistics", _arrays(plan, "statistic")),
         ("tables", _tables(plan)),
         ("backprop", _partial(plan)),
         ("constraints", [f"shardings pinned inside the step: {len(plan.constraints)}"] if plan.constraints else []),
@@ -183,57 +182,55 @@ _CROSSINGS = {
 }
 
 
-def _state(plan: Plan) -> list[str]:
-    state = [leaf for leaf in plan.leaves if leaf.is_state]
-    whole = sum(leaf.whole_bytes(plan.mesh) for leaf in state)
-    held = sum(leaf.bytes_per_device for leaf in state)
-    return (
-        [f"{bytes_text(held)} per device, {bytes_text(whole)} on one device: {percent_saved(held, whole)} saved"]
-        if state
-        else []
-    )
+def memory_rows(plan: Plan) -> tuple[tuple[str, str, str, str], ...]:
+    """(what takes memory, its bytes on a device, on a single device that holds all, what is saved): the state and its
+    parts, then what the plan predicts of a step, which has no other size to be compared with."""
+    rows = []
+    for title, leaves in (
+        ("state", [leaf for leaf in plan.leaves if leaf.is_state]),
+        ("of it optimizer", [leaf for leaf in plan.leaves if leaf.role == "optimizer"]),
+        ("of it statistics", [leaf for leaf in plan.leaves if leaf.role == "statistic"]),
+    ):
+        held, whole = sum(leaf.bytes_per_device for leaf in leaves), sum(leaf.whole_bytes(plan.mesh) for leaf in leaves)
+        if leaves:
+            rows.append((title, bytes_text(held), bytes_text(whole), percent_saved(held, whole)))
+    memory = plan.memory
+    if memory.state_bytes or memory.activation_bytes or memory.peak_bytes:
+        rows.append(("activations, predicted", bytes_text(memory.activation_bytes), "", ""))
+        rows.append(("peak, predicted", bytes_text(memory.peak_bytes), "", ""))
+    return tuple(rows)
 
 
-def _held(plan: Plan, role: str) -> list[str]:
+def collective_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
+    """(op over axis, their number in a step, the bytes that a device sends), the largest first, then the sum."""
+    sums: dict[tuple[str, str], tuple[int, int]] = {}
+    for collective in plan.collectives:
+        count, total = sums.get((collective.op, collective.axis), (0, 0))
+        sums[collective.op, collective.axis] = count + 1, total + collective.bytes
+    rows = [
+        (f"{op} over {axis}", str(count), bytes_text(total))
+        for (op, axis), (count, total) in sorted(sums.items(), key=lambda item: -item[1][1])
+    ]
+    if len(rows) > 1:
+        total = sum(collective.bytes for collective in plan.collectives)
+        rows.append(("all", str(len(plan.collectives)), bytes_text(total)))
+    return tuple(rows)
+
+
+def _arrays(plan: Plan, role: str) -> list[str]:
     leaves = [leaf for leaf in plan.leaves if leaf.role == role]
-    if not leaves:
-        return []
-    held, whole = sum(leaf.bytes_per_device for leaf in leaves), sum(leaf.whole_bytes(plan.mesh) for leaf in leaves)
     split = sum(leaf.num_shards(plan.mesh) > 1 for leaf in leaves)
-    return [f"{len(leaves)} arrays, {split} split: {bytes_text(held)} per device of {bytes_text(whole)}"]
+    return [f"{len(leaves)} array{'s' * (len(leaves) != 1)}, {split} split"] if leaves else []
 
 
 def _optimizer(plan: Plan) -> list[str]:
-    lines = _held(plan, "optimizer")
+    lines = _arrays(plan, "optimizer")
     rules: dict[str, int] = {}
     for leaf in plan.leaves:
         if leaf.role == "optimizer":
             rule = "follow their parameter" if leaf.rule.startswith("follows ") else leaf.rule
             rules[rule] = rules.get(rule, 0) + 1
     return [*lines, ", ".join(f"{count} {rule}" for rule, count in rules.items())] if lines else []
-
-
-def _predicted(plan: Plan) -> list[str]:
-    memory = plan.memory
-    if not (memory.state_bytes or memory.activation_bytes or memory.peak_bytes):
-        return []
-    return [f"activations {bytes_text(memory.activation_bytes)}, peak {bytes_text(memory.peak_bytes)} per device"]
-
-
-def _collectives(plan: Plan) -> list[str]:
-    sums: dict[tuple[str, str], tuple[int, int]] = {}
-    for collective in plan.collectives:
-        count, total = sums.get((collective.op, collective.axis), (0, 0))
-        sums[collective.op, collective.axis] = count + 1, total + collective.bytes
-    lines = [
-        f"{op} over {axis}: {count} a step, {bytes_text(total)} sent per device"
-        for (op, axis), (count, total) in sorted(sums.items(), key=lambda item: -item[1][1])
-    ]
-    if len(lines) > 1:
-        lines.append(
-            f"all: {bytes_text(sum(collective.bytes for collective in plan.collectives))} sent per device and step"
-        )
-    return lines
 
 
 def _tables(plan: Plan) -> list[str]:

@@ -26,6 +26,7 @@ from splitjax.schedule.model.result import JobRecord, SimulationResult, Work
 from splitjax.schedule.model.traces import Trace, read_jobs, read_muri, read_philly, read_trace
 from splitjax.schedule.policies.gang import gang
 from splitjax.schedule.simulation.compare import Comparison, compare
+from splitjax.schedule.simulation.comparison_document import comparison_document
 from splitjax.schedule.simulation.simulator import Options, simulate
 from splitjax.schedule.simulation.timeline import result_document
 
@@ -87,3 +88,4 @@ __all__ = [
 ]
 
 registry.register(SimulationResult, result_document)
+registry.register(Comparison, comparison_document)

@@ -6,15 +6,12 @@ What was compared goes in; a table, JSON text or an error comes out, as the user
 from __future__ import annotations
 
 import dataclasses
-import html
-from collections.abc import Iterator
 
 from splitjax.codec import Codec, Form, Wording, fields_of
+from splitjax.display import registry
 from splitjax.errors import VerificationError
 
 FORMAT: int = 1
-_WIDTH = 80
-_SHOWN = 12  # rows of a table that is cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +106,7 @@ class VerifiedRun:
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """Holds the comparison of a step under its plan with the same step on one device. Prints as a table.
+    """Holds the comparison of a step under its plan with the same step on one device. Prints as tables.
 
     - `step`, `mesh`, `rules`: what was compared, in words.
     - `runs`: a comparison for each kind of sizes that was asked for.
@@ -161,13 +158,13 @@ class Verification:
         return _JSON.text(self)
 
     def __str__(self) -> str:
-        return "\n".join(_text(self))
+        return registry.show(self)
 
     def __repr__(self) -> str:
         return f"<Verification of {self.step} on {self.mesh}: {'ok' if self.ok else f'{len(self.findings)} findings'}>"
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return registry.html(self)
 
 
 _JSON = Codec(
@@ -193,76 +190,3 @@ def _difference_text(value: ComparedValue) -> str:
     if value.ratio is not None:
         return f"{value.name}: {value.ratio:.6g} times one device's"
     return f"{value.name}: off by {value.absolute:.3g}, {value.relative:.3g} of its largest entry"
-
-
-def _text(verification: Verification) -> Iterator[str]:
-    verdict = "the same numbers as on one device" if verification.ok else "OTHER NUMBERS THAN ON ONE DEVICE"
-    yield from _wrap(f"{verification.step} on {verification.mesh}, rules {verification.rules}: {verdict}", "")
-    for run in verification.runs:
-        yield ""
-        yield from _wrap(f"{run.sizes} sizes, float64, {run.seconds:.1f} s", "")
-        for finding in run.findings:
-            yield from _wrap(f"found: {finding.text}", "  ")
-        yield from _values_text(run)
-        yield from _sizes_text(run)
-        for note in run.notes:
-            yield from _wrap(f"note: {note}", "  ")
-
-
-def _values_text(run: VerifiedRun) -> Iterator[str]:
-    own = any(value.own_relative is not None for value in run.values)
-    yield ""
-    yield f"{'kind':<10}{'values':>7}{'wrong':>7}{'largest relative difference':>30}" + (
-        f"{'own precision':>18}" if own else ""
-    )
-    yield "─" * (72 if own else 54)
-    for kind in dict.fromkeys(value.kind for value in run.values):
-        mine = [value for value in run.values if value.kind == kind]
-        largest = max(value.relative for value in mine)
-        row = f"{kind:<10}{len(mine):>7}{sum(not value.ok for value in mine):>7}{largest:>30.2e}"
-        known = [value.own_relative for value in mine if value.own_relative is not None]
-        yield row + (f"{max(known):>18.2e}" if known else "")
-    if run.wrong:
-        yield ""
-        yield f"{'wrong value':<48}{'relative':>12}{'times one device':>20}"
-        yield "─" * _WIDTH
-        for value in run.wrong[:_SHOWN]:
-            times = "" if value.ratio is None else f"{value.ratio:.6g}"
-            yield f"{_cut(f'{value.kind} {value.name}', 46):<48}{value.relative:>12.2e}{times:>20}"
-            if value.note:
-                yield from _wrap(value.note, "  ")
-        if len(run.wrong) > _SHOWN:
-            yield f"and {len(run.wrong) - _SHOWN} more"
-
-
-def _sizes_text(run: VerifiedRun) -> Iterator[str]:
-    changed, kept = [dim for dim in run.dims if dim.used != dim.given], [dim for dim in run.dims if dim.why]
-    if not run.dims or run.sizes == "given":
-        return
-    yield ""
-    yield f"{'dim':<56}{'given':>12}{'used':>12}"
-    yield "─" * _WIDTH
-    for dim in changed[:_SHOWN]:
-        yield f"{_cut(dim.name, 54):<56}{dim.given:>12}{dim.used:>12}"
-    if len(changed) > _SHOWN:
-        yield f"and {len(changed) - _SHOWN} more"
-    for dim in kept[:_SHOWN]:
-        yield f"{_cut(dim.name, 54):<56}{dim.given:>12}{'kept':>12}"
-        yield from _wrap(dim.why, "  ")
-    if len(kept) > _SHOWN:
-        yield f"and {len(kept) - _SHOWN} more that keep their size"
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"…{text[1 - width :]}"
-
-
-def _wrap(text: str, indent: str) -> Iterator[str]:
-    """Breaks text into lines of at most 80 columns; paths are not broken."""
-    line = indent
-    for word in text.split(" "):
-        if len(line) + len(word) > _WIDTH and line.strip():
-            yield line.rstrip()
-            line = indent + "  "
-        line += word + " "
-    yield line.rstrip()

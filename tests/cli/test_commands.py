@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
+import re
 import subprocess
 import sys
 
+import jax
 import pytest
+from rich.console import Console
 
 import splitjax
+from splitjax import display
+from splitjax.cli import print_error
+from splitjax.cli._memory import MemoryUse, comparison
 from splitjax.cli._options import parse_mesh
+from splitjax.cli._output import print_value
 from splitjax.cli.demo import Demo
-from splitjax.cli.doctor import Doctor
-from splitjax.cli.lint import Lint
+from splitjax.cli.doctor import Doctor, doctor_document
+from splitjax.cli.launch import traffic_document
+from splitjax.cli.lint import Lint, lint_document
 from splitjax.cli.plan import ShowPlan
 from splitjax.cli.report import ShowReport
 from splitjax.cli.simulate import Simulate
+from splitjax.display import Document, Paragraph
 from splitjax.errors import MeshError
+from splitjax.rules import Finding
+from splitjax.runtime.launch.outcome import Traffic
 
 BROKEN_RULES = """
 replicated_batch = "all"
@@ -69,8 +81,6 @@ def test_plan_of_a_page_that_cannot_be_written(run):
 def test_plan_allocates_nothing_of_the_model(run, monkeypatch):
     # VGG-16 with ImageNet's head is 0.5 GB of parameters and 1.6 GB of state: making it would show in time and in
     # memory.
-    import jax
-
     def refuse(*args, **kwargs):
         raise AssertionError("a plan needs no device arrays")
 
@@ -100,7 +110,55 @@ def test_lint_of_a_misspelt_name_says_which_was_meant(run):
 def test_doctor_shows_versions_devices_and_cache(run, tmp_path):
     status, out, _ = run("doctor")
     assert status == 0
-    assert splitjax.__version__ in out and "8 x cpu" in out and str(tmp_path / "cache") in out.replace("\n", "")
+    assert splitjax.__version__ in out and "8 x cpu" in out and str(tmp_path / "cache") in "".join(out.split())
+    assert out.startswith("this machine\nsystem ") and "\n\nadvice\n" in out
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_doctor_fits_its_terminal(width):
+    text = display.show(doctor_document(jax.devices()), width)
+    assert max(map(len, text.splitlines())) <= width and f"{len(jax.devices())} x cpu" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_findings_are_a_table_that_fits(width):
+    findings = (
+        Finding("error", "dense", "the mesh has no axis 'tensor'", "add the axis to the mesh, or name another one"),
+        Finding("info", "", "every parameter stays whole", "name a model axis"),
+    )
+    text = display.show(lint_document("rule set mine: 1 rules", findings), width)
+    title, table, counts = text.split("\n\n")
+    assert title == "rule set mine: 1 rules" and counts == "1 error, 0 warnings, 1 info"
+    head, rule, first, *rest = table.splitlines()
+    assert head.split() == ["severity", "rule", "finding", "remedy"] and len(rule) <= width
+    assert first.split()[:2] == ["error", "dense"] and any(line.startswith("info      (all)") for line in rest)
+    assert lint_document("title", ()).verdict == "0 errors, 0 warnings, 0 info"
+
+
+def test_what_is_printed_stays_what_it_is(capsys):
+    """Neither markup, emoji nor colours, however the terminal is, and no line of a table is broken."""
+    name = "[bold]batch[/bold]:smile: " + "x" * 150
+    print_value(Document("", (Paragraph(name),)), Console(force_terminal=True, width=40))
+    out = capsys.readouterr().out
+    assert out.startswith("[bold]batch[/bold]:smile:\n") and "\x1b" not in out and max(map(len, out.split("\n"))) == 120
+
+
+def test_memory_side_by_side():
+    document = comparison(MemoryUse("data parallel", 8 * 2**20, 10 * 2**20), MemoryUse("mine", 2 * 2**20, 15 * 2**20))
+    rows = [re.split(r"\s{2,}", line) for line in display.show(document, 100).splitlines()]
+    assert rows[3] == ["state (parameters and optimizer)", "8.0 MiB", "2.0 MiB", "-75 %"]
+    assert rows[4] == ["whole step as XLA compiled it", "10.0 MiB", "15.0 MiB", "+50 %"]
+
+
+def test_traffic_of_workers():
+    document = traffic_document("network, 200mbit a link", (Traffic(0, 1234567, 89), Traffic(1, 10, 20)))
+    assert display.show(document, 80).splitlines() == [
+        "network, 200mbit a link",
+        "worker  sent (bytes)  received (bytes)",
+        "──────────────────────────────────────",
+        "     0     1,234,567                89",
+        "     1            10                20",
+    ]
 
 
 @pytest.mark.parametrize("text", ["data", "data=two", "data=2,data=4", "=2", "data=-1", "", "data=0"])
@@ -131,6 +189,22 @@ def test_mistakes_are_short_and_exit_with_2(run, line):
     status, _, err = run(line)
     assert status == 2
     assert err.startswith("error: ") and "remedy: " in err and "Traceback" not in err
+
+
+def test_errors_fit_a_terminal_and_stay_whole_elsewhere():
+    error = MeshError("the mesh has an axis that no rule of the set names", value="data=2", remedy="word " * 30 + "end")
+    shown = {}
+    for is_terminal in (True, False):
+        file = io.StringIO()
+        print_error(error, Console(file=file, force_terminal=is_terminal, color_system=None, width=40))
+        shown[is_terminal] = file.getvalue().splitlines()
+    assert shown[True][:3] == [
+        "error: the mesh has an axis that no rule",
+        "       of the set names",
+        "  value:  'data=2'",
+    ]
+    assert max(map(len, shown[True])) <= 40 and all(line.startswith(" " * 10) for line in shown[True][4:])
+    assert len(shown[False]) == 3 and shown[False][2].endswith("word end")
 
 
 def test_traceback_on_request(run):

@@ -25,10 +25,12 @@ def test_a_small_demo_from_beginning_to_end(run, tmp_path):
     assert re.search(r"test accuracy \d+\.\d\d% after 3 steps; the step was compiled 1 time\b", out)
     assert "params/dense2" in out and "P(None, 'model')" in out
     state, step = (
-        re.search(rf"{label}.*?([\d.]+) .*?([\d.]+) .*?([+-]\d+)%", out) for label in ("state \\(", "whole step")
+        re.search(rf"{label}.*?([\d.]+) ([KM]iB) +([\d.]+) ([KM]iB) +([+-]\d+) %", out)
+        for label in ("state \\(", "whole step")
     )
-    assert float(state[2]) < float(state[1]) and int(state[3]) < 0
-    assert float(step[1]) > float(state[1]), "a step holds its state and more"
+    size = lambda number, unit: float(number) * {"KiB": 2**10, "MiB": 2**20}[unit]
+    assert size(state[3], state[4]) < size(state[1], state[2]) and int(state[5]) < 0
+    assert size(step[1], step[2]) > size(state[1], state[2]), "a step holds its state and more"
     assert (tmp_path / "made/here/demo.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "made/here/plan.json").read_text())["rules"] == "splitbrain"
 

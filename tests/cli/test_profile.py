@@ -41,7 +41,7 @@ def test_profile_of_a_job_that_is_simulated(run, tmp_path):
         " --json p.json"
     )
     assert status == 0
-    for part in ("mine: one iteration of a worker", "params/dense1", "100.0%", "of 4", "profile: p.json"):
+    for part in ("mine: one iteration of a worker", "params/dense1", "100.0 %", "of 4 workers", "profile: p.json"):
         assert part in out
     profile = read_profiles(tmp_path / "p.json")["mine"]
     sent = 2 * 3 / 4 * profile.depths[0].gradient_bytes

@@ -44,7 +44,7 @@ def test_a_wrong_model_exits_with_1_and_names_the_operation(run, monkeypatch):
     monkeypatch.setattr(_models, "planned_step", lambda *args, **options: wrong)
     with taught():
         status, out, _ = run(SMALL)
-    assert status == 1 and "OTHER NUMBERS THAN ON ONE DEVICE" in out and "found: the value of lying" in out
+    assert status == 1 and out.endswith("OTHER NUMBERS THAN ON ONE DEVICE\n") and "found  the value of lying" in out
 
 
 @pytest.mark.parametrize("line", ["verify --sizes small", "verify --mesh data:2", f"{SMALL} --json missing/v.json"])

@@ -60,6 +60,12 @@ def test_pictures_are_drawn_by_what_is_registered():
     assert display.draw(Letter("Ann"), "a.png") == ("Ann", "a.png")
 
 
+def test_a_document_that_shows_itself():
+    shown = display.Shown(labelled(Parcel("<Ann>")))
+    assert str(shown) == "a parcel\n\nto <Ann>" and "<p>to &lt;Ann&gt;</p>" in shown._repr_html_()
+    assert display.document(shown) is shown.document and display.show(shown, 5).startswith("a\nparc")
+
+
 def test_a_page_is_whole():
     display.register(Parcel, labelled)
     page = display.page(display.html(Parcel("Ann")), "<parcels>")

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from splitjax.display import Bar, Column, Document, Matrix, Pairs, Paragraph, Section, Stretch, Table, Timeline
-from splitjax.display.text_layout import render, wrap
+from splitjax.display.text_layout import render, text_width, wrap
 
 COLUMNS = (Column("name", "code"), Column("what"), Column("size", "number"))
 ROWS = (("a/b", "the first", "7.5 MiB"), ("longer/name", "another", "12 B"))
@@ -67,6 +67,21 @@ def test_words_are_broken_only_where_they_are_longer_than_a_line():
     assert wrap("宽宽宽", 4) == ["宽宽", "宽"]  # each is two columns wide
 
 
+def test_a_figure_stays_with_its_unit():
+    assert wrap("saves 9 % of it", 7) == ["saves", "9 % of", "it"]
+    assert wrap("sent 12.5 MiB, in 3 ms", 13) == ["sent", "12.5 MiB, in", "3 ms"]
+    assert wrap("4 steps of a", 7) == ["4 steps", "of a"] and wrap("4 sums", 4) == ["4", "sums"]
+
+
+def test_what_names_a_row_is_repeated():
+    """Where cells of the first column are empty, the second says which row it is."""
+    titles = ("table", "step", *(f"figure {i}" for i in range(6)))
+    rows = (("items", "0", *("1.25 MiB",) * 6), ("", "1", *("2.5 MiB",) * 6))
+    for block in render(Document("", (Table.of(titles, rows, range(1, 8)),)), 40).split("\n\n"):
+        head, _, first, second = block.splitlines()
+        assert head.startswith("table  step") and first.split()[:2] == ["items", "0"] and second.split()[0] == "1"
+
+
 def test_a_table_with_too_many_columns_goes_on_below_itself():
     titles = ("way", *(f"figure {i}" for i in range(12)))
     rows = (("full", *(f"{i}.25 MiB" for i in range(12))), ("smaller batch", *("1 B",) * 12))
@@ -113,13 +128,28 @@ def test_a_row_of_another_length_is_refused():
 
 
 def test_a_timeline_is_a_line_a_lane():
-    lanes = (("a", (Stretch(0, 2, "x"), Stretch(3, 4, ""))), ("bb", (Stretch(1, 4, "y"),)), ("c", ()))
+    lanes = (
+        ("a", (Stretch(0, 2, ("x",)), Stretch(3, 4, ("x", "the second")))),
+        ("bb", (Stretch(1, 4, ("the second",)),)),
+        ("c", (Stretch(0, 1, ()),)),
+    )
     text = render(Document("", (Timeline(lanes, 4.0, "hours"),)), 20)
     assert text.split("\n") == [
-        "a   AAAAAAAA....####",
+        "a   AAAAAAAA....ABAB",
         "bb  ....BBBBBBBBBBBB",
         "c   ................",
         "    0        4 hours",
-        ". idle, # shared, A",
-        "x, B y",
+        ". idle,",
+        "letters in turn:",
+        "shared,",
+        "A x, B the second",
     ]
+
+
+def test_the_width_is_that_of_the_terminal_that_is_written_to(monkeypatch):
+    class Terminal:
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("COLUMNS", "97")
+    assert text_width(Terminal()) == 97 and text_width() == 120  # captured output is no terminal

@@ -137,6 +137,17 @@ def test_the_font_is_our_own(value, wrapper):
         assert ("monospace" if cell[-1][0] == "code" else "sans-serif") in font, (cell[-1], font)
 
 
+@pytest.mark.parametrize("value", VALUES)
+def test_names_are_not_broken_and_sections_show_that_they_fold(value):
+    """JupyterLab breaks code into lines (`pre-wrap`), and the classic notebook hides the marker of a summary."""
+    source, sheet = VALUES[value]()._repr_html_(), ".jp-RenderedHTMLCommon code { white-space: pre-wrap; }"
+    found = list(cascaded(source, sheet, "jp-RenderedHTMLCommon", r"white-space:\s*([\w-]+)", "none"))
+    code = {space for cell, space in found if cell[-1][0] == "code"}
+    assert code == {"inherit"}
+    found = cascaded(source, "summary { display: block; }", "rendered_html", r"display:\s*([\w-]+)", "list-item")
+    assert {display for cell, display in found if cell[-1][0] == "summary"} == {"list-item"}
+
+
 def test_the_cascade_is_that_of_a_browser():
     table = '<div class="mine"><style>.mine td { text-align: left; }</style><table><tr><td>a</td></tr></table></div>'
     # A class and an element weigh less than two classes and an element, and as much as an equal selector before it.

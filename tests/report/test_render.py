@@ -17,7 +17,7 @@ from splitjax import display
 from splitjax.display.figures import bytes_text, percent_saved
 from splitjax.mesh import MeshShape
 from splitjax.plan import Collective, Constraint, LayerPlan, LeafPlan, Memory, Plan, spec_axes
-from splitjax.report.table import summary, table
+from splitjax.report.table import collective_rows, memory_rows, summary, table
 
 MESH = MeshShape((("data", 2), ("model", 4)))
 
@@ -104,7 +104,7 @@ def test_text_table_of_a_small_plan():
         "spec",
         "rule",
         "per device",
-        "of the whole layer",
+        "filled: held of the layer",
     ]
     assert cells(lines[2]) == [
         "params/Dense_0",
@@ -119,18 +119,14 @@ def test_text_table_of_a_small_plan():
     assert cells(lines[3]) == ["bias", "(1024,)", "P('model')", "dense out", "1.0 KiB"]
     assert cells(lines[4]) == ["params/Head", "kernel", "dense", "(1024, 10)", "replicated", "default", "40.0 KiB", "█"]
     assert lines[5] == ""
-    footer = dict(cells(line)[:2] for line in lines[6:] if not line.startswith(" "))
+    _, memory, sent, pairs = str(SMALL).split("\n\n")
+    footer = dict(cells(line)[:2] for line in pairs.splitlines() if not line.startswith(" "))
     held, whole = 2 * 256 * 1024 + 1024 + 40960 + 4 + 256, 2 * 1024 * 1024 + 4096 + 40960 + 4 + 256
     assert footer == {
         "mesh": "data=2 x model=4 (8 devices)",
         "rules": "splitbrain; batch split over data x model; replicated layers have the batch split over every axis",
-        "state": (
-            f"{bytes_text(held)} per device, {bytes_text(whole)} on one device: {percent_saved(held, whole)} saved"
-        ),
-        "optimizer": "2 arrays, 1 split: 256.0 KiB per device of 1.0 MiB",
-        "statistics": "1 arrays, 0 split: 256 B per device of 256 B",
-        "predicted": "activations 3.0 MiB, peak 5.0 MiB per device",
-        "collectives": "all_reduce over data: 2 a step, 3.0 KiB sent per device",
+        "optimizer": "2 arrays, 1 split",
+        "statistics": "1 array, 0 split",
         "constraints": "shardings pinned inside the step: 3",
         "batch": "batch/image (64, 256) P(('data', 'model'))",
         "inputs": "key (2,) replicated",
@@ -138,8 +134,22 @@ def test_text_table_of_a_small_plan():
         "exceptions": "params/Head/kernel: 10 does not divide",
         "notes": "two updates in one step",
     }
-    assert "all_gather over model: 1 a step, 512 B sent per device" in str(SMALL)
-    assert "all: 3.5 KiB sent per device and step" in str(SMALL)
+    assert [cells(line) for line in memory.splitlines() if "─" not in line] == [
+        ["memory"],
+        ["per device", "on one device", "saved"],
+        ["state", bytes_text(held), bytes_text(whole), percent_saved(held, whole)],
+        ["of it optimizer", "256.0 KiB", "1.0 MiB", "75.0 %"],
+        ["of it statistics", "256 B", "256 B", "0.0 %"],
+        ["activations, predicted", "3.0 MiB"],
+        ["peak, predicted", "5.0 MiB"],
+    ]
+    assert [cells(line) for line in sent.splitlines() if "─" not in line] == [
+        ["sent per device and step"],
+        ["collective", "number", "bytes"],
+        ["all_reduce over data", "2", "3.0 KiB"],
+        ["all_gather over model", "1", "512 B"],
+        ["all", "3", "3.5 KiB"],
+    ]
     assert "1 follow their parameter, 1 default" in str(SMALL)
 
 
@@ -157,6 +167,8 @@ def test_html_says_what_the_text_says():
                 bytes_text(row.device_bytes),
             ):
                 assert cell in shown
+    for row in (*memory_rows(SMALL), *collective_rows(SMALL)):
+        assert all(cell in shown for cell in row)
     for title, lines in summary(SMALL):
         assert title in shown and all(line in shown for line in lines)
 
@@ -164,7 +176,7 @@ def test_html_says_what_the_text_says():
 def test_html_bars_show_the_share_of_a_device():
     source = display.html(SMALL)
     bars = re.findall(r'class="bar" style="width: (\d+)px" title="([^"]*)"><span style="width: ([\d.]+)%"', source)
-    assert [bar[0] for bar in bars] == ["160", str(round(160 * 40960 / (1024 * 1024 + 4096)))]
+    assert [bar[0] for bar in bars] == ["100", str(round(100 * 40960 / (1024 * 1024 + 4096)))]
     assert [bar[2] for bar in bars] == ["25.0", "100.0"]
     assert bars[0][1] == "257.0 KiB per device of 1.0 MiB: 75.0 % saved"
 
@@ -178,6 +190,11 @@ def test_empty_plan_renders():
 def test_parameter_without_layer_is_shown():
     plan = plan_of({}, extra=(leaf("params/lonely", (8,), ()),))
     assert "params/lonely" in str(plan)
+
+
+def test_a_layer_that_is_one_array_says_its_path_once():
+    (group,) = table(plan_of({"params/position": [leaf("params/position", (8, 4), ())]}))
+    assert [(row.layer, row.param) for row in group] == [("params/position", "position")]
 
 
 @pytest.mark.parametrize(

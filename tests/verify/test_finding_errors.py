@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import splitjax
+from splitjax import display
 from splitjax.errors import SplitjaxError, VerificationError
 from splitjax.trace.sites import equation_at
 from splitjax.verify import Verification
@@ -190,11 +191,10 @@ def test_given_sizes_and_values_are_taken_as_they_are():
 
 def test_the_result_prints_in_80_columns_and_serialises():
     verification, finding = found_in(unrolled(lie))
-    text = str(verification)
-    # A path is one word, which is not broken.
-    assert all(len(line) <= 80 or "/" in line for line in text.splitlines())
-    assert "OTHER NUMBERS" in text and "wrong value" in text
-    assert "found: the value of lying" in text
+    text = display.show(verification, 80)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert text.endswith("OTHER NUMBERS THAN ON ONE DEVICE") and "wrong value" in text
+    assert "found  the value of lying" in text
     read = json.loads(verification.to_json())
     assert read["ok"] is False and read["runs"][0]["findings"][0]["operation"] == finding.operation
     assert "&lt;" not in verification._repr_html_()[:5] and "OTHER NUMBERS" in verification._repr_html_()

@@ -6,7 +6,7 @@ from splitjax.display.figures import bytes_text, ratio_text, seconds_text
 from splitjax.partial.advice import Advice, StageAdvice
 
 COLUMNS = (
-    "",
+    "way",
     "device time",
     "compute",
     "busiest",
@@ -119,14 +119,22 @@ def layer_rows(advice: Advice) -> tuple[tuple[str, ...], ...]:
     return tuple(cells)
 
 
-def remarks(advice: Advice) -> tuple[tuple[str, str], ...]:
-    """Returns (title, text) of what each way of `advice` is, what to do, and what to know."""
+def ways(advice: Advice) -> tuple[tuple[str, str], ...]:
+    """Returns (title, text) of what each way to train of `advice` is."""
+    return tuple((way.name, way.what) for way in advice.rows)
+
+
+def recommendation(advice: Advice) -> str:
+    """Returns which way `advice` recommends, and why."""
     said = advice.recommendation
-    ways = tuple((way.name, way.what) for way in advice.rows)
+    return f"recommended: {said.option}. {' '.join(said.reasons)}"
+
+
+def remarks(advice: Advice) -> tuple[tuple[str, str], ...]:
+    """Returns (title, text) of what else to know of `advice`."""
+    said = advice.recommendation
     unless = (("unless", said.unless),) if said.unless else ()
     return (
-        *ways,
-        ("recommended", f"{said.option}. {' '.join(said.reasons)}"),
         *unless,
         *(("besides", win) for win in said.wins),
         *(("note", note) for note in advice.notes),

@@ -15,16 +15,17 @@ _MAX_MATRIX = 32
 def profile_document(profile: Profile) -> Document:
     """Makes the document of `profile`."""
     names = columns(profile)
-    tensors = Table.of(names, tensor_rows(profile), range(2, len(names)))
-    steps = Table.of(STEP_COLUMNS, step_rows(profile), range(1, len(STEP_COLUMNS)))
+    tensors = Table.of(names, tensor_rows(profile), range(2, len(names)), code=(0, 1))
+    steps = Table.of(STEP_COLUMNS, step_rows(profile), range(1, len(STEP_COLUMNS)), code=(0,))
     overlaps = [
         Section(f"overlap of workers: {table.path}, mean {ratio_text(table.overlap)}", (_matrix(table),), is_open=False)
         for table in profile.tables
         if 1 < table.num_workers <= _MAX_MATRIX
     ]
-    legend = Pairs(tuple((title, (text,)) for title, text in (*remarks(profile), *LEGEND)))
+    told = Pairs(tuple((title, (text,)) for title, text in remarks(profile)))
+    legend = Section("what the columns say", (Pairs(tuple((title, (text,)) for title, text in LEGEND)),))
     sections = (Section("tensors, mean over steps", (tensors,)), Section("tables, step by step", (steps,)), *overlaps)
-    return Document(headline(profile), (*sections, legend))
+    return Document(headline(profile), (*sections, told, legend))
 
 
 def _matrix(table: TensorProfile) -> Matrix:

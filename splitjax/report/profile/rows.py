@@ -19,10 +19,18 @@ LEGEND = (
         "density",
         "share of elements that are not zero, mean over workers; rows: share of rows that are not all zero, of tables",
     ),
-    ("overlap", "what two workers both have, over the smaller of the two"),
-    ("skewness", "the fullest of as many equal ranges as workers, over their mean"),
-    ("sum of m", "densification: density of the sum of m workers over that of one"),
-    ("counted", "rows of tables, elements of other tensors"),
+    (
+        "overlap",
+        "what is not zero on two workers, over what is not zero on the one that has less; mean over all pairs, 1 for"
+        " the same",
+    ),
+    (
+        "skewness",
+        "what is not zero in the fullest of as many equal ranges of the tensor as there are workers, over the mean of"
+        " the ranges; 1 for even",
+    ),
+    ("sum of m", "densification: density of the sum of m workers' gradients over that of one worker's"),
+    ("counted", "overlap, skewness and sums count rows of tables, and elements of other tensors"),
 )
 _NUMBER = re.compile(r"\d+")
 

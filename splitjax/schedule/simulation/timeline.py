@@ -17,10 +17,10 @@ _MAX_DEVICES, _MOMENTS = 64, 1600
 def result_document(result: SimulationResult) -> Document:
     """Makes the document of `result`; with a timeline where it kept its spans (`Options.spans`)."""
     times = {
-        "average completion": result.avg_jct,
-        "99th percentile": result.p99_jct,
+        "mean completion": result.avg_jct,
+        "99th percentile of completion": result.p99_jct,
         "makespan": result.makespan,
-        "queueing": result.queueing,
+        "mean time without devices": result.queueing,
     }
     figures = Pairs(
         (
@@ -51,10 +51,11 @@ def timeline(result: SimulationResult) -> Timeline:
                 lane[-1] = (span.jobs, lane[-1][1], span.end_seconds)
             else:
                 lane.append((span.jobs, span.start_seconds, span.end_seconds))
+    names = _names(result)
     lanes = []
     for device in range(min(result.cluster.num_devices, _MAX_DEVICES)):
         stretches = tuple(
-            _stretch(jobs, start / unit_seconds, end / unit_seconds, unit)
+            _stretch([names[job] for job in jobs], start / unit_seconds, end / unit_seconds, unit)
             for jobs, start, end in runs.get(device, [])
             if end - start >= end_seconds / _MOMENTS
         )
@@ -62,10 +63,16 @@ def timeline(result: SimulationResult) -> Timeline:
     return Timeline(tuple(lanes), end_seconds / unit_seconds, unit)
 
 
-def _stretch(jobs: tuple[int, ...], start: float, end: float, unit: str) -> Stretch:
-    names = ", ".join(map(str, jobs[:8])) + (f" and {len(jobs) - 8} more" if len(jobs) > 8 else "")
-    note = f"job{'s' * (len(jobs) > 1)} {names}: {start:.3g} to {end:.3g} {unit}"
-    return Stretch(start, end, f"job {jobs[0]}" if len(jobs) == 1 else "", note)
+def _names(result: SimulationResult) -> list[str]:
+    """What the jobs are called: by their names; by their numbers where names are numbers or not unique."""
+    names = [record.name for record in result.records]
+    are_numbers = len(set(names)) < len(names) or any(name.isdigit() or not name for name in names)
+    return [f"job {number}" for number in range(len(names))] if are_numbers else names
+
+
+def _stretch(names: list[str], start: float, end: float, unit: str) -> Stretch:
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return Stretch(start, end, tuple(names), f"{shown}: {start:.3g} to {end:.3g} {unit}")
 
 
 def _time_text(seconds: float) -> str:
