@@ -10,7 +10,7 @@ from splitjax.report.causes import cause_of
 from splitjax.report.dataflow import Dataflow
 from splitjax.report.evidence import FALLBACK, Evidence, Step, gather_evidence
 from splitjax.report.hlo import CompiledCollective
-from splitjax.report.parts import Part
+from splitjax.report.parts import StepPart
 from splitjax.report.reconcile import difference, pair
 from splitjax.trace.graph import Graph
 
@@ -73,7 +73,7 @@ class ReportedCollective:
 
 
 def attribute(
-    parts: Sequence[Part], plan: Plan, graph: Graph
+    parts: Sequence[StepPart], plan: Plan, graph: Graph
 ) -> tuple[tuple[ReportedCollective, ...], tuple[Collective, ...]]:
     """The collectives of a step's compiled programs in their order, and the planned ones that none of them realises."""
     known: list[tuple[Evidence, Dataflow, Step]] = []

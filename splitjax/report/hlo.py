@@ -18,7 +18,7 @@ from splitjax import _compat
 from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
 from splitjax.mesh import MeshShape
 from splitjax.report.groups import OTHER, axes_of, expand, permuted_axes, varying_axes
-from splitjax.report.loops import num_turns
+from splitjax.report.loops import num_trips
 from splitjax.report.wire import Computation, Frame, Groups, Instruction, Module, Shape, read_module
 
 # Opcode -> our name. Of a pair `-start`, `-done` only the start is counted: the done names no groups.
@@ -221,7 +221,7 @@ def _walk(
             continue  # they name the computation of their start once more
         inner = context
         if one.opcode == "while":
-            turns = num_turns(reader.module, computation, one)
+            turns = num_trips(reader.module, computation, one)
             inner = dataclasses.replace(
                 context, trips=context.trips * (turns or 1), known=context.known and turns is not None
             )
