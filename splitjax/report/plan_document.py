@@ -1,21 +1,22 @@
-"""The document of a plan: a table of parameters with a bar per layer, and titled lines below it."""
+"""Makes the document of a plan: a table of parameters with a bar per layer, and titled lines below it."""
 
 from __future__ import annotations
 
 from splitjax.display.document import Bar, Cell, Column, Document, Pairs, Table
 from splitjax.display.figures import bytes_text, percent_saved
 from splitjax.plan import Plan
-from splitjax.report.table import Row, summary, table
+from splitjax.report.table import Row, parameter_rows, summary
 
 
 def plan_document(plan: Plan) -> Document:
     """Makes the document of `plan`. The bar of a layer is as long as the layer takes bytes, relative to the largest
-    layer, and filled for what one device holds of it."""
-    return Document("", (_parameters(table(plan)), Pairs(summary(plan))))
+    layer, and filled for what a device holds of it."""
+    return Document("", (_parameters(parameter_rows(plan)), Pairs(summary(plan))))
 
 
 def _parameters(groups: tuple[tuple[Row, ...], ...]) -> Table:
-    """The table of parameters; where equal layers are folded, with a column that says how many a row stands for."""
+    """Makes the table of parameters; where equal layers are folded, with a column that says how many a row stands
+    for."""
     is_folded = any(row.repeat > 1 for group in groups for row in group)
     rows: list[tuple[Cell, ...]] = []
     firsts = []

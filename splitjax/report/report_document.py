@@ -1,4 +1,5 @@
-"""The document of a report: memory, sums by operation and by layer, then every collective, planned beside compiled."""
+"""Makes the document of a report: memory, sums by operation and by layer, then every collective, planned beside
+compiled."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _SUMS = ("count", "predicted", "count", "compiled")
 
 
 def report_document(report: Report) -> Document:
-    """Makes the document of `report`: one section for each table that has rows."""
+    """Makes the document of `report`: a section for each table that has rows."""
     memory = Table.of(("predicted", "", "compiled", ""), memory_rows(report), (1, 3))
     totals = Table.of(("collective", *_SUMS), total_rows(report), range(1, 5))
     layers = Table.of(("layer", *_SUMS), layer_rows(report), range(1, 5))
@@ -51,7 +52,7 @@ def report_document(report: Report) -> Document:
 
 
 def _collectives(rows: Sequence[CollectiveRow], titles: Sequence[str]) -> Table:
-    """A table of collectives with the named columns; those that say nothing of any row are left out."""
+    """Makes a table of collectives with the named columns; those that say nothing of any row are left out."""
     texts = [_cells(row) for row in rows]
     kept = [title for title in titles if any(text[title] for text in texts)]
     return Table(
@@ -61,7 +62,7 @@ def _collectives(rows: Sequence[CollectiveRow], titles: Sequence[str]) -> Table:
 
 
 def _cells(row: CollectiveRow) -> dict[str, str]:
-    """A row's texts by column."""
+    """Returns a row's texts by column."""
     times = f"{row.count} x " if row.count > 1 else ""
     return {
         "layer": row.layer,
