@@ -31,7 +31,7 @@ from splitjax.kernels._pallas import pl, plgpu, pltpu
 
 @jax.custom_vjp
 def gather_rows(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """The rows with the given numbers; a number outside [0, n), such as `FILLER`, gives zeros.
+    """Gathers the rows with the given numbers; a number outside [0, n), such as `FILLER`, gives zeros.
 
     **Arguments:**
 

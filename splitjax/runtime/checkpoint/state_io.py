@@ -119,7 +119,8 @@ def _storable(value: Any) -> jax.Array | np.ndarray:
 
 
 def _is_local(array_or_sharding: Any) -> bool:
-    """Whether an array of a run of several processes is this process's alone: orbax takes such ones for a mistake."""
+    """Tells whether an array of a run of several processes is this process's alone: orbax takes such ones for a
+    mistake."""
     return jax.process_count() > 1 and array_or_sharding.is_fully_addressable
 
 

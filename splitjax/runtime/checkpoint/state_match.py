@@ -141,7 +141,7 @@ def _describe_leaf(path: str, leaf: Any) -> Leaf:
 
 
 def _is_storable(dtype: np.dtype) -> bool:
-    """Whether TensorStore, which writes the arrays, knows a dtype."""
+    """Tells whether TensorStore, which writes the arrays, knows a dtype."""
     import tensorstore
 
     try:

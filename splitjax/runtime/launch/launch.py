@@ -127,7 +127,7 @@ class Run:
             self._started.set()
 
     def _again(self, attempt: Attempt) -> bool:
-        """Whether to start all workers once more; says why."""
+        """Decides whether to start all workers once more; says why."""
         say, restarts = self._console.say, self.config.restarts
         if attempt.failed is not None:
             say(failure_text(attempt))

@@ -177,7 +177,7 @@ def _next(feed: Feed, number: int, options: LoopOptions) -> tuple[Any, Any]:
 
 
 class _Loop:
-    """What the loop keeps beside the state: metrics on their way from the devices, and the mean loss since the last
+    """Keeps what the loop has beside the state: metrics on their way from the devices, and the mean loss since the last
     save."""
 
     def __init__(
