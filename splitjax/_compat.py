@@ -18,17 +18,18 @@ from jax._src import clusters, distributed, source_info_util, xla_bridge
 from jax._src import core as core_internal
 from jax._src.lax import lax as lax_internal
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]  # where JAX itself takes it from
-from jax.extend import core as jex
 from jax.extend import random as jax_random
+
+# Offered to the rest of splitjax under these names; imported as they are, so that their types are known to its users.
+from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+from jax.extend.core import DropVar as DropVar
+from jax.extend.core import Jaxpr as Jaxpr
+from jax.extend.core import Literal as Literal
+from jax.extend.core import Primitive as Primitive
+from jax.extend.core import Var as Var
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-Literal = jex.Literal
-Var = jex.Var
-DropVar = jex.DropVar
-Primitive = jex.Primitive
-ClosedJaxpr = jex.ClosedJaxpr
-Jaxpr = jex.Jaxpr
-NO_EFFECTS = frozenset()
+NO_EFFECTS: frozenset[Any] = frozenset()
 
 # Frames of these packages are machinery between a user's line and the operation it caused.
 _INSTALLED = tuple(

@@ -21,7 +21,7 @@ from splitjax.errors import CheckpointError
 from splitjax.planning.carried import Carried
 from splitjax.runtime.checkpoint.state_match import Leaf, describe, reject_consumed
 
-logger = logging.getLogger("splitjax")
+logger: logging.Logger = logging.getLogger("splitjax")
 
 PREFIX = "splitjax_carried"  # of the names of its arrays
 

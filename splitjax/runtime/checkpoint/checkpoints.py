@@ -30,7 +30,7 @@ from splitjax.runtime.checkpoint.state_io import ArrayWriter, check_targets, qui
 from splitjax.runtime.checkpoint.state_match import Leaf, describe, reject_consumed
 from splitjax.runtime.launch.peers import Peers, of_any
 
-logger = logging.getLogger("splitjax")
+logger: logging.Logger = logging.getLogger("splitjax")
 
 # Shares of the timeout after which writing, collecting the processes' reports, and sealing have failed: each leaves the
 # next one time, so that all processes know the end of a save when the timeout is over.

@@ -66,7 +66,8 @@ class Run:
     """
 
     def __init__(self, config: LaunchConfig, command: tuple[str, ...], base: Mapping[str, str], console: Console):
-        self.config, self.workers = config, ()
+        self.config: LaunchConfig = config
+        self.workers: tuple[Worker, ...] = ()
         self._command, self._base, self._console = command, base, console
         self._stop_signal: int | None = None
         self._killed = False
@@ -75,15 +76,13 @@ class Run:
         self._started = threading.Event()
         # One thread starts all workers of all attempts: the kernel kills a worker with the thread that started it.
         self._thread = threading.Thread(target=self._main, name="splitjax-launch", daemon=True)
-        self.network = (
+        self.network: Network | None = (
             None if config.bandwidth is None else Network(config.num_processes, parse_bandwidth(config.bandwidth))
         )
         self._thread.start()
         self._started.wait()
         if self._error is not None:
             self.wait()
-
-    workers: tuple[Worker, ...]
 
     def stop(self, signal_number: int = SIGTERM) -> None:
         """Asks all workers to save and exit, by SIGTERM; kills them `stop_timeout_seconds` later. `signal_number`: what
