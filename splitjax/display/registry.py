@@ -23,14 +23,14 @@ Draw = Callable[[Any, str | os.PathLike[str] | None], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class Registered:
     """Holds what is registered for a type: `make_document`, and `draw` where there is a picture of its values."""
 
     make_document: MakeDocument
     draw: Draw | None = None
 
 
-_ENTRIES: dict[str, Entry] = {}
+_ENTRIES: dict[str, Registered] = {}
 
 
 def register(kind: type | str, make_document: MakeDocument, *, draw: Draw | None = None) -> None:
@@ -43,7 +43,7 @@ def register(kind: type | str, make_document: MakeDocument, *, draw: Draw | None
       import what it needs then.
     - `draw`: a function of a value and a path (or None) that draws a picture, writes it to the path, and returns it.
     """
-    _ENTRIES[kind if isinstance(kind, str) else _name(kind)] = Entry(make_document, draw)
+    _ENTRIES[kind if isinstance(kind, str) else _name(kind)] = Registered(make_document, draw)
 
 
 def document(value: object) -> Document | None:
@@ -96,7 +96,7 @@ def draw(value: object, path: str | os.PathLike[str] | None) -> Any:
     return entry.draw(value, path)
 
 
-def _entry(value: object) -> Entry | None:
+def _entry(value: object) -> Registered | None:
     return next((_ENTRIES[name] for name in map(_name, type(value).__mro__) if name in _ENTRIES), None)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from splitjax.errors import CheckpointError
 from splitjax.planning.carried import Carried
-from splitjax.runtime.checkpoint.state_match import Leaf, describe, reject_consumed
+from splitjax.runtime.checkpoint.state_match import StateLeaf, describe, reject_consumed
 
 logger: logging.Logger = logging.getLogger("splitjax")
 
@@ -35,7 +35,7 @@ class CarriedParts:
     - `entry`: the JSON value for the checkpoint's description; None where nothing is carried.
     """
 
-    leaves: tuple[Leaf, ...] = ()
+    leaves: tuple[StateLeaf, ...] = ()
     arrays: Any = ()
     entry: Mapping[str, Any] | None = None
 
@@ -65,7 +65,7 @@ def targets(entry: Mapping[str, Any] | None, like: Any) -> CarriedParts:
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(like))
     named = (sharding for sharding in shardings if isinstance(sharding, jax.sharding.NamedSharding))
     mesh = next((sharding.mesh for sharding in named), None)
-    leaves = tuple(map(Leaf.from_json, entry["arrays"]))
+    leaves = tuple(map(StateLeaf.from_json, entry["arrays"]))
     arrays = {
         name: _target(leaf, entry["layouts"].get(name), mesh) for name, leaf in zip(entry["names"], leaves, strict=True)
     }
@@ -85,7 +85,7 @@ def put_together(entry: Mapping[str, Any] | None, arrays: Any) -> Carried | None
 
 
 def _target(
-    leaf: Leaf, layout: list[Any] | None, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None
+    leaf: StateLeaf, layout: list[Any] | None, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None
 ) -> jax.ShapeDtypeStruct | np.ndarray:
     """Returns what `leaf` is read into: laid out over `mesh` by `layout`, the mesh axes of each dim, where the mesh has
     these axes and they divide the dims; an array of the host otherwise."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from splitjax.errors import CheckpointError
-from splitjax.runtime.checkpoint.state_match import Leaf
+from splitjax.runtime.checkpoint.state_match import StateLeaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Description:
     """
 
     step: int
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[StateLeaf, ...]
     extra: Mapping[str, Any]
     carried: Mapping[str, Any] | None = None
 
@@ -41,7 +41,7 @@ class Description:
         `KeyError` for another text."""
         value = json.loads(file.read_text(encoding="utf-8"))
         return Description(
-            value["step"], tuple(map(Leaf.from_json, value["leaves"])), value["extra"], value.get("carried")
+            value["step"], tuple(map(StateLeaf.from_json, value["leaves"])), value["extra"], value.get("carried")
         )
 
 

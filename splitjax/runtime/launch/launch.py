@@ -20,7 +20,14 @@ from typing import Any
 from splitjax.runtime.launch import workers as processes
 from splitjax.runtime.launch.config import LaunchConfig
 from splitjax.runtime.launch.initialize import NETWORK_DEVICE
-from splitjax.runtime.launch.outcome import LEFT_ON_SIGTERM, Attempt, Outcome, failure_text, signal_name, unusual_text
+from splitjax.runtime.launch.outcome import (
+    LEFT_ON_SIGTERM,
+    LaunchAttempt,
+    LaunchOutcome,
+    failure_text,
+    signal_name,
+    unusual_text,
+)
 from splitjax.runtime.launch.output import Console, Output, make_log_dir
 from splitjax.runtime.launch.watch import Event, Watch
 from splitjax.runtime.launch.workers import Worker
@@ -71,7 +78,7 @@ class Run:
         self._command, self._base, self._console = command, base, console
         self._stop_signal: int | None = None
         self._killed = False
-        self._outcome: Outcome | None = None
+        self._outcome: LaunchOutcome | None = None
         self._error: BaseException | None = None
         self._started = threading.Event()
         # One thread starts all workers of all attempts: the kernel kills a worker with the thread that started it.
@@ -95,7 +102,7 @@ class Run:
         self._killed = True
         self.stop()
 
-    def wait(self, timeout_seconds: float | None = None) -> Outcome | None:
+    def wait(self, timeout_seconds: float | None = None) -> LaunchOutcome | None:
         """Blocks until the run is over and returns how it went; None if it still goes on after `timeout_seconds`."""
         self._thread.join(timeout_seconds)
         if self._thread.is_alive():
@@ -106,7 +113,7 @@ class Run:
 
     def _main(self) -> None:
         guard: processes.Guard | None = None
-        attempts: list[Attempt] = []
+        attempts: list[LaunchAttempt] = []
         try:
             guard = processes.Guard()
             while True:
@@ -115,7 +122,9 @@ class Run:
                 )
                 if not self._again(attempts[-1]):
                     break
-            self._outcome = Outcome(tuple(attempts), self._stop_signal, self.network.traffic() if self.network else ())
+            self._outcome = LaunchOutcome(
+                tuple(attempts), self._stop_signal, self.network.traffic() if self.network else ()
+            )
         except BaseException as error:  # handed to whoever waits
             self._error = error
         finally:
@@ -125,7 +134,7 @@ class Run:
                 self.network.close()
             self._started.set()
 
-    def _again(self, attempt: Attempt) -> bool:
+    def _again(self, attempt: LaunchAttempt) -> bool:
         """Decides whether to start all workers once more; says why."""
         say, restarts = self._console.say, self.config.restarts
         if attempt.failed is not None:
@@ -150,7 +159,7 @@ class Run:
         say(f"starting all workers again: restart {attempt.number + 1} of {restarts}")
         return True
 
-    def _attempt(self, number: int, guard: processes.Guard, failed_unix_seconds: float | None) -> Attempt:
+    def _attempt(self, number: int, guard: processes.Guard, failed_unix_seconds: float | None) -> LaunchAttempt:
         config = self.config
         coordinator = self._coordinator()
         output = Output(self._console, config.log_dir, number)

@@ -21,7 +21,7 @@ logger: logging.Logger = logging.getLogger("splitjax")
 Row = Mapping[str, Any]  # "step" first; numbers, or None for what this step does not have
 
 
-class Observer(Protocol):
+class StepObserver(Protocol):
     """Hears about every step, in order, on process 0."""
 
     def step(self, row: Row) -> None:
