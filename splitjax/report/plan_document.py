@@ -5,13 +5,13 @@ from __future__ import annotations
 from splitjax.display.document import Bar, Cell, Column, Document, Pairs, Table
 from splitjax.display.figures import bytes_text, percent_saved
 from splitjax.plan import Plan
-from splitjax.report.table import Row, parameter_rows, summary
+from splitjax.report.table import Row, summary, table
 
 
 def plan_document(plan: Plan) -> Document:
     """Makes the document of `plan`. The bar of a layer is as long as the layer takes bytes, relative to the largest
     layer, and filled for what a device holds of it."""
-    return Document("", (_parameters(parameter_rows(plan)), Pairs(summary(plan))))
+    return Document("", (_parameters(table(plan)), Pairs(summary(plan))))
 
 
 def _parameters(groups: tuple[tuple[Row, ...], ...]) -> Table:

@@ -42,7 +42,7 @@ class Row:
     repeat: int = 1
 
 
-def parameter_rows(plan: Plan) -> tuple[tuple[Row, ...], ...]:
+def table(plan: Plan) -> tuple[tuple[Row, ...], ...]:
     """Returns the parameters of `plan`, grouped by layer, in program order. Runs of equal blocks are folded into one
     (`blocks_[0-31]/mlp`); parameters that no layer uses come last."""
     leaves = {leaf.path: leaf for leaf in plan.leaves}
@@ -180,8 +180,8 @@ def summary(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
         ("statistics", _held(plan, "statistic")),
         ("predicted", _predicted(plan)),
         ("collectives", _collectives(plan)),
-        ("tables", _synchronised(plan)),
-        ("backprop", _backprop(plan)),
+        ("tables", _tables(plan)),
+        ("backprop", _partial(plan)),
         ("constraints", [f"shardings pinned inside the step: {len(plan.constraints)}"] if plan.constraints else []),
         ("batch", [f"{leaf.path} {leaf.shape} {spec_text(leaf.spec)}" for leaf in plan.leaves if leaf.role == "batch"]),
         (
@@ -254,7 +254,7 @@ def _collectives(plan: Plan) -> list[str]:
     return lines
 
 
-def _synchronised(plan: Plan) -> list[str]:
+def _tables(plan: Plan) -> list[str]:
     lines = []
     for sync in plan.syncs:
         over = f" over {sync.axis}" if sync.axis else ""
@@ -267,7 +267,7 @@ def _synchronised(plan: Plan) -> list[str]:
     return lines
 
 
-def _backprop(plan: Plan) -> list[str]:
+def _partial(plan: Plan) -> list[str]:
     partial = plan.partial
     if partial is None:
         return []

@@ -17,7 +17,7 @@ from splitjax import display
 from splitjax.display.figures import bytes_text, percent_saved
 from splitjax.mesh import MeshShape
 from splitjax.plan import Collective, Constraint, LayerPlan, LeafPlan, Memory, Plan, spec_axes
-from splitjax.report.table import parameter_rows, summary
+from splitjax.report.table import summary, table
 
 MESH = MeshShape((("data", 2), ("model", 4)))
 
@@ -145,7 +145,7 @@ def test_text_table_of_a_small_plan():
 
 def test_html_says_what_the_text_says():
     shown = text_of_html(SMALL._repr_html_())
-    for group in parameter_rows(SMALL):
+    for group in table(SMALL):
         for row in group:
             for cell in (
                 row.layer,
@@ -263,7 +263,7 @@ def blocks(count, kinds=("attention/query", "mlp/up", "mlp/down")):
 
 def test_equal_blocks_are_folded():
     plan = plan_of({"params/embed": dense("params/embed"), **blocks(32), "params/head": dense("params/head")})
-    groups = parameter_rows(plan)
+    groups = table(plan)
     assert [group[0].layer for group in groups] == [
         "params/embed",
         "params/blocks_[0-31]/attention/query",
@@ -280,16 +280,16 @@ def test_equal_blocks_are_folded():
 
 def test_equal_layers_within_equal_blocks_fold_by_block():
     plan = plan_of(blocks(8, kinds=("Conv_0", "Conv_1", "Conv_2", "Conv_3")))
-    assert [group[0].layer for group in parameter_rows(plan)] == [f"params/blocks_[0-7]/Conv_{k}" for k in range(4)]
+    assert [group[0].layer for group in table(plan)] == [f"params/blocks_[0-7]/Conv_{k}" for k in range(4)]
 
 
 def test_two_equal_layers_are_not_folded():
-    assert len(parameter_rows(plan_of(blocks(2)))) == 6
+    assert len(table(plan_of(blocks(2)))) == 6
 
 
 def test_indices_may_start_anywhere_and_cross_ten():
     layers = {f"Conv_{i}": dense(f"Conv_{i}") for i in range(7, 13)}
-    assert [group[0].layer for group in parameter_rows(plan_of(layers))] == ["Conv_[7-12]"]
+    assert [group[0].layer for group in table(plan_of(layers))] == ["Conv_[7-12]"]
 
 
 @pytest.mark.parametrize(
@@ -298,13 +298,13 @@ def test_indices_may_start_anywhere_and_cross_ten():
 )
 def test_a_block_that_differs_is_shown(change):
     layers = {f"Dense_{i}": dense(f"Dense_{i}", **(change if i == 4 else {})) for i in range(9)}
-    assert [group[0].layer for group in parameter_rows(plan_of(layers))] == ["Dense_[0-3]", "Dense_4", "Dense_[5-8]"]
+    assert [group[0].layer for group in table(plan_of(layers))] == ["Dense_[0-3]", "Dense_4", "Dense_[5-8]"]
 
 
 def test_gaps_and_padded_numbers_are_not_folded():
-    assert len(parameter_rows(plan_of({f"Dense_{i}": dense(f"Dense_{i}") for i in (0, 2, 4, 6)}))) == 4
-    assert len(parameter_rows(plan_of({f"Dense_{i:02d}": dense(f"Dense_{i:02d}") for i in range(3)}))) == 3
-    assert len(parameter_rows(plan_of({f"a{i}_b{i}": dense(f"a{i}_b{i}") for i in range(3)}))) == 3
+    assert len(table(plan_of({f"Dense_{i}": dense(f"Dense_{i}") for i in (0, 2, 4, 6)}))) == 4
+    assert len(table(plan_of({f"Dense_{i:02d}": dense(f"Dense_{i:02d}") for i in range(3)}))) == 3
+    assert len(table(plan_of({f"a{i}_b{i}": dense(f"a{i}_b{i}") for i in range(3)}))) == 3
 
 
 def test_equal_notes_are_joined():
