@@ -167,7 +167,7 @@ def accumulated_boundary(
     layout: Layout,
     twin_of: Twin,
     manual: tuple[str, ...],
-    runner: Runner[Any] | None = None,
+    runner: Runner | None = None,
 ) -> list[Any]:
     """Evaluates a boundary in microbatches, and returns its results in the order of `gradient.expand`.
 

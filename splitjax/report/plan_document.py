@@ -10,7 +10,7 @@ from splitjax.report.table import Row, summary, table
 
 def plan_document(plan: Plan) -> Document:
     """Makes the document of `plan`. The bar of a layer is as long as the layer takes bytes, relative to the largest
-    layer, and filled for what a device holds of it."""
+    layer, and filled for what one device holds of it."""
     return Document("", (_parameters(table(plan)), Pairs(summary(plan))))
 
 

@@ -27,7 +27,7 @@ _SUMS = ("count", "predicted", "count", "compiled")
 
 
 def report_document(report: Report) -> Document:
-    """Makes the document of `report`: a section for each table that has rows."""
+    """Makes the document of `report`: one section for each table that has rows."""
     memory = Table.of(("predicted", "", "compiled", ""), memory_rows(report), (1, 3))
     totals = Table.of(("collective", *_SUMS), total_rows(report), range(1, 5))
     layers = Table.of(("layer", *_SUMS), layer_rows(report), range(1, 5))
