@@ -129,7 +129,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check(plan: PlanParts) -> None:
-    """Checks what types alone do not say: names agree between the parts of the plan, and specs fit mesh and shapes."""
+    """What types alone do not say: names agree between the parts of the plan, and specs fit mesh and shapes."""
     leaves: dict[str, LeafPlan] = {}
     for i, leaf in enumerate(plan.leaves):
         place = f"leaves[{i}]"
